@@ -1,0 +1,19 @@
+"""Every difference between the supported torch versions (2.11 to 2.13), in one file.
+
+Each entry names the version that changed something. tests/test_compat.py fails as soon as the oldest supported
+version in pyproject.toml has the new behaviour, so no entry outlives its reason.
+"""
+
+import torch.distributed as dist
+
+# torch 2.13 renamed all_gather_into_tensor to all_gather_single; the old name warns there, the new one is absent before.
+if hasattr(dist, "all_gather_single"):
+    all_gather_single = dist.all_gather_single
+else:
+    all_gather_single = dist.all_gather_into_tensor
+
+# torch 2.13 renamed reduce_scatter_tensor to reduce_scatter_single, likewise.
+if hasattr(dist, "reduce_scatter_single"):
+    reduce_scatter_single = dist.reduce_scatter_single
+else:
+    reduce_scatter_single = dist.reduce_scatter_tensor
