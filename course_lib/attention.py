@@ -1,0 +1,73 @@
+"""The attention core, softmax(q k^T) v, in two ways that give the same numbers and hold different memory.
+
+Both take the query heads and the (fewer) key/value heads: q_BNSH, k_BKSH, v_BKSH -> out_BNSH, and query head n reads
+key/value head n // (N / K). What each keeps for the backward pass, in elements of one layer:
+
+    fused       q, k, v, out, and one float32 number a row (log-sum-exp, B N S)          linear in S
+    explicit    q, k and v repeated to N heads, the scores after softmax (B N S S)       quadratic in S
+                with dropout also its mask (B N S S, one byte each) and its output (B N S S)
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def fused_attention(
+    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, causal: bool = True, dropout: float = 0.0
+) -> Tensor:
+    """Attention in one kernel that never writes the score matrix down (FlashAttention, where the device has it).
+
+    On a CPU PyTorch's flash kernel has no dropout: with dropout above 0 it falls back to one that stores the scores.
+
+    Source   Dao et al. 2022 (arXiv:2205.14135)
+    """
+    grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
+    return F.scaled_dot_product_attention(
+        q_BNSH, k_BKSH, v_BKSH, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
+    )
+
+
+def explicit_attention(
+    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, causal: bool = True, dropout: float = 0.0
+) -> Tensor:
+    """Attention written out. The score matrix exists, and the backward pass keeps it.
+
+    The softmax stays in the dtype of its input (its kernel adds up in float32 all the same); an upcast written out here
+    would keep a second copy of the scores, in four bytes.
+    """
+    group_size = q_BNSH.shape[1] // k_BKSH.shape[1]
+    k_BNSH, v_BNSH = k_BKSH, v_BKSH
+    if group_size > 1:
+        k_BNSH, v_BNSH = k_BKSH.repeat_interleave(group_size, dim=1), v_BKSH.repeat_interleave(group_size, dim=1)
+    scores_BNSS = q_BNSH @ k_BNSH.transpose(-2, -1) * (1.0 / math.sqrt(q_BNSH.shape[-1]))
+    if causal:
+        seq_len = q_BNSH.shape[-2]
+        future_SS = torch.full((seq_len, seq_len), -math.inf, dtype=scores_BNSS.dtype, device=scores_BNSS.device)
+        scores_BNSS = scores_BNSS + future_SS.triu(
+            1
+        )  # adding saves nothing for backward; masked_fill would save its mask
+    weights_BNSS = drop(torch.softmax(scores_BNSS, dim=-1), dropout)
+    return weights_BNSS @ v_BNSH
+
+
+def drop(x: Tensor, probability: float) -> Tensor:
+    """Dropout that keeps one byte an element (a bool mask) for backward, on every device.
+
+    `F.dropout` does so on a GPU; on a CPU it keeps a mask as wide as the data.
+    """
+    return torch.native_dropout(x, probability, train=True)[0] if probability > 0.0 else x
+
+
+CORES = {"fused": fused_attention, "explicit": explicit_attention}
+RECOMPUTE = ("none", "selective", "full")
+
+
+def check_choices(attention: str, recompute: str) -> None:
+    """Raises ValueError unless both are words that the models know."""
+    if attention not in CORES:
+        raise ValueError(f"attention is {attention!r}; choose from {', '.join(CORES)}")
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute is {recompute!r}; choose from {', '.join(RECOMPUTE)}")

@@ -1,0 +1,134 @@
+"""What a model looks like, as numbers: `ModelConfig`, and presets with the exact shapes of published models.
+
+Nothing here builds a tensor; `course_lib.model.build` does. Every preset's parameter count is held in the tests against
+the model that `transformers` builds from the same shape on the meta device.
+"""
+
+from dataclasses import dataclass
+
+FAMILIES = ("llama", "gpt", "xlmr")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How Llama 3.1 and 3.2 stretch the slow rotations of RoPE, so that a model trained on short texts reads long ones.
+
+    Source   model cards of Llama 3.1 and 3.2, `rope_type: llama3`
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of one model. The defaults are those of a small Llama.
+
+    Letters  D d_model · F d_ff · N num_heads · K num_kv_heads · H head_dim · V vocab_size · S at most max_seq_len
+    Raises   ValueError where two sizes do not fit each other
+    """
+
+    name: str
+    num_layers: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    d_ff: int
+    vocab_size: int
+    max_seq_len: int
+    tied: bool = False  # the output head uses the embedding's weights
+    head_dim: int | None = None  # filled in: d_model // num_heads
+    family: str = "llama"
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    dropout: float = 0.0  # the gpt family only
+
+    def __post_init__(self):
+        if self.family not in FAMILIES:
+            raise ValueError(f"family {self.family!r} is unknown; choose from {', '.join(FAMILIES)}")
+        for field in ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "max_seq_len"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must be divisible by num_kv_heads ({self.num_kv_heads}), "
+                "so that every key/value head serves the same number of query heads; choose a divisor"
+            )
+        if self.head_dim is None:
+            if self.d_model % self.num_heads:
+                raise ValueError(
+                    f"d_model ({self.d_model}) must be divisible by num_heads ({self.num_heads}); "
+                    "change one of them or give head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.d_model // self.num_heads)
+        if self.family == "llama" and self.head_dim % 2:
+            raise ValueError(f"head_dim ({self.head_dim}) must be even: RoPE rotates pairs of numbers")
+        if self.family != "llama" and self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                f"num_kv_heads ({self.num_kv_heads}) must equal num_heads ({self.num_heads}) in the {self.family} "
+                "family; grouped queries exist in the llama family"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
+        if self.family == "llama" and self.dropout:
+            raise ValueError(f"dropout is {self.dropout}, but Llama has none; use family='gpt' or dropout=0.0")
+
+
+def _llama3(name, num_layers, d_model, num_heads, d_ff, scaling_factor, tied=False):
+    return ModelConfig(
+        name, num_layers, d_model, num_heads, num_kv_heads=8, d_ff=d_ff, vocab_size=128_256, max_seq_len=131_072,
+        tied=tied, rope_theta=500_000.0, rope_scaling=RopeScaling(scaling_factor),
+    )  # fmt: skip
+
+
+def _gpt(name, num_layers, d_model, num_heads, max_seq_len=1024):
+    return ModelConfig(
+        name, num_layers, d_model, num_heads, num_kv_heads=num_heads, d_ff=4 * d_model, vocab_size=50_257,
+        max_seq_len=max_seq_len, tied=True, family="gpt", dropout=0.1,
+    )  # fmt: skip
+
+
+def _xlmr(name, num_layers, d_model, num_heads, vocab_size):
+    return ModelConfig(
+        name, num_layers, d_model, num_heads, num_kv_heads=num_heads, d_ff=4 * d_model, vocab_size=vocab_size,
+        max_seq_len=512, tied=True, family="xlmr", dropout=0.1,
+    )  # fmt: skip
+
+
+# Sources: toy and mini are ours. Llama 3.1, Llama 3.2, SmolLM: config.json of their model cards. GPT-2: config.json of
+# gpt2, gpt2-medium, gpt2-large, gpt2-xl. GPT-3: Brown et al. 2020 (arXiv:2005.14165), table 2.1. XLM-R: Conneau et al.
+# 2020 (arXiv:1911.02116) and Goyal et al. 2021 (arXiv:2105.00572), with the vocabularies of their model cards.
+PRESETS: dict[str, ModelConfig] = {
+    config.name: config
+    for config in (
+        ModelConfig("toy", 4, 64, num_heads=8, num_kv_heads=4, d_ff=192, vocab_size=256, max_seq_len=256),
+        ModelConfig("mini", 4, 256, num_heads=8, num_kv_heads=4, d_ff=640, vocab_size=256, max_seq_len=512),
+        _llama3("llama-3.2-1b", 16, 2048, 32, d_ff=8192, scaling_factor=32.0, tied=True),
+        _llama3("llama-3.1-8b", 32, 4096, 32, d_ff=14_336, scaling_factor=8.0),
+        _llama3("llama-3.1-70b", 80, 8192, 64, d_ff=28_672, scaling_factor=8.0),
+        _llama3("llama-3.1-405b", 126, 16_384, 128, d_ff=53_248, scaling_factor=8.0),
+        ModelConfig("smollm-1.7b", 24, 2048, 32, 32, d_ff=8192, vocab_size=49_152, max_seq_len=2048, tied=True),
+        _gpt("gpt2", 12, 768, 12),
+        _gpt("gpt2-medium", 24, 1024, 16),
+        _gpt("gpt2-large", 36, 1280, 20),
+        _gpt("gpt2-xl", 48, 1600, 25),
+        _gpt("gpt3-175b", 96, 12_288, 96, max_seq_len=2048),
+        _xlmr("xlm-r-base", 12, 768, 12, vocab_size=250_002),
+        _xlmr("xlm-r-large", 24, 1024, 16, vocab_size=250_002),
+        _xlmr("xlm-r-xl", 36, 2560, 32, vocab_size=250_880),
+        _xlmr("xlm-r-xxl", 48, 4096, 32, vocab_size=250_880),
+    )
+}
+
+
+def preset(name: str) -> ModelConfig:
+    """The preset of that name.
+
+    Raises   ValueError naming the presets that exist
+    """
+    if name not in PRESETS:
+        raise ValueError(f"there is no preset {name!r}; choose from {', '.join(PRESETS)}")
+    return PRESETS[name]
