@@ -1,0 +1,100 @@
+# make lab: install and open the course.   make test: install if needed and test all of it.   make help: the rest.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+WORKERS ?= 2
+SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+            $$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
+# VENV= (empty) runs a target with PYTHON itself and installs nothing.
+ifeq ($(strip $(VENV)),)
+  RUN := $(PYTHON)
+  STAMP :=
+else
+  RUN := $(VENV)/bin/python
+  STAMP := $(VENV)/.installed
+endif
+NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
+NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
+
+.PHONY: help setup lab test lint unit nbval demo bench doctor fmt notebooks exercises mirrors check badges \
+        test-gpu test-browser test-stream test-grading clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## make .venv and install the course into it; a second call does nothing
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then echo "make: no Python 3.11, 3.12 or 3.13 with venv found; install one, or name it: make setup PYTHON=/path/to/python3.12" >&2; exit 1; fi
+	@$(PYTHON) -c '$(SUPPORTED)' || { echo "make: PYTHON=$(PYTHON) is not a Python 3.11 to 3.13 with venv and ensurepip" >&2; exit 1; }
+	@test -x $(VENV)/bin/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing the course into $(VENV) (some minutes the first time)"
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,test]"
+	@touch $@
+
+lab: setup  ## open JupyterLab at chapter 00, on this machine only
+	$(RUN) -m jupyterlab --ip=127.0.0.1 notebooks/00_ranks_and_collectives.ipynb
+
+test: setup  ## everything: lint, unit tests, every notebook and solution under strict nbval
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory unit
+	@$(MAKE) --no-print-directory nbval
+
+lint: setup  ## ruff, for the package, the tests and the notebooks
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+unit: setup  ## the tests of the package
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --ignore=tests/gpu --ignore=tests/browser
+
+nbval: setup  ## every notebook and solution runs, and prints what it stores
+	@if [ -n "$(NOTEBOOKS)" ]; then $(RUN) -m pytest $(NBVAL) $(NOTEBOOKS); else echo "no notebooks yet"; fi
+
+demo: setup  ## one table: the same tiny Llama trained by 1, 2 and 4 ranks
+	$(RUN) -m course_lib demo
+
+bench: setup  ## the course's own implementations against PyTorch's, in one run
+	$(RUN) -m course_lib bench
+
+doctor: setup  ## what this machine can run, chapter by chapter
+	$(RUN) -m course_lib doctor
+
+fmt: setup  ## ruff format and fixes; notebooks in their normal form
+	$(RUN) -m ruff check --fix --quiet . || true
+	$(RUN) -m ruff format .
+	$(RUN) -m course_lib.authoring fmt
+
+notebooks: setup  ## run every notebook and solution and store its outputs; then mirrors, exercises and form
+	@for path in $(NOTEBOOKS); do $(RUN) -m course_lib run $$path --save; done
+	$(RUN) -m course_lib.authoring fmt
+
+mirrors: setup  ## rewrite the cells that mirror the package
+	$(RUN) -m course_lib.authoring mirrors
+
+exercises: setup  ## write exercises/ from solutions/
+	$(RUN) -m course_lib.authoring exercises
+
+check: setup  ## what the notebooks lack, without running them
+	$(RUN) -m course_lib.authoring check
+
+badges: setup  ## point the Colab badges at your copy: make badges REPOSITORY=owner/name
+	$(RUN) -m course_lib.authoring badges $(REPOSITORY)
+
+test-gpu: $(STAMP)  ## what needs a GPU; each test says why it is skipped without one
+	$(RUN) -m pytest -rs -p no:cacheprovider tests/gpu
+
+test-browser: setup  ## a chapter in headless Chromium: all cells run, a slider moved
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { echo "make: no chromium here; install it (Debian, Ubuntu: apt-get install chromium) and call make test-browser again" >&2; exit 1; }
+	@$(RUN) -c 'import playwright' 2>/dev/null || $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,test,browser]"
+	$(RUN) -m pytest -rs tests/browser
+
+test-grading: setup  ## nbgrader takes the solutions as its source
+	@$(RUN) -c 'import nbgrader' 2>/dev/null || $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,test,grading]"
+	$(RUN) -m pytest -rs tests/test_grading.py
+
+clean:  ## remove the environment and every cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
