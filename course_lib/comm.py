@@ -1,7 +1,7 @@
 """The collectives as the course uses them: the group always given, the input checked, the result returned.
 
-One rule for all: a function returns a new tensor and leaves its input as it was. The one exception ends in an underscore,
-as in PyTorch: `all_reduce_` changes its input, and can be waited for later.
+One rule for all: a function returns a new tensor and leaves its input as it was. The one exception ends in an
+underscore, as in PyTorch: `all_reduce_` changes its input, and can be waited for later.
 Ranks are counted inside the group (0 .. size - 1), as in `tp_rank`: `src`, `dst` and pieces mean these.
 All ranks of a group call the same function in the same order with the same shapes; nobody can check that from one rank.
 Bytes are what one rank sends if the messages travel around a ring (see course_lib.meter); N = size of the group.
@@ -38,7 +38,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
 
 
 def all_reduce_(x: Tensor, group: dist.ProcessGroup, op: str = "sum", async_op: bool = False) -> dist.Work | None:
-    """Put the sum over the group into x itself. With async_op, return at once with a Work: x is right after work.wait().
+    """Put the sum over the group into x itself. With async_op, return a Work at once: x is right after work.wait().
 
     Bytes    sent per rank: 2 (N - 1) / N * x.nbytes
     Raises   ValueError if x is not contiguous, op is unknown, or a mean is asked for with async_op
@@ -141,7 +141,7 @@ def all_to_all(
 ) -> Tensor:
     """Piece j of rank i goes to rank j, which puts it at place i: a transpose between ranks, along dimension 0.
 
-    Without the two lists all pieces are equal. With them, sent_rows[j] rows go to rank j and received_rows[i] come from i.
+    Without the two lists all pieces are equal. With them, sent_rows[j] rows go to rank j, received_rows[i] come from i.
     Bytes    sent per rank: what goes to others, (N - 1) / N * x.nbytes if all pieces are equal
     Raises   ValueError if the rows do not divide by N, or the lists do not add up
     """
@@ -164,7 +164,7 @@ def all_to_all(
 
 # ---------------------------------------------------------------------------------------------------- one to one
 def send(x: Tensor, dst: int, group: dist.ProcessGroup) -> None:
-    """Send x to rank `dst`, which must call `recv`. May return before it has arrived, or wait for it: do not rely on either.
+    """Send x to rank `dst`, which must call `recv`. May return before x has arrived, or wait for it: rely on neither.
 
     Bytes    sent: x.nbytes
     """

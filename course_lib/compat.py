@@ -6,7 +6,7 @@ version in pyproject.toml has the new behaviour, so no entry outlives its reason
 
 import torch.distributed as dist
 
-# torch 2.13 renamed all_gather_into_tensor to all_gather_single; the old name warns there, the new one is absent before.
+# torch 2.13 renamed all_gather_into_tensor to all_gather_single: the old name warns there, the new is absent before.
 if hasattr(dist, "all_gather_single"):
     all_gather_single = dist.all_gather_single
 else:

@@ -104,7 +104,7 @@ def _check_axis(axis: str) -> None:
 def make_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     """My process group along each axis. Every rank of the world must call it, as `new_group` requires.
 
-    Each rank makes all groups of all axes in the same order, its own or not: otherwise the ranks would wait for each other.
+    Each rank makes all groups of all axes in the same order, its own or not: otherwise ranks would wait for each other.
     Raises   ValueError if the world has another size than the mesh
     """
     if dist.get_world_size() != mesh.world_size:

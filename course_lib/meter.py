@@ -13,7 +13,7 @@ size, a rank's count depends on its place; over all ranks the sums in the last c
     reduce_scatter   all but piece r                                         N - 1
     all_gather       all but piece r + 1                                     N - 1
     all_to_all       what goes to others                                     -
-    broadcast        the payload, along a chain src, src + 1, ...            N - 1   (the last of the chain sends nothing)
+    broadcast        the payload, along a chain src, src + 1, ...            N - 1   (the last in it sends nothing)
     reduce           the payload, along a chain to dst                       N - 1   (dst sends nothing)
     gather           its own shard, straight to dst                          N - 1 shards
     scatter          src alone: the pieces of the others                     N - 1 pieces
@@ -23,8 +23,8 @@ size, a rank's count depends on its place; over all ranks the sums in the last c
 A payload is the whole tensor: for all_gather the gathered result, for reduce_scatter the input. Pieces are cut as
 `tensor_split` cuts: the first numel % N of them hold one number more.
 
-How it sees them: each of these collectives is an operator in torch's dispatcher, and a TorchDispatchMode sees every operator
-that runs inside it. Autograd hands the mode on to its worker threads; threads that you start yourself are not seen.
+How it sees them: each of these collectives is an operator in torch's dispatcher, and a TorchDispatchMode sees every
+operator that runs inside it. Autograd hands the mode on to its worker threads; threads that you start are not seen.
 An operator that the meter does not know raises: nothing is dropped silently.
 """
 
@@ -124,7 +124,7 @@ def _group_of(arguments: dict) -> dist.ProcessGroup:
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 
-# ---------------------------------------------------------------------------------------------------- the ring's rules
+# -------------------------------------------------------------------------------------------- the ring's rules
 def _all_reduce_sent(tensor: torch.Tensor, size: int, rank: int) -> int:
     skipped = _piece_bytes(tensor, size, rank) + _piece_bytes(tensor, size, (rank + 1) % size)
     return 2 * tensor.nbytes - skipped
@@ -139,7 +139,7 @@ def _nbytes(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-# ---------------------------------------------------------------------------------------------------- one rule an operator
+# -------------------------------------------------------------------------------------------- one rule an operator
 # rule(arguments of the operator by name, group size, my rank in the group) -> [(collective, payload_bytes, sent_bytes)]
 def _all_reduce(arguments, size, rank):
     tensors = _as_list(arguments, "tensors", "inputs", "input")
