@@ -1,0 +1,198 @@
+"""GPUs and links: every number with its unit and its source.
+
+Three habits of datasheets to know:
+- FLOP/s are printed "with sparsity", twice what a dense matrix multiplication can reach. Here they are dense.
+- NVLink and PCIe are printed as the sum of both directions. A ring sends one way, so `bytes_per_s` is one direction.
+- "80 GB" of GPU memory are 80 GiB = 85.9 GB: memory chips come in powers of two. A program sees a little less: what
+  CUDA reports as total capacity is `usable_bytes`.
+"""
+
+from dataclasses import dataclass
+
+GB = 10**9
+GIB = 2**30
+TERA = 10**12
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One GPU. Peaks are dense FLOP/s of a matrix multiplication; None where the GPU has no such units."""
+
+    name: str
+    memory_bytes: int  # what is built in
+    usable_bytes: int  # what CUDA reports as total capacity (typical; it varies a little with driver and ECC)
+    memory_bytes_per_s: float
+    fp32_flops: float
+    tf32_flops: float | None
+    fp16_flops: float
+    bf16_flops: float | None
+    fp8_flops: float | None
+    link: str  # to its neighbours in the node: a key of LINKS
+    source: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """One way from GPU to GPU: a message of n bytes takes latency_s + n / bytes_per_s."""
+
+    name: str
+    latency_s: float  # of one step of a ring
+    bytes_per_s: float  # one direction, for each GPU
+    both_directions_bytes_per_s: float  # as the datasheet prints it
+    source: str
+    latency_source: str
+
+
+def _gpu(name, memory_gib, usable_gib, memory_gb_per_s, fp32, tf32, fp16, bf16, fp8, link, source):  # peaks in TFLOP/s
+    peaks = [None if tera is None else tera * TERA for tera in (fp32, tf32, fp16, bf16, fp8)]
+    return GPU(name, memory_gib * GIB, int(usable_gib * GIB), memory_gb_per_s * GB, *peaks, link, source)
+
+
+# usable: the total capacity in PyTorch's out-of-memory messages of such GPUs, as found in public reports.
+# fmt: off
+GPUS: dict[str, GPU] = {
+    "t4": _gpu("T4", 16, 14.56, 320, 8.1, None, 65, None, None, "pcie3",
+               "NVIDIA T4 datasheet: 65 TFLOPS FP16, 320 GB/s; no bf16 units"),
+    "l4": _gpu("L4", 24, 22.03, 300, 30.3, 60, 121, 121, 242.5, "pcie4",
+               "NVIDIA L4 datasheet, halved where it says with sparsity (TF32 120, BF16 242, FP8 485)"),
+    "rtx-4090": _gpu("RTX 4090", 24, 23.64, 1008, 82.6, 82.6, 165.2, 165.2, 330.3, "pcie4",
+                     "NVIDIA Ada architecture whitepaper, dense with FP32 accumulation"),
+    "v100-32": _gpu("V100 SXM2 32 GB", 32, 31.74, 900, 15.7, None, 125, None, None, "nvlink2",
+                    "NVIDIA V100 datasheet; no bf16 units"),
+    "a100-40": _gpu("A100 SXM 40 GB", 40, 39.49, 1555, 19.5, 156, 312, 312, None, "nvlink3",
+                    "NVIDIA A100 datasheet, dense column"),
+    "a100-80": _gpu("A100 SXM 80 GB", 80, 79.15, 2039, 19.5, 156, 312, 312, None, "nvlink3",
+                    "NVIDIA A100 datasheet, dense column"),
+    "h100": _gpu("H100 SXM 80 GB", 80, 79.19, 3350, 67, 494.5, 989, 989, 1979, "nvlink4",
+                 "NVIDIA H100 datasheet, halved: it prints sparsity (BF16 1979, FP8 3958); 989 as in torchtitan"),
+    "h200": _gpu("H200 SXM 141 GB", 141, 139.80, 4800, 67, 494.5, 989, 989, 1979, "nvlink4",
+                 "NVIDIA H200 datasheet, halved: it prints sparsity (BF16 1979, FP8 3958)"),
+    "b200": _gpu("B200 (HGX) 180 GB", 180, 178.35, 8000, 80, 1100, 2250, 2250, 4500, "nvlink5",
+                 "NVIDIA Blackwell architecture technical brief, HGX B200 at 1000 W, dense"),
+    "mi300x": _gpu("MI300X", 192, 191.98, 5300, 163.4, 653.7, 1307.4, 1307.4, 2614.9, "infinity-fabric3",
+                   "AMD Instinct MI300X data sheet, without structured sparsity"),
+}
+
+_NCCL = "NCCL src/graph/tuning.cc, hwLatencies, ring with the Simple protocol: {:g} us a step"
+_ASSUMED = "the course's own assumption"
+
+
+def _link(name, latency_us, gb_per_s, both_gb_per_s, source, latency_source):
+    return Link(name, latency_us * 1e-6, gb_per_s * GB, both_gb_per_s * GB, source, latency_source.format(latency_us))
+
+
+LINKS: dict[str, Link] = {
+    "nvlink2": _link("NVLink 2", 3.4, 150, 300, "NVIDIA V100 datasheet: 300 GB/s, 6 links x 25 GB/s each way", _NCCL),
+    "nvlink3": _link("NVLink 3", 3.4, 300, 600, "NVIDIA A100 datasheet: 600 GB/s, 12 links x 25 GB/s each way", _NCCL),
+    "nvlink4": _link("NVLink 4", 3.4, 450, 900, "NVIDIA H100 datasheet: 900 GB/s, 18 links x 25 GB/s each way", _NCCL),
+    "nvlink5": _link("NVLink 5", 3.4, 900, 1800, "NVIDIA B200 datasheet: 1.8 TB/s, 18 links x 50 GB/s each way", _NCCL),
+    "nvlink-h800": _link("NVLink of the H800", 3.4, 160, 400, "DeepSeek-V3 report (arXiv:2412.19437): 160 GB/s", _NCCL),
+    "infinity-fabric3": _link("Infinity Fabric (MI300X)", 3.4, 448, 896,
+                              "AMD MI300X platform data sheet: 896 GB/s to 7 peers", _ASSUMED + ": as NVLink"),
+    "pcie3": _link("PCIe 3.0 x16", 5.7, 15.75, 31.5, "PCI-SIG: 8 GT/s x 16 lanes x 128/130 / 8 bits", _NCCL),
+    "pcie4": _link("PCIe 4.0 x16", 5.7, 31.5, 63.0, "PCI-SIG: 16 GT/s x 16 lanes x 128/130 / 8 bits", _NCCL),
+    "pcie5": _link("PCIe 5.0 x16", 5.7, 63.0, 126.0, "PCI-SIG: 32 GT/s x 16 lanes x 128/130 / 8 bits", _NCCL),
+    "ib-hdr200": _link("InfiniBand HDR", 14, 25, 50, "200 Gb/s a port, one port a GPU", _NCCL),
+    "ib-ndr400": _link("InfiniBand NDR", 14, 50, 100, "400 Gb/s a port, one port a GPU", _NCCL),
+    "roce-400": _link("RoCE 400G", 14, 50, 100, "Llama 3 paper (arXiv:2407.21783): 400 Gb/s a GPU", _NCCL),
+    "efa": _link("EFA v2 (p5.48xlarge)", 14, 50, 100, "AWS EC2 guide: 3,200 Gb/s a node of 8 GPUs", _NCCL),
+    "ethernet-100g": _link("Ethernet 100G", 30, 12.5, 25, "100 Gb/s", _ASSUMED),
+    "nvme": _link("NVMe SSD, PCIe 4.0 x4", 100, 7, 7, _ASSUMED + "; PCIe 4.0 x4 allows 7.9 GB/s", _ASSUMED),
+}
+# fmt: on
+
+# Measured on nodes of 8 H100, EFA between nodes, messages of 256 MB: collective -> {nodes: bytes per second}.
+# Source: Ultra-Scale Playbook, data of its figure of bandwidth over nodes. It does not say whether these are bus or
+# algorithm bandwidth; the course reads them as bus bandwidth, since 436 GB/s is just below NVLink 4's 450.
+PUBLISHED_BUS_BANDWIDTH: dict[str, dict[int, float]] = {
+    "all_reduce": {
+        1: 435.9668e9, 2: 361.7492e9, 4: 160.1395e9, 8: 99.5643e9, 16: 84.7405e9, 32: 64.9254e9, 64: 32.9378e9,
+    },
+    "all_gather": {
+        1: 249.8488e9, 2: 184.6132e9, 4: 118.9675e9, 8: 68.9975e9, 16: 54.9723e9, 32: 27.9692e9, 64: 11.0383e9,
+    },
+    "reduce_scatter": {
+        1: 249.729e9, 2: 181.5536e9, 4: 115.7576e9, 8: 68.5511e9, 16: 54.5242e9, 32: 27.9443e9, 64: 11.0697e9,
+    },
+}  # fmt: skip
+
+# Tokens per second and GPU of plain data parallelism on H100, 8 to 256 GPUs.
+# Source: Ultra-Scale Playbook, data of its figure of DP scaling. It does not name the model; 36.66 GB a GPU were used.
+PUBLISHED_DP_THROUGHPUT: dict[int, float] = {
+    8: 40149.94, 16: 37609.69, 32: 35367.61, 64: 31112.23, 128: 26446.44, 256: 15700.38,
+}  # fmt: skip
+
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
+
+
+def gpu(key: str) -> GPU:
+    """The GPU of that key.
+
+    Raises   ValueError naming the keys that exist
+    """
+    if key not in GPUS:
+        raise ValueError(f"there is no GPU {key!r}; choose from {', '.join(GPUS)}")
+    return GPUS[key]
+
+
+def link(key: str) -> Link:
+    """The link of that key.
+
+    Raises   ValueError naming the keys that exist
+    """
+    if key not in LINKS:
+        raise ValueError(f"there is no link {key!r}; choose from {', '.join(LINKS)}")
+    return LINKS[key]
+
+
+def published_link(num_nodes: int, collective: str = "all_reduce") -> Link:
+    """The bandwidth that PUBLISHED_BUS_BANDWIDTH measured over that many nodes of 8 H100, as a Link.
+
+    Raises   ValueError naming the numbers of nodes that were measured
+    """
+    measured = PUBLISHED_BUS_BANDWIDTH[collective]
+    if num_nodes not in measured:
+        raise ValueError(f"{num_nodes} nodes were not measured; choose from {', '.join(map(str, measured))}")
+    inside_or_between = LINKS["nvlink4"] if num_nodes == 1 else LINKS["efa"]
+    return Link(
+        name=f"{collective} measured over {num_nodes} nodes",
+        latency_s=inside_or_between.latency_s,
+        bytes_per_s=measured[num_nodes],
+        both_directions_bytes_per_s=2 * measured[num_nodes],
+        source="Ultra-Scale Playbook, bandwidth over nodes, 256 MB",
+        latency_source=inside_or_between.latency_source,
+    )
+
+
+def peak_flops(gpu: GPU, precision: str = "bf16") -> float:
+    """Dense peak of a matrix multiplication in FLOP/s.
+
+    Raises   ValueError if the precision is unknown, or the GPU has no units for it
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
+    peak = getattr(gpu, f"{precision}_flops")
+    if peak is None:
+        possible = [p for p in PRECISIONS if getattr(gpu, f"{p}_flops") is not None]
+        raise ValueError(f"{gpu.name} has no {precision} units; choose from {', '.join(possible)}")
+    return peak
+
+
+def gpu_of_device(device_name: str, total_bytes: int | None = None) -> GPU | None:
+    """The GPU that CUDA calls `device_name` ("NVIDIA H100 80GB HBM3"); None if the course has no numbers for it.
+
+    total_bytes (of torch.cuda.get_device_properties) tells sizes apart where the name does not.
+    PCIe and NVL variants are slower than the SXM ones listed here, so they give None.
+    """
+    words = device_name.upper().replace("-", " ").split()
+    if "PCIE" in words or "NVL" in words:
+        return None
+    for key, found in GPUS.items():
+        model = key.split("-")[1] if key.startswith("rtx") else key.split("-")[0]
+        if model.upper() in words and _fits(found, total_bytes):
+            return found
+    return None
+
+
+def _fits(gpu: GPU, total_bytes: int | None) -> bool:
+    return total_bytes is None or 0.9 * gpu.memory_bytes <= total_bytes <= 1.02 * gpu.memory_bytes

@@ -1,0 +1,290 @@
+"""Arithmetic of time: bytes a collective sends, seconds it takes, FLOPs of a step, MFU and HFU, overlap.
+
+Plain functions of numbers: nothing here runs or measures anything. Two models carry it:
+- alpha-beta: a message of n bytes takes alpha + n * beta seconds (latency, and the inverse of bandwidth);
+- roofline: work takes as long as its FLOPs at peak, or its bytes at memory bandwidth, whichever is longer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from course_lib.config import ModelConfig
+from course_lib.hardware import GPU, Link, peak_flops
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that one lane of one rank was busy with, from start_s to stop_s: what timelines are drawn from."""
+
+    rank: int
+    lane: str
+    name: str
+    start_s: float
+    stop_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.stop_s - self.start_s
+
+
+# ------------------------------------------------------------------------------------ bytes sent by one rank
+# The same convention as course_lib.meter, to the byte; payload_bytes is the whole tensor. Where its numbers do not
+# divide into world_size equal pieces, ranks differ by a number or two: then give `rank` and `itemsize`.
+def ring_all_reduce_bytes(payload_bytes: int, world_size: int, rank: int = 0, itemsize: int = 4) -> int:
+    """2 (N - 1) / N * payload: two trips, each without one piece (piece r, then piece r + 1)."""
+    pieces = _pieces(payload_bytes, world_size, itemsize)
+    return 2 * payload_bytes - pieces[rank] - pieces[(rank + 1) % world_size]
+
+
+all_reduce_bytes = ring_all_reduce_bytes
+
+
+def reduce_scatter_bytes(payload_bytes: int, world_size: int, rank: int = 0, itemsize: int = 4) -> int:
+    """(N - 1) / N * payload: everything but the piece that I keep. The payload is the input."""
+    return payload_bytes - _pieces(payload_bytes, world_size, itemsize)[rank]
+
+
+def all_gather_bytes(payload_bytes: int, world_size: int, rank: int = 0, itemsize: int = 4) -> int:
+    """(N - 1) / N * payload: everything but the piece of my right neighbour. The payload is the gathered result."""
+    return payload_bytes - _pieces(payload_bytes, world_size, itemsize)[(rank + 1) % world_size]
+
+
+def all_to_all_bytes(payload_bytes: int, world_size: int, rank: int = 0, itemsize: int = 4) -> int:
+    """(N - 1) / N * payload if all pieces are equal: everything but the piece that stays."""
+    return payload_bytes - _pieces(payload_bytes, world_size, itemsize)[rank]
+
+
+def broadcast_bytes(payload_bytes: int, world_size: int, rank: int = 0, src: int = 0) -> int:
+    """The payload, passed along the chain src, src + 1, ...; the last in the chain sends nothing."""
+    return 0 if (rank + 1) % world_size == src else payload_bytes
+
+
+def reduce_bytes(payload_bytes: int, world_size: int, rank: int = 0, dst: int = 0) -> int:
+    """The payload, summed along a chain that ends at dst; dst sends nothing."""
+    return 0 if rank == dst else payload_bytes
+
+
+def gather_bytes(payload_bytes: int, world_size: int, rank: int = 0, dst: int = 0) -> int:
+    """My shard, payload / N; dst sends nothing. The payload is the gathered result."""
+    return 0 if rank == dst else payload_bytes // world_size
+
+
+def scatter_bytes(payload_bytes: int, world_size: int, rank: int = 0, src: int = 0) -> int:
+    """(N - 1) / N * payload by src, nothing by the others. The payload is what src holds."""
+    return payload_bytes - payload_bytes // world_size if rank == src else 0
+
+
+def _pieces(payload_bytes: int, world_size: int, itemsize: int) -> list[int]:
+    _check_world(world_size)
+    if payload_bytes % itemsize != 0:
+        raise ValueError(
+            f"payload_bytes ({payload_bytes}) must be whole numbers of itemsize ({itemsize}) bytes; "
+            "give the itemsize of the dtype, such as 2 for bf16"
+        )
+    quotient, remainder = divmod(payload_bytes // itemsize, world_size)
+    return [(quotient + (index < remainder)) * itemsize for index in range(world_size)]
+
+
+def _check_world(world_size: int) -> None:
+    if world_size < 1:
+        raise ValueError(f"world_size ({world_size}) must be 1 or more")
+
+
+# ------------------------------------------------------------------------------------ seconds of a collective
+def collective_steps(name: str, world_size: int) -> int:
+    """How many messages follow one another in a ring of world_size ranks."""
+    _check_world(world_size)
+    if name in ("all_reduce", "ring_all_reduce"):
+        return 2 * (world_size - 1)
+    if name in ("reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter"):
+        return world_size - 1
+    if name == "send":
+        return 1
+    raise ValueError(f"collective {name!r} is unknown; choose all_reduce, reduce_scatter, all_gather, all_to_all, ...")
+
+
+def bus_factor(name: str, world_size: int) -> float:
+    """Payloads that cross one link: 2 (N - 1) / N for all_reduce, (N - 1) / N for its halves, 1 for a chain."""
+    steps = collective_steps(name, world_size)
+    if name in ("broadcast", "reduce", "send"):  # a chain passes the whole payload on, in small pieces at once
+        return 1.0 if steps else 0.0
+    return steps / world_size
+
+
+def collective_s(name: str, payload_bytes: float, world_size: int, link: Link) -> float:
+    """Alpha-beta time of a ring: steps * alpha + bus_factor * payload * beta.
+
+    Source   Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH"
+    """
+    latency_s = collective_steps(name, world_size) * link.latency_s
+    return latency_s + bus_factor(name, world_size) * payload_bytes / link.bytes_per_s
+
+
+def hierarchical_all_reduce_s(
+    payload_bytes: float, num_nodes: int, gpus_per_node: int, inside: Link, between: Link
+) -> float:
+    """All-reduce over nodes: reduce-scatter inside each, all-reduce of 1 / gpus_per_node between, all-gather inside.
+
+    All GPUs of a node use their own port to the network at the same time.
+    """
+    reduce_scatter_s = collective_s("reduce_scatter", payload_bytes, gpus_per_node, inside)
+    between_s = collective_s("all_reduce", payload_bytes / gpus_per_node, num_nodes, between)
+    all_gather_s = collective_s("all_gather", payload_bytes, gpus_per_node, inside)
+    return reduce_scatter_s + between_s + all_gather_s
+
+
+def bus_bandwidth(name: str, payload_bytes: float, seconds: float, world_size: int) -> float:
+    """Bytes per second over one link, as nccl-tests prints it: comparable with the link, whatever the world size."""
+    return bus_factor(name, world_size) * payload_bytes / seconds
+
+
+def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """The straight line seconds = alpha + beta * size with the least squared error.
+
+    Raises   ValueError with fewer than two different sizes
+    """
+    if len(sizes) != len(seconds) or len(set(sizes)) < 2:
+        raise ValueError(f"a line needs two different sizes, each with its seconds; got {len(set(sizes))} sizes")
+    mean_size, mean_s = sum(sizes) / len(sizes), sum(seconds) / len(seconds)
+    covariance = sum((size - mean_size) * (second - mean_s) for size, second in zip(sizes, seconds))
+    beta = covariance / sum((size - mean_size) ** 2 for size in sizes)
+    return mean_s - beta * mean_size, beta
+
+
+# ------------------------------------------------------------------------------------ FLOPs
+def matmul_parameters(config: ModelConfig) -> int:
+    """Weights that a token is multiplied with: attention, feed-forward, head; not the embedding, a look-up."""
+    return config.num_layers * layer_matmul_parameters(config) + config.vocab_size * config.d_model
+
+
+def layer_matmul_parameters(config: ModelConfig) -> int:
+    """Weights of one layer's matrix multiplications: q, k, v, o, and two feed-forward matrices (three in Llama)."""
+    attention = config.d_model * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
+    return attention + (3 if config.family == "llama" else 2) * config.d_model * config.d_ff
+
+
+def attention_flops_per_token(config: ModelConfig, seq_len: int, causal: bool = False) -> int:
+    """Forward FLOPs of scores and of their product with the values: 4 L h s a token; half of it if causal."""
+    flops = 4 * config.num_layers * config.num_heads * config.head_dim * seq_len
+    return flops // 2 if causal else flops
+
+
+def forward_flops_per_token(config: ModelConfig, seq_len: int, causal: bool = False) -> int:
+    """2 N + 4 L h s, where N counts the weights that a token is multiplied with.
+
+    Most published MFU figures do not halve the attention of a causal model; that is the default here.
+    Source   Narayanan et al. 2021 (arXiv:2104.04473), section 5.1; Kaplan et al. 2020 (arXiv:2001.08361)
+    """
+    return 2 * matmul_parameters(config) + attention_flops_per_token(config, seq_len, causal)
+
+
+def flops_per_token(config: ModelConfig, seq_len: int, causal: bool = False) -> int:
+    """Model FLOPs of forward and backward, three times the forward: 6 N + 12 L h s. No recomputation."""
+    return 3 * forward_flops_per_token(config, seq_len, causal)
+
+
+def step_flops(
+    config: ModelConfig, num_tokens: int, seq_len: int, recompute: str = "none", causal: bool = False
+) -> int:
+    """FLOPs that the hardware does in one step; with recompute="none" they are the model FLOPs.
+
+    "full" repeats the forward of every layer (not of the head), "selective" that of the attention scores.
+    Source   Korthikanti et al. 2022 (arXiv:2205.05198), sections 5 and 6.3
+    """
+    again = {
+        "none": 0,
+        "selective": attention_flops_per_token(config, seq_len, causal),
+        "full": forward_flops_per_token(config, seq_len, causal) - 2 * config.vocab_size * config.d_model,
+    }
+    if recompute not in again:
+        raise ValueError(f"recompute {recompute!r} is not one of {', '.join(again)}")
+    return num_tokens * (flops_per_token(config, seq_len, causal) + again[recompute])
+
+
+def mfu(model_flops: float, seconds: float, num_gpus: int, peak_flops_per_s: float) -> float:
+    """Model FLOPs utilisation: FLOPs that the model needs, over what the GPUs could have done in that time (0 to 1)."""
+    return model_flops / (seconds * num_gpus * peak_flops_per_s)
+
+
+def hfu(hardware_flops: float, seconds: float, num_gpus: int, peak_flops_per_s: float) -> float:
+    """Hardware FLOPs utilisation: as MFU, with the FLOPs of recomputation counted too."""
+    return hardware_flops / (seconds * num_gpus * peak_flops_per_s)
+
+
+def tokens_per_s(flops_a_token: float, num_gpus: int, peak_flops_per_s: float, utilisation: float) -> float:
+    """Tokens per second of all GPUs together at that MFU (utilisation, 0 to 1)."""
+    return num_gpus * peak_flops_per_s * utilisation / flops_a_token
+
+
+def training_s(
+    num_tokens: float, flops_a_token: float, num_gpus: int, peak_flops_per_s: float, utilisation: float
+) -> float:
+    """Seconds to train on num_tokens."""
+    return num_tokens / tokens_per_s(flops_a_token, num_gpus, peak_flops_per_s, utilisation)
+
+
+# ------------------------------------------------------------------------------------ roofline
+def roofline_s(flops: float, moved_bytes: float, gpu: GPU, precision: str = "bf16") -> float:
+    """At least this long: the FLOPs at peak or the bytes at memory bandwidth, whichever takes longer."""
+    return max(flops / peak_flops(gpu, precision), moved_bytes / gpu.memory_bytes_per_s)
+
+
+def ridge_flops_per_byte(gpu: GPU, precision: str = "bf16") -> float:
+    """FLOPs per byte moved from which on the GPU is busy computing rather than waiting for memory."""
+    return peak_flops(gpu, precision) / gpu.memory_bytes_per_s
+
+
+def matmul_s(rows: int, inner: int, columns: int, gpu: GPU, precision: str = "bf16", itemsize: int = 2) -> float:
+    """Roofline time of (rows x inner) @ (inner x columns), each matrix moved once."""
+    moved_bytes = itemsize * (rows * inner + inner * columns + rows * columns)
+    return roofline_s(2 * rows * inner * columns, moved_bytes, gpu, precision)
+
+
+# ------------------------------------------------------------------------------------ data parallelism
+def dp_spans(forward_s: float, backward_s: float, bucket_comm_s: Sequence[float], overlap: bool = True) -> list[Span]:
+    """One data-parallel step on rank 0: forward and backward in one lane, an all-reduce for each bucket in another.
+
+    Bucket i is ready when (i + 1) / K of the backward is done, and waits for the bucket before it. Without overlap all
+    wait for the end of the backward.
+    """
+    spans = [Span(0, "compute", "forward", 0.0, forward_s)]
+    spans.append(Span(0, "compute", "backward", forward_s, forward_s + backward_s))
+    free_s = 0.0
+    for index, comm_s in enumerate(bucket_comm_s):
+        done = (index + 1) / len(bucket_comm_s) if overlap else 1.0
+        start_s = max(forward_s + done * backward_s, free_s)
+        free_s = start_s + comm_s
+        spans.append(Span(0, "communication", f"all-reduce {index}", start_s, free_s))
+    return spans
+
+
+def exposed_s(spans: Sequence[Span]) -> float:
+    """Seconds of communication that no computation hides: from the end of the compute lane to the end of all."""
+    compute_stop_s = max(span.stop_s for span in spans if span.lane == "compute")
+    return max(span.stop_s for span in spans) - compute_stop_s
+
+
+def dp_step_s(forward_s: float, backward_s: float, comm_s: float, num_buckets: int = 1, overlap: bool = True) -> float:
+    """Seconds of one step whose all-reduce takes comm_s in all, cut into equal buckets."""
+    spans = dp_spans(forward_s, backward_s, [comm_s / num_buckets] * num_buckets, overlap)
+    return max(span.stop_s for span in spans)
+
+
+def dp_throughput(
+    dp_size: int,
+    tokens_per_gpu: float,
+    compute_s: float,
+    grad_bytes: float,
+    link: Link,
+    overlap: bool = True,
+    num_buckets: int = 25,
+) -> float:
+    """Tokens per second and GPU of data parallelism, by alpha-beta.
+
+    Assumes: compute_s does not depend on dp_size; a third of it is forward, two thirds backward; `link` is the slowest
+    of the ring, at the bandwidth it really gives at this size (see hardware.published_link); no rank is late; the
+    optimizer's time is within compute_s.
+    """
+    comm_s = num_buckets * collective_s("all_reduce", grad_bytes / num_buckets, dp_size, link)
+    step_s = dp_step_s(compute_s / 3, compute_s * 2 / 3, comm_s, num_buckets, overlap)
+    return tokens_per_gpu / step_s
