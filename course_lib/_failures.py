@@ -1,0 +1,156 @@
+"""From what the ranks reported to one readable error in the cell."""
+
+import linecache
+import os
+import re
+import signal
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+
+from course_lib._rank import Failure, Frame
+
+# What a rank says when *another* rank went away. It is never the one to blame.
+SECONDARY = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|Connection refused|Socket Timeout|Timed out waiting|failed to connect|"
+    r"remote process exited|communicator was aborted|Socket closed|DistNetworkError",
+    re.IGNORECASE,
+)
+_STACK_LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {str(Path(__file__).parent)}
+)
+
+
+class RankError(RuntimeError):
+    """A launch failed. The text names the rank that failed first and shows its own traceback."""
+
+    def __init__(self, text: str, rank: int | None = None):
+        super().__init__(text)
+        self.rank = rank
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows instead of the launcher's own traceback."""
+        return [f"RankError: {self}"]
+
+
+def is_secondary(failure: Failure) -> bool:
+    """Whether this failure is only the echo of another rank's."""
+    return failure.kind == "exception" and any(SECONDARY.search(text) for _, text in failure.chain)
+
+
+def first_failure(failures: dict[int, Failure]) -> int:
+    """The rank to blame: the earliest failure that is not an echo."""
+    return min(failures, key=lambda rank: (is_secondary(failures[rank]), failures[rank].when))
+
+
+def failure_text(rank: int, world_size: int, failures: dict[int, Failure], places: dict[int, str], stderr: str) -> str:
+    """The whole error: which rank, why, its traceback, and what the others were doing."""
+    failure = failures[rank]
+    parts = [f"rank {rank} of {world_size} {_how(failure)}"]
+    for frames, text in failure.chain:
+        shown = format_frames(frames)
+        parts.append(shown + text if text else shown.rstrip("\n"))
+    if failure.kind == "died" and stderr.strip():
+        parts.append("the last that it wrote to stderr:\n" + _tail(stderr))
+    echoes = [str(other) for other in sorted(failures) if other != rank]
+    if echoes:
+        parts.append(
+            f"rank{'s' if len(echoes) > 1 else ''} {', '.join(echoes)} failed too, at the same time or because of it"
+        )
+    parts += [f"rank {other} {place}" for other, place in sorted(places.items())]
+    return "\n".join(part for part in parts if part)
+
+
+def hang_text(world_size: int, timeout: float, places: dict[int, str]) -> str:
+    lines = [
+        f"time limit: after {timeout:g} s the launch of {world_size} ranks had not finished, and its ranks were ended"
+    ]
+    lines += [f"rank {rank} {place}" for rank, place in sorted(places.items())]
+    lines.append(
+        "Do all ranks call the same collectives in the same order? If the work merely takes longer, give launch a larger timeout=."
+    )
+    return "\n".join(lines)
+
+
+def _how(failure: Failure) -> str:
+    if failure.kind == "exit":
+        return f"called sys.exit({failure.exit_code}) before its function returned:"
+    if failure.kind == "load":
+        return "could not load the function (what a function uses must be importable, or be defined in the notebook):"
+    if failure.kind == "result":
+        return "returned something that cannot be sent back (return numbers, tensors, or lists, dicts and dataclasses of them):"
+    if failure.kind == "start":
+        return "could not start:"
+    return "failed:" if failure.kind == "exception" else _death(failure.exit_code)
+
+
+def _death(code: int | None) -> str:
+    """How a process ended that could say nothing itself."""
+    if code is None:
+        return "was lost: the process that starts ranks has ended"
+    if code >= 0:
+        return f"ended with exit code {code} before its function returned (os._exit?)"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hints = {
+        "SIGKILL": "; often this is the system's out-of-memory killer: use a smaller model or batch, or fewer ranks",
+        "SIGABRT": "; in gloo often tensors of different shapes or types in one collective",
+        "SIGSEGV": "; a crash in native code",
+    }
+    return f"was killed by {name}{hints.get(name, '')}"
+
+
+def format_frames(frames: list[Frame]) -> str:
+    """Frames as Python shows them, cells named as the notebook numbers them."""
+    summaries = []
+    for file, line, name in frames:
+        linecache.checkcache(file)
+        summaries.append(traceback.FrameSummary(file, line, name))
+    text = "".join(traceback.StackSummary.from_list(summaries).format())
+    for file in {frame[0] for frame in frames}:
+        text = text.replace(f'File "{file}"', cell_name(file) or f'File "{file}"')
+    return text
+
+
+def cell_name(file: str) -> str | None:
+    """`Cell In[3]` for the code of a notebook cell."""
+    ipython = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    name = ipython.compile.format_code_name(file) if ipython is not None else None
+    return " ".join(name) if name else None
+
+
+def describe_place(frames: list[Frame]) -> str:
+    """Where a rank stands, in the learner's terms: the innermost line of their code, and the call that it is inside."""
+    if not frames:
+        return "gave no answer (it is inside native code that holds the interpreter)"
+    own = [index for index, (file, _, _) in enumerate(frames) if not _is_library(file)]
+    file, line, name = frames[own[-1] if own else -1]
+    linecache.checkcache(file)
+    source = linecache.getline(file, line).strip()
+    inside = f" (inside {frames[own[-1] + 1][2]})" if own and own[-1] + 1 < len(frames) else ""
+    return f"stood at {cell_name(file) or file}, line {line}, in {name}: {source}{inside}"
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith("<") or os.path.abspath(file).startswith(_LIBRARIES)
+
+
+def frames_in_stack_file(text: str) -> list[Frame]:
+    """The main thread's frames in what faulthandler wrote, outermost first."""
+    blocks = re.split(r"(?m)^(?:Current thread|Thread) .*$", text)
+    frames: list[Frame] = []
+    for block in blocks[1:]:  # the main thread comes last; a thread without Python frames leaves its block empty
+        found = [(match["file"], int(match["line"]), match["name"]) for match in _STACK_LINE.finditer(block)]
+        if found:
+            frames = found[::-1]
+    return [
+        frame for frame in frames if not frame[0].endswith(("_rank.py", "_processes.py")) and frame[0] != "<string>"
+    ]
+
+
+def _tail(text: str, lines: int = 8) -> str:
+    return "\n".join("  " + line[:500] for line in text.strip().splitlines()[-lines:])

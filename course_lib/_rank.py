@@ -1,0 +1,302 @@
+"""What happens inside one rank: prepare the process, call the learner's function, tell the notebook how it went.
+
+A rank talks to the notebook through one connection. It says `done`, `failed`, `where` (an answer) and `progress`; it hears `where` (the
+question) and `leave`. Results and printed lines are too large for that and go through files in the launch's own folder.
+"""
+
+import dataclasses
+import faulthandler
+import io
+import linecache
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+MAX_MESSAGE_CHARS = 4000  # of an exception; a learner who raises ValueError(tensor) should still see the traceback
+MAX_FRAMES = 40
+
+link = None  # this process's Link to the notebook while it is a rank; None everywhere else
+
+Frame = tuple[
+    str, int, str
+]  # file name, line number, function name: all that the notebook needs to show a line of source
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Everything a rank takes over from the notebook process, so that code behaves there as it does in the cell."""
+
+    world_size: int
+    backend: str | None  # None: no process group (the process that hosts accelerate's launcher)
+    threads: int
+    deadline: float  # on time.monotonic(), which all processes of a machine share
+    environment: dict[str, str]
+    directory: str
+    sys_path: list[str]
+    cell_sources: dict[str, tuple]  # linecache entries of notebook cells, which are in no file
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """How a rank failed. Plain text and numbers: an exception object may not survive pickling."""
+
+    kind: str  # start | load | exception | exit | result | died
+    when: float
+    chain: list[tuple[list[Frame], str]]  # (frames, "ValueError: text"), the cause first and the exception itself last
+    exit_code: int | None = None
+
+
+class Link:
+    """This rank's end of the connection to the notebook, served by a thread so that a rank stuck in a collective still answers."""
+
+    def __init__(self, rank: int, connection: Connection):
+        self.rank = rank
+        self.leave = threading.Event()
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._main_thread_id = threading.main_thread().ident
+        threading.Thread(target=self._listen, name="course-link", daemon=True).start()
+
+    def send(self, *message) -> None:
+        with self._lock:
+            self._connection.send(message)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                question = self._connection.recv()
+                if question == "leave":
+                    self.leave.set()
+                else:
+                    self.send(
+                        "where", frames_of(traceback.walk_stack(sys._current_frames()[self._main_thread_id]))[::-1]
+                    )
+        except (EOFError, OSError):
+            end_own_group()  # the notebook process is gone, and nobody waits for this rank any more
+
+
+def end_own_group() -> None:
+    """End this rank and the processes it has started."""
+    if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def run_rank(rank: int, folder: str, connection: Connection) -> None:
+    """Be rank `rank` of the launch described in `folder`. Never returns."""
+    global link
+    if hasattr(os, "setsid"):
+        os.setsid()  # a session of its own: Ctrl-C in a terminal does not reach it, and it is ended with its children
+    link = Link(rank, connection)
+    place = Path(folder)
+    message, backend = None, None
+    try:
+        settings = pickle.loads((place / "settings.pkl").read_bytes())
+        backend = settings.backend
+        prepare_process(rank, settings, place)
+        message = call(rank, settings, place)
+    except BaseException as error:
+        message = ("failed", describe(error, "start"))
+    flush_output()
+    link.send(*message)
+    # Ranks leave together: one that left early would break peers that are still talking to it.
+    link.leave.wait()
+    if backend == "nccl" and message[0] == "done":
+        dist.destroy_process_group()  # frees what NCCL holds on the GPU; gloo holds only sockets, which end with the process
+    os._exit(0)  # no interpreter shutdown: a forgotten thread cannot hold the rank back
+
+
+def call(rank: int, settings: Settings, folder: Path) -> tuple:
+    """Join the world, call the function, write its result; the message for the notebook says how it went."""
+    kind = "start"
+    try:
+        if settings.backend is not None:
+            join_world(rank, settings, folder)
+        kind = "load"
+        function, args = cloudpickle.loads((folder / "function.pkl").read_bytes())
+        fill_main_module(function)
+        kind = "exception"
+        start = time.perf_counter()
+        value = function(*args)
+        seconds = time.perf_counter() - start
+        kind = "result"
+        (folder / f"{rank}.result").write_bytes(dump_result(value))
+        return "done", seconds, peak_bytes()
+    except SystemExit as error:
+        return "failed", describe(error, "exit", exit_code=error.code if isinstance(error.code, int) else 1)
+    except BaseException as error:
+        return "failed", describe(error, kind)
+
+
+def prepare_process(rank: int, settings: Settings, folder: Path) -> None:
+    """Make this process look like the cell's: its environment, folder and import path; its output goes to files."""
+    os.environ.clear()
+    os.environ.update(settings.environment)
+    os.environ.update(rank_environment(rank, settings.world_size, settings.threads))
+    if os.path.isdir(settings.directory):
+        os.chdir(settings.directory)
+    sys.path[:] = settings.sys_path
+    linecache.cache.update(settings.cell_sources)
+    redirect_output(rank, folder)
+    if hasattr(signal, "SIGINT"):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stack_file = open(folder / f"{rank}.stack", "w")  # noqa: SIM115 - faulthandler needs it open until the process ends
+    faulthandler.enable(stack_file)  # SIGSEGV, SIGABRT: the Python lines that led there
+    faulthandler.dump_traceback_later(max(settings.deadline - time.monotonic(), 0.05), file=stack_file)
+    no_core_dump()
+    torch.set_num_threads(settings.threads)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # forked ranks would all draw the same "random" numbers
+
+
+def rank_environment(rank: int, world_size: int, threads: int) -> dict[str, str]:
+    """The variables that torchrun sets too, and loopback as the only network."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": loopback_interface(sys.platform),
+        "NCCL_SOCKET_IFNAME": loopback_interface(sys.platform),
+        "MASTER_ADDR": "127.0.0.1",
+        "MPLBACKEND": "Agg",  # a rank has no cell to draw in
+    }
+
+
+def loopback_interface(platform: str) -> str:
+    """Name of the loopback network interface on `sys.platform`."""
+    names = {"linux": "lo", "darwin": "lo0", "win32": "Loopback Pseudo-Interface 1"}
+    return names.get(platform, "lo")
+
+
+def redirect_output(rank: int, folder: Path) -> None:
+    """Send file descriptors 1 and 2 to files: C++ prints and child processes are caught too, and no reader can block the rank."""
+    for descriptor, name in ((1, "out"), (2, "err")):
+        file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
+    sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")  # noqa: SIM115
+
+
+def flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (ValueError, OSError, AttributeError):
+            continue  # the function closed or replaced its stdout: nothing is left to flush
+
+
+def no_core_dump() -> None:
+    """A crash is reported in the cell; a core file of gigabytes would only slow it down."""
+    if os.name == "posix":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def join_world(rank: int, settings: Settings, folder: Path) -> None:
+    """Initialise torch.distributed through a file in the launch's folder: no port, so two notebooks cannot collide."""
+    if settings.backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        settings.backend,
+        store=dist.FileStore(str(folder / "store"), settings.world_size),
+        rank=rank,
+        world_size=settings.world_size,
+        # Later than the launch's own limit, which can say where every rank stood.
+        timeout=timedelta(seconds=max(settings.deadline - time.monotonic(), 0) + 60),
+        device_id=torch.device("cuda", rank) if settings.backend == "nccl" else None,
+    )
+
+
+def fill_main_module(function) -> None:
+    """Give this process a `__main__` with the notebook's names, so that plain pickle (all_gather_object) finds a cell's classes."""
+    if getattr(function, "__module__", None) == "__main__" and hasattr(function, "__globals__"):
+        main = types.ModuleType("__main__")
+        main.__dict__.update(function.__globals__)
+        sys.modules["__main__"] = main
+
+
+def peak_bytes() -> int:
+    """Most memory this rank held: of its GPU if it used one, else of the whole process (torch itself included)."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    if os.name == "posix":
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    import psutil
+
+    return psutil.Process().memory_info().peak_wset
+
+
+class ResultPickler(cloudpickle.Pickler):
+    """cloudpickle, with every tensor as a plain one on the CPU that holds its own elements and no more."""
+
+    def reducer_override(self, obj):
+        if isinstance(obj, torch.Tensor) and obj.device.type != "meta":
+            plain = plain_tensor(obj)
+            if isinstance(obj, torch.nn.Parameter):
+                return torch.nn.Parameter, (plain, obj.requires_grad)
+            return plain.__reduce_ex__(2)
+        return super().reducer_override(obj)
+
+
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Detached, on the CPU; of a DTensor the local shard."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    tensor = torch.Tensor.cpu(tensor).as_subclass(torch.Tensor)
+    if tensor.layout == torch.strided and tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+        tensor = tensor.clone()  # a view would carry the whole storage with it
+    return tensor
+
+
+def dump_result(value) -> bytes:
+    buffer = io.BytesIO()
+    ResultPickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def describe(error: BaseException, kind: str, exit_code: int | None = None) -> Failure:
+    """Turn an exception and its causes into plain text and frames."""
+    chain, seen = [], set()
+    while error is not None and id(error) not in seen and len(chain) < 4:
+        seen.add(id(error))
+        chain.insert(0, (frames_of(traceback.walk_tb(error.__traceback__)), message_of(error)))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return Failure(kind, time.monotonic(), chain, exit_code)
+
+
+def message_of(error: BaseException) -> str:
+    """`ValueError: text` as Python prints it, cut to a readable length; safe for exceptions whose own str() fails."""
+    lines = traceback.TracebackException(type(error), error, None).format_exception_only()
+    text = "".join(lines).rstrip("\n")
+    if len(text) > MAX_MESSAGE_CHARS:
+        text = f"{text[:MAX_MESSAGE_CHARS]} ... ({len(text):,} characters in all)"
+    return text
+
+
+def frames_of(walk) -> list[Frame]:
+    """Frames outermost first, without this file's own; of an endless recursion the two ends."""
+    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk]
+    frames = [frame for frame in frames if frame[0] != __file__]
+    if len(frames) > MAX_FRAMES:
+        frames = frames[: MAX_FRAMES // 2] + frames[-MAX_FRAMES // 2 :]
+    return frames

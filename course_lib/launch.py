@@ -1,0 +1,238 @@
+"""Run a function on N real processes from a notebook cell, and get back what each of them returned."""
+
+import dataclasses
+import linecache
+import math
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import cloudpickle
+import psutil
+import torch
+from tqdm.std import tqdm
+
+from course_lib import _failures, _processes, _rank
+from course_lib._failures import RankError
+from course_lib._watch import Output, Watch
+
+__all__ = ["RankError", "Results", "choose_backend", "launch", "progress"]
+
+MAX_RANKS = 64
+RANK_BYTES = 150 << 20  # memory of a rank that does little; torch's own pages are shared between forked ranks
+LEAVE_S = {"gloo": 1.0, "nccl": 10.0}  # gloo ranks leave at once; NCCL gives back what it holds on the GPU
+
+
+@dataclasses.dataclass(frozen=True)
+class Results(Sequence):
+    """What the ranks of one launch returned: `results[rank]`, tensors on the CPU and detached.
+
+    lines         lines[rank]: what that rank printed, line by line
+    stderr        stderr[rank]: its warnings
+    seconds       of the whole launch, processes included;  rank_seconds[rank]: of the function alone
+    peak_bytes    peak_bytes[rank]: most memory of its GPU if it used one, else of the whole process, torch's own included
+    backend, why  "gloo" or "nccl", and the reason
+    """
+
+    values: list
+    lines: list[list[str]]
+    stderr: list[list[str]]
+    seconds: float
+    rank_seconds: list[float]
+    peak_bytes: list[int]
+    backend: str
+    why: str
+
+    def __getitem__(self, rank):
+        return self.values[rank]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __repr__(self) -> str:
+        return repr(self.values)
+
+    def __eq__(self, other) -> bool:
+        return self.values == (other.values if isinstance(other, Results) else other)
+
+    __hash__ = None
+
+
+def launch(
+    fn: Callable,
+    world_size: int,
+    *args,
+    timeout: float = 120.0,
+    backend: str = "auto",
+    via: str = "processes",
+    live: bool = False,
+    threads: int = 1,
+    quiet: bool = False,
+) -> Results:
+    """Run `fn(*args)` on `world_size` processes that can talk to each other, and return what each of them returned.
+
+    `fn` may be defined in the cell; what it uses travels with it. In each rank torch.distributed is initialised and RANK, LOCAL_RANK and
+    WORLD_SIZE are set, so plain torch.distributed code runs as it does under torchrun. What the ranks print appears below the cell when
+    they have finished, rank by rank. The notebook's own process is never a rank.
+
+    timeout   seconds from the start of the ranks; a launch that takes longer is ended, and the error says where every rank stood
+    backend   "auto": NCCL where there is a GPU for every rank, otherwise gloo; or "gloo", "nccl"
+    via       "processes"; or "accelerate": accelerate.notebook_launcher in a fresh process, which starts in about a second more, and
+              names in an error only the ranks it saw fail (no live lines, no progress bar, no position of the others)
+    live      show printed lines as they come instead, in the order in which they come
+    threads   of each rank, for its matrix multiplications
+    quiet     show no printed lines; they are in `.lines` all the same
+    Raises    ValueError for arguments that cannot work; RankError if a rank fails, naming the first one that did
+    """
+    if _rank.link is not None:
+        raise RuntimeError(
+            f"launch was called inside rank {_rank.link.rank}; a rank cannot launch ranks: call launch in the notebook itself"
+        )
+    _check_arguments(fn, world_size, timeout, via, threads)
+    backend, why = choose_backend(backend, world_size, torch.cuda.device_count())
+    payload = _dump_function(fn, args)
+    start = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="course_launch_"))
+    try:
+        (folder / "function.pkl").write_bytes(payload)
+        output = Output(folder, world_size, live)
+        reports = _run(folder, world_size, timeout, backend, threads, output, quiet)
+        values = [_load_result(folder, rank) for rank in range(world_size)]
+        lines, stderr = ([output.lines(rank, name) for rank in range(world_size)] for name in ("out", "err"))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    rank_seconds, peak_bytes = ([reports[rank][i] for rank in range(world_size)] for i in (0, 1))
+    return Results(values, lines, stderr, time.monotonic() - start, rank_seconds, peak_bytes, backend, why)
+
+
+def progress(iterable: Iterable, desc: str | None = None) -> Iterator:
+    """Yield from `iterable` with a progress bar in the cell, also from inside a rank: rank 0 reports, the notebook draws."""
+    if _rank.link is None:
+        yield from tqdm(iterable, desc=desc)
+        return
+    if _rank.link.rank != 0:
+        yield from iterable
+        return
+    total = len(iterable) if hasattr(iterable, "__len__") else None
+    count, reported_at = 0, time.monotonic()
+    _rank.link.send("progress", desc, 0, total)
+    for item in iterable:
+        yield item
+        count += 1
+        if time.monotonic() - reported_at > 0.1:
+            _rank.link.send("progress", desc, count, total)
+            reported_at = time.monotonic()
+    _rank.link.send("progress", desc, count, total)
+
+
+def choose_backend(backend: str, world_size: int, gpu_count: int) -> tuple[str, str]:
+    """The backend to use, and a sentence that says why."""
+    enough = gpu_count >= world_size
+    gpus = (
+        f"{gpu_count or 'no'} GPU{'' if gpu_count == 1 else 's'} for {world_size} rank{'' if world_size == 1 else 's'}"
+    )
+    if backend == "auto":
+        if enough:
+            return "nccl", f"nccl: {gpus}"
+        return "gloo", f"gloo: {gpus}, and NCCL needs one for each rank"
+    if backend == "gloo":
+        return "gloo", "gloo: asked for"
+    if backend != "nccl":
+        raise ValueError(f"backend must be 'auto', 'gloo' or 'nccl', got {backend!r}; use 'auto' if in doubt")
+    if not enough:
+        raise ValueError(
+            f"backend='nccl' needs a GPU for every rank, and here are {gpus}; use backend='gloo' or fewer ranks"
+        )
+    return "nccl", "nccl: asked for"
+
+
+def most_ranks(available_bytes: int) -> int:
+    """How many ranks this machine's free memory allows, at most 64."""
+    return max(1, min(MAX_RANKS, available_bytes // RANK_BYTES))
+
+
+def _check_arguments(fn, world_size, timeout, via, threads) -> None:
+    if not callable(fn):
+        raise ValueError(
+            f"fn must be a function, got {fn!r}; pass the function itself and its arguments after world_size"
+        )
+    for name, value in (("world_size", world_size), ("threads", threads)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}; try {name}=2")
+    limit = most_ranks(psutil.virtual_memory().available)
+    if world_size > limit:
+        raise ValueError(
+            f"world_size ({world_size}) must be at most {limit} here: {MAX_RANKS} at the most, and {RANK_BYTES >> 20} MiB of free memory "
+            "for each rank; use fewer ranks"
+        )
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}; the default is 120")
+    if via not in ("processes", "accelerate"):
+        raise ValueError(f"via must be 'processes' or 'accelerate', got {via!r}; use 'processes' if in doubt")
+
+
+def _dump_function(fn: Callable, args: tuple) -> bytes:
+    try:
+        return cloudpickle.dumps((fn, args))
+    except Exception as error:  # pickling runs code of any class, which may raise anything
+        name = getattr(fn, "__name__", repr(fn))
+        raise ValueError(
+            f"{name} cannot be sent to the ranks ({type(error).__name__}: {error}). The function and what it uses must be plain data or "
+            "code: create locks, open files, generators and process groups inside the function"
+        ) from error
+
+
+def _run(
+    folder: Path, world_size: int, timeout: float, backend: str, threads: int, output: Output, quiet: bool
+) -> dict:
+    """Start the ranks, watch them, end them. Returns (seconds, peak bytes) of each rank, or raises RankError."""
+    method = _processes.start_method(sys.platform)
+    settings = _settings(world_size, timeout, backend, threads)
+    (folder / "settings.pkl").write_bytes(pickle.dumps(settings))
+    world = _processes.start_world(str(folder), world_size, method)
+    try:
+        watch = Watch(world, world_size, output)
+        watch.until(settings.deadline)
+        if watch.unfinished() or watch.failures:
+            watch.ask_where(folder)
+        else:
+            watch.let_leave(LEAVE_S[backend])
+    finally:
+        world.end()
+    if not quiet:
+        output.show()
+    if watch.failures:
+        rank = _failures.first_failure(watch.failures)
+        stderr = "\n".join(output.lines(rank, "err"))
+        raise RankError(_failures.failure_text(rank, world_size, watch.failures, watch.places, stderr), rank)
+    if watch.unfinished():
+        raise RankError(_failures.hang_text(world_size, timeout, watch.places))
+    return watch.done
+
+
+def _settings(world_size: int, timeout: float, backend: str | None, threads: int) -> _rank.Settings:
+    return _rank.Settings(
+        world_size=world_size,
+        backend=backend,
+        threads=threads,
+        deadline=time.monotonic() + timeout,
+        environment=dict(os.environ),
+        directory=os.getcwd(),
+        sys_path=list(sys.path),
+        cell_sources={file: entry for file, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None},
+    )
+
+
+def _load_result(folder: Path, rank: int):
+    try:
+        return cloudpickle.loads((folder / f"{rank}.result").read_bytes())
+    except Exception as error:  # unpickling runs code of any class, which may raise anything
+        text = (
+            f"rank {rank} returned something that cannot be rebuilt in the notebook ({type(error).__name__}: {error})"
+        )
+        raise RankError(text + "; return numbers, tensors, or lists, dicts and dataclasses of them", rank) from error
