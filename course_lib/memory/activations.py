@@ -1,0 +1,252 @@
+"""Activation memory of this course's own models: every tensor that autograd keeps, term by term, as the tracker measures it.
+
+Per token of one block, in elements (D, F, N, K, H, S as everywhere; Llama on the left, GPT and the encoder on the right):
+
+    block input, kept by the first norm       D  + 1 number of statistics        D + 2 numbers
+    norm's output, input of q, k and v        D                                  D
+    q, k, v                                   (N + 2 K) H                        3 N H
+    fused core: log-sum-exp                   N numbers in FP32                  the same
+    explicit core: scores after softmax       N S                                N S (and with dropout: a mask, the dropped scores)
+    core's output, input of o                 N H                                N H
+    dropout mask, one byte each               -                                  D, and D after the MLP
+    residual, kept by the second norm         D  + 1                             D + 2
+    norm's output, input of the MLP           D                                  D
+    MLP                                       4 F (gate, up, silu, product)      2 F (before and after GELU)
+
+Recomputing means that a block keeps its input ("full") or the core its inputs ("selective"), and that one block at a time is whole
+again in the backward pass: the peak is the larger of two moments, the start of the backward pass and the last block's turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from course_lib.config import ModelConfig
+from course_lib.memory.states import parameter_shapes
+
+_FP32, _TOKEN_ID, _MASK = 4, 8, 1  # bytes of a float32, of an int64 token, of a bool
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of the numbers of a forward pass. Under autocast the residual stays in FP32 and every matmul casts its inputs."""
+
+    name: str
+    residual_bytes: int
+    matmul_bytes: int
+
+    @property
+    def casts(self) -> bool:
+        """Whether matmuls run on copies in another dtype."""
+        return self.residual_bytes != self.matmul_bytes
+
+
+PRECISIONS = {p.name: p for p in (Precision("fp32", 4, 4), Precision("bf16", 2, 2), Precision("autocast", 4, 2))}
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes kept for the backward pass, by place, for one micro-batch; `peak_bytes` is the largest moment."""
+
+    tokens: int  # token ids, targets, RoPE tables, position ids
+    blocks: int  # all blocks together, as the forward pass leaves them
+    ends: int  # embedding dropout, final norm, input of the head
+    casts: int  # autocast's BF16 copies of weights
+    logits: int  # what the loss keeps: log-probabilities of the whole vocabulary
+    last_block_s_turn: int  # all that is alive when the last block is whole again; 0 without recomputation
+
+    @property
+    def start_of_backward_bytes(self) -> int:
+        """What the forward pass leaves behind."""
+        return self.tokens + self.blocks + self.ends + self.casts + self.logits
+
+    @property
+    def peak_bytes(self) -> int:
+        """The larger of the two moments."""
+        return max(self.start_of_backward_bytes, self.last_block_s_turn)
+
+
+def block_terms(
+    config: ModelConfig, seq_len: int, attention: str = "fused", precision: str = "fp32"
+) -> dict[str, float]:
+    """List what one block keeps for each token, in bytes, by name; without recomputation.
+
+    Raises   ValueError if attention or precision is unknown
+    """
+    p = _precision(precision)
+    check_attention(attention)
+    D, F, llama = config.d_model, config.d_ff, config.family == "llama"
+    nh = config.num_heads * config.head_dim
+    e, r = p.matmul_bytes, p.residual_bytes
+    statistics = _statistics_bytes(config, p)
+    copies = (3, 2 if llama else 1) if p.casts else (1, 1)  # autocast casts the shared input once for each matmul
+    masks = D * _MASK if config.dropout else 0
+    return {
+        "block input": D * r,
+        "first norm's statistics": statistics,
+        "input of q, k, v": copies[0] * D * e,
+        "core": sum(core_terms(config, seq_len, attention, precision).values()),
+        "input of o": nh * e,
+        "dropout masks": 2 * masks,
+        "residual": D * r,
+        "second norm's statistics": statistics,
+        "input of the MLP": copies[1] * D * e,
+        "MLP": (4 if llama else 2) * F * e,
+    }
+
+
+def core_terms(
+    config: ModelConfig, seq_len: int, attention: str = "fused", precision: str = "fp32"
+) -> dict[str, float]:
+    """List what the attention core keeps for each token, in bytes, by name: linear in S if fused, quadratic if explicit.
+
+    The explicit core keeps k and v repeated to N heads, and under autocast the softmax in FP32 besides its BF16 copy.
+    """
+    p = _precision(precision)
+    N, K, H, e = config.num_heads, config.num_kv_heads, config.head_dim, p.matmul_bytes
+    if attention == "fused":
+        return {"q": N * H * e, "k": K * H * e, "v": K * H * e, "log-sum-exp": N * _FP32}
+    terms = {"q": N * H * e, "k": N * H * e, "v": N * H * e, "scores after softmax": N * seq_len * p.residual_bytes}
+    if config.dropout:
+        terms["scores' dropout mask"] = N * seq_len * _MASK
+    if config.dropout or p.casts:
+        terms["scores after dropout or cast"] = N * seq_len * e
+    return terms
+
+
+def own_activations(
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    attention: str = "fused",
+    recompute: str = "none",
+    precision: str = "fp32",
+) -> Activations:
+    """Predict what this course's model keeps for the backward pass of one micro-batch, with the course's loss.
+
+    Fused attention means a flash kernel. A CPU has none with dropout: there PyTorch falls back to storing scores.
+
+    Raises   ValueError if attention, recompute or precision is unknown, or a size is below 1
+    """
+    p = _precision(precision)
+    _check(batch_size, seq_len, recompute)
+    tokens_in_batch = batch_size * seq_len
+    terms = block_terms(config, seq_len, attention, precision)
+    kept = {"none": sum(terms.values()), "full": terms["block input"]}
+    kept["selective"] = kept["none"] - terms["core"] + _core_inputs_bytes(config, p)
+    tokens = _token_bytes(config, batch_size, seq_len, p)
+    blocks = round(config.num_layers * kept[recompute] * tokens_in_batch)
+    turn = {
+        "none": 0,
+        "full": sum(terms.values()) - terms["block input"],
+        "selective": terms["core"] + _fused_output(config, attention, p) - _done_before_core(terms),
+    }
+    block_casts = _block_cast_bytes(config) // config.num_layers if p.casts else 0
+    keeps_casts = p.casts and recompute != "full"
+    casts = (_block_cast_bytes(config) if keeps_casts else 0) + (_head_cast_bytes(config) if p.casts else 0)
+    embedding_mask = config.d_model * _MASK if config.dropout else 0
+    during = tokens + blocks + round((turn[recompute] + embedding_mask) * tokens_in_batch)
+    during += block_casts if recompute == "full" else casts
+    return Activations(
+        tokens=tokens,
+        blocks=blocks,
+        ends=tokens_in_batch * _ends_bytes(config, p),
+        casts=casts,
+        logits=logits_bytes(config, batch_size, seq_len, precision),
+        last_block_s_turn=during if recompute != "none" else 0,
+    )
+
+
+def activation_bytes(
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    attention: str = "fused",
+    recompute: str = "none",
+    precision: str = "fp32",
+) -> int:
+    """Predict the largest number of activation bytes of a step, what the loss keeps included (see `own_activations`)."""
+    return own_activations(config, batch_size, seq_len, attention, recompute, precision).peak_bytes
+
+
+def logits_bytes(config: ModelConfig, batch_size: int, seq_len: int, precision: str = "fp32") -> int:
+    """Predict what the loss keeps for backward: the log-probabilities, s b V numbers. The encoder has no vocabulary head.
+
+    Autocast computes the loss in FP32.
+    """
+    if config.family == "xlmr":
+        return 0
+    return batch_size * seq_len * config.vocab_size * _precision(precision).residual_bytes
+
+
+def _core_inputs_bytes(config: ModelConfig, p: Precision) -> float:
+    """What a checkpointed core keeps. RoPE's tables are of the residual's dtype, and so are q and k when they come from it."""
+    rotated = p.residual_bytes if config.family == "llama" else p.matmul_bytes
+    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+    return (N + K) * H * rotated + K * H * p.matmul_bytes
+
+
+def _fused_output(config: ModelConfig, attention: str, p: Precision) -> float:
+    """The fused kernel keeps its own output, which without recomputation is the input of o; q, k and v it shares with the checkpoint."""
+    if attention == "explicit":
+        return 0
+    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+    shared = (K if p.casts and config.family == "llama" else N + 2 * K) * H * p.matmul_bytes
+    return N * H * p.matmul_bytes - shared
+
+
+def _done_before_core(terms: dict[str, float]) -> float:
+    """What backward has freed of the last block when it arrives at its attention core."""
+    freed = ("residual", "second norm's statistics", "input of the MLP", "MLP", "input of o", "dropout masks")
+    return sum(terms[name] for name in freed)
+
+
+def _statistics_bytes(config: ModelConfig, p: Precision) -> int:
+    """RMSNorm keeps 1/rms in FP32; LayerNorm mean and 1/deviation, on a CPU in the dtype of its weight."""
+    return _FP32 if config.family == "llama" else 2 * p.residual_bytes
+
+
+def _token_bytes(config: ModelConfig, batch_size: int, seq_len: int, p: Precision) -> int:
+    """Token ids for the embedding's backward, targets for the loss's, and once for all rows: RoPE tables or position ids."""
+    targets = 0 if config.family == "xlmr" else _TOKEN_ID
+    once = 2 * config.head_dim * p.residual_bytes if config.family == "llama" else _TOKEN_ID
+    return seq_len * (batch_size * (_TOKEN_ID + targets) + once)
+
+
+def _ends_bytes(config: ModelConfig, p: Precision) -> int:
+    """The final norm's input and statistics, the head's input; behind an embedding with dropout, its mask."""
+    mask = config.d_model * _MASK if config.dropout else 0
+    return config.d_model * (p.residual_bytes + p.matmul_bytes) + _statistics_bytes(config, p) + mask
+
+
+def _block_cast_bytes(config: ModelConfig) -> int:
+    """BF16 copies of the blocks' matrices and their biases, but not of norms."""
+    shapes = parameter_shapes(config).items()
+    return 2 * sum(
+        prod(shape) * copies for name, (shape, copies) in shapes if name.startswith(("attention.", "mlp.")) and "norm" not in name
+    )
+
+
+def _head_cast_bytes(config: ModelConfig) -> int:
+    return 0 if config.family == "xlmr" else 2 * config.vocab_size * config.d_model
+
+
+def _precision(name: str) -> Precision:
+    if name not in PRECISIONS:
+        raise ValueError(f"precision is {name!r}; choose from {', '.join(PRECISIONS)}")
+    return PRECISIONS[name]
+
+
+def check_attention(attention: str) -> None:
+    """Raises ValueError unless the models know this kind of attention."""
+    if attention not in ("fused", "explicit"):
+        raise ValueError(f"attention is {attention!r}; choose from fused, explicit")
+
+
+def _check(batch_size: int, seq_len: int, recompute: str) -> None:
+    if recompute not in ("none", "selective", "full"):
+        raise ValueError(f"recompute is {recompute!r}; choose from none, selective, full")
+    for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}, required: 1 or more")

@@ -1,0 +1,257 @@
+"""Bytes that do not depend on the batch: parameters, gradients, optimizer states.
+
+Everything follows from one table, `parameter_shapes(config)`: every tensor of the model with its shape and how often it occurs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from course_lib.config import ModelConfig
+
+Shapes = dict[str, tuple[tuple[int, ...], int]]  # tensor -> (shape, how many of them)
+
+
+def parameter_shapes(config: ModelConfig) -> Shapes:
+    """List every parameter tensor of a model: name -> (shape, number of such tensors).
+
+    Raises   ValueError if config.family is unknown
+    Source   Llama: arXiv:2302.13971; GPT-2: OpenAI's release; XLM-R: arXiv:1911.02116, arXiv:2105.00572
+    """
+    tables = {"llama": _llama_shapes, "gpt": _gpt_shapes, "xlmr": _xlmr_shapes}
+    if config.family not in tables:
+        raise ValueError(f"family {config.family!r} has no parameter table; choose from {', '.join(tables)}")
+    return tables[config.family](config)
+
+
+def _llama_shapes(config: ModelConfig) -> Shapes:
+    D, F, V, L = config.d_model, config.d_ff, config.vocab_size, config.num_layers
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes = {
+        "embed": ((V, D), 1),
+        "attention.norm": ((D,), L),
+        "attention.q": ((q, D), L),
+        "attention.k": ((kv, D), L),
+        "attention.v": ((kv, D), L),
+        "attention.o": ((D, q), L),
+        "mlp.norm": ((D,), L),
+        "mlp.gate": ((F, D), L),
+        "mlp.up": ((F, D), L),
+        "mlp.down": ((D, F), L),
+        "norm": ((D,), 1),
+    }
+    return shapes if config.tied else shapes | {"head": ((V, D), 1)}
+
+
+def _transformer_block_shapes(config: ModelConfig) -> Shapes:
+    """A block with biases and two LayerNorms, as GPT-2 and XLM-R have it."""
+    D, F, L = config.d_model, config.d_ff, config.num_layers
+    NH = config.num_heads * config.head_dim
+    shapes = {}
+    for name, rows, columns in [(p, NH, D) for p in "qkv"] + [("o", D, NH), ("up", F, D), ("down", D, F)]:
+        part = "attention" if name in "qkvo" else "mlp"
+        shapes[f"{part}.{name}"] = ((rows, columns), L)
+        shapes[f"{part}.{name}.bias"] = ((rows,), L)
+    for part in ("attention", "mlp"):
+        shapes[f"{part}.norm"] = ((D,), L)
+        shapes[f"{part}.norm.bias"] = ((D,), L)
+    return shapes
+
+
+def _gpt_shapes(config: ModelConfig) -> Shapes:
+    D, V = config.d_model, config.vocab_size
+    ends = {
+        "embed": ((V, D), 1),
+        "positions": ((config.max_seq_len, D), 1),
+        "norm": ((D,), 1),
+        "norm.bias": ((D,), 1),
+    }
+    head = {} if config.tied else {"head": ((V, D), 1)}
+    return ends | _transformer_block_shapes(config) | head
+
+
+def _xlmr_shapes(config: ModelConfig) -> Shapes:
+    """The encoder alone, without pooler and head. Its position table has two rows more than positions (padding)."""
+    D, V = config.d_model, config.vocab_size
+    ends = {
+        "embed": ((V, D), 1),
+        "positions": ((config.max_seq_len + 2, D), 1),
+        "token_type": ((1, D), 1),
+        "norm": ((D,), 1),
+        "norm.bias": ((D,), 1),
+    }
+    return ends | _transformer_block_shapes(config)
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Count the parameters of a model exactly (a tied head once).
+
+    Bytes    none: this is a count; 8,030,261,248 for llama-3.1-8b
+    """
+    return sum(prod(shape) * copies for shape, copies in parameter_shapes(config).values())
+
+
+def count_tensors(config: ModelConfig) -> int:
+    """Count the parameter tensors: torch's Adam keeps one 4-byte step counter for each."""
+    return sum(copies for _, copies in parameter_shapes(config).values())
+
+
+def rule_of_thumb_parameters(config: ModelConfig) -> int:
+    """The well-known N = h v + L (12 h^2 + 13 h) + 2 h, whatever the model.
+
+    It is exact for a GPT block but for the position table: 4 h^2 attention, 8 h^2 MLP of width 4 h, 13 h biases and LayerNorms.
+    It misses Llama three times: k and v are narrower (GQA), the MLP has three matrices of another width, the head is not tied.
+
+    Source   Ultra-Scale Playbook, "Memory for weights/grads/optimizer states"; Narayanan et al. 2021 (arXiv:2104.04473)
+    """
+    h = config.d_model
+    return h * config.vocab_size + config.num_layers * (12 * h * h + 13 * h) + 2 * h
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How many bytes each parameter costs, by kind. `moment_bytes` is both of Adam's moments together."""
+
+    name: str
+    param_bytes: int
+    grad_bytes: int
+    master_bytes: int
+    moment_bytes: int
+    compute_bytes: int  # size of one activation number
+    note: str = ""
+
+    @property
+    def bytes_per_param(self) -> int:
+        """Bytes of model state a parameter, with AdamW."""
+        return self.param_bytes + self.grad_bytes + self.master_bytes + self.moment_bytes
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("fp32", 4, 4, 0, 8, 4, "everything in FP32"),
+        Recipe("autocast", 4, 4, 0, 8, 2, "FP32 states; matmuls run on BF16 casts, which are kept during the step"),
+        Recipe("bf16-master", 2, 2, 4, 8, 2, "BF16 parameters and gradients, FP32 master copy (ZeRO paper, playbook)"),
+        Recipe("bf16-master-fp32-grads", 2, 4, 4, 8, 2, "gradients kept in FP32 only (Megatron-Core's estimator: 18)"),
+        Recipe("bf16-master-both-grads", 2, 6, 4, 8, 2, "a BF16 gradient and its FP32 accumulator (playbook: 20)"),
+        Recipe("bf16", 2, 2, 0, 4, 2, "pure BF16, moments too: small updates are lost"),
+    )
+}
+
+OPTIMIZERS = ("adamw", "adamw-8bit", "adafactor", "sgd-momentum", "sgd")
+
+
+def recipe_of(recipe: Recipe | str) -> Recipe:
+    """Look a recipe up by its name; a Recipe passes through.
+
+    Raises   ValueError if the name is unknown
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe {recipe!r} is unknown; choose from {', '.join(RECIPES)}")
+    return RECIPES[recipe]
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of the states by kind. FP32 master parameters count as optimizer."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All three together."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters of one rank on the named matrices (ends of names in `parameter_shapes`, such as "q" and "v").
+
+    Source   Hu et al. 2021 (arXiv:2106.09685)
+    """
+
+    rank: int
+    targets: tuple[str, ...] = ("q", "v")
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank is {self.rank}, required: 1 or more; give a rank such as 8 or 32")
+
+
+def lora_shapes(config: ModelConfig, lora: LoRA) -> Shapes:
+    """List the adapters' tensors: rank x d_in and d_out x rank beside every target matrix.
+
+    Raises   ValueError if a target names no matrix of the model
+    """
+    shapes = {}
+    for name, (shape, copies) in parameter_shapes(config).items():
+        if len(shape) == 2 and name.rpartition(".")[2] in lora.targets:
+            shapes[f"{name}.lora_a"] = ((lora.rank, shape[1]), copies)
+            shapes[f"{name}.lora_b"] = ((shape[0], lora.rank), copies)
+    found = {name.split(".")[-2] for name in shapes}
+    if missing := set(lora.targets) - found:
+        matrices = sorted({n.rpartition(".")[2] for n, (s, _) in parameter_shapes(config).items() if len(s) == 2})
+        raise ValueError(f"targets {sorted(missing)} name no matrix of {config.name}; choose from {matrices}")
+    return shapes
+
+
+def lora_parameters(config: ModelConfig, lora: LoRA) -> int:
+    """Count the trained parameters: sum over targets of rank (d_in + d_out)."""
+    return sum(prod(shape) * copies for shape, copies in lora_shapes(config, lora).values())
+
+
+def state_bytes(
+    config: ModelConfig,
+    recipe: Recipe | str = "bf16-master",
+    optimizer: str = "adamw",
+    lora: LoRA | None = None,
+    step_counters: bool = False,
+) -> StateBytes:
+    """Predict the bytes of parameters, gradients and optimizer states.
+
+    Gradients are there all the time under accumulation; with set_to_none they vanish between steps, so this is also their peak.
+    With `lora` the base keeps its parameters resident and has neither gradient nor optimizer state; the adapters have all of them.
+
+    Bytes    N * (param + grad + master + moments), moments by `optimizer`; `step_counters` adds torch's 4 bytes a tensor,
+             which lie in host memory: count them on a CPU, not on a GPU
+    Raises   ValueError if recipe or optimizer is unknown
+    """
+    recipe = recipe_of(recipe)
+    base = parameter_shapes(config)
+    trained = lora_shapes(config, lora) if lora else base
+    resident = base | trained
+    count = sum(prod(shape) * copies for shape, copies in trained.values())
+    return StateBytes(
+        parameters=recipe.param_bytes * sum(prod(shape) * copies for shape, copies in resident.values()),
+        gradients=recipe.grad_bytes * count,
+        optimizer=recipe.master_bytes * count
+        + sum(copies * _moments_bytes(shape, recipe, optimizer) for shape, copies in trained.values())
+        + (4 * sum(copies for _, copies in trained.values()) if step_counters and optimizer.startswith("ada") else 0),
+    )
+
+
+def _moments_bytes(shape: tuple[int, ...], recipe: Recipe, optimizer: str) -> int:
+    """Bytes of one tensor's moments.
+
+    8-bit Adam keeps two bytes a number and one FP32 scale for each 256 numbers of each moment; tensors below 4096 stay in FP32.
+    Adafactor keeps no first moment, and of the second one number a row and one a column.
+
+    Source   Dettmers et al. 2021 (arXiv:2110.02861), bitsandbytes' defaults; Shazeer and Stern 2018 (arXiv:1804.04235)
+    """
+    numel = prod(shape)
+    if optimizer == "adamw":
+        return recipe.moment_bytes * numel
+    if optimizer == "adamw-8bit":
+        return 2 * (numel + 4 * -(-numel // 256)) if numel >= 4096 else 8 * numel
+    if optimizer == "adafactor":
+        return recipe.moment_bytes // 2 * (sum(shape) if len(shape) == 2 else numel)
+    if optimizer == "sgd-momentum":
+        return recipe.moment_bytes // 2 * numel
+    if optimizer == "sgd":
+        return 0
+    raise ValueError(f"optimizer {optimizer!r} is unknown; choose from {', '.join(OPTIMIZERS)}")

@@ -1,0 +1,414 @@
+"""Measure tensors: which bytes are alive, of what kind, when. One tracker for a CPU, a GPU and for fake tensors.
+
+A TorchDispatchMode sees every operator that makes a tensor. A weak reference on the tensor's storage tells when its bytes are freed.
+What remains is to say of each storage what it *is*; the whole answer:
+
+- parameters, gradients, optimizer: the storages of the model's parameters, of their `.grad`, of the optimizer's state (masters included).
+- activations: made in a forward pass (or in a recomputed one) and still there when the backward pass goes on.
+- gathered: whole parameters assembled from shards (FSDP's resized storages, or what `claim` says).
+- temporary: the rest: what operators need and drop, gradients on their way, the optimizer's work space.
+
+A storage has one kind for its whole life, so the kind may become known after its birth: the timeline is drawn from the events at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "temporary")
+_UNDECIDED = "undecided"  # made in a forward pass: an activation if a backward pass finds it alive, temporary if not
+_FORWARD, _BACKWARD, _RECOMPUTE, _OPTIMIZER = "forward", "backward", "recompute", "optimizer"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes alive after each allocation and each release, by kind; marks are (time_s, name of the phase that begins)."""
+
+    times_s: list[float]
+    bytes_by_kind: dict[str, list[int]]
+    marks: list[tuple[float, str]] = field(default_factory=list)
+
+    @property
+    def total_bytes(self) -> list[int]:
+        """All kinds together, at each time."""
+        return [sum(column) for column in zip(*(self.bytes_by_kind[kind] for kind in KINDS), strict=True)]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest total."""
+        return max(self.total_bytes, default=0)
+
+    @property
+    def peak_by_kind(self) -> dict[str, int]:
+        """What the peak was made of (at its first moment)."""
+        return self.at(self.total_bytes.index(self.peak_bytes)) if self.times_s else dict.fromkeys(KINDS, 0)
+
+    def at(self, index: int) -> dict[str, int]:
+        """Bytes by kind after one event."""
+        return {kind: self.bytes_by_kind[kind][index] for kind in KINDS}
+
+    def between(self, start_s: float, stop_s: float) -> Timeline:
+        """The same timeline, cut to a span of time (its first entry says what was alive at the start)."""
+        first = max(0, sum(t <= start_s for t in self.times_s) - 1)
+        last = sum(t <= stop_s for t in self.times_s)
+        return Timeline(
+            self.times_s[first:last],
+            {kind: column[first:last] for kind, column in self.bytes_by_kind.items()},
+            [mark for mark in self.marks if start_s <= mark[0] <= stop_s],
+        )
+
+
+class _Block:
+    """One storage: its size now, its kind (perhaps undecided), and the stretch of forward computation that made it."""
+
+    __slots__ = ("episode", "kind", "nbytes", "reference")
+
+    def __init__(self, kind: str, nbytes: int, episode: int) -> None:
+        self.kind, self.nbytes, self.episode = kind, nbytes, episode
+        self.reference: weakref.ref | None = None
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Count the bytes of tensors alive, by kind, while the `with` block runs.
+
+    with MemoryTracker(model, optimizer) as tracker:
+        train_step(...)
+    tracker.peak_bytes, tracker.peak_by_kind, tracker.timeline
+
+    Counted are the storages on the model's device that are made inside the block, and those of the model and the optimizer.
+    Phases are marked by hooks, which are removed on leaving. Under FakeTensorMode, enter that mode first.
+
+    Raises   ValueError if the model has no parameters, or the optimizer offers no step hooks
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        super().__init__()
+        first = next(model.parameters(), None)
+        if first is None:
+            raise ValueError("model has no parameters, so there is nothing to classify; pass the module that is trained")
+        if optimizer is not None and not hasattr(optimizer, "register_step_pre_hook"):
+            raise ValueError(f"optimizer is a {type(optimizer).__name__}, required: a torch.optim.Optimizer; pass that one")
+        self.model, self.optimizer, self.device_type = model, optimizer, first.device.type
+        self._blocks: dict[int, _Block] = {}  # address of the storage -> block
+        self._events: list[tuple[float, _Block, int]] = []
+        self._marks: list[tuple[float, str]] = []
+        self._start_bytes: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self._total = self._peak = 0
+        self._phase, self._episode, self._paused, self._in_optimizer = _FORWARD, 0, 0, False
+        self._start_s = time.perf_counter()
+        self._cleanup: contextlib.ExitStack | None = None
+
+    # ---- what one asks it
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest number of bytes alive at once since the start or the last `reset`."""
+        return self._peak
+
+    @property
+    def peak_by_kind(self) -> dict[str, int]:
+        """What that peak was made of."""
+        return self.timeline.peak_by_kind
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes alive now."""
+        return self._total
+
+    @property
+    def timeline(self) -> Timeline:
+        """Replay the events, now that every storage's kind is known. Undecided ones that are still alive count as activations."""
+        self._classify_known()
+        now = dict(self._start_bytes)
+        times_s: list[float] = []
+        columns: dict[str, list[int]] = {kind: [] for kind in KINDS}
+        for moment, block, change in list(self._events):
+            now["activations" if block.kind == _UNDECIDED else block.kind] += change
+            times_s.append(moment)
+            for kind in KINDS:
+                columns[kind].append(now[kind])
+        return Timeline(times_s, columns, list(self._marks))
+
+    def current(self, kind: str) -> int:
+        """Bytes of one kind that are alive now.
+
+        Raises   ValueError if kind is none of KINDS
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind {kind!r} is unknown; choose from {', '.join(KINDS)}")
+        return self.current_by_kind()[kind]
+
+    def current_by_kind(self) -> dict[str, int]:
+        """Bytes alive now, by kind."""
+        self._classify_known()
+        now = dict.fromkeys(KINDS, 0)
+        for block in list(self._blocks.values()):
+            now["activations" if block.kind == _UNDECIDED else block.kind] += block.nbytes
+        return now
+
+    def mark(self, name: str) -> None:
+        """Note that a phase begins; forward, backward and optimizer are noted by themselves."""
+        self._marks.append((self._now(), name))
+
+    def claim(self, tensor: torch.Tensor, kind: str) -> None:
+        """Say what a tensor is, where the tracker cannot know: parameters gathered by hand, or a buffer of gradients.
+
+        Raises   ValueError if kind is none of KINDS
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind {kind!r} is unknown; choose from {', '.join(KINDS)}")
+        for local in local_tensors(tensor):
+            if local.device.type == self.device_type or local.device.type == "meta":
+                self._set_kind(local.untyped_storage(), kind)
+
+    def reset(self) -> None:
+        """Forget the past: peak and timeline start from what is alive now. Long runs call it once a step."""
+        self._start_bytes = self.current_by_kind()
+        self._events, self._marks, self._peak = [], [], self._total
+
+    # ---- entering and leaving
+
+    def __enter__(self) -> MemoryTracker:
+        with contextlib.ExitStack() as stack:
+            self._classify_known()
+            self.reset()
+            self._start_s = time.perf_counter()
+            for handle in self._register_hooks():
+                stack.callback(handle.remove)
+            stack.enter_context(_replaced(torch.UntypedStorage, "resize_", self._following_resize))
+            for owner, name in _sharding_propagation():
+                stack.enter_context(_replaced(owner, name, self._pausing))
+            super().__enter__()
+            self._cleanup = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        try:
+            super().__exit__(*exception)
+        finally:
+            self._cleanup.close()
+            self._classify_known()
+
+    def _register_hooks(self) -> list:
+        """Register the hooks that tell phases and gradients, and return their handles."""
+        handles = [
+            self.model.register_forward_pre_hook(self._before_forward),
+            *(
+                p.register_post_accumulate_grad_hook(self._after_grad)
+                for p in self.model.parameters()
+                if p.requires_grad and p.is_leaf
+            ),
+        ]
+        if self.optimizer is not None:
+            handles.append(self.optimizer.register_step_pre_hook(self._before_step))
+            handles.append(self.optimizer.register_step_post_hook(self._after_step))
+        return handles
+
+    def _before_forward(self, module: nn.Module, args: tuple) -> None:
+        if torch._C._current_graph_task_id() == -1:  # not when the whole model is recomputed
+            self._classify_known()
+            self.mark(_FORWARD)
+
+    def _after_grad(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.claim(parameter.grad, "gradients")
+
+    def _before_step(self, *args) -> None:
+        self._classify_known()
+        self._in_optimizer = True
+        self.mark(_OPTIMIZER)
+
+    def _after_step(self, *args) -> None:
+        self._in_optimizer = False
+        self._classify_known()
+        self.mark("end of step")
+
+    # ---- seeing operators
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for kind in types:
+            if kind is not torch.Tensor and _is_dtensor(kind):
+                return NotImplemented  # DTensor turns it into operators on local tensors, which come here again
+        if self._paused:
+            return func(*args, **(kwargs or {}))
+        self._note_phase()
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self._see(out, args, kwargs)
+        elif out is not None:
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, torch.Tensor):
+                    self._see(leaf, args, kwargs)
+        return out
+
+    def _note_phase(self) -> None:
+        if self._in_optimizer:
+            phase = _OPTIMIZER
+        elif torch._C._current_graph_task_id() == -1:
+            phase = _FORWARD
+        else:
+            phase = _RECOMPUTE if _is_recomputing() else _BACKWARD
+        if phase != self._phase:
+            if phase == _BACKWARD:
+                self._episode += 1
+            if self._phase in (_FORWARD, _OPTIMIZER) and phase in (_BACKWARD, _RECOMPUTE):
+                self.mark(_BACKWARD)
+            self._phase = phase
+
+    def _see(self, tensor: torch.Tensor, args: tuple, kwargs: dict | None) -> None:
+        for local in local_tensors(tensor):
+            if local.device.type != self.device_type:
+                continue
+            storage = local.untyped_storage()
+            block = self._blocks.get(storage._cdata)
+            if block is None:
+                if not _shares_storage(storage._cdata, args, kwargs):  # a view of something that was there before
+                    kind = _UNDECIDED if self._phase in (_FORWARD, _RECOMPUTE) else "temporary"
+                    self._add(storage, kind)
+            elif block.nbytes != storage.nbytes():
+                self._resize(block, storage.nbytes())
+
+    def _add(self, storage: torch.UntypedStorage, kind: str) -> None:
+        address, nbytes = storage._cdata, storage.nbytes()
+        block = _Block(kind, nbytes, self._episode)
+        block.reference = weakref.ref(storage, lambda _: self._free(address))
+        self._blocks[address] = block
+        self._event(block, nbytes)
+
+    def _free(self, address: int) -> None:
+        block = self._blocks.pop(address, None)
+        if block is None:
+            return
+        if block.kind == _UNDECIDED:
+            block.kind = "temporary" if block.episode == self._episode else "activations"
+        self._event(block, -block.nbytes)
+        block.nbytes = 0
+
+    def _resize(self, block: _Block, nbytes: int) -> None:
+        change, block.nbytes = nbytes - block.nbytes, nbytes
+        self._event(block, change)
+
+    def _event(self, block: _Block, change: int) -> None:
+        if change:
+            self._total += change
+            self._peak = max(self._peak, self._total)
+            self._events.append((time.perf_counter() - self._start_s, block, change))
+
+    # ---- saying what a storage is
+
+    def _classify_known(self) -> None:
+        """Name the storages of parameters, gradients and optimizer state: FSDP and optimizers replace them as they like."""
+        for parameter in self.model.parameters():
+            self.claim(parameter, "parameters")
+            if parameter.grad is not None:
+                self.claim(parameter.grad, "gradients")
+        if self.optimizer is not None:
+            mine = {id(p) for p in self.model.parameters()}
+            for leaf in tree_leaves(list(self.optimizer.state.values())):
+                if isinstance(leaf, torch.Tensor) and id(leaf) not in mine:
+                    self.claim(leaf, "optimizer")
+            for group in self.optimizer.param_groups:
+                for leaf in group["params"]:
+                    if id(leaf) not in mine:
+                        self.claim(leaf, "optimizer")
+
+    def _set_kind(self, storage: torch.UntypedStorage, kind: str) -> None:
+        block = self._blocks.get(storage._cdata)
+        if block is None:
+            self._add(storage, kind)
+        elif block.kind != "gathered" or kind == "gathered":
+            block.kind = kind
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._start_s
+
+    # ---- two wrappers, in place only inside the `with` block
+
+    def _following_resize(self, resize: Callable) -> Callable:
+        """FSDP frees and refills whole parameters by resizing their storage, which no operator shows."""
+
+        def resize_and_note(storage: torch.UntypedStorage, nbytes: int):
+            out = resize(storage, nbytes)
+            block = self._blocks.get(storage._cdata)
+            if block is not None:
+                block.kind = "gathered"
+                self._resize(block, storage.nbytes())
+            return out
+
+        return resize_and_note
+
+    def _pausing(self, function: Callable) -> Callable:
+        """DTensor tries operators on global shapes to learn the output's shape: those tensors hold no bytes."""
+
+        def paused(*args, **kwargs):
+            self._paused += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._paused -= 1
+
+        return paused
+
+
+def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """List the plain tensors that hold a tensor's bytes on this rank: a DTensor's shard, a wrapper's inner tensors."""
+    if type(tensor) is torch.Tensor or type(tensor) is nn.Parameter:
+        return [tensor]
+    if _is_dtensor(type(tensor)):
+        return local_tensors(tensor._local_tensor)
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [local for name in names for local in local_tensors(getattr(tensor, name))]
+    return [tensor]
+
+
+def _is_recomputing() -> bool:
+    """Inside a backward pass only a checkpoint records operators again, or watches what they save (custom Functions run unrecorded)."""
+    return torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _is_dtensor(kind: type) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # imported by whoever makes a DTensor; it costs a second
+    return module is not None and issubclass(kind, module.DTensor)
+
+
+def _shares_storage(address: int, args: tuple, kwargs: dict | None) -> bool:
+    leaves = tree_leaves((args, kwargs))
+    return any(isinstance(x, torch.Tensor) and address in _addresses(x) for x in leaves)
+
+
+def _addresses(tensor: torch.Tensor) -> list[int]:
+    return [local.untyped_storage()._cdata for local in local_tensors(tensor)]
+
+
+def _sharding_propagation() -> list[tuple[type, str]]:
+    module = sys.modules.get("torch.distributed.tensor._sharding_prop")
+    if module is None:
+        return []
+    names = ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached")
+    return [(module.ShardingPropagator, name) for name in names if hasattr(module.ShardingPropagator, name)]
+
+
+@contextlib.contextmanager
+def _replaced(owner: type, name: str, wrap: Callable):
+    """Wrap a method of a class for the length of a `with` block."""
+    own = name in vars(owner)  # an inherited method must not stay behind as an own one
+    original = getattr(owner, name)
+    setattr(owner, name, wrap(original))
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
