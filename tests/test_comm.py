@@ -1,0 +1,188 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_lib import comm
+from course_lib.launch import launch
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+
+
+def _input(rank, rows=12, dtype=torch.float64):
+    """Small whole numbers: exact in every dtype, in whatever order they are added."""
+    return (torch.arange(rows * 2).view(rows, 2) % 7 + 3 * rank).to(dtype)
+
+
+def _all_collectives(dtype):
+    group = dist.group.WORLD
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = _input(rank, dtype=dtype)
+    results = {
+        "sum": comm.all_reduce(x, group),
+        "max": comm.all_reduce(x, group, op="max"),
+        "min": comm.all_reduce(x, group, op="min"),
+        "product": comm.all_reduce(x, group, op="product"),
+        "reduce": comm.reduce(x, size - 1, group),
+        "reduce_scatter": comm.reduce_scatter(x, group),
+        "all_gather": comm.all_gather(x, group),
+        "broadcast": comm.broadcast(x, size - 1, group),
+        "gather": comm.gather(x, 0, group),
+        "scatter": comm.scatter(x, size - 1, group),
+        "all_to_all": comm.all_to_all(x, group),
+    }
+    if dtype.is_floating_point:
+        results["mean"] = comm.all_reduce(x, group, op="mean")
+        results["mean piece"] = comm.reduce_scatter(x, group, op="mean")
+        results["mean on one"] = comm.reduce(x, 0, group, op="mean")
+    comm.barrier(group)
+    assert torch.equal(x, _input(rank, dtype=dtype)), "a collective changed its input"
+    return results
+
+
+def _every_dtype_and_the_ring():
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    collectives = {dtype: _all_collectives(dtype) for dtype in DTYPES}
+    rings = {}
+    for dtype in DTYPES:
+        for length in (size * 3, size * 3 + 1, max(1, size - 1), 0):
+            x_P = torch.arange(length).to(dtype) + rank
+            x_p = comm.ring_reduce_scatter(x_P, group)
+            rings[dtype, length] = (
+                comm.ring_all_reduce(x_P, group),
+                x_p,
+                comm.ring_all_gather(x_p, group, total=length),
+                torch.equal(x_P, torch.arange(length).to(dtype) + rank),
+            )
+    in_place = torch.ones(3) * rank
+    work = comm.all_reduce_(in_place, group, async_op=True)
+    work.wait()
+    steps = comm.ring_steps(torch.full((size,), 10.0**rank, dtype=torch.float64), group)
+    return collectives, rings, in_place, steps
+
+
+def _expected(rank, size, dtype):
+    inputs = [_input(other, dtype=dtype) for other in range(size)]
+    stacked, last, piece = torch.stack(inputs), size - 1, slice(rank * 12 // size, (rank + 1) * 12 // size)
+    total = stacked.sum(0).to(dtype)
+    product = stacked[0].clone()
+    for x in stacked[1:]:
+        product = product * x
+    expected = {
+        "sum": total,
+        "max": stacked.amax(0),
+        "min": stacked.amin(0),
+        "product": product,
+        "reduce": total if rank == last else None,
+        "reduce_scatter": total[piece],
+        "all_gather": torch.cat(inputs),
+        "broadcast": inputs[last],
+        "gather": torch.cat(inputs) if rank == 0 else None,
+        "scatter": inputs[last][piece],
+        "all_to_all": torch.cat([x[piece] for x in inputs]),
+    }
+    if dtype.is_floating_point:
+        mean = total / size
+        expected |= {"mean": mean, "mean piece": mean[piece], "mean on one": mean if rank == 0 else None}
+    return expected
+
+
+def _same(got, wanted, exact):
+    if got is None or wanted is None:
+        return got is wanted
+    return torch.equal(got, wanted) if exact else torch.allclose(got, wanted, rtol=2e-2)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_collectives_and_rings_equal_their_definition(size):
+    for rank, (collectives, rings, in_place, steps) in enumerate(launch(_every_dtype_and_the_ring, size, backend="gloo")):
+        for dtype, results in collectives.items():
+            expected = _expected(rank, size, dtype)
+            assert results.keys() == expected.keys()
+            for name, result in results.items():
+                exact = dtype is not torch.bfloat16 or name not in ("product", "mean", "mean piece", "mean on one")
+                assert _same(result, expected[name], exact), (name, dtype, rank, result, expected[name])
+        for (dtype, length), (whole, piece, gathered, input_kept) in rings.items():
+            wanted = (torch.arange(length) * size + sum(range(size))).to(dtype)
+            assert input_kept and whole.dtype == dtype
+            assert torch.equal(whole, wanted) and torch.equal(gathered, wanted)
+            assert torch.equal(piece, wanted.tensor_split(size)[rank])
+        assert in_place.tolist() == [sum(range(size))] * 3
+        _check_steps(steps, rank, size)
+
+
+def _check_steps(steps, rank, size):
+    everybody = sum(10.0**other for other in range(size))
+    assert len(steps) == 2 * (size - 1) + 1
+    assert steps[0].tolist() == [10.0**rank] * size
+    assert steps[-1].tolist() == [everybody] * size
+    finished_after_first_trip = [value == everybody for value in steps[size - 1].tolist()]
+    assert finished_after_first_trip == [size == 1 or index == rank for index in range(size)]
+
+
+def _peers_and_splits():
+    group, rank = dist.group.WORLD, dist.get_rank()
+    x = torch.arange(6.0).view(3, 2) + 100 * rank
+    if rank == 0:
+        comm.send(x, 1, group)
+        received = comm.recv(x, 1, group)
+    else:
+        received = comm.recv(x, 0, group)
+        comm.send(x, 0, group)
+    uneven = comm.all_to_all(x, group, sent_rows=[[1, 2], [3, 0]][rank], received_rows=[[1, 3], [2, 0]][rank])
+    pair = dist.new_group([1, 0])  # sorted by torch: rank 0 of the group is rank 0
+    alone = [dist.new_group([other]) for other in (0, 1)][rank]
+    in_group = comm.broadcast(x[:1], 1, pair), comm.all_reduce(x[:1], alone), comm.ring_all_reduce(x[0], alone)
+    return received, uneven, in_group, _mistakes(group, alone, rank)
+
+
+def _mistakes(group, alone, rank):
+    strided, whole = torch.ones(4, 2).t(), torch.ones(4)
+    not_mine = dist.GroupMember.NON_GROUP_MEMBER
+    calls = {
+        "strided": lambda: comm.all_reduce(strided, group),
+        "strided ring": lambda: comm.ring_all_reduce(torch.ones(8)[::2], group),
+        "strided send": lambda: comm.send(strided, 1 - rank, group),
+        "no group": lambda: comm.all_reduce(whole, None),
+        "not a member": lambda: comm.all_gather(whole, not_mine),
+        "rows": lambda: comm.reduce_scatter(torch.ones(3), group),
+        "rows of all_to_all": lambda: comm.all_to_all(torch.ones(3), group),
+        "scalar": lambda: comm.all_gather(torch.tensor(1.0), group),
+        "one list": lambda: comm.all_to_all(whole, group, sent_rows=[1, 3]),
+        "lists": lambda: comm.all_to_all(whole, group, sent_rows=[1, 1], received_rows=[1, 1]),
+        "op": lambda: comm.all_reduce(whole, group, op="average"),
+        "mean of whole numbers": lambda: comm.all_reduce(torch.ones(4, dtype=torch.int64), group, op="mean"),
+        "mean later": lambda: comm.all_reduce_(whole, group, op="mean", async_op=True),
+        "not flat": lambda: comm.ring_all_reduce(torch.ones(2, 2), group),
+        "to itself": lambda: comm.send(whole, rank, group),
+        "beyond": lambda: comm.broadcast(whole, 2, group),
+        "wrong piece": lambda: comm.ring_all_gather(torch.ones(4), group, total=5),
+    }
+    texts = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            texts[name] = str(error)
+    return texts, sorted(calls)
+
+
+def test_peers_uneven_splits_small_groups_and_mistakes():
+    results = launch(_peers_and_splits, 2, backend="gloo")
+    x = [torch.arange(6.0).view(3, 2) + 100 * rank for rank in (0, 1)]
+    wanted_uneven = [torch.cat([x[0][:1], x[1]]), x[0][1:]]
+    for rank, (received, uneven, in_group, (texts, calls)) in enumerate(results):
+        assert torch.equal(received, x[1 - rank])
+        assert torch.equal(uneven, wanted_uneven[rank])
+        assert torch.equal(in_group[0], x[1][:1])
+        assert torch.equal(in_group[1], x[rank][:1]) and torch.equal(in_group[2], x[rank][0])
+        assert sorted(texts) == calls, f"no error for {set(calls) - set(texts)}"
+        assert "Call .contiguous() first" in texts["strided"]
+        assert "pad dimension 0 to a multiple of 2" in texts["rows"]
+        assert "needs a process group" in texts["no group"]
+        assert "sum, wait, then divide" in texts["mean later"].replace('use op="sum"', "sum")
+
+
+def test_the_group_is_never_left_out():
+    for function in (comm.all_reduce, comm.all_gather, comm.reduce_scatter, comm.all_to_all, comm.barrier):
+        with pytest.raises(TypeError, match="group"):
+            function(*([] if function is comm.barrier else [torch.ones(2)]))

@@ -1,0 +1,39 @@
+import re
+import tomllib
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from course_lib import compat
+from course_lib.launch import launch
+
+
+def _oldest_supported_torch() -> tuple[int, ...]:
+    pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    requirement = next(line for line in pyproject["project"]["dependencies"] if line.startswith("torch"))
+    return tuple(int(part) for part in re.search(r">=([\d.]+)", requirement).group(1).split("."))
+
+
+def test_the_names_before_2_13_are_still_needed():
+    """When this fails, delete course_lib/compat.py and call dist.all_gather_single and dist.reduce_scatter_single."""
+    assert _oldest_supported_torch() < (2, 13)
+
+
+def test_the_newest_name_is_taken_where_torch_has_it():
+    assert compat.all_gather_single is getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    assert compat.reduce_scatter_single is getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def _gather_and_scatter():
+    whole, piece, group = torch.empty(4), torch.empty(2), dist.group.WORLD
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compat.all_gather_single(whole, torch.full((2,), float(dist.get_rank())), group=group)
+        compat.reduce_scatter_single(piece, whole, dist.ReduceOp.SUM, group=group)
+    return whole.tolist(), piece.tolist()
+
+
+def test_both_work_without_a_warning():
+    assert launch(_gather_and_scatter, 2, backend="gloo") == [([0, 0, 1, 1], [0, 0]), ([0, 0, 1, 1], [2, 2])]
