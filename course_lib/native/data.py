@@ -1,0 +1,150 @@
+"""Data parallelism as PyTorch ships it: DistributedDataParallel, and Accelerate on top. Read beside parallel/data.py.
+
+What DDP's options are in the from-scratch engine:
+
+    bucket_cap_mb (25, the first 1)   assign_buckets. In its first step DDP sends everything in one bucket and notes the
+                                      order in which gradients come; it broadcasts that order, and builds buckets anew.
+    gradient_as_bucket_view           Bucket.views. Without it every gradient exists twice: in .grad and in the bucket.
+    no_sync()                         the same name. The forward pass must be inside as well.
+    find_unused_parameters            allow_unused. DDP walks the graph after each forward pass, so it needs no finish().
+    static_graph                      that walk is done once: every step uses the same parameters, equally often.
+    register_comm_hook                Bucket.start; the hook below can send bfloat16.
+    broadcast_buffers                 (2.13: forward_sync_buffers) the first rank's buffers, sent before each forward
+                                      pass; from scratch they are sent at build only. The course's models have none.
+
+Not to be confused with torch.nn.DataParallel (DP), the older class. DP is one process with one thread a GPU: the threads
+share one interpreter lock; parameters are copied to every GPU in each step; outputs, and with them the loss, are gathered
+on GPU 0, which needs more memory than the others; gradients are reduced to GPU 0, and only there the optimizer steps.
+It needs GPUs, and one machine. DDP is one process a GPU: parameters stay where they are, and only gradients travel.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from course_lib.parallel.data import BUCKET_BYTES, Trace, compute_span, record_when_done
+from course_lib.training import loss_of
+
+MicroBatches = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+def build(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    bucket_bytes: int = BUCKET_BYTES,
+    allow_unused: bool = False,
+    wire_dtype: torch.dtype | None = None,
+    trace: Trace | None = None,
+    static_graph: bool = False,
+) -> DistributedDataParallel:
+    """Makes `model` data parallel over `group` with DDP; the arguments mean what they mean in parallel/data.py.
+
+    Bytes    sent per rank and step: 2 (N - 1) / N * P * itemsize; the first step adds the broadcast of the buckets' order
+    """
+    engine = DistributedDataParallel(
+        model,
+        process_group=group,
+        bucket_cap_mb=None if bucket_bytes == BUCKET_BYTES else bucket_bytes / 2**20,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=allow_unused,
+        static_graph=static_graph,
+    )
+    if wire_dtype is not None or trace is not None:
+        engine.register_comm_hook(None, communication_hook(group, wire_dtype, trace))
+    return engine
+
+
+def communication_hook(group: dist.ProcessGroup, wire_dtype: torch.dtype | None = None, trace: Trace | None = None):
+    """What DDP calls with a full bucket: divide, start the sum, return a future of the averaged buffer."""
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        start_s = time.perf_counter()
+        sent_P = bucket.buffer().div_(group.size()).to(wire_dtype or bucket.buffer().dtype)
+        future = dist.all_reduce(sent_P, group=group, async_op=True).get_future()
+        if trace is not None:
+            future = record_when_done(future, trace, f"bucket {bucket.index()}", start_s)
+        return future.then(lambda _: bucket.buffer().copy_(sent_P))
+
+    return hook
+
+
+def accumulate_gradients(
+    engine: DistributedDataParallel, micro_batches: MicroBatches, trace: Trace | None = None
+) -> torch.Tensor:
+    """Leaves in `.grad` the gradient of the whole global batch; returns this rank's mean loss.
+
+    DDP waits for its buckets at the end of the backward pass that is outside `no_sync()`: there is no finish().
+    """
+    num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
+    losses = []
+    for index, (x_BS, y_BS) in enumerate(micro_batches):
+        is_last = index == len(micro_batches) - 1
+        with nullcontext() if is_last else engine.no_sync():
+            with compute_span(trace, "forward"):
+                loss = loss_of(engine, x_BS, y_BS) * (y_BS.numel() / num_tokens)
+            with compute_span(trace, "backward"):
+                loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def step(
+    engine: DistributedDataParallel,
+    micro_batches: MicroBatches,
+    optimizer: torch.optim.Optimizer,
+    trace: Trace | None = None,
+) -> torch.Tensor:
+    """One training step on this rank's micro-batches; returns this rank's mean loss."""
+    loss = accumulate_gradients(engine, micro_batches, trace)
+    with compute_span(trace, "optimizer"):
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss
+
+
+# --- the same with Accelerate
+
+
+def build_accelerated(
+    model: nn.Module, optimizer: torch.optim.Optimizer, num_micro_batches: int
+) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+    """Lets an Accelerator wrap model (in DDP) and optimizer, over all ranks.
+
+    On a CPU `Accelerator(cpu=True)` is essential: without it each rank trains alone, and nothing says so.
+
+    Raises   RuntimeError if the Accelerator does not see every rank
+    """
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    options = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    accelerator = Accelerator(cpu=on_cpu, gradient_accumulation_steps=num_micro_batches, kwargs_handlers=[options])
+    if accelerator.num_processes != dist.get_world_size():
+        raise RuntimeError(
+            f"Accelerator sees {accelerator.num_processes} process(es), the world has {dist.get_world_size()}: "
+            "on a CPU, pass cpu=True, and create no other Accelerator before"
+        )
+    engine, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, engine, optimizer
+
+
+def accelerated_step(
+    accelerator: Accelerator, engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer
+) -> torch.Tensor:
+    """One training step; `accumulate` decides when to synchronise, `backward` divides by the number of micro-batches.
+
+    Micro-batches must hold equally many tokens: here the mean over them is of their means.
+    """
+    losses = []
+    for x_BS, y_BS in micro_batches:
+        with accelerator.accumulate(engine):
+            loss = loss_of(engine, x_BS, y_BS)
+            accelerator.backward(loss)
+            optimizer.step()  # does nothing but after the last micro-batch
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses).mean()

@@ -1,0 +1,390 @@
+"""Data parallelism from scratch: every rank holds the whole model, trains on its share of the batch, averages gradients.
+
+Three engines with one interface, each an answer to what hurts in the one before:
+
+    NaiveDP        all gradients averaged after the backward pass     first the network waits, then the processor
+    OverlappedDP   one all-reduce a parameter, started by a hook      hidden behind backward, but many small messages
+    BucketedDP     one all-reduce a bucket of about 25 MiB            hidden, few messages, gradients are not copied
+
+    engine = build(model, group)                            # broadcasts the first rank's parameters
+    loss = step(engine, micro_batches, optimizer)           # the same two calls as in native/data.py
+
+Inside a step: `engine.no_sync()` around every micro-batch but the last, `engine.finish()` before gradients are read.
+The volume does not depend on the engine: averaging P numbers costs each rank 2 (N - 1) / N * P * itemsize bytes.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_lib import comm
+from course_lib.timing import Span
+from course_lib.training import loss_of
+
+BUCKET_BYTES = 25 * 2**20  # DDP's default, bucket_cap_mb=25
+FIRST_BUCKET_BYTES = 2**20  # DDP's as well: a small first bucket starts the network early
+
+Trace = list[Span]
+NamedParameter = tuple[str, nn.Parameter]
+
+
+# --- what all three need
+
+
+def broadcast_parameters(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Gives every rank the parameters and buffers of the group's first rank; averaged gradients keep equal models equal.
+
+    Bytes    sent per rank: all of them, frozen ones too; 0 by the last rank of the chain
+    """
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.detach().copy_(comm.broadcast(tensor.detach().contiguous(), src=0, group=group))
+
+
+def trainable(model: nn.Module) -> list[NamedParameter]:
+    """Parameters that get a gradient, each once: a tied one has two names and one gradient, a frozen one has none."""
+    return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+
+
+def hook_gradients(model: nn.Module, when_ready: Callable[[nn.Parameter], None]) -> list:
+    """Calls `when_ready(param)` during backward as soon as `param.grad` is complete; returns the handles of the hooks.
+
+    A tied parameter's hook runs once, after both contributions are summed.
+    """
+    return [param.register_post_accumulate_grad_hook(when_ready) for _, param in trainable(model)]
+
+
+def start_all_reduce(x: torch.Tensor, group: dist.ProcessGroup, name: str, trace: Trace | None) -> dist.Work:
+    """Starts summing x over the group and returns at once; x must not be touched before `wait()` on what is returned.
+
+    Raises   ValueError if x is strided, as the gradient of a strided parameter is; BucketedDP copies such a gradient
+    """
+    start_s = time.perf_counter()
+    work = comm.all_reduce_(x, group, async_op=True)
+    if trace is not None:
+        record_when_done(work.get_future(), trace, name, start_s)
+    return work
+
+
+def record_when_done(future: torch.futures.Future, trace: Trace, name: str, start_s: float) -> torch.futures.Future:
+    """Appends a Span on the lane 'communication' when the future completes. The processor's clock: right for gloo."""
+
+    def done(future: torch.futures.Future) -> torch.Tensor:
+        trace.append(Span(dist.get_rank(), "communication", name, start_s, time.perf_counter()))
+        return future.value()[0]
+
+    return future.then(done)
+
+
+@contextmanager
+def compute_span(trace: Trace | None, name: str) -> Iterator[None]:
+    """Records what runs inside as a Span on the lane 'compute'; without a trace it does nothing."""
+    start_s = time.perf_counter()
+    yield
+    if trace is not None:
+        trace.append(Span(dist.get_rank(), "compute", name, start_s, time.perf_counter()))
+
+
+# --- 1. naive
+
+
+class NaiveDP(nn.Module):
+    """Averages every gradient after the backward pass, one blocking all-reduce a parameter.
+
+    Bytes    sent per rank and step: 2 (N - 1) / N * P * itemsize, in as many calls as there are parameters
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, trace: Trace | None = None) -> None:
+        super().__init__()
+        self.module, self.group, self.trace = module, group, trace
+        broadcast_parameters(module, group)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.module(*inputs)
+
+    def no_sync(self) -> nullcontext:
+        """Nothing to hold back: this engine sends only in `finish()`."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Averages all gradients. A parameter that this rank did not use counts as zeros."""
+        for name, param in trainable(self.module):
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            param.grad.div_(self.group.size())
+            start_all_reduce(param.grad, self.group, name, self.trace).wait()
+
+
+# --- 2. overlapped
+
+
+class OverlappedDP(nn.Module):
+    """Starts a parameter's all-reduce as soon as its gradient is complete, while backward goes on with earlier layers.
+
+    Every rank must use every parameter: ranks that start different all-reduces would sum unrelated gradients.
+
+    Bytes    sent per rank and step: 2 (N - 1) / N * P * itemsize, in as many calls as there are parameters
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, trace: Trace | None = None) -> None:
+        super().__init__()
+        self.module, self.group, self.trace = module, group, trace
+        self.names = {param: name for name, param in trainable(module)}
+        self.in_flight: dict[nn.Parameter, dist.Work] = {}
+        self.syncing = True
+        broadcast_parameters(module, group)
+        self.handles = hook_gradients(module, self._start)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.module(*inputs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients only add up on this rank: for every micro-batch but the last."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def _start(self, param: nn.Parameter) -> None:
+        if not self.syncing:
+            return
+        if param in self.in_flight:
+            raise RuntimeError(arrived_twice(self.names[param]))
+        param.grad.div_(self.group.size())
+        self.in_flight[param] = start_all_reduce(param.grad, self.group, self.names[param], self.trace)
+
+    def finish(self) -> None:
+        """Waits for everything in flight: the one place that waits.
+
+        Raises   RuntimeError if a parameter got no gradient in the last backward pass
+        """
+        missing = [name for param, name in self.names.items() if param not in self.in_flight]
+        if missing:
+            raise RuntimeError(f"no gradient for {missing} in the last backward pass; freeze them, or use BucketedDP")
+        for work in self.in_flight.values():
+            work.wait()
+        self.in_flight.clear()
+
+
+def arrived_twice(name: str) -> str:
+    return (
+        f"gradient of {name} arrived a second time before finish(): it may be on the network; "
+        "put every micro-batch but the last in no_sync(), or call finish() after each backward pass"
+    )
+
+
+# --- 3. bucketed
+
+
+def assign_buckets(
+    parameters: Sequence[NamedParameter],
+    bucket_bytes: int = BUCKET_BYTES,
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+) -> list[list[NamedParameter]]:
+    """Groups parameters, last layer first, into buckets of one dtype and device; a bucket closes once it has its size.
+
+    Source   Li et al. 2020 (arXiv:2006.15704), section 3.2.3: backward reaches the last layer first
+    """
+    if bucket_bytes < 1 or first_bucket_bytes < 1:
+        raise ValueError(
+            f"bucket sizes ({bucket_bytes}, {first_bucket_bytes}) must be at least 1 byte; 1 means one a parameter"
+        )
+    closed: list[list[NamedParameter]] = []
+    filling: dict[tuple, list[NamedParameter]] = {}
+    for name, param in reversed(parameters):
+        kind = (param.dtype, param.device)
+        filling.setdefault(kind, []).append((name, param))
+        limit_bytes = bucket_bytes if closed else min(first_bucket_bytes, bucket_bytes)
+        if sum(member.nbytes for _, member in filling[kind]) >= limit_bytes:
+            closed.append(filling.pop(kind))
+    return closed + list(filling.values())
+
+
+class Bucket:
+    """Gradients side by side in one flat buffer; each parameter's `.grad` is a view into it.
+
+    Shapes   views[param] has the parameter's shape; flat_P holds them all, P numbers
+    """
+
+    def __init__(self, members: list[NamedParameter], label: str) -> None:
+        self.label = label
+        self.params = [param for _, param in members]
+        self.flat_P = torch.zeros(
+            sum(p.numel() for p in self.params), dtype=self.params[0].dtype, device=self.params[0].device
+        )
+        pieces = self.flat_P.split([p.numel() for p in self.params])
+        self.views = {param: piece.view(param.shape) for param, piece in zip(self.params, pieces)}
+        self.waiting_for = set(self.params)
+        self.sent_P: torch.Tensor | None = None  # what is on the network: flat_P, or a compressed copy
+        self.work: dist.Work | None = None
+
+    def collect(self, param: nn.Parameter, divisor: int) -> None:
+        """Moves the gradient into the buffer and divides it, in one pass; autograd adds later gradients in place."""
+        view = self.views[param]
+        if param.grad is not view or divisor != 1:
+            torch.div(param.grad, divisor, out=view)
+            param.grad = view
+
+    def start(self, group: dist.ProcessGroup, wire_dtype: torch.dtype | None, trace: Trace | None) -> None:
+        self.sent_P = self.flat_P if wire_dtype is None else self.flat_P.to(wire_dtype)
+        self.work = start_all_reduce(self.sent_P, group, self.label, trace)
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.sent_P is not self.flat_P:
+            self.flat_P.copy_(self.sent_P)
+        self.waiting_for, self.sent_P, self.work = set(self.params), None, None
+
+
+class BucketedDP(nn.Module):
+    """Overlaps like OverlappedDP, with one all-reduce a full bucket, and with gradients that live inside the buckets.
+
+    Buckets start in one fixed order on every rank, however the gradients arrive: ranks always agree what they sum.
+
+    Bytes    sent per rank and step: 2 (N - 1) / N * P * itemsize (itemsize of `wire_dtype` if given), one call a bucket
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        bucket_bytes: int = BUCKET_BYTES,
+        allow_unused: bool = False,
+        wire_dtype: torch.dtype | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        super().__init__()
+        self.module, self.group, self.trace = module, group, trace
+        self.allow_unused, self.wire_dtype = allow_unused, wire_dtype
+        self.names = {param: name for name, param in trainable(module)}
+        plan = assign_buckets(trainable(module), bucket_bytes)
+        self.buckets = [Bucket(members, f"bucket {index}") for index, members in enumerate(plan)]
+        self.bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
+        self.used: set[nn.Parameter] = set()  # in any micro-batch of this step
+        self.num_started = 0
+        self.syncing = True
+        broadcast_parameters(module, group)
+        self.handles = hook_gradients(module, self._ready)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.module(*inputs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients only add up on this rank: for every micro-batch but the last."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def _ready(self, param: nn.Parameter) -> None:
+        bucket = self.bucket_of[param]
+        if bucket.work is not None or (self.syncing and param not in bucket.waiting_for):
+            raise RuntimeError(arrived_twice(self.names[param]))
+        self.used.add(param)
+        if not self.syncing:
+            bucket.collect(param, divisor=1)
+            return
+        bucket.collect(param, divisor=self.group.size())  # before the sum: 16-bit sums could overflow
+        bucket.waiting_for.remove(param)
+        self._start_full_buckets()
+
+    def _start_full_buckets(self) -> None:
+        while self.num_started < len(self.buckets) and not self.buckets[self.num_started].waiting_for:
+            self.buckets[self.num_started].start(self.group, self.wire_dtype, self.trace)
+            self.num_started += 1
+
+    def finish(self) -> None:
+        """Starts the buckets that never filled, then waits for all: the one place that waits.
+
+        Raises   RuntimeError if a parameter got no gradient in the whole step, unless `allow_unused`
+        """
+        unused = [param for param in self.names if param not in self.used]
+        if unused and not self.allow_unused:
+            names = [self.names[param] for param in unused]
+            raise RuntimeError(f"no gradient for {names} in this step; freeze them, or build with allow_unused=True")
+        self._start_the_rest()
+        for bucket in self.buckets:
+            bucket.wait()
+        if self.allow_unused:
+            self._drop_what_no_rank_used()
+        self.used.clear()
+        self.num_started = 0
+
+    def _start_the_rest(self) -> None:
+        for bucket in self.buckets[self.num_started :]:
+            for param in bucket.waiting_for:
+                if param not in self.used:  # zeros here; other ranks may have used it
+                    param.grad = bucket.views[param].zero_()
+                bucket.collect(param, divisor=self.group.size())
+            bucket.waiting_for.clear()
+        self._start_full_buckets()
+
+    def _drop_what_no_rank_used(self) -> None:
+        """A gradient of None, as in one process: weight decay and momentum then leave the parameter alone."""
+        device = self.buckets[0].flat_P.device
+        used_by = torch.tensor([param in self.used for param in self.names], dtype=torch.int32, device=device)
+        comm.all_reduce_(used_by, self.group)
+        for param, count in zip(self.names, used_by.tolist()):
+            if count == 0:
+                param.grad = None
+
+
+# --- build and step: the same two calls as in native/data.py
+
+Engine = NaiveDP | OverlappedDP | BucketedDP
+
+
+def build(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    bucket_bytes: int = BUCKET_BYTES,
+    allow_unused: bool = False,
+    wire_dtype: torch.dtype | None = None,
+    trace: Trace | None = None,
+) -> BucketedDP:
+    """Makes `model` data parallel over `group`: the engine that the course uses from here on."""
+    return BucketedDP(model, group, bucket_bytes, allow_unused, wire_dtype, trace)
+
+
+def accumulate_gradients(
+    engine: Engine, micro_batches: Sequence[tuple[torch.Tensor, torch.Tensor]], trace: Trace | None = None
+) -> torch.Tensor:
+    """Leaves in `.grad` the gradient of the whole global batch; returns this rank's mean loss.
+
+    Every rank must bring equally many tokens, as `data.batch` sees to: the mean over ranks is of their means.
+
+    Bytes    one average of the gradients, however many micro-batches
+    """
+    num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
+    losses = []
+    for index, (x_BS, y_BS) in enumerate(micro_batches):
+        is_last = index == len(micro_batches) - 1
+        with nullcontext() if is_last else engine.no_sync():
+            with compute_span(trace, "forward"):
+                loss = loss_of(engine, x_BS, y_BS) * (y_BS.numel() / num_tokens)
+            with compute_span(trace, "backward"):
+                loss.backward()
+        losses.append(loss.detach())
+    engine.finish()
+    return torch.stack(losses).sum()
+
+
+def step(
+    engine: Engine,
+    micro_batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    optimizer: torch.optim.Optimizer,
+    trace: Trace | None = None,
+) -> torch.Tensor:
+    """One training step on this rank's micro-batches; returns this rank's mean loss."""
+    loss = accumulate_gradients(engine, micro_batches, trace)
+    with compute_span(trace, "optimizer"):
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss
