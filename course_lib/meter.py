@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NAMESPACES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
-_NOT_COMMUNICATION = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
+_NOT_COMMUNICATION = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group"}
 OTHER_AXIS = "other"  # in by_axis: groups that were given no name
 
 
