@@ -18,9 +18,7 @@ SECONDARY = re.compile(
     re.IGNORECASE,
 )
 _STACK_LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
-_LIBRARIES = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {str(Path(__file__).parent)}
-)
+_LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))
 
 
 class RankError(RuntimeError):
@@ -69,7 +67,7 @@ def hang_text(world_size: int, timeout: float, places: dict[int, str]) -> str:
     ]
     lines += [f"rank {rank} {place}" for rank, place in sorted(places.items())]
     lines.append(
-        "Do all ranks call the same collectives in the same order? If the work merely takes longer, give launch a larger timeout=."
+        "Do all ranks call the same collectives in the same order? If the work takes longer, pass a larger timeout=."
     )
     return "\n".join(lines)
 
@@ -80,7 +78,9 @@ def _how(failure: Failure) -> str:
     if failure.kind == "load":
         return "could not load the function (what a function uses must be importable, or be defined in the notebook):"
     if failure.kind == "result":
-        return "returned something that cannot be sent back (return numbers, tensors, or lists, dicts and dataclasses of them):"
+        return (
+            "returned something that cannot be sent back (numbers, tensors, and lists, dicts, dataclasses of them can):"
+        )
     if failure.kind == "start":
         return "could not start:"
     return "failed:" if failure.kind == "exception" else _death(failure.exit_code)
@@ -128,10 +128,12 @@ def describe_place(frames: list[Frame]) -> str:
     if not frames:
         return "gave no answer (it is inside native code that holds the interpreter)"
     own = [index for index, (file, _, _) in enumerate(frames) if not _is_library(file)]
-    file, line, name = frames[own[-1] if own else -1]
+    here = own[-1] if own else len(frames) - 1
+    file, line, name = frames[here]
     linecache.checkcache(file)
     source = linecache.getline(file, line).strip()
-    inside = f" (inside {frames[own[-1] + 1][2]})" if own and own[-1] + 1 < len(frames) else ""
+    callees = [callee for _, _, callee in frames[here + 1 :] if callee != "wrapper"]
+    inside = f" (inside {callees[0]})" if callees else ""
     return f"stood at {cell_name(file) or file}, line {line}, in {name}: {source}{inside}"
 
 

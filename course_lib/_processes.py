@@ -1,7 +1,8 @@
 """Where ranks come from: a fork server on Linux and macOS, `spawn` on Windows.
 
-The fork server is a second process that has imported torch, has touched no GPU and has started no thread. For every launch it forks one
-child per rank, which takes milliseconds. The notebook's own process is never forked: once it has used a GPU or OpenMP, its copies hang.
+The fork server is a second process that has imported torch, has touched no GPU and has started no thread. For every
+launch it forks one child per rank, which takes milliseconds. The notebook's own process is never forked: once it has
+used a GPU or OpenMP, its copies hang.
 """
 
 import atexit
@@ -25,8 +26,8 @@ from multiprocessing.connection import Connection
 
 from course_lib import _rank
 
-# Everything stable that ranks need and that is slow to import. Without torch._dynamo and fsdp each launch with DDP takes 4 s longer.
-# course_lib's own teaching modules are left out: ranks import them anew at each launch, so an edited file takes effect.
+# Stable, and slow to import. Without torch._dynamo and fsdp each launch with DDP takes 4 s longer. The course's own
+# teaching modules are left out: ranks import them anew at each launch, so an edited file takes effect.
 PRELOAD = (
     "torch",
     "torch.distributed",
@@ -149,7 +150,10 @@ class ForkServer:
         self._lock = threading.Lock()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server, to tell why it failed
         self._socket, theirs = socket.socketpair()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from course_lib._processes import serve; serve({theirs.fileno()}, {os.getpid()})"
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from course_lib._processes import serve; serve({theirs.fileno()}, {os.getpid()})"
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             pass_fds=[theirs.fileno()],
@@ -231,7 +235,7 @@ def serve(control_fd: int, notebook_pid: int) -> None:
     finally:
         for folder in list(worlds):
             _end_world(folder, worlds)
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(os.path.dirname(folder), ignore_errors=True)
         os._exit(0)
 
 
@@ -251,6 +255,8 @@ def _answer(message: tuple, descriptors: list[int], worlds: dict, inherited: lis
             ranks[pid] = descriptors[world_size + rank]
         return list(ranks)
     except OSError as error:
+        for descriptor in descriptors[world_size + len(ranks) :]:
+            os.close(descriptor)
         _end_world(folder, worlds)
         return f"could not start {world_size} processes ({error}): use fewer ranks"
     finally:

@@ -1,7 +1,8 @@
 """What happens inside one rank: prepare the process, call the learner's function, tell the notebook how it went.
 
-A rank talks to the notebook through one connection. It says `done`, `failed`, `where` (an answer) and `progress`; it hears `where` (the
-question) and `leave`. Results and printed lines are too large for that and go through files in the launch's own folder.
+A rank talks to the notebook through one connection. It says `done`, `failed`, `where` (an answer) and `progress`; it
+hears `where` (the question) and `leave`. Results and printed lines can be large: they go through files in the launch's
+own folder, where no reader can block the rank and no death can lose them.
 """
 
 import dataclasses
@@ -59,30 +60,29 @@ class Failure:
 
 
 class Link:
-    """This rank's end of the connection to the notebook, served by a thread so that a rank stuck in a collective still answers."""
+    """This rank's end of the connection; a thread listens, so that a rank stuck in a collective still answers."""
 
     def __init__(self, rank: int, connection: Connection):
         self.rank = rank
         self.leave = threading.Event()
-        self._connection = connection
+        self.connection = connection
         self._lock = threading.Lock()
-        self._main_thread_id = threading.main_thread().ident
-        threading.Thread(target=self._listen, name="course-link", daemon=True).start()
 
     def send(self, *message) -> None:
         with self._lock:
-            self._connection.send(message)
+            self.connection.send(message)
 
-    def _listen(self) -> None:
+    def start_listening(self) -> None:
+        threading.Thread(target=self._listen, args=(threading.get_ident(),), name="course-link", daemon=True).start()
+
+    def _listen(self, main_thread_id: int) -> None:
         try:
             while True:
-                question = self._connection.recv()
+                question = self.connection.recv()
                 if question == "leave":
                     self.leave.set()
                 else:
-                    self.send(
-                        "where", frames_of(traceback.walk_stack(sys._current_frames()[self._main_thread_id]))[::-1]
-                    )
+                    self.send("where", frames_of(traceback.walk_stack(sys._current_frames()[main_thread_id]))[::-1])
         except (EOFError, OSError):
             end_own_group()  # the notebook process is gone, and nobody waits for this rank any more
 
@@ -100,6 +100,7 @@ def run_rank(rank: int, folder: str, connection: Connection) -> None:
     if hasattr(os, "setsid"):
         os.setsid()  # a session of its own: Ctrl-C in a terminal does not reach it, and it is ended with its children
     link = Link(rank, connection)
+    link.start_listening()
     place = Path(folder)
     message, backend = None, None
     try:
@@ -114,7 +115,7 @@ def run_rank(rank: int, folder: str, connection: Connection) -> None:
     # Ranks leave together: one that left early would break peers that are still talking to it.
     link.leave.wait()
     if backend == "nccl" and message[0] == "done":
-        dist.destroy_process_group()  # frees what NCCL holds on the GPU; gloo holds only sockets, which end with the process
+        dist.destroy_process_group()  # NCCL holds GPU memory; gloo only sockets, which end with the process
     os._exit(0)  # no interpreter shutdown: a forgotten thread cannot hold the rank back
 
 
@@ -183,7 +184,7 @@ def loopback_interface(platform: str) -> str:
 
 
 def redirect_output(rank: int, folder: Path) -> None:
-    """Send file descriptors 1 and 2 to files: C++ prints and child processes are caught too, and no reader can block the rank."""
+    """Send file descriptors 1 and 2 to files, so that prints of C++ and of child processes are caught too."""
     for descriptor, name in ((1, "out"), (2, "err")):
         file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
@@ -224,7 +225,7 @@ def join_world(rank: int, settings: Settings, folder: Path) -> None:
 
 
 def fill_main_module(function) -> None:
-    """Give this process a `__main__` with the notebook's names, so that plain pickle (all_gather_object) finds a cell's classes."""
+    """Give this process the notebook's names as `__main__`: plain pickle (all_gather_object) looks classes up there."""
     if getattr(function, "__module__", None) == "__main__" and hasattr(function, "__globals__"):
         main = types.ModuleType("__main__")
         main.__dict__.update(function.__globals__)

@@ -7,6 +7,7 @@ import sys
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm.std import tqdm  # plain text: the notebook's own bar needs ipywidgets
 
@@ -22,16 +23,25 @@ MAX_SHOWN_LINES = 1000
 MAX_SHOWN_CHARS = 2000
 
 
-class Watch:
-    """What is known of each rank of one world."""
+class Outcome(NamedTuple):
+    """How a launch went: of each rank at most one of these."""
 
-    def __init__(self, world, world_size: int, output: "Output"):
-        self.done: dict[int, tuple[float, int]] = {}  # rank -> (seconds, peak bytes)
+    done: dict[int, tuple[float, int]]  # rank -> (seconds, peak bytes)
+    failures: dict[int, Failure]
+    places: dict[int, str]  # where the others stood
+
+
+class Watch:
+    """What is known of each rank of one world, whose files are in `folder`."""
+
+    def __init__(self, world, world_size: int, output: "Output", folder: Path):
+        self.done: dict[int, tuple[float, int]] = {}
         self.failures: dict[int, Failure] = {}
         self.places: dict[int, str] = {}
         self._world = world
         self._world_size = world_size
         self._output = output
+        self._folder = folder
         self._bar = None
         self._settled_at = math.inf
         self._talking = dict(enumerate(world.connections))
@@ -50,7 +60,7 @@ class Watch:
             if self._bar is not None:
                 self._bar.close()
 
-    def ask_where(self, stack_folder: Path) -> None:
+    def ask_where(self) -> None:
         """Learn where every rank stands that has neither finished nor failed."""
         asked = self.unfinished()
         for rank in asked:
@@ -61,7 +71,7 @@ class Watch:
             self._listen(0.05)
         for rank in asked:
             if rank not in self.places and rank not in self.failures:
-                frames = _failures.frames_in_stack_file(read_text(stack_folder / f"{rank}.stack"))
+                frames = _failures.frames_in_stack_file(read_text(self._folder / f"{rank}.stack"))
                 self.places[rank] = _failures.describe_place(frames)
         for rank in self.done:
             self.places[rank] = "had returned"
@@ -107,7 +117,7 @@ class Watch:
         self._living.pop(rank)
         self._hear(rank)
         if rank not in self.done and rank not in self.failures:
-            frames = _failures.frames_in_stack_file(read_text(self._output.folder / f"{rank}.stack"))
+            frames = _failures.frames_in_stack_file(read_text(self._folder / f"{rank}.stack"))
             self._fail(rank, Failure("died", when, [(frames, "")] if frames else [], code))
 
     def _fail(self, rank: int, failure: Failure) -> None:
@@ -129,7 +139,7 @@ class Output:
     """What the ranks print. Each writes to files of its own, which can be neither blocked nor lost."""
 
     def __init__(self, folder: Path, world_size: int, live: bool):
-        self.folder = folder
+        self._folder = folder
         self._world_size = world_size
         self._live = live
         self._shown = [0] * world_size  # bytes of each rank's stdout already shown
@@ -138,19 +148,19 @@ class Output:
     def poll(self) -> None:
         """Show new lines if live; keep a rank that prints without end from filling the disk."""
         for rank in range(self._world_size):
-            path = self.folder / f"{rank}.out"
+            path = self._folder / f"{rank}.out"
             if not path.exists():
                 continue
             if self._live:
                 self._show_new_lines(rank, path)
-            for file in (path, self.folder / f"{rank}.err"):
+            for file in (path, self._folder / f"{rank}.err"):
                 if file.exists() and (size := file.stat().st_size) > MAX_OUTPUT_BYTES:
                     os.truncate(file, 0)  # the rank appends, so it goes on at the new end
                     self._dropped[rank] += size
                     self._shown[rank] = 0
 
     def lines(self, rank: int, stream: str = "out") -> list[str]:
-        lines = split_lines(read_text(self.folder / f"{rank}.{stream}"))
+        lines = split_lines(read_text(self._folder / f"{rank}.{stream}"))
         if self._dropped[rank] and stream == "out":
             lines.insert(0, f"... {self._dropped[rank]:,} bytes of earlier output dropped")
         return lines
@@ -159,7 +169,7 @@ class Output:
         """Print each rank's lines, in rank order; its warnings go to stderr."""
         for rank in range(self._world_size):
             if self._live:
-                self._show_new_lines(rank, self.folder / f"{rank}.out", final=True)
+                self._show_new_lines(rank, self._folder / f"{rank}.out", final=True)
             else:
                 show_lines(rank, self.lines(rank), sys.stdout)
             show_lines(rank, self.lines(rank, "err"), sys.stderr)

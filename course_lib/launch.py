@@ -17,9 +17,9 @@ import psutil
 import torch
 from tqdm.std import tqdm
 
-from course_lib import _failures, _processes, _rank
+from course_lib import _accelerate, _failures, _processes, _rank
 from course_lib._failures import RankError
-from course_lib._watch import Output, Watch
+from course_lib._watch import Outcome, Output, Watch
 
 __all__ = ["RankError", "Results", "choose_backend", "launch", "progress"]
 
@@ -35,7 +35,7 @@ class Results(Sequence):
     lines         lines[rank]: what that rank printed, line by line
     stderr        stderr[rank]: its warnings
     seconds       of the whole launch, processes included;  rank_seconds[rank]: of the function alone
-    peak_bytes    peak_bytes[rank]: most memory of its GPU if it used one, else of the whole process, torch's own included
+    peak_bytes    peak_bytes[rank]: most memory of its GPU if it used one, else of the whole process, torch included
     backend, why  "gloo" or "nccl", and the reason
     """
 
@@ -76,14 +76,14 @@ def launch(
 ) -> Results:
     """Run `fn(*args)` on `world_size` processes that can talk to each other, and return what each of them returned.
 
-    `fn` may be defined in the cell; what it uses travels with it. In each rank torch.distributed is initialised and RANK, LOCAL_RANK and
-    WORLD_SIZE are set, so plain torch.distributed code runs as it does under torchrun. What the ranks print appears below the cell when
-    they have finished, rank by rank. The notebook's own process is never a rank.
+    `fn` may be defined in the cell: it travels with what it uses. Imported functions are imported again in each rank,
+    from the file as it is now. In a rank torch.distributed is initialised, and RANK, LOCAL_RANK and WORLD_SIZE are set
+    as torchrun sets them. What ranks print appears below the cell when all have finished, rank by rank. The notebook's
+    own process is never a rank. Keyword arguments: wrap `fn` with functools.partial.
 
-    timeout   seconds from the start of the ranks; a launch that takes longer is ended, and the error says where every rank stood
+    timeout   seconds from the start of the ranks; then they are ended, and the error says where each of them stood
     backend   "auto": NCCL where there is a GPU for every rank, otherwise gloo; or "gloo", "nccl"
-    via       "processes"; or "accelerate": accelerate.notebook_launcher in a fresh process, which starts in about a second more, and
-              names in an error only the ranks it saw fail (no live lines, no progress bar, no position of the others)
+    via       "processes", or "accelerate": accelerate.notebook_launcher, see course_lib/_accelerate.py for its limits
     live      show printed lines as they come instead, in the order in which they come
     threads   of each rank, for its matrix multiplications
     quiet     show no printed lines; they are in `.lines` all the same
@@ -91,7 +91,7 @@ def launch(
     """
     if _rank.link is not None:
         raise RuntimeError(
-            f"launch was called inside rank {_rank.link.rank}; a rank cannot launch ranks: call launch in the notebook itself"
+            f"launch was called inside rank {_rank.link.rank}, and a rank cannot start ranks; call it in the notebook"
         )
     _check_arguments(fn, world_size, timeout, via, threads)
     backend, why = choose_backend(backend, world_size, torch.cuda.device_count())
@@ -99,19 +99,27 @@ def launch(
     start = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="course_launch_"))
     try:
-        (folder / "function.pkl").write_bytes(payload)
-        output = Output(folder, world_size, live)
-        reports = _run(folder, world_size, timeout, backend, threads, output, quiet)
-        values = [_load_result(folder, rank) for rank in range(world_size)]
+        ranks = folder / "ranks"
+        ranks.mkdir()
+        (ranks / "function.pkl").write_bytes(payload)
+        settings = _settings(world_size, timeout, backend, threads)
+        (ranks / "settings.pkl").write_bytes(pickle.dumps(settings))
+        output = Output(ranks, world_size, live)
+        run = _accelerate.run if via == "accelerate" else _run_processes
+        done, failures, places = run(folder, settings, output)
+        if not quiet:
+            output.show()
+        _raise_if_failed(world_size, timeout, failures, places, output)
+        values = [_load_result(ranks, rank) for rank in range(world_size)]
         lines, stderr = ([output.lines(rank, name) for rank in range(world_size)] for name in ("out", "err"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    rank_seconds, peak_bytes = ([reports[rank][i] for rank in range(world_size)] for i in (0, 1))
+    rank_seconds, peak_bytes = ([done[rank][i] for rank in range(world_size)] for i in (0, 1))
     return Results(values, lines, stderr, time.monotonic() - start, rank_seconds, peak_bytes, backend, why)
 
 
 def progress(iterable: Iterable, desc: str | None = None) -> Iterator:
-    """Yield from `iterable` with a progress bar in the cell, also from inside a rank: rank 0 reports, the notebook draws."""
+    """Yield from `iterable` with a progress bar in the cell; in a launch rank 0 reports and the notebook draws."""
     if _rank.link is None:
         yield from tqdm(iterable, desc=desc)
         return
@@ -167,13 +175,15 @@ def _check_arguments(fn, world_size, timeout, via, threads) -> None:
     limit = most_ranks(psutil.virtual_memory().available)
     if world_size > limit:
         raise ValueError(
-            f"world_size ({world_size}) must be at most {limit} here: {MAX_RANKS} at the most, and {RANK_BYTES >> 20} MiB of free memory "
-            "for each rank; use fewer ranks"
+            f"world_size ({world_size}) must be at most {limit} on this machine now ({MAX_RANKS} anywhere, and "
+            f"{RANK_BYTES >> 20} MiB of free memory for each rank); use fewer ranks"
         )
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}; the default is 120")
     if via not in ("processes", "accelerate"):
         raise ValueError(f"via must be 'processes' or 'accelerate', got {via!r}; use 'processes' if in doubt")
+    if via == "accelerate" and _processes.start_method(sys.platform) == "spawn":
+        raise ValueError(f"via='accelerate' needs a system that can fork, got {sys.platform}; use via='processes'")
 
 
 def _dump_function(fn: Callable, args: tuple) -> bytes:
@@ -182,37 +192,34 @@ def _dump_function(fn: Callable, args: tuple) -> bytes:
     except Exception as error:  # pickling runs code of any class, which may raise anything
         name = getattr(fn, "__name__", repr(fn))
         raise ValueError(
-            f"{name} cannot be sent to the ranks ({type(error).__name__}: {error}). The function and what it uses must be plain data or "
-            "code: create locks, open files, generators and process groups inside the function"
+            f"{name} cannot be sent to the ranks ({type(error).__name__}: {error}). What it uses must be code or data; "
+            "create locks, open files, generators and process groups inside the function"
         ) from error
 
 
-def _run(
-    folder: Path, world_size: int, timeout: float, backend: str, threads: int, output: Output, quiet: bool
-) -> dict:
-    """Start the ranks, watch them, end them. Returns (seconds, peak bytes) of each rank, or raises RankError."""
+def _run_processes(folder: Path, settings: _rank.Settings, output: Output) -> Outcome:
+    """Start the ranks, watch them, end them."""
     method = _processes.start_method(sys.platform)
-    settings = _settings(world_size, timeout, backend, threads)
-    (folder / "settings.pkl").write_bytes(pickle.dumps(settings))
-    world = _processes.start_world(str(folder), world_size, method)
+    world = _processes.start_world(str(folder / "ranks"), settings.world_size, method)
     try:
-        watch = Watch(world, world_size, output)
+        watch = Watch(world, settings.world_size, output, folder / "ranks")
         watch.until(settings.deadline)
         if watch.unfinished() or watch.failures:
-            watch.ask_where(folder)
+            watch.ask_where()
         else:
-            watch.let_leave(LEAVE_S[backend])
+            watch.let_leave(LEAVE_S[settings.backend])
     finally:
         world.end()
-    if not quiet:
-        output.show()
-    if watch.failures:
-        rank = _failures.first_failure(watch.failures)
+    return Outcome(watch.done, watch.failures, watch.places)
+
+
+def _raise_if_failed(world_size: int, timeout: float, failures: dict, places: dict, output: Output) -> None:
+    if failures:
+        rank = _failures.first_failure(failures)
         stderr = "\n".join(output.lines(rank, "err"))
-        raise RankError(_failures.failure_text(rank, world_size, watch.failures, watch.places, stderr), rank)
-    if watch.unfinished():
-        raise RankError(_failures.hang_text(world_size, timeout, watch.places))
-    return watch.done
+        raise RankError(_failures.failure_text(rank, world_size, failures, places, stderr), rank)
+    if places:
+        raise RankError(_failures.hang_text(world_size, timeout, places))
 
 
 def _settings(world_size: int, timeout: float, backend: str | None, threads: int) -> _rank.Settings:
