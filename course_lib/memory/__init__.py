@@ -1,0 +1,12 @@
+"""Memory of training, predicted and measured.
+
+In reading order:
+
+    states.py        parameters, gradients, optimizer: bytes a parameter, recipe by recipe
+    activations.py   what the course's own models keep for the backward pass, term by term
+    papers.py        the published activation formulas: Korthikanti, Megatron-Core, ZeRO
+    formulas.py      the whole budget; everything above can be imported from here
+    tracker.py       measure: which bytes are alive, of what kind, when
+    cuda.py          what a GPU counts besides tensors: reserved, context, rounding, fragmentation
+    profile.py       predicted beside measured
+"""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from math import prod
 
 from course_lib.config import ModelConfig
-from course_lib.memory.states import parameter_shapes
+from course_lib.memory.states import RECIPES, parameter_shapes
 
 _FP32, _TOKEN_ID, _MASK = 4, 8, 1  # bytes of a float32, of an int64 token, of a bool
 
@@ -42,7 +42,12 @@ class Precision:
         return self.residual_bytes != self.matmul_bytes
 
 
-PRECISIONS = {p.name: p for p in (Precision("fp32", 4, 4), Precision("bf16", 2, 2), Precision("autocast", 4, 2))}
+PRECISIONS = {  # the names of RECIPES: a recipe says in which precision the forward pass runs
+    name: Precision("autocast", 4, 2)
+    if name == "autocast"
+    else Precision(name, recipe.compute_bytes, recipe.compute_bytes)
+    for name, recipe in RECIPES.items()
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Activations:
 
 
 def block_terms(
-    config: ModelConfig, seq_len: int, attention: str = "fused", precision: str = "fp32"
+    config: ModelConfig, seq_len: int, attention: str = "fused", precision: str = "fp32", device: str = "cpu"
 ) -> dict[str, float]:
     """List what one block keeps for each token, in bytes, by name; without recomputation.
 
@@ -86,7 +91,7 @@ def block_terms(
         "block input": D * r,
         "first norm's statistics": statistics,
         "input of q, k, v": copies[0] * D * e,
-        "core": sum(core_terms(config, seq_len, attention, precision).values()),
+        "core": sum(core_terms(config, seq_len, attention, precision, device).values()),
         "input of o": nh * e,
         "dropout masks": 2 * masks,
         "residual": D * r,
@@ -97,20 +102,22 @@ def block_terms(
 
 
 def core_terms(
-    config: ModelConfig, seq_len: int, attention: str = "fused", precision: str = "fp32"
+    config: ModelConfig, seq_len: int, attention: str = "fused", precision: str = "fp32", device: str = "cpu"
 ) -> dict[str, float]:
     """List what the attention core keeps for each token, in bytes, by name: linear in S if fused, quadratic if explicit.
 
-    The explicit core keeps k and v repeated to N heads, and under autocast the softmax in FP32 besides its BF16 copy.
+    The explicit core keeps k and v repeated to N heads. Autocast on a GPU computes the softmax in FP32, so that it is kept
+    besides its BF16 copy; on a CPU it stays in BF16.
     """
     p = _precision(precision)
     N, K, H, e = config.num_heads, config.num_kv_heads, config.head_dim, p.matmul_bytes
     if attention == "fused":
         return {"q": N * H * e, "k": K * H * e, "v": K * H * e, "log-sum-exp": N * _FP32}
-    terms = {"q": N * H * e, "k": N * H * e, "v": N * H * e, "scores after softmax": N * seq_len * p.residual_bytes}
+    softmax_bytes = p.residual_bytes if device == "cuda" else e
+    terms = {"q": N * H * e, "k": N * H * e, "v": N * H * e, "scores after softmax": N * seq_len * softmax_bytes}
     if config.dropout:
         terms["scores' dropout mask"] = N * seq_len * _MASK
-    if config.dropout or p.casts:
+    if config.dropout or softmax_bytes != e:
         terms["scores after dropout or cast"] = N * seq_len * e
     return terms
 
@@ -122,6 +129,7 @@ def own_activations(
     attention: str = "fused",
     recompute: str = "none",
     precision: str = "fp32",
+    device: str = "cpu",
 ) -> Activations:
     """Predict what this course's model keeps for the backward pass of one micro-batch, with the course's loss.
 
@@ -132,7 +140,7 @@ def own_activations(
     p = _precision(precision)
     _check(batch_size, seq_len, recompute)
     tokens_in_batch = batch_size * seq_len
-    terms = block_terms(config, seq_len, attention, precision)
+    terms = block_terms(config, seq_len, attention, precision, device)
     kept = {"none": sum(terms.values()), "full": terms["block input"]}
     kept["selective"] = kept["none"] - terms["core"] + _core_inputs_bytes(config, p)
     tokens = _token_bytes(config, batch_size, seq_len, p)
@@ -153,7 +161,7 @@ def own_activations(
         blocks=blocks,
         ends=tokens_in_batch * _ends_bytes(config, p),
         casts=casts,
-        logits=logits_bytes(config, batch_size, seq_len, precision),
+        logits=logits_bytes(config, batch_size, seq_len),
         last_block_s_turn=during if recompute != "none" else 0,
     )
 
@@ -165,19 +173,19 @@ def activation_bytes(
     attention: str = "fused",
     recompute: str = "none",
     precision: str = "fp32",
+    device: str = "cpu",
 ) -> int:
     """Predict the largest number of activation bytes of a step, what the loss keeps included (see `own_activations`)."""
-    return own_activations(config, batch_size, seq_len, attention, recompute, precision).peak_bytes
+    return own_activations(config, batch_size, seq_len, attention, recompute, precision, device).peak_bytes
 
 
-def logits_bytes(config: ModelConfig, batch_size: int, seq_len: int, precision: str = "fp32") -> int:
-    """Predict what the loss keeps for backward: the log-probabilities, s b V numbers. The encoder has no vocabulary head.
+def logits_bytes(config: ModelConfig, batch_size: int, seq_len: int) -> int:
+    """Predict what the loss keeps for backward: log-probabilities in FP32, 4 s b V bytes, whatever the precision of the logits.
 
-    Autocast computes the loss in FP32.
+    An encoder has no vocabulary head, hence none. Losses elsewhere keep 2 (the loss in BF16) to 6 (BF16 logits kept as well)
+    bytes a number instead of 4.
     """
-    if config.family == "xlmr":
-        return 0
-    return batch_size * seq_len * config.vocab_size * _precision(precision).residual_bytes
+    return 0 if config.family == "xlmr" else batch_size * seq_len * config.vocab_size * _FP32
 
 
 def _core_inputs_bytes(config: ModelConfig, p: Precision) -> float:
@@ -224,7 +232,9 @@ def _block_cast_bytes(config: ModelConfig) -> int:
     """BF16 copies of the blocks' matrices and their biases, but not of norms."""
     shapes = parameter_shapes(config).items()
     return 2 * sum(
-        prod(shape) * copies for name, (shape, copies) in shapes if name.startswith(("attention.", "mlp.")) and "norm" not in name
+        prod(shape) * copies
+        for name, (shape, copies) in shapes
+        if name.startswith(("attention.", "mlp.")) and "norm" not in name
     )
 
 

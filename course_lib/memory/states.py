@@ -135,6 +135,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("bf16-master", 2, 2, 4, 8, 2, "BF16 parameters and gradients, FP32 master copy (ZeRO paper, playbook)"),
         Recipe("bf16-master-fp32-grads", 2, 4, 4, 8, 2, "gradients kept in FP32 only (Megatron-Core's estimator: 18)"),
         Recipe("bf16-master-both-grads", 2, 6, 4, 8, 2, "a BF16 gradient and its FP32 accumulator (playbook: 20)"),
+        Recipe("fp16-master-fp32-grads", 2, 4, 4, 8, 2, "FP16 with loss scaling: the same bytes as with BF16"),
         Recipe("bf16", 2, 2, 0, 4, 2, "pure BF16, moments too: small updates are lost"),
     )
 }
@@ -218,7 +219,7 @@ def state_bytes(
     With `lora` the base keeps its parameters resident and has neither gradient nor optimizer state; the adapters have all of them.
 
     Bytes    N * (param + grad + master + moments), moments by `optimizer`; `step_counters` adds torch's 4 bytes a tensor,
-             which lie in host memory: count them on a CPU, not on a GPU
+             which lie in host memory even for a GPU; the course's MasterAdamW has none (see `has_step_counters`)
     Raises   ValueError if recipe or optimizer is unknown
     """
     recipe = recipe_of(recipe)
@@ -231,8 +232,13 @@ def state_bytes(
         gradients=recipe.grad_bytes * count,
         optimizer=recipe.master_bytes * count
         + sum(copies * _moments_bytes(shape, recipe, optimizer) for shape, copies in trained.values())
-        + (4 * sum(copies for _, copies in trained.values()) if step_counters and optimizer.startswith("ada") else 0),
+        + (4 * sum(copies for _, copies in trained.values()) if step_counters else 0),
     )
+
+
+def has_step_counters(recipe: Recipe | str, optimizer: str) -> bool:
+    """Whether the optimizer that the course uses keeps a 4-byte step counter for each tensor: torch's Adam and Adafactor do."""
+    return recipe_of(recipe).master_bytes == 0 and optimizer in ("adamw", "adafactor")
 
 
 def _moments_bytes(shape: tuple[int, ...], recipe: Recipe, optimizer: str) -> int:

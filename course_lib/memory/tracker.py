@@ -95,9 +95,13 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         first = next(model.parameters(), None)
         if first is None:
-            raise ValueError("model has no parameters, so there is nothing to classify; pass the module that is trained")
+            raise ValueError(
+                "model has no parameters, so there is nothing to classify; pass the module that is trained"
+            )
         if optimizer is not None and not hasattr(optimizer, "register_step_pre_hook"):
-            raise ValueError(f"optimizer is a {type(optimizer).__name__}, required: a torch.optim.Optimizer; pass that one")
+            raise ValueError(
+                f"optimizer is a {type(optimizer).__name__}, required: a torch.optim.Optimizer; pass that one"
+            )
         self.model, self.optimizer, self.device_type = model, optimizer, first.device.type
         self._blocks: dict[int, _Block] = {}  # address of the storage -> block
         self._events: list[tuple[float, _Block, int]] = []
@@ -310,8 +314,12 @@ class MemoryTracker(TorchDispatchMode):
         """Name the storages of parameters, gradients and optimizer state: FSDP and optimizers replace them as they like."""
         for parameter in self.model.parameters():
             self.claim(parameter, "parameters")
-            if parameter.grad is not None:
-                self.claim(parameter.grad, "gradients")
+            for gradient in (
+                parameter.grad,
+                getattr(parameter, "main_grad", None),
+            ):  # main_grad: the FP32 sum beside it
+                if gradient is not None:
+                    self.claim(gradient, "gradients")
         if self.optimizer is not None:
             mine = {id(p) for p in self.model.parameters()}
             for leaf in tree_leaves(list(self.optimizer.state.values())):

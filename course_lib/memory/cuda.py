@@ -1,0 +1,77 @@
+"""What a GPU's memory holds besides tensors: the allocator's rounding and cache, and the CUDA context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+ALLOCATOR_ROUNDING_BYTES = (
+    512  # every allocation is a multiple of it; Source: c10/cuda/CUDACachingAllocator.h, kMinBlockSize
+)
+
+
+@dataclass(frozen=True)
+class CudaMemory:
+    """One look at a GPU. allocated <= reserved <= used on the device; the rest is context and other processes."""
+
+    allocated_bytes: int
+    max_allocated_bytes: int
+    reserved_bytes: int
+    max_reserved_bytes: int
+    device_used_bytes: int
+    device_total_bytes: int
+    inactive_split_bytes: int
+
+    @property
+    def outside_allocator_bytes(self) -> int:
+        """Used on the device but not by PyTorch's allocator: the CUDA context, NCCL's and libraries' buffers, other processes."""
+        return self.device_used_bytes - self.reserved_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """Reserved, but in no tensor: kept for reuse, or stuck between tensors (fragmentation)."""
+        return self.reserved_bytes - self.allocated_bytes
+
+
+def cuda_memory(device: int | str | torch.device | None = None) -> CudaMemory:
+    """Look at a GPU's memory now.
+
+    Raises   ValueError without a CUDA GPU
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("no CUDA GPU is visible, required: one; on a CPU use MemoryTracker")
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats(device)
+    return CudaMemory(
+        allocated_bytes=torch.cuda.memory_allocated(device),
+        max_allocated_bytes=torch.cuda.max_memory_allocated(device),
+        reserved_bytes=torch.cuda.memory_reserved(device),
+        max_reserved_bytes=torch.cuda.max_memory_reserved(device),
+        device_used_bytes=total - free,
+        device_total_bytes=total,
+        inactive_split_bytes=stats.get("inactive_split_bytes.all.current", 0),
+    )
+
+
+def rounded_bytes(nbytes: int) -> int:
+    """The size that PyTorch's CUDA allocator gives a tensor of that many bytes."""
+    return -(-nbytes // ALLOCATOR_ROUNDING_BYTES) * ALLOCATOR_ROUNDING_BYTES
+
+
+def fragment(piece_bytes: int = 16 * 2**20, pieces: int = 32, device: str = "cuda") -> CudaMemory:
+    """Show fragmentation: fill memory with pieces, free every second one, and look at what no larger tensor can use.
+
+    All pieces are cut from few large segments, so half of what is reserved lies idle in holes of one piece each.
+
+    Raises   ValueError without a CUDA GPU
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("no CUDA GPU is visible, required: one; fragmentation is the CUDA allocator's")
+    torch.cuda.empty_cache()
+    whole = torch.empty(piece_bytes * pieces, dtype=torch.uint8, device=device)  # one segment, then cut into pieces
+    del whole
+    held = [torch.empty(piece_bytes, dtype=torch.uint8, device=device) for _ in range(pieces)]
+    del held[::2]
+    return cuda_memory(device)
