@@ -93,7 +93,8 @@ def _readable_id(cell, taken: set[str]) -> str:
     if not SLUG.fullmatch(name) or RANDOM_ID.fullmatch(name):
         definition = re.search(r"^(?:def|class) (\w+)", cell.source, re.MULTILINE) if cell.cell_type == "code" else None
         words = re.findall(r"[a-z0-9]+", (definition.group(1) if definition else cell.source).lower().replace("_", " "))
-        name = "-".join(words[:5]).lstrip("-0123456789")[:48].strip("-") or "cell"
+        first = next((index for index, word in enumerate(words) if word[0].isalpha()), len(words))
+        name = "-".join(words[first : first + 4])[:48].strip("-") or "cell"
     unique, number = name, 2
     while unique in taken:
         unique, number = f"{name}-{number}", number + 1
@@ -444,7 +445,7 @@ def badges(repository: str, root: Path = ROOT) -> list[Path]:
     documents = [root / name for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml")]
     for path in notebook_paths("notebooks", "solutions", "exercises", root=root) + documents:
         text = path.read_text(encoding="utf-8")
-        new = re.sub(rf"(github\.com/|/github/){re.escape(old)}(?![\w.-])", rf"\g<1>{repository}", text)
+        new = re.sub(rf"(github\.com/|/github/){re.escape(old)}(?![\w-])", rf"\g<1>{repository}", text)
         if new != text:
             path.write_text(new, encoding="utf-8")
             changed.append(path)

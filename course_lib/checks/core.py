@@ -1,4 +1,4 @@
-"""What every grader is made of: fresh numbers at each run, real ranks, and a message that names the likely misconception.
+"""What every grader is made of: fresh numbers at each run, real ranks, a message that names the likely misconception.
 
 A grader is a function of the learner's answer and of a random.Random, under `@grader`:
 
@@ -8,7 +8,7 @@ A grader is a function of the learner's answer and of a random.Random, under `@g
         got = run_ranks(_mean_on_this_rank, world_size, student, seed)
         expect_close(got[0], want, "the mean on rank 0", {"summed, not averaged": want * world_size})
 
-The learner calls `check_mean_of_ranks(my_mean)` and sees `check_mean_of_ranks: passed`, or one sentence and no traceback.
+The learner calls `check_mean_of_ranks(my_mean)` and reads `check_mean_of_ranks: passed`, or one sentence.
 """
 
 import functools

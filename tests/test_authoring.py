@@ -1,0 +1,189 @@
+"""The normal form of notebooks, exercises from solutions, and every rule of `notebook_problems` by a planted fault."""
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from course_lib import authoring
+
+BADGE = "[![Open in Colab](badge.svg)](https://colab.research.google.com/github/OWNER/course-lib/blob/main/{})"
+SOLUTION = """def double(x):
+    \"\"\"Twice x.\"\"\"
+    if x:
+        ### BEGIN SOLUTION
+        y = 2 * x
+        return y
+        ### END SOLUTION
+    return 0"""
+
+
+def stream(text, name="stdout"):
+    return new_output("stream", name=name, text=text)
+
+
+def chapter(*cells, path="notebooks/00_x.ipynb"):
+    title = new_markdown_cell(f"# Title\n{BADGE.format(path)}", id="title")
+    return new_notebook(cells=[title, new_code_cell("import os", id="setup", metadata={"tags": ["setup"]}), *cells])
+
+
+@pytest.fixture
+def root(tmp_path):
+    for folder in ("notebooks", "solutions", "exercises"):
+        (tmp_path / folder).mkdir()
+    return tmp_path
+
+
+def problems_of(root, *cells):
+    path = root / "notebooks" / "00_x.ipynb"
+    authoring.write(authoring.normalise(chapter(*cells)), path)
+    return authoring.notebook_problems(path, root)
+
+
+# The normal form
+
+
+def test_normalise_counts_from_one_and_forgets_how_and_when_the_notebook_ran():
+    cell = new_code_cell("print(1)", id="one", execution_count=17, outputs=[stream("1\n")])
+    cell.metadata = {"execution": {"iopub.execute_input": "2026-01-01"}, "tags": ["widget", "setup"], "scrolled": True}
+    nb = new_notebook(cells=[new_markdown_cell("text", id="t"), cell, new_code_cell("  ", id="empty")])
+    nb.metadata = {"widgets": {"state": {}}, "language_info": {"name": "python", "version": "3.11.7"}}
+    normal = authoring.normalise(nb)
+    assert normal.cells[1].execution_count == 1
+    assert dict(normal.cells[1].metadata) == {"tags": ["setup", "widget"]}
+    assert len(normal.cells) == 2, "an empty cell goes"
+    assert set(normal.metadata) == {"kernelspec", "language_info"} and normal.metadata.language_info == {
+        "name": "python"
+    }
+    assert authoring.normalise(normal) == normal
+    nbformat.validate(normal)
+    assert cell.execution_count == 17, "the argument is left alone"
+
+
+def test_normalise_merges_streams_as_nbval_does_and_keeps_the_last_state_of_a_bar():
+    outputs = [stream("a\n"), stream("0%\r50%\r", "stderr"), stream("b\n"), stream("100%\n", "stderr")]
+    normal = authoring.normalise(new_notebook(cells=[new_code_cell("f()", id="f", outputs=outputs)]))
+    assert [(output.name, output.text) for output in normal.cells[0].outputs] == [
+        ("stdout", "a\nb\n"),
+        ("stderr", "100%\n"),
+    ]
+
+
+def test_normalise_drops_views_of_widgets_whose_state_is_not_stored():
+    view = new_output("display_data", data={authoring.WIDGET_VIEW: {"model_id": "1"}, "text/plain": "IntSlider()"})
+    normal = authoring.normalise(new_notebook(cells=[new_code_cell("w", id="w", outputs=[view, stream("x")])]))
+    assert [output.output_type for output in normal.cells[0].outputs] == ["stream"]
+
+
+@pytest.mark.parametrize(
+    ("source", "slug"),
+    [
+        ("## 3.2 Averaging costs two trips, not N", "averaging-costs-two-trips"),
+        ("def ring_all_reduce(x_P, group):\n    ...", "ring-all-reduce"),
+        ("!!", "cell"),
+    ],
+)
+def test_random_ids_become_slugs_from_what_the_cell_says(source, slug):
+    kind = new_code_cell if source.startswith("def") else new_markdown_cell
+    nb = new_notebook(cells=[kind(source, id="3f2a9c01"), kind(source, id="8d1f0a2b-0c3d-4e5f-8a9b-0123456789ab")])
+    normal = authoring.normalise(nb)
+    assert [cell["id"] for cell in normal.cells] == [slug, f"{slug}-2"]
+
+
+# Exercises
+
+
+def test_a_solution_becomes_an_error_that_names_what_is_to_be_written():
+    text = authoring.without_solutions(SOLUTION)
+    assert '        raise NotImplementedError("double: your code goes here")\n    return 0' in text
+    assert "2 * x" not in text and "SOLUTION" not in text and '"""Twice x."""' in text
+
+
+@pytest.mark.parametrize("marks", ["### BEGIN SOLUTION", "### END SOLUTION", "### BEGIN SOLUTION\n### BEGIN SOLUTION"])
+def test_marks_that_do_not_pair_are_refused(marks):
+    with pytest.raises(ValueError, match="SOLUTION"):
+        authoring.without_solutions(marks)
+
+
+def test_an_exercise_has_no_outputs_and_carries_what_nbgrader_needs(root):
+    cells = [new_code_cell(SOLUTION, id="double"), new_code_cell("check_double(double)", id="check-double")]
+    cells[1].outputs = [stream("check_double: passed\n")]
+    exercise = authoring.exercise_from(chapter(*cells, path="solutions/00_x.ipynb"))
+    nbformat.validate(exercise)
+    assert all(not cell.outputs and cell.execution_count is None for cell in authoring.code_cells(exercise))
+    written, checked = (cell.metadata.nbgrader for cell in exercise.cells[2:])
+    assert written.solution and not written.grade and written.grade_id == "double"
+    assert checked.grade and checked.locked and checked.points == 1 and not checked.solution
+
+
+def test_make_exercises_writes_what_differs_and_the_check_finds_what_is_stale(root):
+    path = root / "solutions" / "00_x.ipynb"
+    authoring.write(authoring.normalise(chapter(new_code_cell(SOLUTION, id="double"))), path)
+    assert "make exercises" in authoring.exercise_problems(root)[0]
+    assert authoring.exercises(root) == [root / "exercises" / "00_x.ipynb"]
+    assert authoring.exercises(root) == []
+    assert authoring.exercise_problems(root) == ["00_x.ipynb stands in only one of notebooks/ and solutions/"] + [
+        "00_x.ipynb stands in only one of notebooks/ and exercises/"
+    ]
+
+
+def test_load_solution_defines_and_launches_nothing(root):
+    launches = "def helper(x):\n    return double(x)\n\n\nresults = launch(helper, 2)\nprint(results)\nSIZE = 3"
+    cells = [new_code_cell(SOLUTION, id="double"), new_code_cell(launches, id="l"), new_code_cell("%time 1", id="m")]
+    path = root / "solutions" / "00_x.ipynb"
+    authoring.write(authoring.normalise(chapter(*cells)), path)
+    for given in (path, "00_x"):
+        names = authoring.load_solution(given, root)
+        assert names["helper"](4) == 8 and names["SIZE"] == 3 and "results" not in names
+        assert names["double"].__module__ == "__main__", "so that it travels to ranks by value"
+
+
+# Every rule, by a planted fault
+
+
+def test_a_right_notebook_has_no_problems(root):
+    assert problems_of(root, new_code_cell("print(1)", id="one", outputs=[stream("1\n")])) == []
+
+
+@pytest.mark.parametrize(
+    ("cell", "fragment"),
+    [
+        (new_code_cell("x = 1", id="x", metadata={"tags": ["slow"]}), "unknown tags ['slow']"),
+        (new_code_cell("print(1)", id="x"), "no output is stored"),
+        (new_code_cell("f", id="x", outputs=[stream("<f at 0x7f0011223344>")]), "memory address"),
+        (new_code_cell("w", id="x", metadata={"tags": ["widget"]}), "tag it nbval-ignore-output as well"),
+        (new_code_cell("1/0", id="x", outputs=[new_output("error", ename="E", evalue="", traceback=[])]), "an error"),
+        (new_code_cell("x", id="x", metadata={"tags": ["nbval-skip"]}), "more than a fifth of 2"),
+        (new_code_cell("x", id="x", outputs=[new_output("display_data", {"image/png": "aa"})]), "more than a fifth"),
+        (new_code_cell("import os", id="x", metadata={"tags": ["setup"]}), "exactly one cell must carry the tag setup"),
+        (new_markdown_cell("It is simply a sum.", id="x"), "prose has simply"),
+        (new_markdown_cell("A sum!", id="x"), "prose has an exclamation mark"),
+        (new_markdown_cell("A sum \U0001f600", id="x"), "prose has an emoji"),
+    ],
+)
+def test_a_planted_fault_is_found(root, cell, fragment):
+    assert fragment in "\n".join(problems_of(root, cell))
+
+
+def test_a_notebook_out_of_form_and_a_badge_of_another_notebook_are_found(root):
+    path = root / "notebooks" / "01_y.ipynb"
+    authoring.write(chapter(new_code_cell("x = 1", id="x")), path)
+    found = "\n".join(authoring.notebook_problems(path, root))
+    assert "not in its normal form" in found and "no Colab badge" in found
+    assert authoring.fmt(root) == [path] and authoring.fmt(root) == []
+
+
+def test_code_and_formulas_are_not_prose():
+    assert authoring.prose_problems("`a != b`, $n!$, ![picture](x.png)\n```python\nprint('just!')\n```") == []
+
+
+def test_badges_point_where_they_are_told_and_only_to_a_repository(root):
+    (root / "pyproject.toml").write_text('Repository = "https://github.com/OWNER/course-lib"\n')
+    for name in ("README.md", "CONTRIBUTING.md"):
+        (root / name).write_text("git clone https://github.com/OWNER/course-lib.git\n")
+    authoring.write(authoring.normalise(chapter()), root / "notebooks" / "00_x.ipynb")
+    assert len(authoring.badges("somebody/their-copy", root)) == 4
+    assert "github/somebody/their-copy/blob" in (root / "notebooks" / "00_x.ipynb").read_text()
+    assert "github.com/somebody/their-copy.git" in (root / "README.md").read_text()
+    assert authoring.badges("OWNER/course-lib", root) and authoring.badges("OWNER/course-lib", root) == []
+    with pytest.raises(ValueError, match="must be owner/name"):
+        authoring.badges("https://github.com/x/y", root)
