@@ -288,3 +288,17 @@ def dp_throughput(
     comm_s = num_buckets * collective_s("all_reduce", grad_bytes / num_buckets, dp_size, link)
     step_s = dp_step_s(compute_s / 3, compute_s * 2 / 3, comm_s, num_buckets, overlap)
     return tokens_per_gpu / step_s
+
+
+def accumulation_steps(global_batch_size: int, micro_batch_size: int, dp_size: int) -> int:
+    """Micro-batches that each rank runs before the optimizer steps: global batch / (micro-batch * dp_size).
+
+    Raises   ValueError if that is not a whole number
+    """
+    together = micro_batch_size * dp_size
+    if global_batch_size % together != 0:
+        raise ValueError(
+            f"global_batch_size ({global_batch_size}) must be a multiple of micro_batch_size ({micro_batch_size}) * "
+            f"dp_size ({dp_size}) = {together}; change one of the three"
+        )
+    return global_batch_size // together

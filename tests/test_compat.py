@@ -1,4 +1,5 @@
 import re
+import runpy
 import tomllib
 import warnings
 from pathlib import Path
@@ -37,3 +38,11 @@ def _gather_and_scatter():
 
 def test_both_work_without_a_warning():
     assert launch(_gather_and_scatter, 2, backend="gloo") == [([0, 0, 1, 1], [0, 0]), ([0, 0, 1, 1], [2, 2])]
+
+
+def test_the_old_name_is_taken_where_torch_lacks_the_new(monkeypatch):
+    monkeypatch.delattr(dist, "all_gather_single", raising=False)
+    monkeypatch.delattr(dist, "reduce_scatter_single", raising=False)
+    older = runpy.run_path(compat.__file__)
+    assert older["all_gather_single"] is dist.all_gather_into_tensor
+    assert older["reduce_scatter_single"] is dist.reduce_scatter_tensor

@@ -1,0 +1,120 @@
+import pytest
+
+from course_lib.hardware import (
+    GIB,
+    GPUS,
+    LINKS,
+    PUBLISHED_BUS_BANDWIDTH,
+    PUBLISHED_DP_THROUGHPUT,
+    gpu,
+    gpu_of_device,
+    link,
+    peak_flops,
+    published_link,
+)
+
+
+def test_every_number_has_a_source():
+    assert all(one.source and one.link in LINKS for one in GPUS.values())
+    assert all(one.source and one.latency_source for one in LINKS.values())
+
+
+def test_a_program_sees_a_little_less_memory_than_is_built_in():
+    for one in GPUS.values():
+        assert 0.9 < one.usable_bytes / one.memory_bytes < 1
+    assert 79.1 * GIB <= GPUS["h100"].usable_bytes <= 79.6 * GIB  # claim C225: "79 GB" are GiB
+    assert GPUS["t4"].usable_bytes == int(14.56 * GIB)
+
+
+def test_peaks_are_dense_not_sparse():
+    h100, a100 = GPUS["h100"], GPUS["a100-80"]
+    assert h100.bf16_flops == 989e12 and h100.fp8_flops == 1979e12 == 3958e12 / 2  # claim C199
+    assert a100.bf16_flops == 312e12
+    assert a100.bf16_flops / a100.tf32_flops == 2 and a100.bf16_flops / a100.fp32_flops == 16  # claims C028, C208
+    assert GPUS["h200"].bf16_flops == h100.bf16_flops
+
+
+def test_half_precision_peaks_do_not_exceed_fp8_nor_fall_below_fp32():
+    for one in GPUS.values():
+        assert one.fp32_flops <= one.fp16_flops
+        assert one.fp8_flops is None or one.fp8_flops == pytest.approx(2 * one.bf16_flops, rel=0.01)
+
+
+def test_links_count_one_direction_and_datasheets_both():
+    assert LINKS["nvlink3"].bytes_per_s == 300e9 == 12 * 25e9  # claim C162: 12 links of 25 each way, 50 both ways
+    assert LINKS["nvlink3"].both_directions_bytes_per_s == 600e9 == 12 * 50e9
+    assert LINKS["nvlink4"].bytes_per_s == 450e9 == 18 * 25e9  # claims C138, C162
+    assert LINKS["nvlink4"].both_directions_bytes_per_s == 900e9
+    duplex = [one for key, one in LINKS.items() if key not in ("nvme", "nvlink-h800")]
+    assert all(one.both_directions_bytes_per_s == 2 * one.bytes_per_s for one in duplex)
+
+
+@pytest.mark.parametrize(("key", "transfers_per_s"), [("pcie3", 8e9), ("pcie4", 16e9), ("pcie5", 32e9)])
+def test_pcie_is_its_lanes_times_its_rate(key, transfers_per_s):
+    assert LINKS[key].bytes_per_s == pytest.approx(16 * transfers_per_s * 128 / 130 / 8, rel=1e-3)  # claim C134
+
+
+def test_networks_between_nodes():
+    assert 8 * LINKS["efa"].bytes_per_s == 400e9 == 3.2e12 / 8  # claim C196: 8 x 400 Gb/s = 3.2 Tb/s = 400 GB/s
+    assert LINKS["ib-ndr400"].bytes_per_s == 50e9 and LINKS["nvlink-h800"].bytes_per_s == 160e9  # claim C164
+    assert LINKS["ib-hdr200"].bytes_per_s == 25e9
+
+
+def test_nvlink_is_ten_to_fifteen_times_pcie_4():
+    both = {key: LINKS[key].both_directions_bytes_per_s for key in ("nvlink3", "nvlink4", "pcie4")}
+    assert both["nvlink4"] / both["pcie4"] == pytest.approx(14.1, rel=0.02)  # claim C165
+    assert both["nvlink3"] / both["pcie4"] == pytest.approx(9.4, rel=0.02)
+
+
+def test_published_bandwidth_falls_thirteenfold_over_64_nodes():
+    measured = PUBLISHED_BUS_BANDWIDTH["all_reduce"]  # claim C097
+    shown = [round(measured[nodes] / 1e9, 1) for nodes in (1, 4, 8, 64)]
+    assert shown == [436.0, 160.1, 99.6, 32.9]
+    assert 13 < measured[1] / measured[64] < 13.5
+    for by_nodes in PUBLISHED_BUS_BANDWIDTH.values():
+        assert list(by_nodes) == [1, 2, 4, 8, 16, 32, 64]
+        assert list(by_nodes.values()) == sorted(by_nodes.values(), reverse=True)
+    assert published_link(64).bytes_per_s == measured[64]
+
+
+def test_published_dp_throughput_per_gpu_only_falls():
+    assert list(PUBLISHED_DP_THROUGHPUT.values()) == sorted(PUBLISHED_DP_THROUGHPUT.values(), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.2, "h100"),
+        ("Tesla T4", 14.6, "t4"),
+        ("NVIDIA H200", 139.8, "h200"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "rtx-4090"),
+        ("Tesla V100-SXM2-32GB", 31.7, "v100-32"),
+        ("NVIDIA L4", 22.0, "l4"),
+        ("NVIDIA B200", 178.4, "b200"),
+        ("AMD Instinct MI300X", 192.0, "mi300x"),
+        ("NVIDIA H100 PCIe", 79.2, None),
+        ("NVIDIA H100 NVL", 93.1, None),
+        ("NVIDIA L40S", 44.4, None),
+        ("Tesla V100-SXM2-16GB", 15.8, None),
+        ("NVIDIA GeForce RTX 3060", 11.8, None),
+    ],
+)
+def test_gpus_are_recognised_by_the_name_cuda_gives_them(name, gib, key):
+    assert gpu_of_device(name, int(gib * GIB)) is (GPUS[key] if key else None)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: gpu("h1000"), "no GPU 'h1000'; choose from t4, l4"),
+        (lambda: link("nvlink"), "no link 'nvlink'; choose from nvlink2"),
+        (lambda: peak_flops(GPUS["t4"], "bf16"), "T4 has no bf16 units; choose from fp32, fp16"),
+        (lambda: peak_flops(GPUS["t4"], "int4"), "precision 'int4' is not one of"),
+        (lambda: published_link(3), "3 nodes were not measured; choose from 1, 2, 4"),
+    ],
+)
+def test_mistakes_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,248 @@
+"""Hand values, papers' formulas, and the quantitative claims that the course recomputes (claim numbers in comments)."""
+
+import pytest
+
+from course_lib import timing
+from course_lib.config import ModelConfig, preset
+from course_lib.hardware import GPUS, LINKS, PUBLISHED_DP_THROUGHPUT, Link, published_link
+
+H100, A100 = GPUS["h100"], GPUS["a100-80"]
+PLAYBOOK_3B = ModelConfig("playbook 3.57B", 28, 3072, 32, 32, 8192, 131_072, 4096, tied=True)
+
+
+def _link(bytes_per_s, latency_s=0.0):
+    return Link("test", latency_s, bytes_per_s, 2 * bytes_per_s, "test", "test")
+
+
+# ------------------------------------------------------------------------------------ bytes
+def test_ring_all_reduce_is_two_trips_without_one_piece_each():
+    assert timing.ring_all_reduce_bytes(40_000_000, 4) == 60_000_000  # claim C160: 2 (N - 1) / N * 40 MB
+    assert timing.ring_all_reduce_bytes(40_000_000, 64) == 78_750_000
+    assert timing.ring_all_reduce_bytes(40_000_000, 1) == 0
+    assert timing.collective_steps("all_reduce", 8) == 14  # claim C160: 2 (N - 1) steps
+    assert timing.all_reduce_bytes is timing.ring_all_reduce_bytes
+
+
+def test_a_reduce_scatter_and_an_all_gather_are_one_all_reduce():
+    for payload, size, itemsize in ((40, 4, 4), (84, 4, 4), (6, 4, 2), (0, 3, 4)):
+        for rank in range(size):
+            halves = timing.reduce_scatter_bytes(payload, size, rank, itemsize)
+            halves += timing.all_gather_bytes(payload, size, rank, itemsize)
+            assert halves == timing.ring_all_reduce_bytes(payload, size, rank, itemsize)
+
+
+def test_ranks_together_send_whole_payloads():
+    size, payload = 4, 41 * 8  # 41 numbers do not divide by 4
+
+    def total(function, *args):
+        return sum(function(payload, size, rank, *args) for rank in range(size))
+
+    assert total(timing.ring_all_reduce_bytes, 8) == 2 * (size - 1) * payload
+    assert total(timing.reduce_scatter_bytes, 8) == (size - 1) * payload
+    assert total(timing.all_gather_bytes, 8) == (size - 1) * payload
+    assert total(timing.broadcast_bytes, 2) == (size - 1) * payload
+    assert total(timing.reduce_bytes, 2) == (size - 1) * payload
+    assert total(timing.gather_bytes, 2) == (size - 1) * payload // size
+    assert total(timing.scatter_bytes, 2) == (size - 1) * payload // size
+
+
+def test_ranks_differ_by_a_number_or_two_where_the_payload_does_not_divide():
+    # 5 numbers on 4 ranks: pieces of 2, 1, 1, 1; rank 3 sends all but piece 3, then all but piece 0
+    assert [timing.ring_all_reduce_bytes(20, 4, rank) for rank in range(4)] == [28, 32, 32, 28]
+
+
+def test_payloads_of_broken_numbers_are_refused():
+    with pytest.raises(ValueError, match="give the itemsize of the dtype"):
+        timing.ring_all_reduce_bytes(6, 4)
+    with pytest.raises(ValueError, match=r"world_size \(0\) must be 1 or more"):
+        timing.all_gather_bytes(8, 0)
+
+
+# ------------------------------------------------------------------------------------ seconds
+def test_10_gb_over_8_gpus_on_nvlink_and_on_pcie():
+    as_circulated = 2 * 10e9 / 900e9, 2 * 10e9 / 64e9
+    assert as_circulated == pytest.approx((0.0222, 0.3125), abs=1e-4)  # claim C166: both directions, and no (N - 1) / N
+    assert timing.collective_s("all_reduce", 10e9, 8, _link(450e9)) == pytest.approx(0.0389, rel=1e-3)
+    assert timing.collective_s("all_reduce", 10e9, 8, _link(32e9)) == pytest.approx(0.547, rel=1e-3)
+
+
+def test_alpha_beta_adds_a_latency_for_every_step():
+    link = _link(1e9, latency_s=1e-3)
+    assert timing.collective_s("all_reduce", 4e9, 4, link) == pytest.approx(6e-3 + 6)
+    assert timing.collective_s("all_gather", 4e9, 4, link) == pytest.approx(3e-3 + 3)
+    assert timing.collective_s("broadcast", 4e9, 4, link) == pytest.approx(3e-3 + 4)
+    assert timing.collective_s("send", 4e9, 2, link) == pytest.approx(1e-3 + 4)
+    assert timing.collective_s("all_reduce", 4e9, 1, link) == 0
+    with pytest.raises(ValueError, match="collective 'allreduce' is unknown"):
+        timing.collective_s("allreduce", 1, 2, link)
+
+
+def test_bus_bandwidth_gives_the_link_back():
+    seconds = timing.collective_s("all_reduce", 1e9, 8, _link(450e9))
+    assert timing.bus_bandwidth("all_reduce", 1e9, seconds, 8) == pytest.approx(450e9)
+
+
+def test_hierarchical_all_reduce_is_flat_at_its_two_ends_and_better_between():
+    inside, between = LINKS["nvlink4"], LINKS["ib-ndr400"]
+    flat_inside = timing.collective_s("all_reduce", 1e9, 8, inside)
+    assert timing.hierarchical_all_reduce_s(1e9, 1, 8, inside, between) == pytest.approx(flat_inside)
+    flat_between = timing.collective_s("all_reduce", 1e9, 8, between)
+    assert timing.hierarchical_all_reduce_s(1e9, 8, 1, inside, between) == pytest.approx(flat_between)
+    flat = timing.collective_s("all_reduce", 1e9, 64, between)
+    assert timing.hierarchical_all_reduce_s(1e9, 8, 8, inside, between) < flat / 4
+
+
+def test_a_line_is_found_back():
+    alpha, beta = timing.fit_alpha_beta([1, 2, 4], [10 + 3 * size for size in (1, 2, 4)])
+    assert (alpha, beta) == pytest.approx((10, 3))
+    with pytest.raises(ValueError, match="two different sizes"):
+        timing.fit_alpha_beta([1, 1], [2, 3])
+
+
+def test_tensor_parallel_traffic_is_a_fifth_of_the_compute_not_3_percent():
+    config, tp = preset("llama-3.1-70b"), 8
+    # four all-reduces a layer and token (two forward, two backward), bf16; claim C205
+    sent = 4 * config.num_layers * timing.ring_all_reduce_bytes(config.d_model * 2, tp, itemsize=2)
+    compute_s = 6 * 70.6e9 / (tp * 0.45 * H100.bf16_flops)
+    assert sent / 450e9 / compute_s == pytest.approx(0.17, abs=0.005)
+    assert sent / 360e9 / compute_s == pytest.approx(0.21, abs=0.005)
+
+
+def test_gradients_of_a_32nd_of_70b_take_a_sixth_of_a_second():
+    params, link = 70.6e9 / 32, LINKS["ib-ndr400"]  # claim C206
+    assert timing.collective_s("all_reduce", params * 2, 80, link) == pytest.approx(0.17, abs=0.01)
+    assert timing.collective_s("all_reduce", params * 4, 80, link) == pytest.approx(0.34, abs=0.02)
+
+
+# ------------------------------------------------------------------------------------ FLOPs
+def test_forward_flops_of_8b():
+    config = preset("llama-3.1-8b")
+    every_parameter = 8_030_261_248
+    assert 2 * every_parameter / 1e9 == pytest.approx(16.06, abs=0.005)  # claim C170
+    assert timing.attention_flops_per_token(config, 8192) / 1e9 == pytest.approx(4.3, abs=0.01)  # claim C170
+    embedding_and_norms = 128_256 * 4096 + (2 * 32 + 1) * 4096
+    assert timing.matmul_parameters(config) == every_parameter - embedding_and_norms
+    assert timing.attention_flops_per_token(config, 8192, causal=True) * 2 == timing.attention_flops_per_token(
+        config, 8192
+    )
+
+
+def test_flops_per_token_reproduce_published_mfu():
+    # torchtitan, 8 H100, 8B at 8192 tokens: it states 33 % and 39 %
+    flops = timing.flops_per_token(preset("llama-3.1-8b"), 8192)
+    assert timing.mfu(5762 * flops, 1, 1, H100.bf16_flops) == pytest.approx(0.337, abs=0.001)
+    assert timing.mfu(6667 * flops, 1, 1, H100.bf16_flops) == pytest.approx(0.390, abs=0.001)
+    # nanotron, 3.57B at 4096 tokens: 363.66 TFLOP/s at 14,167.25 tokens/s
+    assert timing.flops_per_token(PLAYBOOK_3B, 4096) == pytest.approx(363.66e12 / 14167.25, rel=1e-3)
+
+
+def test_full_recomputation_is_narayanans_factor_96():
+    config, seq_len, batch = preset("gpt3-175b"), 2048, 1
+    layers, h, vocab = config.num_layers, config.d_model, config.vocab_size
+    papers = 96 * batch * seq_len * layers * h**2 * (1 + seq_len / (6 * h) + vocab / (16 * layers * h))
+    assert timing.step_flops(config, batch * seq_len, seq_len, recompute="full") == pytest.approx(papers, rel=1e-9)
+
+
+def test_recomputation_costs_a_third_in_full_and_3_percent_of_the_forward_when_selective():
+    config, tokens = preset("gpt3-175b"), 2048
+    none, selective, full = (timing.step_flops(config, tokens, 2048, how) for how in ("none", "selective", "full"))
+    assert full / none == pytest.approx(4 / 3, abs=0.005)  # claims C013, C035: 4 units of forward where 3 were
+    assert (selective - none) / (none / 3) == pytest.approx(0.027, abs=0.001)  # claim C044: 2.7 % of the forward
+    assert selective / none == pytest.approx(1.009, abs=0.001)  # which is 0.9 % of the step
+    with pytest.raises(ValueError, match="recompute 'half' is not one of"):
+        timing.step_flops(config, tokens, 2048, "half")
+
+
+def test_mfu_falls_when_recomputation_takes_time():
+    forward, backward, again = 100, 200, 50
+    assert forward + backward + again == 350 and forward + backward + forward == 400  # claim C040
+    assert timing.mfu(500, 1.0, 1, 1000) == timing.hfu(500, 1.0, 1, 1000) == 0.5
+    # claims C041, C042: 700 FLOPs in 1.1 s on a GPU of 1000 FLOP/s; HFU and MFU were given as 70 % and 50 %
+    assert timing.hfu(700, 1.1, 1, 1000) == pytest.approx(0.636, abs=0.0005)
+    assert timing.mfu(500, 1.1, 1, 1000) == pytest.approx(0.455, abs=0.0005)
+
+
+def test_a_token_budget_costs_the_same_flops_whatever_the_batch():
+    config = preset("llama-3.2-1b")  # claim C020
+    small, large = (tokens * timing.step_flops(config, 2**20 // tokens, 1024) for tokens in (1, 16))
+    assert small == large
+    assert 15360 * 4096 == 62_914_560  # claim C017: 62.9 M tokens a batch; claim C019: above Llama 3's 16 M
+
+
+def test_percentages_name_their_peak():
+    assert 280e12 / A100.bf16_flops == pytest.approx(0.90, abs=0.003)  # claim C184: not on an A100
+    assert (190e12 / H100.bf16_flops, 280e12 / H100.bf16_flops) == pytest.approx((0.19, 0.28), abs=0.005)
+    assert (700e12 / H100.fp8_flops, 900e12 / H100.fp8_flops) == pytest.approx((0.35, 0.45), abs=0.006)  # claim C188
+    without_recomputation = [hfu * 72 / 96 for hfu in (0.44, 0.52)]
+    assert without_recomputation == pytest.approx([0.33, 0.39])  # claim C190: 44 to 52 % counted it
+    assert (600e12 / H100.fp8_flops, 750e12 / H100.fp8_flops) == pytest.approx((0.30, 0.38), abs=0.005)  # claim C197
+    assert (600e12 / H100.bf16_flops, 750e12 / H100.bf16_flops) == pytest.approx((0.61, 0.76), abs=0.005)
+    assert (0.45 * H100.bf16_flops / 1e12, 640 * 0.45 * H100.bf16_flops / 1e15) == pytest.approx(
+        (445, 284.8), abs=0.1
+    )  # claim C200
+
+
+def test_640_h100_train_70b_on_15_trillion_tokens():
+    peak, day_s = H100.bf16_flops, 86_400
+    implied = [timing.mfu(tokens * 6 * 70e9, 1, 640, peak) for tokens in (150e3, 200e3)]
+    assert implied == pytest.approx([0.10, 0.13], abs=0.005)  # claim C198
+    assert timing.tokens_per_s(6 * 70e9, 640, peak, 0.45) == pytest.approx(678e3, rel=1e-3)  # claim C198
+    assert timing.tokens_per_s(420e9, 1, 288e15, 1.0) == pytest.approx(685_714, abs=1)  # claim C202
+    assert timing.training_s(15e12, 420e9, 1, 288e15, 1.0) / day_s == pytest.approx(253, abs=0.5)  # claim C202
+    gpu_hours = 6.4e6  # what Llama 3 70B really took
+    assert gpu_hours / 640 / 24 == pytest.approx(417, abs=0.5)  # claim C202: days
+    assert timing.mfu(6 * 70.6e9 * 15e12, gpu_hours * 3600, 1, peak) == pytest.approx(0.279, abs=0.001)
+
+
+def test_15_trillion_tokens_at_78_000_a_second_take_six_years_not_55_hours():
+    seconds = 15e12 / 78_000  # claim C172
+    assert seconds == pytest.approx(192_307_692, abs=1)
+    assert (seconds / 3600, seconds / 86_400) == pytest.approx((53_419, 2_226), abs=1)
+    assert 3 * seconds / 86_400 / 365.25 == pytest.approx(18.3, abs=0.05)  # with the backward: 6 N instead of 2 N
+
+
+def test_roofline_takes_the_longer_of_compute_and_memory():
+    assert timing.roofline_s(989e12, 1, H100) == 1
+    assert timing.roofline_s(1, 3350e9, H100) == 1
+    assert timing.ridge_flops_per_byte(H100) == pytest.approx(295, abs=1)
+    assert timing.matmul_s(8192, 8192, 8192, H100) == pytest.approx(2 * 8192**3 / 989e12)  # compute-bound
+    assert timing.matmul_s(1, 8192, 8192, H100) == pytest.approx(2 * 8192 * (8192 + 2) / 3350e9)  # memory-bound
+
+
+# ------------------------------------------------------------------------------------ data parallelism
+def test_buckets_overlap_the_backward_until_communication_is_the_longer():
+    spans = timing.dp_spans(1.0, 2.0, [0.5, 0.5])
+    assert [(span.name, span.start_s, span.stop_s) for span in spans] == [
+        ("forward", 0.0, 1.0), ("backward", 1.0, 3.0), ("all-reduce 0", 2.0, 2.5), ("all-reduce 1", 3.0, 3.5),
+    ]  # fmt: skip
+    assert timing.exposed_s(spans) == 0.5  # the last bucket can never be hidden
+    assert timing.exposed_s(timing.dp_spans(1.0, 2.0, [0.5, 0.5], overlap=False)) == 1.0
+    assert timing.exposed_s(timing.dp_spans(1.0, 2.0, [4.0, 4.0])) == 7.0  # 8 s from when the first bucket is ready
+    assert timing.exposed_s(timing.dp_spans(1.0, 2.0, [])) == 0.0
+
+
+def test_more_buckets_expose_less_but_pay_more_latency():
+    exposed = [timing.dp_step_s(1, 2, 1.0, num_buckets=count) - 3 for count in (1, 4, 20)]
+    assert exposed == pytest.approx([1.0, 0.25, 0.05])
+    link = _link(1e9, latency_s=1e-3)
+    one, many = (count * timing.collective_s("all_reduce", 1e9 / count, 4, link) for count in (1, 100))
+    assert many - one == pytest.approx(99 * 6e-3)  # claim C047: the bytes stay, only the number of calls changes
+
+
+def test_accumulation_steps_complete_the_global_batch():
+    assert timing.accumulation_steps(1024, micro_batch_size=2, dp_size=128) == 4  # claim C051
+    assert timing.accumulation_steps(1024, micro_batch_size=2, dp_size=512) == 1  # claim C052
+    with pytest.raises(ValueError, match=r"global_batch_size \(1024\) must be a multiple of .* 24"):
+        timing.accumulation_steps(1024, micro_batch_size=2, dp_size=12)  # claim C051: 42.67
+
+
+def test_the_modelled_curve_stays_near_the_published_one_up_to_128_gpus():
+    """Assumed, since the source names no model: 1.34B parameters, FP32 gradients, one sequence of 4096 tokens a GPU."""
+    tokens, grad_bytes = 4096, 4 * 1.34e9
+    compute_s = tokens / PUBLISHED_DP_THROUGHPUT[8]
+    error = {
+        dp: timing.dp_throughput(dp, tokens, compute_s, grad_bytes, published_link(dp // 8)) / published - 1
+        for dp, published in PUBLISHED_DP_THROUGHPUT.items()
+    }
+    assert max(abs(error[dp]) for dp in (8, 16, 32, 64, 128)) < 0.12
+    assert error[256] > 0.25  # what the model leaves out: late ranks, and a network shared with others
