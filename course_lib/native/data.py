@@ -6,20 +6,19 @@ What DDP's options are in the from-scratch engine:
                                       order in which gradients come; it broadcasts that order, and builds buckets anew.
     gradient_as_bucket_view           Bucket.views. Without it every gradient exists twice: in .grad and in the bucket.
     no_sync()                         the same name. The forward pass must be inside as well.
-    find_unused_parameters            allow_unused. DDP walks the graph after each forward pass, so it needs no finish().
+    find_unused_parameters            allow_unused. DDP walks the graph after each forward pass; no finish() then.
     static_graph                      that walk is done once: every step uses the same parameters, equally often.
     register_comm_hook                Bucket.start; the hook below can send bfloat16.
     broadcast_buffers                 (2.13: forward_sync_buffers) the first rank's buffers, sent before each forward
                                       pass; from scratch they are sent at build only. The course's models have none.
 
-Not to be confused with torch.nn.DataParallel (DP), the older class. DP is one process with one thread a GPU: the threads
-share one interpreter lock; parameters are copied to every GPU in each step; outputs, and with them the loss, are gathered
-on GPU 0, which needs more memory than the others; gradients are reduced to GPU 0, and only there the optimizer steps.
-It needs GPUs, and one machine. DDP is one process a GPU: parameters stay where they are, and only gradients travel.
+Not to be confused with torch.nn.DataParallel (DP), the older class. DP is one process with one thread a GPU: threads
+share one interpreter lock; parameters are copied to every GPU in each step; outputs, and so the loss, are gathered on
+GPU 0, which needs more memory than the others; gradients are reduced to GPU 0, and only there the optimizer steps.
+It needs GPUs, and one machine. DDP is one process a GPU: parameters stay where they are, only gradients travel.
 """
 
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -28,10 +27,8 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.parallel.data import BUCKET_BYTES, Trace, compute_span, record_when_done
+from course_lib.parallel.data import BUCKET_BYTES, MicroBatches, Trace, compute_span, record_when_done
 from course_lib.training import loss_of
-
-MicroBatches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def build(
@@ -45,7 +42,7 @@ def build(
 ) -> DistributedDataParallel:
     """Makes `model` data parallel over `group` with DDP; the arguments mean what they mean in parallel/data.py.
 
-    Bytes    sent per rank and step: 2 (N - 1) / N * P * itemsize; the first step adds the broadcast of the buckets' order
+    Bytes    sent per rank and step: 2 (N - 1) / N * P * itemsize; the first step also broadcasts the new buckets
     """
     engine = DistributedDataParallel(
         model,

@@ -1,4 +1,4 @@
-"""Data parallelism from scratch: every rank holds the whole model, trains on its share of the batch, averages gradients.
+"""Data parallelism from scratch: each rank holds the whole model, trains on its share of the batch, averages gradients.
 
 Three engines with one interface, each an answer to what hurts in the one before:
 
@@ -30,13 +30,15 @@ FIRST_BUCKET_BYTES = 2**20  # DDP's as well: a small first bucket starts the net
 
 Trace = list[Span]
 NamedParameter = tuple[str, nn.Parameter]
+MicroBatches = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (inputs, targets) of this rank
+Pending = dist.Work | torch.futures.Future  # something to wait() for
 
 
 # --- what all three need
 
 
 def broadcast_parameters(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Gives every rank the parameters and buffers of the group's first rank; averaged gradients keep equal models equal.
+    """Gives each rank the parameters and buffers of the group's first; averaged gradients then keep the models equal.
 
     Bytes    sent per rank: all of them, frozen ones too; 0 by the last rank of the chain
     """
@@ -57,16 +59,14 @@ def hook_gradients(model: nn.Module, when_ready: Callable[[nn.Parameter], None])
     return [param.register_post_accumulate_grad_hook(when_ready) for _, param in trainable(model)]
 
 
-def start_all_reduce(x: torch.Tensor, group: dist.ProcessGroup, name: str, trace: Trace | None) -> dist.Work:
+def start_all_reduce(x: torch.Tensor, group: dist.ProcessGroup, name: str, trace: Trace | None) -> Pending:
     """Starts summing x over the group and returns at once; x must not be touched before `wait()` on what is returned.
 
     Raises   ValueError if x is strided, as the gradient of a strided parameter is; BucketedDP copies such a gradient
     """
     start_s = time.perf_counter()
     work = comm.all_reduce_(x, group, async_op=True)
-    if trace is not None:
-        record_when_done(work.get_future(), trace, name, start_s)
-    return work
+    return work if trace is None else record_when_done(work.get_future(), trace, name, start_s)
 
 
 def record_when_done(future: torch.futures.Future, trace: Trace, name: str, start_s: float) -> torch.futures.Future:
@@ -133,7 +133,7 @@ class OverlappedDP(nn.Module):
         super().__init__()
         self.module, self.group, self.trace = module, group, trace
         self.names = {param: name for name, param in trainable(module)}
-        self.in_flight: dict[nn.Parameter, dist.Work] = {}
+        self.in_flight: dict[nn.Parameter, Pending] = {}
         self.syncing = True
         broadcast_parameters(module, group)
         self.handles = hook_gradients(module, self._start)
@@ -191,9 +191,7 @@ def assign_buckets(
     Source   Li et al. 2020 (arXiv:2006.15704), section 3.2.3: backward reaches the last layer first
     """
     if bucket_bytes < 1 or first_bucket_bytes < 1:
-        raise ValueError(
-            f"bucket sizes ({bucket_bytes}, {first_bucket_bytes}) must be at least 1 byte; 1 means one a parameter"
-        )
+        raise ValueError(f"bucket sizes are {bucket_bytes} and {first_bucket_bytes}; choose at least 1 byte")
     closed: list[list[NamedParameter]] = []
     filling: dict[tuple, list[NamedParameter]] = {}
     for name, param in reversed(parameters):
@@ -214,14 +212,13 @@ class Bucket:
     def __init__(self, members: list[NamedParameter], label: str) -> None:
         self.label = label
         self.params = [param for _, param in members]
-        self.flat_P = torch.zeros(
-            sum(p.numel() for p in self.params), dtype=self.params[0].dtype, device=self.params[0].device
-        )
-        pieces = self.flat_P.split([p.numel() for p in self.params])
+        sizes = [param.numel() for param in self.params]
+        self.flat_P = torch.zeros(sum(sizes), dtype=self.params[0].dtype, device=self.params[0].device)
+        pieces = self.flat_P.split(sizes)
         self.views = {param: piece.view(param.shape) for param, piece in zip(self.params, pieces)}
         self.waiting_for = set(self.params)
         self.sent_P: torch.Tensor | None = None  # what is on the network: flat_P, or a compressed copy
-        self.work: dist.Work | None = None
+        self.work: Pending | None = None
 
     def collect(self, param: nn.Parameter, divisor: int) -> None:
         """Moves the gradient into the buffer and divides it, in one pass; autograd adds later gradients in place."""
@@ -288,12 +285,12 @@ class BucketedDP(nn.Module):
         if bucket.work is not None or (self.syncing and param not in bucket.waiting_for):
             raise RuntimeError(arrived_twice(self.names[param]))
         self.used.add(param)
-        if not self.syncing:
-            bucket.collect(param, divisor=1)
-            return
-        bucket.collect(param, divisor=self.group.size())  # before the sum: 16-bit sums could overflow
-        bucket.waiting_for.remove(param)
-        self._start_full_buckets()
+        bucket.collect(
+            param, divisor=self.group.size() if self.syncing else 1
+        )  # before the sum: 16 bits could overflow
+        if self.syncing:
+            bucket.waiting_for.remove(param)
+            self._start_full_buckets()
 
     def _start_full_buckets(self) -> None:
         while self.num_started < len(self.buckets) and not self.buckets[self.num_started].waiting_for:
@@ -338,24 +335,11 @@ class BucketedDP(nn.Module):
 
 # --- build and step: the same two calls as in native/data.py
 
-Engine = NaiveDP | OverlappedDP | BucketedDP
+
+build = BucketedDP  # build(model, group, ...): the engine that the course uses from here on
 
 
-def build(
-    model: nn.Module,
-    group: dist.ProcessGroup,
-    bucket_bytes: int = BUCKET_BYTES,
-    allow_unused: bool = False,
-    wire_dtype: torch.dtype | None = None,
-    trace: Trace | None = None,
-) -> BucketedDP:
-    """Makes `model` data parallel over `group`: the engine that the course uses from here on."""
-    return BucketedDP(model, group, bucket_bytes, allow_unused, wire_dtype, trace)
-
-
-def accumulate_gradients(
-    engine: Engine, micro_batches: Sequence[tuple[torch.Tensor, torch.Tensor]], trace: Trace | None = None
-) -> torch.Tensor:
+def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches, trace: Trace | None = None) -> torch.Tensor:
     """Leaves in `.grad` the gradient of the whole global batch; returns this rank's mean loss.
 
     Every rank must bring equally many tokens, as `data.batch` sees to: the mean over ranks is of their means.
@@ -377,10 +361,7 @@ def accumulate_gradients(
 
 
 def step(
-    engine: Engine,
-    micro_batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    optimizer: torch.optim.Optimizer,
-    trace: Trace | None = None,
+    engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, trace: Trace | None = None
 ) -> torch.Tensor:
     """One training step on this rank's micro-batches; returns this rank's mean loss."""
     loss = accumulate_gradients(engine, micro_batches, trace)
