@@ -12,6 +12,7 @@ import copy
 import linecache
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import nbformat
@@ -21,6 +22,7 @@ TAGS = ("setup", "mirror", "widget", "gpu", "nbval-ignore-output", "nbval-skip",
 UNCOMPARED_TAGS = {"nbval-ignore-output", "nbval-skip"}
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 MIRRORS = "# mirrors:"
+COLAB = "https://colab.research.google.com/"
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 SLUG = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -275,6 +277,7 @@ def without_solutions(source: str) -> str:
 def exercise_from(nb):
     """The notebook that a learner opens: a solution notebook without its solutions and without outputs."""
     nb = normalise(nb)
+    nb.cells[0].source = nb.cells[0].source.replace("/blob/main/solutions/", "/blob/main/exercises/")
     for cell in code_cells(nb):
         cell.source = without_solutions(cell.source)
         cell.outputs, cell.execution_count = [], None
@@ -314,10 +317,11 @@ def _is_definition(node: ast.stmt, may_call: bool) -> bool:
 # What a notebook must satisfy ---------------------------------------------------------------------------------------
 
 
-def badge_target(path: Path, root: Path = ROOT) -> re.Pattern:
-    """The address that a chapter's Colab badge must have: some repository, and this very notebook."""
-    inside = re.escape(path.relative_to(root).as_posix())
-    return re.compile(rf"https://colab\.research\.google\.com/github/[\w.-]+/[\w.-]+/blob/main/{inside}")
+def colab_address(path: Path, root: Path = ROOT) -> str:
+    """Where a notebook's Colab badge leads: this very notebook in the repository that pyproject.toml names."""
+    urls = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    repository = urls["Repository"].removeprefix("https://github.com/")
+    return f"{COLAB}github/{repository}/blob/main/{path.relative_to(root).as_posix()}"
 
 
 def prose_problems(text: str) -> list[str]:
@@ -380,8 +384,10 @@ def notebook_problems(path: Path, root: Path = ROOT) -> list[str]:
     problems += [problem for cell in code_cells(nb) for problem in mirror_problems(cell, root)]
     if nbformat.writes(normalise(nb)).rstrip("\n") + "\n" != path.read_text(encoding="utf-8"):
         problems.append("not in its normal form; `make fmt` writes it")
-    if not badge_target(path, root).search(nb.cells[0].source if nb.cells else ""):
-        problems.append("the first cell has no Colab badge that opens this very notebook on the branch main")
+    if f"({colab_address(path, root)})" not in (nb.cells[0].source if nb.cells else ""):
+        problems.append(
+            f"the first cell has no badge that leads to {colab_address(path, root)}; `make fmt` mends a link"
+        )
     if sum("setup" in tags_of(cell) for cell in code_cells(nb)) != 1:
         problems.append("exactly one cell must carry the tag setup")
     uncompared = [cell["id"] for cell in code_cells(nb) if is_uncompared(cell)]
@@ -414,8 +420,15 @@ def exercise_problems(root: Path = ROOT) -> list[str]:
 
 
 def fmt(root: Path = ROOT) -> list[Path]:
-    """Write notebooks and solutions in their normal form; returns those that changed."""
-    return [path for path in notebook_paths("notebooks", "solutions", root=root) if write(normalise(read(path)), path)]
+    """Write notebooks and solutions in their normal form, badges and all; returns those that changed."""
+    changed = []
+    for path in notebook_paths("notebooks", "solutions", root=root):
+        nb = normalise(read(path))
+        title = nb.cells[0]
+        title.source = re.sub(rf"\({re.escape(COLAB)}[^)]*\)", f"({colab_address(path, root)})", title.source)
+        if write(nb, path):
+            changed.append(path)
+    return changed
 
 
 def mirrors(root: Path = ROOT) -> list[Path]:
@@ -437,19 +450,17 @@ def exercises(root: Path = ROOT) -> list[Path]:
 
 
 def badges(repository: str, root: Path = ROOT) -> list[Path]:
-    """Point every Colab badge and every address of the repository at `owner/name`; returns the files that changed."""
+    """Make this the course of the GitHub repository `owner/name`: its address, and every Colab badge."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         raise ValueError(f"repository ({repository!r}) must be owner/name, as in https://github.com/owner/name")
-    old = re.search(r'Repository = "https://github\.com/([^"]+)"', (root / "pyproject.toml").read_text()).group(1)
+    old = re.search(r'Repository = "(https://github\.com/[^"]+)"', (root / "pyproject.toml").read_text()).group(1)
     changed = []
-    documents = [root / name for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml")]
-    for path in notebook_paths("notebooks", "solutions", "exercises", root=root) + documents:
+    for path in [root / name for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml")]:
         text = path.read_text(encoding="utf-8")
-        new = re.sub(rf"(github\.com/|/github/){re.escape(old)}(?![\w-])", rf"\g<1>{repository}", text)
-        if new != text:
-            path.write_text(new, encoding="utf-8")
+        if repository not in text and old in text:
+            path.write_text(text.replace(old, f"https://github.com/{repository}"), encoding="utf-8")
             changed.append(path)
-    return changed
+    return changed + fmt(root) + exercises(root)
 
 
 def main(argv: list[str] | None = None) -> int:

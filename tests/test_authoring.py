@@ -30,6 +30,7 @@ def chapter(*cells, path="notebooks/00_x.ipynb"):
 def root(tmp_path):
     for folder in ("notebooks", "solutions", "exercises"):
         (tmp_path / folder).mkdir()
+    (tmp_path / "pyproject.toml").write_text('[project.urls]\nRepository = "https://github.com/OWNER/course-lib"\n')
     return tmp_path
 
 
@@ -168,8 +169,14 @@ def test_a_notebook_out_of_form_and_a_badge_of_another_notebook_are_found(root):
     path = root / "notebooks" / "01_y.ipynb"
     authoring.write(chapter(new_code_cell("x = 1", id="x")), path)
     found = "\n".join(authoring.notebook_problems(path, root))
-    assert "not in its normal form" in found and "no Colab badge" in found
+    assert "not in its normal form" in found and "no badge that leads to" in found
     assert authoring.fmt(root) == [path] and authoring.fmt(root) == []
+    assert "badge" not in "\n".join(authoring.notebook_problems(path, root)), "make fmt mends the link"
+
+
+def test_an_exercise_opens_itself_in_colab(root):
+    exercise = authoring.exercise_from(chapter(path="solutions/00_x.ipynb"))
+    assert authoring.colab_address(root / "exercises" / "00_x.ipynb", root) in exercise.cells[0].source
 
 
 def test_code_and_formulas_are_not_prose():
@@ -177,13 +184,12 @@ def test_code_and_formulas_are_not_prose():
 
 
 def test_badges_point_where_they_are_told_and_only_to_a_repository(root):
-    (root / "pyproject.toml").write_text('Repository = "https://github.com/OWNER/course-lib"\n')
     for name in ("README.md", "CONTRIBUTING.md"):
         (root / name).write_text("git clone https://github.com/OWNER/course-lib.git\n")
     authoring.write(authoring.normalise(chapter()), root / "notebooks" / "00_x.ipynb")
     assert len(authoring.badges("somebody/their-copy", root)) == 4
     assert "github/somebody/their-copy/blob" in (root / "notebooks" / "00_x.ipynb").read_text()
     assert "github.com/somebody/their-copy.git" in (root / "README.md").read_text()
-    assert authoring.badges("OWNER/course-lib", root) and authoring.badges("OWNER/course-lib", root) == []
+    assert authoring.badges("somebody/their-copy", root) == []
     with pytest.raises(ValueError, match="must be owner/name"):
         authoring.badges("https://github.com/x/y", root)
