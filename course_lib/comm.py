@@ -195,6 +195,7 @@ def pass_on(outgoing: Tensor, like: Tensor, group: dist.ProcessGroup) -> Tensor:
     Both are under way at once. If everybody first sent and then received, everybody could wait for ever.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
+    _check(outgoing, group, "pass_on")
     incoming = torch.empty_like(like)
     to_right = dist.P2POp(dist.isend, outgoing, group=group, group_peer=(rank + 1) % size)
     from_left = dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % size)
@@ -209,10 +210,9 @@ def ring_all_reduce(x_P: Tensor, group: dist.ProcessGroup, on_step: Callable = l
     on_step(x_P) is called after each of the 2 (N - 1) steps.
     Shapes   x_P -> x_P                (pieces differ by one number if P does not divide by N)
     Bytes    sent per rank: 2 (N - 1) / N * x_P.nbytes
-    Raises   ValueError if x_P is not flat and contiguous
+    Raises   ValueError if x_P is not contiguous
     Source   Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
     """
-    _check_flat(x_P, group, "ring_all_reduce")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     x_P = x_P.clone()
     pieces = x_P.tensor_split(size)  # views: what is written into a piece is written into x_P
@@ -236,7 +236,6 @@ def ring_reduce_scatter(x_P: Tensor, group: dist.ProcessGroup) -> Tensor:
     Shapes   x_P -> x_p                (p = P / N; the first P % N ranks hold one number more)
     Bytes    sent per rank: (N - 1) / N * x_P.nbytes
     """
-    _check_flat(x_P, group, "ring_reduce_scatter")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     pieces = x_P.clone().tensor_split(size)
     for step in range(size - 1):
@@ -252,9 +251,8 @@ def ring_all_gather(x_p: Tensor, group: dist.ProcessGroup, total: int | None = N
     Shapes   x_p -> x_P
     Bytes    sent per rank: (N - 1) / N * x_P.nbytes
     """
-    _check_flat(x_p, group, "ring_all_gather")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    x_P = x_p.new_empty(len(x_p) * size if total is None else total)
+    x_P = x_p.new_empty(len(x_p) * size if total is None else total, *x_p.shape[1:])
     pieces = x_P.tensor_split(size)
     if len(pieces[rank]) != len(x_p):
         raise ValueError(
@@ -295,12 +293,6 @@ def _check_rows(x: Tensor, size: int, name: str) -> None:
             f"{name} cuts dimension 0 into {size} equal pieces, but got shape {tuple(x.shape)}; "
             f"pad dimension 0 to a multiple of {size}"
         )
-
-
-def _check_flat(x: Tensor, group: dist.ProcessGroup, name: str) -> None:
-    _check(x, group, name)
-    if x.dim() != 1:
-        raise ValueError(f"{name} takes a flat tensor, but got shape {tuple(x.shape)}; call .flatten() first")
 
 
 def _op(op: str, x: Tensor) -> dist.ReduceOp:

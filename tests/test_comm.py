@@ -94,7 +94,9 @@ def _same(got, wanted, exact):
 
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_collectives_and_rings_equal_their_definition(size):
-    for rank, (collectives, rings, in_place, steps) in enumerate(launch(_every_dtype_and_the_ring, size, backend="gloo")):
+    for rank, (collectives, rings, in_place, steps) in enumerate(
+        launch(_every_dtype_and_the_ring, size, backend="gloo")
+    ):
         for dtype, results in collectives.items():
             expected = _expected(rank, size, dtype)
             assert results.keys() == expected.keys()
@@ -140,7 +142,7 @@ def _mistakes(group, alone, rank):
     not_mine = dist.GroupMember.NON_GROUP_MEMBER
     calls = {
         "strided": lambda: comm.all_reduce(strided, group),
-        "strided ring": lambda: comm.ring_all_reduce(torch.ones(8)[::2], group),
+        "strided ring": lambda: comm.ring_all_reduce(strided, group),
         "strided send": lambda: comm.send(strided, 1 - rank, group),
         "no group": lambda: comm.all_reduce(whole, None),
         "not a member": lambda: comm.all_gather(whole, not_mine),
@@ -152,7 +154,7 @@ def _mistakes(group, alone, rank):
         "op": lambda: comm.all_reduce(whole, group, op="average"),
         "mean of whole numbers": lambda: comm.all_reduce(torch.ones(4, dtype=torch.int64), group, op="mean"),
         "mean later": lambda: comm.all_reduce_(whole, group, op="mean", async_op=True),
-        "not flat": lambda: comm.ring_all_reduce(torch.ones(2, 2), group),
+        "ring without group": lambda: comm.ring_all_reduce(whole, None),
         "to itself": lambda: comm.send(whole, rank, group),
         "beyond": lambda: comm.broadcast(whole, 2, group),
         "wrong piece": lambda: comm.ring_all_gather(torch.ones(4), group, total=5),
