@@ -1,0 +1,134 @@
+"""Real text with no download: the source code of Python's own standard library, one token a byte.
+
+The text is the same on every run of one Python installation, and nearly so across installations of one version. `batch`
+is the only sampler: step `index` names the same sequences however many ranks share them.
+"""
+
+import sys
+import sysconfig
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VOCAB_SIZE = 256  # a token is a byte
+# Left out: what some installations lack or write themselves.
+LEFT_OUT = {
+    "antigravity",
+    "distutils",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "test",
+    "this",
+    "tkinter",
+    "turtledemo",
+    "venv",
+}
+
+
+@lru_cache(maxsize=4)
+def corpus(max_bytes: int = 2_000_000) -> bytes:
+    """The first `max_bytes` of the standard library's Python files, sorted by path. Shorter if there is no more.
+
+    Raises   ValueError if max_bytes is below 1, RuntimeError if this Python came without its sources
+    """
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes is {max_bytes}; it must be at least 1")
+    parts, length = [], 0
+    for path in _source_files(Path(sysconfig.get_paths()["stdlib"])):
+        parts.append(path.read_bytes())
+        length += len(parts[-1])
+        if length >= max_bytes:
+            break
+    if not parts:
+        raise RuntimeError(
+            "this Python has no .py files of its standard library; use one from python.org, conda or apt"
+        )
+    return b"".join(parts)[:max_bytes]
+
+
+def _source_files(root: Path) -> Iterator[Path]:
+    """The standard library's modules without their tests, by name, whatever the file system's order."""
+    for top in sorted(root.iterdir(), key=lambda path: path.name):
+        if top.stem not in sys.stdlib_module_names or top.stem in LEFT_OUT:
+            continue
+        files = [top] if top.suffix == ".py" else sorted(top.rglob("*.py")) if top.is_dir() else []
+        yield from (path for path in files if not {"test", "tests"} & set(path.relative_to(root).parts))
+
+
+def tokens(max_tokens: int = 2_000_000, held_out: bool = False) -> Tensor:
+    """The corpus as numbers from 0 to 255. `held_out=True` gives its last tenth, which the other call leaves out.
+
+    Shapes   -> tokens_T, T = 90 % or 10 % of max_tokens
+    """
+    everything = torch.frombuffer(bytearray(corpus(max_tokens)), dtype=torch.uint8).long()
+    boundary = len(everything) * 9 // 10
+    return everything[boundary:] if held_out else everything[:boundary]
+
+
+def decode(tokens_S: Tensor) -> str:
+    """Tokens as text again; a character that is cut in two shows as a replacement mark."""
+    return bytes(tokens_S.tolist()).decode("utf-8", errors="replace")
+
+
+def batch(
+    tokens_T: Tensor, index: int, batch_size: int, seq_len: int, dp_rank: int = 0, dp_size: int = 1, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """One rank's rows of step `index`: inputs, and targets one later. `batch_size` counts the rows of all ranks.
+
+    The ranks' rows, in rank order, are the rows that one process would get, so losses can be compared.
+
+    Shapes   tokens_T -> x_bS, y_bS           (b = batch_size / dp_size)
+    Raises   ValueError if batch_size % dp_size != 0, dp_rank is no rank, or the text is shorter than one sequence
+    """
+    if not 0 <= dp_rank < dp_size:
+        raise ValueError(f"dp_rank is {dp_rank}; with dp_size {dp_size} it must be from 0 to {dp_size - 1}")
+    if batch_size < 1 or batch_size % dp_size:
+        raise ValueError(
+            f"batch_size ({batch_size}) must be divisible by dp_size ({dp_size}): it counts the rows of all ranks; "
+            f"choose {max(1, batch_size // dp_size) * dp_size} or {(batch_size // dp_size + 1) * dp_size}"
+        )
+    if len(tokens_T) <= seq_len:
+        raise ValueError(f"the text has {len(tokens_T)} tokens; seq_len {seq_len} needs at least {seq_len + 1}")
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+    starts_B = torch.randint(len(tokens_T) - seq_len, (batch_size,), generator=generator)
+    starts_b = starts_B.view(dp_size, -1)[dp_rank]
+    rows_bS = tokens_T[starts_b[:, None] + torch.arange(seq_len + 1)]
+    return rows_bS[:, :-1].contiguous(), rows_bS[:, 1:].contiguous()
+
+
+def micro_batches(x_BS: Tensor, y_BS: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+    """The rows of a batch in `count` parts, in order; if they do not divide evenly the first have one row more.
+
+    Raises   ValueError if there are more parts than rows
+    """
+    if not 1 <= count <= len(x_BS):
+        raise ValueError(f"micro_batches is {count}; the batch has {len(x_BS)} rows: choose from 1 to {len(x_BS)}")
+    return list(zip(x_BS.tensor_split(count), y_BS.tensor_split(count)))
+
+
+def stream_dataset(
+    name: str, max_tokens: int, split: str = "train", field: str = "text", data_files: str | list[str] | None = None
+) -> Tensor:
+    """The first `max_tokens` bytes of a Hugging Face data set, streamed: what is not needed is not downloaded.
+
+    A newline ends each document. Local files need no network: stream_dataset("json", 10_000, data_files="a.jsonl").
+
+    Shapes   -> tokens_T, to use with `batch`
+    Raises   ImportError without the extra, ValueError if a row lacks `field`
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ImportError("stream_dataset needs the package `datasets`: pip install course-lib[stream]") from error
+    text = bytearray()
+    for row in load_dataset(name, split=split, data_files=data_files, streaming=True):
+        if field not in row:
+            raise ValueError(f"the rows of {name!r} have no field {field!r}; choose from {', '.join(row)}")
+        text += row[field].encode() + b"\n"
+        if len(text) >= max_tokens:
+            break
+    return torch.frombuffer(text[:max_tokens], dtype=torch.uint8).long()
