@@ -1,0 +1,165 @@
+"""Weights to and from the models of the `transformers` library, which the tests hold ours against.
+
+One function knows where each of our tensors lies in theirs: `tensor_in_transformers` returns a view, and copying goes
+from it or into it. Known: LlamaForCausalLM, GPT2LMHeadModel, XLMRobertaXLModel (without pooler).
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from course_lib.config import ModelConfig, RopeScaling
+from course_lib.model import build
+
+# Ours -> theirs. Inside a block the name follows the prefix of that block.
+LLAMA_TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+LLAMA_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.o": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+GPT_TOP = {"embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"}
+GPT_BLOCK = {
+    "attention_norm": "ln_1",
+    "attention.q": "attn.c_attn",  # q, k and v side by side
+    "attention.k": "attn.c_attn",
+    "attention.v": "attn.c_attn",
+    "attention.o": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+XLMR_TOP = {
+    "embed": "embeddings.word_embeddings",
+    "positions": "embeddings.position_embeddings",
+    "token_type": "embeddings.token_type_embeddings",
+    "norm": "encoder.LayerNorm",
+}
+XLMR_BLOCK = {
+    "attention_norm": "attention.self_attn_layer_norm",
+    "attention.q": "attention.self.query",
+    "attention.k": "attention.self.key",
+    "attention.v": "attention.self.value",
+    "attention.o": "attention.output.dense",
+    "mlp_norm": "LayerNorm",
+    "mlp.up": "intermediate.dense",
+    "mlp.down": "output.dense",
+}
+NAMES = {
+    "llama": (LLAMA_TOP, "model.layers", LLAMA_BLOCK),
+    "gpt": (GPT_TOP, "transformer.h", GPT_BLOCK),
+    "xlmr": (XLMR_TOP, "encoder.layer", XLMR_BLOCK),
+}
+
+
+def name_in_transformers(name: str, family: str) -> str:
+    """Their name of one of our parameters: blocks.3.attention.q.weight -> model.layers.3.self_attn.q_proj.weight."""
+    top, prefix, block = NAMES[family]
+    module, _, kind = name.rpartition(".")
+    if module.startswith("blocks."):
+        _, index, inner = module.split(".", 2)
+        return f"{prefix}.{index}.{block[inner]}.{kind}"
+    return f"{top[module]}.{kind}"
+
+
+def tensor_in_transformers(state: Mapping[str, Tensor], name: str, config: ModelConfig) -> Tensor:
+    """A view of their tensor, in our shape. GPT-2 stores its matrices as (in, out), and q, k, v as one."""
+    tensor = state[name_in_transformers(name, config.family)]
+    if config.family != "gpt" or not name.startswith("blocks.") or "norm" in name:
+        return tensor
+    tensor = tensor.t() if tensor.dim() == 2 else tensor
+    for index, part in enumerate(("attention.q.", "attention.k.", "attention.v.")):
+        if part in name:
+            return tensor.chunk(3)[index]
+    return tensor
+
+
+def config_from_transformers(hf_config) -> ModelConfig:
+    """The same shape as a ModelConfig.
+
+    Raises   ValueError if the model is none that this course has
+    """
+    kind = hf_config.model_type
+    if kind == "llama":
+        return _llama_config(hf_config)
+    if kind not in ("gpt2", "xlm-roberta-xl"):
+        raise ValueError(f"model_type is {kind!r}; this course has llama, gpt2 and xlm-roberta-xl")
+    is_gpt = kind == "gpt2"
+    D, N = hf_config.hidden_size, hf_config.num_attention_heads
+    return ModelConfig(
+        name=kind,
+        num_layers=hf_config.num_hidden_layers,
+        d_model=D,
+        num_heads=N,
+        num_kv_heads=N,
+        d_ff=(hf_config.n_inner or 4 * D) if is_gpt else hf_config.intermediate_size,
+        vocab_size=hf_config.vocab_size,
+        max_seq_len=hf_config.max_position_embeddings - (0 if is_gpt else 2),
+        tied=hf_config.tie_word_embeddings,
+        family="gpt" if is_gpt else "xlmr",
+        norm_eps=hf_config.layer_norm_epsilon if is_gpt else hf_config.layer_norm_eps,
+        dropout=hf_config.resid_pdrop if is_gpt else hf_config.hidden_dropout_prob,
+    )
+
+
+def _llama_config(hf_config) -> ModelConfig:
+    rope = hf_config.rope_parameters if hasattr(hf_config, "rope_parameters") else hf_config.rope_scaling
+    rope = rope or {}
+    scaling = None
+    if rope.get("rope_type", "default") == "llama3":
+        scaling = RopeScaling(
+            rope["factor"],
+            rope["low_freq_factor"],
+            rope["high_freq_factor"],
+            rope["original_max_position_embeddings"],
+        )
+    elif rope.get("rope_type", "default") != "default":
+        raise ValueError(f"rope_type is {rope['rope_type']!r}; this course has default and llama3")
+    return ModelConfig(
+        name="llama",
+        num_layers=hf_config.num_hidden_layers,
+        d_model=hf_config.hidden_size,
+        num_heads=hf_config.num_attention_heads,
+        num_kv_heads=hf_config.num_key_value_heads,
+        d_ff=hf_config.intermediate_size,
+        vocab_size=hf_config.vocab_size,
+        max_seq_len=hf_config.max_position_embeddings,
+        tied=hf_config.tie_word_embeddings,
+        head_dim=hf_config.head_dim,
+        rope_theta=_rope_theta(hf_config, rope),
+        rope_scaling=scaling,
+        norm_eps=hf_config.rms_norm_eps,
+    )
+
+
+def _rope_theta(hf_config, rope: Mapping) -> float:
+    try:
+        return rope["rope_theta"]  # transformers 5
+    except KeyError:
+        return hf_config.rope_theta  # transformers 4
+
+
+@torch.no_grad()
+def from_transformers(hf_model: nn.Module, attention: str = "fused", recompute: str = "none") -> nn.Module:
+    """Our model with the weights of theirs, in the same dtype, on the same device."""
+    config, theirs = config_from_transformers(hf_model.config), hf_model.state_dict()
+    example = next(hf_model.parameters())
+    model = build(config, 0, example.dtype, example.device, attention, recompute)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(tensor_in_transformers(theirs, name, config))
+    return model
+
+
+@torch.no_grad()
+def into_transformers(model: nn.Module, hf_model: nn.Module) -> None:
+    """Copies our weights into their model of the same shape, in place."""
+    theirs = hf_model.state_dict()  # its tensors are those of the model
+    for name, parameter in model.named_parameters():
+        tensor_in_transformers(theirs, name, model.config).copy_(parameter)
