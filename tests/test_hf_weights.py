@@ -1,0 +1,95 @@
+"""Same random weights, same numbers as transformers, both ways."""
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    XLMRobertaXLConfig,
+    XLMRobertaXLModel,
+)
+
+from course_lib.hf_weights import config_from_transformers, from_transformers, into_transformers
+from course_lib.model import build
+
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 32, "rope_theta": 500_000.0}  # fmt: skip
+
+
+def llama(**changes):
+    shape = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8,
+             "num_key_value_heads": 2, "intermediate_size": 112, "max_position_embeddings": 128}  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**(shape | changes)))
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=64, n_layer=3, n_head=4, n_positions=128))
+
+
+def xlmr():
+    return XLMRobertaXLModel(
+        XLMRobertaXLConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+                           intermediate_size=256, max_position_embeddings=130),
+        add_pooling_layer=False,
+    )  # fmt: skip
+
+
+MODELS = {
+    "grouped heads": llama,
+    "as many key/value heads": lambda: llama(num_key_value_heads=8),
+    "tied": lambda: llama(tie_word_embeddings=True),
+    "wide heads": lambda: llama(head_dim=32),
+    "rope scaling": lambda: llama(rope_parameters=LLAMA3_ROPE),
+    "gpt2": gpt2,
+    "xlm-r-xl": xlmr,
+}
+
+
+def randomised(model):
+    """Theirs with random numbers in every parameter, norms and biases too, so that none can hide."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.1 + (1.0 if parameter.dim() == 1 else 0.0))
+    return model.eval()
+
+
+def outputs(hf_model, x_BS):
+    with torch.no_grad():
+        out = hf_model(x_BS)
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_outputs_equal_transformers_with_its_weights_and_with_ours(kind):
+    theirs = randomised(MODELS[kind]())
+    x_BS = torch.randint(2, 97, (2, 100), generator=torch.Generator().manual_seed(5))
+    for attention in ("fused", "explicit"):
+        ours = from_transformers(theirs, attention=attention).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(ours(x_BS), outputs(theirs, x_BS), rtol=1e-5, atol=1e-5)
+    fresh = build(config_from_transformers(theirs.config), seed=9).eval()
+    into_transformers(fresh, theirs)
+    with torch.no_grad():
+        torch.testing.assert_close(fresh(x_BS), outputs(theirs, x_BS), rtol=1e-5, atol=1e-5)
+    assert sum(p.numel() for p in fresh.parameters()) == sum(p.numel() for p in theirs.parameters())
+
+
+def test_gradients_equal_transformers():
+    theirs = randomised(llama()).double()
+    ours = from_transformers(theirs)
+    x_BS = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(5))
+    theirs(x_BS).logits.square().mean().backward()
+    ours(x_BS).square().mean().backward()
+    torch.testing.assert_close(ours.embed.weight.grad, theirs.model.embed_tokens.weight.grad)
+    torch.testing.assert_close(
+        ours.blocks[0].attention_norm.weight.grad, theirs.model.layers[0].input_layernorm.weight.grad
+    )
+
+
+def test_other_models_are_refused():
+    with pytest.raises(ValueError, match="model_type is 'bert'; this course has llama, gpt2 and xlm-roberta-xl"):
+        config_from_transformers(BertConfig())
