@@ -120,8 +120,8 @@ def test_make_exercises_writes_what_differs_and_the_check_finds_what_is_stale(ro
     path = root / "solutions" / "00_x.ipynb"
     authoring.write(authoring.normalise(chapter(new_code_cell(SOLUTION, id="double"))), path)
     assert "make exercises" in authoring.exercise_problems(root)[0]
-    assert authoring.exercises(root) == [root / "exercises" / "00_x.ipynb"]
-    assert authoring.exercises(root) == []
+    assert authoring.write_exercises(root) == [root / "exercises" / "00_x.ipynb"]
+    assert authoring.write_exercises(root) == []
     assert authoring.exercise_problems(root) == ["00_x.ipynb stands in only one of notebooks/ and solutions/"] + [
         "00_x.ipynb stands in only one of notebooks/ and exercises/"
     ]
@@ -170,7 +170,7 @@ def test_a_notebook_out_of_form_and_a_badge_of_another_notebook_are_found(root):
     authoring.write(chapter(new_code_cell("x = 1", id="x")), path)
     found = "\n".join(authoring.notebook_problems(path, root))
     assert "not in its normal form" in found and "no badge that leads to" in found
-    assert authoring.fmt(root) == [path] and authoring.fmt(root) == []
+    assert authoring.format_notebooks(root) == [path] and authoring.format_notebooks(root) == []
     assert "badge" not in "\n".join(authoring.notebook_problems(path, root)), "make fmt mends the link"
 
 
@@ -187,9 +187,9 @@ def test_badges_point_where_they_are_told_and_only_to_a_repository(root):
     for name in ("README.md", "CONTRIBUTING.md"):
         (root / name).write_text("git clone https://github.com/OWNER/course-lib.git\n")
     authoring.write(authoring.normalise(chapter()), root / "notebooks" / "00_x.ipynb")
-    assert len(authoring.badges("somebody/their-copy", root)) == 4
+    assert len(authoring.move_to("somebody/their-copy", root)) == 4
     assert "github/somebody/their-copy/blob" in (root / "notebooks" / "00_x.ipynb").read_text()
     assert "github.com/somebody/their-copy.git" in (root / "README.md").read_text()
-    assert authoring.badges("somebody/their-copy", root) == []
+    assert authoring.move_to("somebody/their-copy", root) == []
     with pytest.raises(ValueError, match="must be owner/name"):
-        authoring.badges("https://github.com/x/y", root)
+        authoring.move_to("https://github.com/x/y", root)

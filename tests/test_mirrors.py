@@ -82,12 +82,12 @@ def test_make_mirrors_rewrites_what_drifted_and_leaves_the_rest_of_the_cell(root
     nb = new_notebook(cells=[mirror(drifted, "trips", "Ring"), new_code_cell("1 + 1", id="sum")])
     path = root / "notebooks" / "00_x.ipynb"
     authoring.write(authoring.normalise(nb), path)
-    assert authoring.mirrors(root) == [path]
+    assert authoring.rewrite_mirrors(root) == [path]
     cell = authoring.read(path).cells[0]
     assert authoring.mirror_problems(cell, root) == []
     assert cell.source.endswith("assert trips(4) == 6")
     assert cell.source.index("class Ring") < cell.source.index("assert trips")
-    assert authoring.mirrors(root) == [], "a second call changes nothing"
+    assert authoring.rewrite_mirrors(root) == [], "a second call changes nothing"
 
 
 def test_every_mirror_of_the_course_names_what_the_package_has():

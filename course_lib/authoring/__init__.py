@@ -1,0 +1,35 @@
+"""Notebooks as source code: one normal form, cells that mirror the package, exercises made from solutions.
+
+CONTRIBUTING.md says how a chapter is made; tests/test_notebooks.py holds every notebook to `notebook_problems`.
+"""
+
+from course_lib.authoring.exercises import (
+    exercise_from,
+    exercise_problems,
+    load_solution,
+    move_to,
+    without_solutions,
+    write_exercises,
+)
+from course_lib.authoring.form import (
+    BEGIN,
+    ROOT,
+    TAGS,
+    WIDGET_VIEW,
+    code_cells,
+    colab_address,
+    format_notebooks,
+    normalise,
+    notebook_paths,
+    read,
+    tags_of,
+    write,
+)
+from course_lib.authoring.mirrors import (
+    mirror_problems,
+    mirrored_names,
+    package_source,
+    rewrite_mirror,
+    rewrite_mirrors,
+)
+from course_lib.authoring.rules import cell_problems, is_uncompared, notebook_problems, prose_problems

@@ -1,0 +1,41 @@
+"""`python -m course_lib.authoring fmt | mirrors | exercises | check | badges owner/name`; `make` calls these."""
+
+import argparse
+import sys
+
+from course_lib.authoring.exercises import exercise_problems, move_to, write_exercises
+from course_lib.authoring.form import ROOT, format_notebooks, notebook_paths
+from course_lib.authoring.mirrors import rewrite_mirrors
+from course_lib.authoring.rules import notebook_problems
+
+
+def check() -> list[str]:
+    """What notebooks, solutions and exercises lack, without running them."""
+    paths = notebook_paths("notebooks", "solutions")
+    return [problem for path in paths for problem in notebook_problems(path)] + exercise_problems()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line: see the module's docstring."""
+    commands = {"fmt": format_notebooks, "mirrors": rewrite_mirrors, "exercises": write_exercises, "check": check}
+    parser = argparse.ArgumentParser(prog="python -m course_lib.authoring", description=__doc__)
+    subparsers = parser.add_subparsers(dest="command", required=True)
+    for name, function in commands.items():
+        subparsers.add_parser(name, help=function.__doc__.splitlines()[0])
+    subparsers.add_parser("badges", help=move_to.__doc__).add_argument("repository", metavar="owner/name")
+    options = parser.parse_args(argv)
+    if options.command == "check":
+        problems = check()
+        print("\n".join(problems) or "every notebook is as it should be")
+        return 1 if problems else 0
+    try:
+        changed = move_to(options.repository) if options.command == "badges" else commands[options.command]()
+    except ValueError as error:
+        print(f"{options.command}: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(f"wrote {path.relative_to(ROOT)}" for path in changed) or "nothing to change")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

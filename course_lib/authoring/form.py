@@ -1,0 +1,149 @@
+"""The one form in which a notebook is stored: counts 1..n, readable ids, outputs that stay as they are."""
+
+import copy
+import re
+import tomllib
+from pathlib import Path
+
+import nbformat
+
+ROOT = Path(__file__).resolve().parents[2]
+TAGS = ("setup", "mirror", "widget", "gpu", "nbval-ignore-output", "nbval-skip", "raises-exception")
+BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
+COLAB = "https://colab.research.google.com/"
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+SLUG = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+RANDOM_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){0,4}(-[0-9a-f]{12})?")
+REDRAWN = re.compile(r"^.*\r(?=[^\n])", re.MULTILINE)  # a bar that redraws itself leaves its last state, as in nbval
+
+
+def notebook_paths(*folders: str, root: Path = ROOT) -> list[Path]:
+    """The notebooks of the named folders, in reading order."""
+    return [path for folder in folders for path in sorted((root / folder).glob("*.ipynb"))]
+
+
+def read(path: Path):
+    """A notebook file as a notebook object (nbformat 4)."""
+    return nbformat.read(path, as_version=4)
+
+
+def write(nb, path: Path) -> bool:
+    """Write a notebook if its file would change; says whether it did."""
+    text = nbformat.writes(nb).rstrip("\n") + "\n"
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return False
+    path.write_text(text, encoding="utf-8")
+    return True
+
+
+def code_cells(nb) -> list:
+    """The code cells of a notebook, in order."""
+    return [cell for cell in nb.cells if cell.cell_type == "code"]
+
+
+def tags_of(cell) -> list[str]:
+    """The tags of a cell."""
+    return list(cell.metadata.get("tags", []))
+
+
+def without_magics(source: str) -> str:
+    """Code with its `%magic` and `!shell` lines blanked, so that Python can parse it."""
+    return "\n".join("" if line.startswith(("%", "!")) else line for line in source.split("\n"))
+
+
+def is_check_cell(cell) -> bool:
+    """Whether a cell calls a grader: `check_...(...)` at its top level."""
+    return cell.cell_type == "code" and re.search(r"^check_\w+\(", cell.source, re.MULTILINE) is not None
+
+
+def normalise(nb):
+    """A copy of a notebook in the one form in which the repository stores it.
+
+    Counts run 1..n; ids are slugs; no timestamps, widget state or editor's metadata; one stdout and one stderr a cell.
+    Solutions get nbgrader's metadata: cells with solution marks and cells that call a `check_...`.
+    """
+    nb = copy.deepcopy(nb)
+    nb.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
+    nb.nbformat, nb.nbformat_minor = 4, 5
+    nb.cells = [cell for cell in nb.cells if cell.source.strip()]
+    graded = any(BEGIN in cell.source for cell in nb.cells)
+    taken: set[str] = set()
+    for cell in nb.cells:
+        cell.source = cell.source.strip("\n")
+        cell["id"] = _readable_id(cell, taken)
+        cell.metadata = nbformat.from_dict(_cell_metadata(cell, graded))
+    for count, cell in enumerate(code_cells(nb), start=1):
+        cell.execution_count = count
+        cell.outputs = _normal_outputs(cell.outputs, count)
+    return nb
+
+
+def _readable_id(cell, taken: set[str]) -> str:
+    name = cell.get("id", "")
+    if not SLUG.fullmatch(name) or RANDOM_ID.fullmatch(name):
+        definition = re.search(r"^(?:def|class) (\w+)", cell.source, re.MULTILINE) if cell.cell_type == "code" else None
+        words = re.findall(r"[a-z0-9]+", (definition.group(1) if definition else cell.source).lower().replace("_", " "))
+        first = next((index for index, word in enumerate(words) if word[0].isalpha()), len(words))
+        name = "-".join(words[first : first + 4])[:48].strip("-") or "cell"
+    unique, number = name, 2
+    while unique in taken:
+        unique, number = f"{name}-{number}", number + 1
+    taken.add(unique)
+    return unique
+
+
+def _cell_metadata(cell, graded: bool) -> dict:
+    tags = tags_of(cell)
+    metadata: dict = {}
+    if tags:
+        known = [tag for tag in TAGS if tag in tags]
+        metadata["tags"] = known + sorted({tag for tag in tags if tag not in TAGS})
+    if graded and cell.cell_type == "code" and (BEGIN in cell.source or is_check_cell(cell)):
+        metadata["nbgrader"] = _nbgrader_metadata(cell["id"], is_check=BEGIN not in cell.source)
+    return metadata
+
+
+def _nbgrader_metadata(cell_id: str, is_check: bool) -> dict:
+    metadata = {"grade": is_check, "grade_id": cell_id, "locked": is_check, "schema_version": 3}
+    metadata |= {"solution": not is_check, "task": False}
+    return metadata | ({"points": 1} if is_check else {})
+
+
+def _normal_outputs(outputs, count: int) -> list:
+    kept, streams = [], {}
+    for output in outputs:
+        if output.output_type == "stream":
+            if output.name in streams:
+                streams[output.name].text += output.text
+                continue
+            streams[output.name] = output
+        elif output.output_type in ("display_data", "execute_result"):
+            if WIDGET_VIEW in output.data:
+                continue
+            output.metadata = nbformat.from_dict({})
+            if output.output_type == "execute_result":
+                output.execution_count = count
+        kept.append(output)
+    for stream in streams.values():
+        stream.text = REDRAWN.sub("", stream.text)
+    return kept
+
+
+def colab_address(path: Path, root: Path = ROOT) -> str:
+    """Where a notebook's Colab badge leads: this very notebook in the repository that pyproject.toml names."""
+    urls = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    repository = urls["Repository"].removeprefix("https://github.com/")
+    return f"{COLAB}github/{repository}/blob/main/{path.relative_to(root).as_posix()}"
+
+
+def format_notebooks(root: Path = ROOT) -> list[Path]:
+    """Write notebooks and solutions in their normal form, badges and all; returns those that changed."""
+    changed = []
+    for path in notebook_paths("notebooks", "solutions", root=root):
+        nb = normalise(read(path))
+        title = nb.cells[0]
+        title.source = re.sub(rf"\({re.escape(COLAB)}[^)]*\)", f"({colab_address(path, root)})", title.source)
+        if write(nb, path):
+            changed.append(path)
+    return changed

@@ -1,0 +1,120 @@
+"""Cells that mirror the package: the chapter's algorithm in full where it is taught, held to the package."""
+
+import ast
+import copy
+from pathlib import Path
+
+from course_lib.authoring.form import ROOT, code_cells, normalise, notebook_paths, read, tags_of, without_magics, write
+
+MIRRORS = "# mirrors:"
+
+
+def mirrored_names(cell) -> list[str]:
+    """The dotted names after `# mirrors:` in a cell's first line; several are separated by commas."""
+    first = cell.source.split("\n", 1)[0]
+    return [name.strip() for name in first.removeprefix(MIRRORS).split(",")] if first.startswith(MIRRORS) else []
+
+
+def package_source(dotted: str, root: Path = ROOT) -> str:
+    """The source of a function, class or constant of the package, its docstring cut to the first line.
+
+    Raises   ValueError if no such name stands at the top level of that module
+    """
+    module, _, name = dotted.rpartition(".")
+    base = root.joinpath(*module.split("."))
+    path = base.with_suffix(".py") if base.with_suffix(".py").exists() else base / "__init__.py"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    node = _definitions(ast.parse(text)).get(name)
+    if node is None:
+        raise ValueError(f"mirrors: {dotted} is not defined at the top level of {module}; name what stands there")
+    lines = text.split("\n")
+    start, stop = _span(node)
+    kept = _with_short_docstring(node, lines)
+    return "\n".join(kept[line] for line in range(start, stop + 1) if line in kept)
+
+
+def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
+    found: dict[str, ast.stmt] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name):
+                    found[target.id] = node
+    return found
+
+
+def _span(node: ast.stmt) -> tuple[int, int]:
+    starts = [decorator.lineno for decorator in getattr(node, "decorator_list", [])]
+    return min([node.lineno, *starts]), node.end_lineno
+
+
+def _with_short_docstring(node: ast.stmt, lines: list[str]) -> dict[int, str]:
+    """Line number -> text, for the lines of a definition; of each docstring in it the first line stays."""
+    start, stop = _span(node)
+    kept = {number: lines[number - 1] for number in range(start, stop + 1)}
+    for inner in ast.walk(node):
+        if not isinstance(inner, ast.FunctionDef | ast.ClassDef) or ast.get_docstring(inner) is None:
+            continue
+        doc = inner.body[0]
+        if doc.end_lineno > doc.lineno:
+            kept[doc.lineno] = kept[doc.lineno].rstrip() + '"""'
+            for number in range(doc.lineno + 1, doc.end_lineno + 1):
+                del kept[number]
+    return kept
+
+
+def _tree(node: ast.stmt) -> str:
+    """The syntax tree of a definition as text, without docstrings (comments are in no tree)."""
+    node = copy.deepcopy(node)
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(inner) is not None:
+            inner.body = inner.body[1:] or [ast.Pass()]
+    return ast.dump(node)
+
+
+def mirror_problems(cell, root: Path = ROOT) -> list[str]:
+    """Where a mirror cell differs from the package, in words; empty if it agrees."""
+    names = mirrored_names(cell)
+    if bool(names) != ("mirror" in tags_of(cell)):
+        return [f"cell {cell['id']}: the tag `mirror` and a first line `{MIRRORS} course_lib...` go together"]
+    here = _definitions(ast.parse(without_magics(cell.source))) if names else {}
+    problems = []
+    for dotted in names:
+        short = dotted.rpartition(".")[2]
+        try:
+            there = _definitions(ast.parse(package_source(dotted, root)))[short]
+        except ValueError as error:
+            problems.append(f"cell {cell['id']}: {error}")
+            continue
+        if short not in here or _tree(here[short]) != _tree(there):
+            problems.append(f"cell {cell['id']}: differs from {dotted}; `make mirrors` rewrites the cell")
+    return problems
+
+
+def rewrite_mirror(source: str, names: list[str], root: Path = ROOT) -> str:
+    """The source of a mirror cell with each named definition as the package has it; other statements stay."""
+    for dotted in names:
+        here = _definitions(ast.parse(source)).get(dotted.rpartition(".")[2])
+        wanted = package_source(dotted, root)
+        if here is None:
+            header, _, rest = source.partition("\n")
+            source = f"{header}\n{wanted}\n" + (f"\n\n{rest.lstrip()}" if rest.strip() else "")
+        elif _tree(here) != _tree(_definitions(ast.parse(wanted))[dotted.rpartition(".")[2]]):
+            lines = source.split("\n")
+            start, stop = _span(here)
+            source = "\n".join([*lines[: start - 1], wanted, *lines[stop:]])
+    return source.rstrip("\n")
+
+
+def rewrite_mirrors(root: Path = ROOT) -> list[Path]:
+    """Rewrite the mirror cells that differ from the package; returns the notebooks that changed."""
+    changed = []
+    for path in notebook_paths("notebooks", "solutions", root=root):
+        nb = read(path)
+        for cell in code_cells(nb):
+            cell.source = rewrite_mirror(cell.source, mirrored_names(cell), root)
+        if write(normalise(nb), path):
+            changed.append(path)
+    return changed
