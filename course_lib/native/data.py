@@ -3,11 +3,13 @@
 What DDP's options are in the from-scratch engine:
 
     bucket_cap_mb (25, the first 1)   assign_buckets. In its first step DDP sends everything in one bucket and notes the
-                                      order in which gradients come; it broadcasts that order, and builds buckets anew.
+                                      order in which gradients come; in its second it broadcasts that order, and builds
+                                      its buckets anew.
     gradient_as_bucket_view           Bucket.views. Without it every gradient exists twice: in .grad and in the bucket.
     no_sync()                         the same name. The forward pass must be inside as well.
     find_unused_parameters            allow_unused. DDP walks the graph after each forward pass; no finish() then.
-    static_graph                      that walk is done once: every step uses the same parameters, equally often.
+    static_graph                      that walk is done once: every step uses the same parameters, equally often. The
+                                      very first backward pass must be outside no_sync(), else PyTorch's assertion fails.
     register_comm_hook                Bucket.start; the hook below can send bfloat16.
     broadcast_buffers                 (2.13: forward_sync_buffers) the first rank's buffers, sent before each forward
                                       pass; from scratch they are sent at build only. The course's models have none.
@@ -42,7 +44,7 @@ def build(
 ) -> DistributedDataParallel:
     """Makes `model` data parallel over `group` with DDP; the arguments mean what they mean in parallel/data.py.
 
-    Bytes    sent per rank and step: 2 (N - 1) / N * P * itemsize; the first step also broadcasts the new buckets
+    Bytes    sent per rank and step: 2 (N - 1) / N * P * itemsize; the second step also broadcasts the buckets
     """
     engine = DistributedDataParallel(
         model,
