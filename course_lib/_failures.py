@@ -74,7 +74,7 @@ def hang_text(world_size: int, timeout: float, places: dict[int, str]) -> str:
 
 def _how(failure: Failure) -> str:
     if failure.kind == "exit":
-        return f"called sys.exit({failure.exit_code}) before its function returned:"
+        return "called sys.exit before its function returned:"
     if failure.kind == "load":
         return "could not load the function (what a function uses must be importable, or be defined in the notebook):"
     if failure.kind == "result":

@@ -7,16 +7,10 @@ used a GPU or OpenMP, its copies hang.
 
 import atexit
 import contextlib
-import gc
-import importlib
 import multiprocessing
 import os
 import pickle
-import select
-import shutil
-import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -25,24 +19,26 @@ import time
 from multiprocessing.connection import Connection
 
 from course_lib import _rank
+from course_lib._fork_server import EXIT, kill_group
 
-# Stable, and slow to import. Without torch._dynamo and fsdp each launch with DDP takes 4 s longer. The course's own
-# teaching modules are left out: ranks import them anew at each launch, so an edited file takes effect.
-PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.nn.parallel",
-)
-START_LIMIT_S = 60.0
-_EXIT = struct.Struct("qd")  # exit code as in subprocess (negative: signal), time of death on time.monotonic()
+PRELOAD_IF_USED = ("accelerate", "pytest", "transformers")  # slow as well, but not every notebook uses them
+NOT_FOR_RANKS = tuple(f"course_lib.{name}" for name in ("plots", "widgets", "checks", "authoring", "cli"))
+START_LIMIT_S = 120.0
 
 
 def start_method(platform: str) -> str:
     """How ranks are started on `sys.platform`: Windows cannot fork."""
     return "spawn" if platform == "win32" else "forkserver"
+
+
+def prepare(method: str) -> None:
+    """Have the fork server ready: only the first launch of a notebook waits here."""
+    if method == "forkserver":
+        teaching = [
+            name for name in sys.modules if name.startswith("course_lib.") and not name.startswith(NOT_FOR_RANKS)
+        ]
+        used = [name for name in PRELOAD_IF_USED if name in sys.modules]
+        _server_of_this_process().request(("prepare", used + teaching), [])
 
 
 def start_world(folder: str, world_size: int, method: str) -> "ForkedWorld | SpawnedWorld":
@@ -74,14 +70,16 @@ class ForkedWorld:
 
     def exit_of(self, rank: int) -> tuple[int | None, float]:
         """Exit code and time of a rank whose `exits` entry is ready; code None if the fork server itself is gone."""
-        record = os.read(self.exits[rank], _EXIT.size)
-        return _EXIT.unpack(record) if record else (None, time.monotonic())
+        record = os.read(self.exits[rank], EXIT.size)
+        return EXIT.unpack(record) if record else (None, time.monotonic())
 
     def end(self) -> None:
         """End every rank that is left, with the processes it started, and wait until they are gone."""
         try:
-            if self._server.alive():
-                self._server.request(("end", self._folder), [])
+            # If the fork server has died, the ranks end themselves when their connections close.
+            with contextlib.suppress(RuntimeError):
+                if self._server.alive():
+                    self._server.request(("end", self._folder), [])
         finally:
             self._close()
 
@@ -119,7 +117,7 @@ class SpawnedWorld:
     def end(self) -> None:
         for process in self._processes:
             if hasattr(os, "killpg"):
-                _kill_group(process.pid)
+                kill_group(process.pid)
             process.kill()
         for process in self._processes:
             process.join(5)
@@ -151,8 +149,8 @@ class ForkServer:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server, to tell why it failed
         self._socket, theirs = socket.socketpair()
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from course_lib._processes import serve; serve({theirs.fileno()}, {os.getpid()})"
+            f"import sys; sys.path[:] = {[str(path) for path in sys.path]!r}; "
+            f"from course_lib._fork_server import serve; serve({theirs.fileno()}, {os.getpid()})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -201,111 +199,3 @@ class ForkServer:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-
-
-# --- the fork server's own process
-
-
-def serve(control_fd: int, notebook_pid: int) -> None:
-    """Import torch once, then fork ranks on request until the notebook process is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = socket.socket(fileno=control_fd)
-    for name in PRELOAD:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # the collector would touch, and so copy, every page that forked ranks share
-    wake_reader, wake_writer = os.pipe()
-    os.set_blocking(wake_writer, False)
-    signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # a handler, so that the wake-up pipe is written
-    worlds: dict[str, dict[int, int]] = {}  # folder -> {pid of a living rank: where to write its exit}
-    try:
-        # A fork of the notebook process may hold its end of the socket open, so the parent's pid is watched as well.
-        while os.getppid() == notebook_pid:
-            ready, _, _ = select.select([control, wake_reader], [], [], 1.0)
-            if wake_reader in ready:
-                os.read(wake_reader, 4096)
-            _reap(worlds)
-            if control in ready:
-                message, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 256)
-                if not message:
-                    break
-                inherited = [control_fd, wake_reader, wake_writer]
-                control.send(pickle.dumps(_answer(pickle.loads(message), descriptors, worlds, inherited)))
-    finally:
-        for folder in list(worlds):
-            _end_world(folder, worlds)
-            shutil.rmtree(os.path.dirname(folder), ignore_errors=True)
-        os._exit(0)
-
-
-def _answer(message: tuple, descriptors: list[int], worlds: dict, inherited: list[int]):
-    """Carry out one request: the pids of the started ranks, a text that says what failed, or True."""
-    if message[0] == "end":
-        _end_world(message[1], worlds)
-        return True
-    _, folder, world_size = message
-    ranks = worlds.setdefault(folder, {})
-    try:
-        for rank in range(world_size):
-            pid = os.fork()
-            if pid == 0:
-                others = [fd for fd in descriptors if fd != descriptors[rank]]
-                _become_rank(rank, folder, descriptors[rank], [*others, *inherited])
-            ranks[pid] = descriptors[world_size + rank]
-        return list(ranks)
-    except OSError as error:
-        for descriptor in descriptors[world_size + len(ranks) :]:
-            os.close(descriptor)
-        _end_world(folder, worlds)
-        return f"could not start {world_size} processes ({error}): use fewer ranks"
-    finally:
-        for descriptor in descriptors[:world_size]:
-            os.close(descriptor)
-
-
-def _become_rank(rank: int, folder: str, descriptor: int, unwanted: list[int]) -> None:
-    """In the forked child: forget that this was a server."""
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for other in unwanted:
-            os.close(other)
-        _rank.run_rank(rank, folder, Connection(descriptor))
-    finally:
-        os._exit(1)
-
-
-def _reap(worlds: dict[str, dict[int, int]]) -> None:
-    """Pass on the exit of every rank that has ended."""
-    for ranks in worlds.values():
-        for pid in list(ranks):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                _kill_group(pid)  # what the rank started ends with it
-                _report_exit(ranks.pop(pid), status)
-
-
-def _end_world(folder: str, worlds: dict[str, dict[int, int]]) -> None:
-    ranks = worlds.pop(folder, {})
-    for pid in ranks:
-        _kill_group(pid)
-        os.kill(
-            pid, signal.SIGKILL
-        )  # a rank so young that it has no group yet; not reaped, so the pid is still its own
-    for pid, descriptor in ranks.items():
-        _, status = os.waitpid(pid, 0)
-        _report_exit(descriptor, status)
-
-
-def _report_exit(descriptor: int, status: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the notebook has stopped listening to this world
-        os.write(descriptor, _EXIT.pack(os.waitstatus_to_exitcode(status), time.monotonic()))
-    os.close(descriptor)
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(
-        ProcessLookupError, PermissionError
-    ):  # empty group; macOS says EPERM for a group of zombies
-        os.killpg(pid, signal.SIGKILL)

@@ -127,7 +127,7 @@ def call(rank: int, settings: Settings, folder: Path) -> tuple:
             join_world(rank, settings, folder)
         kind = "load"
         function, args = cloudpickle.loads((folder / "function.pkl").read_bytes())
-        fill_main_module(function)
+        fill_main_module([function, *args])
         kind = "exception"
         start = time.perf_counter()
         value = function(*args)
@@ -136,7 +136,7 @@ def call(rank: int, settings: Settings, folder: Path) -> tuple:
         (folder / f"{rank}.result").write_bytes(dump_result(value))
         return "done", seconds, peak_bytes()
     except SystemExit as error:
-        return "failed", describe(error, "exit", exit_code=error.code if isinstance(error.code, int) else 1)
+        return "failed", describe(error, "exit" if kind == "exception" else kind)
     except BaseException as error:
         return "failed", describe(error, kind)
 
@@ -224,12 +224,14 @@ def join_world(rank: int, settings: Settings, folder: Path) -> None:
     )
 
 
-def fill_main_module(function) -> None:
+def fill_main_module(objects: list) -> None:
     """Give this process the notebook's names as `__main__`: plain pickle (all_gather_object) looks classes up there."""
-    if getattr(function, "__module__", None) == "__main__" and hasattr(function, "__globals__"):
-        main = types.ModuleType("__main__")
-        main.__dict__.update(function.__globals__)
-        sys.modules["__main__"] = main
+    main = types.ModuleType("__main__")
+    for obj in objects:
+        obj = getattr(obj, "func", obj)  # inside functools.partial
+        if getattr(obj, "__module__", None) == "__main__":
+            main.__dict__.update(getattr(obj, "__globals__", {type(obj).__name__: type(obj)}))
+    sys.modules["__main__"] = main
 
 
 def peak_bytes() -> int:
@@ -275,14 +277,14 @@ def dump_result(value) -> bytes:
     return buffer.getvalue()
 
 
-def describe(error: BaseException, kind: str, exit_code: int | None = None) -> Failure:
+def describe(error: BaseException, kind: str) -> Failure:
     """Turn an exception and its causes into plain text and frames."""
     chain, seen = [], set()
     while error is not None and id(error) not in seen and len(chain) < 4:
         seen.add(id(error))
         chain.insert(0, (frames_of(traceback.walk_tb(error.__traceback__)), message_of(error)))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return Failure(kind, time.monotonic(), chain, exit_code)
+    return Failure(kind, time.monotonic(), chain)
 
 
 def message_of(error: BaseException) -> str:

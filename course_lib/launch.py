@@ -2,7 +2,6 @@
 
 import dataclasses
 import linecache
-import math
 import os
 import pickle
 import shutil
@@ -25,6 +24,7 @@ __all__ = ["RankError", "Results", "choose_backend", "launch", "progress"]
 
 MAX_RANKS = 64
 RANK_BYTES = 150 << 20  # memory of a rank that does little; torch's own pages are shared between forked ranks
+MAX_TIMEOUT_S = 1_000_000
 LEAVE_S = {"gloo": 1.0, "nccl": 10.0}  # gloo ranks leave at once; NCCL gives back what it holds on the GPU
 
 
@@ -102,6 +102,7 @@ def launch(
         ranks = folder / "ranks"
         ranks.mkdir()
         (ranks / "function.pkl").write_bytes(payload)
+        _processes.prepare(_processes.start_method(sys.platform))  # before the clock of the time limit starts
         settings = _settings(world_size, timeout, backend, threads)
         (ranks / "settings.pkl").write_bytes(pickle.dumps(settings))
         output = Output(ranks, world_size, live)
@@ -178,8 +179,10 @@ def _check_arguments(fn, world_size, timeout, via, threads) -> None:
             f"world_size ({world_size}) must be at most {limit} on this machine now ({MAX_RANKS} anywhere, and "
             f"{RANK_BYTES >> 20} MiB of free memory for each rank); use fewer ranks"
         )
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}; the default is 120")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"timeout must be seconds, more than 0 and at most {MAX_TIMEOUT_S:,}, got {timeout!r}; try 120"
+        )
     if via not in ("processes", "accelerate"):
         raise ValueError(f"via must be 'processes' or 'accelerate', got {via!r}; use 'processes' if in doubt")
     if via == "accelerate" and _processes.start_method(sys.platform) == "spawn":
@@ -231,7 +234,9 @@ def _settings(world_size: int, timeout: float, backend: str | None, threads: int
         environment=dict(os.environ),
         directory=os.getcwd(),
         sys_path=list(sys.path),
-        cell_sources={file: entry for file, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None},
+        cell_sources={
+            file: entry for file, entry in list(linecache.cache.items()) if len(entry) == 4 and entry[1] is None
+        },
     )
 
 
