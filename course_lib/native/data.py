@@ -9,7 +9,7 @@ What DDP's options are in the from-scratch engine:
     no_sync()                         the same name. The forward pass must be inside as well.
     find_unused_parameters            allow_unused. DDP walks the graph after each forward pass; no finish() then.
     static_graph                      that walk is done once: every step uses the same parameters, equally often. The
-                                      very first backward pass must be outside no_sync(), else PyTorch's assertion fails.
+                                      very first backward pass must be outside no_sync(), or PyTorch gives up.
     register_comm_hook                Bucket.start; the hook below can send bfloat16.
     broadcast_buffers                 (2.13: forward_sync_buffers) the first rank's buffers, sent before each forward
                                       pass; from scratch they are sent at build only. The course's models have none.
