@@ -23,6 +23,7 @@ from course_lib.authoring.form import (
     notebook_paths,
     read,
     tags_of,
+    without_magics,
     write,
 )
 from course_lib.authoring.mirrors import (

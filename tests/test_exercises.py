@@ -1,0 +1,85 @@
+"""Each exercise: the reference passes, named wrong answers fail with a message of their own, an undone one says so.
+
+For the writer of a chapter. Beside `solutions/NN_stem.ipynb`, with a cell `check_name(answer)` below each exercise, write
+`tests/wrong/chNN.py`:
+
+    from course_lib.checks.ranks import check_ring_all_reduce
+
+    def one_trip_only(x_P, group): ...          # the name says what is wrong with it
+
+    WRONG = {
+        "ring_all_reduce": {                     # the answer's name, as in the solution's check cell
+            "check": check_ring_all_reduce,
+            "answers": [(one_trip_only, "only your own piece"), ...],     # (answer, a part of its message)
+        },
+    }
+
+At least three answers an exercise; each part is found in the message of its own answer and in no other's. An answer may
+also be a number or a class. The references are read from the solution notebook (`authoring.load_solution`), the undone
+exercises from exercises/; both run without a kernel.
+"""
+
+import ast
+import importlib
+
+import cloudpickle
+import pytest
+
+from course_lib.authoring import ROOT, code_cells, load_solution, notebook_paths, read, without_magics
+from course_lib.checks.core import CheckFailed
+
+
+def check_calls(stem: str) -> list[tuple[str, str]]:
+    """(name of the check, name of the answer) for each check cell of a solution notebook."""
+    calls = []
+    for cell in code_cells(read(ROOT / "solutions" / f"{stem}.ipynb")):
+        for node in ast.parse(without_magics(cell.source)).body:
+            call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+            if call is not None and ast.unparse(call.func).startswith("check_"):
+                calls.append((ast.unparse(call.func), ast.unparse(call.args[0])))
+    return calls
+
+
+EXERCISES = [(path.stem, *call) for path in notebook_paths("solutions") for call in check_calls(path.stem)]
+LOADED: dict[str, dict] = {}
+
+
+def wrong_answers(stem: str) -> dict:
+    module = importlib.import_module(f"wrong.ch{stem[:2]}")
+    cloudpickle.register_pickle_by_value(module)  # ranks do not have tests/ on their path
+    return module.WRONG
+
+
+def definitions(path: str) -> dict:
+    if path not in LOADED:
+        LOADED[path] = load_solution(ROOT / path)
+    return LOADED[path]
+
+
+@pytest.mark.parametrize(("stem", "check_name", "answer"), EXERCISES)
+def test_the_reference_passes_and_each_wrong_answer_fails_with_its_own_message(stem, check_name, answer, capsys):
+    entry = wrong_answers(stem)[answer]
+    assert entry["check"].__name__ == check_name
+    entry["check"](definitions(f"solutions/{stem}.ipynb")[answer])
+    assert capsys.readouterr().out == f"{check_name}: passed\n"
+    parts = [part for _, part in entry["answers"]]
+    assert len(parts) >= 3 and len(set(parts)) == len(parts), "three wrong answers, each with its own message"
+    for wrong, own in entry["answers"]:
+        with pytest.raises(CheckFailed) as failure:
+            entry["check"](wrong)
+        found = [part for part in parts if part in str(failure.value)]
+        assert found == [own], f"{getattr(wrong, '__name__', wrong)}: {failure.value}"
+
+
+@pytest.mark.parametrize(("stem", "check_name", "answer"), EXERCISES)
+def test_an_exercise_that_is_not_done_says_so(stem, check_name, answer):
+    undone = definitions(f"exercises/{stem}.ipynb").get(answer)  # None where the whole cell is to be written
+    with pytest.raises(NotImplementedError, match="your code goes here"):
+        wrong_answers(stem)[answer]["check"](undone)
+
+
+@pytest.mark.parametrize("stem", [path.stem for path in notebook_paths("solutions")])
+def test_a_chapter_has_four_exercises_or_more_and_no_wrong_answers_without_one(stem):
+    answers = [answer for name, _, answer in EXERCISES if name == stem]
+    assert len(answers) >= 4
+    assert set(wrong_answers(stem)) == set(answers)
