@@ -1,0 +1,196 @@
+"""Values moving through a collective: ranks as rows, pieces as cells that show their numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib.pyplot as plt
+from matplotlib.patches import Rectangle
+
+from course_lib.plots.palette import NEUTRAL_COLOR, OKABE_ITO, RANK_COLORS, mix, text_on
+from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+
+MIXED = -1  # the origin of a value that no single rank had before: a sum, a mean, a maximum
+MIXED_COLOR = "#333333"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number on one rank, and the rank that it came from (MIXED: several, None: unknown)."""
+
+    rank: int
+    column: int
+    value: float
+    origin: int | None
+
+
+def rows_of(values) -> list[list]:
+    """One list of numbers per rank, from tensors, arrays, lists or None (nothing there)."""
+    rows = []
+    for row in values:
+        row = row.tolist() if hasattr(row, "tolist") else row
+        rows.append([] if row is None else list(row) if isinstance(row, (list, tuple)) else [row])
+    return rows
+
+
+def origin_of(value: float, before: Sequence[Sequence]) -> int | None:
+    """The only rank that held the value before; MIXED if none did; None if several did, so that nobody can tell."""
+    holders = [rank for rank, row in enumerate(before) if value in row]
+    if not holders:
+        return MIXED
+    return holders[0] if len(holders) == 1 else None
+
+
+def collective_cells(before, after) -> tuple[list[Cell], list[Cell]]:
+    """The cells before and after a collective, each with the rank that its value came from.
+
+    Give every number of `before` a value of its own, and the picture shows where each one went.
+    """
+    before, after = rows_of(before), rows_of(after)
+    if len(before) != len(after):
+        raise ValueError(
+            f"before has {len(before)} ranks and after has {len(after)}; give one row for each rank in both"
+        )
+    left = [Cell(r, c, value, r) for r, row in enumerate(before) for c, value in enumerate(row)]
+    right = [Cell(r, c, value, origin_of(value, before)) for r, row in enumerate(after) for c, value in enumerate(row)]
+    return left, right
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if abs(value) < 1e5 else f"{value:.2g}"
+
+
+def _cell_color(origin: int | None) -> str:
+    if origin is None:
+        return NEUTRAL_COLOR
+    return MIXED_COLOR if origin == MIXED else mix(RANK_COLORS[origin % len(RANK_COLORS)], "#FFFFFF", 0.25)
+
+
+def _draw_cell(axes, rank: int, column: int, text: str, color: str, **outline) -> None:
+    box = {"edgecolor": "white", "linewidth": 1.5} | outline
+    axes.add_patch(Rectangle((column, rank), 1, 1, facecolor=color, **box))
+    axes.text(column + 0.5, rank + 0.5, text, ha="center", va="center", color=text_on(color), fontsize=9)
+
+
+def _grid(axes, columns: int, ranks: int, title: str, label_ranks: bool = True) -> None:
+    axes.set(xlim=(-0.05, columns + 0.05), ylim=(ranks + 0.05, -0.05), xticks=[], aspect="equal")
+    axes.set_yticks([r + 0.5 for r in range(ranks)], [f"rank {r}" for r in range(ranks)] if label_ranks else [])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_title(title, fontsize=9.5, fontweight="normal", loc="center")
+    for rank in range(ranks):
+        axes.add_patch(
+            Rectangle((0, rank), columns, 1, facecolor="none", edgecolor=NEUTRAL_COLOR, linestyle=":", linewidth=0.8)
+        )
+
+
+def show_collective(before, after, title: str = "What each rank holds before and after") -> None:
+    """Show one collective: each rank's numbers before and after, coloured by the rank that they came from."""
+    left, right = collective_cells(before, after)
+    ranks = len(rows_of(before))
+    widths = [max((cell.column + 1 for cell in cells), default=1) for cells in (left, right)]
+    height = min(0.42 * ranks, 3.4)
+    with style():
+        figure, panels = plt.subplots(
+            1, 2, figsize=(FULL_WIDTH_IN, height + 1.0), width_ratios=[max(w, 2) for w in widths]
+        )
+        for axes, cells, width, name, side in zip(panels, (left, right), widths, ("before", "after"), "EW"):
+            _grid(axes, width, ranks, name)
+            axes.set_anchor(side)
+            for cell in cells:
+                _draw_cell(axes, cell.rank, cell.column, _number(cell.value), _cell_color(cell.origin))
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        figure.supxlabel(_origin_legend(right), fontsize=9)
+        finish(figure)
+
+
+def _origin_legend(cells: Sequence[Cell]) -> str:
+    dark = any(cell.origin == MIXED for cell in cells)
+    return "one colour for each rank's own numbers" + ("; dark: computed from several ranks" if dark else "")
+
+
+# ---------------------------------------------------------------- the ring, step by step
+
+
+@dataclass(frozen=True)
+class RingStep:
+    """What every rank holds after one step: values and how many ranks are summed in each, by [rank][piece].
+
+    `received[rank]` is the piece that has just come from the left neighbour, None at the start.
+    """
+
+    label: str
+    values: list[list[float]]
+    summed: list[list[int]]
+    received: list[int | None]
+
+
+def ring_all_reduce_steps(values) -> list[RingStep]:
+    """Every state of a ring all-reduce of N ranks with N pieces each: the start, then 2 (N - 1) steps.
+
+    Rank r sends piece r - 1 - step first, to r + 1, so that it ends up responsible for piece r.
+
+    Raises   ValueError if the values are not N rows of N numbers
+    """
+    values = rows_of(values)
+    n = len(values)
+    if any(len(row) != n for row in values):
+        raise ValueError(
+            f"{n} ranks need {n} pieces each, got rows of {[len(row) for row in values]}; cut each row into {n}"
+        )
+    summed = [[1] * n for _ in range(n)]
+    steps = [RingStep("start", _copy(values), _copy(summed), [None] * n)]
+    for step in range(2 * (n - 1)):
+        reducing = step < n - 1
+        received = [(rank - 2 - step) % n if reducing else (rank - 1 - (step - (n - 1))) % n for rank in range(n)]
+        sent = [(values[rank - 1][piece], summed[rank - 1][piece]) for rank, piece in enumerate(received)]
+        for rank, piece in enumerate(received):
+            value, count = sent[rank]
+            values[rank][piece] = values[rank][piece] + value if reducing else value
+            summed[rank][piece] = summed[rank][piece] + count if reducing else count
+        trip = "reduce-scatter" if reducing else "all-gather"
+        steps.append(RingStep(f"{trip} {step % (n - 1) + 1}", _copy(values), _copy(summed), received))
+    return steps
+
+
+def _copy(rows: list[list]) -> list[list]:
+    return [list(row) for row in rows]
+
+
+def _draw_ring_step(axes, step: RingStep, label_ranks: bool) -> None:
+    n = len(step.values)
+    _grid(axes, n, n, step.label, label_ranks)
+    for rank in range(n):
+        for piece in range(n):
+            count = step.summed[rank][piece]
+            color = (
+                OKABE_ITO["green"]
+                if count == n
+                else mix(OKABE_ITO["sky"], "#FFFFFF", 0.85 - 0.85 * (count - 1) / max(n - 1, 1))
+            )
+            _draw_cell(axes, rank, piece, _number(step.values[rank][piece]), color)
+    for rank, piece in enumerate(step.received):
+        if piece is not None:
+            axes.add_patch(Rectangle((piece, rank), 1, 1, facecolor="none", edgecolor="black", linewidth=2.2, zorder=3))
+
+
+def show_ring_all_reduce(
+    values, title: str = "Ring all-reduce: every piece is summed on its first trip, copied on its second"
+) -> None:
+    """Show a ring all-reduce of N ranks with N numbers each, step by step: `values[rank][piece]` before it."""
+    steps = ring_all_reduce_steps(values)
+    columns = min(len(steps), 4)
+    rows = -(-len(steps) // columns)
+    with style():
+        figure, panels = plt.subplots(rows, columns, figsize=(FULL_WIDTH_IN, 2.05 * rows + 0.75), squeeze=False)
+        for index, axes in enumerate(panels.flat):
+            if index < len(steps):
+                _draw_ring_step(axes, steps[index], label_ranks=index % columns == 0)
+            else:
+                axes.set_axis_off()
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        figure.supxlabel(
+            "outlined: just came from the rank above (rank 0: from the last) · bluer: more ranks summed · "
+            "green: the sum of all",
+            fontsize=9,
+        )
+        finish(figure)

@@ -1,0 +1,223 @@
+"""Curves: what a model predicts as a line, what somebody measured and published as points."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import matplotlib.pyplot as plt
+
+from course_lib.hardware import Link
+from course_lib.plots.palette import NEUTRAL_COLOR, OKABE_ITO
+from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, show_bytes, show_seconds, style, three_digits
+from course_lib.timing import bus_factor, collective_s, collective_steps
+
+LINE_COLORS = [OKABE_ITO[name] for name in ("blue", "vermillion", "green", "purple", "orange", "sky")]
+LINE_STYLES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1))]
+MARKERS = ["o", "s", "^", "D", "v", "P"]
+
+Curve = Mapping[float, float]
+
+
+def relative_error_percent(line: Curve, points: Curve) -> dict[float, float]:
+    """By how many percent the line is above (+) or below (-) each point that stands at one of its x."""
+    return {x: 100 * (line[x] - y) / y for x, y in points.items() if x in line and y}
+
+
+def draw_curves(axes, lines: Mapping[str, Curve], points: Mapping[str, Curve], value_labels: bool = True) -> None:
+    """Lines for models, markers for measurements; measurements carry their numbers."""
+    for index, (name, curve) in enumerate(lines.items()):
+        axes.plot(
+            list(curve),
+            list(curve.values()),
+            label=name,
+            color=LINE_COLORS[index % 6],
+            linestyle=LINE_STYLES[index % 6],
+        )
+    for index, (name, curve) in enumerate(points.items()):
+        look = {"color": LINE_COLORS[(index + len(lines)) % 6], "marker": MARKERS[index % 6], "markersize": 8}
+        axes.plot(list(curve), list(curve.values()), label=name, linestyle="none", markeredgecolor="white", **look)
+    for x, y, above in value_labels_of(list(points.values())) if value_labels else ():
+        axes.annotate(
+            three_digits(y),
+            (x, y),
+            xytext=(0, 7 if above else -8),
+            textcoords="offset points",
+            ha="center",
+            va="bottom" if above else "top",
+            fontsize=8.5,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.3},
+        )
+    axes.legend(loc="best")
+
+
+def value_labels_of(curves: Sequence[Curve], nearest: float = 0.09) -> list[tuple[float, float, bool]]:
+    """Which points carry their number, as (x, y, above): the first curve's above, others' below where there is room."""
+    top = max((y for curve in curves for y in curve.values()), default=0)
+    labels = [(x, y, True) for x, y in curves[0].items()] if curves else []
+    for curve in curves[1:]:
+        for x, y in curve.items():
+            below = [(other if above else other - nearest * top) for at, other, above in labels if at == x]
+            if y > nearest * top and all(abs(other - y) > nearest * top for other in below):
+                labels.append((x, y, False))
+    return labels
+
+
+def show_curves(
+    lines: Mapping[str, Curve],
+    points: Mapping[str, Curve],
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    log_x: bool = True,
+    log_y: bool = False,
+    value_labels: bool = True,
+) -> None:
+    """Show `{name: {x: y}}` of models as lines beside `{name: {x: y}}` of published measurements as points."""
+    with style():
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN * 0.85, 3.8))
+        draw_curves(axes, lines, points, value_labels)
+        _scale(axes, sorted({x for curve in [*lines.values(), *points.values()] for x in curve}), log_x, log_y)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.set_title(title)
+        finish(figure)
+
+
+def _scale(axes, xs: Sequence[float], log_x: bool, log_y: bool) -> None:
+    if log_x:
+        axes.set_xscale("log", base=2)
+        axes.minorticks_off()
+        if len(xs) <= 10:
+            axes.set_xticks(xs, [f"{x:g}" for x in xs])
+    if log_y:
+        axes.set_yscale("log")
+        axes.margins(y=0.12)
+    else:
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.12)
+        axes.yaxis.set_major_formatter(lambda value, position: f"{value:,.10g}")
+    axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+
+
+def bandwidth_percent_of_first(points: Curve) -> dict[float, float]:
+    """Each measurement in percent of the one at the smallest x."""
+    first = points[min(points)]
+    return {x: 100 * y / first for x, y in points.items()}
+
+
+def show_bandwidth(published: Mapping[str, Curve], models: Mapping[str, Curve], title: str) -> None:
+    """Show bytes per second over nodes: published as points, models as lines; all `{nodes: bytes/s}`."""
+    show_curves(
+        {name: {x: y / 1e9 for x, y in curve.items()} for name, curve in models.items()},
+        {name: {x: y / 1e9 for x, y in curve.items()} for name, curve in published.items()},
+        title,
+        "nodes of 8 GPUs",
+        "bus bandwidth (GB/s)",
+    )
+
+
+def show_throughput(
+    published: Curve,
+    model: Curve,
+    title: str,
+    ylabel: str = "tokens per second and GPU",
+    published_name: str = "published",
+    model_name: str = "alpha-beta model",
+) -> None:
+    """Show throughput over GPUs: `{gpus: tokens per second and GPU}`, published as points, modelled as a line."""
+    show_curves({model_name: model}, {published_name: published}, title, "GPUs", ylabel)
+
+
+# ---------------------------------------------------------------- alpha-beta
+
+
+@dataclass(frozen=True)
+class AlphaBetaPicture:
+    """Times over message sizes, and the size at which latency and bandwidth cost the same."""
+
+    sizes_bytes: list[float]
+    total_s: list[float]
+    latency_s: float
+    bandwidth_s: list[float]
+    crossover_bytes: float
+
+
+def crossover_bytes(collective: str, world_size: int, link: Link) -> float:
+    """The message size at which a collective spends as long on latency as on moving bytes."""
+    if world_size < 2:
+        raise ValueError(f"world_size is {world_size}; a collective that costs something needs at least 2 ranks")
+    return (
+        collective_steps(collective, world_size)
+        * link.latency_s
+        * link.bytes_per_s
+        / bus_factor(collective, world_size)
+    )
+
+
+def alpha_beta_picture(
+    collective: str, world_size: int, link: Link, lowest: float = 1e3, highest: float = 1e10
+) -> AlphaBetaPicture:
+    """Alpha-beta times of messages from `lowest` to `highest` bytes, eight to a decade."""
+    ratio = 10 ** (1 / 8)
+    sizes = [lowest]
+    while sizes[-1] < highest:
+        sizes.append(min(sizes[-1] * ratio, highest))
+    total = [collective_s(collective, size, world_size, link) for size in sizes]
+    latency_s = collective_s(collective, 0, world_size, link)
+    return AlphaBetaPicture(
+        sizes, total, latency_s, [t - latency_s for t in total], crossover_bytes(collective, world_size, link)
+    )
+
+
+def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = None) -> None:
+    """Log-log: flat where latency rules, a straight slope where bandwidth rules; `at_bytes` marks one message."""
+    scale = TIME_UNITS["ms"]
+    axes.loglog(
+        picture.sizes_bytes, [t / scale for t in picture.total_s], color=OKABE_ITO["blue"], label="time", zorder=3
+    )
+    axes.axhline(picture.latency_s / scale, color=OKABE_ITO["orange"], linestyle="--", linewidth=1.5)
+    axes.text(
+        picture.sizes_bytes[0],
+        picture.latency_s / scale,
+        f" latency alone: {show_seconds(picture.latency_s)}\n",
+        va="center",
+        fontsize=9,
+    )
+    axes.loglog(
+        picture.sizes_bytes, [t / scale for t in picture.bandwidth_s], color=OKABE_ITO["green"], linestyle=":", zorder=2
+    )
+    low, high = picture.sizes_bytes[0], picture.sizes_bytes[-1]
+    axes.set(xlim=(low, high), ylim=(picture.latency_s / scale / 4, max(picture.total_s) / scale * 2))
+    if low < picture.crossover_bytes < high:
+        axes.axvline(picture.crossover_bytes, color=NEUTRAL_COLOR, linewidth=1.5)
+        for side, text in (
+            ("right", "latency rules  "),
+            ("left", f"  bandwidth rules, from {show_bytes(picture.crossover_bytes)} on"),
+        ):
+            axes.annotate(
+                text, (picture.crossover_bytes, 0.97), xycoords=("data", "axes fraction"), ha=side, va="top", fontsize=9
+            )
+    if at_bytes:
+        total = picture.latency_s + at_bytes * picture.bandwidth_s[-1] / high
+        axes.plot(at_bytes, total / scale, "o", color=OKABE_ITO["vermillion"], markersize=10, zorder=4)
+        axes.annotate(
+            f"{show_bytes(at_bytes)}: {show_seconds(total)}",
+            (at_bytes, total / scale),
+            xytext=(10, -12),
+            textcoords="offset points",
+            fontsize=9.5,
+            fontweight="bold",
+            ha="left" if at_bytes < high / 1e3 else "right",
+        )
+    axes.set(xlabel="message (bytes)", ylabel="time (ms)")
+
+
+def show_alpha_beta(world_size: int, link: Link, collective: str = "all_reduce", title: str = "") -> None:
+    """Show a collective's modelled time over message size, with its latency and its bandwidth regime."""
+    picture = alpha_beta_picture(collective, world_size, link)
+    crossover = picture.crossover_bytes
+    with style():
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN * 0.85, 3.6))
+        draw_alpha_beta(axes, picture)
+        default = (
+            f"{collective} of {world_size} ranks over {link.name}: bandwidth matters from {show_bytes(crossover)} on"
+        )
+        axes.set_title(title or default)
+        finish(figure)

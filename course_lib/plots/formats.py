@@ -1,0 +1,119 @@
+"""Floating-point formats as rows of bits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib.pyplot as plt
+from matplotlib.patches import Rectangle
+
+from course_lib.plots.palette import OKABE_ITO, text_on
+from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+
+BIT_COLORS = {"sign": OKABE_ITO["black"], "exponent": OKABE_ITO["orange"], "mantissa": OKABE_ITO["sky"]}
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A binary floating-point format.
+
+    `finite_only`: no infinities, so that the highest exponent holds numbers too (FP8 E4M3).
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    finite_only: bool = False
+
+    @property
+    def bits(self) -> int:
+        """All bits, the sign among them."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def bias(self) -> int:
+        """What is taken from the stored exponent."""
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number. In a finite-only format the top pattern alone is not a number."""
+        if self.finite_only:
+            return 2.0 ** (2**self.exponent_bits - 1 - self.bias) * (2 - 2 * 2.0**-self.mantissa_bits)
+        return 2.0**self.bias * (2 - 2.0**-self.mantissa_bits)
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest number with full precision."""
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def smallest(self) -> float:
+        """The smallest number above zero (subnormal)."""
+        return 2.0 ** (1 - self.bias - self.mantissa_bits)
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next number."""
+        return 2.0**-self.mantissa_bits
+
+
+# Source: IEEE 754-2019 (fp32, fp16); torch.finfo; OCP 8-bit floating point specification (OFP8)
+FORMATS = {
+    "fp32": FloatFormat("fp32", 8, 23),
+    "tf32": FloatFormat("tf32", 8, 10),
+    "bf16": FloatFormat("bf16", 8, 7),
+    "fp16": FloatFormat("fp16", 5, 10),
+    "fp8 e5m2": FloatFormat("fp8 e5m2", 5, 2),
+    "fp8 e4m3": FloatFormat("fp8 e4m3", 4, 3, finite_only=True),
+}
+
+
+def format_cells(formats: Sequence[FloatFormat]) -> list[list[str]]:
+    """For each format the part that each of its bits belongs to, from the left."""
+    return [["sign"] + ["exponent"] * f.exponent_bits + ["mantissa"] * f.mantissa_bits for f in formats]
+
+
+def show_float_formats(
+    names: Sequence[str] = ("fp32", "bf16", "fp16"), title: str = "bf16 keeps fp32's range, fp16 keeps more digits"
+) -> None:
+    """Show formats as boxes of bits, with their range and their precision."""
+    if missing := [name for name in names if name not in FORMATS]:
+        raise ValueError(f"formats {missing} are unknown; choose from {', '.join(FORMATS)}")
+    formats = [FORMATS[name] for name in names]
+    widest = max(f.bits for f in formats)
+    with style():
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 0.8 + 0.62 * len(formats)))
+        for row, (fmt, cells) in enumerate(zip(formats, format_cells(formats))):
+            _draw_format(axes, row, fmt, cells, widest)
+        axes.set(xlim=(-4.2, widest + 0.2), ylim=(len(formats) * 1.6 - 0.2, -0.4))
+        axes.set_axis_off()
+        axes.set_title(title)
+        finish(figure)
+
+
+def _draw_format(axes, row: int, fmt: FloatFormat, cells: Sequence[str], widest: int) -> None:
+    top = row * 1.6
+    for bit, part in enumerate(cells):
+        axes.add_patch(Rectangle((bit, top), 1, 0.8, facecolor=BIT_COLORS[part], edgecolor="white", linewidth=1.2))
+    axes.text(-0.4, top + 0.4, f"{fmt.name}", ha="right", va="center", fontweight="bold")
+    axes.text(0.5, top + 0.4, "±", ha="center", va="center", color="white", fontsize=9)
+    for part, start, count in (
+        ("exponent", 1, fmt.exponent_bits),
+        ("mantissa", 1 + fmt.exponent_bits, fmt.mantissa_bits),
+    ):
+        label = f"{count} {part}" if count >= 5 else f"{count}"
+        axes.text(
+            start + count / 2,
+            top + 0.4,
+            label,
+            ha="center",
+            va="center",
+            fontsize=9,
+            color=text_on(BIT_COLORS[part]),
+            bbox={"facecolor": BIT_COLORS[part], "edgecolor": "none", "pad": 1},
+        )
+    facts = (
+        f"{fmt.bits} bits · largest {fmt.largest:.3g} · smallest normal {fmt.smallest_normal:.2g}"
+        f" · after 1 comes 1 + {fmt.epsilon:.2g}"
+    )
+    axes.text(0, top + 0.85, facts, ha="left", va="top", fontsize=8.5)

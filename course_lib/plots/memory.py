@@ -1,0 +1,313 @@
+"""Memory in pictures: over the first steps of training, and as budgets against the sizes of GPUs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
+
+from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, KINDS, LIMIT_COLOR, text_on
+from course_lib.plots.style import (
+    FULL_WIDTH_IN,
+    TIME_UNITS,
+    UNITS,
+    finish,
+    show_bytes,
+    style,
+    three_digits,
+    time_unit_for,
+    unit_for,
+)
+
+# ---------------------------------------------------------------- memory over time
+
+
+@dataclass(frozen=True)
+class TimelinePicture:
+    """The numbers drawn by `show_memory_timeline`: one stack of kinds per moment, in bytes."""
+
+    times_s: list[float]
+    bytes_by_kind: dict[str, list[int]]
+    phases: list[tuple[str, float, float]]
+    peak_s: float
+    peak_bytes: int
+    peak_by_kind: dict[str, int]
+
+
+def timeline_picture(timeline, max_points: int = 1500) -> TimelinePicture:
+    """Turn a tracker's `Timeline` into what is drawn: kinds in their fixed order, phases between marks, and the peak.
+
+    Of a long record only the highest moment in each of `max_points` slices is kept: the peak stays exact.
+    """
+    kinds = [kind for kind in KINDS if any(timeline.bytes_by_kind.get(kind, ()))]
+    times = list(timeline.times_s)
+    if not times or not kinds:
+        raise ValueError("the timeline holds no measurement; run at least one training step inside the tracker")
+    totals = [sum(timeline.bytes_by_kind[kind][i] for kind in kinds) for i in range(len(times))]
+    kept = _highest_of_each_slice(totals, max_points)
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    return TimelinePicture(
+        times_s=[times[i] for i in kept],
+        bytes_by_kind={kind: [timeline.bytes_by_kind[kind][i] for i in kept] for kind in kinds},
+        phases=_phases(timeline.marks, times[-1]),
+        peak_s=times[peak],
+        peak_bytes=totals[peak],
+        peak_by_kind={kind: timeline.bytes_by_kind[kind][peak] for kind in kinds},
+    )
+
+
+def _highest_of_each_slice(totals: Sequence[int], max_points: int) -> list[int]:
+    n = len(totals)
+    slices = min(n, max_points)
+    edges = [n * i // slices for i in range(slices + 1)]
+    kept = {max(range(start, stop), key=totals.__getitem__) for start, stop in pairwise(edges)}
+    return sorted(kept | {0, n - 1})
+
+
+def _phases(marks, end_s: float) -> list[tuple[str, float, float]]:
+    """Marks say where a phase begins; it lasts until the next one, the last until the end."""
+    marks = [(float(time_s), str(name)) for time_s, name in marks]
+    stops = [time_s for time_s, _ in marks[1:]] + [max(end_s, marks[-1][0]) if marks else end_s]
+    return [(name, start, stop) for (start, name), stop in zip(marks, stops) if stop > start]
+
+
+def draw_memory_timeline(axes, picture: TimelinePicture, unit: str) -> None:
+    """Stack the kinds over time, with the phases as a strip above and the peak labelled."""
+    scale = TIME_UNITS[time_unit_for(picture.times_s[-1])]
+    xs = [t / scale for t in picture.times_s]
+    floor = [0.0] * len(xs)
+    for kind, values in picture.bytes_by_kind.items():
+        top = [low + value / UNITS[unit] for low, value in zip(floor, values)]
+        axes.fill_between(
+            xs,
+            floor,
+            top,
+            step="post",
+            facecolor=KIND_COLORS[kind],
+            hatch=KIND_HATCHES[kind],
+            edgecolor="white",
+            linewidth=0,
+        )
+        axes.step(xs, top, where="post", color="white", linewidth=0.7)
+        floor = top
+    peak = picture.peak_bytes / UNITS[unit]
+    axes.axhline(peak, color=LIMIT_COLOR, linewidth=1, linestyle="--")
+    axes.set(xlim=(xs[0], xs[-1]), ylim=(0, peak * 1.28))
+    axes.text(xs[-1], peak, f"peak {show_bytes(picture.peak_bytes, unit)} ", ha="right", va="bottom", fontsize=9)
+    _draw_phases(axes, picture.phases, scale, peak)
+    axes.set_xlabel(f"time ({time_unit_for(picture.times_s[-1])})")
+    axes.set_ylabel(f"tensors alive ({unit})")
+    handles = [_kind_patch(kind) for kind in reversed(picture.bytes_by_kind)]
+    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+PHASE_SHADES = ("#FFFFFF", "#E6E6E6", "#C9C9C9", "#DADADA")
+
+
+def _draw_phases(axes, phases, scale: float, peak: float) -> None:
+    names = list(dict.fromkeys(name for name, _, _ in phases))
+    span = axes.get_xlim()[1] - axes.get_xlim()[0]
+    shortened = False
+    for name, start, stop in phases:
+        start, stop = start / scale, stop / scale
+        shade = PHASE_SHADES[names.index(name) % len(PHASE_SHADES)]
+        axes.fill_between([start, stop], peak * 1.17, peak * 1.28, facecolor=shade, edgecolor="black", linewidth=0.5)
+        share = (stop - start) / span
+        label = name if share > 0.015 * len(name) else name[:1].upper() if share > 0.012 else ""
+        shortened |= label != name
+        axes.text((start + stop) / 2, peak * 1.22, label, ha="center", va="center", fontsize=8)
+        axes.axvline(start, color="black", linewidth=0.5, alpha=0.5, ymax=1.17 / 1.28)
+    if shortened:
+        key = ", ".join(f"{name[:1].upper()} {name}" for name in names)
+        axes.annotate(
+            key,
+            (1, 1),
+            xycoords="axes fraction",
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            fontsize=8,
+        )
+
+
+def show_memory_timeline(
+    timeline, title: str = "Memory alive over the first steps of training", unit: str | None = None
+) -> None:
+    """Show a measured `Timeline` stacked by kind, with its phases and its peak."""
+    picture = timeline_picture(timeline)
+    with style():
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 3.8))
+        draw_memory_timeline(axes, picture, unit or unit_for(picture.peak_bytes))
+        axes.set_title(title, pad=16)
+        finish(figure)
+
+
+def _kind_patch(kind: str) -> Patch:
+    return Patch(facecolor=KIND_COLORS[kind], hatch=KIND_HATCHES[kind], edgecolor="white", label=kind)
+
+
+# ---------------------------------------------------------------- budgets against GPUs
+
+
+@dataclass(frozen=True)
+class BudgetBar:
+    """One bar: its label, bytes by kind in the fixed order, and the names of the GPUs that hold it."""
+
+    label: str
+    bytes_by_kind: dict[str, int]
+    total_bytes: int
+    fits: tuple[str, ...]
+
+
+def kinds_of(budget) -> dict[str, int]:
+    """Bytes by kind, in the fixed order and without zeros, of a mapping or of a `Budget`."""
+    if isinstance(budget, Mapping):
+        given = dict(budget)
+    else:
+        given = {kind: getattr(budget, kind, 0) for kind in KINDS}
+        given["overhead"] = sum(getattr(budget, "overheads", {}).values())
+    if unknown := set(given) - set(KINDS):
+        raise ValueError(f"kinds {sorted(unknown)} have no colour; use {', '.join(KINDS)}")
+    return {kind: int(given[kind]) for kind in KINDS if kind != "free" and given.get(kind, 0)}
+
+
+def budget_bars(budgets, limits_bytes: Mapping[str, int]) -> list[BudgetBar]:
+    """The numbers of `show_budgets`: each budget's kinds, its total, and the limits that hold it."""
+    if not isinstance(budgets, Mapping) or set(budgets) & set(KINDS):
+        budgets = {"": budgets}
+    bars = []
+    for label, budget in budgets.items():
+        by_kind = kinds_of(budget)
+        total = sum(by_kind.values())
+        bars.append(BudgetBar(label, by_kind, total, tuple(n for n, limit in limits_bytes.items() if total <= limit)))
+    return bars
+
+
+def gpu_limits(gpus) -> dict[str, int]:
+    """What fits on each GPU, as `{name: usable bytes}`; from records of `course_lib.hardware`, or a mapping already."""
+    return dict(gpus) if isinstance(gpus, Mapping) else {gpu.name: gpu.usable_bytes for gpu in gpus}
+
+
+def merge_limits(limits_bytes: Mapping[str, int], tolerance: float = 0.02) -> list[tuple[str, int]]:
+    """Limits that would be drawn on top of each other become one line that names them all, at the smallest of them."""
+    merged: list[tuple[list[str], int]] = []
+    for name, limit in sorted(limits_bytes.items(), key=lambda item: item[1]):
+        if merged and limit <= merged[-1][1] * (1 + tolerance):
+            merged[-1][0].append(name)
+        else:
+            merged.append(([name], limit))
+    return [(", ".join(names), limit) for names, limit in merged]
+
+
+def draw_budgets(
+    axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], unit: str = "GB", title: str = ""
+) -> None:
+    """Stacked horizontal bars with their numbers, and one line per GPU: what reaches past it is out of memory."""
+    size = UNITS[unit]
+    limits = merge_limits(limits_bytes)
+    extent = max([bar.total_bytes * 1.2 for bar in bars] + [limit * 1.1 for _, limit in limits]) / size
+    for row, bar in enumerate(bars):
+        _draw_stack(axes, row, bar, size, extent)
+        end = bar.total_bytes / size
+        axes.text(
+            end,
+            row,
+            f" {three_digits(end)} {unit}{_verdict(bar, limits_bytes)}",
+            va="center",
+            fontsize=9,
+            fontweight="bold",
+            linespacing=1.3,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.8},
+        )
+    levels = label_levels([(limit / size, _limit_label(name, limit, unit)) for name, limit in limits], extent)
+    for (name, limit), level in zip(limits, levels):
+        _draw_limit(axes, limit / size, _limit_label(name, limit, unit), level)
+    axes.set_title(title, pad=8 + 13 * (max(levels, default=-1) + 1))
+    axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
+    axes.tick_params(axis="y", length=0)
+    axes.set(
+        xlim=(0, extent), ylim=(len(bars) - 0.4, -0.6), xlabel=f"memory ({unit}, 1 {unit} = {UNITS[unit]:,} bytes)"
+    )
+    shown = [kind for kind in KINDS if any(kind in bar.bytes_by_kind for bar in bars)]
+    axes.legend(
+        handles=[_kind_patch(kind) for kind in shown],
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0),
+        bbox_transform=axes.transAxes,
+        ncol=len(shown),
+        borderaxespad=4.2,
+        columnspacing=1.2,
+    )
+
+
+def _draw_stack(axes, row: float, bar: BudgetBar, size: int, extent: float) -> None:
+    left = 0.0
+    for kind, value_bytes in bar.bytes_by_kind.items():
+        width = value_bytes / size
+        color = KIND_COLORS[kind]
+        axes.barh(
+            row, width, left=left, height=0.62, color=color, hatch=KIND_HATCHES[kind], edgecolor="white", linewidth=0.8
+        )
+        label = three_digits(width)
+        if width / extent > 0.011 * len(label) + 0.01:
+            axes.text(
+                left + width / 2,
+                row,
+                label,
+                ha="center",
+                va="center",
+                fontsize=9,
+                color=text_on(color),
+                bbox={"facecolor": color, "edgecolor": "none", "pad": 1.2},
+            )
+        left += width
+
+
+def _verdict(bar: BudgetBar, limits_bytes: Mapping[str, int]) -> str:
+    if not limits_bytes:
+        return ""
+    if not bar.fits:
+        return "\n out of memory" + (" on all" if len(limits_bytes) > 1 else "")
+    return "\n fits" + (f" {len(bar.fits)} of {len(limits_bytes)}" if len(limits_bytes) > 1 else "")
+
+
+def _limit_label(name: str, limit: int, unit: str) -> str:
+    return f"{name}: {three_digits(limit / UNITS[unit])} {unit}"
+
+
+def label_levels(labels: Sequence[tuple[float, str]], extent: float) -> list[int]:
+    """On which line above the axes each (x, text) goes, so that no two touch: the lowest line with room."""
+    ends: list[float] = []
+    levels = []
+    for x, text in labels:
+        half = 0.0058 * len(text) * extent
+        level = next((i for i, end in enumerate(ends) if x - half > end), len(ends))
+        ends[level : level + 1] = [x + half]
+        levels.append(level)
+    return levels
+
+
+def _draw_limit(axes, x: float, label: str, level: int) -> None:
+    axes.axvline(x, color=LIMIT_COLOR, linestyle="--", linewidth=1.4)
+    axes.annotate(
+        label,
+        (x, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(0, 3 + 13 * level),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        fontsize=8.5,
+    )
+
+
+def show_budgets(budgets, gpus=(), title: str = "What training needs, and what a GPU has", unit: str = "GB") -> None:
+    """Show one budget, or several as `{label: budget}`, against GPUs (of `hardware.GPUS`, or `{name: bytes}`)."""
+    limits = gpu_limits(gpus)
+    bars = budget_bars(budgets, limits)
+    with style():
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.9 + 0.55 * len(bars)))
+        draw_budgets(axes, bars, limits, unit, title)
+        finish(figure)

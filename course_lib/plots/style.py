@@ -1,0 +1,87 @@
+"""How every picture of the course is drawn: sizes, fonts, units and the way it is shown."""
+
+import matplotlib
+import matplotlib.pyplot as plt
+
+FULL_WIDTH_IN = 8.5
+
+_STYLE = {
+    "figure.dpi": 80,
+    "savefig.dpi": 80,
+    "figure.constrained_layout.use": True,
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "hatch.linewidth": 0.6,
+    "lines.linewidth": 2,
+}
+
+
+def style():
+    """The course's drawing settings, as a context manager: nothing is changed outside the `with`."""
+    return matplotlib.rc_context(_STYLE)
+
+
+def finish(figure) -> None:
+    """Show the figure, then free it; a figure that stays open is memory that a long notebook never gets back."""
+    plt.show()
+    plt.close(figure)
+
+
+def three_digits(value: float) -> str:
+    """A number as a reader wants it: 0.0123, 1.23, 12.3, 123, 1,234."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 99.95:
+        return f"{value:,.0f}"
+    if abs(value) >= 9.995:
+        return f"{value:.1f}"
+    if abs(value) >= 0.9995:
+        return f"{value:.2f}"
+    return f"{value:.3g}"
+
+
+UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+
+
+def unit_for(value_bytes: float, binary: bool = False) -> str:
+    """The largest unit in which the value is at least one: decimal (MB, GB) or binary (MiB, GiB)."""
+    names = ("B", "KiB", "MiB", "GiB", "TiB") if binary else ("B", "KB", "MB", "GB", "TB")
+    fitting = [name for name in names if value_bytes >= UNITS[name]]
+    return fitting[-1] if fitting else "B"
+
+
+def show_bytes(value_bytes: float, unit: str | None = None) -> str:
+    """Bytes with a named unit, such as `16.1 GB`; without `unit` the largest decimal one that fits."""
+    unit = unit or unit_for(value_bytes)
+    return f"{three_digits(value_bytes / UNITS[unit])} {unit}"
+
+
+TIME_UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+
+
+def time_unit_for(value_s: float) -> str:
+    """s, ms or µs: the largest in which the value is at least one."""
+    return next((name for name, size in TIME_UNITS.items() if value_s >= size), "µs")
+
+
+def show_seconds(value_s: float) -> str:
+    """Seconds with a fitting unit, such as `2.34 ms`."""
+    unit = time_unit_for(value_s)
+    return f"{three_digits(value_s / TIME_UNITS[unit])} {unit}"

@@ -1,0 +1,163 @@
+"""Who is busy when: compute and communication of each rank, and the communication that nothing hides."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib.pyplot as plt
+
+from course_lib.plots.palette import COMMUNICATION_COLOR, COMPUTE_COLOR, EXPOSED_COLOR, mix, text_on
+from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, show_seconds, style, time_unit_for
+
+COMPUTE_LANE = "compute"
+
+
+@dataclass(frozen=True)
+class TimelineBar:
+    """One span as drawn: its row, its times, its name, and whether it is computation."""
+
+    row: int
+    name: str
+    start_s: float
+    stop_s: float
+    compute: bool
+
+
+@dataclass(frozen=True)
+class OverlapPicture:
+    """The rows, the bars, and the intervals of communication during which that rank computes nothing."""
+
+    rows: list[str]
+    bars: list[TimelineBar]
+    exposed: list[tuple[int, float, float]]
+    exposed_s: dict[int, float]
+    end_s: float
+
+
+def subtract(interval: tuple[float, float], busy: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The parts of `interval` that no interval of `busy` covers."""
+    start, stop = interval
+    left = []
+    for low, high in sorted(busy):
+        if low > start:
+            left.append((start, min(low, stop)))
+        start = max(start, high)
+        if start >= stop:
+            break
+    if start < stop:
+        left.append((start, stop))
+    return [(a, b) for a, b in left if b > a]
+
+
+def merge(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same moments as intervals that do not overlap."""
+    merged: list[list[float]] = []
+    for start, stop in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], stop)
+        else:
+            merged.append([start, stop])
+    return [(start, stop) for start, stop in merged]
+
+
+def overlap_picture(spans: Sequence) -> OverlapPicture:
+    """Turn `Span`s into rows, one for each rank and lane, and find each rank's exposed communication."""
+    if not spans:
+        raise ValueError("there are no spans to draw; give at least one Span(rank, lane, name, start_s, stop_s)")
+    lanes = sorted(
+        {(span.rank, span.lane) for span in spans}, key=lambda lane: (lane[0], lane[1] != COMPUTE_LANE, lane[1])
+    )
+    row_of = {lane: row for row, lane in enumerate(lanes)}
+    exposed, exposed_s = [], {}
+    for rank in sorted({rank for rank, _ in lanes}):
+        busy = [(s.start_s, s.stop_s) for s in spans if s.rank == rank and s.lane == COMPUTE_LANE]
+        others = [s for s in spans if s.rank == rank and s.lane != COMPUTE_LANE]
+        for span in others:
+            exposed += [(row_of[rank, span.lane], *part) for part in subtract((span.start_s, span.stop_s), busy)]
+        waiting = [part for whole in merge([(s.start_s, s.stop_s) for s in others]) for part in subtract(whole, busy)]
+        exposed_s[rank] = sum(stop - start for start, stop in waiting)
+    return OverlapPicture(
+        rows=[f"rank {rank} {lane}" for rank, lane in lanes],
+        bars=[TimelineBar(row_of[s.rank, s.lane], s.name, s.start_s, s.stop_s, s.lane == COMPUTE_LANE) for s in spans],
+        exposed=exposed,
+        exposed_s=exposed_s,
+        end_s=max(span.stop_s for span in spans),
+    )
+
+
+def draw_overlap(axes, picture: OverlapPicture) -> None:
+    """Draw the lanes; exposed communication is hatched and its sum is written."""
+    unit = time_unit_for(picture.end_s)
+    scale = TIME_UNITS[unit]
+    for bar in picture.bars:
+        _draw_bar(axes, bar, scale, picture.end_s)
+    for row, start, stop in picture.exposed:
+        axes.barh(
+            row,
+            (stop - start) / scale,
+            left=start / scale,
+            height=0.72,
+            facecolor="none",
+            edgecolor=EXPOSED_COLOR,
+            hatch="////",
+            linewidth=1.6,
+        )
+    axes.set_yticks(range(len(picture.rows)), picture.rows)
+    axes.set(ylim=(len(picture.rows) - 0.4, -0.6), xlim=(0, picture.end_s / scale * 1.02), xlabel=f"time ({unit})")
+    worst = max(picture.exposed_s.values())
+    note = f"one step {show_seconds(picture.end_s)}; communication that nothing hides (hatched): {show_seconds(worst)}"
+    axes.annotate(
+        note,
+        (1, 1),
+        xycoords="axes fraction",
+        xytext=(0, 2),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        fontsize=9,
+    )
+
+
+def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float) -> None:
+    color = COMPUTE_COLOR if bar.compute else COMMUNICATION_COLOR
+    if bar.compute and bar.name.startswith("forward"):
+        color = mix(color, "#FFFFFF", 0.55)
+    width = bar.stop_s - bar.start_s
+    axes.barh(
+        bar.row, width / scale, left=bar.start_s / scale, height=0.72, color=color, edgecolor="white", linewidth=1
+    )
+    label = bar.name if width / end_s > 0.0125 * len(bar.name) else bar.name.split()[-1]
+    if width / end_s > 0.0125 * len(label):
+        axes.text(
+            (bar.start_s + bar.stop_s) / 2 / scale,
+            bar.row,
+            label,
+            ha="center",
+            va="center",
+            fontsize=8.5,
+            color=text_on(color),
+            bbox={"facecolor": color, "edgecolor": "none", "pad": 1},
+            zorder=3,
+        )
+
+
+def show_overlap(spans: Sequence, title: str = "Computation and communication of one step") -> None:
+    """Show `Span`s as lanes, one for each rank and lane; give a mapping `{label: spans}` to compare several steps."""
+    pictures = {label: overlap_picture(s) for label, s in (spans.items() if isinstance(spans, dict) else [("", spans)])}
+    heights = [0.55 + 0.34 * len(picture.rows) for picture in pictures.values()]
+    with style():
+        figure, panels = plt.subplots(
+            len(pictures),
+            1,
+            figsize=(FULL_WIDTH_IN, sum(heights) + 0.75),
+            squeeze=False,
+            sharex=True,
+            height_ratios=heights,
+        )
+        slowest = max(picture.end_s for picture in pictures.values())
+        for axes, (label, picture) in zip(panels[:, 0], pictures.items()):
+            draw_overlap(axes, picture)
+            axes.set_xlim(0, slowest / TIME_UNITS[time_unit_for(slowest)] * 1.02)
+            axes.set_title(label, fontsize=10)
+            axes.label_outer()
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        finish(figure)
