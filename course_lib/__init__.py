@@ -1,1 +1,67 @@
-"""How large language models are trained on many GPUs: the package behind the notebooks."""
+"""How large language models are trained on many GPUs: the package behind the notebooks, in reading order.
+
+A file imports from its own part and from the parts above it, never from one below; tests/test_layers.py reads this map.
+
+1. A world of N ranks
+    launch.py              launch(fn, world_size, *args) -> what each rank returned; time limits, errors with their rank
+    _rank.py               inside one rank: prepare the process, call the function, report
+    _processes.py          where ranks come from: a fork server, or spawn on Windows
+    _fork_server.py        the process that ranks are forked from
+    _watch.py              the notebook's side of a launch: listen until all are done, one failed, or time is up
+    _failures.py           from what ranks reported to one readable error
+    _accelerate.py         accelerate.notebook_launcher behind the same call
+    mesh.py                the mesh pp x dp x cp x tp: rank <-> coordinates, and the groups of each axis
+    comm.py                the collectives as the course uses them, and a ring written by hand
+    meter.py               bytes on the wire, by collective and by axis
+    compat.py              every difference between torch versions
+2. The program being parallelised (it knows nothing of ranks)
+    config.py              ModelConfig, and presets with the exact shapes of published models
+    attention.py           the attention core, explicit and fused
+    model.py               Llama: RMSNorm, RoPE, grouped-query attention, SwiGLU
+    gpt.py                 GPT-2, GPT-3 and the XLM-R encoder from the same blocks
+    lora.py                frozen weights and thin trained products beside them
+    offload.py             activations that wait on the host for backward
+    precision.py           number formats, and AdamW with FP32 masters
+    data.py                real text, offline, one token a byte; each dp rank's share
+    training.py            the single-process reference: loss, accumulation, recomputation, steps
+    hf_weights.py          weights to and from the transformers library
+3. Arithmetic
+    hardware.py            GPUs and links: every number with its unit and source
+    timing.py              bytes and seconds of collectives, FLOPs of a step, MFU and HFU
+    memory/__init__.py     memory of training, predicted and measured
+    memory/states.py       parameters, gradients, optimizer states, by precision recipe
+    memory/activations.py  activations of the course's own models, term by term
+    memory/papers.py       activations as the papers count them
+    memory/formulas.py     the whole budget before running
+    memory/tracker.py      tensors alive, by kind, over time
+    memory/cuda.py         what a GPU holds besides tensors
+    memory/profile.py      predicted beside measured
+4. One file per parallelism; the same names in both folders
+    parallel/__init__.py   from scratch
+    parallel/data.py       data parallel: naive, overlapped, bucketed
+    native/__init__.py     as PyTorch ships it
+    native/data.py         DistributedDataParallel, and Accelerate on top
+6. What people see
+    plots/__init__.py      pictures from plain records
+    plots/palette.py       one colour for one kind of memory and one mesh axis
+    plots/style.py         sizes, fonts, units
+    plots/memory.py        memory over time, and budgets against GPUs
+    plots/collectives.py   where values are, step by step
+    plots/timeline.py      compute and communication side by side
+    plots/ladder.py        one measure after another, and what each gains
+    widgets/__init__.py    sliders on the same pictures
+7. For learners, and for those who maintain the course
+    checks/__init__.py     the graders of the exercises, a file a chapter
+    checks/core.py         fresh numbers, real ranks, named misconceptions
+    checks/observe.py      an answer at work on real ranks: what it returned, sent and received
+    checks/ranks.py        graders of chapter 00
+    checks/alpha_beta.py   graders of chapter 00: its arithmetic
+    authoring/__init__.py  notebooks as source code
+    authoring/form.py      the one form in which a notebook is stored
+    authoring/mirrors.py   cells held to the package
+    authoring/exercises.py exercises from solutions
+    authoring/rules.py     what a notebook must satisfy
+    authoring/__main__.py  fmt, mirrors, exercises, check, badges
+    cli.py                 course doctor, run, demo, bench
+    __main__.py            python -m course_lib
+"""
