@@ -25,7 +25,8 @@ class CudaMemory:
 
     @property
     def outside_allocator_bytes(self) -> int:
-        """Used on the device but not by PyTorch's allocator: the CUDA context, NCCL's and libraries' buffers, other processes."""
+        """Used on the device but not by PyTorch's allocator: the CUDA context, NCCL's and libraries' buffers,
+        other processes."""
         return self.device_used_bytes - self.reserved_bytes
 
     @property

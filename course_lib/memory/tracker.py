@@ -1,14 +1,17 @@
 """Measure tensors: which bytes are alive, of what kind, when. One tracker for a CPU, a GPU and for fake tensors.
 
-A TorchDispatchMode sees every operator that makes a tensor. A weak reference on the tensor's storage tells when its bytes are freed.
+A TorchDispatchMode sees every operator that makes a tensor. A weak reference on the tensor's storage tells when its
+bytes are freed.
 What remains is to say of each storage what it *is*; the whole answer:
 
-- parameters, gradients, optimizer: the storages of the model's parameters, of their `.grad`, of the optimizer's state (masters included).
+- parameters, gradients, optimizer: the storages of the model's parameters, of their `.grad`, of the optimizer's
+  state (masters included).
 - activations: made in a forward pass (or in a recomputed one) and still there when the backward pass goes on.
 - gathered: whole parameters assembled from shards (FSDP's resized storages, or what `claim` says).
 - temporary: the rest: what operators need and drop, gradients on their way, the optimizer's work space.
 
-A storage has one kind for its whole life, so the kind may become known after its birth: the timeline is drawn from the events at the end.
+A storage has one kind for its whole life, so the kind may become known after its birth:
+the timeline is drawn from the events at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ _FORWARD, _BACKWARD, _RECOMPUTE, _OPTIMIZER = "forward", "backward", "recompute"
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bytes alive after each allocation and each release, by kind; marks are (time_s, name of the phase that begins)."""
+    """Bytes alive after each allocation and each release, by kind; marks are (time_s, name of the phase that
+    begins)."""
 
     times_s: list[float]
     bytes_by_kind: dict[str, list[int]]
@@ -68,6 +72,20 @@ class Timeline:
         )
 
 
+class _StorageRef(weakref.ref):
+    """A weak reference that remembers where the storage was."""
+
+    __slots__ = ("address",)
+
+    def __new__(cls, storage: torch.UntypedStorage, callback: Callable) -> _StorageRef:
+        reference = super().__new__(cls, storage, callback)
+        reference.address = storage._cdata
+        return reference
+
+    def __init__(self, storage: torch.UntypedStorage, callback: Callable) -> None:
+        super().__init__(storage, callback)
+
+
 class _Block:
     """One storage: its size now, its kind (perhaps undecided), and the stretch of forward computation that made it."""
 
@@ -75,7 +93,7 @@ class _Block:
 
     def __init__(self, kind: str, nbytes: int, episode: int) -> None:
         self.kind, self.nbytes, self.episode = kind, nbytes, episode
-        self.reference: weakref.ref | None = None
+        self.reference: _StorageRef | None = None
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -85,7 +103,8 @@ class MemoryTracker(TorchDispatchMode):
         train_step(...)
     tracker.peak_bytes, tracker.peak_by_kind, tracker.timeline
 
-    Counted are the storages on the model's device that are made inside the block, and those of the model and the optimizer.
+    Counted are the storages on the model's device that are made inside the block, and those of the model and the
+    optimizer.
     Phases are marked by hooks, which are removed on leaving. Under FakeTensorMode, enter that mode first.
 
     Raises   ValueError if the model has no parameters, or the optimizer offers no step hooks
@@ -110,6 +129,7 @@ class MemoryTracker(TorchDispatchMode):
         self._total = self._peak = 0
         self._phase, self._episode, self._paused, self._in_optimizer = _FORWARD, 0, 0, False
         self._start_s = time.perf_counter()
+        self._active = False  # inside the `with` block: later releases change totals, but not the record
         self._cleanup: contextlib.ExitStack | None = None
 
     # ---- what one asks it
@@ -131,7 +151,8 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def timeline(self) -> Timeline:
-        """Replay the events, now that every storage's kind is known. Undecided ones that are still alive count as activations."""
+        """Replay the events, now that every storage's kind is known. Undecided ones that are still alive count as
+        activations."""
         self._classify_known()
         now = dict(self._start_bytes)
         times_s: list[float] = []
@@ -184,6 +205,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def __enter__(self) -> MemoryTracker:
         with contextlib.ExitStack() as stack:
+            self._active = True
+            stack.callback(self._deactivate)
             self._classify_known()
             self.reset()
             self._start_s = time.perf_counter()
@@ -200,8 +223,11 @@ class MemoryTracker(TorchDispatchMode):
         try:
             super().__exit__(*exception)
         finally:
-            self._cleanup.close()
             self._classify_known()
+            self._cleanup.close()
+
+    def _deactivate(self) -> None:
+        self._active = False
 
     def _register_hooks(self) -> list:
         """Register the hooks that tell phases and gradients, and return their handles."""
@@ -220,7 +246,6 @@ class MemoryTracker(TorchDispatchMode):
 
     def _before_forward(self, module: nn.Module, args: tuple) -> None:
         if torch._C._current_graph_task_id() == -1:  # not when the whole model is recomputed
-            self._classify_known()
             self.mark(_FORWARD)
 
     def _after_grad(self, parameter: torch.Tensor) -> None:
@@ -239,20 +264,28 @@ class MemoryTracker(TorchDispatchMode):
 
     # ---- seeing operators
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps __torch_dispatch__ in a guard that costs as much as the counting
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for kind in types:
-            if kind is not torch.Tensor and _is_dtensor(kind):
+            if _is_dtensor(kind):
                 return NotImplemented  # DTensor turns it into operators on local tensors, which come here again
         if self._paused:
             return func(*args, **(kwargs or {}))
         self._note_phase()
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            self._see(out, args, kwargs)
-        elif out is not None:
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, torch.Tensor):
-                    self._see(leaf, args, kwargs)
+        makes_storage = _makes_storage.get(func)
+        if makes_storage is None:
+            makes_storage = _makes_storage[func] = returns_fresh_storage(func)
+        if makes_storage:
+            if isinstance(out, torch.Tensor):
+                self._see(out)
+            else:
+                for leaf in tree_leaves(out):
+                    if isinstance(leaf, torch.Tensor):
+                        self._see(leaf)
         return out
 
     def _note_phase(self) -> None:
@@ -269,28 +302,27 @@ class MemoryTracker(TorchDispatchMode):
                 self.mark(_BACKWARD)
             self._phase = phase
 
-    def _see(self, tensor: torch.Tensor, args: tuple, kwargs: dict | None) -> None:
+    def _see(self, tensor: torch.Tensor) -> None:
         for local in local_tensors(tensor):
             if local.device.type != self.device_type:
                 continue
             storage = local.untyped_storage()
             block = self._blocks.get(storage._cdata)
             if block is None:
-                if not _shares_storage(storage._cdata, args, kwargs):  # a view of something that was there before
-                    kind = _UNDECIDED if self._phase in (_FORWARD, _RECOMPUTE) else "temporary"
-                    self._add(storage, kind)
+                kind = _UNDECIDED if self._phase in (_FORWARD, _RECOMPUTE) else "temporary"
+                self._add(storage, kind)
             elif block.nbytes != storage.nbytes():
                 self._resize(block, storage.nbytes())
 
     def _add(self, storage: torch.UntypedStorage, kind: str) -> None:
-        address, nbytes = storage._cdata, storage.nbytes()
+        nbytes = storage.nbytes()
         block = _Block(kind, nbytes, self._episode)
-        block.reference = weakref.ref(storage, lambda _: self._free(address))
-        self._blocks[address] = block
+        block.reference = _StorageRef(storage, self._free)
+        self._blocks[block.reference.address] = block
         self._event(block, nbytes)
 
-    def _free(self, address: int) -> None:
-        block = self._blocks.pop(address, None)
+    def _free(self, reference: _StorageRef) -> None:
+        block = self._blocks.pop(reference.address, None)
         if block is None:
             return
         if block.kind == _UNDECIDED:
@@ -303,15 +335,16 @@ class MemoryTracker(TorchDispatchMode):
         self._event(block, change)
 
     def _event(self, block: _Block, change: int) -> None:
-        if change:
-            self._total += change
+        self._total += change
+        if change and self._active:
             self._peak = max(self._peak, self._total)
             self._events.append((time.perf_counter() - self._start_s, block, change))
 
     # ---- saying what a storage is
 
     def _classify_known(self) -> None:
-        """Name the storages of parameters, gradients and optimizer state: FSDP and optimizers replace them as they like."""
+        """Name the storages of parameters, gradients and optimizer state: FSDP and optimizers replace them as they
+        like."""
         for parameter in self.model.parameters():
             self.claim(parameter, "parameters")
             for gradient in (
@@ -333,7 +366,8 @@ class MemoryTracker(TorchDispatchMode):
     def _set_kind(self, storage: torch.UntypedStorage, kind: str) -> None:
         block = self._blocks.get(storage._cdata)
         if block is None:
-            self._add(storage, kind)
+            if self._active:
+                self._add(storage, kind)
         elif block.kind != "gathered" or kind == "gathered":
             block.kind = kind
 
@@ -381,7 +415,8 @@ def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _is_recomputing() -> bool:
-    """Inside a backward pass only a checkpoint records operators again, or watches what they save (custom Functions run unrecorded)."""
+    """Inside a backward pass only a checkpoint records operators again, or watches what they save (custom Functions
+    run unrecorded)."""
     return torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -390,13 +425,17 @@ def _is_dtensor(kind: type) -> bool:
     return module is not None and issubclass(kind, module.DTensor)
 
 
-def _shares_storage(address: int, args: tuple, kwargs: dict | None) -> bool:
-    leaves = tree_leaves((args, kwargs))
-    return any(isinstance(x, torch.Tensor) and address in _addresses(x) for x in leaves)
+_makes_storage: dict[object, bool] = {}  # operator -> whether its outputs may need counting; it never changes
 
 
-def _addresses(tensor: torch.Tensor) -> list[int]:
-    return [local.untyped_storage()._cdata for local in local_tensors(tensor)]
+def returns_fresh_storage(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator's outputs lie in storage of their own (or resized), going by its schema.
+
+    A view or an in-place operator returns its input's storage, which was counted when it was made, or existed before.
+    """
+    if func._schema.name in ("aten::lift_fresh", "aten::resize_"):  # torch.tensor(...) appears with the first
+        return True
+    return any(returned.alias_info is None for returned in func._schema.returns)
 
 
 def _sharding_propagation() -> list[tuple[type, str]]:
