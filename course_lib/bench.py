@@ -1,0 +1,95 @@
+"""The course's own implementations against PyTorch's own, in one run: `course bench`.
+
+Both are built in the same ranks and take turns, so that whatever else the machine does hits both. A round's ratio is
+PyTorch's time over ours: 1.1 means that ours is a tenth faster. Reported is the median of the rounds; the spread is
+the middle half of them. Seconds on a CPU say nothing of clusters; that the hand-written code wastes none, they do say.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from course_lib import model
+from course_lib.config import PRESETS
+from course_lib.launch import launch
+from course_lib.native import data as native_data
+from course_lib.parallel import data as parallel_data
+
+TECHNIQUES: dict[str, tuple[ModuleType, ModuleType]] = {"data": (parallel_data, native_data)}
+LOWEST_RATIO = 0.9  # what `--check` asks for
+WARM_UP_ROUNDS = 3  # DDP rebuilds its buckets in its second step
+
+
+def bench(techniques: Sequence[str] | None = None, ranks: Sequence[int] = (2, 4), rounds: int = 30) -> list[dict]:
+    """One record for each technique and number of ranks: technique, ranks, ratio, spread, rounds, medians in seconds.
+
+    A step here is forward, backward and the communication of gradients on the preset `mini` (2.9 million parameters, 64
+    tokens a rank, so that communication weighs much). The optimizer is left out: it is the same on both sides.
+
+    Raises   ValueError for an unknown technique, or fewer than 2 rounds
+    """
+    names = list(TECHNIQUES) if techniques is None else list(techniques)
+    unknown = sorted(set(names) - set(TECHNIQUES))
+    if unknown:
+        raise ValueError(f"techniques {unknown} are unknown; choose from {', '.join(TECHNIQUES)}")
+    if rounds < 2:
+        raise ValueError(f"rounds is {rounds}; a spread needs at least 2")
+    return [summarise(name, size, launch(times, size, name, rounds, quiet=True)) for name in names for size in ranks]
+
+
+def times(technique: str, rounds: int) -> list[tuple[float, float]]:
+    """In a rank: seconds of a step (from scratch, PyTorch's own) in each round; who goes first alternates."""
+    modules = TECHNIQUES[technique]
+    group = dist.group.WORLD
+    engines = [module.build(model.build(PRESETS["mini"]), group) for module in modules]
+    tokens_BS = torch.randint(256, (1, 65), generator=torch.Generator().manual_seed(dist.get_rank()))
+    micro_batches = [(tokens_BS[:, :-1], tokens_BS[:, 1:])]
+    measured = []
+    for index in range(rounds + WARM_UP_ROUNDS):
+        seconds = [0.0, 0.0]
+        for side in (0, 1) if index % 2 else (1, 0):
+            dist.barrier(group)
+            start_s = time.perf_counter()
+            modules[side].accumulate_gradients(engines[side], micro_batches)
+            seconds[side] = time.perf_counter() - start_s
+            engines[side].zero_grad()
+        measured.append((seconds[0], seconds[1]))
+    return measured[WARM_UP_ROUNDS:]
+
+
+def summarise(technique: str, ranks: int, seconds_of_rank: Sequence[Sequence[tuple[float, float]]]) -> dict:
+    """A step takes as long as its slowest rank; the ratio is taken round by round, then its median and quartiles."""
+    slowest = [[max(pair) for pair in zip(*of_rounds)] for of_rounds in zip(*seconds_of_rank)]
+    scratch_s, pytorch_s = ([pair[side] for pair in slowest] for side in (0, 1))
+    lower, middle, upper = statistics.quantiles([p / s for s, p in zip(scratch_s, pytorch_s)], n=4, method="inclusive")
+    return {
+        "technique": technique,
+        "ranks": ranks,
+        "ratio": round(middle, 3),
+        "spread": [round(lower, 3), round(upper, 3)],
+        "rounds": len(slowest),
+        "scratch_s": round(statistics.median(scratch_s), 5),
+        "pytorch_s": round(statistics.median(pytorch_s), 5),
+    }
+
+
+def table(records: Sequence[dict]) -> str:
+    lines = ["technique   ranks   from scratch   PyTorch's own   ratio   middle half of rounds"]
+    for r in records:
+        lines.append(
+            f"{r['technique']:<12}{r['ranks']:>5}{r['scratch_s'] * 1e3:>12.1f} ms{r['pytorch_s'] * 1e3:>13.1f} ms"
+            f"{r['ratio']:>8.2f}   {r['spread'][0]:.2f} to {r['spread'][1]:.2f}"
+        )
+    return "\n".join(lines)
+
+
+def main(as_json: bool = False, check: bool = False) -> int:
+    """Prints the records; with `check`, 1 if a ratio is below LOWEST_RATIO, otherwise 0."""
+    records = bench()
+    print(json.dumps(records, indent=2) if as_json else table(records))
+    return 1 if check and min(record["ratio"] for record in records) < LOWEST_RATIO else 0
