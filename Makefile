@@ -16,11 +16,13 @@ else
   RUN := $(VENV)/bin/python
   STAMP := $(VENV)/.installed
 endif
+ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
+LAB_FLAGS ?=
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
 
 .PHONY: help setup lab test lint unit nbval demo bench doctor fmt notebooks exercises mirrors check badges \
-        test-gpu test-browser test-stream test-grading clean
+        test-gpu test-browser test-grading clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,7 +38,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 lab: setup  ## open JupyterLab at chapter 00, on this machine only
-	$(RUN) -m jupyterlab --ip=127.0.0.1 notebooks/00_ranks_and_collectives.ipynb
+	$(RUN) -m jupyterlab --ip=127.0.0.1 $(ROOT_FLAG) $(LAB_FLAGS) notebooks/00_ranks_and_collectives.ipynb
 
 test: setup  ## everything: lint, unit tests, every notebook and solution under strict nbval
 	@$(MAKE) --no-print-directory lint
@@ -48,10 +50,10 @@ lint: setup  ## ruff, for the package, the tests and the notebooks
 	$(RUN) -m ruff format --check .
 
 unit: setup  ## the tests of the package
-	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --ignore=tests/gpu --ignore=tests/browser
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --ignore=tests/gpu --ignore=tests/browser --ignore=tests/test_grading.py
 
 nbval: setup  ## every notebook and solution runs, and prints what it stores
-	@if [ -n "$(NOTEBOOKS)" ]; then $(RUN) -m pytest $(NBVAL) $(NOTEBOOKS); else echo "no notebooks yet"; fi
+	@if [ -n "$(NOTEBOOKS)" ]; then env -u MPLBACKEND $(RUN) -m pytest $(NBVAL) $(NOTEBOOKS); else echo "no notebooks yet"; fi
 
 demo: setup  ## one table: the same tiny Llama trained by 1, 2 and 4 ranks
 	$(RUN) -m course_lib demo
@@ -68,7 +70,7 @@ fmt: setup  ## ruff format and fixes; notebooks in their normal form
 	$(RUN) -m course_lib.authoring fmt
 
 notebooks: setup  ## run every notebook and solution and store its outputs; then mirrors, exercises and form
-	@for path in $(NOTEBOOKS); do $(RUN) -m course_lib run $$path --save; done
+	@for path in $(NOTEBOOKS); do $(RUN) -m course_lib run $$path --save || exit 1; done
 	$(RUN) -m course_lib.authoring fmt
 
 mirrors: setup  ## rewrite the cells that mirror the package

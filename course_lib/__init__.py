@@ -61,6 +61,7 @@ A file imports from its own part and from the parts above it, never from one bel
     authoring/mirrors.py   cells held to the package
     authoring/exercises.py exercises from solutions
     authoring/rules.py     what a notebook must satisfy
+    authoring/readme.py    the map that you are reading, copied into the README
     authoring/__main__.py  fmt, mirrors, exercises, check, badges
     cli.py                 course doctor, run, demo, bench
     __main__.py            python -m course_lib

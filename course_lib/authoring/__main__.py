@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from course_lib.authoring.exercises import exercise_problems, move_to, write_exercises
 from course_lib.authoring.form import ROOT, format_notebooks, notebook_paths
 from course_lib.authoring.mirrors import rewrite_mirrors
+from course_lib.authoring.readme import write_map
 from course_lib.authoring.rules import notebook_problems
 
 
@@ -15,9 +17,14 @@ def check() -> list[str]:
     return [problem for path in paths for problem in notebook_problems(path)] + exercise_problems()
 
 
+def fmt() -> list[Path]:
+    """Write notebooks and solutions in their normal form, and the README's map."""
+    return format_notebooks() + write_map()
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line: see the module's docstring."""
-    commands = {"fmt": format_notebooks, "mirrors": rewrite_mirrors, "exercises": write_exercises, "check": check}
+    commands = {"fmt": fmt, "mirrors": rewrite_mirrors, "exercises": write_exercises, "check": check}
     parser = argparse.ArgumentParser(prog="python -m course_lib.authoring", description=__doc__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for name, function in commands.items():

@@ -1,0 +1,30 @@
+"""The README's map of the package: copied from the docstring of course_lib, where it is kept."""
+
+import ast
+from pathlib import Path
+
+from course_lib.authoring.form import ROOT
+
+START, STOP = "<!-- map: written by make fmt from course_lib/__init__.py -->\n", "<!-- end of the map -->"
+
+
+def package_map(root: Path = ROOT) -> str:
+    """The parts and files of course_lib, one line a file, as its docstring lists them."""
+    doc = ast.get_docstring(ast.parse((root / "course_lib" / "__init__.py").read_text(encoding="utf-8")))
+    return doc[doc.index("\n1. ") + 1 :].rstrip("\n")
+
+
+def with_map(readme: str, root: Path = ROOT) -> str:
+    """A README's text with the map as it is now between its two marks."""
+    before, _, rest = readme.partition(START)
+    return f"{before}{START}```\n{package_map(root)}\n```\n{STOP}{rest.partition(STOP)[2]}"
+
+
+def write_map(root: Path = ROOT) -> list[Path]:
+    """Write the map into the README; returns it if it changed."""
+    path = root / "README.md"
+    text = path.read_text(encoding="utf-8")
+    if with_map(text, root) == text:
+        return []
+    path.write_text(with_map(text, root), encoding="utf-8")
+    return [path]

@@ -1,0 +1,138 @@
+"""The project as files: README, pins, environment, licence, and nothing of any one machine."""
+
+import re
+import subprocess
+import tomllib
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from course_lib.authoring import ROOT, notebook_paths
+from course_lib.authoring.readme import package_map
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+NOT_OURS = {".git", ".venv", "build", "dist", "docs", "__pycache__", ".gitignore", "shared"}
+
+
+def files() -> list[str]:
+    """What git tracks or would; in an archive without git, everything."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+# The README
+
+
+def commands() -> list[str]:
+    """Each command of the README's bash blocks, without its comment."""
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    return [line.split("#")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_of_the_readme_is_run_by_ci(command):
+    steps = re.findall(r"^ *(?:step )?(?:\.venv/bin/)?((?:make|course) .*?)(?: LAB_FLAGS.*)?$", CI, re.MULTILINE)
+    assert command in steps
+
+
+def test_the_readme_names_the_two_commands_first():
+    assert commands()[:2] == ["make lab", "make test"]
+
+
+def test_the_map_has_a_line_for_every_file_of_the_package_and_everything_at_the_top():
+    assert f"```\n{package_map()}\n```" in README, "make fmt writes the map"
+    top = {name.split("/")[0] for name in files()} - NOT_OURS - {"README.md"}
+    lines = {line.split()[0].split("/")[0] for line in README.split("## Map")[1].splitlines() if line[:1].strip()}
+    assert top - lines == set(), "a line is missing in the README's map"
+
+
+def test_every_link_inside_the_repository_leads_somewhere():
+    for document in ("README.md", "CONTRIBUTING.md"):
+        text = (ROOT / document).read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (ROOT / target).exists(), f"{document}: {target}"
+
+
+def test_the_table_of_chapters_is_complete():
+    for path in notebook_paths("notebooks"):
+        assert f"(notebooks/{path.name})" in README
+
+
+def test_ci_starts_with_the_readmes_test_command_and_may_not_hang_on_input():
+    assert re.search(r"^step (.*)$", CI, re.MULTILINE).group(1) == "make test"
+    assert "set -euo pipefail" in CI and "exec </dev/null" in CI
+
+
+def test_every_target_that_is_phony_exists_and_says_what_it_does():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    phony = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)", makefile, re.MULTILINE).group(1).replace("\\\n", " ").split()
+    for target in phony:
+        assert re.search(rf"^{target}:.*## \S", makefile, re.MULTILINE), target
+
+
+# Pins and environments
+
+
+def pins() -> dict[str, Version]:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    return {name.lower().replace("_", "-").replace(".", "-"): Version(v) for name, v in (x.split("==") for x in lines)}
+
+
+def requirements() -> list[Requirement]:
+    extras = PYPROJECT["project"]["optional-dependencies"].values()
+    return [
+        Requirement(text)
+        for text in PYPROJECT["project"]["dependencies"] + [text for extra in extras for text in extra]
+    ]
+
+
+@pytest.mark.parametrize("requirement", requirements(), ids=lambda requirement: requirement.name)
+def test_every_requirement_is_pinned_inside_its_range(requirement):
+    pinned = pins()[requirement.name.lower()]
+    assert requirement.specifier.contains(pinned)
+    assert pinned.local is None, "a local label such as +cpu cannot be had everywhere"
+
+
+def test_the_environment_for_conda_is_the_project_with_the_same_pins():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    python, pip, section = environment["dependencies"]
+    assert Requirement(python).specifier == Requirement(f"python{PYPROJECT['project']['requires-python']}").specifier
+    assert pip == "pip" and set(section) == {"pip"}
+    assert section["pip"] == ["--constraint constraints.txt", "--editable .[lab,test]"]
+    assert environment["name"] == PYPROJECT["project"]["name"]
+    assert {"lab", "test"} <= set(PYPROJECT["project"]["optional-dependencies"])
+
+
+# The rest
+
+
+def test_the_licence_is_there_and_is_the_one_that_the_package_declares():
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text and "Version 2.0" in text
+    assert PYPROJECT["project"]["license"] == "Apache-2.0"
+
+
+ELSEWHERE = re.compile(
+    r"(?<![\w.:/])/(?:home|root|Users|opt|mnt|work|workspace)/[\w.-]+|file://|extra-index-url|find-links"
+)
+
+
+def test_no_file_names_a_path_or_a_package_index_of_one_machine():
+    for name in files():
+        if name == "tests/test_project.py" or not name.endswith(
+            (".py", ".md", ".ipynb", ".txt", ".yml", ".toml", "Makefile", "run")
+        ):
+            continue
+        found = ELSEWHERE.findall((ROOT / name).read_text(encoding="utf-8"))
+        assert found == [], name
+
+
+def test_that_search_finds_a_planted_path():
+    assert ELSEWHERE.search('open("/home/ann/data.txt")') and ELSEWHERE.search("--extra-index-url x")
+    assert not ELSEWHERE.search("https://example.org/home/page") and not ELSEWHERE.search(
+        "make lab PYTHON=/path/to/python"
+    )
