@@ -18,6 +18,15 @@ from course_lib.training import loss_of, make_optimizer, train_step
 TINY = ModelConfig("tiny", 2, 64, num_heads=4, num_kv_heads=2, d_ff=128, vocab_size=256, max_seq_len=128)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny operators gain nothing from threads and wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def mlp(width: int = 32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, width))
 
@@ -156,21 +165,21 @@ def test_alive_bytes_equal_the_cpu_allocator_to_the_byte():
     model = build(TINY)
     optimizer = make_optimizer(model)
     marks: list[int] = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        with MemoryTracker(model, optimizer) as tracker:
-            start = tracker.total_bytes
-            x_BS = torch.randint(0, 256, (4, 64))
-            for action in ("forward", "backward", "optimizer"):
-                if action == "forward":
-                    loss = loss_of(model, x_BS, x_BS)
-                elif action == "backward":
-                    loss.backward()
-                else:
-                    optimizer.step()
-                marks.append(tracker.total_bytes - start)
-                torch.empty(0)  # keeps the points apart in the record
-                with torch.profiler.record_function(f"point {len(marks)}"):
-                    pass
+    watched = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with watched as profiler, MemoryTracker(model, optimizer) as tracker:
+        start = tracker.total_bytes
+        x_BS = torch.randint(0, 256, (4, 64))
+        for action in ("forward", "backward", "optimizer"):
+            if action == "forward":
+                loss = loss_of(model, x_BS, x_BS)
+            elif action == "backward":
+                loss.backward()
+            else:
+                optimizer.step()
+            marks.append(tracker.total_bytes - start)
+            torch.empty(0)  # keeps the points apart in the record
+            with torch.profiler.record_function(f"point {len(marks)}"):
+                pass
     assert marks == allocator_bytes_at_points(profiler, 3)
     assert marks[0] > 100_000
 
@@ -289,26 +298,21 @@ def test_the_tracker_costs_less_than_15_percent_of_a_step_with_real_work():
     What it costs is a time for each operator (some 10 to 20 microseconds), so a toy of tiny operators slows down twofold.
     """
     config = ModelConfig("wide", 2, 512, num_heads=8, num_kv_heads=4, d_ff=1536, vocab_size=256, max_seq_len=256)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        model = build(config)
-        optimizer = make_optimizer(model)
-        x_BS = torch.randint(0, 256, (4, 128))
+    model = build(config)
+    optimizer = make_optimizer(model)
+    x_BS = torch.randint(0, 256, (4, 128))
 
-        def step_s() -> float:
-            start = time.thread_time()
-            train_step(model, optimizer, x_BS, x_BS)
-            return time.thread_time() - start
+    def step_s() -> float:
+        start = time.thread_time()
+        train_step(model, optimizer, x_BS, x_BS)
+        return time.thread_time() - start
 
-        def tracked_step_s() -> float:
-            with MemoryTracker(model, optimizer):
-                return step_s()
+    def tracked_step_s() -> float:
+        with MemoryTracker(model, optimizer):
+            return step_s()
 
-        step_s(), tracked_step_s()
-        ratios = [tracked_step_s() / step_s() for _ in range(5)]
-    finally:
-        torch.set_num_threads(threads)
+    step_s(), tracked_step_s()
+    ratios = [tracked_step_s() / step_s() for _ in range(5)]
     assert statistics.median(ratios) < 1.15, f"a tracked step takes {statistics.median(ratios):.2f} times as long"
 
 

@@ -50,8 +50,8 @@ __all__ = [
     "Activations", "Budget", "LoRA", "Recipe", "StateBytes", "activation_bytes", "block_terms", "budget", "core_terms",
     "count_parameters", "count_tensors", "fits", "has_step_counters", "korthikanti_bytes", "korthikanti_layer_bytes",
     "korthikanti_output_bytes", "logits_bytes", "lora_parameters", "megatron_activation_bytes", "own_activations",
-    "parameter_shapes", "recipe_of", "rule_of_thumb_parameters", "selective_flops_share", "state_bytes", "temporary_bytes",
-    "zero_paper_bytes",
+    "parameter_shapes", "recipe_of", "rule_of_thumb_parameters", "selective_flops_share", "state_bytes",
+    "temporary_bytes", "zero_paper_bytes",
 ]  # fmt: skip
 
 # Assumptions, not measurements: `tracker.cuda_memory()` measures them on the GPU at hand.
@@ -139,7 +139,7 @@ def budget(
     """
     if seq_len > config.max_seq_len:
         raise ValueError(
-            f"seq_len is {seq_len}, but {config.name} reads at most {config.max_seq_len} tokens; choose a shorter sequence"
+            f"seq_len is {seq_len}, but {config.name} reads at most {config.max_seq_len} tokens; choose a shorter one"
         )
     recipe = recipe_of(recipe)
     counters = device == "cpu" and has_step_counters(recipe, optimizer)

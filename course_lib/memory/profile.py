@@ -60,9 +60,8 @@ class Comparison:
     def __str__(self) -> str:
         lines = [f"{'kind':<12}{'predicted MB':>14}{'measured MB':>14}{'error %':>10}"]
         for row in self.rows:
-            lines.append(
-                f"{row.kind:<12}{row.predicted_bytes / 1e6:>14.3f}{row.measured_bytes / 1e6:>14.3f}{row.error_percent:>+10.2f}"
-            )
+            predicted_mb, measured_mb = row.predicted_bytes / 1e6, row.measured_bytes / 1e6
+            lines.append(f"{row.kind:<12}{predicted_mb:>14.3f}{measured_mb:>14.3f}{row.error_percent:>+10.2f}")
         return "\n".join(lines)
 
 
@@ -141,7 +140,8 @@ def profile_step(
     """
     if attention == "fused" and config.dropout:
         raise ValueError(
-            f"dropout is {config.dropout}, but a CPU has no fused attention with dropout; use attention='explicit' or scale_down"
+            f"dropout is {config.dropout}, but a CPU has no fused attention with dropout; "
+            "use attention='explicit' or scale_down"
         )
     start_s = time.perf_counter()
     timeline = profile_steps(config, 2, batch_size, seq_len, recipe, optimizer, attention, recompute)
