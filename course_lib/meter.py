@@ -26,6 +26,7 @@ A payload is the whole tensor: for all_gather the gathered result, for reduce_sc
 How it sees them: each of these collectives is an operator in torch's dispatcher, and a TorchDispatchMode sees every
 operator that runs inside it. Autograd hands the mode on to its worker threads; threads that you start are not seen.
 An operator that the meter does not know raises: nothing is dropped silently.
+Seeing every operator costs some 20 microseconds each: measure bytes and seconds in separate runs.
 """
 
 from collections import Counter

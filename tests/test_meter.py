@@ -12,7 +12,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -123,6 +123,8 @@ def _data_parallel_and_sharded():
     with ByteMeter() as meter:
         tensor_parallel(x.requires_grad_()).sum().backward()
     sent["tensor parallel"] = meter.by_collective
+    scattered = distribute_tensor(torch.randn(4, 8), tensor_mesh, [Shard(1)])
+    sent["inside an operator"] = _sent(scattered.softmax, 1)  # DTensor itself gathers the row first
     return sent
 
 
@@ -139,6 +141,7 @@ def test_ddp_fsdp2_and_dtensor_are_counted_from_inside():
         assert calls == {"all_gather": 4, "reduce_scatter": 2}
         # forward: the row-parallel layer's output; backward: the gradient of the column-parallel layer's input
         assert sent["tensor parallel"] == {"all_reduce": 2 * timing.ring_all_reduce_bytes(activations, size)}
+        assert sent["inside an operator"] == {"all_gather": timing.all_gather_bytes(4 * 8 * 4, size)}
 
 
 def _axes_records_and_nesting():
@@ -226,7 +229,7 @@ def _bytes_through_loopback(payload_bytes, repeats):
 )
 def test_the_machine_itself_counts_the_same_bytes_on_its_loopback():
     """The least of several tries: other programs may use the loopback too, but they can only add."""
-    sent, on_wire = zip(*launch(_bytes_through_loopback, 4, 4_000_000, 5, backend="gloo"))
+    sent, on_wire = zip(*launch(_bytes_through_loopback, 4, 4_000_000, 15, backend="gloo"))
     assert sum(sent) == 4 * timing.ring_all_reduce_bytes(4_000_000, 4) == 24_000_000
     assert min(on_wire) == pytest.approx(sum(sent), rel=0.1)
 
