@@ -150,7 +150,9 @@ def frames_in_stack_file(text: str) -> list[Frame]:
         if found:
             frames = found[::-1]
     return [
-        frame for frame in frames if not frame[0].endswith(("_rank.py", "_processes.py")) and frame[0] != "<string>"
+        frame
+        for frame in frames
+        if not frame[0].endswith(("_rank.py", "_processes.py", "_fork_server.py")) and frame[0] != "<string>"
     ]
 
 

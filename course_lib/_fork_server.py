@@ -47,6 +47,7 @@ def serve(control_fd: int, notebook_pid: int) -> None:
     signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)  # a handler, so that the wake-up pipe is written
     stamps: dict[str, int] = {}
+    places: set[str] = set()  # folders of launches, for which the notebook may not live long enough to remove them
     worlds: dict[str, dict[int, int]] = {}  # folder -> {pid of a living rank: where to write its exit}
     try:
         # A fork of the notebook process may hold its end of the socket open, so the parent's pid is watched as well.
@@ -66,12 +67,14 @@ def serve(control_fd: int, notebook_pid: int) -> None:
                 elif request[0] == "end":
                     answer = _end_world(request[1], worlds)
                 else:
+                    places = {place for place in places if os.path.exists(place)} | {os.path.dirname(request[1])}
                     answer = _start_world(request[1], request[2], descriptors, worlds, inherited)
                 control.send(pickle.dumps(answer))
     finally:
         for folder in list(worlds):
             _end_world(folder, worlds)
-            shutil.rmtree(os.path.dirname(folder), ignore_errors=True)
+        for place in places:
+            shutil.rmtree(place, ignore_errors=True)
         os._exit(0)
 
 

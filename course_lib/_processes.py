@@ -146,6 +146,7 @@ class ForkServer:
     def __init__(self):
         self._owner = os.getpid()
         self._lock = threading.Lock()
+        self._last_words = ""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server, to tell why it failed
         self._socket, theirs = socket.socketpair()
         code = (
@@ -175,14 +176,15 @@ class ForkServer:
                 self._socket.settimeout(START_LIMIT_S)
                 socket.send_fds(self._socket, [pickle.dumps(message)], descriptors)
                 reply = self._socket.recv(1 << 16)
+        except ConnectionError:
+            reply = b""  # the server has just died
         except BaseException:
             self.close()  # interrupted between question and answer: the next answer would belong to the wrong question
             raise
         if not reply:
             self.close()
-            self._errors.seek(0)
             raise RuntimeError(
-                "the process that starts ranks ended: " + self._errors.read().decode(errors="replace")[-2000:]
+                f"the process that starts ranks has ended; launch again for a new one. {self._last_words}"
             )
         answer = pickle.loads(reply)
         if isinstance(answer, str):
@@ -199,3 +201,7 @@ class ForkServer:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        if not self._errors.closed:
+            self._errors.seek(0)
+            self._last_words = self._errors.read().decode(errors="replace")[-2000:].strip()
+            self._errors.close()

@@ -186,7 +186,7 @@ def loopback_interface(platform: str) -> str:
 def redirect_output(rank: int, folder: Path) -> None:
     """Send file descriptors 1 and 2 to files, so that prints of C++ and of child processes are caught too."""
     for descriptor, name in ((1, "out"), (2, "err")):
-        file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
         os.close(file)
     sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")  # noqa: SIM115

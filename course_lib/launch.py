@@ -154,9 +154,7 @@ def choose_backend(backend: str, world_size: int, gpu_count: int) -> tuple[str, 
     if backend != "nccl":
         raise ValueError(f"backend must be 'auto', 'gloo' or 'nccl', got {backend!r}; use 'auto' if in doubt")
     if not enough:
-        raise ValueError(
-            f"backend='nccl' needs a GPU for every rank, and here are {gpus}; use backend='gloo' or fewer ranks"
-        )
+        raise ValueError(f"backend='nccl' needs a GPU for every rank, got {gpus}; use backend='gloo' or fewer ranks")
     return "nccl", "nccl: asked for"
 
 
