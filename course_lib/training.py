@@ -95,13 +95,13 @@ def accumulate_gradients(
     Each micro-batch's mean counts by its share of the tokens. With equal parts that is 1 / count; forget it and the
     gradient is `count` times too large, which AdamW hides.
     """
-    total = 0.0
+    total = torch.zeros((), device=x_BS.device)
     for x_part, y_part in micro_batches(x_BS, y_BS, count):
         with autocast_for(precision or precision_named("fp32"), x_BS.device):
             loss = loss_of(model, x_part, y_part) * (y_part.numel() / y_BS.numel())
         (loss * scale).backward()
-        total += loss.item()
-    return total
+        total = total + loss.detach()
+    return total.item()
 
 
 def make_optimizer(
@@ -167,7 +167,8 @@ def train(
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     losses, step_s = [], []
-    with progress_bar(plan.steps, progress) as bar:
+    with progress_bar(plan.steps, progress) as bar, torch.random.fork_rng():
+        torch.manual_seed(plan.seed)  # dropout's, in the gpt family
         for index in range(plan.steps):
             x_BS, y_BS = (t.to(device) for t in batch(text_T, index, plan.batch_size, plan.seq_len, seed=plan.seed))
             start_s = time.perf_counter()

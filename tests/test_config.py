@@ -15,7 +15,7 @@ from transformers import (
     XLMRobertaXLModel,
 )
 
-from course_lib.model import PRESETS, ModelConfig, build, preset
+from course_lib.model import PRESETS, ModelConfig, RopeScaling, build, preset
 
 # Model cards. XLM-R: the encoder without pooler and head, which papers round to 0.27, 0.55, 3.5 and 10.7 billion.
 PUBLISHED = {
@@ -66,6 +66,14 @@ def test_a_preset_has_as_many_parameters_as_the_transformers_model(name):
     with torch.device("meta"):
         theirs = [count(transformers_model(config)) for config in (one, two)]
     assert ours == theirs[0] + (config.num_layers - 1) * (theirs[1] - theirs[0])
+
+
+def test_llama_presets_carry_the_context_and_rope_of_their_model_cards():
+    for name, factor in (("llama-3.2-1b", 32), ("llama-3.1-8b", 8), ("llama-3.1-70b", 8), ("llama-3.1-405b", 8)):
+        config = preset(name)
+        assert (config.max_seq_len, config.rope_theta, config.norm_eps) == (131_072, 500_000, 1e-5)
+        assert config.rope_scaling == RopeScaling(factor, 1.0, 4.0, 8192)
+    assert (preset("smollm-1.7b").max_seq_len, preset("gpt3-175b").max_seq_len) == (2048, 2048)
 
 
 def test_the_8b_model_of_transformers_built_whole_has_8_030_261_248_parameters():

@@ -61,6 +61,14 @@ def test_training_moves_the_adapters_only_and_merging_keeps_the_outputs():
     assert list(model.state_dict()) == list(base)
 
 
+def test_an_adapter_adds_alpha_over_rank_times_its_product():
+    layer = LoRALinear(torch.nn.Linear(6, 5, bias=False), rank=2, alpha=6.0)
+    torch.nn.init.normal_(layer.lora_b)
+    x = torch.randn(3, 6)
+    expected = x @ (layer.base.weight + 6.0 / 2 * layer.lora_b @ layer.lora_a).t()
+    torch.testing.assert_close(layer(x), expected)
+
+
 def test_wrong_targets_and_ranks_are_refused():
     with pytest.raises(ValueError, match=r"targets \['query'\] are no linear layers of this model; choose from"):
         apply_lora(build(TOY), targets=("query",))

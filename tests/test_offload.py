@@ -1,6 +1,5 @@
 """Activation offload: same gradients, exact bytes, and the memory is really free."""
 
-import gc
 import weakref
 
 import pytest
@@ -42,11 +41,9 @@ def test_what_was_moved_is_free_between_forward_and_backward():
         lambda module, inputs, out: alive.append(weakref.ref(out.untyped_storage()))
     )
     kept = model(x_BS())
-    gc.collect()
     assert alive[0]() is not None  # silu keeps gate's output for backward
     with offload_activations(model) as record:
         out = model(x_BS())
-        gc.collect()
         assert alive[1]() is None
         out.sum().backward()
     handle.remove()

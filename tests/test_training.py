@@ -10,6 +10,7 @@ import torch
 from course_lib import training
 from course_lib.data import batch, tokens
 from course_lib.model import build, preset
+from course_lib.precision import PRECISIONS, gradient_norm
 from course_lib.training import (
     LossScaler,
     TrainConfig,
@@ -70,7 +71,7 @@ def test_fifty_steps_teach_the_toy_much_of_python():
     assert record.mfu is None
 
 
-@pytest.mark.parametrize("precision", sorted(set(training.precision_named.__globals__["PRECISIONS"]) - {"fp32"}))
+@pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "fp32"])
 def test_every_precision_learns(precision):
     plan = TrainConfig(steps=12, batch_size=4, seq_len=32, micro_batches=2, learning_rate=1e-2, precision=precision)
     record = train(SMALL, plan, progress=False)
@@ -85,6 +86,27 @@ def test_recomputation_trains_alike():
     )
     assert plain == pytest.approx(full, abs=1e-5)
     assert plain == pytest.approx(selective, abs=1e-5)
+
+
+def test_dropout_falls_alike_in_two_runs_and_disturbs_no_other_random_numbers():
+    config = dataclasses.replace(SMALL, family="gpt", num_kv_heads=8, d_ff=256, dropout=0.1)
+    plan = TrainConfig(steps=2, batch_size=4, seq_len=32)
+    state = torch.get_rng_state()
+    first = train(config, plan, progress=False).losses
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(1)
+    assert train(config, plan, progress=False).losses == first
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-master-fp32-grads", "bf16-master-both-grads"])
+def test_a_step_forgets_the_gradients_of_the_step_before(precision):
+    model = build(SMALL, dtype=training.precision_named(precision).param_dtype)
+    optimizer = make_optimizer(model, precision, learning_rate=0.0, weight_decay=0.0)
+    norms = []
+    for _ in range(2):
+        train_step(model, optimizer, *rows(), clip_norm=None, precision=precision)
+        norms.append(gradient_norm(model.parameters()).item())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
 def test_an_overflowing_step_changes_no_weight():
