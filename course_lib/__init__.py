@@ -33,6 +33,8 @@ A file imports from its own part and from the parts above it, never from one bel
     memory/activations.py  activations of the course's own models, term by term
     memory/papers.py       activations as the papers count them
     memory/formulas.py     the whole budget before running
+    memory/timeline.py     bytes alive over time, by kind: the tracker's record
+    memory/storages.py     what the tracker must know of storages and operators
     memory/tracker.py      tensors alive, by kind, over time
     memory/cuda.py         what a GPU holds besides tensors
     memory/profile.py      predicted beside measured
@@ -46,10 +48,19 @@ A file imports from its own part and from the parts above it, never from one bel
     plots/palette.py       one colour for one kind of memory and one mesh axis
     plots/style.py         sizes, fonts, units
     plots/memory.py        memory over time, and budgets against GPUs
+    plots/comparison.py    predicted beside measured, with the error
+    plots/formats.py       number formats as rows of bits
+    plots/mesh.py          the same ranks grouped along each axis
     plots/collectives.py   where values are, step by step
     plots/timeline.py      compute and communication side by side
+    plots/curves.py        a model as a line, what was measured and published as points
     plots/ladder.py        one measure after another, and what each gains
     widgets/__init__.py    sliders on the same pictures
+    widgets/parts.py       the pieces that every explorer is made of
+    widgets/collectives.py message, ranks, link, and the time they take
+    widgets/memory.py      a model, how it is trained, and the GPUs that hold it
+    widgets/precision.py   what a format makes of a weight and of an update
+    widgets/data_parallel.py batch, step time, and communication left uncovered
 7. For learners, and for those who maintain the course
     checks/__init__.py     the graders of the exercises, a file a chapter
     checks/core.py         fresh numbers, real ranks, named misconceptions
@@ -63,6 +74,8 @@ A file imports from its own part and from the parts above it, never from one bel
     authoring/rules.py     what a notebook must satisfy
     authoring/readme.py    the map that you are reading, copied into the README
     authoring/__main__.py  fmt, mirrors, exercises, check, badges
+    demo.py                one table: one process against 2 and 4 ranks
+    bench.py               from scratch against PyTorch's own, in one run
     cli.py                 course doctor, run, demo, bench
     __main__.py            python -m course_lib
 """

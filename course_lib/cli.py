@@ -261,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.command == "run":
             return run_chapter(find_notebook(options.chapter), options.timeout, options.save)
         if options.command == "demo":
-            from course_lib.demo import main as demo
+            from course_lib.demo import demo
 
             return demo()
         from course_lib.bench import main as bench
