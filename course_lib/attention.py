@@ -44,7 +44,7 @@ def explicit_attention(
         k_BNSH, v_BNSH = k_BKSH.repeat_interleave(group_size, dim=1), v_BKSH.repeat_interleave(group_size, dim=1)
     scores_BNSS = q_BNSH @ k_BNSH.transpose(-2, -1) * (1.0 / math.sqrt(q_BNSH.shape[-1]))
     if causal:
-        seq_len, like = q_BNSH.shape[-2], {"dtype": q_BNSH.dtype, "device": q_BNSH.device}
+        seq_len, like = q_BNSH.shape[-2], {"dtype": scores_BNSS.dtype, "device": scores_BNSS.device}
         future_SS = torch.full((seq_len, seq_len), -math.inf, **like).triu(1)
         scores_BNSS = scores_BNSS + future_SS  # adding saves nothing for backward; masked_fill would save its mask
     weights_BNSS = drop(torch.softmax(scores_BNSS, dim=-1), dropout)
