@@ -298,11 +298,14 @@ def unused_parameters():
     branches = Branches().double()
     engine = parallel.build(branches, group, SMALL_BUCKETS, allow_unused=True)
     reference = copy.deepcopy(branches)
-    branches.layer = rank  # ranks use different layers
-    parallel.accumulate_gradients(engine, some_batches(1, seed=rank))
-    for other in range(2):
-        reference.layer = other
-        (loss_of(reference, *some_batches(1, seed=other)[0]) / 2).backward()
+    for turn in (1, 0):  # ranks use different layers, then change them, so that a buffer holds an old gradient
+        for each in (branches, reference):
+            each.zero_grad()
+        branches.layer = (rank + turn) % 2
+        parallel.accumulate_gradients(engine, some_batches(1, seed=rank))
+        for other in range(2):
+            reference.layer = (other + turn) % 2
+            (loss_of(reference, *some_batches(1, seed=other)[0]) / 2).backward()
     pairs = list(zip(branches.parameters(), reference.parameters()))
     same_nones = all((p.grad is None) == (q.grad is None) for p, q in pairs)
     difference = max((p.grad - q.grad).abs().max().item() for p, q in pairs if q.grad is not None)
