@@ -6,7 +6,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from course_lib import authoring
 
-BADGE = "[![Open in Colab](badge.svg)](https://colab.research.google.com/github/OWNER/course-lib/blob/main/{})"
+BADGE_PICTURE = "https://colab.research.google.com/assets/colab-badge.svg"
+BADGE = f"[![Open in Colab]({BADGE_PICTURE})](https://colab.research.google.com/github/OWNER/course-lib/blob/main/{{}})"
 SOLUTION = """def double(x):
     \"\"\"Twice x.\"\"\"
     if x:
@@ -172,6 +173,7 @@ def test_a_notebook_out_of_form_and_a_badge_of_another_notebook_are_found(root):
     assert "not in its normal form" in found and "no badge that leads to" in found
     assert authoring.format_notebooks(root) == [path] and authoring.format_notebooks(root) == []
     assert "badge" not in "\n".join(authoring.notebook_problems(path, root)), "make fmt mends the link"
+    assert BADGE_PICTURE in authoring.read(path).cells[0].source, "and leaves the picture"
 
 
 def test_an_exercise_opens_itself_in_colab(root):

@@ -143,7 +143,8 @@ def format_notebooks(root: Path = ROOT) -> list[Path]:
     for path in notebook_paths("notebooks", "solutions", root=root):
         nb = normalise(read(path))
         title = nb.cells[0]
-        title.source = re.sub(rf"\({re.escape(COLAB)}[^)]*\)", f"({colab_address(path, root)})", title.source)
+        badge_link = rf"\({re.escape(COLAB)}(?!assets/)[^)]*\)"  # under assets/ is the badge's picture
+        title.source = re.sub(badge_link, f"({colab_address(path, root)})", title.source)
         if write(nb, path):
             changed.append(path)
     return changed
