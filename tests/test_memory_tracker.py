@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.config import ModelConfig
-from course_lib.memory.tracker import KINDS, MemoryTracker, local_tensors, returns_fresh_storage
+from course_lib.memory.storages import local_tensors, returns_fresh_storage
+from course_lib.memory.tracker import KINDS, MemoryTracker
 from course_lib.model import Llama, build
 from course_lib.training import loss_of, make_optimizer, train_step
 
@@ -194,10 +195,11 @@ def allocator_bytes_at_points(profiler, count: int) -> list[int]:
 def test_nothing_stays_behind_even_after_an_exception():
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters())
-    before = (torch.UntypedStorage.resize_, "resize_" in vars(torch.UntypedStorage))
+    before = torch.UntypedStorage.resize_
     with pytest.raises(RuntimeError, match="broken"), MemoryTracker(model, optimizer):
         raise RuntimeError("broken")
-    assert (torch.UntypedStorage.resize_, "resize_" in vars(torch.UntypedStorage)) == before
+    assert torch.UntypedStorage.resize_ is before
+    assert "resize_" not in vars(torch.UntypedStorage)  # it is inherited
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     assert (
         not model._forward_pre_hooks
@@ -295,7 +297,7 @@ def test_reset_forgets_the_past_but_not_what_is_alive():
 def test_the_tracker_costs_less_than_15_percent_of_a_step_with_real_work():
     """Steps with and without take turns on one thread, in CPU seconds of that thread: other programs do not count.
 
-    What it costs is a time for each operator (some 10 to 20 microseconds), so a toy of tiny operators slows down twofold.
+    What it costs is a time for each operator (some 10 to 20 microseconds): a toy of tiny operators slows down twofold.
     """
     config = ModelConfig("wide", 2, 512, num_heads=8, num_kv_heads=4, d_ff=1536, vocab_size=256, max_seq_len=256)
     model = build(config)

@@ -6,6 +6,8 @@ In reading order:
     activations.py   what the course's own models keep for the backward pass, term by term
     papers.py        the published activation formulas: Korthikanti, Megatron-Core, ZeRO
     formulas.py      the whole budget; everything above can be imported from here
+    timeline.py      the record of a measurement: bytes alive by kind over time
+    storages.py      what the tracker must know of storages, DTensors and operators
     tracker.py       measure: which bytes are alive, of what kind, when
     cuda.py          what a GPU counts besides tensors: reserved, context, rounding, fragmentation
     profile.py       predicted beside measured

@@ -1,25 +1,21 @@
-"""Activation memory of this course's own models: every tensor that autograd keeps, term by term,
-as the tracker measures it.
+"""Activation memory of this course's own models: every tensor that autograd keeps, term by term.
 
-Per token of one block, in elements (D, F, N, K, H, S as everywhere; Llama on the left, GPT and the encoder on the
-right):
+What one block keeps of each token, in numbers (D, F, N, K, H, S as everywhere):
 
-    block input, kept by the first norm       D  + 1 number of statistics        D + 2 numbers
-    norm's output, input of q, k and v        D                                  D
-    q, k, v                                   (N + 2 K) H                        3 N H
-    fused core: log-sum-exp                   N numbers in FP32                  the same
-    explicit core: scores after softmax       N S                                N S (and with dropout: a mask,
-    the dropped scores)
-    core's output, input of o                 N H                                N H
-    dropout mask, one byte each               -                                  D, and D after the MLP
-    residual, kept by the second norm         D  + 1                             D + 2
-    norm's output, input of the MLP           D                                  D
-    MLP                                       4 F (gate, up, silu, product)      2 F (before and after GELU)
+                                               Llama                      GPT and the encoder
+    block input, kept by the first norm        D, 1 statistic             D, 2 statistics
+    norm's output, input of q, k and v         D                          D
+    q, k, v                                    (N + 2 K) H                3 N H
+    fused core: log-sum-exp, in FP32           N                          N
+    explicit core: scores after softmax        N S, k and v N H each      N S, with dropout 2 N S and a mask
+    core's output, input of o                  N H                        N H
+    dropout masks, one byte each               none                       2 D
+    residual, kept by the second norm          D, 1 statistic             D, 2 statistics
+    norm's output, input of the MLP            D                          D
+    MLP                                        4 F: gate, up, silu, down  2 F: before and after GELU
 
-Recomputing means that a block keeps its input ("full") or the core its inputs ("selective"), and that one block at a
-time is whole
-again in the backward pass: the peak is the larger of two moments, the start of the backward pass and the last
-block's turn.
+With recomputation a block keeps its input ("full"), or the core its inputs ("selective"), and one block at a time is
+whole again in the backward pass. The peak is the larger of two moments: the start of backward, the last block's turn.
 """
 
 from __future__ import annotations
@@ -35,8 +31,7 @@ _FP32, _TOKEN_ID, _MASK = 4, 8, 1  # bytes of a float32, of an int64 token, of a
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of the numbers of a forward pass. Under autocast the residual stays in FP32 and every matmul casts its
-    inputs."""
+    """Bytes of a forward pass's numbers. Autocast leaves the residual in FP32 and casts the inputs of each matmul."""
 
     name: str
     residual_bytes: int
@@ -110,12 +105,10 @@ def block_terms(
 def core_terms(
     config: ModelConfig, seq_len: int, attention: str = "fused", precision: str = "fp32", device: str = "cpu"
 ) -> dict[str, float]:
-    """List what the attention core keeps for each token, in bytes, by name: linear in S if fused,
-    quadratic if explicit.
+    """List what the attention core keeps for each token, in bytes, by name; the explicit core's scores grow with S.
 
-    The explicit core keeps k and v repeated to N heads. Autocast on a GPU computes the softmax in FP32,
-    so that it is kept
-    besides its BF16 copy; on a CPU it stays in BF16.
+    The explicit core keeps k and v repeated to N heads. Autocast on a GPU computes the softmax in FP32, so that it is
+    kept besides its BF16 copy; on a CPU it stays in BF16.
     """
     p = _precision(precision)
     N, K, H, e = config.num_heads, config.num_kv_heads, config.head_dim, p.matmul_bytes
@@ -183,33 +176,28 @@ def activation_bytes(
     precision: str = "fp32",
     device: str = "cpu",
 ) -> int:
-    """Predict the largest number of activation bytes of a step, what the loss keeps included (see
-    `own_activations`)."""
+    """Predict the most activation bytes of a step, what the loss keeps included (see `own_activations`)."""
     return own_activations(config, batch_size, seq_len, attention, recompute, precision, device).peak_bytes
 
 
 def logits_bytes(config: ModelConfig, batch_size: int, seq_len: int) -> int:
-    """Predict what the loss keeps for backward: log-probabilities in FP32, 4 s b V bytes, whatever the precision of
-    the logits.
+    """Predict what the loss keeps for backward: log-probabilities in FP32, 4 s b V bytes, whatever the logits' dtype.
 
-    An encoder has no vocabulary head, hence none. Losses elsewhere keep 2 (the loss in BF16) to 6 (BF16 logits kept
-    as well)
-    bytes a number instead of 4.
+    An encoder has no vocabulary head, hence none. Losses elsewhere keep 2 bytes a number (all in BF16) to 6 (the BF16
+    logits as well).
     """
     return 0 if config.family == "xlmr" else batch_size * seq_len * config.vocab_size * _FP32
 
 
 def _core_inputs_bytes(config: ModelConfig, p: Precision) -> float:
-    """What a checkpointed core keeps. RoPE's tables are of the residual's dtype, and so are q and k when they come
-    from it."""
+    """What a checkpointed core keeps. RoPE's tables are of the residual's dtype, and so are the q and k they turn."""
     rotated = p.residual_bytes if config.family == "llama" else p.matmul_bytes
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     return (N + K) * H * rotated + K * H * p.matmul_bytes
 
 
 def _fused_output(config: ModelConfig, attention: str, p: Precision) -> float:
-    """The fused kernel keeps its own output, which without recomputation is the input of o;
-    q, k and v it shares with the checkpoint."""
+    """A fused core run again makes its output anew, but q, k, v are the checkpoint's: add one, take off the other."""
     if attention == "explicit":
         return 0
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
@@ -229,8 +217,7 @@ def _statistics_bytes(config: ModelConfig, p: Precision) -> int:
 
 
 def _token_bytes(config: ModelConfig, batch_size: int, seq_len: int, p: Precision) -> int:
-    """Token ids for the embedding's backward, targets for the loss's, and once for all rows:
-    RoPE tables or position ids."""
+    """Token ids, targets, and once for all rows RoPE's tables or position ids."""
     targets = 0 if config.family == "xlmr" else _TOKEN_ID
     once = 2 * config.head_dim * p.residual_bytes if config.family == "llama" else _TOKEN_ID
     return seq_len * (batch_size * (_TOKEN_ID + targets) + once)

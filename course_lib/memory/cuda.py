@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-ALLOCATOR_ROUNDING_BYTES = (
-    512  # every allocation is a multiple of it; Source: c10/cuda/CUDACachingAllocator.h, kMinBlockSize
-)
+ALLOCATOR_ROUNDING_BYTES = 512  # Source: kMinBlockSize in PyTorch's c10/cuda CUDACachingAllocator
 
 
 @dataclass(frozen=True)
@@ -25,8 +23,7 @@ class CudaMemory:
 
     @property
     def outside_allocator_bytes(self) -> int:
-        """Used on the device but not by PyTorch's allocator: the CUDA context, NCCL's and libraries' buffers,
-        other processes."""
+        """Used on the device outside PyTorch's allocator: CUDA context, NCCL's buffers, other processes."""
         return self.device_used_bytes - self.reserved_bytes
 
     @property
@@ -61,10 +58,10 @@ def rounded_bytes(nbytes: int) -> int:
     return -(-nbytes // ALLOCATOR_ROUNDING_BYTES) * ALLOCATOR_ROUNDING_BYTES
 
 
-def fragment(piece_bytes: int = 16 * 2**20, pieces: int = 32, device: str = "cuda") -> CudaMemory:
-    """Show fragmentation: fill memory with pieces, free every second one, and look at what no larger tensor can use.
+def fragment(piece_bytes: int = 16 * 2**20, pieces: int = 32, device: str = "cuda") -> tuple[CudaMemory, CudaMemory]:
+    """Show fragmentation: fill memory with pieces, free every second one, then ask for two pieces at once.
 
-    All pieces are cut from few large segments, so half of what is reserved lies idle in holes of one piece each.
+    Returns a look at the holes, and one after the larger tensor: half of the memory is idle, yet more is reserved.
 
     Raises   ValueError without a CUDA GPU
     """
@@ -75,4 +72,6 @@ def fragment(piece_bytes: int = 16 * 2**20, pieces: int = 32, device: str = "cud
     del whole
     held = [torch.empty(piece_bytes, dtype=torch.uint8, device=device) for _ in range(pieces)]
     del held[::2]
-    return cuda_memory(device)
+    holes = cuda_memory(device)
+    held.append(torch.empty(2 * piece_bytes, dtype=torch.uint8, device=device))
+    return holes, cuda_memory(device)

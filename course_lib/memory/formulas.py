@@ -63,8 +63,7 @@ ASSUMED_OVERHEADS: dict[str, int] = {
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that training needs, each kind at its own largest. `overheads` are not tensors: they are kept apart,
-    by name."""
+    """Bytes that training needs, each kind at its own largest; `overheads`, by name, are not tensors."""
 
     parameters: int
     gradients: int
@@ -89,9 +88,8 @@ class Budget:
     def peak_bytes(self) -> int:
         """The peak of a whole step, without overheads: the larger of two moments.
 
-        The backward pass begins: all activations, and such gradients as are there already; or it has ended:
-        all gradients, no
-        activation. Without accumulation gradients are born while activations die, so the two never add up.
+        The backward pass begins: all activations, and such gradients as are there already. Or it has ended: all
+        gradients, no activation. Without accumulation gradients are born while activations die, so they never add up.
         """
         begins = self.gradients_at_start + self.activations + self.logits + self.temporary
         return self.parameters + self.optimizer + max(begins, self.gradients)
@@ -128,12 +126,10 @@ def budget(
 ) -> Budget:
     """Predict the memory of one GPU that trains a whole model, micro-batch by micro-batch.
 
-    `batch_size` is one micro-batch's. From the second one on gradients are there while activations grow;
-    FP32 gradient buffers
-    beside BF16 parameters are there always.
+    `batch_size` is one micro-batch's. From the second one on gradients are there while activations grow, and FP32
+    gradient buffers beside BF16 parameters are there always.
     On `device="cpu"` there are no overheads, but torch's step counters (4 bytes a tensor).
-    With `lora` the activations are those of full training: an upper bound, since a frozen matrix keeps no input of
-    its own.
+    With `lora` the activations are those of full training: an upper bound, as a frozen matrix keeps no input.
 
     Raises   ValueError if a word is unknown, a size is below 1, or seq_len exceeds the model's
     """
@@ -162,9 +158,8 @@ def temporary_bytes(
 ) -> int:
     """Estimate the largest work space of a step: a rule, not a count of operators.
 
-    The largest of: the loss's two FP32 gradients of s b V numbers; an MLP's gradients (three of width F);
-    with explicit attention
-    two score matrices at once.
+    The largest of: the loss's two FP32 gradients of s b V numbers; an MLP's gradients, three of width F; with explicit
+    attention two score matrices at once.
     """
     tokens_in_batch, e = batch_size * seq_len, recipe_of(recipe).compute_bytes
     scores = 2 * config.num_heads * seq_len * e if attention == "explicit" else 0

@@ -1,8 +1,6 @@
-"""Activation memory as the papers count it: 2-byte numbers, a GPT block with dropout and an MLP of width 4 h,
-one term a reason.
+"""Activation memory as the papers count it: 2-byte numbers, a GPT block with dropout and an MLP of width 4 h.
 
-Symbols of the papers: s sequence, b micro-batch, h hidden size, a heads, L layers, v vocabulary,
-t tensor-parallel size.
+Symbols: s sequence, b micro-batch, h hidden size, a heads, L layers, v vocabulary, t tensor-parallel size.
 `activations.py` counts what this course's own models keep; these are for reading papers and for other people's models.
 """
 
@@ -35,11 +33,9 @@ def korthikanti_layer_bytes(
 ) -> float:
     """Predict the activation bytes of one layer: s b h (34 + 5 a s / h), and its parallel and recomputed forms.
 
-    recompute   "none"; "selective": the attention core again in backward, which drops 5 a s / h,
-                and so does FlashAttention
-                (one or the other, not both savings); "full": the layer's input alone is kept, 2 s b h
-    Bytes       tp divides 24 of the 34 and the scores; sequence parallelism divides the remaining 10 (LayerNorms,
-                dropout)
+    recompute   "none"; "selective": the attention core runs again, which drops 5 a s / h (FlashAttention drops the
+                same: one saving, not two); "full": the layer's input alone is kept, 2 s b h
+    Bytes       tp divides 24 of the 34 and the scores; sequence parallelism the remaining 10 (LayerNorms, dropout)
     Raises      ValueError if recompute is unknown or tp < 1
     Source      Korthikanti et al. 2022 (arXiv:2205.05198), table 2
     """
@@ -88,8 +84,7 @@ def megatron_activation_bytes(config: ModelConfig, batch_size: int, seq_len: int
 
 
 def zero_paper_bytes(config: ModelConfig, batch_size: int, seq_len: int) -> int:
-    """Predict activations as the ZeRO paper does: about 12 numbers of 2 bytes a token, feature and layer;
-    scores ignored.
+    """Predict activations as the ZeRO paper does: 12 numbers of 2 bytes a token, feature and layer; no scores.
 
     Source   Rajbhandari et al. 2020 (arXiv:1910.02054), footnote in section 3.2
     """
@@ -97,11 +92,10 @@ def zero_paper_bytes(config: ModelConfig, batch_size: int, seq_len: int) -> int:
 
 
 def selective_flops_share(config: ModelConfig, seq_len: int) -> float:
-    """Predict the extra compute of selective recomputation as the paper does: (1 + s / 3 h) / (1 + s / 6 h) - 1,
-    v left out.
+    """Predict the extra compute of selective recomputation as the paper does: (1 + s / 3 h) / (1 + s / 6 h) - 1.
 
-    The paper adds 12 b s^2 h a layer, which is forward and backward of the core;
-    running its forward once more is a third of that.
+    The vocabulary is left out. The paper adds 12 b s^2 h a layer, which is forward and backward of the core; running
+    its forward once more is a third of that.
 
     Source   Korthikanti et al. 2022 (arXiv:2205.05198), appendix A
     """

@@ -68,9 +68,8 @@ class Comparison:
 def scale_down(config: ModelConfig, d_model: int = 128, num_layers: int = 4) -> ModelConfig:
     """Shrink a model to what a CPU trains in seconds, keeping its family and its ratios.
 
-    Kept are F / D, V / D (at least the 256 bytes of the course's tokens), N / K, tied or not; dropout goes,
-    since a CPU has no
-    fused attention with it. A model that is no larger stays as it is.
+    Kept are F / D, V / D (but V is at least 256, the course's tokens), N / K, tied or not. Dropout goes: a CPU has
+    no fused attention with it. A model that is no larger stays as it is.
     """
     if config.d_model <= d_model and config.num_layers <= num_layers:
         return replace(config, dropout=0.0)
@@ -103,8 +102,7 @@ def profile_steps(
     micro_batches: int = 1,
     device: str = "cpu",
 ) -> Timeline:
-    """Train a model built from `config` and return its memory over time: the playbook's picture of the first steps,
-    measured.
+    """Train a model built from `config` and return its memory over time: the playbook's picture, measured.
 
     The first step differs from the others: the optimizer has no state before its end.
 

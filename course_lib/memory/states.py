@@ -1,7 +1,6 @@
 """Bytes that do not depend on the batch: parameters, gradients, optimizer states.
 
-Everything follows from one table, `parameter_shapes(config)`: every tensor of the model with its shape and how often
-it occurs.
+Everything follows from one table, `parameter_shapes(config)`: every tensor with its shape and how often it occurs.
 """
 
 from __future__ import annotations
@@ -101,10 +100,9 @@ def count_tensors(config: ModelConfig) -> int:
 def rule_of_thumb_parameters(config: ModelConfig) -> int:
     """The well-known N = h v + L (12 h^2 + 13 h) + 2 h, whatever the model.
 
-    It is exact for a GPT block but for the position table: 4 h^2 attention, 8 h^2 MLP of width 4 h,
-    13 h biases and LayerNorms.
-    It misses Llama three times: k and v are narrower (GQA), the MLP has three matrices of another width,
-    the head is not tied.
+    For GPT it leaves out the position table alone: 4 h^2 attention, 8 h^2 MLP of width 4 h, 13 h biases, LayerNorms.
+    It misses Llama three times: k and v are narrower (GQA), the MLP has three matrices of another width, and the head
+    is not tied.
 
     Source   Ultra-Scale Playbook, "Memory for weights/grads/optimizer states"; Narayanan et al. 2021 (arXiv:2104.04473)
     """
@@ -218,14 +216,11 @@ def state_bytes(
 ) -> StateBytes:
     """Predict the bytes of parameters, gradients and optimizer states.
 
-    Gradients are there all the time under accumulation; with set_to_none they vanish between steps,
-    so this is also their peak.
-    With `lora` the base keeps its parameters resident and has neither gradient nor optimizer state;
-    the adapters have all of them.
+    Gradients count in full: under accumulation they are there all the time, else at the end of backward.
+    With `lora` the base stays resident, without gradient and optimizer state; the adapters have all three.
 
-    Bytes    N * (param + grad + master + moments), moments by `optimizer`;
-             `step_counters` adds torch's 4 bytes a tensor,
-             which lie in host memory even for a GPU; the course's MasterAdamW has none (see `has_step_counters`)
+    Bytes    N * (param + grad + master + moments), moments by `optimizer`; `step_counters` adds torch's 4 bytes a
+             tensor, which lie in host memory even for a GPU; the course's MasterAdamW has none (`has_step_counters`)
     Raises   ValueError if recipe or optimizer is unknown
     """
     recipe = recipe_of(recipe)
@@ -243,16 +238,15 @@ def state_bytes(
 
 
 def has_step_counters(recipe: Recipe | str, optimizer: str) -> bool:
-    """Whether the optimizer that the course uses keeps a 4-byte step counter for each tensor:
-    torch's Adam and Adafactor do."""
+    """Whether the optimizer keeps a 4-byte step counter a tensor: torch's do, the course's MasterAdamW does not."""
     return recipe_of(recipe).master_bytes == 0 and optimizer in ("adamw", "adafactor")
 
 
 def _moments_bytes(shape: tuple[int, ...], recipe: Recipe, optimizer: str) -> int:
     """Bytes of one tensor's moments.
 
-    8-bit Adam keeps two bytes a number and one FP32 scale for each 256 numbers of each moment;
-    tensors below 4096 stay in FP32.
+    8-bit Adam keeps two bytes a number, and an FP32 scale for each 256 numbers of each moment; tensors below 4096
+    numbers stay in FP32.
     Adafactor keeps no first moment, and of the second one number a row and one a column.
 
     Source   Dettmers et al. 2021 (arXiv:2110.02861), bitsandbytes' defaults; Shazeer and Stern 2018 (arXiv:1804.04235)

@@ -1,75 +1,43 @@
 """Measure tensors: which bytes are alive, of what kind, when. One tracker for a CPU, a GPU and for fake tensors.
 
-A TorchDispatchMode sees every operator that makes a tensor. A weak reference on the tensor's storage tells when its
-bytes are freed.
-What remains is to say of each storage what it *is*; the whole answer:
+A TorchDispatchMode sees every operator that makes a tensor; a weak reference on the tensor's storage tells when its
+bytes are freed. What remains is to say of each storage what it is:
 
-- parameters, gradients, optimizer: the storages of the model's parameters, of their `.grad`, of the optimizer's
-  state (masters included).
-- activations: made in a forward pass (or in a recomputed one) and still there when the backward pass goes on.
-- gathered: whole parameters assembled from shards (FSDP's resized storages, or what `claim` says).
-- temporary: the rest: what operators need and drop, gradients on their way, the optimizer's work space.
+- parameters, gradients: the storages of the model's parameters, and of their `.grad` and `.main_grad`
+- optimizer: its state, master parameters included
+- activations: made in a forward pass (or a recomputed one) and still there when the backward pass goes on
+- gathered: whole parameters put together from shards: FSDP's resized storages, or what `claim` says
+- temporary: the rest: what operators need and drop, gradients on their way, the optimizer's work space
 
-A storage has one kind for its whole life, so the kind may become known after its birth:
-the timeline is drawn from the events at the end.
+A storage has one kind for its whole life. The kind may become known after the birth, as with the optimizer's state of
+the first step, so the timeline is drawn from the recorded events when one asks for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "temporary")
+from course_lib.memory.storages import (
+    is_dtensor,
+    local_tensors,
+    replaced,
+    returns_fresh_storage,
+    sharding_propagation,
+)
+from course_lib.memory.timeline import KINDS, Timeline
+
+__all__ = ["KINDS", "MemoryTracker", "Timeline"]
+
 _UNDECIDED = "undecided"  # made in a forward pass: an activation if a backward pass finds it alive, temporary if not
 _FORWARD, _BACKWARD, _RECOMPUTE, _OPTIMIZER = "forward", "backward", "recompute", "optimizer"
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Bytes alive after each allocation and each release, by kind; marks are (time_s, name of the phase that
-    begins)."""
-
-    times_s: list[float]
-    bytes_by_kind: dict[str, list[int]]
-    marks: list[tuple[float, str]] = field(default_factory=list)
-
-    @property
-    def total_bytes(self) -> list[int]:
-        """All kinds together, at each time."""
-        return [sum(column) for column in zip(*(self.bytes_by_kind[kind] for kind in KINDS), strict=True)]
-
-    @property
-    def peak_bytes(self) -> int:
-        """The largest total."""
-        return max(self.total_bytes, default=0)
-
-    @property
-    def peak_by_kind(self) -> dict[str, int]:
-        """What the peak was made of (at its first moment)."""
-        return self.at(self.total_bytes.index(self.peak_bytes)) if self.times_s else dict.fromkeys(KINDS, 0)
-
-    def at(self, index: int) -> dict[str, int]:
-        """Bytes by kind after one event."""
-        return {kind: self.bytes_by_kind[kind][index] for kind in KINDS}
-
-    def between(self, start_s: float, stop_s: float) -> Timeline:
-        """The same timeline, cut to a span of time (its first entry says what was alive at the start)."""
-        first = max(0, sum(t <= start_s for t in self.times_s) - 1)
-        last = sum(t <= stop_s for t in self.times_s)
-        return Timeline(
-            self.times_s[first:last],
-            {kind: column[first:last] for kind, column in self.bytes_by_kind.items()},
-            [mark for mark in self.marks if start_s <= mark[0] <= stop_s],
-        )
 
 
 class _StorageRef(weakref.ref):
@@ -103,8 +71,7 @@ class MemoryTracker(TorchDispatchMode):
         train_step(...)
     tracker.peak_bytes, tracker.peak_by_kind, tracker.timeline
 
-    Counted are the storages on the model's device that are made inside the block, and those of the model and the
-    optimizer.
+    Counted are the model's and the optimizer's storages, and those made inside the block on the model's device.
     Phases are marked by hooks, which are removed on leaving. Under FakeTensorMode, enter that mode first.
 
     Raises   ValueError if the model has no parameters, or the optimizer offers no step hooks
@@ -151,8 +118,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def timeline(self) -> Timeline:
-        """Replay the events, now that every storage's kind is known. Undecided ones that are still alive count as
-        activations."""
+        """Replay the events, now that every storage's kind is known (undecided ones still alive: activations)."""
         self._classify_known()
         now = dict(self._start_bytes)
         times_s: list[float] = []
@@ -212,9 +178,9 @@ class MemoryTracker(TorchDispatchMode):
             self._start_s = time.perf_counter()
             for handle in self._register_hooks():
                 stack.callback(handle.remove)
-            stack.enter_context(_replaced(torch.UntypedStorage, "resize_", self._following_resize))
-            for owner, name in _sharding_propagation():
-                stack.enter_context(_replaced(owner, name, self._pausing))
+            stack.enter_context(replaced(torch.UntypedStorage, "resize_", self._following_resize))
+            for owner, name in sharding_propagation():
+                stack.enter_context(replaced(owner, name, self._pausing))
             super().__enter__()
             self._cleanup = stack.pop_all()
         return self
@@ -270,16 +236,13 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for kind in types:
-            if _is_dtensor(kind):
+            if is_dtensor(kind):
                 return NotImplemented  # DTensor turns it into operators on local tensors, which come here again
         if self._paused:
             return func(*args, **(kwargs or {}))
         self._note_phase()
         out = func(*args, **(kwargs or {}))
-        makes_storage = _makes_storage.get(func)
-        if makes_storage is None:
-            makes_storage = _makes_storage[func] = returns_fresh_storage(func)
-        if makes_storage:
+        if returns_fresh_storage(func):
             if isinstance(out, torch.Tensor):
                 self._see(out)
             else:
@@ -343,8 +306,7 @@ class MemoryTracker(TorchDispatchMode):
     # ---- saying what a storage is
 
     def _classify_known(self) -> None:
-        """Name the storages of parameters, gradients and optimizer state: FSDP and optimizers replace them as they
-        like."""
+        """Name the storages of parameters, gradients and optimizer state, which FSDP and optimizers replace at will."""
         for parameter in self.model.parameters():
             self.claim(parameter, "parameters")
             for gradient in (
@@ -402,60 +364,6 @@ class MemoryTracker(TorchDispatchMode):
         return paused
 
 
-def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """List the plain tensors that hold a tensor's bytes on this rank: a DTensor's shard, a wrapper's inner tensors."""
-    if type(tensor) is torch.Tensor or type(tensor) is nn.Parameter:
-        return [tensor]
-    if _is_dtensor(type(tensor)):
-        return local_tensors(tensor._local_tensor)
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        return [local for name in names for local in local_tensors(getattr(tensor, name))]
-    return [tensor]
-
-
 def _is_recomputing() -> bool:
-    """Inside a backward pass only a checkpoint records operators again, or watches what they save (custom Functions
-    run unrecorded)."""
+    """Inside a backward pass only a checkpoint records operators, or watches what unrecorded Functions save."""
     return torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def _is_dtensor(kind: type) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # imported by whoever makes a DTensor; it costs a second
-    return module is not None and issubclass(kind, module.DTensor)
-
-
-_makes_storage: dict[object, bool] = {}  # operator -> whether its outputs may need counting; it never changes
-
-
-def returns_fresh_storage(func: torch._ops.OpOverload) -> bool:
-    """Whether an operator's outputs lie in storage of their own (or resized), going by its schema.
-
-    A view or an in-place operator returns its input's storage, which was counted when it was made, or existed before.
-    """
-    if func._schema.name in ("aten::lift_fresh", "aten::resize_"):  # torch.tensor(...) appears with the first
-        return True
-    return any(returned.alias_info is None for returned in func._schema.returns)
-
-
-def _sharding_propagation() -> list[tuple[type, str]]:
-    module = sys.modules.get("torch.distributed.tensor._sharding_prop")
-    if module is None:
-        return []
-    names = ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached")
-    return [(module.ShardingPropagator, name) for name in names if hasattr(module.ShardingPropagator, name)]
-
-
-@contextlib.contextmanager
-def _replaced(owner: type, name: str, wrap: Callable):
-    """Wrap a method of a class for the length of a `with` block."""
-    own = name in vars(owner)  # an inherited method must not stay behind as an own one
-    original = getattr(owner, name)
-    setattr(owner, name, wrap(original))
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
