@@ -356,7 +356,7 @@ def test_activations_measured_are_within_2_percent_of_the_formula(case):
     predicted = budget(config, batch_size, seq_len, recipe, "adamw", attention, recompute, device="cpu")
     for kind in ("parameters", "gradients", "optimizer"):
         assert predicted.by_kind[kind] == measured[kind], kind
-    assert predicted.by_kind["activations"] == pytest.approx(measured["activations"], rel=0.02)
+    assert predicted.by_kind["activations"] == pytest.approx(measured["activations"], rel=0.005)  # required: 0.02
 
 
 def test_the_encoder_s_activations_are_within_2_percent_too():
