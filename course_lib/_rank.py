@@ -210,11 +210,15 @@ def no_core_dump() -> None:
 
 
 def join_world(rank: int, settings: Settings, folder: Path) -> None:
-    """Initialise torch.distributed through a file in the launch's folder: no port, so two notebooks cannot collide."""
+    """Initialise torch.distributed through a file in the launch's folder: no port, so two notebooks cannot collide.
+
+    With NCCL, new tensors are made on the GPU, and those on the CPU travel through gloo: one cell suits both machines.
+    """
     if settings.backend == "nccl":
         torch.cuda.set_device(rank)
+        torch.set_default_device(torch.device("cuda", rank))
     dist.init_process_group(
-        settings.backend,
+        "cpu:gloo,cuda:nccl" if settings.backend == "nccl" else settings.backend,
         store=dist.FileStore(str(folder / "store"), settings.world_size),
         rank=rank,
         world_size=settings.world_size,

@@ -100,8 +100,7 @@ def _gpu(index: int) -> dict:
 
 
 def _sum_of_ranks() -> int:
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    one_more_than_rank = torch.tensor(dist.get_rank() + 1, device=device)
+    one_more_than_rank = torch.tensor(dist.get_rank() + 1)
     dist.all_reduce(one_more_than_rank)
     return one_more_than_rank.item()
 

@@ -15,7 +15,8 @@ def sum_on_gpu():
     device = torch.device("cuda", 0 if dist.get_backend() == "gloo" else int(os.environ["LOCAL_RANK"]))
     x = torch.full((1 << 20,), float(dist.get_rank() + 1), device=device)
     dist.all_reduce(x)
-    return x[:3], dist.get_backend(), torch.cuda.current_device()
+    backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
+    return x[:3], backend, torch.cuda.current_device()
 
 
 def test_auto_takes_nccl_for_one_rank_and_returns_tensors_on_the_cpu():
@@ -32,6 +33,18 @@ def test_more_ranks_than_gpus_share_one_through_gloo():
     assert results.backend == "gloo" and "NCCL needs one for each rank" in results.why
     assert {tuple(total.tolist()) for total, _, _ in results} == {(world_size * (world_size + 1) / 2,) * 3}
     assert all(4 << 20 <= peak < 64 << 20 for peak in results.peak_bytes)
+
+
+def new_tensors_and_cpu_tensors():
+    new, on_cpu = torch.ones(4), torch.ones(4, device="cpu")
+    dist.all_reduce(new)
+    dist.all_reduce(on_cpu)
+    return new.device.type, new, on_cpu
+
+
+def test_a_cell_written_for_the_cpu_runs_on_nccl():
+    device, new, on_cpu = launch(new_tensors_and_cpu_tensors, 1)[0]
+    assert device == "cuda" and new.tolist() == on_cpu.tolist() == [1.0] * 4
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs for NCCL between two ranks")
