@@ -82,8 +82,8 @@ def launch(
     own process is never a rank. Keyword arguments: wrap `fn` with functools.partial.
 
     timeout   seconds from the start of the ranks; then they are ended, and the error says where each of them stood
-    backend   "auto": NCCL where there is a GPU for every rank, otherwise gloo; or "gloo", "nccl". With NCCL a rank makes new
-              tensors on its GPU, and a tensor on the CPU still travels, through gloo
+    backend   "auto": NCCL where there is a GPU for every rank, otherwise gloo; or "gloo", "nccl". With NCCL a rank
+              makes new tensors on its GPU, and a tensor on the CPU still travels, through gloo
     via       "processes", or "accelerate": accelerate.notebook_launcher, see course_lib/_accelerate.py for its limits
     live      show printed lines as they come instead, in the order in which they come
     threads   of each rank, for its matrix multiplications
