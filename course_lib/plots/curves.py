@@ -197,15 +197,10 @@ def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = No
     if at_bytes:
         total = picture.latency_s + at_bytes * picture.bandwidth_s[-1] / high
         axes.plot(at_bytes, total / scale, "o", color=OKABE_ITO["vermillion"], markersize=10, zorder=4)
-        axes.annotate(
-            f"{show_bytes(at_bytes)}: {show_seconds(total)}",
-            (at_bytes, total / scale),
-            xytext=(10, -12),
-            textcoords="offset points",
-            fontsize=9.5,
-            fontweight="bold",
-            ha="left" if at_bytes < high / 1e3 else "right",
-        )
+        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}
+        label, here = f"{show_bytes(at_bytes)}: {show_seconds(total)}", (at_bytes, total / scale)
+        side = "left" if at_bytes < low * 1e3 else "right"
+        axes.annotate(label, here, xytext=(0, 14), textcoords="offset points", fontweight="bold", ha=side, bbox=box)
     axes.set(xlabel="message (bytes)", ylabel="time (ms)")
 
 

@@ -1,5 +1,6 @@
 """Memory in pictures: over the first steps of training, and as budgets against the sizes of GPUs."""
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,13 +11,11 @@ from matplotlib.patches import Patch
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, KINDS, LIMIT_COLOR, text_on
 from course_lib.plots.style import (
     FULL_WIDTH_IN,
-    TIME_UNITS,
     UNITS,
     finish,
     show_bytes,
     style,
     three_digits,
-    time_unit_for,
     unit_for,
 )
 
@@ -25,33 +24,42 @@ from course_lib.plots.style import (
 
 @dataclass(frozen=True)
 class TimelinePicture:
-    """The numbers drawn by `show_memory_timeline`: one stack of kinds per moment, in bytes."""
+    """The numbers drawn by `show_memory_timeline`: bytes by kind at each x; phases are (name, from, to)."""
 
-    times_s: list[float]
+    xs: list[float]
+    xlabel: str
     bytes_by_kind: dict[str, list[int]]
     phases: list[tuple[str, float, float]]
-    peak_s: float
+    peak_x: float
     peak_bytes: int
     peak_by_kind: dict[str, int]
 
 
-def timeline_picture(timeline, max_points: int = 1500) -> TimelinePicture:
+def timeline_picture(timeline, over: str = "events", max_points: int = 1500) -> TimelinePicture:
     """Turn a tracker's `Timeline` into what is drawn: kinds in their fixed order, phases between marks, and the peak.
 
+    over="events" counts allocations and releases: the same picture on every machine. "time" takes seconds.
     Of a long record only the highest moment in each of `max_points` slices is kept: the peak stays exact.
+
+    Raises   ValueError if the timeline is empty or `over` is unknown
     """
-    kinds = [kind for kind in KINDS if any(timeline.bytes_by_kind.get(kind, ()))]
     times = list(timeline.times_s)
+    kinds = [kind for kind in KINDS if any(timeline.bytes_by_kind.get(kind, ()))]
     if not times or not kinds:
         raise ValueError("the timeline holds no measurement; run at least one training step inside the tracker")
+    if over not in ("events", "time"):
+        raise ValueError(f"over is {over!r}; choose 'events' or 'time'")
     totals = [sum(timeline.bytes_by_kind[kind][i] for kind in kinds) for i in range(len(times))]
     kept = _highest_of_each_slice(totals, max_points)
     peak = max(range(len(totals)), key=totals.__getitem__)
+    xs = list(range(len(times))) if over == "events" else times
+    marks = [(bisect_left(times, at) if over == "events" else at, name) for at, name in timeline.marks]
     return TimelinePicture(
-        times_s=[times[i] for i in kept],
+        xs=[xs[i] for i in kept],
+        xlabel="allocations and releases, in order" if over == "events" else "time (s)",
         bytes_by_kind={kind: [timeline.bytes_by_kind[kind][i] for i in kept] for kind in kinds},
-        phases=_phases(timeline.marks, times[-1]),
-        peak_s=times[peak],
+        phases=_phases(marks, xs[-1]),
+        peak_x=xs[peak],
         peak_bytes=totals[peak],
         peak_by_kind={kind: timeline.bytes_by_kind[kind][peak] for kind in kinds},
     )
@@ -65,39 +73,26 @@ def _highest_of_each_slice(totals: Sequence[int], max_points: int) -> list[int]:
     return sorted(kept | {0, n - 1})
 
 
-def _phases(marks, end_s: float) -> list[tuple[str, float, float]]:
+def _phases(marks: Sequence[tuple[float, str]], end: float) -> list[tuple[str, float, float]]:
     """Marks say where a phase begins; it lasts until the next one, the last until the end."""
-    marks = [(float(time_s), str(name)) for time_s, name in marks]
-    stops = [time_s for time_s, _ in marks[1:]] + [max(end_s, marks[-1][0]) if marks else end_s]
-    return [(name, start, stop) for (start, name), stop in zip(marks, stops) if stop > start]
+    ends = [start for start, _ in marks[1:]] + [end]
+    return [(name, start, stop) for (start, name), stop in zip(marks, ends) if stop > start]
 
 
 def draw_memory_timeline(axes, picture: TimelinePicture, unit: str) -> None:
-    """Stack the kinds over time, with the phases as a strip above and the peak labelled."""
-    scale = TIME_UNITS[time_unit_for(picture.times_s[-1])]
-    xs = [t / scale for t in picture.times_s]
-    floor = [0.0] * len(xs)
+    """Stack the kinds, with the phases as a strip above and the peak labelled."""
+    floor = [0.0] * len(picture.xs)
     for kind, values in picture.bytes_by_kind.items():
         top = [low + value / UNITS[unit] for low, value in zip(floor, values)]
-        axes.fill_between(
-            xs,
-            floor,
-            top,
-            step="post",
-            facecolor=KIND_COLORS[kind],
-            hatch=KIND_HATCHES[kind],
-            edgecolor="white",
-            linewidth=0,
-        )
-        axes.step(xs, top, where="post", color="white", linewidth=0.7)
+        look = {"facecolor": KIND_COLORS[kind], "hatch": KIND_HATCHES[kind], "edgecolor": "white", "linewidth": 0}
+        axes.fill_between(picture.xs, floor, top, step="post", **look)
+        axes.step(picture.xs, top, where="post", color="white", linewidth=0.4)
         floor = top
-    peak = picture.peak_bytes / UNITS[unit]
+    peak, end = picture.peak_bytes / UNITS[unit], picture.xs[-1]
     axes.axhline(peak, color=LIMIT_COLOR, linewidth=1, linestyle="--")
-    axes.set(xlim=(xs[0], xs[-1]), ylim=(0, peak * 1.28))
-    axes.text(xs[-1], peak, f"peak {show_bytes(picture.peak_bytes, unit)} ", ha="right", va="bottom", fontsize=9)
-    _draw_phases(axes, picture.phases, scale, peak)
-    axes.set_xlabel(f"time ({time_unit_for(picture.times_s[-1])})")
-    axes.set_ylabel(f"tensors alive ({unit})")
+    axes.set(xlim=(picture.xs[0], end), ylim=(0, peak * 1.28), xlabel=picture.xlabel, ylabel=f"tensors alive ({unit})")
+    axes.text(end, peak, f"peak {show_bytes(picture.peak_bytes, unit)} ", ha="right", va="bottom", fontsize=9)
+    _draw_phases(axes, picture, peak)
     handles = [_kind_patch(kind) for kind in reversed(picture.bytes_by_kind)]
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
@@ -105,38 +100,33 @@ def draw_memory_timeline(axes, picture: TimelinePicture, unit: str) -> None:
 PHASE_SHADES = ("#FFFFFF", "#E6E6E6", "#C9C9C9", "#DADADA")
 
 
-def _draw_phases(axes, phases, scale: float, peak: float) -> None:
-    names = list(dict.fromkeys(name for name, _, _ in phases))
-    span = axes.get_xlim()[1] - axes.get_xlim()[0]
-    shortened = False
-    for name, start, stop in phases:
-        start, stop = start / scale, stop / scale
+def _draw_phases(axes, picture: TimelinePicture, peak: float) -> None:
+    """The strip above: each phase with its name, or with its initial where the name has no room."""
+    names = list(dict.fromkeys(name for name, _, _ in picture.phases))
+    width = picture.xs[-1] - picture.xs[0]
+    shortened = []
+    for name, start, stop in picture.phases:
         shade = PHASE_SHADES[names.index(name) % len(PHASE_SHADES)]
         axes.fill_between([start, stop], peak * 1.17, peak * 1.28, facecolor=shade, edgecolor="black", linewidth=0.5)
-        share = (stop - start) / span
-        label = name if share > 0.015 * len(name) else name[:1].upper() if share > 0.012 else ""
-        shortened |= label != name
-        axes.text((start + stop) / 2, peak * 1.22, label, ha="center", va="center", fontsize=8)
         axes.axvline(start, color="black", linewidth=0.5, alpha=0.5, ymax=1.17 / 1.28)
-    if shortened:
-        key = ", ".join(f"{name[:1].upper()} {name}" for name in names)
-        axes.annotate(
-            key,
-            (1, 1),
-            xycoords="axes fraction",
-            xytext=(0, 2),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            fontsize=8,
-        )
+        share = (stop - start) / width
+        label = name if share > 0.015 * len(name) else name[:1].upper() if share > 0.012 else ""
+        axes.text((start + stop) / 2, peak * 1.22, label, ha="center", va="center", fontsize=8)
+        if label and label != name and name not in shortened:
+            shortened.append(name)
+    key = ", ".join(f"{name[:1].upper()} {name}" for name in shortened)
+    above = {"xycoords": "axes fraction", "xytext": (0, 2), "textcoords": "offset points"}
+    axes.annotate(key, (1, 1), ha="right", va="bottom", fontsize=8, **above)
 
 
 def show_memory_timeline(
-    timeline, title: str = "Memory alive over the first steps of training", unit: str | None = None
+    timeline,
+    title: str = "Memory alive over the first steps of training",
+    over: str = "events",
+    unit: str | None = None,
 ) -> None:
-    """Show a measured `Timeline` stacked by kind, with its phases and its peak."""
-    picture = timeline_picture(timeline)
+    """Show a measured `Timeline` stacked by kind, with its phases and its peak; over="events" or "time"."""
+    picture = timeline_picture(timeline, over)
     with style():
         figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 3.8))
         draw_memory_timeline(axes, picture, unit or unit_for(picture.peak_bytes))

@@ -1,0 +1,22 @@
+"""Things to play with in a notebook. Behind each stands a pure function from choices to a record.
+
+memory_explorer       what training needs, against GPUs; measured on a small model at the press of a button
+collective_explorer   alpha-beta time of a collective
+precision_explorer    what each number format makes of a weight and its update
+dp_explorer           batch, step time and exposed communication of data parallelism
+"""
+
+try:
+    import ipywidgets
+except ImportError as error:
+    raise ImportError(
+        "course_lib.widgets needs ipywidgets, which is not installed; run: pip install 'ipywidgets>=7.7.1,<9' "
+        "(everything else of course_lib works without it)"
+    ) from error
+
+from course_lib.widgets.collectives import collective_explorer
+from course_lib.widgets.data_parallel import dp_explorer
+from course_lib.widgets.memory import memory_explorer
+from course_lib.widgets.precision import precision_explorer
+
+__all__ = ["collective_explorer", "dp_explorer", "memory_explorer", "precision_explorer"]

@@ -1,0 +1,76 @@
+"""The collective explorer: message, ranks and link, and what the alpha-beta model says of them."""
+
+from dataclasses import dataclass
+from html import escape
+
+import ipywidgets as widgets
+
+from course_lib.hardware import LINKS, link
+from course_lib.plots.curves import alpha_beta_picture, crossover_bytes, draw_alpha_beta
+from course_lib.plots.style import show_bytes, show_seconds
+from course_lib.timing import bus_factor, collective_s, collective_steps
+from course_lib.widgets import parts
+
+COLLECTIVES = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
+SIZES = [(show_bytes(size), size) for exponent in range(3, 10) for size in (10**exponent, 3 * 10**exponent)]
+
+
+@dataclass(frozen=True)
+class CollectiveView:
+    """One collective, modelled: seconds and their two parts, bytes that a rank sends, and what rules."""
+
+    steps: int
+    latency_s: float
+    bandwidth_s: float
+    sent_bytes: float
+    crossover_bytes: float
+    regime: str
+
+    @property
+    def total_s(self) -> float:
+        """Latency and bandwidth together."""
+        return self.latency_s + self.bandwidth_s
+
+
+def explore_collective(collective: str, payload_bytes: int, world_size: int, link_key: str) -> CollectiveView:
+    """Turn choices into the numbers shown. `sent_bytes` is what a rank in the middle of the ring or chain sends."""
+    wire = link(link_key)
+    total_s = collective_s(collective, payload_bytes, world_size, wire)
+    latency_s = collective_s(collective, 0, world_size, wire)
+    crossover = crossover_bytes(collective, world_size, wire)
+    return CollectiveView(
+        steps=collective_steps(collective, world_size),
+        latency_s=latency_s,
+        bandwidth_s=total_s - latency_s,
+        sent_bytes=bus_factor(collective, world_size) * payload_bytes,
+        crossover_bytes=crossover,
+        regime="latency" if payload_bytes < crossover else "bandwidth",
+    )
+
+
+def describe_collective(view: CollectiveView) -> str:
+    """The numbers in one line."""
+    return (
+        f"{show_seconds(view.total_s)} = {show_seconds(view.latency_s)} of latency ({view.steps} steps) "
+        f"+ {show_seconds(view.bandwidth_s)} to send {show_bytes(view.sent_bytes)} a rank. "
+        f"{view.regime.capitalize()} rules; the two are equal at {show_bytes(view.crossover_bytes)}."
+    )
+
+
+def collective_explorer(link_key: str = "nvlink4", world_size: int = 8) -> widgets.VBox:
+    """Sliders over message size and ranks: the modelled time on its curve."""
+    collective = parts.choice("collective", COLLECTIVES, "all_reduce")
+    size = parts.slider("message", SIZES, 10**6)
+    ranks = parts.slider("ranks", parts.powers_of_two(2, 1024), world_size)
+    wire = parts.choice("link", [(known.name, key) for key, known in LINKS.items()], link_key)
+    image, text = parts.picture(), widgets.HTML()
+
+    def draw() -> None:
+        view = explore_collective(collective.value, size.value, ranks.value, wire.value)
+        curve = alpha_beta_picture(collective.value, ranks.value, link(wire.value))
+        parts.set_picture(image, parts.figure_png(lambda axes: draw_alpha_beta(axes, curve, size.value), 3.6, 7.2))
+        parts.note(text, escape(describe_collective(view)))
+
+    controls = [collective, size, ranks, wire]
+    parts.follow(controls, lambda: parts.attempt(text, draw))
+    return parts.panel(controls, text, image)

@@ -1,0 +1,125 @@
+"""The data-parallel explorer: batch in tokens, modelled step time, and the communication that nothing hides."""
+
+from dataclasses import dataclass
+from html import escape
+
+import ipywidgets as widgets
+
+from course_lib.config import PRESETS, preset
+from course_lib.hardware import GPUS, LINKS, gpu, link, peak_flops
+from course_lib.memory.formulas import count_parameters
+from course_lib.plots.style import show_bytes, show_seconds
+from course_lib.plots.timeline import draw_overlap, overlap_picture
+from course_lib.timing import Span, collective_s, dp_spans, exposed_s, step_flops
+from course_lib.widgets import parts
+
+ASSUMED_MFU = 0.4  # of one GPU while it computes; published good runs on H100 reach 0.4 to 0.5
+GRAD_BYTES = 4  # gradients are reduced in FP32
+MAX_BUCKETS = 12  # as many as a picture can show
+BUCKET_BYTES = 25 * 2**20  # DDP's default
+
+
+@dataclass(frozen=True)
+class DPChoice:
+    """What the controls say."""
+
+    model: str = "llama-3.2-1b"
+    dp_size: int = 8
+    batch_size: int = 2
+    seq_len: int = 4096
+    accumulation: int = 1
+    link_key: str = "efa"
+    gpu_key: str = "h100"
+    overlap: bool = True
+
+
+@dataclass(frozen=True)
+class DPView:
+    """What the explorer shows. Seconds are modelled, none is measured."""
+
+    global_batch_tokens: int
+    grad_bytes: int
+    compute_s: float
+    comm_s: float
+    exposed_s: float
+    step_s: float
+    tokens_per_s: float
+    efficiency_percent: float
+    spans: list[Span]
+
+
+def explore_dp(chosen: DPChoice) -> DPView:
+    """Turn choices into what is shown.
+
+    Assumes: each GPU computes at ASSUMED_MFU of its peak; gradients travel once a step, in the last micro-batch, by
+    a ring over the slowest link; the model fits; the optimizer's time is left out.
+    """
+    config, device = preset(chosen.model), gpu(chosen.gpu_key)
+    flops = step_flops(config, chosen.batch_size * chosen.seq_len, chosen.seq_len)
+    precision = "bf16" if device.bf16_flops else "fp16"
+    micro_s = flops / (peak_flops(device, precision) * ASSUMED_MFU)
+    grad_bytes = GRAD_BYTES * count_parameters(config)
+    buckets = max(1, min(MAX_BUCKETS, round(grad_bytes / BUCKET_BYTES)))
+    comm_s = collective_s("all_reduce", grad_bytes / buckets, chosen.dp_size, link(chosen.link_key)) * buckets
+    spans = dp_spans(micro_s / 3, 2 * micro_s / 3, [comm_s / buckets] * buckets, chosen.overlap) if comm_s else []
+    spans = _after_accumulation(spans or [Span(0, "compute", "forward and backward", 0.0, micro_s)], micro_s, chosen)
+    step_s = max(span.stop_s for span in spans)
+    compute_s = chosen.accumulation * micro_s
+    tokens = chosen.dp_size * chosen.batch_size * chosen.seq_len * chosen.accumulation
+    return DPView(
+        global_batch_tokens=tokens,
+        grad_bytes=grad_bytes,
+        compute_s=compute_s,
+        comm_s=comm_s,
+        exposed_s=exposed_s(spans),
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        efficiency_percent=100 * compute_s / step_s,
+        spans=spans,
+    )
+
+
+def _after_accumulation(spans: list[Span], micro_s: float, chosen: DPChoice) -> list[Span]:
+    """Earlier micro-batches communicate nothing (`no_sync`): they come first, as one block."""
+    earlier = chosen.accumulation - 1
+    if not earlier:
+        return spans
+    shift = earlier * micro_s
+    name = f"{earlier} micro-batch{'es' if earlier > 1 else ''} without communication"
+    later = [Span(s.rank, s.lane, s.name, s.start_s + shift, s.stop_s + shift) for s in spans]
+    return [Span(0, "compute", name, 0.0, shift), *later]
+
+
+def describe_dp(view: DPView) -> str:
+    """The numbers in one line."""
+    return (
+        f"Global batch {view.global_batch_tokens:,} tokens. Modelled step {show_seconds(view.step_s)}: "
+        f"{show_seconds(view.compute_s)} of computation, {show_seconds(view.comm_s)} to all-reduce "
+        f"{show_bytes(view.grad_bytes)} of gradients, {show_seconds(view.exposed_s)} of it exposed. "
+        f"{view.tokens_per_s:,.0f} tokens per second, {view.efficiency_percent:.0f} % of the ideal."
+    )
+
+
+def dp_explorer(start: DPChoice | None = None) -> widgets.VBox:
+    """Controls over one data-parallel step: who waits for what, and for how long."""
+    start = start or DPChoice()
+    fields = {
+        "model": parts.choice("model", PRESETS, start.model),
+        "dp_size": parts.slider("dp ranks", parts.powers_of_two(1, 1024), start.dp_size),
+        "batch_size": parts.slider("micro-batch", parts.powers_of_two(1, 64), start.batch_size),
+        "seq_len": parts.slider("sequence", parts.powers_of_two(128, 131_072), start.seq_len),
+        "accumulation": parts.slider("accumulation", parts.powers_of_two(1, 64), start.accumulation),
+        "link_key": parts.choice("slowest link", [(known.name, key) for key, known in LINKS.items()], start.link_key),
+        "gpu_key": parts.choice("GPU", [(known.name, key) for key, known in GPUS.items()], start.gpu_key),
+        "overlap": widgets.Checkbox(description="overlap with the backward pass", value=start.overlap),
+    }
+    image, text = parts.picture(), widgets.HTML()
+
+    def draw() -> None:
+        view = explore_dp(DPChoice(**{name: control.value for name, control in fields.items()}))
+        drawn = overlap_picture(view.spans)
+        parts.set_picture(image, parts.figure_png(lambda axes: draw_overlap(axes, drawn), 1.9))
+        parts.note(text, escape(describe_dp(view)))
+
+    parts.follow(list(fields.values()), lambda: parts.attempt(text, draw))
+    return parts.panel(list(fields.values()), text, image)

@@ -1,0 +1,174 @@
+"""The memory explorer: a model and how it is trained, against the GPUs that one has."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+import ipywidgets as widgets
+
+from course_lib.config import PRESETS, preset
+from course_lib.hardware import GPUS, gpu
+from course_lib.memory.formulas import OPTIMIZERS, RECIPES, Budget, budget, count_parameters
+from course_lib.memory.profile import Comparison, profile_step, scale_down
+from course_lib.plots.comparison import comparison_pairs, draw_comparison, error_text
+from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
+from course_lib.plots.style import show_bytes
+from course_lib.widgets import parts
+
+ATTENTION_LABELS = [("fused (FlashAttention)", "fused"), ("explicit score matrix", "explicit")]
+RECOMPUTE = ["none", "selective", "full"]
+MEASURED_BATCH, MEASURED_SEQ_LEN = 4, 256  # at most: a matter of seconds
+
+
+@dataclass(frozen=True)
+class MemoryChoice:
+    """What the controls say."""
+
+    model: str = "llama-3.1-8b"
+    seq_len: int = 4096
+    batch_size: int = 1
+    recipe: str = "bf16-master"
+    optimizer: str = "adamw"
+    attention: str = "fused"
+    recompute: str = "none"
+
+
+@dataclass(frozen=True)
+class MemoryView:
+    """What the explorer shows: the budget, its bar, the limits of the GPUs, a title and a line of text."""
+
+    budget: Budget
+    bar: BudgetBar
+    limits_bytes: dict[str, int]
+    title: str
+    text: str
+
+
+def explore_memory(chosen: MemoryChoice, gpus: Sequence[str]) -> MemoryView:
+    """Turn choices into what is shown.
+
+    Raises   ValueError if a name is unknown, or the sequence is longer than the model reads
+    """
+    config = preset(chosen.model)
+    needed = budget(
+        config, chosen.batch_size, chosen.seq_len, chosen.recipe, chosen.optimizer, chosen.attention, chosen.recompute
+    )
+    limits = gpu_limits([gpu(key) for key in gpus])
+    (bar,) = budget_bars(needed, limits)
+    states = needed.states_bytes
+    text = (
+        f"{bar.total_bytes / 1e9:,.1f} GB = {bar.total_bytes / 2**30:,.1f} GiB in all; "
+        f"{states / 1e9:,.1f} GB ({states / 2**30:,.1f} GiB) of it for {count_parameters(config):,} parameters, "
+        f"their gradients and the optimizer. "
+    )
+    return MemoryView(
+        needed, bar, limits, f"{chosen.model}: {_verdict(bar, limits)}", text + _list_of_fits(bar, limits)
+    )
+
+
+def _verdict(bar: BudgetBar, limits_bytes: dict[str, int]) -> str:
+    total = f"{bar.total_bytes / 1e9:,.1f} GB"
+    if not limits_bytes:
+        return total
+    return (
+        f"{total} fit {len(bar.fits)} of {len(limits_bytes)} GPUs"
+        if bar.fits
+        else f"{total} fit none of the chosen GPUs"
+    )
+
+
+def _list_of_fits(bar: BudgetBar, limits_bytes: dict[str, int]) -> str:
+    too_small = [name for name in limits_bytes if name not in bar.fits]
+    said = [
+        f"Fits: {', '.join(bar.fits)}." if bar.fits else "",
+        f"Out of memory: {', '.join(too_small)}." if too_small else "",
+    ]
+    return " ".join(part for part in said if part)
+
+
+def measure_memory(chosen: MemoryChoice, d_model: int = 128, num_layers: int = 4) -> Comparison:
+    """Train a scaled-down model of the same kind for real on this CPU, and lay what was measured on what is predicted.
+
+    Raises   ValueError if the recipe or the optimizer cannot be run here
+    """
+    return profile_step(
+        scale_down(preset(chosen.model), d_model, num_layers),
+        min(chosen.batch_size, MEASURED_BATCH),
+        min(chosen.seq_len, MEASURED_SEQ_LEN),
+        chosen.recipe,
+        chosen.optimizer,
+        chosen.attention,
+        chosen.recompute,
+    )
+
+
+def describe_measurement(result: Comparison) -> str:
+    """One line: what was trained, and how far the predicted peak is from the measured one."""
+    config, peak = result.config, result.row("peak")
+    return (
+        f"Measured in {result.seconds:.1f} s: {config.name} ({config.num_layers} layers of {config.d_model}, "
+        f"{result.batch_size} x {result.seq_len} tokens). Peak {show_bytes(peak.measured_bytes, 'MB')} measured, "
+        f"{show_bytes(peak.predicted_bytes, 'MB')} predicted: {error_text(peak.error_percent)}."
+    )
+
+
+def memory_explorer(
+    start: MemoryChoice | None = None, gpus: Sequence[str] = ("t4", "a100-40", "h100", "h200")
+) -> widgets.VBox:
+    """Sliders over everything that decides how much memory training needs, and a button that measures it.
+
+    `gpus` are keys of `course_lib.hardware.GPUS`, chosen at the start; others can be chosen in the widget.
+    """
+    start = start or MemoryChoice()
+    fields = {
+        "model": parts.choice("model", PRESETS, start.model),
+        "seq_len": parts.slider("sequence", parts.powers_of_two(64, 131_072), start.seq_len),
+        "batch_size": parts.slider("micro-batch", parts.powers_of_two(1, 64), start.batch_size),
+        "recipe": parts.choice("precision", RECIPES, start.recipe),
+        "optimizer": parts.choice("optimizer", OPTIMIZERS, start.optimizer),
+        "attention": parts.choice("attention", ATTENTION_LABELS, start.attention),
+        "recompute": parts.choice("recomputation", RECOMPUTE, start.recompute),
+    }
+    chosen_gpus = widgets.SelectMultiple(
+        description="GPUs",
+        options=[(known.name, key) for key, known in GPUS.items()],
+        value=tuple(gpus),
+        rows=5,
+        style=parts.LABEL,
+        layout=widgets.Layout(width=parts.WIDTH),
+    )
+    button = widgets.Button(description="Measure", tooltip="train a scaled-down model for real", button_style="info")
+    bars, text, pairs, result_text = parts.picture(), widgets.HTML(), parts.picture(), widgets.HTML()
+
+    def current() -> MemoryChoice:
+        return MemoryChoice(**{name: control.value for name, control in fields.items()})
+
+    def draw() -> None:
+        view = explore_memory(current(), chosen_gpus.value)
+        png = parts.figure_png(lambda axes: draw_budgets(axes, [view.bar], view.limits_bytes, "GB", view.title), 2.7)
+        parts.set_picture(bars, png)
+        parts.note(text, escape(view.text))
+
+    def update() -> None:
+        parts.set_picture(pairs, None)
+        parts.note(result_text, "")
+        if not parts.attempt(text, draw):
+            parts.set_picture(bars, None)
+
+    def lay_measured_on_predicted() -> None:
+        result = measure_memory(current())
+        drawn = comparison_pairs(result.rows)
+        parts.set_picture(pairs, parts.figure_png(lambda axes: draw_comparison(axes, drawn), 1.0 + 0.45 * len(drawn)))
+        parts.note(result_text, escape(describe_measurement(result)))
+
+    def measure(pressed: widgets.Button) -> None:
+        button.disabled = True
+        parts.note(result_text, "training a scaled-down model ...")
+        try:
+            parts.attempt(result_text, lay_measured_on_predicted)
+        finally:
+            button.disabled = False
+
+    button.on_click(measure)
+    parts.follow([*fields.values(), chosen_gpus], update)
+    return parts.panel([*fields.values(), chosen_gpus], text, bars, button, result_text, pairs)

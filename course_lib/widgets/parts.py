@@ -1,0 +1,96 @@
+"""The pieces that every explorer is made of. Only what ipywidgets 7.7 and 8 share is used.
+
+A picture is an `Image` whose bytes are replaced: it never piles up, and it behaves the same in
+JupyterLab, Voila and Colab, with and without a running cell.
+"""
+
+from collections.abc import Callable, Sequence
+from html import escape
+from io import BytesIO
+
+import ipywidgets as widgets
+from matplotlib.figure import Figure
+
+from course_lib.plots.style import FULL_WIDTH_IN, style
+
+LABEL = {"description_width": "110px"}
+WIDTH = "390px"
+
+
+def figure_png(draw: Callable, height_in: float, width_in: float = FULL_WIDTH_IN) -> bytes:
+    """Draw with `draw(axes)` and return the picture as PNG. No pyplot, so nothing stays open."""
+    with style():
+        figure = Figure(figsize=(width_in, height_in))
+        draw(figure.subplots())
+        buffer = BytesIO()
+        figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def picture() -> widgets.Image:
+    """A place for a picture, hidden until it has one."""
+    return widgets.Image(format="png", layout=widgets.Layout(max_width="100%", display="none"))
+
+
+def set_picture(image: widgets.Image, png: bytes | None) -> None:
+    """Replace the picture; None hides it."""
+    image.layout.display = "none" if png is None else None
+    if png is not None:
+        image.value = png
+
+
+def choice(description: str, options: Sequence, value) -> widgets.Dropdown:
+    """A list to choose from; options are values or (label, value) pairs."""
+    return widgets.Dropdown(
+        description=description, options=list(options), value=value, style=LABEL, layout=widgets.Layout(width=WIDTH)
+    )
+
+
+def slider(description: str, options: Sequence, value) -> widgets.SelectionSlider:
+    """A slider over given values, such as powers of two; it reports when it is released."""
+    return widgets.SelectionSlider(
+        description=description,
+        options=list(options),
+        value=value,
+        continuous_update=False,
+        style=LABEL,
+        layout=widgets.Layout(width=WIDTH),
+    )
+
+
+def powers_of_two(first: int, last: int) -> list[tuple[str, int]]:
+    """(label, value) pairs from `first` to `last`, doubling."""
+    values = [first]
+    while values[-1] * 2 <= last:
+        values.append(values[-1] * 2)
+    return [(f"{value:,}", value) for value in values]
+
+
+def note(message: widgets.HTML, html: str) -> None:
+    """Write a line of text (HTML) under the controls."""
+    message.value = html
+
+
+def attempt(message: widgets.HTML, action: Callable[[], None]) -> bool:
+    """Run an action; what it raises is shown in the widget, since a callback's error is seen nowhere else."""
+    try:
+        action()
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        note(message, f"<b>Not possible.</b> {escape(kind + str(error))}")
+        return False
+    return True
+
+
+def follow(controls: Sequence[widgets.Widget], update: Callable[[], None]) -> None:
+    """Call `update` now and whenever one of the controls changes."""
+    for control in controls:
+        control.observe(lambda change: update(), names="value")
+    update()
+
+
+def panel(controls: Sequence[widgets.Widget], *below: widgets.Widget) -> widgets.VBox:
+    """Controls in two columns, everything else below them."""
+    half = -(-len(controls) // 2)
+    columns = [widgets.VBox(list(controls[:half])), widgets.VBox(list(controls[half:]))]
+    return widgets.VBox([widgets.HBox(columns, layout=widgets.Layout(flex_flow="row wrap")), *below])
