@@ -38,7 +38,7 @@ Pending = dist.Work | torch.futures.Future  # something to wait() for
 
 
 def broadcast_parameters(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Gives each rank the parameters and buffers of the group's first; averaged gradients then keep the models equal.
+    """Gives each rank the parameters and buffers of the group's first; averaged gradients keep the models equal.
 
     Bytes    sent per rank: all of them, frozen ones too; 0 by the last rank of the chain
     """
@@ -60,7 +60,7 @@ def hook_gradients(model: nn.Module, when_ready: Callable[[nn.Parameter], None])
 
 
 def start_all_reduce(x: torch.Tensor, group: dist.ProcessGroup, name: str, trace: Trace | None) -> Pending:
-    """Starts summing x over the group and returns at once; x must not be touched before `wait()` on what is returned.
+    """Starts summing x over the group, returns at once; x must not be touched before `wait()` on what is returned.
 
     Raises   ValueError if x is strided, as the gradient of a strided parameter is; BucketedDP copies such a gradient
     """
@@ -122,7 +122,7 @@ class NaiveDP(nn.Module):
 
 
 class OverlappedDP(nn.Module):
-    """Starts a parameter's all-reduce as soon as its gradient is complete, while backward goes on with earlier layers.
+    """Starts a parameter's all-reduce once its gradient is complete, while backward goes on with earlier layers.
 
     Every rank must use every parameter: ranks that start different all-reduces would sum unrelated gradients.
 
@@ -186,7 +186,7 @@ def assign_buckets(
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
 ) -> list[list[NamedParameter]]:
-    """Groups parameters, last layer first, into buckets of one dtype and device; a bucket closes once it has its size.
+    """Groups parameters, last layer first, into buckets of one dtype and device; each closes once it has its size.
 
     Source   Li et al. 2020 (arXiv:2006.15704), section 3.2.3: backward reaches the last layer first
     """
@@ -239,7 +239,7 @@ class Bucket:
 
 
 class BucketedDP(nn.Module):
-    """Overlaps like OverlappedDP, with one all-reduce a full bucket, and with gradients that live inside the buckets.
+    """Overlaps like OverlappedDP, with one all-reduce a full bucket; gradients live inside the buckets.
 
     Buckets start in one fixed order on every rank, however the gradients arrive: ranks always agree what they sum.
 
