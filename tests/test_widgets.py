@@ -113,7 +113,7 @@ def test_a_measurement_trains_for_real_and_lays_states_on_the_formula_to_the_byt
 @pytest.mark.parametrize(
     ("explorer", "description", "value", "said"),
     [
-        (memory_explorer, "micro-batch", 8, "GiB in all"),
+        (memory_explorer, "micro-batch", 8, "GiB in all, each kind at its own largest"),
         (collective_explorer, "message", 10**9, "Bandwidth rules"),
         (precision_explorer, "update", 1e-12, "underflows"),
         (dp_explorer, "accumulation", 4, "Global batch 262,144 tokens"),

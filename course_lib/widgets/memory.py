@@ -57,7 +57,7 @@ def explore_memory(chosen: MemoryChoice, gpus: Sequence[str]) -> MemoryView:
     (bar,) = budget_bars(needed, limits)
     states = needed.states_bytes
     text = (
-        f"{bar.total_bytes / 1e9:,.1f} GB = {bar.total_bytes / 2**30:,.1f} GiB in all; "
+        f"{bar.total_bytes / 1e9:,.1f} GB = {bar.total_bytes / 2**30:,.1f} GiB in all, each kind at its own largest; "
         f"{states / 1e9:,.1f} GB ({states / 2**30:,.1f} GiB) of it for {count_parameters(config):,} parameters, "
         f"their gradients and the optimizer. "
     )

@@ -15,6 +15,7 @@ from course_lib.plots.style import FULL_WIDTH_IN, style
 
 LABEL = {"description_width": "110px"}
 WIDTH = "390px"
+WIDGET_DPI = 110  # the page stretches the picture to its width
 
 
 def figure_png(draw: Callable, height_in: float, width_in: float = FULL_WIDTH_IN) -> bytes:
@@ -23,7 +24,7 @@ def figure_png(draw: Callable, height_in: float, width_in: float = FULL_WIDTH_IN
         figure = Figure(figsize=(width_in, height_in))
         draw(figure.subplots())
         buffer = BytesIO()
-        figure.savefig(buffer, format="png")
+        figure.savefig(buffer, format="png", dpi=WIDGET_DPI)
     return buffer.getvalue()
 
 

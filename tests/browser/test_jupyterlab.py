@@ -1,0 +1,113 @@
+"""A chapter in JupyterLab in a headless browser: all cells run, a slider is moved, the picture changes."""
+
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+
+pytestmark = pytest.mark.browser
+
+ROOT = Path(__file__).parents[2]
+ERROR_OUTPUT = '.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.error"]'
+PICTURE_BYTES = """async image => {
+    const data = new Uint8Array(await (await fetch(image.src)).arrayBuffer());
+    const sum = data.reduce((a, b) => (a * 31 + b) % 1000000007, 7);
+    return {bytes: Array.from(data.slice(0, 4)), sum: sum, width: image.naturalWidth};
+}"""
+
+
+def put_notebook(lab, notebook: nbformat.NotebookNode, name: str = "chapter.ipynb") -> nbformat.NotebookNode:
+    """Copy a notebook into the server's folder without its outputs, so that only what runs now can be seen."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    nbformat.write(notebook, lab.folder / name)
+    return notebook
+
+
+def tiny_notebook(*sources: str) -> nbformat.NotebookNode:
+    """A notebook of these code cells."""
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    return nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
+
+
+def run_all_cells(page, lab, notebook, limit_s: float) -> None:
+    """Open the notebook, run all cells from the menu, wait until each has its number; errors only where announced."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    page.goto(lab.page_of("chapter.ipynb"))
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+    page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
+    page.click('.lm-MenuBar-itemLabel:text-is("Run")')
+    page.click('[data-command="runmenu:run-all"]')
+    done = """count => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]
+              .filter(prompt => /^\\[\\d+\\]:$/.test(prompt.textContent)).length >= count"""
+    page.wait_for_function(done, arg=len(code), timeout=limit_s * 1000)
+    announced = sum("raises-exception" in cell.metadata.get("tags", ()) for cell in code)
+    errors = page.locator(ERROR_OUTPUT).all_inner_texts()
+    assert len(errors) == announced, errors
+
+
+def pictures(page) -> list[dict]:
+    """Every picture of the widgets that can be seen: its first bytes, a sum over all of them, its size."""
+    images = page.locator(
+        ".jp-OutputArea img.widget-image, .jp-OutputArea img.jupyter-widget-image, .jp-OutputArea .widget-image img"
+    )
+    return [image.evaluate(PICTURE_BYTES) for image in images.all() if image.is_visible()]
+
+
+def wait_for_other_pictures(page, before: list[dict], limit_s: float = 20) -> list[dict]:
+    """The pictures as soon as they differ from `before`."""
+    for _ in range(int(limit_s / 0.1)):
+        if (now := pictures(page)) != before:
+            return now
+        page.wait_for_timeout(100)
+    raise AssertionError(f"no picture changed within {limit_s:.0f} s")
+
+
+def move_slider(page, label: str, key: str = "ArrowRight") -> str:
+    """Move the slider with that label by one step, as with the keyboard; returns what it then reads."""
+    row = page.locator(".widget-inline-hbox", has=page.locator(f'.widget-label:text-is("{label}")')).first
+    row.scroll_into_view_if_needed()
+    before = row.locator(".widget-readout").inner_text()
+    row.locator(".noUi-handle").press(key)
+    page.wait_for_timeout(50)
+    after = row.locator(".widget-readout").inner_text()
+    assert after != before, f"the slider {label!r} did not move from {before}"
+    return after
+
+
+def screenshot(page, name: str) -> None:
+    """Keep a picture of the page where COURSE_SCREENSHOTS points to, for people who want to look."""
+    if folder := os.environ.get("COURSE_SCREENSHOTS"):
+        page.screenshot(path=Path(folder) / f"{name}.png")
+
+
+def test_the_memory_explorer_follows_its_slider_and_measures(lab, page):
+    sources = ["from course_lib.widgets import memory_explorer", "memory_explorer(gpus=('t4', 'h100'))", "print(6 * 7)"]
+    run_all_cells(page, lab, put_notebook(lab, tiny_notebook(*sources)), limit_s=60)
+    page.wait_for_selector(".widget-image, .jupyter-widget-image")
+    before = pictures(page)
+    assert len(before) == 1 and before[0]["bytes"] == [0x89, 0x50, 0x4E, 0x47] and before[0]["width"] > 400
+    screenshot(page, "explorer")
+    assert move_slider(page, "micro-batch") == "2"
+    after = wait_for_other_pictures(page, before)
+    assert len(after) == 1 and after[0]["sum"] != before[0]["sum"]  # replaced, not appended
+    page.click('button:text-is("Measure")')
+    page.wait_for_selector("text=/Measured in .* predicted/")
+    assert len(wait_for_other_pictures(page, after)) == 2
+    screenshot(page, "measured")
+
+
+@pytest.mark.parametrize(("stem", "label"), [("01_single_gpu_memory", "micro-batch")])
+def test_a_chapter_runs_in_the_browser_and_its_picture_follows_a_slider(lab, page, stem, label):
+    notebook = nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", as_version=4)
+    run_all_cells(page, lab, put_notebook(lab, notebook), limit_s=150)
+    page.locator(f'.widget-label:text-is("{label}")').first.scroll_into_view_if_needed()
+    before = pictures(page)
+    screenshot(page, f"{stem}_before")
+    move_slider(page, label)
+    after = wait_for_other_pictures(page, before)
+    screenshot(page, f"{stem}_after")
+    assert len(after) == len(before) and sum(a != b for a, b in zip(after, before)) == 1
