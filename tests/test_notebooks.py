@@ -27,7 +27,7 @@ def test_every_chapter_has_its_exercises_and_they_are_what_the_solutions_give():
 
 def test_nothing_else_lies_beside_the_notebooks():
     for folder in ("notebooks", "solutions", "exercises"):
-        for path in (authoring.ROOT / folder).iterdir():
+        for path in (authoring.ROOT / folder).glob("*"):
             assert path.name == ".ipynb_checkpoints" or re.fullmatch(r"\d\d_[a-z0-9_]+\.ipynb", path.name), path
 
 

@@ -1,5 +1,6 @@
 """The project as files: README, pins, environment, licence, and nothing of any one machine."""
 
+import importlib.metadata
 import re
 import subprocess
 import tomllib
@@ -7,6 +8,7 @@ import tomllib
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from course_lib.authoring import ROOT, notebook_paths
@@ -95,6 +97,17 @@ def test_every_requirement_is_pinned_inside_its_range(requirement):
     pinned = pins()[requirement.name.lower()]
     assert requirement.specifier.contains(pinned)
     assert pinned.local is None, "a local label such as +cpu cannot be had everywhere"
+
+
+@pytest.mark.parametrize("python", ["3.11.0", "3.12.0", "3.13.0"])
+def test_every_installed_pin_can_be_had_on_the_oldest_python_of_each_series(python):
+    for name, version in pins().items():
+        try:
+            metadata = importlib.metadata.metadata(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of an extra that is not installed here
+        if metadata["Version"].split("+")[0] == str(version):
+            assert SpecifierSet(metadata["Requires-Python"] or "").contains(python), f"{name}=={version}"
 
 
 def test_the_environment_for_conda_is_the_project_with_the_same_pins():
