@@ -267,6 +267,7 @@ def test_exposed_communication_is_what_no_computation_covers():
     early = [Span(0, "comm", "wait", 0, 2), Span(0, "compute", "forward", 1, 3), Span(0, "comm", "again", 1.5, 4)]
     assert timeline.overlap_picture(early).exposed_s[0] == pytest.approx(2.0)  # 0 to 1 and 3 to 4
     assert timeline.subtract((0, 10), [(2, 3), (5, 20)]) == [(0, 2), (3, 5)]
+    assert timeline.subtract((0, 10), [(1, 6), (2, 3)]) == [(0, 1), (6, 10)]  # one inside another
 
 
 def test_overlapping_communication_is_exposed_once():

@@ -71,8 +71,9 @@ def overlap_picture(spans: Sequence) -> OverlapPicture:
     for rank in sorted({rank for rank, _ in lanes}):
         busy = [(s.start_s, s.stop_s) for s in spans if s.rank == rank and s.lane == COMPUTE_LANE]
         others = [s for s in spans if s.rank == rank and s.lane != COMPUTE_LANE]
-        for span in others:
-            exposed += [(row_of[rank, span.lane], *part) for part in subtract((span.start_s, span.stop_s), busy)]
+        for lane in sorted({s.lane for s in others}):
+            whole = merge([(s.start_s, s.stop_s) for s in others if s.lane == lane])
+            exposed += [(row_of[rank, lane], *part) for interval in whole for part in subtract(interval, busy)]
         waiting = [part for whole in merge([(s.start_s, s.stop_s) for s in others]) for part in subtract(whole, busy)]
         exposed_s[rank] = sum(stop - start for start, stop in waiting)
     return OverlapPicture(
@@ -122,11 +123,11 @@ def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float) -> None:
     if bar.compute and bar.name.startswith("forward"):
         color = mix(color, "#FFFFFF", 0.55)
     width = bar.stop_s - bar.start_s
-    axes.barh(
-        bar.row, width / scale, left=bar.start_s / scale, height=0.72, color=color, edgecolor="white", linewidth=1
-    )
-    label = bar.name if width / end_s > 0.0125 * len(bar.name) else bar.name.split()[-1]
-    if width / end_s > 0.0125 * len(label):
+    gap = 1 if width / end_s > 0.015 else 0.1  # the gaps between many short spans would hide them
+    look = {"height": 0.72, "facecolor": color, "edgecolor": "white", "linewidth": gap}
+    axes.barh(bar.row, width / scale, left=bar.start_s / scale, **look)
+    label = bar.name if width / end_s > 0.0125 * len(bar.name) else bar.name.rpartition(" ")[2]
+    if width / end_s > 0.0125 * len(label) + 0.01:
         axes.text(
             (bar.start_s + bar.stop_s) / 2 / scale,
             bar.row,
