@@ -18,6 +18,7 @@ else
 endif
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 LAB_FLAGS ?=
+FIRST := notebooks/00_ranks_and_collectives.ipynb
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
 
@@ -38,7 +39,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 lab: setup  ## open JupyterLab at chapter 00, on this machine only
-	$(RUN) -m jupyterlab --ip=127.0.0.1 $(ROOT_FLAG) $(LAB_FLAGS) notebooks/00_ranks_and_collectives.ipynb
+	$(RUN) -m jupyterlab --ip=127.0.0.1 $(ROOT_FLAG) --ServerApp.root_dir='$(CURDIR)' --LabApp.default_url=/lab/tree/$(FIRST) $(LAB_FLAGS)
 
 test: setup  ## everything: lint, unit tests, every notebook and solution under strict nbval
 	@$(MAKE) --no-print-directory lint
