@@ -187,7 +187,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 @dataclass
 class LossScaler:
-    """Keeps fp16 gradients out of underflow: the loss is multiplied by `scale`, the FP32 gradients divided by it again.
+    """Keeps fp16 gradients out of underflow: multiplies the loss by `scale`, divides the FP32 gradients by it.
 
     On overflow the step is left out and the scale halved; after `growth_interval` good steps in a row it is doubled.
 

@@ -90,7 +90,7 @@ def loss_of(model: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Tensor:
 def accumulate_gradients(
     model: nn.Module, x_BS: Tensor, y_BS: Tensor, count: int = 1, precision: Precision | None = None, scale: float = 1.0
 ) -> float:
-    """Adds to the gradients those of the mean loss over the whole batch, from `count` micro-batches. Returns that loss.
+    """Adds to the gradients those of the whole batch's mean loss, from `count` micro-batches. Returns that loss.
 
     Each micro-batch's mean counts by its share of the tokens. With equal parts that is 1 / count; forget it and the
     gradient is `count` times too large, which AdamW hides.
