@@ -1,6 +1,6 @@
 """Each exercise: the reference passes, named wrong answers fail with a message of their own, an undone one says so.
 
-For the writer of a chapter. Beside `solutions/NN_stem.ipynb`, with a cell `check_name(answer)` below each exercise, write
+For the writer of a chapter: beside `solutions/NN_stem.ipynb`, with a cell `check_x(answer)` below each exercise, write
 `tests/wrong/chNN.py`:
 
     from course_lib.checks.ranks import check_ring_all_reduce
