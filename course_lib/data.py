@@ -94,9 +94,9 @@ def batch(
     if len(tokens_T) <= seq_len:
         raise ValueError(f"the text has {len(tokens_T)} tokens; seq_len {seq_len} needs at least {seq_len + 1}")
     generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-    starts_B = torch.randint(len(tokens_T) - seq_len, (batch_size,), generator=generator)
+    starts_B = torch.randint(len(tokens_T) - seq_len, (batch_size,), generator=generator, device="cpu")
     starts_b = starts_B.view(dp_size, -1)[dp_rank]
-    rows_bS = tokens_T[starts_b[:, None] + torch.arange(seq_len + 1)]
+    rows_bS = tokens_T[starts_b[:, None] + torch.arange(seq_len + 1, device="cpu")]
     return rows_bS[:, :-1].contiguous(), rows_bS[:, 1:].contiguous()
 
 

@@ -239,4 +239,4 @@ def init_weights(model: nn.Module, seed: int) -> None:
         deviation = 0.02
         if model.config.family == "gpt" and writes_residual:
             deviation /= math.sqrt(2 * model.config.num_layers)
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+        parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * deviation)

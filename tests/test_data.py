@@ -93,3 +93,12 @@ def test_streaming_reads_a_local_data_set(tmp_path, monkeypatch):
     assert len(found) == 50
     with pytest.raises(ValueError, match="no field 'content'; choose from text"):
         stream_dataset("json", 50, field="content", data_files=str(path))
+
+
+def test_rows_are_drawn_on_the_cpu_also_where_a_gpu_is_the_default_device():
+    """Ranks that use NCCL make new tensors on their GPU; the generator of the rows is the CPU's."""
+    text_T = torch.arange(500)
+    want_BS, _ = batch(text_T, 3, 4, 8)
+    with torch.device("meta"):  # stands for a GPU
+        got_BS, _ = batch(text_T, 3, 4, 8)
+    assert torch.equal(got_BS, want_BS)

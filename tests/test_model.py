@@ -128,3 +128,10 @@ def test_unknown_words_are_refused_with_the_known_ones():
         build(TOY, attention="flash")
     with pytest.raises(ValueError, match="recompute is 'all'; choose from none, selective, full"):
         build(TOY, recompute="all")
+
+
+def test_weights_are_drawn_on_the_cpu_also_where_a_gpu_is_the_default_device():
+    with torch.device("meta"):  # stands for a GPU, as in ranks that use NCCL
+        model = build(preset("toy"))
+    for got, want in zip(model.parameters(), build(preset("toy")).parameters()):
+        assert torch.equal(got, want)
