@@ -68,6 +68,7 @@ A file imports from its own part and from the parts above it, never from one bel
     checks/observe.py      an answer at work on real ranks: what it returned, sent and received
     checks/ranks.py        graders of chapter 00
     checks/alpha_beta.py   graders of chapter 00: its arithmetic
+    checks/single_gpu_memory.py  graders of chapter 01
     checks/data_parallel.py graders of chapter 03: sizes, averages, buckets
     checks/dp_hooks.py     graders of chapter 03: hooks, accumulation under DDP
     authoring/__init__.py  notebooks as source code

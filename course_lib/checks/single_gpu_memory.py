@@ -1,0 +1,377 @@
+"""Graders of chapter 01: counts and bytes against real models, what autograd really keeps, and an allocator at work."""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader
+from course_lib.config import ModelConfig
+from course_lib.memory.formulas import RECIPES, Recipe, budget, count_parameters, rule_of_thumb_parameters
+from course_lib.model import MLP, build
+
+
+def _random_llama(rng: random.Random, tied: bool) -> ModelConfig:
+    """A small Llama whose head size is not d_model / num_heads, and with fewer key/value heads than query heads."""
+    kv_heads, group, d_model = rng.choice([1, 2, 3]), rng.choice([2, 3, 4]), 8 * rng.randrange(5, 12)
+    heads = kv_heads * group
+    head_dim = rng.choice([h for h in (4, 6, 8, 10, 12) if h * heads != d_model])
+    d_ff, vocab_size = d_model * 3 + 4 * rng.randrange(1, 9), rng.randrange(100, 400)
+    return ModelConfig("drawn", rng.randrange(2, 5), d_model, heads, kv_heads, d_ff, vocab_size, 128, tied, head_dim)
+
+
+def _fail_by_belief(got: list, want: list, cases: list, beliefs: dict[str, Callable], tell: Callable) -> None:
+    """Fail with the misconception that explains every answer given, or else with the first case that is wrong."""
+    if got == want:
+        return
+    for message, believed in beliefs.items():
+        if got == [believed(*case) for case in cases]:
+            fail(message)
+    for case, mine, right in zip(cases, got, want):
+        if mine != right:
+            fail(f"{tell(*case)}: it returned {_number(mine)}, and {_number(right)} is right")
+
+
+def _number(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else repr(value)
+
+
+# ------------------------------------------------------------------------------------ 1. parameters
+@grader
+def check_count_parameters(answer, rng):
+    """The parameters of a Llama, with grouped queries, any head size, and a head that may be tied."""
+    for tied in (False, True):
+        config = _random_llama(rng, tied)
+        want = sum(parameter.numel() for parameter in build(config, device="meta").parameters())
+        expect_equal(answer(config), want, f"the count for {config}", _wrong_counts(config))
+
+
+def _wrong_counts(config: ModelConfig) -> dict[str, int]:
+    D, L, V = config.d_model, config.num_layers, config.vocab_size
+    right = count_parameters(config)
+    kv_rows_missing = (config.num_heads - config.num_kv_heads) * config.head_dim
+    narrow_heads = (2 * config.num_heads + 2 * config.num_kv_heads) * D * (D // config.num_heads - config.head_dim)
+    return {
+        "this is the rule of thumb, which counts GPT's matrices": rule_of_thumb_parameters(config),
+        "k and v have num_kv_heads heads, not num_heads": right + 2 * L * kv_rows_missing * D,
+        "SwiGLU has three matrices: gate, up and down": right - L * D * config.d_ff,
+        "the norms have a weight for each feature: two in a block and one at the end": right - (2 * L + 1) * D,
+        "a head takes head_dim rows, which need not be d_model // num_heads": right + L * narrow_heads,
+        _head_message(config.tied): right + (V if config.tied else -V) * D,
+    }
+
+
+def _head_message(tied: bool) -> str:
+    if tied:
+        return "the head is tied: it is the embedding's own matrix, counted already"
+    return "the head is not tied: it is a matrix of its own"
+
+
+# ------------------------------------------------------------------------------------ 2. states
+@grader
+def check_state_bytes(answer, rng):
+    """Bytes of parameters, gradients and optimizer states where some parameters are frozen."""
+    for name in rng.sample([name for name, recipe in RECIPES.items() if recipe.master_bytes], 3):
+        recipe = RECIPES[name]
+        model = build(_random_llama(rng, tied=True), device="meta")
+        model.embed.requires_grad_(False)
+        model.blocks[0].requires_grad_(False)
+        got = answer(model, recipe)
+        if not isinstance(got, tuple | list) or len(got) != 3:
+            fail(f"it returned {got!r}; return three numbers: bytes of parameters, gradients, optimizer states")
+        want, wrong = _states(model, recipe), _wrong_states(model, recipe)
+        expect_equal(tuple(got), want, f"{name}, with the embedding and the first block frozen: what you return", wrong)
+
+
+def _states(model: nn.Module, recipe: Recipe) -> tuple[int, int, int]:
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    return _three(everything, sum(p.numel() for p in model.parameters() if p.requires_grad), recipe)
+
+
+def _three(resident: int, trained: int, recipe: Recipe) -> tuple[int, int, int]:
+    states = recipe.master_bytes + recipe.moment_bytes
+    return resident * recipe.param_bytes, trained * recipe.grad_bytes, trained * states
+
+
+def _wrong_states(model: nn.Module, recipe: Recipe) -> dict[str, tuple[int, int, int]]:
+    resident = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    tied = model.embed.weight.numel()
+    right = _three(resident, trained, recipe)
+    return {
+        "a frozen parameter has no gradient and no optimizer state": _three(resident, resident, recipe),
+        "a frozen parameter is still there: forward needs it": _three(trained, trained, recipe),
+        "the optimizer's part lacks the FP32 master parameters": (*right[:2], trained * recipe.moment_bytes),
+        "the tied matrix is counted twice; model.parameters() names it once": _three(resident + tied, trained, recipe),
+        "frozen parameters have no gradient, and no optimizer state either": (
+            *right[:2],
+            resident * (recipe.master_bytes + recipe.moment_bytes),
+        ),
+    }
+
+
+# ------------------------------------------------------------------------------------ 3. what an MLP keeps
+def kept_bytes(run: Callable[[], Tensor], resident: tuple[Tensor, ...] = ()) -> int:
+    """What autograd keeps while `run` runs: each storage once, those of `resident` left out."""
+    there = {tensor.untyped_storage()._cdata for tensor in resident}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = run()
+    del output
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in there)
+
+
+def _mlp(kind: str, d_model: int, d_ff: int) -> nn.Module:
+    if kind == "swiglu":
+        return MLP(ModelConfig("mlp", 1, d_model, 1, 1, d_ff, 8, 8, head_dim=2))
+    middle = nn.ReLU() if kind == "relu" else nn.GELU()
+    return nn.Sequential(nn.Linear(d_model, d_ff, bias=False), middle, nn.Linear(d_ff, d_model, bias=False))
+
+
+@grader
+def check_mlp_kept_bytes(answer, rng):
+    """Bytes that an MLP keeps for backward; the truth is measured on a real one."""
+    cases, want = [], []
+    for kind, dtype in [(k, d) for k in ("relu", "gelu", "swiglu") for d in (torch.bfloat16, torch.float32)]:
+        tokens, d_model, d_ff = rng.randrange(5, 20), 2 * rng.randrange(8, 20), 2 * rng.randrange(41, 60)
+        mlp = _mlp(kind, d_model, d_ff).to(dtype)
+        x_TD = torch.randn(tokens, d_model, dtype=dtype, requires_grad=True)
+        want.append(kept_bytes(lambda mlp=mlp, x_TD=x_TD: mlp(x_TD), tuple(mlp.parameters())))
+        cases.append((kind, tokens, d_model, d_ff, dtype.itemsize))
+    got = [answer(*case) for case in cases]
+    _fail_by_belief(got, want, cases, MLP_BELIEFS, _mlp_case)
+
+
+def _mlp_case(kind: str, tokens: int, d_model: int, d_ff: int, itemsize: int) -> str:
+    return f"{kind}, {tokens} tokens, d_model {d_model}, d_ff {d_ff}, {itemsize} bytes a number"
+
+
+def _mlp_belief(widths: dict[str, tuple[int, int]], parameters: bool = False, itemsize: int | None = None) -> Callable:
+    """Somebody's formula: for each kind how many tensors of width D and of width F."""
+
+    def believed(kind: str, tokens: int, d_model: int, d_ff: int, true_itemsize: int) -> int:
+        wide, narrow = widths[kind][1], widths[kind][0]
+        weights = (3 if kind == "swiglu" else 2) * d_model * d_ff if parameters else 0
+        return (tokens * (narrow * d_model + wide * d_ff) + weights) * (itemsize or true_itemsize)
+
+    return believed
+
+
+_RIGHT = {"relu": (1, 1), "gelu": (1, 2), "swiglu": (1, 4)}
+MLP_BELIEFS = {
+    "relu needs no input in backward: its output says where it was above 0, and down keeps that output anyway": (
+        _mlp_belief(_RIGHT | {"relu": (1, 2)})
+    ),
+    "SwiGLU keeps four wide tensors: the input of silu, both factors of the product, and the input of down": (
+        _mlp_belief(_RIGHT | {"swiglu": (1, 3)})
+    ),
+    "the MLP's own input is missing: gate and up keep it": _mlp_belief({k: (0, f) for k, (_, f) in _RIGHT.items()}),
+    "the MLP's output is counted, but no derivative inside needs it": (
+        _mlp_belief({k: (2, f) for k, (_, f) in _RIGHT.items()})
+    ),
+    "gate and up share one input: one storage, counted once": _mlp_belief(_RIGHT | {"swiglu": (2, 4)}),
+    "the weights are counted: they are parameters, there with or without a batch": _mlp_belief(_RIGHT, True),
+    "these are numbers, not bytes": _mlp_belief(_RIGHT, itemsize=1),
+    "every number is counted with 4 bytes, also in BF16": _mlp_belief(_RIGHT, itemsize=4),
+}
+
+
+# ------------------------------------------------------------------------------------ 4. a thriftier SwiGLU
+@grader
+def check_swiglu(answer, rng):
+    """silu(gate) * up with the right gradients, keeping gate and up and nothing else."""
+    generator, shape = fresh_generator(rng), (rng.randrange(3, 9), rng.randrange(10, 30))
+    gate, up, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    mine = [tensor.clone().requires_grad_() for tensor in (gate, up)]
+    outputs: list[Tensor] = []
+    kept = kept_bytes(lambda: outputs.append(answer(*mine)) or outputs[0])
+    expect_close(outputs[0], F.silu(gate) * up, "the product", {"this is sigmoid(gate) * up": gate.sigmoid() * up})
+    if outputs[0].grad_fn is None:
+        fail("the product has no gradient: between your inputs and your output the graph is cut")
+    outputs[0].backward(grad)
+    _expect_gradients(mine, gate, up, grad)
+    tensors = kept / gate.nbytes
+    if tensors < 2:
+        fail(f"autograd knows of {tensors:g} kept tensors: use ctx.save_for_backward for gate and up, not ctx itself")
+    if tensors > 2:
+        fail(f"{tensors:g} tensors are kept, and gate and up are enough: compute the others again in backward")
+
+
+def _expect_gradients(mine: list[Tensor], gate: Tensor, up: Tensor, grad: Tensor) -> None:
+    sigmoid = gate.sigmoid()
+    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    right = grad * up * slope, grad * gate * sigmoid
+    if any(tensor.grad is None for tensor in mine):
+        fail("gate or up got no gradient; backward returns one for each input of forward")
+    expect_close(
+        mine[0].grad,
+        right[0],
+        "the gradient of gate",
+        {
+            "this is the gradient of up: return them in the order of forward's inputs": right[1],
+            "the slope of silu is not sigmoid(gate): g * sigmoid(g) is a product": grad * up * sigmoid,
+            "the factor up is missing": grad * slope,
+            "what came from behind (grad_output) is missing": up * slope,
+        },
+    )
+    expect_close(mine[1].grad, right[1], "the gradient of up", {"this is the plain gate, not silu(gate)": grad * gate})
+
+
+# ------------------------------------------------------------------------------------ 5. the largest micro-batch
+FitCase = tuple[ModelConfig, int, str, int]  # config, seq_len, recipe, memory_bytes
+
+
+@grader
+def check_largest_micro_batch(answer, rng):
+    """The largest micro-batch whose whole budget fits, 0 where not even one sequence does."""
+    cases = [_fit_case(rng, batch) for batch in (rng.randrange(3, 8), rng.randrange(9, 40), rng.randrange(9, 40), 0)]
+    got = [answer(*case) for case in cases]
+    _fail_by_belief(got, [_largest(*case) for case in cases], cases, FIT_BELIEFS, _told_fit_case)
+
+
+def _fit_case(rng: random.Random, largest: int) -> FitCase:
+    """A GPU in which `largest` sequences fit, with or without room left over."""
+    config = replace(_random_llama(rng, False), num_layers=rng.randrange(20, 40), d_model=1024, d_ff=4096)
+    seq_len, recipe = rng.choice([64, 96, 128]), rng.choice(["bf16-master", "bf16-master-fp32-grads", "fp32"])
+    if largest == 0:
+        return config, seq_len, recipe, budget(config, 1, seq_len, recipe).states_bytes // 2
+    low = budget(config, largest, seq_len, recipe).total_bytes
+    high = budget(config, largest + 1, seq_len, recipe).total_bytes
+    return config, seq_len, recipe, rng.choice([low, (low + high) // 2])
+
+
+def _told_fit_case(config: ModelConfig, seq_len: int, recipe: str, memory_bytes: int) -> str:
+    return f"{config.num_layers} layers of {config.d_model}, sequences of {seq_len}, {recipe}, {memory_bytes:,} bytes"
+
+
+def _largest(config: ModelConfig, seq_len: int, recipe: str, memory_bytes: int, needed="total_bytes") -> int:
+    batch = 0
+    while getattr(budget(config, batch + 1, seq_len, recipe), needed) <= memory_bytes and batch < 10_000:
+        batch += 1
+    return batch
+
+
+def _all_grows(config: ModelConfig, seq_len: int, recipe: str, memory_bytes: int) -> int:
+    return memory_bytes // budget(config, 1, seq_len, recipe).total_bytes
+
+
+def _without_states(config: ModelConfig, seq_len: int, recipe: str, memory_bytes: int) -> int:
+    one = budget(config, 1, seq_len, recipe)
+    return memory_bytes // (one.tensor_bytes - one.states_bytes)
+
+
+def _without_logits(config: ModelConfig, seq_len: int, recipe: str, memory_bytes: int) -> int:
+    one = budget(config, 1, seq_len, recipe)
+    return max(0, (memory_bytes - one.states_bytes - sum(one.overheads.values())) // one.activations)
+
+
+FIT_BELIEFS: dict[str, Callable[..., int]] = {
+    "as if everything grew with the batch: parameters, gradients and optimizer states are there once": _all_grows,
+    "one too many: it is the first that does not fit": lambda *case: _largest(*case) + 1,
+    "one sequence too few: what fits exactly does fit": lambda *case: max(0, _largest(*case) - 1),
+    "at least 1 is returned, also where the states alone do not fit; return 0 there": lambda *case: max(
+        1, _largest(*case)
+    ),
+    "context and work space of the libraries are left out (`budget(...).overheads`)": lambda *case: _largest(
+        *case, needed="tensor_bytes"
+    ),
+    "the whole memory is given to activations: the states lie there too": _without_states,
+    "logits and temporary bytes grow with the batch as well": _without_logits,
+    "only powers of two are tried": lambda *case: 2 ** int(math.log2(_largest(*case))) if _largest(*case) else 0,
+}
+
+
+# ------------------------------------------------------------------------------------ 6. first fit
+Event = tuple  # ("alloc", name, nbytes) or ("free", name)
+
+
+@grader
+def check_first_failure(answer, rng):
+    """When a first-fit allocator runs out of memory, and how much was free in all."""
+    cases = [_random_events(rng) for _ in range(120)]
+    want = [_first_fit(*case) for case in cases]
+    got = [answer(list(events), capacity) for events, capacity in cases]
+    got = [tuple(value) if isinstance(value, list) else value for value in got]
+    _fail_by_belief(got, want, cases, FIT_FAILURES, lambda events, capacity: f"{events} in {capacity} bytes")
+
+
+def _random_events(rng: random.Random) -> tuple[list[Event], int]:
+    capacity, alive, events = 512 * rng.randrange(10**6, 10**8), [], []
+    for number in range(40):
+        if alive and rng.random() < 0.45:
+            events.append(("free", alive.pop(rng.randrange(len(alive)))))
+        else:
+            alive.append(f"t{number}")
+            events.append(("alloc", alive[-1], capacity * rng.randrange(4, 24) // 100 // 512 * 512))
+    return events, capacity
+
+
+def _first_fit(events: list[Event], capacity: int, choose=min, merge: bool = True) -> tuple[int, int] | None:
+    """choose   of the holes (start, size) that are large enough, which one; the smallest start is the first fit"""
+    holes, placed = [(0, capacity)], {}
+    for index, (kind, name, *size) in enumerate(events):
+        if kind == "free":
+            holes = _with_hole(holes, placed.pop(name), merge)
+            continue
+        fitting = [hole for hole in holes if hole[1] >= size[0]]
+        if not fitting:
+            return index, sum(hole[1] for hole in holes)
+        start, length = chosen = choose(fitting)
+        holes.remove(chosen)
+        placed[name] = (start, size[0])
+        if length > size[0]:
+            holes.append((start + size[0], length - size[0]))
+    return None
+
+
+def _with_hole(holes: list[tuple[int, int]], freed: tuple[int, int], merge: bool) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for start, size in sorted([*holes, freed]):
+        if merge and joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((start, size))
+    return joined
+
+
+def _only_the_sum(events: list[Event], capacity: int) -> tuple[int, int] | None:
+    free, sizes = capacity, {}
+    for index, (kind, name, *size) in enumerate(events):
+        if kind == "free":
+            free += sizes.pop(name)
+        elif size[0] > free:
+            return index, free
+        else:
+            sizes[name], free = size[0], free - size[0]
+    return None
+
+
+def _best_fit(events: list[Event], capacity: int) -> tuple[int, int] | None:
+    return _first_fit(events, capacity, choose=lambda holes: min(holes, key=lambda hole: (hole[1], hole[0])))
+
+
+def _index_alone(events: list[Event], capacity: int) -> int | None:
+    failure = _first_fit(events, capacity)
+    return failure and failure[0]
+
+
+FIT_FAILURES: dict[str, Callable[..., object]] = {
+    "free bytes were added up, but a tensor needs them side by side: no fragmentation is seen this way": _only_the_sum,
+    "neighbouring holes do not join: a freed tensor between two holes makes one large hole": (
+        lambda events, capacity: _first_fit(events, capacity, merge=False)
+    ),
+    "this is best fit (the smallest hole that is large enough); first fit takes the lowest address": _best_fit,
+    "this takes the highest address; first fit takes the lowest": (
+        lambda events, capacity: _first_fit(events, capacity, choose=max)
+    ),
+    "return the number of the event and the free bytes in all": _index_alone,
+}

@@ -1,0 +1,337 @@
+"""Wrong answers to the exercises of chapter 01, each with what its grader must say about it."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from course_lib.checks.single_gpu_memory import (
+    check_count_parameters,
+    check_first_failure,
+    check_largest_micro_batch,
+    check_mlp_kept_bytes,
+    check_state_bytes,
+    check_swiglu,
+)
+from course_lib.memory.formulas import budget
+
+
+# ------------------------------------------------------------------------------------ 1. parameters
+def count(config, kv_heads=None, matrices=3, norms=1, head_dim=None, heads_counted=None):
+    D, H = config.d_model, head_dim or config.head_dim
+    attention = 2 * D * config.num_heads * H + 2 * D * (kv_heads or config.num_kv_heads) * H
+    embeddings = config.vocab_size * D * (heads_counted or (1 if config.tied else 2))
+    return (
+        embeddings
+        + config.num_layers * (attention + matrices * D * config.d_ff)
+        + norms * (2 * config.num_layers + 1) * D
+    )
+
+
+def rule_of_thumb(config):
+    h = config.d_model
+    return h * config.vocab_size + config.num_layers * (12 * h * h + 13 * h) + 2 * h
+
+
+def every_head_its_own_keys(config):
+    return count(config, kv_heads=config.num_heads)
+
+
+def two_mlp_matrices(config):
+    return count(config, matrices=2)
+
+
+def no_norms(config):
+    return count(config, norms=0)
+
+
+def head_size_by_division(config):
+    return count(config, head_dim=config.d_model // config.num_heads)
+
+
+def tied_head_counted(config):
+    return count(config, heads_counted=2)
+
+
+def head_never_counted(config):
+    return count(config, heads_counted=1)
+
+
+# ------------------------------------------------------------------------------------ 2. states
+def states(model, recipe, resident=None, gradients=None, optimizer=None, master=True):
+    everything = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    resident, gradients, optimizer = (
+        {"all": everything, None: default}.get(given, given)
+        for given, default in ((resident, everything), (gradients, trained), (optimizer, trained))
+    )
+    state = recipe.moment_bytes + (recipe.master_bytes if master else 0)
+    return resident * recipe.param_bytes, gradients * recipe.grad_bytes, optimizer * state
+
+
+def frozen_ones_train_too(model, recipe):
+    return states(model, recipe, gradients="all", optimizer="all")
+
+
+def frozen_ones_are_gone(model, recipe):
+    return states(model, recipe, resident=sum(p.numel() for p in model.parameters() if p.requires_grad))
+
+
+def no_masters(model, recipe):
+    return states(model, recipe, master=False)
+
+
+def tied_counted_twice(model, recipe):
+    return states(model, recipe, resident=sum(t.numel() for t in model.state_dict().values()))
+
+
+def optimizer_over_all(model, recipe):
+    return states(model, recipe, optimizer="all")
+
+
+def one_sum(model, recipe):
+    return sum(states(model, recipe))
+
+
+# ------------------------------------------------------------------------------------ 3. what an MLP keeps
+def mlp(kind, tokens, d_model, d_ff, itemsize, narrow=1, **wide):
+    return tokens * (narrow * d_model + ({"relu": 1, "gelu": 2, "swiglu": 4} | wide)[kind] * d_ff) * itemsize
+
+
+def relu_keeps_its_input(*case):
+    return mlp(*case, relu=2)
+
+
+def three_for_swiglu(*case):
+    return mlp(*case, swiglu=3)
+
+
+def without_its_input(*case):
+    return mlp(*case, narrow=0)
+
+
+def with_its_output(*case):
+    return mlp(*case, narrow=2)
+
+
+def with_its_weights(kind, tokens, d_model, d_ff, itemsize):
+    weights = (3 if kind == "swiglu" else 2) * d_model * d_ff * itemsize
+    return mlp(kind, tokens, d_model, d_ff, itemsize) + weights
+
+
+def numbers_not_bytes(kind, tokens, d_model, d_ff, itemsize):
+    return mlp(kind, tokens, d_model, d_ff, 1)
+
+
+def always_four_bytes(kind, tokens, d_model, d_ff, itemsize):
+    return mlp(kind, tokens, d_model, d_ff, 4)
+
+
+# ------------------------------------------------------------------------------------ 4. SwiGLU
+def plain_swiglu(gate, up):
+    return F.silu(gate) * up
+
+
+def detached_swiglu(gate, up):
+    return F.silu(gate.detach()) * up.detach()
+
+
+def sigmoid_swiglu(gate, up):
+    return torch.sigmoid(gate) * up
+
+
+def function_with(backward, save=True):
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, gate, up):
+            if save:
+                ctx.save_for_backward(gate, up)
+            else:
+                ctx.kept = gate, up
+            return F.silu(gate) * up
+
+        @staticmethod
+        def backward(ctx, grad):
+            gate, up = ctx.saved_tensors if save else ctx.kept
+            return backward(grad, gate, up, gate.sigmoid())
+
+    return lambda gate, up: Wrong.apply(gate, up)
+
+
+def slope_of(gate, sigmoid):
+    return sigmoid * (1 + gate * (1 - sigmoid))
+
+
+right_backward = lambda grad, g, u, s: (grad * u * slope_of(g, s), grad * g * s)  # noqa: E731
+kept_on_ctx = function_with(right_backward, save=False)
+swapped = function_with(lambda grad, g, u, s: (grad * g * s, grad * u * slope_of(g, s)))
+slope_is_sigmoid = function_with(lambda grad, g, u, s: (grad * u * s, grad * g * s))
+without_up = function_with(lambda grad, g, u, s: (grad * slope_of(g, s), grad * g * s))
+without_what_came = function_with(lambda grad, g, u, s: (u * slope_of(g, s), g * s))
+plain_gate = function_with(lambda grad, g, u, s: (grad * u * slope_of(g, s), grad * g))
+
+
+# ------------------------------------------------------------------------------------ 5. micro-batch
+def largest(config, seq_len, recipe, memory_bytes, needed="total_bytes"):
+    size = 0
+    while getattr(budget(config, size + 1, seq_len, recipe), needed) <= memory_bytes:
+        size += 1
+    return size
+
+
+def everything_grows(config, seq_len, recipe, memory_bytes):
+    return memory_bytes // budget(config, 1, seq_len, recipe).total_bytes
+
+
+def one_too_many(*case):
+    return largest(*case) + 1
+
+
+def one_too_few(*case):
+    return max(0, largest(*case) - 1)
+
+
+def at_least_one(*case):
+    return max(1, largest(*case))
+
+
+def no_overheads(*case):
+    return largest(*case, needed="tensor_bytes")
+
+
+def no_states(config, seq_len, recipe, memory_bytes):
+    one = budget(config, 1, seq_len, recipe)
+    return memory_bytes // (one.tensor_bytes - one.states_bytes)
+
+
+def powers_of_two(*case):
+    return 2 ** int(math.log2(largest(*case))) if largest(*case) else 0
+
+
+# ------------------------------------------------------------------------------------ 6. first fit
+def allocator(events, capacity, choose, merge=True):
+    holes, placed = [(0, capacity)], {}
+    for index, (kind, name, *size) in enumerate(events):
+        if kind == "free":
+            holes = sorted([*holes, placed.pop(name)])
+            joined = []
+            for start, length in holes:
+                if merge and joined and sum(joined[-1]) == start:
+                    joined[-1] = (joined[-1][0], joined[-1][1] + length)
+                else:
+                    joined.append((start, length))
+            holes = joined
+            continue
+        fitting = [hole for hole in holes if hole[1] >= size[0]]
+        if not fitting:
+            return index, sum(length for _, length in holes)
+        start, length = hole = choose(fitting)
+        holes.remove(hole)
+        placed[name] = (start, size[0])
+        if length > size[0]:
+            holes.append((start + size[0], length - size[0]))
+    return None
+
+
+def sum_of_free_bytes(events, capacity):
+    sizes = {}
+    for index, (kind, name, *size) in enumerate(events):
+        if kind == "free":
+            del sizes[name]
+        elif sum(sizes.values()) + size[0] > capacity:
+            return index, capacity - sum(sizes.values())
+        else:
+            sizes[name] = size[0]
+    return None
+
+
+def holes_stay_apart(events, capacity):
+    return allocator(events, capacity, min, merge=False)
+
+
+def best_fit(events, capacity):
+    return allocator(events, capacity, lambda holes: min(holes, key=lambda hole: (hole[1], hole[0])))
+
+
+def from_the_top(events, capacity):
+    return allocator(events, capacity, max)
+
+
+def index_alone(events, capacity):
+    failure = allocator(events, capacity, min)
+    return None if failure is None else failure[0]
+
+
+WRONG = {
+    "my_count_parameters": {
+        "check": check_count_parameters,
+        "answers": [
+            (rule_of_thumb, "the rule of thumb, which counts GPT's matrices"),
+            (every_head_its_own_keys, "k and v have num_kv_heads heads"),
+            (two_mlp_matrices, "SwiGLU has three matrices"),
+            (no_norms, "the norms have a weight"),
+            (head_size_by_division, "a head takes head_dim rows"),
+            (tied_head_counted, "the head is tied"),
+            (head_never_counted, "the head is not tied"),
+        ],
+    },
+    "my_state_bytes": {
+        "check": check_state_bytes,
+        "answers": [
+            (frozen_ones_train_too, "a frozen parameter has no gradient and no optimizer state"),
+            (frozen_ones_are_gone, "a frozen parameter is still there"),
+            (no_masters, "lacks the FP32 master parameters"),
+            (tied_counted_twice, "the tied matrix is counted twice"),
+            (optimizer_over_all, "and no optimizer state either"),
+            (one_sum, "return three numbers"),
+        ],
+    },
+    "my_mlp_kept_bytes": {
+        "check": check_mlp_kept_bytes,
+        "answers": [
+            (relu_keeps_its_input, "relu needs no input"),
+            (three_for_swiglu, "SwiGLU keeps four wide tensors"),
+            (without_its_input, "the MLP's own input is missing"),
+            (with_its_output, "the MLP's output is counted"),
+            (with_its_weights, "the weights are counted"),
+            (numbers_not_bytes, "these are numbers, not bytes"),
+            (always_four_bytes, "every number is counted with 4 bytes"),
+        ],
+    },
+    "my_swiglu": {
+        "check": check_swiglu,
+        "answers": [
+            (plain_swiglu, "gate and up are enough"),
+            (detached_swiglu, "the product has no gradient"),
+            (sigmoid_swiglu, "this is sigmoid(gate) * up"),
+            (kept_on_ctx, "not ctx itself"),
+            (swapped, "in the order of forward's inputs"),
+            (slope_is_sigmoid, "the slope of silu is not sigmoid"),
+            (without_up, "the factor up is missing"),
+            (without_what_came, "what came from behind"),
+            (plain_gate, "this is the plain gate"),
+        ],
+    },
+    "my_largest_micro_batch": {
+        "check": check_largest_micro_batch,
+        "answers": [
+            (everything_grows, "as if everything grew with the batch"),
+            (one_too_many, "one too many"),
+            (one_too_few, "one sequence too few"),
+            (at_least_one, "at least 1 is returned"),
+            (no_overheads, "are left out"),
+            (no_states, "the states lie there too"),
+            (powers_of_two, "only powers of two"),
+        ],
+    },
+    "my_first_failure": {
+        "check": check_first_failure,
+        "answers": [
+            (sum_of_free_bytes, "no fragmentation is seen this way"),
+            (holes_stay_apart, "neighbouring holes do not join"),
+            (best_fit, "this is best fit"),
+            (from_the_top, "takes the highest address"),
+            (index_alone, "the number of the event and the free bytes"),
+        ],
+    },
+}
