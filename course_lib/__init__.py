@@ -71,6 +71,8 @@ A file imports from its own part and from the parts above it, never from one bel
     checks/single_gpu_memory.py  graders of chapter 01
     checks/data_parallel.py graders of chapter 03: sizes, averages, buckets
     checks/dp_hooks.py     graders of chapter 03: hooks, accumulation under DDP
+    checks/techniques.py   graders of chapter 02: gradients, kept bytes, calls
+    checks/rungs.py        graders of chapter 02: its arithmetic
     authoring/__init__.py  notebooks as source code
     authoring/form.py      the one form in which a notebook is stored
     authoring/mirrors.py   cells held to the package
