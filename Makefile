@@ -35,7 +35,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c '$(SUPPORTED)' || { echo "make: PYTHON=$(PYTHON) is not a Python 3.11 to 3.13 with venv and ensurepip" >&2; exit 1; }
 	@test -x $(VENV)/bin/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing the course into $(VENV) (some minutes the first time)"
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,test]"
+	@$(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test]"
 	@touch $@
 
 lab: setup  ## open JupyterLab at chapter 00, on this machine only
@@ -91,11 +91,11 @@ test-gpu: $(STAMP)  ## what needs a GPU; each test says why it is skipped withou
 
 test-browser: setup  ## a chapter in headless Chromium: all cells run, a slider moved
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { echo "make: no chromium here; install it (Debian, Ubuntu: apt-get install chromium) and call make test-browser again" >&2; exit 1; }
-	@$(RUN) -c 'import playwright' 2>/dev/null || $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,test,browser]"
+	@$(RUN) -c 'import playwright' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,browser]"
 	$(RUN) -m pytest -rs tests/browser
 
 test-grading: setup  ## nbgrader takes the solutions as its source
-	@$(RUN) -c 'import nbgrader' 2>/dev/null || $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,test,grading]"
+	@$(RUN) -c 'import nbgrader' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,grading]"
 	$(RUN) -m pytest -rs tests/test_grading.py
 
 clean:  ## remove the environment and every cache
