@@ -45,9 +45,18 @@ def _number(value: object) -> str:
 def check_count_parameters(answer, rng):
     """The parameters of a Llama, with grouped queries, any head size, and a head that may be tied."""
     for tied in (False, True):
-        config = _random_llama(rng, tied)
+        config = _telling_llama(rng, tied)
         want = sum(parameter.numel() for parameter in build(config, device="meta").parameters())
         expect_equal(answer(config), want, f"the count for {config}", _wrong_counts(config))
+
+
+def _telling_llama(rng: random.Random, tied: bool) -> ModelConfig:
+    """One for which no two wrong counts are equal by chance."""
+    while True:
+        config = _random_llama(rng, tied)
+        counts = [count_parameters(config), *_wrong_counts(config).values()]
+        if len(set(counts)) == len(counts):
+            return config
 
 
 def _wrong_counts(config: ModelConfig) -> dict[str, int]:
@@ -233,7 +242,8 @@ FitCase = tuple[ModelConfig, int, str, int]  # config, seq_len, recipe, memory_b
 @grader
 def check_largest_micro_batch(answer, rng):
     """The largest micro-batch whose whole budget fits, 0 where not even one sequence does."""
-    cases = [_fit_case(rng, batch) for batch in (rng.randrange(3, 8), rng.randrange(9, 40), rng.randrange(9, 40), 0)]
+    sizes = rng.sample([6, 7, 11, 13, 14, 19, 21, 23, 26, 29, 35], 3)  # no powers of two, nor one more than one
+    cases = [_fit_case(rng, size) for size in (*sizes, 0)]
     got = [answer(*case) for case in cases]
     _fail_by_belief(got, [_largest(*case) for case in cases], cases, FIT_BELIEFS, _told_fit_case)
 
