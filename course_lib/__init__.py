@@ -69,6 +69,7 @@ A file imports from its own part and from the parts above it, never from one bel
     checks/ranks.py        graders of chapter 00
     checks/alpha_beta.py   graders of chapter 00: its arithmetic
     checks/single_gpu_memory.py  graders of chapter 01
+    checks/fitting.py      graders of chapter 01: what fits into a memory
     checks/data_parallel.py graders of chapter 03: sizes, averages, buckets
     checks/dp_hooks.py     graders of chapter 03: hooks, accumulation under DDP
     checks/techniques.py   graders of chapter 02: gradients, kept bytes, calls
