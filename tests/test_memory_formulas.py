@@ -113,6 +113,14 @@ def test_C207_C213_autocast_leaves_the_states_as_they_were():
         assert 0.45 < halved < 0.55
 
 
+@pytest.mark.parametrize("name", ["xlm-r-xl", "llama-3.1-8b"])
+def test_C207_autocast_shrinks_activations_by_less_than_half(name):
+    fp32, autocast, bf16 = (
+        own_activations(preset(name), 8, 256, precision=p).blocks for p in ("fp32", "autocast", "bf16")
+    )
+    assert 0.45 < bf16 / fp32 < 0.55 < autocast / fp32 < 0.75  # the residual stream stays FP32, and inputs are cast
+
+
 def test_C218_adam_is_8_bytes_only_without_masters():
     count = count_parameters(LLAMA_8B)
     assert state_bytes(LLAMA_8B, "fp32").optimizer == 8 * count
@@ -382,6 +390,7 @@ def test_C003_C004_the_full_budget_of_an_8b_model():
     assert not fits(whole, "h100") and fits(whole, "h200")
     assert whole.total_bytes == whole.tensor_bytes + sum(ASSUMED_OVERHEADS.values())
     assert whole.states_bytes / 2 < 80 * GB < whole.states_bytes  # C004: two GPUs do, if ZeRO-3 shards the states
+    assert round(whole.states_bytes / 2 / GB) == 64
 
 
 def test_C154_C155_8b_and_70b_over_eight_ranks():

@@ -111,8 +111,14 @@ def static_graph_that_begins_with_no_sync():
     return "no error"
 
 
+def default_bucket_bytes():
+    engine = nn.parallel.DistributedDataParallel(toy())
+    return dist._DEFAULT_FIRST_BUCKET_BYTES, engine.bucket_bytes_cap
+
+
 def on_two_ranks():
     return {
+        "default buckets": default_bucket_bytes(),
         "default": metered_steps(native.build(toy(), dist.group.WORLD, SMALL_BUCKETS)),
         "static graph": metered_steps(native.build(toy(), dist.group.WORLD, SMALL_BUCKETS, static_graph=True), count=1),
         "static graph, accumulating": static_graph_that_begins_with_no_sync(),
@@ -171,6 +177,12 @@ def test_the_bfloat16_hook_halves_the_bytes_and_costs_some_precision(two_ranks, 
     sent_bytes, error = two_ranks[0]["bfloat16"]
     assert sent_bytes == step_bytes(parameters, itemsize=2)
     assert 1e-5 < error < 1e-2
+
+
+def test_the_defaults_of_buckets_are_ddps(two_ranks):
+    first_bytes, bucket_bytes = two_ranks[0]["default buckets"]
+    assert (first_bytes, bucket_bytes) == (parallel.FIRST_BUCKET_BYTES, parallel.BUCKET_BYTES)
+    assert bucket_bytes == 25 * 2**20  # claim C176: MiB
 
 
 def test_gradients_are_views_of_the_buckets(two_ranks, parameters):

@@ -12,6 +12,7 @@ from torch import nn
 from course_lib import data, model
 from course_lib.config import PRESETS
 from course_lib.launch import RankError, launch
+from course_lib.memory.tracker import MemoryTracker
 from course_lib.mesh import Mesh, make_groups
 from course_lib.meter import ByteMeter
 from course_lib.native import data as native
@@ -484,6 +485,28 @@ def test_only_the_ranks_of_the_group_are_made_equal_and_averaged():
     for first, second in [(0, 2), (1, 3)]:
         assert all(torch.equal(a, b) for a, b in zip(of_rank[first], of_rank[second]))
     assert not torch.equal(of_rank[0][0], of_rank[1][0]) and not torch.equal(of_rank[0][1], of_rank[1][1])
+
+
+def bytes_by_number_of_ranks():
+    """Peak bytes of this rank's second step by kind, with data parallelism over 1, 2 and 4 ranks."""
+    peaks = {}
+    for size in (1, 2, 4):
+        group = make_groups(Mesh(dp=size, tp=dist.get_world_size() // size))["dp"]
+        engine = parallel.build(contiguous_model(), group)
+        optimizer = torch.optim.AdamW(engine.parameters())
+        with MemoryTracker(engine, optimizer) as tracker:
+            for _ in range(2):
+                parallel.accumulate_gradients(engine, some_batches(1))
+                optimizer.step()
+                optimizer.zero_grad()
+        peaks[size] = {kind: max(column) for kind, column in tracker.timeline.bytes_by_kind.items()}
+    return peaks
+
+
+def test_each_rank_holds_as_many_bytes_however_many_there_are():
+    for peaks in launch(bytes_by_number_of_ranks, 4):  # claim C048: constant
+        assert peaks[1] == peaks[2] == peaks[4]
+        assert all(peaks[1][kind] > 0 for kind in ("parameters", "gradients", "optimizer", "activations"))
 
 
 def leaves_out_a_parameter():

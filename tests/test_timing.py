@@ -7,6 +7,19 @@ from course_lib.config import ModelConfig, preset
 from course_lib.hardware import GPUS, LINKS, PUBLISHED_DP_THROUGHPUT, Link, published_link
 
 H100, A100 = GPUS["h100"], GPUS["a100-80"]
+KORTHIKANTI_TABLE_4_MS = {  # forward, backward of one layer of 22B, tensor parallel 8 (Korthikanti et al. 2022, A100)
+    "kept": (7.7, 11.9),
+    "kept, sequence parallel": (7.2, 11.8),
+    "full": (7.7, 19.5),
+    "selective": (7.7, 13.2),
+    "selective, sequence parallel": (7.2, 13.1),
+}
+KORTHIKANTI_TABLE_5 = {  # layers, hidden, heads, batch, GPUs; seconds a step: full, selective with sequence parallelism
+    "22B": (48, 6144, 64, 4, 8, 1.42, 1.10),
+    "175B": (96, 12288, 96, 64, 64, 18.13, 13.75),
+    "530B": (105, 20480, 128, 280, 280, 49.05, 37.83),
+    "1T": (128, 25600, 160, 512, 512, 94.42, 71.49),
+}
 PLAYBOOK_3B = ModelConfig("playbook 3.57B", 28, 3072, 32, 32, 8192, 131_072, 4096, tied=True)
 
 
@@ -153,6 +166,48 @@ def test_recomputation_costs_a_third_in_full_and_3_percent_of_the_forward_when_s
         timing.step_flops(config, tokens, 2048, "half")
 
 
+def test_a_layer_of_22b_took_39_percent_longer_under_full_recomputation_and_7_under_selective():
+    ms = {name: sum(passes) for name, passes in KORTHIKANTI_TABLE_4_MS.items()}
+    longer = {name: round(100 * (taken / ms["kept"] - 1)) for name, taken in ms.items()}
+    assert longer["full"] == 39  # claims C013, C035, C043: more than the FLOPs, 33 %
+    assert longer["selective"] == 7 and longer["selective, sequence parallel"] == 4  # claim C044
+    assert ms["kept"] / ms["kept, sequence parallel"] == pytest.approx(1.03, abs=0.005)  # claim C186: by itself
+
+
+def test_sequence_parallelism_and_selective_recomputation_together_gain_what_full_recomputation_costs():
+    gain, in_flops, reached = {}, {}, {}
+    for name, (layers, h, heads, batch, num_gpus, full_s, both_s) in KORTHIKANTI_TABLE_5.items():
+        config = ModelConfig(name, layers, h, heads, heads, 4 * h, 51_200, 2048, tied=True, family="gpt")
+        flops = {how: timing.step_flops(config, batch * 2048, 2048, how) for how in ("none", "selective", "full")}
+        reached[name] = 100 * timing.mfu(flops["none"], both_s, num_gpus, A100.bf16_flops)
+        gain[name], in_flops[name] = full_s / both_s, flops["full"] / flops["selective"]
+    # claim C183: above 50 % of an A100 from 175B on, not at 22B
+    assert reached == pytest.approx({"22B": 41.5, "175B": 51.4, "530B": 56.0, "1T": 56.3}, abs=0.2)
+    assert gain["175B"] == pytest.approx(1.318, abs=0.001)  # claim C189: 31.8 %, not 1.5 times
+    assert min(gain.values()) > 1.29 and max(gain.values()) < 1.325  # claim C186: by the pair, not by one of the two
+    assert gain == pytest.approx(in_flops, abs=0.03)  # claim C204: the third is the recomputation that is left out
+
+
+def test_recomputing_scores_inside_a_kernel_is_faster_because_memory_is_the_limit():
+    """Claim C043, one head of 128 features: FLOPs and traffic of the attention core, forward and backward."""
+    s, head = 8192, 128
+    flops = 3 * 4 * s * s * head
+    written_bytes = 2 * s * s * (4 + 5)  # bf16 scores: four passes forward, five or more backward
+    again = 2 * s * s * head  # q k^T once more, in backward; only q, k, v, o and their gradients travel
+    written_s = timing.roofline_s(flops, written_bytes, H100)
+    fused_s = timing.roofline_s(flops + again, 2 * 8 * s * head, H100)
+    assert fused_s < written_s / 2
+    assert written_s > 2 * flops / H100.bf16_flops  # memory is the limit; where it is not, computing again costs time
+
+
+def test_a_trade_off_table_that_contradicts_itself():
+    speed_of_checkpointing, speed_of_all = 0.8, 0.9  # claim C224
+    assert speed_of_all / speed_of_checkpointing == pytest.approx(1.125)  # the rest would have to be that much faster
+    config = preset("llama-3.1-8b")
+    flops = [timing.step_flops(config, 4096, 4096, how) for how in ("none", "full")]
+    assert 0.75 < flops[0] / flops[1] < 0.77  # in FLOPs recomputation alone leaves three quarters
+
+
 def test_mfu_falls_when_recomputation_takes_time():
     forward, backward, again = 100, 200, 50
     assert forward + backward + again == 350 and forward + backward + forward == 400  # claim C040
@@ -246,3 +301,19 @@ def test_the_modelled_curve_stays_near_the_published_one_up_to_128_gpus():
     }
     assert max(abs(error[dp]) for dp in (8, 16, 32, 64, 128)) < 0.12
     assert error[256] > 0.25  # what the model leaves out: late ranks, and a network shared with others
+
+
+def test_where_throughput_falls_depends_on_the_network_and_the_micro_batch():
+    """Claim C054: "above 512 GPUs" is a rule of thumb of one network; modelled, share of the throughput on 8 GPUs."""
+    second_per_token = 1 / PUBLISHED_DP_THROUGHPUT[8]
+
+    def left(dp, tokens, link):
+        on_8, on_dp = (
+            timing.dp_throughput(size, tokens, tokens * second_per_token, 4 * 1.34e9, LINKS[link]) for size in (8, dp)
+        )
+        return on_dp / on_8
+
+    assert PUBLISHED_DP_THROUGHPUT[16] < PUBLISHED_DP_THROUGHPUT[8]  # measured: it falls from the second node on
+    assert left(64, 4096, "efa") < 0.8 and left(512, 4096, "efa") < 0.4
+    assert left(512, 4096, "nvlink4") < 0.75  # bandwidth alone does not mend latency
+    assert left(512, 16 * 4096, "efa") > 0.98  # larger micro-batches do
