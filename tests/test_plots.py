@@ -309,6 +309,19 @@ def test_points_too_close_to_be_labelled_carry_one_number():
     assert curves.value_labels_of([{1: 100.0}, {1: 50.0}, {1: 49.0}]) == [(1, 100.0, True), (1, 50.0, False)]
 
 
+def test_a_number_goes_below_its_point_where_a_line_passes_above():
+    labels = curves.value_labels_of([{1: 100.0, 2: 90.0, 3: 90.0}], lines=[{1: 105.0, 2: 80.0, 3: 150.0}])
+    assert labels == [(1, 100.0, False), (2, 90.0, True), (3, 90.0, True)]
+
+
+def test_exposed_pieces_a_hair_apart_are_framed_together():
+    assert timeline.joined([(1, 2.0, 3.0), (1, 3.05, 4.0), (1, 5.0, 6.0), (2, 6.0, 7.0)], 0.1) == [
+        (1, 2.0, 4.0),
+        (1, 5.0, 6.0),
+        (2, 6.0, 7.0),
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16),

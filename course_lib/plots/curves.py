@@ -35,7 +35,7 @@ def draw_curves(axes, lines: Mapping[str, Curve], points: Mapping[str, Curve], v
     for index, (name, curve) in enumerate(points.items()):
         look = {"color": LINE_COLORS[(index + len(lines)) % 6], "marker": MARKERS[index % 6], "markersize": 8}
         axes.plot(list(curve), list(curve.values()), label=name, linestyle="none", markeredgecolor="white", **look)
-    for x, y, above in value_labels_of(list(points.values())) if value_labels else ():
+    for x, y, above in value_labels_of(list(points.values()), lines=list(lines.values())) if value_labels else ():
         axes.annotate(
             three_digits(y),
             (x, y),
@@ -49,10 +49,21 @@ def draw_curves(axes, lines: Mapping[str, Curve], points: Mapping[str, Curve], v
     axes.legend(loc="best")
 
 
-def value_labels_of(curves: Sequence[Curve], nearest: float = 0.09) -> list[tuple[float, float, bool]]:
-    """Which points carry their number, as (x, y, above): the first curve's above, others' below where there is room."""
+def value_labels_of(
+    curves: Sequence[Curve], nearest: float = 0.09, lines: Sequence[Curve] = ()
+) -> list[tuple[float, float, bool]]:
+    """Which points carry their number, as (x, y, above): the first curve's above, others' below where there is room.
+
+    The first curve's goes below where a line would strike it through above.
+    """
     top = max((y for curve in curves for y in curve.values()), default=0)
-    labels = [(x, y, True) for x, y in curves[0].items()] if curves else []
+    reach = 0.12 * top  # from a point to the far edge of its number
+
+    def clear_above(x: float, y: float) -> bool:
+        at_x = [line[x] - y for line in lines if x in line]
+        return not any(0 < gap < reach for gap in at_x) or any(-reach < gap <= 0 for gap in at_x)
+
+    labels = [(x, y, clear_above(x, y)) for x, y in curves[0].items()] if curves else []
     for curve in curves[1:]:
         for x, y in curve.items():
             below = [(other if above else other - nearest * top) for at, other, above in labels if at == x]

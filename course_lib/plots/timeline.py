@@ -59,6 +59,17 @@ def merge(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return [(start, stop) for start, stop in merged]
 
 
+def joined(exposed: Sequence[tuple[int, float, float]], gap_s: float) -> list[tuple[int, float, float]]:
+    """Intervals of one row that lie closer than `gap_s`, as one: frames around many short ones would hide them."""
+    together: list[tuple[int, float, float]] = []
+    for row, start, stop in sorted(exposed):
+        if together and together[-1][0] == row and start - together[-1][2] < gap_s:
+            together[-1] = (row, together[-1][1], max(stop, together[-1][2]))
+        else:
+            together.append((row, start, stop))
+    return together
+
+
 def overlap_picture(spans: Sequence) -> OverlapPicture:
     """Turn `Span`s into rows, one for each rank and lane, and find each rank's exposed communication."""
     if not spans:
@@ -91,7 +102,7 @@ def draw_overlap(axes, picture: OverlapPicture) -> None:
     scale = TIME_UNITS[unit]
     for bar in picture.bars:
         _draw_bar(axes, bar, scale, picture.end_s)
-    for row, start, stop in picture.exposed:
+    for row, start, stop in joined(picture.exposed, 0.01 * picture.end_s):
         axes.barh(
             row,
             (stop - start) / scale,
@@ -144,7 +155,7 @@ def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float) -> None:
 def show_overlap(spans: Sequence, title: str = "Computation and communication of one step") -> None:
     """Show `Span`s as lanes, one for each rank and lane; give a mapping `{label: spans}` to compare several steps."""
     pictures = {label: overlap_picture(s) for label, s in (spans.items() if isinstance(spans, dict) else [("", spans)])}
-    heights = [0.55 + 0.34 * len(picture.rows) for picture in pictures.values()]
+    heights = [0.65 + 0.34 * len(picture.rows) for picture in pictures.values()]
     with style():
         figure, panels = plt.subplots(
             len(pictures),
@@ -159,6 +170,8 @@ def show_overlap(spans: Sequence, title: str = "Computation and communication of
             draw_overlap(axes, picture)
             axes.set_xlim(0, slowest / TIME_UNITS[time_unit_for(slowest)] * 1.02)
             axes.set_title(label, fontsize=10)
-            axes.label_outer()
+            if axes is not panels[-1, 0]:
+                axes.set_xlabel("")
+            axes.tick_params(labelbottom=True)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         finish(figure)
