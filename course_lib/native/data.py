@@ -134,7 +134,7 @@ def build_accelerated(
 def accelerated_step(
     accelerator: Accelerator, engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer
 ) -> torch.Tensor:
-    """One training step; `accumulate` decides when to synchronise, `backward` divides by the number of micro-batches.
+    """One training step; `accumulate` decides when to average, `backward` divides by the number of micro-batches.
 
     Micro-batches must hold equally many tokens: here the mean over them is of their means.
     """

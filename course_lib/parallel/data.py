@@ -52,7 +52,7 @@ def trainable(model: nn.Module) -> list[NamedParameter]:
 
 
 def hook_gradients(model: nn.Module, when_ready: Callable[[nn.Parameter], None]) -> list:
-    """Calls `when_ready(param)` during backward as soon as `param.grad` is complete; returns the handles of the hooks.
+    """Calls `when_ready(param)` during backward as soon as `param.grad` is complete; returns the hooks' handles.
 
     A tied parameter's hook runs once, after both contributions are summed.
     """
