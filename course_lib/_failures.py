@@ -14,7 +14,7 @@ from course_lib._rank import Failure, Frame
 # What a rank says when *another* rank went away. It is never the one to blame.
 SECONDARY = re.compile(
     r"closed by peer|reset by peer|Broken pipe|Connection refused|Socket Timeout|Timed out waiting|failed to connect|"
-    r"remote process exited|communicator was aborted|Socket closed|DistNetworkError",
+    r"remote process exited|communicator was aborted|Socket closed|DistNetworkError|connectFullMesh failed",
     re.IGNORECASE,
 )
 _STACK_LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
@@ -34,8 +34,8 @@ class RankError(RuntimeError):
 
 
 def is_secondary(failure: Failure) -> bool:
-    """Whether this failure is only the echo of another rank's."""
-    return failure.kind == "exception" and any(SECONDARY.search(text) for _, text in failure.chain)
+    """Whether this failure is only the echo of another rank's, who went away, perhaps while they still connected."""
+    return failure.kind in ("exception", "start") and any(SECONDARY.search(text) for _, text in failure.chain)
 
 
 def first_failure(failures: dict[int, Failure]) -> int:

@@ -201,6 +201,8 @@ def test_echoes_of_a_failure_are_not_blamed():
     assert _failures.first_failure({0: echo, 1: failure(3.0), 2: failure(2.0)}) == 2
     assert _failures.first_failure({0: echo, 1: failure(9.0, "", "died")}) == 1
     assert _failures.first_failure({0: echo}) == 0
+    while_connecting = failure(1.0, "RuntimeError: Gloo connectFullMesh failed with ...", "start")
+    assert _failures.first_failure({0: while_connecting, 1: failure(2.0, "", "died")}) == 1
 
 
 class Base(Exception):
