@@ -54,7 +54,7 @@ unit: setup  ## the tests of the package
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --ignore=tests/gpu --ignore=tests/browser --ignore=tests/test_grading.py
 
 nbval: setup  ## every notebook and solution runs, and prints what it stores
-	@if [ -n "$(NOTEBOOKS)" ]; then env -u MPLBACKEND $(RUN) -m pytest $(NBVAL) $(NOTEBOOKS); else echo "no notebooks yet"; fi
+	@if [ -n "$(NOTEBOOKS)" ]; then env -u MPLBACKEND OMP_NUM_THREADS=1 $(RUN) -m pytest $(NBVAL) $(NOTEBOOKS); else echo "no notebooks yet"; fi
 
 demo: setup  ## one table: the same tiny Llama trained by 1, 2 and 4 ranks
 	$(RUN) -m course_lib demo

@@ -1,8 +1,10 @@
-"""What all tests share: no display, and tests marked gpu say why they are skipped."""
+"""What all tests share: no display, one thread a process, and tests marked gpu say why they are skipped."""
 
 import os
 
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Two test processes with two threads each on two cores wait for each other: small steps took thirty times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
