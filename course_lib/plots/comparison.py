@@ -34,7 +34,7 @@ def error_text(error_percent: float) -> str:
     return f"{error_percent:+.2f} %".replace("-", "−")
 
 
-def draw_comparison(axes, pairs: Sequence[PairOfBars]) -> None:
+def draw_comparison(axes, pairs: Sequence[PairOfBars], what: str = "largest of each kind") -> None:
     """Two bars a kind; the numbers and the error stand beside them."""
     largest = max(max(pair.predicted_bytes, pair.measured_bytes) for pair in pairs)
     unit = unit_for(largest)
@@ -50,15 +50,17 @@ def draw_comparison(axes, pairs: Sequence[PairOfBars]) -> None:
         axes.text(max(values), row, text, va="center", fontsize=9)
     axes.set_yticks(range(len(pairs)), [pair.kind for pair in pairs])
     axes.tick_params(axis="y", length=0)
-    axes.set(xlim=(0, largest / size * 1.55), ylim=(len(pairs) - 0.4, -0.6), xlabel=f"largest of each kind ({unit})")
+    axes.set(xlim=(0, largest / size * 1.55), ylim=(len(pairs) - 0.4, -0.6), xlabel=f"{what} ({unit})")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncol=2)
 
 
-def show_comparison(rows: Sequence, title: str = "Predicted beside measured") -> None:
-    """Show the rows of a `Comparison` (of `course_lib.memory.profile`) with the error of each."""
+def show_comparison(
+    rows: Sequence, title: str = "Predicted beside measured", what: str = "largest of each kind"
+) -> None:
+    """Show the rows of a `Comparison` (of `course_lib.memory.profile`) with each error; `what` names the axis."""
     pairs = comparison_pairs(rows)
     with style():
         figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.0 + 0.45 * len(pairs)))
-        draw_comparison(axes, pairs)
+        draw_comparison(axes, pairs, what)
         axes.set_title(title)
         finish(figure)
