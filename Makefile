@@ -20,7 +20,7 @@ ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 LAB_FLAGS ?=
 FIRST := notebooks/00_ranks_and_collectives.ipynb
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
-NBVAL := --nbval --nbval-current-env --nbval-sanitize-with=tests/nbval.cfg --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
+NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
 
 .PHONY: help setup lab test lint unit nbval demo bench doctor fmt notebooks exercises mirrors check badges \
         test-gpu test-browser test-grading clean

@@ -105,7 +105,7 @@ def _death(code: int | None) -> str:
 
 
 def format_frames(frames: list[Frame]) -> str:
-    """Frames as Python shows them, cells named as the notebook numbers them."""
+    """Frames as Python shows them; those of notebook cells begin with `Cell`."""
     summaries = []
     for file, line, name in frames:
         linecache.checkcache(file)
@@ -117,10 +117,10 @@ def format_frames(frames: list[Frame]) -> str:
 
 
 def cell_name(file: str) -> str | None:
-    """`Cell In[3]` for the code of a notebook cell."""
+    """`Cell` for the code of a notebook cell. Without its number: that changes when cells are run again."""
     ipython = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     name = ipython.compile.format_code_name(file) if ipython is not None else None
-    return " ".join(name) if name else None
+    return name[0] if name else None
 
 
 def describe_place(frames: list[Frame]) -> str:
