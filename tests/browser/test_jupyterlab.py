@@ -6,6 +6,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'")
 pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parents[2]
@@ -39,14 +40,35 @@ def run_all_cells(page, lab, notebook, limit_s: float) -> None:
     page.goto(lab.page_of("chapter.ipynb"))
     page.wait_for_selector(".jp-Notebook .jp-CodeCell")
     page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
-    page.click('.lm-MenuBar-itemLabel:text-is("Run")')
-    page.click('[data-command="runmenu:run-all"]')
+    click_run_all(page)
     done = """count => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]
               .filter(prompt => /^\\[\\d+\\]:$/.test(prompt.textContent)).length >= count"""
-    page.wait_for_function(done, arg=len(code), timeout=limit_s * 1000)
+    try:
+        page.wait_for_function(done, arg=len(code), timeout=limit_s * 1000)
+    except playwright.TimeoutError:
+        screenshot(page, "unfinished")
+        raise AssertionError(f"not all of {len(code)} cells ran in {limit_s:.0f} s: {prompts(page)}") from None
     announced = sum("raises-exception" in cell.metadata.get("tags", ()) for cell in code)
     errors = page.locator(ERROR_OUTPUT).all_inner_texts()
     assert len(errors) == announced, errors
+
+
+def prompts(page) -> list[str]:
+    """What stands before each cell: `[ ]:` not run, `[*]:` running or waiting, `[3]:` done."""
+    return page.locator(".jp-CodeCell .jp-InputPrompt").all_inner_texts()
+
+
+def click_run_all(page, tries: int = 3) -> None:
+    """Run all cells from the menu. A kernel that has only begun to connect drops the request: then ask again."""
+    for _ in range(tries):
+        page.click('.lm-MenuBar-itemLabel:text-is("Run")')
+        page.click('[data-command="runmenu:run-all"]')
+        for _ in range(50):
+            if any("*" in prompt or "1" in prompt for prompt in prompts(page)):
+                return
+            page.wait_for_timeout(200)
+    screenshot(page, "not_started")
+    raise AssertionError(f"no cell began to run in {tries} tries: {prompts(page)}")
 
 
 def pictures(page) -> list[dict]:
