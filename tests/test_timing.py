@@ -202,7 +202,7 @@ def test_recomputing_scores_inside_a_kernel_is_faster_because_memory_is_the_limi
 
 def test_a_trade_off_table_without_a_measurement():
     speed_of_checkpointing, speed_of_all = 0.8, 0.9  # claim C224
-    assert speed_of_all / speed_of_checkpointing == pytest.approx(1.125)  # stacked, the last row must be that much faster
+    assert speed_of_all / speed_of_checkpointing == pytest.approx(1.125)  # stacked: the last row is that much faster
     config = preset("llama-3.1-8b")
     flops = [timing.step_flops(config, 4096, 4096, how) for how in ("none", "full")]
     assert 0.75 < flops[0] / flops[1] < 0.77  # in FLOPs recomputation alone leaves three quarters
