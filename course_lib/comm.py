@@ -266,13 +266,6 @@ def ring_all_gather(x_p: Tensor, group: dist.ProcessGroup, total: int | None = N
     return x_P
 
 
-def ring_steps(x_P: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """What this rank holds during a ring all-reduce: at the start, then after each of the 2 (N - 1) steps."""
-    snapshots = [x_P.clone()]
-    ring_all_reduce(x_P, group, on_step=lambda x_P: snapshots.append(x_P.clone()))
-    return snapshots
-
-
 # ---------------------------------------------------------------------------------------------------- checks
 def _check(x: Tensor, group: dist.ProcessGroup, name: str) -> None:
     if not isinstance(group, dist.ProcessGroup):

@@ -138,19 +138,6 @@ def bus_bandwidth(name: str, payload_bytes: float, seconds: float, world_size: i
     return bus_factor(name, world_size) * payload_bytes / seconds
 
 
-def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """The straight line seconds = alpha + beta * size with the least squared error.
-
-    Raises   ValueError with fewer than two different sizes
-    """
-    if len(sizes) != len(seconds) or len(set(sizes)) < 2:
-        raise ValueError(f"a line needs two different sizes, each with its seconds; got {len(set(sizes))} sizes")
-    mean_size, mean_s = sum(sizes) / len(sizes), sum(seconds) / len(seconds)
-    covariance = sum((size - mean_size) * (second - mean_s) for size, second in zip(sizes, seconds))
-    beta = covariance / sum((size - mean_size) ** 2 for size in sizes)
-    return mean_s - beta * mean_size, beta
-
-
 # ------------------------------------------------------------------------------------ FLOPs
 def matmul_parameters(config: ModelConfig) -> int:
     """Weights that a token is multiplied with: attention, feed-forward, head; not the embedding, a look-up."""

@@ -4,7 +4,7 @@ import os
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Two test processes with two threads each on two cores wait for each other: small steps took thirty times as long.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch

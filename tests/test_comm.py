@@ -56,7 +56,9 @@ def _every_dtype_and_the_ring():
     in_place = torch.ones(3) * rank
     work = comm.all_reduce_(in_place, group, async_op=True)
     work.wait()
-    steps = comm.ring_steps(torch.full((size,), 10.0**rank, dtype=torch.float64), group)
+    powers_P = torch.full((size,), 10.0**rank, dtype=torch.float64)
+    steps = [powers_P.clone()]
+    comm.ring_all_reduce(powers_P, group, on_step=lambda x_P: steps.append(x_P.clone()))
     return collectives, rings, in_place, steps
 
 

@@ -46,15 +46,6 @@ MT_NLG = replace(
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny operators gain nothing from threads and wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # ---- states
 
 

@@ -1,7 +1,6 @@
 """Predicted beside measured, as the memory explorer's Measure button shows it."""
 
 import pytest
-import torch
 
 from course_lib.config import ModelConfig, preset
 from course_lib.memory.formulas import budget, state_bytes
@@ -9,15 +8,6 @@ from course_lib.memory.profile import MEASURABLE_OPTIMIZERS, Row, profile_step, 
 from course_lib.memory.tracker import KINDS
 
 SMALL = ModelConfig("small", 2, 64, num_heads=4, num_kv_heads=2, d_ff=192, vocab_size=256, max_seq_len=256)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny operators gain nothing from threads and wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_scaling_down_keeps_ratios_and_family():

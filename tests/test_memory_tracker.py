@@ -19,15 +19,6 @@ from course_lib.training import loss_of, make_optimizer, train_step
 TINY = ModelConfig("tiny", 2, 64, num_heads=4, num_kv_heads=2, d_ff=128, vocab_size=256, max_seq_len=128)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny operators gain nothing from threads and wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def mlp(width: int = 32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, width))
 

@@ -12,7 +12,7 @@ import torch
 
 matplotlib.use("Agg")
 
-from course_lib.comm import ring_steps
+from course_lib.comm import ring_all_reduce
 from course_lib.config import preset
 from course_lib.hardware import GPUS, LINKS, PUBLISHED_BUS_BANDWIDTH, gpu
 from course_lib.launch import launch
@@ -240,7 +240,9 @@ def test_cells_know_the_rank_that_a_value_came_from():
 def _states_of_the_ring(values):
     import torch.distributed as dist
 
-    return [state.tolist() for state in ring_steps(torch.tensor(values[dist.get_rank()]), dist.group.WORLD)]
+    states = [values[dist.get_rank()]]
+    ring_all_reduce(torch.tensor(states[0]), dist.group.WORLD, on_step=lambda x_P: states.append(x_P.tolist()))
+    return states
 
 
 def test_the_drawn_ring_is_the_ring_that_runs():
@@ -300,9 +302,8 @@ def test_latency_and_bandwidth_cost_the_same_at_the_crossover():
 
 
 def test_the_published_bandwidth_falls_thirteenfold():
-    percent = curves.bandwidth_percent_of_first(PUBLISHED_BUS_BANDWIDTH["all_reduce"])
-    assert percent[1] == 100 and 100 / percent[64] == pytest.approx(13.2, abs=0.1)
-    assert curves.relative_error_percent({1: 11, 3: 5}, {1: 10, 2: 8}) == {1: pytest.approx(10)}
+    bandwidth = PUBLISHED_BUS_BANDWIDTH["all_reduce"]
+    assert bandwidth[1] / bandwidth[64] == pytest.approx(13.2, abs=0.1)
 
 
 def test_points_too_close_to_be_labelled_carry_one_number():

@@ -105,13 +105,6 @@ def test_hierarchical_all_reduce_is_flat_at_its_two_ends_and_better_between():
     assert timing.hierarchical_all_reduce_s(1e9, 8, 8, inside, between) < flat / 4
 
 
-def test_a_line_is_found_back():
-    alpha, beta = timing.fit_alpha_beta([1, 2, 4], [10 + 3 * size for size in (1, 2, 4)])
-    assert (alpha, beta) == pytest.approx((10, 3))
-    with pytest.raises(ValueError, match="two different sizes"):
-        timing.fit_alpha_beta([1, 1], [2, 3])
-
-
 def test_tensor_parallel_traffic_is_a_fifth_of_the_compute_not_3_percent():
     config, tp = preset("llama-3.1-70b"), 8
     # four all-reduces a layer and token (two forward, two backward), bf16; claim C205

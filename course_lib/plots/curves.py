@@ -17,11 +17,6 @@ MARKERS = ["o", "s", "^", "D", "v", "P"]
 Curve = Mapping[float, float]
 
 
-def relative_error_percent(line: Curve, points: Curve) -> dict[float, float]:
-    """By how many percent the line is above (+) or below (-) each point that stands at one of its x."""
-    return {x: 100 * (line[x] - y) / y for x, y in points.items() if x in line and y}
-
-
 def draw_curves(axes, lines: Mapping[str, Curve], points: Mapping[str, Curve], value_labels: bool = True) -> None:
     """Lines for models, markers for measurements; measurements carry their numbers."""
     for index, (name, curve) in enumerate(lines.items()):
@@ -105,12 +100,6 @@ def _scale(axes, xs: Sequence[float], log_x: bool, log_y: bool) -> None:
         axes.set_ylim(0, axes.get_ylim()[1] * 1.12)
         axes.yaxis.set_major_formatter(lambda value, position: f"{value:,.10g}")
     axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
-
-
-def bandwidth_percent_of_first(points: Curve) -> dict[float, float]:
-    """Each measurement in percent of the one at the smallest x."""
-    first = points[min(points)]
-    return {x: 100 * y / first for x, y in points.items()}
 
 
 def show_bandwidth(published: Mapping[str, Curve], models: Mapping[str, Curve], title: str) -> None:
