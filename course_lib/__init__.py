@@ -34,11 +34,15 @@ A file imports from its own part and from the parts above it, never from one bel
     memory/activations.py  activations of the course's own models, term by term
     memory/papers.py       activations as the papers count them
     memory/formulas.py     the whole budget before running
+    memory/zero.py         ZeRO's units, what a rank holds of each kind, offload
+    memory/tensor.py       tensor and sequence parallelism as a narrower model
+    memory/sharded.py      the whole budget of one rank among many
     memory/timeline.py     bytes alive over time, by kind: the tracker's record
     memory/storages.py     what the tracker must know of storages and operators
     memory/tracker.py      tensors alive, by kind, over time
     memory/cuda.py         what a GPU holds besides tensors
     memory/profile.py      predicted beside measured
+    traffic.py             which collectives a step of each technique calls
 4. One file per parallelism; the same names in both folders
     parallel/__init__.py   from scratch
     parallel/data.py       data parallel: naive, overlapped, bucketed

@@ -6,6 +6,9 @@ In reading order:
     activations.py   what the course's own models keep for the backward pass, term by term
     papers.py        the published activation formulas: Korthikanti, Megatron-Core, ZeRO
     formulas.py      the whole budget; everything above can be imported from here
+    zero.py          ZeRO: units, what a rank holds of each kind, offload
+    tensor.py        tensor and sequence parallelism as a narrower model
+    sharded.py       the whole budget of one rank among many
     timeline.py      the record of a measurement: bytes alive by kind over time
     storages.py      what the tracker must know of storages, DTensors and operators
     tracker.py       measure: which bytes are alive, of what kind, when

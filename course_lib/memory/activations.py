@@ -16,6 +16,9 @@ What one block keeps of each token, in numbers (D, F, N, K, H, S as everywhere):
 
 With recomputation a block keeps its input ("full"), or the core its inputs ("selective"), and one block at a time is
 whole again in the backward pass. The peak is the larger of two moments: the start of backward, the last block's turn.
+
+A rank of tensor parallelism keeps what a narrower model keeps: N, K, F and V divided, D not (`tensor.py`). Sequence
+parallelism divides the rest: of SEQUENCE_REGIONS a rank holds its share of the tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +30,16 @@ from course_lib.config import ModelConfig
 from course_lib.memory.states import RECIPES, parameter_shapes
 
 _FP32, _TOKEN_ID, _MASK = 4, 8, 1  # bytes of a float32, of an int64 token, of a bool
+
+
+SEQUENCE_REGIONS = (  # outside attention and MLP: what sequence parallelism splits along the sequence
+    "block input",
+    "first norm's statistics",
+    "dropout masks",
+    "residual",
+    "second norm's statistics",
+)
+GATHERED_INPUTS = ("input of q, k, v", "input of the MLP")  # whole sequences, unless backward gathers them again
 
 
 @dataclass(frozen=True)
@@ -131,17 +144,21 @@ def own_activations(
     recompute: str = "none",
     precision: str = "fp32",
     device: str = "cpu",
+    sequence_share: float = 1.0,
+    regather: bool = False,
 ) -> Activations:
     """Predict what this course's model keeps for the backward pass of one micro-batch, with the course's loss.
 
     Fused attention means a flash kernel. A CPU has none with dropout: there PyTorch falls back to storing scores.
+    `sequence_share` is the part of each sequence that this rank holds outside attention and MLP; with `regather` also
+    of their inputs (`tensor.tensor_parallel_activations` knows both).
 
     Raises   ValueError if attention, recompute or precision is unknown, or a size is below 1
     """
     p = _precision(precision)
     _check(batch_size, seq_len, recompute)
     tokens_in_batch = batch_size * seq_len
-    terms = block_terms(config, seq_len, attention, precision, device)
+    terms = _shared_out(block_terms(config, seq_len, attention, precision, device), sequence_share, regather)
     kept = {"none": sum(terms.values()), "full": terms["block input"]}
     kept["selective"] = kept["none"] - terms["core"] + _core_inputs_bytes(config, p)
     tokens = _token_bytes(config, batch_size, seq_len, p)
@@ -154,13 +171,13 @@ def own_activations(
     block_casts = _block_cast_bytes(config) // config.num_layers if p.casts else 0
     keeps_casts = p.casts and recompute != "full"
     casts = (_block_cast_bytes(config) if keeps_casts else 0) + (_head_cast_bytes(config) if p.casts else 0)
-    embedding_mask = config.d_model * _MASK if config.dropout else 0
+    embedding_mask = config.d_model * _MASK * sequence_share if config.dropout else 0
     during = tokens + blocks + round((turn[recompute] + embedding_mask) * tokens_in_batch)
     during += block_casts if recompute == "full" else casts
     return Activations(
         tokens=tokens,
         blocks=blocks,
-        ends=tokens_in_batch * _ends_bytes(config, p),
+        ends=round(tokens_in_batch * _ends_bytes(config, p, sequence_share, regather)),
         casts=casts,
         logits=logits_bytes(config, batch_size, seq_len),
         last_block_s_turn=during if recompute != "none" else 0,
@@ -187,6 +204,12 @@ def logits_bytes(config: ModelConfig, batch_size: int, seq_len: int) -> int:
     logits as well).
     """
     return 0 if config.family == "xlmr" else batch_size * seq_len * config.vocab_size * _FP32
+
+
+def _shared_out(terms: dict[str, float], sequence_share: float, regather: bool) -> dict[str, float]:
+    """The terms of a rank that holds a share of the tokens where sequence parallelism splits them."""
+    split = SEQUENCE_REGIONS + (GATHERED_INPUTS if regather else ())
+    return {name: size * sequence_share if name in split else size for name, size in terms.items()}
 
 
 def _core_inputs_bytes(config: ModelConfig, p: Precision) -> float:
@@ -223,10 +246,11 @@ def _token_bytes(config: ModelConfig, batch_size: int, seq_len: int, p: Precisio
     return seq_len * (batch_size * (_TOKEN_ID + targets) + once)
 
 
-def _ends_bytes(config: ModelConfig, p: Precision) -> int:
+def _ends_bytes(config: ModelConfig, p: Precision, sequence_share: float = 1.0, regather: bool = False) -> float:
     """The final norm's input and statistics, the head's input; behind an embedding with dropout, its mask."""
     mask = config.d_model * _MASK if config.dropout else 0
-    return config.d_model * (p.residual_bytes + p.matmul_bytes) + _statistics_bytes(config, p) + mask
+    head_input = config.d_model * p.matmul_bytes * (sequence_share if regather else 1.0)
+    return (config.d_model * p.residual_bytes + _statistics_bytes(config, p) + mask) * sequence_share + head_input
 
 
 def _block_cast_bytes(config: ModelConfig) -> int:

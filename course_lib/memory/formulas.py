@@ -47,11 +47,11 @@ from course_lib.memory.states import (
 
 __all__ = [
     "ASSUMED_OVERHEADS", "KORTHIKANTI_SCORE_TERMS", "KORTHIKANTI_TERMS", "OPTIMIZERS", "PRECISIONS", "RECIPES",
-    "Activations", "Budget", "LoRA", "Recipe", "StateBytes", "activation_bytes", "block_terms", "budget", "core_terms",
-    "count_parameters", "count_tensors", "fits", "has_step_counters", "korthikanti_bytes", "korthikanti_layer_bytes",
-    "korthikanti_output_bytes", "logits_bytes", "lora_parameters", "megatron_activation_bytes", "own_activations",
-    "parameter_shapes", "recipe_of", "rule_of_thumb_parameters", "selective_flops_share", "state_bytes",
-    "temporary_bytes", "zero_paper_bytes",
+    "Activations", "Budget", "LoRA", "Recipe", "StateBytes", "activation_bytes", "block_terms", "budget",
+    "check_seq_len", "core_terms", "count_parameters", "count_tensors", "fits", "has_step_counters",
+    "korthikanti_bytes", "korthikanti_layer_bytes", "korthikanti_output_bytes", "logits_bytes", "lora_parameters",
+    "megatron_activation_bytes", "own_activations", "parameter_shapes", "recipe_of", "rule_of_thumb_parameters",
+    "selective_flops_share", "state_bytes", "temporary_bytes", "zero_paper_bytes",
 ]  # fmt: skip
 
 # Assumptions, not measurements: `tracker.cuda_memory()` measures them on the GPU at hand.
@@ -73,6 +73,8 @@ class Budget:
     temporary: int
     gradients_at_start: int = 0  # those that are there when a backward pass begins
     overheads: dict[str, int] = field(default_factory=dict)
+    gathered: int = 0  # whole parameters put together from shards, for as long as they are used
+    elsewhere: dict[str, int] = field(default_factory=dict)  # what was moved off the GPU: to "host", to "disk"
 
     @property
     def states_bytes(self) -> int:
@@ -82,7 +84,7 @@ class Budget:
     @property
     def tensor_bytes(self) -> int:
         """All tensors, each kind at its largest: what to plan with."""
-        return self.states_bytes + self.activations + self.logits + self.temporary
+        return self.states_bytes + self.activations + self.logits + self.gathered + self.temporary
 
     @property
     def peak_bytes(self) -> int:
@@ -91,7 +93,7 @@ class Budget:
         The backward pass begins: all activations, and such gradients as are there already. Or it has ended: all
         gradients, no activation. Without accumulation gradients are born while activations die, so they never add up.
         """
-        begins = self.gradients_at_start + self.activations + self.logits + self.temporary
+        begins = self.gradients_at_start + self.activations + self.logits + self.gathered + self.temporary
         return self.parameters + self.optimizer + max(begins, self.gradients)
 
     @property
@@ -107,7 +109,7 @@ class Budget:
             "gradients": self.gradients,
             "optimizer": self.optimizer,
             "activations": self.activations + self.logits,
-            "gathered": 0,
+            "gathered": self.gathered,
             "temporary": self.temporary,
         }
 
@@ -133,10 +135,7 @@ def budget(
 
     Raises   ValueError if a word is unknown, a size is below 1, or seq_len exceeds the model's
     """
-    if seq_len > config.max_seq_len:
-        raise ValueError(
-            f"seq_len is {seq_len}, but {config.name} reads at most {config.max_seq_len} tokens; choose a shorter one"
-        )
+    check_seq_len(config, seq_len)
     recipe = recipe_of(recipe)
     counters = device == "cpu" and has_step_counters(recipe, optimizer)
     states = state_bytes(config, recipe, optimizer, lora, step_counters=counters)
@@ -151,6 +150,14 @@ def budget(
         gradients_at_start=states.gradients if micro_batches > 1 or recipe.grad_bytes > recipe.param_bytes else 0,
         overheads={} if device == "cpu" else dict(ASSUMED_OVERHEADS),
     )
+
+
+def check_seq_len(config: ModelConfig, seq_len: int) -> None:
+    """Raises ValueError if the model cannot read that many tokens."""
+    if seq_len > config.max_seq_len:
+        raise ValueError(
+            f"seq_len is {seq_len}, but {config.name} reads at most {config.max_seq_len} tokens; choose a shorter one"
+        )
 
 
 def temporary_bytes(

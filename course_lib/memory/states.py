@@ -49,13 +49,13 @@ def _transformer_block_shapes(config: ModelConfig) -> Shapes:
     D, F, L = config.d_model, config.d_ff, config.num_layers
     NH = config.num_heads * config.head_dim
     shapes = {}
-    for name, rows, columns in [(p, NH, D) for p in "qkv"] + [("o", D, NH), ("up", F, D), ("down", D, F)]:
-        part = "attention" if name in "qkvo" else "mlp"
-        shapes[f"{part}.{name}"] = ((rows, columns), L)
-        shapes[f"{part}.{name}.bias"] = ((rows,), L)
-    for part in ("attention", "mlp"):
+    attention = [(name, NH, D) for name in "qkv"] + [("o", D, NH)]
+    for part, matrices in (("attention", attention), ("mlp", [("up", F, D), ("down", D, F)])):
         shapes[f"{part}.norm"] = ((D,), L)
         shapes[f"{part}.norm.bias"] = ((D,), L)
+        for name, rows, columns in matrices:
+            shapes[f"{part}.{name}"] = ((rows, columns), L)
+            shapes[f"{part}.{name}.bias"] = ((rows,), L)
     return shapes
 
 
@@ -232,7 +232,7 @@ def state_bytes(
         parameters=recipe.param_bytes * sum(prod(shape) * copies for shape, copies in resident.values()),
         gradients=recipe.grad_bytes * count,
         optimizer=recipe.master_bytes * count
-        + sum(copies * _moments_bytes(shape, recipe, optimizer) for shape, copies in trained.values())
+        + sum(copies * moments_bytes(shape, recipe, optimizer) for shape, copies in trained.values())
         + (4 * sum(copies for _, copies in trained.values()) if step_counters else 0),
     )
 
@@ -242,7 +242,7 @@ def has_step_counters(recipe: Recipe | str, optimizer: str) -> bool:
     return recipe_of(recipe).master_bytes == 0 and optimizer in ("adamw", "adafactor")
 
 
-def _moments_bytes(shape: tuple[int, ...], recipe: Recipe, optimizer: str) -> int:
+def moments_bytes(shape: tuple[int, ...], recipe: Recipe, optimizer: str) -> int:
     """Bytes of one tensor's moments.
 
     8-bit Adam keeps two bytes a number, and an FP32 scale for each 256 numbers of each moment; tensors below 4096

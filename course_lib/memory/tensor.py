@@ -1,0 +1,96 @@
+"""Tensor and sequence parallelism's arithmetic: what each of t ranks holds of the model, and keeps for backward.
+
+One idea carries it: a rank of tensor parallelism runs a narrower model. Query heads N / t, key/value heads K / t (at
+least one), feed-forward F / t, vocabulary V / t; the width D of the residual stream stays, and with it norms and the
+biases of row-parallel matrices. So every formula of this folder works on `narrow(config, tp)` as it is.
+
+                                       TP         TP + SP           TP + SP, gathered again in backward
+    block input, norms, dropout masks  D          D / t             D / t
+    inputs of q, k, v and of the MLP   D          D                 D / t
+    q, k, v, core, input of o          / t        / t               / t
+    MLP's inside                       F / t      F / t             F / t
+    logits                             V / t      V / t             V / t
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from course_lib.config import ModelConfig
+from course_lib.memory.activations import Activations, own_activations
+
+
+def chunk(size: int, parts: int, index: int = 0) -> int:
+    """How many of `size` rows rank `index` holds: ceil(size / parts), the last ones fewer, as `torch.chunk` cuts."""
+    each = -(-size // parts)
+    return max(0, min(size - index * each, each))
+
+
+def check_heads(config: ModelConfig, tp: int) -> None:
+    """Raises ValueError unless query heads divide, and key/value heads divide or are copied evenly."""
+    if tp < 1:
+        raise ValueError(f"tp is {tp}, required: 1 or more")
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    possible = [t for t in range(1, heads + 1) if _heads_divide(heads, kv_heads, t)]
+    choices = ", ".join(map(str, possible))
+    if heads % tp:
+        raise ValueError(f"num_heads ({heads}) must be divisible by tp ({tp}); choose tp from {choices}")
+    if not _heads_divide(heads, kv_heads, tp):
+        raise ValueError(
+            f"num_kv_heads ({kv_heads}) must be divisible by tp ({tp}), or tp by it; choose tp from {choices}"
+        )
+
+
+def _heads_divide(heads: int, kv_heads: int, tp: int) -> bool:
+    return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
+    """The model that one rank of tensor parallelism runs.
+
+    Where d_ff or the vocabulary does not divide, the last ranks are narrower still; rank 0 is always a widest one.
+
+    Raises   ValueError if heads do not divide, or a rank would be left without a row
+    """
+    check_heads(config, tp)
+    if not 0 <= tp_rank < tp:
+        raise ValueError(f"tp_rank is {tp_rank}, required: 0 to {tp - 1}")
+    return replace(
+        config,
+        name=config.name if tp == 1 else f"{config.name}, rank {tp_rank} of tp {tp}",
+        num_heads=config.num_heads // tp,
+        num_kv_heads=max(config.num_kv_heads // tp, 1),
+        d_ff=chunk(config.d_ff, tp, tp_rank),
+        vocab_size=chunk(config.vocab_size, tp, tp_rank),
+    )
+
+
+def kv_replicas(config: ModelConfig, tp: int) -> int:
+    """How many ranks hold the same key/value head: 1 up to tp = K, then tp / K."""
+    check_heads(config, tp)
+    return max(tp // config.num_kv_heads, 1)
+
+
+def tensor_parallel_activations(
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    regather: bool = False,
+    attention: str = "fused",
+    recompute: str = "none",
+    precision: str = "fp32",
+    device: str = "cpu",
+    tp_rank: int = 0,
+) -> Activations:
+    """Predict what one rank keeps for the backward pass of one micro-batch.
+
+    regather   save a column-parallel matrix's input as this rank's share of the sequence, and gather it in backward
+    Raises     ValueError if heads do not divide, or regather comes without sequence_parallel
+    """
+    if regather and not sequence_parallel:
+        raise ValueError("regather gathers shards of the sequence again; it needs sequence_parallel=True")
+    share = chunk(seq_len, tp, tp_rank) / seq_len if sequence_parallel else 1.0
+    local = narrow(config, tp, tp_rank)
+    return own_activations(local, batch_size, seq_len, attention, recompute, precision, device, share, regather)

@@ -1,0 +1,218 @@
+"""ZeRO's arithmetic: what each of N data-parallel ranks holds of parameters, gradients and optimizer states.
+
+With P parameters, 2 bytes each for parameter and gradient, 12 for an FP32 master copy and Adam's two moments:
+
+    stage   holds a rank                     limit for many ranks    sends a step (one micro-batch)
+    0       2P + 2P + 12P                    16 P                    2 P    all-reduce of gradients
+    1       2P + 2P + 12P/N                   4 P                    2 P    reduce-scatter, all-gather of parameters
+    2       2P + (2P + 12P)/N                 2 P                    2 P    the same, each bucket during backward
+    3       (2P + 2P + 12P)/N                   0                    3 P    all-gather twice, reduce-scatter
+
+Real tensors are not divisible at will. They are laid end to end in units (buckets in stages 1 and 2; embedding, blocks
+and head in stage 3), and each unit is padded to a multiple of N: `units` is the list of their sizes, in numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+from course_lib.config import ModelConfig
+from course_lib.memory.states import Recipe, StateBytes, moments_bytes, parameter_shapes, recipe_of
+
+STAGES = (0, 1, 2, 3)
+BUCKET_BYTES = 25 * 2**20
+PLACES = ("device", "host", "disk")
+
+
+# ---- units
+
+
+def padded(numel: int, dp_size: int) -> int:
+    """The next multiple of dp_size: what a unit of numel numbers occupies, all ranks together."""
+    return -(-numel // dp_size) * dp_size
+
+
+def layer_units(config: ModelConfig) -> list[int]:
+    """Stage 3's units, in numbers: embedding, each block, final norm with head (a tied head is the embedding's)."""
+    shapes = parameter_shapes(config)
+    embed = sum(prod(shapes[name][0]) for name in _before_blocks(config))
+    end = sum(prod(shape) for name, (shape, _) in shapes.items() if name in _AFTER_BLOCKS)
+    return [embed] + [_block_numel(config)] * config.num_layers + [end]
+
+
+def bucket_units(config: ModelConfig, itemsize: int = 2, bucket_bytes: int = BUCKET_BYTES) -> list[int]:
+    """The units of stages 1 and 2, in numbers: tensors, last layer first; a bucket closes once it has its size."""
+    closed, filling = [], 0
+    for numel in reversed(tensor_sizes(config)):
+        filling += numel
+        if filling * itemsize >= bucket_bytes:
+            closed.append(filling)
+            filling = 0
+    return closed + ([filling] if filling else [])
+
+
+def tensor_sizes(config: ModelConfig) -> list[int]:
+    """Numbers in each parameter tensor, in the order of `model.parameters()`."""
+    shapes = parameter_shapes(config)
+    before = [prod(shapes[name][0]) for name in _before_blocks(config)]
+    block = [prod(shape) for name, (shape, _) in shapes.items() if name.startswith(("attention.", "mlp."))]
+    after = [prod(shape) for name, (shape, _) in shapes.items() if name in _AFTER_BLOCKS]
+    return before + block * config.num_layers + after
+
+
+def zero_units(config: ModelConfig, stage: int, itemsize: int = 2) -> list[int]:
+    """The units in which a stage shards this model (stage 0: one for each tensor, as nothing is sharded)."""
+    _check_stage(stage)
+    if stage == 0:
+        return tensor_sizes(config)
+    return layer_units(config) if stage == 3 else bucket_units(config, itemsize)
+
+
+_AFTER_BLOCKS = ("norm", "norm.bias", "head")
+
+
+def _before_blocks(config: ModelConfig) -> list[str]:
+    return [name for name in ("embed", "positions", "token_type") if name in parameter_shapes(config)]
+
+
+def _block_numel(config: ModelConfig) -> int:
+    shapes = parameter_shapes(config)
+    return sum(prod(shape) for name, (shape, _) in shapes.items() if name.startswith(("attention.", "mlp.")))
+
+
+# ---- bytes held
+
+
+def zero_state_bytes(
+    units: Sequence[int], stage: int, dp_size: int, recipe: Recipe | str = "bf16-master", optimizer: str = "adamw"
+) -> StateBytes:
+    """Predict what each rank holds between two steps, by kind, padding included.
+
+    Bytes    a kind that is sharded: its bytes a number times the sum over units of ceil(unit / N); a kind that is not:
+             times the sum of the units, padded from stage 1 on
+    Raises   ValueError if stage, recipe or optimizer is unknown, or the optimizer cannot work on flat shards
+    """
+    _check_stage(stage)
+    recipe = recipe_of(recipe)
+    if optimizer == "adafactor" and stage:
+        raise ValueError(
+            "optimizer 'adafactor' keeps sums of a matrix's rows and columns, which flat shards cut apart; "
+            "choose adamw, adamw-8bit, sgd-momentum, sgd"
+        )
+    shards = [padded(unit, dp_size) // dp_size for unit in units]
+    whole = [padded(unit, dp_size) for unit in units] if stage else list(units)
+    held = {kind: shards if stage >= first else whole for kind, first in _SHARDED_FROM_STAGE.items()}
+    return StateBytes(
+        parameters=recipe.param_bytes * sum(held["parameters"]),
+        gradients=recipe.grad_bytes * sum(held["gradients"]),
+        optimizer=sum(recipe.master_bytes * n + moments_bytes((n,), recipe, optimizer) for n in held["optimizer"]),
+    )
+
+
+_SHARDED_FROM_STAGE = {"optimizer": 1, "gradients": 2, "parameters": 3}
+
+
+def zero_gathered_bytes(
+    units: Sequence[int], stage: int, dp_size: int, recipe: Recipe | str = "bf16-master", prefetch: bool = True
+) -> int:
+    """Predict the most bytes of whole parameters at once: stage 3 has one unit in use and gathers the next.
+
+    Bytes    the largest neighbours of the list, padded; without prefetch the largest unit alone
+    """
+    if stage < 3:
+        return 0
+    sizes = [padded(unit, dp_size) * recipe_of(recipe).param_bytes for unit in units]
+    pairs = [a + b for a, b in pairwise(sizes)] if prefetch else []
+    return max([*sizes, *pairs])
+
+
+# ---- the papers' continuous form
+
+
+def zero_bytes_per_parameter(
+    stage: int, dp_size: int, recipe: Recipe | str = "bf16-master", optimizer_bytes: float | None = None
+) -> float:
+    """Bytes of state a parameter and rank, as the papers draw them: no units, no padding.
+
+    optimizer_bytes   master and moments together, the paper's K; the recipe's by default
+    Source   Rajbhandari et al. 2020 (arXiv:1910.02054), section 5 and figure 1
+    """
+    _check_stage(stage)
+    recipe = recipe_of(recipe)
+    optimizer = recipe.master_bytes + recipe.moment_bytes if optimizer_bytes is None else optimizer_bytes
+    kinds = {"parameters": recipe.param_bytes, "gradients": recipe.grad_bytes, "optimizer": optimizer}
+    return sum(size / dp_size if stage >= _SHARDED_FROM_STAGE[kind] else size for kind, size in kinds.items())
+
+
+def zero_saving(stage: int, dp_size: int, recipe: Recipe | str = "bf16-master") -> float:
+    """How many times fewer bytes of state a rank holds than without ZeRO; at most 4, 8 and N with 16 bytes."""
+    return zero_bytes_per_parameter(0, dp_size, recipe) / zero_bytes_per_parameter(stage, dp_size, recipe)
+
+
+def largest_parameters(memory_bytes: float, stage: int, dp_size: int, recipe: Recipe | str = "bf16-master") -> float:
+    """The most parameters whose states fit, activations and all else left out.
+
+    Source   Rajbhandari et al. 2020, table 2
+    """
+    return memory_bytes / zero_bytes_per_parameter(stage, dp_size, recipe)
+
+
+# ---- offload
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where a rank's shards wait: "device", "host" or "disk". Parameters elsewhere need stage 3.
+
+    Source   Rajbhandari et al. 2021 (ZeRO-Infinity, arXiv:2104.07857)
+    """
+
+    optimizer: str = "device"
+    parameters: str = "device"
+
+    def __post_init__(self) -> None:
+        for field, place in (("optimizer", self.optimizer), ("parameters", self.parameters)):
+            if place not in PLACES:
+                raise ValueError(f"{field} is {place!r}; choose from {', '.join(PLACES)}")
+
+
+def bytes_by_place(states: StateBytes, offload: Offload) -> dict[str, int]:
+    """Add up a rank's states by where they wait between steps; gradients stay on the device."""
+    places = dict.fromkeys(PLACES, 0)
+    places["device"] += states.gradients
+    places[offload.optimizer] += states.optimizer
+    places[offload.parameters] += states.parameters
+    return places
+
+
+def offload_link_bytes(states: StateBytes, offload: Offload, micro_batches: int = 1) -> dict[str, int]:
+    """Count the bytes that cross each link, one way, in one step of one rank whose shards are `states`.
+
+    The optimizer runs where its states are loaded: on the host. Its gradients go down; its new parameters come up,
+    unless they wait on the host or the disk as well. States on disk are read and written back. Parameters off the
+    device come up for the forward pass and again for the backward pass of each micro-batch.
+    """
+    links = dict.fromkeys(("device to host", "host to device", "disk to host", "host to disk"), 0)
+    if offload.optimizer != "device":
+        links["device to host"] += states.gradients
+        if offload.parameters == "device":
+            links["host to device"] += states.parameters
+    elif offload.parameters != "device":
+        links["device to host"] += states.parameters
+    if offload.optimizer == "disk":
+        links["disk to host"] += states.optimizer
+        links["host to disk"] += states.optimizer
+    if offload.parameters != "device":
+        links["host to device"] += 2 * micro_batches * states.parameters
+    if offload.parameters == "disk":
+        links["disk to host"] += 2 * micro_batches * states.parameters
+        links["host to disk"] += states.parameters
+    return links
+
+
+def _check_stage(stage: int) -> None:
+    if stage not in STAGES:
+        raise ValueError(f"stage is {stage!r}; choose from 0 (plain data parallel), 1, 2, 3")

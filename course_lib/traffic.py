@@ -1,0 +1,198 @@
+"""Which collectives a step of each technique calls, with their payloads: from one list follow bytes and seconds.
+
+    calls = zero_calls(units, stage=3, dp_size=8)
+    sent_bytes(calls)            what course_lib.meter counts on one rank, to the byte
+    comm_s(calls, link)          alpha-beta time, as if nothing overlapped
+
+Payloads are whole tensors, as everywhere: the gathered result of an all-gather, the input of a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from course_lib.config import ModelConfig
+from course_lib.hardware import Link
+from course_lib.memory.states import Recipe, recipe_of
+from course_lib.memory.tensor import chunk, kv_replicas, narrow
+from course_lib.memory.zero import padded
+from course_lib.timing import all_gather_bytes, collective_s, reduce_scatter_bytes, ring_all_reduce_bytes
+
+_SENT = {
+    "all_reduce": ring_all_reduce_bytes,
+    "reduce_scatter": reduce_scatter_bytes,
+    "all_gather": all_gather_bytes,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """`count` equal calls of one collective in one step; `place` says where in the step."""
+
+    place: str
+    collective: str
+    payload_bytes: int
+    group_size: int
+    itemsize: int
+    count: int = 1
+
+
+def sent_bytes(calls: Iterable[Call], rank: int = 0) -> int:
+    """Bytes that a rank sends in a step, if every collective travels around a ring."""
+    return sum(by_collective(calls, rank).values())
+
+
+def by_collective(calls: Iterable[Call], rank: int = 0) -> dict[str, int]:
+    """The same by collective, as `ByteMeter.by_collective` has it."""
+    return _totals(calls, lambda call: call.collective, rank)
+
+
+def by_place(calls: Iterable[Call], rank: int = 0) -> dict[str, int]:
+    """The same by place in the step."""
+    return _totals(calls, lambda call: call.place, rank)
+
+
+def call_counts(calls: Iterable[Call]) -> dict[str, int]:
+    """How often each collective is called, as `ByteMeter.calls` has it."""
+    counts: dict[str, int] = {}
+    for call in calls:
+        counts[call.collective] = counts.get(call.collective, 0) + call.count
+    return counts
+
+
+def comm_s(calls: Iterable[Call], link: Link) -> float:
+    """Seconds of all calls one after the other, by alpha-beta."""
+    return sum(call.count * collective_s(call.collective, call.payload_bytes, call.group_size, link) for call in calls)
+
+
+def _totals(calls: Iterable[Call], key, rank: int) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for call in calls:
+        sent = _SENT[call.collective](call.payload_bytes, call.group_size, rank % call.group_size, call.itemsize)
+        totals[key(call)] = totals.get(key(call), 0) + call.count * sent
+    return totals
+
+
+# ------------------------------------------------------------------------------------ ZeRO
+def zero_calls(
+    units: Sequence[int],
+    stage: int,
+    dp_size: int,
+    recipe: Recipe | str = "bf16-master",
+    micro_batches: int = 1,
+    all_reduce: bool = False,
+) -> list[Call]:
+    """The collectives of one step; units in numbers, padded here to a multiple of dp_size.
+
+    In units of P (N - 1) / N numbers, with m micro-batches:
+
+        stage 0    2          an all-reduce of gradients at the end
+        stage 1    2          reduce-scatter at the end, all-gather of new parameters
+        stage 2    m + 1      reduce-scatter after each micro-batch: no rank could keep the sum of whole gradients
+        stage 3    3 m        parameters gathered for the forward and for the backward pass of each micro-batch
+
+    all_reduce   stage 1 in its simpler form: whole gradients averaged on every rank, then the all-gather: 3
+    Source       Rajbhandari et al. 2020 (arXiv:1910.02054), section 7
+    """
+    if all_reduce and stage != 1:
+        raise ValueError(f"all_reduce is a form of stage 1, but stage is {stage}")
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage is {stage!r}; choose from 0, 1, 2, 3")
+    recipe = recipe_of(recipe)
+    calls = []
+    for unit in units:
+        numel = padded(unit, dp_size) if stage else unit
+        parameters, gradients = numel * recipe.param_bytes, numel * wire_grad_bytes(recipe)
+
+        def call(place, collective, payload, count=1):
+            item = wire_grad_bytes(recipe) if place == "gradients" else recipe.param_bytes
+            calls.append(Call(place, collective, payload, dp_size, item, count))
+
+        if stage == 0 or all_reduce:
+            call("gradients", "all_reduce", gradients)
+        if stage == 3:
+            call("parameters", "all_gather", parameters, 2 * micro_batches)
+        if stage in (1, 2, 3) and not all_reduce:
+            call("gradients", "reduce_scatter", gradients, 1 if stage == 1 else micro_batches)
+        if stage in (1, 2):
+            call("parameters", "all_gather", parameters)
+    return calls
+
+
+def wire_grad_bytes(recipe: Recipe) -> int:
+    """Bytes of a gradient's number on the wire: FP32 where gradients are kept in FP32, one of the two if both are."""
+    return min(recipe.grad_bytes, 4)
+
+
+# ------------------------------------------------------------------------------------ tensor and sequence parallelism
+def tensor_parallel_calls(
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    tp: int,
+    sequence_parallel: bool = False,
+    regather: bool = False,
+    recompute: str = "none",
+    itemsize: int = 2,
+    micro_batches: int = 1,
+) -> list[Call]:
+    """The collectives of one step over the tp group. Activations have B S D numbers of `itemsize` bytes.
+
+    TP   a layer: two all-reduces forward, two backward; the embedding one forward, the head's input one backward
+    SP   each all-reduce becomes a reduce-scatter and, where the sequence is needed whole again, an all-gather: the
+         same bytes in twice the calls. With `regather` backward gathers each saved input once more.
+    The loss sums per-token numbers: the largest logit, the sum of exponentials, the target's logit, in FP32.
+    Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2
+    """
+    narrow(config, tp)
+    if tp == 1:
+        return []
+    layers, tokens = config.num_layers, batch_size * seq_len
+    rows = chunk(seq_len, tp) * tp if sequence_parallel else seq_len  # an uneven sequence is padded in the message
+    payload = batch_size * rows * config.d_model * itemsize
+    calls = []
+
+    def call(place, collective, count, size=payload, item=itemsize, group=tp):
+        calls.append(Call(place, collective, size, group, item, count * micro_batches))
+
+    again = layers if recompute == "full" else 0  # the block stops once its last input is there: no second sum
+    if sequence_parallel:
+        call("embedding", "reduce_scatter", 1)
+        call("embedding", "all_gather", 1)
+        call("layers forward", "all_gather", 2 * layers)
+        call("layers forward", "reduce_scatter", 2 * layers)
+        call("layers backward", "all_gather", (4 if regather else 2) * layers)
+        call("layers backward", "reduce_scatter", 2 * layers)
+        call("head", "all_gather", 2 if regather else 1)
+        call("head", "reduce_scatter", 1)
+        if again:
+            call("recomputation", "all_gather", 2 * again)
+            call("recomputation", "reduce_scatter", again)
+    else:
+        call("embedding", "all_reduce", 1)
+        call("layers forward", "all_reduce", 2 * layers)
+        call("layers backward", "all_reduce", 2 * layers)
+        call("head", "all_reduce", 1)
+        if again:
+            call("recomputation", "all_reduce", again)
+    call("loss", "all_reduce", 3, tokens * 4, 4)
+    return calls + gradient_sum_calls(config, tp, sequence_parallel, itemsize)
+
+
+def gradient_sum_calls(config: ModelConfig, tp: int, sequence_parallel: bool, itemsize: int = 2) -> list[Call]:
+    """Weight gradients that no rank has whole, summed once a step.
+
+    Sequence parallelism: norms (and biases added to shards) saw a share of the tokens. More ranks than key/value heads:
+    each copy of a head saw a share of the query heads.
+    """
+    calls = []
+    D, H, L = config.d_model, config.head_dim, config.num_layers
+    if sequence_parallel:
+        norms = (2 * L + 1) * D if config.family == "llama" else (2 * (2 * L + 1) + 2 * L) * D
+        calls.append(Call("norm gradients", "all_reduce", norms * itemsize, tp, itemsize))
+    replicas = kv_replicas(config, tp)
+    if replicas > 1:
+        numel = 2 * H * (D + (config.family != "llama"))
+        calls.append(Call("key/value gradients", "all_reduce", numel * itemsize, replicas, itemsize, L))
+    return calls
