@@ -49,9 +49,13 @@ class Attention(nn.Module):
         self.core = CORES[attention]
         self.recompute_core = recompute == "selective"
 
+    def project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values: the three products that share an input."""
+        return self.q(x_BSD), self.k(x_BSD), self.v(x_BSD)
+
     def forward(self, x_BSD: Tensor) -> Tensor:
         q_BNSH, k_BNSH, v_BNSH = (
-            layer(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+            heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for heads in self.project(x_BSD)
         )
         dropout = self.dropout if self.training else 0.0
         if self.recompute_core:
@@ -70,8 +74,13 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.d_ff, config.d_model)
         self.approximate = "tanh" if config.family == "gpt" else "none"
 
+    def project(self, x_BSD: Tensor) -> tuple[Tensor]:
+        """Up alone; a tuple, as the SwiGLU's `project` returns."""
+        return (self.up(x_BSD),)
+
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_BSD), approximate=self.approximate))
+        (up_BSF,) = self.project(x_BSD)
+        return self.down(F.gelu(up_BSF, approximate=self.approximate))
 
 
 class Block(nn.Module):

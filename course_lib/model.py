@@ -118,9 +118,13 @@ class Attention(nn.Module):
         self.core = CORES[attention]
         self.recompute_core = recompute == "selective"
 
+    def project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values: the three products that share an input."""
+        return self.q(x_BSD), self.k(x_BSD), self.v(x_BSD)
+
     def forward(self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
         q_BNSH, k_BKSH, v_BKSH = (
-            layer(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+            heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for heads in self.project(x_BSD)
         )
         q_BNSH, k_BKSH = rotate(q_BNSH, cos_SH, sin_SH), rotate(k_BKSH, cos_SH, sin_SH)
         if self.recompute_core:
@@ -142,8 +146,13 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.d_model, config.d_ff, bias=False)
         self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
 
+    def project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Gate and up: the two products that share an input."""
+        return self.gate(x_BSD), self.up(x_BSD)
+
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
+        gate_BSF, up_BSF = self.project(x_BSD)
+        return self.down(F.silu(gate_BSF) * up_BSF)
 
 
 class Block(nn.Module):
