@@ -1,0 +1,306 @@
+"""ZeRO in pictures: who holds what, a flat buffer cut by rank, and parameters that are gathered for a moment."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import matplotlib.pyplot as plt
+from matplotlib.patches import Patch, Rectangle
+
+from course_lib.plots.memory import budget_bars, draw_budgets, gpu_limits
+from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, NEUTRAL_COLOR, RANK_COLORS, mix, text_on
+from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+
+# ---------------------------------------------------------------- who holds what
+
+SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}  # the stage from which on a kind is cut into pieces
+STATE_KINDS = ("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of one kind: the part from `start` to `stop` of the whole, which reaches from 0 to 1."""
+
+    rank: int
+    kind: str
+    start: float
+    stop: float
+
+
+def zero_pieces(stage: int, num_ranks: int) -> list[Piece]:
+    """What each rank holds of parameters, gradients and optimizer states at a ZeRO stage.
+
+    Raises   ValueError if stage is not 0 to 3, or num_ranks below 1
+    Source   Rajbhandari et al. 2020 (arXiv:1910.02054), figure 1
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage is {stage!r}; choose 0 (plain data parallel), 1, 2 or 3")
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks is {num_ranks}; it must be at least 1")
+    return [
+        Piece(rank, kind, rank / num_ranks, (rank + 1) / num_ranks)
+        if stage >= SHARDED_FROM[kind]
+        else Piece(rank, kind, 0.0, 1.0)
+        for rank in range(num_ranks)
+        for kind in STATE_KINDS
+    ]
+
+
+def held_bytes(pieces: Sequence[Piece], bytes_by_kind: Mapping[str, float], rank: int = 0) -> float:
+    """Bytes of one rank's pieces, from the bytes of each kind as a whole."""
+    return sum((p.stop - p.start) * bytes_by_kind[p.kind] for p in pieces if p.rank == rank)
+
+
+def draw_zero_pieces(axes, pieces: Sequence[Piece], title: str, label_ranks: bool = True) -> None:
+    """A frame for every rank and kind; what the rank holds of it is filled."""
+    ranks = 1 + max(piece.rank for piece in pieces)
+    for piece in pieces:
+        column, color = STATE_KINDS.index(piece.kind) * 1.12, KIND_COLORS[piece.kind]
+        frame = {"facecolor": "none", "edgecolor": NEUTRAL_COLOR, "linewidth": 0.8}
+        axes.add_patch(Rectangle((column, piece.rank + 0.12), 1, 0.76, **frame))
+        filled = (column + piece.start, piece.rank + 0.12), piece.stop - piece.start, 0.76
+        hatch = KIND_HATCHES[piece.kind]
+        axes.add_patch(Rectangle(*filled, facecolor=color, hatch=hatch, edgecolor="white", linewidth=0.8))
+    axes.set(xlim=(-0.05, 2 * 1.12 + 1.05), ylim=(ranks + 0.05, -0.05), xticks=[])
+    axes.set_yticks([r + 0.5 for r in range(ranks)], [f"rank {r}" for r in range(ranks)] if label_ranks else [])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_title(title, fontsize=9.5, fontweight="normal", loc="center")
+
+
+def zero_title(bytes_by_kind: Mapping[str, float], num_ranks: int) -> str:
+    """What the picture shows, in one sentence: bytes of a rank at stage 0 and at stage 3."""
+    first, last = (held_bytes(zero_pieces(stage, num_ranks), bytes_by_kind) for stage in (0, 3))
+    return f"Each stage cuts one more kind into {num_ranks}: from {first:.4g} bytes a parameter down to {last:.4g}"
+
+
+def show_zero_stages(num_ranks: int = 4, bytes_by_kind: Mapping[str, float] | None = None, title: str = "") -> None:
+    """Show who holds what at stages 0 to 3; `bytes_by_kind` are bytes a parameter (BF16 with FP32 masters: 2, 2, 12).
+
+    Raises   ValueError if there are more ranks than the picture has room for
+    """
+    if num_ranks > 16:
+        raise ValueError(f"num_ranks is {num_ranks}; the picture has room for 16, the pattern is the same")
+    of_each = dict(bytes_by_kind or {"parameters": 2, "gradients": 2, "optimizer": 12})
+    names = ("stage 0", "stage 1", "stage 2", "stage 3")
+    with style():
+        figure, panels = plt.subplots(1, 4, figsize=(FULL_WIDTH_IN, 1.45 + 0.27 * num_ranks))
+        for stage, axes in enumerate(panels):
+            pieces = zero_pieces(stage, num_ranks)
+            text = f"{names[stage]}\n{held_bytes(pieces, of_each):.4g} bytes a parameter"
+            draw_zero_pieces(axes, pieces, text, label_ranks=stage == 0)
+        handles = [
+            Patch(
+                facecolor=KIND_COLORS[kind],
+                hatch=KIND_HATCHES[kind],
+                edgecolor="white",
+                label=_kind_label(kind, of_each),
+            )
+            for kind in STATE_KINDS
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncol=3)
+        figure.suptitle(title or zero_title(of_each, num_ranks), x=0.01, ha="left", fontsize=11, fontweight="bold")
+        finish(figure)
+
+
+def _kind_label(kind: str, bytes_by_kind: Mapping[str, float]) -> str:
+    return f"{kind} ({bytes_by_kind[kind]:g} B), cut from stage {SHARDED_FROM[kind]} on"
+
+
+# ---------------------------------------------------------------- bytes of a GPU at each stage
+
+
+def stages_title(fits: Mapping[str, bool], gpu_name: str) -> str:
+    """What the bars show, in one sentence: which of them the GPU holds."""
+    fitting = [label for label, fit in fits.items() if fit]
+    if not fitting:
+        return f"Nothing here fits on one {gpu_name}"
+    if len(fitting) == len(fits):
+        return f"Everything here fits on one {gpu_name}"
+    named = ", ".join(fitting)
+    return (
+        f"{named[:1].upper()}{named[1:]} {'fits' if len(fitting) == 1 else 'fit'} on one {gpu_name}, the rest does not"
+    )
+
+
+def show_stages(budgets: Mapping[str, Mapping[str, int]], gpus=(), title: str = "", unit: str = "GB") -> None:
+    """Show bytes by kind of one GPU side by side, `{"stage 0": {kind: bytes}, ...}`, with each GPU's limit as a line.
+
+    `gpus` are records of `hardware.GPUS`, or `{name: bytes}`. Without a title, the first GPU's verdict is the title.
+    """
+    limits = gpu_limits(gpus)
+    bars = budget_bars(dict(budgets), limits)
+    if not title and limits:
+        name = next(iter(limits))
+        title = stages_title({bar.label: name in bar.fits for bar in bars}, name)
+    with style():
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.9 + 0.55 * len(bars)))
+        draw_budgets(axes, bars, limits, unit, title or "What one GPU holds at each stage")
+        finish(figure)
+
+
+# ---------------------------------------------------------------- a flat buffer, cut by rank
+
+PADDING = "padding"
+
+
+@dataclass(frozen=True)
+class FlatPiece:
+    """Numbers `start` to `stop` of the flat buffer: a part of one tensor (or padding) that one rank holds."""
+
+    name: str
+    rank: int
+    start: int
+    stop: int
+
+
+def flat_pieces(sizes: Mapping[str, int], num_ranks: int) -> list[FlatPiece]:
+    """Tensors laid end to end, padded to a multiple of `num_ranks`, and cut into equal shards.
+
+    `sizes` are numbers in each tensor. A tensor that crosses a cut becomes several pieces.
+
+    Raises   ValueError if there is no tensor, or num_ranks is below 1
+    """
+    if not sizes or num_ranks < 1:
+        raise ValueError(f"got {len(sizes)} tensors and num_ranks {num_ranks}; give at least one of each")
+    total = sum(sizes.values())
+    shard = -(-total // num_ranks)
+    pieces, start = [], 0
+    for name, size in [*sizes.items(), (PADDING, shard * num_ranks - total)]:
+        stop = start + size
+        while start < stop:
+            rank = start // shard
+            end = min(stop, (rank + 1) * shard)
+            pieces.append(FlatPiece(name, rank, start, end))
+            start = end
+    return pieces
+
+
+def draw_flat_shards(axes, pieces: Sequence[FlatPiece], num_ranks: int) -> None:
+    """Above the whole flat buffer by tensor, below it each rank's shard where it was cut."""
+    total = pieces[-1].stop
+    shard = total // num_ranks
+    names = list(dict.fromkeys(piece.name for piece in pieces))
+    for index, name in enumerate(names):
+        parts = [piece for piece in pieces if piece.name == name]
+        color = "#F2F2F2" if name == PADDING else mix(NEUTRAL_COLOR, "#FFFFFF", 0.15 + 0.5 * (index % 2))
+        _flat_box(axes, parts[0].start, parts[-1].stop, 0, color, total, name, name == PADDING)
+    for rank in range(num_ranks):
+        for piece in (p for p in pieces if p.rank == rank):
+            color = "#F2F2F2" if piece.name == PADDING else RANK_COLORS[rank % len(RANK_COLORS)]
+            _flat_box(axes, piece.start, piece.stop, 1.25 + rank, color, total, piece.name, piece.name == PADDING)
+        axes.axvline(rank * shard, color="black", linewidth=0.8, linestyle=":", zorder=0)
+    axes.axvline(total, color="black", linewidth=0.8, linestyle=":", zorder=0)
+    rows = [0.42] + [1.67 + rank for rank in range(num_ranks)]
+    axes.set_yticks(rows, ["flat buffer"] + [f"rank {rank}" for rank in range(num_ranks)])
+    axes.tick_params(axis="y", length=0)
+    axes.set_xticks([rank * shard for rank in range(num_ranks + 1)], [f"{r * shard:,}" for r in range(num_ranks + 1)])
+    axes.set(xlim=(0, total), ylim=(1.25 + num_ranks, -0.1), xlabel="numbers of the flat buffer")
+    axes.spines[["left", "bottom"]].set_visible(False)
+
+
+def _flat_box(axes, start: int, stop: int, y: float, color: str, total: int, name: str, padding: bool) -> None:
+    hatch = "////" if padding else ""
+    edge = "#666666" if padding else "white"
+    axes.add_patch(Rectangle((start, y), stop - start, 0.84, facecolor=color, hatch=hatch, edgecolor=edge, linewidth=1))
+    room = (stop - start) / total
+    label = next((text for text in (f"{name}: {stop - start:,}", name) if room > 0.0098 * len(text) + 0.008), "")
+    if label:
+        ground = {"facecolor": color, "edgecolor": "none", "pad": 1} if padding else None
+        axes.text(
+            (start + stop) / 2,
+            y + 0.42,
+            label,
+            ha="center",
+            va="center",
+            fontsize=8.5,
+            color=text_on(color),
+            bbox=ground,
+        )
+
+
+def show_flat_shards(sizes: Mapping[str, int], num_ranks: int = 4, title: str = "") -> None:
+    """Show tensors laid into one flat buffer and cut into equal shards, one for each rank, with the padding.
+
+    Raises   ValueError if there are more ranks than the picture has room for
+    """
+    if num_ranks > 8:
+        raise ValueError(f"num_ranks is {num_ranks}; the picture has room for 8, the pattern is the same")
+    pieces = flat_pieces(sizes, num_ranks)
+    padding = sum(piece.stop - piece.start for piece in pieces if piece.name == PADDING)
+    said = f"{pieces[-1].stop // num_ranks:,} numbers for each of {num_ranks} ranks, {padding:,} of them padding"
+    with style():
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.5 + 0.32 * num_ranks))
+        draw_flat_shards(axes, pieces, num_ranks)
+        axes.set_title(title or f"Cuts ignore where tensors end: {said}")
+        finish(figure)
+
+
+# ---------------------------------------------------------------- gathered for a moment
+
+
+@dataclass(frozen=True)
+class GatherStep:
+    """One moment of a stage 3 step: the unit that computes, and all units whose parameters are whole."""
+
+    phase: str
+    computing: int
+    alive: tuple[int, ...]
+
+
+def gather_steps(num_units: int, prefetch: bool = True) -> list[GatherStep]:
+    """Which units are whole while each one computes: it and, with prefetch, the next one in line.
+
+    Forward goes from the first unit to the last, backward returns. A unit's turn over, it is freed.
+
+    Raises   ValueError if num_units is below 1
+    """
+    if num_units < 1:
+        raise ValueError(f"num_units is {num_units}; it must be at least 1")
+    order = [("forward", unit) for unit in range(num_units)]
+    order += [("backward", unit) for unit in reversed(range(num_units))]
+    steps = []
+    for index, (phase, unit) in enumerate(order):
+        following = {order[index + 1][1]} if prefetch and index + 1 < len(order) else set()
+        steps.append(GatherStep(phase, unit, tuple(sorted({unit} | following))))
+    return steps
+
+
+def most_alive_bytes(steps: Sequence[GatherStep], unit_bytes: Sequence[int]) -> int:
+    """The largest number of gathered bytes at any moment."""
+    return max(sum(unit_bytes[unit] for unit in step.alive) for step in steps)
+
+
+def draw_gathered(axes, steps: Sequence[GatherStep], names: Sequence[str]) -> None:
+    """Moments to the right, units downwards: whole and computing, whole and waiting, or only its shard."""
+    gathered, waiting = KIND_COLORS["gathered"], mix(KIND_COLORS["gathered"], "#FFFFFF", 0.6)
+    for x, step in enumerate(steps):
+        for unit in range(len(names)):
+            color = gathered if unit == step.computing else waiting if unit in step.alive else "#F4F4F4"
+            hatch = KIND_HATCHES["gathered"] if unit in step.alive and unit != step.computing else ""
+            axes.add_patch(Rectangle((x, unit), 1, 1, facecolor=color, hatch=hatch, edgecolor="white", linewidth=1.5))
+            if unit == step.computing:
+                axes.text(x + 0.5, unit + 0.5, step.phase[0].upper(), ha="center", va="center", fontsize=9)
+        axes.text(x + 0.5, -0.35, str(len(step.alive)), ha="center", va="center", fontsize=9, fontweight="bold")
+    units = len(names)
+    axes.set_yticks([-0.35] + [unit + 0.5 for unit in range(units)], ["units whole", *names])
+    axes.set(xlim=(0, len(steps)), ylim=(units, -0.75), xticks=[], xlabel="moments of one step, in order")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    legend = [
+        Patch(facecolor=gathered, label="whole, computing (F forward, B backward)"),
+        Patch(facecolor=waiting, hatch=KIND_HATCHES["gathered"], edgecolor="white", label="whole, gathered ahead"),
+        Patch(facecolor="#F4F4F4", label="its shards only"),
+    ]
+    axes.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=2.2, ncol=3)
+
+
+def show_gathered(names: Sequence[str], prefetch: bool = True, title: str = "") -> None:
+    """Show which units of a model are whole at each moment of a stage 3 step; `names` are the units in order."""
+    steps = gather_steps(len(names), prefetch)
+    most = max(len(step.alive) for step in steps)
+    said = f"At most {most} of {len(names)} units {'is' if most == 1 else 'are'} whole at any moment"
+    with style():
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.5 + 0.3 * len(names)))
+        draw_gathered(axes, steps, names)
+        axes.set_title(title or said)
+        finish(figure)
