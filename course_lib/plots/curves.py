@@ -61,8 +61,11 @@ def value_labels_of(
     labels = [(x, y, clear_above(x, y)) for x, y in curves[0].items()] if curves else []
     for curve in curves[1:]:
         for x, y in curve.items():
-            below = [(other if above else other - nearest * top) for at, other, above in labels if at == x]
-            if y > nearest * top and all(abs(other - y) > nearest * top for other in below):
+            others = [(other, other if above else other - nearest * top) for at, other, above in labels if at == x]
+            taken = [place for both in others for place in both]  # a point, and where its number is
+            mine = y - nearest * top
+            struck = any(min(abs(place - y), abs(place - mine)) < nearest * top for place in taken)
+            if mine > 0 and not struck:
                 labels.append((x, y, False))
     return labels
 
