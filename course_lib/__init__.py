@@ -43,6 +43,7 @@ A file imports from its own part and from the parts above it, never from one bel
     memory/cuda.py         what a GPU holds besides tensors
     memory/profile.py      predicted beside measured
     traffic.py             which collectives a step of each technique calls
+    sharded_timing.py      modelled time of ZeRO, tensor and sequence parallelism, and what hides it
 4. One file per parallelism; the same names in both folders
     parallel/__init__.py   from scratch
     parallel/data.py       data parallel: naive, overlapped, bucketed
