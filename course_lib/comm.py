@@ -1,7 +1,8 @@
 """The collectives as the course uses them: the group always given, the input checked, the result returned.
 
-One rule for all: a function returns a new tensor and leaves its input as it was. The one exception ends in an
-underscore, as in PyTorch: `all_reduce_` changes its input, and can be waited for later.
+One rule for all: a function returns a new tensor and leaves its input as it was. Three exceptions write where they are
+told, and can be waited for later: `all_reduce_` changes its input, `reduce_scatter_into` and `all_gather_into` fill
+their first argument, which may be a part of the input, or hold it.
 Ranks are counted inside the group (0 .. size - 1), as in `tp_rank`: `src`, `dst` and pieces mean these.
 All ranks of a group call the same function in the same order with the same shapes; nobody can check that from one rank.
 Bytes are what one rank sends if the messages travel around a ring (see course_lib.meter); N = size of the group.
@@ -79,6 +80,16 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tens
     return piece.div_(size) if op == "mean" else piece
 
 
+def reduce_scatter_into(piece: Tensor, x: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+    """Put my piece of the sum into `piece`, which may be that very part of x. With async_op, return a Work at once.
+
+    Bytes    sent per rank: (N - 1) / N * x.nbytes
+    Raises   ValueError if a tensor is not contiguous, or x is not N pieces
+    """
+    _check_pair(piece, x, group, "reduce_scatter_into")
+    return reduce_scatter_single(piece, x, _OPS["sum"], group=group, async_op=async_op)
+
+
 # ---------------------------------------------------------------------------------------------------- copies
 def all_gather(x_shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Everybody's shard, one after the other along dimension 0, on every rank.
@@ -92,6 +103,18 @@ def all_gather(x_shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     whole = x_shard.new_empty(x_shard.shape[0] * size, *x_shard.shape[1:])
     all_gather_single(whole, x_shard, group=group)
     return whole
+
+
+def all_gather_into(
+    whole: Tensor, x_shard: Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """Put everybody's shard into `whole`, of which x_shard may be my part. With async_op, return a Work at once.
+
+    Bytes    sent per rank: (N - 1) * x_shard.nbytes
+    Raises   ValueError if a tensor is not contiguous, or `whole` is not N shards
+    """
+    _check_pair(x_shard, whole, group, "all_gather_into")
+    return all_gather_single(whole, x_shard, group=group, async_op=async_op)
 
 
 def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
@@ -285,6 +308,18 @@ def _check_rows(x: Tensor, size: int, name: str) -> None:
         raise ValueError(
             f"{name} cuts dimension 0 into {size} equal pieces, but got shape {tuple(x.shape)}; "
             f"pad dimension 0 to a multiple of {size}"
+        )
+
+
+def _check_pair(piece: Tensor, whole: Tensor, group: dist.ProcessGroup, name: str) -> None:
+    _check(piece, group, name)
+    _check(whole, group, name)
+    size = dist.get_world_size(group)
+    fits = piece.dim() > 0 and whole.shape == (piece.shape[0] * size, *piece.shape[1:])
+    if not fits or piece.dtype != whole.dtype:
+        raise ValueError(
+            f"{name} got a piece of {tuple(piece.shape)} {piece.dtype} and a whole of {tuple(whole.shape)} "
+            f"{whole.dtype}; the whole must be {size} such pieces along dimension 0, in the same dtype"
         )
 
 

@@ -34,6 +34,18 @@ def _all_collectives(dtype):
         results["mean"] = comm.all_reduce(x, group, op="mean")
         results["mean piece"] = comm.reduce_scatter(x, group, op="mean")
         results["mean on one"] = comm.reduce(x, 0, group, op="mean")
+    piece, whole = x.new_empty(12 // size, 2), x.new_empty(12 * size, 2)
+    results["reduce_scatter_into"] = piece
+    results["all_gather_into"] = whole
+    for work in (
+        comm.reduce_scatter_into(piece, x, group, async_op=True),
+        comm.all_gather_into(whole, x, group, async_op=True),
+    ):
+        work.wait()
+    results["there and back in place"] = there_and_back = x.clone()
+    mine = there_and_back.chunk(size)[rank]
+    comm.reduce_scatter_into(mine, there_and_back, group)
+    comm.all_gather_into(there_and_back, mine, group)
     comm.barrier(group)
     assert torch.equal(x, _input(rank, dtype=dtype)), "a collective changed its input"
     return results
@@ -81,6 +93,9 @@ def _expected(rank, size, dtype):
         "gather": torch.cat(inputs) if rank == 0 else None,
         "scatter": inputs[last][piece],
         "all_to_all": torch.cat([x[piece] for x in inputs]),
+        "reduce_scatter_into": total[piece],
+        "all_gather_into": torch.cat(inputs),
+        "there and back in place": total,
     }
     if dtype.is_floating_point:
         mean = total / size
@@ -151,6 +166,9 @@ def _mistakes(group, alone, rank):
         "rows": lambda: comm.reduce_scatter(torch.ones(3), group),
         "rows of all_to_all": lambda: comm.all_to_all(torch.ones(3), group),
         "scalar": lambda: comm.all_gather(torch.tensor(1.0), group),
+        "part of another size": lambda: comm.reduce_scatter_into(torch.ones(3), whole, group),
+        "whole of another dtype": lambda: comm.all_gather_into(whole.double(), torch.ones(2), group),
+        "strided whole": lambda: comm.all_gather_into(strided, torch.ones(1, 4), group),
         "one list": lambda: comm.all_to_all(whole, group, sent_rows=[1, 3]),
         "lists": lambda: comm.all_to_all(whole, group, sent_rows=[1, 1], received_rows=[1, 1]),
         "op": lambda: comm.all_reduce(whole, group, op="average"),
