@@ -13,6 +13,7 @@ A file imports from its own part and from the parts above it, never from one bel
     mesh.py                the mesh pp x dp x cp x tp: rank <-> coordinates, and the groups of each axis
     comm.py                the collectives as the course uses them, and a ring written by hand
     meter.py               bytes on the wire, by collective and by axis
+    conjugate.py           what crosses between ranks forward, and the gradient backward, in pairs
     compat.py              every difference between torch versions
 2. The program being parallelised (it knows nothing of ranks)
     config.py              ModelConfig, and presets with the exact shapes of published models
