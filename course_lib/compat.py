@@ -4,6 +4,7 @@ Each entry names the version that changed something. tests/test_compat.py fails 
 version in pyproject.toml has the new behaviour, so no entry outlives its reason.
 """
 
+import torch
 import torch.distributed as dist
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single: the old name warns there, the new is absent before.
@@ -17,3 +18,6 @@ if hasattr(dist, "reduce_scatter_single"):
     reduce_scatter_single = dist.reduce_scatter_single
 else:
     reduce_scatter_single = dist.reduce_scatter_tensor
+
+# torch 2.13 gathers a DTensor's uneven pieces into a contiguous tensor; before it is strided, and a linear layer fails.
+DTENSOR_GATHERS_UNEVEN = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)

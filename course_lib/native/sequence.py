@@ -1,0 +1,163 @@
+"""Sequence parallelism as PyTorch ships it: native/tensor.py's plan, with the stream between layers in pieces along S.
+
+Read beside parallel/sequence.py. What the plan's entries are in the from-scratch code:
+
+    output_layouts=Shard(1)       scatter_sum, where sum_out was: the Partial result of embed, o and down is
+                                  reduce-scattered along S; backward all-gathers the gradient
+    use_local_output=False        the stream x_BsD stays a DTensor of the whole shape: uneven S need it, see below
+    SequenceParallel() on norms   their weights become Replicate DTensors, input and output Shard(1). The weight's
+                                  gradient is then Partial: each rank saw s positions
+    PrepareModuleInput            gather_in: Shard(1) to Replicate, once for all columns that share an input; backward
+                                  reduce-scatters the sum of their gradients
+    ColwiseParallel on head,      gathers the final norm's output for itself
+    input_layouts=Shard(1)
+    sum_norm_gradients            the sum of the norm weights' gradients over the ranks. PyTorch leaves them Partial;
+                                  an optimizer would sum them at each use, in each operator that needs the number
+    swap_norms                    nn.RMSNorm in place of the course's. DTensor does pass through an autograd.Function
+                                  that is made of ordinary operators, as the course's is, but below 2.13 not through its
+                                  flatten of B and the sharded S; and each of its operators is dispatched for itself.
+                                  Same numbers but for rounding: in 16 bits nn.RMSNorm rounds once, after the weight
+    (regather=False)              the gathered inputs are kept for the weight gradients. There is no regather=True
+
+On the wire, per micro-batch: where tensor parallelism has an all-reduce of B S D, here are a reduce-scatter and an
+all-gather: 2 and 2 a layer forward, 2 and 2 backward; embedding and head have one of each forward, and the other way
+round backward. Together the bytes of tensor parallelism in twice the calls. Further, once a step, one all-reduce of D
+for each norm (from scratch: one for all norms together).
+
+Uneven S are cut as torch.chunk cuts; each message is padded to N equal pieces, which counts. Below torch 2.13 they are
+refused: there DTensor hands the next layer a strided tensor, and the layer fails.
+
+Dropout is refused as in native/tensor.py. In the gpt family the table of positions is cut along its rows like the
+embedding, for its output has to be cut along S: one more reduce-scatter, of S D, and an all-gather backward.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+
+from course_lib.compat import DTENSOR_GATHERS_UNEVEN
+from course_lib.model import RMSNorm
+from course_lib.native import tensor
+from course_lib.native.tensor import (
+    Plan,
+    by_kind,
+    clip_gradients,
+    columns,
+    full_gradients,
+    full_parameters,
+    keep_own_part,
+    make_optimizer,
+    one_input,
+)
+from course_lib.parallel.data import MicroBatches
+
+__all__ = [
+    "accumulate_gradients", "build", "clip_gradients", "full_gradients", "full_parameters", "make_optimizer",
+    "sequence_plan", "step", "sum_norm_gradients", "swap_norms",
+]  # fmt: skip
+
+ALONG_S = Shard(1)  # of x_BSD
+ALONG_LAST = Shard(-1)  # what a row's columns left
+
+
+# --- build
+
+
+def build(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """Shards `model` over `group` in place, weights and sequence, and returns it; all ranks bring the same weights.
+
+    Bytes    none
+    Raises   what native/tensor.py's build raises
+    """
+    tensor.check_shardable(model.config, group.size())
+    swap_norms(model)
+    tensor.apply_plan(model, group, sequence_plan(model))
+    if hasattr(model, "positions"):
+        model.positions.weight.register_post_accumulate_grad_hook(keep_own_part)
+    return model
+
+
+def swap_norms(model: nn.Module) -> None:
+    """Puts nn.RMSNorm, around the same weight, in the place of each norm of the course's class."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, RMSNorm):
+                norm = nn.RMSNorm(child.weight.shape, child.eps, device="meta")
+                norm.weight = child.weight
+                setattr(module, name, norm)
+
+
+def sequence_plan(model: nn.Module) -> Plan:
+    """Norms and residual stream in pieces along S; gathered before columns, reduce-scattered after rows."""
+    plan = {
+        "embed": row_to_pieces(Replicate()),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=ALONG_S, output_layouts=Shard(-1), use_local_output=False),
+    }
+    if hasattr(model, "positions"):  # a table of S rows: no B in its output
+        plan["positions"] = row_to_pieces(Replicate(), Shard(0))
+    for index, block in enumerate(model.blocks):
+        attention, mlp = f"blocks.{index}.attention", f"blocks.{index}.mlp"
+        plan |= {f"blocks.{index}.{norm}": SequenceParallel() for norm in ("attention_norm", "mlp_norm")}
+        plan[attention] = one_input(model.config, ALONG_S)
+        plan |= {f"{attention}.{name}": ColwiseParallel() for name in ("q", "k", "v")}
+        plan[f"{attention}.o"] = row_to_pieces()
+        plan[mlp] = PrepareModuleInput(input_layouts=ALONG_S, desired_input_layouts=Replicate())
+        plan |= {f"{mlp}.{name}": ColwiseParallel(use_local_output=False) for name in columns(block.mlp)}
+        plan[f"{mlp}.down"] = row_to_pieces()
+    return plan
+
+
+def row_to_pieces(input_layout: Replicate | Shard = ALONG_LAST, pieces: Shard = ALONG_S) -> RowwiseParallel:
+    """A row whose partial sums end up in pieces along S, still as a DTensor."""
+    return RowwiseParallel(input_layouts=input_layout, output_layouts=pieces, use_local_output=False)
+
+
+# --- step
+
+
+def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> torch.Tensor:
+    """Leaves each rank's part of the gradient in `.grad`; returns the mean loss. All ranks bring the same tokens.
+
+    Bytes    a micro-batch, L layers: (4 L + 2) reduce-scatters and as many all-gathers of B S D numbers, 3 all-reduces
+             of B S; a step: 2 L + 1 all-reduces of D
+    Raises   ValueError if S does not divide, below torch 2.13
+    """
+    tp_size = engine.embed.weight.device_mesh.size()
+    for x_BS, _ in micro_batches:
+        check_sequence(x_BS.shape[1], tp_size)
+    loss = tensor.accumulate_gradients(engine, micro_batches)
+    sum_norm_gradients(engine)
+    return loss
+
+
+def check_sequence(seq_len: int, tp_size: int) -> None:
+    """Raises ValueError for a length that this torch cannot cut."""
+    if seq_len < tp_size:
+        raise ValueError(f"seq_len ({seq_len}) must be at least tp ({tp_size}): each rank needs a position")
+    if seq_len % tp_size and not DTENSOR_GATHERS_UNEVEN:
+        raise ValueError(
+            f"seq_len ({seq_len}) must be divisible by tp ({tp_size}) with torch {torch.__version__}; "
+            "choose such a length, install torch 2.13, or use parallel/sequence.py"
+        )
+
+
+def sum_norm_gradients(engine: nn.Module) -> None:
+    """Makes Partial gradients whole: those of what is Replicate and saw only this rank's positions."""
+    for param in by_kind(engine)[0]:
+        if param.grad is not None and param.grad.placements != param.placements:
+            param.grad = param.grad.redistribute(placements=param.placements)
+
+
+def step(
+    engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
+) -> torch.Tensor:
+    """One training step; returns the mean loss."""
+    loss = accumulate_gradients(engine, micro_batches)
+    if clip_norm is not None:
+        clip_gradients(engine, clip_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss

@@ -1,0 +1,215 @@
+"""Tensor parallelism as PyTorch ships it: a plan for `parallelize_module`, on DTensors. Read beside parallel/tensor.py.
+
+A DTensor is a local tensor, a mesh of ranks, and placements: Shard(dim), Replicate(), Partial() (a sum not yet taken).
+Each operator derives the placement of its result from those of its inputs; communication happens where a placement is
+changed. What the plan's entries are in the from-scratch code:
+
+    ColwiseParallel()             one of column_linears: weight Shard(0), w_Df; the result is Shard(-1)
+    RowwiseParallel()             row linear: weight Shard(1), w_fD; the Partial result becomes Replicate: sum_out
+    PrepareModuleInput            copy_in, once for all columns that share an input. Its gradient is Partial; the sum
+                                  of q's, k's and v's stays so, and is all-reduced once. Without this entry each column
+                                  wraps the input for itself: backward then makes 5 all-reduces a layer in place of 2
+    use_local_output              True: the next operator gets a plain tensor, as everything from scratch does. q, k, v:
+                                  attention reads head counts from them. False: it gets the DTensor, which knows its
+                                  whole size; a local tensor is taken for an N-th of the whole, so d_ff that N does not
+                                  divide needs gate, up, and what follows, as DTensors
+    RowwiseParallel on embed      vocabulary-parallel embedding: rows of others give zeros, and the sum fills them in
+    ColwiseParallel on head,      logits_BSv stay in pieces; loss_parallel() gives cross_entropy the three sums that the
+    with loss_parallel()          vocabulary-parallel loss makes: maximum, sum of exponentials, target's log-probability
+    src_data_rank=None            each rank cuts its shards from the weights that it has; otherwise rank 0 sends its own
+    model.tie()                   the plan makes a new parameter of each entry: embedding and head must be tied again
+    (nothing)                     norms stay plain tensors: input and gradient are whole on each rank
+
+On the wire, per micro-batch, as from scratch: 2 all-reduces of B S D a layer forward and 2 backward, 1 for the
+embedding, 1 for the head's input gradient, 3 of B S numbers for the loss. Recomputation repeats what its part of
+forward sends. What differs from scratch:
+
+    backward            the all-reduce starts when the weight gradients of q, k and v are done: no overlap with them.
+                        (Async tensor parallelism of PyTorch is in torch.compile, and needs GPUs.)
+    embedding           its gradient is computed whole on each rank, V D numbers, and then cut: zeros are not left out
+    clipping            one all-reduce too, of a number for each sharded tensor
+    key/value heads     fewer than ranks: refused. One mesh axis holds one placement a tensor, and "a head to every two
+                        ranks" is Shard on one axis and Replicate on another
+    dropout             refused: each rank would drop the same places of different heads
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from course_lib.config import ModelConfig
+from course_lib.parallel.data import MicroBatches
+from course_lib.training import loss_of
+
+Plan = dict[str, ParallelStyle]
+
+
+# --- build
+
+
+def build(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """Shards `model` over `group` in place and returns it; every rank must bring the same weights.
+
+    Families llama and gpt. Uneven sizes: d_ff and the vocabulary are cut as torch.chunk cuts, heads must divide.
+
+    Bytes    none
+    Raises   ValueError where heads do not divide, or dropout is above 0; RuntimeError if a matrix was left whole
+    """
+    check_shardable(model.config, group.size())
+    return apply_plan(model, group, tensor_plan(model))
+
+
+def apply_plan(model: nn.Module, group: dist.ProcessGroup, plan: Plan) -> nn.Module:
+    """Turns the parameters that the plan names into DTensors, and hooks the redistributions around their modules."""
+    mesh = DeviceMesh.from_group(group, model.embed.weight.device.type, mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+    model.tie()
+    model.embed.weight.register_post_accumulate_grad_hook(keep_own_part)
+    check_sharded(model, group.size())
+    return model
+
+
+def tensor_plan(model: nn.Module) -> Plan:
+    """Columns, then rows: one sum behind attention, one behind the MLP."""
+    plan = {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    for index, block in enumerate(model.blocks):
+        attention, mlp = f"blocks.{index}.attention", f"blocks.{index}.mlp"
+        plan[attention] = one_input(model.config, Replicate())
+        plan |= {f"{attention}.{name}": ColwiseParallel() for name in ("q", "k", "v")}
+        plan[f"{attention}.o"] = RowwiseParallel()
+        plan[mlp] = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+        plan |= {f"{mlp}.{name}": ColwiseParallel(use_local_output=False) for name in columns(block.mlp)}
+        plan[f"{mlp}.down"] = RowwiseParallel()
+    return plan
+
+
+def one_input(config: ModelConfig, placement: Replicate | Shard) -> PrepareModuleInput:
+    """Attention's input x becomes one Replicate DTensor for q, k and v; Llama's RoPE tables stay as they are."""
+    tables = (None, None) if config.family == "llama" else ()
+    return PrepareModuleInput(input_layouts=(placement, *tables), desired_input_layouts=(Replicate(), *tables))
+
+
+def columns(mlp: nn.Module) -> list[str]:
+    """The matrices of an MLP that share its input: gate and up, or up alone."""
+    return [name for name, _ in mlp.named_children() if name != "down"]
+
+
+def check_shardable(config: ModelConfig, tp_size: int) -> None:
+    """Raises ValueError for what this plan cannot shard, before anything is changed."""
+    if config.family not in ("llama", "gpt"):
+        raise ValueError(f"family is {config.family!r}; this plan knows llama and gpt")
+    for field in ("num_heads", "num_kv_heads"):
+        heads = getattr(config, field)
+        if heads % tp_size:
+            fitting = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+            raise ValueError(f"{field} ({heads}) must be divisible by tp ({tp_size}); choose tp from {fitting}")
+    if config.dropout > 0:
+        raise ValueError(f"dropout is {config.dropout}: ranks would share one mask; use 0, or parallel/tensor.py")
+
+
+def check_sharded(model: nn.Module, tp_size: int) -> None:
+    """Raises RuntimeError unless embedding and linear layers are all cut: PyTorch only warns of an idle entry."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) and module is not model.embed:
+            continue
+        weight = module.weight
+        placements = weight.placements if isinstance(weight, DTensor) else ("not a DTensor",)
+        if not isinstance(placements[0], Shard) or weight.device_mesh.size() != tp_size:
+            raise RuntimeError(f"{name}.weight was not sharded over {tp_size} ranks ({placements[0]}); see the plan")
+        if tp_size > 1 and weight.to_local().shape == weight.shape:
+            raise RuntimeError(f"{name}.weight is whole on this rank: {tuple(weight.shape)}")
+
+
+def keep_own_part(param: nn.Parameter) -> None:
+    """Cuts a gradient that is whole on each rank to this rank's part, at once: no communication."""
+    if all(placement.is_replicate() for placement in param.grad.placements):
+        param.grad = param.grad.redistribute(placements=param.placements)
+
+
+# --- step
+
+
+def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> torch.Tensor:
+    """Leaves each rank's part of the gradient in `.grad`; returns the mean loss. All ranks bring the same tokens.
+
+    Bytes    a micro-batch, L layers: (4 L + 2) all-reduces of B S D numbers, 3 of B S
+    """
+    num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
+    losses = []
+    for x_BS, y_BS in micro_batches:
+        with loss_parallel():  # backward too: the gradient of the logits is in pieces as well
+            loss = loss_of(engine, x_BS, y_BS) * (y_BS.numel() / num_tokens)
+            loss.backward()
+        losses.append(loss.detach().full_tensor())
+    return torch.stack(losses).sum()
+
+
+def make_optimizer(engine: nn.Module, lr: float = 3e-3, weight_decay: float = 0.01) -> torch.optim.AdamW:
+    """AdamW whose states are DTensors like their parameters: each rank holds those of its part.
+
+    DTensors and plain tensors are two groups: on a GPU AdamW updates a group in one call, which cannot mix them.
+    """
+    groups = [{"params": params} for params in by_kind(engine) if params]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+
+
+def by_kind(engine: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Parameters that train: (DTensors, plain tensors)."""
+    params = [param for param in engine.parameters() if param.requires_grad]
+    return [p for p in params if isinstance(p, DTensor)], [p for p in params if not isinstance(p, DTensor)]
+
+
+def clip_gradients(engine: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scales all gradients so that the norm of the whole model's does not exceed max_norm; returns the norm before.
+
+    The norm of a sharded gradient is a DTensor, Partial until `full_tensor` sums it. What is whole counts once.
+    """
+    sharded, whole = by_kind(engine)
+    norms = [nn.utils.get_total_norm([p.grad for p in params]) for params in (sharded, whole) if params]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total_norm = torch.linalg.vector_norm(torch.stack(norms))
+    for params in (sharded, whole):
+        nn.utils.clip_grads_with_norm_(params, max_norm, total_norm)
+    return total_norm
+
+
+def step(
+    engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
+) -> torch.Tensor:
+    """One training step; returns the mean loss."""
+    loss = accumulate_gradients(engine, micro_batches)
+    if clip_norm is not None:
+        clip_gradients(engine, clip_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+# --- whole tensors, for tests and for looking
+
+
+def full_parameters(engine: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter whole, on each rank, by the unsharded model's names."""
+    return {name: whole(param.detach()) for name, param in engine.named_parameters()}
+
+
+def full_gradients(engine: nn.Module) -> dict[str, torch.Tensor]:
+    """Every gradient whole, on each rank, by the unsharded model's names."""
+    return {name: whole(param.grad) for name, param in engine.named_parameters() if param.grad is not None}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
