@@ -21,7 +21,7 @@ What FSDP2's options are in the from-scratch engine:
     a mesh of two dimensions         HSDP, here `shard_size`: shards inside groups, copies across them. Less to gather
                                      over slow links; a rank holds 1 / shard_size instead of 1 / N.
     set_requires_gradient_sync       what no_sync() is to DDP. Gradients then add up whole, not sharded.
-    set_modules_to_forward_prefetch  the next unit is gathered while this one computes; in backward FSDP2 does so unasked.
+    set_modules_to_forward_prefetch  the next unit is gathered while this one computes; in backward that is the default.
     MixedPrecisionPolicy             param_dtype is gathered and computed with, reduce_dtype reduced. Shards keep the
                                      model's dtype: they are the FP32 masters, and there is no second copy.
     CPUOffloadPolicy                 shards, gradients and optimizer states on the host, moved unit by unit.
@@ -97,7 +97,9 @@ def build(
 
 def mesh_of(group: dist.ProcessGroup, shard_size: int | None, device: torch.device) -> DeviceMesh:
     """One dimension over the group; with shard_size two: copies, and shards inside each copy."""
-    device_type = dist.distributed_c10d._get_pg_default_device(group).type if device.type == "meta" else device.type
+    device_type = device.type
+    if device_type == "meta":
+        device_type = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     if shard_size is None or shard_size == group.size():
         return DeviceMesh.from_group(group, device_type)
     if shard_size < 1 or group.size() % shard_size != 0:
