@@ -27,6 +27,7 @@ A file imports from its own part and from the parts above it, never from one bel
     data.py                real text, offline, one token a byte; each dp rank's share
     training.py            the single-process reference: loss, accumulation, recomputation, steps
     hf_weights.py          weights to and from the transformers library
+    tensor_files.py        tensors that stay in safetensors files until a piece is asked for
 3. Arithmetic
     hardware.py            GPUs and links: every number with its unit and source
     timing.py              bytes and seconds of collectives, FLOPs of a step, MFU and HFU
@@ -48,6 +49,7 @@ A file imports from its own part and from the parts above it, never from one bel
 4. One file per parallelism; the same names in both folders
     parallel/__init__.py   from scratch
     parallel/data.py       data parallel: naive, overlapped, bucketed
+    parallel/offload_states.py  optimizer states that wait on the host or on disk
     native/__init__.py     as PyTorch ships it
     native/data.py         DistributedDataParallel, and Accelerate on top
     native/zero.py         FSDP2, ZeroRedundancyOptimizer, and Accelerate on top
