@@ -1,0 +1,205 @@
+"""Modelled times: hand values, limits, and the published scaling that the model is put beside."""
+
+from itertools import pairwise
+
+import pytest
+
+from course_lib import timing
+from course_lib.config import ModelConfig, preset
+from course_lib.hardware import GPUS, LINKS, Link, published_link
+from course_lib.memory.zero import Offload, layer_units, offload_link_bytes, zero_state_bytes
+from course_lib.sharded_timing import (
+    Cluster,
+    ZeroLayer,
+    calls_s,
+    offload_exposed_s,
+    offload_s,
+    spanning_s,
+    tensor_parallel_layer_spans,
+    tensor_parallel_step,
+    tokens_that_hide_a_gather,
+    transfer_s,
+    waiting_s,
+    zero3_layer,
+    zero3_spans,
+)
+from course_lib.traffic import tensor_parallel_calls
+
+H100 = GPUS["h100"]
+EFA = Cluster(H100, LINKS["nvlink4"], LINKS["efa"])
+LLAMA_8B, LLAMA_70B = preset("llama-3.1-8b"), preset("llama-3.1-70b")
+PLAYBOOK_3B = ModelConfig("playbook 3.57B", 28, 3072, 32, 32, 8192, 131_072, 4096, tied=True)
+PLAYBOOK_TP = {  # playbook, H100, sequences of 4096: tp -> (tokens/s/GPU, largest micro-batch)
+    False: {2: (13923.18, 3), 4: (12420.76, 8), 8: (10903.32, 12), 16: (6245.6, 16), 32: (2146.44, 20)},
+    True: {2: (14167.25, 4), 4: (13460.16, 10), 8: (10888.53, 20), 16: (6159.3, 40), 32: (3609.73, 100)},
+}
+
+
+# ---- collectives over nodes
+
+
+def test_inside_a_node_a_collective_takes_its_usual_time():
+    for name in ("all_reduce", "all_gather", "reduce_scatter"):
+        assert spanning_s(name, 1e9, 8, EFA) == pytest.approx(timing.collective_s(name, 1e9, 8, EFA.inside))
+        assert spanning_s(name, 1e9, 4, EFA, per_node=1) == pytest.approx(
+            timing.collective_s(name, 1e9, 4, EFA.between)
+        )
+
+
+def test_over_nodes_it_is_the_hierarchical_all_reduce():
+    expected = timing.hierarchical_all_reduce_s(1e9, 4, 8, EFA.inside, EFA.between)
+    assert spanning_s("all_reduce", 1e9, 32, EFA) == pytest.approx(expected)
+    with pytest.raises(ValueError, match=r"group_size \(12\) must be a multiple of the ranks in a node \(8\)"):
+        spanning_s("all_reduce", 1e9, 12, EFA)
+
+
+# ---- tensor parallelism
+
+
+def test_C138_one_direction_of_the_link_carries_a_collective():
+    nvlink, pcie = LINKS["nvlink4"], LINKS["pcie5"]
+    assert (nvlink.bytes_per_s, nvlink.both_directions_bytes_per_s) == (450e9, 900e9)
+    assert pcie.bytes_per_s / 1e9 == 63 == pcie.both_directions_bytes_per_s / 2e9  # "64 GB/s" is PCIe 4's sum: 32 each
+    assert LINKS["pcie4"].bytes_per_s / 1e9 == pytest.approx(32, rel=0.02)
+
+
+def test_a_step_is_its_computing_and_what_is_not_hidden():
+    args = (LLAMA_70B, 1, 4096, 8, EFA, 0.45)
+    plain, hidden = (tensor_parallel_step(*args, overlap=overlap) for overlap in (False, True))
+    flops = timing.step_flops(LLAMA_70B, 4096, 4096)
+    assert plain.compute_s == pytest.approx(flops / 8 / (0.45 * 989e12))
+    assert plain.comm_s == calls_s(tensor_parallel_calls(LLAMA_70B, 1, 4096, 8), EFA)
+    assert plain.hidden_s == 0 < hidden.hidden_s < hidden.comm_s / 2  # forward sums cannot be hidden
+    assert 0.10 < hidden.comm_share < 0.11 < 0.16 < plain.comm_share < 0.165
+    one = tensor_parallel_step(LLAMA_70B, 1, 4096, 1, EFA, 0.45, overlap=True)
+    assert one.comm_s == one.hidden_s == one.comm_share == 0
+
+
+def test_C079_C087_C088_published_throughput_falls_by_43_percent_from_8_to_16():
+    tp, tp_sp = ({t: speed for t, (speed, _) in PLAYBOOK_TP[sp].items()} for sp in (False, True))
+    falls = [round(100 * (b / a - 1), 1) for a, b in ((tp[8], tp[16]), (tp[16], tp[32]), (tp_sp[8], tp_sp[16]))]
+    assert falls == [-42.7, -65.6, -43.4]
+    assert round(100 * (tp_sp[32] / tp_sp[16] - 1), 1) == -41.4
+    assert round(100 * (tp_sp[8] / tp[8] - 1), 1) == -0.1  # C088: not 5 to 10 % slower
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_C079_the_model_falls_with_the_published_scaling(sp):
+    """Nothing is fitted but computing's share of the peak, once, to the two GPUs; micro-batches as published."""
+    published = PLAYBOOK_TP[sp]
+
+    def speed(tp, utilisation):
+        step = tensor_parallel_step(PLAYBOOK_3B, published[tp][1], 4096, tp, EFA, utilisation, sp, regather=sp)
+        return step.tokens_per_s_per_gpu
+
+    utilisation = 0.45
+    for _ in range(20):  # comm_s does not depend on it, so this converges at once
+        utilisation *= published[2][0] / speed(2, utilisation)
+    assert 0.36 < utilisation < 0.40
+    ours = {tp: speed(tp, utilisation) for tp in published}
+    errors = {tp: ours[tp] / published[tp][0] - 1 for tp in published}
+    assert max(abs(errors[tp]) for tp in (2, 4, 8, 16)) < 0.15
+    fall = ours[16] / ours[8] - 1
+    assert fall == pytest.approx(-0.36 if not sp else -0.39, abs=0.02)  # published: -42.7 and -43.4 %
+    if not sp:
+        assert errors[32] > 0.8  # four nodes: the model leaves out too much
+
+
+def test_C080_the_largest_micro_batch_grows_with_tp_and_more_with_sequence_parallelism():
+    largest = {sp: [mbs for _, mbs in PLAYBOOK_TP[sp].values()] for sp in (False, True)}
+    assert largest == {False: [3, 8, 12, 16, 20], True: [4, 10, 20, 40, 100]}
+    assert all(b > a for a, b in zip(largest[False], largest[True]))
+
+
+def test_C181_full_recomputation_took_a_third_longer():
+    kept, full = sum((7.7, 11.9)), sum((7.7, 19.5))  # ms, one layer of 22B (Korthikanti et al. 2022, table 4)
+    assert round(100 * (full / kept - 1)) == 39
+    step = [tensor_parallel_step(LLAMA_70B, 1, 4096, 8, EFA, 0.45, recompute=r).step_s for r in ("none", "full")]
+    assert 0.28 < step[1] / step[0] - 1 < 0.34  # modelled; the paper's 36 % at 530B and 1T is measured
+
+
+def test_the_layer_s_timeline_hides_only_backward_sums():
+    args = (LLAMA_70B, 1, 4096, 8, EFA, 0.45)
+    plain, hidden = (tensor_parallel_layer_spans(*args, overlap=overlap) for overlap in (False, True))
+    sum_s = spanning_s("all_reduce", 4096 * 8192 * 2, 8, EFA)
+    assert waiting_s(plain) == pytest.approx(4 * sum_s)
+    whole = tensor_parallel_step(*args, overlap=True)
+    assert waiting_s(plain) - waiting_s(hidden) == pytest.approx(whole.hidden_s / 80)
+    compute_s = sum(span.seconds for span in hidden if span.lane == "compute")
+    head_flops = 3 * 2 * 4096 * 8192 * 128_256
+    assert 80 * compute_s == pytest.approx(whole.compute_s - head_flops / 8 / (0.45 * 989e12))
+    _check_order(plain), _check_order(hidden)
+
+
+def _check_order(spans):
+    """In each lane one thing at a time."""
+    for lane in ("compute", "communication"):
+        mine = sorted((s for s in spans if s.lane == lane), key=lambda s: s.start_s)
+        assert all(a.stop_s <= b.start_s + 1e-12 for a, b in pairwise(mine))
+
+
+# ---- ZeRO
+
+
+def test_prefetch_hides_all_but_the_first_gather_and_the_last_reduction():
+    layer = ZeroLayer(forward_s=2, backward_s=4, gather_s=1, reduce_s=1)
+    assert layer.hidden
+    spans = zero3_spans(layer, 3)
+    assert waiting_s(spans) == 2 and spans[-1].stop_s == 1 + 3 * 2 + 3 * 4 + 1
+    late = zero3_spans(layer, 3, prefetch=False)
+    assert waiting_s(late) == 6 + 1  # every gather of both passes, and the last reduction
+    for each in (spans, late):
+        _check_order(each)
+        assert sum(s.name.startswith("gather") for s in each) == 6
+        for index in range(3):  # computed after its own gather, reduced after its own backward
+            at = {s.name: s for s in each if s.name.endswith(str(index))}
+            assert at[f"reduce {index}"].start_s >= at[f"backward {index}"].stop_s
+            first = next(s for s in each if s.name == f"gather {index}")
+            assert at[f"forward {index}"].start_s >= first.stop_s
+
+
+def test_a_slow_network_is_not_hidden():
+    layer = ZeroLayer(forward_s=1, backward_s=2, gather_s=3, reduce_s=3)
+    assert not layer.hidden
+    spans = zero3_spans(layer, 4)
+    busy = sum(s.seconds for s in spans if s.lane == "communication")
+    assert busy == 3 * 4 * 3 and spans[-1].stop_s >= busy
+
+
+def test_C072_whether_prefetch_hides_a_gather_depends_on_tokens_and_bandwidth():
+    """The rule "up to 512 ranks", put into numbers: tokens a GPU that hide a gather at 45 % of an H100's peak."""
+
+    def needed(nodes):
+        return tokens_that_hide_a_gather(8 * nodes, published_link(nodes, "all_gather").bytes_per_s, H100, 0.45)
+
+    assert [round(needed(nodes), -2) for nodes in (1, 8, 64)] == [1600, 6300, 40200]  # 64 nodes: 512 ranks
+    network = Link("flat", 0.0, 50e9, 100e9, "test", "test")
+    cluster = Cluster(H100, network, network, gpus_per_node=1)
+    limit = tokens_that_hide_a_gather(64, 50e9, H100, 0.45)
+    for factor, hidden in ((0.85, False), (1.05, True)):  # scores of attention, left out there, hide a little more
+        batch_size = round(factor * limit / 256)
+        assert zero3_layer(LLAMA_8B, batch_size, 256, 64, cluster, 0.45).hidden is hidden
+
+
+def test_a_layer_s_times_are_those_of_its_bytes_and_flops():
+    layer = zero3_layer(LLAMA_8B, 1, 8192, 8, EFA, 0.5)
+    numel = layer_units(LLAMA_8B)[1] - 2 * 4096
+    assert layer.gather_s == pytest.approx(timing.collective_s("all_gather", 2 * numel, 8, EFA.inside))
+    assert layer.reduce_s == pytest.approx(layer.gather_s) and layer.backward_s == 2 * layer.forward_s
+    assert layer.forward_s == pytest.approx(8192 * (2 * numel + 4 * 4096 * 8192) / (0.5 * 989e12))
+    fp32 = zero3_layer(LLAMA_8B, 1, 8192, 8, EFA, 0.5, "bf16-master-fp32-grads")
+    assert fp32.reduce_s == pytest.approx(2 * layer.reduce_s, rel=0.02)
+
+
+# ---- offload
+
+
+def test_offload_takes_as_long_as_its_slowest_links():
+    states = zero_state_bytes(layer_units(LLAMA_8B), 3, 4)
+    on_host, on_disk = (offload_s(offload_link_bytes(states, Offload(place))) for place in ("host", "disk"))
+    assert on_host["device to host"] == pytest.approx(4.015e9 / 31.5e9, rel=1e-3)
+    assert on_host["disk to host"] == 0
+    assert offload_exposed_s(on_host) == pytest.approx(0.1275, abs=1e-3)
+    assert on_disk["disk to host"] == on_disk["host to disk"] == pytest.approx(24.09e9 / 7e9, rel=1e-3)
+    assert offload_exposed_s(on_disk) == pytest.approx(7.01, abs=0.01)
+    assert transfer_s(0, LINKS["nvme"]) == 0 and transfer_s(7e9, LINKS["nvme"]) == pytest.approx(1.0001)

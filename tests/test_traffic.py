@@ -1,0 +1,145 @@
+"""Bytes that a step sends, by formula: hand values, papers, claims by their ids."""
+
+import pytest
+
+from course_lib import timing
+from course_lib.config import ModelConfig, preset
+from course_lib.memory.zero import zero_units
+from course_lib.traffic import (
+    by_collective,
+    by_place,
+    call_counts,
+    comm_s,
+    sent_bytes,
+    tensor_parallel_calls,
+    zero_calls,
+)
+
+TOY, LLAMA_70B = preset("toy"), preset("llama-3.1-70b")
+
+
+# ---- ZeRO
+
+
+def _in_parameters(stage, dp_size=4, numel=4000, **how):
+    """Bytes sent, in units of P (N - 1) / N numbers of 2 bytes."""
+    return sent_bytes(zero_calls([numel], stage, dp_size, **how)) / (2 * numel * (dp_size - 1) / dp_size)
+
+
+def test_C057_C067_C069_C071_C131_stages_send_2_2_2_and_3_times_the_parameters():
+    assert [_in_parameters(stage) for stage in (0, 1, 2, 3)] == [2, 2, 2, 3]
+    assert _in_parameters(3) / _in_parameters(0) == 1.5  # C131: not 3 times
+
+
+def test_C129_the_all_reduce_form_of_stage_1_sends_3():
+    assert _in_parameters(1, all_reduce=True) == 3
+    with pytest.raises(ValueError, match="all_reduce is a form of stage 1, but stage is 2"):
+        zero_calls([8], 2, 4, all_reduce=True)
+
+
+def test_accumulation_costs_stages_2_and_3_more():
+    sent = {stage: [_in_parameters(stage, micro_batches=m) for m in (1, 2, 4)] for stage in (0, 1, 2, 3)}
+    assert sent == {0: [2, 2, 2], 1: [2, 2, 2], 2: [2, 3, 5], 3: [3, 6, 12]}
+
+
+def test_C058_C064_C068_C133_which_collective_carries_what():
+    def kinds(stage):
+        return {(call.place, call.collective): call.count for call in zero_calls([8], stage, 4)}
+
+    assert kinds(0) == {("gradients", "all_reduce"): 1}
+    assert kinds(1) == kinds(2) == {("gradients", "reduce_scatter"): 1, ("parameters", "all_gather"): 1}
+    assert kinds(3) == {("gradients", "reduce_scatter"): 1, ("parameters", "all_gather"): 2}  # C133: forward as well
+    halves = by_collective(zero_calls([4000], 2, 4))
+    assert 2 * halves["reduce_scatter"] == by_collective(zero_calls([4000], 0, 4))["all_reduce"]  # C064: 2x, in bytes
+
+
+def test_padding_is_sent_and_fp32_gradients_cost_twice():
+    units = zero_units(TOY, 3, 4)
+    padded = sum(-(-unit // 3) * 3 for unit in units)
+    assert sum(units) < padded
+    assert sent_bytes(zero_calls(units, 3, 3, "fp32")) == 3 * padded * 4 * 2 // 3
+    assert sent_bytes(zero_calls(units, 0, 3, "fp32"), rank=1) == sum(
+        timing.ring_all_reduce_bytes(4 * unit, 3, 1) for unit in units
+    )
+    kept_in_fp32 = by_place(zero_calls([4000], 1, 4, "bf16-master-fp32-grads"))
+    assert kept_in_fp32["gradients"] == 2 * kept_in_fp32["parameters"]
+
+
+# ---- tensor and sequence parallelism
+
+
+def test_C076_C136_a_layer_has_two_all_reduces_forward_and_two_backward():
+    calls = {call.place: call for call in tensor_parallel_calls(LLAMA_70B, 1, 4096, 8)}
+    layers = LLAMA_70B.num_layers
+    assert calls["layers forward"].count == calls["layers backward"].count == 2 * layers
+    per_layer = 4 * timing.ring_all_reduce_bytes(calls["layers forward"].payload_bytes, 8, itemsize=2)
+    b, s, h, t = 1, 4096, LLAMA_70B.d_model, 8
+    assert per_layer == 2 * 8 * b * s * h * (t - 1) // t  # C136: 8 b s h (t - 1) / t numbers (Narayanan et al. 2021)
+    whole = by_place(calls.values())
+    assert whole["layers forward"] + whole["layers backward"] == layers * per_layer
+    assert whole["embedding"] == whole["head"] == per_layer // 4
+    assert whole["loss"] < 0.001 * whole["head"]
+    assert tensor_parallel_calls(LLAMA_70B, 1, 4096, 1) == []
+
+
+def test_C084_C179_sequence_parallelism_sends_the_same_bytes_in_twice_the_calls():
+    both = [tensor_parallel_calls(TOY, 2, 64, 4, sequence_parallel=sp) for sp in (False, True)]
+    tp, tp_sp = ({k: v for k, v in by_place(calls).items() if k != "norm gradients"} for calls in both)
+    assert tp == tp_sp
+    counts = [call_counts([c for c in calls if c.place not in ("loss", "norm gradients")]) for calls in both]
+    assert sum(counts[1].values()) == 2 * sum(counts[0].values()) == 2 * (4 * 4 + 2)
+    assert counts[1]["all_gather"] == counts[1]["reduce_scatter"]
+    norms = by_place(both[1])["norm gradients"]
+    assert norms == timing.ring_all_reduce_bytes(2 * (2 * 4 + 1) * 64, 4, itemsize=2)
+
+
+def test_gathering_again_adds_one_all_gather_for_each_column_parallel_input():
+    plain, again = (tensor_parallel_calls(TOY, 2, 64, 4, True, regather) for regather in (False, True))
+    assert call_counts(again)["all_gather"] - call_counts(plain)["all_gather"] == 2 * TOY.num_layers + 1
+    assert call_counts(again)["reduce_scatter"] == call_counts(plain)["reduce_scatter"]
+
+
+def test_more_ranks_than_key_value_heads_sum_the_gradients_of_their_copies():
+    config = ModelConfig("few", 2, 32, 8, 2, 64, 256, 64)
+    assert "key/value gradients" not in by_place(tensor_parallel_calls(config, 1, 64, 2))
+    calls = [c for c in tensor_parallel_calls(config, 1, 64, 8) if c.place == "key/value gradients"]
+    assert [(c.group_size, c.count, c.payload_bytes) for c in calls] == [(4, 2, 2 * 2 * 4 * 32)]
+
+
+def test_an_uneven_sequence_is_padded_in_the_message():
+    even, uneven = (tensor_parallel_calls(TOY, 1, s, 4, sequence_parallel=True) for s in (64, 61))
+    assert by_place(even)["layers forward"] == by_place(uneven)["layers forward"]
+    with pytest.raises(ValueError, match="num_heads"):
+        tensor_parallel_calls(TOY, 1, 64, 3)
+
+
+def test_seconds_follow_from_the_same_list():
+    from course_lib.hardware import LINKS
+
+    calls, link = tensor_parallel_calls(LLAMA_70B, 1, 4096, 8), LINKS["nvlink4"]
+    bandwidth_s = sent_bytes(calls) / link.bytes_per_s
+    latency_s = 14 * sum(call_counts(calls).values()) * link.latency_s
+    assert comm_s(calls, link) == pytest.approx(bandwidth_s + latency_s)
+
+
+# ---- along the sequence, before chapter 07 takes it up
+
+
+def test_C148_C149_a_ring_hands_keys_and_values_on_one_time_less_than_it_has_ranks():
+    ranks = 4
+    held = list(range(ranks))  # rank r computes with the keys of rank held[r]
+    met = [{k} for k in held]
+    exchanges = 0
+    while any(len(seen) < ranks for seen in met):
+        held = [held[(r + 1) % ranks] for r in range(ranks)]  # received from r + 1
+        exchanges += 1
+        met = [seen | {k} for seen, k in zip(met, held)]
+        if exchanges == 1:
+            assert held == [(r + 1) % ranks for r in range(ranks)]  # C149: so K[(r + 1) % P], not K[(r - 1) % P]
+    assert exchanges == ranks - 1  # C148
+
+
+def test_C150_ulysses_sends_4_n_h_over_p_a_layer():
+    tokens, h, p = 4096, 1024, 8
+    three, one = (timing.all_to_all_bytes(k * tokens * h // p, p, itemsize=1) for k in (3, 1))  # q, k, v there; o back
+    assert three + one == 4 * tokens * h // p * (p - 1) // p
