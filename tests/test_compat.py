@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from course_lib import compat
 from course_lib.launch import launch
@@ -46,3 +48,19 @@ def test_the_old_name_is_taken_where_torch_lacks_the_new(monkeypatch):
     older = runpy.run_path(compat.__file__)
     assert older["all_gather_single"] is dist.all_gather_into_tensor
     assert older["reduce_scatter_single"] is dist.reduce_scatter_tensor
+
+
+def _gather_uneven_pieces():
+    whole = torch.arange(14.0).view(2, 7)
+    pieces = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(1)])
+    gathered = pieces.redistribute(placements=[Replicate()]).to_local()
+    return torch.equal(gathered, whole), gathered.is_contiguous()
+
+
+def test_uneven_pieces_are_gathered_into_a_strided_tensor_where_the_flag_says_so():
+    assert list(launch(_gather_uneven_pieces, 2, backend="gloo")) == [(True, compat.DTENSOR_GATHERS_UNEVEN)] * 2
+
+
+def test_a_torch_that_gathers_into_a_strided_tensor_is_still_supported():
+    """When this fails, delete DTENSOR_GATHERS_UNEVEN and what asks for it in native/sequence.py."""
+    assert _oldest_supported_torch() < (2, 13)

@@ -212,4 +212,5 @@ def full_gradients(engine: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """A copy, gathered if it is sharded."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

@@ -1,0 +1,67 @@
+"""One training on N ranks that share each layer, and the same in one process; for tests of tensor parallelism."""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from course_lib import model
+from course_lib.config import PRESETS
+from course_lib.meter import ByteMeter
+from course_lib.training import loss_of
+
+LAYERS, ROWS, SEQ_LEN = 2, 3, 8
+TOY = dataclasses.replace(PRESETS["toy"], num_layers=LAYERS)  # 8 query heads on 4 key/value heads
+CONFIGS = {
+    "gqa": TOY,
+    "tied, uneven": dataclasses.replace(TOY, tied=True, d_ff=191, vocab_size=255),
+    "gpt": dataclasses.replace(TOY, family="gpt", num_kv_heads=8, d_ff=190, tied=True),
+}
+
+
+def micro_batches(config, seq_len=SEQ_LEN, rows=ROWS):
+    """Two, of different sizes: 1 row, and the rest. The same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    tokens_BS = torch.randint(config.vocab_size, (rows, seq_len + 1), generator=generator)
+    x_BS, y_BS = tokens_BS[:, :-1], tokens_BS[:, 1:]
+    return [(x_BS[:1], y_BS[:1]), (x_BS[1:], y_BS[1:])]
+
+
+def worst(ours, reference):
+    """The largest difference between two dicts of tensors with the same names."""
+    assert ours.keys() == reference.keys()
+    return max((ours[name] - reference[name]).abs().max().item() for name in ours)
+
+
+def parity(module, config, recompute="none", seq_len=SEQ_LEN, clip_norm=0.1):
+    """Largest differences from one process: of losses, of first gradients, of parameters after 2 clipped steps."""
+    reference = model.build(config, dtype=torch.float64, recompute=recompute)
+    engine = module.build(model.build(config, dtype=torch.float64, recompute=recompute), dist.group.WORLD)
+    optimizer = module.make_optimizer(engine, lr=0.01)
+    other = torch.optim.AdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
+    batches = micro_batches(config, seq_len)
+    module.accumulate_gradients(engine, batches)
+    gradients = module.full_gradients(engine)
+    engine.zero_grad()
+    found = {"loss": 0.0}
+    for step in range(2):
+        loss = module.step(engine, batches, optimizer, clip_norm)
+        expected_loss = loss_of(reference, *(torch.cat(parts) for parts in zip(*batches)))
+        expected_loss.backward()
+        found["loss"] = max(found["loss"], abs(loss.item() - expected_loss.item()))
+        if step == 0:
+            found["gradients"] = worst(gradients, {name: param.grad for name, param in reference.named_parameters()})
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
+        other.step()
+        other.zero_grad()
+    parameters = {name: param.detach() for name, param in reference.named_parameters()}
+    found["parameters"] = worst(module.full_parameters(engine), parameters)
+    return found
+
+
+def wire(module, config, recompute="none", seq_len=SEQ_LEN):
+    """What one micro-batch sends: [(collective, numbers in the payload)], and the bytes."""
+    engine = module.build(model.build(config, dtype=torch.float64, recompute=recompute), dist.group.WORLD)
+    with ByteMeter() as meter:
+        module.accumulate_gradients(engine, micro_batches(config, seq_len)[1:])
+    return [(record.collective, record.payload_bytes // 8) for record in meter.records], meter.sent_bytes
