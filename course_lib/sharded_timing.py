@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from course_lib.config import ModelConfig
 from course_lib.hardware import GPU, Link, link, peak_flops
 from course_lib.memory.states import Recipe, recipe_of
+from course_lib.memory.zero import wire_grad_bytes
 from course_lib.timing import Span, collective_s, layer_matmul_parameters, step_flops
-from course_lib.traffic import Call, tensor_parallel_calls, wire_grad_bytes
+from course_lib.traffic import Call, tensor_parallel_calls
 
 
 @dataclass(frozen=True)
@@ -271,16 +272,36 @@ def transfer_s(num_bytes: float, over: Link) -> float:
     return over.latency_s + num_bytes / over.bytes_per_s if num_bytes else 0.0
 
 
-def offload_s(link_bytes: Mapping[str, int], pcie: Link | None = None, disk: Link | None = None) -> dict[str, float]:
-    """Seconds that a step's offloaded bytes (`memory.zero.offload_link_bytes`) take on each link, by link.
+def crossing_s(
+    link_bytes: Mapping[str, int], pcie: str = "pcie4", drive: str = "nvme", ranks_per_drive: int = 1
+) -> dict[str, float]:
+    """Seconds of each crossing of a step's offloaded bytes, such as `memory.zero.offload_link_bytes` counts.
 
-    Each direction is one copy at the full rate. PCIe runs both directions at once, a disk reads and writes by turns.
+    Each GPU has a PCIe link of its own. A drive is the node's: its rate is divided among `ranks_per_drive`.
+
+    Raises   ValueError if a link is unknown, or ranks_per_drive is below 1
     """
-    pcie, disk = pcie or link("pcie4"), disk or link("nvme")
-    return {name: transfer_s(size, disk if "disk" in name else pcie) for name, size in link_bytes.items()}
+    if ranks_per_drive < 1:
+        raise ValueError(f"ranks_per_drive is {ranks_per_drive}; required: 1 or more, such as the GPUs of a node")
+    return {
+        name: transfer_s(size * ranks_per_drive, link(drive)) if "disk" in name else transfer_s(size, link(pcie))
+        for name, size in link_bytes.items()
+    }
 
 
-def offload_exposed_s(seconds: Mapping[str, float]) -> float:
-    """Seconds added to a step if nothing overlaps but the two directions of PCIe."""
-    both_ways_s = max(seconds["device to host"], seconds["host to device"])
-    return both_ways_s + seconds["disk to host"] + seconds["host to disk"]
+def offload_s(
+    link_bytes: Mapping[str, int],
+    pcie: str = "pcie4",
+    drive: str = "nvme",
+    ranks_per_drive: int = 1,
+    overlap: bool = False,
+) -> float:
+    """Seconds that one step's crossings take one after the other; with `overlap` those of the slowest link alone.
+
+    PCIe carries both directions at once, a drive reads and writes by turns. Left out: the arithmetic on the host, and
+    what the step itself would hide.
+    """
+    seconds = crossing_s(link_bytes, pcie, drive, ranks_per_drive)
+    if not overlap:
+        return sum(seconds.values())
+    return max(seconds["device to host"], seconds["host to device"], seconds["disk to host"] + seconds["host to disk"])

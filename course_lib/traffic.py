@@ -16,7 +16,7 @@ from course_lib.config import ModelConfig
 from course_lib.hardware import Link
 from course_lib.memory.states import Recipe, recipe_of
 from course_lib.memory.tensor import chunk, kv_replicas, narrow
-from course_lib.memory.zero import padded
+from course_lib.memory.zero import padded, wire_grad_bytes
 from course_lib.timing import all_gather_bytes, collective_s, reduce_scatter_bytes, ring_all_reduce_bytes
 
 _SENT = {
@@ -118,11 +118,6 @@ def zero_calls(
         if stage in (1, 2):
             call("parameters", "all_gather", parameters)
     return calls
-
-
-def wire_grad_bytes(recipe: Recipe) -> int:
-    """Bytes of a gradient's number on the wire: FP32 where gradients are kept in FP32, one of the two if both are."""
-    return min(recipe.grad_bytes, 4)
 
 
 # ------------------------------------------------------------------------------------ tensor and sequence parallelism

@@ -12,7 +12,7 @@ from course_lib.sharded_timing import (
     Cluster,
     ZeroLayer,
     calls_s,
-    offload_exposed_s,
+    crossing_s,
     offload_s,
     spanning_s,
     tensor_parallel_layer_spans,
@@ -194,12 +194,17 @@ def test_a_layer_s_times_are_those_of_its_bytes_and_flops():
 # ---- offload
 
 
-def test_offload_takes_as_long_as_its_slowest_links():
+def test_offload_takes_as_long_as_its_links():
     states = zero_state_bytes(layer_units(LLAMA_8B), 3, 4)
-    on_host, on_disk = (offload_s(offload_link_bytes(states, Offload(place))) for place in ("host", "disk"))
-    assert on_host["device to host"] == pytest.approx(4.015e9 / 31.5e9, rel=1e-3)
-    assert on_host["disk to host"] == 0
-    assert offload_exposed_s(on_host) == pytest.approx(0.1275, abs=1e-3)
-    assert on_disk["disk to host"] == on_disk["host to disk"] == pytest.approx(24.09e9 / 7e9, rel=1e-3)
-    assert offload_exposed_s(on_disk) == pytest.approx(7.01, abs=0.01)
+    host, disk = (offload_link_bytes(states, Offload(place)) for place in ("host", "disk"))
+    assert crossing_s(host)["device to host"] == pytest.approx(4.015e9 / 31.5e9, rel=1e-3)
+    assert crossing_s(host)["disk to host"] == 0
+    assert offload_s(host) == pytest.approx(2 * 4.015e9 / 31.5e9, rel=1e-3)
+    assert offload_s(host, overlap=True) == pytest.approx(offload_s(host) / 2)
+    read_s = 24.09e9 / 7e9
+    assert crossing_s(disk)["disk to host"] == crossing_s(disk)["host to disk"] == pytest.approx(read_s, rel=1e-3)
+    assert offload_s(disk, overlap=True) == pytest.approx(2 * read_s, rel=1e-3)
+    assert offload_s(disk, overlap=True, ranks_per_drive=4) == pytest.approx(8 * read_s, rel=1e-3)
     assert transfer_s(0, LINKS["nvme"]) == 0 and transfer_s(7e9, LINKS["nvme"]) == pytest.approx(1.0001)
+    with pytest.raises(ValueError, match="ranks_per_drive is 0; required: 1 or more"):
+        crossing_s(host, ranks_per_drive=0)

@@ -14,9 +14,9 @@ from course_lib.memory.tensor import narrow, tensor_parallel_activations
 from course_lib.memory.zero import (
     Offload,
     bytes_by_place,
-    padded,
     tensor_sizes,
     zero_gathered_bytes,
+    zero_reduced_bytes,
     zero_state_bytes,
     zero_units,
 )
@@ -69,10 +69,10 @@ def sharded_budget(
         activations=kept.peak_bytes - kept.logits,
         logits=kept.logits,
         temporary=_work_bytes(local, batch_size, seq_len, attention, recipe, tp)
-        + _waiting_gradient_bytes(units, zero_stage, dp_size, recipe),
+        + zero_reduced_bytes(units, zero_stage, dp_size, recipe),
         gradients_at_start=states.gradients if full_at_start else 0,
         overheads={} if device == "cpu" else dict(ASSUMED_OVERHEADS),
-        gathered=zero_gathered_bytes(units, zero_stage, dp_size, recipe),
+        gathered=zero_gathered_bytes(units, zero_stage, dp_size, recipe, tied=config.tied),
         elsewhere={place: size for place, size in places.items() if place != "device" and size},
     )
 
@@ -81,8 +81,3 @@ def _work_bytes(local: ModelConfig, batch_size: int, seq_len: int, attention: st
     """The work space of a narrow model. What does not get narrower: a sum of the whole width, and its gradient."""
     whole_width = 2 * batch_size * seq_len * local.d_model * recipe.compute_bytes if tp > 1 else 0
     return max(temporary_bytes(local, batch_size, seq_len, attention, recipe), whole_width)
-
-
-def _waiting_gradient_bytes(units: Sequence[int], stage: int, dp_size: int, recipe: Recipe) -> int:
-    """From stage 2 on a unit's gradient is whole until its reduce-scatter: the largest unit's."""
-    return max(padded(unit, dp_size) for unit in units) * recipe.param_bytes if stage >= 2 else 0

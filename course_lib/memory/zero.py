@@ -116,17 +116,40 @@ _SHARDED_FROM_STAGE = {"optimizer": 1, "gradients": 2, "parameters": 3}
 
 
 def zero_gathered_bytes(
-    units: Sequence[int], stage: int, dp_size: int, recipe: Recipe | str = "bf16-master", prefetch: bool = True
+    units: Sequence[int],
+    stage: int,
+    dp_size: int,
+    recipe: Recipe | str = "bf16-master",
+    prefetch: bool = True,
+    tied: bool = False,
 ) -> int:
     """Predict the most bytes of whole parameters at once: stage 3 has one unit in use and gathers the next.
 
+    tied     the head uses the first unit's embedding, which therefore stays whole beside the other two
     Bytes    the largest neighbours of the list, padded; without prefetch the largest unit alone
     """
     if stage < 3:
         return 0
     sizes = [padded(unit, dp_size) * recipe_of(recipe).param_bytes for unit in units]
-    pairs = [a + b for a, b in pairwise(sizes)] if prefetch else []
-    return max([*sizes, *pairs])
+    first, others = (sizes[0], sizes[1:]) if tied else (0, sizes)
+    return first + largest_neighbours(others) if prefetch else first + max(others)
+
+
+def zero_reduced_bytes(units: Sequence[int], stage: int, dp_size: int, recipe: Recipe | str = "bf16-master") -> int:
+    """Predict the most bytes of whole gradients from stage 2 on: one unit's fill up, those before it are being sent."""
+    if stage < 2:
+        return 0
+    return largest_neighbours([padded(unit, dp_size) * wire_grad_bytes(recipe_of(recipe)) for unit in units])
+
+
+def largest_neighbours(sizes: Sequence[int]) -> int:
+    """The largest sum of two sizes that follow one another."""
+    return max([a + b for a, b in pairwise(sizes)], default=max(sizes))
+
+
+def wire_grad_bytes(recipe: Recipe) -> int:
+    """Bytes of a gradient's number on the wire: FP32 where gradients are kept in FP32, one of the two if both are."""
+    return min(recipe.grad_bytes, 4)
 
 
 # ---- the papers' continuous form
