@@ -49,6 +49,8 @@ A file imports from its own part and from the parts above it, never from one bel
 4. One file per parallelism; the same names in both folders
     parallel/__init__.py   from scratch
     parallel/data.py       data parallel: naive, overlapped, bucketed
+    parallel/shards.py     flat padded parameters in shards, the units of stage 3, AdamW on shards
+    parallel/zero.py       ZeRO: optimizer, gradients, parameters sharded
     parallel/offload_states.py  optimizer states that wait on the host or on disk
     native/__init__.py     as PyTorch ships it
     native/data.py         DistributedDataParallel, and Accelerate on top

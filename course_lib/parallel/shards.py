@@ -1,0 +1,286 @@
+"""Parameters side by side in one flat padded buffer, of which each rank owns one piece: what all stages of ZeRO share.
+
+    whole_P     | embed.weight ........ | norm.weight | 0 0 |      P numbers: a multiple of the number of ranks N
+    shard_p     | rank 0    | rank 1    | rank 2    | ...   |      p = P / N: what this rank updates
+    grad_P      the same layout, for the gradients of this rank's micro-batches
+
+A flat buffer makes one message of many tensors, cuts it into equal pieces whatever the tensors' sizes, and gives the
+optimizer one tensor instead of many. AdamW does not mind: it treats each number by itself.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib import comm
+from course_lib.parallel.data import NamedParameter, Pending, Trace, record_when_done
+from course_lib.precision import gradient_of, scale_gradients
+from course_lib.timing import Span
+
+
+def flatten_and_pad(tensors: Sequence[Tensor], num_pieces: int) -> Tensor:
+    """Copies tensors one after the other into one, then zeros up to a multiple of `num_pieces`.
+
+    Shapes   any -> flat_P             (P the sum of their sizes, rounded up)
+    """
+    size = sum(tensor.numel() for tensor in tensors)
+    flat_P = tensors[0].new_zeros(math.ceil(size / num_pieces) * num_pieces)
+    torch.cat([tensor.flatten() for tensor in tensors], out=flat_P[:size])
+    return flat_P
+
+
+def views_into(flat_P: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The way back: for each tensor a view of its place, in its shape. The padding is nobody's."""
+    sizes = [tensor.numel() for tensor in tensors]
+    places = flat_P[: sum(sizes)].split(sizes)
+    return [place.view(tensor.shape) for place, tensor in zip(places, tensors)]
+
+
+def my_piece(flat_P: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The view of flat_P that this rank owns.
+
+    Shapes   flat_P -> flat_p          (p = P / N)
+    """
+    return flat_P.chunk(group.size())[group.rank()]
+
+
+class FlatShard:
+    """Parameters of one dtype that travel together: `whole_P` on every rank, or only for a while; `shard_p` always.
+
+    keep_whole   True: shard_p is a view of whole_P, which stays (stages 1 and 2). False: whole_P is `free` until it is
+                 gathered, and shard_p has its own memory (stage 3)
+    grad_dtype   in which gradients are summed, over micro-batches and ranks; the parameters' own by default
+    """
+
+    def __init__(
+        self,
+        members: list[NamedParameter],
+        group: dist.ProcessGroup,
+        label: str,
+        keep_whole: bool,
+        grad_dtype: torch.dtype | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        self.names = [name for name, _ in members]
+        self.params = [param for _, param in members]
+        self.group, self.label, self.trace = group, label, trace
+        self.trains = self.params[0].requires_grad
+        self.whole_P = flatten_and_pad([param.detach() for param in self.params], group.size())
+        for param, view in zip(self.params, views_into(self.whole_P, self.params)):
+            param.data = view
+        mine_p = my_piece(self.whole_P, group)
+        self.shard_p = nn.Parameter(mine_p if keep_whole else mine_p.clone(), requires_grad=self.trains)
+        self.grad_dtype = grad_dtype or self.shard_p.dtype
+        self.grad_P: Tensor | None = None  # this rank's gradients, not yet summed over ranks
+        self.piece_p: Tensor | None = None  # my piece of their sum, once the network is done
+        self.arrived: set[nn.Parameter] = set()  # what has its gradient in grad_P
+        self.gather: Pending | None = None
+        self.reduction: Pending | None = None
+        self.is_whole = True
+        if not keep_whole:
+            self.free()
+
+    # --- parameters
+
+    @torch.no_grad()
+    def start_gather(self) -> None:
+        """Starts to fill whole_P with everybody's shard; does nothing if that is done or under way.
+
+        Bytes    sent per rank: (N - 1) / N * P * itemsize
+        """
+        if self.is_whole:
+            return
+        if self.whole_P.untyped_storage().nbytes() == 0:
+            self.whole_P.untyped_storage().resize_(self.whole_P.nbytes)
+        start_s = time.perf_counter()
+        self.gather = comm.all_gather_into(self.whole_P, self.shard_p.detach(), self.group, async_op=True)
+        if self.trace is not None:
+            self.gather = record_when_done(self.gather.get_future(), self.trace, f"gather {self.label}", start_s)
+        self.is_whole = True
+
+    def wait_for_gather(self) -> None:
+        if self.gather is not None:
+            self.gather.wait()
+            self.gather = None
+
+    def free(self) -> None:
+        """Gives the memory of whole_P back. Tensors that look into it, autograd's too, see it refilled later."""
+        self.wait_for_gather()
+        self.whole_P.untyped_storage().resize_(0)
+        self.is_whole = False
+
+    @torch.no_grad()
+    def share_update(self) -> None:
+        """Starts to put everybody's updated shard into whole_P, where it stays: after the step of stages 1 and 2."""
+        self.is_whole = False
+        self.start_gather()
+
+    # --- gradients
+
+    def collect(self, param: nn.Parameter) -> None:
+        """Adds the gradient, as a share of the mean over ranks, to its place in grad_P, and drops it."""
+        if self.grad_P is None:
+            self.grad_P = torch.zeros_like(self.whole_P, dtype=self.grad_dtype)
+            self.grad_views = dict(zip(self.params, views_into(self.grad_P, self.params)))
+        self.grad_views[param].add_(param.grad, alpha=1 / self.group.size())  # before the sum: 16 bits could overflow
+        param.grad = None
+
+    def is_full(self) -> bool:
+        return len(self.arrived) == len(self.params)
+
+    def start_reduce_scatter(self, in_place: bool) -> None:
+        """Starts to sum grad_P over the ranks, each its piece: into grad_P itself, or into p numbers of their own.
+
+        Bytes    sent per rank: (N - 1) / N * P * itemsize of grad_dtype
+        """
+        if self.grad_P is None:
+            self.grad_P = torch.zeros_like(self.whole_P, dtype=self.grad_dtype)
+        mine_p = my_piece(self.grad_P, self.group)
+        self.piece_p = mine_p if in_place else torch.empty_like(mine_p)
+        self.sent_s = time.perf_counter()
+        self.reduction = comm.reduce_scatter_into(self.piece_p, self.grad_P, self.group, async_op=True)
+
+    def finish_reduce_scatter(self) -> None:
+        """Waits, adds my piece to the shard's gradient, forgets grad_P: freed, unless the piece is a view of it."""
+        if self.reduction is None:
+            return
+        self.reduction.wait()
+        if self.trace is not None:  # gloo does not tell when it was done, only that it is
+            name = f"reduce {self.label}"
+            self.trace.append(Span(dist.get_rank(), "communication", name, self.sent_s, time.perf_counter()))
+        before_p = gradient_of(self.shard_p)
+        set_gradient(self.shard_p, self.piece_p if before_p is None else before_p.add_(self.piece_p))
+        self.reduction = self.grad_P = self.piece_p = self.grad_views = None
+        self.arrived.clear()
+
+
+def set_gradient(shard_p: nn.Parameter, grad_p: Tensor | None) -> None:
+    """Puts the gradient where optimizers look: `.grad`, which must have the shard's dtype, or else `.main_grad`."""
+    if grad_p is not None and grad_p.dtype != shard_p.dtype:
+        shard_p.main_grad = grad_p
+        return
+    shard_p.grad = grad_p
+    if hasattr(shard_p, "main_grad"):
+        del shard_p.main_grad
+
+
+# --- the units of stage 3
+
+
+Unit = tuple[str, list[nn.Module]]
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The parts of a model in the order in which they run: each member of a ModuleList, and what lies between lists."""
+    units: list[Unit] = []
+    joins_last = False
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList):
+            units += [(f"{name}.{index}", [block]) for index, block in enumerate(child)]
+            joins_last = False
+        elif joins_last:
+            label, modules = units[-1]
+            units[-1] = (f"{label} + {name}", [*modules, child])
+        else:
+            units.append((name, [child]))
+            joins_last = True
+    return units
+
+
+def unit_parameters(model: nn.Module) -> list[tuple[str, list[NamedParameter]]]:
+    """(label, members) of each flat: a unit's, frozen and dtypes apart; a tied parameter in its first unit only."""
+    names = {param: name for name, param in model.named_parameters()}
+    flats, seen = [], set()
+    for label, modules in units_of(model):
+        kinds: dict[tuple, list[NamedParameter]] = {}
+        for param in (param for module in modules for param in module.parameters()):
+            if param not in seen:
+                kinds.setdefault((param.requires_grad, param.dtype), []).append((names[param], param))
+                seen.add(param)
+        flats += [(label, members) for members in kinds.values()]
+    if left := [name for param, name in names.items() if param not in seen]:
+        raise ValueError(f"{left} belong to no unit: stage 3 gathers modules; move them into a module of their own")
+    return flats
+
+
+def first_and_last_use(units: list[Unit], flat_of: dict[nn.Parameter, FlatShard]) -> tuple[dict, dict]:
+    """Of each flat the first and the last unit that uses it: two units for one with a tied parameter."""
+    uses: dict[FlatShard, list[int]] = {}
+    for index, (_, modules) in enumerate(units):
+        for param in (param for module in modules for param in module.parameters()):
+            uses.setdefault(flat_of[param], []).append(index)
+    return {flat: min(used) for flat, used in uses.items()}, {flat: max(used) for flat, used in uses.items()}
+
+
+# --- the optimizer
+
+
+class ShardedAdamW(torch.optim.Optimizer):
+    """AdamW on this rank's shards. A 16-bit shard gets an FP32 copy, its master; a wider one is its own master.
+
+    Bytes    state per number: 8 for the moments of an FP32 shard, 4 + 8 for a 16-bit one; nothing else
+    Source   Loshchilov and Hutter 2019 (arXiv:1711.05101); masters as in precision.MasterAdamW
+    """
+
+    def __init__(
+        self,
+        shards: Iterable[nn.Parameter],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(shards, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One update of every shard that has a gradient. Sends nothing."""
+        for options in self.param_groups:
+            options["step"] += 1
+            for shard_p in options["params"]:
+                grad_p = gradient_of(shard_p)
+                if grad_p is not None:
+                    self._update(shard_p, grad_p, options)
+
+    def _update(self, shard_p: nn.Parameter, grad_p: Tensor, options: dict) -> None:
+        state, dtype = self.state[shard_p], torch.promote_types(shard_p.dtype, torch.float32)
+        if not state:
+            if shard_p.dtype != dtype:
+                state["master"] = shard_p.to(dtype)
+            state["exp_avg"] = torch.zeros_like(shard_p, dtype=dtype)
+            state["exp_avg_sq"] = torch.zeros_like(shard_p, dtype=dtype)
+        master_p = state.get("master", shard_p)
+        adamw_(master_p, grad_p.to(dtype), state["exp_avg"], state["exp_avg_sq"], options)
+        if master_p is not shard_p:
+            shard_p.copy_(master_p)
+
+
+def adamw_(master_p: Tensor, grad_p: Tensor, exp_avg_p: Tensor, exp_avg_sq_p: Tensor, options: dict) -> None:
+    """One AdamW update in place, of any piece of the numbers: each is treated by itself."""
+    (beta1, beta2), count = options["betas"], options["step"]
+    exp_avg_p.lerp_(grad_p, 1 - beta1)
+    exp_avg_sq_p.mul_(beta2).addcmul_(grad_p, grad_p, value=1 - beta2)
+    denominator_p = (exp_avg_sq_p.sqrt() / math.sqrt(1 - beta2**count)).add_(options["eps"])
+    master_p.mul_(1 - options["lr"] * options["weight_decay"])
+    master_p.addcdiv_(exp_avg_p, denominator_p, value=-options["lr"] / (1 - beta1**count))
+
+
+@torch.no_grad()
+def clip_gradients(engine: nn.Module, max_norm: float) -> Tensor:
+    """Shortens all gradients together to the length max_norm where they are longer; returns the length they had.
+
+    No rank sees the whole gradient: each adds up the squares of its shards, and one all-reduce adds up the ranks.
+
+    Bytes    an all-reduce of one number
+    """
+    shards = [flat.shard_p for flat in engine.flats if gradient_of(flat.shard_p) is not None]
+    norms = [gradient_of(shard_p).to(torch.promote_types(shard_p.dtype, torch.float32)).norm() for shard_p in shards]
+    squared = torch.stack(norms).square().sum()
+    comm.all_reduce_(squared, engine.group)
+    norm = squared.sqrt()
+    scale_gradients(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm

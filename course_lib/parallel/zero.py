@@ -1,0 +1,408 @@
+"""ZeRO from scratch: data parallelism without the copies. Each rank keeps 1 / N of what all ranks held N times.
+
+    stage   sharded over the ranks                        sent per rank and step, m micro-batches, times (N - 1) / N
+      1     optimizer states                              P  + P        reduce-scatter once, all-gather after the step
+      2     and gradients                                 m P + P       each micro-batch's gradients are scattered
+      3     and parameters                                2 m P + m P   gathered for forward, gathered for backward
+
+P counts padding; gradients are sent in `grad_dtype`. Stage 0 is plain data parallelism (parallel/data.py), whose
+all-reduce sends 2 P, being a reduce-scatter and an all-gather. Stage 1 puts the optimizer's step between the two and
+gathers what the step made: no byte more. Where the all-reduce stays, and parameters are shared after it, stage 1 costs 3 P.
+
+    engine = build(model, group, stage=2)                   # changes the model in place
+    optimizer = make_optimizer(engine)                      # over this rank's shards
+    loss = step(engine, micro_batches, optimizer)           # the same three calls as in native/zero.py
+
+Activations are not sharded by any stage: they belong to this rank's part of the batch, and no other rank holds them.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib import comm
+from course_lib.parallel.data import (
+    BUCKET_BYTES,
+    MicroBatches,
+    Trace,
+    arrived_twice,
+    assign_buckets,
+    broadcast_parameters,
+    compute_span,
+    hook_gradients,
+    trainable,
+)
+from course_lib.parallel.shards import (
+    FlatShard,
+    ShardedAdamW,
+    clip_gradients,
+    first_and_last_use,
+    set_gradient,
+    unit_parameters,
+    units_of,
+    views_into,
+)
+from course_lib.precision import gradient_of
+from course_lib.timing import Span
+from course_lib.training import loss_of
+
+# --- stages 1 and 2: parameters stay whole
+
+
+class ZeroBuckets(nn.Module):
+    """Data parallelism whose optimizer (stage 1), and gradients (stage 2), are sharded by buckets.
+
+    A hook on each parameter collects its gradient; a full bucket's reduce-scatter starts at once, in one fixed order on
+    every rank. Stage 1 does so in the last micro-batch and keeps a whole buffer of gradients; stage 2 in every one, and
+    frees each buffer: at most two are alive, one filling and one on the network. Frozen parameters stay as they are.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        stage: int,
+        bucket_bytes: int = BUCKET_BYTES,
+        allow_unused: bool = False,
+        grad_dtype: torch.dtype | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        super().__init__()
+        self.module, self.group, self.stage, self.trace = module, group, stage, trace
+        self.allow_unused, self.syncing = allow_unused, True
+        broadcast_parameters(module, group)
+        plan = assign_buckets(trainable(module), bucket_bytes, first_bucket_bytes=bucket_bytes)
+        self.flats = [FlatShard(m, group, f"bucket {i}", True, grad_dtype, trace) for i, m in enumerate(plan)]
+        self.flat_of = {param: flat for flat in self.flats for param in flat.params}
+        self.shards = nn.ParameterList(flat.shard_p for flat in self.flats)
+        self.used: set[nn.Parameter] = set()
+        self.num_started = 0
+        self.handles = hook_gradients(module, self._ready)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.module(*inputs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients only add up on this rank: stage 1, for every micro-batch but the last."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def _ready(self, param: nn.Parameter) -> None:
+        flat = self.flat_of[param]
+        check_first_arrival(flat, param)
+        flat.collect(param)
+        self.used.add(param)
+        if self.syncing:
+            flat.arrived.add(param)
+            self._start_full_buckets()
+
+    def _start_full_buckets(self) -> None:
+        while self.num_started < len(self.flats) and self.flats[self.num_started].is_full():
+            if self.stage == 2 and self.num_started > 0:
+                self.flats[self.num_started - 1].finish_reduce_scatter()  # frees its buffer
+            self.flats[self.num_started].start_reduce_scatter(in_place=self.stage == 1)
+            self.num_started += 1
+
+    def finish(self) -> None:
+        """Sends the buckets that never filled, waits for all; shards then have their gradients.
+
+        Raises   RuntimeError if a parameter got no gradient since the last finish(), unless `allow_unused`
+        """
+        for flat in self.flats[self.num_started :]:
+            flat.arrived.update(flat.params)
+        self._start_full_buckets()
+        for flat in self.flats:
+            flat.finish_reduce_scatter()
+        self.num_started = 0
+        check_all_used(self)
+
+    def share_update(self) -> None:
+        """All-gathers what each rank's optimizer made of its shard: one message a bucket, all under way at once.
+
+        Bytes    sent per rank: (N - 1) / N * P * itemsize
+        """
+        for flat in self.flats:
+            flat.share_update()
+        for flat in self.flats:
+            flat.wait_for_gather()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        forget_gradients(self)
+
+
+# --- stage 3: parameters come and go
+
+
+class ZeroUnits(nn.Module):
+    """Sharded parameters, gradients and optimizer: a unit's parameters are gathered when it computes, then freed.
+
+    Units are the parts of the model that run one after the other: what precedes the blocks, each block, what follows
+    them. While one computes the next is gathered, so that two are whole at a time, in forward and in backward. Backward
+    gathers again, in reverse order, and scatters the gradients of a unit once it is left. Recomputation ("full" or
+    "selective") runs a unit again inside its backward, when its parameters are there. The last unit could stay whole
+    between forward and backward, and the embedding's backward reads no weights: gathered all the same, it is 3 P.
+
+    A tied parameter belongs to the first unit that uses it. That unit stays whole until its last use: 3 P as well, but
+    it is there beside the other two. Frozen parameters are sharded by themselves; what is frozen below every trained
+    one is not gathered for backward.
+
+    Bytes    gathered at most: the two neighbouring units that are largest together, padded
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        prefetch: bool = True,
+        allow_unused: bool = False,
+        grad_dtype: torch.dtype | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        super().__init__()
+        self.module, self.group, self.stage, self.trace = module, group, 3, trace
+        self.prefetch, self.allow_unused = prefetch, allow_unused
+        broadcast_parameters(module, group)
+        self.units = units_of(module)
+        self.flats = [
+            FlatShard(members, group, label, False, grad_dtype, trace) for label, members in unit_parameters(module)
+        ]
+        self.flat_of = {param: flat for flat in self.flats for param in flat.params}
+        self.shards = nn.ParameterList(flat.shard_p for flat in self.flats)
+        self.first_use, self.last_use = first_and_last_use(self.units, self.flat_of)
+        self.used: set[nn.Parameter] = set()
+        self.in_backward = False
+        self.lowest = 0  # the first unit that backward will reach
+        self.computing: tuple[str, float] | None = None  # what the trace's open span is called, when it began
+        self.handles = hook_gradients(module, self._ready)
+        for index, (_, modules) in enumerate(self.units):
+            self.handles.append(modules[0].register_forward_pre_hook(before(self._before_forward, index)))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        self.in_backward, self.lowest = False, len(self.units) - 1
+        output = self.module(*inputs)
+        if output.requires_grad:
+            output.register_hook(lambda grad: self._before_backward(len(self.units) - 1))
+        self._hold([])
+        return output
+
+    def no_sync(self) -> nullcontext:
+        """Nothing to hold back: whole gradients are not kept, so every micro-batch is reduced."""
+        return nullcontext()
+
+    def _needed(self, index: int) -> list[FlatShard]:
+        """What must be whole while that unit computes: its own, and a tied parameter between its two uses."""
+        return [flat for flat in self.flats if self.first_use[flat] <= index <= self.last_use[flat]]
+
+    def _hold(self, now: list[FlatShard], following: Sequence[FlatShard] = (), name: str | None = None) -> None:
+        """Frees all others, gathers `now` unless that was done ahead, starts to gather `following`."""
+        self._note(None)
+        for flat in self.flats:
+            if flat.is_whole and flat not in now and flat not in following:
+                flat.free()
+        for flat in [*now, *following]:
+            flat.start_gather()
+        for flat in now:
+            flat.wait_for_gather()
+        self._note(name)
+
+    def _before_forward(self, index: int, x: Tensor) -> None:
+        if self.in_backward:  # recomputation: _before_backward has gathered this unit
+            return
+        if x.requires_grad:  # x is what the unit before gave: its gradient comes first in that unit's backward
+            x.register_hook(lambda grad: self._before_backward(index - 1))
+            self.lowest = min(self.lowest, index - 1)
+        following = self._needed(index + 1) if self.prefetch else []
+        self._hold(self._needed(index), following, f"forward {self.units[index][0]}")
+
+    def _before_backward(self, index: int) -> None:
+        self.in_backward = True
+        self._reduce([flat for flat in self.flats if self.first_use[flat] == index + 1])
+        following = self._needed(index - 1) if self.prefetch and index > self.lowest else []
+        self._hold(self._needed(index), following, f"backward {self.units[index][0]}")
+
+    def _ready(self, param: nn.Parameter) -> None:
+        flat = self.flat_of[param]
+        check_first_arrival(flat, param)
+        flat.collect(param)
+        flat.arrived.add(param)
+        self.used.add(param)
+
+    def _reduce(self, left: list[FlatShard]) -> None:
+        """Scatters the gradients of what backward has left; waits for those before, whose buffers are then freed."""
+        for flat in self.flats:
+            flat.finish_reduce_scatter()
+        for flat in left:
+            if flat.trains:
+                flat.start_reduce_scatter(in_place=False)
+
+    def finish(self) -> None:
+        """Scatters what is left, waits, frees all parameters: after each backward pass.
+
+        Raises   RuntimeError if a parameter got no gradient since the last finish(), unless `allow_unused`
+        """
+        self._reduce([flat for flat in self.flats if self.first_use[flat] <= self.lowest])
+        self._reduce([])
+        self._hold([])
+        self.in_backward = False
+        check_all_used(self)
+
+    def _note(self, name: str | None) -> None:
+        """For the trace alone: ends the span of what was computing, begins the next."""
+        if self.trace is not None:
+            if self.computing is not None:
+                self.trace.append(Span(dist.get_rank(), "compute", *self.computing, time.perf_counter()))
+            self.computing = None if name is None else (name, time.perf_counter())
+
+    def share_update(self) -> None:
+        """Nothing to share: the next gather takes the updated shards."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        forget_gradients(self)
+
+
+def before(act: Callable, index: int) -> Callable:
+    """A forward pre-hook that calls `act` with the unit's number and its input."""
+    return lambda module, args: act(index, args[0])
+
+
+# --- what all stages check and forget
+
+
+def check_first_arrival(flat: FlatShard, param: nn.Parameter) -> None:
+    if flat.reduction is not None or param in flat.arrived:
+        raise RuntimeError(arrived_twice(flat.names[flat.params.index(param)]))
+
+
+def check_all_used(engine: nn.Module) -> None:
+    """Raises if a parameter got no gradient on this rank, unless it may count as zeros.
+
+    Weight decay and momentum then move it all the same: a shard has one gradient, which cannot be None in parts.
+    """
+    missing = [name for name, param in trainable(engine.module) if param not in engine.used]
+    engine.used.clear()
+    if missing and not engine.allow_unused:
+        raise RuntimeError(f"no gradient for {missing} in this step; freeze them, or build with allow_unused=True")
+
+
+def forget_gradients(engine: nn.Module) -> None:
+    for flat in engine.flats:
+        flat.grad_P = None
+        flat.arrived.clear()
+        set_gradient(flat.shard_p, None)
+
+
+# --- build and step: the same calls as in native/zero.py
+
+
+def build(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    stage: int = 3,
+    bucket_bytes: int = BUCKET_BYTES,
+    prefetch: bool = True,
+    allow_unused: bool = False,
+    grad_dtype: torch.dtype | None = None,
+    trace: Trace | None = None,
+) -> ZeroBuckets | ZeroUnits:
+    """Shards what `stage` shards of the model, in place, over the group; broadcasts the first rank's parameters.
+
+    bucket_bytes   stages 1 and 2: parameters of one reduce-scatter and one all-gather
+    prefetch       stage 3: gather the next unit while one computes; without it one unit is whole at a time
+    allow_unused   parameters without a gradient count as zeros; by default they are an error
+    grad_dtype     in which gradients are summed and sent, such as torch.float32 beside bfloat16 parameters
+
+    Raises   ValueError for another stage, a missing group, a model without numbers or without trainable parameters
+    """
+    if stage not in (1, 2, 3):
+        raise ValueError(f"stage is {stage!r}; choose 1, 2 or 3 (stage 0, which shards nothing, is parallel/data.py)")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group is {group!r}; it must be a process group with this rank in it: dist.group.WORLD")
+    if any(param.is_meta for param in model.parameters()):
+        raise ValueError(
+            "the model is on the meta device and has no numbers to shard; build it on a device, or load it"
+        )
+    if not trainable(model):
+        raise ValueError("no parameter of the model requires a gradient; unfreeze some")
+    if stage == 3:
+        return ZeroUnits(model, group, prefetch, allow_unused, grad_dtype, trace)
+    return ZeroBuckets(model, group, stage, bucket_bytes, allow_unused, grad_dtype, trace)
+
+
+def make_optimizer(
+    engine: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.01
+) -> ShardedAdamW:
+    """AdamW over this rank's shards: 1 / N of the states."""
+    return ShardedAdamW([flat.shard_p for flat in engine.flats if flat.trains], lr, betas, weight_decay=weight_decay)
+
+
+def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches, trace: Trace | None = None) -> Tensor:
+    """Leaves in each shard its piece of the whole global batch's gradient; returns this rank's mean loss.
+
+    Every rank must bring equally many tokens: the mean over ranks is of their means.
+    """
+    num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
+    losses = []
+    for index, (x_BS, y_BS) in enumerate(micro_batches):
+        reduces = engine.stage > 1 or index == len(micro_batches) - 1
+        with nullcontext() if reduces else engine.no_sync():
+            with compute_span(trace, "forward"):
+                loss = loss_of(engine, x_BS, y_BS) * (y_BS.numel() / num_tokens)
+            with compute_span(trace, "backward"):
+                loss.backward()
+        if reduces:
+            engine.finish()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def step(
+    engine: nn.Module,
+    micro_batches: MicroBatches,
+    optimizer: torch.optim.Optimizer,
+    clip_norm: float | None = None,
+    trace: Trace | None = None,
+) -> Tensor:
+    """One training step: gradients, clipping, each rank's update of its shards, sharing it. Returns its loss."""
+    loss = accumulate_gradients(engine, micro_batches, trace)
+    if clip_norm is not None:
+        clip_gradients(engine, clip_norm)
+    with compute_span(trace, "optimizer"):
+        optimizer.step()
+    engine.share_update()
+    engine.zero_grad()
+    return loss
+
+
+# --- whole tensors, for tests and for teaching
+
+
+def full_parameters(engine: nn.Module) -> dict[str, Tensor]:
+    """Name in the unsharded model -> whole parameter, on every rank. All ranks must call it.
+
+    Bytes    sent per rank: (N - 1) / N * P * itemsize
+    """
+    whole = [] if engine.stage == 3 else engine.module.named_parameters()
+    frozen = {name: param.detach().clone() for name, param in whole if not param.requires_grad}
+    return frozen | whole_tensors(engine, lambda flat: flat.shard_p.detach())
+
+
+def full_gradients(engine: nn.Module) -> dict[str, Tensor]:
+    """Name in the unsharded model -> whole gradient, on every rank; those that there are. All ranks must call it."""
+    return whole_tensors(engine, lambda flat: gradient_of(flat.shard_p))
+
+
+def whole_tensors(engine: nn.Module, piece_of: Callable[[FlatShard], Tensor | None]) -> dict[str, Tensor]:
+    found = {}
+    for flat in engine.flats:
+        if (piece_p := piece_of(flat)) is not None:
+            whole_P = comm.all_gather(piece_p.contiguous(), engine.group)
+            found |= zip(flat.names, views_into(whole_P, flat.params))
+    return found
