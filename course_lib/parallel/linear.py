@@ -1,0 +1,194 @@
+"""Column and row linear: a matrix cut over the ranks of one group, by its outputs or by its inputs.
+
+    column   w_fD: some of the outputs. Needs the whole input, gives its part of the result       q k v, gate up, head
+    row      w_Df: some of the inputs. Takes what a column gave, gives its part of a sum          o, down
+
+Between a column and a row nothing is sent, whatever works on each head or feature by itself. Both ends of that stretch
+are in one object, the *stream* (here `WholeStream`; sequence parallelism brings another, which keeps the activations
+between blocks in shards, and nothing else changes):
+
+    into columns     stream.enter      here copy_in: forward nothing, backward all-reduce
+    out of a row     stream.leave      here sum_out: forward all-reduce, backward nothing
+
+Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course_lib.conjugate import (
+    Group,
+    InFlight,
+    copy_in,
+    my_piece,
+    piece_sizes,
+    start_all_reduce,
+    start_gather,
+    sum_out,
+)
+from course_lib.parallel.data import Trace, compute_span, record_when_done
+
+# --- where the columns begin and the rows end
+
+
+@dataclass(frozen=True)
+class WholeStream:
+    """The activations between blocks, whole on every rank.
+
+    enter, leave             for autograd
+    start_enter, start_sum   the same communication, without autograd and without waiting
+    overlap                  sum an input's gradient while weight gradients are computed
+    """
+
+    group: Group
+    overlap: bool = True
+    trace: Trace | None = None
+    regather = False  # in backward, columns' input is at hand: it was saved as it came in
+
+    def enter(self, x_BSD: Tensor) -> Tensor:
+        return copy_in(x_BSD, self.group)
+
+    def leave(self, x_BSD_partial: Tensor) -> Tensor:
+        return sum_out(x_BSD_partial, self.group)
+
+    def start_enter(self, x_BSD: Tensor) -> InFlight:
+        return InFlight(None, lambda: x_BSD)
+
+    def start_sum(self, x_BSD_partial: Tensor) -> InFlight:
+        return traced(lambda: start_all_reduce(x_BSD_partial, self.group), "sum of input gradients", self.trace)
+
+
+def traced(start: Callable[[], InFlight], name: str, trace: Trace | None) -> InFlight:
+    """Starts a communication, and records a Span from its start to its end."""
+    start_s = time.perf_counter()
+    in_flight = start()
+    if trace is not None:
+        record_when_done(in_flight.work.get_future(), trace, name, start_s)
+    return in_flight
+
+
+# --- columns and rows
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which part of a tensor each rank has: an equal piece along `dim`, or with copies > 1 that many ranks the same.
+
+    Shapes   pieces are ceil(size / pieces) long, the last may be shorter
+    """
+
+    dim: int
+    size: int  # of the whole, along dim
+    tp_size: int
+    copies: int = 1
+
+    def start_and_length(self, tp_rank: int) -> tuple[int, int]:
+        """Where that rank's part begins along `dim`, and how long it is."""
+        sizes, piece = piece_sizes(self.size, self.tp_size // self.copies), tp_rank // self.copies
+        return sum(sizes[:piece]), sizes[piece]
+
+    def part(self, whole: Tensor, tp_rank: int) -> Tensor:
+        return my_piece(whole, tp_rank // self.copies, self.tp_size // self.copies, self.dim)
+
+    def whole(self, part: Tensor, group: Group) -> Tensor:
+        """The tensor that the ranks' parts come from: an all-gather."""
+        if self.copies == 1:
+            return start_gather(part, group, self.dim, self.size).wait()
+        parts = start_gather(part, group, self.dim).wait().chunk(self.tp_size, self.dim)
+        return torch.cat(parts[:: self.copies], self.dim)
+
+
+def cut_parameter(whole: nn.Parameter, cut: Cut, group: Group) -> nn.Parameter:
+    """This rank's part as a parameter of its own, so that the whole can be freed."""
+    part = cut.part(whole.detach(), group.rank()).clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(part, requires_grad=whole.requires_grad)
+
+
+class ColumnLinear(nn.Module):
+    """Some of the outputs of a linear layer. `copies`: how many neighbouring ranks have the same ones.
+
+    Shapes   weight w_fD, bias b_f; x_BSD -> y_BSf
+    """
+
+    def __init__(self, linear: nn.Linear, stream: WholeStream, copies: int = 1):
+        super().__init__()
+        self.stream = stream
+        cut = Cut(0, linear.out_features, stream.group.size(), copies)
+        self.weight = cut_parameter(linear.weight, cut, stream.group)
+        self.bias = None if linear.bias is None else cut_parameter(linear.bias, cut, stream.group)
+        self.cuts = {"weight": cut, "bias": cut}
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return column_linears(x_BSD, [self], self.stream)[0]
+
+
+class RowLinear(nn.Module):
+    """Some of the inputs of a linear layer. The bias is whole, and added once: after the sum.
+
+    Shapes   weight w_Df, bias b_D; x_BSf -> y_BSD
+    """
+
+    def __init__(self, linear: nn.Linear, stream: WholeStream):
+        super().__init__()
+        self.stream = stream
+        cut = Cut(1, linear.in_features, stream.group.size())
+        self.weight = cut_parameter(linear.weight, cut, stream.group)
+        self.bias = linear.bias
+        self.cuts = {"weight": cut}
+
+    def forward(self, x_BSf: Tensor) -> Tensor:
+        y_BSD = self.stream.leave(F.linear(x_BSf, self.weight))
+        return y_BSD if self.bias is None else y_BSD + self.bias
+
+
+def column_linears(x: Tensor, layers: Sequence[ColumnLinear], stream: WholeStream) -> tuple[Tensor, ...]:
+    """The products of one input: it enters once, is kept for backward once, and its gradient is summed once.
+
+    Bytes    sent per rank: one stream.enter, however many layers
+    """
+    if stream.overlap:
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        return _ColumnLinears.apply(x, stream, *weights, *biases)
+    x_BSD = stream.enter(x)
+    return tuple(F.linear(x_BSD, layer.weight, layer.bias) for layer in layers)
+
+
+class _ColumnLinears(torch.autograd.Function):
+    """The same with backward written out, so that the sum of the input's gradient travels while weights' are computed.
+
+    A stream with `regather` keeps x as it came in, and lets it enter again in backward.
+    """
+
+    @staticmethod
+    def forward(ctx, x, stream, *weights_and_biases):
+        weights = weights_and_biases[: len(weights_and_biases) // 2]
+        biases = weights_and_biases[len(weights) :]
+        x_BSD = stream.start_enter(x).wait()
+        ctx.stream, ctx.has_bias = stream, [bias is not None for bias in biases]
+        ctx.save_for_backward(x if stream.regather else x_BSD, *weights)
+        return tuple(F.linear(x_BSD, w_fD, b_f) for w_fD, b_f in zip(weights, biases))
+
+    @staticmethod
+    def backward(ctx, *grads_BSf):
+        stream, (x, *weights) = ctx.stream, ctx.saved_tensors
+        entering = stream.start_enter(x) if stream.regather else InFlight(None, lambda: x)
+        grad_BSD_partial = grads_BSf[0] @ weights[0]
+        for grad_BSf, w_fD in zip(grads_BSf[1:], weights[1:]):
+            grad_BSD_partial += grad_BSf @ w_fD
+        summing = stream.start_sum(grad_BSD_partial)
+        x_BSD = entering.wait()
+        with compute_span(stream.trace, "weight gradients"):
+            wanted = ctx.needs_input_grad[2:]  # not those of frozen weights
+            grad_weights = [rows(g).t() @ rows(x_BSD) if want else None for g, want in zip(grads_BSf, wanted)]
+            grad_biases = [rows(g).sum(0) if has_bias else None for g, has_bias in zip(grads_BSf, ctx.has_bias)]
+        return summing.wait(), None, *grad_weights, *grad_biases
+
+
+def rows(x_BSD: Tensor) -> Tensor:
+    """All tokens below each other, as one matrix."""
+    return x_BSD.flatten(0, -2)

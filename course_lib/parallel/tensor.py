@@ -1,0 +1,265 @@
+"""Tensor parallelism from scratch: a model cut over the ranks of one group, all of which work on the same tokens.
+
+    parallel/linear.py       a matrix: column and row linear, and the stream of activations between them
+    parallel/vocabulary.py   both ends: embedding and loss
+    this file                a whole Llama or GPT, from outside and in one call, and its step
+
+    engine = build(model, group)                            # cuts the model in place: heads, features, vocabulary
+    loss = step(engine, micro_batches, optimizer)           # the same calls as in native/tensor.py
+
+On the wire, per micro-batch and L layers, each an all-reduce:
+
+    forward    2 L of B S D (o, down), 1 of B S D (embedding), 3 of B S (loss)
+    backward   2 L of B S D (q k v together, gate up together), 1 of B S D (head)
+    once       key/value gradients after the last micro-batch, where ranks share a head; one number, to clip
+    again      with recompute="full", what a block's forward sends up to the last tensor that backward needs
+
+Source   Shoeybi et al. 2019 (arXiv:1909.08053)
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib import comm
+from course_lib.config import ModelConfig
+from course_lib.conjugate import Group, check_group, piece_sizes
+from course_lib.parallel.data import MicroBatches, Trace, compute_span
+from course_lib.parallel.linear import ColumnLinear, Cut, RowLinear, WholeStream, column_linears
+from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
+from course_lib.precision import MasterAdamW, gradient_of, scale_gradients
+
+FAMILIES = ("llama", "gpt")
+
+
+# --- a model
+
+
+def build(model: nn.Module, group: Group, overlap: bool = True, trace: Trace | None = None) -> nn.Module:
+    """Cuts the model in place and returns it. Every rank must bring the same weights: `model.build` with one seed.
+
+    It then takes tokens_BS and gives logits_BSv, this rank's part of the vocabulary.
+    Bytes    with dropout, a seed that the group then shares; otherwise none
+    Raises   ValueError if model or group cannot be cut so, before anything is sent or changed
+    """
+    check_shardable(model, group)
+    if model.config.dropout > 0:
+        share_seed(group)
+    return shard_model(model, WholeStream(group, overlap, trace))
+
+
+def shard_model(model: nn.Module, stream: WholeStream) -> nn.Module:
+    """Replaces each matrix by this rank's part of it. Norms, positions and biases of rows stay whole."""
+    model.embed = VocabEmbedding(model.embed, stream)
+    for block in model.blocks:
+        shard_attention(block.attention, stream, model.config)
+        shard_mlp(block.mlp, stream)
+    model.head = ColumnLinear(model.head, stream)
+    model.tie()
+    model.stream, model.replica_group = stream, replica_group_of(model.config, stream.group)
+    return model
+
+
+def shard_attention(attention: nn.Module, stream: WholeStream, config: ModelConfig) -> None:
+    """By heads: N / tp query heads a rank; key/value heads likewise, or one for tp / K ranks together."""
+    copies = copies_of_kv(config, stream.group.size())
+    attention.q = ColumnLinear(attention.q, stream)
+    attention.k, attention.v = ColumnLinear(attention.k, stream, copies), ColumnLinear(attention.v, stream, copies)
+    attention.o = RowLinear(attention.o, stream)
+    attention.project = lambda x: column_linears(x, [attention.q, attention.k, attention.v], stream)
+    if config.dropout > 0:
+        attention.core = with_rank_rng(attention.core, stream.group)
+
+
+def shard_mlp(mlp: nn.Module, stream: WholeStream) -> None:
+    """By features: gate and up (or up alone) are columns, down is the row."""
+    names = [name for name, _ in mlp.named_children() if name != "down"]
+    for name in names:
+        setattr(mlp, name, ColumnLinear(getattr(mlp, name), stream))
+    mlp.down = RowLinear(mlp.down, stream)
+    mlp.project = lambda x: column_linears(x, [getattr(mlp, name) for name in names], stream)
+
+
+def copies_of_kv(config: ModelConfig, tp_size: int) -> int:
+    """How many ranks have the same key/value head: more than one where there are more ranks than heads."""
+    return max(1, tp_size // config.num_kv_heads)
+
+
+def replica_group_of(config: ModelConfig, group: Group) -> Group | None:
+    """The ranks that have this rank's key/value head; None if no other has it."""
+    copies = copies_of_kv(config, group.size())
+    if copies == 1:
+        return None
+    start = group.rank() // copies * copies
+    return dist.new_group(dist.get_process_group_ranks(group)[start : start + copies], use_local_synchronization=True)
+
+
+def check_shardable(model: nn.Module, group: Group) -> None:
+    """Raises ValueError for what cannot be cut: family, heads, too few features or tokens, layers already replaced."""
+    config, tp_size = model.config, check_group(group, "build").size()
+    if config.family not in FAMILIES:
+        raise ValueError(f"family is {config.family!r}; tensor parallelism here knows {', '.join(FAMILIES)}")
+    N, K = config.num_heads, config.num_kv_heads
+    fitting = [size for size in range(1, N + 1) if N % size == 0 and (K % size == 0 or size % K == 0)]
+    if tp_size not in fitting:
+        raise ValueError(
+            f"num_heads ({N}) must be divisible by tp ({tp_size}), and num_kv_heads ({K}) must divide it or be divided "
+            f"by it; choose tp from {', '.join(map(str, fitting))}"
+        )
+    for field in ("d_ff", "vocab_size"):
+        if min(piece_sizes(getattr(config, field), tp_size)) == 0:
+            raise ValueError(f"{field} ({getattr(config, field)}) leaves a rank of tp ({tp_size}) with none; use fewer")
+    for name in ("q", "k", "v", "o"):
+        layer = getattr(model.blocks[0].attention, name)
+        if type(layer) is not nn.Linear:
+            raise ValueError(
+                f"attention.{name} is a {type(layer).__name__}; only a model of plain nn.Linear can be cut"
+            )
+
+
+# --- random numbers
+
+
+def share_seed(group: Group) -> None:
+    """Gives all ranks the random numbers of the group's first: where the stream is whole they must drop the same.
+
+    Bytes    sent per rank: 8
+    """
+    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    seed = torch.randint(2**62, (1,)).to(device)
+    torch.manual_seed(comm.broadcast(seed, src=0, group=group).item())
+
+
+@contextmanager
+def rank_rng(group: Group) -> Iterator[None]:
+    """Inside, each rank draws its own random numbers: what is cut over ranks must not drop the same places on each.
+
+    The seed is drawn from the common generator, so a checkpoint, which restores that, draws the same numbers again.
+    """
+    seed = torch.randint(2**62, ()).item() + group.rank()
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def with_rank_rng(core: Callable, group: Group) -> Callable:
+    """An attention core whose dropout differs between ranks, as their heads do."""
+
+    def core_of_my_heads(*inputs) -> Tensor:
+        with rank_rng(group):
+            return core(*inputs)
+
+    return core_of_my_heads
+
+
+# --- step: the same calls as in native/tensor.py
+
+
+def loss_of(engine: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Tensor:
+    """Mean cross-entropy of the next token, from logits in pieces."""
+    return vocab_cross_entropy(engine(x_BS), y_BS, engine.embed.first, engine.stream.group).mean()
+
+
+def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
+    """Leaves each rank's part of the gradient in `.grad`; returns the mean loss. All ranks bring the same tokens."""
+    num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
+    losses = []
+    for x_BS, y_BS in micro_batches:
+        with compute_span(engine.stream.trace, "forward"):
+            loss = loss_of(engine, x_BS, y_BS) * (y_BS.numel() / num_tokens)
+        with compute_span(engine.stream.trace, "backward"):
+            loss.backward()
+        losses.append(loss.detach())
+    sum_replicas(engine)
+    return torch.stack(losses).sum()
+
+
+def sum_replicas(engine: nn.Module) -> None:
+    """Key/value heads that several ranks have: each used them for its own query heads; their gradients are summed."""
+    cuts = cuts_of(engine)
+    shared = [param for name, param in engine.named_parameters() if name in cuts and cuts[name].copies > 1]
+    if engine.replica_group is not None:
+        sum_gradients(shared, engine.replica_group)
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
+    """Sums over the group gradients of which each rank has a part, all in one message.
+
+    Bytes    sent per rank: 2 (N - 1) / N * (all of them)
+    """
+    grads = [gradient_of(param) for param in parameters if param.requires_grad]
+    flat_P = torch.cat([grad.flatten() for grad in grads])
+    comm.all_reduce_(flat_P, group)
+    for grad, summed in zip(grads, flat_P.split([grad.numel() for grad in grads])):
+        grad.copy_(summed.view_as(grad))
+
+
+def make_optimizer(engine: nn.Module, lr: float = 3e-3, weight_decay: float = 0.01) -> torch.optim.Optimizer:
+    """AdamW over what this rank has, with FP32 masters where parameters have 16 bits. Its states are cut likewise."""
+    params = [param for param in engine.parameters() if param.requires_grad]
+    optimizer_class = MasterAdamW if any(param.element_size() == 2 for param in params) else torch.optim.AdamW
+    return optimizer_class(params, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+
+
+@torch.no_grad()
+def clip_gradients(engine: nn.Module, max_norm: float) -> Tensor:
+    """Shortens all gradients together to max_norm where they are longer; returns the length of the whole gradient.
+
+    What several ranks have is divided among them, so that it counts once.
+    Bytes    an all-reduce of one number
+    """
+    cuts, group = cuts_of(engine), engine.stream.group
+    square = 0.0
+    for name, param in engine.named_parameters():
+        if (grad := gradient_of(param)) is not None:
+            copies = cuts[name].copies if name in cuts else group.size()
+            square = square + grad.to(torch.promote_types(grad.dtype, torch.float32)).square().sum() / copies
+    norm = comm.all_reduce(square, group).sqrt()
+    scale_gradients(engine.parameters(), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def step(
+    engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
+) -> Tensor:
+    """One training step; returns the mean loss."""
+    loss = accumulate_gradients(engine, micro_batches)
+    if clip_norm is not None:
+        clip_gradients(engine, clip_norm)
+    with compute_span(engine.stream.trace, "optimizer"):
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss
+
+
+# --- whole tensors, for tests and for looking
+
+
+def cuts_of(engine: nn.Module) -> dict[str, Cut]:
+    """How each parameter is cut, by name; those that are missing are whole on every rank."""
+    return {
+        f"{path}.{name}": module.cuts[name]
+        for path, module in engine.named_modules()
+        if hasattr(module, "cuts")
+        for name, _ in module.named_parameters(recurse=False)
+        if name in module.cuts
+    }
+
+
+def full_parameters(engine: nn.Module) -> dict[str, Tensor]:
+    """Every parameter whole, on each rank, by the unsharded model's names."""
+    return _whole(engine, {name: param.detach() for name, param in engine.named_parameters()})
+
+
+def full_gradients(engine: nn.Module) -> dict[str, Tensor]:
+    """Every gradient whole, on each rank, by the unsharded model's names."""
+    grads = {name: gradient_of(param) for name, param in engine.named_parameters()}
+    return _whole(engine, {name: grad for name, grad in grads.items() if grad is not None})
+
+
+def _whole(engine: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    cuts, group = cuts_of(engine), engine.stream.group
+    return {name: cuts[name].whole(x, group) if name in cuts else x.clone() for name, x in tensors.items()}

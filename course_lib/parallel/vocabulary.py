@@ -1,0 +1,80 @@
+"""The two ends of a model whose vocabulary is cut over the ranks: rows of the embedding, and the loss.
+
+A rank has v of the V rows, those of the tokens first .. first + v - 1. What it cannot answer it answers with zero, and
+the sum over the ranks fills that in: in the embedding with other ranks' rows, in the loss with their target's logit.
+The logits stay in pieces, logits_BSv. Three numbers a token cross the wire in place of V.
+
+Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course_lib import comm
+from course_lib.conjugate import Group, check_group
+from course_lib.parallel.linear import Cut, WholeStream, cut_parameter
+
+
+def place_among_mine(tokens_BS: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Whether each token is one of mine, and its place among mine (0 where it is not: any place that exists)."""
+    is_mine_BS = (tokens_BS >= first) & (tokens_BS < first + count)
+    return is_mine_BS, torch.where(is_mine_BS, tokens_BS - first, 0)
+
+
+def embed_mine(tokens_BS: Tensor, w_vD: Tensor, first: int) -> Tensor:
+    """The rows of my tokens, zeros for all others: the sum over the ranks is the embedding.
+
+    Shapes   tokens_BS, w_vD -> x_BSD, a part of a sum
+    """
+    is_mine_BS, place_BS = place_among_mine(tokens_BS, first, len(w_vD))
+    return F.embedding(place_BS, w_vD) * is_mine_BS.unsqueeze(-1)
+
+
+class VocabEmbedding(nn.Module):
+    """Some of the rows of an embedding; the sum over the ranks puts them together.
+
+    Shapes   weight w_vD; tokens_BS -> x_BSD
+    """
+
+    def __init__(self, embedding: nn.Embedding, stream: WholeStream):
+        super().__init__()
+        self.stream = stream
+        cut = Cut(0, embedding.num_embeddings, stream.group.size())
+        self.weight = cut_parameter(embedding.weight, cut, stream.group)
+        self.first, _ = cut.start_and_length(stream.group.rank())
+        self.cuts = {"weight": cut}
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        return self.stream.leave(embed_mine(tokens_BS, self.weight, self.first))
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits_BSv, y_BS, first, group):
+        ctx.logits_dtype = logits_BSv.dtype
+        logits_BSv = logits_BSv.to(torch.promote_types(logits_BSv.dtype, torch.float32))
+        max_BS = comm.all_reduce(logits_BSv.amax(-1), group, op="max")
+        is_mine_BS, place_BS = place_among_mine(y_BS, first, logits_BSv.shape[-1])
+        my_target_BS = logits_BSv.gather(-1, place_BS.unsqueeze(-1)).squeeze(-1) - max_BS
+        target_BS = comm.all_reduce(my_target_BS * is_mine_BS, group)
+        exp_BSv = (logits_BSv - max_BS.unsqueeze(-1)).exp_()
+        sum_BS = comm.all_reduce(exp_BSv.sum(-1), group)
+        ctx.save_for_backward(exp_BSv.div_(sum_BS.unsqueeze(-1)), is_mine_BS, place_BS)
+        return sum_BS.log() - target_BS
+
+    @staticmethod
+    def backward(ctx, grad_BS):
+        probability_BSv, is_mine_BS, place_BS = ctx.saved_tensors
+        grad_BSv = probability_BSv * grad_BS.unsqueeze(-1)
+        grad_BSv.scatter_add_(-1, place_BS.unsqueeze(-1), -(grad_BS * is_mine_BS).unsqueeze(-1))
+        return grad_BSv.to(ctx.logits_dtype), None, None, None
+
+
+def vocab_cross_entropy(logits_BSv: Tensor, y_BS: Tensor, first: int, group: Group) -> Tensor:
+    """Cross-entropy of each token from logits in pieces, in float32 at least; its gradient is in pieces as well.
+
+    Shapes   logits_BSv, y_BS -> loss_BS           (equal on all ranks)
+    Bytes    sent per rank: three all-reduces of B S numbers; kept for backward: 4 v per token (the softmax)
+    """
+    return _VocabCrossEntropy.apply(logits_BSv, y_BS, first, check_group(group, "vocab_cross_entropy"))
