@@ -58,6 +58,8 @@ A file imports from its own part and from the parts above it, never from one bel
     native/__init__.py     as PyTorch ships it
     native/data.py         DistributedDataParallel, and Accelerate on top
     native/zero.py         FSDP2, ZeroRedundancyOptimizer, and Accelerate on top
+5. Time and clusters without hardware
+    export.py              the choices of a run as configs of Accelerate and DeepSpeed
 6. What people see
     plots/__init__.py      pictures from plain records
     plots/palette.py       one colour for one kind of memory and one mesh axis
