@@ -1,30 +1,34 @@
 """Column and row linear: a matrix cut over the ranks of one group, by its outputs or by its inputs.
 
-    column   w_fD: some of the outputs. Needs the whole input, gives its part of the result       q k v, gate up, head
-    row      w_Df: some of the inputs. Takes what a column gave, gives its part of a sum          o, down
+    column   some of the outputs. Needs the whole input, gives its part of the result       q k v, gate up, head
+    row      some of the inputs. Takes what a column gave, gives its part of a sum          o, down
+
+The names are those of y = x w, where w is D x F. `nn.Linear` stores the transpose: a column's weight is w_fD, cut along
+dimension 0, a row's is w_Df, cut along dimension 1.
 
 Between a column and a row nothing is sent, whatever works on each head or feature by itself. Both ends of that stretch
 are in one object, the *stream* (here `WholeStream`; sequence parallelism brings another, which keeps the activations
 between blocks in shards, and nothing else changes):
 
-    into columns     stream.enter      here copy_in: forward nothing, backward all-reduce
-    out of a row     stream.leave      here sum_out: forward all-reduce, backward nothing
+    into columns     forward nothing, backward all-reduce      the pair copy_in
+    out of a row     forward all-reduce, backward nothing      the pair sum_out
 
 Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib.conjugate import (
     Group,
     InFlight,
-    copy_in,
     my_piece,
     piece_sizes,
     start_all_reduce,
@@ -32,6 +36,7 @@ from course_lib.conjugate import (
     sum_out,
 )
 from course_lib.parallel.data import Trace, compute_span, record_when_done
+from course_lib.timing import Span
 
 # --- where the columns begin and the rows end
 
@@ -40,21 +45,19 @@ from course_lib.parallel.data import Trace, compute_span, record_when_done
 class WholeStream:
     """The activations between blocks, whole on every rank.
 
-    enter, leave             for autograd
-    start_enter, start_sum   the same communication, without autograd and without waiting
-    overlap                  sum an input's gradient while weight gradients are computed
+    leave                    what comes out of a row, for autograd
+    start_enter, start_sum   what goes into columns, and the sum of its gradient: without autograd, without waiting
+    overlap                  while the gradient of an input is summed, weight gradients are computed
     """
 
     group: Group
     overlap: bool = True
     trace: Trace | None = None
-    regather = False  # in backward, columns' input is at hand: it was saved as it came in
-
-    def enter(self, x_BSD: Tensor) -> Tensor:
-        return copy_in(x_BSD, self.group)
+    regather = False  # True: what columns keep for backward is x as it came in, and it enters again
 
     def leave(self, x_BSD_partial: Tensor) -> Tensor:
-        return sum_out(x_BSD_partial, self.group)
+        with communication_span(self.trace, "sum of outputs"):
+            return sum_out(x_BSD_partial, self.group)
 
     def start_enter(self, x_BSD: Tensor) -> InFlight:
         return InFlight(None, lambda: x_BSD)
@@ -64,12 +67,21 @@ class WholeStream:
 
 
 def traced(start: Callable[[], InFlight], name: str, trace: Trace | None) -> InFlight:
-    """Starts a communication, and records a Span from its start to its end."""
+    """Starts a communication, and records a Span that ends when it does, whoever waits for it and when."""
     start_s = time.perf_counter()
     in_flight = start()
     if trace is not None:
         record_when_done(in_flight.work.get_future(), trace, name, start_s)
     return in_flight
+
+
+@contextmanager
+def communication_span(trace: Trace | None, name: str) -> Iterator[None]:
+    """Records what runs inside, a communication that is waited for at once."""
+    start_s = time.perf_counter()
+    yield
+    if trace is not None:
+        trace.append(Span(dist.get_rank(), "communication", name, start_s, time.perf_counter()))
 
 
 # --- columns and rows
@@ -147,29 +159,24 @@ class RowLinear(nn.Module):
 
 
 def column_linears(x: Tensor, layers: Sequence[ColumnLinear], stream: WholeStream) -> tuple[Tensor, ...]:
-    """The products of one input: it enters once, is kept for backward once, and its gradient is summed once.
+    """The products of one input: it is kept for backward once, and its gradient is summed once, however many they are.
 
-    Bytes    sent per rank: one stream.enter, however many layers
+    To autograd it is `x = copy_in(x, group)`, then `F.linear(x, w_fD, b_f)` for each layer. Backward is written out for
+    the sake of its order: the sum of the input's gradient travels while the weights' gradients are computed.
+
+    Bytes    sent per rank: 0 forward, 2 (N - 1) / N * x.nbytes backward
     """
-    if stream.overlap:
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        return _ColumnLinears.apply(x, stream, *weights, *biases)
-    x_BSD = stream.enter(x)
-    return tuple(F.linear(x_BSD, layer.weight, layer.bias) for layer in layers)
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    return _ColumnLinears.apply(x, stream, *weights, *biases)
 
 
 class _ColumnLinears(torch.autograd.Function):
-    """The same with backward written out, so that the sum of the input's gradient travels while weights' are computed.
-
-    A stream with `regather` keeps x as it came in, and lets it enter again in backward.
-    """
-
     @staticmethod
     def forward(ctx, x, stream, *weights_and_biases):
-        weights = weights_and_biases[: len(weights_and_biases) // 2]
-        biases = weights_and_biases[len(weights) :]
+        count = len(weights_and_biases) // 2
+        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         x_BSD = stream.start_enter(x).wait()
-        ctx.stream, ctx.has_bias = stream, [bias is not None for bias in biases]
+        ctx.stream = stream
         ctx.save_for_backward(x if stream.regather else x_BSD, *weights)
         return tuple(F.linear(x_BSD, w_fD, b_f) for w_fD, b_f in zip(weights, biases))
 
@@ -181,11 +188,13 @@ class _ColumnLinears(torch.autograd.Function):
         for grad_BSf, w_fD in zip(grads_BSf[1:], weights[1:]):
             grad_BSD_partial += grad_BSf @ w_fD
         summing = stream.start_sum(grad_BSD_partial)
+        if not stream.overlap:
+            summing.wait()
         x_BSD = entering.wait()
+        wanted = ctx.needs_input_grad[2:]  # of weights, then of biases: none of what is frozen or absent
         with compute_span(stream.trace, "weight gradients"):
-            wanted = ctx.needs_input_grad[2:]  # not those of frozen weights
-            grad_weights = [rows(g).t() @ rows(x_BSD) if want else None for g, want in zip(grads_BSf, wanted)]
-            grad_biases = [rows(g).sum(0) if has_bias else None for g, has_bias in zip(grads_BSf, ctx.has_bias)]
+            grad_weights = [rows(grad).t() @ rows(x_BSD) if want else None for grad, want in zip(grads_BSf, wanted)]
+            grad_biases = [rows(grad).sum(0) if want else None for grad, want in zip(grads_BSf, wanted[len(weights) :])]
         return summing.wait(), None, *grad_weights, *grad_biases
 
 

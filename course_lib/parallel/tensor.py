@@ -104,11 +104,11 @@ def check_shardable(model: nn.Module, group: Group) -> None:
         raise ValueError(f"family is {config.family!r}; tensor parallelism here knows {', '.join(FAMILIES)}")
     N, K = config.num_heads, config.num_kv_heads
     fitting = [size for size in range(1, N + 1) if N % size == 0 and (K % size == 0 or size % K == 0)]
-    if tp_size not in fitting:
-        raise ValueError(
-            f"num_heads ({N}) must be divisible by tp ({tp_size}), and num_kv_heads ({K}) must divide it or be divided "
-            f"by it; choose tp from {', '.join(map(str, fitting))}"
-        )
+    advice = f"choose tp from {', '.join(map(str, fitting))}"
+    if N % tp_size:
+        raise ValueError(f"num_heads ({N}) must be divisible by tp ({tp_size}); {advice}")
+    if K % tp_size and tp_size % K:
+        raise ValueError(f"num_kv_heads ({K}) must be divisible by tp ({tp_size}), or divide it; {advice}")
     for field in ("d_ff", "vocab_size"):
         if min(piece_sizes(getattr(config, field), tp_size)) == 0:
             raise ValueError(f"{field} ({getattr(config, field)}) leaves a rank of tp ({tp_size}) with none; use fewer")
