@@ -10,11 +10,14 @@ import torch
 
 matplotlib.use("Agg")
 
+from course_lib import model
 from course_lib.config import preset
 from course_lib.hardware import gpu
+from course_lib.launch import launch
 from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.memory.zero import padded, zero_bytes_per_parameter, zero_gathered_bytes
-from course_lib.plots import curves, matrices, regions, sharding
+from course_lib.parallel import zero
+from course_lib.plots import curves, matrices, regions, sharding, timeline
 
 BYTES = {"parameters": 2, "gradients": 2, "optimizer": 12}
 SHAPE = {"tokens": 6, "d_model": 8, "d_ff": 10}
@@ -69,6 +72,32 @@ def test_two_units_are_whole_at_most_and_the_next_is_the_one_gathered_ahead():
     assert {len(step.alive) for step in sharding.gather_steps(4, prefetch=False)} == {1}
     units = [100, 70, 70, 90]
     assert sharding.most_alive_bytes(steps, [2 * u for u in units]) == zero_gathered_bytes(units, 3, 1)
+
+
+def _what_is_whole():
+    """(phase, unit, units that are whole) as an engine of stage 3 has it, whenever a unit's turn begins."""
+    group, seen = torch.distributed.group.WORLD, []
+    engine = zero.build(model.build(preset("toy")), group, stage=3)
+
+    def note(phase, unit):
+        seen.append((phase, unit, tuple(index for index, flat in enumerate(engine.flats) if flat.is_whole)))
+
+    def enter(unit, enter_backward=engine._before_backward):
+        enter_backward(unit)
+        note("backward", unit)
+
+    for unit, (_, modules) in enumerate(engine.units):
+        modules[0].register_forward_pre_hook(lambda module, args, unit=unit: note("forward", unit))
+    engine._before_backward = enter
+    x_BS = torch.arange(16).view(1, 16)
+    zero.accumulate_gradients(engine, [(x_BS, x_BS + 1)])
+    return seen
+
+
+def test_the_drawn_units_are_those_that_are_whole_when_stage_3_runs():
+    drawn = sharding.gather_steps(preset("toy").num_layers + 2)
+    for seen in launch(_what_is_whole, 2):
+        assert seen == [(step.phase, step.computing, step.alive) for step in drawn]
 
 
 # ---------------------------------------------------------------- tensor parallel
@@ -187,6 +216,9 @@ PICTURES = {
     "vocabulary": lambda: matrices.show_vocabulary(),
     "regions": lambda: regions.show_regions(preset("gpt3-175b")),
     "regions with scores": lambda: regions.show_regions(preset("gpt2"), 4, 1024, 2, ("tp", "tp+sp"), True, False),
+    "step times": lambda: timeline.show_step_times(
+        {"tp 1": (0.5, 0.0), "tp 8": (0.06, 0.03), "tp 32": (0.02, 0.05)}, "t"
+    ),
     "throughput": lambda: curves.show_curves(MODELS, PUBLISHED, "t", "GPUs", "tokens per second and GPU"),
 }
 

@@ -228,7 +228,9 @@ def draw_budgets(
         bbox_transform=axes.transAxes,
         ncol=len(shown),
         borderaxespad=4.2,
-        columnspacing=1.2,
+        columnspacing=1.0,
+        handlelength=1.5,
+        handletextpad=0.5,
     )
 
 

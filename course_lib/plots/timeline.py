@@ -1,9 +1,10 @@
 """Who is busy when: compute and communication of each rank, and the communication that nothing hides."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
 
 from course_lib.plots.palette import COMMUNICATION_COLOR, COMPUTE_COLOR, EXPOSED_COLOR, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, show_seconds, style, time_unit_for
@@ -174,4 +175,40 @@ def show_overlap(spans: Sequence, title: str = "Computation and communication of
                 axes.set_xlabel("")
             axes.tick_params(labelbottom=True)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        finish(figure)
+
+
+# ---------------------------------------------------------------- the same step under several layouts
+
+
+def draw_step_times(axes, seconds: Mapping[str, tuple[float, float]]) -> None:
+    """A bar for each label, `{label: (computing, waiting for communication)}`, with its share of communication."""
+    longest = max(sum(both) for both in seconds.values())
+    unit = time_unit_for(longest)
+    scale = TIME_UNITS[unit]
+    for row, (compute_s, comm_s) in enumerate(seconds.values()):
+        look = {"height": 0.66, "edgecolor": "white", "linewidth": 0.8}
+        axes.barh(row, compute_s / scale, color=COMPUTE_COLOR, **look)
+        axes.barh(row, comm_s / scale, left=compute_s / scale, color=COMMUNICATION_COLOR, hatch="////", **look)
+        whole_s = compute_s + comm_s
+        share = f" {show_seconds(whole_s)}, {100 * comm_s / whole_s:.0f} % communication"
+        axes.text(whole_s / scale, row, share, va="center", fontsize=9)
+    axes.set_yticks(range(len(seconds)), list(seconds))
+    axes.tick_params(axis="y", length=0)
+    axes.set(
+        xlim=(0, longest / scale * 1.22), ylim=(len(seconds) - 0.4, -0.6), xlabel=f"modelled time of one step ({unit})"
+    )
+    handles = [
+        Patch(facecolor=COMPUTE_COLOR, label="computing"),
+        Patch(facecolor=COMMUNICATION_COLOR, hatch="////", edgecolor="white", label="waiting for communication"),
+    ]
+    axes.legend(handles=handles, loc="lower right")
+
+
+def show_step_times(seconds: Mapping[str, tuple[float, float]], title: str) -> None:
+    """Show modelled steps side by side: `{label: (seconds computing, seconds waiting for communication)}`."""
+    with style():
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.0 + 0.34 * len(seconds)))
+        draw_step_times(axes, seconds)
+        axes.set_title(title)
         finish(figure)

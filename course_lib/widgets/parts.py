@@ -11,6 +11,7 @@ from io import BytesIO
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
+from course_lib.plots.comparison import comparison_pairs, draw_comparison
 from course_lib.plots.style import FULL_WIDTH_IN, style
 
 LABEL = {"description_width": "110px"}
@@ -20,9 +21,17 @@ WIDGET_DPI = 110  # the page stretches the picture to its width
 
 def figure_png(draw: Callable, height_in: float, width_in: float = FULL_WIDTH_IN) -> bytes:
     """Draw with `draw(axes)` and return the picture as PNG. No pyplot, so nothing stays open."""
+    return stacked_png([(draw, height_in)], width_in)
+
+
+def stacked_png(drawings: Sequence[tuple[Callable, float]], width_in: float = FULL_WIDTH_IN) -> bytes:
+    """Several `(draw, height in inches)`, one below the other, as one PNG."""
+    heights = [height_in for _, height_in in drawings]
     with style():
-        figure = Figure(figsize=(width_in, height_in))
-        draw(figure.subplots())
+        figure = Figure(figsize=(width_in, sum(heights)))
+        panels = figure.subplots(len(drawings), 1, squeeze=False, height_ratios=heights)
+        for axes, (draw, _) in zip(panels[:, 0], drawings):
+            draw(axes)
         buffer = BytesIO()
         figure.savefig(buffer, format="png", dpi=WIDGET_DPI)
     return buffer.getvalue()
@@ -95,3 +104,49 @@ def panel(controls: Sequence[widgets.Widget], *below: widgets.Widget) -> widgets
     half = -(-len(controls) // 2)
     columns = [widgets.VBox(list(controls[:half])), widgets.VBox(list(controls[half:]))]
     return widgets.VBox([widgets.HBox(columns, layout=widgets.Layout(flex_flow="row wrap")), *below])
+
+
+def comparison_png(rows: Sequence) -> bytes:
+    """Predicted beside measured, row by row, as PNG."""
+    pairs = comparison_pairs(rows)
+    return figure_png(lambda axes: draw_comparison(axes, pairs), 1.0 + 0.45 * len(pairs))
+
+
+def measured_panel(
+    controls: Sequence[widgets.Widget],
+    predict: Callable[[], tuple[bytes, str]],
+    measure: Callable[[], tuple[bytes, str]],
+    tooltip: str,
+) -> widgets.VBox:
+    """Controls, a picture and a line that follow them, and a button that lays what is measured on what is predicted.
+
+    `predict` and `measure` return (PNG, HTML). A new choice takes the measurement away: it was of another one.
+    """
+    button = widgets.Button(description="Measure", tooltip=tooltip, button_style="info")
+    image, text, pairs, result_text = picture(), widgets.HTML(), picture(), widgets.HTML()
+
+    def show_in(place: widgets.Image, message: widgets.HTML, made: Callable[[], tuple[bytes, str]]) -> None:
+        def fill() -> None:
+            png, html = made()
+            set_picture(place, png)
+            note(message, html)
+
+        if not attempt(message, fill):
+            set_picture(place, None)
+
+    def update() -> None:
+        set_picture(pairs, None)
+        note(result_text, "")
+        show_in(image, text, predict)
+
+    def pressed(button: widgets.Button) -> None:
+        button.disabled = True
+        note(result_text, "measuring ...")
+        try:
+            show_in(pairs, result_text, measure)
+        finally:
+            button.disabled = False
+
+    button.on_click(pressed)
+    follow(controls, update)
+    return panel(controls, text, image, button, result_text, pairs)

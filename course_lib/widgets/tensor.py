@@ -1,0 +1,180 @@
+"""The explorer of tensor and sequence parallelism: memory of one GPU, and the share of a step that is communication."""
+
+from dataclasses import dataclass, replace
+from html import escape
+
+import ipywidgets as widgets
+
+from course_lib.config import PRESETS, ModelConfig, preset
+from course_lib.hardware import GPUS, LINKS, gpu, link
+from course_lib.memory.formulas import Budget
+from course_lib.memory.sharded import sharded_budget
+from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
+from course_lib.plots.style import show_bytes, show_seconds
+from course_lib.plots.timeline import draw_step_times
+from course_lib.sharded_profile import ShardedComparison, measure_tensor
+from course_lib.sharded_timing import Cluster, TensorParallelStep, tensor_parallel_step
+from course_lib.traffic import sent_bytes, tensor_parallel_calls
+from course_lib.widgets import parts
+
+ASSUMED_MFU = 0.4  # of one GPU while it computes; published good runs on H100 reach 0.4 to 0.5
+GPUS_PER_NODE = 8
+LARGEST_TP = 64
+MODES = [("TP", "tp"), ("TP + SP", "tp+sp"), ("TP + SP, gathered again in backward", "tp+sp regather")]
+RECOMPUTE = ["none", "selective", "full"]
+MEASURED_RANKS = 4  # at most: they share this machine's cores
+
+
+@dataclass(frozen=True)
+class TensorChoice:
+    """What the controls say; `inside` and `between` are keys of LINKS: within a node, and between nodes."""
+
+    model: str = "llama-3.1-8b"
+    tp: int = 8
+    mode: str = "tp+sp"
+    seq_len: int = 4096
+    batch_size: int = 1
+    recompute: str = "none"
+    gpu_key: str = "h100"
+    inside: str = "nvlink4"
+    between: str = "efa"
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.mode != "tp"
+
+    @property
+    def regather(self) -> bool:
+        return self.mode == "tp+sp regather"
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """What the explorer shows: bytes are predicted, seconds modelled, nothing is measured."""
+
+    budget: Budget
+    bars: list[BudgetBar]
+    limits_bytes: dict[str, int]
+    sent_bytes: int  # by one GPU in a step of one micro-batch
+    steps: dict[int, TensorParallelStep]  # by tp: the chosen one, and the others that the model's heads allow
+    title: str
+    text: str
+
+
+def explore_tensor(chosen: TensorChoice) -> TensorView:
+    """Turn choices into what is shown.
+
+    Assumes: computing at ASSUMED_MFU of the GPU's peak; nodes of 8 GPUs, filled one after the other; communication
+    waits for nothing and nothing hides it; BF16 with FP32 masters; the optimizer's time is left out.
+
+    Raises   ValueError if the model's heads do not divide, or the sequence is longer than the model reads
+    """
+    config = preset(chosen.model)
+    needed = _budget(chosen)
+    limits = gpu_limits([gpu(chosen.gpu_key)])
+    labelled = {"one GPU": _budget(replace(chosen, tp=1, mode="tp"))}
+    if chosen.sequence_parallel:
+        labelled[f"TP {chosen.tp}"] = _budget(replace(chosen, mode="tp"))
+    labelled[f"TP {chosen.tp}" + (" + SP" if chosen.sequence_parallel else "")] = needed
+    bars = budget_bars(labelled, limits)
+    how = (chosen.sequence_parallel, chosen.regather, chosen.recompute)
+    sent = sent_bytes(tensor_parallel_calls(config, chosen.batch_size, chosen.seq_len, chosen.tp, *how))
+    cluster = Cluster(gpu(chosen.gpu_key), link(chosen.inside), link(chosen.between), GPUS_PER_NODE)
+    steps = {
+        tp: tensor_parallel_step(config, chosen.batch_size, chosen.seq_len, tp, cluster, ASSUMED_MFU, *how)
+        for tp in possible_tp(config)
+    }
+    view = TensorView(needed, bars, limits, sent, steps, "", "")
+    return replace(view, title=_title(chosen, view), text=describe_tensor(chosen, view))
+
+
+def possible_tp(config: ModelConfig) -> list[int]:
+    """The powers of two up to LARGEST_TP into which the model's heads can be dealt out."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    sizes = [2**power for power in range(LARGEST_TP.bit_length())]
+    return [tp for tp in sizes if heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)]
+
+
+def step_times(view: TensorView) -> dict[str, tuple[float, float]]:
+    """`{label: (seconds computing, seconds waiting for communication)}` for the picture."""
+    return {f"tp {tp}": (step.compute_s, step.comm_s - step.hidden_s) for tp, step in view.steps.items()}
+
+
+def _budget(chosen: TensorChoice) -> Budget:
+    return sharded_budget(
+        preset(chosen.model),
+        chosen.batch_size,
+        chosen.seq_len,
+        recompute=chosen.recompute,
+        tp=chosen.tp,
+        sequence_parallel=chosen.sequence_parallel,
+        regather=chosen.regather,
+    )
+
+
+def _title(chosen: TensorChoice, view: TensorView) -> str:
+    fits = "fits" if view.bars[-1].fits else "does not fit"
+    share = f"{100 * view.steps[chosen.tp].comm_share:.0f} %"
+    return f"{view.bars[-1].label} {fits} on {gpu(chosen.gpu_key).name}; modelled: {share} communication"
+
+
+def describe_tensor(chosen: TensorChoice, view: TensorView) -> str:
+    """What each GPU holds and sends, and what a step takes by the model."""
+    kept = view.budget.activations + view.budget.logits
+    step = view.steps[chosen.tp]
+    nodes = -(-chosen.tp // GPUS_PER_NODE)
+    way = (
+        link(chosen.inside).name
+        if nodes == 1
+        else f"{link(chosen.inside).name}, and {link(chosen.between).name} between {nodes} nodes"
+    )
+    return (
+        f"Predicted: {show_bytes(view.bars[-1].total_bytes)} a GPU, {show_bytes(kept)} of it activations; one GPU "
+        f"alone would need {show_bytes(view.bars[0].total_bytes)}. A step of one micro-batch sends "
+        f"{show_bytes(view.sent_bytes)} from each GPU over {way}. Modelled, not measured: "
+        f"{show_seconds(step.compute_s)} computing at {100 * ASSUMED_MFU:.0f} % of the peak, "
+        f"{show_seconds(step.comm_s)} communicating, "
+        f"{step.tokens_per_s_per_gpu:,.0f} tokens per second and GPU."
+    )
+
+
+def measure_tensor_choice(chosen: TensorChoice) -> ShardedComparison:
+    """Train a toy for real under the chosen parallelism, and lay measured on predicted."""
+    ranks = min(chosen.tp, MEASURED_RANKS)
+    return measure_tensor(ranks, chosen.sequence_parallel, chosen.regather, recompute=chosen.recompute)
+
+
+def tensor_explorer(start: TensorChoice | None = None) -> widgets.VBox:
+    """Sliders over model, tp, SP, sequence, GPU and links, and a button that measures a toy on real ranks."""
+    start = start or TensorChoice()
+    links = [(known.name, key) for key, known in LINKS.items() if key != "nvme"]
+    fields = {
+        "model": parts.choice("model", PRESETS, start.model),
+        "tp": parts.slider("tp", parts.powers_of_two(1, LARGEST_TP), start.tp),
+        "mode": parts.choice("parallelism", MODES, start.mode),
+        "seq_len": parts.slider("sequence", parts.powers_of_two(64, 131_072), start.seq_len),
+        "batch_size": parts.slider("micro-batch", parts.powers_of_two(1, 64), start.batch_size),
+        "recompute": parts.choice("recomputation", RECOMPUTE, start.recompute),
+        "gpu_key": parts.choice("GPU", [(known.name, key) for key, known in GPUS.items()], start.gpu_key),
+        "inside": parts.choice("inside a node", links, start.inside),
+        "between": parts.choice("between nodes", links, start.between),
+    }
+
+    def draw(chosen: TensorChoice) -> tuple[bytes, str]:
+        view = explore_tensor(chosen)
+        draw_bars = lambda axes: draw_budgets(axes, view.bars, view.limits_bytes, "GB", view.title)  # noqa: E731
+        times = step_times(view)
+        below = 1.0 + 0.3 * len(times)
+        drawings = [(draw_bars, 1.9 + 0.55 * len(view.bars)), (lambda axes: draw_step_times(axes, times), below)]
+        return parts.stacked_png(drawings), escape(view.text)
+
+    def current() -> TensorChoice:
+        return TensorChoice(**{name: control.value for name, control in fields.items()})
+
+    def measured(chosen: TensorChoice) -> tuple[bytes, str]:
+        result = measure_tensor_choice(chosen)
+        return parts.comparison_png(result.rows), escape(str(result))
+
+    return parts.measured_panel(
+        list(fields.values()), lambda: draw(current()), lambda: measured(current()), "train a toy on real ranks"
+    )

@@ -1,0 +1,163 @@
+"""The ZeRO explorer: what one GPU of many holds at each stage, what waits elsewhere, and what a step sends."""
+
+from dataclasses import dataclass, replace
+from html import escape
+
+import ipywidgets as widgets
+
+from course_lib.config import PRESETS, preset
+from course_lib.hardware import GPUS, gpu, link
+from course_lib.memory.formulas import RECIPES, Budget, count_parameters
+from course_lib.memory.sharded import sharded_budget
+from course_lib.memory.zero import Offload, offload_link_bytes, zero_state_bytes, zero_units
+from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
+from course_lib.plots.style import show_bytes, show_seconds
+from course_lib.sharded_profile import ShardedComparison, measure_zero
+from course_lib.sharded_timing import offload_s
+from course_lib.traffic import sent_bytes, zero_calls
+from course_lib.widgets import parts
+
+OFFLOADS = {
+    "none": Offload(),
+    "optimizer on the CPU": Offload(optimizer="host"),
+    "optimizer on disk": Offload(optimizer="disk"),
+    "optimizer, parameters on the CPU": Offload(optimizer="host", parameters="host"),
+    "optimizer, parameters on disk": Offload(optimizer="disk", parameters="disk"),
+}
+PCIE, DISK = "pcie4", "nvme"  # each GPU has its own way to the host; a drive is the node's
+GPUS_PER_NODE = 8
+RECOMPUTE = ["none", "selective", "full"]
+MEASURED_RANKS = 4  # at most: they share this machine's cores
+
+
+@dataclass(frozen=True)
+class ZeroChoice:
+    """What the controls say; `batch_size` is one GPU's micro-batch."""
+
+    model: str = "llama-3.1-8b"
+    dp_size: int = 8
+    gpu_key: str = "h100"
+    stage: int = 3
+    recipe: str = "bf16-master"
+    offload: str = "none"
+    batch_size: int = 1
+    seq_len: int = 4096
+    recompute: str = "none"
+
+
+@dataclass(frozen=True)
+class ZeroView:
+    """What the explorer shows, all predicted: bytes of one GPU, beside plain data parallelism, and of one step."""
+
+    budget: Budget
+    bars: list[BudgetBar]
+    limits_bytes: dict[str, int]
+    sent_bytes: int  # by one GPU in a step of one micro-batch
+    trips: float  # the same in units of the parameters' bytes, times (N - 1) / N
+    link_bytes: dict[str, int]  # by one GPU over PCIe and to disk, one way each
+    offload_s: float  # modelled: one crossing after the other
+    title: str
+    text: str
+
+
+def explore_zero(chosen: ZeroChoice) -> ZeroView:
+    """Turn choices into what is shown.
+
+    Raises   ValueError if parameters are to be offloaded before stage 3, or the sequence is longer than the model reads
+    """
+    config, offload, recipe = preset(chosen.model), OFFLOADS[chosen.offload], RECIPES[chosen.recipe]
+    needed, plain = _budget(chosen), _budget(replace(chosen, stage=0, offload="none"))
+    limits = gpu_limits([gpu(chosen.gpu_key)])
+    bars = budget_bars({"plain DP": plain, f"stage {chosen.stage}": needed}, limits)
+    units = zero_units(config, chosen.stage, recipe.param_bytes)
+    sent = sent_bytes(zero_calls(units, chosen.stage, chosen.dp_size, recipe))
+    one_trip = count_parameters(config) * recipe.param_bytes * (chosen.dp_size - 1) / chosen.dp_size
+    shards = zero_state_bytes(units, chosen.stage, chosen.dp_size, recipe)
+    moved = offload_link_bytes(shards, offload)
+    seconds = offload_s(moved, PCIE, DISK, ranks_per_drive=min(chosen.dp_size, GPUS_PER_NODE))
+    view = ZeroView(needed, bars, limits, sent, sent / one_trip if one_trip else 0.0, moved, seconds, "", "")
+    return replace(view, title=_title(chosen, view), text=describe_zero(chosen, view))
+
+
+def _budget(chosen: ZeroChoice) -> Budget:
+    return sharded_budget(
+        preset(chosen.model),
+        chosen.batch_size,
+        chosen.seq_len,
+        chosen.recipe,
+        recompute=chosen.recompute,
+        zero_stage=chosen.stage,
+        dp_size=chosen.dp_size,
+        offload=OFFLOADS[chosen.offload],
+    )
+
+
+def _title(chosen: ZeroChoice, view: ZeroView) -> str:
+    fits = "fits" if view.bars[1].fits else "does not fit"
+    gpus = f"{chosen.dp_size:,} GPUs" if chosen.dp_size > 1 else "1 GPU"
+    return f"{chosen.model}, stage {chosen.stage} on {gpus}: {fits} on {gpu(chosen.gpu_key).name}"
+
+
+def describe_zero(chosen: ZeroChoice, view: ZeroView) -> str:
+    """What each GPU holds, what waits elsewhere, and what a step moves; seconds are modelled."""
+    states = view.budget.states_bytes
+    lines = [
+        f"Predicted: {show_bytes(view.bars[1].total_bytes)} a GPU, {show_bytes(states)} of it states; "
+        f"plain data parallelism {show_bytes(view.bars[0].total_bytes)}.",
+        f"A step sends {show_bytes(view.sent_bytes)} from each GPU: {view.trips:.2f} times the parameters, "
+        f"times (N − 1) / N."
+        if view.trips
+        else "One GPU alone sends nothing.",
+    ]
+    for place, size in view.budget.elsewhere.items():
+        name = "In the host's memory" if place == "host" else "On disk"
+        lines.append(f"{name}: {show_bytes(size)} for each GPU, {show_bytes(size * chosen.dp_size)} for all.")
+    if any(view.link_bytes.values()):
+        moved = ", ".join(f"{name} {show_bytes(size)}" for name, size in view.link_bytes.items() if size)
+        lines.append(
+            f"A step of one GPU moves: {moved}; modelled {show_seconds(view.offload_s)}, one after the other, over "
+            f"{link(PCIE).name} and a drive ({link(DISK).name}) for each node of {GPUS_PER_NODE} GPUs."
+        )
+    return " ".join(lines)
+
+
+def measure_zero_choice(chosen: ZeroChoice) -> ShardedComparison:
+    """Train a toy for real at the chosen stage and precision, and lay measured on predicted.
+
+    Raises   ValueError if states are to be offloaded, or the precision cannot be run here
+    """
+    if chosen.offload != "none":
+        raise ValueError("offload is not measured here; choose offload none (chapter 04 measures it)")
+    return measure_zero(chosen.stage, min(chosen.dp_size, MEASURED_RANKS), chosen.recipe, recompute=chosen.recompute)
+
+
+def zero_explorer(start: ZeroChoice | None = None) -> widgets.VBox:
+    """Sliders over model, GPUs, stage, precision and offload, and a button that measures a toy on real ranks."""
+    start = start or ZeroChoice()
+    fields = {
+        "model": parts.choice("model", PRESETS, start.model),
+        "stage": parts.slider("ZeRO stage", [(f"{stage}", stage) for stage in range(4)], start.stage),
+        "dp_size": parts.slider("GPUs", parts.powers_of_two(1, 1024), start.dp_size),
+        "gpu_key": parts.choice("GPU", [(known.name, key) for key, known in GPUS.items()], start.gpu_key),
+        "recipe": parts.choice("precision", RECIPES, start.recipe),
+        "offload": parts.choice("offload", OFFLOADS, start.offload),
+        "batch_size": parts.slider("micro-batch", parts.powers_of_two(1, 64), start.batch_size),
+        "seq_len": parts.slider("sequence", parts.powers_of_two(64, 131_072), start.seq_len),
+        "recompute": parts.choice("recomputation", RECOMPUTE, start.recompute),
+    }
+
+    def draw(chosen: ZeroChoice) -> tuple[bytes, str]:
+        view = explore_zero(chosen)
+        draw_bars = lambda axes: draw_budgets(axes, view.bars, view.limits_bytes, "GB", view.title)  # noqa: E731
+        return parts.figure_png(draw_bars, 3.0), escape(view.text)
+
+    def current() -> ZeroChoice:
+        return ZeroChoice(**{name: control.value for name, control in fields.items()})
+
+    def measured(chosen: ZeroChoice) -> tuple[bytes, str]:
+        result = measure_zero_choice(chosen)
+        return parts.comparison_png(result.rows), escape(str(result))
+
+    return parts.measured_panel(
+        list(fields.values()), lambda: draw(current()), lambda: measured(current()), "train a toy on real ranks"
+    )
