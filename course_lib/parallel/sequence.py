@@ -1,0 +1,146 @@
+"""Sequence parallelism on top of tensor parallelism: what that leaves whole on every rank is cut along the sequence.
+
+Between a row and the next column stand dropout, residual sum and norm. Tensor parallelism does them on every rank with
+the same B S D numbers. But they treat each token by itself, so here a rank does them for its own tokens, x_BsD:
+
+    region                    tensor parallel (WholeStream)    with sequence parallel (ShardedStream)
+    enter, into columns       x_BSD as it is                   x_BsD, all-gather to x_BSD
+    between column and row    heads or features cut, all S     the same
+    leave, out of a row       all-reduce, y_BSD                reduce-scatter, y_BsD
+    norm, dropout, residual   x_BSD, the same on every rank    x_BsD, my tokens
+    backward                  leave nothing, enter all-reduce  leave all-gather, enter reduce-scatter
+
+An all-reduce is a reduce-scatter and then an all-gather: the same bytes on the wire, in twice the calls.
+
+Two things change with it. A weight used for my tokens alone (norms, biases behind a row, learned positions) gets the
+gradient of my tokens alone: `accumulate_gradients` sums those over the group, once a step. Forget it and nothing fails:
+ranks that should hold one norm hold several. And dropout of the stream must draw other numbers on every rank.
+
+What columns keep for their weights' gradients is a choice:
+
+    regather=False    their whole input, x_BSD: no tensor parallelism's bytes more on the wire
+    regather=True     my tokens of it, x_BsD: one more all-gather for each in backward. Korthikanti's 34 s b h / t
+
+Source   Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course_lib.conjugate import (
+    Group,
+    InFlight,
+    gather_in,
+    my_piece,
+    scatter_sum,
+    start_gather,
+    start_reduce_scatter,
+)
+from course_lib.parallel import tensor
+from course_lib.parallel.data import MicroBatches, Trace, compute_span
+from course_lib.parallel.linear import traced
+from course_lib.parallel.tensor import clip_gradients, full_gradients, full_parameters, loss_of, make_optimizer
+
+__all__ = [
+    "ShardedStream", "accumulate_gradients", "build", "clip_gradients", "full_gradients", "full_parameters", "loss_of",
+    "make_optimizer", "step",
+]  # fmt: skip
+
+SEQUENCE = 1  # the dimension of x_BSD that is cut
+
+
+@dataclass
+class ShardedStream:
+    """The activations between blocks, each rank with its own tokens: ceil(S / tp) of them, the last ranks with fewer.
+
+    Shapes   enter: x_BsD -> x_BSD; leave: x_BSD_partial -> x_BsD
+    """
+
+    group: Group
+    regather: bool = False
+    trace: Trace | None = None
+    seq_len: int = 0  # S of the micro-batch at work; a shard does not tell. The embedding is the first to leave
+    overlap = True  # the columns' own backward is what can gather again
+
+    def enter(self, x_BsD: Tensor) -> Tensor:
+        return gather_in(x_BsD, self.group, SEQUENCE, self.seq_len)
+
+    def leave(self, x_BSD_partial: Tensor) -> Tensor:
+        self.seq_len = x_BSD_partial.shape[SEQUENCE]
+        return scatter_sum(x_BSD_partial, self.group, SEQUENCE)
+
+    def start_enter(self, x_BsD: Tensor) -> InFlight:
+        start = partial(start_gather, x_BsD, self.group, SEQUENCE, self.seq_len)
+        return traced(start, "gather tokens", self.trace)
+
+    def start_sum(self, x_BSD_partial: Tensor) -> InFlight:
+        start = partial(start_reduce_scatter, x_BSD_partial, self.group, SEQUENCE)
+        return traced(start, "sum of input gradients", self.trace)
+
+
+class MyPositions(nn.Module):
+    """Learned positions of my tokens. The table is whole on every rank.
+
+    Shapes   positions_S -> x_sD
+    """
+
+    def __init__(self, positions: nn.Embedding, group: Group):
+        super().__init__()
+        self.weight, self.group = positions.weight, group
+
+    def forward(self, positions_S: Tensor) -> Tensor:
+        positions_s = my_piece(positions_S, self.group.rank(), self.group.size(), dim=0)
+        return F.embedding(positions_s, self.weight)
+
+
+def build(model: nn.Module, group: Group, regather: bool = False, trace: Trace | None = None) -> nn.Module:
+    """Cuts the model's matrices and its stream in place, and returns it. Every rank brings the same weights.
+
+    Every rank is given all tokens_BS, and gives logits_BSv, its part of the vocabulary.
+
+    Bytes    with dropout, a seed that the group then shares; otherwise none
+    Raises   ValueError if model or group cannot be cut so, before anything is sent or changed
+    """
+    tensor.check_shardable(model, group)
+    tensor.shard_model(model, ShardedStream(group, regather, trace))
+    if model.config.family == "gpt":
+        model.positions = MyPositions(model.positions, group)
+    if model.config.dropout > 0:
+        tensor.share_seed(group)
+        for dropout in [model.dropout, *(block.dropout for block in model.blocks)]:
+            dropout.forward = tensor.with_rank_rng(dropout.forward, group)
+    return model
+
+
+def of_my_tokens(engine: nn.Module) -> list[nn.Parameter]:
+    """The parameters whose gradient is of my tokens alone: all that are not cut."""
+    cuts = tensor.cuts_of(engine)
+    return [param for name, param in engine.named_parameters() if name not in cuts and param.requires_grad]
+
+
+def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
+    """Leaves each rank's part of the gradient in `.grad`; returns the mean loss. All ranks bring the same tokens.
+
+    Bytes    besides those of enter and leave: one all-reduce of the parameters that are not cut
+    """
+    loss = tensor.accumulate_gradients(engine, micro_batches)
+    if params := of_my_tokens(engine):
+        tensor.sum_gradients(params, engine.stream.group)
+    return loss
+
+
+def step(
+    engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
+) -> Tensor:
+    """One training step; returns the mean loss."""
+    loss = accumulate_gradients(engine, micro_batches)
+    if clip_norm is not None:
+        clip_gradients(engine, clip_norm)
+    with compute_span(engine.stream.trace, "optimizer"):
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss
