@@ -60,6 +60,7 @@ A file imports from its own part and from the parts above it, never from one bel
     native/zero.py         FSDP2, ZeroRedundancyOptimizer, and Accelerate on top
 5. Time and clusters without hardware
     export.py              the choices of a run as configs of Accelerate and DeepSpeed
+    sharded_profile.py     a toy on real ranks: bytes held and sent beside the formulas
 6. What people see
     plots/__init__.py      pictures from plain records
     plots/palette.py       one colour for one kind of memory and one mesh axis
@@ -72,12 +73,17 @@ A file imports from its own part and from the parts above it, never from one bel
     plots/timeline.py      compute and communication side by side
     plots/curves.py        a model as a line, what was measured and published as points
     plots/ladder.py        one measure after another, and what each gains
+    plots/sharding.py      who holds what under ZeRO: pieces, flat shards, units whole for a moment
+    plots/matrices.py      matrices cut by column and row, heads by rank, a vocabulary by rows
+    plots/regions.py       a block as a strip of regions: what is cut where, and what crosses borders
     widgets/__init__.py    sliders on the same pictures
     widgets/parts.py       the pieces that every explorer is made of
     widgets/collectives.py message, ranks, link, and the time they take
     widgets/memory.py      a model, how it is trained, and the GPUs that hold it
     widgets/precision.py   what a format makes of a weight and of an update
     widgets/data_parallel.py batch, step time, and communication left uncovered
+    widgets/zero.py        stages, offload and precision: what a GPU holds and sends
+    widgets/tensor.py      tp, SP and links: memory, and the share of communication
 7. For learners, and for those who maintain the course
     checks/__init__.py     the graders of the exercises, a file a chapter
     checks/core.py         fresh numbers, real ranks, named misconceptions

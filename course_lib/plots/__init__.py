@@ -6,7 +6,10 @@ memory.py        show_memory_timeline, show_budgets
 ladder.py        show_ladder
 collectives.py   show_collective, show_ring_all_reduce
 mesh.py          show_mesh
-timeline.py      show_overlap
+timeline.py      show_overlap, show_step_times
 curves.py        show_bandwidth, show_throughput, show_alpha_beta, show_curves
 formats.py       show_float_formats
+sharding.py      show_zero_stages, show_stages, show_flat_shards, show_gathered
+matrices.py      show_linear_pair, show_heads, show_vocabulary
+regions.py       show_regions
 """

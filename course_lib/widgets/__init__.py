@@ -4,6 +4,8 @@ memory_explorer       what training needs, against GPUs; measured on a small mod
 collective_explorer   alpha-beta time of a collective
 precision_explorer    what each number format makes of a weight and its update
 dp_explorer           batch, step time and exposed communication of data parallelism
+zero_explorer         what each stage of ZeRO leaves on a GPU, what it sends, what offload moves; measured on a toy
+tensor_explorer       tensor and sequence parallelism: memory, and the share of communication; measured on a toy
 """
 
 try:
@@ -18,5 +20,14 @@ from course_lib.widgets.collectives import collective_explorer
 from course_lib.widgets.data_parallel import dp_explorer
 from course_lib.widgets.memory import memory_explorer
 from course_lib.widgets.precision import precision_explorer
+from course_lib.widgets.tensor import tensor_explorer
+from course_lib.widgets.zero import zero_explorer
 
-__all__ = ["collective_explorer", "dp_explorer", "memory_explorer", "precision_explorer"]
+__all__ = [
+    "collective_explorer",
+    "dp_explorer",
+    "memory_explorer",
+    "precision_explorer",
+    "tensor_explorer",
+    "zero_explorer",
+]
