@@ -7,7 +7,7 @@
 
 P counts padding; gradients are sent in `grad_dtype`. Stage 0 is plain data parallelism (parallel/data.py), whose
 all-reduce sends 2 P, being a reduce-scatter and an all-gather. Stage 1 puts the optimizer's step between the two and
-gathers what the step made: no byte more. Where the all-reduce stays, and parameters are shared after it, stage 1 costs 3 P.
+gathers what the step made: no byte more. Where the all-reduce stays and parameters are shared on top, it costs 3 P.
 
     engine = build(model, group, stage=2)                   # changes the model in place
     optimizer = make_optimizer(engine)                      # over this rank's shards
