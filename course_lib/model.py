@@ -52,7 +52,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, grad_BSD):
         x_BSD, weight_D, inverse_rms_BS1 = ctx.saved_tensors
         x_hat_BSD = x_BSD.to(inverse_rms_BS1.dtype) * inverse_rms_BS1
-        grad_weight_D = (grad_BSD * x_hat_BSD).flatten(0, -2).sum(0).to(weight_D.dtype)
+        grad_weight_D = (grad_BSD * x_hat_BSD).sum(tuple(range(grad_BSD.dim() - 1))).to(weight_D.dtype)
         grad_x_hat_BSD = grad_BSD * weight_D.to(x_hat_BSD.dtype)
         along_x_BS1 = (grad_x_hat_BSD * x_hat_BSD).mean(-1, keepdim=True)
         grad_x_BSD = inverse_rms_BS1 * (grad_x_hat_BSD - x_hat_BSD * along_x_BS1)
