@@ -138,6 +138,8 @@ def tensor_parallel_calls(
     SP   each all-reduce becomes a reduce-scatter and, where the sequence is needed whole again, an all-gather: the
          same bytes in twice the calls. With `regather` backward gathers each saved input once more.
     The loss sums per-token numbers: the largest logit, the sum of exponentials, the target's logit, in FP32.
+    Full recomputation repeats a layer's forward up to the last tensor that backward needs: without dropout behind the
+    MLP its last sum is left out.
     Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2
     """
     narrow(config, tp)
@@ -151,7 +153,8 @@ def tensor_parallel_calls(
     def call(place, collective, count, size=payload, item=itemsize, group=tp):
         calls.append(Call(place, collective, size, group, item, count * micro_batches))
 
-    again = layers if recompute == "full" else 0  # the block stops once its last input is there: no second sum
+    again = layers if recompute == "full" else 0
+    last_sums = again if config.dropout else 0  # a block runs again up to the last tensor that backward needs
     if sequence_parallel:
         call("embedding", "reduce_scatter", 1)
         call("embedding", "all_gather", 1)
@@ -163,15 +166,16 @@ def tensor_parallel_calls(
         call("head", "reduce_scatter", 1)
         if again:
             call("recomputation", "all_gather", 2 * again)
-            call("recomputation", "reduce_scatter", again)
+            call("recomputation", "reduce_scatter", again + last_sums)
     else:
         call("embedding", "all_reduce", 1)
         call("layers forward", "all_reduce", 2 * layers)
         call("layers backward", "all_reduce", 2 * layers)
         call("head", "all_reduce", 1)
         if again:
-            call("recomputation", "all_reduce", again)
-    call("loss", "all_reduce", 3, tokens * 4, 4)
+            call("recomputation", "all_reduce", again + last_sums)
+    loss_itemsize = max(itemsize, 4)
+    call("loss", "all_reduce", 3, tokens * loss_itemsize, loss_itemsize)
     return calls + gradient_sum_calls(config, tp, sequence_parallel, itemsize)
 
 
@@ -188,6 +192,6 @@ def gradient_sum_calls(config: ModelConfig, tp: int, sequence_parallel: bool, it
         calls.append(Call("norm gradients", "all_reduce", norms * itemsize, tp, itemsize))
     replicas = kv_replicas(config, tp)
     if replicas > 1:
-        numel = 2 * H * (D + (config.family != "llama"))
-        calls.append(Call("key/value gradients", "all_reduce", numel * itemsize, replicas, itemsize, L))
+        numel = 2 * L * H * D  # one head's k and v of each layer, in one message
+        calls.append(Call("key/value gradients", "all_reduce", numel * itemsize, replicas, itemsize))
     return calls

@@ -99,11 +99,18 @@ def test_gathering_again_adds_one_all_gather_for_each_column_parallel_input():
     assert call_counts(again)["reduce_scatter"] == call_counts(plain)["reduce_scatter"]
 
 
+def test_full_recomputation_repeats_a_layer_s_sums_up_to_the_last_tensor_that_backward_needs():
+    gpt = ModelConfig("gpt", 2, 64, 4, 4, 256, 256, 64, family="gpt", dropout=0.1)
+    for config, sums in ((TOY, 1), (gpt, 2)):  # dropout's mask comes after the MLP's sum
+        calls = [c for c in tensor_parallel_calls(config, 1, 64, 4, recompute="full") if c.place == "recomputation"]
+        assert call_counts(calls) == {"all_reduce": sums * config.num_layers}
+
+
 def test_more_ranks_than_key_value_heads_sum_the_gradients_of_their_copies():
     config = ModelConfig("few", 2, 32, 8, 2, 64, 256, 64)
     assert "key/value gradients" not in by_place(tensor_parallel_calls(config, 1, 64, 2))
     calls = [c for c in tensor_parallel_calls(config, 1, 64, 8) if c.place == "key/value gradients"]
-    assert [(c.group_size, c.count, c.payload_bytes) for c in calls] == [(4, 2, 2 * 2 * 4 * 32)]
+    assert [(c.group_size, c.count, c.payload_bytes) for c in calls] == [(4, 1, 2 * 2 * 2 * 4 * 32)]
 
 
 def test_an_uneven_sequence_is_padded_in_the_message():

@@ -19,6 +19,8 @@ from dataclasses import replace
 from course_lib.config import ModelConfig
 from course_lib.memory.activations import Activations, own_activations
 
+_MINE = 1 + 8  # bytes a token: a bool, and an int64 place in this rank's part of the vocabulary
+
 
 def chunk(size: int, parts: int, index: int = 0) -> int:
     """How many of `size` rows rank `index` holds: ceil(size / parts), the last ones fewer, as `torch.chunk` cuts."""
@@ -86,6 +88,9 @@ def tensor_parallel_activations(
 ) -> Activations:
     """Predict what one rank keeps for the backward pass of one micro-batch.
 
+    A vocabulary in pieces costs 9 bytes a token twice, in the embedding and in the loss: whether a token is mine, and
+    where among mine.
+
     regather   save a column-parallel matrix's input as this rank's share of the sequence, and gather it in backward
     Raises     ValueError if heads do not divide, or regather comes without sequence_parallel
     """
@@ -93,4 +98,9 @@ def tensor_parallel_activations(
         raise ValueError("regather gathers shards of the sequence again; it needs sequence_parallel=True")
     share = chunk(seq_len, tp, tp_rank) / seq_len if sequence_parallel else 1.0
     local = narrow(config, tp, tp_rank)
-    return own_activations(local, batch_size, seq_len, attention, recompute, precision, device, share, regather)
+    kept = own_activations(local, batch_size, seq_len, attention, recompute, precision, device, share, regather)
+    if tp == 1:
+        return kept
+    mine_bytes = batch_size * seq_len * _MINE
+    turn = kept.last_block_s_turn and kept.last_block_s_turn + mine_bytes
+    return replace(kept, tokens=kept.tokens + mine_bytes, logits=kept.logits + mine_bytes, last_block_s_turn=turn)
