@@ -55,6 +55,7 @@ A file imports from its own part and from the parts above it, never from one bel
     parallel/linear.py     column and row linear: a matrix cut over ranks, and what enters and leaves it
     parallel/vocabulary.py embedding and loss with the vocabulary cut over ranks
     parallel/tensor.py     tensor parallel: a Llama or GPT cut in one call, its step, whole gradients
+    parallel/sequence.py   sequence parallel: norms, dropout and residual, each rank for its own tokens
     native/__init__.py     as PyTorch ships it
     native/data.py         DistributedDataParallel, and Accelerate on top
     native/zero.py         FSDP2, ZeroRedundancyOptimizer, and Accelerate on top

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from course_lib.conjugate import (
     Group,
     InFlight,
-    gather_in,
     my_piece,
     scatter_sum,
     start_gather,
@@ -42,7 +41,7 @@ from course_lib.conjugate import (
 )
 from course_lib.parallel import tensor
 from course_lib.parallel.data import MicroBatches, Trace, compute_span
-from course_lib.parallel.linear import traced
+from course_lib.parallel.linear import communication_span, traced
 from course_lib.parallel.tensor import clip_gradients, full_gradients, full_parameters, loss_of, make_optimizer
 
 __all__ = [
@@ -57,29 +56,28 @@ SEQUENCE = 1  # the dimension of x_BSD that is cut
 class ShardedStream:
     """The activations between blocks, each rank with its own tokens: ceil(S / tp) of them, the last ranks with fewer.
 
-    Shapes   enter: x_BsD -> x_BSD; leave: x_BSD_partial -> x_BsD
+    regather   what columns keep for backward is x_BsD as it came in, and it is gathered again
+    Shapes     leave: x_BSD_partial -> x_BsD; enter: x_BsD -> x_BSD
     """
 
     group: Group
-    regather: bool = False
+    overlap: bool = True
     trace: Trace | None = None
-    seq_len: int = 0  # S of the micro-batch at work; a shard does not tell. The embedding is the first to leave
-    overlap = True  # the columns' own backward is what can gather again
-
-    def enter(self, x_BsD: Tensor) -> Tensor:
-        return gather_in(x_BsD, self.group, SEQUENCE, self.seq_len)
+    regather: bool = False
+    seq_len: int = 0  # S of the micro-batch at work, which a shard does not tell; the embedding is the first to leave
 
     def leave(self, x_BSD_partial: Tensor) -> Tensor:
         self.seq_len = x_BSD_partial.shape[SEQUENCE]
-        return scatter_sum(x_BSD_partial, self.group, SEQUENCE)
+        with communication_span(self.trace, "reduce-scatter of outputs"):
+            return scatter_sum(x_BSD_partial, self.group, SEQUENCE)
 
     def start_enter(self, x_BsD: Tensor) -> InFlight:
         start = partial(start_gather, x_BsD, self.group, SEQUENCE, self.seq_len)
-        return traced(start, "gather tokens", self.trace)
+        return traced(start, "gather of tokens", self.trace)
 
     def start_sum(self, x_BSD_partial: Tensor) -> InFlight:
         start = partial(start_reduce_scatter, x_BSD_partial, self.group, SEQUENCE)
-        return traced(start, "sum of input gradients", self.trace)
+        return traced(start, "reduce-scatter of input gradients", self.trace)
 
 
 class MyPositions(nn.Module):
@@ -97,7 +95,9 @@ class MyPositions(nn.Module):
         return F.embedding(positions_s, self.weight)
 
 
-def build(model: nn.Module, group: Group, regather: bool = False, trace: Trace | None = None) -> nn.Module:
+def build(
+    model: nn.Module, group: Group, regather: bool = False, overlap: bool = True, trace: Trace | None = None
+) -> nn.Module:
     """Cuts the model's matrices and its stream in place, and returns it. Every rank brings the same weights.
 
     Every rank is given all tokens_BS, and gives logits_BSv, its part of the vocabulary.
@@ -106,7 +106,7 @@ def build(model: nn.Module, group: Group, regather: bool = False, trace: Trace |
     Raises   ValueError if model or group cannot be cut so, before anything is sent or changed
     """
     tensor.check_shardable(model, group)
-    tensor.shard_model(model, ShardedStream(group, regather, trace))
+    tensor.shard_model(model, ShardedStream(group, overlap, trace, regather))
     if model.config.family == "gpt":
         model.positions = MyPositions(model.positions, group)
     if model.config.dropout > 0:
