@@ -140,22 +140,28 @@ class FileTensor:
 
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
         """The numbers, in memory of their own on the CPU; in the file's dtype unless another is given."""
+        out = torch.empty(self.shape, dtype=dtype or self.dtype, device="cpu")
+        self.read_into(out)
+        return out
+
+    def read_into(self, out: Tensor) -> None:
+        """Fills a tensor of the same shape, straight from the mapped file."""
         self.source.read_bytes += self.nbytes
         with _open(self.file) as handle, torch.device("cpu"):  # NCCL ranks make new tensors on the GPU otherwise
             piece = handle.get_slice(self.name)[tuple(slice(*one) for one in self.ranges)]
-            piece = piece.t() if self.transposed else piece  # until here a view of the mapped file
-            return torch.empty(self.shape, dtype=dtype or self.dtype).copy_(piece)
+            out.copy_(piece.t() if self.transposed else piece)
 
-    def read_flat(self, out_p: Tensor, start: int) -> None:
+    def read_flat_into(self, out_p: Tensor, start: int) -> None:
         """Fills out_p with the numbers from `start` on, counted along the flattened tensor.
 
         Reads exactly these: what is left of a first row, whole rows, the beginning of a last row.
         """
         done = 0
         for box in flat_boxes(self.shape, start, start + len(out_p)):
-            piece = self.part(*box).read(out_p.dtype).flatten()
-            out_p[done : done + len(piece)] = piece
-            done += len(piece)
+            piece = self.part(*box)
+            numel = prod(piece.shape)
+            piece.read_into(out_p[done : done + numel].view(piece.shape))
+            done += numel
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[Range, ...]]:
@@ -199,14 +205,14 @@ def _files_of(folder: Path) -> dict[Path, set[str]]:
 
 def _indexed(folder: Path) -> dict[Path, set[str]]:
     try:
-        weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        placed = list(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].items())
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{folder / INDEX} is damaged ({type(error).__name__}: {error}); required: JSON with a weight_map. "
             "Fetch it again"
         ) from error
     files: dict[Path, set[str]] = {}
-    for name, file in weight_map.items():
+    for name, file in placed:
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise ValueError(f"{INDEX} says that {name} is in {file!r}; required: a .safetensors file of that folder")
         files.setdefault(folder / file, set()).add(name)
