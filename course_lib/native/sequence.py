@@ -6,23 +6,22 @@ Read beside parallel/sequence.py. What the plan's entries are in the from-scratc
                                   reduce-scattered along S; backward all-gathers the gradient
     use_local_output=False        the stream x_BsD stays a DTensor of the whole shape: uneven S need it, see below
     SequenceParallel() on norms   their weights become Replicate DTensors, input and output Shard(1). The weight's
-                                  gradient is then Partial: each rank saw s positions
+                                  gradient is then Partial: each rank saw s positions. The course's RMSNorm needs no
+                                  rule of its own: DTensor passes through an autograd.Function whose forward and
+                                  backward are made of ordinary operators, one of which is that sum
     PrepareModuleInput            gather_in: Shard(1) to Replicate, once for all columns that share an input; backward
                                   reduce-scatters the sum of their gradients
     ColwiseParallel on head,      gathers the final norm's output for itself
     input_layouts=Shard(1)
     sum_norm_gradients            the sum of the norm weights' gradients over the ranks. PyTorch leaves them Partial;
                                   an optimizer would sum them at each use, in each operator that needs the number
-    swap_norms                    nn.RMSNorm in place of the course's. DTensor does pass through an autograd.Function
-                                  that is made of ordinary operators, as the course's is, but below 2.13 not through its
-                                  flatten of B and the sharded S; and each of its operators is dispatched for itself.
-                                  Same numbers but for rounding: in 16 bits nn.RMSNorm rounds once, after the weight
     (regather=False)              the gathered inputs are kept for the weight gradients. There is no regather=True
 
 On the wire, per micro-batch: where tensor parallelism has an all-reduce of B S D, here are a reduce-scatter and an
-all-gather: 2 and 2 a layer forward, 2 and 2 backward; embedding and head have one of each forward, and the other way
-round backward. Together the bytes of tensor parallelism in twice the calls. Further, once a step, one all-reduce of D
-for each norm (from scratch: one for all norms together).
+all-gather: 2 and 2 a layer forward, 2 and 2 backward; the embedding scatters forward and gathers backward, the head
+gathers forward and scatters backward. Together the bytes of tensor parallelism in twice the calls. Further, once a
+step, one all-reduce of D for each norm (from scratch: one for all norms together). Full recomputation gathers twice
+and scatters once more a layer.
 
 Uneven S are cut as torch.chunk cuts; each message is padded to N equal pieces, which counts. Below torch 2.13 they are
 refused: there DTensor hands the next layer a strided tensor, and the layer fails.
@@ -38,7 +37,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 from course_lib.compat import DTENSOR_GATHERS_UNEVEN
-from course_lib.model import RMSNorm
 from course_lib.native import tensor
 from course_lib.native.tensor import (
     Plan,
@@ -55,7 +53,7 @@ from course_lib.parallel.data import MicroBatches
 
 __all__ = [
     "accumulate_gradients", "build", "clip_gradients", "full_gradients", "full_parameters", "make_optimizer",
-    "sequence_plan", "step", "sum_norm_gradients", "swap_norms",
+    "sequence_plan", "step", "sum_norm_gradients",
 ]  # fmt: skip
 
 ALONG_S = Shard(1)  # of x_BSD
@@ -72,21 +70,10 @@ def build(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     Raises   what native/tensor.py's build raises
     """
     tensor.check_shardable(model.config, group.size())
-    swap_norms(model)
     tensor.apply_plan(model, group, sequence_plan(model))
     if hasattr(model, "positions"):
         model.positions.weight.register_post_accumulate_grad_hook(keep_own_part)
     return model
-
-
-def swap_norms(model: nn.Module) -> None:
-    """Puts nn.RMSNorm, around the same weight, in the place of each norm of the course's class."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, RMSNorm):
-                norm = nn.RMSNorm(child.weight.shape, child.eps, device="meta")
-                norm.weight = child.weight
-                setattr(module, name, norm)
 
 
 def sequence_plan(model: nn.Module) -> Plan:

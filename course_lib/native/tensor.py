@@ -4,18 +4,18 @@ A DTensor is a local tensor, a mesh of ranks, and placements: Shard(dim), Replic
 Each operator derives the placement of its result from those of its inputs; communication happens where a placement is
 changed. What the plan's entries are in the from-scratch code:
 
-    ColwiseParallel()             one of column_linears: weight Shard(0), w_Df; the result is Shard(-1)
-    RowwiseParallel()             row linear: weight Shard(1), w_fD; the Partial result becomes Replicate: sum_out
-    PrepareModuleInput            copy_in, once for all columns that share an input. Its gradient is Partial; the sum
-                                  of q's, k's and v's stays so, and is all-reduced once. Without this entry each column
-                                  wraps the input for itself: backward then makes 5 all-reduces a layer in place of 2
+    ColwiseParallel()             ColumnLinear: weight w_fD, Shard(0); the result is Shard(-1)
+    RowwiseParallel()             RowLinear: weight w_Df, Shard(1); the result is Partial, then Replicate: sum_out
+    PrepareModuleInput            column_linears: one copy_in for all columns that share an input. Its gradient is
+                                  Partial; the sum of q's, k's and v's stays so, and is all-reduced once. Without this
+                                  entry each column wraps the input for itself: 5 all-reduces a layer in backward, not 2
     use_local_output              True: the next operator gets a plain tensor, as everything from scratch does. q, k, v:
                                   attention reads head counts from them. False: it gets the DTensor, which knows its
                                   whole size; a local tensor is taken for an N-th of the whole, so d_ff that N does not
                                   divide needs gate, up, and what follows, as DTensors
-    RowwiseParallel on embed      vocabulary-parallel embedding: rows of others give zeros, and the sum fills them in
-    ColwiseParallel on head,      logits_BSv stay in pieces; loss_parallel() gives cross_entropy the three sums that the
-    with loss_parallel()          vocabulary-parallel loss makes: maximum, sum of exponentials, target's log-probability
+    RowwiseParallel on embed      VocabEmbedding: rows of others give zeros, and the sum fills them in
+    ColwiseParallel on head,      vocab_cross_entropy: logits_BSv stay in pieces, and loss_parallel() gives PyTorch's own
+    with loss_parallel()          cross_entropy its three all-reduces (maximum, sum of exponentials, target)
     src_data_rank=None            each rank cuts its shards from the weights that it has; otherwise rank 0 sends its own
     model.tie()                   the plan makes a new parameter of each entry: embedding and head must be tied again
     (nothing)                     norms stay plain tensors: input and gradient are whole on each rank
