@@ -14,8 +14,8 @@ changed. What the plan's entries are in the from-scratch code:
                                   whole size; a local tensor is taken for an N-th of the whole, so d_ff that N does not
                                   divide needs gate, up, and what follows, as DTensors
     RowwiseParallel on embed      VocabEmbedding: rows of others give zeros, and the sum fills them in
-    ColwiseParallel on head,      vocab_cross_entropy: logits_BSv stay in pieces, and loss_parallel() gives PyTorch's own
-    with loss_parallel()          cross_entropy its three all-reduces (maximum, sum of exponentials, target)
+    ColwiseParallel on head,      vocab_cross_entropy: logits_BSv stay in pieces, and loss_parallel() gives PyTorch's
+    with loss_parallel()          own cross_entropy its three all-reduces (maximum, sum of exponentials, target)
     src_data_rank=None            each rank cuts its shards from the weights that it has; otherwise rank 0 sends its own
     model.tie()                   the plan makes a new parameter of each entry: embedding and head must be tied again
     (nothing)                     norms stay plain tensors: input and gradient are whole on each rank
