@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from course_lib.config import ModelConfig
 from course_lib.hardware import Link
 from course_lib.memory.states import Recipe, recipe_of
-from course_lib.memory.tensor import chunk, kv_replicas, narrow
+from course_lib.memory.tensor import chunk, kv_replicas, narrow, whole_parameters
 from course_lib.memory.zero import padded, wire_grad_bytes
 from course_lib.timing import all_gather_bytes, collective_s, reduce_scatter_bytes, ring_all_reduce_bytes
 
@@ -180,18 +180,17 @@ def tensor_parallel_calls(
 
 
 def gradient_sum_calls(config: ModelConfig, tp: int, sequence_parallel: bool, itemsize: int = 2) -> list[Call]:
-    """Weight gradients that no rank has whole, summed once a step.
+    """Weight gradients of which each rank has a part, summed once a step.
 
-    Sequence parallelism: norms (and biases added to shards) saw a share of the tokens. More ranks than key/value heads:
-    each copy of a head saw a share of the query heads.
+    Sequence parallelism: whole parameters (norms, biases of rows, learned positions) saw this rank's tokens alone. More
+    ranks than key/value heads: each copy of a head saw this rank's query heads alone.
     """
     calls = []
-    D, H, L = config.d_model, config.head_dim, config.num_layers
     if sequence_parallel:
-        norms = (2 * L + 1) * D if config.family == "llama" else (2 * (2 * L + 1) + 2 * L) * D
-        calls.append(Call("norm gradients", "all_reduce", norms * itemsize, tp, itemsize))
+        numel = whole_parameters(config)
+        calls.append(Call("gradients of whole parameters", "all_reduce", numel * itemsize, tp, itemsize))
     replicas = kv_replicas(config, tp)
     if replicas > 1:
-        numel = 2 * L * H * D  # one head's k and v of each layer, in one message
+        numel = 2 * config.num_layers * config.head_dim * config.d_model  # one head's k and v of each layer
         calls.append(Call("key/value gradients", "all_reduce", numel * itemsize, replicas, itemsize))
     return calls

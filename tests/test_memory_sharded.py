@@ -12,7 +12,7 @@ from course_lib.memory.formulas import budget, count_parameters, fits
 from course_lib.memory.papers import korthikanti_bytes, korthikanti_layer_bytes
 from course_lib.memory.sharded import sharded_budget
 from course_lib.memory.states import RECIPES, parameter_shapes, state_bytes
-from course_lib.memory.tensor import chunk, kv_replicas, narrow, tensor_parallel_activations
+from course_lib.memory.tensor import chunk, kv_replicas, narrow, tensor_parallel_activations, whole_parameters
 from course_lib.memory.zero import (
     Offload,
     bucket_units,
@@ -211,15 +211,12 @@ def test_chunks_are_cut_as_torch_chunk_cuts_them():
 @pytest.mark.parametrize(("config", "tp"), [(TOY, 2), (TOY, 8), (ODD, 3 - 1), (ODD, 6), (preset("gpt2"), 4)])
 def test_ranks_together_hold_every_matrix_once_and_what_is_replicated_tp_times(config, tp):
     shapes, ranks = parameter_shapes(config), [parameter_shapes(narrow(config, tp, r)) for r in range(tp)]
-    for name, (shape, _) in shapes.items():
-        together = sum(prod(rank[name][0]) for rank in ranks)
-        replicated = name.endswith("norm") or "norm" in name or name in ("attention.o.bias", "mlp.down.bias")
-        if replicated or name == "positions":
-            assert together == tp * prod(shape), name
-        elif name in ("attention.k", "attention.v"):
-            assert together == kv_replicas(config, tp) * prod(shape), name
-        else:
-            assert together == prod(shape), name
+    times = {name: sum(prod(r[name][0]) for r in ranks) / prod(shape) for name, (shape, _) in shapes.items()}
+    whole = {name for name in shapes if "norm" in name or name in ("positions", "attention.o.bias", "mlp.down.bias")}
+    copied = {name for name in shapes if name.startswith(("attention.k", "attention.v"))}
+    copies = kv_replicas(config, tp)
+    assert times == {name: tp if name in whole else copies if name in copied else 1 for name in shapes}
+    assert whole_parameters(config) == sum(prod(shapes[name][0]) * shapes[name][1] for name in whole)
     assert narrow(config, 1) == config
 
 

@@ -84,12 +84,14 @@ def test_C076_C136_a_layer_has_two_all_reduces_forward_and_two_backward():
 
 def test_C084_C179_sequence_parallelism_sends_the_same_bytes_in_twice_the_calls():
     both = [tensor_parallel_calls(TOY, 2, 64, 4, sequence_parallel=sp) for sp in (False, True)]
-    tp, tp_sp = ({k: v for k, v in by_place(calls).items() if k != "norm gradients"} for calls in both)
+    tp, tp_sp = ({k: v for k, v in by_place(calls).items() if k != "gradients of whole parameters"} for calls in both)
     assert tp == tp_sp
-    counts = [call_counts([c for c in calls if c.place not in ("loss", "norm gradients")]) for calls in both]
+    counts = [
+        call_counts([c for c in calls if c.place not in ("loss", "gradients of whole parameters")]) for calls in both
+    ]
     assert sum(counts[1].values()) == 2 * sum(counts[0].values()) == 2 * (4 * 4 + 2)
     assert counts[1]["all_gather"] == counts[1]["reduce_scatter"]
-    norms = by_place(both[1])["norm gradients"]
+    norms = by_place(both[1])["gradients of whole parameters"]
     assert norms == timing.ring_all_reduce_bytes(2 * (2 * 4 + 1) * 64, 4, itemsize=2)
 
 

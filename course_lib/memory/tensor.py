@@ -15,9 +15,11 @@ biases of row-parallel matrices. So every formula of this folder works on `narro
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from course_lib.config import ModelConfig
 from course_lib.memory.activations import Activations, own_activations
+from course_lib.memory.states import parameter_shapes
 
 _MINE = 1 + 8  # bytes a token: a bool, and an int64 place in this rank's part of the vocabulary
 
@@ -71,6 +73,16 @@ def kv_replicas(config: ModelConfig, tp: int) -> int:
     """How many ranks hold the same key/value head: 1 up to tp = K, then tp / K."""
     check_heads(config, tp)
     return max(tp // config.num_kv_heads, 1)
+
+
+def whole_parameters(config: ModelConfig) -> int:
+    """Count the parameters that every rank has whole: norms, learned positions, biases of o and down."""
+    shapes = parameter_shapes(config)
+    return sum(
+        prod(shape) * copies
+        for name, (shape, copies) in shapes.items()
+        if "norm" in name or name in ("positions", "token_type", "attention.o.bias", "mlp.down.bias")
+    )
 
 
 def tensor_parallel_activations(
