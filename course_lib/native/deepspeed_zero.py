@@ -1,0 +1,143 @@
+"""ZeRO by DeepSpeed, stages 0 to 3, behind the calls of native/zero.py. `make test-deepspeed` installs it and tests it.
+
+    engine = build(model, group, config)                    # config: course_lib.export.deepspeed(...)
+    loss = step(engine, micro_batches)                      # the optimizer is inside the engine
+
+DeepSpeed wraps the optimizer too, as it flattens parameters and updates flat partitions. What belongs to a step is in
+the config: stage, accumulation, clipping, precision, offload. Its terms are mapped in course_lib/export.py.
+
+In stages 1 and 2 it all-reduces gradients (0.19.8, `use_multi_rank_bucket_allreduce`, on by default) and keeps its part of
+the sum, then gathers parameters: 2 P + P where reduce-scatter and gather would be P + P. Stage 3 reduce-scatters.
+
+Without a GPU: DS_ACCELERATOR=cpu, and torch's AdamW, since DeepSpeed's own would have to be compiled. Masters are FP32
+here whatever the model is: float64 gradients are rounded to it.
+"""
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DeepSpeedPlugin
+from torch import Tensor, nn
+
+from course_lib.parallel.data import MicroBatches, trainable
+from course_lib.training import loss_of
+
+
+def load():
+    """DeepSpeed, told before it is imported that there is no GPU, where there is none.
+
+    Raises   ImportError that says how to install it
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ImportError(
+            "DeepSpeed is not installed; `make test-deepspeed` does it, and so does pip install 'course-lib[deepspeed]'"
+        ) from error
+    return deepspeed
+
+
+def build(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    config: dict,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.01,
+) -> nn.Module:
+    """Lets DeepSpeed shard model and AdamW's states over all ranks, as `config` says. Returns its engine.
+
+    Bytes    a rank holds: stage 1 its share of masters and moments, 2 of gradients too, 3 of parameters too
+    Raises   ValueError if the group is not all ranks
+    """
+    if group.size() != dist.get_world_size():
+        raise ValueError(
+            f"group has {group.size()} ranks, DeepSpeed takes all {dist.get_world_size()}: dist.group.WORLD"
+        )
+    parameters = [param for _, param in trainable(model)]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
+    config = config | {"zero_force_ds_cpu_optimizer": False}  # offload with torch's AdamW instead of a compiled one
+    engine, *_ = load().initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
+    """Leaves the gradient of the whole global batch where DeepSpeed's optimizer reads it; returns the mean loss."""
+    num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
+    losses = []
+    for index, (x_BS, y_BS) in enumerate(micro_batches):
+        engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+        loss = loss_of(engine, x_BS, y_BS) * (y_BS.numel() / num_tokens)
+        engine.backward(loss, scale_wrt_gas=False)  # the share of tokens is the scale
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def step(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
+    """One training step on this rank's micro-batches; clips as the config says. Returns this rank's mean loss."""
+    loss = accumulate_gradients(engine, micro_batches)
+    engine.step()
+    return loss
+
+
+def full_parameters(engine: nn.Module) -> dict[str, Tensor]:
+    """Name -> whole parameter in FP32, on every rank. All ranks must call it."""
+    load()
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return whole(engine, lambda param: safe_get_full_fp32_param(param) if is_sharded(engine) else param.detach())
+
+
+def full_gradients(engine: nn.Module) -> dict[str, Tensor]:
+    """Name -> whole gradient, on every rank; before `engine.step()`. All ranks must call it."""
+    load()
+    from deepspeed.utils import safe_get_full_grad
+
+    return whole(engine, safe_get_full_grad)
+
+
+def whole(engine: nn.Module, tensor_of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
+    return {name: tensor_of(param).clone() for name, param in trainable(engine.module)}
+
+
+def is_sharded(engine: nn.Module) -> bool:
+    return engine.zero_optimization_stage() > 0
+
+
+def partition_numel(engine: nn.Module) -> int:
+    """How many numbers of masters, and of each moment, this rank holds: all of them divided by N, once rounded up.
+
+    Raises   RuntimeError if DeepSpeed's optimizer has no partitions: then nothing was sharded
+    """
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        if hasattr(engine.optimizer, name):
+            return sum(partition.numel() for partition in getattr(engine.optimizer, name))
+    raise RuntimeError(f"{type(engine.optimizer).__name__} has no partitions; choose stage 1, 2 or 3")
+
+
+# --- the same with Accelerate
+
+
+def build_accelerated(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: dict
+) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+    """Lets an Accelerator hand model and optimizer to DeepSpeed, over all ranks.
+
+    On a CPU `Accelerator(cpu=True)` would ignore the plugin without a word and take DDP.
+
+    Raises   RuntimeError if what comes back is not DeepSpeed's engine on every rank
+    """
+    load()
+    config = config | {"zero_force_ds_cpu_optimizer": False}
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    engine, optimizer = accelerator.prepare(model, optimizer)
+    if accelerator.num_processes != dist.get_world_size() or not hasattr(engine, "zero_optimization_stage"):
+        raise RuntimeError(
+            f"Accelerator made a {type(engine).__name__} over {accelerator.num_processes} of {dist.get_world_size()} "
+            "ranks; leave cpu=True out, and create no other Accelerator before"
+        )
+    return accelerator, engine, optimizer
