@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from tp_parity import CONFIGS, LAYERS, ROWS, SEQ_LEN, TOY, micro_batches, parity, wire, worst
+from tp_parity import CONFIGS, LAYERS, ROWS, SEQ_LEN, TOY, differences, micro_batches, parity, wire, worst
 
 from course_lib import model
 from course_lib.compat import DTENSOR_GATHERS_UNEVEN
 from course_lib.launch import RankError, launch
 from course_lib.native import sequence as native
 from course_lib.native import tensor
+from course_lib.parallel import sequence as parallel
 from course_lib.timing import ring_all_reduce_bytes
 
 D = TOY.d_model
@@ -81,6 +82,8 @@ def on_ranks():
     }
     found["stream"] = stream_between_layers()
     found["wire"] = wire(native, TOY)
+    found["from scratch"] = differences(native, parallel, CONFIGS["tied, uneven"])
+    found["wire, from scratch"] = wire(parallel, TOY)
     if DTENSOR_GATHERS_UNEVEN:
         found["uneven S"] = parity(native, CONFIGS["tied, uneven"], seq_len=UNEVEN_S)
         found["wire, uneven S"] = wire(native, TOY, seq_len=UNEVEN_S)
@@ -89,6 +92,7 @@ def on_ranks():
         found["gpt"] = parity(native, CONFIGS["gpt"])
         found["gqa, full recomputation"] = parity(native, TOY, "full")
         found["wire, full recomputation"] = wire(native, TOY, "full")
+        found["gpt, from scratch"] = differences(native, parallel, CONFIGS["gpt"])
         found["wire, tensor parallel"] = wire(tensor, TOY)
         found["norms"] = gradients_of_norms()
         found["no partial gradient"] = leaves_no_partial_gradient()
@@ -175,6 +179,17 @@ def test_each_all_reduce_of_tensor_parallelism_became_a_reduce_scatter_and_an_al
         of_norms = NUM_NORMS * ring_all_reduce_bytes(D * 8, size)
         as_tensor_parallel = (4 * LAYERS + 2) * ring_all_reduce_bytes(BSD * 8, size)
         assert sent_bytes == as_tensor_parallel + 3 * ring_all_reduce_bytes(BS * 8, size) + of_norms
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_losses_gradients_and_messages_equal_those_from_scratch_which_sums_all_norms_in_one(ranks, size):
+    for found in ranks[size]:
+        assert max(found["from scratch"]) < 1e-12
+        (ours, our_bytes), (scratch, scratch_bytes) = found["wire"], found["wire, from scratch"]
+        assert ours[:-NUM_NORMS] == scratch[:-1]
+        assert ours[-NUM_NORMS:] == [("all_reduce", D)] * NUM_NORMS and scratch[-1] == ("all_reduce", D * NUM_NORMS)
+        assert our_bytes == scratch_bytes
+    assert max(ranks[2][0]["gpt, from scratch"]) < 1e-12
 
 
 def test_the_bytes_are_those_of_tensor_parallelism_but_for_the_norms(ranks):

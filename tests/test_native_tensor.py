@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from tp_parity import CONFIGS, LAYERS, ROWS, SEQ_LEN, TOY, micro_batches, parity, wire, worst
+from tp_parity import CONFIGS, LAYERS, ROWS, SEQ_LEN, TOY, differences, micro_batches, parity, wire
 
 from course_lib import model
 from course_lib.launch import launch
@@ -78,24 +78,14 @@ def clipping_and_building():
     return building.calls, clipping.calls, (norm - whole_norm).abs().item(), clipped_norm.item()
 
 
-def beside_from_scratch(config):
-    """Largest difference of losses and gradients between PyTorch's engine and the from-scratch one."""
-    losses, gradients = [], []
-    for module in (native, parallel):
-        engine = module.build(model.build(config, dtype=torch.float64), dist.group.WORLD)
-        losses.append(module.accumulate_gradients(engine, micro_batches(config)).item())
-        gradients.append(module.full_gradients(engine))
-    return abs(losses[0] - losses[1]), worst(*gradients)
-
-
 def on_ranks():
     found = {name: parity(native, CONFIGS[name]) for name in ("gqa", "tied, uneven")}
     found["shapes"] = placements_and_shapes(CONFIGS["tied, uneven"])
     found["wire"] = {name: wire(native, config) for name, config in CONFIGS.items()}
-    found["from scratch"] = {name: beside_from_scratch(CONFIGS[name]) for name in ("gqa", "tied, uneven")}
+    found["from scratch"] = {name: differences(native, parallel, CONFIGS[name]) for name in ("gqa", "tied, uneven")}
     found["wire, from scratch"] = wire(parallel, TOY)
     if dist.get_world_size() == 2:
-        found["from scratch"]["gpt"] = beside_from_scratch(CONFIGS["gpt"])
+        found["from scratch"]["gpt"] = differences(native, parallel, CONFIGS["gpt"])
         found["wire, from scratch, full recomputation"] = wire(parallel, TOY, "full")
         found["gpt"] = parity(native, CONFIGS["gpt"])
         found["gqa, full recomputation"] = parity(native, TOY, "full")
@@ -157,7 +147,7 @@ def test_two_all_reduces_a_layer_each_way_and_one_each_for_embedding_and_head(ra
 @pytest.mark.parametrize("size", [2, 4])
 def test_losses_gradients_and_messages_equal_those_from_scratch(ranks, size):
     for found in ranks[size]:
-        assert all(max(differences) < 1e-12 for differences in found["from scratch"].values()), found["from scratch"]
+        assert all(max(pair) < 1e-12 for pair in found["from scratch"].values()), found["from scratch"]
         assert found["wire"]["gqa"] == found["wire, from scratch"]
     assert ranks[2][0]["wire, full recomputation"] == ranks[2][0]["wire, from scratch, full recomputation"]
 

@@ -59,6 +59,16 @@ def parity(module, config, recompute="none", seq_len=SEQ_LEN, clip_norm=0.1):
     return found
 
 
+def differences(module, other, config):
+    """Between two engines: the difference of their losses, and the largest of their gradients."""
+    losses, gradients = [], []
+    for each in (module, other):
+        engine = each.build(model.build(config, dtype=torch.float64), dist.group.WORLD)
+        losses.append(each.accumulate_gradients(engine, micro_batches(config)).item())
+        gradients.append(each.full_gradients(engine))
+    return abs(losses[0] - losses[1]), worst(*gradients)
+
+
 def wire(module, config, recompute="none", seq_len=SEQ_LEN):
     """What one micro-batch sends: [(collective, numbers in the payload)], and the bytes."""
     engine = module.build(model.build(config, dtype=torch.float64, recompute=recompute), dist.group.WORLD)
