@@ -6,8 +6,8 @@
 DeepSpeed wraps the optimizer too, as it flattens parameters and updates flat partitions. What belongs to a step is in
 the config: stage, accumulation, clipping, precision, offload. Its terms are mapped in course_lib/export.py.
 
-In stages 1 and 2 it all-reduces gradients (0.19.8, `use_multi_rank_bucket_allreduce`, on by default) and keeps its part of
-the sum, then gathers parameters: 2 P + P where reduce-scatter and gather would be P + P. Stage 3 reduce-scatters.
+In stages 1 and 2 it all-reduces gradients (0.19.8: `use_multi_rank_bucket_allreduce`, on by default), keeps its part of
+the sum and gathers parameters: 2 P + P where reduce-scatter and gather would be P + P. Stage 3 reduce-scatters.
 
 Without a GPU: DS_ACCELERATOR=cpu, and torch's AdamW, since DeepSpeed's own would have to be compiled. Masters are FP32
 here whatever the model is: float64 gradients are rounded to it.
@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 
 from course_lib.parallel.data import MicroBatches, trainable
@@ -127,13 +127,15 @@ def build_accelerated(
 ) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
     """Lets an Accelerator hand model and optimizer to DeepSpeed, over all ranks.
 
-    On a CPU `Accelerator(cpu=True)` would ignore the plugin without a word and take DDP.
+    On a CPU `Accelerator(cpu=True)` would ignore the plugin without a word and take DDP; without it, and without the
+    backend named, Accelerate would count one process where DeepSpeed has all.
 
     Raises   RuntimeError if what comes back is not DeepSpeed's engine on every rank
     """
     load()
     config = config | {"zero_force_ds_cpu_optimizer": False}
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    handlers = [InitProcessGroupKwargs(backend=dist.get_backend())]
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=handlers)
     engine, optimizer = accelerator.prepare(model, optimizer)
     if accelerator.num_processes != dist.get_world_size() or not hasattr(engine, "zero_optimization_stage"):
         raise RuntimeError(
