@@ -109,6 +109,26 @@ def test_C073_the_playbook_s_bars_of_8b_over_8_ranks():
     assert [round(b) for b in totals[0]] == [94, 107, 158]  # "above 150, about 100, 70, 40": two columns mixed
 
 
+def test_C065_C066_four_weights_on_two_gpus_by_sgd_and_by_adam():
+    """Loss (w x)^2 / 2, with x = 1 on one GPU and 2 on the other, for each of the four features."""
+    w = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    outputs = [(w * x).sum() for x in (1.0, 2.0)]
+    assert outputs == [10, 20]
+    grads = [output * x * torch.ones(4) for output, x in zip(outputs, (1.0, 2.0))]
+    assert [g.tolist() for g in grads] == [[10] * 4, [40] * 4]
+    mean = sum(grads) / 2
+    assert mean.tolist() == [25] * 4
+    assert (w - 0.1 * mean).tolist() == [-1.5, -0.5, 0.5, 1.5]  # SGD, which has no states to shard
+    weight = torch.nn.Parameter(w.clone())
+    weight.grad = mean
+    adam = torch.optim.Adam([weight], lr=0.1, betas=(0.9, 0.999))
+    adam.step()
+    state = adam.state[weight]
+    assert weight.tolist() == pytest.approx([0.9, 1.9, 2.9, 3.9])  # each by lr, whatever its gradient
+    assert state["exp_avg"].tolist() == pytest.approx([2.5] * 4)
+    assert state["exp_avg_sq"].tolist() == pytest.approx([0.625] * 4)
+
+
 # ---- ZeRO, exactly
 
 
@@ -236,6 +256,14 @@ def _allowed(config, tp):
         return bool(narrow(config, tp))
     except ValueError:
         return False
+
+
+def test_C077_columns_are_cut_by_outputs_and_rows_by_inputs():
+    whole, local = parameter_shapes(LLAMA_8B), parameter_shapes(narrow(LLAMA_8B, 4))
+    cut = {name: [4 * b == a for a, b in zip(whole[name][0], local[name][0])] for name in whole}
+    columns = {name.split(".")[1] for name, dims in cut.items() if dims == [True, False] and "." in name}
+    rows = {name.split(".")[1] for name, dims in cut.items() if dims == [False, True]}
+    assert columns == {"q", "k", "v", "gate", "up"} and rows == {"o", "down"}  # stored as (out, in)
 
 
 def test_C081_the_mlp_s_shapes_under_tp_2():

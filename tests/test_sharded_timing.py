@@ -106,6 +106,7 @@ def test_C079_the_model_falls_with_the_published_scaling(sp):
 
 
 def test_C080_the_largest_micro_batch_grows_with_tp_and_more_with_sequence_parallelism():
+    """Published: 3,8,12,16,20 with TP; 4,10,20,40,100 with sequence parallelism."""
     largest = {sp: [mbs for _, mbs in PLAYBOOK_TP[sp].values()] for sp in (False, True)}
     assert largest == {False: [3, 8, 12, 16, 20], True: [4, 10, 20, 40, 100]}
     assert all(b > a for a, b in zip(largest[False], largest[True]))

@@ -68,7 +68,7 @@ def test_padding_is_sent_and_fp32_gradients_cost_twice():
 # ---- tensor and sequence parallelism
 
 
-def test_C076_C136_a_layer_has_two_all_reduces_forward_and_two_backward():
+def test_C075_C076_C136_a_layer_has_two_all_reduces_forward_and_two_backward():
     calls = {call.place: call for call in tensor_parallel_calls(LLAMA_70B, 1, 4096, 8)}
     layers = LLAMA_70B.num_layers
     assert calls["layers forward"].count == calls["layers backward"].count == 2 * layers
@@ -79,6 +79,7 @@ def test_C076_C136_a_layer_has_two_all_reduces_forward_and_two_backward():
     assert whole["layers forward"] + whole["layers backward"] == layers * per_layer
     assert whole["embedding"] == whole["head"] == per_layer // 4
     assert whole["loss"] < 0.001 * whole["head"]
+    assert set(call_counts(calls.values())) == {"all_reduce"}  # C075: nothing is gathered, nothing broadcast
     assert tensor_parallel_calls(LLAMA_70B, 1, 4096, 1) == []
 
 
