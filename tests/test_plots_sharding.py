@@ -12,12 +12,13 @@ matplotlib.use("Agg")
 
 from course_lib import model
 from course_lib.config import preset
-from course_lib.hardware import gpu
+from course_lib.hardware import gpu, link
 from course_lib.launch import launch
 from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.memory.zero import padded, zero_bytes_per_parameter, zero_gathered_bytes
 from course_lib.parallel import zero
 from course_lib.plots import curves, matrices, regions, sharding, timeline
+from course_lib.sharded_timing import Cluster, tensor_parallel_layer_spans
 
 BYTES = {"parameters": 2, "gradients": 2, "optimizer": 12}
 SHAPE = {"tokens": 6, "d_model": 8, "d_ff": 10}
@@ -196,6 +197,13 @@ def test_a_number_that_would_lie_on_the_point_below_it_is_left_out():
     assert (1, 27.0, False) not in curves.value_labels_of([low, {1: 27.0}], nearest=0.05)
 
 
+def test_a_bar_carries_as_much_of_its_name_as_it_has_room_for():
+    assert timeline.label_for("attention backward", 0.25) == "attention backward"
+    assert timeline.label_for("sum attention", 0.12) == "attention"
+    assert timeline.label_for("attention", 0.075) == "atten."
+    assert timeline.label_for("gather 3", 0.02) == "3" and timeline.label_for("forward", 0.02) == ""
+
+
 # ---------------------------------------------------------------- every picture can be drawn, and read
 
 STAGES = {f"stage {s}": {k: 10**10 * n // (4 if s >= sharding.SHARDED_FROM[k] else 1) for k, n in BYTES.items()}
@@ -203,6 +211,9 @@ STAGES = {f"stage {s}": {k: 10**10 * n // (4 if s >= sharding.SHARDED_FROM[k] el
 PUBLISHED = {"TP": {2: 13923, 4: 12421, 8: 10903, 16: 6246, 32: 2146},
              "TP + SP": {2: 14167, 4: 13460, 8: 10889, 16: 6159, 32: 3610}}  # fmt: skip
 MODELS = {"TP, modelled": {2: 14e3, 8: 12e3, 32: 2e3}, "TP + SP, modelled": {2: 14e3, 8: 12e3, 32: 3e3}}
+CLUSTER = Cluster(gpu("h100"), link("nvlink4"), link("efa"))
+LAYERS = {label: tensor_parallel_layer_spans(preset("llama-3.1-8b"), 1, 4096, 8, CLUSTER, 0.4, overlap)
+          for label, overlap in (("one by one", False), ("gradient sums behind weight gradients", True))}  # fmt: skip
 PICTURES = {
     "stages": lambda: sharding.show_zero_stages(4),
     "stages of 16": lambda: sharding.show_zero_stages(16, {"parameters": 2, "gradients": 4, "optimizer": 12}),
@@ -216,6 +227,7 @@ PICTURES = {
     "vocabulary": lambda: matrices.show_vocabulary(),
     "regions": lambda: regions.show_regions(preset("gpt3-175b")),
     "regions with scores": lambda: regions.show_regions(preset("gpt2"), 4, 1024, 2, ("tp", "tp+sp"), True, False),
+    "a layer in time": lambda: timeline.show_overlap(LAYERS, "t"),
     "step times": lambda: timeline.show_step_times(
         {"tp 1": (0.5, 0.0), "tp 8": (0.06, 0.03), "tp 32": (0.02, 0.05)}, "t"
     ),

@@ -117,7 +117,7 @@ def draw_overlap(axes, picture: OverlapPicture) -> None:
     axes.set_yticks(range(len(picture.rows)), picture.rows)
     axes.set(ylim=(len(picture.rows) - 0.4, -0.6), xlim=(0, picture.end_s / scale * 1.02), xlabel=f"time ({unit})")
     worst = max(picture.exposed_s.values())
-    note = f"one step {show_seconds(picture.end_s)}; communication that nothing hides (hatched): {show_seconds(worst)}"
+    note = f"{show_seconds(picture.end_s)}; communication that nothing hides (hatched): {show_seconds(worst)}"
     axes.annotate(
         note,
         (1, 1),
@@ -126,8 +126,18 @@ def draw_overlap(axes, picture: OverlapPicture) -> None:
         textcoords="offset points",
         ha="right",
         va="bottom",
-        fontsize=9,
+        fontsize=8.5,
     )
+
+
+def label_for(name: str, share: float) -> str:
+    """As much of a name as a bar of that share of the width has room for: all, its last word, or that shortened."""
+    room = int((share - 0.008) / 0.0105)
+    last_word = name.rpartition(" ")[2]
+    fitting = [text for text in (name, last_word) if len(text) <= room]
+    if fitting or room < 4:
+        return fitting[0] if fitting else ""
+    return last_word[: room - 1] + "."
 
 
 def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float) -> None:
@@ -138,8 +148,7 @@ def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float) -> None:
     gap = 1 if width / end_s > 0.015 else 0.1  # the gaps between many short spans would hide them
     look = {"height": 0.72, "facecolor": color, "edgecolor": "white", "linewidth": gap}
     axes.barh(bar.row, width / scale, left=bar.start_s / scale, **look)
-    label = bar.name if width / end_s > 0.0125 * len(bar.name) else bar.name.rpartition(" ")[2]
-    if width / end_s > 0.0125 * len(label) + 0.01:
+    if label := label_for(bar.name, width / end_s):
         axes.text(
             (bar.start_s + bar.stop_s) / 2 / scale,
             bar.row,
@@ -170,7 +179,7 @@ def show_overlap(spans: Sequence, title: str = "Computation and communication of
         for axes, (label, picture) in zip(panels[:, 0], pictures.items()):
             draw_overlap(axes, picture)
             axes.set_xlim(0, slowest / TIME_UNITS[time_unit_for(slowest)] * 1.02)
-            axes.set_title(label, fontsize=10)
+            axes.set_title(label, fontsize=9.5, fontweight="normal")
             if axes is not panels[-1, 0]:
                 axes.set_xlabel("")
             axes.tick_params(labelbottom=True)
@@ -196,7 +205,7 @@ def draw_step_times(axes, seconds: Mapping[str, tuple[float, float]]) -> None:
     axes.set_yticks(range(len(seconds)), list(seconds))
     axes.tick_params(axis="y", length=0)
     axes.set(
-        xlim=(0, longest / scale * 1.22), ylim=(len(seconds) - 0.4, -0.6), xlabel=f"modelled time of one step ({unit})"
+        xlim=(0, longest / scale * 1.5), ylim=(len(seconds) - 0.4, -0.6), xlabel=f"modelled time of one step ({unit})"
     )
     handles = [
         Patch(facecolor=COMPUTE_COLOR, label="computing"),

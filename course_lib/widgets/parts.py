@@ -109,7 +109,9 @@ def panel(controls: Sequence[widgets.Widget], *below: widgets.Widget) -> widgets
 def comparison_png(rows: Sequence) -> bytes:
     """Predicted beside measured, row by row, as PNG."""
     pairs = comparison_pairs(rows)
-    return figure_png(lambda axes: draw_comparison(axes, pairs), 1.0 + 0.45 * len(pairs))
+    return figure_png(
+        lambda axes: draw_comparison(axes, pairs, "rank 0, largest of each kind"), 1.0 + 0.45 * len(pairs)
+    )
 
 
 def measured_panel(
