@@ -79,14 +79,15 @@ def clipping_and_building():
 
 
 def on_ranks():
-    found = {name: parity(native, CONFIGS[name]) for name in ("gqa", "tied, uneven")}
+    found = {"tied, uneven": parity(native, CONFIGS["tied, uneven"])}
     found["shapes"] = placements_and_shapes(CONFIGS["tied, uneven"])
     found["wire"] = {name: wire(native, config) for name, config in CONFIGS.items()}
-    found["from scratch"] = {name: differences(native, parallel, CONFIGS[name]) for name in ("gqa", "tied, uneven")}
+    found["from scratch"] = {"tied, uneven": differences(native, parallel, CONFIGS["tied, uneven"])}
     found["wire, from scratch"] = wire(parallel, TOY)
     if dist.get_world_size() == 2:
         found["from scratch"]["gpt"] = differences(native, parallel, CONFIGS["gpt"])
         found["wire, from scratch, full recomputation"] = wire(parallel, TOY, "full")
+        found["gqa"] = parity(native, TOY)
         found["gpt"] = parity(native, CONFIGS["gpt"])
         found["gqa, full recomputation"] = parity(native, TOY, "full")
         found["wire, full recomputation"] = wire(native, TOY, "full")
@@ -104,7 +105,7 @@ def ranks():
 
 @pytest.mark.parametrize(
     ("size", "name"),
-    [(2, "gqa"), (4, "gqa"), (2, "tied, uneven"), (4, "tied, uneven"), (2, "gpt"), (2, "gqa, full recomputation")],
+    [(2, "gqa"), (2, "tied, uneven"), (4, "tied, uneven"), (2, "gpt"), (2, "gqa, full recomputation")],
 )
 def test_losses_gradients_and_clipped_steps_equal_one_process(ranks, size, name):
     for found in ranks[size]:
