@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import math
 from contextlib import contextmanager
 
@@ -18,10 +19,11 @@ from course_lib.memory.zero import zero_gathered_bytes, zero_state_bytes, zero_u
 from course_lib.meter import ByteMeter
 from course_lib.parallel import data as stage_0
 from course_lib.parallel import shards, zero
+from course_lib.precision import MasterAdamW
 from course_lib.training import loss_of
 
 SMALL_BUCKETS = 3000  # bytes: several buckets for the tiny models below
-WORLDS = (2, 3, 4)
+MICRO_BATCHES = {2: (1, 3), 3: (1,), 4: (3,)}  # by number of ranks
 CLIP = 0.05  # the gradients below are longer: clipping acts
 VOCAB = 11
 TINY = ModelConfig("tiny", 3, 12, num_heads=3, num_kv_heads=1, d_ff=17, vocab_size=VOCAB, max_seq_len=8)
@@ -175,23 +177,23 @@ def measure_all():
         (make_model.__name__, stage, micro_batches): measure(make_model, stage, micro_batches)
         for make_model in MODELS
         for stage in (1, 2, 3)
-        for micro_batches in (1, 3)
+        for micro_batches in MICRO_BATCHES[dist.get_world_size()]
     }
 
 
 @pytest.fixture(scope="module")
 def right():
-    return {size: launch(measure_all, size) for size in WORLDS}
+    return {size: launch(measure_all, size) for size in MICRO_BATCHES}
 
 
-@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("size", MICRO_BATCHES)
 def test_gradients_norm_and_parameters_after_adamw_equal_one_process(right, size):
     for of_rank in right[size]:
         for key, measured in of_rank.items():
             assert max(measured.gradients, measured.norm, measured.parameters) < 1e-10, (key, measured)
 
 
-@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("size", MICRO_BATCHES)
 def test_bytes_sent_are_those_of_the_stage_with_and_without_accumulation(right, size):
     for of_rank in right[size]:
         for key, measured in of_rank.items():
@@ -199,14 +201,19 @@ def test_bytes_sent_are_those_of_the_stage_with_and_without_accumulation(right, 
             assert measured.shapes, key
 
 
-@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("size", [2, 3])
 def test_the_stages_send_2_2_and_3_times_the_padded_parameters(right, size):
     for name in ("llama", "recomputed", "gpt"):
         built = globals()[name](0)
         for stage, times in ((1, 2), (2, 2), (3, 3)):
             payload = 8 * sum(padded_sizes(built, stage, size)["trained"])
             assert sum(right[size][0][name, stage, 1].sent_bytes) == times * payload * (size - 1) // size
-    assert sum(right[size][0]["llama", 2, 3].sent_bytes) == 2 * sum(right[size][0]["llama", 1, 3].sent_bytes)
+
+
+def test_three_micro_batches_cost_stage_2_and_3_three_times_the_gradients(right):
+    payload = {stage: 4 * sum(padded_sizes(llama(0), stage, 2)["trained"]) for stage in (1, 2, 3)}
+    totals = {stage: sum(right[2][0]["llama", stage, 3].sent_bytes) for stage in (1, 2, 3)}
+    assert totals == {1: 2 * payload[1], 2: (3 + 1) * payload[2], 3: 3 * 3 * payload[3]}
 
 
 # --- bytes held
@@ -295,3 +302,324 @@ def test_stage_2_never_holds_more_than_two_whole_buckets_of_gradients(memories, 
         units = [4 * up(unit, size) for unit in toy_units("fp32", 2, size)]
         assert len(units) > 6
         assert of_rank["fp32", 2][1]["temporary"] < 3 * max(units) < sum(units)
+
+
+# --- wrong engines: each must be found out
+
+
+@contextmanager
+def planted(owner, name, wrong):
+    """Replaces one step of the algorithm by a wrong one, in this rank."""
+    right = getattr(owner, name)
+    setattr(owner, name, wrong(right))
+    try:
+        yield
+    finally:
+        setattr(owner, name, right)
+
+
+def forgets_to_divide(collect):
+    def wrong(flat, param):
+        param.grad.mul_(flat.group.size())
+        collect(flat, param)
+
+    return wrong
+
+
+def fills_the_padding(collect):
+    def wrong(flat, param):
+        collect(flat, param)
+        flat.grad_P[sum(p.numel() for p in flat.params) :] = 1.0
+
+    return wrong
+
+
+def overwrites(finish_reduce_scatter):
+    def wrong(flat):
+        if flat.reduction is not None:
+            shards.set_gradient(flat.shard_p, None)
+        finish_reduce_scatter(flat)
+
+    return wrong
+
+
+def never_frees(hold):
+    def wrong(engine, now, following=(), name=None):
+        for flat in now:
+            flat.start_gather()
+            flat.wait_for_gather()
+
+    return wrong
+
+
+def does_not_gather_for_backward(before_backward):
+    def wrong(engine, index):
+        engine.in_backward = True
+        engine._reduce([flat for flat in engine.flats if engine.first_use[flat] == index + 1])
+
+    return wrong
+
+
+def never_pads(flatten_and_pad):
+    return lambda tensors, num_pieces: torch.cat([tensor.flatten() for tensor in tensors])
+
+
+BUGS = {  # owner, name, wrong version, stage that has it
+    "forgets to divide": (shards.FlatShard, "collect", forgets_to_divide, 2),
+    "fills the padding": (shards.FlatShard, "collect", fills_the_padding, 2),
+    "clips by its own norm": (shards.comm, "all_reduce_", lambda right: lambda x, group: None, 1),
+    "overwrites earlier micro-batches": (shards.FlatShard, "finish_reduce_scatter", overwrites, 3),
+    "shares before the step": (zero.ZeroBuckets, "share_update", lambda right: lambda engine: None, 1),
+    "never frees": (zero.ZeroUnits, "_hold", never_frees, 3),
+}
+
+
+def plant_bugs():
+    found = {}
+    for bug, (owner, name, wrong, stage) in BUGS.items():
+        with planted(owner, name, wrong):
+            found[bug] = measure(odd if stage == 2 else llama, stage, micro_batches=2)
+    with planted(zero.ZeroUnits, "_hold", never_frees):
+        held = memory("fp32", 3)[0]
+    return found, held["parameters"] + held["gathered"]
+
+
+@pytest.fixture(scope="module")
+def wrong():
+    return launch(plant_bugs, 2)[0]
+
+
+def test_wrong_averages_are_found_in_the_gradients(wrong):
+    assert wrong[0]["forgets to divide"].gradients > 1e-3
+    assert wrong[0]["overwrites earlier micro-batches"].gradients > 1e-3
+
+
+def test_wrong_norms_are_found_although_gradients_are_right(wrong):
+    for bug in ("fills the padding", "clips by its own norm"):
+        assert wrong[0][bug].gradients < 1e-3 < 1e-2 < wrong[0][bug].norm
+
+
+def test_parameters_shared_before_the_step_are_found_one_step_later(wrong):
+    measured = wrong[0]["shares before the step"]
+    assert measured.gradients > 1e-3 and measured.sent_bytes[1] == 0 < measured.expected_bytes[1]
+
+
+def test_a_stage_3_that_never_frees_is_found_in_the_bytes_held_and_sent(wrong):
+    measured = wrong[0]["never frees"]
+    assert measured.sent_bytes[0] < measured.expected_bytes[0]
+    assert wrong[1] == (4 + 2) * sum(up(unit, 2) for unit in zero_units(TOY, 3))  # beside the shards
+
+
+def test_padding_and_backward_gathers_cannot_be_left_out():
+    def without_padding():
+        with planted(shards, "flatten_and_pad", never_pads):
+            measure(odd, 1, 1)
+
+    def without_gathering():
+        with planted(zero.ZeroUnits, "_before_backward", does_not_gather_for_backward):
+            measure(llama, 3, 1)
+
+    with pytest.raises(RankError, match="pieces"):
+        launch(without_padding, 2, quiet=True)
+    with pytest.raises(RankError, match="data is not allocated|storage"):
+        launch(without_gathering, 2, quiet=True)
+
+
+# --- what else a learner or a model may do
+
+
+class Branches(nn.Module):
+    """Uses one of two layers; a third is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.layers = nn.ModuleDict({str(index): nn.Linear(8, VOCAB) for index in range(3)})
+        self.layer = 0
+
+    def forward(self, x_BS):
+        return self.layers[str(self.layer)](self.embed(x_BS))
+
+
+def some_batches(count, seed=0):
+    text_T = torch.randint(VOCAB, (200,), generator=torch.Generator().manual_seed(seed))
+    return [data.batch(text_T, index, 2, seq_len=5) for index in range(count)]
+
+
+def message_of(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+def unused_parameters(stage):
+    """Ranks use different layers; the mean over ranks counts what a rank did not use as zeros."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    refused = message_of(zero.accumulate_gradients, zero.build(Branches(), group, stage, 300), some_batches(1))
+    branches = Branches().double()
+    engine = zero.build(branches, group, stage, 300, allow_unused=True)
+    reference = copy.deepcopy(Branches().double())
+    reference.load_state_dict(zero.full_parameters(engine))
+    branches.layer = rank
+    zero.accumulate_gradients(engine, some_batches(1, seed=rank))
+    for other in range(2):
+        reference.layer = other
+        (loss_of(reference, *some_batches(1, seed=other)[0]) / 2).backward()
+    gradients = zero.full_gradients(engine)
+    unused = gradients["layers.2.weight"].abs().max().item()
+    return refused, unused, max((gradients[n] - g).abs().max().item() for n, g in grads_of(reference).items())
+
+
+def backward_twice(stage):
+    engine = zero.build(llama(0), dist.group.WORLD, stage, SMALL_BUCKETS)
+    for batch in some_batches(2):
+        loss_of(engine, *batch).backward()
+
+
+def evaluation():
+    """Under no_grad before, between and after training: the right logits, nothing left gathered."""
+    reference = llama(0)
+    engine = zero.build(llama(0), dist.group.WORLD, 3)
+    x_BS, y_BS = some_batches(1)[0]
+    found = []
+    for _ in range(2):
+        with torch.no_grad():
+            found.append((engine(x_BS) - reference(x_BS)).abs().max().item())
+        found.append(sum(flat.whole_P.untyped_storage().nbytes() for flat in engine.flats))
+        zero.accumulate_gradients(engine, [(x_BS, y_BS)])
+        found.append(sum(flat.whole_P.untyped_storage().nbytes() for flat in engine.flats))
+    loss_of(reference, x_BS, y_BS).backward()
+    twice = {name: 2 * grad for name, grad in grads_of(reference).items()}
+    return max(found), difference(zero.full_gradients(engine), twice)
+
+
+def accumulates_over_calls(stage):
+    """Without zero_grad in between, gradients of two calls add up, as they do in one process."""
+    engine, reference = zero.build(llama(0), dist.group.WORLD, stage, SMALL_BUCKETS), llama(0)
+    for batch in some_batches(2):
+        zero.accumulate_gradients(engine, [batch])
+        loss_of(reference, *batch).backward()
+    return difference(zero.full_gradients(engine), grads_of(reference))
+
+
+def steps_lower_the_loss(stage, dtype, grad_dtype):
+    """The same batch on all ranks: one process with the course's MasterAdamW must see the same losses."""
+    config = dataclasses.replace(PRESETS["toy"], num_layers=1)
+    engine = zero.build(model.build(config, dtype=dtype), dist.group.WORLD, stage, grad_dtype=grad_dtype)
+    optimizer = zero.make_optimizer(engine, lr=0.01)
+    reference = model.build(config, dtype=dtype)
+    plain = MasterAdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
+    losses = []
+    for _ in range(5):
+        losses.append(zero.step(engine, some_batches(1), optimizer, clip_norm=1.0).item())
+        plain.zero_grad()
+        loss = loss_of(reference, *some_batches(1)[0])
+        loss.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        plain.step()
+        losses[-1] = (losses[-1], loss.item())
+    states = {key: value.dtype for key, value in optimizer.state[engine.flats[0].shard_p].items()}
+    return losses, states
+
+
+def mistakes():
+    group, built = dist.group.WORLD, llama(0)
+    outside = llama(0)
+    outside.scale = nn.Parameter(torch.ones(1))
+    calls = {
+        "stage": lambda: zero.build(built, group, stage=4),
+        "group": lambda: zero.build(built, None),
+        "meta": lambda: zero.build(model.build(TINY, device="meta"), group),
+        "frozen": lambda: zero.build(llama(0).requires_grad_(False), group),
+        "outside": lambda: zero.build(outside, group),
+    }
+    return {name: message_of(call) for name, call in calls.items()}
+
+
+def traces():
+    found = {}
+    for stage in (2, 3):
+        trace = []
+        engine = zero.build(llama(0), dist.group.WORLD, stage, SMALL_BUCKETS, trace=trace)
+        zero.step(engine, some_batches(1), zero.make_optimizer(engine), trace=trace if stage == 2 else None)
+        found[stage] = trace
+    return found
+
+
+def the_rest():
+    return {
+        "unused": {stage: unused_parameters(stage) for stage in (1, 2, 3)},
+        "twice": {stage: message_of(backward_twice, stage) for stage in (1, 2, 3)},
+        "evaluation": evaluation(),
+        "over calls": [accumulates_over_calls(stage) for stage in (1, 2, 3)],
+        "bf16": {stage: steps_lower_the_loss(stage, torch.bfloat16, torch.float32) for stage in (1, 2, 3)},
+        "fp32": steps_lower_the_loss(3, torch.float32, None),
+        "mistakes": mistakes(),
+        "traces": traces(),
+    }
+
+
+@pytest.fixture(scope="module")
+def rest():
+    return launch(the_rest, 2)
+
+
+def test_a_parameter_without_gradient_is_an_error_or_counts_as_zeros(rest):
+    for of_rank in rest:
+        for refused, unused, worst in of_rank["unused"].values():
+            assert "layers.2.weight" in refused and "allow_unused=True" in refused
+            assert unused == 0.0 and worst < 1e-10
+
+
+def test_a_second_backward_pass_before_finish_is_refused(rest):
+    for of_rank in rest:
+        assert all("arrived a second time before finish()" in text for text in of_rank["twice"].values())
+
+
+def test_evaluation_gathers_and_frees_and_leaves_training_alone(rest):
+    for of_rank in rest:
+        assert max(of_rank["evaluation"]) < 1e-10
+
+
+def test_gradients_of_two_calls_add_up_until_they_are_zeroed(rest):
+    assert max(worst for of_rank in rest for worst in of_rank["over calls"]) < 1e-10
+
+
+def test_bf16_parameters_train_with_fp32_masters_and_gradients_as_in_one_process(rest):
+    for losses, states in [*rest[0]["bf16"].values(), rest[0]["fp32"]]:
+        assert losses[-1][0] < losses[0][0] - 0.5
+        assert all(abs(mine - one_process) < 0.05 for mine, one_process in losses), losses
+        assert set(states.values()) == {torch.float32}
+    assert "master" in rest[0]["bf16"][3][1] and "master" not in rest[0]["fp32"][1]
+
+
+def test_errors_say_what_to_do(rest):
+    texts = rest[0]["mistakes"]
+    assert "stage is 4; choose 1, 2 or 3 (stage 0" in texts["stage"]
+    assert "dist.group.WORLD" in texts["group"]
+    assert "meta device" in texts["meta"] and "unfreeze" in texts["frozen"]
+    assert "['scale'] belong to no unit" in texts["outside"]
+
+
+def test_the_trace_shows_the_next_unit_under_way_while_one_computes(rest):
+    for of_rank in rest:
+        spans = {(span.lane, span.name): span for span in of_rank["traces"][3]}
+        computing = [span for span in of_rank["traces"][3] if span.lane == "compute"]
+        assert [span.name for span in computing if span.name.startswith("forward")] == [
+            "forward embed", "forward blocks.0", "forward blocks.1", "forward blocks.2", "forward norm + head",
+        ]  # fmt: skip
+        assert all(one.stop_s <= other.start_s for one, other in itertools.pairwise(computing))
+        gathers = sorted((s for s in of_rank["traces"][3] if s.name.startswith("gather")), key=lambda s: s.start_s)
+        assert len(gathers) == 2 * 5
+        assert gathers[1].name == "gather blocks.0" and gathers[1].start_s < spans["compute", "forward embed"].start_s
+        assert sum(span.name.startswith("reduce") for span in of_rank["traces"][3]) == 5
+        assert {span.name for span in of_rank["traces"][2]} > {"forward", "backward", "optimizer", "reduce bucket 0"}
+
+
+def test_units_are_what_runs_one_after_the_other():
+    labels = [label for label, _ in shards.units_of(model.build(TINY_GPT, device="meta"))]
+    assert labels == ["embed + positions + dropout", "blocks.0", "blocks.1", "norm + head"]
+    members = {label: [name for name, _ in of] for label, of in shards.unit_parameters(recomputed(0))}
+    assert members["embed"] == ["embed.weight"] and members["norm + head"] == ["norm.weight"]
