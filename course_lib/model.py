@@ -9,6 +9,7 @@ Every matrix is a plain `nn.Linear` with its own name, so that parallelism can b
     model.norm, model.head                          D, D -> V
 
 Head counts are read from the tensors, not from the config, so a layer given a part of the heads works unchanged.
+`attention.project` and `mlp.project` are the products that share an input, in one place.
 
 What one block keeps for the backward pass, in elements a token (without recomputation, fused attention):
 

@@ -608,6 +608,6 @@ def refusals():
 
 def test_what_cannot_be_cut_is_refused_before_anything_is_sent_or_changed():
     for messages, untouched, calls in launch(refusals, 4):
-        expected = [*REFUSED, "build got None as its group", "attention.q is a ColumnLinear"]
+        expected = [*REFUSED, "build got None as its group", "blocks.0.attention.q is a ColumnLinear"]
         assert all(message.startswith(start) for message, start in zip(messages, expected, strict=True)), messages
         assert all(untouched) and calls == {}

@@ -33,6 +33,7 @@ from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
 from course_lib.precision import MasterAdamW, gradient_of, scale_gradients
 
 FAMILIES = ("llama", "gpt")
+MATRICES = {"q", "k", "v", "o", "gate", "up", "down", "head"}  # names of the layers that are cut
 
 
 # --- a model
@@ -112,12 +113,9 @@ def check_shardable(model: nn.Module, group: Group) -> None:
     for field in ("d_ff", "vocab_size"):
         if min(piece_sizes(getattr(config, field), tp_size)) == 0:
             raise ValueError(f"{field} ({getattr(config, field)}) leaves a rank of tp ({tp_size}) with none; use fewer")
-    for name in ("q", "k", "v", "o"):
-        layer = getattr(model.blocks[0].attention, name)
-        if type(layer) is not nn.Linear:
-            raise ValueError(
-                f"attention.{name} is a {type(layer).__name__}; only a model of plain nn.Linear can be cut"
-            )
+    for path, layer in model.named_modules():
+        if path.rpartition(".")[2] in MATRICES and type(layer) is not nn.Linear:
+            raise ValueError(f"{path} is a {type(layer).__name__}; only a model of plain nn.Linear can be cut")
 
 
 # --- random numbers
@@ -164,7 +162,10 @@ def loss_of(engine: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Tensor:
 
 
 def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
-    """Leaves each rank's part of the gradient in `.grad`; returns the mean loss. All ranks bring the same tokens."""
+    """Leaves each rank's part of the gradient in `.grad`, empty before; returns the mean loss.
+
+    All ranks bring the same tokens. Each micro-batch's mean counts by its share of them.
+    """
     num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
     losses = []
     for x_BS, y_BS in micro_batches:
@@ -190,7 +191,9 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
 
     Bytes    sent per rank: 2 (N - 1) / N * (all of them)
     """
-    grads = [gradient_of(param) for param in parameters if param.requires_grad]
+    grads = [grad for param in parameters if (grad := gradient_of(param)) is not None]
+    if not grads:
+        return
     flat_P = torch.cat([grad.flatten() for grad in grads])
     comm.all_reduce_(flat_P, group)
     for grad, summed in zip(grads, flat_P.split([grad.numel() for grad in grads])):
