@@ -155,14 +155,20 @@ def tensor_parallel_layer_spans(
     cluster: Cluster,
     utilisation: float,
     overlap: bool = True,
+    sequence_parallel: bool = False,
+    regather: bool = False,
     itemsize: int = 2,
 ) -> list[Span]:
     """One layer on one rank, forward then backward, on the lanes "compute" and "communication".
 
     Backward of a part: gradients of its row-parallel matrix and of its input; then the sum of the input's gradient over
-    the ranks, and beside it (overlap) or after it the weight gradients of the column-parallel matrices.
+    the ranks, and beside it (overlap) or after it the weight gradients of the column-parallel matrices. With sequence
+    parallelism a sum is a reduce-scatter, and what the next part reads is gathered first.
     """
-    sum_s = spanning_s("all_reduce", batch_size * seq_len * config.d_model * itemsize, tp, cluster)
+    payload_bytes = batch_size * seq_len * config.d_model * itemsize
+    gather_s = spanning_s("all_gather", payload_bytes, tp, cluster)
+    scatter_s = spanning_s("reduce_scatter", payload_bytes, tp, cluster)
+    sum_s = scatter_s if sequence_parallel else gather_s + scatter_s
     parts = _layer_parts_s(config, batch_size, seq_len, tp, cluster, utilisation)
     spans, now_s = [], 0.0
 
@@ -171,13 +177,21 @@ def tensor_parallel_layer_spans(
         return start_s + seconds
 
     for part in parts:
+        if sequence_parallel:
+            now_s = add("communication", f"gather {part.name} input", now_s, gather_s)
         now_s = add("compute", part.name, now_s, part.forward_s)
         now_s = add("communication", f"sum {part.name}", now_s, sum_s)
     for part in reversed(parts):
-        now_s = add("compute", f"{part.name} backward", now_s, 2 * part.forward_s - part.column_s)
-        summed_s = add("communication", f"sum {part.name} gradient", now_s, sum_s)
-        now_s = add("compute", f"{part.name} weights", now_s if overlap else summed_s, part.column_s)
-        now_s = max(now_s, summed_s)
+        if sequence_parallel:
+            now_s = add("communication", f"gather {part.name} gradient", now_s, gather_s)
+        now_s = add("compute", f"{part.name} rows backward", now_s, 2 * (part.forward_s - part.column_s))
+        network_s = now_s
+        if regather:
+            network_s = add("communication", f"gather {part.name} input again", now_s, gather_s)
+        now_s = add("compute", f"{part.name} input gradient", now_s if overlap else network_s, part.column_s)
+        summed_s = add("communication", f"sum {part.name} input gradient", max(now_s, network_s), sum_s)
+        weights_from_s = max(now_s, network_s) if overlap else summed_s
+        now_s = max(summed_s, add("compute", f"{part.name} weight gradients", weights_from_s, part.column_s))
     return spans
 
 

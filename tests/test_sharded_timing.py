@@ -7,6 +7,8 @@ import pytest
 from course_lib import timing
 from course_lib.config import ModelConfig, preset
 from course_lib.hardware import GPUS, LINKS, Link, published_link
+from course_lib.memory.formulas import fits
+from course_lib.memory.sharded import sharded_budget
 from course_lib.memory.zero import Offload, layer_units, offload_link_bytes, zero_state_bytes
 from course_lib.sharded_timing import (
     Cluster,
@@ -106,10 +108,19 @@ def test_C079_the_model_falls_with_the_published_scaling(sp):
 
 
 def test_C080_the_largest_micro_batch_grows_with_tp_and_more_with_sequence_parallelism():
-    """Published: 3,8,12,16,20 with TP; 4,10,20,40,100 with sequence parallelism."""
-    largest = {sp: [mbs for _, mbs in PLAYBOOK_TP[sp].values()] for sp in (False, True)}
-    assert largest == {False: [3, 8, 12, 16, 20], True: [4, 10, 20, 40, 100]}
-    assert all(b > a for a, b in zip(largest[False], largest[True]))
+    """Published: 3,8,12,16,20 with TP; 4,10,20,40,100 with sequence parallelism. Predicted for a GPU of 80 GB."""
+
+    def largest(tp, **how):
+        sizes = range(1, 151)
+        fit = [size for size in sizes if fits(sharded_budget(PLAYBOOK_3B, size, 4096, tp=tp, **how), "h100")]
+        return max(fit)
+
+    tp = [largest(t) for t in (2, 4, 8, 16, 32)]
+    kept, again = ([largest(t, sequence_parallel=True, regather=r) for t in (2, 4, 8, 16, 32)] for r in (False, True))
+    assert (tp, kept, again) == ([4, 9, 15, 20, 24], [5, 11, 20, 31, 41], [5, 14, 31, 65, 134])
+    published = {sp: [size for _, size in PLAYBOOK_TP[sp].values()] for sp in (False, True)}
+    assert all(1 <= ours / theirs < 1.34 for ours, theirs in zip(tp, published[False]))
+    assert all(1 <= ours / theirs < 1.65 for ours, theirs in zip(again, published[True]))
 
 
 def test_C181_full_recomputation_took_a_third_longer():
@@ -129,7 +140,30 @@ def test_the_layer_s_timeline_hides_only_backward_sums():
     compute_s = sum(span.seconds for span in hidden if span.lane == "compute")
     head_flops = 3 * 2 * 4096 * 8192 * 128_256
     assert 80 * compute_s == pytest.approx(whole.compute_s - head_flops / 8 / (0.45 * 989e12))
-    _check_order(plain), _check_order(hidden)
+    for each in (plain, hidden):
+        _check_order(each)
+
+
+def test_sequence_parallelism_has_twice_the_calls_and_regather_hides_its_own():
+    args = (LLAMA_70B, 1, 4096, 8, EFA, 0.45)
+
+    def sent(spans):
+        return [span for span in spans if span.lane == "communication"]
+
+    tp = tensor_parallel_layer_spans(*args)
+    sp, again = (tensor_parallel_layer_spans(*args, sequence_parallel=True, regather=r) for r in (False, True))
+    assert [len(sent(spans)) for spans in (tp, sp, again)] == [4, 8, 10]
+    seconds = [sum(span.seconds for span in sent(spans)) for spans in (tp, sp, again)]
+    assert seconds[0] == pytest.approx(seconds[1]) and seconds[2] > 1.2 * seconds[0]
+    half_s = spanning_s("all_gather", 4096 * 8192 * 2, 8, EFA)
+    column_s = next(span.seconds for span in sp if span.name == "attention weight gradients")
+    assert half_s < column_s and waiting_s(sp) == pytest.approx(6 * half_s)  # those that stand before a computation
+    assert waiting_s(again) == pytest.approx(waiting_s(sp))
+    whole = tensor_parallel_step(*args, sequence_parallel=True, regather=True, overlap=True)
+    late = tensor_parallel_layer_spans(*args, overlap=False, sequence_parallel=True, regather=True)
+    assert waiting_s(late) - waiting_s(again) == pytest.approx(whole.hidden_s / 80)
+    for each in (sp, again, late):
+        _check_order(each)
 
 
 def _check_order(spans):
