@@ -189,7 +189,8 @@ class _ColumnLinears(torch.autograd.Function):
             grad_BSD_partial += grad_BSf @ w_fD
         summing = stream.start_sum(grad_BSD_partial)
         if not stream.overlap:
-            summing.wait()
+            grad_x = summing.wait()
+            summing = InFlight(None, lambda: grad_x)
         x_BSD = entering.wait()
         wanted = ctx.needs_input_grad[2:]  # of weights, then of biases: none of what is frozen or absent
         with compute_span(stream.trace, "weight gradients"):

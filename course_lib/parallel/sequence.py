@@ -24,10 +24,13 @@ What columns keep for their weights' gradients is a choice:
 Source   Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -43,6 +46,7 @@ from course_lib.parallel import tensor
 from course_lib.parallel.data import MicroBatches, Trace, compute_span
 from course_lib.parallel.linear import communication_span, traced
 from course_lib.parallel.tensor import clip_gradients, full_gradients, full_parameters, loss_of, make_optimizer
+from course_lib.timing import Span
 
 __all__ = [
     "ShardedStream", "accumulate_gradients", "build", "clip_gradients", "full_gradients", "full_parameters", "loss_of",
@@ -77,7 +81,21 @@ class ShardedStream:
 
     def start_sum(self, x_BSD_partial: Tensor) -> InFlight:
         start = partial(start_reduce_scatter, x_BSD_partial, self.group, SEQUENCE)
-        return traced(start, "reduce-scatter of input gradients", self.trace)
+        return traced_until_awaited(start, "reduce-scatter of input gradients", self.trace)
+
+
+def traced_until_awaited(start: Callable[[], InFlight], name: str, trace: Trace | None) -> InFlight:
+    """Starts a communication whose Span ends where it is waited for: gloo does not say when a reduce-scatter is done."""
+    start_s = time.perf_counter()
+    in_flight = start()
+    if trace is None:
+        return in_flight
+
+    def finish() -> Tensor:
+        trace.append(Span(dist.get_rank(), "communication", name, start_s, time.perf_counter()))
+        return in_flight.finish()
+
+    return InFlight(in_flight.work, finish)
 
 
 class MyPositions(nn.Module):
