@@ -11,9 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from course_lib.hf_weights import config_from_transformers
-from course_lib.launch import launch
+from course_lib.launch import RankError, launch
 from course_lib.memory.tensor import narrow
-from course_lib.model import build
+from course_lib.model import build, preset
 from course_lib.parallel import shards, tensor, zero
 from course_lib.parallel.loading import (
     Weights,
@@ -139,6 +139,37 @@ def test_a_tensor_parallel_model_cut_before_loading_computes_transformers_logits
         assert read_bytes == held_bytes < 0.6 * Weights(folder).files.nbytes
 
 
+def engines_from_files(folder):
+    """Differences between stage 3 of a model on the meta device that read its shards, and of a whole one; bytes read.
+
+    Of the logits, of whole parameters, of the loss and of gradients; then the bytes of this rank's shards.
+    """
+    group, weights = dist.group.WORLD, Weights(folder)
+    x_BS = some_tokens()
+    engines = [
+        zero.build(build(weights.config, device="meta"), group, load=partial(read_flat, weights)),
+        zero.build(load_whole(folder), group),
+    ]
+    with torch.no_grad():
+        logits = [engine.eval()(x_BS) for engine in engines]
+    parameters = [zero.full_parameters(engine) for engine in engines]
+    losses = [zero.accumulate_gradients(engine, [(x_BS, x_BS.roll(-1, 1))]) for engine in engines]
+    gradients = [zero.full_gradients(engine) for engine in engines]
+    same = [torch.equal(*pair) for both in (parameters, gradients) for pair in zip(*(one.values() for one in both))]
+    same += [torch.equal(*losses), list(parameters[0]) == list(parameters[1])]
+    tied = engines[0].module.head.weight is engines[0].module.embed.weight
+    return logits[0], all(same), tied, weights.files.read_bytes, sum(flat.shard_p.nbytes for flat in engines[0].flats)
+
+
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_stage_3_reads_its_shards_and_trains_as_if_it_had_had_the_whole(folders, name):
+    folder, expected = folders[name]
+    for logits, same, tied, read_bytes, held_bytes in launch(engines_from_files, 2, folder):
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        assert same and tied == (name == "tied")
+        assert read_bytes <= held_bytes < 0.51 * Weights(folder).files.nbytes  # all but padding is read
+
+
 def test_dtypes_are_the_file_s_or_those_asked_for(folders, tmp_path):
     shutil.copytree(folders["llama"][0], tmp_path, dirs_exist_ok=True)
     halved = {name: value.bfloat16() for name, value in load_file(tmp_path / "model.safetensors").items()}
@@ -183,6 +214,15 @@ def test_files_that_do_not_fit_their_config_are_refused(folders, tmp_path, chang
     with pytest.raises(ValueError, match=message):
         weights = Weights(folder)
         load_pieces(build(weights.config, device="meta"), weights)
+
+
+def refused_by_other_stages():
+    zero.build(build(preset("toy"), device="meta"), dist.group.WORLD, stage=2, load=print)
+
+
+def test_other_stages_need_a_loaded_model():
+    with pytest.raises(RankError, match="load is for stage 3.*stage 2 needs a loaded model"):
+        launch(refused_by_other_stages, 1)
 
 
 def test_calls_that_cannot_work_say_what_to_do(folders, tmp_path):

@@ -10,7 +10,7 @@ optimizer one tensor instead of many. AdamW does not mind: it treats each number
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from course_lib import comm
 from course_lib.parallel.data import NamedParameter, Pending, Trace, record_when_done
 from course_lib.precision import gradient_of, scale_gradients
 from course_lib.timing import Span
+
+Load = Callable[[Sequence[str], int, Tensor], None]  # names laid end to end, first number, what to fill from there on
 
 
 def flatten_and_pad(tensors: Sequence[Tensor], num_pieces: int) -> Tensor:
@@ -31,6 +33,12 @@ def flatten_and_pad(tensors: Sequence[Tensor], num_pieces: int) -> Tensor:
     flat_P = tensors[0].new_zeros(math.ceil(size / num_pieces) * num_pieces)
     torch.cat([tensor.flatten() for tensor in tensors], out=flat_P[:size])
     return flat_P
+
+
+def room_for(tensors: Sequence[Tensor], num_pieces: int) -> Tensor:
+    """As long as `flatten_and_pad` makes it, without numbers: the host gives memory only where somebody writes."""
+    size = sum(tensor.numel() for tensor in tensors)
+    return tensors[0].new_empty(math.ceil(size / num_pieces) * num_pieces)
 
 
 def views_into(flat_P: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -48,12 +56,25 @@ def my_piece(flat_P: Tensor, group: dist.ProcessGroup) -> Tensor:
     return flat_P.chunk(group.size())[group.rank()]
 
 
+def hollow_out(model: nn.Module) -> None:
+    """Moves parameters from the meta device to the one where new tensors are made: shapes there, still no memory."""
+    twins: dict[nn.Parameter, nn.Parameter] = {}
+    for name, param in list(model.named_parameters(remove_duplicate=False)):
+        if param not in twins:
+            twin = torch.empty(param.shape, dtype=param.dtype)
+            twin.untyped_storage().resize_(0)
+            twins[param] = nn.Parameter(twin, requires_grad=param.requires_grad)
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, twins[param])
+
+
 class FlatShard:
     """Parameters of one dtype that travel together: `whole_P` on every rank, or only for a while; `shard_p` always.
 
     keep_whole   True: shard_p is a view of whole_P, which stays (stages 1 and 2). False: whole_P is `free` until it is
                  gathered, and shard_p has its own memory (stage 3)
     grad_dtype   in which gradients are summed, over micro-batches and ranks; the parameters' own by default
+    load         fills shard_p, of parameters that have no numbers (`hollow_out`) and are not to stay whole
     """
 
     def __init__(
@@ -64,16 +85,23 @@ class FlatShard:
         keep_whole: bool,
         grad_dtype: torch.dtype | None = None,
         trace: Trace | None = None,
+        load: Load | None = None,
     ) -> None:
         self.names = [name for name, _ in members]
         self.params = [param for _, param in members]
         self.group, self.label, self.trace = group, label, trace
         self.trains = self.params[0].requires_grad
-        self.whole_P = flatten_and_pad([param.detach() for param in self.params], group.size())
+        tensors = [param.detach() for param in self.params]
+        self.whole_P = flatten_and_pad(tensors, group.size()) if load is None else room_for(tensors, group.size())
         for param, view in zip(self.params, views_into(self.whole_P, self.params)):
             param.data = view
         mine_p = my_piece(self.whole_P, group)
-        self.shard_p = nn.Parameter(mine_p if keep_whole else mine_p.clone(), requires_grad=self.trains)
+        if load is not None:
+            mine_p = torch.empty_like(mine_p)
+            load(self.names, group.rank() * len(mine_p), mine_p)
+        elif not keep_whole:
+            mine_p = mine_p.clone()
+        self.shard_p = nn.Parameter(mine_p, requires_grad=self.trains)
         self.grad_dtype = grad_dtype or self.shard_p.dtype
         self.grad_P: Tensor | None = None  # this rank's gradients, not yet summed over ranks
         self.piece_p: Tensor | None = None  # my piece of their sum, once the network is done
@@ -276,8 +304,11 @@ def clip_gradients(engine: nn.Module, max_norm: float) -> Tensor:
     No rank sees the whole gradient: each adds up the squares of its shards, and one all-reduce adds up the ranks.
 
     Bytes    an all-reduce of one number
+    Raises   ValueError if there is no gradient
     """
     shards = [flat.shard_p for flat in engine.flats if gradient_of(flat.shard_p) is not None]
+    if not shards:
+        raise ValueError("no shard has a gradient to clip; call accumulate_gradients first")
     norms = [gradient_of(shard_p).to(torch.promote_types(shard_p.dtype, torch.float32)).norm() for shard_p in shards]
     squared = torch.stack(norms).square().sum()
     comm.all_reduce_(squared, engine.group)

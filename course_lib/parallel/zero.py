@@ -38,9 +38,11 @@ from course_lib.parallel.data import (
 )
 from course_lib.parallel.shards import (
     FlatShard,
+    Load,
     ShardedAdamW,
     clip_gradients,
     first_and_last_use,
+    hollow_out,
     set_gradient,
     unit_parameters,
     units_of,
@@ -165,14 +167,19 @@ class ZeroUnits(nn.Module):
         allow_unused: bool = False,
         grad_dtype: torch.dtype | None = None,
         trace: Trace | None = None,
+        load: Load | None = None,
     ) -> None:
         super().__init__()
         self.module, self.group, self.stage, self.trace = module, group, 3, trace
         self.prefetch, self.allow_unused = prefetch, allow_unused
-        broadcast_parameters(module, group)
+        if load is None:
+            broadcast_parameters(module, group)
+        else:
+            hollow_out(module)
         self.units = units_of(module)
         self.flats = [
-            FlatShard(members, group, label, False, grad_dtype, trace) for label, members in unit_parameters(module)
+            FlatShard(members, group, label, False, grad_dtype, trace, load)
+            for label, members in unit_parameters(module)
         ]
         self.flat_of = {param: flat for flat in self.flats for param in flat.params}
         self.shards = nn.ParameterList(flat.shard_p for flat in self.flats)
@@ -311,6 +318,7 @@ def build(
     allow_unused: bool = False,
     grad_dtype: torch.dtype | None = None,
     trace: Trace | None = None,
+    load: Load | None = None,
 ) -> ZeroBuckets | ZeroUnits:
     """Shards what `stage` shards of the model, in place, over the group; broadcasts the first rank's parameters.
 
@@ -318,21 +326,26 @@ def build(
     prefetch       stage 3: gather the next unit while one computes; without it one unit is whole at a time
     allow_unused   parameters without a gradient count as zeros; by default they are an error
     grad_dtype     in which gradients are summed and sent, such as torch.float32 beside bfloat16 parameters
+    load           stage 3, with a model on the meta device: brings this rank's numbers, and nobody ever holds the whole
+                   (`partial(read_flat, Weights(folder))` of parallel/loading.py)
 
-    Raises   ValueError for another stage, a missing group, a model without numbers or without trainable parameters
+    Raises   ValueError for another stage, a missing group, a model without numbers or without trainable parameters, or
+             `load` in another stage
     """
     if stage not in (1, 2, 3):
         raise ValueError(f"stage is {stage!r}; choose 1, 2 or 3 (stage 0, which shards nothing, is parallel/data.py)")
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group is {group!r}; it must be a process group with this rank in it: dist.group.WORLD")
-    if any(param.is_meta for param in model.parameters()):
+    if load is not None and stage != 3:
+        raise ValueError(f"load is for stage 3, whose parameters are never whole; stage {stage} needs a loaded model")
+    if load is None and any(param.is_meta for param in model.parameters()):
         raise ValueError(
-            "the model is on the meta device and has no numbers to shard; build it on a device, or load it"
+            "the model is on the meta device and has no numbers to shard; build it on a device, or give load="
         )
     if not trainable(model):
         raise ValueError("no parameter of the model requires a gradient; unfreeze some")
     if stage == 3:
-        return ZeroUnits(model, group, prefetch, allow_unused, grad_dtype, trace)
+        return ZeroUnits(model, group, prefetch, allow_unused, grad_dtype, trace, load)
     return ZeroBuckets(model, group, stage, bucket_bytes, allow_unused, grad_dtype, trace)
 
 
