@@ -190,11 +190,11 @@ def test_borders_of_a_block_mirror_in_backward():
     assert regions.regions_title({"tp": 13.0, "tp+sp": 4.25}, 8).endswith("3.1 times less than TP 8 alone keeps")
 
 
-def test_a_number_that_would_lie_on_the_point_below_it_is_left_out():
-    assert curves.value_labels_of([{1: 20.0, 2: 100.0}, {1: 30.0}]) == [(1, 20.0, True), (2, 100.0, True)]
-    low = {1: 20.0, 2: 100.0}
-    assert (1, 34.0, False) in curves.value_labels_of([low, {1: 34.0}], nearest=0.05)
-    assert (1, 27.0, False) not in curves.value_labels_of([low, {1: 27.0}], nearest=0.05)
+def test_numbers_of_points_give_way_to_other_points():
+    first = {1: 20.0, 2: 100.0}
+    assert curves.value_labels_of([first, {1: 30.0}]) == [(1, 20.0, False), (2, 100.0, True), (1, 30.0, True)]
+    assert curves.value_labels_of([first, {1: 60.0}]) == [(1, 20.0, True), (2, 100.0, True), (1, 60.0, False)]
+    assert curves.value_labels_of([first, {2: 99.0}]) == [(1, 20.0, True), (2, 100.0, True)]  # one number for both
 
 
 def test_a_bar_carries_as_much_of_its_name_as_it_has_room_for():

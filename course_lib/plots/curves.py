@@ -47,27 +47,41 @@ def draw_curves(axes, lines: Mapping[str, Curve], points: Mapping[str, Curve], v
 def value_labels_of(
     curves: Sequence[Curve], nearest: float = 0.09, lines: Sequence[Curve] = ()
 ) -> list[tuple[float, float, bool]]:
-    """Which points carry their number, as (x, y, above): the first curve's above, others' below where there is room.
+    """Which points carry their number, as (x, y, above).
 
-    The first curve's goes below where a line would strike it through above.
+    All of the first curve's do: above, or below where a line would strike it through or another point lies there.
+    Of other curves those that have room: below, or else above. `nearest` is the height of a number, of the highest y.
     """
     top = max((y for curve in curves for y in curve.values()), default=0)
-    reach = 0.12 * top  # from a point to the far edge of its number
+    height, reach = nearest * top, 0.12 * top  # reach: from a point to the far edge of its number
 
-    def clear_above(x: float, y: float) -> bool:
+    def struck(x: float, y: float) -> bool:
         at_x = [line[x] - y for line in lines if x in line]
-        return not any(0 < gap < reach for gap in at_x) or any(-reach < gap <= 0 for gap in at_x)
+        return any(0 < gap < reach for gap in at_x) and not any(-reach < gap <= 0 for gap in at_x)
 
-    labels = [(x, y, clear_above(x, y)) for x, y in curves[0].items()] if curves else []
-    for curve in curves[1:]:
+    first, others = (curves[0], curves[1:]) if curves else ({}, ())
+    labels = [
+        (x, y, not struck(x, y) and not any(0 < curve.get(x, y) - y < reach for curve in others))
+        for x, y in first.items()
+    ]
+    for curve in others:
         for x, y in curve.items():
-            others = [(other, other if above else other - nearest * top) for at, other, above in labels if at == x]
-            taken = [place for both in others for place in both]  # a point, and where its number is
-            mine = y - nearest * top
-            struck = any(min(abs(place - y), abs(place - mine)) < nearest * top for place in taken)
-            if mine > 0 and not struck:
-                labels.append((x, y, False))
+            taken = [
+                place for at, other, above in labels if at == x for place in (other, other + _side(above) * height)
+            ]
+            free = [
+                above
+                for above in (False, True)
+                if min([abs(place - y - _side(above) * height) for place in taken], default=height) >= height
+                and (not struck(x, y) if above else y > height)
+            ]
+            if free and min([abs(other - y) for at, other, _ in labels if at == x], default=height) > height / 2:
+                labels.append((x, y, free[0]))
     return labels
+
+
+def _side(above: bool) -> int:
+    return 1 if above else -1
 
 
 def show_curves(
