@@ -60,6 +60,8 @@ A file imports from its own part and from the parts above it, never from one bel
     native/__init__.py     as PyTorch ships it
     native/data.py         DistributedDataParallel, and Accelerate on top
     native/zero.py         FSDP2, ZeroRedundancyOptimizer, and Accelerate on top
+    native/tensor.py       DTensor: a plan for parallelize_module, loss_parallel
+    native/sequence.py     the same plan, with the stream in pieces along the sequence
 5. Time and clusters without hardware
     export.py              the choices of a run as configs of Accelerate and DeepSpeed
     sharded_profile.py     a toy on real ranks: bytes held and sent beside the formulas
