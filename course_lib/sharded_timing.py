@@ -281,26 +281,20 @@ def zero3_spans(layer: ZeroLayer, num_layers: int, prefetch: bool = True) -> lis
 
 
 # ------------------------------------------------------------------------------------ offload
-def transfer_s(num_bytes: float, over: Link) -> float:
-    """Seconds of one copy over a link; none for no bytes."""
-    return over.latency_s + num_bytes / over.bytes_per_s if num_bytes else 0.0
-
-
 def crossing_s(
     link_bytes: Mapping[str, int], pcie: str = "pcie4", drive: str = "nvme", ranks_per_drive: int = 1
 ) -> dict[str, float]:
-    """Seconds of each crossing of a step's offloaded bytes, such as `memory.zero.offload_link_bytes` counts.
+    """Seconds of each crossing of one rank's offloaded bytes, as `memory.zero.offload_link_bytes` predicts them.
 
-    Each GPU has a PCIe link of its own. A drive is the node's: its rate is divided among `ranks_per_drive`.
+    Each GPU has a PCIe link of its own. A drive's rate is divided among `ranks_per_drive`: it is the node's, not the
+    GPU's. Latency is left out: pieces are megabytes.
 
     Raises   ValueError if a link is unknown, or ranks_per_drive is below 1
     """
     if ranks_per_drive < 1:
         raise ValueError(f"ranks_per_drive is {ranks_per_drive}; required: 1 or more, such as the GPUs of a node")
-    return {
-        name: transfer_s(size * ranks_per_drive, link(drive)) if "disk" in name else transfer_s(size, link(pcie))
-        for name, size in link_bytes.items()
-    }
+    to_host, to_disk = link(pcie).bytes_per_s, link(drive).bytes_per_s / ranks_per_drive
+    return {name: size / (to_disk if "disk" in name else to_host) for name, size in link_bytes.items()}
 
 
 def offload_s(

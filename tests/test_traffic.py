@@ -1,10 +1,18 @@
 """Bytes that a step sends, by formula: hand values, papers, claims by their ids."""
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from course_lib import timing
 from course_lib.config import ModelConfig, preset
+from course_lib.hardware import LINKS
+from course_lib.launch import launch
+from course_lib.memory.sharded import sharded_budget
+from course_lib.memory.tracker import MemoryTracker
 from course_lib.memory.zero import zero_units
+from course_lib.meter import ByteMeter
+from course_lib.model import build
 from course_lib.traffic import (
     by_collective,
     by_place,
@@ -124,8 +132,6 @@ def test_an_uneven_sequence_is_padded_in_the_message():
 
 
 def test_seconds_follow_from_the_same_list():
-    from course_lib.hardware import LINKS
-
     calls, link = tensor_parallel_calls(LLAMA_70B, 1, 4096, 8), LINKS["nvlink4"]
     bandwidth_s = sent_bytes(calls) / link.bytes_per_s
     latency_s = 14 * sum(call_counts(calls).values()) * link.latency_s
@@ -153,3 +159,55 @@ def test_C150_ulysses_sends_4_n_h_over_p_a_layer():
     tokens, h, p = 4096, 1024, 8
     three, one = (timing.all_to_all_bytes(k * tokens * h // p, p, itemsize=1) for k in (3, 1))  # q, k, v there; o back
     assert three + one == 4 * tokens * h // p * (p - 1) // p
+
+
+# ---- beside real ranks
+
+
+def _train(config, recompute, sequence_parallel, regather, how):
+    """One step under the tracker, one under the meter: bytes held by kind, bytes sent, calls."""
+    from course_lib.parallel import sequence, tensor
+
+    engine = build(config, recompute=recompute, attention="explicit")
+    if sequence_parallel:
+        engine, module = sequence.build(engine, dist.group.WORLD, regather=regather), sequence
+    else:
+        engine, module = tensor.build(engine, dist.group.WORLD), tensor
+    optimizer = module.make_optimizer(engine)
+
+    def step():
+        x_BS, y_BS = torch.randint(0, config.vocab_size, (2, 2, how["seq_len"])).clone().unbind()
+        module.step(engine, [(x_BS, y_BS)] * how["micro_batches"], optimizer)
+
+    with MemoryTracker(engine, optimizer) as tracker:
+        step()
+    with ByteMeter() as meter:
+        step()
+    held = {kind: max(column) for kind, column in tracker.timeline.bytes_by_kind.items()}
+    return held, meter.by_collective, meter.calls
+
+
+def _train_all(cases, how):
+    return [_train(*case, how) for case in cases]
+
+
+def test_real_ranks_hold_and_send_what_the_formulas_say():
+    """Uneven d_ff, vocabulary and sequence; fewer key/value heads than ranks; tied, dropout, biases; accumulation."""
+    odd = ModelConfig("odd", 2, 32, num_heads=8, num_kv_heads=2, d_ff=50, vocab_size=101, max_seq_len=64)
+    gpt = ModelConfig("gpt", 2, 32, 4, 4, 100, 101, 64, tied=True, family="gpt", dropout=0.1)
+    tp, sp, regather = (False, False), (True, False), (True, True)
+    cases = [(odd, "none", *tp), (odd, "none", *regather), (gpt, "none", *sp), (odd, "full", *sp), (gpt, "full", *tp)]
+    size, how = 4, {"seq_len": 31, "micro_batches": 2}
+    ranks = launch(_train_all, size, cases, how, quiet=True)
+    for rank in (0, size - 1):
+        for (config, recompute, split, again), (held, sent, calls) in zip(cases, ranks[rank]):
+            expected = tensor_parallel_calls(config, 2, 31, size, split, again, recompute, 4, micro_batches=2)
+            assert (by_collective(expected, rank), call_counts(expected)) == (sent, calls)
+            plan = sharded_budget(
+                config, 2, 31, "fp32", "adamw", "explicit", recompute, 2, "cpu",
+                tp=size, sequence_parallel=split, regather=again, tp_rank=rank,
+            ).by_kind  # fmt: skip
+            states = ("parameters", "gradients", "optimizer")
+            assert [plan[kind] for kind in states] == [held[kind] for kind in states]
+            if recompute == "none":  # with "full", gloo's threads may still hold messages of the block run again
+                assert held["activations"] == pytest.approx(plan["activations"], rel=0.01)
