@@ -6,15 +6,19 @@ import resource
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from course_lib import hardware
 from course_lib.launch import launch
 from course_lib.memory.states import StateBytes
 from course_lib.memory.tracker import MemoryTracker
-from course_lib.memory.zero import Offload, offload_link_bytes, zero_state_bytes
-from course_lib.parallel.offload_states import OffloadedAdamW, crossing_s, offload_s
+from course_lib.memory.zero import Offload, offload_link_bytes, zero_state_bytes, zero_units
+from course_lib.model import build, preset
+from course_lib.parallel import zero
+from course_lib.parallel.offload_states import OffloadedAdamW
 from course_lib.precision import MasterAdamW, accumulate_in_fp32
+from course_lib.sharded_timing import crossing_s, offload_s
 
 BF16 = torch.bfloat16
 
@@ -135,6 +139,34 @@ def test_a_run_goes_on_from_a_state_dict_whatever_the_place(places):
     for optimizer in (first, second):
         if isinstance(optimizer, OffloadedAdamW):
             optimizer.close()
+
+
+def zero_infinity(grad_dtype):
+    """Whole parameters after two steps of stage 3, by where the states wait; bytes of the last step on disk."""
+    group, config = dist.group.WORLD, preset("toy")
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(dist.get_rank()))
+    batches = [(tokens[:, :-1], tokens[:, 1:])] * 2
+    found, kwargs = {}, {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    for place in ("device", "host", "disk"):
+        engine = zero.build(build(config, dtype=BF16), group, grad_dtype=grad_dtype)
+        if place == "device":
+            optimizer = zero.make_optimizer(engine, **kwargs)
+        else:
+            optimizer = OffloadedAdamW([flat.shard_p for flat in engine.flats], place, **kwargs)
+        for _ in range(2):
+            zero.step(engine, batches, optimizer, clip_norm=0.5)
+        found[place] = zero.full_parameters(engine)
+    optimizer.close()
+    return found, optimizer.link_bytes
+
+
+@pytest.mark.parametrize(("grad_dtype", "recipe"), [(None, "bf16-master"), (torch.float32, "bf16-master-fp32-grads")])
+def test_stage_3_trains_the_same_wherever_its_states_wait(grad_dtype, recipe):
+    states = zero_state_bytes(zero_units(preset("toy"), 3), 3, 2, recipe)
+    for found, crossed in launch(zero_infinity, 2, grad_dtype):
+        for name, expected in found["device"].items():
+            assert torch.equal(found["host"][name], expected) and torch.equal(found["disk"][name], expected)
+        assert crossed == offload_link_bytes(states, Offload("disk"))
 
 
 def tracked_peaks(place):
