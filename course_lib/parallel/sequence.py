@@ -85,7 +85,7 @@ class ShardedStream:
 
 
 def traced_until_awaited(start: Callable[[], InFlight], name: str, trace: Trace | None) -> InFlight:
-    """Starts a communication whose Span ends where it is waited for: gloo does not say when a reduce-scatter is done."""
+    """Starts a communication whose Span ends where it is waited for: gloo says of no reduce-scatter when it ended."""
     start_s = time.perf_counter()
     in_flight = start()
     if trace is None:
