@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib import comm, model, training
 from course_lib.config import ModelConfig
-from course_lib.conjugate import InFlight, copy_in, join, sum_out
+from course_lib.conjugate import InFlight, copy_in, join, split, sum_out
 from course_lib.launch import launch
 from course_lib.memory.tracker import MemoryTracker
 from course_lib.mesh import Mesh, make_groups
@@ -516,8 +516,27 @@ def by_hand():
     )
 
 
+def far_from_zero():
+    """The loss of logits whose exponentials overflow or vanish, and of bfloat16 ones: off by, and the gradient's dtype."""
+    group, generator = dist.group.WORLD, torch.Generator().manual_seed(0)
+    y_BS = torch.randint(39, (2, S), generator=generator)
+    seen = []
+    for shift, dtype in ((1000.0, torch.float32), (-1000.0, torch.float32), (0.0, torch.bfloat16)):
+        whole = (torch.randn(2, S, 39, generator=generator) + shift).to(dtype).requires_grad_()
+        part = split(whole.detach(), group, -1).requires_grad_()
+        first = 10 * dist.get_rank()
+        loss_BS = vocabulary.vocab_cross_entropy(part, y_BS, first, group)
+        expected_BS = F.cross_entropy(whole.float().flatten(0, 1), y_BS.flatten(), reduction="none").view(2, S)
+        loss_BS.mean().backward()
+        expected_BS.mean().backward()
+        apart = (loss_BS - expected_BS).abs().max(), (part.grad - split(whole.grad, group, -1)).abs().max()
+        seen.append((*(x.item() for x in apart), part.grad.dtype == dtype))
+    return seen
+
+
 def the_rest():
     return {
+        "far from zero": far_from_zero(),
         "trained": trained(0.5),
         "bfloat16": in_bfloat16(),
         "mesh": in_columns_of_a_mesh(),
@@ -566,6 +585,12 @@ def test_a_model_without_numbers_tells_each_ranks_slices(rest):
         assert agree and kv == [(0, 4), (0, 4), (4, 4), (4, 4)]
         norms = [f"blocks.{layer}.{name}_norm.weight" for layer in (0, 1) for name in ("attention", "mlp")]
         assert whole == [*norms, "norm.weight"]
+
+
+def test_the_loss_neither_overflows_nor_vanishes_and_is_float32_of_bfloat16_logits(rest):
+    for seen in (rank["far from zero"] for rank in rest):
+        for loss, gradient, same_dtype in seen:
+            assert loss < 1e-4 and gradient < 1e-4 and same_dtype, seen
 
 
 def test_column_and_row_stand_alone_and_logits_can_be_joined(rest):
