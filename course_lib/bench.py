@@ -18,9 +18,14 @@ from course_lib import model
 from course_lib.config import PRESETS
 from course_lib.launch import launch
 from course_lib.native import data as native_data
+from course_lib.native import zero as native_zero
 from course_lib.parallel import data as parallel_data
+from course_lib.parallel import zero as parallel_zero
 
-TECHNIQUES: dict[str, tuple[ModuleType, ModuleType]] = {"data": (parallel_data, native_data)}
+TECHNIQUES: dict[str, tuple[ModuleType, ModuleType]] = {
+    "data": (parallel_data, native_data),
+    "zero": (parallel_zero, native_zero),  # stage 3 and FSDP2
+}
 LOWEST_RATIO = 0.9  # what `--check` asks for
 WARM_UP_ROUNDS = 3  # DDP rebuilds its buckets in its second step
 

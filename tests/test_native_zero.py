@@ -19,6 +19,7 @@ from course_lib.memory.tracker import MemoryTracker
 from course_lib.mesh import Mesh, make_groups
 from course_lib.meter import ByteMeter
 from course_lib.native import zero
+from course_lib.parallel import zero as parallel
 from course_lib.timing import ring_all_reduce_bytes
 from course_lib.training import loss_of
 
@@ -386,6 +387,39 @@ def test_only_the_ranks_of_the_group_share_a_model():
     for axes, sizes, message in launch(over_one_axis, 4):
         assert axes == ["dp"] and sizes == {2}
         assert "leave shard_size out" in message
+
+
+# --- beside the from-scratch engines
+
+
+def both(stage):
+    """One clipped step of each side on a model whose sizes divide: gradients, weights, and all bytes sent."""
+    seen = []
+    for module in (parallel, zero):
+        engine = module.build(plain_llama(), dist.group.WORLD, stage=stage)
+        optimizer = module.make_optimizer(engine, lr=0.01)
+        with ByteMeter() as meter:
+            module.step(engine, share(count=2), optimizer)
+        engine.zero_grad()
+        module.accumulate_gradients(engine, share(1, count=2))
+        seen.append((module.full_gradients(engine), module.full_parameters(engine), meter.by_collective))
+    (gradients, weights, sent), (native_gradients, native_weights, native_sent) = seen
+    assert set(gradients) == set(native_gradients) and set(weights) == set(native_weights)
+    differences = [(a - native_gradients[name]).abs().max().item() for name, a in gradients.items()]
+    differences += [(a - native_weights[name]).abs().max().item() for name, a in weights.items()]
+    return max(differences), sent, native_sent
+
+
+def all_stages():
+    return {stage: both(stage) for stage in zero.STAGES}
+
+
+@SIZES
+def test_both_sides_have_the_same_gradients_weights_and_bytes(size):
+    for of_rank in launch(all_stages, size):
+        for difference, sent, native_sent in of_rank.values():
+            assert difference < 1e-10
+            assert sent == native_sent
 
 
 # --- Accelerate

@@ -167,12 +167,15 @@ def make_optimizer(
 
 @contextmanager
 def micro_batch(engine: nn.Module, is_last: bool) -> Iterator[None]:
-    """Says what this micro-batch leaves undone: reductions in stage 1 and under DDP, freeing parameters in 1 and 2."""
+    """Says what this micro-batch leaves undone: reductions in stage 1 and under DDP, freeing parameters in 1 and 2.
+
+    set_is_last_backward(False) is not for this: FSDP2 then takes the units of all micro-batches for one sequence, and
+    at the end of the last backward pass gathers once more what the first forward pass ended with.
+    """
     if isinstance(engine, DistributedDataParallel):
         with nullcontext() if is_last else engine.no_sync():
             yield
         return
-    engine.set_is_last_backward(is_last)
     engine.set_requires_gradient_sync(is_last or engine.stage > 1)
     engine.set_reshard_after_backward(is_last or engine.stage == 3)
     yield
