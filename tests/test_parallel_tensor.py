@@ -517,7 +517,7 @@ def by_hand():
 
 
 def far_from_zero():
-    """The loss of logits whose exponentials overflow or vanish, and of bfloat16 ones: off by, and the gradient's dtype."""
+    """Errors of loss and gradient where exponentials overflow or vanish, and for bfloat16 logits; the dtype is kept."""
     group, generator = dist.group.WORLD, torch.Generator().manual_seed(0)
     y_BS = torch.randint(39, (2, S), generator=generator)
     seen = []
