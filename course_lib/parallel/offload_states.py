@@ -9,7 +9,7 @@ elsewhere, and the update runs where they are brought: on the host's processor, 
     optimizer = OffloadedAdamW(shards, place="disk", folder="/nvme/scratch")
     optimizer.step()
     optimizer.link_bytes           # {"device to host": ..., ...}: counted where the copies are made
-    offload_s(optimizer.link_bytes)     # modelled: what the links alone would take
+    sharded_timing.offload_s(optimizer.link_bytes)      # modelled: what the links alone would take
 
 It takes any parameters; sharded ones make it ZeRO-Infinity: N ranks use N PCIe links at once, each for 1/N of the model
 (`parallel.zero`'s engines hand out shards). What else the paper moves, stage 3's parameters, is in the formula
@@ -17,7 +17,7 @@ It takes any parameters; sharded ones make it ZeRO-Infinity: N ranks use N PCIe 
 one micro-batch brings 2 + 2 bytes a parameter of the shard up, instead of the 2 that come up here after the update.
 
 On a machine without GPU the device is the host: copies are made and counted all the same, and only "disk" frees memory.
-Copies and arithmetic take turns here. Real systems overlap them: `offload_s(..., overlap=True)` models the best case.
+Copies and arithmetic take turns here. Real systems overlap them: `overlap=True` models the best case.
 
 Source   Rajbhandari et al. 2021 (ZeRO-Infinity, arXiv:2104.07857); Ren et al. 2021 (ZeRO-Offload, arXiv:2101.06840)
 """
@@ -33,7 +33,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from course_lib import hardware
 from course_lib.precision import MasterAdamW, gradient_of
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
@@ -224,43 +223,6 @@ class OffloadedAdamW(MasterAdamW):
 
     def __exit__(self, *error) -> None:
         self.close()
-
-
-# --- time, modelled
-
-
-def crossing_s(
-    link_bytes: dict[str, int], pcie: str = "pcie4", drive: str = "nvme", ranks_per_drive: int = 1
-) -> dict[str, float]:
-    """Models the seconds of each crossing from the rates in `hardware.LINKS`; nothing here is measured.
-
-    Each GPU has a PCIe link of its own. A drive's rate is divided among `ranks_per_drive`: it is the node's, not the
-    GPU's, and serves reading and writing in turn. Latency is left out: pieces are megabytes.
-
-    Raises   ValueError if a link is unknown, or ranks_per_drive is below 1
-    """
-    if ranks_per_drive < 1:
-        raise ValueError(f"ranks_per_drive is {ranks_per_drive}; required: 1 or more, such as the GPUs of a node")
-    to_host, to_disk = hardware.link(pcie).bytes_per_s, hardware.link(drive).bytes_per_s / ranks_per_drive
-    return {name: size / (to_disk if "disk" in name else to_host) for name, size in link_bytes.items()}
-
-
-def offload_s(
-    link_bytes: dict[str, int],
-    pcie: str = "pcie4",
-    drive: str = "nvme",
-    ranks_per_drive: int = 1,
-    overlap: bool = False,
-) -> float:
-    """Models the seconds that one step's crossings take, one after the other: what offload adds to a step at most.
-
-    With `overlap` all links work at once, and the slowest decides: PCIe carries both directions, a drive one at a time.
-    Left out: the arithmetic on the host, and what the step itself would hide.
-    """
-    seconds = crossing_s(link_bytes, pcie, drive, ranks_per_drive)
-    if not overlap:
-        return sum(seconds.values())
-    return max(seconds["device to host"], seconds["host to device"], seconds["disk to host"] + seconds["host to disk"])
 
 
 # --- checks

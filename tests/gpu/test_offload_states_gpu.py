@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from course_lib.parallel.offload_states import OffloadedAdamW, crossing_s
+from course_lib.parallel.offload_states import OffloadedAdamW
 from course_lib.precision import MasterAdamW
+from course_lib.sharded_timing import crossing_s
 
 pytestmark = pytest.mark.gpu
 
