@@ -18,13 +18,19 @@ from course_lib import model
 from course_lib.config import PRESETS
 from course_lib.launch import launch
 from course_lib.native import data as native_data
+from course_lib.native import sequence as native_sequence
+from course_lib.native import tensor as native_tensor
 from course_lib.native import zero as native_zero
 from course_lib.parallel import data as parallel_data
+from course_lib.parallel import sequence as parallel_sequence
+from course_lib.parallel import tensor as parallel_tensor
 from course_lib.parallel import zero as parallel_zero
 
 TECHNIQUES: dict[str, tuple[ModuleType, ModuleType]] = {
     "data": (parallel_data, native_data),
-    "zero": (parallel_zero, native_zero),  # stage 3 and FSDP2
+    "zero": (parallel_zero, native_zero),  # stage 3, and FSDP2
+    "tensor": (parallel_tensor, native_tensor),  # by hand, and DTensor
+    "sequence": (parallel_sequence, native_sequence),
 }
 LOWEST_RATIO = 0.9  # what `--check` asks for
 WARM_UP_ROUNDS = 3  # DDP rebuilds its buckets in its second step
@@ -33,8 +39,8 @@ WARM_UP_ROUNDS = 3  # DDP rebuilds its buckets in its second step
 def bench(techniques: Sequence[str] | None = None, ranks: Sequence[int] = (2, 4), rounds: int = 30) -> list[dict]:
     """One record for each technique and number of ranks: technique, ranks, ratio, spread, rounds, medians in seconds.
 
-    A step here is forward, backward and the communication of gradients on the preset `mini` (2.9 million parameters, 64
-    tokens a rank, so that communication weighs much). The optimizer is left out: it is the same on both sides.
+    A step here is forward, backward and what they communicate on the preset `mini` (2.9 million parameters, 64 tokens a
+    rank, so that communication weighs much). The optimizer is left out: it is the same on both sides.
 
     Raises   ValueError for an unknown technique, or fewer than 2 rounds
     """
@@ -52,7 +58,9 @@ def times(technique: str, rounds: int) -> list[tuple[float, float]]:
     modules = TECHNIQUES[technique]
     group = dist.group.WORLD
     engines = [module.build(model.build(PRESETS["mini"]), group) for module in modules]
-    tokens_BS = torch.randint(256, (1, 65), generator=torch.Generator().manual_seed(dist.get_rank()))
+    tokens_BS = torch.randint(
+        256, (1, 65), generator=torch.Generator().manual_seed(0)
+    )  # tensor parallel ranks share them
     micro_batches = [(tokens_BS[:, :-1], tokens_BS[:, 1:])]
     measured = []
     for index in range(rounds + WARM_UP_ROUNDS):
