@@ -11,6 +11,7 @@ from tp_parity import CONFIGS, LAYERS, ROWS, SEQ_LEN, TOY, differences, micro_ba
 from course_lib import model
 from course_lib.compat import DTENSOR_GATHERS_UNEVEN
 from course_lib.launch import RankError, launch
+from course_lib.meter import ByteMeter
 from course_lib.native import sequence as native
 from course_lib.native import tensor
 from course_lib.parallel import sequence as parallel
@@ -63,6 +64,19 @@ def leaves_no_partial_gradient():
     return all(param.grad.placements == param.placements for param in engine.parameters())
 
 
+def forgotten_sum():
+    """All-reduces of AdamW where gradients of norms are left Partial, and where they were summed before."""
+    calls = []
+    for accumulate in (tensor.accumulate_gradients, native.accumulate_gradients):
+        engine = built()
+        optimizer = native.make_optimizer(engine)
+        accumulate(engine, micro_batches(TOY)[:1])
+        with ByteMeter() as meter:
+            optimizer.step()
+        calls.append(meter.calls.get("all_reduce", 0))
+    return calls
+
+
 def wrong_norm_gradients():
     """A step that takes each rank's part of a norm's gradient for the whole."""
     engine, right = built(), built()
@@ -96,6 +110,7 @@ def on_ranks():
         found["wire, tensor parallel"] = wire(tensor, TOY)
         found["norms"] = gradients_of_norms()
         found["no partial gradient"] = leaves_no_partial_gradient()
+        found["forgotten sum"] = forgotten_sum()
         found["wrong norms"] = wrong_norm_gradients()
     return found
 
@@ -211,3 +226,7 @@ def test_gradients_of_norms_are_partial_until_they_are_summed(ranks):
         assert after == (Replicate(),) and no_error < 1e-12
         assert found["no partial gradient"]
         assert found["wrong norms"] > 1e-5
+
+
+def test_adamw_sums_a_partial_gradient_three_times_and_a_summed_one_not_again(ranks):
+    assert ranks[2][0]["forgotten sum"] == [3 * NUM_NORMS, 0]

@@ -13,8 +13,9 @@ Read beside parallel/sequence.py. What the plan's entries are in the from-scratc
                                   reduce-scatters the sum of their gradients
     ColwiseParallel on head,      gathers the final norm's output for itself
     input_layouts=Shard(1)
-    sum_norm_gradients            the sum of the norm weights' gradients over the ranks. PyTorch leaves them Partial;
-                                  an optimizer would sum them at each use, in each operator that needs the number
+    sum_norm_gradients            the sum of the norm weights' gradients over the ranks. PyTorch leaves them Partial.
+                                  Forgotten, it stays right, and costs: each operator that needs the numbers sums them
+                                  for itself, AdamW three times a norm
     (regather=False)              the gathered inputs are kept for the weight gradients. There is no regather=True
 
 On the wire, per micro-batch: where tensor parallelism has an all-reduce of B S D, here are a reduce-scatter and an
