@@ -60,6 +60,7 @@ A file imports from its own part and from the parts above it, never from one bel
     native/__init__.py     as PyTorch ships it
     native/data.py         DistributedDataParallel, and Accelerate on top
     native/zero.py         FSDP2, ZeroRedundancyOptimizer, and Accelerate on top
+    native/deepspeed_zero.py DeepSpeed's ZeRO, stages 0 to 3, where it is installed
     native/tensor.py       DTensor: a plan for parallelize_module, loss_parallel
     native/sequence.py     the same plan, with the stream in pieces along the sequence
 5. Time and clusters without hardware
