@@ -60,6 +60,9 @@ SEQUENCE = 1  # the dimension of x_BSD that is cut
 class ShardedStream:
     """The activations between blocks, each rank with its own tokens: ceil(S / tp) of them, the last ranks with fewer.
 
+    A shard does not tell how long the whole is: the last to leave does, the embedding first of all. So micro-batches of
+    different lengths take turns, forward and backward, as `accumulate_gradients` has them.
+
     regather   what columns keep for backward is x_BsD as it came in, and it is gathered again
     Shapes     leave: x_BSD_partial -> x_BsD; enter: x_BsD -> x_BSD
     """
@@ -68,7 +71,7 @@ class ShardedStream:
     overlap: bool = True
     trace: Trace | None = None
     regather: bool = False
-    seq_len: int = 0  # S of the micro-batch at work, which a shard does not tell; the embedding is the first to leave
+    seq_len: int = 0  # S of the micro-batch at work
 
     def leave(self, x_BSD_partial: Tensor) -> Tensor:
         self.seq_len = x_BSD_partial.shape[SEQUENCE]
