@@ -528,16 +528,33 @@ def steps_lower_the_loss(stage, dtype, grad_dtype):
 
 def mistakes():
     group, built = dist.group.WORLD, llama(0)
-    outside = llama(0)
-    outside.scale = nn.Parameter(torch.ones(1))
     calls = {
         "stage": lambda: zero.build(built, group, stage=4),
         "group": lambda: zero.build(built, None),
         "meta": lambda: zero.build(model.build(TINY, device="meta"), group),
         "frozen": lambda: zero.build(llama(0).requires_grad_(False), group),
-        "outside": lambda: zero.build(outside, group),
     }
     return {name: message_of(call) for name, call in calls.items()}
+
+
+def four_weights(stage):
+    """Two ranks see x = 1 1 1 1 and x = 2 2 2 2; the loss is (w x)^2 / 2: gradients 10 and 40, mean 25."""
+    after = []
+    for make in (
+        lambda mine: torch.optim.SGD(mine, lr=0.1),
+        lambda mine: shards.ShardedAdamW(mine, 0.1, weight_decay=0),
+    ):
+        line = nn.Linear(4, 1, bias=False)
+        line.weight.data = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+        engine = zero.build(line, dist.group.WORLD, stage)
+        optimizer = make(engine.shards)
+        (engine(torch.full((4,), dist.get_rank() + 1.0)) ** 2 / 2).sum().backward()
+        engine.finish()
+        gradient = engine.flats[0].shard_p.grad.tolist()
+        optimizer.step()
+        engine.share_update()
+        after.append(zero.full_parameters(engine)["weight"].flatten().tolist())
+    return gradient, after
 
 
 def traces():
@@ -559,6 +576,7 @@ def the_rest():
         "bf16": {stage: steps_lower_the_loss(stage, torch.bfloat16, torch.float32) for stage in (1, 2, 3)},
         "fp32": steps_lower_the_loss(3, torch.float32, None),
         "mistakes": mistakes(),
+        "four weights": [four_weights(stage) for stage in (1, 2, 3)],
         "traces": traces(),
     }
 
@@ -602,7 +620,14 @@ def test_errors_say_what_to_do(rest):
     assert "stage is 4; choose 1, 2 or 3 (stage 0" in texts["stage"]
     assert "dist.group.WORLD" in texts["group"]
     assert "meta device" in texts["meta"] and "unfreeze" in texts["frozen"]
-    assert "['scale'] belong to no unit" in texts["outside"]
+
+
+def test_four_weights_move_as_worked_out_by_hand(rest):
+    for of_rank in rest:
+        for gradient, (sgd, adam) in of_rank["four weights"]:
+            assert gradient == [25.0, 25.0]
+            assert sgd == pytest.approx([-1.5, -0.5, 0.5, 1.5])
+            assert adam == pytest.approx([0.9, 1.9, 2.9, 3.9])
 
 
 def test_the_trace_shows_the_next_unit_under_way_while_one_computes(rest):

@@ -203,7 +203,12 @@ Unit = tuple[str, list[nn.Module]]
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """The parts of a model in the order in which they run: each member of a ModuleList, and what lies between lists."""
+    """The parts of a model in the order in which they run: each member of a ModuleList, and what lies between lists.
+
+    A model that has parameters of its own, beside those of its modules, is one unit.
+    """
+    if next(model.parameters(recurse=False), None) is not None:
+        return [(type(model).__name__, [model])]
     units: list[Unit] = []
     joins_last = False
     for name, child in model.named_children():
@@ -230,8 +235,6 @@ def unit_parameters(model: nn.Module) -> list[tuple[str, list[NamedParameter]]]:
                 kinds.setdefault((param.requires_grad, param.dtype), []).append((names[param], param))
                 seen.add(param)
         flats += [(label, members) for members in kinds.values()]
-    if left := [name for param, name in names.items() if param not in seen]:
-        raise ValueError(f"{left} belong to no unit: stage 3 gathers modules; move them into a module of their own")
     return flats
 
 

@@ -156,7 +156,9 @@ class ZeroUnits(nn.Module):
     it is there beside the other two. Frozen parameters are sharded by themselves; what is frozen below every trained
     one is not gathered for backward.
 
-    Bytes    gathered at most: the two neighbouring units that are largest together, padded
+    The first module of a unit must take what the unit before gave as its first argument.
+
+    Bytes    gathered at most: the two neighbouring units that are largest together, padded; and the tied one, if any
     """
 
     def __init__(
@@ -244,6 +246,7 @@ class ZeroUnits(nn.Module):
 
     def _reduce(self, left: list[FlatShard]) -> None:
         """Scatters the gradients of what backward has left; waits for those before, whose buffers are then freed."""
+        self._note(None)
         for flat in self.flats:
             flat.finish_reduce_scatter()
         for flat in left:
