@@ -220,6 +220,8 @@ def test_the_file_has_no_name_and_its_space_is_given_back(tmp_path):
     file = optimizer._file
     optimizer.close()
     assert file.closed
+    with pytest.raises(ValueError, match="was closed, and its states with it"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,9 @@ class OnDisk:
 
     def __init__(self, file: BinaryIO, numel: int, buffer: Tensor, link_bytes: dict[str, int]):
         self.file, self.start, self.buffer, self.link_bytes = file, file.seek(0, 2), buffer, link_bytes
-        zeros = memoryview(bytes(buffer.nbytes))
-        for done in range(0, STATE_BYTES * numel, len(zeros)):  # written, not left as a hole: a full disk fails here
-            file.write(zeros[: STATE_BYTES * numel - done])
+        zeros, left = memoryview(bytes(buffer.nbytes)), STATE_BYTES * numel
+        while left:  # written, not left as a hole: a full disk fails here, and not as a crash when a page is touched
+            left -= file.write(zeros[:left])
 
     @contextmanager
     def piece(self, start: int, stop: int) -> Iterator[dict[str, Tensor]]:
@@ -149,6 +149,8 @@ class OffloadedAdamW(MasterAdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._file is not None and self._file.closed:
+            raise ValueError("this optimizer was closed, and its states with it; make a new one, or close it later")
         self._forget_counts()
         for group in self.param_groups:
             group["step"] += 1
