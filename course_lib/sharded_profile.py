@@ -23,7 +23,7 @@ from course_lib.training import make_optimizer
 
 SENT = "sent in a step"
 MEASURABLE = ("fp32", "bf16-master")
-STEPS = 3  # two under the tracker, one under the meter
+STEPS = 2  # one under the tracker, one under the meter
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def measure_zero(
     sizes: Sizes = Sizes(),
     recompute: str = "none",
 ) -> ShardedComparison:
-    """Train some steps of a ZeRO stage (0: plain data parallelism) on real ranks; lay rank 0's bytes on the formulas.
+    """Train two steps of a ZeRO stage (0: plain data parallelism) on real ranks; lay rank 0's bytes on the formulas.
 
     Raises   ValueError if the stage is unknown or the recipe cannot be run
     """
@@ -167,11 +167,10 @@ def _tensor_rank(config: ModelConfig, sequence_parallel: bool, regather: bool, s
 
 
 def _watch(engine: torch.nn.Module, optimizer: torch.optim.Optimizer, step) -> Seen:
-    """Two steps under the tracker, a third under the meter: each sees every operator, so they do not share a step."""
+    """One step under the tracker, one under the meter: each sees every operator, so they do not share a step."""
     with MemoryTracker(engine, optimizer) as tracker:
         step(0)
-        step(1)
     with ByteMeter() as meter:
-        step(2)
+        step(1)
     timeline = tracker.timeline
     return Seen({kind: max(timeline.bytes_by_kind[kind]) for kind in KINDS}, meter.sent_bytes)
