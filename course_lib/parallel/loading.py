@@ -6,10 +6,14 @@ keeps its shard and forgets the rest. With 8 ranks on a node, a model of 140 GB 
 The other way builds the model on the meta device, which has shapes and no numbers, shards it there, and lets each rank
 read just its numbers from the files (`Weights`, by our names and in our shapes):
 
-    tensor parallel     load_pieces(model, weights, partial(tp_ranges, config=config, tp_rank=0, tp_size=4))
-                        rows of q k v gate up, embedding and head; columns of o and down; norms whole
-    ZeRO-3              read_flat(weights, names, start, shard_p)
-                        the numbers from `start` on of these parameters laid end to end, wherever rows begin
+    weights = Weights(folder)
+    config, model = weights.config, build(weights.config, device="meta")
+
+    ZeRO-3             zero.build(model, group, load=partial(read_flat, weights))
+                       numbers i to j of the parameters laid end to end, wherever rows begin
+    tensor parallel    model = tensor.build(model, group)
+                       load_pieces(model, weights, partial(tp_ranges, config=config, tp_rank=tp_rank, tp_size=tp_size))
+                       rows of q k v gate up, embedding and head; columns of o and down; norms whole
 
 `host_bytes` tells the two apart. Memory of the process's own (anonymous) is what must exist; pages of mapped files are
 counted as resident too, but all processes share one copy, and the system drops it when memory is short.
