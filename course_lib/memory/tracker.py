@@ -347,6 +347,8 @@ class MemoryTracker(TorchDispatchMode):
             if block is not None:
                 block.kind = "gathered"
                 self._resize(block, storage.nbytes())
+            elif storage.device.type == self.device_type:  # made empty before the tracker looked: in an earlier step
+                self._add(storage, "gathered")
             return out
 
         return resize_and_note
