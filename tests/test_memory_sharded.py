@@ -183,6 +183,10 @@ def test_C063_C132_stage_3_gathers_two_neighbouring_units_not_the_model():
     assert zero_gathered_bytes(units, 3, 4) == 2 * (52 + 12)
     assert zero_gathered_bytes(units, 3, 4, prefetch=False) == 2 * 52
     assert zero_gathered_bytes(units, 2, 4) == 0
+    assert zero_gathered_bytes(units, 3, 4, tied=True) == 2 * (52 + 12 + 32)  # the embedding beside the last two
+    tied = preset("llama-3.2-1b")
+    held = zero_gathered_bytes(layer_units(tied), 3, 8, tied=True)
+    assert sharded_budget(tied, 1, 64, zero_stage=3, dp_size=8).gathered == held
     layers = layer_units(LLAMA_8B)
     assert zero_gathered_bytes(layers, 3, 8) < 2 * (max(layers) + sorted(layers)[-2]) < 2 * sum(layers) / 7
 
@@ -213,6 +217,9 @@ def test_offloaded_bytes_cross_each_link_once_for_each_use():
         "device to host": 500,
         "host to device": 3 * 2 * 500,  # for the forward and for the backward pass of each micro-batch
     }
+    assert offload_link_bytes(states, Offload("host", "disk"), micro_batches=3) == none | {
+        "device to host": 500, "host to device": 3000, "disk to host": 3000, "host to disk": 500,
+    }  # fmt: skip
     assert bytes_by_place(states, Offload("disk", "host")) == {"device": 500, "host": 500, "disk": 3000}
     with pytest.raises(ValueError, match="optimizer is 'nvme'; choose from device, host, disk"):
         Offload("nvme")
