@@ -295,7 +295,7 @@ def adamw_(master_p: Tensor, grad_p: Tensor, exp_avg_p: Tensor, exp_avg_sq_p: Te
     (beta1, beta2), count = options["betas"], options["step"]
     exp_avg_p.lerp_(grad_p, 1 - beta1)
     exp_avg_sq_p.mul_(beta2).addcmul_(grad_p, grad_p, value=1 - beta2)
-    denominator_p = (exp_avg_sq_p.sqrt() / math.sqrt(1 - beta2**count)).add_(options["eps"])
+    denominator_p = exp_avg_sq_p.sqrt().div_(math.sqrt(1 - beta2**count)).add_(options["eps"])
     master_p.mul_(1 - options["lr"] * options["weight_decay"])
     master_p.addcdiv_(exp_avg_p, denominator_p, value=-options["lr"] / (1 - beta1**count))
 
