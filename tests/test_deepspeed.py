@@ -182,13 +182,33 @@ def accelerated():
     return engine.zero_optimization_stage(), difference, native.partition_numel(engine)
 
 
+def reduced_to_owners():
+    config = config_of(RUNS["stage 1"])
+    config["zero_optimization"]["use_multi_rank_bucket_allreduce"] = False
+    engine = native.build(odd_llama(), dist.group.WORLD, config)
+    with ByteMeter() as meter:
+        native.accumulate_gradients(engine, share(0))
+    return meter.by_collective
+
+
 def on_two_ranks():
-    return made_in_shards(), accelerated()
+    return made_in_shards(), reduced_to_owners(), accelerated()
 
 
-def test_zero_init_and_accelerate_shard():
+@pytest.fixture(scope="module")
+def others():
+    return launch(on_two_ranks, 2, quiet=True)
+
+
+def test_reducing_to_owners_instead_costs_what_a_reduce_scatter_does(others):
+    P = sum(param.numel() for param in trained()) * ITEMSIZE
+    assert all(set(of_rank[1]) == {"reduce"} for of_rank in others)
+    assert sum(of_rank[1]["reduce"] for of_rank in others) == P  # (N - 1) P of all ranks together
+
+
+def test_zero_init_and_accelerate_shard(others):
     half = sum(math.ceil(param.numel() / 2) for param in trained())
-    for shards, (stage, difference, partition) in launch(on_two_ranks, 2, quiet=True):
+    for shards, _, (stage, difference, partition) in others:
         assert shards == [(0, 18, 35), (0, 3, 5), (0, 8, 15), (0, 2, 3)]
         assert stage == 3 and partition == half
         assert difference < 1e-4

@@ -7,7 +7,8 @@ DeepSpeed wraps the optimizer too, as it flattens parameters and updates flat pa
 the config: stage, accumulation, clipping, precision, offload. Its terms are mapped in course_lib/export.py.
 
 In stages 1 and 2 it all-reduces gradients (0.19.8: `use_multi_rank_bucket_allreduce`, on by default), keeps its part of
-the sum and gathers parameters: 2 P + P where reduce-scatter and gather would be P + P. Stage 3 reduce-scatters.
+the sum and gathers parameters: 2 P + P where reduce-scatter and gather would be P + P. With that option off each part
+is reduced to its owner alone, which is P + P again, in more calls. Stage 3 reduce-scatters.
 
 Without a GPU: DS_ACCELERATOR=cpu, and torch's AdamW, since DeepSpeed's own would have to be compiled. Masters are FP32
 here whatever the model is: float64 gradients are rounded to it.
