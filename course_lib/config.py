@@ -101,6 +101,7 @@ def _xlmr(name, num_layers, d_model, num_heads, vocab_size):
 # Sources: toy and mini are ours. Llama 3.1, Llama 3.2, SmolLM: config.json of their model cards. GPT-2: config.json of
 # gpt2, gpt2-medium, gpt2-large, gpt2-xl. GPT-3: Brown et al. 2020 (arXiv:2005.14165), table 2.1. XLM-R: Conneau et al.
 # 2020 (arXiv:1911.02116) and Goyal et al. 2021 (arXiv:2105.00572), with the vocabularies of their model cards.
+# playbook-3b, 3.57 billion parameters: the Ultra-Scale Playbook's figures of TP scaling (nanotron).
 PRESETS: dict[str, ModelConfig] = {
     config.name: config
     for config in (
@@ -111,6 +112,7 @@ PRESETS: dict[str, ModelConfig] = {
         _llama3("llama-3.1-70b", 80, 8192, 64, d_ff=28_672, scaling_factor=8.0),
         _llama3("llama-3.1-405b", 126, 16_384, 128, d_ff=53_248, scaling_factor=8.0),
         ModelConfig("smollm-1.7b", 24, 2048, 32, 32, d_ff=8192, vocab_size=49_152, max_seq_len=2048, tied=True),
+        ModelConfig("playbook-3b", 28, 3072, 32, 32, d_ff=8192, vocab_size=131_072, max_seq_len=4096, tied=True),
         _gpt("gpt2", 12, 768, 12),
         _gpt("gpt2-medium", 24, 1024, 16),
         _gpt("gpt2-large", 36, 1280, 20),

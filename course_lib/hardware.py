@@ -122,6 +122,16 @@ PUBLISHED_DP_THROUGHPUT: dict[int, float] = {
     8: 40149.94, 16: 37609.69, 32: 35367.61, 64: 31112.23, 128: 26446.44, 256: 15700.38,
 }  # fmt: skip
 
+# Tensor parallelism alone, and with sequence parallelism, on H100 in nodes of 8, sequences of 4096 tokens, the model
+# "playbook-3b": tp -> (tokens per second and GPU, largest micro-batch). Each point runs its largest micro-batch.
+# Source: Ultra-Scale Playbook, data of its figures of TP and of TP + SP scaling (nanotron).
+PUBLISHED_TP_THROUGHPUT: dict[int, tuple[float, int]] = {
+    2: (13923.18, 3), 4: (12420.76, 8), 8: (10903.32, 12), 16: (6245.6, 16), 32: (2146.44, 20),
+}  # fmt: skip
+PUBLISHED_TP_SP_THROUGHPUT: dict[int, tuple[float, int]] = {
+    2: (14167.25, 4), 4: (13460.16, 10), 8: (10888.53, 20), 16: (6159.3, 40), 32: (3609.73, 100),
+}  # fmt: skip
+
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
 

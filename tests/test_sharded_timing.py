@@ -5,8 +5,15 @@ from itertools import pairwise
 import pytest
 
 from course_lib import timing
-from course_lib.config import ModelConfig, preset
-from course_lib.hardware import GPUS, LINKS, Link, published_link
+from course_lib.config import preset
+from course_lib.hardware import (
+    GPUS,
+    LINKS,
+    PUBLISHED_TP_SP_THROUGHPUT,
+    PUBLISHED_TP_THROUGHPUT,
+    Link,
+    published_link,
+)
 from course_lib.memory.formulas import fits
 from course_lib.memory.sharded import sharded_budget
 from course_lib.memory.zero import Offload, layer_units, offload_link_bytes, zero_state_bytes
@@ -29,11 +36,8 @@ from course_lib.traffic import tensor_parallel_calls
 H100 = GPUS["h100"]
 EFA = Cluster(H100, LINKS["nvlink4"], LINKS["efa"])
 LLAMA_8B, LLAMA_70B = preset("llama-3.1-8b"), preset("llama-3.1-70b")
-PLAYBOOK_3B = ModelConfig("playbook 3.57B", 28, 3072, 32, 32, 8192, 131_072, 4096, tied=True)
-PLAYBOOK_TP = {  # playbook, H100, sequences of 4096: tp -> (tokens/s/GPU, largest micro-batch)
-    False: {2: (13923.18, 3), 4: (12420.76, 8), 8: (10903.32, 12), 16: (6245.6, 16), 32: (2146.44, 20)},
-    True: {2: (14167.25, 4), 4: (13460.16, 10), 8: (10888.53, 20), 16: (6159.3, 40), 32: (3609.73, 100)},
-}
+PLAYBOOK_3B = preset("playbook-3b")
+PLAYBOOK_TP = {False: PUBLISHED_TP_THROUGHPUT, True: PUBLISHED_TP_SP_THROUGHPUT}
 
 
 # ---- collectives over nodes

@@ -20,7 +20,7 @@ KORTHIKANTI_TABLE_5 = {  # layers, hidden, heads, batch, GPUs; seconds a step: f
     "530B": (105, 20480, 128, 280, 280, 49.05, 37.83),
     "1T": (128, 25600, 160, 512, 512, 94.42, 71.49),
 }
-PLAYBOOK_3B = ModelConfig("playbook 3.57B", 28, 3072, 32, 32, 8192, 131_072, 4096, tied=True)
+PLAYBOOK_3B = preset("playbook-3b")
 
 
 def _link(bytes_per_s, latency_s=0.0):
