@@ -159,7 +159,7 @@ class RowLinear(nn.Module):
 
 
 def column_linears(x: Tensor, layers: Sequence[ColumnLinear], stream: WholeStream) -> tuple[Tensor, ...]:
-    """The products of one input: it is kept for backward once, and its gradient is summed once, however many they are.
+    """The products of one input: it is kept once, and its gradient is summed once, however many they are.
 
     To autograd it is `x = copy_in(x, group)`, then `F.linear(x, w_fD, b_f)` for each layer. Backward is written out for
     the sake of its order: the sum of the input's gradient travels while the weights' gradients are computed.
