@@ -101,6 +101,8 @@ A file imports from its own part and from the parts above it, never from one bel
     checks/dp_hooks.py     graders of chapter 03: hooks, accumulation under DDP
     checks/techniques.py   graders of chapter 02: gradients, kept bytes, calls
     checks/rungs.py        graders of chapter 02: its arithmetic
+    checks/tensor_parallel.py graders of chapter 05: heads, share of communication, a row layer
+    checks/tp_gradients.py graders of chapter 05: a conjugate pair, a column backward, a loss from pieces
     authoring/__init__.py  notebooks as source code
     authoring/form.py      the one form in which a notebook is stored
     authoring/mirrors.py   cells held to the package

@@ -1,0 +1,348 @@
+"""Wrong answers to the exercises of chapter 05, each with what its grader must say about it."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from course_lib.checks.tensor_parallel import check_heads, check_row, check_share
+from course_lib.checks.tp_gradients import check_column_backward, check_copy_in, check_sum_out, check_vocab_loss
+from course_lib.comm import all_reduce
+from course_lib.conjugate import join, my_piece
+
+
+# ------------------------------------------------------------------------------------ 1. heads by rank
+def _refuse(num_heads, num_kv_heads, tp_size):
+    if num_heads % tp_size or (num_kv_heads % tp_size and tp_size % num_kv_heads):
+        raise ValueError("does not divide")
+
+
+def _neighbours(num_heads, tp_size, tp_rank):
+    each = num_heads // tp_size
+    return list(range(tp_rank * each, (tp_rank + 1) * each))
+
+
+def every_kv_head(num_heads, num_kv_heads, tp_size, tp_rank):
+    _refuse(num_heads, num_kv_heads, tp_size)
+    return _neighbours(num_heads, tp_size, tp_rank), list(range(num_kv_heads))
+
+
+def never_refuses(num_heads, num_kv_heads, tp_size, tp_rank):
+    queries = _neighbours(num_heads, tp_size, tp_rank)
+    return queries, sorted({head * num_kv_heads // num_heads for head in queries})
+
+
+def queries_in_turns(num_heads, num_kv_heads, tp_size, tp_rank):
+    _refuse(num_heads, num_kv_heads, tp_size)
+    queries = list(range(tp_rank, num_heads, tp_size))
+    return queries, sorted({head * num_kv_heads // num_heads for head in queries})
+
+
+def kv_heads_in_turns(num_heads, num_kv_heads, tp_size, tp_rank):
+    _refuse(num_heads, num_kv_heads, tp_size)
+    kv = list(range(tp_rank % num_kv_heads, num_kv_heads, tp_size))
+    return _neighbours(num_heads, tp_size, tp_rank), kv
+
+
+def kv_heads_run_out(num_heads, num_kv_heads, tp_size, tp_rank):
+    _refuse(num_heads, num_kv_heads, tp_size)
+    bounds = [rank * num_kv_heads // tp_size for rank in (tp_rank, tp_rank + 1)]
+    return _neighbours(num_heads, tp_size, tp_rank), list(range(*bounds))
+
+
+# ------------------------------------------------------------------------------------ 2. the share of communication
+def _share(bytes_sent, rate, flops, flops_per_s):
+    return (bytes_sent / rate) / (flops / flops_per_s)
+
+
+def both_directions(num_layers, d_model, num_parameters, tp, sold, flops_per_s):
+    return _share(16 * num_layers * (tp - 1) / tp * d_model, sold, 6 * num_parameters / tp, flops_per_s)
+
+
+def payload_once(num_layers, d_model, num_parameters, tp, sold, flops_per_s):
+    return _share(8 * num_layers * d_model, sold / 2, 6 * num_parameters / tp, flops_per_s)
+
+
+def payload_twice(num_layers, d_model, num_parameters, tp, sold, flops_per_s):
+    return _share(16 * num_layers * d_model, sold / 2, 6 * num_parameters / tp, flops_per_s)
+
+
+def computes_everything(num_layers, d_model, num_parameters, tp, sold, flops_per_s):
+    return _share(16 * num_layers * (tp - 1) / tp * d_model, sold / 2, 6 * num_parameters, flops_per_s)
+
+
+def in_fp32(num_layers, d_model, num_parameters, tp, sold, flops_per_s):
+    return _share(32 * num_layers * (tp - 1) / tp * d_model, sold / 2, 6 * num_parameters / tp, flops_per_s)
+
+
+def computes_forward_only(num_layers, d_model, num_parameters, tp, sold, flops_per_s):
+    return _share(16 * num_layers * (tp - 1) / tp * d_model, sold / 2, 2 * num_parameters / tp, flops_per_s)
+
+
+# ------------------------------------------------------------------------------------ 3. a row layer
+def _mine(w_DF, group, dim=1):
+    return my_piece(w_DF, group.rank(), group.size(), dim)
+
+
+def bias_of_every_rank(x_BSf, w_DF, b_D, group):
+    return all_reduce(F.linear(x_BSf, _mine(w_DF, group), b_D), group)
+
+
+def no_bias(x_BSf, w_DF, b_D, group):
+    return all_reduce(F.linear(x_BSf, _mine(w_DF, group)), group)
+
+
+def own_summand(x_BSf, w_DF, b_D, group):
+    return F.linear(x_BSf, _mine(w_DF, group)) + b_D
+
+
+def average(x_BSf, w_DF, b_D, group):
+    return all_reduce(F.linear(x_BSf, _mine(w_DF, group)), group, op="mean") + b_D
+
+
+def cuts_the_outputs(x_BSf, w_DF, b_D, group):
+    return all_reduce(x_BSf @ _mine(w_DF, group, 0), group) + b_D
+
+
+def gathers_the_input(x_BSf, w_DF, b_D, group):
+    for _ in range(3):
+        x_BSF = join(x_BSf, group, dim=-1)
+    return F.linear(x_BSF, w_DF, b_D)
+
+
+# ------------------------------------------------------------------------------------ 4. the pair
+class _Crossing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, forward, backward):
+        ctx.group, ctx.backward_step = group, backward
+        return forward(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.backward_step(grad, ctx.group), None, None, None
+
+
+def _as_it_is(x, group):
+    return x.view_as(x)
+
+
+def _sum(x, group):
+    return all_reduce(x.contiguous(), group)
+
+
+def _mean(x, group):
+    return all_reduce(x.contiguous(), group, op="mean")
+
+
+def _sum_in_place(x, group):
+    total = all_reduce(x.contiguous(), group)
+    return x.copy_(total)
+
+
+def no_backward_sum(x, group):
+    return _Crossing.apply(x, group, _as_it_is, _as_it_is)
+
+
+def averages_backward(x, group):
+    return _Crossing.apply(x, group, _as_it_is, _mean)
+
+
+def sums_forward_as_well(x, group):
+    return _Crossing.apply(x, group, _sum, _sum)
+
+
+def changes_the_gradient(x, group):
+    return _Crossing.apply(x, group, _as_it_is, _sum_in_place)
+
+
+def loses_the_gradient(x, group):
+    return x.detach()
+
+
+def sums_backward_as_well(x, group):
+    return _Crossing.apply(x, group, _sum, _sum)
+
+
+def sums_nothing(x, group):
+    return _Crossing.apply(x, group, _as_it_is, _as_it_is)
+
+
+def averages_forward(x, group):
+    return _Crossing.apply(x, group, _mean, _as_it_is)
+
+
+def divides_backward(x, group):
+    return _Crossing.apply(x, group, _sum, lambda grad, group: grad / group.size())
+
+
+def in_place_without_autograd(x, group):
+    dist.all_reduce(x.detach(), group=group)
+    return x
+
+
+def sums_without_autograd(x, group):
+    return all_reduce(x.detach(), group)
+
+
+# ------------------------------------------------------------------------------------ 5. backward of a column layer
+def _column(grad_BSf, x_BSD, w_fD):
+    rows = grad_BSf.flatten(0, 1)
+    return (grad_BSf @ w_fD).contiguous(), rows.t() @ x_BSD.flatten(0, 1), rows.sum(0)
+
+
+def own_gradient_of_x(grad_BSf, x_BSD, w_fD, group):
+    return _column(grad_BSf, x_BSD, w_fD)
+
+
+def average_of_x(grad_BSf, x_BSD, w_fD, group):
+    grad_x, grad_w, grad_b = _column(grad_BSf, x_BSD, w_fD)
+    return all_reduce(grad_x, group, op="mean"), grad_w, grad_b
+
+
+def sums_the_weight(grad_BSf, x_BSD, w_fD, group):
+    grad_x, grad_w, grad_b = _column(grad_BSf, x_BSD, w_fD)
+    return all_reduce(grad_x, group), all_reduce(grad_w.contiguous(), group), grad_b
+
+
+def sums_the_bias(grad_BSf, x_BSD, w_fD, group):
+    grad_x, grad_w, grad_b = _column(grad_BSf, x_BSD, w_fD)
+    return all_reduce(grad_x, group), grad_w, all_reduce(grad_b, group)
+
+
+def bias_of_each_position(grad_BSf, x_BSD, w_fD, group):
+    grad_x, grad_w, _ = _column(grad_BSf, x_BSD, w_fD)
+    return all_reduce(grad_x, group), grad_w, grad_BSf.sum(0)
+
+
+def sums_again(grad_BSf, x_BSD, w_fD, group):
+    grad_x, grad_w, grad_b = _column(grad_BSf, x_BSD, w_fD)
+    return all_reduce(grad_x, group), all_reduce(grad_w.contiguous(), group) * 0 + grad_w, grad_b
+
+
+# ------------------------------------------------------------------------------------ 6. a loss from pieces
+def _pieces(logits_BSv, y_BS, first, group, largest=True, everybody=True, masked=True, one="mine"):
+    v = logits_BSv.shape[-1]
+    is_mine_BS = (y_BS >= first) & (y_BS < first + v)
+    place_BS = (y_BS - first).clamp(0, v - 1)
+    max_BS = all_reduce(logits_BSv.amax(-1), group, op="max") if largest else torch.zeros(y_BS.shape).double()
+    exp_BSv = (logits_BSv - max_BS.unsqueeze(-1)).exp()
+    sum_BS = all_reduce(exp_BSv.sum(-1), group) if everybody else exp_BSv.sum(-1)
+    target_BS = logits_BSv.gather(-1, place_BS.unsqueeze(-1)).squeeze(-1)
+    target_BS = all_reduce(target_BS * is_mine_BS if masked else target_BS, group)
+    grad_BSv = exp_BSv / sum_BS.unsqueeze(-1)
+    onehot_BSv = F.one_hot(place_BS, v)
+    if one != "none":
+        grad_BSv = grad_BSv - (onehot_BSv if one == "all" else onehot_BSv * is_mine_BS.unsqueeze(-1))
+    return sum_BS.log() + max_BS - target_BS, grad_BSv
+
+
+def overflows(logits_BSv, y_BS, first, group):
+    return _pieces(logits_BSv, y_BS, first, group, largest=False)
+
+
+def own_sum(logits_BSv, y_BS, first, group):
+    return _pieces(logits_BSv, y_BS, first, group, everybody=False)
+
+
+def everybody_answers(logits_BSv, y_BS, first, group):
+    return _pieces(logits_BSv, y_BS, first, group, masked=False)
+
+
+def gradient_without_target(logits_BSv, y_BS, first, group):
+    return _pieces(logits_BSv, y_BS, first, group, one="none")
+
+
+def target_on_every_rank(logits_BSv, y_BS, first, group):
+    return _pieces(logits_BSv, y_BS, first, group, one="all")
+
+
+def own_softmax(logits_BSv, y_BS, first, group):
+    loss_BS, _ = _pieces(logits_BSv, y_BS, first, group)
+    v = logits_BSv.shape[-1]
+    is_mine_BS = (y_BS >= first) & (y_BS < first + v)
+    onehot_BSv = F.one_hot((y_BS - first).clamp(0, v - 1), v)
+    return loss_BS, logits_BSv.softmax(-1) - onehot_BSv * is_mine_BS.unsqueeze(-1)
+
+
+def gathers_the_logits(logits_BSv, y_BS, first, group):
+    all_reduce(torch.zeros(*y_BS.shape, 80, dtype=torch.float64), group)  # as long as all logits
+    return _pieces(logits_BSv, y_BS, first, group)
+
+
+WRONG = {
+    "my_heads": {
+        "check": check_heads,
+        "answers": [
+            (every_kv_head, "a rank needs only those that its own query heads read"),
+            (never_refuses, "this does not divide: raise ValueError"),
+            (queries_in_turns, "neighbours together"),
+            (kv_heads_in_turns, "are dealt out in turns"),
+            (kv_heads_run_out, "no key/value head"),
+        ],
+    },
+    "my_share": {
+        "check": check_share,
+        "answers": [
+            (both_directions, "adds both directions"),
+            (payload_once, "taken to send its payload once"),
+            (payload_twice, "taken to send its payload twice"),
+            (computes_everything, "each GPU computes only 1 / tp"),
+            (in_fp32, "a bf16 number has 2 bytes"),
+            (computes_forward_only, "2 are forward's alone"),
+        ],
+    },
+    "my_row": {
+        "check": check_row,
+        "answers": [
+            (bias_of_every_rank, "add it once, after the sum"),
+            (no_bias, "the bias is missing"),
+            (own_summand, "this is the rank's own summand"),
+            (average, "the summands were averaged"),
+            (cuts_the_outputs, "cut along its outputs"),
+            (gathers_the_input, "one all-reduce of the result sends"),
+        ],
+    },
+    "my_copy_in": {
+        "check": check_copy_in,
+        "answers": [
+            (no_backward_sum, "the rank's own gradient"),
+            (averages_backward, "the gradients were averaged"),
+            (sums_forward_as_well, "forward it stays as it is"),
+            (changes_the_gradient, "work on a copy"),
+            (loses_the_gradient, "no gradient reaches x"),
+        ],
+    },
+    "my_sum_out": {
+        "check": check_sum_out,
+        "answers": [
+            (sums_backward_as_well, "it was summed again"),
+            (sums_nothing, "the rank's own summand"),
+            (averages_forward, "the summands were averaged"),
+            (divides_backward, "divided by the number of ranks"),
+            (in_place_without_autograd, "work on a copy"),
+            (sums_without_autograd, "no gradient reaches x"),
+        ],
+    },
+    "my_column_backward": {
+        "check": check_column_backward,
+        "answers": [
+            (own_gradient_of_x, "every rank used x for other outputs"),
+            (average_of_x, "the summands were averaged"),
+            (sums_the_weight, "the gradient of the weight: summed over the ranks"),
+            (sums_the_bias, "the gradient of the bias: summed over the ranks"),
+            (bias_of_each_position, "has shape"),
+            (sums_again, "one all-reduce of x's gradient sends"),
+        ],
+    },
+    "my_vocab_loss": {
+        "check": check_vocab_loss,
+        "answers": [
+            (overflows, "the loss is not finite"),
+            (own_sum, "must run over all ranks' logits"),
+            (everybody_answers, "answer it with 0"),
+            (gradient_without_target, "at the target 1 is subtracted"),
+            (own_softmax, "divide by the sum over all ranks"),
+            (target_on_every_rank, "1 was subtracted on every rank"),
+            (gathers_the_logits, "three numbers a token, never the logits"),
+        ],
+    },
+}
