@@ -58,7 +58,7 @@ SEQUENCE = 1  # the dimension of x_BSD that is cut
 
 @dataclass
 class ShardedStream:
-    """The activations between blocks, each rank with its own tokens: ceil(S / tp) of them, the last ranks with fewer.
+    """The activations between blocks, each rank with its own tokens: ceil(S / tp) of them, the last with fewer.
 
     A shard does not tell how long the whole is: the last to leave does, the embedding first of all. So micro-batches of
     different lengths take turns, forward and backward, as `accumulate_gradients` has them.
