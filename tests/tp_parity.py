@@ -40,16 +40,20 @@ def parity(module, config, recompute="none", seq_len=SEQ_LEN, clip_norm=0.1):
     optimizer = module.make_optimizer(engine, lr=0.01)
     other = torch.optim.AdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     batches = micro_batches(config, seq_len)
-    module.accumulate_gradients(engine, batches)
-    gradients = module.full_gradients(engine)
-    engine.zero_grad()
     found = {"loss": 0.0}
-    for step in range(2):
-        loss = module.step(engine, batches, optimizer, clip_norm)
+    for index in range(2):
+        if index == 0:  # a step in its parts, to see the gradients before they are clipped
+            loss = module.accumulate_gradients(engine, batches)
+            gradients = module.full_gradients(engine)
+            module.clip_gradients(engine, clip_norm)
+            optimizer.step()
+            engine.zero_grad()
+        else:
+            loss = module.step(engine, batches, optimizer, clip_norm)
         expected_loss = loss_of(reference, *(torch.cat(parts) for parts in zip(*batches)))
         expected_loss.backward()
         found["loss"] = max(found["loss"], abs(loss.item() - expected_loss.item()))
-        if step == 0:
+        if index == 0:
             found["gradients"] = worst(gradients, {name: param.grad for name, param in reference.named_parameters()})
         torch.nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
         other.step()
