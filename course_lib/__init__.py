@@ -99,10 +99,14 @@ A file imports from its own part and from the parts above it, never from one bel
     checks/fitting.py      graders of chapter 01: what fits into a memory
     checks/data_parallel.py graders of chapter 03: sizes, averages, buckets
     checks/dp_hooks.py     graders of chapter 03: hooks, accumulation under DDP
+    checks/zero.py         graders of chapter 04: shards, stage 1, bytes held and sent
+    checks/zero_units.py   graders of chapter 04: gather, use, free
     checks/techniques.py   graders of chapter 02: gradients, kept bytes, calls
     checks/rungs.py        graders of chapter 02: its arithmetic
     checks/tensor_parallel.py graders of chapter 05: heads, share of communication, a row layer
     checks/tp_gradients.py graders of chapter 05: a conjugate pair, a column backward, a loss from pieces
+    checks/sequence_parallel.py graders of chapter 06: shapes of regions, bytes kept, the cheapest way that fits
+    checks/sp_gradients.py graders of chapter 06: gather_in backward, the forgotten sum, half a block
     authoring/__init__.py  notebooks as source code
     authoring/form.py      the one form in which a notebook is stored
     authoring/mirrors.py   cells held to the package

@@ -44,6 +44,7 @@ CHAPTERS = (
     Chapter("01_single_gpu_memory", 1, 2 << 30, "the allocator's figures appear beside the tracker's"),
     Chapter("02_single_gpu_techniques", 1, 2 << 30, "bf16, offload and peak memory are measured on the GPU too"),
     Chapter("03_data_parallel", 4, 2 << 30, "ranks use NCCL where there is a GPU for each"),
+    Chapter("04_zero", 4, 2 << 30, "ranks use NCCL where there is a GPU for each"),
 )
 
 
@@ -251,6 +252,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub = commands.add_parser("bench", help="the course's own implementations against PyTorch's, in one run")
     sub.add_argument("--json", action="store_true", help="the same as JSON")
     sub.add_argument("--check", action="store_true", help="exit 1 if a ratio is below 0.9")
+    sub.add_argument("--rounds", type=int, default=30, metavar="N", help="how often both sides take a step (30)")
     return parser
 
 
@@ -268,7 +270,7 @@ def main(argv: list[str] | None = None) -> int:
             return demo()
         from course_lib.bench import main as bench
 
-        return bench(as_json=options.json, check=options.check)
+        return bench(as_json=options.json, check=options.check, rounds=options.rounds)
     except (ValueError, RankError) as error:
         print(f"course {options.command}: {error}", file=sys.stderr)
         return 2
