@@ -5,6 +5,7 @@ import json
 import pytest
 
 from course_lib import bench as bench_module
+from course_lib import cli
 from course_lib.bench import bench, main, summarise, table
 
 RECORD = {
@@ -51,9 +52,16 @@ def test_bad_arguments_are_refused(arguments, part):
 
 @pytest.mark.parametrize("ratio, check, status", [(0.95, True, 0), (0.85, True, 1), (0.85, False, 0)])
 def test_check_fails_below_nine_tenths_only(monkeypatch, capsys, ratio, check, status):
-    monkeypatch.setattr(bench_module, "bench", lambda: [RECORD, RECORD | {"ratio": ratio}])
+    monkeypatch.setattr(bench_module, "bench", lambda rounds: [RECORD, RECORD | {"ratio": ratio}])
     assert main(as_json=True, check=check) == status
     assert [record["ratio"] for record in json.loads(capsys.readouterr().out)] == [0.95, ratio]
+
+
+@pytest.mark.parametrize("given, rounds", [([], 30), (["--rounds", "8"], 8)])
+def test_the_command_hands_its_rounds_on(monkeypatch, given, rounds):
+    asked = []
+    monkeypatch.setattr(bench_module, "bench", lambda rounds: asked.append(rounds) or [RECORD])
+    assert cli.main(["bench", *given]) == 0 and asked == [rounds]
 
 
 def test_the_table_names_both_times_the_ratio_and_its_spread():
