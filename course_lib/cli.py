@@ -45,6 +45,7 @@ CHAPTERS = (
     Chapter("02_single_gpu_techniques", 1, 2 << 30, "bf16, offload and peak memory are measured on the GPU too"),
     Chapter("03_data_parallel", 4, 2 << 30, "ranks use NCCL where there is a GPU for each"),
     Chapter("04_zero", 4, 2 << 30, "ranks use NCCL where there is a GPU for each"),
+    Chapter("05_tensor_parallel", 4, 2 << 30, "ranks stay on the CPU, with gloo"),
 )
 
 
