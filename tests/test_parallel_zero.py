@@ -505,6 +505,43 @@ def accumulates_over_calls(stage):
     return difference(zero.full_gradients(engine), grads_of(reference))
 
 
+def begun_again(stage):
+    """A backward pass that fails in the middle, zero_grad, and the same pass again."""
+    engine, reference = zero.build(llama(0), dist.group.WORLD, stage, SMALL_BUCKETS), llama(0)
+
+    def fail(module, grads):
+        raise FloatingPointError
+
+    hook = engine.module.blocks[1].mlp.down.register_full_backward_pre_hook(fail)
+    with pytest.raises(FloatingPointError):
+        zero.accumulate_gradients(engine, some_batches(1))
+    hook.remove()
+    engine.zero_grad()
+    whole = sum(flat.whole_P.untyped_storage().nbytes() for flat in engine.flats) if stage == 3 else 0
+    zero.accumulate_gradients(engine, some_batches(1))
+    loss_of(reference, *some_batches(1)[0]).backward()
+    return difference(zero.full_gradients(engine), grads_of(reference)), whole
+
+
+def resumed(stage):
+    """The second step after the optimizer's state was loaded: parameters to the bit, and gradients forgotten by it."""
+    config, after = dataclasses.replace(PRESETS["toy"], num_layers=1), []
+    for interrupted in (False, True):
+        engine = zero.build(
+            model.build(config, dtype=torch.bfloat16), dist.group.WORLD, stage, grad_dtype=torch.float32
+        )
+        optimizer = zero.make_optimizer(engine, lr=0.01)
+        zero.step(engine, some_batches(1), optimizer)
+        if interrupted:
+            saved, optimizer = copy.deepcopy(optimizer.state_dict()), zero.make_optimizer(engine, lr=0.01)
+            optimizer.load_state_dict(saved)
+            zero.accumulate_gradients(engine, some_batches(1))
+            optimizer.zero_grad()
+        zero.step(engine, some_batches(2)[1:], optimizer)
+        after.append(zero.full_parameters(engine))
+    return all(torch.equal(after[0][name], after[1][name]) for name in after[0])
+
+
 def steps_lower_the_loss(stage, dtype, grad_dtype):
     """The same batch on all ranks: one process with the course's MasterAdamW must see the same losses."""
     config = dataclasses.replace(PRESETS["toy"], num_layers=1)
@@ -572,6 +609,8 @@ def the_rest():
         "twice": {stage: message_of(backward_twice, stage) for stage in (1, 2, 3)},
         "evaluation": evaluation(),
         "over calls": [accumulates_over_calls(stage) for stage in (1, 2, 3)],
+        "begun again": [begun_again(stage) for stage in (1, 2, 3)],
+        "resumed": [resumed(stage) for stage in (1, 2, 3)],
         "bf16": {stage: steps_lower_the_loss(stage, torch.bfloat16, torch.float32) for stage in (1, 2, 3)},
         "fp32": steps_lower_the_loss(3, torch.float32, None),
         "mistakes": mistakes(),
@@ -604,6 +643,15 @@ def test_evaluation_gathers_and_frees_and_leaves_training_alone(rest):
 
 def test_gradients_of_two_calls_add_up_until_they_are_zeroed(rest):
     assert max(worst for of_rank in rest for worst in of_rank["over calls"]) < 1e-10
+
+
+def test_a_pass_that_failed_leaves_nothing_behind_once_gradients_are_zeroed(rest):
+    for of_rank in rest:
+        assert all(worst < 1e-10 and whole == 0 for worst, whole in of_rank["begun again"]), of_rank["begun again"]
+
+
+def test_a_loaded_optimizer_goes_on_to_the_bit_and_its_zero_grad_forgets_fp32_gradients(rest):
+    assert all(same for of_rank in rest for same in of_rank["resumed"])
 
 
 def test_bf16_parameters_train_with_fp32_masters_and_gradients_as_in_one_process(rest):

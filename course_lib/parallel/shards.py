@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.parallel.data import NamedParameter, Pending, Trace, record_when_done
-from course_lib.precision import gradient_of, scale_gradients
+from course_lib.precision import MasterAdamW, gradient_of, scale_gradients
 from course_lib.timing import Span
 
 Load = Callable[[Sequence[str], int, Tensor], None]  # names laid end to end, first number, what to fill from there on
@@ -250,11 +250,11 @@ def first_and_last_use(units: list[Unit], flat_of: dict[nn.Parameter, FlatShard]
 # --- the optimizer
 
 
-class ShardedAdamW(torch.optim.Optimizer):
+class ShardedAdamW(MasterAdamW):
     """AdamW on this rank's shards. A 16-bit shard gets an FP32 copy, its master; a wider one is its own master.
 
     Bytes    state per number: 8 for the moments of an FP32 shard, 4 + 8 for a 16-bit one; nothing else
-    Source   Loshchilov and Hutter 2019 (arXiv:1711.05101); masters as in precision.MasterAdamW
+    Source   Loshchilov and Hutter 2019 (arXiv:1711.05101); masters, and loading them again, as in MasterAdamW
     """
 
     def __init__(
@@ -265,7 +265,13 @@ class ShardedAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
-        super().__init__(shards, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+        super().__init__(shards, lr, betas, eps, weight_decay)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, those in `grad_dtype` too; `engine.zero_grad()` does the same."""
+        for options in self.param_groups:
+            for shard_p in options["params"]:
+                set_gradient(shard_p, None)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

@@ -138,6 +138,7 @@ class ZeroBuckets(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         forget_gradients(self)
+        self.num_started = 0
 
 
 # --- stage 3: parameters come and go
@@ -276,6 +277,7 @@ class ZeroUnits(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         forget_gradients(self)
+        self._hold([])
 
 
 def before(act: Callable, index: int) -> Callable:
@@ -303,10 +305,13 @@ def check_all_used(engine: nn.Module) -> None:
 
 
 def forget_gradients(engine: nn.Module) -> None:
+    """Ready for a new pass: all gradients dropped, those too that a failed pass left in a buffer or on the network."""
     for flat in engine.flats:
+        flat.finish_reduce_scatter()
         flat.grad_P = None
         flat.arrived.clear()
         set_gradient(flat.shard_p, None)
+    engine.used.clear()
 
 
 # --- build and step: the same calls as in native/zero.py
