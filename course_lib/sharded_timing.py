@@ -287,7 +287,8 @@ def crossing_s(
     """Seconds of each crossing of one rank's offloaded bytes, as `memory.zero.offload_link_bytes` predicts them.
 
     Each GPU has a PCIe link of its own. A drive's rate is divided among `ranks_per_drive`: it is the node's, not the
-    GPU's. Latency is left out: pieces are megabytes.
+    GPU's. Latency is left out: pieces are megabytes. One rate serves both directions; many drives write at half the
+    rate at which they read.
 
     Raises   ValueError if a link is unknown, or ranks_per_drive is below 1
     """

@@ -23,7 +23,7 @@ from course_lib.memory.tracker import MemoryTracker
 from course_lib.mesh import Mesh, make_groups
 from course_lib.meter import ByteMeter
 from course_lib.parallel import linear, tensor, vocabulary
-from course_lib.precision import MasterAdamW
+from course_lib.precision import MasterAdamW, accumulate_in_fp32
 from course_lib.timing import ring_all_reduce_bytes
 
 # four heads; d_ff and the vocabulary divide by neither 2 nor 4
@@ -462,6 +462,33 @@ def in_bfloat16():
     return isinstance(optimizer, MasterAdamW), losses[0] - losses[-1], engine.embed.weight.dtype
 
 
+def under_autocast():
+    """Relative distance of all gradients from one process; only forward and loss run under autocast."""
+    whole, batch = model.build(GPT, 1), micro_batches(39)[0]
+    engine = tensor.build(copy.deepcopy(whole), dist.group.WORLD)
+    for technique, built in ((training, whole), (tensor, engine)):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = technique.loss_of(built, *batch)
+        loss.backward()
+    tensor.sum_replicas(engine)
+    full = tensor.full_gradients(engine)
+    pairs = [(full[name] - param.grad, param.grad) for name, param in whole.named_parameters()]
+    lengths = [torch.cat([x.flatten() for x in side]).norm() for side in zip(*pairs)]
+    return (lengths[0] / lengths[1]).item(), {param.grad.dtype for param in engine.parameters()}
+
+
+def gradients_in_float32():
+    """What a step leaves in FP32 gradients; what clipping says where there are no gradients."""
+    engine = tensor.build(model.build(LLAMA, dtype=torch.bfloat16), dist.group.WORLD)
+    accumulate_in_fp32(engine.parameters())
+    tensor.step(engine, micro_batches(39), tensor.make_optimizer(engine, lr=0.0), 1.0)
+    left = max(param.main_grad.abs().max().item() for param in engine.parameters())
+    try:
+        return left, tensor.clip_gradients(tensor.build(model.build(LLAMA), dist.group.WORLD), 1.0)
+    except ValueError as error:
+        return left, str(error)
+
+
 def in_columns_of_a_mesh():
     group = make_groups(Mesh(dp=2, tp=2))["tp"]
     return measure(Case(config_of(LLAMA, num_kv_heads=1)), group)["apart"]
@@ -539,6 +566,8 @@ def the_rest():
         "far from zero": far_from_zero(),
         "trained": trained(0.5),
         "bfloat16": in_bfloat16(),
+        "autocast": under_autocast(),
+        "float32 gradients": gradients_in_float32(),
         "mesh": in_columns_of_a_mesh(),
         "traces": traces(),
         "meta": on_meta(),
@@ -560,6 +589,16 @@ def test_three_clipped_steps_equal_one_process_and_each_parameter_counts_once_in
 def test_bfloat16_parameters_train_with_masters(rest):
     for has_masters, gain, dtype in (rank["bfloat16"] for rank in rest):
         assert has_masters and gain > 0.3 and dtype == torch.bfloat16
+
+
+def test_forward_under_autocast_and_backward_outside_is_like_one_process(rest):
+    for apart, dtypes in (rank["autocast"] for rank in rest):
+        assert apart < 0.02 and dtypes == {torch.float32}
+
+
+def test_a_step_forgets_gradients_in_float32_and_none_to_clip_is_an_error(rest):
+    for left, refused in (rank["float32 gradients"] for rank in rest):
+        assert left == 0.0 and "call accumulate_gradients first" in refused
 
 
 def test_groups_inside_a_mesh_share_their_own_heads_only(rest):

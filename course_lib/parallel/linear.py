@@ -164,9 +164,15 @@ def column_linears(x: Tensor, layers: Sequence[ColumnLinear], stream: WholeStrea
     To autograd it is `x = copy_in(x, group)`, then `F.linear(x, w_fD, b_f)` for each layer. Backward is written out for
     the sake of its order: the sum of the input's gradient travels while the weights' gradients are computed.
 
+    Under autocast all is cast before, as `F.linear` would: backward then multiplies what forward multiplied.
+
     Bytes    sent per rank: 0 forward, 2 (N - 1) / N * x.nbytes backward
     """
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weights = x.to(dtype), [w_fD.to(dtype) for w_fD in weights]
+        biases = [None if b_f is None else b_f.to(dtype) for b_f in biases]
     return _ColumnLinears.apply(x, stream, *weights, *biases)
 
 

@@ -18,7 +18,7 @@ ranks that should hold one norm hold several. And dropout of the stream must dra
 
 What columns keep for their weights' gradients is a choice:
 
-    regather=False    their whole input, x_BSD: no tensor parallelism's bytes more on the wire
+    regather=False    their whole input, x_BSD: no byte more on the wire than tensor parallelism
     regather=True     my tokens of it, x_BsD: one more all-gather for each in backward. Korthikanti's 34 s b h / t
 
 Source   Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2
@@ -46,6 +46,7 @@ from course_lib.parallel import tensor
 from course_lib.parallel.data import MicroBatches, Trace, compute_span
 from course_lib.parallel.linear import communication_span, traced
 from course_lib.parallel.tensor import clip_gradients, full_gradients, full_parameters, loss_of, make_optimizer
+from course_lib.precision import zero_gradients
 from course_lib.timing import Span
 
 __all__ = [
@@ -146,6 +147,7 @@ def of_my_tokens(engine: nn.Module) -> list[nn.Parameter]:
 def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
     """Leaves each rank's part of the gradient in `.grad`; returns the mean loss. All ranks bring the same tokens.
 
+    Give all micro-batches in one call: a second one without zero_grad sums norms' gradients that are sums already.
     Bytes    besides those of enter and leave: one all-reduce of the parameters that are not cut
     """
     loss = tensor.accumulate_gradients(engine, micro_batches)
@@ -163,5 +165,5 @@ def step(
         clip_gradients(engine, clip_norm)
     with compute_span(engine.stream.trace, "optimizer"):
         optimizer.step()
-        optimizer.zero_grad()
+        zero_gradients(engine.parameters())
     return loss

@@ -30,7 +30,7 @@ from course_lib.conjugate import Group, check_group, piece_sizes
 from course_lib.parallel.data import MicroBatches, Trace, compute_span
 from course_lib.parallel.linear import ColumnLinear, Cut, RowLinear, WholeStream, column_linears
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
-from course_lib.precision import MasterAdamW, gradient_of, scale_gradients
+from course_lib.precision import MasterAdamW, gradient_of, scale_gradients, zero_gradients
 
 FAMILIES = ("llama", "gpt")
 MATRICES = {"q", "k", "v", "o", "gate", "up", "down", "head"}  # names of the layers that are cut
@@ -164,7 +164,8 @@ def loss_of(engine: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Tensor:
 def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
     """Leaves each rank's part of the gradient in `.grad`, empty before; returns the mean loss.
 
-    All ranks bring the same tokens. Each micro-batch's mean counts by its share of them.
+    All ranks bring the same tokens. Each micro-batch's mean counts by its share of them. Give all micro-batches in one
+    call: where ranks share key/value heads, a second call without zero_grad sums what the first has summed already.
     """
     num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
     losses = []
@@ -213,14 +214,16 @@ def clip_gradients(engine: nn.Module, max_norm: float) -> Tensor:
 
     What several ranks have is divided among them, so that it counts once.
     Bytes    an all-reduce of one number
+    Raises   ValueError if there is no gradient
     """
-    cuts, group = cuts_of(engine), engine.stream.group
-    square = 0.0
+    cuts, group, squares = cuts_of(engine), engine.stream.group, []
     for name, param in engine.named_parameters():
         if (grad := gradient_of(param)) is not None:
             copies = cuts[name].copies if name in cuts else group.size()
-            square = square + grad.to(torch.promote_types(grad.dtype, torch.float32)).square().sum() / copies
-    norm = comm.all_reduce(square, group).sqrt()
+            squares.append(grad.to(torch.promote_types(grad.dtype, torch.float32)).square().sum() / copies)
+    if not squares:
+        raise ValueError("no parameter has a gradient to clip; call accumulate_gradients first")
+    norm = comm.all_reduce(torch.stack(squares).sum(), group).sqrt()
     scale_gradients(engine.parameters(), (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
@@ -234,7 +237,7 @@ def step(
         clip_gradients(engine, clip_norm)
     with compute_span(engine.stream.trace, "optimizer"):
         optimizer.step()
-        optimizer.zero_grad()
+        zero_gradients(engine.parameters())
     return loss
 
 
