@@ -1,7 +1,6 @@
 """The tracker sees every byte, says what it is, and leaves nothing behind."""
 
 import gc
-import statistics
 import time
 
 import pytest
@@ -286,8 +285,9 @@ def test_reset_forgets_the_past_but_not_what_is_alive():
 
 
 def test_the_tracker_costs_less_than_15_percent_of_a_step_with_real_work():
-    """Steps with and without take turns on one thread, in CPU seconds of that thread: other programs do not count.
+    """Steps with and without take turns on one thread, in CPU seconds of that thread; the quickest of each.
 
+    Other programs only lengthen a step (they share caches): the quickest is the one that they disturbed least.
     What it costs is a time for each operator (some 10 to 20 microseconds): a toy of tiny operators slows down twofold.
     """
     config = ModelConfig("wide", 2, 512, num_heads=8, num_kv_heads=4, d_ff=1536, vocab_size=256, max_seq_len=256)
@@ -305,8 +305,9 @@ def test_the_tracker_costs_less_than_15_percent_of_a_step_with_real_work():
             return step_s()
 
     step_s(), tracked_step_s()
-    ratios = [tracked_step_s() / step_s() for _ in range(5)]
-    assert statistics.median(ratios) < 1.15, f"a tracked step takes {statistics.median(ratios):.2f} times as long"
+    turns = [(tracked_step_s(), step_s()) for _ in range(6)]
+    ratio = min(tracked for tracked, _ in turns) / min(plain for _, plain in turns)
+    assert ratio < 1.15, f"a tracked step takes {ratio:.2f} times as long"
 
 
 def test_bad_arguments_are_refused_with_what_to_do():
