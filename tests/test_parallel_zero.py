@@ -569,6 +569,7 @@ def mistakes():
         "group": lambda: zero.build(built, None),
         "meta": lambda: zero.build(model.build(TINY, device="meta"), group),
         "frozen": lambda: zero.build(llama(0).requires_grad_(False), group),
+        "again": lambda: zero.build(zero.build(llama(0), group, stage=3).module, group, stage=3),
     }
     return {name: message_of(call) for name, call in calls.items()}
 
@@ -666,6 +667,7 @@ def test_errors_say_what_to_do(rest):
     texts = rest[0]["mistakes"]
     assert "stage is 4; choose 1, 2 or 3 (stage 0" in texts["stage"]
     assert "dist.group.WORLD" in texts["group"]
+    assert "sharded this model already" in texts["again"]
     assert "meta device" in texts["meta"] and "unfreeze" in texts["frozen"]
 
 

@@ -337,8 +337,8 @@ def build(
     load           stage 3, with a model on the meta device: brings this rank's numbers, and nobody ever holds the whole
                    (`partial(read_flat, Weights(folder))` of parallel/loading.py)
 
-    Raises   ValueError for another stage, a missing group, a model without numbers or without trainable parameters, or
-             `load` in another stage
+    Raises   ValueError for another stage, a missing group, a model without numbers, sharded already or without
+             trainable parameters, or `load` in another stage
     """
     if stage not in (1, 2, 3):
         raise ValueError(f"stage is {stage!r}; choose 1, 2 or 3 (stage 0, which shards nothing, is parallel/data.py)")
@@ -350,6 +350,8 @@ def build(
         raise ValueError(
             "the model is on the meta device and has no numbers to shard; build it on a device, or give load="
         )
+    if any(param.untyped_storage().nbytes() < param.nbytes for param in model.parameters()):
+        raise ValueError("stage 3 has sharded this model already: its parameters are freed; build it anew")
     if not trainable(model):
         raise ValueError("no parameter of the model requires a gradient; unfreeze some")
     if stage == 3:
