@@ -74,6 +74,9 @@ class _VocabCrossEntropy(torch.autograd.Function):
 def vocab_cross_entropy(logits_BSv: Tensor, y_BS: Tensor, first: int, group: Group) -> Tensor:
     """Cross-entropy of each token from logits in pieces, in float32 at least; its gradient is in pieces as well.
 
+    Every target must be in 0 .. V - 1: none is ignored, not -100 either, and one outside counts as a logit of the
+    maximum. To leave tokens out, multiply their losses by zero.
+
     Shapes   logits_BSv, y_BS -> loss_BS           (equal on all ranks)
     Bytes    sent per rank: three all-reduces of B S numbers; kept for backward: 4 v per token (the softmax)
     """
