@@ -333,8 +333,8 @@ def build(
     bucket_bytes   stages 1 and 2: parameters of one reduce-scatter and one all-gather
     prefetch       stage 3: gather the next unit while one computes; without it one unit is whole at a time
     allow_unused   parameters without a gradient count as zeros; by default they are an error
-    grad_dtype     in which gradients are summed and sent, such as torch.float32 beside bfloat16 parameters. They are then
-                   in `.main_grad`: ShardedAdamW reads it, torch's own optimizers would find nothing and do nothing
+    grad_dtype     in which gradients are summed and sent, such as torch.float32 beside bfloat16 parameters. They are
+                   then in `.main_grad`: ShardedAdamW reads it, torch's own optimizers would find nothing to do
     load           stage 3, with a model on the meta device: brings this rank's numbers, and nobody ever holds the whole
                    (`partial(read_flat, Weights(folder))` of parallel/loading.py)
 
