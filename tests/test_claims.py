@@ -88,6 +88,12 @@ def test_every_claim_of_the_first_chapters_is_recomputed_somewhere():
     assert [problem for claim in CLAIMS for problem in claim_problems(claim)] == []
 
 
+@pytest.mark.parametrize(("topic", "chapter"), [("dp", "03"), ("zero", "04"), ("tp", "05"), ("sp", "06")])
+def test_claims_on_a_technique_are_answered_in_its_chapter(topic, chapter):
+    missing = [c["id"] for c in CLAIMS if c["topic"] == topic and f"notebooks/{chapter}_" not in c["where"]]
+    assert missing == []
+
+
 def test_every_claim_has_an_id_of_its_own_a_known_topic_and_a_known_verdict():
     ids = [claim["id"] for claim in CLAIMS]
     assert len(ids) == len(set(ids)) == 174 and all(CLAIM.fullmatch(name) for name in ids)
