@@ -1,6 +1,8 @@
 """Run a function on N real processes from a notebook cell, and get back what each of them returned."""
 
 import dataclasses
+import importlib
+import io
 import linecache
 import os
 import pickle
@@ -8,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -188,9 +191,21 @@ def _check_arguments(fn, world_size, timeout, via, threads) -> None:
         raise ValueError(f"via='accelerate' needs a system that can fork, got {sys.platform}; use via='processes'")
 
 
+class _Pickler(cloudpickle.Pickler):
+    """Sends modules of a class of their own by name, too: a function that says `dist` and `.config` brings torch's."""
+
+    def reducer_override(self, obj):
+        of_own_class = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
+        if of_own_class and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
+
+
 def _dump_function(fn: Callable, args: tuple) -> bytes:
     try:
-        return cloudpickle.dumps((fn, args))
+        file = io.BytesIO()
+        _Pickler(file).dump((fn, args))
+        return file.getvalue()
     except Exception as error:  # pickling runs code of any class, which may raise anything
         name = getattr(fn, "__name__", repr(fn))
         raise ValueError(

@@ -25,6 +25,13 @@ def test_a_function_of_a_test_module_runs_on_ranks_with_positional_and_bound_arg
     assert results == [(0, 6.0)] and repr(results) == "[(0, 6.0)]"
 
 
+def test_a_cell_s_function_may_say_dist_and_config():
+    def config_of_rank():  # sent as code: torch.distributed.config, a module of a class of its own, comes along
+        return functools.partial(dist.get_rank).func.__name__, _rank.config if hasattr(_rank, "config") else None
+
+    assert launch(config_of_rank, 1) == [("get_rank", None)]
+
+
 def threads_of_a_rank():
     return torch.get_num_threads(), dist.get_backend(), torch.randn(1).item()
 
