@@ -34,6 +34,9 @@ def embed_mine(tokens_BS: Tensor, w_vD: Tensor, first: int) -> Tensor:
 class VocabEmbedding(nn.Module):
     """Some of the rows of an embedding; the sum over the ranks puts them together.
 
+    Every token must be in 0 .. V - 1. One outside belongs to no rank: its row is zeros, without an error, which
+    `nn.Embedding` would raise.
+
     Shapes   weight w_vD; tokens_BS -> x_BSD
     """
 
