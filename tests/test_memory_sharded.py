@@ -252,7 +252,7 @@ def test_C078_heads_must_divide_and_key_value_heads_are_copied_above_their_numbe
     assert [kv_replicas(LLAMA_8B, t) for t in (4, 8, 16, 32)] == [1, 1, 2, 4]  # 8 key/value heads
     with pytest.raises(ValueError, match=r"num_heads \(6\) must be divisible by tp \(4\); choose tp from 1, 2, 6"):
         narrow(ODD, 4)
-    with pytest.raises(ValueError, match=r"num_kv_heads \(2\) must be divisible by tp \(3\), or tp by it"):
+    with pytest.raises(ValueError, match=r"num_kv_heads \(2\) must be divisible by tp \(3\), or divide it"):
         narrow(ODD, 3)
     with pytest.raises(ValueError, match="tp_rank is 2, required: 0 to 1"):
         narrow(TOY, 2, 2)

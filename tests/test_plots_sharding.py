@@ -135,7 +135,7 @@ def test_each_rank_holds_the_key_value_heads_that_its_query_heads_read():
     assert "held by 2 ranks" in matrices.heads_title(many) and "none held twice" in matrices.heads_title(even)
     with pytest.raises(ValueError, match="choose tp from 1, 2, 3, 6"):
         matrices.heads_by_rank(6, 6, 4)
-    with pytest.raises(ValueError, match="divide one another"):
+    with pytest.raises(ValueError, match="or divide it; choose tp from 1, 3, 6, 12"):
         matrices.heads_by_rank(12, 3, 4)
 
 

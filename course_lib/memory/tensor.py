@@ -30,23 +30,17 @@ def chunk(size: int, parts: int, index: int = 0) -> int:
     return max(0, min(size - index * each, each))
 
 
-def check_heads(config: ModelConfig, tp: int) -> None:
+def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
     """Raises ValueError unless query heads divide, and key/value heads divide or are copied evenly."""
     if tp < 1:
         raise ValueError(f"tp is {tp}, required: 1 or more")
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    possible = [t for t in range(1, heads + 1) if _heads_divide(heads, kv_heads, t)]
-    choices = ", ".join(map(str, possible))
-    if heads % tp:
-        raise ValueError(f"num_heads ({heads}) must be divisible by tp ({tp}); choose tp from {choices}")
-    if not _heads_divide(heads, kv_heads, tp):
-        raise ValueError(
-            f"num_kv_heads ({kv_heads}) must be divisible by tp ({tp}), or tp by it; choose tp from {choices}"
-        )
-
-
-def _heads_divide(heads: int, kv_heads: int, tp: int) -> bool:
-    return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+    N, K = num_heads, num_kv_heads
+    fitting = [size for size in range(1, N + 1) if N % size == 0 and (K % size == 0 or size % K == 0)]
+    advice = f"choose tp from {', '.join(map(str, fitting))}"
+    if N % tp:
+        raise ValueError(f"num_heads ({N}) must be divisible by tp ({tp}); {advice}")
+    if K % tp and tp % K:
+        raise ValueError(f"num_kv_heads ({K}) must be divisible by tp ({tp}), or divide it; {advice}")
 
 
 def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
@@ -56,7 +50,7 @@ def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
 
     Raises   ValueError if heads do not divide, or a rank would be left without a row
     """
-    check_heads(config, tp)
+    check_heads(config.num_heads, config.num_kv_heads, tp)
     if not 0 <= tp_rank < tp:
         raise ValueError(f"tp_rank is {tp_rank}, required: 0 to {tp - 1}")
     return replace(
@@ -71,7 +65,7 @@ def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
 
 def kv_replicas(config: ModelConfig, tp: int) -> int:
     """How many ranks hold the same key/value head: 1 up to tp = K, then tp / K."""
-    check_heads(config, tp)
+    check_heads(config.num_heads, config.num_kv_heads, tp)
     return max(tp // config.num_kv_heads, 1)
 
 

@@ -170,7 +170,7 @@ def tp_ranges(name: str, shape: Sequence[int], config: ModelConfig, tp_rank: int
     Raises   ValueError if heads do not divide, or tp_rank is outside
     Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3
     """
-    check_heads(config, tp_size)
+    check_heads(config.num_heads, config.num_kv_heads, tp_size)
     if not 0 <= tp_rank < tp_size:
         raise ValueError(f"tp_rank is {tp_rank}; required: 0 to {tp_size - 1}")
     layer, _, kind = name.rpartition(".")

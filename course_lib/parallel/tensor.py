@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.config import ModelConfig
 from course_lib.conjugate import Group, check_group, piece_sizes
+from course_lib.memory.tensor import check_heads
 from course_lib.parallel.data import MicroBatches, Trace, compute_span
 from course_lib.parallel.linear import ColumnLinear, Cut, RowLinear, WholeStream, column_linears
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
@@ -103,13 +104,7 @@ def check_shardable(model: nn.Module, group: Group) -> None:
     config, tp_size = model.config, check_group(group, "build").size()
     if config.family not in FAMILIES:
         raise ValueError(f"family is {config.family!r}; tensor parallelism here knows {', '.join(FAMILIES)}")
-    N, K = config.num_heads, config.num_kv_heads
-    fitting = [size for size in range(1, N + 1) if N % size == 0 and (K % size == 0 or size % K == 0)]
-    advice = f"choose tp from {', '.join(map(str, fitting))}"
-    if N % tp_size:
-        raise ValueError(f"num_heads ({N}) must be divisible by tp ({tp_size}); {advice}")
-    if K % tp_size and tp_size % K:
-        raise ValueError(f"num_kv_heads ({K}) must be divisible by tp ({tp_size}), or divide it; {advice}")
+    check_heads(config.num_heads, config.num_kv_heads, tp_size)
     for field in ("d_ff", "vocab_size"):
         if min(piece_sizes(getattr(config, field), tp_size)) == 0:
             raise ValueError(f"{field} ({getattr(config, field)}) leaves a rank of tp ({tp_size}) with none; use fewer")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
+from course_lib.memory.tensor import check_heads
 from course_lib.plots.palette import RANK_COLORS, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
 
@@ -167,13 +168,7 @@ def heads_by_rank(num_heads: int, num_kv_heads: int, tp_size: int) -> list[RankH
 
     Raises   ValueError if the heads cannot be dealt out evenly
     """
-    if num_heads % tp_size:
-        divisors = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
-        raise ValueError(f"num_heads ({num_heads}) must be divisible by tp ({tp_size}); choose tp from {divisors}")
-    if num_kv_heads % tp_size and tp_size % num_kv_heads:
-        raise ValueError(
-            f"num_kv_heads ({num_kv_heads}) and tp ({tp_size}) must divide one another; choose a divisor or a multiple"
-        )
+    check_heads(num_heads, num_kv_heads, tp_size)
     q_each, group = num_heads // tp_size, num_heads // num_kv_heads
     ranks = []
     for rank in range(tp_size):
