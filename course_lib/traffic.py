@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from course_lib.config import ModelConfig
+from course_lib.conjugate import piece_sizes
 from course_lib.hardware import Link
 from course_lib.memory.states import Recipe, recipe_of
-from course_lib.memory.tensor import chunk, kv_replicas, narrow, whole_parameters
+from course_lib.memory.tensor import kv_replicas, narrow, whole_parameters
 from course_lib.memory.zero import padded, wire_grad_bytes
 from course_lib.timing import all_gather_bytes, collective_s, reduce_scatter_bytes, ring_all_reduce_bytes
 
@@ -146,7 +147,9 @@ def tensor_parallel_calls(
     if tp == 1:
         return []
     layers, tokens = config.num_layers, batch_size * seq_len
-    rows = chunk(seq_len, tp) * tp if sequence_parallel else seq_len  # an uneven sequence is padded in the message
+    rows = (
+        piece_sizes(seq_len, tp)[0] * tp if sequence_parallel else seq_len
+    )  # an uneven sequence is padded in the message
     payload = batch_size * rows * config.d_model * itemsize
     calls = []
 

@@ -12,7 +12,7 @@ from course_lib.memory.formulas import budget, count_parameters, fits
 from course_lib.memory.papers import korthikanti_bytes, korthikanti_layer_bytes
 from course_lib.memory.sharded import sharded_budget
 from course_lib.memory.states import RECIPES, parameter_shapes, state_bytes
-from course_lib.memory.tensor import chunk, kv_replicas, narrow, tensor_parallel_activations, whole_parameters
+from course_lib.memory.tensor import kv_replicas, narrow, tensor_parallel_activations, whole_parameters
 from course_lib.memory.zero import (
     Offload,
     bucket_units,
@@ -226,13 +226,6 @@ def test_offloaded_bytes_cross_each_link_once_for_each_use():
 
 
 # ---- tensor parallelism
-
-
-def test_chunks_are_cut_as_torch_chunk_cuts_them():
-    for size in (1, 5, 8, 9, 101):
-        for parts in (1, 2, 4):
-            cut = [len(c) for c in torch.arange(size).chunk(parts)]
-            assert [chunk(size, parts, r) for r in range(parts)] == cut + [0] * (parts - len(cut))
 
 
 @pytest.mark.parametrize(("config", "tp"), [(TOY, 2), (TOY, 8), (ODD, 3 - 1), (ODD, 6), (preset("gpt2"), 4)])

@@ -18,16 +18,11 @@ from dataclasses import replace
 from math import prod
 
 from course_lib.config import ModelConfig
+from course_lib.conjugate import piece_sizes
 from course_lib.memory.activations import Activations, own_activations
 from course_lib.memory.states import parameter_shapes
 
 _MINE = 1 + 8  # bytes a token: a bool, and an int64 place in this rank's part of the vocabulary
-
-
-def chunk(size: int, parts: int, index: int = 0) -> int:
-    """How many of `size` rows rank `index` holds: ceil(size / parts), the last ones fewer, as `torch.chunk` cuts."""
-    each = -(-size // parts)
-    return max(0, min(size - index * each, each))
 
 
 def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
@@ -58,8 +53,8 @@ def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
         name=config.name if tp == 1 else f"{config.name}, rank {tp_rank} of tp {tp}",
         num_heads=config.num_heads // tp,
         num_kv_heads=max(config.num_kv_heads // tp, 1),
-        d_ff=chunk(config.d_ff, tp, tp_rank),
-        vocab_size=chunk(config.vocab_size, tp, tp_rank),
+        d_ff=piece_sizes(config.d_ff, tp)[tp_rank],
+        vocab_size=piece_sizes(config.vocab_size, tp)[tp_rank],
     )
 
 
@@ -102,7 +97,7 @@ def tensor_parallel_activations(
     """
     if regather and not sequence_parallel:
         raise ValueError("regather gathers shards of the sequence again; it needs sequence_parallel=True")
-    share = chunk(seq_len, tp, tp_rank) / seq_len if sequence_parallel else 1.0
+    share = piece_sizes(seq_len, tp)[tp_rank] / seq_len if sequence_parallel else 1.0
     local = narrow(config, tp, tp_rank)
     kept = own_activations(local, batch_size, seq_len, attention, recompute, precision, device, share, regather)
     if tp == 1:

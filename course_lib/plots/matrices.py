@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
+from course_lib.conjugate import piece_sizes
 from course_lib.memory.tensor import check_heads
 from course_lib.plots.palette import RANK_COLORS, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
@@ -15,14 +17,14 @@ WHOLE_COLOR = "#E6E6E6"  # the same numbers on every rank
 
 
 def chunk_bounds(size: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Where `size` is cut for each rank: ceil(size / N) for each, the last ones shorter or empty, as torch.chunk cuts.
+    """Where `size` is cut for each rank, as `piece_sizes` has it: (start, stop).
 
     Raises   ValueError if size or num_ranks is below 1
     """
     if size < 1 or num_ranks < 1:
         raise ValueError(f"size is {size} and num_ranks {num_ranks}; both must be at least 1")
-    each = -(-size // num_ranks)
-    return [(min(rank * each, size), min((rank + 1) * each, size)) for rank in range(num_ranks)]
+    stops = list(accumulate(piece_sizes(size, num_ranks)))
+    return list(zip([0, *stops], stops))
 
 
 def _check_ranks(num_ranks: int) -> None:
