@@ -35,8 +35,10 @@ from torch import Tensor, nn
 
 from course_lib.config import ModelConfig
 from course_lib.hf_weights import config_from_transformers, name_in_transformers, tensor_in_transformers
-from course_lib.memory.tensor import check_heads, chunk
+from course_lib.memory.tensor import check_heads
 from course_lib.model import build
+from course_lib.parallel.linear import Cut
+from course_lib.parallel.tensor import copies_of_kv
 from course_lib.tensor_files import FileTensor, Range, TensorFiles
 
 NOT_WEIGHTS = (".inv_freq", ".attn.bias", ".attn.masked_bias", "position_ids")  # tables that older files carry
@@ -175,19 +177,14 @@ def tp_ranges(name: str, shape: Sequence[int], config: ModelConfig, tp_rank: int
         raise ValueError(f"tp_rank is {tp_rank}; required: 0 to {tp_size - 1}")
     layer, _, kind = name.rpartition(".")
     layer = layer.rpartition(".")[2]
-    if layer in ("k", "v") and tp_size > config.num_kv_heads:
-        head = tp_rank * config.num_kv_heads // tp_size
-        return ((head * config.head_dim, (head + 1) * config.head_dim),)
     if layer in ("q", "k", "v", "gate", "up", "embed", "head"):
-        return (_chunk_range(shape[0], tp_rank, tp_size),)
-    if layer in ("o", "down") and kind == "weight":
-        return ((0, shape[0]), _chunk_range(shape[1], tp_rank, tp_size))
-    return ()
-
-
-def _chunk_range(size: int, index: int, parts: int) -> Range:
-    start = min(index * chunk(size, parts), size)
-    return start, start + chunk(size, parts, index)
+        cut = Cut(0, shape[0], tp_size, copies_of_kv(config, tp_size) if layer in ("k", "v") else 1)
+    elif layer in ("o", "down") and kind == "weight":
+        cut = Cut(1, shape[1], tp_size)
+    else:
+        return ()
+    start, length = cut.start_and_length(tp_rank)
+    return (*((0, whole) for whole in shape[: cut.dim]), (start, start + length))
 
 
 def read_flat(weights: Weights, names: Sequence[str], start: int, out_p: Tensor) -> None:
