@@ -144,8 +144,5 @@ def step(
 ) -> torch.Tensor:
     """One training step; returns the mean loss."""
     loss = accumulate_gradients(engine, micro_batches)
-    if clip_norm is not None:
-        clip_gradients(engine, clip_norm)
-    optimizer.step()
-    optimizer.zero_grad()
+    tensor.update(engine, optimizer, clip_norm)
     return loss

@@ -191,11 +191,16 @@ def step(
 ) -> torch.Tensor:
     """One training step; returns the mean loss."""
     loss = accumulate_gradients(engine, micro_batches)
+    update(engine, optimizer, clip_norm)
+    return loss
+
+
+def update(engine: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
+    """What follows the gradients in a step: clipping, the optimizer, and forgetting them."""
     if clip_norm is not None:
         clip_gradients(engine, clip_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return loss
 
 
 # --- whole tensors, for tests and for looking

@@ -43,10 +43,9 @@ from course_lib.conjugate import (
     start_reduce_scatter,
 )
 from course_lib.parallel import tensor
-from course_lib.parallel.data import MicroBatches, Trace, compute_span
+from course_lib.parallel.data import MicroBatches, Trace
 from course_lib.parallel.linear import communication_span, traced
 from course_lib.parallel.tensor import clip_gradients, full_gradients, full_parameters, loss_of, make_optimizer
-from course_lib.precision import zero_gradients
 from course_lib.timing import Span
 
 __all__ = [
@@ -161,9 +160,5 @@ def step(
 ) -> Tensor:
     """One training step; returns the mean loss."""
     loss = accumulate_gradients(engine, micro_batches)
-    if clip_norm is not None:
-        clip_gradients(engine, clip_norm)
-    with compute_span(engine.stream.trace, "optimizer"):
-        optimizer.step()
-        zero_gradients(engine.parameters())
+    tensor.update(engine, optimizer, clip_norm)
     return loss
