@@ -46,12 +46,11 @@ def sent_bytes(calls: Iterable[Call], rank: int = 0) -> int:
 
 def by_collective(calls: Iterable[Call], rank: int = 0) -> dict[str, int]:
     """The same by collective, as `ByteMeter.by_collective` has it."""
-    return _totals(calls, lambda call: call.collective, rank)
-
-
-def by_place(calls: Iterable[Call], rank: int = 0) -> dict[str, int]:
-    """The same by place in the step."""
-    return _totals(calls, lambda call: call.place, rank)
+    totals: dict[str, int] = {}
+    for call in calls:
+        sent = _SENT[call.collective](call.payload_bytes, call.group_size, rank % call.group_size, call.itemsize)
+        totals[call.collective] = totals.get(call.collective, 0) + call.count * sent
+    return totals
 
 
 def call_counts(calls: Iterable[Call]) -> dict[str, int]:
@@ -65,14 +64,6 @@ def call_counts(calls: Iterable[Call]) -> dict[str, int]:
 def comm_s(calls: Iterable[Call], link: Link) -> float:
     """Seconds of all calls one after the other, by alpha-beta."""
     return sum(call.count * collective_s(call.collective, call.payload_bytes, call.group_size, link) for call in calls)
-
-
-def _totals(calls: Iterable[Call], key, rank: int) -> dict[str, int]:
-    totals: dict[str, int] = {}
-    for call in calls:
-        sent = _SENT[call.collective](call.payload_bytes, call.group_size, rank % call.group_size, call.itemsize)
-        totals[key(call)] = totals.get(key(call), 0) + call.count * sent
-    return totals
 
 
 # ------------------------------------------------------------------------------------ ZeRO
@@ -147,9 +138,8 @@ def tensor_parallel_calls(
     if tp == 1:
         return []
     layers, tokens = config.num_layers, batch_size * seq_len
-    rows = (
-        piece_sizes(seq_len, tp)[0] * tp if sequence_parallel else seq_len
-    )  # an uneven sequence is padded in the message
+    longest = piece_sizes(seq_len, tp)[0]  # an uneven sequence is padded in the message
+    rows = longest * tp if sequence_parallel else seq_len
     payload = batch_size * rows * config.d_model * itemsize
     calls = []
 

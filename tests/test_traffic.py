@@ -15,7 +15,6 @@ from course_lib.meter import ByteMeter
 from course_lib.model import build
 from course_lib.traffic import (
     by_collective,
-    by_place,
     call_counts,
     comm_s,
     sent_bytes,
@@ -32,6 +31,10 @@ TOY, LLAMA_70B = preset("toy"), preset("llama-3.1-70b")
 def _in_parameters(stage, dp_size=4, numel=4000, **how):
     """Bytes sent, in units of P (N - 1) / N numbers of 2 bytes."""
     return sent_bytes(zero_calls([numel], stage, dp_size, **how)) / (2 * numel * (dp_size - 1) / dp_size)
+
+
+def by_place(calls):
+    return {place: sent_bytes(call for call in calls if call.place == place) for place in {c.place for c in calls}}
 
 
 def test_C057_C067_C069_C071_C131_stages_send_2_2_2_and_3_times_the_parameters():

@@ -175,14 +175,6 @@ def zero_saving(stage: int, dp_size: int, recipe: Recipe | str = "bf16-master") 
     return zero_bytes_per_parameter(0, dp_size, recipe) / zero_bytes_per_parameter(stage, dp_size, recipe)
 
 
-def largest_parameters(memory_bytes: float, stage: int, dp_size: int, recipe: Recipe | str = "bf16-master") -> float:
-    """The most parameters whose states fit, activations and all else left out.
-
-    Source   Rajbhandari et al. 2020, table 2
-    """
-    return memory_bytes / zero_bytes_per_parameter(stage, dp_size, recipe)
-
-
 # ---- offload
 
 

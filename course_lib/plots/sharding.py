@@ -265,11 +265,6 @@ def gather_steps(num_units: int, prefetch: bool = True) -> list[GatherStep]:
     return steps
 
 
-def most_alive_bytes(steps: Sequence[GatherStep], unit_bytes: Sequence[int]) -> int:
-    """The largest number of gathered bytes at any moment."""
-    return max(sum(unit_bytes[unit] for unit in step.alive) for step in steps)
-
-
 def draw_gathered(axes, steps: Sequence[GatherStep], names: Sequence[str]) -> None:
     """Moments to the right, units downwards: whole and computing, whole and waiting, or only its shard."""
     gathered, waiting = KIND_COLORS["gathered"], mix(KIND_COLORS["gathered"], "#FFFFFF", 0.6)
