@@ -570,6 +570,8 @@ def mistakes():
         "meta": lambda: zero.build(model.build(TINY, device="meta"), group),
         "frozen": lambda: zero.build(llama(0).requires_grad_(False), group),
         "again": lambda: zero.build(zero.build(llama(0), group, stage=3).module, group, stage=3),
+        "again 1": lambda: zero.build(zero.build(llama(0), group, stage=1).module, group, stage=1),
+        "again 2": lambda: zero.build(zero.build(llama(0), group, stage=2).module, group, stage=3),
     }
     return {name: message_of(call) for name, call in calls.items()}
 
@@ -668,6 +670,7 @@ def test_errors_say_what_to_do(rest):
     assert "stage is 4; choose 1, 2 or 3 (stage 0" in texts["stage"]
     assert "dist.group.WORLD" in texts["group"]
     assert "sharded this model already" in texts["again"]
+    assert "an engine has this model already" in texts["again 1"] and "build it anew" in texts["again 2"]
     assert "meta device" in texts["meta"] and "unfreeze" in texts["frozen"]
 
 

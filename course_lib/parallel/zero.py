@@ -338,8 +338,8 @@ def build(
     load           stage 3, with a model on the meta device: brings this rank's numbers, and nobody ever holds the whole
                    (`partial(read_flat, Weights(folder))` of parallel/loading.py)
 
-    Raises   ValueError for another stage, a missing group, a model without numbers, sharded already or without
-             trainable parameters, or `load` in another stage
+    Raises   ValueError for another stage, a missing group, a model without numbers, that an engine has already or
+             without trainable parameters, or `load` in another stage
     """
     if stage not in (1, 2, 3):
         raise ValueError(f"stage is {stage!r}; choose 1, 2 or 3 (stage 0, which shards nothing, is parallel/data.py)")
@@ -355,9 +355,17 @@ def build(
         raise ValueError("stage 3 has sharded this model already: its parameters are freed; build it anew")
     if not trainable(model):
         raise ValueError("no parameter of the model requires a gradient; unfreeze some")
+    if taken := [name for name, param in trainable(model) if has_engine(param)]:
+        raise ValueError(f"an engine has this model already: its hook takes the gradient of {taken[0]}; build it anew")
     if stage == 3:
         return ZeroUnits(model, group, prefetch, allow_unused, grad_dtype, trace, load)
     return ZeroBuckets(model, group, stage, bucket_bytes, allow_unused, grad_dtype, trace)
+
+
+def has_engine(param: nn.Parameter) -> bool:
+    """Whether an engine's hook, ZeRO's or data parallelism's, takes this parameter's gradient."""
+    hooks = param._post_accumulate_grad_hooks or {}
+    return any(isinstance(getattr(hook, "__self__", None), nn.Module) for hook in hooks.values())
 
 
 def make_optimizer(
