@@ -279,11 +279,11 @@ def after_forward(config, mode, recompute):
 
 def kept_bytes():
     """Of a model of one layer, and of the second layer alone."""
-    found = {}
-    modes = [mode for mode in MODES if mode != "none" or dist.get_world_size() == 2]  # one process: once is enough
+    found, on_two = {}, dist.get_world_size() == 2
+    modes = [mode for mode in MODES if mode != "none" or on_two]  # one process: once is enough
     for config in (GPT_BLOCK, LLAMA_BLOCK):
         for mode in modes:
-            for recompute in RECOMPUTE if config is GPT_BLOCK or dist.get_world_size() == 2 else RECOMPUTE[:1]:
+            for recompute in RECOMPUTE if on_two else RECOMPUTE[: 2 if config is GPT_BLOCK else 1]:
                 one = after_forward(config, mode, recompute)
                 two = after_forward(dataclasses.replace(config, num_layers=2), mode, recompute)
                 found[config.family, mode, recompute] = one, two - one
@@ -319,7 +319,7 @@ TRAFFIC = [(GQA, 8, "none"), (GQA, 7, "full"), (GPT, 8, "full")]  # config, S, r
 def traffic():
     """By collective, bytes and calls of a step of two micro-batches: measured, and by formula."""
     found, world_size = {}, dist.get_world_size()
-    for config, seq_len, recompute in TRAFFIC:
+    for config, seq_len, recompute in TRAFFIC if world_size == 2 else TRAFFIC[:1]:  # test_traffic.py has more on 4
         for mode in ("tp", "sp", "sp, regather"):
             build, words = MODES[mode]
             engine = build(model.build(config, recompute=recompute), dist.group.WORLD)
