@@ -6,6 +6,7 @@ import sys
 import ipywidgets
 import matplotlib.pyplot as plt
 import pytest
+from widget_tree import all_of, control, shown, texts
 
 from course_lib.config import preset
 from course_lib.hardware import LINKS
@@ -17,28 +18,6 @@ from course_lib.widgets.collectives import describe_collective, explore_collecti
 from course_lib.widgets.data_parallel import DPChoice, describe_dp, explore_dp
 from course_lib.widgets.memory import MemoryChoice, describe_measurement, explore_memory, measure_memory
 from course_lib.widgets.precision import explore_precision, precision_table
-
-
-def all_of(widget, kind) -> list:
-    """Every widget of one kind inside another, in order."""
-    found = [widget] if isinstance(widget, kind) else []
-    return found + [inner for child in getattr(widget, "children", ()) for inner in all_of(child, kind)]
-
-
-def control(widget, description: str):
-    """The control with that description."""
-    (found,) = [w for w in all_of(widget, ipywidgets.Widget) if getattr(w, "description", None) == description]
-    return found
-
-
-def texts(widget) -> str:
-    return " | ".join(w.value for w in all_of(widget, ipywidgets.HTML))
-
-
-def shown(widget) -> list[bytes]:
-    """The pictures that can be seen."""
-    return [image.value for image in all_of(widget, ipywidgets.Image) if image.layout.display != "none"]
-
 
 # ---------------------------------------------------------------- the functions
 

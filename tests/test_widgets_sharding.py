@@ -1,8 +1,8 @@
 """The explorers of sharding: what their functions compute, that Measure runs real ranks, and the wiring."""
 
-import ipywidgets
 import matplotlib.pyplot as plt
 import pytest
+from widget_tree import control, shown, texts
 
 from course_lib.config import preset
 from course_lib.hardware import gpu, link
@@ -15,27 +15,6 @@ from course_lib.widgets.tensor import TensorChoice, explore_tensor, step_times, 
 from course_lib.widgets.zero import ZeroChoice, explore_zero, zero_explorer
 
 P8 = count_parameters(preset("llama-3.1-8b"))
-
-
-def all_of(widget, kind) -> list:
-    """Every widget of one kind inside another, in order."""
-    found = [widget] if isinstance(widget, kind) else []
-    return found + [inner for child in getattr(widget, "children", ()) for inner in all_of(child, kind)]
-
-
-def control(widget, description: str):
-    """The control with that description."""
-    (found,) = [w for w in all_of(widget, ipywidgets.Widget) if getattr(w, "description", None) == description]
-    return found
-
-
-def texts(widget) -> str:
-    return " | ".join(w.value for w in all_of(widget, ipywidgets.HTML))
-
-
-def shown(widget) -> list[bytes]:
-    """The pictures that can be seen."""
-    return [image.value for image in all_of(widget, ipywidgets.Image) if image.layout.display != "none"]
 
 
 # ---------------------------------------------------------------- the functions
