@@ -80,6 +80,20 @@ def of_gradients(config, attention, recompute, regather, lengths):
     return gradients | {"loss": abs(loss.item() - expected)}
 
 
+def of_evaluation_between_forward_and_backward(regather):
+    """Largest difference of a gradient, where text of another length is evaluated in between."""
+    whole, (batch, (other_BS, _)) = noisy_model(GQA), some_batches(GQA, [7, 4])
+    engine = sequence.build(copy.deepcopy(whole), dist.group.WORLD, regather)
+    loss = sequence.loss_of(engine, *batch)
+    with torch.no_grad():
+        engine(other_BS)
+    loss.backward()
+    tensor.sum_replicas(engine)
+    tensor.sum_gradients(sequence.of_my_tokens(engine), dist.group.WORLD)
+    one_process(whole, [batch])
+    return max(differences(sequence.full_gradients(engine), whole, lambda parameter: parameter.grad).values())
+
+
 def of_parameters_after_clipped_steps():
     whole, batches = noisy_model(GPT), some_batches(GPT, [7, 5])
     engine = sequence.build(copy.deepcopy(whole), dist.group.WORLD)
@@ -364,6 +378,7 @@ def everything():
     if dist.get_world_size() == 2:
         found |= {
             "mistakes": of_mistakes(),
+            "evaluation": [of_evaluation_between_forward_and_backward(regather) for regather in (False, True)],
             "recomputed": recomputed_with_the_same_masks(),
             "trace": traced(),
             "refused": refused(),
@@ -389,6 +404,10 @@ def test_gradients_and_loss_equal_one_process(of_size, tp_size):
 @both_sizes
 def test_parameters_equal_one_process_after_clipped_steps(of_size, tp_size):
     assert max(of_rank["parameters"] for of_rank in of_size[tp_size]) < 1e-10
+
+
+def test_an_evaluation_of_another_length_may_come_between_forward_and_backward(of_size):
+    assert max(worst for of_rank in of_size[2] for worst in of_rank["evaluation"]) < 1e-10
 
 
 def test_a_forgotten_gradient_sum_is_found_in_the_parameters_that_it_concerns(of_size):

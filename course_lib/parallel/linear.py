@@ -46,7 +46,8 @@ class WholeStream:
     """The activations between blocks, whole on every rank.
 
     leave                    what comes out of a row, for autograd
-    start_enter, start_sum   what goes into columns, and the sum of its gradient: without autograd, without waiting
+    start_enter, start_sum   what goes into columns, and the sum of its gradient: without autograd, without waiting.
+                             seq_len: S, where x enters again in backward
     overlap                  while the gradient of an input is summed, weight gradients are computed
     """
 
@@ -59,7 +60,7 @@ class WholeStream:
         with communication_span(self.trace, "sum of outputs"):
             return sum_out(x_BSD_partial, self.group)
 
-    def start_enter(self, x_BSD: Tensor) -> InFlight:
+    def start_enter(self, x_BSD: Tensor, seq_len: int | None = None) -> InFlight:
         return InFlight(None, lambda: x_BSD)
 
     def start_sum(self, x_BSD_partial: Tensor) -> InFlight:
@@ -182,14 +183,14 @@ class _ColumnLinears(torch.autograd.Function):
         count = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         x_BSD = stream.start_enter(x).wait()
-        ctx.stream = stream
+        ctx.stream, ctx.seq_len = stream, x_BSD.shape[-2]
         ctx.save_for_backward(x if stream.regather else x_BSD, *weights)
         return tuple(F.linear(x_BSD, w_fD, b_f) for w_fD, b_f in zip(weights, biases))
 
     @staticmethod
     def backward(ctx, *grads_BSf):
         stream, (x, *weights) = ctx.stream, ctx.saved_tensors
-        entering = stream.start_enter(x) if stream.regather else InFlight(None, lambda: x)
+        entering = stream.start_enter(x, ctx.seq_len) if stream.regather else InFlight(None, lambda: x)
         grad_BSD_partial = grads_BSf[0] @ weights[0]
         for grad_BSf, w_fD in zip(grads_BSf[1:], weights[1:]):
             grad_BSD_partial += grad_BSf @ w_fD

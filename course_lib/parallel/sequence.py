@@ -60,8 +60,9 @@ SEQUENCE = 1  # the dimension of x_BSD that is cut
 class ShardedStream:
     """The activations between blocks, each rank with its own tokens: ceil(S / tp) of them, the last with fewer.
 
-    A shard does not tell how long the whole is: the last to leave does, the embedding first of all. So micro-batches of
-    different lengths take turns, forward and backward, as `accumulate_gradients` has them.
+    A shard does not tell how long the whole is: the last to leave does, the embedding first of all; columns remember it
+    for their backward. With recomputation, which runs a block forward again, nothing of another length may come between
+    forward and backward.
 
     regather   what columns keep for backward is x_BsD as it came in, and it is gathered again
     Shapes     leave: x_BSD_partial -> x_BsD; enter: x_BsD -> x_BSD
@@ -71,15 +72,15 @@ class ShardedStream:
     overlap: bool = True
     trace: Trace | None = None
     regather: bool = False
-    seq_len: int = 0  # S of the micro-batch at work
+    seq_len: int = 0  # S of what left last
 
     def leave(self, x_BSD_partial: Tensor) -> Tensor:
         self.seq_len = x_BSD_partial.shape[SEQUENCE]
         with communication_span(self.trace, "reduce-scatter of outputs"):
             return scatter_sum(x_BSD_partial, self.group, SEQUENCE)
 
-    def start_enter(self, x_BsD: Tensor) -> InFlight:
-        start = partial(start_gather, x_BsD, self.group, SEQUENCE, self.seq_len)
+    def start_enter(self, x_BsD: Tensor, seq_len: int | None = None) -> InFlight:
+        start = partial(start_gather, x_BsD, self.group, SEQUENCE, seq_len or self.seq_len)
         return traced(start, "gather of tokens", self.trace)
 
     def start_sum(self, x_BSD_partial: Tensor) -> InFlight:
