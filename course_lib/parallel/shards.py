@@ -48,7 +48,7 @@ def views_into(flat_P: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [place.view(tensor.shape) for place, tensor in zip(places, tensors)]
 
 
-def my_piece(flat_P: Tensor, group: dist.ProcessGroup) -> Tensor:
+def my_shard(flat_P: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The view of flat_P that this rank owns.
 
     Shapes   flat_P -> flat_p          (p = P / N)
@@ -95,7 +95,7 @@ class FlatShard:
         self.whole_P = flatten_and_pad(tensors, group.size()) if load is None else room_for(tensors, group.size())
         for param, view in zip(self.params, views_into(self.whole_P, self.params)):
             param.data = view
-        mine_p = my_piece(self.whole_P, group)
+        mine_p = my_shard(self.whole_P, group)
         if load is not None:
             mine_p = torch.empty_like(mine_p)
             load(self.names, group.rank() * len(mine_p), mine_p)
@@ -167,7 +167,7 @@ class FlatShard:
         """
         if self.grad_P is None:
             self.grad_P = torch.zeros_like(self.whole_P, dtype=self.grad_dtype)
-        mine_p = my_piece(self.grad_P, self.group)
+        mine_p = my_shard(self.grad_P, self.group)
         self.piece_p = mine_p if in_place else torch.empty_like(mine_p)
         self.sent_s = time.perf_counter()
         self.reduction = comm.reduce_scatter_into(self.piece_p, self.grad_P, self.group, async_op=True)
