@@ -16,7 +16,7 @@ from course_lib.config import ModelConfig
 from course_lib.conjugate import piece_sizes
 from course_lib.hardware import Link
 from course_lib.memory.states import Recipe, recipe_of
-from course_lib.memory.tensor import kv_replicas, narrow, whole_parameters
+from course_lib.memory.tensor import copies_of_kv, narrow, whole_parameters
 from course_lib.memory.zero import padded, wire_grad_bytes
 from course_lib.timing import all_gather_bytes, collective_s, reduce_scatter_bytes, ring_all_reduce_bytes
 
@@ -182,7 +182,7 @@ def gradient_sum_calls(config: ModelConfig, tp: int, sequence_parallel: bool, it
     if sequence_parallel:
         numel = whole_parameters(config)
         calls.append(Call("gradients of whole parameters", "all_reduce", numel * itemsize, tp, itemsize))
-    replicas = kv_replicas(config, tp)
+    replicas = copies_of_kv(config, tp)
     if replicas > 1:
         numel = 2 * config.num_layers * config.head_dim * config.d_model  # one head's k and v of each layer
         calls.append(Call("key/value gradients", "all_reduce", numel * itemsize, replicas, itemsize))

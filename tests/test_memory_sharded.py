@@ -12,7 +12,7 @@ from course_lib.memory.formulas import budget, count_parameters, fits
 from course_lib.memory.papers import korthikanti_bytes, korthikanti_layer_bytes
 from course_lib.memory.sharded import sharded_budget
 from course_lib.memory.states import RECIPES, parameter_shapes, state_bytes
-from course_lib.memory.tensor import kv_replicas, narrow, tensor_parallel_activations, whole_parameters
+from course_lib.memory.tensor import copies_of_kv, narrow, tensor_parallel_activations, whole_parameters
 from course_lib.memory.zero import (
     Offload,
     bucket_units,
@@ -233,7 +233,7 @@ def test_ranks_together_hold_every_matrix_once_and_what_is_replicated_tp_times(c
     times = {name: sum(prod(r[name][0]) for r in ranks) / prod(shape) for name, (shape, _) in shapes.items()}
     whole = {name for name in shapes if "norm" in name or name in ("positions", "attention.o.bias", "mlp.down.bias")}
     copied = {name for name in shapes if name.startswith(("attention.k", "attention.v"))}
-    copies = kv_replicas(config, tp)
+    copies = copies_of_kv(config, tp)
     assert times == {name: tp if name in whole else copies if name in copied else 1 for name in shapes}
     assert whole_parameters(config) == sum(prod(shapes[name][0]) * shapes[name][1] for name in whole)
     assert narrow(config, 1) == config
@@ -241,7 +241,7 @@ def test_ranks_together_hold_every_matrix_once_and_what_is_replicated_tp_times(c
 
 def test_C078_heads_must_divide_and_key_value_heads_are_copied_above_their_number():
     assert [t for t in (1, 2, 3, 4, 8, 16, 32, 64) if _allowed(LLAMA_8B, t)] == [1, 2, 4, 8, 16, 32]
-    assert [kv_replicas(LLAMA_8B, t) for t in (4, 8, 16, 32)] == [1, 1, 2, 4]  # 8 key/value heads
+    assert [copies_of_kv(LLAMA_8B, t) for t in (4, 8, 16, 32)] == [1, 1, 2, 4]  # 8 key/value heads
     with pytest.raises(ValueError, match=r"num_heads \(6\) must be divisible by tp \(4\); choose tp from 1, 2, 6"):
         narrow(ODD, 4)
     with pytest.raises(ValueError, match=r"num_kv_heads \(2\) must be divisible by tp \(3\), or divide it"):

@@ -58,10 +58,9 @@ def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
     )
 
 
-def kv_replicas(config: ModelConfig, tp: int) -> int:
-    """How many ranks hold the same key/value head: 1 up to tp = K, then tp / K."""
-    check_heads(config.num_heads, config.num_kv_heads, tp)
-    return max(tp // config.num_kv_heads, 1)
+def copies_of_kv(config: ModelConfig, tp_size: int) -> int:
+    """How many ranks have the same key/value head: more than one where there are more ranks than heads."""
+    return max(1, tp_size // config.num_kv_heads)
 
 
 def whole_parameters(config: ModelConfig) -> int:

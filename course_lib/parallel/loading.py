@@ -35,10 +35,9 @@ from torch import Tensor, nn
 
 from course_lib.config import ModelConfig
 from course_lib.hf_weights import config_from_transformers, name_in_transformers, tensor_in_transformers
-from course_lib.memory.tensor import check_heads
+from course_lib.memory.tensor import check_heads, copies_of_kv
 from course_lib.model import build
 from course_lib.parallel.linear import Cut
-from course_lib.parallel.tensor import copies_of_kv
 from course_lib.tensor_files import FileTensor, Range, TensorFiles
 
 NOT_WEIGHTS = (".inv_freq", ".attn.bias", ".attn.masked_bias", "position_ids")  # tables that older files carry

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.config import ModelConfig
 from course_lib.conjugate import Group, check_group, piece_sizes
-from course_lib.memory.tensor import check_heads
+from course_lib.memory.tensor import check_heads, copies_of_kv
 from course_lib.parallel.data import MicroBatches, Trace, compute_span
 from course_lib.parallel.linear import ColumnLinear, Cut, RowLinear, WholeStream, column_linears
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
@@ -83,11 +83,6 @@ def shard_mlp(mlp: nn.Module, stream: WholeStream) -> None:
         setattr(mlp, name, ColumnLinear(getattr(mlp, name), stream))
     mlp.down = RowLinear(mlp.down, stream)
     mlp.project = lambda x: column_linears(x, [getattr(mlp, name) for name in names], stream)
-
-
-def copies_of_kv(config: ModelConfig, tp_size: int) -> int:
-    """How many ranks have the same key/value head: more than one where there are more ranks than heads."""
-    return max(1, tp_size // config.num_kv_heads)
 
 
 def replica_group_of(config: ModelConfig, group: Group) -> Group | None:
