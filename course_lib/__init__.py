@@ -52,11 +52,11 @@ A file imports from its own part and from the parts above it, never from one bel
     parallel/shards.py     flat padded parameters in shards, the units of stage 3, AdamW on shards
     parallel/zero.py       ZeRO: optimizer, gradients, parameters sharded
     parallel/offload_states.py  optimizer states that wait on the host or on disk
-    parallel/loading.py    each rank reads its piece of the weights' files
     parallel/linear.py     column and row linear: a matrix cut over ranks, and what enters and leaves it
     parallel/vocabulary.py embedding and loss with the vocabulary cut over ranks
     parallel/tensor.py     tensor parallel: a Llama or GPT cut in one call, its step, whole gradients
     parallel/sequence.py   sequence parallel: norms, dropout and residual, each rank for its own tokens
+    parallel/loading.py    each rank reads its piece of the weights' files
     native/__init__.py     as PyTorch ships it
     native/data.py         DistributedDataParallel, and Accelerate on top
     native/zero.py         FSDP2, ZeroRedundancyOptimizer, and Accelerate on top
