@@ -178,20 +178,20 @@ def tensor_parallel_layer_spans(
 
     for part in parts:
         if sequence_parallel:
-            now_s = add("communication", f"gather {part.name} input", now_s, gather_s)
-        now_s = add("compute", part.name, now_s, part.forward_s)
-        now_s = add("communication", f"sum {part.name}", now_s, sum_s)
+            now_s = add("communication", f"gather {part.name}'s input", now_s, gather_s)
+        now_s = add("compute", f"forward {part.name}", now_s, part.forward_s)
+        now_s = add("communication", f"sum {part.name}'s output", now_s, sum_s)
     for part in reversed(parts):
         if sequence_parallel:
-            now_s = add("communication", f"gather {part.name} gradient", now_s, gather_s)
-        now_s = add("compute", f"{part.name} rows backward", now_s, 2 * (part.forward_s - part.column_s))
+            now_s = add("communication", f"gather {part.name}'s output gradient", now_s, gather_s)
+        now_s = add("compute", f"backward of {part.name}'s rows", now_s, 2 * (part.forward_s - part.column_s))
         network_s = now_s
         if regather:
-            network_s = add("communication", f"gather {part.name} input again", now_s, gather_s)
-        now_s = add("compute", f"{part.name} input gradient", now_s if overlap else network_s, part.column_s)
-        summed_s = add("communication", f"sum {part.name} input gradient", max(now_s, network_s), sum_s)
+            network_s = add("communication", f"gather {part.name}'s input again", now_s, gather_s)
+        now_s = add("compute", f"{part.name}'s input gradient", now_s if overlap else network_s, part.column_s)
+        summed_s = add("communication", f"sum {part.name}'s input gradient", max(now_s, network_s), sum_s)
         weights_from_s = max(now_s, network_s) if overlap else summed_s
-        now_s = max(summed_s, add("compute", f"{part.name} weight gradients", weights_from_s, part.column_s))
+        now_s = max(summed_s, add("compute", f"{part.name}'s weight gradients", weights_from_s, part.column_s))
     return spans
 
 

@@ -19,6 +19,7 @@ from course_lib.memory.zero import padded, zero_bytes_per_parameter, zero_gather
 from course_lib.parallel import zero
 from course_lib.plots import curves, matrices, regions, sharding, timeline
 from course_lib.sharded_timing import Cluster, tensor_parallel_layer_spans
+from course_lib.timing import Span
 
 BYTES = {"parameters": 2, "gradients": 2, "optimizer": 12}
 SHAPE = {"tokens": 6, "d_model": 8, "d_ff": 10}
@@ -201,8 +202,19 @@ def test_numbers_of_points_give_way_to_other_points():
 def test_a_bar_carries_as_much_of_its_name_as_it_has_room_for():
     assert timeline.label_for("attention backward", 0.25) == "attention backward"
     assert timeline.label_for("sum attention", 0.12) == "attention"
-    assert timeline.label_for("attention", 0.075) == "atten."
+    assert timeline.label_for("attention", 0.075) == ""
     assert timeline.label_for("gather 3", 0.02) == "3" and timeline.label_for("forward", 0.02) == ""
+
+
+def test_a_name_without_room_becomes_a_letter_and_the_letters_are_listed():
+    spans = [Span(0, "compute", "forward", 0, 8), Span(0, "communication", "sum", 8, 9), Span(0, "compute", "b", 9, 10)]
+    late = [Span(0, "communication", "gather", 0, 0.2), Span(0, "communication", "sum", 1, 1.1)]
+    keys = timeline.keys_for([timeline.overlap_picture(each) for each in (spans, late)])
+    assert keys == {"gather": "a", "forward": "forward", "sum": "b", "b": "b"}
+    many = [Span(0, "compute", f"block {index}", index, index + 1) for index in range(30)]
+    with pytest.raises(ValueError, match="30 names have no room in their bars"):
+        timeline.keys_for([timeline.overlap_picture(many)])
+    assert timeline.wrap_entries(["a: one", "b: two", "c: three"], 15) == ["a: one   b: two", "c: three"]
 
 
 # ---------------------------------------------------------------- every picture can be drawn, and read
@@ -229,6 +241,7 @@ PICTURES = {
     "regions": lambda: regions.show_regions(preset("gpt3-175b")),
     "regions with scores": lambda: regions.show_regions(preset("gpt2"), 4, 1024, 2, ("tp", "tp+sp"), True, False),
     "a layer in time": lambda: timeline.show_overlap(LAYERS, "t"),
+    "a layer in time, with letters": lambda: timeline.show_overlap(LAYERS, "t", keys=True),
     "step times": lambda: timeline.show_step_times(
         {"tp 1": (0.5, 0.0), "tp 8": (0.06, 0.03), "tp 32": (0.02, 0.05)}, "t"
     ),

@@ -159,9 +159,10 @@ def test_sequence_parallelism_has_twice_the_calls_and_regather_hides_its_own():
     seconds = [sum(span.seconds for span in sent(spans)) for spans in (tp, sp, again)]
     assert seconds[0] == pytest.approx(seconds[1]) and seconds[2] > 1.2 * seconds[0]
     half_s = spanning_s("all_gather", 4096 * 8192 * 2, 8, EFA)
-    column_s = next(span.seconds for span in sp if span.name == "attention weight gradients")
+    column_s = next(span.seconds for span in sp if span.name == "attention's weight gradients")
     assert half_s < column_s and waiting_s(sp) == pytest.approx(6 * half_s)  # those that stand before a computation
     assert waiting_s(again) == pytest.approx(waiting_s(sp))
+    assert waiting_s(tp) < 5 * half_s < waiting_s(sp)  # its backward sums start behind weight gradients whole
     whole = tensor_parallel_step(*args, sequence_parallel=True, regather=True, overlap=True)
     late = tensor_parallel_layer_spans(*args, overlap=False, sequence_parallel=True, regather=True)
     assert waiting_s(late) - waiting_s(again) == pytest.approx(whole.hidden_s / 80)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from string import ascii_lowercase
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
@@ -97,12 +98,13 @@ def overlap_picture(spans: Sequence) -> OverlapPicture:
     )
 
 
-def draw_overlap(axes, picture: OverlapPicture) -> None:
-    """Draw the lanes; exposed communication is hatched and its sum is written."""
+def draw_overlap(axes, picture: OverlapPicture, keys: Mapping[str, str] | None = None) -> None:
+    """Draw the lanes; exposed communication is hatched and its sum is written. `keys`: what stands for which name."""
     unit = time_unit_for(picture.end_s)
     scale = TIME_UNITS[unit]
     for bar in picture.bars:
-        _draw_bar(axes, bar, scale, picture.end_s)
+        share = (bar.stop_s - bar.start_s) / picture.end_s
+        _draw_bar(axes, bar, scale, picture.end_s, label_for(bar.name, share) if keys is None else keys[bar.name])
     for row, start, stop in joined(picture.exposed, 0.01 * picture.end_s):
         axes.barh(
             row,
@@ -131,16 +133,30 @@ def draw_overlap(axes, picture: OverlapPicture) -> None:
 
 
 def label_for(name: str, share: float) -> str:
-    """As much of a name as a bar of that share of the width has room for: all, its last word, or that shortened."""
-    room = int((share - 0.008) / 0.0105)
-    last_word = name.rpartition(" ")[2]
-    fitting = [text for text in (name, last_word) if len(text) <= room]
-    if fitting or room < 4:
-        return fitting[0] if fitting else ""
-    return last_word[: room - 1] + "."
+    """As much of a name as a bar of that share of the width has room for: all, its last word, or nothing."""
+    fitting = [text for text in (name, name.rpartition(" ")[2]) if _has_room(text, share)]
+    return fitting[0] if fitting else ""
 
 
-def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float) -> None:
+def _has_room(text: str, share: float) -> bool:
+    return len(text) <= int((share - 0.008) / 0.0105)
+
+
+def keys_for(pictures: Sequence[OverlapPicture]) -> dict[str, str]:
+    """What stands in the bars of each name: the name, if all its bars have room for it, or else a letter."""
+    shares: dict[str, float] = {}
+    longest_s = max(picture.end_s for picture in pictures)
+    for bar in sorted((bar for picture in pictures for bar in picture.bars), key=lambda bar: bar.start_s):
+        shares[bar.name] = min(shares.get(bar.name, 1.0), (bar.stop_s - bar.start_s) / longest_s)
+    without_room = [name for name, share in shares.items() if not _has_room(name, share)]
+    if len(without_room) > len(ascii_lowercase):
+        raise ValueError(
+            f"{len(without_room)} names have no room in their bars, and there are 26 letters; give keys=False"
+        )
+    return {name: name for name in shares} | dict(zip(without_room, ascii_lowercase))
+
+
+def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float, label: str) -> None:
     color = COMPUTE_COLOR if bar.compute else COMMUNICATION_COLOR
     if bar.compute and bar.name.startswith("forward"):
         color = mix(color, "#FFFFFF", 0.55)
@@ -148,7 +164,7 @@ def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float) -> None:
     gap = 1 if width / end_s > 0.015 else 0.1  # the gaps between many short spans would hide them
     look = {"height": 0.72, "facecolor": color, "edgecolor": "white", "linewidth": gap}
     axes.barh(bar.row, width / scale, left=bar.start_s / scale, **look)
-    if label := label_for(bar.name, width / end_s):
+    if label:
         axes.text(
             (bar.start_s + bar.stop_s) / 2 / scale,
             bar.row,
@@ -162,29 +178,47 @@ def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float) -> None:
         )
 
 
-def show_overlap(spans: Sequence, title: str = "Computation and communication of one step") -> None:
-    """Show `Span`s as lanes, one for each rank and lane; give a mapping `{label: spans}` to compare several steps."""
+def show_overlap(spans: Sequence, title: str = "Computation and communication of one step", keys: bool = False) -> None:
+    """Show `Span`s as lanes, one for each rank and lane; give a mapping `{label: spans}` to compare several steps.
+
+    With `keys`, a name for which its bars have no room becomes a letter, and a list below says what the letters mean.
+    """
     pictures = {label: overlap_picture(s) for label, s in (spans.items() if isinstance(spans, dict) else [("", spans)])}
     heights = [0.65 + 0.34 * len(picture.rows) for picture in pictures.values()]
+    shown = keys_for(list(pictures.values())) if keys else None
+    listed = wrap_entries([f"{key}: {name}" for name, key in (shown or {}).items() if key != name])
     with style():
         figure, panels = plt.subplots(
             len(pictures),
             1,
-            figsize=(FULL_WIDTH_IN, sum(heights) + 0.75),
+            figsize=(FULL_WIDTH_IN, sum(heights) + 0.75 + 0.16 * len(listed)),
             squeeze=False,
             sharex=True,
             height_ratios=heights,
         )
         slowest = max(picture.end_s for picture in pictures.values())
         for axes, (label, picture) in zip(panels[:, 0], pictures.items()):
-            draw_overlap(axes, picture)
+            draw_overlap(axes, picture, shown)
             axes.set_xlim(0, slowest / TIME_UNITS[time_unit_for(slowest)] * 1.02)
             axes.set_title(label, fontsize=9.5, fontweight="normal")
             if axes is not panels[-1, 0]:
                 axes.set_xlabel("")
             axes.tick_params(labelbottom=True)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        if listed:
+            figure.supxlabel("\n".join(listed), x=0.01, ha="left", fontsize=8.5)
         finish(figure)
+
+
+def wrap_entries(entries: Sequence[str], columns: int = 124) -> list[str]:
+    """The entries in lines of at most that many columns, none of them broken."""
+    lines: list[str] = []
+    for entry in entries:
+        if lines and len(lines[-1]) + 3 + len(entry) <= columns:
+            lines[-1] += "   " + entry
+        else:
+            lines.append(entry)
+    return lines
 
 
 # ---------------------------------------------------------------- the same step under several layouts
