@@ -72,6 +72,11 @@ def everything_divided(mode, recompute, t, scores):
     return _kept("regather" if recompute != "full" else mode, recompute, t, scores)
 
 
+def tensor_parallelism_divided_again(mode, recompute, t, scores):
+    kept = _kept("tp" if recompute != "full" else mode, recompute, t, scores)
+    return kept if mode == "tp" or recompute == "full" else kept / t
+
+
 def always_regathered(mode, recompute, t, scores):
     return _kept("regather" if mode == "tp+sp" else mode, recompute, t, scores)
 
@@ -283,6 +288,7 @@ WRONG = {
         "check": check_kept,
         "answers": [
             (everything_divided, "divides only 24 of the 34"),
+            (tensor_parallelism_divided_again, "inside attention and MLP, cut already"),
             (always_regathered, "the columns keep their gathered inputs"),
             (never_regathered, "the inputs of columns are kept as shards"),
             (scores_whole, "scores belong to heads"),
