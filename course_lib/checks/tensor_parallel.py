@@ -35,9 +35,8 @@ def check_heads(answer, rng):
             got = answer(N, K, tp, 0)
         except ValueError:
             continue
-        fail(
-            f"{N} query heads, {K} key/value heads, tp {tp}: it returned {got}; this does not divide: raise ValueError"
-        )
+        reason = f"{tp} does not divide {N}" if N % tp else f"of {K} and {tp} neither divides the other"
+        fail(f"{N} query heads, {K} key/value heads, tp {tp}: it returned {got}; {reason}: raise ValueError")
 
 
 def _heads(N: int, K: int, tp: int, rank: int) -> Heads:

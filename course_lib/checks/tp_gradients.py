@@ -154,7 +154,7 @@ def check_vocab_loss(answer, rng):
     for world_size, scale in ((2, 1.0), (rng.choice([3, 4]), 1.0), (2, 800.0)):
         V, seed = rng.randrange(40, 70), fresh_seed(rng)
         for rank, (got, want, believed, sent) in enumerate(run_ranks(_loss, world_size, answer, V, seed, scale)):
-            where = f"rank {rank} of {world_size}, logits of size {scale:g}"
+            where = f"rank {rank} of {world_size}, logits of scale {scale:g}"
             if not isinstance(got, tuple) or len(got) != 2:
                 fail(f"{where}: return two tensors: the loss of each token, and the gradient of my logits")
             _expect_loss(got, want, believed, sent, where, world_size, rank)
@@ -177,11 +177,28 @@ def _loss(answer: Callable, V: int, seed: int, scale: float) -> tuple:
     my_soft_BSv = logits_BSv.softmax(-1)
     is_mine_BS = (y_BS >= first) & (y_BS < first + logits_BSv.shape[-1])
     onehot_BSv = F.one_hot(place_BS, logits_BSv.shape[-1])
-    clamped_BS = sum(
-        piece.gather(2, (y_BS - sum(piece_sizes(V, N)[:r])).clamp(0, piece.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
-        for r, piece in enumerate(pieces)
+    maxima = [piece.amax(-1) for piece in pieces]
+    starts = [sum(piece_sizes(V, N)[:r]) for r in range(N)]
+    own_sums_BS = sum((piece - most.unsqueeze(-1)).exp().sum(-1) for piece, most in zip(pieces, maxima)).log()
+    owners_max_BS = sum(
+        most * ((y_BS >= start) & (y_BS < start + piece.shape[-1]))
+        for piece, start, most in zip(pieces, starts, maxima)
     )
+    first_ones_BS = sum(  # with `where(is_mine, y - first, 0)` and no mask after it
+        piece.gather(2, ((y_BS - start) * ((y_BS >= start) & (y_BS < start + piece.shape[-1]))).unsqueeze(-1))[..., 0]
+        for piece, start in zip(pieces, starts)
+    )
+    clamped_BS = sum(
+        piece.gather(2, (y_BS - start).clamp(0, piece.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+        for piece, start in zip(pieces, starts)
+    )
+    spare_BS = (N - 1) * logits_BSV.detach().amax(-1)  # where z_t - m is summed, each other rank adds an -m as well
     believed = {
+        "own max": own_sums_BS + maxima[rank] - targets_BS,
+        "own max, and the owner's": own_sums_BS + owners_max_BS - targets_BS,
+        "first of mine": want_BS.detach() + targets_BS - first_ones_BS,
+        "first of mine - m": want_BS.detach() + targets_BS - first_ones_BS + spare_BS,
+        "clamped - m": want_BS.detach() + targets_BS - clamped_BS + spare_BS,
         "own sum": logits_BSv.logsumexp(-1) - targets_BS,
         "clamped": want_BS.detach() + targets_BS - clamped_BS,
         "no target": softmax_BSv,
@@ -195,9 +212,23 @@ def _expect_loss(got: tuple, want: tuple, believed: dict, sent: int, where: str,
     loss_BS, grad_BSv = got
     if isinstance(loss_BS, Tensor) and not loss_BS.isfinite().all():
         fail(f"{where}: the loss is not finite; take the largest logit, of all ranks, out before exp")
+    another_scale = "exponentials of different scales cannot be added"
     of_loss = {
-        "the sum of exponentials is the rank's own; it must run over all ranks' logits": believed["own sum"],
+        f"each rank took its own largest logit out; {another_scale}": believed["own max"],
+        f"each rank took its own largest logit out, of the target as well; {another_scale}": (
+            believed["own max, and the owner's"]
+        ),
         "a target that is another rank's was answered with a logit of one's own; answer it with 0": believed["clamped"],
+        "a target that is another rank's was answered with a logit of one's own, less m; answer it with 0": (
+            believed["clamped - m"]
+        ),
+        "for a target that is another rank's the logit at place 0 was counted; multiply by is-it-mine": (
+            believed["first of mine"]
+        ),
+        "for a target that is another rank's the logit at place 0, less m, was counted; multiply by is-it-mine": (
+            believed["first of mine - m"]
+        ),
+        "the sum of exponentials is the rank's own; it must run over all ranks' logits": believed["own sum"],
     }
     expect_close(loss_BS, want[0], f"{where}: the loss", of_loss)
     of_gradient = {

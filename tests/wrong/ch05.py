@@ -247,6 +247,26 @@ def everybody_answers(logits_BSv, y_BS, first, group):
     return _pieces(logits_BSv, y_BS, first, group, masked=False)
 
 
+def own_max(logits_BSv, y_BS, first, group):
+    max_BS = logits_BSv.amax(-1)
+    sum_BS = all_reduce((logits_BSv - max_BS.unsqueeze(-1)).exp().sum(-1), group)
+    _, grad_BSv = _pieces(logits_BSv, y_BS, first, group)
+    v = logits_BSv.shape[-1]
+    is_mine_BS = (y_BS >= first) & (y_BS < first + v)
+    mine_BS = logits_BSv.gather(-1, (y_BS - first).clamp(0, v - 1).unsqueeze(-1)).squeeze(-1) - max_BS
+    return sum_BS.log() - all_reduce(mine_BS * is_mine_BS, group), grad_BSv
+
+
+def first_of_mine_without_a_mask(logits_BSv, y_BS, first, group):
+    right_BS, grad_BSv = _pieces(logits_BSv, y_BS, first, group)
+    v = logits_BSv.shape[-1]
+    is_mine_BS = (y_BS >= first) & (y_BS < first + v)
+    place_BS = torch.where(is_mine_BS, y_BS - first, 0)
+    max_BS = all_reduce(logits_BSv.amax(-1), group, op="max")
+    mine_BS = logits_BSv.gather(-1, place_BS.unsqueeze(-1)).squeeze(-1) - max_BS
+    return right_BS + all_reduce(mine_BS * is_mine_BS - mine_BS, group), grad_BSv
+
+
 def gradient_without_target(logits_BSv, y_BS, first, group):
     return _pieces(logits_BSv, y_BS, first, group, one="none")
 
@@ -273,7 +293,7 @@ WRONG = {
         "check": check_heads,
         "answers": [
             (every_kv_head, "a rank needs only those that its own query heads read"),
-            (never_refuses, "this does not divide: raise ValueError"),
+            (never_refuses, ": raise ValueError"),
             (queries_in_turns, "neighbours together"),
             (kv_heads_in_turns, "are dealt out in turns"),
             (kv_heads_run_out, "no key/value head"),
@@ -339,6 +359,8 @@ WRONG = {
             (overflows, "the loss is not finite"),
             (own_sum, "must run over all ranks' logits"),
             (everybody_answers, "answer it with 0"),
+            (first_of_mine_without_a_mask, "place 0, less m, was counted"),
+            (own_max, "exponentials of different scales"),
             (gradient_without_target, "at the target 1 is subtracted"),
             (own_softmax, "divide by the sum over all ranks"),
             (target_on_every_rank, "1 was subtracted on every rank"),
