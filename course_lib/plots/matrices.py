@@ -135,6 +135,8 @@ def _name_matrix(axes, name: str, x: float, pieces: Sequence[MatrixPiece]) -> No
     axes.text(x, 1.98, name[0], ha="center", va="top", fontsize=11, fontweight="bold")
     shapes = sorted({piece.shape for piece in pieces}, reverse=True)
     shape = " or ".join(f"{r:,} × {c:,}" for r, c in shapes[:1])
+    if pieces[0].rank is not None and len(shapes) == 1:
+        shape += "\neach"
     more = "\n(last: {:,} × {:,})".format(*shapes[-1]) if len(shapes) > 1 else ""
     axes.text(x, -1.5, f"{rows} × {columns}\n{shape}{more}", ha="center", va="top", fontsize=8)
     axes.text(x, 1.63, MATRIX_NOTES[name], ha="center", va="top", fontsize=8.5)
