@@ -123,6 +123,15 @@ def test_the_drawn_pieces_multiply_to_the_product():
     assert not of["Z", None].partial
 
 
+def test_the_size_below_a_cut_matrix_is_said_to_be_that_of_each_piece():
+    figure, axes = plt.subplots()
+    matrices.draw_linear_pair(axes, matrices.linear_pair_pieces(6, 8, 12, tp_size=2))
+    below = [text.get_text().split("\n") for text in axes.texts if " × " in text.get_text()]
+    plt.close(figure)
+    assert [lines[-1] == "each" for lines in below] == [False, True, True, True, True, False]
+    assert below[1][:2] == ["D × f", "8 × 6"]
+
+
 def test_uneven_sizes_are_cut_as_torch_chunk_cuts_them():
     for size, ranks in ((10, 4), (8, 4), (7, 2), (5, 4)):
         lengths = [stop - start for start, stop in matrices.chunk_bounds(size, ranks)]
