@@ -209,7 +209,7 @@ def draw_budgets(
             fontsize=9,
             fontweight="bold",
             linespacing=1.3,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.8},
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # a limit's line stops before it
         )
     levels = label_levels([(limit / size, _limit_label(name, limit, unit)) for name, limit in limits], extent)
     for (name, limit), level in zip(limits, levels):
