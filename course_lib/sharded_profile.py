@@ -54,7 +54,7 @@ class ShardedComparison:
         raise ValueError(f"there is no row {kind!r}; choose from {', '.join(row.kind for row in self.rows)}")
 
     def __str__(self) -> str:
-        where = f"{self.num_ranks} ranks, rank 0 shown"
+        where = f"{self.num_ranks} ranks, rank 0 shown" if self.num_ranks > 1 else "one rank"
         return f"Measured in {self.seconds:.1f} s on {where}: {self.what}. Temporary bytes are an estimate."
 
 

@@ -48,7 +48,8 @@ def test_offload_moves_bytes_away_and_over_the_links():
     assert near.offload_s == 0 and 0 < host.offload_s < disk.offload_s
     assert disk.offload_s > disk.link_bytes["disk to host"] / link("nvme").bytes_per_s
     assert "On disk: 14.1 GB for each GPU, 112 GB for all" in disk.text and "modelled" in disk.text
-    with pytest.raises(ValueError, match="choose 3"):
+    assert "a drive" in disk.text and "a drive" not in host.text
+    with pytest.raises(ValueError, match="ZeRO stage is 2, but .* choose 3, or offload the optimizer alone"):
         explore_zero(ZeroChoice(stage=2, offload="optimizer, parameters on disk"))
 
 
@@ -71,8 +72,25 @@ def test_leaving_the_node_costs_and_gathering_again_trades_bytes_for_memory():
     assert "between 2 nodes" in explore_tensor(TensorChoice(tp=16)).text
     kept, again = explore_tensor(TensorChoice()), explore_tensor(TensorChoice(mode="tp+sp regather"))
     assert again.budget.activations < kept.budget.activations and again.sent_bytes > kept.sent_bytes
-    with pytest.raises(ValueError, match="choose tp from"):
-        explore_tensor(TensorChoice(tp=64))
+
+
+@pytest.mark.parametrize(("model", "tp", "allowed"), [("llama-3.1-8b", 64, "1, 2, 4, 8, 16, 32"), ("gpt2-xl", 2, "1")])
+def test_heads_that_do_not_divide_are_answered_with_values_of_the_slider(model, tp, allowed):
+    with pytest.raises(ValueError, match=rf"heads of {model} .* choose tp from {allowed}$"):
+        explore_tensor(TensorChoice(model=model, tp=tp, seq_len=1024))
+
+
+def test_one_gpu_alone_is_one_bar_and_sends_nothing():
+    view = explore_tensor(TensorChoice(tp=1))
+    assert [bar.label for bar in view.bars] == ["one GPU"] and view.bars[0].total_bytes == view.budget.total_bytes
+    assert "One GPU alone sends nothing" in view.text and "over NVLink" not in view.text
+
+
+def test_the_tensor_explorer_offers_the_gpus_that_compute_in_bf16():
+    keys = [key for _, key in control(tensor_explorer(), "GPU").options]
+    assert "h100" in keys and "t4" not in keys
+    for key in keys:
+        assert explore_tensor(TensorChoice(gpu_key=key)).steps[8].compute_s > 0
 
 
 # ---------------------------------------------------------------- real ranks
@@ -103,6 +121,8 @@ def test_what_cannot_be_measured_is_refused_before_a_rank_starts():
         measure_zero(2, 2, "autocast")
     with pytest.raises(ValueError, match="choose offload none"):
         zero.measure_zero_choice(ZeroChoice(offload="optimizer on the CPU"))
+    with pytest.raises(ValueError, match="choose tp from"):
+        tensor.measure_tensor_choice(TensorChoice(tp=64))
     with pytest.raises(ValueError, match="there is no row"):
         ShardedComparison("toy", 2, (), 1.0).row("peak")
 
@@ -122,7 +142,12 @@ def test_a_move_replaces_the_picture_and_takes_a_measurement_away(module, explor
     box = explorer()
     (before,) = shown(box)
     control(box, "Measure").click()
-    assert len(shown(box)) == 2 and "toy, made up" in texts(box) and not control(box, "Measure").disabled
+    assert (
+        len(shown(box)) == 2
+        and "toy, made up" in texts(box)
+        and "stand-in for llama-3.1-8b on 8 GPUs" in texts(box)
+        and not control(box, "Measure").disabled
+    )
     description, value = move
     control(box, description).value = value
     (after,) = shown(box)

@@ -106,11 +106,18 @@ def panel(controls: Sequence[widgets.Widget], *below: widgets.Widget) -> widgets
     return widgets.VBox([widgets.HBox(columns, layout=widgets.Layout(flex_flow="row wrap")), *below])
 
 
+def stands_for(model: str, num_gpus: int, num_ranks: int) -> str:
+    """What a toy measured on a few ranks stands for; nothing to say where that is what was chosen."""
+    gpus = f"{num_gpus:,} GPUs" if num_gpus > 1 else "1 GPU"
+    return "" if (model, num_gpus) == ("toy", num_ranks) else f"A small stand-in for {model} on {gpus}."
+
+
 def comparison_png(rows: Sequence) -> bytes:
     """Predicted beside measured, row by row, as PNG."""
     pairs = comparison_pairs(rows)
     return figure_png(
-        lambda axes: draw_comparison(axes, pairs, "rank 0, largest of each kind"), 1.0 + 0.45 * len(pairs)
+        lambda axes: draw_comparison(axes, pairs, "rank 0: largest of each kind, and bytes sent"),
+        1.0 + 0.45 * len(pairs),
     )
 
 

@@ -70,12 +70,18 @@ def explore_tensor(chosen: TensorChoice) -> TensorView:
     Raises   ValueError if the model's heads do not divide, or the sequence is longer than the model reads
     """
     config = preset(chosen.model)
+    if chosen.tp not in possible_tp(config):
+        raise ValueError(
+            f"the {config.num_heads} heads of {config.name} ({config.num_kv_heads} of keys and values) cannot be dealt "
+            f"out to tp {chosen.tp}; choose tp from {', '.join(map(str, possible_tp(config)))}"
+        )
     needed = _budget(chosen)
     limits = gpu_limits([gpu(chosen.gpu_key)])
     labelled = {"one GPU": _budget(replace(chosen, tp=1, mode="tp"))}
-    if chosen.sequence_parallel:
+    if chosen.tp > 1:
         labelled[f"TP {chosen.tp}"] = _budget(replace(chosen, mode="tp"))
-    labelled[f"TP {chosen.tp}" + (" + SP" if chosen.sequence_parallel else "")] = needed
+    if chosen.tp > 1 and chosen.sequence_parallel:
+        labelled[f"TP {chosen.tp} + SP"] = needed
     bars = budget_bars(labelled, limits)
     how = (chosen.sequence_parallel, chosen.regather, chosen.recompute)
     sent = sent_bytes(tensor_parallel_calls(config, chosen.batch_size, chosen.seq_len, chosen.tp, *how))
@@ -128,10 +134,16 @@ def describe_tensor(chosen: TensorChoice, view: TensorView) -> str:
         if nodes == 1
         else f"{link(chosen.inside).name}, and {link(chosen.between).name} between {nodes} nodes"
     )
+    needs = (
+        f"{show_bytes(view.bars[-1].total_bytes)} a GPU, {show_bytes(kept)} of it activations and logits; "
+        f"states BF16 with FP32 masters"
+    )
+    sends = "One GPU alone sends nothing."
+    if chosen.tp > 1:
+        needs += f"; one GPU alone would need {show_bytes(view.bars[0].total_bytes)}"
+        sends = f"A step of one micro-batch sends {show_bytes(view.sent_bytes)} from each GPU over {way}."
     return (
-        f"Predicted: {show_bytes(view.bars[-1].total_bytes)} a GPU, {show_bytes(kept)} of it activations; one GPU "
-        f"alone would need {show_bytes(view.bars[0].total_bytes)}. A step of one micro-batch sends "
-        f"{show_bytes(view.sent_bytes)} from each GPU over {way}. Modelled, not measured: "
+        f"Predicted: {needs}. {sends} Modelled, not measured: "
         f"{show_seconds(step.compute_s)} computing at {100 * ASSUMED_MFU:.0f} % of the peak, "
         f"{show_seconds(step.comm_s)} communicating, "
         f"{step.tokens_per_s_per_gpu:,.0f} tokens per second and GPU."
@@ -139,7 +151,11 @@ def describe_tensor(chosen: TensorChoice, view: TensorView) -> str:
 
 
 def measure_tensor_choice(chosen: TensorChoice) -> ShardedComparison:
-    """Train a toy for real under the chosen parallelism, and lay measured on predicted."""
+    """Train a toy for real under the chosen parallelism, and lay measured on predicted.
+
+    Raises   ValueError if the choice is impossible
+    """
+    explore_tensor(chosen)  # what is impossible is not measured either
     ranks = min(chosen.tp, MEASURED_RANKS)
     return measure_tensor(ranks, chosen.sequence_parallel, chosen.regather, recompute=chosen.recompute)
 
@@ -148,6 +164,7 @@ def tensor_explorer(start: TensorChoice | None = None) -> widgets.VBox:
     """Sliders over model, tp, SP, sequence, GPU and links, and a button that measures a toy on real ranks."""
     start = start or TensorChoice()
     links = [(known.name, key) for key, known in LINKS.items() if key != "nvme"]
+    gpus = [(known.name, key) for key, known in GPUS.items() if known.bf16_flops]  # BF16 is what the step computes in
     fields = {
         "model": parts.choice("model", PRESETS, start.model),
         "tp": parts.slider("tp", parts.powers_of_two(1, LARGEST_TP), start.tp),
@@ -155,7 +172,7 @@ def tensor_explorer(start: TensorChoice | None = None) -> widgets.VBox:
         "seq_len": parts.slider("sequence", parts.powers_of_two(64, 131_072), start.seq_len),
         "batch_size": parts.slider("micro-batch", parts.powers_of_two(1, 64), start.batch_size),
         "recompute": parts.choice("recomputation", RECOMPUTE, start.recompute),
-        "gpu_key": parts.choice("GPU", [(known.name, key) for key, known in GPUS.items()], start.gpu_key),
+        "gpu_key": parts.choice("GPU", gpus, start.gpu_key),
         "inside": parts.choice("inside a node", links, start.inside),
         "between": parts.choice("between nodes", links, start.between),
     }
@@ -173,7 +190,8 @@ def tensor_explorer(start: TensorChoice | None = None) -> widgets.VBox:
 
     def measured(chosen: TensorChoice) -> tuple[bytes, str]:
         result = measure_tensor_choice(chosen)
-        return parts.comparison_png(result.rows), escape(str(result))
+        stands = parts.stands_for(chosen.model, chosen.tp, result.num_ranks)
+        return parts.comparison_png(result.rows), escape(f"{result} {stands}")
 
     return parts.measured_panel(
         list(fields.values()), lambda: draw(current()), lambda: measured(current()), "train a toy on real ranks"

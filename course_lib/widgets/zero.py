@@ -66,6 +66,11 @@ def explore_zero(chosen: ZeroChoice) -> ZeroView:
     Raises   ValueError if parameters are to be offloaded before stage 3, or the sequence is longer than the model reads
     """
     config, offload, recipe = preset(chosen.model), OFFLOADS[chosen.offload], RECIPES[chosen.recipe]
+    if offload.parameters != "device" and chosen.stage < 3:
+        raise ValueError(
+            f"ZeRO stage is {chosen.stage}, but parameters can be offloaded only where they are sharded; "
+            "choose 3, or offload the optimizer alone"
+        )
     needed, plain = _budget(chosen), _budget(replace(chosen, stage=0, offload="none"))
     limits = gpu_limits([gpu(chosen.gpu_key)])
     bars = budget_bars({"plain DP": plain, f"stage {chosen.stage}": needed}, limits)
@@ -104,8 +109,8 @@ def describe_zero(chosen: ZeroChoice, view: ZeroView) -> str:
     lines = [
         f"Predicted: {show_bytes(view.bars[1].total_bytes)} a GPU, {show_bytes(states)} of it states; "
         f"plain data parallelism {show_bytes(view.bars[0].total_bytes)}.",
-        f"A step sends {show_bytes(view.sent_bytes)} from each GPU: {view.trips:.2f} times the parameters, "
-        f"times (N − 1) / N."
+        f"A step sends {show_bytes(view.sent_bytes)} from each GPU: {view.trips:.2f} times the parameters' "
+        f"bytes, times (N − 1) / N, with N = {chosen.dp_size:,}."
         if view.trips
         else "One GPU alone sends nothing.",
     ]
@@ -114,9 +119,10 @@ def describe_zero(chosen: ZeroChoice, view: ZeroView) -> str:
         lines.append(f"{name}: {show_bytes(size)} for each GPU, {show_bytes(size * chosen.dp_size)} for all.")
     if any(view.link_bytes.values()):
         moved = ", ".join(f"{name} {show_bytes(size)}" for name, size in view.link_bytes.items() if size)
+        drive = f" and a drive ({link(DISK).name}) for each node of {GPUS_PER_NODE} GPUs"
         lines.append(
             f"A step of one GPU moves: {moved}; modelled {show_seconds(view.offload_s)}, one after the other, over "
-            f"{link(PCIE).name} and a drive ({link(DISK).name}) for each node of {GPUS_PER_NODE} GPUs."
+            f"{link(PCIE).name}{drive if 'disk' in view.budget.elsewhere else ''}."
         )
     return " ".join(lines)
 
@@ -124,8 +130,9 @@ def describe_zero(chosen: ZeroChoice, view: ZeroView) -> str:
 def measure_zero_choice(chosen: ZeroChoice) -> ShardedComparison:
     """Train a toy for real at the chosen stage and precision, and lay measured on predicted.
 
-    Raises   ValueError if states are to be offloaded, or the precision cannot be run here
+    Raises   ValueError if the choice is impossible, states are to be offloaded, or the precision cannot be run here
     """
+    explore_zero(chosen)  # what is impossible is not measured either
     if chosen.offload != "none":
         raise ValueError("offload is not measured here; choose offload none (chapter 04 measures it)")
     return measure_zero(chosen.stage, min(chosen.dp_size, MEASURED_RANKS), chosen.recipe, recompute=chosen.recompute)
@@ -156,7 +163,8 @@ def zero_explorer(start: ZeroChoice | None = None) -> widgets.VBox:
 
     def measured(chosen: ZeroChoice) -> tuple[bytes, str]:
         result = measure_zero_choice(chosen)
-        return parts.comparison_png(result.rows), escape(str(result))
+        stands = parts.stands_for(chosen.model, chosen.dp_size, result.num_ranks)
+        return parts.comparison_png(result.rows), escape(f"{result} {stands}")
 
     return parts.measured_panel(
         list(fields.values()), lambda: draw(current()), lambda: measured(current()), "train a toy on real ranks"
