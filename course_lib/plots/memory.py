@@ -201,10 +201,11 @@ def draw_budgets(
     for row, bar in enumerate(bars):
         _draw_stack(axes, row, bar, size, extent)
         end = bar.total_bytes / size
-        axes.text(
-            end,
-            row,
-            f" {three_digits(end)} {unit}{_verdict(bar, limits_bytes)}",
+        axes.annotate(
+            f"{three_digits(end)} {unit}{_verdict(bar, limits_bytes)}",
+            (end, row),
+            xytext=(4, 0),
+            textcoords="offset points",
             va="center",
             fontsize=9,
             fontweight="bold",
@@ -261,8 +262,8 @@ def _verdict(bar: BudgetBar, limits_bytes: Mapping[str, int]) -> str:
     if not limits_bytes:
         return ""
     if not bar.fits:
-        return "\n out of memory" + (" on all" if len(limits_bytes) > 1 else "")
-    return "\n fits" + (f" {len(bar.fits)} of {len(limits_bytes)}" if len(limits_bytes) > 1 else "")
+        return "\nout of memory" + (" on all" if len(limits_bytes) > 1 else "")
+    return "\nfits" + (f" {len(bar.fits)} of {len(limits_bytes)}" if len(limits_bytes) > 1 else "")
 
 
 def _limit_label(name: str, limit: int, unit: str) -> str:
