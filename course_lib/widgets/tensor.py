@@ -72,8 +72,8 @@ def explore_tensor(chosen: TensorChoice) -> TensorView:
     config = preset(chosen.model)
     if chosen.tp not in possible_tp(config):
         raise ValueError(
-            f"the {config.num_heads} heads of {config.name} ({config.num_kv_heads} of keys and values) cannot be dealt "
-            f"out to tp {chosen.tp}; choose tp from {', '.join(map(str, possible_tp(config)))}"
+            f"{config.name} has {config.num_heads} heads, {config.num_kv_heads} of keys and values, which cannot be "
+            f"dealt out to tp {chosen.tp}; choose tp from {', '.join(map(str, possible_tp(config)))}"
         )
     needed = _budget(chosen)
     limits = gpu_limits([gpu(chosen.gpu_key)])
@@ -119,9 +119,10 @@ def _budget(chosen: TensorChoice) -> Budget:
 
 
 def _title(chosen: TensorChoice, view: TensorView) -> str:
-    fits = "fits" if view.bars[-1].fits else "does not fit"
-    share = f"{100 * view.steps[chosen.tp].comm_share:.0f} %"
-    return f"{view.bars[-1].label} {fits} on {gpu(chosen.gpu_key).name}; modelled: {share} communication"
+    fits = f"{'fits' if view.bars[-1].fits else 'does not fit'} on {gpu(chosen.gpu_key).name}"
+    if chosen.tp == 1:
+        return f"{chosen.model} on one GPU {fits}"
+    return f"{view.bars[-1].label} {fits}; modelled: {100 * view.steps[chosen.tp].comm_share:.0f} % communication"
 
 
 def describe_tensor(chosen: TensorChoice, view: TensorView) -> str:
