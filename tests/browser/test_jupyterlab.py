@@ -106,19 +106,28 @@ def screenshot(page, name: str) -> None:
         page.screenshot(path=Path(folder) / f"{name}.png")
 
 
-def test_the_memory_explorer_follows_its_slider_and_measures(lab, page):
-    sources = ["from course_lib.widgets import memory_explorer", "memory_explorer(gpus=('t4', 'h100'))", "print(6 * 7)"]
-    run_all_cells(page, lab, put_notebook(lab, tiny_notebook(*sources)), limit_s=60)
-    page.wait_for_selector(".widget-image, .jupyter-widget-image")
+def test_each_explorer_follows_its_own_slider_and_measures(lab, page):
+    sources = ["from course_lib.widgets import memory_explorer, zero_explorer", "memory_explorer(gpus=('t4', 'h100'))"]
+    run_all_cells(page, lab, put_notebook(lab, tiny_notebook(*sources, "zero_explorer()")), limit_s=60)
+    page.locator(".widget-image, .jupyter-widget-image").last.wait_for(state="attached")
     before = pictures(page)
-    assert len(before) == 1 and before[0]["bytes"] == [0x89, 0x50, 0x4E, 0x47] and before[0]["width"] > 400
-    screenshot(page, "explorer")
+    assert len(before) == 2 and all(image["bytes"] == [0x89, 0x50, 0x4E, 0x47] for image in before)
+    assert all(image["width"] > 400 for image in before)
+    screenshot(page, "explorers")
     assert move_slider(page, "micro-batch") == "2"
-    after = wait_for_other_pictures(page, before)
-    assert len(after) == 1 and after[0]["sum"] != before[0]["sum"]  # replaced, not appended
-    page.click('button:text-is("Measure")')
+    moved = wait_for_other_pictures(page, before)
+    assert len(moved) == 2 and moved[0] != before[0] and moved[1] == before[1]  # replaced, not appended
+    assert move_slider(page, "ZeRO stage", "ArrowLeft") == "2"
+    staged = wait_for_other_pictures(page, moved)
+    assert len(staged) == 2 and staged[0] == moved[0] and staged[1] != moved[1]
+    page.locator('button:text-is("Measure")').first.click()
     page.wait_for_selector("text=/Measured in .* predicted/")
-    assert len(wait_for_other_pictures(page, after)) == 2
+    measured = wait_for_other_pictures(page, staged)
+    assert [measured[0], measured[-1]] == staged and len(measured) == 3
+    page.locator('button:text-is("Measure")').last.click()
+    page.wait_for_selector("text=/Measured in .* 4 ranks.* ZeRO stage 2/")
+    both = wait_for_other_pictures(page, measured)
+    assert both[:3] == measured and len(both) == 4
     screenshot(page, "measured")
 
 
