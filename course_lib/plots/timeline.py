@@ -245,13 +245,14 @@ def draw_step_times(axes, seconds: Mapping[str, tuple[float, float]]) -> None:
         Patch(facecolor=COMPUTE_COLOR, label="computing"),
         Patch(facecolor=COMMUNICATION_COLOR, hatch="////", edgecolor="white", label="waiting for communication"),
     ]
-    axes.legend(handles=handles, loc="lower right")
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 4.2}  # on no bar, whichever is longest
+    axes.legend(handles=handles, ncol=2, **below)
 
 
 def show_step_times(seconds: Mapping[str, tuple[float, float]], title: str) -> None:
     """Show modelled steps side by side: `{label: (seconds computing, seconds waiting for communication)}`."""
     with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.0 + 0.34 * len(seconds)))
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.3 + 0.34 * len(seconds)))
         draw_step_times(axes, seconds)
         axes.set_title(title)
         finish(figure)

@@ -182,7 +182,7 @@ def tensor_explorer(start: TensorChoice | None = None) -> widgets.VBox:
         view = explore_tensor(chosen)
         draw_bars = lambda axes: draw_budgets(axes, view.bars, view.limits_bytes, "GB", view.title)  # noqa: E731
         times = step_times(view)
-        below = 1.0 + 0.3 * len(times)
+        below = 1.3 + 0.3 * len(times)
         drawings = [(draw_bars, 1.9 + 0.55 * len(view.bars)), (lambda axes: draw_step_times(axes, times), below)]
         return parts.stacked_png(drawings), escape(view.text)
 
