@@ -89,6 +89,9 @@ def _expect_kept(answer: Callable, mode: str, recompute: str, t: int, scores: in
         "of TP's 10 + 24/t only the 10 is still to be divided: 24/t is inside attention and MLP, cut already": (
             _kept("tp", recompute, t, scores) / t if sp and recompute != "full" else None
         ),
+        "of TP's 10 + 24/t only the 10 is still to be divided: 24/t, like the scores, is cut already": (
+            _kept("tp", "selective", t, scores) / t + scores / t if sp and kept else None
+        ),
         "scores belong to heads, and heads are divided": want + scores - scores / t if kept else None,
         "selective recomputation keeps no scores": _kept(mode, "none", t, scores) if recompute == "selective" else None,
         "without sp each rank keeps the whole input of a layer": 2 / t if recompute == "full" and not sp else None,

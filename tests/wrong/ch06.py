@@ -77,6 +77,13 @@ def tensor_parallelism_divided_again(mode, recompute, t, scores):
     return kept if mode == "tp" or recompute == "full" else kept / t
 
 
+def tensor_parallelism_divided_again_but_not_the_scores(mode, recompute, t, scores):
+    """Scores divided once, the rest of TP's share twice."""
+    if recompute == "none" and mode != "tp":
+        return _kept("tp", "selective", t, scores) / t + scores / t
+    return _kept(mode, recompute, t, scores)
+
+
 def always_regathered(mode, recompute, t, scores):
     return _kept("regather" if mode == "tp+sp" else mode, recompute, t, scores)
 
@@ -289,6 +296,7 @@ WRONG = {
         "answers": [
             (everything_divided, "divides only 24 of the 34"),
             (tensor_parallelism_divided_again, "inside attention and MLP, cut already"),
+            (tensor_parallelism_divided_again_but_not_the_scores, "24/t, like the scores, is cut already"),
             (always_regathered, "the columns keep their gathered inputs"),
             (never_regathered, "the inputs of columns are kept as shards"),
             (scores_whole, "scores belong to heads"),
