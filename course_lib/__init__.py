@@ -44,6 +44,7 @@ A file imports from its own part and from the parts above it, never from one bel
     memory/tracker.py      tensors alive, by kind, over time
     memory/cuda.py         what a GPU holds besides tensors
     memory/profile.py      predicted beside measured
+    placement.py           whose tokens are where under context parallelism, and who computes what of the mask
     traffic.py             which collectives a step of each technique calls
     sharded_timing.py      modelled time of ZeRO, tensor and sequence parallelism, and what hides it
 4. One file per parallelism; the same names in both folders
