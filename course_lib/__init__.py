@@ -47,6 +47,7 @@ A file imports from its own part and from the parts above it, never from one bel
     placement.py           whose tokens are where under context parallelism, and who computes what of the mask
     traffic.py             which collectives a step of each technique calls
     sharded_timing.py      modelled time of ZeRO, tensor and sequence parallelism, and what hides it
+    schedules.py           pipeline schedules: for each rank the list of what it computes
 4. One file per parallelism; the same names in both folders
     parallel/__init__.py   from scratch
     parallel/data.py       data parallel: naive, overlapped, bucketed

@@ -1,0 +1,297 @@
+"""Pipeline schedules as data: for each rank the list of what it computes, in order.
+
+    F3@1   forward of micro-batch 3 by stage 1
+    B3@1   its whole backward: the gradient of its input, and those of its weights
+    I3@1   only the gradient of its input, which stage 0 waits for
+    W3@1   the gradients of its weights, at any time after I3@1
+
+A stage is a run of consecutive layers; stages are numbered along the model. A rank has v of them. Communication is not
+in the lists, since it follows from them: F of stage s needs the activations of F of stage s - 1, the backward of stage
+s the gradient from that of stage s + 1.
+
+    schedule = one_f_one_b(pp=4, num_micro_batches=8)
+    schedule.instructions[3]      # rank 3: F0@3 B0@3 F1@3 B1@3 ...
+
+schedule_check.py proves that a schedule can run, simulator.py clocks it, bubbles.py has the closed forms, and
+parallel/pipeline.py runs it on real ranks.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+OPS = ("F", "B", "I", "W")
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One piece of work: `op` (F, B, I or W) of one micro-batch by one stage."""
+
+    op: str
+    micro_batch: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.op}{self.micro_batch}@{self.stage}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each of pp ranks computes, in order, and which rank has which stage."""
+
+    name: str
+    pp: int
+    num_micro_batches: int
+    rank_of_stage: tuple[int, ...]
+    instructions: tuple[tuple[Instruction, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of_stage)
+
+    @property
+    def v(self) -> int:
+        """Stages of a rank."""
+        return self.num_stages // self.pp
+
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        """The rank's stages, in the order of the model."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether any backward is done in two parts, I and W."""
+        return any(instruction.op in "IW" for row in self.instructions for instruction in row)
+
+    def __str__(self) -> str:
+        """One line a rank; `from_text` reads it."""
+        return "\n".join(" ".join(map(str, row)) for row in self.instructions)
+
+
+# --- placements: which rank has which stage
+
+
+def loop_placement(pp: int, v: int) -> tuple[int, ...]:
+    """Stage s on rank s % pp: after the last rank the model goes on at the first."""
+    return tuple(range(pp)) * v
+
+
+def v_placement(pp: int) -> tuple[int, ...]:
+    """Two stages a rank, down and up again: rank 0 has the first stage and the last, and so the loss."""
+    return (*range(pp), *reversed(range(pp)))
+
+
+# --- one stage a rank
+
+
+def naive(pp: int, num_micro_batches: int) -> Schedule:
+    """One micro-batch after the other through all stages and back: one rank works, the others wait."""
+    check_sizes(pp, num_micro_batches)
+    return _same_stage("naive", pp, [[op + str(i) for i in range(num_micro_batches) for op in "FB"]] * pp)
+
+
+def all_forward_all_backward(pp: int, num_micro_batches: int) -> Schedule:
+    """All forwards, then all backwards, in the same order of micro-batches: each rank keeps m of them alive.
+
+    Source   Huang et al. 2019, GPipe (arXiv:1811.06965)
+    """
+    check_sizes(pp, num_micro_batches)
+    row = [op + str(i) for op in "FB" for i in range(num_micro_batches)]
+    return _same_stage("all-forward-all-backward", pp, [row] * pp)
+
+
+def one_f_one_b(pp: int, num_micro_batches: int) -> Schedule:
+    """Rank i runs pp - i - 1 forwards ahead, then a forward and a backward in turn, then what backwards remain.
+
+    The lead is the least that lets every backward come as soon as it can, so rank i keeps min(m, pp - i) alive.
+    Source   Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1, "PipeDream-Flush"
+    """
+    check_sizes(pp, num_micro_batches)
+    forwards, backwards = ([op + str(i) for i in range(num_micro_batches)] for op in "FB")
+    return _same_stage("1F1B", pp, [_one_and_one(forwards, backwards, ahead=pp - i - 1) for i in range(pp)])
+
+
+def _one_and_one(forwards: Sequence, backwards: Sequence, ahead: int) -> list:
+    """`ahead` forwards, then one forward and one backward in turn, then the backwards that remain."""
+    ahead = min(ahead, len(forwards))
+    turns = [one for pair in zip(forwards[ahead:], backwards) for one in pair]
+    return [*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :]]
+
+
+def _same_stage(name: str, pp: int, rows: Sequence[Sequence[str]]) -> Schedule:
+    """A schedule with one stage a rank, from rows such as ["F0", "B0"]."""
+    instructions = tuple(
+        tuple(Instruction(word[0], int(word[1:]), rank) for word in row) for rank, row in enumerate(rows)
+    )
+    num_micro_batches = 1 + max(instruction.micro_batch for instruction in instructions[0])
+    return Schedule(name, pp, num_micro_batches, loop_placement(pp, 1), instructions)
+
+
+# --- several stages a rank
+
+
+def interleaved_1f1b(pp: int, num_micro_batches: int, v: int = 2) -> Schedule:
+    """1F1B with v stages a rank, in loops: pp micro-batches through one stage, then the same through the next.
+
+    The forwards ahead are (v - 1) pp + 2 (pp - i - 1): all stages but the last for pp micro-batches, and twice the
+    distance to the last rank. With v = 1 it is 1F1B.
+    Raises   ValueError if v > 1 and the micro-batches are no multiple of pp
+    Source   Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.2; the order is Megatron-LM's
+    """
+    check_sizes(pp, num_micro_batches, v)
+    if v == 1:
+        return one_f_one_b(pp, num_micro_batches)
+    check_interleaved(pp, num_micro_batches, v)
+    rows = []
+    for rank in range(pp):
+        turns = [
+            (micro_batch, loop)
+            for first in range(0, num_micro_batches, pp)
+            for loop in range(v)
+            for micro_batch in range(first, first + pp)
+        ]
+        forwards = [Instruction("F", micro_batch, loop * pp + rank) for micro_batch, loop in turns]
+        backwards = [Instruction("B", micro_batch, (v - 1 - loop) * pp + rank) for micro_batch, loop in turns]
+        rows.append(tuple(_one_and_one(forwards, backwards, ahead=(v - 1) * pp + 2 * (pp - rank - 1))))
+    return Schedule(f"interleaved 1F1B, v={v}", pp, num_micro_batches, loop_placement(pp, v), tuple(rows))
+
+
+# --- by name
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "naive": naive,
+    "afab": all_forward_all_backward,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved_1f1b,
+}
+
+
+def make(name: str, pp: int, num_micro_batches: int, v: int = 1) -> Schedule:
+    """The schedule of that name. v, the stages of a rank, is a choice of "interleaved" alone.
+
+    Raises   ValueError for an unknown name, or sizes that the schedule cannot have
+    """
+    check_request(name, pp, num_micro_batches, v)
+    return (
+        interleaved_1f1b(pp, num_micro_batches, v) if name == "interleaved" else SCHEDULES[name](pp, num_micro_batches)
+    )
+
+
+def stages_per_rank(name: str, v: int = 1) -> int:
+    """How many stages a rank has: v of "interleaved", two on the V of "zbv" and "dualpipe_v", else one."""
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(SCHEDULES)}")
+    if name == "interleaved":
+        return v
+    return 2 if name in ("zbv", "dualpipe_v") else 1
+
+
+# --- checks: before any process starts
+
+
+def check_request(name: str, pp: int, num_micro_batches: int, v: int = 1) -> None:
+    """Raises ValueError, saying what to choose, if `make` cannot give this schedule."""
+    fixed = stages_per_rank(name, v)
+    check_sizes(pp, num_micro_batches, v)
+    if v not in (1, fixed):
+        raise ValueError(
+            f"schedule {name!r} has {fixed} stage{'s' * (fixed > 1)} a rank, got v={v}; "
+            "leave v out, or choose interleaved"
+        )
+    if name == "interleaved" and v > 1:
+        check_interleaved(pp, num_micro_batches, v)
+    if name == "dualpipe_v":
+        check_dualpipe_v(pp, num_micro_batches)
+
+
+def check_sizes(pp: int, num_micro_batches: int, v: int = 1) -> None:
+    """Raises ValueError for sizes below 1."""
+    for what, size in (("pp", pp), ("num_micro_batches", num_micro_batches), ("v", v)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{what} ({size!r}) must be a whole number, 1 or more")
+
+
+def check_interleaved(pp: int, num_micro_batches: int, v: int) -> None:
+    """Raises ValueError unless the micro-batches fill whole loops."""
+    if num_micro_batches % pp:
+        below, above = num_micro_batches // pp * pp, -(-num_micro_batches // pp) * pp
+        near = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(
+            f"interleaved 1F1B with v={v} needs micro-batches in whole loops: num_micro_batches ({num_micro_batches}) "
+            f"must be a multiple of pp ({pp}); choose {near}, or 1f1b, which takes any number"
+        )
+
+
+def check_dualpipe_v(pp: int, num_micro_batches: int) -> None:
+    """Raises ValueError below two micro-batches a rank, which the V's two directions need."""
+    if num_micro_batches < 2 * pp:
+        raise ValueError(
+            f"DualPipeV needs num_micro_batches ({num_micro_batches}) of at least 2 * pp = {2 * pp}; "
+            f"choose {2 * pp} or more, or zbv, which takes any number"
+        )
+
+
+# --- schedules that somebody wrote
+
+
+WORD = re.compile(r"([FBIW])(\d+)(?:@(\d+))?")
+
+
+def from_lists(
+    rows: Sequence[Iterable],
+    rank_of_stage: Sequence[int] | None = None,
+    num_micro_batches: int | None = None,
+    name: str = "handmade",
+) -> Schedule:
+    """A schedule from one list a rank: words as "F0" or "F0@1", tuples ("F", 0, 1), or Instructions.
+
+    Without a stage, that of the same number as the rank is meant (one stage a rank). Idle slots (".", "", None) are
+    left out. Whether it can run is for schedule_check to say.
+    Raises   ValueError for what cannot be read
+    """
+    instructions = tuple(
+        tuple(
+            read_instruction(word, rank, f"rank {rank}, place {place}")
+            for place, word in enumerate(row)
+            if not is_idle(word)
+        )
+        for rank, row in enumerate(rows)
+    )
+    flat = [instruction for row in instructions for instruction in row]
+    if not flat:
+        raise ValueError("the schedule is empty; give one list of instructions a rank, such as [['F0', 'B0']]")
+    if rank_of_stage is None:
+        num_stages = 1 + max(instruction.stage for instruction in flat)
+        rank_of_stage = loop_placement(len(rows), max(1, -(-num_stages // len(rows))))
+    if num_micro_batches is None:
+        num_micro_batches = 1 + max(instruction.micro_batch for instruction in flat)
+    return Schedule(name, len(rows), num_micro_batches, tuple(rank_of_stage), instructions)
+
+
+def from_text(text: str, rank_of_stage: Sequence[int] | None = None, name: str = "handmade") -> Schedule:
+    """A schedule from text: one line a rank, words separated by spaces, "." for an idle slot."""
+    return from_lists([line.split() for line in text.strip().splitlines()], rank_of_stage, name=name)
+
+
+def is_idle(word) -> bool:
+    return word is None or word in ("", ".")
+
+
+def read_instruction(word, rank: int, where: str) -> Instruction:
+    """ "F0", "F0@1", ("F", 0) or ("F", 0, 1) -> Instruction."""
+    if isinstance(word, Instruction):
+        return word
+    if isinstance(word, str):
+        match = WORD.fullmatch(word.strip())
+        parts = match.groups() if match else None
+    else:
+        parts = tuple(word) if isinstance(word, Sequence) and len(word) in (2, 3) and word[0] in OPS else None
+    if parts is None:
+        raise ValueError(
+            f"{where}: cannot read {word!r}; write F, B, I or W, the micro-batch, and @ with the stage where a rank "
+            "has more than one, such as F0 or F0@1"
+        )
+    stage = rank if len(parts) == 2 or parts[2] is None else int(parts[2])
+    return Instruction(parts[0], int(parts[1]), stage)
