@@ -46,6 +46,8 @@ A file imports from its own part and from the parts above it, never from one bel
     memory/profile.py      predicted beside measured
     placement.py           whose tokens are where under context parallelism, and who computes what of the mask
     traffic.py             which collectives a step of each technique calls
+    routing_traffic.py     bytes of a mixture of experts: rows from rank to rank, within and between nodes
+    routing_odds.py        tokens that choose experts at random, and what to expect of them
     sharded_timing.py      modelled time of ZeRO, tensor and sequence parallelism, and what hides it
     schedules.py           pipeline schedules: for each rank the list of what it computes
 4. One file per parallelism; the same names in both folders

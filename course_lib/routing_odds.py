@@ -1,0 +1,121 @@
+"""Routing without a model: tokens that choose experts at random, with given skew, k and limit; and what to expect.
+
+    experts = synthetic_routing(layout, tokens_per_rank=512, top_k=4, skew=0.5, max_nodes=2)     # one expert_Tk a rank
+    moe_traffic(experts, layout, ...)                                                            # bytes of this draw
+    expected_places(256, places=8, top_k=8)                                                      # 5.29 nodes a token
+
+Averages have closed forms where routing is uniform; with skew an integral gives them; with both skew and a limit that
+follows the scores, draw a routing and count.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from course_lib.routing_traffic import ExpertLayout, check_choice
+
+
+# ------------------------------------------------------------------------------------ a draw
+def popularity(num_experts: int, skew: float = 0.0, seed: int | None = None) -> list[float]:
+    """How likely each expert is a token's first choice: 1 / place^skew (Zipf). 0 is uniform, 1 already strong.
+
+    Without a seed expert 0 is the most popular, so neighbours, which share a rank, are popular together. A seed mixes.
+    """
+    weights = [1.0 / (place + 1) ** skew for place in range(num_experts)]
+    if seed is not None:
+        order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(seed)).tolist()
+        weights = [weights[place] for place in order]
+    return [weight / sum(weights) for weight in weights]
+
+
+def synthetic_routing(
+    layout: ExpertLayout,
+    tokens_per_rank: int,
+    top_k: int,
+    skew: float = 0.0,
+    max_nodes: int | None = None,
+    seed: int = 0,
+    mixed: bool = True,
+) -> list[Tensor]:
+    """For each rank expert_Tk: k different experts a token, drawn by popularity one after the other.
+
+    max_nodes: experts of at most so many nodes; those whose best top_k / max_nodes scores have the largest sum.
+    mixed: popular experts lie anywhere; otherwise together, on the first ranks.
+    """
+    check_choice(layout.num_experts, top_k, layout.num_nodes, max_nodes)
+    generator = torch.Generator().manual_seed(seed)
+    log_p_E = torch.tensor(popularity(layout.num_experts, skew, seed if mixed else None)).log()
+    routing = []
+    for _ in range(layout.ep_size):
+        uniform_TE = torch.rand(tokens_per_rank, layout.num_experts, generator=generator).clamp(1e-9, 1 - 1e-7)
+        score_TE = (log_p_E - (-uniform_TE.log()).log()).exp()  # the k largest: k draws without putting back
+        if max_nodes is not None:
+            score_TE = only_best_groups(score_TE, layout.num_nodes, max_nodes, top_k)
+        routing.append(score_TE.topk(top_k, dim=1).indices)
+    return routing
+
+
+def only_best_groups(score_TE: Tensor, num_groups: int, max_groups: int, top_k: int) -> Tensor:
+    """Scores with -inf outside each token's max_groups best groups: those with the largest sum of their best scores.
+
+    Source   DeepSeek-AI 2024 (arXiv:2412.19437), section 2.1.2: the sum of the K_r / M highest scores of a node
+    """
+    by_group_TgE = score_TE.unflatten(1, (num_groups, -1))
+    best = min(max(1, top_k // max_groups), by_group_TgE.shape[2])
+    group_score_Tg = by_group_TgE.topk(best, dim=2).values.sum(2)
+    chosen_Tg = torch.zeros_like(group_score_Tg, dtype=torch.bool)
+    chosen_Tg.scatter_(1, group_score_Tg.topk(max_groups, dim=1).indices, True)
+    return by_group_TgE.masked_fill(~chosen_Tg[..., None], -math.inf).flatten(1)
+
+
+# ------------------------------------------------------------------------------------ expected values
+def expected_places(num_experts: int, places: int, top_k: int, max_places: int | None = None) -> float:
+    """How many of `places` (nodes, or ranks) with equally many experts a token reaches on average, routed uniformly.
+
+    A place is missed if all k choices fall elsewhere. max_places: from so many places only, taken at random. Places
+    taken by their best scores, as `only_best_groups` does, are nearly all used: draw a routing and count.
+    """
+    check_choice(num_experts, top_k, places, max_places)
+    reachable = places if max_places is None else max_places
+    width = num_experts // places
+    missed = math.comb(width * (reachable - 1), top_k) / math.comb(width * reachable, top_k)
+    return reachable * (1 - missed)
+
+
+def expected_crossings(layout: ExpertLayout, top_k: int, method: str = "plain", max_nodes: int | None = None) -> float:
+    """Rows between nodes for one token on average, routed uniformly: of its choices or nodes, those not at home."""
+    nodes = layout.num_nodes
+    if method == "plain":
+        check_choice(layout.num_experts, top_k, nodes, max_nodes)
+        reached = float(top_k)
+    elif method == "once_per_node":
+        reached = expected_places(layout.num_experts, nodes, top_k, max_nodes)
+    else:
+        raise ValueError(f'method {method!r} has no closed form here; choose "plain" or "once_per_node"')
+    return reached * (nodes - 1) / nodes
+
+
+def expected_places_of(first_choice: Sequence[float], places: int, top_k: int, points: int = 4000) -> float:
+    """The same for experts of given popularity, chosen one after the other without putting back; no limit.
+
+    Give each expert a clock that rings at a random time, Exp(p): the first k to ring are the choice. A place is missed
+    if k others ring before its first: integral over t of that first ring's density x P(k or more others rang by t).
+    """
+    check_choice(len(first_choice), top_k, places)
+    p_E, width = torch.tensor(first_choice, dtype=torch.float64), len(first_choice) // places
+    reached = 0.0
+    for place in range(places):
+        mine = torch.zeros(len(first_choice), dtype=torch.bool)
+        mine[place * width : (place + 1) * width] = True
+        survival = (torch.arange(points, dtype=torch.float64) + 0.5) / points  # of the place's first ring: uniform
+        time = -survival.log() / p_E[mine].sum()
+        fewer_kt = torch.zeros(top_k, points, dtype=torch.float64)  # P(exactly j others rang by t), j below k
+        fewer_kt[0] = 1.0
+        for p in p_E[~mine]:
+            rang = -torch.expm1(-p * time)
+            fewer_kt[1:] = fewer_kt[1:] * (1 - rang) + fewer_kt[:-1] * rang
+            fewer_kt[0] *= 1 - rang
+        reached += fewer_kt.sum(0).mean().item()
+    return reached

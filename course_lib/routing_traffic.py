@@ -1,0 +1,291 @@
+"""What a mixture of experts puts on the wire: rows and bytes that each rank sends, from where the tokens are routed.
+
+    layout = ExpertLayout(num_experts=64, ep_size=16, ranks_per_node=8)
+    experts = synthetic_routing(layout, tokens_per_rank=512, top_k=4, skew=0.5)     # routing_odds.py; or a real step's
+    traffic = moe_traffic(experts, layout, d_model=4096, method="plain")
+    traffic.dispatch[rank].within_bytes, .between_bytes; traffic.sent_bytes(rank)   # what ByteMeter counts there
+
+A routing is one tensor expert_Tk a rank: the k experts of each of its T tokens, -1 where a choice was dropped.
+Rows go from rank to rank: rows[src][dst]; those on the diagonal stay where they are and cost nothing.
+
+    method          a token travels                                            with each row
+    plain           once for every expert that it chose                        D numbers
+    once_per_rank   once to each rank with one of its experts                  D numbers, k ids, k weights
+    once_per_node   once to each node, then inside it once to each rank        D numbers, k ids, k weights, on both hops
+    padded          capacity rows to every expert, full or not; no counts      D numbers
+
+Combine sends a row back for each that came, of D numbers. `plain` and `padded` apply the weights at home; the other two
+at the expert's rank, so that one row returns per rank or node: they must travel, and so must their gradients.
+In backward each row's gradient goes the way back: as many rows as forward, in the other direction.
+
+Source   DeepSeek-AI 2024 (arXiv:2412.19437), sections 2.1.2 and 3.2.2; Lepikhin et al. 2020 (arXiv:2006.16668)
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+METHODS = ("plain", "once_per_rank", "once_per_node", "padded")
+ID_BYTES = 4  # an expert's number beside a row, int32
+COUNT_BYTES = 8  # how many rows will come, int64
+
+Rows = list[list[int]]  # rows[src][dst]
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Which rank has which experts: E / ep neighbours each; ranks_per_node ranks share a node (None: all do).
+
+    Raises   ValueError where the sizes do not divide
+    """
+
+    num_experts: int
+    ep_size: int = 1
+    ranks_per_node: int | None = None
+
+    def __post_init__(self):
+        for field in ("num_experts", "ep_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        if self.num_experts % self.ep_size:
+            raise ValueError(
+                f"num_experts ({self.num_experts}) must be divisible by ep ({self.ep_size}); "
+                f"choose ep from {_divisors(self.num_experts)}"
+            )
+        if self.ranks_per_node is None:
+            object.__setattr__(self, "ranks_per_node", self.ep_size)
+        if self.ranks_per_node < 1 or self.ep_size % self.ranks_per_node:
+            raise ValueError(
+                f"ep ({self.ep_size}) must be divisible by ranks_per_node ({self.ranks_per_node}); "
+                f"choose ranks_per_node from {_divisors(self.ep_size)}"
+            )
+
+    @property
+    def experts_per_rank(self) -> int:
+        return self.num_experts // self.ep_size
+
+    @property
+    def num_nodes(self) -> int:
+        return self.ep_size // self.ranks_per_node
+
+    def rank_of_expert(self, expert: int) -> int:
+        return expert // self.experts_per_rank
+
+    def node_of_rank(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def relay(self, src: int, node: int) -> int:
+        """Where rank src's tokens enter a node: at the rank with src's place in its own node."""
+        return node * self.ranks_per_node + src % self.ranks_per_node
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
+
+
+# ------------------------------------------------------------------------------------ where tokens go
+def check_choice(num_experts: int, top_k: int, num_groups: int = 1, max_groups: int | None = None) -> None:
+    """Raises ValueError if a token cannot choose that many experts, or not from that many groups (nodes)."""
+    max_groups = num_groups if max_groups is None else max_groups
+    if num_groups < 1 or num_experts % num_groups:
+        raise ValueError(
+            f"num_experts ({num_experts}) must be divisible by the number of groups ({num_groups}); "
+            f"choose from {_divisors(num_experts)}"
+        )
+    if not 1 <= max_groups <= num_groups:
+        raise ValueError(f"max_groups is {max_groups}; choose from 1 to the number of groups, {num_groups}")
+    reachable = num_experts // num_groups * max_groups
+    if not 1 <= top_k <= reachable:
+        raise ValueError(
+            f"top_k is {top_k}, but a token can choose from {reachable} experts "
+            f"({max_groups} of {num_groups} groups of {num_experts // num_groups}); choose 1 to {reachable}"
+        )
+
+
+# ------------------------------------------------------------------------------------ rows
+def counts_of(experts: Sequence[Tensor], num_experts: int) -> list[list[int]]:
+    """counts[src][expert]: how many of a rank's choices fall on each expert; dropped ones do not count."""
+    return [torch.bincount(e[e >= 0], minlength=num_experts).tolist() for e in experts]
+
+
+def plain_rows(counts: Sequence[Sequence[int]], layout: ExpertLayout) -> Rows:
+    """One row for every choice: rows[src][dst] is the sum over dst's experts."""
+    width = layout.experts_per_rank
+    return [[sum(row[dst * width : (dst + 1) * width]) for dst in range(layout.ep_size)] for row in counts]
+
+
+def padded_rows(capacity: int, layout: ExpertLayout) -> Rows:
+    """`capacity` rows to every expert from every rank, whatever the routing."""
+    return [[capacity * layout.experts_per_rank] * layout.ep_size for _ in range(layout.ep_size)]
+
+
+def once_per_rank_rows(experts: Sequence[Tensor], layout: ExpertLayout) -> Rows:
+    """One row to each rank that has an expert of the token."""
+    return [_tokens_touching(e, layout.experts_per_rank, layout.ep_size) for e in experts]
+
+
+def once_per_node_rows(experts: Sequence[Tensor], layout: ExpertLayout) -> tuple[Rows, Rows]:
+    """(across, inside): first once to each node, at its relay; from there once to each rank with an expert.
+
+    In `across` what stays in the token's own node is on the diagonal: the first relay is the rank itself.
+    """
+    size, width = layout.ep_size, layout.experts_per_rank
+    across, inside = [[0] * size for _ in range(size)], [[0] * size for _ in range(size)]
+    for src, expert_Tk in enumerate(experts):
+        nodes = _tokens_touching(expert_Tk, width * layout.ranks_per_node, layout.num_nodes)
+        ranks = _tokens_touching(expert_Tk, width, size)
+        for node, tokens in enumerate(nodes):
+            across[src][layout.relay(src, node)] = tokens
+        for dst, tokens in enumerate(ranks):
+            inside[layout.relay(src, layout.node_of_rank(dst))][dst] += tokens
+    return across, inside
+
+
+def _tokens_touching(expert_Tk: Tensor, width: int, places: int) -> list[int]:
+    """How many tokens chose at least one expert of each place; a place has `width` neighbouring experts."""
+    touched_TP = torch.zeros(len(expert_Tk), places + 1, dtype=torch.bool)
+    touched_TP.scatter_(1, torch.where(expert_Tk < 0, places, expert_Tk // width).cpu(), True)
+    return touched_TP.sum(0)[:places].tolist()
+
+
+# ------------------------------------------------------------------------------------ bytes
+@dataclass(frozen=True)
+class Sent:
+    """What one rank sends, to ranks of its own node and to those of other nodes."""
+
+    within_bytes: int = 0
+    between_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.within_bytes + self.between_bytes
+
+    def __add__(self, other: "Sent") -> "Sent":
+        return Sent(self.within_bytes + other.within_bytes, self.between_bytes + other.between_bytes)
+
+
+def sent(rows: Rows, layout: ExpertLayout, row_bytes: int) -> list[Sent]:
+    """What each rank sends if rows[src][dst] rows of row_bytes travel; the diagonal stays at home."""
+    return [
+        Sent(
+            sum(n for dst, n in enumerate(row) if dst != src and _same_node(src, dst, layout)) * row_bytes,
+            sum(n for dst, n in enumerate(row) if not _same_node(src, dst, layout)) * row_bytes,
+        )
+        for src, row in enumerate(rows)
+    ]
+
+
+def way_back(rows: Rows) -> Rows:
+    """The same rows, returning: what src sent to dst, dst sends to src."""
+    return [list(column) for column in zip(*rows)]
+
+
+def _same_node(src: int, dst: int, layout: ExpertLayout) -> bool:
+    return layout.node_of_rank(src) == layout.node_of_rank(dst)
+
+
+@dataclass(frozen=True)
+class MoeTraffic:
+    """What each rank sends in one MoE layer for one micro-batch; each list has an entry a rank."""
+
+    counts: list[Sent]  # how many rows will come: sent first
+    dispatch: list[Sent]
+    combine: list[Sent]
+    combine_backward: list[Sent]  # gradients of the experts' outputs, to the experts
+    dispatch_backward: list[Sent]  # gradients of their inputs, home
+
+    def forward(self, rank: int) -> Sent:
+        return self.counts[rank] + self.dispatch[rank] + self.combine[rank]
+
+    def backward(self, rank: int) -> Sent:
+        return self.combine_backward[rank] + self.dispatch_backward[rank]
+
+    def sent_bytes(self, rank: int) -> int:
+        """Forward and backward, within and between nodes."""
+        return (self.forward(rank) + self.backward(rank)).total_bytes
+
+
+def moe_traffic(
+    experts: Sequence[Tensor],
+    layout: ExpertLayout,
+    d_model: int,
+    method: str = "plain",
+    itemsize: int = 2,
+    combine_itemsize: int | None = None,
+    capacity: int | None = None,
+) -> MoeTraffic:
+    """Exact bytes of one MoE layer for one micro-batch, from its routing.
+
+    itemsize: bytes of a number on the way to the experts; combine_itemsize: on the way back, the same if not given
+    (DeepSeek-V3 sends 1 and 2). Gradients travel as their values do in the other pass: dispatch's as combine's values.
+    capacity: rows an expert gets from each rank, for "padded".
+    Raises   ValueError for an unknown method, a routing of another number of ranks, or a missing capacity
+    """
+    if method not in METHODS:
+        raise ValueError(f"method {method!r} is unknown; choose from {', '.join(METHODS)}")
+    if len(experts) != layout.ep_size:
+        raise ValueError(f"the routing has {len(experts)} ranks, ep is {layout.ep_size}; give one expert_Tk a rank")
+    back_itemsize = itemsize if combine_itemsize is None else combine_itemsize
+    there, back = d_model * itemsize, d_model * back_itemsize
+    if method == "plain":
+        hops, extra, counts = [plain_rows(counts_of(experts, layout.num_experts), layout)], (0, 0), None
+    elif method == "padded":
+        if capacity is None:
+            raise ValueError('method "padded" needs a capacity: rows an expert gets from each rank; see capacity_of')
+        hops, extra, counts = [padded_rows(capacity, layout)], (0, 0), []
+    else:
+        top_k = experts[0].shape[1]
+        extra, counts = (top_k * (ID_BYTES + itemsize), top_k * back_itemsize), None
+        hops = (
+            [once_per_rank_rows(experts, layout)]
+            if method == "once_per_rank"
+            else list(once_per_node_rows(experts, layout))
+        )
+    counts = _count_rows(layout, method) if counts is None else counts
+    return MoeTraffic(
+        counts=_sum(layout, [sent(rows, layout, COUNT_BYTES) for rows in counts]),
+        dispatch=_sum(layout, [sent(rows, layout, there + extra[0]) for rows in hops]),
+        combine=_sum(layout, [sent(way_back(rows), layout, back) for rows in hops]),
+        combine_backward=_sum(layout, [sent(rows, layout, there) for rows in hops]),
+        dispatch_backward=_sum(layout, [sent(way_back(rows), layout, back + extra[1]) for rows in hops]),
+    )
+
+
+def _count_rows(layout: ExpertLayout, method: str) -> list[Rows]:
+    """How many counts go from rank to rank, hop by hop: one an expert (plain), otherwise one a rank."""
+    size = layout.ep_size
+    if method != "once_per_node":
+        return [[[layout.experts_per_rank if method == "plain" else 1] * size for _ in range(size)]]
+    across = [
+        [int(src % layout.ranks_per_node == dst % layout.ranks_per_node) for dst in range(size)] for src in range(size)
+    ]
+    inside = [[int(_same_node(src, dst, layout)) for dst in range(size)] for src in range(size)]
+    return [across, inside]
+
+
+def _sum(layout: ExpertLayout, hops: list[list[Sent]]) -> list[Sent]:
+    return [sum((hop[rank] for hop in hops), Sent()) for rank in range(layout.ep_size)]
+
+
+# ------------------------------------------------------------------------------------ capacity
+def capacity_of(num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
+    """Rows that an expert accepts from num_tokens tokens: factor times its fair share, rounded up.
+
+    Source   Fedus et al. 2021 (arXiv:2101.03961), section 2.2, for k = 1; GShard (arXiv:2006.16668) counts k choices
+    """
+    if not capacity_factor > 0:
+        raise ValueError(f"capacity_factor is {capacity_factor}; choose more than 0: 1 holds a perfectly even routing")
+    return math.ceil(capacity_factor * num_tokens * top_k / num_experts)
+
+
+def dropped(counts: Sequence[Sequence[int]], capacity: int) -> int:
+    """Choices beyond the capacity that each expert has for each rank."""
+    return sum(max(0, count - capacity) for row in counts for count in row)
+
+
+def imbalance(load: Sequence[int]) -> float:
+    """The largest load over the mean: 1 is even; experts run as long as the largest takes."""
+    return max(load) * len(load) / sum(load) if sum(load) else 1.0
