@@ -19,6 +19,7 @@ A file imports from its own part and from the parts above it, never from one bel
     config.py              ModelConfig, and presets with the exact shapes of published models
     attention.py           the attention core, explicit and fused
     flash.py               FlashAttention's idea in PyTorch: attention block by block
+    moe.py                 a mixture of experts: router, dispatch, experts, combine, balancing
     model.py               Llama: RMSNorm, RoPE, grouped-query attention, SwiGLU
     gpt.py                 GPT-2, GPT-3 and the XLM-R encoder from the same blocks
     lora.py                frozen weights and thin trained products beside them

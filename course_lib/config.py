@@ -7,6 +7,8 @@ the model that `transformers` builds from the same shape on the meta device.
 from dataclasses import dataclass
 
 FAMILIES = ("llama", "gpt", "xlmr")
+SCORES = ("softmax", "sigmoid")
+BALANCING = ("none", "aux_loss", "bias")
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,96 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """A mixture of experts in place of the MLP: `num_experts` small MLPs, of which each token uses `top_k`.
+
+    score             "softmax" over the experts (Switch, Mixtral) | "sigmoid" of each one (DeepSeek-V3)
+    normalise_weights whether a token's chosen weights are divided by their sum
+    balancing         "none" | "aux_loss" (times aux_coefficient) | "bias" (moved by bias_speed after each step)
+    capacity_factor   an expert takes factor * top_k * tokens / num_experts choices, the rest is dropped; None: no drops
+    num_groups        experts lie in so many equal groups (nodes), of which a token reaches at most max_groups
+    routed_scale      factor on the routed experts' sum, beside the shared ones
+    first_dense_layers  so many blocks at the front keep an MLP of width d_ff
+
+    Raises   ValueError where no token could be routed so
+    Source   Fedus et al. 2021 (arXiv:2101.03961); DeepSeek-V3 (arXiv:2412.19437), section 2.1.2
+    """
+
+    num_experts: int
+    top_k: int
+    d_expert: int
+    num_shared_experts: int = 0
+    score: str = "softmax"
+    normalise_weights: bool = True
+    balancing: str = "none"
+    aux_coefficient: float = 0.01
+    bias_speed: float = 0.001
+    capacity_factor: float | None = None
+    num_groups: int = 1
+    max_groups: int | None = None  # filled in: num_groups, no limit
+    routed_scale: float = 1.0
+    first_dense_layers: int = 0
+
+    def __post_init__(self):
+        for field in ("num_experts", "top_k", "d_expert", "num_groups"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        for field in ("num_shared_experts", "first_dense_layers", "aux_coefficient", "bias_speed"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} is {getattr(self, field)}; it must not be negative")
+        for field, known in (("score", SCORES), ("balancing", BALANCING)):
+            if getattr(self, field) not in known:
+                raise ValueError(f"{field} is {getattr(self, field)!r}; choose from {', '.join(known)}")
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts}): a token uses an expert once; "
+                f"choose top_k from 1 to {self.num_experts}"
+            )
+        if self.top_k == 1 and self.normalise_weights:
+            raise ValueError(
+                "normalise_weights with top_k 1 makes every weight 1, so that the loss teaches the router nothing; "
+                "use normalise_weights=False"
+            )
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise ValueError(
+                f"capacity_factor is {self.capacity_factor}: no expert could take a token; "
+                "choose 1.0 or more, or None to drop nothing"
+            )
+        self._check_groups()
+
+    def _check_groups(self):
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"num_experts ({self.num_experts}) must be divisible by num_groups ({self.num_groups}); "
+                "choose a divisor"
+            )
+        if self.max_groups is None:
+            object.__setattr__(self, "max_groups", self.num_groups)
+        if not 1 <= self.max_groups <= self.num_groups:
+            raise ValueError(f"max_groups is {self.max_groups}; required: 1 to num_groups ({self.num_groups})")
+        reachable = self.max_groups * self.num_experts // self.num_groups
+        if self.top_k > reachable:
+            raise ValueError(
+                f"top_k ({self.top_k}) exceeds the {reachable} experts in max_groups ({self.max_groups}) groups of "
+                f"{self.num_experts // self.num_groups}; raise max_groups or lower top_k"
+            )
+
+
+@dataclass(frozen=True)
+class MlaConfig:
+    """Multi-head latent attention's shape: queries, and keys with values, pass through a narrow latent vector.
+
+    Source   DeepSeek-V2 (arXiv:2405.04434), section 2.1; DeepSeek-V3's config.json
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int  # numbers of a query and key head without position
+    rope_dim: int  # and with; this part of the key is one for all heads
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -45,6 +137,8 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     dropout: float = 0.0  # the gpt family only
+    moe: MoeConfig | None = None  # experts in place of the MLP, in all blocks but the first few
+    mla: MlaConfig | None = None  # counted, not built
 
     def __post_init__(self):
         if self.family not in FAMILIES:
@@ -75,6 +169,23 @@ class ModelConfig:
             raise ValueError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
         if self.family == "llama" and self.dropout:
             raise ValueError(f"dropout is {self.dropout}, but Llama has none; use family='gpt' or dropout=0.0")
+        self._check_moe()
+
+    def _check_moe(self):
+        if self.moe is None:
+            return
+        if self.family != "llama":
+            raise ValueError(f"moe is set, but the {self.family} family has no experts; use family='llama' or moe=None")
+        if self.moe.first_dense_layers >= self.num_layers:
+            raise ValueError(
+                f"first_dense_layers ({self.moe.first_dense_layers}) must be below num_layers ({self.num_layers}), "
+                "or no block has experts"
+            )
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Blocks with experts."""
+        return self.num_layers - self.moe.first_dense_layers if self.moe else 0
 
 
 def _llama3(name, num_layers, d_model, num_heads, d_ff, scaling_factor, tied=False):
@@ -125,12 +236,81 @@ PRESETS: dict[str, ModelConfig] = {
     )
 }
 
+# toy-moe and mini-moe are ours: a token uses as many parameters of experts as of toy's and mini's MLPs. Mixtral 8x7B:
+# config.json of its model card, Jiang et al. 2024 (arXiv:2401.04088). DeepSeek-V3: config.json of its model card, arXiv:2412.19437;
+# without multi-token prediction, YaRN and the small loss of balance within a sequence.
+MOE_PRESETS: dict[str, ModelConfig] = {
+    config.name: config
+    for config in (
+        ModelConfig(
+            "toy-moe",
+            4,
+            64,
+            num_heads=8,
+            num_kv_heads=4,
+            d_ff=192,
+            vocab_size=256,
+            max_seq_len=256,
+            moe=MoeConfig(num_experts=8, top_k=2, d_expert=96, balancing="aux_loss"),
+        ),
+        ModelConfig(
+            "mini-moe",
+            4,
+            256,
+            num_heads=8,
+            num_kv_heads=4,
+            d_ff=640,
+            vocab_size=256,
+            max_seq_len=512,
+            moe=MoeConfig(num_experts=8, top_k=2, d_expert=320, balancing="aux_loss"),
+        ),
+        ModelConfig(
+            "mixtral-8x7b",
+            32,
+            4096,
+            num_heads=32,
+            num_kv_heads=8,
+            d_ff=14_336,
+            vocab_size=32_000,
+            max_seq_len=32_768,
+            rope_theta=1e6,
+            moe=MoeConfig(8, 2, d_expert=14_336, balancing="aux_loss", aux_coefficient=0.02),
+        ),
+        ModelConfig(
+            "deepseek-v3",
+            61,
+            7168,
+            num_heads=128,
+            num_kv_heads=128,
+            d_ff=18_432,
+            vocab_size=129_280,
+            max_seq_len=163_840,
+            head_dim=192,
+            norm_eps=1e-6,
+            moe=MoeConfig(
+                256,
+                8,
+                d_expert=2048,
+                num_shared_experts=1,
+                score="sigmoid",
+                balancing="bias",
+                num_groups=8,
+                max_groups=4,
+                routed_scale=2.5,
+                first_dense_layers=3,
+            ),
+            mla=MlaConfig(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+        ),
+    )
+}
+
 
 def preset(name: str) -> ModelConfig:
     """The preset of that name.
 
     Raises   ValueError naming the presets that exist
     """
-    if name not in PRESETS:
-        raise ValueError(f"there is no preset {name!r}; choose from {', '.join(PRESETS)}")
-    return PRESETS[name]
+    known = PRESETS | MOE_PRESETS
+    if name not in known:
+        raise ValueError(f"there is no preset {name!r}; choose from {', '.join(known)}")
+    return known[name]

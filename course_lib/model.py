@@ -5,7 +5,7 @@ Every matrix is a plain `nn.Linear` with its own name, so that parallelism can b
     model.embed                                     V x D
     model.blocks[i].attention_norm, .mlp_norm       D
     model.blocks[i].attention.q .k .v .o            D -> N H, D -> K H, D -> K H, N H -> D
-    model.blocks[i].mlp.gate .up .down              D -> F, D -> F, F -> D
+    model.blocks[i].mlp.gate .up .down              D -> F, D -> F, F -> D; with experts (config.moe) see moe.py
     model.norm, model.head                          D, D -> V
 
 Head counts are read from the tensors, not from the config, so a layer given a part of the heads works unchanged.
@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from course_lib.attention import CORES, check_choices
 from course_lib.config import PRESETS, ModelConfig, RopeScaling, preset
 from course_lib.gpt import GPT, Encoder
+from course_lib.moe import MoE
 
 __all__ = ["PRESETS", "Llama", "ModelConfig", "RMSNorm", "RopeScaling", "build", "preset", "rope_tables"]
 
@@ -141,11 +142,12 @@ class MLP(nn.Module):
     Source   Shazeer 2020 (arXiv:2002.05202)
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, width: int | None = None):
         super().__init__()
-        self.gate = nn.Linear(config.d_model, config.d_ff, bias=False)
-        self.up = nn.Linear(config.d_model, config.d_ff, bias=False)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
+        width = width or config.d_ff
+        self.gate = nn.Linear(config.d_model, width, bias=False)
+        self.up = nn.Linear(config.d_model, width, bias=False)
+        self.down = nn.Linear(width, config.d_model, bias=False)
 
     def project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """Gate and up: the two products that share an input."""
@@ -157,14 +159,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual."""
+    """Attention and MLP (or a mixture of experts), each behind a norm and beside a residual."""
 
-    def __init__(self, config: ModelConfig, attention: str, recompute: str):
+    def __init__(self, config: ModelConfig, attention: str, recompute: str, experts: bool = False):
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
         self.attention = Attention(config, attention, recompute)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MoE(config.d_model, config.moe, lambda width: MLP(config, width)) if experts else MLP(config)
 
     def forward(self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos_SH, sin_SH)
@@ -185,7 +187,10 @@ class Llama(nn.Module):
         check_choices(attention, recompute)
         self.config, self.recompute = config, recompute
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList(Block(config, attention, recompute) for _ in range(config.num_layers))
+        first_moe = config.num_layers - config.num_moe_layers
+        self.blocks = nn.ModuleList(
+            Block(config, attention, recompute, experts=index >= first_moe) for index in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.tie()
@@ -222,7 +227,14 @@ def build(
     """The model of that config. Its weights depend on the seed alone: not on the device, on dtype only by rounding.
 
     On `device="meta"` it has shapes and no numbers, whatever its size.
+
+    Raises   ValueError if the config has latent attention (mla)
     """
+    if config.mla is not None:
+        raise ValueError(
+            f"{config.name} has latent attention (mla), which this course counts but does not build; "
+            "use dataclasses.replace(config, mla=None), or another preset"
+        )
     with torch.device("meta"):
         model = CLASSES[config.family](config, attention, recompute).to(dtype)
     model = model.to_empty(device=device)
@@ -240,6 +252,8 @@ def init_weights(model: nn.Module, seed: int) -> None:
 
     Source   Radford et al. 2019 (GPT-2), section 2.3; transformers' LlamaPreTrainedModel
     """
+    for count in model.buffers():  # of experts' loads and steps
+        count.zero_()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:

@@ -17,6 +17,7 @@ from tqdm import std as tqdm_std
 from course_lib.config import ModelConfig
 from course_lib.data import batch, micro_batches, tokens
 from course_lib.model import build
+from course_lib.moe import add_balancing, balance_after_step
 from course_lib.precision import (
     LossScaler,
     MasterAdamW,
@@ -80,11 +81,14 @@ class TrainRecord:
 def loss_of(model: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Tensor:
     """Mean cross-entropy of the next token, computed in FP32 at least.
 
+    A model with experts, in training mode: their auxiliary losses are added, and their load is counted.
+
     Bytes    kept for backward: 4 V per token (the log-softmax), whatever the precision of the logits
     """
     logits_BSV = model(x_BS)
     logits_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
-    return F.cross_entropy(logits_BSV.flatten(0, 1), y_BS.flatten())
+    loss = F.cross_entropy(logits_BSV.flatten(0, 1), y_BS.flatten())
+    return add_balancing(model, loss) if model.training else loss
 
 
 def accumulate_gradients(
@@ -139,6 +143,7 @@ def train_step(
         if clip_norm is not None:
             clip_gradients(parameters, clip_norm)
         optimizer.step()
+    balance_after_step(model)
     if scaler:
         scaler.update(finite)
     return loss
