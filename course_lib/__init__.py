@@ -46,6 +46,7 @@ A file imports from its own part and from the parts above it, never from one bel
     memory/cuda.py         what a GPU holds besides tensors
     memory/profile.py      predicted beside measured
     placement.py           whose tokens are where under context parallelism, and who computes what of the mask
+    context_work.py        how much of the mask each rank computes at each step of a ring, and the share of ideal it allows
     traffic.py             which collectives a step of each technique calls
     routing_traffic.py     bytes of a mixture of experts: rows from rank to rank, within and between nodes
     routing_odds.py        tokens that choose experts at random, and what to expect of them

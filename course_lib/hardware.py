@@ -132,6 +132,27 @@ PUBLISHED_TP_SP_THROUGHPUT: dict[int, tuple[float, int]] = {
     2: (14167.25, 4), 4: (13460.16, 10), 8: (10888.53, 20), 16: (6159.3, 40), 32: (3609.73, 100),
 }  # fmt: skip
 
+# Pipeline parallelism alone, 1F1B, on nodes of 8 H100: micro-batches ("pp - 1" or 32) -> {pp: tokens per second and GPU}.
+# Source: Ultra-Scale Playbook, figure of 1F1B scaling, bar heights read to about 20. It prints the falls from one bar to
+# the next (PUBLISHED_1F1B_FALLS) and names neither the model nor the length of its sequences.
+PUBLISHED_1F1B_THROUGHPUT: dict[str, dict[int, float]] = {
+    "pp - 1": {2: 7370, 4: 8030, 8: 7860, 16: 6680, 32: 3720},
+    "32": {2: 15310, 4: 13850, 8: 11630, 16: 7850, 32: 3740},
+}
+PUBLISHED_1F1B_FALLS: dict[str, dict[int, float]] = {
+    "pp - 1": {16: 0.149, 32: 0.443},
+    "32": {4: 0.095, 8: 0.161, 16: 0.324, 32: 0.524},
+}
+
+# Ring attention, forward and backward, causal, over 8 GPUs with NVLink, the attention of llama-3.1-8b: speed as a share
+# of a flash kernel's on one GPU that has an eighth of the pairs. Measured on a whole attention layer: kernels on small
+# blocks, merging and the network are in it, so it is not the share that counting pairs allows (context_work.py).
+# Source: README of github.com/zhuzilin/ring-flash-attention, batch API, forward + backward.
+PUBLISHED_RING_SHARE: dict[str, dict[str, float]] = {
+    "8 H800": {"contiguous": 0.539, "zigzag": 0.902, "striped": 0.829},
+    "8 A100": {"contiguous": 0.525, "zigzag": 0.898, "striped": 0.826},
+}
+
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
 
