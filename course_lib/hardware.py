@@ -132,9 +132,9 @@ PUBLISHED_TP_SP_THROUGHPUT: dict[int, tuple[float, int]] = {
     2: (14167.25, 4), 4: (13460.16, 10), 8: (10888.53, 20), 16: (6159.3, 40), 32: (3609.73, 100),
 }  # fmt: skip
 
-# Pipeline parallelism alone, 1F1B, on nodes of 8 H100: micro-batches ("pp - 1" or 32) -> {pp: tokens per second and GPU}.
-# Source: Ultra-Scale Playbook, figure of 1F1B scaling, bar heights read to about 20. It prints the falls from one bar to
-# the next (PUBLISHED_1F1B_FALLS) and names neither the model nor the length of its sequences.
+# Pipeline parallelism alone, 1F1B, on nodes of 8 H100: micro-batches -> {pp: tokens per second and GPU}.
+# Source: Ultra-Scale Playbook, figure of 1F1B scaling, bar heights read to about 20. It prints how much lower some bars
+# are than the bar before (PUBLISHED_1F1B_FALLS), and names neither the model nor the length of its sequences.
 PUBLISHED_1F1B_THROUGHPUT: dict[str, dict[int, float]] = {
     "pp - 1": {2: 7370, 4: 8030, 8: 7860, 16: 6680, 32: 3720},
     "32": {2: 15310, 4: 13850, 8: 11630, 16: 7850, 32: 3740},

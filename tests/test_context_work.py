@@ -1,5 +1,7 @@
 """Work per rank and step: counted on the mask itself, hand values, claims by their ids."""
 
+from itertools import pairwise
+
 import pytest
 
 from course_lib.context_work import all_pairs, idle_pairs, imbalance, pairs, pairs_of_ranks, share_of_ideal, step_pairs
@@ -37,7 +39,7 @@ def test_C095_zigzag_gives_each_rank_the_same_at_every_step():
 def test_striped_ranks_differ_by_the_diagonal_alone():
     table = pairs("striped", 64, 4)
     totals = pairs_of_ranks(table)
-    assert [b - a for a, b in zip(totals, totals[1:])] == [16] * 3  # s = 16 tokens more for each rank
+    assert [b - a for a, b in pairwise(totals)] == [16] * 3  # s = 16 tokens more for each rank
     assert step_pairs(table) == [16 * 17 // 2] * 4
     assert {row[step] for row in table for step in range(1, 4)} == {16 * 17 // 2, 16 * 15 // 2}
 
