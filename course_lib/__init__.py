@@ -70,6 +70,7 @@ A file imports from its own part and from the parts above it, never from one bel
     native/deepspeed_zero.py DeepSpeed's ZeRO, stages 0 to 3, where it is installed
     native/tensor.py       DTensor: a plan for parallelize_module, loss_parallel
     native/sequence.py     the same plan, with the stream in pieces along the sequence
+    native/context.py      ring attention: PyTorch's template on a CPU, context_parallel on a GPU
 5. Time and clusters without hardware
     export.py              the choices of a run as configs of Accelerate and DeepSpeed
     sharded_profile.py     a toy on real ranks: bytes held and sent beside the formulas

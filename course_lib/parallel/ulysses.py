@@ -17,7 +17,7 @@ Source   Jacobs et al. 2023 (arXiv:2309.14509); both together: Fang and Zhao 202
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,14 @@ def ulysses_attention(
 
 def ulysses_core(group: Group, placement: str, core: Core = fused_attention) -> Core:
     """An attention core, for a block's `attention.core`."""
-    return lambda q_BNsH, k_BKsH, v_BKsH: ulysses_attention(q_BNsH, k_BKsH, v_BKsH, group, placement, core)
+
+    def exchanged(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, causal: bool = True, dropout: float = 0.0) -> Tensor:
+        on_whole_heads = (
+            partial(core, causal=causal) if dropout == 0.0 else partial(core, causal=causal, dropout=dropout)
+        )
+        return ulysses_attention(q_BNsH, k_BKsH, v_BKsH, group, placement, on_whole_heads)
+
+    return exchanged
 
 
 def check_ulysses(num_heads: int, num_kv_heads: int, cp_size: int) -> None:
