@@ -39,6 +39,7 @@ A file imports from its own part and from the parts above it, never from one bel
     memory/formulas.py     the whole budget before running
     memory/zero.py         ZeRO's units, what a rank holds of each kind, offload
     memory/tensor.py       tensor and sequence parallelism as a narrower model
+    memory/context.py      context parallelism: fewer tokens of each sequence, and others' keys for a moment
     memory/sharded.py      the whole budget of one rank among many
     memory/timeline.py     bytes alive over time, by kind: the tracker's record
     memory/storages.py     what the tracker must know of storages and operators

@@ -8,6 +8,7 @@ In reading order:
     formulas.py      the whole budget; everything above can be imported from here
     zero.py          ZeRO: units, what a rank holds of each kind, offload
     tensor.py        tensor and sequence parallelism as a narrower model
+    context.py       context parallelism: fewer tokens, and the keys and values of others
     sharded.py       the whole budget of one rank among many
     timeline.py      the record of a measurement: bytes alive by kind over time
     storages.py      what the tracker must know of storages, DTensors and operators

@@ -1,14 +1,18 @@
-"""The whole budget of one rank among many: ZeRO over dp ranks, tensor and sequence parallelism over tp, offload.
+"""The whole budget of one rank among many: ZeRO over dp ranks, tensor and sequence parallelism over tp, context
+parallelism over cp, offload.
 
-A rank of tensor parallelism runs a narrower model (`tensor.py`), whose states ZeRO then shards (`zero.py`).
+A rank of tensor parallelism runs a narrower model (`tensor.py`), whose states ZeRO then shards (`zero.py`). A rank of
+context parallelism runs it on fewer tokens of each sequence (`context.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from course_lib.config import ModelConfig
-from course_lib.memory.formulas import ASSUMED_OVERHEADS, Budget, check_seq_len, temporary_bytes
+from course_lib.hardware import GPU
+from course_lib.memory.context import check_method, exchange_bytes, tokens_of_rank
+from course_lib.memory.formulas import ASSUMED_OVERHEADS, Budget, check_seq_len, fits, temporary_bytes
 from course_lib.memory.states import Recipe, has_step_counters, recipe_of
 from course_lib.memory.tensor import narrow, tensor_parallel_activations
 from course_lib.memory.zero import (
@@ -40,16 +44,22 @@ def sharded_budget(
     offload: Offload | None = None,
     tp_rank: int = 0,
     units: Sequence[int] | None = None,
+    cp: int = 1,
+    method: str = "ring",
 ) -> Budget:
-    """Predict the memory of one GPU of dp_size * tp; with one GPU it is `formulas.budget`.
+    """Predict the memory of one GPU of dp_size * cp * tp; with one GPU it is `formulas.budget`.
 
-    `batch_size` is one rank's micro-batch; `units` are ZeRO's, in numbers, where they are not the usual ones.
+    `batch_size` is one rank's micro-batch, `seq_len` the whole sequence, of which a rank has seq_len / cp tokens.
+    Context parallelism shards no state; to let ZeRO do so over cp ranks as well, as many do, count them in dp_size.
+    `units` are ZeRO's, in numbers, where they are not the usual ones.
     What offload moves away is in `elsewhere`, by place, as bytes of this rank.
 
-    Raises   ValueError if a word is unknown, a size is below 1, heads do not divide, seq_len exceeds the model's, or
-             parameters are to wait elsewhere without stage 3
+    Raises   ValueError if a word is unknown, a size is below 1, heads or tokens do not divide, seq_len exceeds the
+             model's, parameters are to wait elsewhere without stage 3, or attention is explicit over cp ranks
     """
     check_seq_len(config, seq_len)
+    exchanged = _exchanged_bytes(config, batch_size, seq_len, cp, method, attention, recipe_of(recipe), tp)
+    seq_len = tokens_of_rank(seq_len, cp)
     offload = offload or Offload()
     if offload.parameters != "device" and zero_stage != 3:
         raise ValueError(f"offload.parameters is {offload.parameters!r}, but zero_stage is {zero_stage}; choose 3")
@@ -68,7 +78,7 @@ def sharded_budget(
         optimizer=(states.optimizer if offload.optimizer == "device" else 0) + (counters if zero_stage == 0 else 0),
         activations=kept.peak_bytes - kept.logits,
         logits=kept.logits,
-        temporary=_work_bytes(local, batch_size, seq_len, attention, recipe, tp)
+        temporary=max(_work_bytes(local, batch_size, seq_len, attention, recipe, tp), exchanged)
         + zero_reduced_bytes(units, zero_stage, dp_size, recipe),
         gradients_at_start=states.gradients if full_at_start else 0,
         overheads={} if device == "cpu" else dict(ASSUMED_OVERHEADS),
@@ -85,3 +95,34 @@ def _work_bytes(local: ModelConfig, batch_size: int, seq_len: int, attention: st
     """
     whole_width = 5 * batch_size * seq_len * local.d_model * recipe.compute_bytes if tp > 1 else 0
     return max(temporary_bytes(local, batch_size, seq_len, attention, recipe), whole_width)
+
+
+def _exchanged_bytes(config, batch_size, seq_len, cp, method, attention, recipe, tp) -> int:
+    """What attention has of other ranks' keys and values in backward, its larger moment."""
+    check_method(method)
+    if cp > 1 and attention != "fused":
+        raise ValueError(
+            f"attention is {attention!r}, but cp is {cp}: blocks that arrive one by one are merged, no score matrix is "
+            "kept; choose fused"
+        )
+    return exchange_bytes(config, batch_size, seq_len, cp, method, True, recipe.compute_bytes, tp=tp)
+
+
+def longest_sequence(budget_of: Callable[[int], Budget], gpu: GPU | str, multiple: int = 1024) -> int:
+    """The longest sequence, a multiple of so many tokens, whose budget fits the GPU; 0 if none does.
+
+    budget_of   from seq_len to the budget of one GPU, longer ones larger
+    """
+
+    def fit(count: int) -> bool:
+        return fits(budget_of(count * multiple), gpu)
+
+    if not fit(1):
+        return 0
+    low, high = 1, 2
+    while fit(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fit(middle) else (low, middle)
+    return low * multiple

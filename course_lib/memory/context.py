@@ -1,0 +1,84 @@
+"""Context parallelism's memory: a rank has S / cp tokens of each sequence, in every layer and from end to end.
+
+What a rank holds, of what one GPU alone would hold:
+
+                                          TP = t     TP + SP    CP = c
+    residual stream, norms, dropout       1          1 / t      1 / c
+    inputs of q, k, v and of the MLP      1          1          1 / c
+    inside of attention and MLP           1 / t      1 / t      1 / c
+    logits                                1 / t      1 / t      1 / c
+    parameters, gradients, optimizer      1 / t      1 / t      1
+
+Sequence parallelism splits tokens only where tensor parallelism computes nothing; context parallelism splits them
+everywhere, and so never the parameters. What it adds is what attention has of other ranks' keys and values, for as long
+as one layer computes: `exchange_bytes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from course_lib.config import ModelConfig
+from course_lib.memory.tensor import narrow
+from course_lib.placement import check_context
+
+METHODS = ("ring", "all_gather", "ulysses")
+
+
+def check_method(method: str) -> None:
+    """Raises ValueError unless it is a way to exchange keys and values."""
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; choose from {', '.join(METHODS)}")
+
+
+def tokens_of_rank(seq_len: int, cp: int, placement: str = "contiguous") -> int:
+    """Tokens of one sequence that a rank has: S / cp.
+
+    Raises   ValueError as `placement.check_context`
+    """
+    check_context(seq_len, cp, placement)
+    return seq_len // cp
+
+
+def for_length(config: ModelConfig, seq_len: int) -> ModelConfig:
+    """The same model, allowed to read that many tokens: RoPE has no table that ends, its memory is the same."""
+    return config if seq_len <= config.max_seq_len else replace(config, max_seq_len=seq_len)
+
+
+def kv_block_bytes(config: ModelConfig, batch_size: int, seq_len: int, cp: int, itemsize: int = 2, tp: int = 1) -> int:
+    """Keys and values of one rank's tokens in one layer: 2 B s K H numbers. Of grouped queries the K heads travel."""
+    local = narrow(config, tp)
+    return 2 * batch_size * tokens_of_rank(seq_len, cp) * local.num_kv_heads * local.head_dim * itemsize
+
+
+def exchange_bytes(
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    cp: int,
+    method: str = "ring",
+    backward: bool = False,
+    itemsize: int = 2,
+    grad_itemsize: int | None = None,
+    tp: int = 1,
+) -> int:
+    """Keys and values (and backward their gradients) of other ranks that one layer has at once, for a moment.
+
+    ring         two blocks: the one computed with and the next one, arriving; backward two of gradients too
+    all_gather   everybody's: cp blocks, whatever cp is; backward their gradients too
+    ulysses      none of other heads: q, k, v and out once more, in the order in which they are sent
+
+    grad_itemsize   bytes of a number of the travelling gradients, itemsize if not given
+    Raises          ValueError if the method is unknown, or seq_len does not divide
+    """
+    check_method(method)
+    if cp == 1:
+        return 0
+    block = kv_block_bytes(config, batch_size, seq_len, cp, itemsize, tp)
+    grads = block // itemsize * (grad_itemsize or itemsize) if backward else 0
+    if method == "ulysses":
+        local = narrow(config, tp)
+        heads = 2 * local.num_heads + 2 * local.num_kv_heads
+        return batch_size * tokens_of_rank(seq_len, cp) * heads * local.head_dim * itemsize
+    blocks = min(2, cp - 1) if method == "ring" else cp
+    return blocks * (block + grads)
