@@ -17,6 +17,7 @@ parallel/pipeline.py runs it on real ranks.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,13 +61,35 @@ class Schedule:
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
     @cached_property
+    def all(self) -> frozenset[Instruction]:
+        """Every instruction, of all ranks together."""
+        return frozenset(instruction for row in self.instructions for instruction in row)
+
+    @property
     def splits_backward(self) -> bool:
         """Whether any backward is done in two parts, I and W."""
-        return any(instruction.op in "IW" for row in self.instructions for instruction in row)
+        return any(instruction.op in "IW" for instruction in self.all)
 
     def __str__(self) -> str:
         """One line a rank; `from_text` reads it."""
         return "\n".join(" ".join(map(str, row)) for row in self.instructions)
+
+
+# --- what follows from what
+
+
+def needs(instruction: Instruction, schedule: Schedule) -> list[Instruction]:
+    """What must be done before: the stage before in F, the stage after in the backward, I before W."""
+    op, micro_batch, stage = instruction.op, instruction.micro_batch, instruction.stage
+    if op == "F":
+        return [Instruction("F", micro_batch, stage - 1)] if stage > 0 else []
+    if op == "W":
+        return [Instruction("I", micro_batch, stage)]
+    own_forward = Instruction("F", micro_batch, stage)
+    if stage == schedule.num_stages - 1:
+        return [own_forward]
+    in_parts = Instruction("I", micro_batch, stage + 1)
+    return [own_forward, in_parts if in_parts in schedule.all else Instruction("B", micro_batch, stage + 1)]
 
 
 # --- placements: which rank has which stage
@@ -157,6 +180,117 @@ def interleaved_1f1b(pp: int, num_micro_batches: int, v: int = 2) -> Schedule:
     return Schedule(f"interleaved 1F1B, v={v}", pp, num_micro_batches, loop_placement(pp, v), tuple(rows))
 
 
+# --- backward in two parts: I at once, since the stage before waits for it; W where the rank would otherwise wait
+
+
+def zb_h1(pp: int, num_micro_batches: int) -> Schedule:
+    """1F1B with W put off by as many micro-batches as the rank's number: no more memory than 1F1B.
+
+    Ranks far from the first keep fewer micro-batches alive, so they can afford to let more wait for W.
+    Source   Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.3
+    """
+    check_sizes(pp, num_micro_batches)
+    rows = [_split_row(num_micro_batches, ahead=pp - rank - 1, behind=rank) for rank in range(pp)]
+    return _same_stage("ZB-H1", pp, rows)
+
+
+def zb_h2(pp: int, num_micro_batches: int) -> Schedule:
+    """Twice ZB-H1's lead of forwards and twice its delay of W: rank 0 need not wait for the first gradient.
+
+    Rank i keeps 2 (pp - i) - 1 micro-batches alive and lets 2 i wait for W: about twice the memory.
+    Source   Qi et al. 2024 (arXiv:2401.10241), section 2.3
+    """
+    check_sizes(pp, num_micro_batches)
+    rows = [_split_row(num_micro_batches, ahead=2 * (pp - rank - 1), behind=2 * rank) for rank in range(pp)]
+    return _same_stage("ZB-H2", pp, rows)
+
+
+def _split_row(num_micro_batches: int, ahead: int, behind: int) -> list[str]:
+    """F and I as in 1F1B; after each I the W of the micro-batch `behind` it; then the Ws that remain."""
+    forwards, inputs, weights = ([op + str(i) for i in range(num_micro_batches)] for op in "FIW")
+    row = []
+    for word in _one_and_one(forwards, inputs, ahead):
+        row.append(word)
+        if word[0] == "I" and int(word[1:]) >= behind:
+            row.append(weights.pop(0))
+    return row + weights
+
+
+def zbv(pp: int, num_micro_batches: int) -> Schedule:
+    """Two stages a rank on a V, split backward: nobody waits if F, I and W take the same time.
+
+    In the memory of 1F1B's first rank, and on all ranks alike: a rank's second stage is the nearer to the loss, the
+    further its first is from it. Below 2 pp - 1 micro-batches the last of the pattern are left out.
+    Source   Qi et al. 2024 (arXiv:2401.10241), section 6; 2024, Pipeline Parallelism with Controllable Memory
+             (arXiv:2405.15362)
+    """
+    check_sizes(pp, num_micro_batches)
+    m = max(num_micro_batches, 2 * pp - 1)
+    rows = [
+        [
+            *["Fd"] * (2 * (pp - i) - 1),  # fill: forwards on the way down,
+            *["Fu", "Fd"] * i,  # then both ways,
+            *["Fu", "Iu", "Wu"] * (pp - i),  # until the first gradients have come down
+            *["Fd", "Id", "Wd", "Fu", "Iu", "Wu"] * (m - (2 * pp - 1) + i),  # steady: each kind once a stage
+            *["Id", "Wd", "Fu", "Iu", "Wu"] * (pp - i - 1),
+            *["Id", "Iu"] * i,  # drain: what other ranks wait for,
+            *["Id", "Wd"] * (pp - i),
+            *["Wu"] * i + ["Wd"] * i,  # then what nobody waits for
+        ]
+        for i in range(pp)
+    ]
+    return _on_a_v("ZBV", pp, num_micro_batches, rows)
+
+
+def dualpipe_v(pp: int, num_micro_batches: int) -> Schedule:
+    """DeepSeek's DualPipe on a V: in its steady part a forward of one stage stands beside a backward of the other.
+
+    The pairs Fd Bu and Fu Bd are there to hide each other's communication on a GPU. The backward is split only while
+    filling and draining.
+    Raises   ValueError below 2 pp micro-batches
+    Source   DeepSeek-AI 2024, DeepSeek-V3 (arXiv:2412.19437), section 3.2.1; github.com/deepseek-ai/DualPipe
+    """
+    check_sizes(pp, num_micro_batches)
+    check_dualpipe_v(pp, num_micro_batches)
+    rows = []
+    for i in range(pp):
+        last_backwards = ["u", "d"] * (i + 1)
+        whole, in_parts = last_backwards[: i + 1], last_backwards[i + 1 :]
+        rows.append(
+            [
+                *["Fd"] * (2 * (pp - i - 1)),
+                *["Fd", "Fu"] * (i + 1),
+                *["Iu", "Wu", "Fu"] * (pp - i - 1),
+                *["Fd", "Bu", "Fu", "Bd"] * (num_micro_batches - 2 * pp + i + 1),
+                *["Bu", "Fu", "Bd"] * (pp - i - 1),
+                *["B" + way for way in whole],
+                *["I" + way for way in in_parts],
+                *[word for way in (in_parts + ["d"] * pp)[: pp - i - 1] for word in ("W" + way, "Id")],
+                *["W" + way for way in (in_parts + ["d"] * pp)[pp - i - 1 : pp]],
+            ]
+        )
+    return _on_a_v("DualPipeV", pp, num_micro_batches, rows)
+
+
+def _on_a_v(name: str, pp: int, num_micro_batches: int, rows: Sequence[Sequence[str]]) -> Schedule:
+    """From rows such as ["Fd", "Fu"]: d is the rank's stage on the way down, u that on the way up.
+
+    Each kind of work on a stage takes the micro-batches in order, so they are counted; those beyond are left out.
+    """
+    instructions = []
+    for rank, words in enumerate(rows):
+        counted: Counter[str] = Counter()
+        row = []
+        for op, way in words:
+            turn = "F" if op == "F" else "W" if op == "W" else "I"  # B and I of a stage take turns in one count
+            stage = rank if way == "d" else 2 * pp - 1 - rank
+            row.append(Instruction(op, counted[turn + way], stage))
+            counted[turn + way] += 1
+            counted["W" + way] += op == "B"
+        instructions.append(tuple(one for one in row if one.micro_batch < num_micro_batches))
+    return Schedule(name, pp, num_micro_batches, v_placement(pp), tuple(instructions))
+
+
 # --- by name
 
 
@@ -165,6 +299,10 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "afab": all_forward_all_backward,
     "1f1b": one_f_one_b,
     "interleaved": interleaved_1f1b,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "zbv": zbv,
+    "dualpipe_v": dualpipe_v,
 }
 
 
