@@ -237,7 +237,7 @@ PRESETS: dict[str, ModelConfig] = {
 }
 
 # toy-moe and mini-moe are ours: a token uses as many parameters of experts as of toy's and mini's MLPs. Mixtral 8x7B:
-# config.json of its model card, Jiang et al. 2024 (arXiv:2401.04088). DeepSeek-V3: config.json of its model card, arXiv:2412.19437;
+# config.json of its model card, Jiang et al. 2024 (arXiv:2401.04088). DeepSeek-V3: the same, arXiv:2412.19437;
 # without multi-token prediction, YaRN and the small loss of balance within a sequence.
 MOE_PRESETS: dict[str, ModelConfig] = {
     config.name: config

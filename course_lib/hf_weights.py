@@ -1,7 +1,7 @@
 """Weights to and from the models of the `transformers` library, which the tests hold ours against.
 
 One function knows where each of our tensors lies in theirs: `tensor_in_transformers` returns a view, and copying goes
-from it or into it. Known: LlamaForCausalLM, GPT2LMHeadModel, XLMRobertaXLModel (without pooler).
+from it or into it. Known: LlamaForCausalLM, MixtralForCausalLM, GPT2LMHeadModel, XLMRobertaXLModel (without pooler).
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from course_lib.config import ModelConfig, RopeScaling
+from course_lib.config import ModelConfig, MoeConfig, RopeScaling
 from course_lib.model import build
 
 # Ours -> theirs. Inside a block the name follows the prefix of that block.
@@ -24,7 +24,9 @@ LLAMA_BLOCK = {
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
+    "mlp.router": "block_sparse_moe.gate",
 }
+MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}  # a matrix of one expert, as files have it
 GPT_TOP = {"embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"}
 GPT_BLOCK = {
     "attention_norm": "ln_1",
@@ -65,13 +67,22 @@ def name_in_transformers(name: str, family: str) -> str:
     module, _, kind = name.rpartition(".")
     if module.startswith("blocks."):
         _, index, inner = module.split(".", 2)
+        if inner.startswith("mlp.experts."):
+            _, _, expert, matrix = inner.split(".")
+            return f"{prefix}.{index}.block_sparse_moe.experts.{expert}.{MIXTRAL_EXPERT[matrix]}.{kind}"
         return f"{prefix}.{index}.{block[inner]}.{kind}"
     return f"{top[module]}.{kind}"
 
 
 def tensor_in_transformers(state: Mapping[str, Tensor], name: str, config: ModelConfig) -> Tensor:
-    """A view of their tensor, in our shape. GPT-2 stores its matrices as (in, out), and q, k, v as one."""
-    tensor = state[name_in_transformers(name, config.family)]
+    """A view of their tensor, in our shape. GPT-2 stores its matrices as (in, out), and q, k, v as one.
+
+    Mixtral's experts lie one by one in files and in transformers 4; in memory transformers 5 holds them as one tensor.
+    """
+    theirs = name_in_transformers(name, config.family)
+    if ".block_sparse_moe." in theirs and theirs not in state:
+        return _joined_expert(state, name)
+    tensor = state[theirs]
     if config.family != "gpt" or not name.startswith("blocks.") or "norm" in name:
         return tensor
     tensor = tensor.t() if tensor.dim() == 2 else tensor
@@ -81,16 +92,28 @@ def tensor_in_transformers(state: Mapping[str, Tensor], name: str, config: Model
     return tensor
 
 
+def _joined_expert(state: Mapping[str, Tensor], name: str) -> Tensor:
+    """The router, or one matrix of one expert out of those of all: gate_up_proj (E, 2 F, D), down_proj (E, D, F)."""
+    _, index, _, *inner = name.split(".")
+    layer = f"model.layers.{index}.mlp"
+    if inner[0] == "router":
+        return state[f"{layer}.gate.weight"]
+    _, expert, matrix, _ = inner
+    if matrix == "down":
+        return state[f"{layer}.experts.down_proj"][int(expert)]
+    return state[f"{layer}.experts.gate_up_proj"][int(expert)].chunk(2)[matrix == "up"]
+
+
 def config_from_transformers(hf_config) -> ModelConfig:
-    """The same shape as a ModelConfig.
+    """The same shape as a ModelConfig. How Mixtral is balanced in training is not carried over: balancing is "none".
 
     Raises   ValueError if the model is none that this course has
     """
     kind = hf_config.model_type
-    if kind == "llama":
+    if kind in ("llama", "mixtral"):
         return _llama_config(hf_config)
     if kind not in ("gpt2", "xlm-roberta-xl"):
-        raise ValueError(f"model_type is {kind!r}; this course has llama, gpt2 and xlm-roberta-xl")
+        raise ValueError(f"model_type is {kind!r}; this course has llama, mixtral, gpt2 and xlm-roberta-xl")
     is_gpt = kind == "gpt2"
     D, N = hf_config.hidden_size, hf_config.num_attention_heads
     return ModelConfig(
@@ -122,8 +145,12 @@ def _llama_config(hf_config) -> ModelConfig:
         )
     elif rope.get("rope_type", "default") != "default":
         raise ValueError(f"rope_type is {rope['rope_type']!r}; this course has default and llama3")
+    if getattr(hf_config, "sliding_window", None) is not None:
+        raise ValueError(
+            f"sliding_window is {hf_config.sliding_window}; this course's attention sees all: set it to None"
+        )
     return ModelConfig(
-        name="llama",
+        name=hf_config.model_type,
         num_layers=hf_config.num_hidden_layers,
         d_model=hf_config.hidden_size,
         num_heads=hf_config.num_attention_heads,
@@ -132,11 +159,16 @@ def _llama_config(hf_config) -> ModelConfig:
         vocab_size=hf_config.vocab_size,
         max_seq_len=hf_config.max_position_embeddings,
         tied=hf_config.tie_word_embeddings,
-        head_dim=hf_config.head_dim,
+        head_dim=getattr(hf_config, "head_dim", None),
         rope_theta=_rope_theta(hf_config, rope),
         rope_scaling=scaling,
         norm_eps=hf_config.rms_norm_eps,
+        moe=_mixtral_moe(hf_config) if hf_config.model_type == "mixtral" else None,
     )
+
+
+def _mixtral_moe(hf_config) -> MoeConfig:
+    return MoeConfig(hf_config.num_local_experts, hf_config.num_experts_per_tok, d_expert=hf_config.intermediate_size)
 
 
 def _rope_theta(hf_config, rope: Mapping) -> float:

@@ -8,11 +8,19 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     XLMRobertaXLConfig,
     XLMRobertaXLModel,
 )
 
-from course_lib.hf_weights import config_from_transformers, from_transformers, into_transformers
+from course_lib.hf_weights import (
+    config_from_transformers,
+    from_transformers,
+    into_transformers,
+    name_in_transformers,
+    tensor_in_transformers,
+)
 from course_lib.model import build
 
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -23,6 +31,13 @@ def llama(**changes):
     shape = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8,
              "num_key_value_heads": 2, "intermediate_size": 112, "max_position_embeddings": 128}  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**(shape | changes)))
+
+
+def mixtral():
+    return MixtralForCausalLM(
+        MixtralConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+                      intermediate_size=80, max_position_embeddings=128, num_local_experts=6, num_experts_per_tok=3)
+    )  # fmt: skip
 
 
 def gpt2():
@@ -43,6 +58,7 @@ MODELS = {
     "tied": lambda: llama(tie_word_embeddings=True),
     "wide heads": lambda: llama(head_dim=32),
     "rope scaling": lambda: llama(rope_parameters=LLAMA3_ROPE),
+    "mixtral": mixtral,
     "gpt2": gpt2,
     "xlm-r-xl": xlmr,
 }
@@ -90,6 +106,26 @@ def test_gradients_equal_transformers():
     )
 
 
+def test_gradients_of_experts_and_router_equal_transformers():
+    theirs = randomised(mixtral())
+    ours = from_transformers(theirs)
+    x_BS = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(5))
+    theirs(x_BS).logits.square().mean().backward()
+    ours(x_BS).square().mean().backward()
+    state = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        expected = tensor_in_transformers(state, name, ours.config)
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_names_of_experts_are_those_of_mixtrals_files():
+    prefix = "model.layers.3.block_sparse_moe"
+    assert name_in_transformers("blocks.3.mlp.experts.5.up.weight", "llama") == f"{prefix}.experts.5.w3.weight"
+    assert name_in_transformers("blocks.3.mlp.router.weight", "llama") == f"{prefix}.gate.weight"
+
+
 def test_other_models_are_refused():
-    with pytest.raises(ValueError, match="model_type is 'bert'; this course has llama, gpt2 and xlm-roberta-xl"):
+    with pytest.raises(
+        ValueError, match="model_type is 'bert'; this course has llama, mixtral, gpt2 and xlm-roberta-xl"
+    ):
         config_from_transformers(BertConfig())
