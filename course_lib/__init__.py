@@ -64,6 +64,9 @@ A file imports from its own part and from the parts above it, never from one bel
     parallel/tensor.py     tensor parallel: a Llama or GPT cut in one call, its step, whole gradients
     parallel/sequence.py   sequence parallel: norms, dropout and residual, each rank for its own tokens
     parallel/loading.py    each rank reads its piece of the weights' files
+    parallel/tiles.py      attention over blocks of other ranks: kernels of a tile, parts merged
+    parallel/ring.py       ring attention: keys and values travel, their gradients travel home
+    parallel/gathered.py   the same by all-gather and reduce-scatter
     parallel/ulysses.py    context parallel by heads: all-to-all, alone or inside a ring
     native/__init__.py     as PyTorch ships it
     native/data.py         DistributedDataParallel, and Accelerate on top

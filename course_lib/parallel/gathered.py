@@ -1,0 +1,80 @@
+"""Context parallelism by all-gather: every rank gathers all keys and values, and computes for its own queries.
+
+    forward    all-gather of k v
+    backward   all-gather of k v once more (kept are my own alone), then a reduce-scatter of dk dv
+
+As many bytes as a ring sends, in three calls in place of 3 (N - 1). What differs is memory, all keys and values of one
+layer at once where a ring holds two blocks, and overlap: nothing is computed before all have come. With few key/value
+heads both cost little; Llama 3 chose this, for any mask (documents in a batch) is then a matter of the kernel.
+
+Here tiles are computed block by block, in the ring's order and with the ring's merging: the same numbers to the bit
+forward.
+
+Source   Llama Team 2024 (arXiv:2407.21783), section 3.3.2
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from course_lib import comm
+from course_lib.conjugate import Group
+from course_lib.parallel.data import Trace
+from course_lib.parallel.tiles import Block, Plan, block_attention
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Blocks that all come at once (the Exchange of the all-gather method)."""
+
+    group: Group
+
+    def blocks(self, kv_2BKsH: Tensor) -> Iterator[Block]:
+        rank, size = self.group.rank(), self.group.size()
+        of_ranks = comm.all_gather(kv_2BKsH.unsqueeze(0), self.group)
+        for step in range(size):
+            key_rank = (rank - step) % size
+            yield key_rank, of_ranks[key_rank]
+
+    def home(self, kv_2BKsH: Tensor) -> "SumAtOnce":
+        return SumAtOnce(self.group)
+
+
+class SumAtOnce:
+    """Shares of all ranks' dk and dv are put side by side, and summed by one reduce-scatter at the end."""
+
+    def __init__(self, group: Group):
+        self.group = group
+        self.shares: dict[int, Tensor] = {}
+
+    def add(self, key_rank: int, dkv_2BKsH: Tensor) -> None:
+        self.shares[key_rank] = dkv_2BKsH
+
+    def total(self) -> Tensor:
+        in_order = torch.stack([self.shares[rank] for rank in range(self.group.size())])
+        self.shares.clear()
+        return comm.reduce_scatter(in_order, self.group).squeeze(0)
+
+
+def gathered_attention(
+    q_BNsH: Tensor,
+    k_BKsH: Tensor,
+    v_BKsH: Tensor,
+    group: Group,
+    placement: str = "zigzag",
+    causal: bool = True,
+    merge_dtype: torch.dtype | None = None,
+    kernel: str = "fused",
+    trace: Trace | None = None,
+) -> Tensor:
+    """As `ring.ring_attention`, with all keys and values gathered at once.
+
+    Shapes   q_BNsH, k_BKsH, v_BKsH -> out_BNsH
+    Bytes    sent per rank: (N - 1) * 2 B K s H * itemsize forward;
+             as many again backward, and (N - 1) * 2 B K s H * (itemsize of merge_dtype). N: ranks
+    Raises   ValueError for shapes or words that do not fit, before anything is sent
+    """
+    plan = Plan(placement, causal, kernel, merge_dtype, trace)
+    return block_attention(q_BNsH, k_BKsH, v_BKsH, Gathered(group), plan)

@@ -1,0 +1,134 @@
+"""Ring attention: keys and values travel around the ring while each rank computes with those that it has.
+
+    step      rank 0 of 4 has     while it computes, it
+    0         k v of 0            sends them to 1, receives those of 3
+    1         k v of 3            sends them to 1, receives those of 2
+    2         k v of 2            sends them to 1, receives those of 1
+    3         k v of 1            (all have seen all)
+
+At any time a rank holds two blocks, one in use and one arriving. Backward sends keys and values around once more, and
+behind them the gradients: each rank adds its share to a block's dk and dv and passes them on, until they reach home. The
+share of the home rank itself never travels, so that is N - 1 hops as well.
+
+On the wire, per attention, with N ranks of s tokens; a block is 2 B K s H numbers, K key/value heads and not N:
+
+    forward    (N - 1) blocks of k v in their own dtype                            again wherever forward is recomputed
+    backward   (N - 1) blocks of k v, and (N - 1) of dk dv in the dtype of the sums (float32 for 16-bit numbers)
+
+Under a causal mask the same: a block travels on even if the next rank's queries see nothing of it.
+
+Source   Liu et al. 2023 (arXiv:2310.01889)
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from course_lib.conjugate import Group
+from course_lib.parallel.data import Trace
+from course_lib.parallel.tiles import Block, Plan, block_attention
+from course_lib.timing import Span
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A tensor on its way to my right neighbour, and one like it from my left. Neither may be touched before wait()."""
+
+    outgoing: Tensor
+    incoming: Tensor
+    works: list[dist.Work]
+    name: str
+    start_s: float
+    trace: Trace | None
+
+    def wait(self) -> Tensor:
+        """What came from the left."""
+        for work in self.works:
+            work.wait()
+        if self.trace is not None:  # ends where it is awaited: when it arrived, gloo does not say
+            self.trace.append(Span(dist.get_rank(), "communication", self.name, self.start_s, time.perf_counter()))
+        return self.incoming
+
+
+def start_hop(outgoing: Tensor, group: Group, name: str = "hop", trace: Trace | None = None) -> Hop:
+    """Starts to pass a tensor on to the right neighbour; all ranks of the group do, with tensors of one shape.
+
+    Bytes    sent per rank: outgoing.nbytes
+    """
+    rank, size, start_s = group.rank(), group.size(), time.perf_counter()
+    incoming = torch.empty_like(outgoing)
+    to_right = dist.P2POp(dist.isend, outgoing, group=group, group_peer=(rank + 1) % size)
+    from_left = dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % size)
+    return Hop(outgoing, incoming, dist.batch_isend_irecv([to_right, from_left]), name, start_s, trace)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Blocks that come one after the other from the left neighbour (the Exchange of ring attention)."""
+
+    group: Group
+    trace: Trace | None = None
+
+    def blocks(self, kv_2BKsH: Tensor) -> Iterator[Block]:
+        """While the caller works on the block that it was given, the next one is on its way."""
+        rank, size = self.group.rank(), self.group.size()
+        for step in range(size):
+            is_last = step == size - 1
+            hop = None if is_last else start_hop(kv_2BKsH, self.group, f"k v of {(rank - step) % size}", self.trace)
+            yield (rank - step) % size, kv_2BKsH
+            if hop is not None:
+                kv_2BKsH = hop.wait()
+
+    def home(self, kv_2BKsH: Tensor) -> "TravelHome":
+        return TravelHome(self.group, self.trace)
+
+
+class TravelHome:
+    """dk and dv of each block go from rank to rank behind it, a share added at each, and from the last one home."""
+
+    def __init__(self, group: Group, trace: Trace | None = None):
+        self.group, self.trace = group, trace
+        self.own_2BKsH: Tensor | None = None  # my share of my own block: it stays here
+        self.hop: Hop | None = None
+
+    def add(self, key_rank: int, dkv_2BKsH: Tensor) -> None:
+        if self.own_2BKsH is None:
+            self.own_2BKsH = dkv_2BKsH
+            return
+        if self.hop is not None:  # this block's shares of the ranks between its home and me
+            dkv_2BKsH += self.hop.wait()
+        self.hop = start_hop(dkv_2BKsH, self.group, f"dk dv of {key_rank}", self.trace)
+
+    def total(self) -> Tensor:
+        if self.hop is not None:
+            self.own_2BKsH += self.hop.wait()
+        return self.own_2BKsH
+
+
+def ring_attention(
+    q_BNsH: Tensor,
+    k_BKsH: Tensor,
+    v_BKsH: Tensor,
+    group: Group,
+    placement: str = "zigzag",
+    causal: bool = True,
+    merge_dtype: torch.dtype | None = None,
+    kernel: str = "fused",
+    trace: Trace | None = None,
+) -> Tensor:
+    """Attention over a sequence cut into N shards by `placement`; each rank brings and gets its own tokens.
+
+    merge_dtype   of outputs and gradients while parts are added up: float32 if not given, float64 for float64 inputs.
+                  The log-sum-exp has float32 at least, always
+    kernel        "fused" | "explicit" (tiles.py)
+    Shapes   q_BNsH, k_BKsH, v_BKsH -> out_BNsH            (query head n reads key/value head n // (N / K))
+    Bytes    sent per rank: (N - 1) * 2 B K s H * itemsize forward;
+             as many again backward, and (N - 1) * 2 B K s H * (itemsize of merge_dtype). N: ranks
+    Raises   ValueError for shapes or words that do not fit, before anything is sent
+    """
+    plan = Plan(placement, causal, kernel, merge_dtype, trace)
+    return block_attention(q_BNsH, k_BKsH, v_BKsH, Ring(group, trace), plan)

@@ -1,0 +1,257 @@
+"""Attention whose keys and values come block by block from other ranks: kernels of one block, and how parts are merged.
+
+A rank has queries of its s tokens and meets the keys and values of every rank, one block after the other. Of each block
+it computes a tile (placement.py) and gets that part's output and its rows' log-sum-exp:
+
+    lse = log(exp(lse_1) + exp(lse_2))        out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
+
+Merged so, any number of parts give the softmax over all keys. Backward needs no merging: with the row's final output
+and log-sum-exp each tile gives its share of dq, dk and dv, and shares are added.
+
+How blocks come and where their gradients go is an Exchange: `ring.Ring` or `gathered.Gathered`.
+
+Source   Liu et al. 2023 (arXiv:2310.01889); Dao 2023 (arXiv:2307.08691), algorithm 2
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from course_lib.conjugate import Group, check_group
+from course_lib.parallel.data import Trace, compute_span
+from course_lib.placement import PLACEMENTS, Tile, tile
+
+Block = tuple[int, Tensor]  # whose keys and values they are, and kv_2BKsH
+
+
+# --- one tile: an explicit kernel and a fused one, the same numbers
+
+
+def scores_of(q_BNqH: Tensor, k_BNkH: Tensor, causal: bool) -> Tensor:
+    """Scaled scores in float32 at least; a causal tile is square, and row i sees columns 0 .. i."""
+    dtype = torch.promote_types(q_BNqH.dtype, torch.float32)
+    scores_BNqk = q_BNqH.to(dtype) @ k_BNkH.to(dtype).transpose(-2, -1) / math.sqrt(q_BNqH.shape[-1])
+    if causal:
+        scores_BNqk = scores_BNqk.masked_fill(torch.ones_like(scores_BNqk, dtype=torch.bool).triu(1), -math.inf)
+    return scores_BNqk
+
+
+def explicit_forward(q_BNqH: Tensor, k_BKkH: Tensor, v_BKkH: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """One tile written out.
+
+    Shapes   -> out_BNqH, lse_BNq (float32 at least)
+    """
+    copies = q_BNqH.shape[1] // k_BKkH.shape[1]
+    scores_BNqk = scores_of(q_BNqH, k_BKkH.repeat_interleave(copies, 1), causal)
+    lse_BNq = scores_BNqk.logsumexp(-1)
+    weights_BNqk = (scores_BNqk - lse_BNq.unsqueeze(-1)).exp()
+    return (weights_BNqk @ v_BKkH.repeat_interleave(copies, 1).to(weights_BNqk.dtype)).to(q_BNqH.dtype), lse_BNq
+
+
+def explicit_backward(
+    grad_BNqH: Tensor, q_BNqH: Tensor, k_BKkH: Tensor, v_BKkH: Tensor, out_BNqH: Tensor, lse_BNq: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shares of one tile in dq, dk, dv; out and lse are of the whole rows, merged over all keys."""
+    copies, dtype = q_BNqH.shape[1] // k_BKkH.shape[1], torch.promote_types(q_BNqH.dtype, torch.float32)
+    k_BNkH, v_BNkH = (x_BKkH.repeat_interleave(copies, 1).to(dtype) for x_BKkH in (k_BKkH, v_BKkH))
+    grad_BNqH = grad_BNqH.to(dtype)
+    weights_BNqk = (scores_of(q_BNqH, k_BNkH, causal) - lse_BNq.unsqueeze(-1)).exp()
+    along_out_BNq1 = (grad_BNqH * out_BNqH.to(dtype)).sum(-1, keepdim=True)
+    dweights_BNqk = grad_BNqH @ v_BNkH.transpose(-2, -1)
+    dscores_BNqk = weights_BNqk * (dweights_BNqk - along_out_BNq1) / math.sqrt(q_BNqH.shape[-1])
+    dk_BNkH = dscores_BNqk.transpose(-2, -1) @ q_BNqH.to(dtype)
+    dv_BNkH = weights_BNqk.transpose(-2, -1) @ grad_BNqH
+    dk_BKkH, dv_BKkH = (x_BNkH.unflatten(1, (-1, copies)).sum(2) for x_BNkH in (dk_BNkH, dv_BNkH))
+    return tuple(x.to(q_BNqH.dtype) for x in (dscores_BNqk @ k_BNkH, dk_BKkH, dv_BKkH))
+
+
+def fused_forward(q_BNqH: Tensor, k_BKkH: Tensor, v_BKkH: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """The same by PyTorch's flash kernel, which returns the log-sum-exp beside the output.
+
+    On a GPU it exists for 16-bit numbers and heads of a multiple of 8; anything else is written out.
+    """
+    if not q_BNqH.is_cuda:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BNqH, k_BKkH, v_BKkH, 0.0, causal)
+    if not has_cuda_kernel(q_BNqH):
+        return explicit_forward(q_BNqH, k_BKkH, v_BKkH, causal)
+    return torch.ops.aten._scaled_dot_product_flash_attention(q_BNqH, k_BKkH, v_BKkH, 0.0, causal)[:2]
+
+
+def fused_backward(
+    grad_BNqH: Tensor, q_BNqH: Tensor, k_BKkH: Tensor, v_BKkH: Tensor, out_BNqH: Tensor, lse_BNq: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel's own backward, given the rows' final output and log-sum-exp."""
+    tensors = (grad_BNqH, q_BNqH, k_BKkH, v_BKkH, out_BNqH, lse_BNq)
+    if not q_BNqH.is_cuda:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, causal)
+    if not has_cuda_kernel(q_BNqH):
+        return explicit_backward(*tensors, causal)
+    no_lengths, no_dropout = None, torch.zeros(2, dtype=torch.uint64, device=q_BNqH.device)
+    lengths = (no_lengths, no_lengths, q_BNqH.shape[2], k_BKkH.shape[2])
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *(x.contiguous() for x in tensors), *lengths, 0.0, causal, no_dropout, no_dropout
+    )
+
+
+def has_cuda_kernel(q_BNqH: Tensor) -> bool:
+    return q_BNqH.element_size() == 2 and q_BNqH.shape[-1] % 8 == 0
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Forward and backward of one tile."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+KERNELS = {"fused": Kernel(fused_forward, fused_backward), "explicit": Kernel(explicit_forward, explicit_backward)}
+
+
+# --- all tiles of my queries
+
+
+def merge(out_BNqH: Tensor, lse_BNq1: Tensor, part_BNqH: Tensor, part_lse_BNq1: Tensor) -> tuple[Tensor, Tensor]:
+    """Two parts of one softmax, over different keys, as one: each shrunk by its share of the sum of exponentials."""
+    both_BNq1 = torch.logaddexp(lse_BNq1, part_lse_BNq1)
+    kept, added = (lse_BNq1 - both_BNq1).exp(), (part_lse_BNq1 - both_BNq1).exp()
+    return out_BNqH * kept.to(out_BNqH.dtype) + part_BNqH * added.to(out_BNqH.dtype), both_BNq1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What stays the same over all tiles of one attention; merge_dtype is that of the sums, None for float32."""
+
+    placement: str = "zigzag"
+    causal: bool = True
+    kernel: str = "fused"
+    merge_dtype: torch.dtype | None = None
+    trace: Trace | None = None
+
+    def tile(self, q_BNsH: Tensor, query_rank: int, key_rank: int) -> Tile | None:
+        return tile(self.placement, q_BNsH.shape[2], query_rank, key_rank, self.causal)
+
+    def sum_dtype(self, x: Tensor) -> torch.dtype:
+        """float32 unless chosen otherwise; float64 for inputs in float64."""
+        return self.merge_dtype or torch.promote_types(x.dtype, torch.float32)
+
+
+def forward_over(q_BNsH: Tensor, blocks: Iterable[Block], rank: int, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Attention of my queries over all blocks; my own must come first, because in it every query sees a key.
+
+    Shapes   -> out_BNsH (in the dtype of the sums), lse_BNs (float32 at least)
+    """
+    forward, dtype, out_BNsH, lse_BNs1 = KERNELS[plan.kernel].forward, plan.sum_dtype(q_BNsH), None, None
+    for key_rank, (k_BKsH, v_BKsH) in blocks:
+        if (part := plan.tile(q_BNsH, rank, key_rank)) is None:
+            continue
+        with compute_span(plan.trace, f"forward, keys of {key_rank}"):
+            of_keys = (..., part.keys, slice(None))
+            part_BNqH, part_lse_BNq = forward(q_BNsH[:, :, part.queries], k_BKsH[of_keys], v_BKsH[of_keys], part.causal)
+            part_BNqH, part_lse_BNq1 = part_BNqH.to(dtype), part_lse_BNq.unsqueeze(-1)
+            if out_BNsH is None:
+                out_BNsH, lse_BNs1 = part_BNqH, part_lse_BNq1
+                continue
+            mine = (..., part.queries, slice(None))
+            out_BNsH[mine], lse_BNs1[mine] = merge(out_BNsH[mine], lse_BNs1[mine], part_BNqH, part_lse_BNq1)
+    return out_BNsH, lse_BNs1.squeeze(-1)
+
+
+class Home(Protocol):
+    """Where gradients of keys and values go."""
+
+    def add(self, key_rank: int, dkv_2BKsH: Tensor) -> None:
+        """Takes my share of that rank's gradient. Called once for each block, in the order in which they came."""
+
+    def total(self) -> Tensor:
+        """The sum of all ranks' shares of my own block, after the last add."""
+
+
+def backward_over(
+    saved: tuple[Tensor, Tensor, Tensor], grad_BNsH: Tensor, blocks: Iterable[Block], rank: int, plan: Plan, home: Home
+) -> tuple[Tensor, Tensor]:
+    """dq of my queries, and by way of `home` dk and dv of my keys and values. saved: q_BNsH, out_BNsH, lse_BNs.
+
+    Shapes   -> dq_BNsH, dkv_2BKsH (both in the dtype of the sums)
+    """
+    q_BNsH, out_BNsH, lse_BNs = saved
+    dtype = plan.sum_dtype(q_BNsH)
+    dq_BNsH = torch.zeros_like(q_BNsH, dtype=dtype)
+    for key_rank, kv_2BKsH in blocks:
+        dkv_2BKsH = torch.zeros_like(kv_2BKsH, dtype=dtype)
+        if (part := plan.tile(q_BNsH, rank, key_rank)) is not None:
+            with compute_span(plan.trace, f"backward, keys of {key_rank}"):
+                rows, columns = (slice(None), slice(None), part.queries), (..., part.keys, slice(None))
+                k_BKkH, v_BKkH = kv_2BKsH[columns]
+                dq_BNqH, dk_BKkH, dv_BKkH = KERNELS[plan.kernel].backward(
+                    grad_BNsH[rows], q_BNsH[rows], k_BKkH, v_BKkH, out_BNsH[rows], lse_BNs[rows], part.causal
+                )
+                dq_BNsH[rows] += dq_BNqH
+                dkv_2BKsH[0][columns] += dk_BKkH
+                dkv_2BKsH[1][columns] += dv_BKkH
+        home.add(key_rank, dkv_2BKsH)
+    return dq_BNsH, home.total()
+
+
+class Exchange(Protocol):
+    """How the ranks of a group come by each other's keys and values."""
+
+    group: Group
+
+    def blocks(self, kv_2BKsH: Tensor) -> Iterator[Block]:
+        """Every rank's keys and values: first mine, then those of the ranks before me, around the group."""
+
+    def home(self, kv_2BKsH: Tensor) -> Home:
+        """The way of one backward pass's gradients."""
+
+
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_BNsH, k_BKsH, v_BKsH, exchange, plan):
+        blocks = exchange.blocks(torch.stack([k_BKsH, v_BKsH]))
+        out_BNsH, lse_BNs = forward_over(q_BNsH, blocks, exchange.group.rank(), plan)
+        out_BNsH = out_BNsH.to(q_BNsH.dtype)
+        ctx.save_for_backward(q_BNsH, k_BKsH, v_BKsH, out_BNsH, lse_BNs)
+        ctx.exchange, ctx.plan = exchange, plan
+        return out_BNsH
+
+    @staticmethod
+    def backward(ctx, grad_BNsH):
+        q_BNsH, k_BKsH, v_BKsH, out_BNsH, lse_BNs = ctx.saved_tensors
+        kv_2BKsH = torch.stack([k_BKsH, v_BKsH])
+        blocks, home, rank = ctx.exchange.blocks(kv_2BKsH), ctx.exchange.home(kv_2BKsH), ctx.exchange.group.rank()
+        saved = (q_BNsH, out_BNsH, lse_BNs)
+        dq_BNsH, (dk_BKsH, dv_BKsH) = backward_over(saved, grad_BNsH, blocks, rank, ctx.plan, home)
+        return *(x.to(q_BNsH.dtype) for x in (dq_BNsH, dk_BKsH, dv_BKsH)), None, None
+
+
+def block_attention(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, exchange: Exchange, plan: Plan) -> Tensor:
+    """Attention of my queries over the keys and values of all ranks of the exchange.
+
+    Shapes   -> out_BNsH
+    Bytes    kept for backward: q, k, v, the output and one number a row, all of my own tokens
+    Raises   ValueError as check_inputs
+    """
+    check_group(exchange.group, type(exchange).__name__)
+    check_inputs(q_BNsH, k_BKsH, v_BKsH, plan)
+    return _BlockAttention.apply(q_BNsH, k_BKsH, v_BKsH, exchange, plan)
+
+
+def check_inputs(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, plan: Plan) -> None:
+    """Raises ValueError for words that are not known, and shapes that do not belong together."""
+    if plan.placement not in PLACEMENTS:
+        raise ValueError(f"placement is {plan.placement!r}; choose from {', '.join(PLACEMENTS)}")
+    if plan.kernel not in KERNELS:
+        raise ValueError(f"kernel is {plan.kernel!r}; choose from {', '.join(KERNELS)}")
+    shapes = [tuple(x.shape) for x in (q_BNsH, k_BKsH, v_BKsH)]
+    (B, N, s, H), (_, K, _, _) = (shape if len(shape) == 4 else (0, 0, 0, 0) for shape in shapes[:2])
+    if K == 0 or N % K or shapes[1] != (B, K, s, H) or shapes[2] != shapes[1]:
+        raise ValueError(
+            f"q, k, v have shapes {shapes}; they must be (B, N, s, H) and twice (B, K, s, H), K dividing N"
+        )
+    if plan.placement == "zigzag" and s % 2:
+        raise ValueError(f"each rank has {s} tokens; zigzag needs two chunks of equal length: an even number")
