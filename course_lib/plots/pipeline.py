@@ -1,0 +1,341 @@
+"""Pipeline schedules as charts: a row for each rank, a box for each instruction, and the time in which a rank idles."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import matplotlib.pyplot as plt
+from matplotlib.collections import PolyCollection
+from matplotlib.patches import Patch
+
+from course_lib.plots.palette import LIMIT_COLOR, OKABE_ITO, mix, text_on
+from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, show_seconds, style, time_unit_for
+from course_lib.plots.timeline import merge, subtract
+from course_lib.schedules import Instruction, Schedule
+from course_lib.simulator import Simulation
+
+OP_COLORS = {
+    "F": OKABE_ITO["sky"],
+    "B": OKABE_ITO["vermillion"],
+    "I": OKABE_ITO["orange"],
+    "W": OKABE_ITO["green"],
+}
+OP_MEANINGS = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradients of the weights"}
+IDLE_COLOR = "#EDEDED"
+LIGHTEST = 0.62  # white mixed into the colour of a rank's last chunk
+BOX_HEIGHT = 0.84
+ROW_IN = 0.29
+CHART_POINTS = 0.9 * FULL_WIDTH_IN * 72  # the width of the axes of a full-width picture
+DIGIT, CAPITAL = 0.64, 0.74  # width of a digit and height of a capital, in font sizes
+
+Trace = Sequence[tuple[Instruction, float, float]]
+
+
+@dataclass(frozen=True)
+class Box:
+    """One instruction as drawn. `chunk` counts the stages that its rank holds, from the model's first layers on."""
+
+    rank: int
+    op: str
+    micro_batch: int
+    chunk: int
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True)
+class SchedulePicture:
+    """A schedule in time: its boxes, and from when to when each rank idles before the last rank is done."""
+
+    name: str
+    num_ranks: int
+    num_micro_batches: int
+    num_chunks: int
+    boxes: list[Box]
+    idle: list[tuple[int, float, float]]
+    end_s: float
+    bubble_of_ideal: float
+    bubble_of_total: float
+
+
+def schedule_picture(simulation: Simulation) -> SchedulePicture:
+    """The boxes of a simulated schedule, and each rank's idle time from the first instruction of all to the last."""
+    schedule = simulation.schedule
+    boxes = boxes_of(schedule, records_of(simulation))
+    busy = {rank: merge([(b.start_s, b.stop_s) for b in boxes if b.rank == rank]) for rank in range(schedule.pp)}
+    end_s = simulation.makespan_s
+    return SchedulePicture(
+        schedule.name,
+        schedule.pp,
+        schedule.num_micro_batches,
+        schedule.v,
+        boxes,
+        [(rank, *part) for rank in busy for part in subtract((0.0, end_s), busy[rank])],
+        end_s,
+        simulation.bubble_of_ideal,
+        simulation.bubble_of_total,
+    )
+
+
+def records_of(simulation: Simulation) -> list[Trace]:
+    """Each rank's (instruction, start, stop), as `boxes_of` and a measured step have them."""
+    return [
+        [(instruction, span.start_s, span.stop_s) for instruction, span in zip(planned, row)]
+        for planned, row in zip(simulation.schedule.instructions, simulation.rows)
+    ]
+
+
+def boxes_of(schedule: Schedule, records: Sequence[Trace]) -> list[Box]:
+    """Boxes from each rank's (instruction, start, stop), simulated or measured."""
+    return [
+        Box(rank, i.op, i.micro_batch, schedule.stages_of_rank(rank).index(i.stage), start_s, stop_s)
+        for rank, trace in enumerate(records)
+        for i, start_s, stop_s in trace
+    ]
+
+
+def chart_title(picture: SchedulePicture) -> str:
+    """What the chart shows, in one sentence: the bubble by both definitions."""
+    chunks = f", {picture.num_chunks} chunks a rank" if picture.num_chunks > 1 else ""
+    ranks = f"{picture.num_ranks} rank{'s' if picture.num_ranks > 1 else ''}"
+    micro_batches = f"{picture.num_micro_batches} micro-batch{'es' if picture.num_micro_batches > 1 else ''}"
+    return (
+        f"{picture.name}, {ranks}, {micro_batches}{chunks}: "
+        f"bubble {percent(picture.bubble_of_ideal)} of ideal time, {percent(picture.bubble_of_total)} of total"
+    )
+
+
+def percent(share: float) -> str:
+    """A share as a reader wants it: 27.3 %, 75 %, 0 %."""
+    return f"{100 * share:.1f}".removesuffix(".0") + " %"
+
+
+def shade(op: str, chunk: int, num_chunks: int) -> str:
+    """The colour of an operation, lighter for each later chunk of the rank."""
+    return mix(OP_COLORS[op], "#FFFFFF", LIGHTEST * chunk / max(num_chunks - 1, 1))
+
+
+# ---------------------------------------------------------------- what is written in the boxes
+
+
+@dataclass(frozen=True)
+class Label:
+    """How the boxes of one operation are numbered: with its letter or without, upright or turned; size in points."""
+
+    letter: bool
+    turned: bool
+    size: float
+
+
+def labels_of(picture: SchedulePicture, end_s: float | None = None, row_in: float = ROW_IN) -> dict[str, Label]:
+    """The largest readable label for the narrowest box of each operation; an operation without room has none.
+
+    All operations have their letters, or none has: a lone number is explained by the legend's colours.
+    """
+    points_per_s = CHART_POINTS / (end_s or picture.end_s)
+    digits = len(str(picture.num_micro_batches - 1))
+    widths = {
+        op: points_per_s * min(box.stop_s - box.start_s for box in picture.boxes if box.op == op)
+        for op in OP_COLORS
+        if any(box.op == op for box in picture.boxes)
+    }
+    with_letters = min(widths.values()) >= (digits + 1) * DIGIT * 6.5 + 2
+    labels = {}
+    for op, width in widths.items():
+        characters = digits + with_letters
+        across = min((width - 2) / (DIGIT * characters), 8.0)
+        turned = min((width - 0.5) / CAPITAL, row_in * 72 * BOX_HEIGHT / (DIGIT * characters + 0.4), 7.0)
+        if across >= 5.5:
+            labels[op] = Label(with_letters, False, across)
+        elif turned >= 4.5:
+            labels[op] = Label(False, True, turned)
+    return labels
+
+
+# ---------------------------------------------------------------- one chart
+
+
+def draw_schedule(
+    axes, picture: SchedulePicture, end_s: float | None = None, scale: float = 1.0, row_in: float = ROW_IN
+) -> None:
+    """A row for each rank, idle time grey behind its boxes. `end_s`: where the time axis ends; `scale`: its unit."""
+    end_s = end_s or picture.end_s
+    _draw_boxes(axes, [(rank, start, stop) for rank, start, stop in picture.idle], scale, IDLE_COLOR, 0)
+    for op, chunk in sorted({(box.op, box.chunk) for box in picture.boxes}):
+        spans = [(b.rank, b.start_s, b.stop_s) for b in picture.boxes if (b.op, b.chunk) == (op, chunk)]
+        narrowest = min(stop - start for _, start, stop in spans) / end_s * CHART_POINTS
+        _draw_boxes(axes, spans, scale, shade(op, chunk, picture.num_chunks), min(0.6, narrowest / 8))
+    _number_boxes(axes, picture, labels_of(picture, end_s, row_in), scale)
+    axes.set_yticks(range(picture.num_ranks), [f"rank {rank}" for rank in range(picture.num_ranks)])
+    axes.tick_params(axis="y", length=0)
+    axes.set(xlim=(0, end_s / scale), ylim=(picture.num_ranks - 0.5, -0.5))
+    axes.spines["left"].set_visible(False)
+
+
+def _draw_boxes(axes, spans: Sequence[tuple[int, float, float]], scale: float, color: str, edge: float, **look) -> None:
+    """Many boxes as one collection: a chart has up to two thousand."""
+    half = BOX_HEIGHT / 2
+    corners = [
+        [(a / scale, row - half), (b / scale, row - half), (b / scale, row + half), (a / scale, row + half)]
+        for row, a, b in spans
+    ]
+    axes.add_collection(
+        PolyCollection(corners, **{"facecolor": color, "edgecolor": "white", "linewidth": edge} | look),
+        autolim=False,
+    )
+
+
+def _number_boxes(axes, picture: SchedulePicture, labels: Mapping[str, Label], scale: float) -> None:
+    for box in picture.boxes:
+        label = labels.get(box.op)
+        if label is None:
+            continue
+        text = axes.text(
+            (box.start_s + box.stop_s) / 2 / scale,
+            box.rank,
+            f"{box.op if label.letter else ''}{box.micro_batch}",
+            ha="center",
+            va="center_baseline" if not label.turned else "center",
+            fontsize=label.size,
+            rotation=90 if label.turned else 0,
+            color=text_on(shade(box.op, box.chunk, picture.num_chunks)),
+        )
+        text.set_in_layout(False)  # the layout need not measure a thousand numbers that lie inside the axes
+
+
+def legend_of(pictures: Sequence[SchedulePicture], measured: bool = False) -> list[Patch]:
+    """What the colours and shades mean, as far as these pictures use them."""
+    used = {box.op for picture in pictures for box in picture.boxes}
+    handles = [Patch(facecolor=color, label=f"{op} {OP_MEANINGS[op]}") for op, color in OP_COLORS.items() if op in used]
+    if any(picture.idle for picture in pictures):
+        handles.append(Patch(facecolor=IDLE_COLOR, label="idle"))
+    if any(picture.num_chunks > 1 for picture in pictures):
+        handles.append(Patch(facecolor="none", label="lighter: the rank's later chunk of layers"))
+    if measured:
+        handles.append(Patch(facecolor="none", edgecolor=LIMIT_COLOR, label="simulated"))
+    return handles
+
+
+def chart_height_in(picture: SchedulePicture, row_in: float = ROW_IN) -> float:
+    """The height of one chart with its title and its time axis."""
+    return 0.62 + row_in * picture.num_ranks
+
+
+def draw_chart(axes, picture: SchedulePicture, xlabel: str = "simulated time") -> None:
+    """One chart by itself, with title, time axis and legend."""
+    draw_schedule(axes, picture)
+    axes.set_title(chart_title(picture), fontsize=9.5)
+    axes.set_xlabel(xlabel)
+    _legend_below(axes, legend_of([picture]))
+
+
+def _legend_below(axes, handles: Sequence[Patch]) -> None:
+    look = {"handlelength": 1.2, "columnspacing": 1.2, "handletextpad": 0.5, "fontsize": 8.5}
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 4.1}
+    axes.legend(handles=handles, ncol=len(handles), **below, **look)
+
+
+def show_schedule(simulation: Simulation, title: str = "") -> None:
+    """Show a simulated schedule as a chart, with its bubble in both definitions as the title."""
+    show_schedules([simulation], title)
+
+
+def show_schedules(simulations: Sequence[Simulation], title: str = "") -> None:
+    """Show several simulated schedules one above the other, on one time axis; each says its bubbles.
+
+    Raises   ValueError if there is none
+    """
+    if not simulations:
+        raise ValueError("there is no simulation to draw; give at least one simulate(schedule, costs)")
+    pictures = [schedule_picture(simulation) for simulation in simulations]
+    end_s = max(picture.end_s for picture in pictures)
+    heights = [chart_height_in(picture) for picture in pictures]
+    with style():
+        figure, panels = plt.subplots(
+            len(pictures), 1, figsize=(FULL_WIDTH_IN, sum(heights) + 0.5), squeeze=False, height_ratios=heights
+        )
+        for axes, picture in zip(panels[:, 0], pictures):
+            draw_schedule(axes, picture, end_s)
+            axes.set_title(chart_title(picture), fontsize=9.5)
+        panels[-1, 0].set_xlabel("simulated time")
+        _legend_below(panels[-1, 0], legend_of(pictures))
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        finish(figure)
+
+
+# ---------------------------------------------------------------- measured over simulated
+
+
+@dataclass(frozen=True)
+class MeasuredPicture:
+    """What ranks did and when, beside the simulation: both from the moment at which the first instruction began."""
+
+    measured: SchedulePicture
+    simulated: SchedulePicture
+    in_order: bool  # every rank executed its instructions in the order of the schedule
+
+    @property
+    def end_s(self) -> float:
+        return max(self.measured.end_s, self.simulated.end_s)
+
+
+def measured_picture(simulation: Simulation, traces: Sequence[Trace]) -> MeasuredPicture:
+    """Lay each rank's measured (instruction, start, stop) on the simulated schedule.
+
+    Raises   ValueError if there is not one trace for each rank, or all are empty
+    """
+    schedule = simulation.schedule
+    if len(traces) != schedule.pp or not any(traces):
+        raise ValueError(f"got {len(traces)} traces; give one for each of {schedule.pp} ranks, from a step with trace")
+    first_s = min(start_s for trace in traces for _, start_s, _ in trace)
+    boxes = boxes_of(schedule, [[(i, a - first_s, b - first_s) for i, a, b in trace] for trace in traces])
+    end_s = max(box.stop_s for box in boxes)
+    busy = {rank: merge([(b.start_s, b.stop_s) for b in boxes if b.rank == rank]) for rank in range(schedule.pp)}
+    idle = [(rank, *part) for rank in busy for part in subtract((0.0, end_s), busy[rank])]
+    idle_s, total_s = sum(b - a for _, a, b in idle), end_s * schedule.pp
+    measured = SchedulePicture(
+        schedule.name, schedule.pp, schedule.num_micro_batches, schedule.v, boxes, idle, end_s,
+        idle_s / (total_s - idle_s), idle_s / total_s,
+    )  # fmt: skip
+    in_order = all([i for i, _, _ in trace] == list(planned) for trace, planned in zip(traces, schedule.instructions))
+    return MeasuredPicture(measured, schedule_picture(simulation), in_order)
+
+
+def measured_title(picture: MeasuredPicture) -> str:
+    """Whether the order is the schedule's, and how long it took beside how long it should."""
+    order = "Executed in the order drawn" if picture.in_order else "NOT executed in the order drawn"
+    measured, simulated = picture.measured, picture.simulated
+    return (
+        f"{order}: {show_seconds(measured.end_s)} measured, {show_seconds(simulated.end_s)} simulated; "
+        f"idle {percent(measured.bubble_of_total)} and {percent(simulated.bubble_of_total)} of total"
+    )
+
+
+def draw_measured(axes, picture: MeasuredPicture) -> None:
+    """The measured boxes filled, the simulated ones as outlines."""
+    unit = time_unit_for(picture.end_s)
+    scale = TIME_UNITS[unit]
+    draw_schedule(axes, picture.measured, picture.end_s * 1.005, scale)
+    spans = [(box.rank, box.start_s, box.stop_s) for box in picture.simulated.boxes]
+    _draw_boxes(axes, spans, scale, "none", 1.1, edgecolor=LIMIT_COLOR, zorder=2.5)
+    axes.set_xlabel(f"time ({unit})")
+
+
+def show_measured(simulation: Simulation, traces: Sequence[Trace], title: str = "") -> None:
+    """Show what ranks did and when, with the simulated schedule as outlines; simulate with the measured costs."""
+    picture = measured_picture(simulation, traces)
+    with style():
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, chart_height_in(picture.measured) + 0.5))
+        draw_measured(axes, picture)
+        axes.set_title(title or measured_title(picture), fontsize=9.5)
+        _legend_below(axes, legend_of([picture.measured], measured=True))
+        finish(figure)
+
+
+def median_costs(traces: Sequence[Trace]) -> dict[str, float]:
+    """Seconds of each operation, the median over all ranks and micro-batches: what to simulate a measured step with."""
+    seconds: dict[str, list[float]] = {}
+    for trace in traces:
+        for instruction, start_s, stop_s in trace:
+            seconds.setdefault(instruction.op, []).append(stop_s - start_s)
+    return {op: sorted(values)[len(values) // 2] for op, values in seconds.items()}
