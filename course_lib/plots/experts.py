@@ -185,7 +185,7 @@ def draw_traffic(axes, picture: TrafficPicture, unit: str) -> None:
     axes.imshow(
         [[channels(color) for color in row] for row in cells], extent=corners, aspect="auto", interpolation="nearest"
     )
-    for border in range(1, ranks):
+    for border in range(1, ranks if ranks <= MOST_RANKS_WITH_NUMBERS else 1):
         axes.axhline(border, color="white", linewidth=0.6)
         axes.axvline(border, color="white", linewidth=0.6)
     for src, row in enumerate(picture.bytes_sent):
@@ -196,7 +196,7 @@ def draw_traffic(axes, picture: TrafficPicture, unit: str) -> None:
                 axes.text(dst + 0.5, src + 0.5, label, ha="center", va="center", fontsize=size, color=text_on(color))
     for first in range(0, ranks, picture.ranks_per_node):
         frame = {"facecolor": "none", "edgecolor": "black", "linewidth": 1.4}
-        axes.add_patch(Rectangle((first, first), *[min(picture.ranks_per_node, ranks - first)] * 2, **frame))
+        axes.add_patch(Rectangle((first, first), *[min(picture.ranks_per_node, ranks - first)] * 2, **frame, zorder=3))
     step = max(1, ranks // 16)
     axes.set_xticks([rank + 0.5 for rank in range(0, ranks, step)], range(0, ranks, step))
     axes.set_yticks([rank + 0.5 for rank in range(0, ranks, step)], range(0, ranks, step))
@@ -215,13 +215,14 @@ def draw_sent(axes, picture: TrafficPicture, unit: str) -> None:
     scaled = [[n / UNITS[unit] for n in part] for part in (picture.within_bytes, picture.between_bytes)]
     rows = [rank + 0.5 for rank in ranks]
     look = {"height": 0.7, "edgecolor": "white", "linewidth": 0.6 if len(ranks) <= 16 else 0}
+    hatch = BETWEEN_HATCH if len(ranks) <= MOST_RANKS_WITH_NUMBERS else ""  # on thin bars it would hide them
     axes.barh(rows, scaled[0], color=WITHIN_COLOR, **look)
-    axes.barh(rows, scaled[1], left=scaled[0], color=BETWEEN_COLOR, hatch=BETWEEN_HATCH, **look)
+    axes.barh(rows, scaled[1], left=scaled[0], color=BETWEEN_COLOR, hatch=hatch, **look)
     axes.set_yticks([])
     axes.set(ylim=(len(ranks) + 0.03, -0.03), xlabel=f"sent by each rank ({unit})")
     handles = [
         Patch(facecolor=WITHIN_COLOR, label="within the node"),
-        Patch(facecolor=BETWEEN_COLOR, hatch=BETWEEN_HATCH, edgecolor="white", label="between nodes"),
+        Patch(facecolor=BETWEEN_COLOR, hatch=hatch, edgecolor="white", label="between nodes"),
     ]
     axes.legend(handles=handles, ncol=2, borderaxespad=4.0, **BELOW)
 
@@ -360,8 +361,8 @@ def routes_title(routes: Sequence[Route]) -> str:
     """How many rows stay, and how many leave their rank or node."""
     counts = {link: sum(route.kept and route.link == link for route in routes) for link in ROUTE_COLORS}
     lost = sum(not route.kept for route in routes)
-    said = f"Of {len(routes)} choices {counts['home']} stay on their rank, {counts['within']} cross within a node"
-    return said + f", {counts['between']} between nodes" + (f", {lost} are dropped" if lost else "")
+    said = f"{len(routes)} choices: {counts['home']} on the token's own rank, {counts['within']} within its node"
+    return said + f", {counts['between']} on another node" + (f", {lost} dropped" if lost else "")
 
 
 def show_routes(

@@ -1,14 +1,14 @@
 """Pipeline schedules as charts: a row for each rank, a box for each instruction, and the time in which a rank idles."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import matplotlib.pyplot as plt
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
-from course_lib.plots.palette import LIMIT_COLOR, OKABE_ITO, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, show_seconds, style, time_unit_for
+from course_lib.plots.palette import OKABE_ITO, mix, text_on
+from course_lib.plots.style import FULL_WIDTH_IN, finish, style
 from course_lib.plots.timeline import merge, subtract
 from course_lib.schedules import Instruction, Schedule
 from course_lib.simulator import Simulation
@@ -24,6 +24,7 @@ IDLE_COLOR = "#EDEDED"
 LIGHTEST = 0.62  # white mixed into the colour of a rank's last chunk
 BOX_HEIGHT = 0.84
 ROW_IN = 0.29
+DENSE_DPI = 130  # of charts whose numbers are small
 CHART_POINTS = 0.9 * FULL_WIDTH_IN * 72  # the width of the axes of a full-width picture
 DIGIT, CAPITAL = 0.64, 0.74  # width of a digit and height of a capital, in font sizes
 
@@ -95,11 +96,10 @@ def boxes_of(schedule: Schedule, records: Sequence[Trace]) -> list[Box]:
 
 def chart_title(picture: SchedulePicture) -> str:
     """What the chart shows, in one sentence: the bubble by both definitions."""
-    chunks = f", {picture.num_chunks} chunks a rank" if picture.num_chunks > 1 else ""
     ranks = f"{picture.num_ranks} rank{'s' if picture.num_ranks > 1 else ''}"
     micro_batches = f"{picture.num_micro_batches} micro-batch{'es' if picture.num_micro_batches > 1 else ''}"
     return (
-        f"{picture.name}, {ranks}, {micro_batches}{chunks}: "
+        f"{picture.name}, {ranks}, {micro_batches}: "
         f"bubble {percent(picture.bubble_of_ideal)} of ideal time, {percent(picture.bubble_of_total)} of total"
     )
 
@@ -126,7 +126,7 @@ class Label:
     size: float
 
 
-def labels_of(picture: SchedulePicture, end_s: float | None = None, row_in: float = ROW_IN) -> dict[str, Label]:
+def labels_of(picture: SchedulePicture, end_s: float | None = None, height: float = BOX_HEIGHT) -> dict[str, Label]:
     """The largest readable label for the narrowest box of each operation; an operation without room has none.
 
     All operations have their letters, or none has: a lone number is explained by the legend's colours.
@@ -138,50 +138,49 @@ def labels_of(picture: SchedulePicture, end_s: float | None = None, row_in: floa
         for op in OP_COLORS
         if any(box.op == op for box in picture.boxes)
     }
-    with_letters = min(widths.values()) >= (digits + 1) * DIGIT * 6.5 + 2
+    with_letters = min(widths.values()) >= (digits + 1) * DIGIT * 6.5 + 1.2
     labels = {}
     for op, width in widths.items():
         characters = digits + with_letters
-        across = min((width - 2) / (DIGIT * characters), 8.0)
-        turned = min((width - 0.5) / CAPITAL, row_in * 72 * BOX_HEIGHT / (DIGIT * characters + 0.4), 7.0)
+        across = min((width - 1.2) / (DIGIT * characters), 8.0)
+        turned = min((width - 0.9) / CAPITAL, ROW_IN * 72 * height / (DIGIT * characters + 0.4), 7.0)
         if across >= 5.5:
             labels[op] = Label(with_letters, False, across)
         elif turned >= 4.5:
-            labels[op] = Label(False, True, turned)
-    return labels
+            labels[op] = Label(with_letters, True, turned)
+    upright = min((label.size for label in labels.values() if not label.turned), default=0.0)
+    return {op: label if label.turned else replace(label, size=upright) for op, label in labels.items()}
 
 
 # ---------------------------------------------------------------- one chart
 
 
 def draw_schedule(
-    axes, picture: SchedulePicture, end_s: float | None = None, scale: float = 1.0, row_in: float = ROW_IN
+    axes, picture: SchedulePicture, end_s: float | None = None, scale: float = 1.0, height: float = BOX_HEIGHT
 ) -> None:
     """A row for each rank, idle time grey behind its boxes. `end_s`: where the time axis ends; `scale`: its unit."""
     end_s = end_s or picture.end_s
-    _draw_boxes(axes, [(rank, start, stop) for rank, start, stop in picture.idle], scale, IDLE_COLOR, 0)
+    draw_boxes(axes, picture.idle, scale, BOX_HEIGHT, facecolor=IDLE_COLOR, linewidth=0, zorder=0.3)
     for op, chunk in sorted({(box.op, box.chunk) for box in picture.boxes}):
         spans = [(b.rank, b.start_s, b.stop_s) for b in picture.boxes if (b.op, b.chunk) == (op, chunk)]
         narrowest = min(stop - start for _, start, stop in spans) / end_s * CHART_POINTS
-        _draw_boxes(axes, spans, scale, shade(op, chunk, picture.num_chunks), min(0.6, narrowest / 8))
-    _number_boxes(axes, picture, labels_of(picture, end_s, row_in), scale)
+        look = {"facecolor": shade(op, chunk, picture.num_chunks), "linewidth": min(0.6, narrowest / 8)}
+        draw_boxes(axes, spans, scale, height, **look)
+    _number_boxes(axes, picture, labels_of(picture, end_s, height), scale)
     axes.set_yticks(range(picture.num_ranks), [f"rank {rank}" for rank in range(picture.num_ranks)])
     axes.tick_params(axis="y", length=0)
     axes.set(xlim=(0, end_s / scale), ylim=(picture.num_ranks - 0.5, -0.5))
     axes.spines["left"].set_visible(False)
 
 
-def _draw_boxes(axes, spans: Sequence[tuple[int, float, float]], scale: float, color: str, edge: float, **look) -> None:
-    """Many boxes as one collection: a chart has up to two thousand."""
-    half = BOX_HEIGHT / 2
+def draw_boxes(axes, spans: Sequence[tuple[int, float, float]], scale: float, height: float, **look) -> None:
+    """Many boxes, (row, start, stop), as one collection: a chart has up to two thousand."""
+    half = height / 2
     corners = [
         [(a / scale, row - half), (b / scale, row - half), (b / scale, row + half), (a / scale, row + half)]
         for row, a, b in spans
     ]
-    axes.add_collection(
-        PolyCollection(corners, **{"facecolor": color, "edgecolor": "white", "linewidth": edge} | look),
-        autolim=False,
-    )
+    axes.add_collection(PolyCollection(corners, **({"edgecolor": "white"} | look)), autolim=False)
 
 
 def _number_boxes(axes, picture: SchedulePicture, labels: Mapping[str, Label], scale: float) -> None:
@@ -202,22 +201,29 @@ def _number_boxes(axes, picture: SchedulePicture, labels: Mapping[str, Label], s
         text.set_in_layout(False)  # the layout need not measure a thousand numbers that lie inside the axes
 
 
-def legend_of(pictures: Sequence[SchedulePicture], measured: bool = False) -> list[Patch]:
+def dpi_of(pictures: Sequence[SchedulePicture], end_s: float) -> float | None:
+    """More dots where numbers are small or left out, the style's own otherwise."""
+    for picture in pictures:
+        labels = labels_of(picture, end_s)
+        if len(labels) < len({box.op for box in picture.boxes}) or min(label.size for label in labels.values()) < 6.5:
+            return DENSE_DPI
+    return None
+
+
+def legend_of(pictures: Sequence[SchedulePicture]) -> list[Patch]:
     """What the colours and shades mean, as far as these pictures use them."""
     used = {box.op for picture in pictures for box in picture.boxes}
     handles = [Patch(facecolor=color, label=f"{op} {OP_MEANINGS[op]}") for op, color in OP_COLORS.items() if op in used]
     if any(picture.idle for picture in pictures):
         handles.append(Patch(facecolor=IDLE_COLOR, label="idle"))
     if any(picture.num_chunks > 1 for picture in pictures):
-        handles.append(Patch(facecolor="none", label="lighter: the rank's later chunk of layers"))
-    if measured:
-        handles.append(Patch(facecolor="none", edgecolor=LIMIT_COLOR, label="simulated"))
+        handles.append(Patch(facecolor=shade("F", 1, 2), label="lighter: the rank's later layers"))
     return handles
 
 
-def chart_height_in(picture: SchedulePicture, row_in: float = ROW_IN) -> float:
+def chart_height_in(picture: SchedulePicture) -> float:
     """The height of one chart with its title and its time axis."""
-    return 0.62 + row_in * picture.num_ranks
+    return 0.62 + ROW_IN * picture.num_ranks
 
 
 def draw_chart(axes, picture: SchedulePicture, xlabel: str = "simulated time") -> None:
@@ -225,10 +231,10 @@ def draw_chart(axes, picture: SchedulePicture, xlabel: str = "simulated time") -
     draw_schedule(axes, picture)
     axes.set_title(chart_title(picture), fontsize=9.5)
     axes.set_xlabel(xlabel)
-    _legend_below(axes, legend_of([picture]))
+    legend_below(axes, legend_of([picture]))
 
 
-def _legend_below(axes, handles: Sequence[Patch]) -> None:
+def legend_below(axes, handles: Sequence[Patch]) -> None:
     look = {"handlelength": 1.2, "columnspacing": 1.2, "handletextpad": 0.5, "fontsize": 8.5}
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 4.1}
     axes.legend(handles=handles, ncol=len(handles), **below, **look)
@@ -250,92 +256,13 @@ def show_schedules(simulations: Sequence[Simulation], title: str = "") -> None:
     end_s = max(picture.end_s for picture in pictures)
     heights = [chart_height_in(picture) for picture in pictures]
     with style():
-        figure, panels = plt.subplots(
-            len(pictures), 1, figsize=(FULL_WIDTH_IN, sum(heights) + 0.5), squeeze=False, height_ratios=heights
-        )
+        size = {"figsize": (FULL_WIDTH_IN, sum(heights) + 0.5), "dpi": dpi_of(pictures, end_s)}
+        figure, panels = plt.subplots(len(pictures), 1, squeeze=False, height_ratios=heights, **size)
         for axes, picture in zip(panels[:, 0], pictures):
             draw_schedule(axes, picture, end_s)
             axes.set_title(chart_title(picture), fontsize=9.5)
         panels[-1, 0].set_xlabel("simulated time")
-        _legend_below(panels[-1, 0], legend_of(pictures))
+        legend_below(panels[-1, 0], legend_of(pictures))
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         finish(figure)
-
-
-# ---------------------------------------------------------------- measured over simulated
-
-
-@dataclass(frozen=True)
-class MeasuredPicture:
-    """What ranks did and when, beside the simulation: both from the moment at which the first instruction began."""
-
-    measured: SchedulePicture
-    simulated: SchedulePicture
-    in_order: bool  # every rank executed its instructions in the order of the schedule
-
-    @property
-    def end_s(self) -> float:
-        return max(self.measured.end_s, self.simulated.end_s)
-
-
-def measured_picture(simulation: Simulation, traces: Sequence[Trace]) -> MeasuredPicture:
-    """Lay each rank's measured (instruction, start, stop) on the simulated schedule.
-
-    Raises   ValueError if there is not one trace for each rank, or all are empty
-    """
-    schedule = simulation.schedule
-    if len(traces) != schedule.pp or not any(traces):
-        raise ValueError(f"got {len(traces)} traces; give one for each of {schedule.pp} ranks, from a step with trace")
-    first_s = min(start_s for trace in traces for _, start_s, _ in trace)
-    boxes = boxes_of(schedule, [[(i, a - first_s, b - first_s) for i, a, b in trace] for trace in traces])
-    end_s = max(box.stop_s for box in boxes)
-    busy = {rank: merge([(b.start_s, b.stop_s) for b in boxes if b.rank == rank]) for rank in range(schedule.pp)}
-    idle = [(rank, *part) for rank in busy for part in subtract((0.0, end_s), busy[rank])]
-    idle_s, total_s = sum(b - a for _, a, b in idle), end_s * schedule.pp
-    measured = SchedulePicture(
-        schedule.name, schedule.pp, schedule.num_micro_batches, schedule.v, boxes, idle, end_s,
-        idle_s / (total_s - idle_s), idle_s / total_s,
-    )  # fmt: skip
-    in_order = all([i for i, _, _ in trace] == list(planned) for trace, planned in zip(traces, schedule.instructions))
-    return MeasuredPicture(measured, schedule_picture(simulation), in_order)
-
-
-def measured_title(picture: MeasuredPicture) -> str:
-    """Whether the order is the schedule's, and how long it took beside how long it should."""
-    order = "Executed in the order drawn" if picture.in_order else "NOT executed in the order drawn"
-    measured, simulated = picture.measured, picture.simulated
-    return (
-        f"{order}: {show_seconds(measured.end_s)} measured, {show_seconds(simulated.end_s)} simulated; "
-        f"idle {percent(measured.bubble_of_total)} and {percent(simulated.bubble_of_total)} of total"
-    )
-
-
-def draw_measured(axes, picture: MeasuredPicture) -> None:
-    """The measured boxes filled, the simulated ones as outlines."""
-    unit = time_unit_for(picture.end_s)
-    scale = TIME_UNITS[unit]
-    draw_schedule(axes, picture.measured, picture.end_s * 1.005, scale)
-    spans = [(box.rank, box.start_s, box.stop_s) for box in picture.simulated.boxes]
-    _draw_boxes(axes, spans, scale, "none", 1.1, edgecolor=LIMIT_COLOR, zorder=2.5)
-    axes.set_xlabel(f"time ({unit})")
-
-
-def show_measured(simulation: Simulation, traces: Sequence[Trace], title: str = "") -> None:
-    """Show what ranks did and when, with the simulated schedule as outlines; simulate with the measured costs."""
-    picture = measured_picture(simulation, traces)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, chart_height_in(picture.measured) + 0.5))
-        draw_measured(axes, picture)
-        axes.set_title(title or measured_title(picture), fontsize=9.5)
-        _legend_below(axes, legend_of([picture.measured], measured=True))
-        finish(figure)
-
-
-def median_costs(traces: Sequence[Trace]) -> dict[str, float]:
-    """Seconds of each operation, the median over all ranks and micro-batches: what to simulate a measured step with."""
-    seconds: dict[str, list[float]] = {}
-    for trace in traces:
-        for instruction, start_s, stop_s in trace:
-            seconds.setdefault(instruction.op, []).append(stop_s - start_s)
-    return {op: sorted(values)[len(values) // 2] for op, values in seconds.items()}

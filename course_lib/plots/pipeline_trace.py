@@ -1,0 +1,120 @@
+"""What ranks did, laid over the simulated schedule: was the order kept, and where do the clocks part."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
+
+from course_lib.plots.palette import mix
+from course_lib.plots.pipeline import (
+    OP_COLORS,
+    SchedulePicture,
+    Trace,
+    boxes_of,
+    chart_height_in,
+    dpi_of,
+    draw_boxes,
+    draw_schedule,
+    legend_below,
+    legend_of,
+    percent,
+    schedule_picture,
+)
+from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, show_seconds, style, time_unit_for
+from course_lib.plots.timeline import merge, subtract
+from course_lib.schedules import Schedule
+from course_lib.simulator import Costs, Simulation
+
+OUTLINE_COLOR = "#444444"
+
+
+@dataclass(frozen=True)
+class MeasuredPicture:
+    """What ranks did and when, beside the simulation: both from the moment at which the first instruction began."""
+
+    measured: SchedulePicture
+    simulated: SchedulePicture
+    in_order: bool  # every rank executed its instructions in the order of the schedule
+
+    @property
+    def end_s(self) -> float:
+        return max(self.measured.end_s, self.simulated.end_s)
+
+
+def measured_picture(simulation: Simulation, traces: Sequence[Trace]) -> MeasuredPicture:
+    """Lay each rank's measured (instruction, start, stop) on the simulated schedule.
+
+    Raises   ValueError if there is not one trace for each rank, or all are empty
+    """
+    schedule = simulation.schedule
+    if len(traces) != schedule.pp or not any(traces):
+        raise ValueError(f"got {len(traces)} traces; give one for each of {schedule.pp} ranks, from a step with trace")
+    first_s = min(start_s for trace in traces for _, start_s, _ in trace)
+    boxes = boxes_of(schedule, [[(i, a - first_s, b - first_s) for i, a, b in trace] for trace in traces])
+    end_s = max(box.stop_s for box in boxes)
+    busy = {rank: merge([(b.start_s, b.stop_s) for b in boxes if b.rank == rank]) for rank in range(schedule.pp)}
+    idle = [(rank, *part) for rank in busy for part in subtract((0.0, end_s), busy[rank])]
+    idle_s, total_s = sum(b - a for _, a, b in idle), end_s * schedule.pp
+    measured = SchedulePicture(
+        schedule.name, schedule.pp, schedule.num_micro_batches, schedule.v, boxes, idle, end_s,
+        idle_s / (total_s - idle_s), idle_s / total_s,
+    )  # fmt: skip
+    in_order = all([i for i, _, _ in trace] == list(planned) for trace, planned in zip(traces, schedule.instructions))
+    return MeasuredPicture(measured, schedule_picture(simulation), in_order)
+
+
+def measured_title(picture: MeasuredPicture) -> str:
+    """Whether the order is the schedule's, and how long it took beside how long it should."""
+    order = "Executed in the order drawn" if picture.in_order else "NOT executed in the order drawn"
+    measured, simulated = picture.measured, picture.simulated
+    return (
+        f"{order}: {show_seconds(measured.end_s)} measured, {show_seconds(simulated.end_s)} simulated; "
+        f"idle {percent(measured.bubble_of_total)} and {percent(simulated.bubble_of_total)} of total"
+    )
+
+
+def draw_measured(axes, picture: MeasuredPicture) -> None:
+    """The simulated boxes as outlines, the measured ones filled and narrower, so that both ends of each are seen."""
+    unit = time_unit_for(picture.end_s)
+    scale = TIME_UNITS[unit]
+    draw_schedule(axes, picture.measured, picture.end_s * 1.005, scale, height=0.5)
+    for op in sorted({box.op for box in picture.simulated.boxes}):
+        spans = [(box.rank, box.start_s, box.stop_s) for box in picture.simulated.boxes if box.op == op]
+        look = {"facecolor": mix(OP_COLORS[op], "#FFFFFF", 0.8), "edgecolor": OUTLINE_COLOR, "linewidth": 0.8}
+        draw_boxes(axes, spans, scale, 0.9, zorder=0.5, **look)
+    axes.set_xlabel(f"time ({unit})")
+
+
+def show_measured(simulation: Simulation, traces: Sequence[Trace], title: str = "") -> None:
+    """Show what ranks did and when, with the simulated schedule as outlines; simulate with the measured costs."""
+    picture = measured_picture(simulation, traces)
+    simulated = Patch(facecolor="white", edgecolor=OUTLINE_COLOR, label="simulated")
+    with style():
+        size = {"figsize": (FULL_WIDTH_IN, chart_height_in(picture.measured) + 0.5)}
+        figure, axes = plt.subplots(dpi=dpi_of([picture.measured], picture.end_s), **size)
+        draw_measured(axes, picture)
+        axes.set_title(title or measured_title(picture), fontsize=9.5)
+        legend_below(axes, [*legend_of([picture.measured]), simulated])
+        finish(figure)
+
+
+def measured_costs(schedule: Schedule, traces: Sequence[Trace]) -> Costs:
+    """What to simulate a measured step with: for each stage the median seconds of its forwards and backwards.
+
+    A stage that ran only whole backwards gets half of their time for each part.
+    Raises   ValueError if a stage has no forward or no backward in the traces
+    """
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for trace in traces:
+        for instruction, start_s, stop_s in trace:
+            seconds.setdefault((instruction.op, instruction.stage), []).append(stop_s - start_s)
+    medians = {key: median(values) for key, values in seconds.items()}
+    stages = range(schedule.num_stages)
+    missing = [s for s in stages if ("F", s) not in medians or not {("B", s), ("I", s)} & set(medians)]
+    if missing:
+        raise ValueError(f"stages {missing} have no forward or no backward in the traces; give those of a whole step")
+    input_s = [medians.get(("I", s), medians.get(("B", s), 0.0) / 2) for s in stages]
+    weight_s = [medians.get(("W", s), medians.get(("B", s), 0.0) - input_s[s]) for s in stages]
+    return Costs([medians["F", s] for s in stages], input_s, [max(seconds, 0.0) for seconds in weight_s])
