@@ -53,6 +53,8 @@ A file imports from its own part and from the parts above it, never from one bel
     routing_odds.py        tokens that choose experts at random, and what to expect of them
     sharded_timing.py      modelled time of ZeRO, tensor and sequence parallelism, and what hides it
     schedules.py           pipeline schedules: for each rank the list of what it computes
+    schedule_check.py      whether a schedule can run: what is wrong, where, what would be right
+    simulator.py           a clock for schedules: who waits, and what is kept meanwhile
 4. One file per parallelism; the same names in both folders
     parallel/__init__.py   from scratch
     parallel/data.py       data parallel: naive, overlapped, bucketed
@@ -75,6 +77,7 @@ A file imports from its own part and from the parts above it, never from one bel
     native/tensor.py       DTensor: a plan for parallelize_module, loss_parallel
     native/sequence.py     the same plan, with the stream in pieces along the sequence
     native/context.py      ring attention: PyTorch's template on a CPU, context_parallel on a GPU
+    native/pipeline.py     torch.distributed.pipelining: six schedules behind the same step
 5. Time and clusters without hardware
     export.py              the choices of a run as configs of Accelerate and DeepSpeed
     sharded_profile.py     a toy on real ranks: bytes held and sent beside the formulas

@@ -39,13 +39,17 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each of pp ranks computes, in order, and which rank has which stage."""
+    """What each of pp ranks computes, in order, and which rank has which stage.
+
+    `pairs` are forwards that a GPU may run at once with the backward behind them in the list (DualPipeV alone).
+    """
 
     name: str
     pp: int
     num_micro_batches: int
     rank_of_stage: tuple[int, ...]
     instructions: tuple[tuple[Instruction, ...], ...]
+    pairs: frozenset[Instruction] = frozenset()
 
     @property
     def num_stages(self) -> int:
@@ -243,10 +247,10 @@ def zbv(pp: int, num_micro_batches: int) -> Schedule:
 
 
 def dualpipe_v(pp: int, num_micro_batches: int) -> Schedule:
-    """DeepSeek's DualPipe on a V: in its steady part a forward of one stage stands beside a backward of the other.
+    """DeepSeek's DualPipe on a V: in its steady part a forward of one stage pairs with a backward of the other.
 
-    The pairs Fd Bu and Fu Bd are there to hide each other's communication on a GPU. The backward is split only while
-    filling and draining.
+    On a GPU the two of a pair run at once, each computing while the other communicates. The backward is split only
+    while filling and draining.
     Raises   ValueError below 2 pp micro-batches
     Source   DeepSeek-AI 2024, DeepSeek-V3 (arXiv:2412.19437), section 3.2.1; github.com/deepseek-ai/DualPipe
     """
@@ -254,41 +258,42 @@ def dualpipe_v(pp: int, num_micro_batches: int) -> Schedule:
     check_dualpipe_v(pp, num_micro_batches)
     rows = []
     for i in range(pp):
-        last_backwards = ["u", "d"] * (i + 1)
-        whole, in_parts = last_backwards[: i + 1], last_backwards[i + 1 :]
+        late = ["u", "d"] * (i + 1)  # the last backwards: the first half whole, the second without W
+        waiting = late[i + 1 :] + ["d"] * (pp - i - 1)  # the Ws left over, oldest first
         rows.append(
             [
-                *["Fd"] * (2 * (pp - i - 1)),
-                *["Fd", "Fu"] * (i + 1),
-                *["Iu", "Wu", "Fu"] * (pp - i - 1),
-                *["Fd", "Bu", "Fu", "Bd"] * (num_micro_batches - 2 * pp + i + 1),
-                *["Bu", "Fu", "Bd"] * (pp - i - 1),
-                *["B" + way for way in whole],
-                *["I" + way for way in in_parts],
-                *[word for way in (in_parts + ["d"] * pp)[: pp - i - 1] for word in ("W" + way, "Id")],
-                *["W" + way for way in (in_parts + ["d"] * pp)[pp - i - 1 : pp]],
+                *["Fd"] * (2 * (pp - i - 1)),  # fill: forwards on the way down,
+                *["Fd", "Fu"] * (i + 1),  # then both ways,
+                *["Iu", "Wu", "Fu"] * (pp - i - 1),  # until the first gradients have come down
+                *["FdBu", "FuBd"] * (num_micro_batches - 2 * pp + i + 1),  # steady: pairs
+                *["Bu", "FuBd"] * (pp - i - 1),
+                *["B" + way for way in late[: i + 1]],  # drain: what other ranks wait for,
+                *["I" + way for way in late[i + 1 :]],
+                *[word for way in waiting[: pp - i - 1] for word in ("W" + way, "Id")],
+                *["W" + way for way in waiting[pp - i - 1 :]],  # then what nobody waits for
             ]
         )
     return _on_a_v("DualPipeV", pp, num_micro_batches, rows)
 
 
 def _on_a_v(name: str, pp: int, num_micro_batches: int, rows: Sequence[Sequence[str]]) -> Schedule:
-    """From rows such as ["Fd", "Fu"]: d is the rank's stage on the way down, u that on the way up.
+    """From words as "Fd": d is the rank's stage on the way down, u that on the way up; "FdBu" is a pair.
 
     Each kind of work on a stage takes the micro-batches in order, so they are counted; those beyond are left out.
     """
-    instructions = []
+    instructions, pairs = [], set()
     for rank, words in enumerate(rows):
         counted: Counter[str] = Counter()
         row = []
-        for op, way in words:
-            turn = "F" if op == "F" else "W" if op == "W" else "I"  # B and I of a stage take turns in one count
-            stage = rank if way == "d" else 2 * pp - 1 - rank
-            row.append(Instruction(op, counted[turn + way], stage))
-            counted[turn + way] += 1
-            counted["W" + way] += op == "B"
+        for word in words:
+            for op, way in (word[:2], word[2:]) if word[2:] else (word,):
+                row.append(Instruction(op, counted[op + way], rank if way == "d" else 2 * pp - 1 - rank))
+                for counted_too in {"B": "BIW", "I": "IB"}.get(op, op):  # B is I and W in one
+                    counted[counted_too + way] += 1
+            if word[2:]:
+                pairs.add(row[-2])
         instructions.append(tuple(one for one in row if one.micro_batch < num_micro_batches))
-    return Schedule(name, pp, num_micro_batches, v_placement(pp), tuple(instructions))
+    return Schedule(name, pp, num_micro_batches, v_placement(pp), tuple(instructions), frozenset(pairs))
 
 
 # --- by name
@@ -375,6 +380,7 @@ def check_dualpipe_v(pp: int, num_micro_batches: int) -> None:
 
 
 WORD = re.compile(r"([FBIW])(\d+)(?:@(\d+))?")
+LABEL = re.compile(r"^\s*(?:rank|gpu|stage)\s*\d+\s*:?", re.IGNORECASE)
 
 
 def from_lists(
@@ -409,12 +415,21 @@ def from_lists(
 
 
 def from_text(text: str, rank_of_stage: Sequence[int] | None = None, name: str = "handmade") -> Schedule:
-    """A schedule from text: one line a rank, words separated by spaces, "." for an idle slot."""
-    return from_lists([line.split() for line in text.strip().splitlines()], rank_of_stage, name=name)
+    """A schedule from text: one line a rank, words separated by spaces, "." for an idle slot.
+
+    A line may begin with its name, as in "rank 0 F0 B0"; "-" goes on with what stands left of it.
+    """
+    return from_lists(words_of(text), rank_of_stage, name=name)
+
+
+def words_of(text: str) -> list[list[str]]:
+    """Each line's words, without its name."""
+    return [LABEL.sub("", line).split() for line in text.strip().splitlines()]
 
 
 def is_idle(word) -> bool:
-    return word is None or word in ("", ".")
+    """Whether a word is no instruction: an empty slot, or the rest of what stands left."""
+    return word is None or word in ("", ".", "-")
 
 
 def read_instruction(word, rank: int, where: str) -> Instruction:
