@@ -41,6 +41,8 @@ A file imports from its own part and from the parts above it, never from one bel
     memory/tensor.py       tensor and sequence parallelism as a narrower model
     memory/context.py      context parallelism: fewer tokens of each sequence, and others' keys for a moment
     memory/sharded.py      the whole budget of one rank among many
+    memory/stages.py       a model cut into pipeline stages: layers, parameters, balance with embedding and head
+    memory/pipeline.py     how many micro-batches a rank of a pipeline keeps, and its whole budget
     memory/timeline.py     bytes alive over time, by kind: the tracker's record
     memory/storages.py     what the tracker must know of storages and operators
     memory/tracker.py      tensors alive, by kind, over time

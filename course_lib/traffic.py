@@ -4,26 +4,39 @@
     sent_bytes(calls)            what course_lib.meter counts on one rank, to the byte
     comm_s(calls, link)          alpha-beta time, as if nothing overlapped
 
-Payloads are whole tensors, as everywhere: the gathered result of an all-gather, the input of a reduce-scatter.
+Payloads are whole tensors, as everywhere: the gathered result of an all-gather, the input of a reduce-scatter. What one
+rank sends to another is a "send"; the matching receive sends nothing and is not listed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from course_lib.config import ModelConfig
 from course_lib.conjugate import piece_sizes
 from course_lib.hardware import Link
-from course_lib.memory.states import Recipe, recipe_of
+from course_lib.memory.context import check_method, kv_block_bytes, tokens_of_rank
+from course_lib.memory.pipeline import boundary_bytes
+from course_lib.memory.states import Recipe, count_parameters, recipe_of
 from course_lib.memory.tensor import copies_of_kv, narrow, whole_parameters
 from course_lib.memory.zero import padded, wire_grad_bytes
-from course_lib.timing import all_gather_bytes, collective_s, reduce_scatter_bytes, ring_all_reduce_bytes
+from course_lib.timing import (
+    all_gather_bytes,
+    all_to_all_bytes,
+    broadcast_bytes,
+    collective_s,
+    reduce_scatter_bytes,
+    ring_all_reduce_bytes,
+)
 
 _SENT = {
     "all_reduce": ring_all_reduce_bytes,
     "reduce_scatter": reduce_scatter_bytes,
     "all_gather": all_gather_bytes,
+    "all_to_all": all_to_all_bytes,
+    "broadcast": broadcast_bytes,
+    "send": lambda payload_bytes, *_: payload_bytes,
 }
 
 
@@ -186,4 +199,136 @@ def gradient_sum_calls(config: ModelConfig, tp: int, sequence_parallel: bool, it
     if replicas > 1:
         numel = 2 * config.num_layers * config.head_dim * config.d_model  # one head's k and v of each layer
         calls.append(Call("key/value gradients", "all_reduce", numel * itemsize, replicas, itemsize))
+    return calls
+
+
+# ------------------------------------------------------------------------------------ context parallelism
+def attention_calls(
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    cp: int,
+    method: str = "ring",
+    outer: int = 1,
+    recompute: str = "none",
+    itemsize: int = 2,
+    sum_itemsize: int | None = None,
+    tp: int = 1,
+) -> list[Call]:
+    """What the attention of one layer sends for one micro-batch over cp ranks. A block is 2 B K s H numbers.
+
+    ring         (cp - 1) blocks forward and again backward, and (cp - 1) blocks of gradients
+    all_gather   the same bytes in three calls: gathered forward and again backward, gradients reduce-scattered
+    ulysses      four all-to-alls forward (q, k, v, out), four backward: 2 (N + K) B s H numbers each way, of which
+                 each rank keeps a share of 1 / cp
+    both         method "ulysses" with outer > 1: Ulysses over cp / outer ranks, a ring over `outer` of them
+
+    sum_itemsize   of the gradients that are summed on the way: FP32 for 16-bit numbers
+    Raises         ValueError if the method is unknown, or tokens, heads or ranks do not divide
+    Source         Liu et al. 2023 (arXiv:2310.01889); Llama Team 2024 (arXiv:2407.21783), section 3.3.2;
+                   Jacobs et al. 2023 (arXiv:2309.14509)
+    """
+    check_method(method)
+    if method != "ulysses" and outer > 1:
+        raise ValueError(f"outer is {outer}, a ring around Ulysses, but method is {method!r}; choose ulysses")
+    if cp % outer:
+        raise ValueError(f"outer ({outer}) must divide cp ({cp})")
+    local, tokens = narrow(config, tp), tokens_of_rank(seq_len, cp)
+    inner, ring = (cp // outer, outer) if method == "ulysses" else (1, cp)
+    passes = [("attention forward", 1 if recompute == "none" else 2), ("attention backward", 1)]
+    calls = []
+    if inner > 1:
+        _check_whole_heads(local, inner)
+        head_bytes = batch_size * tokens * local.head_dim * itemsize
+        for place, count in passes:
+            for heads in (local.num_heads, local.num_kv_heads):
+                calls.append(Call(place, "all_to_all", heads * head_bytes, inner, itemsize, 2 * count))
+    if ring > 1:
+        block = kv_block_bytes(config, batch_size, seq_len, cp, itemsize, tp)
+        summed_itemsize = sum_itemsize or max(itemsize, 4)
+        summed = block // itemsize * summed_itemsize
+        for place, count in passes:
+            if method == "all_gather":
+                calls.append(Call(place, "all_gather", cp * block, cp, itemsize, count))
+            else:
+                calls.append(Call(place, "send", block, ring, itemsize, (ring - 1) * count))
+        if method == "all_gather":
+            calls.append(Call("attention backward", "reduce_scatter", cp * summed, cp, summed_itemsize))
+        else:
+            calls.append(Call("attention backward", "send", summed, ring, summed_itemsize, ring - 1))
+    return calls
+
+
+def context_calls(
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    cp: int,
+    method: str = "ring",
+    outer: int = 1,
+    recompute: str = "none",
+    itemsize: int = 2,
+    micro_batches: int = 1,
+    sum_itemsize: int | None = None,
+    tp: int = 1,
+) -> list[Call]:
+    """The collectives of one step over the cp group: each layer's attention, and once all gradients, summed.
+
+    The gradients' all-reduce is data parallelism's: every rank has the whole model and saw some of the tokens. The loss
+    is summed as one number, of FP32 at least.
+    Raises   ValueError as `attention_calls`
+    """
+    if cp == 1:
+        return []
+    layers = config.num_layers * micro_batches
+    calls = [
+        replace(call, count=call.count * layers)
+        for call in attention_calls(
+            config, batch_size, seq_len, cp, method, outer, recompute, itemsize, sum_itemsize, tp
+        )
+    ]
+    calls.append(Call("gradients", "all_reduce", count_parameters(narrow(config, tp)) * itemsize, cp, itemsize))
+    return calls
+
+
+def _check_whole_heads(local: ModelConfig, inner: int) -> None:
+    for name in ("num_heads", "num_kv_heads"):
+        if getattr(local, name) % inner:
+            raise ValueError(
+                f"{name} ({getattr(local, name)}) must be divisible by the ranks of Ulysses ({inner}); choose fewer, "
+                "a larger `outer`, or ring"
+            )
+
+
+# ------------------------------------------------------------------------------------ pipeline parallelism
+def pipeline_calls(
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    rank_of_stage: Sequence[int],
+    rank: int,
+    num_micro_batches: int,
+    itemsize: int = 2,
+    cp: int = 1,
+    tp: int = 1,
+) -> list[Call]:
+    """What one rank of a pipeline sends in a step: activations to the next stage, gradients to the one before.
+
+    Two stages that follow one another on the same rank send nothing. Of the schedule only v matters: with v stages a
+    rank, v times the bytes or nearly. Ends of a tied model on two ranks sum the gradient of their weight.
+    tp     ranks of sequence parallelism: each sends its own tokens
+    """
+    mine = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
+    payload = boundary_bytes(config, batch_size, seq_len, itemsize, cp, tp)
+    down = sum(stage + 1 < len(rank_of_stage) and rank_of_stage[stage + 1] != rank for stage in mine)
+    up = sum(stage > 0 and rank_of_stage[stage - 1] != rank for stage in mine)
+    calls = [
+        Call(place, "send", payload, 2, itemsize, count * num_micro_batches)
+        for place, count in (("activations", down), ("gradients", up))
+        if count
+    ]
+    ends = {rank_of_stage[0], rank_of_stage[-1]}
+    if config.tied and len(ends) == 2 and rank in ends:
+        tied_bytes = narrow(config, tp).vocab_size * config.d_model * itemsize
+        calls.append(Call("tied weight", "all_reduce", tied_bytes, 2, itemsize))
     return calls

@@ -10,6 +10,8 @@ In reading order:
     tensor.py        tensor and sequence parallelism as a narrower model
     context.py       context parallelism: fewer tokens, and the keys and values of others
     sharded.py       the whole budget of one rank among many
+    stages.py        a model cut into pipeline stages: layers, parameters, balance
+    pipeline.py      how many micro-batches a rank of a pipeline keeps
     timeline.py      the record of a measurement: bytes alive by kind over time
     storages.py      what the tracker must know of storages, DTensors and operators
     tracker.py       measure: which bytes are alive, of what kind, when

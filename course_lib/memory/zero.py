@@ -45,8 +45,13 @@ def layer_units(config: ModelConfig) -> list[int]:
 
 def bucket_units(config: ModelConfig, itemsize: int = 2, bucket_bytes: int = BUCKET_BYTES) -> list[int]:
     """The units of stages 1 and 2, in numbers: tensors, last layer first; a bucket closes once it has its size."""
+    return buckets_of(tensor_sizes(config), itemsize, bucket_bytes)
+
+
+def buckets_of(sizes: Sequence[int], itemsize: int = 2, bucket_bytes: int = BUCKET_BYTES) -> list[int]:
+    """Tensors of these sizes in buckets, the last first."""
     closed, filling = [], 0
-    for numel in reversed(tensor_sizes(config)):
+    for numel in reversed(sizes):
         filling += numel
         if filling * itemsize >= bucket_bytes:
             closed.append(filling)
@@ -56,11 +61,17 @@ def bucket_units(config: ModelConfig, itemsize: int = 2, bucket_bytes: int = BUC
 
 def tensor_sizes(config: ModelConfig) -> list[int]:
     """Numbers in each parameter tensor, in the order of `model.parameters()`."""
+    before, block, after = tensor_sizes_by_part(config)
+    return before + block * config.num_layers + after
+
+
+def tensor_sizes_by_part(config: ModelConfig) -> tuple[list[int], list[int], list[int]]:
+    """The same of what comes before the blocks, of one block, and of what comes after them."""
     shapes = parameter_shapes(config)
     before = [prod(shapes[name][0]) for name in _before_blocks(config)]
     block = [prod(shape) for name, (shape, _) in shapes.items() if name.startswith(("attention.", "mlp."))]
     after = [prod(shape) for name, (shape, _) in shapes.items() if name in _AFTER_BLOCKS]
-    return before + block * config.num_layers + after
+    return before, block, after
 
 
 def zero_units(config: ModelConfig, stage: int, itemsize: int = 2) -> list[int]:

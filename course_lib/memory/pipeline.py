@@ -1,0 +1,215 @@
+"""Pipeline parallelism's memory: how many micro-batches' activations a rank keeps at once.
+
+Parameters are divided by stage, activations hardly: rank 0 of 1F1B has started pp micro-batches before the first comes
+back, each in L / pp layers, and pp times L / pp is L.
+
+    schedule                    rank i keeps, in micro-batches of its own layers     rank 0, in layers of the model
+    naive                       1                                                    L / pp
+    all-forward-all-backward    m                                                    m / pp  L
+    1F1B                        min(m, pp - i)                                       L          if m >= pp
+    interleaved, v a rank       more, as more are started ahead                      (1 + (pp - 1) / (pp v)) L
+
+A rank's memory follows from its own list of instructions alone, without a clock: F keeps, B frees, in their order. So
+every schedule is counted by the same walk, `peak_held`.
+
+Source   Narayanan et al. 2021 (arXiv:2104.04473), section 2.2;
+         Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from course_lib.config import ModelConfig
+from course_lib.memory.activations import PRECISIONS, Activations
+from course_lib.memory.context import tokens_of_rank
+from course_lib.memory.formulas import Budget
+from course_lib.memory.sharded import sharded_budget
+from course_lib.memory.stages import even_layers, rank_tensors, rank_units
+from course_lib.memory.states import Recipe, has_step_counters, recipe_of
+from course_lib.memory.tensor import narrow, tensor_parallel_activations
+from course_lib.memory.zero import tensor_sizes
+from course_lib.schedules import Instruction, Schedule
+
+_TOKEN_ID = 8
+
+
+# ------------------------------------------------------------------------------------ activations
+def boundary_bytes(
+    config: ModelConfig, batch_size: int, seq_len: int, itemsize: int = 2, cp: int = 1, tp: int = 1
+) -> int:
+    """What crosses from stage to stage for each micro-batch, and as a gradient back: B S D numbers.
+
+    tp       divides it where sequence parallelism cuts the stream; without, every tp rank sends all of it
+    """
+    return batch_size * tokens_of_rank(seq_len, cp) // tp * config.d_model * itemsize
+
+
+@dataclass(frozen=True)
+class StageActivations:
+    """Bytes that one micro-batch keeps on one stage, from its forward to its backward pass."""
+
+    kept: int
+    turn: int  # on top of that while its backward runs: what recomputation makes anew
+    logits: int  # of `kept`, what the loss keeps: the last stage alone
+    waiting: int  # between the two parts of a split backward: what the gradients of weights need
+
+
+def stage_activations(
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    layers: Sequence[int],
+    stage: int,
+    attention: str = "fused",
+    recompute: str = "none",
+    precision: str = "bf16-master",
+    device: str = "cuda",
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    cp: int = 1,
+    output_kept: bool = True,
+) -> StageActivations:
+    """Predict what one micro-batch keeps on one stage.
+
+    output_kept   a stage keeps its output, on which backward is called, until the gradient comes: one B S D more than
+                  the same layers in one piece. Megatron frees its numbers once they are sent
+    """
+    tokens = tokens_of_rank(seq_len, cp)
+    first, last = stage == 0, stage == len(layers) - 1
+    cut = replace(config, num_layers=layers[stage], vocab_size=config.vocab_size if first or last else tp)
+    whole = tensor_parallel_activations(
+        cut, batch_size, tokens, tp, sequence_parallel, False, attention, recompute, precision, device
+    )
+    share = tp if sequence_parallel else 1
+    width = batch_size * tokens * config.d_model // share
+    mask = width if config.dropout else 0
+    ids, targets, tables = _token_parts(whole, config, batch_size * tokens, tp)
+    kept = whole.blocks + whole.casts + tables
+    kept += (ids + mask if first else 0) + (targets + whole.ends - mask + whole.logits if last else 0)
+    if output_kept and not last:
+        kept += width * PRECISIONS[precision].residual_bytes
+    waiting = batch_size * tokens * _waiting_numbers(narrow(cut, tp), layers[stage], last)
+    return StageActivations(
+        kept=kept,
+        turn=max(0, whole.peak_bytes - whole.start_of_backward_bytes),
+        logits=whole.logits if last else 0,
+        waiting=waiting * PRECISIONS[precision].matmul_bytes,
+    )
+
+
+def _token_parts(whole: Activations, config: ModelConfig, num_tokens: int, tp: int) -> tuple[int, int, int]:
+    """Bytes of token ids (and where they are in a cut vocabulary), of targets, and of RoPE's tables or positions."""
+    targets = 0 if config.family == "xlmr" else _TOKEN_ID * num_tokens
+    mine = 9 * num_tokens if tp > 1 else 0
+    ids = _TOKEN_ID * num_tokens + mine
+    return ids, targets, whole.tokens - ids - targets
+
+
+def _waiting_numbers(local: ModelConfig, num_layers: int, last: bool) -> int:
+    """Inputs of the stage's matrices, and the gradients of their outputs: numbers a token. Shared inputs count once."""
+    D, F, heads = local.d_model, local.d_ff, local.num_heads * local.head_dim
+    ups = 2 if local.family == "llama" else 1
+    attention = D + heads + 2 * local.num_kv_heads * local.head_dim + heads + D
+    mlp = D + ups * F + F + D
+    head = D + local.vocab_size if last and local.family != "xlmr" else 0
+    return num_layers * (attention + mlp) + head
+
+
+# ------------------------------------------------------------------------------------ what a rank holds
+def peak_held(
+    instructions: Sequence[Instruction],
+    kept: Sequence[float],
+    turn: Sequence[float] | None = None,
+    waiting: Sequence[float] | None = None,
+) -> float:
+    """The most that one rank holds, walking through its instructions: F keeps kept[stage], B or I frees it.
+
+    turn     on top while a stage's backward runs; waiting: kept from I to W
+    """
+    held = peak = 0
+    for step in instructions:
+        later = waiting[step.stage] if waiting else 0
+        if step.op == "F":
+            held += kept[step.stage]
+        if step.op in "BI":
+            peak = max(peak, held + (turn[step.stage] if turn else 0))
+        held += {"F": 0, "B": -kept[step.stage], "I": later - kept[step.stage], "W": -later}[step.op]
+        peak = max(peak, held)
+    return peak
+
+
+def live_layers(schedule: Schedule, layers: Sequence[int]) -> list[int]:
+    """For each rank the layers whose activations it keeps at once, one micro-batch each: compare with num_layers."""
+    return [peak_held(row, layers) for row in schedule.instructions]
+
+
+def interleaved_factor(pp: int, v: int) -> float:
+    """Activations of rank 0 under interleaved 1F1B, of those under 1F1B, for micro-batches enough.
+
+    Source   Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.3
+    """
+    return 1 + (pp - 1) / (pp * v)
+
+
+def pipeline_budgets(
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    schedule: Schedule,
+    layers: Sequence[int] | None = None,
+    recipe: Recipe | str = "bf16-master",
+    optimizer: str = "adamw",
+    attention: str = "fused",
+    recompute: str = "none",
+    device: str = "cuda",
+    zero_stage: int = 0,
+    dp_size: int = 1,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    cp: int = 1,
+    output_kept: bool = True,
+) -> list[Budget]:
+    """Predict the memory of each rank of a pipeline, of pp * dp_size * cp * tp GPUs in all.
+
+    `layers` of each stage are even unless given; `batch_size` is a micro-batch's.
+    Raises   ValueError as `sharded_budget`, and unless layers fit the schedule's stages
+    """
+    layers = even_layers(config.num_layers, schedule.num_stages) if layers is None else list(layers)
+    if len(layers) != schedule.num_stages:
+        raise ValueError(
+            f"layers has {len(layers)} stages, the schedule {schedule.num_stages}; give one number a stage"
+        )
+    recipe = recipe_of(recipe)
+    each = [
+        stage_activations(
+            config, batch_size, seq_len, layers, stage, attention, recompute, recipe.name, device, tp,
+            sequence_parallel, cp, output_kept,
+        )
+        for stage in range(len(layers))
+    ]  # fmt: skip
+    budgets = []
+    for rank, row in enumerate(schedule.instructions):
+        mine = schedule.stages_of_rank(rank)
+        ends = (0 in mine, len(layers) - 1 in mine)
+        local, num_blocks = narrow(config, tp), sum(layers[stage] for stage in mine)
+        tensors = rank_tensors(local, layers, mine)
+        units = rank_units(tensors, local, num_blocks, ends, zero_stage, recipe.param_bytes)
+        cut = replace(
+            config,
+            num_layers=num_blocks,
+            vocab_size=config.vocab_size if ends[1] else tp,
+            tied=config.tied and all(ends),
+        )
+        states = sharded_budget(
+            cut, batch_size, seq_len, recipe, optimizer, attention, recompute, schedule.num_micro_batches, device,
+            zero_stage, dp_size, tp, sequence_parallel, units=units, cp=cp,
+        )  # fmt: skip
+        held = peak_held(row, *([getattr(one, part) for one in each] for part in ("kept", "turn", "waiting")))
+        logits = peak_held(row, [one.logits for one in each])
+        counters = 0
+        if device == "cpu" and has_step_counters(recipe, optimizer) and zero_stage == 0:
+            counters = 4 * (len(tensors) - len(tensor_sizes(cut)))
+        budgets.append(replace(states, activations=held - logits, logits=logits, optimizer=states.optimizer + counters))
+    return budgets

@@ -1,0 +1,114 @@
+"""A model cut into pipeline stages: how many layers each has, and which parameters.
+
+A stage is a run of consecutive layers; the first has the embedding as well, the last the final norm and the head. Equal
+numbers of layers are therefore not equal stages: of 8B's 8 billion parameters embedding and head are 0.5 each, as much
+as 2.4 layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from course_lib.config import ModelConfig
+from course_lib.memory.zero import buckets_of, layer_units, tensor_sizes_by_part
+from course_lib.timing import forward_flops_per_token, layer_matmul_parameters
+
+
+def even_layers(num_layers: int, num_stages: int) -> list[int]:
+    """Layers of each stage, as equal as can be; where they do not divide, the first stages have one more.
+
+    Raises   ValueError if a stage would have none
+    """
+    _check_stages(num_layers, num_stages)
+    return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
+
+
+def fewer_at_the_ends(num_layers: int, num_stages: int) -> list[int]:
+    """One layer less on the first and on the last stage, which have the embedding and the head: 405B's 126 over 16.
+
+    Raises   ValueError if that does not come out even
+    Source   Llama Team 2024 (arXiv:2407.21783), section 3.3.2
+    """
+    _check_stages(num_layers, num_stages)
+    each, left = divmod(num_layers + 2, num_stages)
+    if left or num_stages < 2 or each < 2:
+        raise ValueError(
+            f"num_layers + 2 ({num_layers + 2}) must be a multiple of the stages ({num_stages}, two or more), with at "
+            "least 2 for each; choose another number of either, or balanced_layers"
+        )
+    return [each - 1, *[each] * (num_stages - 2), each - 1]
+
+
+def balanced_layers(config: ModelConfig, num_stages: int, by: str = "parameters", seq_len: int = 4096) -> list[int]:
+    """Layers of each stage such that the largest stage is as small as can be, embedding and head counted.
+
+    by       "parameters", or "flops": an embedding costs no multiplication, a head as much as its matrix
+    Raises   ValueError if a stage would have no layer, or for another word
+    """
+    _check_stages(config.num_layers, num_stages)
+    embed, layer, *_, end = layer_units(config)
+    end += _tied_copy(config, num_stages)
+    if by == "flops":
+        embed, end = 0, 2 * config.vocab_size * config.d_model
+        layer = 2 * layer_matmul_parameters(config) + 4 * config.num_heads * config.head_dim * seq_len
+        assert end + config.num_layers * layer == forward_flops_per_token(config, seq_len)
+    elif by != "parameters":
+        raise ValueError(f"by is {by!r}; choose from parameters, flops")
+    layers = [1] * num_stages
+    weights = [layer] * num_stages
+    weights[0] += embed
+    weights[-1] += end
+    for _ in range(config.num_layers - num_stages):
+        lightest = weights.index(min(weights))
+        layers[lightest] += 1
+        weights[lightest] += layer
+    return layers
+
+
+def stage_units(config: ModelConfig, layers: Sequence[int], stage: int) -> list[int]:
+    """Parameters of a stage, unit by unit: embedding if it is the first, blocks, norm and head if it is the last.
+
+    A tied head is the embedding's weight; where the two are on different stages the last has a copy.
+    Raises   ValueError unless `layers` are those of the model
+    """
+    if sum(layers) != config.num_layers or min(layers) < 1:
+        raise ValueError(f"layers {list(layers)} must each be 1 or more, and {config.num_layers} together")
+    embed, block, *_, end = layer_units(config)
+    first, last = stage == 0, stage == len(layers) - 1
+    before, after = [embed] * first, [end + _tied_copy(config, len(layers))] * last
+    return [*before, *[block] * layers[stage], *after]
+
+
+def stage_parameters(config: ModelConfig, layers: Sequence[int]) -> list[int]:
+    """Parameters of each stage. Together they are the model's, and a tied embedding's copy."""
+    return [sum(stage_units(config, layers, stage)) for stage in range(len(layers))]
+
+
+def _tied_copy(config: ModelConfig, num_stages: int) -> int:
+    return config.vocab_size * config.d_model if config.tied and num_stages > 1 else 0
+
+
+def _check_stages(num_layers: int, num_stages: int) -> None:
+    if not 1 <= num_stages <= num_layers:
+        raise ValueError(
+            f"{num_stages} stages for {num_layers} layers: each stage needs one layer or more; choose 1 to {num_layers}"
+        )
+
+
+def rank_tensors(local: ModelConfig, layers: Sequence[int], stages: Sequence[int]) -> list[int]:
+    """Numbers in each tensor of a rank. Both ends of a tied model on one rank share their weight."""
+    before, block, after = tensor_sizes_by_part(local)
+    first, last = 0 in stages, len(layers) - 1 in stages
+    copy = [_tied_copy(local, len(layers))] if last and not first and local.tied else []
+    return before * first + block * sum(layers[stage] for stage in stages) + (after + copy) * last
+
+
+def rank_units(tensors, local, num_blocks, ends, zero_stage, itemsize) -> list[int]:
+    """ZeRO's units of a rank: a tensor each, buckets, or what comes before, each block, what comes after."""
+    if zero_stage == 0:
+        return list(tensors)
+    if zero_stage < 3:
+        return buckets_of(tensors, itemsize)
+    before, block, _ = tensor_sizes_by_part(local)
+    embed, blocks = sum(before) * ends[0], num_blocks * sum(block)
+    return [*[embed] * ends[0], *[sum(block)] * num_blocks, *[sum(tensors) - embed - blocks] * ends[1]]
