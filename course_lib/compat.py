@@ -21,3 +21,6 @@ else:
 
 # torch 2.13 gathers a DTensor's uneven pieces into a contiguous tensor; before it is strided, and a linear layer fails.
 DTENSOR_GATHERS_UNEVEN = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+# torch 2.13 opens the connections of a pipeline one pair after the other; before it in one batch, which aborts on gloo.
+PIPELINE_WARMS_UP_ON_GLOO = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
