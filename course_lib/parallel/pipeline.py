@@ -1,0 +1,419 @@
+"""Pipeline parallelism from scratch: each rank has some of the layers, and one executor runs any schedule of them.
+
+    schedules.py             what each rank computes, in order, as a list; schedule_check.py: whether that can run
+    parallel/stages.py       the model cut into stages
+    parallel/channels.py     who sends what to whom, and why nobody waits for ever
+    parallel/deferred.py     weight gradients that wait for W
+    this file                the executor, a step, whole gradients
+
+    engine = build(model, group, "1f1b")                    # keeps this rank's stages of the model
+    loss = step(engine, micro_batches, optimizer)           # the same calls as in native/pipeline.py
+
+All ranks bring the same micro-batches. The first stage takes tokens from them, the last one targets, the others only
+sizes: micro-batches may differ in them.
+
+On the wire, of d bytes a number: B S D d a micro-batch across each boundary between two ranks, forward and again
+backward; once a step the loss (one number), the gradient of tied embeddings whose ends are on two ranks (V D, an
+all-reduce between these two) and one number to clip.
+
+What a rank keeps of a micro-batch from F to its B (or I), for each of its stages: what autograd saves there, the
+received input included, and the output that was sent. After B it is freed; after I there is kept until W what
+deferred.py says.
+
+Source   Huang et al. 2019 (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473)
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib import comm
+from course_lib.conjugate import Group, check_group
+from course_lib.parallel.channels import Message, Pair, Step, connect, pairs_of, plan, receive, send
+from course_lib.parallel.data import MicroBatches, Trace
+from course_lib.parallel.deferred import Deferral, WeightQueue
+from course_lib.parallel.stages import check_stages, cut
+from course_lib.precision import MasterAdamW, gradient_of, scale_gradients, zero_gradients
+from course_lib.schedule_check import check
+from course_lib.schedules import Schedule, make
+from course_lib.timing import Span
+from course_lib.training import loss_of, wait_for
+
+AnySchedule = str | Schedule | Callable[[int], Schedule]  # a name, a schedule, or a function of the micro-batches
+
+
+# --- a model
+
+
+class Pipeline(nn.Module):
+    """This rank's stages, under the model's names, and what it needs to run them. `build` makes one.
+
+    peak_live, peak_waiting   of the last step: most micro-batches kept at once (F done, B or I not yet), and most that
+                              waited for W; each counts once a stage
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Group,
+        schedule: AnySchedule,
+        v: int,
+        first: Schedule,
+        layers_of_stage: Sequence[int],
+        channels: dict[Pair, Group],
+        trace: Trace | None,
+        ahead: int,
+    ):
+        super().__init__()
+        self.config, self.group, self.channels, self.trace, self.ahead = model.config, group, channels, trace, ahead
+        self.schedule, self.v = schedule, v
+        self.rank_of_stage, self.layers_of_stage = first.rank_of_stage, tuple(layers_of_stage)
+        self.dtype = next(model.parameters()).dtype
+        self.names = [name for name, _ in model.named_parameters()]  # of the whole model, in its order
+        mine = first.stages_of_rank(group.rank())
+        self.stages = nn.ModuleDict({str(stage): cut(model, stage, layers_of_stage) for stage in mine})
+        self.deferrals: dict[int, Deferral] = {}
+        self.plans: dict[int, list[Step]] = {}  # by number of micro-batches
+        self.peak_live = self.peak_waiting = 0
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of_stage)
+
+    @property
+    def tied_ranks(self) -> Pair | None:
+        """The ranks of embedding and head, if they are tied and on two ranks: each then has a copy."""
+        ends = self.rank_of_stage[0], self.rank_of_stage[-1]
+        return ends if self.config.tied and ends[0] != ends[1] else None
+
+    def tie(self) -> None:
+        """Makes embedding and head one again where this rank has both (`to_empty` takes them apart)."""
+        first, last = "0", str(self.num_stages - 1)
+        if self.config.tied and first in self.stages and last in self.stages:
+            self.stages[last].head.weight = self.stages[first].embed.weight
+
+    def plan_for(self, num_micro_batches: int) -> list[Step]:
+        """This rank's list for that many micro-batches.
+
+        Raises   ValueError if there is no such schedule, if it cannot run, or puts stages on other ranks than `build`
+        """
+        if num_micro_batches not in self.plans:
+            made = checked_schedule(self.schedule, self.group.size(), num_micro_batches, self.v)
+            if made.rank_of_stage != self.rank_of_stage:
+                raise ValueError(
+                    f"the schedule of {num_micro_batches} micro-batches puts stages on ranks {made.rank_of_stage}, but "
+                    f"the model is cut for {self.rank_of_stage}; a schedule must place stages alike for any number"
+                )
+            self.plans[num_micro_batches] = plan(made, self.group.rank(), self.ahead)
+            self._prepare_to_split(made)
+        return self.plans[num_micro_batches]
+
+    def _prepare_to_split(self, schedule: Schedule) -> None:
+        for one in schedule.instructions[self.group.rank()]:
+            if one.op == "W" and one.stage not in self.deferrals:
+                self.deferrals[one.stage] = Deferral(self.stages[str(one.stage)])
+
+
+def build(
+    model: nn.Module,
+    group: Group,
+    schedule: AnySchedule = "1f1b",
+    v: int = 1,
+    layers_of_stage: Sequence[int] | None = None,
+    trace: Trace | None = None,
+    num_micro_batches: int | None = None,
+    channels: dict[Pair, Group] | None = None,
+    ahead: int = 1,
+) -> Pipeline:
+    """This rank's stages of the model, ready for any number of micro-batches that the schedule allows.
+
+    Every rank must bring the same weights: `model.build` with one seed. Or a model on the meta device: then fill
+    `engine.to_empty(device=...)` and call `engine.tie()`. Forget the model, and what other ranks have is freed.
+
+    schedule            a name of `schedules.SCHEDULES`, a function of the number of micro-batches, or a `Schedule`
+    layers_of_stage     how many layers each stage has, in the model's order; evenly by default
+    num_micro_batches   what the schedule is tried with here, 2 pp by default
+    channels            of an earlier engine on this group (`engine.channels`); otherwise new ones are made
+    ahead               how many instructions early receives are posted
+    Raises   ValueError for what cannot be, before anything is sent
+    """
+    pp = check_group(group, "build").size()
+    tried = schedule.num_micro_batches if isinstance(schedule, Schedule) else num_micro_batches or 2 * pp
+    first = checked_schedule(schedule, pp, tried, v)
+    layers_of_stage = check_stages(model.config, first.num_stages, layers_of_stage)
+    if ahead < 0:
+        raise ValueError(f"ahead is {ahead}; give 0 (receive when it is needed), 1, or more")
+    pairs = pairs_of(first)
+    ends = (first.rank_of_stage[0], first.rank_of_stage[-1])
+    if model.config.tied and ends[0] != ends[1]:
+        pairs = sorted({*pairs, ends})
+    mine = [pair for pair in pairs if group.rank() in pair]
+    if channels is None:
+        channels = connect(group, pairs)
+    elif missing := [pair for pair in mine if pair not in channels]:
+        raise ValueError(f"channels lack the pairs {missing}; leave channels out, or connect(group, {pairs})")
+    engine = Pipeline(model, group, schedule, v, first, layers_of_stage, channels, trace, ahead)
+    engine.plan_for(tried)
+    return engine
+
+
+def checked_schedule(schedule: AnySchedule, pp: int, num_micro_batches: int, v: int = 1) -> Schedule:
+    """The schedule of that name, or what the function gives, proved to run.
+
+    Raises   ValueError if it is for other sizes, or cannot run: every problem, and where
+    """
+    if isinstance(schedule, str):
+        return make(schedule, pp, num_micro_batches, v)
+    made = schedule if isinstance(schedule, Schedule) else schedule(num_micro_batches)
+    if not isinstance(made, Schedule):
+        raise ValueError(f"schedule gave a {type(made).__name__}; it must give a Schedule: see schedules.from_lists")
+    if (made.pp, made.num_micro_batches) != (pp, num_micro_batches):
+        raise ValueError(
+            f"schedule {made.name!r} is for {made.pp} ranks and {made.num_micro_batches} micro-batches, but there are "
+            f"{pp} and {num_micro_batches}; give one for these, or a function of the number of micro-batches"
+        )
+    check(made)
+    return made
+
+
+# --- the executor
+
+
+@dataclass(eq=False)
+class Kept:
+    """What a micro-batch leaves on a stage between F and its backward."""
+
+    x: Tensor | None  # the input, which collects its gradient; None: tokens
+    root: Tensor | torch.autograd.graph.GradientEdge | None  # where backward starts; None: nothing here trains
+    queue: WeightQueue | None  # where weight gradients will wait, if the backward is in two parts
+
+
+class Executor:
+    """One pass over this rank's list. It holds what is on its way and what waits."""
+
+    def __init__(self, engine: Pipeline, micro_batches: MicroBatches):
+        self.engine, self.micro_batches = engine, micro_batches
+        self.steps = engine.plan_for(len(micro_batches))
+        self.in_two = {(s.instruction.stage, s.instruction.micro_batch) for s in self.steps if s.instruction.op == "W"}
+        self.num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
+        self.device = micro_batches[0][0].device
+        loss_dtype = torch.promote_types(engine.dtype, torch.float32)
+        self.loss = torch.zeros((), dtype=loss_dtype, device=self.device)
+        self.inbox: dict[Message, tuple[dist.Work | None, Tensor]] = {}
+        self.outbox: dict[Message, tuple[dist.Work, Tensor]] = {}
+        self.kept: dict[tuple[int, int], Kept] = {}
+        self.waiting: dict[tuple[int, int], WeightQueue] = {}
+        self.peak_live = self.peak_waiting = 0
+
+    def run(self) -> Tensor:
+        """Executes the list; returns the sum of this rank's losses: the mean loss on the last stage's, else 0."""
+        compute = {"F": self.forward, "B": self.backward, "I": self.backward, "W": self.weights}
+        trace, rank = self.engine.trace, self.engine.group.rank()
+        for step in self.steps:
+            arrived = self.communicate(step)
+            start_s = time.perf_counter()
+            one = step.instruction
+            result = compute[one.op](one.stage, one.micro_batch, arrived)
+            if trace is not None:
+                wait_for(self.device)
+                trace.append(Span(rank, "compute", str(one), start_s, time.perf_counter()))
+            self.pass_on(step, result)
+        for work, _ in self.outbox.values():
+            work.wait()
+        return self.loss
+
+    # what comes and goes
+
+    def communicate(self, step: Step) -> Tensor | None:
+        """Posts the receives that are due, waits for what the instruction needs, forgets sends that have come."""
+        for message, src in step.post:
+            x_BS = self.micro_batches[message[1]][0]
+            x_BSD = torch.empty(*x_BS.shape, self.engine.config.d_model, dtype=self.engine.dtype, device=self.device)
+            self.inbox[message] = receive(x_BSD, self.engine.channels[src, self.engine.group.rank()]), x_BSD
+        if step.needs is None:
+            return None
+        work, x_BSD = self.inbox.pop(step.needs)
+        if work is not None:
+            work.wait()
+        for message in step.arrived:
+            self.outbox.pop(message)[0].wait()
+        return x_BSD
+
+    def pass_on(self, step: Step, result: Tensor | None) -> None:
+        """Sends what the instruction made, or keeps it for another stage of this rank."""
+        if step.gives is None:
+            return
+        if step.dst is None:
+            self.inbox[step.gives] = None, result
+        else:
+            result = result.contiguous()
+            self.outbox[step.gives] = send(result, self.engine.channels[self.engine.group.rank(), step.dst]), result
+
+    # what is computed
+
+    def forward(self, stage: int, micro_batch: int, x_BSD: Tensor | None) -> Tensor | None:
+        """F: the stage's output, or nothing and the loss counted."""
+        module, (x_BS, y_BS) = self.engine.stages[str(stage)], self.micro_batches[micro_batch]
+        queue = WeightQueue() if (stage, micro_batch) in self.in_two else None
+        if x_BSD is not None:
+            x_BSD = x_BSD.requires_grad_()
+        with self.deferring(stage, queue):
+            if stage == self.engine.num_stages - 1:
+                out = loss_of(module, x_BS if x_BSD is None else x_BSD, y_BS) * (y_BS.numel() / self.num_tokens)
+                self.loss += out.detach()
+                root, result = out, None
+            else:
+                out = module(x_BS if x_BSD is None else x_BSD)
+                root, result = edge_of(out), out.detach()
+        self.kept[stage, micro_batch] = Kept(x_BSD, root, queue)
+        self.peak_live = max(self.peak_live, len(self.kept))
+        return result
+
+    def backward(self, stage: int, micro_batch: int, grad_BSD: Tensor | None) -> Tensor | None:
+        """B, or I where the weights' part waits: the gradient of the stage's input."""
+        kept = self.kept.pop((stage, micro_batch))
+        if kept.root is not None:
+            with self.deferring(stage, None if kept.queue is None else WeightQueue()):  # for recomputation
+                torch.autograd.backward((kept.root,), None if grad_BSD is None else (grad_BSD,))
+        if kept.queue is not None:
+            self.waiting[stage, micro_batch] = kept.queue
+            self.peak_waiting = max(self.peak_waiting, len(self.waiting))
+        return None if kept.x is None else kept.x.grad
+
+    def weights(self, stage: int, micro_batch: int, _: None) -> None:
+        """W: the gradients of the weights."""
+        self.waiting.pop((stage, micro_batch)).run()
+
+    def deferring(self, stage: int, queue: WeightQueue | None):
+        return nullcontext() if queue is None else self.engine.deferrals[stage].into(queue)
+
+
+def edge_of(out: Tensor) -> torch.autograd.graph.GradientEdge | None:
+    """Where backward starts. Unlike the output itself it does not keep the output's numbers."""
+    return torch.autograd.graph.get_gradient_edge(out) if out.requires_grad else None
+
+
+# --- step: the same calls as in native/pipeline.py
+
+
+def accumulate_gradients(engine: Pipeline, micro_batches: MicroBatches) -> Tensor:
+    """Leaves the gradients of this rank's stages in `.grad`, empty before; returns the mean loss, on every rank.
+
+    All ranks bring the same micro-batches. Each one's mean counts by its share of the tokens.
+    Raises   ValueError if there is no schedule for so many micro-batches, before anything is sent
+    """
+    check_micro_batches(engine, micro_batches)
+    executor = Executor(engine, micro_batches)
+    loss = executor.run()
+    engine.peak_live, engine.peak_waiting = executor.peak_live, executor.peak_waiting
+    sum_tied(engine)
+    return comm.broadcast(loss, src=engine.rank_of_stage[-1], group=engine.group)
+
+
+def check_micro_batches(engine: Pipeline, micro_batches: MicroBatches) -> None:
+    """Raises ValueError if there is none, or one that does not fit, on every rank alike."""
+    if len(micro_batches) == 0:
+        raise ValueError("there are no micro-batches; give a list of one (x_BS, y_BS) or more")
+    for index, (x_BS, y_BS) in enumerate(micro_batches):
+        if x_BS.dim() != 2 or x_BS.shape != y_BS.shape:
+            raise ValueError(
+                f"micro-batch {index} has inputs {tuple(x_BS.shape)} and targets {tuple(y_BS.shape)}; "
+                "both must be B x S, alike"
+            )
+        if engine.config.family == "gpt" and x_BS.shape[1] > engine.config.max_seq_len:
+            raise ValueError(
+                f"micro-batch {index} has {x_BS.shape[1]} tokens; max_seq_len is {engine.config.max_seq_len}"
+            )
+
+
+def sum_tied(engine: Pipeline) -> None:
+    """Tied embeddings on two ranks: each used its copy for one end; summed gradients keep the copies equal.
+
+    Bytes    an all-reduce of V D between these two
+    """
+    weight = tied_weight(engine)
+    if weight is not None and (grad := gradient_of(weight)) is not None:
+        comm.all_reduce_(grad, engine.channels[engine.tied_ranks])
+
+
+def tied_weight(engine: Pipeline) -> nn.Parameter | None:
+    """This rank's copy of embeddings that another rank has as well."""
+    if engine.tied_ranks is None or engine.group.rank() not in engine.tied_ranks:
+        return None
+    is_first = engine.group.rank() == engine.rank_of_stage[0]
+    return engine.stages["0"].embed.weight if is_first else engine.stages[str(engine.num_stages - 1)].head.weight
+
+
+def make_optimizer(engine: Pipeline, lr: float = 3e-3, weight_decay: float = 0.01) -> torch.optim.Optimizer:
+    """AdamW over this rank's stages, with FP32 masters where parameters have 16 bits."""
+    params = [param for param in engine.parameters() if param.requires_grad]
+    optimizer_class = MasterAdamW if any(param.element_size() == 2 for param in params) else torch.optim.AdamW
+    return optimizer_class(params, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+
+
+@torch.no_grad()
+def clip_gradients(engine: Pipeline, max_norm: float) -> Tensor:
+    """Shortens all gradients together to max_norm where they are longer; returns the length of the whole gradient.
+
+    Bytes    an all-reduce of one number. Tied embeddings count once
+    """
+    is_copy = engine.tied_ranks is not None and engine.group.rank() == engine.tied_ranks[1]
+    skipped = tied_weight(engine) if is_copy else None
+    dtype = torch.promote_types(engine.dtype, torch.float32)
+    total = torch.zeros((), dtype=dtype, device=next(engine.parameters()).device)
+    for param in engine.parameters():
+        if param is not skipped and (grad := gradient_of(param)) is not None:
+            total += grad.to(dtype).square().sum()
+    norm = comm.all_reduce(total, engine.group).sqrt()
+    scale_gradients(engine.parameters(), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def step(
+    engine: Pipeline, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
+) -> Tensor:
+    """One training step; returns the mean loss, on every rank."""
+    loss = accumulate_gradients(engine, micro_batches)
+    if clip_norm is not None:
+        clip_gradients(engine, clip_norm)
+    optimizer.step()
+    zero_gradients(engine.parameters())
+    return loss
+
+
+# --- whole tensors, for tests and for looking
+
+
+def full_parameters(engine: Pipeline) -> dict[str, Tensor]:
+    """Every parameter of the model, on each rank."""
+    return _everybodys(engine, {name: param.detach() for name, param in named_parameters(engine).items()})
+
+
+def full_gradients(engine: Pipeline) -> dict[str, Tensor]:
+    """Every gradient of the model, on each rank."""
+    grads = {name: gradient_of(param) for name, param in named_parameters(engine).items()}
+    return _everybodys(engine, {name: grad for name, grad in grads.items() if grad is not None})
+
+
+def named_parameters(engine: Pipeline) -> dict[str, nn.Parameter]:
+    """This rank's parameters by the model's names; a tied head's is the embedding's."""
+    named: dict[str, nn.Parameter] = {}
+    for stage in engine.stages.values():
+        named |= dict(stage.named_parameters())
+    if engine.config.tied and "head.weight" in named:
+        named["embed.weight"] = named.pop("head.weight")
+    return named
+
+
+def _everybodys(engine: Pipeline, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All ranks' tensors, pickled and gathered: the slow and simple way."""
+    gathered: list[dict[str, Tensor] | None] = [None] * engine.group.size()
+    dist.all_gather_object(gathered, {name: x.cpu() for name, x in mine.items()}, group=engine.group)
+    device = next(engine.parameters()).device
+    together = {name: x.to(device) for of_rank in gathered for name, x in of_rank.items()}
+    return {name: together[name] for name in engine.names if name in together}

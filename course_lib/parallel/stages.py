@@ -1,0 +1,103 @@
+"""A model cut into stages: runs of consecutive layers, the embedding on the first, final norm and head on the last.
+
+    stage 0          embed (GPT: positions and dropout too), blocks.0, blocks.1
+    stage 1          blocks.2, blocks.3
+    last stage       blocks.4, norm, head
+
+A stage is an `nn.Module` made of the model's own modules under the model's own names, so `blocks.2.mlp.up.weight` is
+called so wherever it is. A model on the meta device can be cut as well: then no rank ever holds more than its stages.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from course_lib.config import ModelConfig
+from course_lib.model import rope_tables
+
+FAMILIES = ("llama", "gpt")
+
+
+class Stage(nn.Module):
+    """Some layers of a model. The first stage takes tokens, the last gives logits, what lies between is x_BSD.
+
+    Shapes   tokens_BS or x_BSD -> x_BSD or logits_BSV
+    """
+
+    def __init__(self, model: nn.Module, layers: range, is_first: bool, is_last: bool):
+        super().__init__()
+        self.config, self.recompute = model.config, model.recompute
+        self.is_first, self.is_last = is_first, is_last
+        if is_first:
+            self.embed = model.embed
+            if self.config.family == "gpt":
+                self.positions, self.dropout = model.positions, model.dropout
+        self.blocks = nn.ModuleDict({str(layer): model.blocks[layer] for layer in layers})
+        if is_last:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor, positions_S: Tensor | None = None) -> Tensor:
+        if positions_S is None:
+            positions_S = torch.arange(x.shape[1], device=x.device)
+        if self.is_first:
+            x = self.embed_tokens(x, positions_S)
+        tables = rope_tables(self.config, positions_S, x.dtype) if self.config.family == "llama" else ()
+        for block in self.blocks.values():
+            if self.recompute == "full":
+                x = checkpoint(block, x, *tables, use_reentrant=False)
+            else:
+                x = block(x, *tables)
+        return self.head(self.norm(x)) if self.is_last else x
+
+    def embed_tokens(self, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
+        if self.config.family == "gpt":
+            return self.dropout(self.embed(tokens_BS) + self.positions(positions_S))
+        return self.embed(tokens_BS)
+
+
+def cut(model: nn.Module, stage: int, layers_of_stage: Sequence[int]) -> Stage:
+    """One stage of the model, from the model's own modules: forget the model, and what is in no stage here is freed."""
+    first_layer = sum(layers_of_stage[:stage])
+    layers = range(first_layer, first_layer + layers_of_stage[stage])
+    return Stage(model, layers, is_first=stage == 0, is_last=stage == len(layers_of_stage) - 1)
+
+
+def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """As many layers on each stage; where they do not divide, one more on the first ones: the last has the head."""
+    quotient, remainder = divmod(num_layers, num_stages)
+    return tuple(quotient + (stage < remainder) for stage in range(num_stages))
+
+
+# --- checks: before any process starts
+
+
+def check_stages(config: ModelConfig, num_stages: int, layers_of_stage: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Layers of each stage, as given, or evenly.
+
+    Raises   ValueError if the model cannot be cut so, naming what would do
+    """
+    if config.family not in FAMILIES:
+        raise ValueError(f"family is {config.family!r}; pipelines here know {', '.join(FAMILIES)}")
+    if getattr(config, "moe", None) is not None:
+        raise ValueError(f"{config.name} has experts, whose balancing pipelines here do not carry; give moe=None")
+    if num_stages > config.num_layers:
+        raise ValueError(
+            f"num_stages ({num_stages}) must not exceed num_layers ({config.num_layers}): each stage needs a layer; "
+            "use fewer ranks, or fewer stages a rank (v)"
+        )
+    if layers_of_stage is None:
+        return even_layers(config.num_layers, num_stages)
+    layers_of_stage = tuple(layers_of_stage)
+    wanted = f"one number of at least 1 for each of {num_stages} stages, {config.num_layers} together"
+    if (
+        len(layers_of_stage) != num_stages
+        or any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in layers_of_stage)
+        or sum(layers_of_stage) != config.num_layers
+    ):
+        raise ValueError(
+            f"layers_of_stage is {list(layers_of_stage)}; it must be {wanted}, such as "
+            f"{list(even_layers(config.num_layers, num_stages))}"
+        )
+    return layers_of_stage
