@@ -1,6 +1,7 @@
 """PyTorch's pipeline schedules: gradients against one process, schedule by schedule; bytes; what is refused."""
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -18,10 +19,9 @@ GPT = dataclasses.replace(LLAMA, name="gpt", family="gpt", num_kv_heads=4)
 TIED = dataclasses.replace(LLAMA, tied=True)
 B, S = 2, 6
 CASES = {  # on pp ranks: (config, schedule, v, micro-batches)
-    2: [(LLAMA, name, 1, m) for name in native.SCHEDULES for m in (4, 6)]
-    + [(LLAMA, name, 2, m) for name in ("interleaved", "interleaved_zb") for m in (1, 4)]
-    + [(TIED, name, 1, 4) for name in native.SCHEDULES]
-    + [(GPT, "afab", 1, 1), (GPT, "zbv", 1, 3), (GPT, "interleaved_zb", 2, 6)],
+    2: [(TIED, name, 1, 4) for name in native.SCHEDULES]
+    + [(LLAMA, "afab", 1, 1), (LLAMA, "1f1b", 1, 6), (LLAMA, "interleaved", 2, 1), (LLAMA, "interleaved_zb", 2, 4)]
+    + [(GPT, "interleaved_zb", 2, 6), (GPT, "zbv", 1, 3)],
     4: [(TIED, name, 1, 8) for name in native.SCHEDULES]
     + [(LLAMA, "interleaved", 2, 4), (LLAMA, "interleaved_zb", 2, 8), (GPT, "1f1b", 1, 5), (GPT, "zbv", 1, 2)],
 }
@@ -32,11 +32,14 @@ def micro_batches(count, rows=B):
     return [torch.randint(LLAMA.vocab_size, (2, rows, S), generator=generator).unbind(0) for _ in range(count)]
 
 
-def one_process(config, batches):
+@functools.cache
+def one_process(config, count):
+    """Gradients by name, and the loss."""
     whole = model.build(config, dtype=torch.float64)
-    loss = sum(training.loss_of(whole, x_BS, y_BS) / len(batches) for x_BS, y_BS in batches)
+    x_BS, y_BS = (torch.cat(tensors) for tensors in zip(*micro_batches(count)))
+    loss = training.loss_of(whole, x_BS, y_BS)
     loss.backward()
-    return whole, loss.detach()
+    return {name: param.grad for name, param in whole.named_parameters()}, loss.detach()
 
 
 def measure(case):
@@ -48,8 +51,7 @@ def measure(case):
     engine.zero_grad()
     with ByteMeter() as meter:
         loss = native.accumulate_gradients(engine, batches)
-    whole, expected = one_process(config, batches)
-    grads = {name: param.grad for name, param in whole.named_parameters()}
+    grads, expected = one_process(config, count)
     ours = native.full_gradients(engine)
     same_names = ours.keys() == grads.keys() == native.full_parameters(engine).keys()
     return {
