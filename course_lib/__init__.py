@@ -54,7 +54,8 @@ A file imports from its own part and from the parts above it, never from one bel
     routing_traffic.py     bytes of a mixture of experts: rows from rank to rank, within and between nodes
     routing_odds.py        tokens that choose experts at random, and what to expect of them
     sharded_timing.py      modelled time of ZeRO, tensor and sequence parallelism, and what hides it
-    schedules.py           pipeline schedules: for each rank the list of what it computes
+    instructions.py        what a pipeline schedule is made of, and what each piece of it needs
+    schedules.py           the schedules: 1F1B, interleaved, Zero Bubble, DualPipeV, and simpler ones
     schedule_check.py      whether a schedule can run: what is wrong, where, what would be right
     simulator.py           a clock for schedules: who waits, and what is kept meanwhile
 4. One file per parallelism; the same names in both folders
@@ -67,6 +68,8 @@ A file imports from its own part and from the parts above it, never from one bel
     parallel/vocabulary.py embedding and loss with the vocabulary cut over ranks
     parallel/tensor.py     tensor parallel: a Llama or GPT cut in one call, its step, whole gradients
     parallel/sequence.py   sequence parallel: norms, dropout and residual, each rank for its own tokens
+    parallel/dispatch.py   tokens to the ranks of their experts and back: uneven all-to-alls with gradients
+    parallel/expert.py     expert parallel: experts spread over ranks, gradients summed over the right ones
     parallel/loading.py    each rank reads its piece of the weights' files
     parallel/tiles.py      attention over blocks of other ranks: kernels of a tile, parts merged
     parallel/ring.py       ring attention: keys and values travel, their gradients travel home

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from course_lib.moe import limit_groups
 from course_lib.routing_traffic import ExpertLayout, check_choice
 
 
@@ -52,22 +53,9 @@ def synthetic_routing(
         uniform_TE = torch.rand(tokens_per_rank, layout.num_experts, generator=generator).clamp(1e-9, 1 - 1e-7)
         score_TE = (log_p_E - (-uniform_TE.log()).log()).exp()  # the k largest: k draws without putting back
         if max_nodes is not None:
-            score_TE = only_best_groups(score_TE, layout.num_nodes, max_nodes, top_k)
+            score_TE = limit_groups(score_TE, layout.num_nodes, max_nodes, top_k)
         routing.append(score_TE.topk(top_k, dim=1).indices)
     return routing
-
-
-def only_best_groups(score_TE: Tensor, num_groups: int, max_groups: int, top_k: int) -> Tensor:
-    """Scores with -inf outside each token's max_groups best groups: those with the largest sum of their best scores.
-
-    Source   DeepSeek-AI 2024 (arXiv:2412.19437), section 2.1.2: the sum of the K_r / M highest scores of a node
-    """
-    by_group_TgE = score_TE.unflatten(1, (num_groups, -1))
-    best = min(max(1, top_k // max_groups), by_group_TgE.shape[2])
-    group_score_Tg = by_group_TgE.topk(best, dim=2).values.sum(2)
-    chosen_Tg = torch.zeros_like(group_score_Tg, dtype=torch.bool)
-    chosen_Tg.scatter_(1, group_score_Tg.topk(max_groups, dim=1).indices, True)
-    return by_group_TgE.masked_fill(~chosen_Tg[..., None], -math.inf).flatten(1)
 
 
 # ------------------------------------------------------------------------------------ expected values
@@ -75,7 +63,7 @@ def expected_places(num_experts: int, places: int, top_k: int, max_places: int |
     """How many of `places` (nodes, or ranks) with equally many experts a token reaches on average, routed uniformly.
 
     A place is missed if all k choices fall elsewhere. max_places: from so many places only, taken at random. Places
-    taken by their best scores, as `only_best_groups` does, are nearly all used: draw a routing and count.
+    taken by their best scores, as `limit_groups` does, are nearly all used: draw a routing and count.
     """
     check_choice(num_experts, top_k, places, max_places)
     reachable = places if max_places is None else max_places

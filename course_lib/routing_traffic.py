@@ -15,7 +15,8 @@ Rows go from rank to rank: rows[src][dst]; those on the diagonal stay where they
     padded          capacity rows to every expert, full or not; no counts      D numbers
 
 Combine sends a row back for each that came, of D numbers. `plain` and `padded` apply the weights at home; the other two
-at the expert's rank, so that one row returns per rank or node: they must travel, and so must their gradients.
+at the expert's rank, so that one row returns per rank or node: they must travel (in FP32 at least), and so must their
+gradients.
 In backward each row's gradient goes the way back: as many rows as forward, in the other direction.
 
 Source   DeepSeek-AI 2024 (arXiv:2412.19437), sections 2.1.2 and 3.2.2; Lepikhin et al. 2020 (arXiv:2006.16668)
@@ -27,6 +28,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from course_lib.config import ModelConfig
+from course_lib.conjugate import piece_sizes
 
 METHODS = ("plain", "once_per_rank", "once_per_node", "padded")
 ID_BYTES = 4  # an expert's number beside a row, int32
@@ -103,6 +107,32 @@ def check_choice(num_experts: int, top_k: int, num_groups: int = 1, max_groups: 
             f"top_k is {top_k}, but a token can choose from {reachable} experts "
             f"({max_groups} of {num_groups} groups of {num_experts // num_groups}); choose 1 to {reachable}"
         )
+
+
+def check_expert_parallel(
+    config: ModelConfig,
+    dp_size: int,
+    ep_size: int,
+    tp_size: int = 1,
+    ranks_per_node: int | None = None,
+    method: str = "plain",
+) -> ExpertLayout:
+    """How the experts of a config lie on dp = ep x expert_dp ranks, each matrix of an expert in tp parts.
+
+    Raises   ValueError for a model without experts, sizes that do not divide, or a method that does not fit
+    """
+    if config.moe is None:
+        raise ValueError(
+            f"{config.name} has no experts (config.moe is None); use data parallelism, or a preset with moe"
+        )
+    if ep_size < 1 or dp_size % ep_size:
+        raise ValueError(f"ep ({ep_size}) must divide the {dp_size} ranks of dp; choose ep from {_divisors(dp_size)}")
+    layout = ExpertLayout(config.moe.num_experts, ep_size, ranks_per_node)
+    if method not in METHODS or method == "padded":
+        raise ValueError(f"method {method!r} is unknown; choose from {', '.join(METHODS[:-1])}")
+    if min(piece_sizes(config.moe.d_expert, tp_size)) == 0:
+        raise ValueError(f"d_expert ({config.moe.d_expert}) leaves a rank of tp ({tp_size}) with none; use fewer")
+    return layout
 
 
 # ------------------------------------------------------------------------------------ rows
@@ -237,8 +267,8 @@ def moe_traffic(
             raise ValueError('method "padded" needs a capacity: rows an expert gets from each rank; see capacity_of')
         hops, extra, counts = [padded_rows(capacity, layout)], (0, 0), []
     else:
-        top_k = experts[0].shape[1]
-        extra, counts = (top_k * (ID_BYTES + itemsize), top_k * back_itemsize), None
+        weights_bytes = experts[0].shape[1] * max(4, itemsize)
+        extra, counts = (experts[0].shape[1] * ID_BYTES + weights_bytes, weights_bytes), None
         hops = (
             [once_per_rank_rows(experts, layout)]
             if method == "once_per_rank"

@@ -1,0 +1,356 @@
+"""Expert parallelism from scratch: each rank has some of the experts, and a token travels to those that it chose.
+
+    parallel/dispatch.py     rows to the experts' ranks and back
+    this file                a Llama with experts (course_lib/moe.py) cut from outside, its step, whole gradients
+
+    engine = build(model, group, ep_size=4)                 # keeps E / ep experts of each layer, in place
+    loss = step(engine, micro_batches, optimizer)           # as in data parallelism each rank brings its own tokens
+
+`group` has dp = ep x expert_dp ranks. Neighbours share the experts among them, so that tokens travel as short a way
+as possible; ranks at a distance of ep have the same experts:
+
+    dp 8, ep 4         ranks 0 1 2 3 | 4 5 6 7 each have all experts; 0 and 4 have the same ones
+    ep_group           where tokens travel                                 0 1 2 3
+    expert_dp_group    where gradients of experts are summed               0 4
+    group              where gradients of everything else are summed       0 1 2 3 4 5 6 7
+
+An expert's gradient is already the sum over the tokens of its ep_group: they came to it. It is summed over fewer ranks
+than other gradients, and yet divided by the same number, the tokens of ALL ranks. A mean over its own group instead
+would be ep times too large, and Adam would hide it.
+
+With tensor parallelism (tp_group; `group` is then the ranks with my place in it) attention and every matrix of an
+expert are cut over tp. All ranks of a tp_group have the same tokens, route them alike, and each sends whole rows to its
+parts of the experts: works for few large experts, keeps one process's routing, and sends each row tp times. The other
+way, tokens split over tp and whole experts, sends it once; it needs experts enough for ep = dp x tp.
+
+Source   Lepikhin et al. 2020 (arXiv:2006.16668); Fedus et al. 2021 (arXiv:2101.03961), section 3.1
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course_lib import comm
+from course_lib.conjugate import Group, InFlight, check_group, copy_in, sum_out
+from course_lib.moe import MoE, Routing, balance_after_step, count_load, moe_layers, moe_losses
+from course_lib.parallel import tensor
+from course_lib.parallel.data import MicroBatches
+from course_lib.parallel.dispatch import run_once, run_once_per_node, run_plain
+from course_lib.parallel.linear import ColumnLinear, WholeStream
+from course_lib.parallel.tensor import cuts_of, make_optimizer, sum_gradients
+from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
+from course_lib.precision import gradient_of, scale_gradients, zero_gradients
+from course_lib.routing_traffic import ExpertLayout, check_expert_parallel
+
+__all__ = [
+    "ExpertGroups", "accumulate_gradients", "build", "clip_gradients", "expert_groups", "full_gradients",
+    "full_parameters", "make_optimizer", "routing_load", "step",
+]  # fmt: skip
+
+
+# --- who talks to whom
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """The groups of one rank; across and inside (nodes) only for once_per_node, tp only with tensor parallelism."""
+
+    dp: Group
+    ep: Group
+    expert_dp: Group
+    across: Group | None = None
+    inside: Group | None = None
+    tp: Group | None = None
+
+
+def expert_groups(
+    group: Group, ep_size: int, ranks_per_node: int | None = None, tp_group: Group | None = None
+) -> ExpertGroups:
+    """Makes them from the ranks of `group`, all of which must call it."""
+    ranks, rank = dist.get_process_group_ranks(group), group.rank()
+    first = rank - rank % ep_size
+    ep_ranks = ranks[first : first + ep_size]
+    across = inside = None
+    if ranks_per_node is not None:
+        node = (rank - first) // ranks_per_node * ranks_per_node
+        across = _group(ep_ranks[rank % ranks_per_node :: ranks_per_node])
+        inside = _group(ep_ranks[node : node + ranks_per_node])
+    return ExpertGroups(group, _group(ep_ranks), _group(ranks[rank % ep_size :: ep_size]), across, inside, tp_group)
+
+
+def _group(ranks: list[int]) -> Group:
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
+# --- a model
+
+
+def build(
+    model: nn.Module,
+    group: Group,
+    ep_size: int | None = None,
+    method: str = "plain",
+    ranks_per_node: int | None = None,
+    tp_group: Group | None = None,
+) -> nn.Module:
+    """Cuts the model in place and returns it. Every rank must bring the same weights: `model.build` with one seed.
+
+    ep_size: over how many neighbours experts are spread; without it over the whole group
+    method: "plain" | "once_per_rank" | "once_per_node" (with ranks_per_node), as in routing_traffic.py
+    Bytes    none
+    Raises   ValueError if model or groups do not allow it, before anything is sent or changed
+    """
+    dp_size = check_group(group, "build").size()
+    tp_size = 1 if tp_group is None else check_group(tp_group, "build").size()
+    layout = check_expert_parallel(model.config, dp_size, ep_size or dp_size, tp_size, ranks_per_node, method)
+    check_experts(model)
+    if tp_group is not None:
+        tensor.check_shardable(model, tp_group)
+
+    per_node = layout.ranks_per_node if method == "once_per_node" else None
+    groups = expert_groups(group, layout.ep_size, per_node, tp_group)
+    for moe in moe_layers(model):
+        keep_my_experts(moe, layout, groups.ep.rank())
+        moe.run_experts = runner(method, groups)
+        moe.sum_load = partial(sum_over, group=group)
+    if tp_group is not None:
+        cut_over_tp(model, WholeStream(tp_group))
+    model.groups, model.layout = groups, layout
+    return model
+
+
+def check_experts(model: nn.Module) -> None:
+    """Raises ValueError if experts are cut already, or some of a layer are frozen otherwise than others."""
+    for index, moe in enumerate(moe_layers(model)):
+        if not isinstance(moe.experts, nn.ModuleList):
+            raise ValueError(f"experts of layer {index} are a {type(moe.experts).__name__}: cut already; build anew")
+        if len({tuple(param.requires_grad for param in expert.parameters()) for expert in moe.experts}) > 1:
+            raise ValueError(
+                f"experts of layer {index} are frozen in different ways: ranks would exchange gradients of different "
+                "experts; freeze the same parameters in all of them"
+            )
+
+
+def keep_my_experts(moe: MoE, layout: ExpertLayout, ep_rank: int) -> None:
+    """Experts keep their numbers, so that parameters keep their names: a dictionary, not a list."""
+    mine = range(ep_rank * layout.experts_per_rank, (ep_rank + 1) * layout.experts_per_rank)
+    moe.experts = nn.ModuleDict({str(index): moe.experts[index] for index in mine})
+
+
+def runner(method: str, groups: ExpertGroups) -> Callable:
+    """What takes the place of `moe.run_experts`."""
+    if method == "plain":
+        return partial(run_plain, groups.ep)
+    if method == "once_per_rank":
+        return partial(run_once, groups.ep)
+    return partial(run_once_per_node, groups.across, groups.inside)
+
+
+def sum_over(tokens_E: Tensor, group: Group) -> Tensor:
+    """The load of all ranks.
+
+    Bytes    sent per rank: 2 (N - 1) / N * 8 E
+    """
+    return comm.all_reduce(tokens_E, group)
+
+
+# --- with tensor parallelism
+
+
+@dataclass(frozen=True)
+class PartialStream(WholeStream):
+    """Inside an expert nothing is summed: what comes out is a part of a sum, and stays so until after combine."""
+
+    def leave(self, x_partial: Tensor) -> Tensor:
+        return x_partial
+
+    def start_sum(self, grad_partial: Tensor) -> InFlight:
+        return InFlight(None, lambda: grad_partial)
+
+
+def cut_over_tp(model: nn.Module, stream: WholeStream) -> None:
+    """`tensor.shard_model`, with experts for MLPs. The router stays whole on each rank, as norms do."""
+    model.embed = VocabEmbedding(model.embed, stream)
+    for block in model.blocks:
+        tensor.shard_attention(block.attention, stream, model.config)
+        if isinstance(block.mlp, MoE):
+            cut_experts(block.mlp, stream)
+        else:
+            tensor.shard_mlp(block.mlp, stream)
+    model.head = ColumnLinear(model.head, stream)
+    model.tie()
+    model.stream, model.replica_group = stream, tensor.replica_group_of(model.config, stream.group)
+
+
+def cut_experts(moe: MoE, stream: WholeStream) -> None:
+    """One sum of inputs' gradients and one of outputs for all experts together, outside of dispatch and combine."""
+    for expert in moe.experts.values():
+        tensor.shard_mlp(expert, PartialStream(stream.group))
+    if moe.shared is not None:
+        tensor.shard_mlp(moe.shared, stream)
+    run, tp_group = moe.run_experts, stream.group
+
+    def run_parts(experts: nn.Module, x_TD: Tensor, routing: Routing) -> Tensor:
+        """The weights enter as x does: each rank's gradient of them comes from its part of the outputs."""
+        routing = replace(routing, weight_Tk=copy_in(routing.weight_Tk, tp_group))
+        return sum_out(run(experts, copy_in(x_TD, tp_group), routing), tp_group)
+
+    moe.run_experts = run_parts
+
+
+# --- step
+
+
+def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
+    """Leaves the gradient of all ranks' tokens in `.grad`, empty before; returns their mean loss, on every rank.
+
+    Each rank brings its own micro-batches, equally many, of any size: also of no rows at all. Give all in one call.
+
+    Raises   ValueError on every rank if one has more micro-batches than another, or none has a token
+    """
+    total_tokens = count_tokens(engine, micro_batches)
+    losses = []
+    for x_BS, y_BS in micro_batches:
+        loss = share_of_loss(engine, x_BS, y_BS, total_tokens)
+        loss.backward()
+        losses.append(loss.detach())
+    sum_over_ranks(engine)
+    return comm.all_reduce(torch.stack(losses).sum(), engine.groups.dp)
+
+
+def count_tokens(engine: nn.Module, micro_batches: MicroBatches) -> int:
+    """The tokens of all ranks in this step.
+
+    Bytes    sent per rank: 16 (N - 1)
+    """
+    device = engine.head.weight.device
+    mine = torch.tensor([[sum(y_BS.numel() for _, y_BS in micro_batches), len(micro_batches)]], device=device)
+    tokens, counts = comm.all_gather(mine, engine.groups.dp).unbind(1)
+    if counts.min() != counts.max():
+        raise ValueError(
+            f"ranks bring {counts.tolist()} micro-batches; all must bring equally many, for experts wait for every "
+            "rank's rows: add micro-batches with 0 rows where there are fewer"
+        )
+    if tokens.sum() == 0:
+        raise ValueError("no rank brings a token; give at least one micro-batch with a row")
+    return int(tokens.sum())
+
+
+def share_of_loss(engine: nn.Module, x_BS: Tensor, y_BS: Tensor, total_tokens: int) -> Tensor:
+    """What this micro-batch adds to the mean loss of all tokens of all ranks, balancing included."""
+    logits = engine(x_BS)
+    if engine.groups.tp is not None:
+        losses = vocab_cross_entropy(logits, y_BS, engine.embed.first, engine.groups.tp)
+    else:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.cross_entropy(logits.flatten(0, 1), y_BS.flatten(), reduction="none")
+    share = losses.sum() / total_tokens
+    if not engine.training:
+        return share
+    auxiliary = moe_losses(engine)  # also without tokens: it sums the load over ranks
+    count_load(engine)
+    if auxiliary is None or y_BS.numel() == 0:
+        return share
+    return share + auxiliary * (y_BS.numel() / total_tokens)
+
+
+def my_experts(engine: nn.Module) -> set[nn.Parameter]:
+    """The parameters of the experts that this rank has."""
+    return {param for moe in moe_layers(engine) for param in moe.experts.parameters()}
+
+
+def sum_over_ranks(engine: nn.Module) -> None:
+    """Gradients of experts over the ranks that have the same ones, of everything else over all.
+
+    Bytes    sent per rank: 2 (M - 1) / M of this rank's experts (M = expert_dp), 2 (N - 1) / N of the rest (N = dp)
+    """
+    groups, experts = engine.groups, my_experts(engine)
+    if groups.tp is not None:
+        tensor.sum_replicas(engine)
+    sum_gradients([param for param in engine.parameters() if param not in experts], groups.dp)
+    sum_gradients([param for param in engine.parameters() if param in experts], groups.expert_dp)
+
+
+@torch.no_grad()
+def clip_gradients(engine: nn.Module, max_norm: float) -> Tensor:
+    """Shortens all gradients together to max_norm where they are longer; returns the length of the whole gradient.
+
+    What several ranks have is divided among them, so that it counts once.
+    Bytes    an all-reduce of one number, and with tensor parallelism another
+    Raises   ValueError if there is no gradient
+    """
+    groups, experts, squares = engine.groups, my_experts(engine), []
+    cuts = cuts_of(engine)
+    for name, param in engine.named_parameters():
+        if (grad := gradient_of(param)) is not None:
+            copies = groups.expert_dp.size() if param in experts else groups.dp.size()
+            if groups.tp is not None:
+                copies *= cuts[name].copies if name in cuts else groups.tp.size()
+            squares.append(grad.to(torch.promote_types(grad.dtype, torch.float32)).square().sum() / copies)
+    if not squares:
+        raise ValueError("no parameter has a gradient to clip; call accumulate_gradients first")
+    square = comm.all_reduce(torch.stack(squares).sum(), groups.dp)
+    norm = (square if groups.tp is None else comm.all_reduce(square, groups.tp)).sqrt()
+    scale_gradients(engine.parameters(), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def step(
+    engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
+) -> Tensor:
+    """One training step; returns the mean loss of all ranks. Biases that balance move by the load of all ranks."""
+    loss = accumulate_gradients(engine, micro_batches)
+    if clip_norm is not None:
+        clip_gradients(engine, clip_norm)
+    optimizer.step()
+    zero_gradients(engine.parameters())
+    balance_after_step(engine)
+    return loss
+
+
+# --- for tests and for looking
+
+
+@torch.no_grad()
+def routing_load(engine: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """For each layer with experts (tokens_E, dropped_E): the choices of the last micro-batch, of all ranks."""
+    return [
+        (
+            comm.all_reduce(moe.routing.tokens_E, engine.groups.dp),
+            comm.all_reduce(moe.routing.dropped_E, engine.groups.dp),
+        )
+        for moe in moe_layers(engine)
+    ]
+
+
+def full_parameters(engine: nn.Module) -> dict[str, Tensor]:
+    """Every parameter whole, on each rank, by the unsharded model's names."""
+    return _whole(engine, {name: param.detach() for name, param in engine.named_parameters()})
+
+
+def full_gradients(engine: nn.Module) -> dict[str, Tensor]:
+    """Every gradient whole, on each rank, by the unsharded model's names."""
+    grads = {name: gradient_of(param) for name, param in engine.named_parameters()}
+    return _whole(engine, {name: grad for name, grad in grads.items() if grad is not None})
+
+
+def _whole(engine: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """First over tp, a matrix from its parts, then over ep: each rank's experts, of which I know my own number."""
+    cuts, groups, whole = cuts_of(engine), engine.groups, {}
+    for name, x in tensors.items():
+        x = cuts[name].whole(x, groups.tp) if name in cuts else x.clone()
+        expert = re.fullmatch(r"(.+\.mlp\.experts\.)(\d+)(\..+)", name)
+        if expert is None:
+            whole[name] = x
+            continue
+        before, number, after = expert.groups()
+        place = int(number) % engine.layout.experts_per_rank
+        for ep_rank, of_rank in enumerate(comm.all_gather(x[None].contiguous(), groups.ep)):
+            whole[f"{before}{ep_rank * engine.layout.experts_per_rank + place}{after}"] = of_rank.clone()
+    return whole
