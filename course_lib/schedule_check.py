@@ -15,7 +15,7 @@ A schedule is right if
 from collections import Counter
 from collections.abc import Iterator
 
-from course_lib.schedules import OPS, Instruction, Schedule, from_lists, is_idle, needs, words_of
+from course_lib.instructions import OPS, Instruction, Schedule, from_lists, is_idle, needs, words_of
 
 SHOWN = 10  # problems in one error; the rest is counted
 

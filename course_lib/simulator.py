@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from course_lib.instructions import Instruction, Schedule, needs
 from course_lib.schedule_check import check, runnable_order
-from course_lib.schedules import Instruction, Schedule, needs
 from course_lib.timing import Span
 
 PerStage = float | Sequence[float]
