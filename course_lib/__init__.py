@@ -40,6 +40,7 @@ A file imports from its own part and from the parts above it, never from one bel
     memory/zero.py         ZeRO's units, what a rank holds of each kind, offload
     memory/tensor.py       tensor and sequence parallelism as a narrower model
     memory/context.py      context parallelism: fewer tokens of each sequence, and others' keys for a moment
+    memory/moe.py          a mixture of experts: total and active parameters, memory by EP x DP x TP
     memory/sharded.py      the whole budget of one rank among many
     memory/stages.py       a model cut into pipeline stages: layers, parameters, balance with embedding and head
     memory/pipeline.py     how many micro-batches a rank of a pipeline keeps, and its whole budget
@@ -105,6 +106,11 @@ A file imports from its own part and from the parts above it, never from one bel
     plots/sharding.py      who holds what under ZeRO: pieces, flat shards, units whole for a moment
     plots/matrices.py      matrices cut by column and row, heads by rank, a vocabulary by rows
     plots/regions.py       a block as a strip of regions: what is cut where, and what crosses borders
+    plots/pipeline.py      pipeline schedules as charts: who computes which micro-batch when, and who idles
+    plots/pipeline_trace.py  what ranks did, laid over the simulated chart
+    plots/stages.py        which layers where, and how many micro-batches each rank keeps alive
+    plots/experts.py       the load of experts, what balancing does, total and active parameters
+    plots/routing.py       tokens on their way to experts, and who sends what to whom
     widgets/__init__.py    sliders on the same pictures
     widgets/parts.py       the pieces that every explorer is made of
     widgets/collectives.py message, ranks, link, and the time they take

@@ -12,4 +12,9 @@ formats.py       show_float_formats
 sharding.py      show_zero_stages, show_stages, show_flat_shards, show_gathered
 matrices.py      show_linear_pair, show_heads, show_vocabulary
 regions.py       show_regions
+pipeline.py      show_schedule, show_schedules
+pipeline_trace.py  show_measured
+stages.py        show_live, show_peaks, show_stages_of_model
+experts.py       show_load, show_balance, show_parameters
+routing.py       show_routes, show_traffic
 """

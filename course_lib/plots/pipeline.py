@@ -7,11 +7,12 @@ import matplotlib.pyplot as plt
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
+from course_lib.instructions import Schedule, read_instruction
 from course_lib.plots.palette import OKABE_ITO, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
 from course_lib.plots.timeline import merge, subtract
-from course_lib.schedules import Instruction, Schedule
 from course_lib.simulator import Simulation
+from course_lib.timing import Span
 
 OP_COLORS = {
     "F": OKABE_ITO["sky"],
@@ -27,8 +28,6 @@ ROW_IN = 0.29
 DENSE_DPI = 130  # of charts whose numbers are small
 CHART_POINTS = 0.9 * FULL_WIDTH_IN * 72  # the width of the axes of a full-width picture
 DIGIT, CAPITAL = 0.64, 0.74  # width of a digit and height of a capital, in font sizes
-
-Trace = Sequence[tuple[Instruction, float, float]]
 
 
 @dataclass(frozen=True)
@@ -59,39 +58,29 @@ class SchedulePicture:
 
 
 def schedule_picture(simulation: Simulation) -> SchedulePicture:
-    """The boxes of a simulated schedule, and each rank's idle time from the first instruction of all to the last."""
-    schedule = simulation.schedule
-    boxes = boxes_of(schedule, records_of(simulation))
+    """The boxes of a simulated schedule, and each rank's idle time until the last one is done."""
+    return picture_of(simulation.schedule, boxes_of(simulation.schedule, simulation.rows))
+
+
+def picture_of(schedule: Schedule, boxes: list[Box]) -> SchedulePicture:
+    """Boxes with what lies between them: idle time from the first moment to the last, and its two shares."""
+    end_s = max(box.stop_s for box in boxes)
     busy = {rank: merge([(b.start_s, b.stop_s) for b in boxes if b.rank == rank]) for rank in range(schedule.pp)}
-    end_s = simulation.makespan_s
-    return SchedulePicture(
-        schedule.name,
-        schedule.pp,
-        schedule.num_micro_batches,
-        schedule.v,
-        boxes,
-        [(rank, *part) for rank in busy for part in subtract((0.0, end_s), busy[rank])],
-        end_s,
-        simulation.bubble_of_ideal,
-        simulation.bubble_of_total,
-    )
+    idle = [(rank, *part) for rank in busy for part in subtract((0.0, end_s), busy[rank])]
+    idle_s, total_s = sum(stop - start for _, start, stop in idle), end_s * schedule.pp
+    sizes = (schedule.name, schedule.pp, schedule.num_micro_batches, schedule.v)
+    return SchedulePicture(*sizes, boxes, idle, end_s, idle_s / (total_s - idle_s), idle_s / total_s)
 
 
-def records_of(simulation: Simulation) -> list[Trace]:
-    """Each rank's (instruction, start, stop), as `boxes_of` and a measured step have them."""
-    return [
-        [(instruction, span.start_s, span.stop_s) for instruction, span in zip(planned, row)]
-        for planned, row in zip(simulation.schedule.instructions, simulation.rows)
-    ]
-
-
-def boxes_of(schedule: Schedule, records: Sequence[Trace]) -> list[Box]:
-    """Boxes from each rank's (instruction, start, stop), simulated or measured."""
-    return [
-        Box(rank, i.op, i.micro_batch, schedule.stages_of_rank(rank).index(i.stage), start_s, stop_s)
-        for rank, trace in enumerate(records)
-        for i, start_s, stop_s in trace
-    ]
+def boxes_of(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> list[Box]:
+    """Boxes from each rank's spans, simulated or measured; a span's name is the instruction as text, such as F3@1."""
+    chunk_of = {stage: c for rank in range(schedule.pp) for c, stage in enumerate(schedule.stages_of_rank(rank))}
+    boxes = []
+    for rank, row in enumerate(rows):
+        for span in row:
+            one = read_instruction(span.name, rank, f"rank {rank}")
+            boxes.append(Box(rank, one.op, one.micro_batch, chunk_of[one.stage], span.start_s, span.stop_s))
+    return boxes
 
 
 def chart_title(picture: SchedulePicture) -> str:

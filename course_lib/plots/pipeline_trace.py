@@ -1,17 +1,17 @@
 """What ranks did, laid over the simulated schedule: was the order kept, and where do the clocks part."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
+from course_lib.instructions import Schedule, read_instruction
 from course_lib.plots.palette import mix
 from course_lib.plots.pipeline import (
     OP_COLORS,
     SchedulePicture,
-    Trace,
     boxes_of,
     chart_height_in,
     dpi_of,
@@ -20,12 +20,12 @@ from course_lib.plots.pipeline import (
     legend_below,
     legend_of,
     percent,
+    picture_of,
     schedule_picture,
 )
 from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, show_seconds, style, time_unit_for
-from course_lib.plots.timeline import merge, subtract
-from course_lib.schedules import Schedule
 from course_lib.simulator import Costs, Simulation
+from course_lib.timing import Span
 
 OUTLINE_COLOR = "#444444"
 
@@ -43,26 +43,23 @@ class MeasuredPicture:
         return max(self.measured.end_s, self.simulated.end_s)
 
 
-def measured_picture(simulation: Simulation, traces: Sequence[Trace]) -> MeasuredPicture:
-    """Lay each rank's measured (instruction, start, stop) on the simulated schedule.
+def measured_picture(simulation: Simulation, traces: Sequence[Sequence[Span]]) -> MeasuredPicture:
+    """Lay each rank's measured spans, as a pipeline's trace has them, on the simulated schedule.
 
     Raises   ValueError if there is not one trace for each rank, or all are empty
     """
     schedule = simulation.schedule
     if len(traces) != schedule.pp or not any(traces):
         raise ValueError(f"got {len(traces)} traces; give one for each of {schedule.pp} ranks, from a step with trace")
-    first_s = min(start_s for trace in traces for _, start_s, _ in trace)
-    boxes = boxes_of(schedule, [[(i, a - first_s, b - first_s) for i, a, b in trace] for trace in traces])
-    end_s = max(box.stop_s for box in boxes)
-    busy = {rank: merge([(b.start_s, b.stop_s) for b in boxes if b.rank == rank]) for rank in range(schedule.pp)}
-    idle = [(rank, *part) for rank in busy for part in subtract((0.0, end_s), busy[rank])]
-    idle_s, total_s = sum(b - a for _, a, b in idle), end_s * schedule.pp
-    measured = SchedulePicture(
-        schedule.name, schedule.pp, schedule.num_micro_batches, schedule.v, boxes, idle, end_s,
-        idle_s / (total_s - idle_s), idle_s / total_s,
-    )  # fmt: skip
-    in_order = all([i for i, _, _ in trace] == list(planned) for trace, planned in zip(traces, schedule.instructions))
-    return MeasuredPicture(measured, schedule_picture(simulation), in_order)
+    first_s = min(span.start_s for trace in traces for span in trace)
+    boxes = boxes_of(schedule, [[_earlier(span, first_s) for span in trace] for trace in traces])
+    names = [[span.name for span in trace] for trace in traces]
+    in_order = names == [[str(one) for one in row] for row in schedule.instructions]
+    return MeasuredPicture(picture_of(schedule, boxes), schedule_picture(simulation), in_order)
+
+
+def _earlier(span: Span, seconds: float) -> Span:
+    return replace(span, start_s=span.start_s - seconds, stop_s=span.stop_s - seconds)
 
 
 def measured_title(picture: MeasuredPicture) -> str:
@@ -87,7 +84,7 @@ def draw_measured(axes, picture: MeasuredPicture) -> None:
     axes.set_xlabel(f"time ({unit})")
 
 
-def show_measured(simulation: Simulation, traces: Sequence[Trace], title: str = "") -> None:
+def show_measured(simulation: Simulation, traces: Sequence[Sequence[Span]], title: str = "") -> None:
     """Show what ranks did and when, with the simulated schedule as outlines; simulate with the measured costs."""
     picture = measured_picture(simulation, traces)
     simulated = Patch(facecolor="white", edgecolor=OUTLINE_COLOR, label="simulated")
@@ -100,7 +97,7 @@ def show_measured(simulation: Simulation, traces: Sequence[Trace], title: str = 
         finish(figure)
 
 
-def measured_costs(schedule: Schedule, traces: Sequence[Trace]) -> Costs:
+def measured_costs(schedule: Schedule, traces: Sequence[Sequence[Span]]) -> Costs:
     """What to simulate a measured step with: for each stage the median seconds of its forwards and backwards.
 
     A stage that ran only whole backwards gets half of their time for each part.
@@ -108,8 +105,9 @@ def measured_costs(schedule: Schedule, traces: Sequence[Trace]) -> Costs:
     """
     seconds: dict[tuple[str, int], list[float]] = {}
     for trace in traces:
-        for instruction, start_s, stop_s in trace:
-            seconds.setdefault((instruction.op, instruction.stage), []).append(stop_s - start_s)
+        for span in trace:
+            one = read_instruction(span.name, span.rank, f"rank {span.rank}")
+            seconds.setdefault((one.op, one.stage), []).append(span.seconds)
     medians = {key: median(values) for key, values in seconds.items()}
     stages = range(schedule.num_stages)
     missing = [s for s in stages if ("F", s) not in medians or not {("B", s), ("I", s)} & set(medians)]
