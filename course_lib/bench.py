@@ -18,10 +18,12 @@ from course_lib import model
 from course_lib.config import PRESETS
 from course_lib.launch import launch
 from course_lib.native import data as native_data
+from course_lib.native import pipeline as native_pipeline
 from course_lib.native import sequence as native_sequence
 from course_lib.native import tensor as native_tensor
 from course_lib.native import zero as native_zero
 from course_lib.parallel import data as parallel_data
+from course_lib.parallel import pipeline as parallel_pipeline
 from course_lib.parallel import sequence as parallel_sequence
 from course_lib.parallel import tensor as parallel_tensor
 from course_lib.parallel import zero as parallel_zero
@@ -31,7 +33,9 @@ TECHNIQUES: dict[str, tuple[ModuleType, ModuleType]] = {
     "zero": (parallel_zero, native_zero),  # stage 3, and FSDP2
     "tensor": (parallel_tensor, native_tensor),  # by hand, and DTensor
     "sequence": (parallel_sequence, native_sequence),
+    "pipeline": (parallel_pipeline, native_pipeline),  # 1F1B, one stage a rank
 }
+MICRO_BATCHES = {"pipeline": 4}  # 1 elsewhere; 1F1B needs as many as there are ranks
 LOWEST_RATIO = 0.9  # what `--check` asks for
 ROUNDS = 30
 WARM_UP_ROUNDS = 3  # DDP rebuilds its buckets in its second step
@@ -40,8 +44,9 @@ WARM_UP_ROUNDS = 3  # DDP rebuilds its buckets in its second step
 def bench(techniques: Sequence[str] | None = None, ranks: Sequence[int] = (2, 4), rounds: int = ROUNDS) -> list[dict]:
     """One record for each technique and number of ranks: technique, ranks, ratio, spread, rounds, medians in seconds.
 
-    A step here is forward, backward and what they communicate on the preset `mini` (2.9 million parameters, 64 tokens a
-    rank, so that communication weighs much). The optimizer is left out: it is the same on both sides.
+    A step here is forward, backward and what they communicate on the preset `mini` (2.9 million parameters), with one
+    micro-batch of 64 tokens on every rank, so that communication weighs much; for a pipeline, which needs several, with
+    4 of them. The optimizer is left out: it is the same on both sides.
 
     Raises   ValueError for an unknown technique, or fewer than 2 rounds
     """
@@ -59,10 +64,9 @@ def times(technique: str, rounds: int) -> list[tuple[float, float]]:
     modules = TECHNIQUES[technique]
     group = dist.group.WORLD
     engines = [module.build(model.build(PRESETS["mini"]), group) for module in modules]
-    tokens_BS = torch.randint(
-        256, (1, 65), generator=torch.Generator().manual_seed(0)
-    )  # tensor parallel ranks share them
-    micro_batches = [(tokens_BS[:, :-1], tokens_BS[:, 1:])]
+    generator = torch.Generator().manual_seed(0)  # the same tokens on all ranks
+    batches = [torch.randint(256, (1, 65), generator=generator) for _ in range(MICRO_BATCHES.get(technique, 1))]
+    micro_batches = [(tokens_BS[:, :-1], tokens_BS[:, 1:]) for tokens_BS in batches]
     measured = []
     for index in range(rounds + WARM_UP_ROUNDS):
         seconds = [0.0, 0.0]

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from course_lib import compat
@@ -63,4 +64,22 @@ def test_uneven_pieces_are_gathered_into_a_strided_tensor_where_the_flag_says_so
 
 def test_a_torch_that_gathers_into_a_strided_tensor_is_still_supported():
     """When this fails, delete DTENSOR_GATHERS_UNEVEN and what asks for it in native/sequence.py."""
+    assert _oldest_supported_torch() < (2, 13)
+
+
+def _first_batch_of_messages():
+    """What a stage of PyTorch's pipelines sends before its first step; one rank of two each."""
+    rank = dist.get_rank()
+    stage = PipelineStage(torch.nn.Linear(2, 2), rank, 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 1, loss_fn=lambda output, target: output.sum())
+    return hasattr(schedule, "_warmup_p2p"), len(stage._get_init_p2p_neighbors_ops())
+
+
+def test_pipelines_open_connections_in_one_batch_where_the_flag_says_so():
+    for warms_up_in_pairs, messages in launch(_first_batch_of_messages, 2, backend="gloo"):
+        assert warms_up_in_pairs == compat.PIPELINE_WARMS_UP_ON_GLOO and messages > 0
+
+
+def test_a_torch_whose_pipelines_abort_on_gloo_is_still_supported():
+    """When this fails, delete PIPELINE_WARMS_UP_ON_GLOO and what asks for it in native/pipeline.py."""
     assert _oldest_supported_torch() < (2, 13)
