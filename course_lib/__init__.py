@@ -55,8 +55,10 @@ A file imports from its own part and from the parts above it, never from one bel
     routing_traffic.py     bytes of a mixture of experts: rows from rank to rank, within and between nodes
     routing_odds.py        tokens that choose experts at random, and what to expect of them
     sharded_timing.py      modelled time of ZeRO, tensor and sequence parallelism, and what hides it
+    context_timing.py      modelled time of a ring, of gathered keys, of exchanged heads, and what hides it
     instructions.py        what a pipeline schedule is made of, and what each piece of it needs
     schedules.py           the schedules: 1F1B, interleaved, Zero Bubble, DualPipeV, and simpler ones
+    bubbles.py             closed forms of schedules: what is waited, what is kept, and when they hold
     schedule_check.py      whether a schedule can run: what is wrong, where, what would be right
     simulator.py           a clock for schedules: who waits, and what is kept meanwhile
 4. One file per parallelism; the same names in both folders
