@@ -61,6 +61,7 @@ A file imports from its own part and from the parts above it, never from one bel
     bubbles.py             closed forms of schedules: what is waited, what is kept, and when they hold
     schedule_check.py      whether a schedule can run: what is wrong, where, what would be right
     simulator.py           a clock for schedules: who waits, and what is kept meanwhile
+    pipeline_timing.py     seconds of stages and transfers for the simulator, and published scaling beside the bubble
 4. One file per parallelism; the same names in both folders
     parallel/__init__.py   from scratch
     parallel/data.py       data parallel: naive, overlapped, bucketed

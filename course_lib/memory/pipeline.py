@@ -22,15 +22,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from course_lib.config import ModelConfig
+from course_lib.instructions import Instruction, Schedule
 from course_lib.memory.activations import PRECISIONS, Activations
 from course_lib.memory.context import tokens_of_rank
 from course_lib.memory.formulas import Budget
 from course_lib.memory.sharded import sharded_budget
-from course_lib.memory.stages import even_layers, rank_tensors, rank_units
+from course_lib.memory.stages import check_layers, even_layers, rank_tensors, rank_units
 from course_lib.memory.states import Recipe, has_step_counters, recipe_of
 from course_lib.memory.tensor import narrow, tensor_parallel_activations
 from course_lib.memory.zero import tensor_sizes
-from course_lib.schedules import Instruction, Schedule
 
 _TOKEN_ID = 8
 
@@ -181,6 +181,7 @@ def pipeline_budgets(
         raise ValueError(
             f"layers has {len(layers)} stages, the schedule {schedule.num_stages}; give one number a stage"
         )
+    check_layers(config, layers)
     recipe = recipe_of(recipe)
     each = [
         stage_activations(

@@ -71,8 +71,7 @@ def stage_units(config: ModelConfig, layers: Sequence[int], stage: int) -> list[
     A tied head is the embedding's weight; where the two are on different stages the last has a copy.
     Raises   ValueError unless `layers` are those of the model
     """
-    if sum(layers) != config.num_layers or min(layers) < 1:
-        raise ValueError(f"layers {list(layers)} must each be 1 or more, and {config.num_layers} together")
+    check_layers(config, layers)
     embed, block, *_, end = layer_units(config)
     first, last = stage == 0, stage == len(layers) - 1
     before, after = [embed] * first, [end + _tied_copy(config, len(layers))] * last
@@ -82,6 +81,12 @@ def stage_units(config: ModelConfig, layers: Sequence[int], stage: int) -> list[
 def stage_parameters(config: ModelConfig, layers: Sequence[int]) -> list[int]:
     """Parameters of each stage. Together they are the model's, and a tied embedding's copy."""
     return [sum(stage_units(config, layers, stage)) for stage in range(len(layers))]
+
+
+def check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
+    """Raises ValueError unless each stage has a layer, and all together have the model's."""
+    if sum(layers) != config.num_layers or min(layers) < 1:
+        raise ValueError(f"layers {list(layers)} must each be 1 or more, and {config.num_layers} together")
 
 
 def _tied_copy(config: ModelConfig, num_stages: int) -> int:

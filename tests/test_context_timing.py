@@ -1,0 +1,87 @@
+"""Modelled seconds of context parallelism: Ring Attention's condition, hand values, what is exposed."""
+
+from itertools import pairwise
+
+import pytest
+
+from course_lib.config import preset
+from course_lib.context_timing import (
+    AttentionTime,
+    all_to_all_s,
+    attention_time,
+    ring_link,
+    ring_spans,
+    tokens_that_hide_a_hop,
+)
+from course_lib.hardware import Link, gpu, link
+from course_lib.sharded_timing import Cluster
+from course_lib.timing import collective_s
+
+H100, NVLINK, IB = gpu("h100"), link("nvlink4"), link("ib-ndr400")
+CLUSTER = Cluster(H100, NVLINK, IB)
+LLAMA_8B = preset("llama-3.1-8b")
+INSTANT = Link("no latency", 0.0, 450e9, 900e9, "", "")
+
+
+def test_ring_attention_s_condition_is_flops_over_bandwidth():
+    """Block of at least FLOPS / bandwidth tokens, for 2-byte numbers, no mask, as many key heads as query heads."""
+    published = H100.bf16_flops / NVLINK.bytes_per_s
+    assert tokens_that_hide_a_hop(H100, NVLINK, 1.0, causal=False) == pytest.approx(published)
+    half = tokens_that_hide_a_hop(H100, NVLINK, 0.5, causal=False)  # a slower kernel hides more
+    assert half == pytest.approx(published / 2)
+    assert tokens_that_hide_a_hop(H100, NVLINK, 0.5) == pytest.approx(2 * half)  # half of the pairs
+    assert tokens_that_hide_a_hop(H100, NVLINK, 0.5, queries_per_key=4) == pytest.approx(2 * half / 4)  # 8B's GQA
+    assert tokens_that_hide_a_hop(H100, IB, 0.5) == pytest.approx(9 * 2 * half)  # 50 against 450 GB/s
+    backward = tokens_that_hide_a_hop(H100, NVLINK, 0.5, backward=True)
+    assert backward == pytest.approx(2 * half * 3 / 2.5)  # 2 + 4 bytes for 2.5 times the FLOPs
+
+
+def test_at_the_condition_a_hop_takes_as_long_as_computing_with_latency_too():
+    tokens = tokens_that_hide_a_hop(H100, NVLINK, 0.5, queries_per_key=4, head_numbers=8 * 128)
+    computing_s = 4 * 0.5 * tokens**2 * 32 * 128 / (0.5 * H100.bf16_flops)
+    assert computing_s == pytest.approx(NVLINK.latency_s + 2 * tokens * 8 * 128 * 2 / NVLINK.bytes_per_s)
+
+
+def test_above_the_condition_a_ring_exposes_the_last_hop_home_alone():
+    cp = 4
+    for factor, hidden in ((1.3, True), (0.7, False)):
+        tokens = tokens_that_hide_a_hop(H100, INSTANT, 0.5, 4, backward=True) * factor // 2 * 2
+        cluster = Cluster(H100, INSTANT, INSTANT)
+        time = attention_time(LLAMA_8B, 1, int(tokens) * cp, cp, cluster, 0.5)
+        last_s = 2 * tokens * 8 * 128 * 4 / INSTANT.bytes_per_s
+        assert (time.exposed_s == pytest.approx(last_s, rel=0.01)) == hidden
+        assert time.waiting_s == pytest.approx(0.0, abs=1e-12)
+
+
+def test_spans_of_a_ring_lie_one_after_the_other_in_each_lane():
+    spans = ring_spans([1.0] * 3, [2.0] * 3, kv_bytes=1, grad_bytes=2, link=Link("slow", 0.0, 0.75, 1.5, "", ""))
+    for lane in ("compute", "communication"):
+        mine = [span for span in spans if span.lane == lane]
+        assert all(a.stop_s <= b.start_s + 1e-12 for a, b in pairwise(mine))
+    names = [span.name for span in spans if span.lane == "communication"]
+    assert names == ["k v 1", "k v 2", "k v 1", "k v 2", "dk dv 1", "dk dv 2"]
+    start = {span.name: span.start_s for span in spans if span.lane == "compute"}
+    assert start["forward 1"] == pytest.approx(4 / 3)  # the hop of 1 / 0.75 s outlasts the step of 1 s
+    assert max(span.stop_s for span in ring_spans([1.0], [2.0], 1, 2, INSTANT)) == 3.0  # one rank, no hop
+
+
+def test_contiguous_waits_and_gathering_hides_nothing():
+    def time(method="ring", placement="zigzag", seq_len=131_072, cp=8, per_node=None) -> AttentionTime:
+        return attention_time(LLAMA_8B, 1, seq_len, cp, CLUSTER, 0.5, method, placement, per_node=per_node)
+
+    ring, contiguous, gathered, ulysses = time(), time("ring", "contiguous"), time("all_gather"), time("ulysses")
+    assert ring.compute_s == contiguous.compute_s == pytest.approx(gathered.compute_s)
+    assert contiguous.total_s / ring.total_s == pytest.approx(15 / 8, rel=0.01)  # 2 N - 1 over N
+    assert gathered.exposed_s == gathered.comm_s == pytest.approx(ring.comm_s, rel=0.02)  # the same bytes
+    assert ulysses.comm_s < gathered.comm_s and ring.exposed_s < ulysses.exposed_s
+    short = 8192  # a node of 8: the ring still hides; between nodes nothing does, and heads cost least
+    assert time(seq_len=short).exposed_s < 0.1 * time(seq_len=short).comm_s
+    apart = {method: time(method, seq_len=short, per_node=1).total_s for method in ("ring", "all_gather", "ulysses")}
+    assert min(apart, key=apart.get) == "ulysses" and apart["ring"] > 2 * time(seq_len=short).total_s
+    assert ring_link(16, CLUSTER) == IB and ring_link(8, CLUSTER) == NVLINK and ring_link(8, CLUSTER, 1) == IB
+
+
+def test_pieces_for_other_nodes_leave_by_the_port():
+    inside = all_to_all_s(8e9, 8, CLUSTER)
+    assert inside == pytest.approx(collective_s("all_to_all", 8e9, 8, NVLINK))
+    assert all_to_all_s(16e9, 16, CLUSTER) == pytest.approx(8 * (IB.latency_s + 1e9 / IB.bytes_per_s))
