@@ -146,7 +146,8 @@ def to_places(group: Group, width: int, x_RD: Tensor, choices: Choices, inner: I
     arrived_CD, arrived_weight_Ck = exchange([x_RD[row_C], choices.weight_Rk[row_C]], group, sent_rows, received_rows)
     y_CD = inner(arrived_CD, Choices(arrived_expert_Ck, arrived_weight_Ck))
     (returned_CD,) = exchange([y_CD], group, received_rows, sent_rows)
-    return torch.zeros_like(x_RD, dtype=returned_CD.dtype).index_add(0, row_C, returned_CD)
+    zeros_RD = torch.zeros_like(x_RD, dtype=returned_CD.dtype)
+    return zeros_RD.index_put((row_C,), returned_CD, accumulate=True)
 
 
 def run_here(experts: nn.Module, x_RD: Tensor, choices: Choices) -> Tensor:
