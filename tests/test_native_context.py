@@ -1,11 +1,13 @@
 """PyTorch's ring attention: gradients against one process, bytes by placement and method, what it refuses."""
 
 import dataclasses
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from course_lib import model, training
 from course_lib.config import PRESETS
@@ -67,14 +69,18 @@ def measure(case, dtype=torch.float64):
 def a_clipped_step():
     """Largest difference of a parameter from one process after it, and options left behind."""
     engine = native.build(model.build(LLAMA, dtype=torch.float64), dist.group.WORLD)
-    before = dataclasses.astuple(_cp_options)
+    before = dataclasses.astuple(_attention._cp_options)
     native.step(engine, micro_batches(), native.make_optimizer(engine, lr=0.01), clip_norm=0.1)
     whole, _ = one_process(LLAMA)
     torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
     native.make_optimizer(whole, lr=0.01).step()
     ours = native.full_parameters(engine)
     apart = max((ours[name] - param).abs().max().item() for name, param in whole.named_parameters())
-    return apart, before == dataclasses.astuple(_cp_options), all(p.grad is None for p in engine.parameters())
+    return (
+        apart,
+        before == dataclasses.astuple(_attention._cp_options),
+        all(p.grad is None for p in engine.parameters()),
+    )
 
 
 def too_short():
@@ -85,9 +91,43 @@ def too_short():
     return str(error.value), meter.calls
 
 
+def local(x):
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def ring_of_the_cpus_kernel(is_backward):
+    """What `context_parallel` would call, had it a rule for this kernel, as it has for those of GPUs."""
+
+    def handler(op_call, args, kwargs):
+        group, tensors = args[0].device_mesh.get_group(), [local(x) for x in args]
+        if is_backward:
+            grad, q, k, v, out, lse = tensors[:6]
+            results = _attention._templated_ring_attention_backward(
+                group, 2, native.FLASH_BACKWARD, grad, "grad_out", q, k, v, out, lse, is_causal=True, dropout_p=0.0
+            )
+        else:
+            results = _attention._templated_ring_attention(group, 2, native.FLASH, *tensors[:3], is_causal=True)
+        return tuple(DTensor.from_local(x, args[0].device_mesh, args[0].placements, run_check=False) for x in results)
+
+    return handler
+
+
+def as_on_a_gpu(placement):
+    """The code for GPUs, with the one thing that a CPU lacks; `context_parallel` merges in float32."""
+    added = {native.FLASH: ring_of_the_cpus_kernel(False), native.FLASH_BACKWARD: ring_of_the_cpus_kernel(True)}
+    engine = native.build(model.build(LLAMA, dtype=torch.float64), dist.group.WORLD, placement)
+    for block in engine.blocks:
+        block.attention.core = native.on_a_gpu
+    with patch.dict(_attention.custom_ops, added), patch.object(native, "cut_by_hand", native.cut_by_pytorch):
+        native.accumulate_gradients(engine, micro_batches())
+    whole, _ = one_process(LLAMA)
+    return worst(native.full_gradients(engine), whole.named_parameters())
+
+
 def on_ranks():
     found = {name: measure(case) for name, case in CASES.items()}
     found["float32"] = measure(CASES["zigzag ring"], torch.float32)
+    found["as on a GPU"] = [as_on_a_gpu(placement) for placement in native.PLACEMENTS]
     return found | {"step": a_clipped_step(), "too short": too_short()}
 
 
@@ -102,6 +142,11 @@ def test_loss_and_gradients_equal_one_process(ranks, size):
         for name in CASES:
             assert found[name]["loss"] < 1e-12 and found[name]["apart"] < 1e-10, (name, found[name])
         assert found["float32"]["apart"] < 1e-5
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_way_through_context_parallel_does_too_given_the_cpus_kernel(ranks, size):
+    assert max(max(found["as on a GPU"]) for found in ranks[size]) < 1e-5
 
 
 @pytest.mark.parametrize("size", [2, 4])
