@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from course_lib.bubbles import bubble
 from course_lib.config import ModelConfig
 from course_lib.hardware import GPU, Link, peak_flops
 from course_lib.memory.context import tokens_of_rank
@@ -68,7 +69,7 @@ def stage_costs(
 # ------------------------------------------------------------------------------------ published scaling
 def busy_share(pp: int, num_micro_batches: int) -> float:
     """Share of the time in which a rank computes under 1F1B with equal stages and free transfers: m / (m + pp - 1)."""
-    return num_micro_batches / (num_micro_batches + pp - 1)
+    return 1 - bubble("1f1b", pp, num_micro_batches).of_total
 
 
 def micro_batches_of(label: str, pp: int) -> int:

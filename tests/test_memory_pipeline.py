@@ -2,13 +2,14 @@
 
 import pytest
 
+from course_lib.bubbles import interleaving_memory, peak_live
 from course_lib.config import ModelConfig, preset
 from course_lib.hardware import PUBLISHED_1F1B_FALLS, PUBLISHED_1F1B_THROUGHPUT
+from course_lib.instructions import from_lists
 from course_lib.memory.activations import own_activations
 from course_lib.memory.formulas import budget
 from course_lib.memory.pipeline import (
     boundary_bytes,
-    interleaved_factor,
     live_layers,
     peak_held,
     pipeline_budgets,
@@ -17,7 +18,7 @@ from course_lib.memory.pipeline import (
 from course_lib.memory.sharded import sharded_budget
 from course_lib.memory.stages import balanced_layers, even_layers, fewer_at_the_ends, stage_parameters, stage_units
 from course_lib.memory.states import count_parameters
-from course_lib.schedules import all_forward_all_backward, from_lists, interleaved_1f1b, naive, one_f_one_b
+from course_lib.schedules import SCHEDULES, all_forward_all_backward, interleaved_1f1b, make, naive, one_f_one_b
 
 GIB = 2**30
 LLAMA_8B, LLAMA_405B, TOY = preset("llama-3.1-8b"), preset("llama-3.1-405b"), preset("toy")
@@ -82,6 +83,9 @@ def test_C100_C105_C143_activations_of_1f1b_do_not_shrink_with_stages():
     counts = [live_layers(schedule(4, 8), [1] * 4) for schedule in (naive, all_forward_all_backward, one_f_one_b)]
     assert counts == [[1] * 4, [8] * 4, [4, 3, 2, 1]]  # C105: from m to p - i; C143
     assert live_layers(one_f_one_b(4, 2), [1] * 4) == [2, 2, 2, 1]  # min(m, p - i)
+    for name in SCHEDULES:
+        schedule = make(name, 4, 12)
+        assert tuple(live_layers(schedule, [1] * schedule.num_stages)) == peak_live(name, 4, 12, schedule.v), name
     kept = stage_activations(LLAMA_8B, 1, 4096, even_layers(32, 8), 1, output_kept=False)
     alone = own_activations(LLAMA_8B, 1, 4096, precision="bf16-master", device="cuda")
     assert 8 * kept.kept == pytest.approx(alone.blocks, rel=1e-3)  # and RoPE's tables, once a stage
@@ -89,7 +93,7 @@ def test_C100_C105_C143_activations_of_1f1b_do_not_shrink_with_stages():
 
 def test_C114_interleaving_costs_activation_memory():
     for pp, v, printed in ((4, 2, 1.375), (8, 2, 1.44), (35, 3, 1.32)):
-        factor = interleaved_factor(pp, v)
+        factor = interleaving_memory(pp, v)
         assert factor == pytest.approx(printed, abs=0.005)
         m = 2 * pp
         plain = live_layers(one_f_one_b(pp, m), [v] * pp)[0]

@@ -145,14 +145,6 @@ def live_layers(schedule: Schedule, layers: Sequence[int]) -> list[int]:
     return [peak_held(row, layers) for row in schedule.instructions]
 
 
-def interleaved_factor(pp: int, v: int) -> float:
-    """Activations of rank 0 under interleaved 1F1B, of those under 1F1B, for micro-batches enough.
-
-    Source   Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.3
-    """
-    return 1 + (pp - 1) / (pp * v)
-
-
 def pipeline_budgets(
     config: ModelConfig,
     batch_size: int,
