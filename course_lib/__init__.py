@@ -79,6 +79,7 @@ A file imports from its own part and from the parts above it, never from one bel
     parallel/ring.py       ring attention: keys and values travel, their gradients travel home
     parallel/gathered.py   the same by all-gather and reduce-scatter
     parallel/ulysses.py    context parallel by heads: all-to-all, alone or inside a ring
+    parallel/context.py    context parallel: a Llama or GPT whose sequences are cut in one call, its step
     parallel/stages.py     a model cut into stages of consecutive layers
     parallel/channels.py   pipeline: who sends what to whom, and why nobody waits for ever
     parallel/deferred.py   backward in two parts: weight gradients that wait

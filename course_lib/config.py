@@ -305,6 +305,15 @@ MOE_PRESETS: dict[str, ModelConfig] = {
 }
 
 
+def require_dense(config: ModelConfig, what: str) -> None:
+    """Raises ValueError if the model has experts or latent attention, of which `what` knows nothing."""
+    if config.moe or config.mla:
+        kind = "experts" if config.moe else "latent attention"
+        raise ValueError(
+            f"{what} knows no {kind}, but {config.name} has; use a dense model, or the functions of memory/moe.py"
+        )
+
+
 def preset(name: str) -> ModelConfig:
     """The preset of that name.
 

@@ -187,7 +187,7 @@ def combine(y_RD: Tensor, choice_R: Tensor, routing: Routing) -> Tensor:
     num_tokens, top_k = routing.weight_Tk.shape
     weight_R1 = routing.weight_Tk.flatten()[choice_R].to(y_RD.dtype).unsqueeze(1)
     y_TD = torch.zeros(num_tokens, y_RD.shape[1], dtype=y_RD.dtype, device=y_RD.device)
-    return y_TD.index_add(0, choice_R // top_k, y_RD * weight_R1)
+    return y_TD.index_put((choice_R // top_k,), y_RD * weight_R1, accumulate=True)  # index_add would keep its addends
 
 
 def run_experts(experts: nn.ModuleList, x_TD: Tensor, routing: Routing) -> Tensor:
@@ -195,6 +195,11 @@ def run_experts(experts: nn.ModuleList, x_TD: Tensor, routing: Routing) -> Tenso
     x_RD, choice_R, rows_E = dispatch(x_TD, routing)
     y_RD = apply_experts(experts, x_RD, rows_E.tolist())
     return combine(y_RD, choice_R, routing)
+
+
+def recomputing() -> bool:
+    """Whether a backward pass runs now: then a checkpoint runs this forward pass again, for whom its graph ends."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def own_load(tokens_E: Tensor) -> Tensor:
@@ -205,7 +210,7 @@ def own_load(tokens_E: Tensor) -> Tensor:
 class MoE(nn.Module):
     """Router, experts and shared experts. `make_mlp(width)` builds one MLP; `model.py` brings its own.
 
-    `routing` is that of the last forward pass.
+    `routing` is that of the last forward pass: in the graph until the loss has been made, then without.
     """
 
     def __init__(self, d_model: int, config: MoeConfig, make_mlp: Callable[[int], nn.Module]):
@@ -222,8 +227,10 @@ class MoE(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_TD = x_BSD.flatten(0, -2)
-        self.routing = self.router(x_TD)
-        y_TD = self.run_experts(self.experts, x_TD, self.routing)
+        routing = self.router(x_TD)
+        if not recomputing():
+            self.routing = routing
+        y_TD = self.run_experts(self.experts, x_TD, routing)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         return y_TD.view_as(x_BSD)
@@ -288,7 +295,6 @@ def balance_after_step(model: nn.Module) -> None:
             load_E = moe.sum_load(moe.load_E)
             moe.router.bias_steps_E += (load_E.sum() - load_E * len(load_E)).sign()  # mean minus load, times E
         moe.load_E.zero_()
-        moe.routing = moe.routing and moe.routing.detached()  # recomputation has left its graph there
 
 
 def with_moe(config: ModelConfig, **changes) -> ModelConfig:

@@ -8,8 +8,9 @@ Plain functions of numbers: nothing here runs or measures anything. Two models c
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from course_lib.config import ModelConfig
+from course_lib.config import ModelConfig, require_dense
 from course_lib.hardware import GPU, Link, peak_flops
+from course_lib.memory.moe import active_matmul_parameters
 
 
 @dataclass(frozen=True)
@@ -140,19 +141,34 @@ def bus_bandwidth(name: str, payload_bytes: float, seconds: float, world_size: i
 
 # ------------------------------------------------------------------------------------ FLOPs
 def matmul_parameters(config: ModelConfig) -> int:
-    """Weights that a token is multiplied with: attention, feed-forward, head; not the embedding, a look-up."""
+    """Weights that a token is multiplied with: attention, feed-forward, head; not the embedding, a look-up.
+
+    Of experts: the router, the top_k chosen ones and the shared ones.
+    """
+    if config.moe or config.mla:
+        return active_matmul_parameters(config)
     return config.num_layers * layer_matmul_parameters(config) + config.vocab_size * config.d_model
 
 
 def layer_matmul_parameters(config: ModelConfig) -> int:
-    """Weights of one layer's matrix multiplications: q, k, v, o, and two feed-forward matrices (three in Llama)."""
+    """Weights of one layer's matrix multiplications: q, k, v, o, and two feed-forward matrices (three in Llama).
+
+    Raises   ValueError if the model has experts: its layers are not alike
+    """
+    require_dense(config, "layer_matmul_parameters")
     attention = config.d_model * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     return attention + (3 if config.family == "llama" else 2) * config.d_model * config.d_ff
 
 
 def attention_flops_per_token(config: ModelConfig, seq_len: int, causal: bool = False) -> int:
-    """Forward FLOPs of scores and of their product with the values: 4 L h s a token; half of it if causal."""
-    flops = 4 * config.num_layers * config.num_heads * config.head_dim * seq_len
+    """Forward FLOPs of scores and of their product with the values: 4 L h s a token; half of it if causal.
+
+    With latent attention, whose heads are whole again in training, keys are longer than values.
+    """
+    score_dim = value_dim = config.head_dim
+    if config.mla:
+        score_dim, value_dim = config.mla.nope_dim + config.mla.rope_dim, config.mla.value_dim
+    flops = 2 * config.num_layers * config.num_heads * (score_dim + value_dim) * seq_len
     return flops // 2 if causal else flops
 
 

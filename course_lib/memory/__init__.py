@@ -8,6 +8,7 @@ In reading order:
     formulas.py      the whole budget; everything above can be imported from here
     zero.py          ZeRO: units, what a rank holds of each kind, offload
     tensor.py        tensor and sequence parallelism as a narrower model
+    moe.py           mixtures of experts: total and active parameters, rows routed, EP x DP x TP
     context.py       context parallelism: fewer tokens, and the keys and values of others
     sharded.py       the whole budget of one rank among many
     stages.py        a model cut into pipeline stages: layers, parameters, balance

@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from course_lib.config import ModelConfig
+from course_lib.config import ModelConfig, require_dense
 from course_lib.memory.states import RECIPES, parameter_shapes
 
 _FP32, _TOKEN_ID, _MASK = 4, 8, 1  # bytes of a float32, of an int64 token, of a bool
@@ -91,8 +91,9 @@ def block_terms(
 ) -> dict[str, float]:
     """List what one block keeps for each token, in bytes, by name; without recomputation.
 
-    Raises   ValueError if attention or precision is unknown
+    Raises   ValueError if attention or precision is unknown, or the model has experts (`moe.py` has their terms)
     """
+    require_dense(config, "block_terms")
     p = _precision(precision)
     check_attention(attention)
     D, F, llama = config.d_model, config.d_ff, config.family == "llama"

@@ -6,7 +6,7 @@ Symbols: s sequence, b micro-batch, h hidden size, a heads, L layers, v vocabula
 
 from __future__ import annotations
 
-from course_lib.config import ModelConfig
+from course_lib.config import ModelConfig, require_dense
 
 KORTHIKANTI_TERMS = {  # bytes a token and hidden feature (the score terms: a token and score), Korthikanti section 4.1
     "input of q, k, v": 2,
@@ -41,6 +41,7 @@ def korthikanti_layer_bytes(
     Raises      ValueError if recompute is unknown or tp < 1
     Source      Korthikanti et al. 2022 (arXiv:2205.05198), table 2
     """
+    require_dense(config, "korthikanti_layer_bytes")
     _check(recompute, tp)
     sbh = seq_len * batch_size * config.d_model
     if recompute == "full":
@@ -80,6 +81,7 @@ def megatron_activation_bytes(config: ModelConfig, batch_size: int, seq_len: int
              4 s b h (1 + v / h) output
     Source   NVIDIA/Megatron-LM, megatron/training/theoretical_memory_usage.py
     """
+    require_dense(config, "megatron_activation_bytes")
     sb, h = seq_len * batch_size, config.d_model
     layers = config.num_layers * sb * (18 * h + 4 * config.d_ff)
     return layers + 8 * sb + sb * h + korthikanti_output_bytes(config, batch_size, seq_len)
@@ -90,6 +92,7 @@ def zero_paper_bytes(config: ModelConfig, batch_size: int, seq_len: int) -> int:
 
     Source   Rajbhandari et al. 2020 (arXiv:1910.02054), footnote in section 3.2
     """
+    require_dense(config, "zero_paper_bytes")
     return 2 * 12 * config.d_model * batch_size * seq_len * config.num_layers
 
 

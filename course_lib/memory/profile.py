@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from course_lib.config import ModelConfig
+from course_lib.config import ModelConfig, require_dense
 from course_lib.data import batch, tokens
 from course_lib.memory.formulas import Recipe, budget, recipe_of
 from course_lib.memory.tracker import KINDS, MemoryTracker, Timeline
@@ -71,6 +71,7 @@ def scale_down(config: ModelConfig, d_model: int = 128, num_layers: int = 4) -> 
     Kept are F / D, V / D (but V is at least 256, the course's tokens), N / K, tied or not. Dropout goes: a CPU has
     no fused attention with it. A model that is no larger stays as it is.
     """
+    require_dense(config, "scale_down")
     if config.d_model <= d_model and config.num_layers <= num_layers:
         return replace(config, dropout=0.0)
     group = config.num_heads // config.num_kv_heads

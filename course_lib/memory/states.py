@@ -17,12 +17,49 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
     """List every parameter tensor of a model: name -> (shape, number of such tensors).
 
     Raises   ValueError if config.family is unknown
-    Source   Llama: arXiv:2302.13971; GPT-2: OpenAI's release; XLM-R: arXiv:1911.02116, arXiv:2105.00572
+    Source   Llama: arXiv:2302.13971; GPT-2: OpenAI's release; XLM-R: arXiv:1911.02116, arXiv:2105.00572; Mixtral:
+             arXiv:2401.04088; DeepSeek-V3: arXiv:2412.19437
     """
     tables = {"llama": _llama_shapes, "gpt": _gpt_shapes, "xlmr": _xlmr_shapes}
     if config.family not in tables:
         raise ValueError(f"family {config.family!r} has no parameter table; choose from {', '.join(tables)}")
-    return tables[config.family](config)
+    return _with_latent_attention(config, _with_experts(config, tables[config.family](config)))
+
+
+def _with_experts(config: ModelConfig, shapes: Shapes) -> Shapes:
+    """Experts, router and shared experts in place of the MLP, in all blocks but the first few."""
+    moe, D = config.moe, config.d_model
+    if moe is None:
+        return shapes
+    widths = {"experts": (moe.d_expert, moe.num_experts), "shared": (moe.num_shared_experts * moe.d_expert, 1)}
+    found = {"moe.router": ((moe.num_experts, D), config.num_moe_layers)}
+    for part, (width, many) in widths.items():
+        for name in ("gate", "up", "down") if width else ():
+            shape = (D, width) if name == "down" else (width, D)
+            found[f"moe.{part}.{name}"] = (shape, many * config.num_moe_layers)
+    dense = {f"mlp.{name}" for name in ("gate", "up", "down")}
+    kept = {name: (shape, moe.first_dense_layers if name in dense else n) for name, (shape, n) in shapes.items()}
+    return {name: entry for name, entry in kept.items() if entry[1]} | found
+
+
+def _with_latent_attention(config: ModelConfig, shapes: Shapes) -> Shapes:
+    """Queries and keys with values pass through narrow matrices, each with a norm (MLA)."""
+    mla, D, N, L = config.mla, config.d_model, config.num_heads, config.num_layers
+    if mla is None:
+        return shapes
+    latent = {
+        "attention.q_down": (mla.q_rank, D),
+        "attention.q_norm": (mla.q_rank,),
+        "attention.q_up": (N * (mla.nope_dim + mla.rope_dim), mla.q_rank),
+        "attention.kv_down": (mla.kv_rank + mla.rope_dim, D),
+        "attention.kv_norm": (mla.kv_rank,),
+        "attention.kv_up": (N * (mla.nope_dim + mla.value_dim), mla.kv_rank),
+        "attention.o": (D, N * mla.value_dim),
+    }
+    others = {
+        name: entry for name, entry in shapes.items() if name not in ("attention.q", "attention.k", "attention.v")
+    }
+    return others | {name: (shape, L) for name, shape in latent.items()}
 
 
 def _llama_shapes(config: ModelConfig) -> Shapes:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from course_lib.config import ModelConfig
+from course_lib.config import ModelConfig, require_dense
 from course_lib.conjugate import piece_sizes
 from course_lib.memory.activations import Activations, own_activations
 from course_lib.memory.states import parameter_shapes
@@ -45,6 +45,7 @@ def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
 
     Raises   ValueError if heads do not divide, or a rank would be left without a row
     """
+    require_dense(config, "narrow")
     check_heads(config.num_heads, config.num_kv_heads, tp)
     if not 0 <= tp_rank < tp:
         raise ValueError(f"tp_rank is {tp_rank}, required: 0 to {tp - 1}")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-from course_lib.config import ModelConfig
+from course_lib.config import ModelConfig, require_dense
 from course_lib.memory.states import Recipe, StateBytes, moments_bytes, parameter_shapes, recipe_of
 
 STAGES = (0, 1, 2, 3)
@@ -37,6 +37,7 @@ def padded(numel: int, dp_size: int) -> int:
 
 def layer_units(config: ModelConfig) -> list[int]:
     """Stage 3's units, in numbers: embedding, each block, final norm with head (a tied head is the embedding's)."""
+    require_dense(config, "layer_units")
     shapes = parameter_shapes(config)
     embed = sum(prod(shapes[name][0]) for name in _before_blocks(config))
     end = sum(prod(shape) for name, (shape, _) in shapes.items() if name in _AFTER_BLOCKS)
@@ -67,6 +68,7 @@ def tensor_sizes(config: ModelConfig) -> list[int]:
 
 def tensor_sizes_by_part(config: ModelConfig) -> tuple[list[int], list[int], list[int]]:
     """The same of what comes before the blocks, of one block, and of what comes after them."""
+    require_dense(config, "tensor_sizes_by_part")
     shapes = parameter_shapes(config)
     before = [prod(shapes[name][0]) for name in _before_blocks(config)]
     block = [prod(shape) for name, (shape, _) in shapes.items() if name.startswith(("attention.", "mlp."))]
