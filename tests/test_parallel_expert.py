@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import re
+from contextlib import ExitStack
 from functools import partial
 from unittest.mock import patch
 
@@ -10,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib import model, moe, training
+from course_lib import conjugate, model, moe, training
 from course_lib.config import ModelConfig, MoeConfig
 from course_lib.launch import launch
 from course_lib.mesh import Mesh, make_groups
 from course_lib.meter import ByteMeter
-from course_lib.parallel import dispatch, expert
+from course_lib.parallel import expert
 from course_lib.precision import MasterAdamW
-from course_lib.routing_traffic import ExpertLayout, moe_traffic
+from course_lib.routing_traffic import check_expert_parallel, moe_traffic
 from course_lib.timing import ring_all_reduce_bytes
 
 # d_expert divides by neither 2 nor 4
@@ -136,22 +138,20 @@ def engine_of(case, whole):
     return expert.build(whole, dp, case.ep, case.method, case.ranks_per_node, tp)
 
 
-def measure(case):
+def measure(case, plant=lambda engine: None):
     whole, batches = built(case), batches_of(case)
     engine = engine_of(case, copy.deepcopy(whole))
+    plant(engine)
     expected_loss, expected = one_process(whole, case, batches)
     loss = expert.accumulate_gradients(engine, batches[dist.get_rank() // case.tp])
-    gradients = expert.full_gradients(engine)
+    gradients, parameters = expert.full_gradients(engine), expert.full_parameters(engine)
     assert gradients.keys() == expected.keys(), gradients.keys() ^ expected.keys()
     apart = {name: (gradients[name] - expected[name]).abs().max().item() for name in expected}
-    parameters = expert.full_parameters(engine)
-    same = all(torch.equal(parameters[name], param) for name, param in whole.named_parameters())
     return {
         "loss": abs(loss - expected_loss).item(),
-        "apart": max(apart.values()),
-        "worst": max(apart, key=apart.get),
+        "apart": apart,
         "size": max(grad.abs().max().item() for grad in expected.values()),
-        "same parameters": same,
+        "same parameters": all(torch.equal(parameters[name], param) for name, param in whole.named_parameters()),
         "shapes": {name: tuple(param.shape) for name, param in engine.named_parameters()},
         "load": [tuple(x.tolist() for x in pair) for pair in expert.routing_load(engine)],
     }
@@ -165,15 +165,249 @@ def measure_all(names):
 def measured():
     seen = {}
     for size in (2, 4):
-        names = [name for name, case in CASES.items() if case.world_size == size]
-        for rank, of_rank in enumerate(launch(measure_all, size, names)):
+        for of_rank in launch(measure_all, size, [name for name, case in CASES.items() if case.world_size == size]):
             for name, record in of_rank.items():
                 seen.setdefault(name, []).append(record)
     return seen
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_equal_one_process(measured, name):
+def test_loss_and_gradients_equal_one_process(measured, name):
     for record in measured[name]:
         assert record["size"] > 1e-3 and record["same parameters"]
-        assert record["loss"] < 1e-12 and record["apart"] < 1e-10, record
+        assert record["loss"] < 1e-12 and max(record["apart"].values()) < 1e-10, record["apart"]
+
+
+def experts_held(shapes):
+    names = [name.split(".") for name in shapes if name.startswith("blocks.1.mlp.experts.")]
+    return sorted({int(name[4]) for name in names})
+
+
+def test_each_rank_has_its_experts_alone_and_all_of_the_rest(measured):
+    assert [experts_held(r["shapes"]) for r in measured["ep 4"]] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [experts_held(r["shapes"]) for r in measured["ep 2 x expert_dp 2"]] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
+    assert [experts_held(r["shapes"]) for r in measured["ep 2 x tp 2"]] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
+    for rank, record in enumerate(measured["ep 2 x tp 2"]):
+        number, width = 4 * (rank // 2), (5, 4)[rank % 2]  # d_expert 9 in two parts
+        shapes = {name: record["shapes"][f"blocks.0.mlp.{name}.weight"] for name in ("router", "shared.up")}
+        assert shapes == {"router": (8, 16), "shared.up": (width, 16)}
+        assert record["shapes"][f"blocks.0.mlp.experts.{number}.gate.weight"] == (width, 16)
+        assert record["shapes"][f"blocks.0.mlp.experts.{number}.down.weight"] == (16, width)
+    assert measured["ep 4"][0]["shapes"]["blocks.0.attention.q.weight"] == (16, 16)
+
+
+def test_cases_are_what_they_say_experts_without_tokens_skew_and_drops(measured):
+    for tokens_E, dropped_E in measured["ep 4, top-1, skewed, ranks without a token"][0]["load"]:
+        assert 0 in tokens_E and max(tokens_E) == sum(tokens_E) * 1.0 and sum(dropped_E) == 0
+    for tokens_E, dropped_E in measured["ep 4, capacity"][0]["load"]:
+        assert sum(tokens_E) == 2 * S * (1 + 3 + 0 + 1) and 0 < sum(dropped_E) < sum(tokens_E)
+
+
+# --- planted mistakes
+
+
+def wrong_group(engine):
+    engine.groups = dataclasses.replace(engine.groups, expert_dp=engine.groups.dp)
+
+
+def no_sum_of_copies(engine):
+    engine.groups = dataclasses.replace(engine.groups, expert_dp=engine.groups.ep)
+
+
+PLANTED = {
+    "summed over other experts": ("ep 2 x expert_dp 2", wrong_group, {}),
+    "summed over the ranks that send each other tokens": ("ep 2 x expert_dp 2", no_sum_of_copies, {}),
+    "divided by the tokens of one's own group": (
+        "ep 2 x expert_dp 2",
+        lambda engine: None,
+        {"count_tokens": lambda engine, batches: sum(y.numel() for _, y in batches) or 1},
+    ),
+    "weights enter tp without their sum": (
+        "ep 2 x tp 2",
+        lambda engine: None,
+        {"copy_in": lambda x, group: x if x.shape[-1] == 2 else conjugate.copy_in(x, group)},
+    ),
+    "load of one's own rank": (
+        "ep 4, auxiliary loss, recompute",
+        lambda engine: [setattr(layer, "sum_load", lambda tokens_E: tokens_E) for layer in moe.moe_layers(engine)],
+        {},
+    ),
+}
+
+
+def planted():
+    found = {}
+    for name, (case, plant, wrong) in PLANTED.items():
+        with ExitStack() as stack:
+            for place, function in wrong.items():
+                stack.enter_context(patch.object(expert, place, function))
+            apart = measure(CASES[case], plant)["apart"]
+        found[name] = {"expert" if ".experts." in key else "rest" for key, value in apart.items() if value > 1e-6}
+    return found
+
+
+# --- a whole step
+
+
+def step_bytes():
+    """What a step sends, by group, beside the routing's traffic and the gradients' sums."""
+    case = Case(2, 4, experts_with(balancing="bias"))
+    whole, batches = built(case), batches_of(case)
+    groups, routings = make_groups(Mesh(dp=4)), []
+    engine = expert.build(whole, groups["dp"], 2)
+    for layer in moe.moe_layers(engine):
+        layer.router.register_forward_hook(lambda router, inputs, routing: routings.append(routing.expert_Tk))
+    axes = {"ep": engine.groups.ep, "expert_dp": engine.groups.expert_dp, "dp": engine.groups.dp}
+    with ByteMeter(axes) as meter:
+        expert.step(engine, batches[dist.get_rank()], expert.make_optimizer(engine), clip_norm=1.0)
+
+    rank, ep_rank = dist.get_rank(), engine.groups.ep.rank()
+    traffic = 0
+    for expert_Tk in routings:
+        both = [None, None]
+        dist.all_gather_object(both, expert_Tk, group=engine.groups.ep)
+        traffic += moe_traffic(both, engine.layout, 16, itemsize=8).sent_bytes(ep_rank)
+    sizes = [0, 0]
+    for name, param in engine.named_parameters():
+        sizes[".experts." in name] += param.nbytes
+    dp = ring_all_reduce_bytes(sizes[0], 4, rank, 8)
+    dp += 3 * 16 + 2 * ring_all_reduce_bytes(8, 4, rank, 8) + 2 * ring_all_reduce_bytes(8 * 8, 4, rank, 8)
+    return meter.by_axis, {"ep": traffic, "expert_dp": ring_all_reduce_bytes(sizes[1], 2, rank // 2, 8), "dp": dp}
+
+
+def trained(case, clip_norm):
+    """Three steps beside one process that clips by torch's own function, its bias moved by the same rule."""
+    whole, batches = built(case), batches_of(case)
+    engine = engine_of(case, copy.deepcopy(whole))
+    optimizer, reference = expert.make_optimizer(engine, lr=0.01), expert.make_optimizer(whole, lr=0.01)
+    clip, norms = expert.clip_gradients, []
+    with patch.object(expert, "clip_gradients", lambda *given: norms.append((clip(*given).item(), None))):
+        for _ in range(3):
+            expert.step(engine, batches[dist.get_rank() // case.tp], optimizer, clip_norm)
+            one_process(whole, case, batches)
+            expected = nn.utils.clip_grad_norm_(whole.parameters(), clip_norm).item()
+            norms[-1] = (norms[-1][0], expected)
+            reference.step(), reference.zero_grad(), moe.balance_after_step(whole)
+    parameters = expert.full_parameters(engine)
+    apart = max((parameters[name] - param).abs().max().item() for name, param in whole.named_parameters())
+    pairs = list(zip(moe.moe_layers(engine), moe.moe_layers(whole)))
+    same_bias = all(torch.equal(mine.router.bias_steps_E, one.router.bias_steps_E) for mine, one in pairs)
+    counted = max(layer.load_E.sum().item() for layer, _ in pairs)
+    return apart, norms, same_bias and counted == 0
+
+
+def in_bfloat16(method):
+    case = Case(4, 4, experts_with(balancing="aux_loss"), method=method, ranks_per_node=2, rows=EVEN)
+    engine = engine_of(case, built(case, torch.bfloat16))
+    optimizer = expert.make_optimizer(engine, lr=0.01)
+    losses = [expert.step(engine, batches_of(case)[dist.get_rank()], optimizer, 1.0).item() for _ in range(8)]
+    return isinstance(optimizer, MasterAdamW), losses[0] - losses[-1], {p.dtype for p in engine.parameters()}
+
+
+def unequal():
+    """Ranks with another number of micro-batches, or no token anywhere: an error on each, before any row is sent."""
+    messages = []
+    for batches in (batches_of(CASES["ep 4"])[dist.get_rank()][: dist.get_rank() + 1], batches_of(Case(4, 4))[1][:1]):
+        engine = expert.build(built(CASES["ep 4"]), dist.group.WORLD)
+        with ByteMeter() as meter, pytest.raises(ValueError) as error:
+            expert.accumulate_gradients(engine, batches)
+        messages.append((str(error.value), meter.calls))
+    return messages
+
+
+def the_rest():
+    return {
+        "planted": planted(),
+        "step bytes": step_bytes(),
+        "trained": {
+            "ep 2 x expert_dp 2": trained(Case(2, 4, experts_with(balancing="bias", bias_speed=0.05)), 0.5),
+            "ep 2 x tp 2": trained(Case(2, 2, experts_with(SIGMOID, balancing="bias"), tp=2), 0.5),
+        },
+        "bfloat16": [in_bfloat16(method) for method in ("plain", "once_per_node")],
+        "unequal": unequal(),
+    }
+
+
+@pytest.fixture(scope="module")
+def rest():
+    return launch(the_rest, 4)
+
+
+def test_planted_mistakes_are_found_where_they_are(rest):
+    found = {name: set().union(*(rank["planted"][name] for rank in rest)) for name in PLANTED}
+    assert found["summed over other experts"] == {"expert"}
+    assert found["summed over the ranks that send each other tokens"] == {"expert"}
+    assert found["divided by the tokens of one's own group"] == {"expert", "rest"}
+    assert "rest" in found["weights enter tp without their sum"]
+    assert "rest" in found["load of one's own rank"]
+
+
+def test_a_step_sends_what_the_routing_and_the_gradients_ask_for(rest):
+    for sent, expected in (rank["step bytes"] for rank in rest):
+        assert sent == expected and min(sent.values()) > 0
+
+
+def test_three_clipped_steps_equal_one_process_and_biases_follow_the_load_of_all(rest):
+    for apart, norms, same_bias in (each for rank in rest for each in rank["trained"].values()):
+        assert same_bias and apart < 1e-8
+        assert all(abs(mine - expected) < 1e-10 and expected > 0.5 for mine, expected in norms), norms
+
+
+def test_bfloat16_parameters_train_with_masters(rest):
+    for has_masters, gain, dtypes in (each for rank in rest for each in rank["bfloat16"]):
+        assert has_masters and gain > 0.3 and dtypes == {torch.bfloat16}
+
+
+def test_ranks_with_unequal_micro_batches_or_no_token_are_refused_on_every_rank(rest):
+    for (unequal, first_calls), (nothing, second_calls) in (rank["unequal"] for rank in rest):
+        assert "ranks bring [1, 2, 2, 2] micro-batches" in unequal and "no rank brings a token" in nothing
+        assert first_calls == second_calls == {"all_gather": 1}
+
+
+# --- errors
+
+
+def test_what_cannot_be_spread_is_refused_before_any_rank_starts():
+    config = dataclasses.replace(LLAMA, moe=EXPERTS)
+    refused = {
+        "ep (3) must divide the 4 ranks of dp; choose ep from 1, 2, 4": (config, 4, 3),
+        "num_experts (8) must be divisible by ep (3); choose ep from 1, 2, 4, 8": (config, 3, 3),
+        "ep (4) must be divisible by ranks_per_node (3)": (config, 4, 4, 1, 3),
+        "d_expert (9) leaves a rank of tp (16) with none": (config, 2, 2, 16),
+        "method 'twice' is unknown; choose from plain, once_per_rank, once_per_node": (config, 2, 2, 1, None, "twice"),
+        "llama has no experts": (dataclasses.replace(LLAMA, moe=None), 2, 2),
+    }
+    for start, arguments in refused.items():
+        with pytest.raises(ValueError) as error:
+            check_expert_parallel(*arguments)
+        assert str(error.value).startswith(start)
+    for wrong, text in (({"top_k": 9}, "top_k (9)"), ({"capacity_factor": 0.0}, "capacity_factor is 0.0")):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            experts_with(**wrong)
+
+
+def refusals():
+    group, messages = dist.group.WORLD, []
+    odd = built(Case(2, 2))
+    odd.blocks[0].mlp.experts[3].up.weight.requires_grad_(False)
+    with ByteMeter() as meter:
+        for whole, given, ep_size in (
+            (built(Case(2, 2)), None, 2),
+            (model.build(dataclasses.replace(LLAMA, moe=experts_with(num_experts=7))), group, 2),
+            (expert.build(built(Case(2, 2)), group), group, 2),
+            (odd, group, 2),
+        ):
+            before = [id(p) for p in whole.parameters()]
+            with pytest.raises(ValueError) as error:
+                expert.build(whole, given, ep_size)
+            messages.append(str(error.value))
+            assert before == [id(p) for p in whole.parameters()]
+    return messages, meter.calls
+
+
+def test_build_refuses_before_anything_is_sent_or_changed():
+    for messages, calls in launch(refusals, 2):
+        expected = ["build got None as its group", "num_experts (7) must be", "experts of layer 0 are a ModuleDict"]
+        expected.append("experts of layer 0 are frozen in different ways")
+        assert all(message.startswith(start) for message, start in zip(messages, expected, strict=True)), messages
+        assert calls == {}
