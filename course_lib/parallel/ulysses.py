@@ -12,7 +12,9 @@ Beyond it, both methods together on a mesh: Ulysses inside, among neighbours, an
 the tokens that one rank of the ring would have; after the first all-to-all each has all of these for its heads, and
 the ring runs among the ranks that have the same heads.
 
-On the wire, a layer: 4 all-to-alls forward (q, k, v; out), the same 4 backward with gradients in reverse.
+On the wire, a layer: 4 all-to-alls forward (q, k, v; out), and backward the 4 of their gradients. Recomputation repeats
+those of q, k and v, and that of out where something behind it in the block is recomputed as well.
+
 Source   Jacobs et al. 2023 (arXiv:2309.14509); both together: Fang and Zhao 2024 (arXiv:2405.07719), USP
 """
 
