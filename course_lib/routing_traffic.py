@@ -308,7 +308,7 @@ def capacity_of(num_tokens: int, top_k: int, num_experts: int, capacity_factor: 
     """
     if not capacity_factor > 0:
         raise ValueError(f"capacity_factor is {capacity_factor}; choose more than 0: 1 holds a perfectly even routing")
-    return math.ceil(capacity_factor * num_tokens * top_k / num_experts)
+    return math.ceil(capacity_factor * top_k * num_tokens / num_experts)
 
 
 def dropped(counts: Sequence[Sequence[int]], capacity: int) -> int:
