@@ -171,11 +171,12 @@ def _deadlock(schedule: Schedule) -> list[str]:
         f"place {place_of[waits[rank][1]]} of rank {schedule.rank_of_stage[waits[rank][1].stage]}"
         for rank in circle
     )
-    wanted = waits[circle[-1]][1]
-    return [
-        f"deadlock, nobody in this circle can go on: {chain}. Break it: let rank {circle[0]} do {wanted} before "
-        f"{waits[circle[0]][0]}"
+    ways = [  # at least one: what follows from dependencies alone makes no circle
+        f"rank {rank} do {need} before {waits[rank][0]}"
+        for rank, (_, need) in zip(circle, [waits[before] for before in circle[-1:] + circle[:-1]])
+        if waits[rank][0] != need
     ]
+    return [f"deadlock, nobody in this circle can go on: {chain}. Break it: let {', or '.join(ways)}"]
 
 
 # --- 3. channels
