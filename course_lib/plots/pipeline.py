@@ -20,7 +20,7 @@ OP_COLORS = {
     "I": OKABE_ITO["orange"],
     "W": OKABE_ITO["green"],
 }
-OP_MEANINGS = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradients of the weights"}
+OP_MEANINGS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
 IDLE_COLOR = "#EDEDED"
 LIGHTEST = 0.62  # white mixed into the colour of a rank's last chunk
 BOX_HEIGHT = 0.84
@@ -206,7 +206,7 @@ def legend_of(pictures: Sequence[SchedulePicture]) -> list[Patch]:
     if any(picture.idle for picture in pictures):
         handles.append(Patch(facecolor=IDLE_COLOR, label="idle"))
     if any(picture.num_chunks > 1 for picture in pictures):
-        handles.append(Patch(facecolor=shade("F", 1, 2), label="lighter: the rank's later layers"))
+        handles.append(Patch(facecolor=shade("F", 1, 2), label="lighter: later layers"))
     return handles
 
 
@@ -215,11 +215,11 @@ def chart_height_in(picture: SchedulePicture) -> float:
     return 0.62 + ROW_IN * picture.num_ranks
 
 
-def draw_chart(axes, picture: SchedulePicture, xlabel: str = "simulated time") -> None:
+def draw_chart(axes, picture: SchedulePicture, title: str | None = None, end_s: float | None = None) -> None:
     """One chart by itself, with title, time axis and legend."""
-    draw_schedule(axes, picture)
-    axes.set_title(chart_title(picture), fontsize=9.5)
-    axes.set_xlabel(xlabel)
+    draw_schedule(axes, picture, end_s)
+    axes.set_title(chart_title(picture) if title is None else title, fontsize=9.5)
+    axes.set_xlabel("simulated time")
     legend_below(axes, legend_of([picture]))
 
 

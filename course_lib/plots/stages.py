@@ -78,6 +78,8 @@ def draw_live(axes, picture: LivePicture, end_s: float | None = None) -> None:
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.set(xlim=(0, end_s or picture.end_s), ylim=(ranks - 0.5, -0.5), xlabel="simulated time")
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 4.0}
+    axes.legend(handles=live_legend(picture), ncol=2, **below)
 
 
 def stacked(alive: Steps, waiting: Steps, end_s: float) -> tuple[list[float], list[float], list[float]]:
@@ -95,22 +97,25 @@ def stacked(alive: Steps, waiting: Steps, end_s: float) -> tuple[list[float], li
 
 
 def live_legend(picture: LivePicture) -> list[Patch]:
-    handles = [Patch(facecolor=ALIVE_COLOR, label="alive: from forward to the gradient of the input")]
+    handles = [Patch(facecolor=ALIVE_COLOR, label="alive: from forward to input gradient")]
     if any(picture.peak_waiting):
         look = {"facecolor": WAITING_COLOR, "hatch": WAITING_HATCH, "edgecolor": ALIVE_COLOR, "linewidth": 0}
-        handles.append(Patch(**look, label="waiting for the weights' gradients"))
+        handles.append(Patch(**look, label="waiting for weight gradients"))
     return handles
+
+
+def live_height_in(picture: LivePicture) -> float:
+    """The height of the strips with title, time axis and legend."""
+    return 1.15 + 0.34 * len(picture.alive)
 
 
 def show_live(simulation: Simulation, title: str = "") -> None:
     """Show how many micro-batches' activations each rank keeps over time."""
     picture = live_picture(simulation)
     with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.15 + 0.34 * len(picture.alive)))
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, live_height_in(picture)))
         draw_live(axes, picture)
         axes.set_title(title or f"{simulation.schedule.name}: {live_title(picture)}", fontsize=10)
-        below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 4.0}
-        axes.legend(handles=live_legend(picture), ncol=2, **below)
         finish(figure)
 
 

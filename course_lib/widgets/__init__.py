@@ -6,6 +6,9 @@ precision_explorer    what each number format makes of a weight and its update
 dp_explorer           batch, step time and exposed communication of data parallelism
 zero_explorer         what each stage of ZeRO leaves on a GPU, what it sends, what offload moves; measured on a toy
 tensor_explorer       tensor and sequence parallelism: memory, and the share of communication; measured on a toy
+pipeline_explorer     schedules of a pipeline on the clock: chart, bubble by both definitions, activations kept alive
+pipeline_puzzle       place the blocks of a pipeline by hand; a checker answers
+expert_explorer       experts, their load and drops, and the bytes within and between nodes
 """
 
 try:
@@ -18,7 +21,10 @@ except ImportError as error:
 
 from course_lib.widgets.collectives import collective_explorer
 from course_lib.widgets.data_parallel import dp_explorer
+from course_lib.widgets.experts import expert_explorer
 from course_lib.widgets.memory import memory_explorer
+from course_lib.widgets.pipeline import pipeline_explorer
+from course_lib.widgets.pipeline_puzzle import pipeline_puzzle
 from course_lib.widgets.precision import precision_explorer
 from course_lib.widgets.tensor import tensor_explorer
 from course_lib.widgets.zero import zero_explorer
@@ -26,7 +32,10 @@ from course_lib.widgets.zero import zero_explorer
 __all__ = [
     "collective_explorer",
     "dp_explorer",
+    "expert_explorer",
     "memory_explorer",
+    "pipeline_explorer",
+    "pipeline_puzzle",
     "precision_explorer",
     "tensor_explorer",
     "zero_explorer",
