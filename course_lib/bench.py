@@ -17,11 +17,13 @@ import torch.distributed as dist
 from course_lib import model
 from course_lib.config import PRESETS
 from course_lib.launch import launch
+from course_lib.native import context as native_context
 from course_lib.native import data as native_data
 from course_lib.native import pipeline as native_pipeline
 from course_lib.native import sequence as native_sequence
 from course_lib.native import tensor as native_tensor
 from course_lib.native import zero as native_zero
+from course_lib.parallel import context as parallel_context
 from course_lib.parallel import data as parallel_data
 from course_lib.parallel import pipeline as parallel_pipeline
 from course_lib.parallel import sequence as parallel_sequence
@@ -33,6 +35,7 @@ TECHNIQUES: dict[str, tuple[ModuleType, ModuleType]] = {
     "zero": (parallel_zero, native_zero),  # stage 3, and FSDP2
     "tensor": (parallel_tensor, native_tensor),  # by hand, and DTensor
     "sequence": (parallel_sequence, native_sequence),
+    "context": (parallel_context, native_context),  # a ring, zigzag
     "pipeline": (parallel_pipeline, native_pipeline),  # 1F1B, one stage a rank
 }
 MICRO_BATCHES = {"pipeline": 4}  # 1 elsewhere; 1F1B needs as many as there are ranks
