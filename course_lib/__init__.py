@@ -92,6 +92,7 @@ A file imports from its own part and from the parts above it, never from one bel
     native/sequence.py     the same plan, with the stream in pieces along the sequence
     native/context.py      ring attention: PyTorch's template on a CPU, context_parallel on a GPU
     native/pipeline.py     torch.distributed.pipelining: six schedules behind the same step
+    native/expert.py       all_to_all_single_autograd, grouped_mm, and DDP for the rest
 5. Time and clusters without hardware
     export.py              the choices of a run as configs of Accelerate and DeepSpeed
     sharded_profile.py     a toy on real ranks: bytes held and sent beside the formulas
