@@ -7,8 +7,8 @@
     3         k v of 1            (all have seen all)
 
 At any time a rank holds two blocks, one in use and one arriving. Backward sends keys and values around once more, and
-behind them the gradients: each rank adds its share to a block's dk and dv and passes them on, until they reach home. The
-share of the home rank itself never travels, so that is N - 1 hops as well.
+behind them the gradients: each rank adds its share to a block's dk and dv and passes them on, until they are home. The
+home rank's own share never travels, so that is N - 1 hops as well.
 
 On the wire, per attention, with N ranks of s tokens; a block is 2 B K s H numbers, K key/value heads and not N:
 

@@ -1,0 +1,251 @@
+"""Context parallelism from scratch: every rank has the whole model and a part of each sequence.
+
+    parallel/ring.py, gathered.py, ulysses.py    attention, the one place where tokens meet
+    placement.py                                 which tokens are whose
+    this file                                    a whole Llama or GPT, from outside and in one call, and its step
+
+    engine = build(model, group, method="ring", placement="zigzag")
+    loss = step(engine, micro_batches, optimizer)           # the same calls as in native/context.py
+
+Everything else in a model treats each token by itself and stays as it is. Three things must follow the cut: positions
+(RoPE's angles are those of a token's place in the whole sequence), labels (token t + 1 is token t's label wherever it
+went, so labels are made before the cut), and the loss (my tokens' sum over all tokens). Each rank's gradient is then of
+its own tokens' losses; the sum over ranks is the gradient. As in data parallelism, but a sum, not an average.
+
+On the wire, per micro-batch and layer, what the method says. Once a step:
+
+    gradients    one all-reduce of all of them in one message
+    loss         an all-reduce of one number, in float32 at least
+
+Nothing more to clip: after the sum every rank has the whole gradient.
+
+Source   Liu et al. 2023 (arXiv:2310.01889); Llama Team 2024 (arXiv:2407.21783), section 3.3.2
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course_lib import comm
+from course_lib.attention import CORES
+from course_lib.conjugate import Group, check_group
+from course_lib.memory.context import METHODS, check_method
+from course_lib.parallel.data import MicroBatches, Trace, compute_span
+from course_lib.parallel.gathered import gathered_attention
+from course_lib.parallel.ring import ring_attention
+from course_lib.parallel.tensor import make_optimizer, sum_gradients
+from course_lib.parallel.ulysses import check_ulysses, inner_positions, ulysses_core
+from course_lib.placement import PLACEMENTS, check_context, positions
+from course_lib.precision import clip_gradients, gradient_of, zero_gradients
+
+__all__ = [
+    "METHODS", "Context", "accumulate_gradients", "build", "full_gradients", "full_parameters", "loss_of",
+    "make_optimizer", "shard_tokens", "step",
+]  # fmt: skip
+
+FAMILIES = ("llama", "gpt")
+TokenLosses = Callable[[Tensor, Tensor], Tensor]  # (logits_BsV, y_Bs) -> loss_Bs
+
+
+def cross_entropy(logits_BsV: Tensor, y_Bs: Tensor) -> Tensor:
+    """Cross-entropy of each token, in float32 at least."""
+    logits_BsV = logits_BsV.to(torch.promote_types(logits_BsV.dtype, torch.float32))
+    return F.cross_entropy(logits_BsV.flatten(0, 1), y_Bs.flatten(), reduction="none").view_as(y_Bs)
+
+
+# --- a model
+
+
+@dataclass(frozen=True)
+class Context:
+    """How an engine's sequences are cut. With both methods: Ulysses over inner_group, a ring over outer_group."""
+
+    group: Group
+    method: str
+    placement: str
+    inner_group: Group | None = None
+    outer_group: Group | None = None
+    token_losses: TokenLosses = cross_entropy
+    trace: Trace | None = None
+
+    def positions(self, seq_len: int) -> Tensor:
+        """Where this rank's tokens stand in a sequence of seq_len."""
+        if self.outer_group is None:
+            return positions(self.placement, seq_len, self.group.size(), self.group.rank())
+        inner, outer = ((group.size(), group.rank()) for group in (self.inner_group, self.outer_group))
+        return inner_positions(self.placement, seq_len, inner, outer)
+
+
+def build(
+    model: nn.Module,
+    group: Group,
+    method: str = "ring",
+    placement: str = "zigzag",
+    outer: int = 1,
+    merge_dtype: torch.dtype | None = None,
+    token_losses: TokenLosses = cross_entropy,
+    trace: Trace | None = None,
+) -> nn.Module:
+    """Sets each block's attention core, in place, and returns the model. Every rank must bring the same weights.
+
+    It then takes x_Bs, my tokens, and their positions_s, and gives logits_BsV. A model that tensor parallelism has cut
+    already works as well: a core takes whatever heads it is given. Such a one says how its logits become losses.
+
+    method         "ring" | "all_gather" | "ulysses"
+    outer          for "ulysses": ranks of a ring around it, each of which is group.size() / outer ranks of Ulysses
+    merge_dtype    of the ring's sums: float32 if not given (ring.py)
+    token_losses   (logits, y_Bs) -> loss_Bs, for logits that are in pieces
+    Raises         ValueError if model or group cannot do it, before anything is sent or changed
+    """
+    check_cuttable(model, group, method, placement, outer)
+    inner_group, outer_group = inner_and_outer(group, outer) if outer > 1 else (None, None)
+    model.context = Context(group, method, placement, inner_group, outer_group, token_losses, trace)
+    for block in model.blocks:
+        block.attention.core = core_of(block.attention.core, model.context, merge_dtype)
+    return model
+
+
+def core_of(core: Callable, context: Context, merge_dtype: torch.dtype | None = None) -> Callable:
+    """What takes the place of a block's own core, with its kernel: fused or explicit."""
+    kernel = next(name for name, function in CORES.items() if function is core)
+    options = {"placement": context.placement, "merge_dtype": merge_dtype, "kernel": kernel, "trace": context.trace}
+    if context.outer_group is not None:
+        around = partial(ring_attention, group=context.outer_group, **options)
+        return ulysses_core(context.inner_group, "contiguous", around)
+    if context.method == "ulysses":
+        return ulysses_core(context.group, context.placement, core)
+    attend = partial({"ring": ring_attention, "all_gather": gathered_attention}[context.method], **options)
+
+    def over_all_ranks(
+        q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, causal: bool = True, dropout: float = 0.0
+    ) -> Tensor:
+        return attend(q_BNsH, k_BKsH, v_BKsH, context.group, causal=causal)  # dropout was refused
+
+    return over_all_ranks
+
+
+def inner_and_outer(group: Group, outer: int) -> tuple[Group, Group]:
+    """My rows of the mesh: neighbours, for Ulysses; and those at my place among other neighbours, for the ring."""
+    ranks, rank = dist.get_process_group_ranks(group), group.rank()
+    size = len(ranks) // outer
+    first = rank // size * size
+    members = ranks[first : first + size], ranks[rank % size :: size]
+    return tuple(dist.new_group(each, use_local_synchronization=True) for each in members)
+
+
+def check_cuttable(model: nn.Module, group: Group, method: str, placement: str, outer: int = 1) -> None:
+    """Raises ValueError for what this engine does not know, or heads that Ulysses cannot divide."""
+    config, cp_size = model.config, check_group(group, "build").size()
+    if config.family not in FAMILIES:
+        raise ValueError(f"family is {config.family!r}; context parallelism here knows {', '.join(FAMILIES)}")
+    if config.dropout > 0:
+        raise ValueError(f"dropout is {config.dropout}; attention over blocks has none: use a config with 0")
+    if config.moe is not None:
+        raise ValueError("the model has experts, whose balance would be that of a part of the tokens; use a dense one")
+    check_method(method)
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement is {placement!r}; choose from {', '.join(PLACEMENTS)}")
+    if outer < 1 or cp_size % outer:
+        raise ValueError(f"outer ({outer}) must be a divisor of cp ({cp_size})")
+    if outer > 1 and method != "ulysses":
+        raise ValueError(f'outer is {outer}, a ring around Ulysses, but method is {method!r}; choose method="ulysses"')
+    for block in model.blocks:
+        attention = block.attention
+        if attention.core not in CORES.values():
+            raise ValueError("an attention core has been replaced already; build from a model with its own cores")
+        if method == "ulysses":
+            heads = (layer.weight.shape[0] // attention.head_dim for layer in (attention.q, attention.k))
+            check_ulysses(*heads, cp_size // outer)
+
+
+# --- tokens, positions and the loss
+
+
+def shard_tokens(x_BS: Tensor, group: Group, placement: str) -> Tensor:
+    """My tokens of each row. Inputs and labels alike: labels are shifted before, in the whole sequence.
+
+    Shapes   x_BS -> x_Bs                (s = S / cp)
+    Raises   ValueError if S does not divide
+    """
+    return x_BS[:, positions(placement, x_BS.shape[1], group.size(), group.rank()).to(x_BS.device)]
+
+
+def loss_of(engine: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Tensor:
+    """My tokens' part of the mean loss: their sum over the number of all tokens. The sum over ranks is the mean."""
+    positions_s = engine.context.positions(x_BS.shape[1]).to(x_BS.device)
+    logits_BsV = engine(x_BS[:, positions_s], positions_s)
+    return engine.context.token_losses(logits_BsV, y_BS[:, positions_s]).sum() / y_BS.numel()
+
+
+def check_micro_batches(engine: nn.Module, micro_batches: MicroBatches) -> None:
+    """Raises ValueError for lengths that do not divide over the ranks, or that the model has no positions for."""
+    if not micro_batches:
+        raise ValueError("there are no micro-batches; give at least one (x_BS, y_BS)")
+    for x_BS, y_BS in micro_batches:
+        if x_BS.dim() != 2 or x_BS.shape != y_BS.shape:
+            raise ValueError(
+                f"x_BS and y_BS have shapes {tuple(x_BS.shape)} and {tuple(y_BS.shape)}; both must be (B, S)"
+            )
+        seq_len, limit = x_BS.shape[1], engine.config.max_seq_len
+        if engine.context.outer_group is None:
+            check_context(seq_len, engine.context.group.size(), engine.context.placement)
+        else:
+            engine.context.positions(seq_len)
+        if engine.config.family == "gpt" and seq_len > limit:
+            raise ValueError(f"seq_len ({seq_len}) exceeds the learned positions ({limit}); use shorter sequences")
+
+
+# --- step: the same calls as in native/context.py
+
+
+def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
+    """Leaves the whole gradient in `.grad`, empty before, on every rank; returns the mean loss.
+
+    All ranks bring the same whole sequences, and take their tokens of each. Give all micro-batches in one call: a
+    second one without zero_grad sums what the first has summed already.
+    Bytes    beside those of attention: 2 (N - 1) / N * (all gradients), and the same of one number
+    Raises   ValueError if a sequence does not divide, before anything is sent
+    """
+    check_micro_batches(engine, micro_batches)
+    num_tokens, trace = sum(y_BS.numel() for _, y_BS in micro_batches), engine.context.trace
+    losses = []
+    for x_BS, y_BS in micro_batches:
+        with compute_span(trace, "forward"):
+            loss_partial = loss_of(engine, x_BS, y_BS) * (y_BS.numel() / num_tokens)
+        with compute_span(trace, "backward"):
+            loss_partial.backward()
+        losses.append(loss_partial.detach())
+    sum_gradients(engine.parameters(), engine.context.group)
+    return comm.all_reduce(torch.stack(losses).sum(), engine.context.group)
+
+
+def step(
+    engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
+) -> Tensor:
+    """One training step; returns the mean loss."""
+    loss = accumulate_gradients(engine, micro_batches)
+    if clip_norm is not None:
+        clip_gradients(engine.parameters(), clip_norm)
+    with compute_span(engine.context.trace, "optimizer"):
+        optimizer.step()
+        zero_gradients(engine.parameters())
+    return loss
+
+
+# --- whole tensors, for tests and for looking
+
+
+def full_parameters(engine: nn.Module) -> dict[str, Tensor]:
+    """Every parameter, by the model's names: each rank has all of them."""
+    return {name: param.detach().clone() for name, param in engine.named_parameters()}
+
+
+def full_gradients(engine: nn.Module) -> dict[str, Tensor]:
+    """Every gradient, by the model's names."""
+    grads = {name: gradient_of(param) for name, param in engine.named_parameters()}
+    return {name: grad.clone() for name, grad in grads.items() if grad is not None}
