@@ -35,7 +35,6 @@ _SENT = {
     "reduce_scatter": reduce_scatter_bytes,
     "all_gather": all_gather_bytes,
     "all_to_all": all_to_all_bytes,
-    "broadcast": broadcast_bytes,
     "send": lambda payload_bytes, *_: payload_bytes,
 }
 
@@ -50,6 +49,14 @@ class Call:
     group_size: int
     itemsize: int
     count: int = 1
+    src: int = 0  # of a broadcast
+
+
+def _sent_by(call: Call, rank: int) -> int:
+    rank %= call.group_size
+    if call.collective == "broadcast":
+        return broadcast_bytes(call.payload_bytes, call.group_size, rank, call.src)
+    return _SENT[call.collective](call.payload_bytes, call.group_size, rank, call.itemsize)
 
 
 def sent_bytes(calls: Iterable[Call], rank: int = 0) -> int:
@@ -61,8 +68,7 @@ def by_collective(calls: Iterable[Call], rank: int = 0) -> dict[str, int]:
     """The same by collective, as `ByteMeter.by_collective` has it."""
     totals: dict[str, int] = {}
     for call in calls:
-        sent = _SENT[call.collective](call.payload_bytes, call.group_size, rank % call.group_size, call.itemsize)
-        totals[call.collective] = totals.get(call.collective, 0) + call.count * sent
+        totals[call.collective] = totals.get(call.collective, 0) + call.count * _sent_by(call, rank)
     return totals
 
 
@@ -288,7 +294,8 @@ def context_calls(
         )
     ]
     calls.append(Call("gradients", "all_reduce", count_parameters(narrow(config, tp)) * itemsize, cp, itemsize))
-    return calls
+    loss_itemsize = max(itemsize, 4)
+    return [*calls, Call("loss", "all_reduce", loss_itemsize, cp, loss_itemsize)]
 
 
 def _check_whole_heads(local: ModelConfig, inner: int) -> None:
@@ -315,7 +322,8 @@ def pipeline_calls(
     """What one rank of a pipeline sends in a step: activations to the next stage, gradients to the one before.
 
     Two stages that follow one another on the same rank send nothing. Of the schedule only v matters: with v stages a
-    rank, v times the bytes or nearly. Ends of a tied model on two ranks sum the gradient of their weight.
+    rank, v times the bytes or nearly. Ends of a tied model on two ranks sum the gradient of their weight, and the
+    last stage tells its loss to all.
     tp     ranks of sequence parallelism: each sends its own tokens
     """
     mine = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
@@ -331,4 +339,7 @@ def pipeline_calls(
     if config.tied and len(ends) == 2 and rank in ends:
         tied_bytes = narrow(config, tp).vocab_size * config.d_model * itemsize
         calls.append(Call("tied weight", "all_reduce", tied_bytes, 2, itemsize))
+    if (pp := len(set(rank_of_stage))) > 1:
+        loss_itemsize = max(itemsize, 4)
+        calls.append(Call("loss", "broadcast", loss_itemsize, pp, loss_itemsize, src=rank_of_stage[-1]))
     return calls

@@ -60,6 +60,15 @@ def test_keys_of_grouped_queries_are_a_quarter_of_a_block():
     assert [exchange_bytes(TOY, 1, 64, 1, method) for method in METHODS] == [0, 0, 0]
 
 
+def test_ulysses_keeps_attention_s_output_twice_as_heads_and_as_tokens():
+    ring, ulysses, again = (
+        sharded_budget(LLAMA_8B, 1, 65_536, cp=4, method=method, recompute=recompute)
+        for method, recompute in (("ring", "none"), ("ulysses", "none"), ("ulysses", "selective"))
+    )
+    assert ulysses.activations - ring.activations == 32 * 16_384 * 4096 * 2  # a layer, token and number
+    assert again.activations == sharded_budget(LLAMA_8B, 1, 65_536, cp=4, recompute="selective").activations
+
+
 def test_8b_from_16k_to_1m_tokens_on_80_gb():
     """tp 8 with sequence parallelism and ZeRO-1 over the cp ranks: cp ranks hold cp times the tokens."""
 

@@ -7,22 +7,29 @@ import torch.distributed as dist
 from course_lib import timing
 from course_lib.config import ModelConfig, preset
 from course_lib.hardware import LINKS
+from course_lib.instructions import loop_placement, v_placement
 from course_lib.launch import launch
+from course_lib.memory.context import exchange_bytes
+from course_lib.memory.pipeline import boundary_bytes, pipeline_budgets
 from course_lib.memory.sharded import sharded_budget
 from course_lib.memory.tracker import MemoryTracker
 from course_lib.memory.zero import zero_units
 from course_lib.meter import ByteMeter
 from course_lib.model import build
+from course_lib.schedules import make
 from course_lib.traffic import (
+    attention_calls,
     by_collective,
     call_counts,
     comm_s,
+    context_calls,
+    pipeline_calls,
     sent_bytes,
     tensor_parallel_calls,
     zero_calls,
 )
 
-TOY, LLAMA_70B = preset("toy"), preset("llama-3.1-70b")
+TOY, LLAMA_70B, TIED = preset("toy"), preset("llama-3.1-70b"), preset("llama-3.2-1b")
 
 
 # ---- ZeRO
@@ -214,3 +221,133 @@ def test_real_ranks_hold_and_send_what_the_formulas_say():
             assert [plan[kind] for kind in states] == [held[kind] for kind in states]
             if recompute == "none":  # with "full", gloo's threads may still hold messages of the block run again
                 assert held["activations"] == pytest.approx(plan["activations"], rel=0.01)
+
+
+# ---- context parallelism
+
+WAYS = (  # (method, ranks of a ring around it, recomputation)
+    ("ring", 1, "none"), ("all_gather", 1, "none"), ("ulysses", 1, "none"), ("ulysses", 2, "none"), ("ring", 1, "full"),
+)  # fmt: skip
+
+
+def test_C091_a_ring_sends_as_much_as_an_all_gather():
+    """(P - 1) / P of all keys and values either way: what differs is memory, overlap and the number of calls."""
+    ring, gathered = (context_calls(LLAMA_70B, 1, 65_536, 8, method) for method in ("ring", "all_gather"))
+    assert sent_bytes(ring) == sent_bytes(gathered)
+    all_keys = 2 * 65_536 * 8 * 128 * 2
+    forward = sum(by_collective(c for c in ring if c.place == "attention forward").values())
+    assert forward == LLAMA_70B.num_layers * all_keys * 7 // 8
+    backward = sum(by_collective(c for c in ring if c.place == "attention backward").values())
+    assert backward == 3 * forward  # keys again, and gradients in FP32
+    layers = LLAMA_70B.num_layers
+    assert call_counts(ring) == {"send": 3 * 7 * layers, "all_reduce": 2}
+    assert call_counts(gathered) == {"all_gather": 2 * layers, "reduce_scatter": layers, "all_reduce": 2}
+
+
+def test_C150_ulysses_sends_4_n_h_over_p_and_grouped_queries_less():
+    mha = preset("playbook-3b")  # as many key heads as query heads
+    tokens, p = 4096, 8
+    forward = sum(
+        by_collective(c for c in attention_calls(mha, 1, tokens, p, "ulysses") if "forward" in c.place).values()
+    )
+    assert forward == 4 * tokens * mha.d_model // p * (p - 1) // p * 2  # C150, times what stays
+    grouped = attention_calls(LLAMA_70B, 1, tokens, p, "ulysses")
+    assert sent_bytes(grouped) == 2 * (2 * 64 + 2 * 8) * 128 * tokens // p * (p - 1) // p * 2
+    rings = [sent_bytes(attention_calls(LLAMA_70B, 1, tokens, p, "ring")) for p in (2, 8)]
+    heads = [sent_bytes(attention_calls(LLAMA_70B, 1, tokens, p, "ulysses")) for p in (2, 8)]
+    assert rings[1] / rings[0] == 7 / 4 and heads[1] / heads[0] == 7 / 16  # a ring's grow with p, Ulysses' fall
+
+
+def test_both_methods_together_send_heads_inside_and_blocks_outside():
+    both = attention_calls(LLAMA_70B, 1, 4096, 16, "ulysses", outer=2)
+    inside = [c for c in both if c.collective == "all_to_all"]
+    outside = [c for c in both if c.collective == "send"]
+    assert {c.group_size for c in inside} == {8} and {c.group_size for c in outside} == {2}
+    assert sum(c.count * c.payload_bytes for c in outside) == 2 * 4096 // 16 * 8 * 128 * (2 + 2 + 4)  # one hop each
+    with pytest.raises(ValueError, match=r"num_kv_heads \(8\).*larger `outer`"):
+        attention_calls(LLAMA_70B, 1, 4096, 16, "ulysses")
+    with pytest.raises(ValueError, match="choose ulysses"):
+        attention_calls(LLAMA_70B, 1, 4096, 16, "ring", outer=2)
+    with pytest.raises(ValueError, match="must divide"):
+        attention_calls(LLAMA_70B, 1, 4096, 16, "ulysses", outer=3)
+    again = attention_calls(LLAMA_70B, 1, 4096, 8, recompute="full")
+    assert sent_bytes(again) == sent_bytes(attention_calls(LLAMA_70B, 1, 4096, 8)) * 5 // 4
+
+
+# ---- pipelines
+
+
+def test_C112_a_pipeline_sends_the_stream_and_v_times_as_often_with_v_stages_a_rank():
+    payload = 4096 * 8192 * 2
+    plain, looped, folded = (
+        [sent_bytes(pipeline_calls(LLAMA_70B, 1, 4096, placement, rank, 8), rank) for rank in range(4)]
+        for placement in (loop_placement(4, 1), loop_placement(4, 2), v_placement(4))
+    )
+    told = [4, 4, 0, 4]  # the loss, along a chain from the last rank on
+    assert plain == [8 * payload * n + loss for n, loss in zip((1, 2, 2, 1), told)]
+    assert looped == [8 * payload * n + loss for n, loss in zip((3, 4, 4, 3), told)]
+    assert folded == [8 * payload * n + loss for n, loss in zip((2, 4, 4, 2), [4, 4, 4, 0])]  # the turn stays on a rank
+    tied = pipeline_calls(TIED, 1, 64, loop_placement(4, 1), 0, 1)
+    assert by_place(tied)["tied weight"] == TIED.vocab_size * TIED.d_model * 2
+    assert "tied weight" not in by_place(pipeline_calls(TIED, 1, 64, v_placement(4), 0, 1))
+    assert pipeline_calls(TOY, 1, 64, (0,), 0, 4) == []
+
+
+# ---- beside real ranks
+
+
+def _observe(module, engine, config, num_micro_batches):
+    """One step under the tracker, one under the meter: bytes held by kind, bytes sent, calls; receives left out."""
+    optimizer = module.make_optimizer(engine)
+
+    def step():
+        x_BS, y_BS = torch.randint(0, config.vocab_size, (2, 2, 32)).clone().unbind()
+        module.step(engine, [(x_BS, y_BS)] * num_micro_batches, optimizer)
+
+    with MemoryTracker(engine, optimizer) as tracker:
+        step()
+    with ByteMeter() as meter:
+        step()
+    held = {kind: max(column) for kind, column in tracker.timeline.bytes_by_kind.items()}
+    without_receives = [{k: v for k, v in what.items() if k != "recv"} for what in (meter.by_collective, meter.calls)]
+    return held, *without_receives
+
+
+def _context_and_pipeline(config, schedules):
+    from course_lib.parallel import context, pipeline
+
+    group = dist.group.WORLD
+    seen = []
+    for method, outer, recompute in WAYS:
+        engine = context.build(build(config, recompute=recompute), group, method, "zigzag", outer)
+        seen.append(_observe(context, engine, config, 2))
+    for name in schedules:
+        engine = pipeline.build(build(config), group, name)
+        seen.append(_observe(pipeline, engine, config, 5))
+    return seen
+
+
+def test_real_ranks_of_context_and_pipeline_hold_and_send_what_the_formulas_say():
+    config = ModelConfig("odd", 4, 32, num_heads=8, num_kv_heads=4, d_ff=50, vocab_size=101, max_seq_len=64, tied=True)
+    schedules, states = ("naive", "1f1b"), ("parameters", "gradients", "optimizer")
+    ranks = launch(_context_and_pipeline, 4, config, schedules, quiet=True)
+    for rank, seen in enumerate(ranks):
+        for (method, outer, recompute), (held, sent, calls) in zip(WAYS, seen):
+            expected = context_calls(config, 2, 32, 4, method, outer, recompute, 4, micro_batches=2)
+            assert (by_collective(expected, rank), call_counts(expected)) == (sent, calls), (method, outer)
+            plan = sharded_budget(config, 2, 32, "fp32", recompute=recompute, device="cpu", cp=4, method=method).by_kind
+            assert [plan[kind] for kind in states] == [held[kind] for kind in states]
+            if recompute == "none":
+                exchanged = exchange_bytes(config, 2, 32, 4, method, True, 4)  # when the last layer's is freed may vary
+                assert 0.99 * plan["activations"] < held["activations"] < plan["activations"] + exchanged, (
+                    method,
+                    outer,
+                )
+        for name, (held, sent, calls) in zip(schedules, seen[len(WAYS) :]):
+            schedule = make(name, 4, 5)
+            expected = pipeline_calls(config, 2, 32, schedule.rank_of_stage, rank, 5, 4)
+            assert (by_collective(expected, rank), call_counts(expected)) == (sent, calls), name
+            plan = pipeline_budgets(config, 2, 32, schedule, recipe="fp32", device="cpu")[rank]
+            assert [plan.by_kind[kind] for kind in states] == [held[kind] for kind in states]
+            kept, messages = plan.by_kind["activations"], 2 * boundary_bytes(config, 2, 32, 4)
+            assert 0.97 * kept < held["activations"] < 1.01 * kept + messages, (name, rank)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from course_lib.config import ModelConfig
+from course_lib.memory.states import Recipe
 from course_lib.memory.tensor import narrow
 from course_lib.placement import check_context
 
@@ -82,3 +83,16 @@ def exchange_bytes(
         return batch_size * tokens_of_rank(seq_len, cp) * heads * local.head_dim * itemsize
     blocks = min(2, cp - 1) if method == "ring" else cp
     return blocks * (block + grads)
+
+
+def output_twice_bytes(
+    config: ModelConfig, batch_size: int, num_tokens: int, recipe: Recipe, recompute: str, method: str, tp: int = 1
+) -> int:
+    """What Ulysses keeps besides: attention's output is saved by the core as my heads, by the next matrix as my tokens.
+
+    With recomputation the core's copy is gone.
+    """
+    local = narrow(config, tp)
+    if method != "ulysses" or recompute != "none":
+        return 0
+    return local.num_layers * batch_size * num_tokens * local.num_heads * local.head_dim * recipe.compute_bytes

@@ -165,7 +165,8 @@ def pipeline_budgets(
 ) -> list[Budget]:
     """Predict the memory of each rank of a pipeline, of pp * dp_size * cp * tp GPUs in all.
 
-    `layers` of each stage are even unless given; `batch_size` is a micro-batch's.
+    `layers` of each stage are even unless given; `batch_size` is a micro-batch's. Messages on their way, one for each
+    neighbour, are temporary.
     Raises   ValueError as `sharded_budget`, and unless layers fit the schedule's stages
     """
     layers = even_layers(config.num_layers, schedule.num_stages) if layers is None else list(layers)
@@ -204,5 +205,17 @@ def pipeline_budgets(
         counters = 0
         if device == "cpu" and has_step_counters(recipe, optimizer) and zero_stage == 0:
             counters = 4 * (len(tensors) - len(tensor_sizes(cut)))
-        budgets.append(replace(states, activations=held - logits, logits=logits, optimizer=states.optimizer + counters))
+        neighbours = len(
+            {schedule.rank_of_stage[s + d] for s in mine for d in (-1, 1) if 0 <= s + d < len(layers)} - {rank}
+        )
+        message = boundary_bytes(config, batch_size, seq_len, recipe.compute_bytes, cp, tp if sequence_parallel else 1)
+        budgets.append(
+            replace(
+                states,
+                activations=held - logits,
+                logits=logits,
+                optimizer=states.optimizer + counters,
+                temporary=states.temporary + neighbours * message,
+            )
+        )
     return budgets

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from course_lib.config import ModelConfig
 from course_lib.hardware import GPU
-from course_lib.memory.context import check_method, exchange_bytes, tokens_of_rank
+from course_lib.memory.context import check_method, exchange_bytes, output_twice_bytes, tokens_of_rank
 from course_lib.memory.formulas import ASSUMED_OVERHEADS, Budget, check_seq_len, fits, temporary_bytes
 from course_lib.memory.states import Recipe, has_step_counters, recipe_of
 from course_lib.memory.tensor import narrow, tensor_parallel_activations
@@ -60,6 +60,7 @@ def sharded_budget(
     check_seq_len(config, seq_len)
     exchanged = _exchanged_bytes(config, batch_size, seq_len, cp, method, attention, recipe_of(recipe), tp)
     seq_len = tokens_of_rank(seq_len, cp)
+    both_outputs = output_twice_bytes(config, batch_size, seq_len, recipe_of(recipe), recompute, method, tp) * (cp > 1)
     offload = offload or Offload()
     if offload.parameters != "device" and zero_stage != 3:
         raise ValueError(f"offload.parameters is {offload.parameters!r}, but zero_stage is {zero_stage}; choose 3")
@@ -76,7 +77,7 @@ def sharded_budget(
         parameters=states.parameters if offload.parameters == "device" else 0,
         gradients=states.gradients,
         optimizer=(states.optimizer if offload.optimizer == "device" else 0) + (counters if zero_stage == 0 else 0),
-        activations=kept.peak_bytes - kept.logits,
+        activations=kept.peak_bytes - kept.logits + both_outputs,
         logits=kept.logits,
         temporary=max(_work_bytes(local, batch_size, seq_len, attention, recipe, tp), exchanged)
         + zero_reduced_bytes(units, zero_stage, dp_size, recipe),
