@@ -145,8 +145,9 @@ def moe_activations(
     all_layers = config.num_layers * layer + config.num_moe_layers * extra
     constant = _router_casts(config, precision)
     if recompute == "full":
-        turn = kept.last_block_s_turn + round((layer + extra) * tokens) + constant
-        return replace(kept, last_block_s_turn=turn)
+        held, once = _held_routing(config.moe)
+        turn = layer + extra + config.num_moe_layers * held - once
+        return replace(kept, last_block_s_turn=kept.last_block_s_turn + round(turn * tokens) + constant)
     blocks = kept.blocks + round(all_layers * tokens) + config.num_moe_layers * constant
     turn = kept.last_block_s_turn and kept.last_block_s_turn + blocks - kept.blocks - round(extra * tokens) - constant
     return replace(kept, blocks=blocks, last_block_s_turn=turn)
@@ -157,6 +158,13 @@ def _router_casts(config: ModelConfig, precision: str) -> int:
     if PRECISIONS[recipe_of(precision).name].matmul_bytes == _FP32:
         return 0
     return config.moe.num_experts * config.d_model * _FP32
+
+
+def _held_routing(moe: MoeConfig) -> tuple[int, int]:
+    """Bytes a token: `moe.routing` of a block's first run, until the next step; and what its second run holds not."""
+    shares = moe.num_experts * _FP32
+    choice = moe.top_k * (_INT64 + _FP32 + 1)
+    return shares + choice, moe.top_k * (_FP32 + 1) + (shares if moe.score == "sigmoid" else 0)
 
 
 def _mla_terms(config: ModelConfig, precision: str) -> float:

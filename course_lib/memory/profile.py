@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from course_lib.config import ModelConfig, require_dense
 from course_lib.data import batch, tokens
 from course_lib.memory.formulas import Recipe, budget, recipe_of
+from course_lib.memory.moe import expert_parallel_budget
 from course_lib.memory.tracker import KINDS, MemoryTracker, Timeline
 from course_lib.model import build
 from course_lib.precision import precision_named
@@ -144,7 +146,8 @@ def profile_step(
         )
     start_s = time.perf_counter()
     timeline = profile_steps(config, 2, batch_size, seq_len, recipe, optimizer, attention, recompute)
-    predicted = budget(config, batch_size, seq_len, recipe, optimizer, attention, recompute, device="cpu")
+    predict = partial(expert_parallel_budget if config.moe else budget, config, batch_size, seq_len, device="cpu")
+    predicted = predict(recipe=recipe, optimizer=optimizer, attention=attention, recompute=recompute)
     rows = [Row(kind, predicted.by_kind[kind], max(timeline.bytes_by_kind[kind])) for kind in KINDS]
     rows.append(Row("peak", predicted.peak_bytes, timeline.peak_bytes))
     return Comparison(config, batch_size, seq_len, tuple(rows), timeline, time.perf_counter() - start_s)
