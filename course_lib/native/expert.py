@@ -71,7 +71,7 @@ def can_group(w_eFD: Tensor) -> bool:
 def build(model: nn.Module, group: dist.ProcessGroup, ep_size: int | None = None) -> DistributedDataParallel:
     """Spreads experts over ep neighbours and wraps the rest in DDP; every rank must bring the same weights.
 
-    Bytes    DDP sends parameters and buffers of the first rank to all, but not experts
+    Bytes    DDP sends the first rank's parameters to all, but not experts
     Raises   ValueError if sizes do not fit, or `group` is not the whole world, of which the mesh is made
     """
     layout = check_expert_parallel(model.config, group.size(), ep_size or group.size())
@@ -86,8 +86,9 @@ def build(model: nn.Module, group: dist.ProcessGroup, ep_size: int | None = None
         moe.run_experts = partial(run_grouped, mesh.get_group("ep"))
         moe.sum_load = partial(sum_over, group=group)
     names = [name for name, _ in model.named_parameters() if ".experts." in name]
+    names += [name for name, _ in model.named_buffers()]  # loads are each rank's own, biases equal by the same rule
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    engine = DistributedDataParallel(model, process_group=group, broadcast_buffers=False)
+    engine = DistributedDataParallel(model, process_group=group)
     engine.mesh, engine.layout = mesh, layout
     return engine
 
@@ -125,7 +126,7 @@ def sum_over(tokens_E: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def accumulate_gradients(engine: DistributedDataParallel, micro_batches: MicroBatches) -> Tensor:
-    """Leaves the gradient of all ranks' tokens in `.grad`; returns their mean loss. As many micro-batches on each rank."""
+    """Leaves the gradient of all ranks' tokens in `.grad`; returns their mean loss. Equally many parts on each rank."""
     group, num_ranks = engine.process_group, engine.process_group.size()
     total = torch.tensor(sum(y_BS.numel() for _, y_BS in micro_batches), device=engine.device)
     dist.all_reduce(total, group=group)
