@@ -10,14 +10,15 @@ A form holds under conditions, and is refused without them (simulator.py then gi
 
     all             equal stages, transfers that take no time
     interleaved     whole loops: m a multiple of p
-    zb_h1           m >= p; W no longer than F, nor than I
+    zb_h1           m >= p; W no longer than F
     zb_h2           m >= 2p - 1; W no longer than F, nor than half of F + I
     zbv             m >= 2p - 1; F = I = W
     dualpipe_v      m >= 2p; F and W no longer than I; a pair sends nothing before both of it are done
 
 The papers count from one step to the next, where each rank begins the next step as soon as it is done with this one.
-With a barrier between steps, such as the norm of all gradients, it is the same for most, since rank 0 starts first and
-is done last. Not for zb_h2 and zbv: there the last rank waits (p - 1) F before it starts, and no bubble is zero.
+With a barrier between steps, such as the norm of all gradients, it is the same where rank 0, the first to start, is
+also the last to be done. It is not for zb_h2 and zbv (nor for zb_h1 if W takes longer than I): the last rank, which
+waits (p - 1) F before it starts, is done later than rank 0. So with a barrier no bubble is zero.
 """
 
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ def bubble(
     else:  # dualpipe_v: (PP / 2 - 1) (F&B + B - 3 W), where PP = 2 p and B = I + W; of the rank with most pairs
         idle_s = (pp - 1) * (pair_s + input_backward_s - 2 * weight_backward_s)
         ideal_s -= 2 * (num_micro_batches - pp) * (stage_s - pair_s)
-    if barrier and name in ("zb_h2", "zbv"):  # the last rank starts (p - 1) F after the first
+    if barrier and name in ("zb_h1", "zb_h2", "zbv"):  # the last rank starts (p - 1) F after the first
         idle_s = max(idle_s, (pp - 1) * forward_s)
     return Bubble(idle_s, ideal_s)
 
@@ -116,8 +117,6 @@ def unmet_conditions(
         conditions.append((num_micro_batches >= needed, f"m ({num_micro_batches}) must be {needed} or more"))
     if name in ("zb_h1", "zb_h2") and pp > 1:
         conditions.append((w <= f, f"W ({w:g}) must be no longer than F ({f:g})"))
-    if name == "zb_h1" and pp > 1:
-        conditions.append((w <= i, f"W ({w:g}) must be no longer than I ({i:g})"))
     if name == "zb_h2" and pp > 1:
         conditions.append((2 * w <= f + i, f"W ({w:g}) must be no longer than half of F + I ({(f + i) / 2:g})"))
     if name == "zbv" and pp > 1:
