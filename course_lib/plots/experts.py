@@ -15,6 +15,8 @@ from course_lib.plots.palette import (
 )
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style, three_digits
 
+MOST_BARS = 64  # more experts are drawn as one outline
+MOST_BORDERS = 32  # between ranks
 BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4, "columnspacing": 1.4}
 
 # ---------------------------------------------------------------- load
@@ -61,31 +63,35 @@ def load_title(picture: LoadPicture) -> str:
 def draw_load(axes, picture: LoadPicture, experts_per_rank: int | None = None) -> None:
     """A bar for each expert, drops hatched on top, lines for mean and capacity; borders between ranks dotted."""
     experts = range(len(picture.kept))
-    edge = 0.8 if len(experts) <= 64 else 0
-    width = 0.84 if len(experts) <= 64 else 1.0
-    axes.bar(experts, picture.kept, width, color=COMPUTE_COLOR, edgecolor="white", linewidth=edge)
-    lost = [expert for expert in experts if picture.dropped[expert]]
-    axes.bar(
-        lost, [picture.dropped[expert] for expert in lost], width, bottom=[picture.kept[expert] for expert in lost],
-        color="white", edgecolor=EXPOSED_COLOR, hatch="////", linewidth=max(edge, 0.4),
-    )  # fmt: skip
-    top = max([k + d for k, d in zip(picture.kept, picture.dropped)] + [picture.capacity or 0, picture.mean])
+    whole = [kept + lost for kept, lost in zip(picture.kept, picture.dropped)]
+    drops = {"facecolor": "white", "edgecolor": EXPOSED_COLOR, "hatch": "////"}
+    if len(experts) <= MOST_BARS:
+        axes.bar(experts, picture.kept, 0.84, color=COMPUTE_COLOR, edgecolor="white", linewidth=0.8)
+        lost = [expert for expert in experts if picture.dropped[expert]]
+        heights, floors = [picture.dropped[e] for e in lost], [picture.kept[e] for e in lost]
+        axes.bar(lost, heights, 0.84, bottom=floors, linewidth=0.8, **drops)
+    else:
+        edges = [expert - 0.5 for expert in range(len(experts) + 1)]
+        axes.stairs(whole, edges, baseline=picture.kept, fill=True, linewidth=0.4, **drops)
+        axes.stairs(picture.kept, edges, fill=True, color=COMPUTE_COLOR)
+    top = max([*whole, picture.capacity or 0, picture.mean])
     axes.axhline(picture.mean, color=LIMIT_COLOR, linewidth=1.2, linestyle=":")
     lines = [(picture.mean, f" mean {three_digits(picture.mean)}")]
     if picture.capacity is not None:
         axes.axhline(picture.capacity, color=LIMIT_COLOR, linewidth=1.4, linestyle="--")
         lines.append((picture.capacity, f" capacity {picture.capacity:,}"))
     _label_lines(axes, lines, top)
-    if experts_per_rank:
+    borders = len(experts) // experts_per_rank - 1 if experts_per_rank else 0
+    if 1 <= borders < MOST_BORDERS:
         for first in range(experts_per_rank, len(experts), experts_per_rank):
             axes.axvline(first - 0.5, color=NEUTRAL_COLOR, linewidth=0.8, zorder=0)
     step = max(1, -(-len(experts) // 16))
     axes.set_xticks(range(0, len(experts), step))
-    ranks = ", grey lines between ranks" if experts_per_rank and experts_per_rank < len(experts) else ""
+    ranks = ", grey lines between ranks" if 1 <= borders < MOST_BORDERS else ""
     axes.set(
         xlim=(-0.6, len(experts) - 0.4), ylim=(0, top * 1.1), xlabel=f"expert{ranks}", ylabel="choices (token, slot)"
     )
-    if lost:
+    if any(picture.dropped):
         handles = [
             Patch(facecolor=COMPUTE_COLOR, label="computed"),
             Patch(facecolor="white", edgecolor=EXPOSED_COLOR, hatch="////", label="dropped"),
@@ -95,7 +101,7 @@ def draw_load(axes, picture: LoadPicture, experts_per_rank: int | None = None) -
 
 def _label_lines(axes, lines: Sequence[tuple[float, str]], top: float) -> None:
     """Each line's name right of the axes; of two that lie close together the upper one's name moves up."""
-    gap = 0.075 * top
+    gap = 0.09 * top
     (low, low_text), *rest = sorted(lines)
     places = [(low, low_text)] + [(max(value, low + gap), text) for value, text in rest]
     for value, text in places:

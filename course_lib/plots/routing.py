@@ -221,7 +221,7 @@ def draw_traffic(axes, picture: TrafficPicture, unit: str) -> None:
     most = max(max(row) for row in picture.bytes_sent) or 1
     colors = {"home": "#F2F2F2", "within": WITHIN_COLOR, "between": BETWEEN_COLOR}
     cells = [
-        [mix(colors[link], "#FFFFFF", 0.0 if link == "home" else 0.85 * (1 - sent / most)) for sent, link in row]
+        [mix(colors[link], "#FFFFFF", 0.85 * (1 - sent / most)) if sent else colors["home"] for sent, link in row]
         for row in (
             [(sent, picture.link(src, dst)) for dst, sent in enumerate(row)]
             for src, row in enumerate(picture.bytes_sent)
@@ -239,7 +239,8 @@ def draw_traffic(axes, picture: TrafficPicture, unit: str) -> None:
             color = cells[src][dst]
             if ranks <= MOST_RANKS_WITH_NUMBERS and src != dst:
                 label, size = _digits(sent / UNITS[unit]), 9 if ranks <= 8 else 6.5
-                axes.text(dst + 0.5, src + 0.5, label, ha="center", va="center", fontsize=size, color=text_on(color))
+                look = {"ha": "center", "va": "center", "fontsize": size, "color": text_on(color)}
+                axes.text(dst + 0.5, src + 0.5, label, **look).set_in_layout(False)
     for first in range(0, ranks, picture.ranks_per_node):
         frame = {"facecolor": "none", "edgecolor": "black", "linewidth": 1.4}
         axes.add_patch(Rectangle((first, first), *[min(picture.ranks_per_node, ranks - first)] * 2, **frame, zorder=3))
@@ -265,7 +266,8 @@ def draw_sent(axes, picture: TrafficPicture, unit: str) -> None:
     axes.barh(rows, scaled[0], color=WITHIN_COLOR, **look)
     axes.barh(rows, scaled[1], left=scaled[0], color=BETWEEN_COLOR, hatch=hatch, **look)
     axes.set_yticks([])
-    axes.set(ylim=(len(ranks) + 0.03, -0.03), xlabel=f"sent by each rank ({unit})")
+    longest = max(map(sum, zip(*scaled))) or 1.0
+    axes.set(xlim=(0, longest * 1.05), ylim=(len(ranks) + 0.03, -0.03), xlabel=f"sent by each rank ({unit})")
     handles = [
         Patch(facecolor=WITHIN_COLOR, label="within the node"),
         Patch(facecolor=BETWEEN_COLOR, hatch=hatch, edgecolor="white", label="between nodes"),

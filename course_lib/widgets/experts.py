@@ -46,6 +46,7 @@ METHODS = [
 NO_LIMIT = 0
 DROPLESS = math.inf
 LOAD_IN = 2.7
+MOST_SCORES = 2**21  # what a slider can wait for
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class ExpertChoice:
     max_nodes: int = NO_LIMIT
     skew: float = 0.5
     method: str = "plain"
-    tokens_per_rank: int = 512
+    tokens_per_rank: int = 128
     d_model: int = 4096
 
 
@@ -85,6 +86,12 @@ def explore_experts(chosen: ExpertChoice) -> ExpertView:
         raise ValueError(
             f"ep ({chosen.ep_size}) must be divisible by the nodes ({chosen.num_nodes}), so that all have equally "
             f"many ranks; choose nodes from {', '.join(map(str, divisors))}"
+        )
+    tokens = MOST_SCORES // (chosen.ep_size * chosen.num_experts)
+    if chosen.tokens_per_rank > tokens:
+        raise ValueError(
+            f"{chosen.tokens_per_rank} tokens on each of {chosen.ep_size} ranks with {chosen.num_experts} scores each "
+            f"are too many to draw at once; choose at most {tokens} tokens a rank"
         )
     layout = ExpertLayout(chosen.num_experts, chosen.ep_size, chosen.ep_size // chosen.num_nodes)
     limit = chosen.max_nodes or None
@@ -151,21 +158,27 @@ def describe_experts(chosen: ExpertChoice, layout: ExpertLayout, load: LoadPictu
 
 def experts_png(view: ExpertView) -> bytes:
     """The load above; below it who sends what to whom, and what each rank sends."""
-    below_in = traffic_size_in(view.dispatch)
-    unit = unit_for(max(max(row) for row in view.dispatch.bytes_sent))
+    below_in = traffic_size_in(view.dispatch) if view.layout.ep_size > 1 else 0.0
     with style():
         figure = Figure(figsize=(FULL_WIDTH_IN, LOAD_IN + below_in))
-        panels = figure.subplot_mosaic(
-            [["load", "load"], ["matrix", "sent"]], height_ratios=(LOAD_IN, below_in), width_ratios=(1.35, 1)
-        )
+        if below_in:
+            heights = {"height_ratios": (LOAD_IN, below_in), "width_ratios": (1.35, 1)}
+            panels = figure.subplot_mosaic([["load", "load"], ["matrix", "sent"]], **heights)
+            _draw_dispatch(panels["matrix"], panels["sent"], view.dispatch)
+        else:
+            panels = figure.subplot_mosaic([["load"]])
         draw_load(panels["load"], view.load, view.layout.experts_per_rank)
         panels["load"].set_title(load_title(view.load), fontsize=10)
-        draw_traffic(panels["matrix"], view.dispatch, unit)
-        panels["matrix"].set_title(f"Dispatch ({unit}): {traffic_title(view.dispatch)}", fontsize=10)
-        draw_sent(panels["sent"], view.dispatch, unit)
         buffer = BytesIO()
         figure.savefig(buffer, format="png", dpi=parts.WIDGET_DPI)
     return buffer.getvalue()
+
+
+def _draw_dispatch(matrix, bars, picture: TrafficPicture) -> None:
+    unit = unit_for(max(max(row) for row in picture.bytes_sent))
+    draw_traffic(matrix, picture, unit)
+    matrix.set_title(f"Dispatch ({unit}): {traffic_title(picture)}", fontsize=10)
+    draw_sent(bars, picture, unit)
 
 
 def expert_explorer(start: ExpertChoice | None = None) -> widgets.VBox:
@@ -182,7 +195,7 @@ def expert_explorer(start: ExpertChoice | None = None) -> widgets.VBox:
         "max_nodes": parts.slider("nodes a token", limits, start.max_nodes),
         "skew": parts.slider("skew", [0.0, 0.25, 0.5, 0.75, 1.0, 1.5], start.skew),
         "method": parts.choice("a token travels", METHODS, start.method),
-        "tokens_per_rank": parts.slider("tokens a rank", parts.powers_of_two(32, 512), start.tokens_per_rank),
+        "tokens_per_rank": parts.slider("tokens a rank", parts.powers_of_two(32, 1024), start.tokens_per_rank),
         "d_model": parts.slider("d_model", parts.powers_of_two(512, 8192), start.d_model),
     }
     image, text = parts.picture(), widgets.HTML()
