@@ -78,6 +78,7 @@ A file imports from its own part and from the parts above it, never from one bel
     parallel/tiles.py      attention over blocks of other ranks: kernels of a tile, parts merged
     parallel/ring.py       ring attention: keys and values travel, their gradients travel home
     parallel/gathered.py   the same by all-gather and reduce-scatter
+    parallel/merge_error.py  what 16-bit sums cost a ring: its error by ranks and dtype
     parallel/ulysses.py    context parallel by heads: all-to-all, alone or inside a ring
     parallel/context.py    context parallel: a Llama or GPT whose sequences are cut in one call, its step
     parallel/stages.py     a model cut into stages of consecutive layers
