@@ -40,7 +40,7 @@ from course_lib.parallel.deferred import Deferral, WeightQueue
 from course_lib.parallel.stages import check_stages, cut
 from course_lib.precision import MasterAdamW, gradient_of, scale_gradients, zero_gradients
 from course_lib.schedule_check import check
-from course_lib.schedules import Schedule, make
+from course_lib.schedules import Instruction, Schedule, make
 from course_lib.timing import Span
 from course_lib.training import loss_of, wait_for
 
@@ -212,17 +212,8 @@ class Executor:
 
     def run(self) -> Tensor:
         """Executes the list; returns the sum of this rank's losses: the mean loss on the last stage's, else 0."""
-        compute = {"F": self.forward, "B": self.backward, "I": self.backward, "W": self.weights}
-        trace, rank = self.engine.trace, self.engine.group.rank()
         for step in self.steps:
-            arrived = self.communicate(step)
-            start_s = time.perf_counter()
-            one = step.instruction
-            result = compute[one.op](one.stage, one.micro_batch, arrived)
-            if trace is not None:
-                wait_for(self.device)
-                trace.append(Span(rank, "compute", str(one), start_s, time.perf_counter()))
-            self.pass_on(step, result)
+            self.pass_on(step, self.compute(step.instruction, self.communicate(step)))
         for work, _ in self.outbox.values():
             work.wait()
         return self.loss
@@ -256,6 +247,21 @@ class Executor:
 
     # what is computed
 
+    def compute(self, one: Instruction, came: Tensor | None) -> Tensor | None:
+        """Runs one instruction, and records when. `came` is forgotten on return: nothing lives longer than it must."""
+        start_s = time.perf_counter()
+        if one.op == "F":
+            result = self.forward(one.stage, one.micro_batch, came)
+        elif one.op == "W":
+            result = self.weights(one.stage, one.micro_batch)
+        else:
+            result = self.backward(one.stage, one.micro_batch, came)
+        if self.engine.trace is not None:
+            wait_for(self.device)
+            stop_s = time.perf_counter()
+            self.engine.trace.append(Span(self.engine.group.rank(), "compute", str(one), start_s, stop_s))
+        return result
+
     def forward(self, stage: int, micro_batch: int, x_BSD: Tensor | None) -> Tensor | None:
         """F: the stage's output, or nothing and the loss counted."""
         module, (x_BS, y_BS) = self.engine.stages[str(stage)], self.micro_batches[micro_batch]
@@ -285,7 +291,7 @@ class Executor:
             self.peak_waiting = max(self.peak_waiting, len(self.waiting))
         return None if kept.x is None else kept.x.grad
 
-    def weights(self, stage: int, micro_batch: int, _: None) -> None:
+    def weights(self, stage: int, micro_batch: int) -> None:
         """W: the gradients of the weights."""
         self.waiting.pop((stage, micro_batch)).run()
 
@@ -337,8 +343,11 @@ def sum_tied(engine: Pipeline) -> None:
     Bytes    an all-reduce of V D between these two
     """
     weight = tied_weight(engine)
-    if weight is not None and (grad := gradient_of(weight)) is not None:
-        comm.all_reduce_(grad, engine.channels[engine.tied_ranks])
+    if weight is None or not weight.requires_grad:
+        return
+    if gradient_of(weight) is None:
+        weight.grad = torch.zeros_like(weight)  # the other end may have one, and waits
+    comm.all_reduce_(gradient_of(weight), engine.channels[engine.tied_ranks])
 
 
 def tied_weight(engine: Pipeline) -> nn.Parameter | None:
