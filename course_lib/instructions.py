@@ -14,7 +14,7 @@ s the gradient from that of stage s + 1.
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -43,8 +43,8 @@ class Schedule:
     pp: int
     num_micro_batches: int
     rank_of_stage: tuple[int, ...]
-    instructions: tuple[tuple[Instruction, ...], ...]
-    pairs: frozenset[Instruction] = frozenset()
+    instructions: tuple[tuple[Instruction, ...], ...] = field(repr=False)
+    pairs: frozenset[Instruction] = field(default=frozenset(), repr=False)
 
     @property
     def num_stages(self) -> int:

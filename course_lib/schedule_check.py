@@ -32,11 +32,8 @@ def problems(schedule: Schedule) -> list[str]:
     """Everything wrong with a schedule, as sentences. Places in a rank's list are counted from 0."""
     if found := _shape_problems(schedule):
         return found
-    found = [*_place_problems(schedule), *_once_problems(schedule)]
-    found += _order_problems(schedule)
-    if not found:
-        found = _deadlock(schedule)
-    return found or _channel_problems(schedule)
+    found = [*_place_problems(schedule), *_once_problems(schedule), *_order_problems(schedule)]
+    return found or _deadlock(schedule) or list(_channel_problems(schedule))
 
 
 # --- 1. everything once, at its place
@@ -150,58 +147,61 @@ def _order_problems(schedule: Schedule) -> Iterator[str]:
 
 
 def _deadlock(schedule: Schedule) -> list[str]:
-    """A circle of ranks that wait for each other, named."""
+    """A circle of ranks that wait for each other, named, and how to break it."""
     _, reached = runnable_order(schedule)
-    rows = schedule.instructions
-    stuck = [rank for rank, row in enumerate(rows) if reached[rank] < len(row)]
-    if not stuck:
+    waits = _circle(schedule, reached)
+    if not waits:
         return []
     place_of = {one: place for _, place, one in _placed(schedule)}
-    rank, waits = stuck[0], {}
-    while rank not in waits:  # each waits for an instruction of another rank, which has not come to it
-        one = rows[rank][reached[rank]]
-        need = next(
-            need for need in needs(one, schedule) if place_of[need] >= reached[schedule.rank_of_stage[need.stage]]
-        )
-        waits[rank] = (one, need)
-        rank = schedule.rank_of_stage[need.stage]
-    circle = list(waits)[list(waits).index(rank) :]
     chain = "; ".join(
-        f"rank {rank} stands at {waits[rank][0]} (place {reached[rank]}) and waits for {waits[rank][1]}, which is at "
-        f"place {place_of[waits[rank][1]]} of rank {schedule.rank_of_stage[waits[rank][1].stage]}"
-        for rank in circle
+        f"rank {rank} stands at {one} (place {reached[rank]}) and waits for {need}, which is at place "
+        f"{place_of[need]} of rank {schedule.rank_of_stage[need.stage]}"
+        for rank, (one, need) in waits.items()
     )
+    circle = list(waits)
     ways = [  # at least one: what follows from dependencies alone makes no circle
-        f"rank {rank} do {need} before {waits[rank][0]}"
-        for rank, (_, need) in zip(circle, [waits[before] for before in circle[-1:] + circle[:-1]])
-        if waits[rank][0] != need
+        f"rank {rank} do {waits[before][1]} before {waits[rank][0]}"
+        for rank, before in zip(circle, circle[-1:] + circle[:-1])
+        if waits[rank][0] != waits[before][1]
     ]
     return [f"deadlock, nobody in this circle can go on: {chain}. Break it: let {', or '.join(ways)}"]
+
+
+def _circle(schedule: Schedule, reached: list[int]) -> dict[int, tuple[Instruction, Instruction]]:
+    """Ranks that wait for each other, each with what it stands at and what it waits for; empty if all are done."""
+    rows = schedule.instructions
+    done = {one for row, place in zip(rows, reached) for one in row[:place]}
+    rank = next((rank for rank, row in enumerate(rows) if reached[rank] < len(row)), None)
+    waits = {}
+    while rank is not None and rank not in waits:
+        one = rows[rank][reached[rank]]
+        need = next(need for need in needs(one, schedule) if need not in done)
+        waits[rank] = (one, need)
+        rank = schedule.rank_of_stage[need.stage]
+    return dict(list(waits.items())[list(waits).index(rank) :]) if waits else {}
 
 
 # --- 3. channels
 
 
-def _channel_problems(schedule: Schedule) -> Iterator[str] | list[str]:
-    found = []
+def _channel_problems(schedule: Schedule) -> Iterator[str]:
+    """Channels whose two ends differ in the order of micro-batches."""
     for stage in range(schedule.num_stages - 1):
-        ranks = schedule.rank_of_stage[stage], schedule.rank_of_stage[stage + 1]
-        if ranks[0] == ranks[1]:
+        if schedule.rank_of_stage[stage] == schedule.rank_of_stage[stage + 1]:
             continue
-        for what, ops, sender, receiver in (
+        for what, ops, source, target in (
             ("activations", "F", stage, stage + 1),
             ("gradients", "BI", stage + 1, stage),
         ):
-            sent, taken = (_micro_batches(schedule, ops, one) for one in (sender, receiver))
+            sent, taken = _micro_batches(schedule, ops, source), _micro_batches(schedule, ops, target)
             if sent != taken:
-                index = next(index for index, pair in enumerate(zip(sent, taken)) if pair[0] != pair[1])
-                found.append(
-                    f"{what} from stage {sender} (rank {schedule.rank_of_stage[sender]}) to stage {receiver} (rank "
-                    f"{schedule.rank_of_stage[receiver]}) are sent in the order {_listed(sent)} but taken in the order "
+                index = next(index for index, (left, right) in enumerate(zip(sent, taken)) if left != right)
+                yield (
+                    f"{what} from stage {source} (rank {schedule.rank_of_stage[source]}) to stage {target} (rank "
+                    f"{schedule.rank_of_stage[target]}) are sent in the order {_listed(sent)} but taken in the order "
                     f"{_listed(taken)}: number {index} to arrive is micro-batch {sent[index]}, where "
                     f"{taken[index]} is expected; use the same order at both ends"
                 )
-    return found
 
 
 def _micro_batches(schedule: Schedule, ops: str, stage: int) -> list[int]:

@@ -10,7 +10,7 @@ transfer between ranks takes transfer_s, during which both compute on; transfers
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from course_lib.instructions import Instruction, Schedule, needs
@@ -84,7 +84,7 @@ class Simulation:
 
     schedule: Schedule
     costs: Costs
-    rows: tuple[tuple[Span, ...], ...]
+    rows: tuple[tuple[Span, ...], ...] = field(repr=False)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
