@@ -112,6 +112,7 @@ A file imports from its own part and from the parts above it, never from one bel
     plots/sharding.py      who holds what under ZeRO: pieces, flat shards, units whole for a moment
     plots/matrices.py      matrices cut by column and row, heads by rank, a vocabulary by rows
     plots/regions.py       a block as a strip of regions: what is cut where, and what crosses borders
+    plots/context.py       the mask shared out by rank, who waits at each step, blocks that travel, memory by length
     plots/pipeline.py      pipeline schedules as charts: who computes which micro-batch when, and who idles
     plots/pipeline_trace.py  what ranks did, laid over the simulated chart
     plots/stages.py        which layers where, and how many micro-batches each rank keeps alive
