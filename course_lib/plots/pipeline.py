@@ -22,7 +22,7 @@ OP_COLORS = {
 }
 OP_MEANINGS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
 IDLE_COLOR = "#EDEDED"
-LIGHTEST = 0.62  # white mixed into the colour of a rank's last chunk
+LIGHTEST = 0.55  # white mixed into the colour of a rank's last chunk
 BOX_HEIGHT = 0.84
 ROW_IN = 0.29
 DENSE_DPI = 130  # of charts whose numbers are small
