@@ -274,7 +274,8 @@ def sum_over_ranks(engine: nn.Module) -> None:
     if groups.tp is not None:
         tensor.sum_replicas(engine)
     sum_gradients([param for param in engine.parameters() if param not in experts], groups.dp)
-    sum_gradients([param for param in engine.parameters() if param in experts], groups.expert_dp)
+    if groups.expert_dp.size() > 1:
+        sum_gradients([param for param in engine.parameters() if param in experts], groups.expert_dp)
 
 
 @torch.no_grad()
