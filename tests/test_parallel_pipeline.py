@@ -90,9 +90,8 @@ def built(case):
 
 
 @functools.cache
-def trained_names(case):
-    names = [name for name, _ in model.build(case.config, device="meta").named_parameters()]
-    return {name for name in names if not (case.frozen and name.endswith(case.frozen))}
+def names_of(config):
+    return [name for name, _ in model.build(config, device="meta").named_parameters()]
 
 
 def micro_batches(m, shapes=SHAPES, seed=0):
@@ -193,7 +192,7 @@ def test_every_schedule_equals_one_process_for_one_to_eight_micro_batches(measur
             assert of_case["apart"] < 1e-12, (case, of_case["apart"])
     for case, *of_ranks in zip(given, *ranks, strict=True):
         together = set().union(*(of_rank["names"] for of_rank in of_ranks))
-        assert together == trained_names(case)
+        assert together == {name for name in names_of(case.config) if not (case.frozen and name.endswith(case.frozen))}
 
 
 def test_what_is_executed_is_the_schedule_instruction_by_instruction(measured):

@@ -47,7 +47,7 @@ class _InputHalf(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        ctx.product.x, ctx.product.grad = x, grad
+        ctx.product.x, ctx.product.grad = x.detach(), grad  # x itself would hold the graph below, and what that keeps
         return grad @ weight if ctx.needs_input_grad[0] else None, None, None, None
 
 
