@@ -14,6 +14,7 @@ Rows go from rank to rank: rows[src][dst]; those on the diagonal stay where they
     once_per_node   once to each node, then inside it once to each rank        D numbers, k ids, k weights, on both hops
     padded          capacity rows to every expert, full or not; no counts      D numbers
 
+`padded` is what static shapes cost (GShard, Switch): arithmetic alone; the others run in parallel/dispatch.py.
 Combine sends a row back for each that came, of D numbers. `plain` and `padded` apply the weights at home; the other two
 at the expert's rank, so that one row returns per rank or node: they must travel (in FP32 at least), and so must their
 gradients.
