@@ -27,6 +27,7 @@ A file imports from its own part and from the parts above it, never from one bel
     precision.py           number formats, and AdamW with FP32 masters
     data.py                real text, offline, one token a byte; each dp rank's share
     training.py            the single-process reference: loss, accumulation, recomputation, steps
+    moe_training.py        experts beside a dense model of equal FLOPs: load, drops, loss on text not seen
     hf_weights.py          weights to and from the transformers library
     tensor_files.py        tensors that stay in safetensors files until a piece is asked for
 3. Arithmetic
