@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib import model, training
+from course_lib import model, schedules, training
 from course_lib.config import ModelConfig
 from course_lib.launch import launch
 from course_lib.meter import ByteMeter
@@ -22,8 +22,18 @@ CASES = {  # on pp ranks: (config, schedule, v, micro-batches)
     2: [(TIED, name, 1, 4) for name in native.SCHEDULES]
     + [(LLAMA, "afab", 1, 1), (LLAMA, "1f1b", 1, 6), (LLAMA, "interleaved", 2, 1), (LLAMA, "interleaved_zb", 2, 4)]
     + [(GPT, "interleaved_zb", 2, 6), (GPT, "zbv", 1, 3)],
-    4: [(TIED, name, 1, 8) for name in native.SCHEDULES]
-    + [(LLAMA, "interleaved", 2, 4), (LLAMA, "interleaved_zb", 2, 8), (GPT, "1f1b", 1, 5), (GPT, "zbv", 1, 2)],
+    4: [(TIED, "afab", 1, 2), (TIED, "1f1b", 1, 5), (GPT, "1f1b", 1, 4), (LLAMA, "interleaved", 2, 4)]
+    + [
+        (TIED, "interleaved_zb", 1, 4),
+        (LLAMA, "interleaved_zb", 2, 8),
+        (TIED, "zbv", 1, 2),
+        (TIED, "dualpipe_v", 1, 8),
+    ],
+}
+LISTED = ("afab", "interleaved_zb", "zbv", "dualpipe_v")
+ORDERS = {  # on pp ranks: (schedule, v, micro-batches)
+    2: [(name, 1, 4) for name in LISTED] + [("interleaved", 2, 4), ("interleaved", 4, 6)],
+    4: [(name, 1, 8) for name in LISTED] + [("interleaved", 2, 8)],
 }
 
 
@@ -78,8 +88,18 @@ def clipped_steps(config):
     return max((params[name] - param).abs().max().item() for name, param in whole.named_parameters())
 
 
+def orders():
+    """PyTorch's order of work, by schedule, v and micro-batches."""
+    size, found = dist.get_world_size(), {}
+    for name, v, count in ORDERS[size]:
+        engine = native.build(model.build(LLAMA, device="meta"), dist.group.WORLD, name, v)
+        engine.device = torch.device("cpu")
+        found[name, v, count] = native.order_of(engine, count)
+    return found
+
+
 def on_ranks(cases):
-    return [measure(case) for case in cases] + [clipped_steps(TIED)]
+    return [measure(case) for case in cases] + [orders(), clipped_steps(TIED)]
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +112,13 @@ def test_loss_and_gradients_equal_one_process_schedule_by_schedule(ranks, size):
     for of_rank in ranks[size]:
         for case, found in zip(CASES[size], of_rank):
             assert found["apart"] < 1e-12 and found["loss"] < 1e-12, (case, found)
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_the_order_of_work_is_the_courses_instruction_by_instruction(ranks, size):
+    for (name, v, count), order in ranks[size][0][-2].items():
+        course = "zb_h1" if name == "interleaved_zb" else name
+        assert order == str(schedules.make(course, size, count, v)), name
 
 
 @pytest.mark.parametrize("size", CASES)
@@ -128,7 +155,7 @@ REFUSED = {
 TOO_FEW = {
     "micro-batches are 3, but 1f1b on 4 ranks needs 4": ("1f1b", 4, [B] * 3),
     "micro-batches are 7, but dualpipe_v on 4 ranks needs 8": ("dualpipe_v", 4, [B] * 7),
-    "micro-batches are 5; interleaved on 2 ranks does 2 rounds of equally many: bring 4 or 6": (
+    "micro-batches are 5; interleaved on 2 ranks does 2 rounds of equally many: bring a multiple of 2, 4 or 6": (
         "interleaved",
         2,
         [B] * 5,

@@ -13,13 +13,13 @@ What they are in the from-scratch code:
     zbv              ScheduleZBVZeroBubble               zbv: two stages a rank, in a V
     dualpipe_v       ScheduleDualPipeV                   dualpipe_v, likewise
 
-What differs from scratch:
+The order of work is that of schedules.py, instruction by instruction; `order_of` shows PyTorch's. What differs:
 
     cutting             left to the user, or traced by torch.export; here the same stages as from scratch
     micro-batches       one tensor, which step cuts along its rows: all of one size
     split backward      autograd's graph is cut between inputs and weights by a walk through its nodes; from scratch
                         each linear layer puts its own weight gradient off
-    sends               all pending ones are waited for at the end of a step; receives as the schedule has them
+    sends               1f1b waits for a send together with the receive beside it; the others at the end of a phase
     loss                on the rank of the last stage alone; here it is sent to all
     tied embedding      not known: here the two gradients are summed by their two ranks, as from scratch
     dualpipe_v          one forward beside one backward are an action of their own, yet run one after the other
@@ -52,13 +52,14 @@ SCHEDULES = {
 }
 ONE_STAGE = ("afab", "1f1b")  # a rank
 IN_A_V = ("zbv", "dualpipe_v")  # stage s on rank s, then back
+LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
 # --- build
 
 
 class Engine(nn.Module):
-    """This rank's stages, and the schedules that run them: one for each number and shape of micro-batches."""
+    """This rank's stages, and PyTorch's objects that run them."""
 
     def __init__(self, model: nn.Module, group: Group, schedule: str, v: int):
         super().__init__()
@@ -69,7 +70,7 @@ class Engine(nn.Module):
         mine = [stage for stage, rank in enumerate(self.rank_of_stage) if rank == group.rank()]
         self.stages = nn.ModuleDict({str(stage): cut(model, stage, layers) for stage in mine})
         self.ends_group = group_of_ends(group, self.rank_of_stage) if model.config.tied else None
-        self.runners = {}
+        self.runners = {}  # by number and shape of micro-batches
 
     @property
     def has_first(self) -> bool:
@@ -117,10 +118,10 @@ def check_micro_batches(schedule: str, pp_size: int, micro_batches: MicroBatches
         raise ValueError(f"micro-batches are {count}, but {schedule} on {pp_size} ranks needs {least}; bring more")
     rounds = max(1, count // pp_size)
     if schedule.startswith("interleaved") and count % rounds:
-        below, above = (rounds * (count // rounds + more) for more in (0, 1))
+        fewer = count // pp_size * pp_size
         raise ValueError(
-            f"micro-batches are {count}; {schedule} on {pp_size} ranks does {rounds} rounds of equally many: bring "
-            f"{below} or {above}"
+            f"micro-batches are {count}; {schedule} on {pp_size} ranks does {rounds} rounds of equally many: bring a "
+            f"multiple of {pp_size}, {fewer} or {fewer + pp_size}"
         )
 
 
@@ -165,6 +166,26 @@ def make_stage(engine: Engine, number: int, module: nn.Module, shape_BS: tuple[i
     return stage
 
 
+def order_of(engine: Engine, count: int) -> str:
+    """What PyTorch computes for so many micro-batches, in the course's notation: one line a rank, as str(Schedule).
+
+    Where it differs from the course's: for 1f1b PyTorch's list is only shown, not executed, and on the last rank it
+    numbers forwards one too high; interleaved with v=1 starts with more forwards than 1F1B.
+    """
+    order = make_runner(engine, count, (1, 1)).pipeline_order
+    return "\n".join(" ".join(_instructions(order[rank])) for rank in range(engine.group.size()))
+
+
+def _instructions(actions: list) -> list[str]:
+    """Without what idles, communicates, or holds a pair that could run at once (its parts follow one another)."""
+    parts = [part for action in actions if action is not None for part in action.sub_actions or (action,)]
+    return [
+        f"{LETTERS[part.computation_type.name]}{part.microbatch_index}@{part.stage_index}"
+        for part in parts
+        if part.computation_type.name in LETTERS
+    ]
+
+
 # --- step: the same calls as in parallel/pipeline.py
 
 
@@ -204,7 +225,8 @@ def sum_tied(engine: Engine) -> None:
     """
     if engine.ends_group is not None:
         weight = dict(named_parameters(engine))["embed.weight" if engine.has_first else "head.weight"]
-        comm.all_reduce_(weight.grad, engine.ends_group)
+        if weight.grad is not None:  # it trains
+            comm.all_reduce_(weight.grad, engine.ends_group)
 
 
 def make_optimizer(engine: Engine, lr: float = 3e-3, weight_decay: float = 0.01) -> torch.optim.AdamW:
