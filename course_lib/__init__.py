@@ -85,7 +85,8 @@ A file imports from its own part and from the parts above it, never from one bel
     parallel/stages.py     a model cut into stages of consecutive layers
     parallel/channels.py   pipeline: who sends what to whom, and why nobody waits for ever
     parallel/deferred.py   backward in two parts: weight gradients that wait
-    parallel/pipeline.py   one executor for any pipeline schedule, its step, whole gradients
+    parallel/executor.py   does a rank's list of a pipeline schedule, one instruction after the other
+    parallel/pipeline.py   pipeline parallel: any schedule in one call, its step, whole gradients
     native/__init__.py     as PyTorch ships it
     native/data.py         DistributedDataParallel, and Accelerate on top
     native/zero.py         FSDP2, ZeroRedundancyOptimizer, and Accelerate on top

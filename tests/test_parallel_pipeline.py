@@ -19,7 +19,7 @@ from course_lib.launch import launch
 from course_lib.memory.tracker import MemoryTracker
 from course_lib.mesh import Mesh, make_groups
 from course_lib.meter import ByteMeter
-from course_lib.parallel import channels, deferred, pipeline, stages
+from course_lib.parallel import channels, deferred, executor, pipeline, stages
 from course_lib.precision import MasterAdamW
 from course_lib.simulator import Costs, simulate
 
@@ -266,8 +266,8 @@ def loses_a_message():
         return wrong
 
     with (
-        patch.object(pipeline, "send", unless_third(channels.send)),
-        patch.object(pipeline, "receive", unless_third(channels.receive)),
+        patch.object(executor, "send", unless_third(channels.send)),
+        patch.object(executor, "receive", unless_third(channels.receive)),
     ):
         yield
 
@@ -287,7 +287,7 @@ def sums_no_tied_gradient():
 @contextmanager
 def takes_micro_batches_as_equal():
     loss_of = training.loss_of
-    with patch.object(pipeline, "loss_of", lambda module, x, y: loss_of(module, x, y) * (9.0 / y.numel())):
+    with patch.object(executor, "loss_of", lambda module, x, y: loss_of(module, x, y) * (9.0 / y.numel())):
         yield
 
 
@@ -297,13 +297,13 @@ def keeps_activations():
         def pop(self, key):
             return self[key]
 
-    init = pipeline.Executor.__init__
+    init = executor.Executor.__init__
 
-    def wrong(executor, *inputs):
-        init(executor, *inputs)
-        executor.kept = Keeping()
+    def wrong(run, *inputs):
+        init(run, *inputs)
+        run.kept = Keeping()
 
-    with patch.object(pipeline.Executor, "__init__", wrong):
+    with patch.object(executor.Executor, "__init__", wrong):
         yield
 
 
@@ -391,7 +391,7 @@ def sent_is_temporary(tracker):
         tracker.claim(x, "temporary")
         return channels.send(x, channel)
 
-    with patch.object(pipeline, "send", send):
+    with patch.object(executor, "send", send):
         yield
 
 
