@@ -137,7 +137,8 @@ def ring_spans(
     """One layer's ring on one rank, forward then backward, on the lanes "compute" and "communication".
 
     While a step computes, the next keys and values arrive; backward also the gradients of the block before. All ranks
-    are taken to be as far as this one, with the seconds of the busiest at each step.
+    are taken to be as far as this one, with the seconds of the busiest at each step. Messages leave one after the
+    other, so the gradients that a step adds to have come before the keys that the next one needs.
     """
     spans: list[Span] = []
 
@@ -151,14 +152,13 @@ def ring_spans(
         arrived_s = add("communication", f"k v {step + 1}", now_s, hop_s) if step < last else 0.0
         now_s = max(add("compute", f"forward {step}", now_s, seconds), arrived_s)
     network_s = now_s
-    grads_s = 0.0  # when the gradients on their way are here
     for step, seconds in enumerate(backward_s):
         if step < last:
             network_s = add("communication", f"k v {step + 1}", max(network_s, now_s), hop_s)
         arrived_s = network_s
-        now_s = max(add("compute", f"backward {step}", now_s, seconds), grads_s)
+        now_s = add("compute", f"backward {step}", now_s, seconds)
         if step:  # this step's share is added, and all goes on
-            grads_s = network_s = add("communication", f"dk dv {step}", max(network_s, now_s), grad_hop_s)
+            network_s = add("communication", f"dk dv {step}", max(network_s, now_s), grad_hop_s)
         if step < last:
             now_s = max(now_s, arrived_s)
     return spans

@@ -293,6 +293,7 @@ def show_memory_by_length(
             axes.annotate(
                 label, (0, limit / UNITS[unit]), xycoords=axes.get_yaxis_transform(), xytext=(4, -4),
                 textcoords="offset points", ha="left", va="top", fontsize=8.5,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
             )  # fmt: skip
         axes.set(xlabel="tokens of one sequence", ylabel=f"{unit} of one GPU")
         axes.legend(loc="upper left")
