@@ -127,7 +127,8 @@ def as_on_a_gpu(placement):
 def on_ranks():
     found = {name: measure(case) for name, case in CASES.items()}
     found["float32"] = measure(CASES["zigzag ring"], torch.float32)
-    found["as on a GPU"] = [as_on_a_gpu(placement) for placement in native.PLACEMENTS]
+    if dist.get_world_size() == 2:
+        found["as on a GPU"] = [as_on_a_gpu(placement) for placement in native.PLACEMENTS]
     return found | {"step": a_clipped_step(), "too short": too_short()}
 
 
@@ -144,9 +145,8 @@ def test_loss_and_gradients_equal_one_process(ranks, size):
         assert found["float32"]["apart"] < 1e-5
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_way_through_context_parallel_does_too_given_the_cpus_kernel(ranks, size):
-    assert max(max(found["as on a GPU"]) for found in ranks[size]) < 1e-5
+def test_the_way_through_context_parallel_does_too_given_the_cpus_kernel(ranks):
+    assert max(max(found["as on a GPU"]) for found in ranks[2]) < 1e-5
 
 
 @pytest.mark.parametrize("size", [2, 4])
