@@ -8,8 +8,9 @@ the keys of rank r - t, and no rank can go on before the next keys are there: th
     striped                                       nearly 1                      nearly 1
     zigzag                                        1                             1
 
-These shares are arithmetic: no kernel, no network, no merging is in them. Measured ones stand in
-`hardware.PUBLISHED_RING_SHARE`; what they fall short of these is what the arithmetic leaves out.
+These shares are arithmetic: no kernel, no network, no merging is in them. Measured speeds, of which all that is part,
+stand in `hardware.PUBLISHED_RING_SHARE`: not the same thing. Over 8 ranks 53.3 % are counted and 53.9 % measured for
+contiguous (against another kernel's speed, so a little more is possible), 100 % and 90.2 % for zigzag.
 """
 
 from collections.abc import Sequence

@@ -58,7 +58,7 @@ def test_a_contiguous_ring_reaches_n_over_2_n_minus_1_of_ideal():
         share_of_ideal(pairs("zigzag", 16, 4), waits="never")
 
 
-def test_measured_shares_stay_below_the_arithmetic_which_explains_the_contiguous_one():
+def test_the_arithmetic_explains_the_measured_contiguous_share_and_bounds_the_others():
     """8 GPUs. They measure speed against one GPU's kernel: more than the count of pairs is in them."""
     reachable = {placement: share_of_ideal(pairs(placement, 65_536, 8)) for placement in PLACEMENTS}
     for measured in PUBLISHED_RING_SHARE.values():
