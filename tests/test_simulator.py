@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 from graphlib import TopologicalSorter
 from itertools import pairwise
 
@@ -76,6 +77,9 @@ def test_a_pair_takes_pair_s_and_sends_when_both_are_done():
         for (one, span), (_, after) in pairwise(row):
             if one in schedule.pairs:
                 assert span.stop_s == after.start_s and after.stop_s - span.start_s == pytest.approx(2.0)
+    forward = from_text("F1@0").instructions[0]
+    paired = replace(from_text("F0 F1 B0 B1\nF0 B0 F1 B1"), pairs=frozenset(forward))
+    assert simulate(paired, Costs(pair_s=3.0)).rows[1][2].start_s == 4 + 3  # not 4 + 1: the forward waits for its pair
     assert simulate(one_f_one_b(2, 4), Costs(pair_s=0.1)).rows == simulate(one_f_one_b(2, 4)).rows
 
 
