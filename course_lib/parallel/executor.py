@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_lib.instructions import Instruction
 from course_lib.parallel.channels import Message, Step, receive, send
 from course_lib.parallel.data import MicroBatches
 from course_lib.parallel.deferred import WeightQueue
-from course_lib.schedules import Instruction
 from course_lib.timing import Span
 from course_lib.training import loss_of, wait_for
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.config import ModelConfig
+from course_lib.memory.stages import even_layers
 from course_lib.model import rope_tables
 
 FAMILIES = ("llama", "gpt")
@@ -64,12 +65,6 @@ def cut(model: nn.Module, stage: int, layers_of_stage: Sequence[int]) -> Stage:
     return Stage(model, layers, is_first=stage == 0, is_last=stage == len(layers_of_stage) - 1)
 
 
-def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """As many layers on each stage; where they do not divide, one more on the first ones: the last has the head."""
-    quotient, remainder = divmod(num_layers, num_stages)
-    return tuple(quotient + (stage < remainder) for stage in range(num_stages))
-
-
 # --- checks: before any process starts
 
 
@@ -88,7 +83,7 @@ def check_stages(config: ModelConfig, num_stages: int, layers_of_stage: Sequence
             "use fewer ranks, or fewer stages a rank (v)"
         )
     if layers_of_stage is None:
-        return even_layers(config.num_layers, num_stages)
+        return tuple(even_layers(config.num_layers, num_stages))
     layers_of_stage = tuple(layers_of_stage)
     wanted = f"one number of at least 1 for each of {num_stages} stages, {config.num_layers} together"
     if (
@@ -98,6 +93,6 @@ def check_stages(config: ModelConfig, num_stages: int, layers_of_stage: Sequence
     ):
         raise ValueError(
             f"layers_of_stage is {list(layers_of_stage)}; it must be {wanted}, such as "
-            f"{list(even_layers(config.num_layers, num_stages))}"
+            f"{even_layers(config.num_layers, num_stages)}"
         )
     return layers_of_stage
