@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from course_lib.conjugate import Group, check_group
@@ -180,19 +181,24 @@ def backward_over(
     """
     q_BNsH, out_BNsH, lse_BNs = saved
     dtype = plan.sum_dtype(q_BNsH)
-    dq_BNsH = torch.zeros_like(q_BNsH, dtype=dtype)
+    dq_BNsH = None
     for key_rank, kv_2BKsH in blocks:
-        dkv_2BKsH = torch.zeros_like(kv_2BKsH, dtype=dtype)
-        if (part := plan.tile(q_BNsH, rank, key_rank)) is not None:
-            with compute_span(plan.trace, f"backward, keys of {key_rank}"):
-                rows, columns = (slice(None), slice(None), part.queries), (..., part.keys, slice(None))
-                k_BKkH, v_BKkH = kv_2BKsH[columns]
-                dq_BNqH, dk_BKkH, dv_BKkH = KERNELS[plan.kernel].backward(
-                    grad_BNsH[rows], q_BNsH[rows], k_BKkH, v_BKkH, out_BNsH[rows], lse_BNs[rows], part.causal
-                )
+        if (part := plan.tile(q_BNsH, rank, key_rank)) is None:
+            home.add(key_rank, torch.zeros_like(kv_2BKsH, dtype=dtype))
+            continue
+        with compute_span(plan.trace, f"backward, keys of {key_rank}"):
+            rows = (slice(None), slice(None), part.queries)
+            k_BKkH, v_BKkH = kv_2BKsH[..., part.keys, :]
+            dq_BNqH, *dkv = KERNELS[plan.kernel].backward(
+                grad_BNsH[rows], q_BNsH[rows], k_BKkH, v_BKkH, out_BNsH[rows], lse_BNs[rows], part.causal
+            )
+            if dq_BNsH is None:  # of my own keys: all of my rows
+                dq_BNsH = dq_BNqH.to(dtype)
+            else:
                 dq_BNsH[rows] += dq_BNqH
-                dkv_2BKsH[0][columns] += dk_BKkH
-                dkv_2BKsH[1][columns] += dv_BKkH
+            around = (part.keys.start, kv_2BKsH.shape[3] - part.keys.stop)  # keys that I do not see: zeros
+            dkv_2BKsH = torch.stack(dkv).to(dtype)
+            dkv_2BKsH = F.pad(dkv_2BKsH, (0, 0, *around)) if any(around) else dkv_2BKsH
         home.add(key_rank, dkv_2BKsH)
     return dq_BNsH, home.total()
 
