@@ -166,7 +166,7 @@ def test_what_a_rank_keeps_grows_with_the_rows_that_others_send():
     assert even.activations - divided.activations > 32 * 4096 * terms["experts"] * 7 / 8 * 0.99
 
 
-def test_deepseek_v3_fits_where_ep_64_and_pipeline_put_it():
+def test_a_rank_of_64_has_four_of_deepseek_v3s_experts_in_each_layer():
     whole = expert_parallel_budget(DEEPSEEK, 1, 4096, 64, 64, recipe="bf16-master", recompute="full", zero_stage=1)
     experts = sum(shape[0] * shape[1] * n for shape, n in rank_shapes(DEEPSEEK, 64, 64)[0].values())
     assert experts == 58 * 4 * 3 * 7168 * 2048
