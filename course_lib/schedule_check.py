@@ -162,9 +162,14 @@ def _deadlock(schedule: Schedule) -> list[str]:
     ways = [  # at least one: what follows from dependencies alone makes no circle
         f"rank {rank} do {waits[before][1]} before {waits[rank][0]}"
         for rank, before in zip(circle, circle[-1:] + circle[:-1])
-        if waits[rank][0] != waits[before][1]
+        if not _rests_on(waits[before][1], waits[rank][0], schedule)
     ]
     return [f"deadlock, nobody in this circle can go on: {chain}. Break it: let {', or '.join(ways)}"]
+
+
+def _rests_on(one: Instruction, other: Instruction, schedule: Schedule) -> bool:
+    """Whether one is the other, or needs it, or needs something that does: then it cannot come before."""
+    return one == other or any(_rests_on(need, other, schedule) for need in needs(one, schedule))
 
 
 def _circle(schedule: Schedule, reached: list[int]) -> dict[int, tuple[Instruction, Instruction]]:

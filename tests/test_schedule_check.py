@@ -197,6 +197,12 @@ def test_doing_what_it_says_mends_the_deadlock():
     assert problems(from_text("F0 B0 F1 B1\nF0 B0 F1 B1")) == []
 
 
+def test_what_cannot_help_is_not_advised():
+    """Rank 1 cannot do F0@2 before F0@1, which F0@2 needs."""
+    (found,) = problems(from_text("F0@3 F0@0 B0@3 B0@0\nF0@1 F0@2 B0@2 B0@1", rank_of_stage=(0, 1, 1, 0)))
+    assert found.endswith("Break it: let rank 0 do F0@0 before F0@3")
+
+
 def test_only_the_circle_is_named_not_those_that_wait_for_it():
     schedule = from_text("F0 F1 B0 B1\nF0 B0 F1 B1\nF0 F1 B0 B1\nF0 F1 B0 B1")
     (sentence,) = problems(schedule)
