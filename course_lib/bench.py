@@ -9,36 +9,50 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
 from course_lib import model
-from course_lib.config import PRESETS
+from course_lib.config import preset
 from course_lib.launch import launch
 from course_lib.native import context as native_context
 from course_lib.native import data as native_data
+from course_lib.native import expert as native_expert
 from course_lib.native import pipeline as native_pipeline
 from course_lib.native import sequence as native_sequence
 from course_lib.native import tensor as native_tensor
 from course_lib.native import zero as native_zero
 from course_lib.parallel import context as parallel_context
 from course_lib.parallel import data as parallel_data
+from course_lib.parallel import expert as parallel_expert
 from course_lib.parallel import pipeline as parallel_pipeline
 from course_lib.parallel import sequence as parallel_sequence
 from course_lib.parallel import tensor as parallel_tensor
 from course_lib.parallel import zero as parallel_zero
 
-TECHNIQUES: dict[str, tuple[ModuleType, ModuleType]] = {
-    "data": (parallel_data, native_data),
-    "zero": (parallel_zero, native_zero),  # stage 3, and FSDP2
-    "tensor": (parallel_tensor, native_tensor),  # by hand, and DTensor
-    "sequence": (parallel_sequence, native_sequence),
-    "context": (parallel_context, native_context),  # a ring, zigzag
-    "pipeline": (parallel_pipeline, native_pipeline),  # 1F1B, one stage a rank
+
+@dataclass(frozen=True)
+class Technique:
+    """Two modules with the same calls, and on what they are timed. A pipeline needs a micro-batch for each rank."""
+
+    scratch: ModuleType
+    pytorch: ModuleType
+    preset: str = "mini"
+    micro_batches: int = 1
+
+
+TECHNIQUES = {
+    "data": Technique(parallel_data, native_data),
+    "zero": Technique(parallel_zero, native_zero),  # stage 3, and FSDP2
+    "tensor": Technique(parallel_tensor, native_tensor),  # by hand, and DTensor
+    "sequence": Technique(parallel_sequence, native_sequence),
+    "context": Technique(parallel_context, native_context),  # a ring, zigzag
+    "pipeline": Technique(parallel_pipeline, native_pipeline, micro_batches=4),  # 1F1B, one stage a rank
+    "expert": Technique(parallel_expert, native_expert, preset="mini-moe"),  # experts over all ranks
 }
-MICRO_BATCHES = {"pipeline": 4}  # 1 elsewhere; 1F1B needs as many as there are ranks
 LOWEST_RATIO = 0.9  # what `--check` asks for
 ROUNDS = 30
 WARM_UP_ROUNDS = 3  # DDP rebuilds its buckets in its second step
@@ -47,9 +61,9 @@ WARM_UP_ROUNDS = 3  # DDP rebuilds its buckets in its second step
 def bench(techniques: Sequence[str] | None = None, ranks: Sequence[int] = (2, 4), rounds: int = ROUNDS) -> list[dict]:
     """One record for each technique and number of ranks: technique, ranks, ratio, spread, rounds, medians in seconds.
 
-    A step here is forward, backward and what they communicate on the preset `mini` (2.9 million parameters), with one
-    micro-batch of 64 tokens on every rank, so that communication weighs much; for a pipeline, which needs several, with
-    4 of them. The optimizer is left out: it is the same on both sides.
+    A step here is forward, backward and what they communicate on the preset `mini` (2.9 million parameters; experts
+    on `mini-moe`, 8.8 million), with one micro-batch of 64 tokens on every rank, so that communication weighs much; for
+    a pipeline, which needs several, with 4 of them. The optimizer is left out: it is the same on both sides.
 
     Raises   ValueError for an unknown technique, or fewer than 2 rounds
     """
@@ -64,11 +78,11 @@ def bench(techniques: Sequence[str] | None = None, ranks: Sequence[int] = (2, 4)
 
 def times(technique: str, rounds: int) -> list[tuple[float, float]]:
     """In a rank: seconds of a step (from scratch, PyTorch's own) in each round; who goes first alternates."""
-    modules = TECHNIQUES[technique]
-    group = dist.group.WORLD
-    engines = [module.build(model.build(PRESETS["mini"]), group) for module in modules]
+    timed, group = TECHNIQUES[technique], dist.group.WORLD
+    modules = (timed.scratch, timed.pytorch)
+    engines = [module.build(model.build(preset(timed.preset)), group) for module in modules]
     generator = torch.Generator().manual_seed(0)  # the same tokens on all ranks
-    batches = [torch.randint(256, (1, 65), generator=generator) for _ in range(MICRO_BATCHES.get(technique, 1))]
+    batches = [torch.randint(256, (1, 65), generator=generator) for _ in range(timed.micro_batches)]
     micro_batches = [(tokens_BS[:, :-1], tokens_BS[:, 1:]) for tokens_BS in batches]
     measured = []
     for index in range(rounds + WARM_UP_ROUNDS):
