@@ -218,17 +218,16 @@ class Exchange(Protocol):
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_BNsH, k_BKsH, v_BKsH, exchange, plan):
-        blocks = exchange.blocks(torch.stack([k_BKsH, v_BKsH]))
-        out_BNsH, lse_BNs = forward_over(q_BNsH, blocks, exchange.group.rank(), plan)
+        kv_2BKsH = torch.stack([k_BKsH, v_BKsH])
+        out_BNsH, lse_BNs = forward_over(q_BNsH, exchange.blocks(kv_2BKsH), exchange.group.rank(), plan)
         out_BNsH = out_BNsH.to(q_BNsH.dtype)
-        ctx.save_for_backward(q_BNsH, k_BKsH, v_BKsH, out_BNsH, lse_BNs)
+        ctx.save_for_backward(q_BNsH, kv_2BKsH, out_BNsH, lse_BNs)
         ctx.exchange, ctx.plan = exchange, plan
         return out_BNsH
 
     @staticmethod
     def backward(ctx, grad_BNsH):
-        q_BNsH, k_BKsH, v_BKsH, out_BNsH, lse_BNs = ctx.saved_tensors
-        kv_2BKsH = torch.stack([k_BKsH, v_BKsH])
+        q_BNsH, kv_2BKsH, out_BNsH, lse_BNs = ctx.saved_tensors
         blocks, home, rank = ctx.exchange.blocks(kv_2BKsH), ctx.exchange.home(kv_2BKsH), ctx.exchange.group.rank()
         saved = (q_BNsH, out_BNsH, lse_BNs)
         dq_BNsH, (dk_BKsH, dv_BKsH) = backward_over(saved, grad_BNsH, blocks, rank, ctx.plan, home)
