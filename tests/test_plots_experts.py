@@ -1,15 +1,12 @@
 """Pictures of experts: the numbers that they draw, and that no text lies on another."""
 
-from io import BytesIO
-
 import matplotlib
-import matplotlib.pyplot as plt
 import pytest
 import torch
 
 matplotlib.use("Agg")
 
-from test_plots_sharding import overlapping_texts
+from pictures import look
 
 from course_lib.plots import experts, routing
 from course_lib.routing_odds import synthetic_routing
@@ -121,17 +118,4 @@ PICTURES = {
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_shown_once_with_no_text_on_another(name, monkeypatch):
-    seen = []
-
-    def show():
-        (number,) = plt.get_fignums()
-        figure = plt.figure(number)
-        buffer = BytesIO()
-        figure.savefig(buffer, format="png", bbox_inches="tight")
-        seen.append((len(buffer.getvalue()), overlapping_texts(figure)))
-
-    monkeypatch.setattr(plt, "show", show)
-    assert PICTURES[name]() is None
-    ((png_bytes, overlaps),) = seen
-    assert 3_000 < png_bytes < 100_000 and overlaps == []
-    assert plt.get_fignums() == []
+    look(PICTURES[name], monkeypatch, 100_000)

@@ -1,16 +1,14 @@
 """Pictures of pipelines: the numbers that they draw, and that no text lies on another."""
 
 from dataclasses import replace
-from io import BytesIO
 
 import matplotlib
-import matplotlib.pyplot as plt
 import pytest
 
 matplotlib.use("Agg")
 
+from pictures import look
 from test_plots import distance
-from test_plots_sharding import overlapping_texts
 
 from course_lib.instructions import from_text, loop_placement, v_placement
 from course_lib.plots import pipeline, pipeline_trace, stages
@@ -181,20 +179,7 @@ PICTURES = {
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_shown_once_with_no_text_on_another(name, monkeypatch):
-    seen = []
-
-    def show():
-        (number,) = plt.get_fignums()
-        figure = plt.figure(number)
-        buffer = BytesIO()
-        figure.savefig(buffer, format="png", bbox_inches="tight", dpi=figure.dpi)
-        seen.append((len(buffer.getvalue()), overlapping_texts(figure)))
-
-    monkeypatch.setattr(plt, "show", show)
-    assert PICTURES[name]() is None
-    ((png_bytes, overlaps),) = seen
-    assert 3_000 < png_bytes < 160_000 and overlaps == []
-    assert plt.get_fignums() == []
+    look(PICTURES[name], monkeypatch, 160_000, dpi="figure")
 
 
 def test_a_schedule_written_by_hand_is_drawn_too():

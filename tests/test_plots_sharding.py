@@ -1,14 +1,13 @@
 """Pictures of sharding: the numbers that they draw, and that no text lies on another."""
 
-from io import BytesIO
-from itertools import combinations
-
 import matplotlib
 import matplotlib.pyplot as plt
 import pytest
 import torch
 
 matplotlib.use("Agg")
+
+from pictures import look, overlapping_texts
 
 from course_lib import model
 from course_lib.config import preset
@@ -258,30 +257,9 @@ PICTURES = {
 }
 
 
-def overlapping_texts(figure) -> list[tuple[str, str]]:
-    """Pairs of texts of which one lies on the other; and texts that leave the picture."""
-    figure.canvas.draw()
-    texts = [t for t in figure.findobj(matplotlib.text.Text) if t.get_visible() and t.get_text().strip()]
-    boxes = [(t.get_text(), t.get_window_extent().padded(-1.5)) for t in texts]
-    return [(a, b) for (a, one), (b, other) in combinations(boxes, 2) if one.overlaps(other)]
-
-
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_shown_once_with_no_text_on_another(name, monkeypatch):
-    seen = []
-
-    def show():
-        (number,) = plt.get_fignums()
-        figure = plt.figure(number)
-        buffer = BytesIO()
-        figure.savefig(buffer, format="png", bbox_inches="tight")
-        seen.append((len(buffer.getvalue()), overlapping_texts(figure)))
-
-    monkeypatch.setattr(plt, "show", show)
-    assert PICTURES[name]() is None
-    ((png_bytes, overlaps),) = seen
-    assert 3_000 < png_bytes < 80_000 and overlaps == []
-    assert plt.get_fignums() == []
+    look(PICTURES[name], monkeypatch, 80_000)
 
 
 def test_the_eye_for_overlaps_sees_one():
