@@ -49,6 +49,7 @@ class Case:
     tied: bool = False
     recompute: str = "none"
     frozen: tuple[str, ...] = ()
+    kv_heads: int = 2  # fewer than tp: a head of keys is on several ranks
 
     @property
     def world_size(self):
@@ -76,7 +77,9 @@ CASES = {
     "ep 2 x expert_dp 2, capacity, a dense layer": Case(2, 4, experts_with(capacity_factor=0.5, first_dense_layers=1)),
     "ep 1 x expert_dp 4": Case(1, 4, experts_with(balancing="aux_loss"), rows=NOTHING),
     "ep 2 x tp 2": Case(2, 2, SIGMOID, tp=2, rows=NOTHING),
-    "ep 2 x tp 2, top-1, auxiliary loss": Case(2, 2, experts_with(TOP_1, balancing="aux_loss"), tp=2, pull=2.0),
+    "ep 2 x tp 2, top-1, auxiliary loss": Case(
+        2, 2, experts_with(TOP_1, balancing="aux_loss"), tp=2, pull=2.0, kv_heads=1
+    ),
     "ep 4, frozen": Case(4, 4, frozen=("embed.weight", "router.weight", "attention.v.weight", "up.weight")),
     "ep 4, once a rank, frozen": Case(4, 4, method="once_per_rank", frozen=("embed.weight", "router.weight")),
 }
@@ -84,7 +87,7 @@ CASES = {
 
 def built(case, dtype=torch.float64):
     """The same on every rank. Routers with some preference, and with `pull` a strong one for the first experts."""
-    config = dataclasses.replace(LLAMA, moe=case.experts, tied=case.tied)
+    config = dataclasses.replace(LLAMA, moe=case.experts, tied=case.tied, num_kv_heads=case.kv_heads)
     whole = model.build(config, 1, dtype, recompute=case.recompute)
     generator = torch.Generator().manual_seed(2)
     for layer in moe.moe_layers(whole):
