@@ -1,0 +1,116 @@
+"""Graders of chapter 08, exercises 1, 2 and 4: both shares of a bubble, layers kept alive, layers for each stage."""
+
+from course_lib.bubbles import bubble
+from course_lib.checks.core import expect_equal, fail, grader
+from course_lib.memory.pipeline import live_layers
+from course_lib.schedules import make
+
+
+# ------------------------------------------------------------------------------------ 1. the bubble
+@grader
+def check_bubble(answer, rng):
+    """Of ideal and of total time, with and without interleaving."""
+    for v in (1, rng.choice([2, 3, 4])):
+        p = rng.choice([3, 5, 8, 12])
+        m = p * rng.choice([2, 3, 4])
+        where = f"p = {p}, m = {m}, v = {v}"
+        got = answer(p, m, v)
+        if not isinstance(got, tuple) or len(got) != 2:
+            fail(f"{where}: return two numbers, of ideal time and of total time; got {got!r}")
+        form = bubble("interleaved", p, m, v)
+        want = form.of_ideal, form.of_total
+        wrong = {
+            "the two are in the wrong order; waiting over working comes first": want[::-1],
+            "v is missing: stages are 1 / v as long": ((p - 1) / m, (p - 1) / (m + p - 1)),
+            "p ranks have p - 1 cuts; the first micro-batch is at the last rank after p - 1 stages": (
+                p / (v * m),
+                p / (v * m + p),
+            ),
+            "of total time: v divides the waiting, and that stands in the denominator too": (
+                want[0],
+                (p - 1) / (m + p - 1) / v,
+            ),
+            "total time is working and waiting together, so m + p - 1, not m": (want[0], want[0]),
+        }
+        told = next((why for why, value in wrong.items() if _near(got, value)), None)
+        if not _near(got, want):
+            shown = f"{where}: got {tuple(round(share, 4) for share in got)}, right is "
+            fail(f"{shown}{tuple(round(share, 4) for share in want)}" + (f": {told}" if told else ""))
+
+
+def _near(got: tuple, want: tuple) -> bool:
+    return all(abs(a - b) < 1e-9 for a, b in zip(got, want))
+
+
+# ------------------------------------------------------------------------------------ 2. layers kept
+@grader
+def check_alive(answer, rng):
+    """Counted from the schedules themselves, rank by rank."""
+    for name in ("naive", "afab", "1f1b"):
+        for few in (False, True):
+            p = rng.choice([4, 6, 8])
+            m = rng.randrange(2, p) if few else p + rng.randrange(2, 9)
+            each = rng.randrange(2, 6)
+            L = p * each
+            want = live_layers(make(name, p, m), [each] * p)
+            for i in (0, rng.randrange(1, p - 1), p - 1):
+                wrong = {
+                    "these are micro-batches; each is of L / p layers": want[i] // each,
+                    "a rank has L / p layers, not all of them": want[i] * p,
+                    "that is AFAB, which does no backward before the last forward": m * each,
+                    "that is rank 0; rank i runs p - 1 - i forwards ahead": min(m, p) * each,
+                    "there are only m micro-batches": (p - i) * each,
+                }
+                if name == "naive":
+                    wrong = {"one micro-batch at a time is alive": min(m, p - i) * each} | wrong
+                got = answer(name, L, p, m, i)
+                expect_equal(got, want[i], f"{name}, L = {L}, p = {p}, m = {m}, rank {i}", wrong)
+
+
+# ------------------------------------------------------------------------------------ 4. layers for each stage
+@grader
+def check_layers(answer, rng):
+    """The longest stage is as short as with the best of all choices."""
+    for layer, embed, head in ((1, 0, rng.choice([2, 3])), (2, rng.choice([4, 6]), 5), (3, 1, 0)):
+        p = rng.choice([3, 4, 5])
+        L = p * rng.choice([3, 4]) + rng.randrange(p)
+        got = answer(L, p, layer, embed, head)
+        where = f"L = {L}, p = {p}, layer = {layer}, embed = {embed}, head = {head}"
+        if not isinstance(got, list | tuple) or len(got) != p:
+            fail(f"{where}: return {p} numbers, one for each stage; got {got!r}")
+        if min(got) < 1:
+            fail(f"{where}: {list(got)} has a stage without a layer")
+        if sum(got) != L:
+            fail(f"{where}: {list(got)} has {sum(got)} layers together, and the model has {L}")
+        longest, best = _longest(got, layer, embed, head), _best(L, p, layer, embed, head)
+        if longest > best:
+            fail(
+                f"{where}: {list(got)} has a stage of {longest}, and {best} is possible{_hint(got, L, p, embed, head)}"
+            )
+
+
+def _longest(layers, layer: float, embed: float, head: float) -> float:
+    costs = [layer * count for count in layers]
+    costs[0] += embed
+    costs[-1] += head
+    return max(costs)
+
+
+def _best(L: int, p: int, layer: int, embed: int, head: int) -> int:
+    """The shortest bound under which all layers find room, each stage having one or more."""
+    bound = max(layer + embed, layer + head, layer)
+    while True:
+        room = (bound - embed) // layer + (bound - head) // layer + (p - 2) * (bound // layer)
+        if room >= L:
+            return bound
+        bound += 1
+
+
+def _hint(got, L: int, p: int, embed: int, head: int) -> str:
+    if max(got) - min(got) <= 1:
+        return ": even numbers of layers are not even stages; embedding and head cost too"
+    if got[-1] <= min(got) and got[0] > got[-1] and embed > head:
+        return ": the embedding is on the first stage, the head on the last"
+    if got[0] == got[-1] == min(got):
+        return ": one layer less at both ends fits some models, not this one"
+    return ""

@@ -1,0 +1,126 @@
+"""Graders of chapter 08, exercises 5 and 6: backward in two halves, and messages to both neighbours at once."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from course_lib.checks.core import CheckFailed, expect_close, fail, fresh_generator, fresh_seed, grader, run_ranks
+
+DEADLOCK_S = 6.0  # a launch takes under a second
+
+
+# ------------------------------------------------------------------------------------ 5. backward in two halves
+@grader
+def check_split_backward(answer, rng):
+    """dx from the first half, every weight's gradient from the second, and nothing done twice."""
+    generator, tokens = fresh_generator(rng), rng.randrange(5, 9)
+    widths = [rng.randrange(3, 7) for _ in range(rng.choice([3, 4]))]
+    x = torch.randn(tokens, widths[0], generator=generator, dtype=torch.float64)
+    linears = [torch.randn(b, a, generator=generator, dtype=torch.float64) for a, b in pairwise(widths)]
+    grad = torch.randn(tokens, widths[-1], generator=generator, dtype=torch.float64)
+    want, no_relu = _gradients(x, linears, grad, True), _gradients(x, linears, grad, False)
+    given = x.clone(), [W.clone() for W in linears], grad.clone()
+    with patch.object(torch.autograd, "grad", _refused), patch.object(Tensor, "backward", _refused):
+        got = answer.input_half(*given)
+        if not isinstance(got, tuple) or len(got) != 2:
+            fail("input_half: return two things: the gradient of x, and what weight_half needs")
+        grad_x, kept = got
+        expect_close(grad_x, want[0], "the gradient of x", {"relu passes no gradient where it gave 0": no_relu[0]})
+        _expect_no_weight_gradient(kept, want[1])
+        products = answer.weight_half(kept)
+    if not isinstance(products, list | tuple) or len(products) != len(linears):
+        fail(f"weight_half: return {len(linears)} gradients, one for each weight")
+    if all(a.shape == b.shape and torch.allclose(a, b) for a, b in zip(products, reversed(want[1]))):
+        fail("weight_half: the gradients come in the order of backward; return them in the order of the weights")
+    for index, (mine, right) in enumerate(zip(products, want[1])):
+        wrong = {
+            "this is its transpose; a gradient has the shape of its weight": right.T,
+            "it has dy where dz belongs: relu's zeros are missing": no_relu[1][index],
+            "averaged over tokens; it is their sum": right / tokens,
+        }
+        expect_close(mine, right, f"the gradient of weight {index}", wrong)
+
+
+def _refused(*args, **kwargs):
+    raise CheckFailed("autograd does both halves at once; write the products yourself")
+
+
+def _expect_no_weight_gradient(kept, gradients: list[Tensor]) -> None:
+    for tensor in _tensors(kept):
+        if any(tensor.shape == grad.shape and torch.allclose(tensor, grad) for grad in gradients):
+            fail("input_half: it has computed the gradient of a weight already; nothing is put off then")
+
+
+def _tensors(kept):
+    if isinstance(kept, Tensor):
+        yield kept
+    elif isinstance(kept, dict):
+        yield from _tensors(list(kept.values()))
+    elif isinstance(kept, list | tuple):
+        for part in kept:
+            yield from _tensors(part)
+
+
+def _gradients(x: Tensor, linears: list[Tensor], grad: Tensor, relu: bool) -> tuple[Tensor, list[Tensor]]:
+    """By hand; without relu's zeros in backward (`relu` False) as somebody who forgets them would."""
+    inputs, outputs = [], []
+    for W in linears:
+        inputs.append(x)
+        x = torch.relu(x @ W.T)
+        outputs.append(x)
+    products = []
+    for W, h, y in zip(reversed(linears), reversed(inputs), reversed(outputs)):
+        grad = grad * (y > 0) if relu else grad
+        products.append(grad.T @ h)
+        grad = grad @ W
+    return grad, products[::-1]
+
+
+# ------------------------------------------------------------------------------------ 6. both neighbours
+@grader
+def check_exchange(answer, rng):
+    """Large messages both ways along a chain of ranks."""
+    for world_size in (2, rng.choice([3, 4])):
+        seed = fresh_seed(rng)
+        try:
+            everybody = run_ranks(_exchange, world_size, answer, seed, timeout=DEADLOCK_S)
+        except CheckFailed as failure:
+            if "time limit" in str(failure):
+                fail(f"{world_size} ranks wait for each other: a blocking call waits for one that nobody has reached")
+            raise
+        for rank, got in enumerate(everybody):
+            where = f"rank {rank} of {world_size}"
+            if not isinstance(got, tuple) or len(got) != 2:
+                fail(f"{where}: return two things, from the rank before and from the rank behind")
+            neighbours = (("before", rank - 1, 0), ("behind", rank + 1, 1))
+            for (name, other, way), mine in zip(neighbours, got):
+                _expect_message(mine, other, way, seed, world_size, f"{where}, from the rank {name}")
+
+
+def _expect_message(got, other: int, way: int, seed: int, world_size: int, where: str) -> None:
+    if other not in range(world_size):
+        if got is not None:
+            fail(f"{where}: there is no such rank; return None (the chain is no ring)")
+        return
+    wrong = {
+        "these are the zeros or whatever stood in the buffer; wait for the receive": torch.zeros(_shape(way)),
+        "this is what that rank sends the other way": _message(other, 1 - way, seed),
+    }
+    expect_close(got, _message(other, way, seed), where, wrong)
+
+
+def _exchange(answer: Callable, seed: int):
+    rank = dist.get_rank()
+    return answer(_message(rank, 0, seed), _message(rank, 1, seed))
+
+
+def _shape(way: int) -> tuple[int, ...]:
+    return (400_000 + 1000 * way,)
+
+
+def _message(rank: int, way: int, seed: int) -> Tensor:
+    return torch.randn(_shape(way), generator=torch.Generator().manual_seed(seed + 10 * rank + way))
