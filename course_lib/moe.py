@@ -99,13 +99,22 @@ def weigh(score_TE: Tensor, expert_Tk: Tensor, config: MoeConfig) -> Tensor:
 
 
 def capacity(num_tokens: int, config: MoeConfig) -> int | None:
-    """How many choices one expert takes: capacity_factor x top_k x tokens / experts, rounded up; None: all of them.
-
-    Source   Fedus et al. 2021 (arXiv:2101.03961), equation 3, where top_k is 1; Lepikhin et al. 2020 (arXiv:2006.16668)
-    """
+    """How many choices one expert takes; None: all of them."""
     if config.capacity_factor is None:
         return None
-    return math.ceil(config.capacity_factor * config.top_k * num_tokens / config.num_experts)
+    return capacity_of(num_tokens, config.top_k, config.num_experts, config.capacity_factor)
+
+
+def capacity_of(num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
+    """Rows that an expert accepts from num_tokens tokens: factor times its fair share, rounded up.
+
+    Raises   ValueError unless the factor is more than 0
+    Source   Fedus et al. 2021 (arXiv:2101.03961), equation 3, where top_k is 1; Lepikhin et al. 2020 (arXiv:2006.16668)
+    """
+    if not capacity_factor > 0:
+        raise ValueError(f"capacity_factor is {capacity_factor}; choose more than 0: 1 holds a perfectly even routing")
+    share = capacity_factor * top_k * num_tokens / num_experts
+    return math.ceil(round(share, 9))  # 1.1 x 40 is 44.00000000000001 in floating point
 
 
 def keep(expert_Tk: Tensor, num_experts: int, room: int | None) -> Tensor:

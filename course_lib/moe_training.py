@@ -46,10 +46,10 @@ class MoeRun:
 
         Assumes one micro-batch a step, on one rank: capacity is counted where the tokens are.
         """
-        late = self.load[-steps:]
+        late = self.load[-steps:].double()
         if not late.numel():
             return 0.0
-        room = (capacity_factor * late.sum(-1, keepdim=True) / late.shape[-1]).ceil()
+        room = (capacity_factor * late.sum(-1, keepdim=True) / late.shape[-1]).round(decimals=9).ceil()
         return ((late - room).clamp_min(0).sum() / late.sum()).item()
 
 

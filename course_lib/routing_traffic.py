@@ -23,7 +23,6 @@ In backward each row's gradient goes the way back: as many rows as forward, in t
 Source   DeepSeek-AI 2024 (arXiv:2412.19437), sections 2.1.2 and 3.2.2; Lepikhin et al. 2020 (arXiv:2006.16668)
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from course_lib.config import ModelConfig
 from course_lib.conjugate import piece_sizes
+from course_lib.moe import capacity_of as capacity_of  # so that one import serves
 
 METHODS = ("plain", "once_per_rank", "once_per_node", "padded")
 ID_BYTES = 4  # an expert's number beside a row, int32
@@ -264,8 +264,11 @@ def moe_traffic(
     if method == "plain":
         hops, extra, counts = [plain_rows(counts_of(experts, layout.num_experts), layout)], (0, 0), None
     elif method == "padded":
-        if capacity is None:
-            raise ValueError('method "padded" needs a capacity: rows an expert gets from each rank; see capacity_of')
+        if capacity is None or capacity < 1:
+            raise ValueError(
+                f'method "padded" needs a capacity, 1 row or more that an expert gets from each rank, got {capacity}; '
+                "see capacity_of"
+            )
         hops, extra, counts = [padded_rows(capacity, layout)], (0, 0), []
     else:
         weights_bytes = experts[0].shape[1] * max(4, itemsize)
@@ -302,16 +305,6 @@ def _sum(layout: ExpertLayout, hops: list[list[Sent]]) -> list[Sent]:
 
 
 # ------------------------------------------------------------------------------------ capacity
-def capacity_of(num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
-    """Rows that an expert accepts from num_tokens tokens: factor times its fair share, rounded up.
-
-    Source   Fedus et al. 2021 (arXiv:2101.03961), section 2.2, for k = 1; GShard (arXiv:2006.16668) counts k choices
-    """
-    if not capacity_factor > 0:
-        raise ValueError(f"capacity_factor is {capacity_factor}; choose more than 0: 1 holds a perfectly even routing")
-    return math.ceil(capacity_factor * top_k * num_tokens / num_experts)
-
-
 def dropped(counts: Sequence[Sequence[int]], capacity: int) -> int:
     """Choices beyond the capacity that each expert has for each rank."""
     return sum(max(0, count - capacity) for row in counts for count in row)

@@ -111,6 +111,7 @@ def test_capacity_drops_and_imbalance():
     for tokens, k, factor in ((10, 2, 1.0), (10, 2, 1.25), (7, 1, 0.5), (1, 8, 1.1)):
         config = MoeConfig(8, k, d_expert=1, capacity_factor=factor, normalise_weights=False)
         assert capacity_of(tokens, k, 8, factor) == capacity(tokens, config)
+    assert [capacity_of(100, k, 10, 1.1) for k in (1, 2, 4)] == [11, 22, 44]  # 1.1 is a little more in floating point
     assert dropped([[5, 1, 0], [2, 3, 9]], 3) == 2 + 6
     assert imbalance([4, 4]) == 1.0 and imbalance([8, 0]) == 2.0 and imbalance([0, 0]) == 1.0
 
@@ -124,6 +125,7 @@ def test_capacity_drops_and_imbalance():
         (lambda: moe_traffic(BY_HAND, LAYOUT, 4, "twice"), "method 'twice' is unknown"),
         (lambda: moe_traffic(BY_HAND[:2], LAYOUT, 4), "the routing has 2 ranks, ep is 4"),
         (lambda: moe_traffic(BY_HAND, LAYOUT, 4, "padded"), 'method "padded" needs a capacity'),
+        (lambda: moe_traffic(BY_HAND, LAYOUT, 4, "padded", capacity=0), "got 0"),
         (lambda: capacity_of(4, 2, 8, 0.0), "capacity_factor is 0.0"),
         (lambda: synthetic_routing(LAYOUT, 4, 9), "top_k is 9, but a token can choose from 8 experts"),
         (lambda: synthetic_routing(LAYOUT, 4, 5, max_nodes=1), "from 4 experts (1 of 2 groups of 4)"),
