@@ -245,11 +245,12 @@ def text_chart(simulation: Simulation, slot_s: float | None = None, max_columns:
             f"{num_slots} slots of {slot_s:g} s are more than max_columns ({max_columns}); choose slot_s of at least "
             f"{simulation.makespan_s / max_columns:.3g}, or raise max_columns"
         )
+    several = simulation.schedule.num_stages > simulation.schedule.pp
     chart = [["."] * num_slots for _ in simulation.rows]
     for row, line in zip(simulation.timed, chart):
         for instruction, span in row:
             first, last = _slot(span.start_s, slot_s), _slot(span.stop_s, slot_s)
-            name = str(instruction) if simulation.schedule.v > 1 else str(instruction).split("@")[0]
+            name = str(instruction) if several else str(instruction).split("@")[0]
             line[first:last] = [name, *["-"] * (last - first - 1)][: last - first]
     width = max(len(cell) for line in chart for cell in line)
     digits = len(str(len(chart) - 1))

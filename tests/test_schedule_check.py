@@ -302,3 +302,9 @@ def test_a_chart_of_longer_backwards_is_read_with_its_dashes():
 def test_every_chart_that_the_simulator_draws_can_happen():
     for case, schedule in schedules(ranks=(2, 3), micro_batches=(6,)):
         assert chart_problems(text_chart(simulate(schedule)), schedule.rank_of_stage) == [], case
+
+
+def test_a_chart_of_ranks_with_unequal_numbers_of_stages_names_them():
+    schedule = from_text("F0 B0\nF0@1 F0@2 B0@2 B0@1", rank_of_stage=(0, 1, 1))
+    chart = text_chart(simulate(schedule))
+    assert "F0@2" in chart and chart_problems(chart, (0, 1, 1)) == []
