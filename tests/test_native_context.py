@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from course_lib import model, training
-from course_lib.config import PRESETS
+from course_lib.config import PRESETS, MoeConfig
 from course_lib.launch import launch
 from course_lib.meter import ByteMeter
 from course_lib.native import context as native
@@ -180,6 +180,7 @@ def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_sent(rank
 REFUSED = {
     "family is 'xlmr'": (dataclasses.replace(LLAMA, family="xlmr", num_kv_heads=8), {}),
     "dropout is 0.1": (dataclasses.replace(LLAMA, family="gpt", num_kv_heads=8, dropout=0.1), {}),
+    "the model has experts": (dataclasses.replace(LLAMA, moe=MoeConfig(num_experts=4, top_k=2, d_expert=8)), {}),
     "placement is 'striped'; PyTorch has contiguous, zigzag": (LLAMA, {"placement": "striped"}),
     "rotate_method is 'ring'; choose from alltoall, allgather": (LLAMA, {"rotate_method": "ring"}),
 }

@@ -79,6 +79,8 @@ def check_model(model: nn.Module, placement: str, rotate_method: str) -> None:
         raise ValueError(f"family is {model.config.family!r}; context parallelism here knows llama and gpt")
     if model.config.dropout > 0:
         raise ValueError(f"dropout is {model.config.dropout}: PyTorch's ring has none; use 0")
+    if model.config.moe is not None:
+        raise ValueError("the model has experts, whose balance would be that of a part of the tokens; use a dense one")
     if placement not in PLACEMENTS:
         raise ValueError(f"placement is {placement!r}; PyTorch has {', '.join(PLACEMENTS)} (or parallel/context.py)")
     if rotate_method not in ROTATE_METHODS:
@@ -178,6 +180,8 @@ def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tens
     Bytes    beside the layers' rings, once: all-reduces of all gradients and of one number
     Raises   ValueError if a sequence does not divide, before anything is sent
     """
+    if not micro_batches:
+        raise ValueError("there are no micro-batches; give at least one (x_BS, y_BS)")
     for x_BS, _ in micro_batches:
         check_context(x_BS.shape[1], engine.cp_group.size(), engine.placement)
     num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
