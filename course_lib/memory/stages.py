@@ -108,7 +108,9 @@ def rank_tensors(local: ModelConfig, layers: Sequence[int], stages: Sequence[int
     return before * first + block * sum(layers[stage] for stage in stages) + (after + copy) * last
 
 
-def rank_units(tensors, local, num_blocks, ends, zero_stage, itemsize) -> list[int]:
+def rank_units(
+    tensors: Sequence[int], local: ModelConfig, num_blocks: int, ends: tuple[bool, bool], zero_stage: int, itemsize: int
+) -> list[int]:
     """ZeRO's units of a rank: a tensor each, buckets, or what comes before, each block, what comes after."""
     if zero_stage == 0:
         return list(tensors)

@@ -75,7 +75,7 @@ def check_stages(config: ModelConfig, num_stages: int, layers_of_stage: Sequence
     """
     if config.family not in FAMILIES:
         raise ValueError(f"family is {config.family!r}; pipelines here know {', '.join(FAMILIES)}")
-    if getattr(config, "moe", None) is not None:
+    if config.moe is not None:
         raise ValueError(f"{config.name} has experts, whose balancing pipelines here do not carry; give moe=None")
     if num_stages > config.num_layers:
         raise ValueError(
