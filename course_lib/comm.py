@@ -290,6 +290,15 @@ def ring_all_gather(x_p: Tensor, group: dist.ProcessGroup, total: int | None = N
 
 
 # ---------------------------------------------------------------------------------------------------- checks
+def check_point_to_point(device: torch.device, group: dist.ProcessGroup, name: str) -> None:
+    """Raises ValueError if the group's ranks cannot send each other tensors of that device one to one."""
+    if device.type == "cuda" and "nccl" not in dist.get_backend(group):  # may be "cpu:gloo,cuda:nccl"
+        raise ValueError(
+            f"{name} sends from rank to rank, and gloo takes tensors on a GPU in collectives alone; keep the model on "
+            "the CPU, or give every rank a GPU of its own (backend='nccl')"
+        )
+
+
 def _check(x: Tensor, group: dist.ProcessGroup, name: str) -> None:
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(

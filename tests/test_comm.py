@@ -177,6 +177,7 @@ def _mistakes(group, alone, rank):
         "ring without group": lambda: comm.ring_all_reduce(whole, None),
         "to itself": lambda: comm.send(whole, rank, group),
         "beyond": lambda: comm.broadcast(whole, 2, group),
+        "GPU by gloo": lambda: comm.check_point_to_point(torch.device("cuda"), group, "a ring"),
         "wrong piece": lambda: comm.ring_all_gather(torch.ones(4), group, total=5),
     }
     texts = {}

@@ -99,7 +99,7 @@ def mesh_of(group: dist.ProcessGroup, shard_size: int | None, device: torch.devi
     """One dimension over the group; with shard_size two: copies, and shards inside each copy."""
     device_type = device.type
     if device_type == "meta":
-        device_type = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        device_type = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
     if shard_size is None or shard_size == group.size():
         return DeviceMesh.from_group(group, device_type)
     if shard_size < 1 or group.size() % shard_size != 0:

@@ -152,7 +152,7 @@ def connect(group: Group, pairs: Sequence[Pair]) -> dict[Pair, Group]:
              the first message, and both ends wait for each other; here all do so in one order)
     """
     ranks, me = dist.get_process_group_ranks(group), group.rank()
-    together = dist.get_backend(group) == "nccl" and len(ranks) == dist.get_world_size()  # NCCL splits the world's
+    together = "nccl" in dist.get_backend(group) and len(ranks) == dist.get_world_size()  # NCCL splits the world's
     channels: dict[Pair, Group] = {}
     for members in rounds(pairs):
         mine = [pair for pair in members if me in pair]
@@ -166,7 +166,7 @@ def connect(group: Group, pairs: Sequence[Pair]) -> dict[Pair, Group]:
 
 
 def _first_message(channel: Group, is_sender: bool) -> None:
-    device = torch.device("cuda") if dist.get_backend(channel) == "nccl" else torch.device("cpu")
+    device = torch.device("cuda") if "nccl" in dist.get_backend(channel) else torch.device("cpu")
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     (send if is_sender else receive)(byte, channel).wait()
 

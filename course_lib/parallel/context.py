@@ -154,6 +154,8 @@ def check_cuttable(model: nn.Module, group: Group, method: str, placement: str, 
         raise ValueError(f"outer ({outer}) must be a divisor of cp ({cp_size})")
     if outer > 1 and method != "ulysses":
         raise ValueError(f'outer is {outer}, a ring around Ulysses, but method is {method!r}; choose method="ulysses"')
+    if method == "ring" or outer > 1:
+        comm.check_point_to_point(model.embed.weight.device, group, "a ring")
     for block in model.blocks:
         attention = block.attention
         if attention.core not in CORES.values():

@@ -147,6 +147,7 @@ def build(
     layers_of_stage = check_stages(model.config, first.num_stages, layers_of_stage)
     if ahead < 0:
         raise ValueError(f"ahead is {ahead}; give 0 (receive when it is needed), 1, or more")
+    comm.check_point_to_point(model.embed.weight.device, group, "a pipeline")
     pairs = pairs_of(first)
     ends = (first.rank_of_stage[0], first.rank_of_stage[-1])
     if model.config.tied and ends[0] != ends[1]:
