@@ -1,7 +1,13 @@
 """Pipeline parallelism in bytes: hand values, the playbook's bars, claims by their ids."""
 
-import pytest
+from dataclasses import replace
+from functools import partial
 
+import pytest
+import torch
+from kept_bytes import kept_bytes
+
+from course_lib import model, training
 from course_lib.bubbles import interleaving_memory, peak_live
 from course_lib.config import ModelConfig, preset
 from course_lib.hardware import PUBLISHED_1F1B_FALLS, PUBLISHED_1F1B_THROUGHPUT
@@ -18,11 +24,14 @@ from course_lib.memory.pipeline import (
 from course_lib.memory.sharded import sharded_budget
 from course_lib.memory.stages import balanced_layers, even_layers, fewer_at_the_ends, stage_parameters, stage_units
 from course_lib.memory.states import count_parameters
+from course_lib.parallel.deferred import Deferral, WeightQueue
+from course_lib.parallel.stages import cut
 from course_lib.schedules import SCHEDULES, all_forward_all_backward, interleaved_1f1b, make, naive, one_f_one_b
 
 GIB = 2**30
 LLAMA_8B, LLAMA_405B, TOY = preset("llama-3.1-8b"), preset("llama-3.1-405b"), preset("toy")
 TIED = preset("llama-3.2-1b")
+SMALL_GPT = replace(TOY, name="gpt", family="gpt", num_kv_heads=TOY.num_heads)
 
 
 # ---- layers and parameters
@@ -107,6 +116,25 @@ def test_a_rank_s_memory_is_a_walk_through_its_instructions():
     assert peak_held(row, [10], waiting=[4]) == 24  # after F2: two alive, one waits for W
     with_logits = stage_activations(TOY, 2, 64, [2, 2], 1)
     assert with_logits.logits == 4 * 2 * 64 * 256 and stage_activations(TOY, 2, 64, [2, 2], 0).logits == 0
+
+
+@pytest.mark.parametrize("config", [TOY, SMALL_GPT], ids=["llama", "gpt"])
+def test_a_real_stage_keeps_what_is_predicted_and_what_waits_for_w_too(config):
+    whole, layers = model.build(config), [1, 1, 2]
+    tokens_BS, y_BS = (torch.arange(32).view(2, 16) for _ in range(2))
+    for stage in range(3):
+        module = cut(whole, stage, layers)
+        x = tokens_BS if stage == 0 else torch.zeros(2, 16, config.d_model, requires_grad=True)
+        forward = partial(training.loss_of, module, x, y_BS) if stage == 2 else partial(module, x)
+        kept, queue, deferral = kept_bytes(module, forward), WeightQueue(), Deferral(module)
+        with deferral.into(queue):
+            out = forward()
+        out.backward(torch.ones_like(out))
+        products = [handle.grad_fn.product for handle in queue.handles]
+        waiting = {x.data_ptr(): x.untyped_storage().nbytes() for one in products for x in (one.x, one.grad)}
+        said = stage_activations(config, 2, 16, layers, stage, precision="fp32", device="cpu", output_kept=False)
+        assert kept - said.kept in (0, 4), stage  # the loss is one number
+        assert sum(waiting.values()) == said.waiting, stage
 
 
 def test_one_rank_is_the_budget_of_one_gpu():

@@ -74,7 +74,8 @@ def stage_activations(
     """Predict what one micro-batch keeps on one stage.
 
     output_kept   a stage keeps its output, on which backward is called, until the gradient comes: one B S D more than
-                  the same layers in one piece. Megatron frees its numbers once they are sent
+                  the same layers in one piece, as PyTorch's stages do. Megatron and parallel/pipeline.py free its
+                  numbers once they are sent
     """
     tokens = tokens_of_rank(seq_len, cp)
     first, last = stage == 0, stage == len(layers) - 1
@@ -86,7 +87,7 @@ def stage_activations(
     width = batch_size * tokens * config.d_model // share
     mask = width if config.dropout else 0
     ids, targets, tables = _token_parts(whole, config, batch_size * tokens, tp)
-    kept = whole.blocks + whole.casts + tables
+    kept = whole.blocks + whole.casts + (tables if first or config.family == "llama" else 0)
     kept += (ids + mask if first else 0) + (targets + whole.ends - mask + whole.logits if last else 0)
     if output_kept and not last:
         kept += width * PRECISIONS[precision].residual_bytes
