@@ -149,6 +149,8 @@ A file imports from its own part and from the parts above it, never from one bel
     checks/tp_gradients.py graders of chapter 05: a conjugate pair, a column backward, a loss from pieces
     checks/sequence_parallel.py graders of chapter 06: shapes of regions, bytes kept, the cheapest way that fits
     checks/sp_gradients.py graders of chapter 06: gather_in backward, the forgotten sum, half a block
+    checks/context_parallel.py graders of chapter 07: positions, merge of a softmax, a step's tile, bytes
+    checks/cp_ranks.py     graders of chapter 07: loss of a shard, tokens for heads
     checks/pipeline_formulas.py graders of chapter 08: shares of a bubble, layers kept, layers for each stage
     checks/pipeline_schedules.py graders of chapter 08: 1F1B as lists, a shorter schedule
     checks/pipeline_ranks.py graders of chapter 08: backward in two halves, messages both ways

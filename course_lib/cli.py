@@ -47,6 +47,7 @@ CHAPTERS = (
     Chapter("04_zero", 4, 2 << 30, "ranks use NCCL where there is a GPU for each"),
     Chapter("05_tensor_parallel", 4, 2 << 30, "ranks stay on the CPU, with gloo"),
     Chapter("06_sequence_parallel", 4, 2 << 30, "ranks stay on the CPU, with gloo"),
+    Chapter("07_context_parallel", 4, 2 << 30, "ranks stay on the CPU, with gloo"),
 )
 
 
