@@ -63,9 +63,9 @@ def test_C116_llama_3_has_a_layer_less_at_either_end():
 
 
 def test_balanced_layers_make_the_largest_stage_as_small_as_any_other_choice():
-    config = ModelConfig("small", 7, 32, 4, 2, d_ff=80, vocab_size=900, max_seq_len=64)
+    untied = ModelConfig("small", 7, 32, 4, 2, d_ff=80, vocab_size=900, max_seq_len=64)
     choices = [[a, b, 7 - a - b] for a in range(1, 6) for b in range(1, 7 - a)]
-    for config in (config, replace(config, tied=True)):  # a tied head is a copy there, as large
+    for config in (untied, replace(untied, tied=True)):  # a tied head is a copy there, as large
         ours = max(stage_parameters(config, balanced_layers(config, 3)))
         assert ours == min(max(stage_parameters(config, layers)) for layers in choices)
     assert balanced_layers(LLAMA_8B, 8) == [2, 5, 5, 5, 5, 4, 4, 2]
