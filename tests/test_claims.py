@@ -15,8 +15,8 @@ import pytest
 from course_lib.authoring.form import ROOT, read
 from course_lib.authoring.rules import is_uncompared
 
-TOPICS = ("memory", "dp", "network", "throughput", "zero", "tp", "sp")  # those of chapters 00 to 06
-LATER_TOPICS = ("cp", "pp", "ep", "5d", "ops")
+TOPICS = ("memory", "dp", "network", "throughput", "zero", "tp", "sp", "cp")  # those of chapters 00 to 07
+LATER_TOPICS = ("pp", "ep", "5d", "ops")
 VERDICTS = ("correct", "correct-with-conditions", "wrong", "ambiguous")
 PLACE = re.compile(r"(?P<notebook>notebooks/\w+\.ipynb)#(?P<cell>[\w-]+)|(?P<test>tests/[\w/]+\.py)::(?P<name>\w+)")
 CLAIM = re.compile(r"(?<![A-Za-z0-9])C\d{3}(?!\d)")
@@ -88,7 +88,7 @@ def test_every_claim_of_the_first_chapters_is_recomputed_somewhere():
     assert [problem for claim in CLAIMS for problem in claim_problems(claim)] == []
 
 
-@pytest.mark.parametrize(("topic", "chapter"), [("dp", "03"), ("zero", "04"), ("tp", "05"), ("sp", "06")])
+@pytest.mark.parametrize(("topic", "chapter"), [("dp", "03"), ("zero", "04"), ("tp", "05"), ("sp", "06"), ("cp", "07")])
 def test_claims_on_a_technique_are_answered_in_its_chapter(topic, chapter):
     missing = [c["id"] for c in CLAIMS if c["topic"] == topic and f"notebooks/{chapter}_" not in c["where"]]
     assert missing == []
@@ -126,7 +126,7 @@ def test_every_claim_that_a_test_names_is_in_the_list():
             {"where": "tests/test_timing.py::test_a_line_is_found_back", "recomputed_value": "436.0"},
             "none of its numbers",
         ),
-        ({"topic": "cp", "where": "notebooks/03_data_parallel.ipynb#no-such-cell"}, "is no cell"),
+        ({"topic": "ops", "where": "notebooks/03_data_parallel.ipynb#no-such-cell"}, "is no cell"),
     ],
 )
 def test_a_planted_fault_is_found(change, problem):
