@@ -117,6 +117,7 @@ A file imports from its own part and from the parts above it, never from one bel
     plots/context.py       the mask shared out by rank, who waits at each step, blocks that travel, memory by length
     plots/pipeline.py      pipeline schedules as charts: who computes which micro-batch when, and who idles
     plots/pipeline_trace.py  what ranks did, laid over the simulated chart
+    plots/pipeline_tradeoff.py bubble against memory, a point for each schedule
     plots/stages.py        which layers where, and how many micro-batches each rank keeps alive
     plots/experts.py       the load of experts, what balancing does, total and active parameters
     plots/routing.py       tokens on their way to experts, and who sends what to whom
@@ -128,6 +129,7 @@ A file imports from its own part and from the parts above it, never from one bel
     widgets/data_parallel.py batch, step time, and communication left uncovered
     widgets/zero.py        stages, offload and precision: what a GPU holds and sends
     widgets/tensor.py      tp, SP and links: memory, and the share of communication
+    widgets/context.py     sequence, cp and placement: memory, and one layer's attention by each method
     widgets/pipeline.py    schedule, ranks, micro-batches, times: the chart, its bubble, what is kept alive
     widgets/pipeline_puzzle.py place the blocks of a pipeline by hand; a checker answers
     widgets/experts.py     experts, skew and nodes: load, drops, bytes within and between nodes

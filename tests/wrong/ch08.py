@@ -1,0 +1,322 @@
+"""Wrong answers to the exercises of chapter 08, each with what its grader must say about it."""
+
+import torch
+import torch.distributed as dist
+
+from course_lib.checks.pipeline_formulas import check_alive, check_bubble, check_layers
+from course_lib.checks.pipeline_ranks import check_exchange, check_split_backward
+from course_lib.checks.pipeline_schedules import check_one_f_one_b, check_shorter
+from course_lib.schedules import make
+
+
+# ------------------------------------------------------------------------------------ 1. the bubble
+def without_v(p, m, v):
+    return (p - 1) / m, (p - 1) / (m + p - 1)
+
+
+def swapped(p, m, v):
+    return (p - 1) / (v * m + p - 1), (p - 1) / (v * m)
+
+
+def p_cuts(p, m, v):
+    return p / (v * m), p / (v * m + p)
+
+
+def total_divided_by_v(p, m, v):
+    return (p - 1) / (v * m), (p - 1) / (m + p - 1) / v
+
+
+def total_is_ideal(p, m, v):
+    return ((p - 1) / (v * m),) * 2
+
+
+# ------------------------------------------------------------------------------------ 2. layers kept
+def _alive(name, m, p, i):
+    return {"naive": 1, "afab": m, "1f1b": min(m, p - i)}[name]
+
+
+def micro_batches_only(name, L, p, m, i):
+    return _alive(name, m, p, i)
+
+
+def all_layers(name, L, p, m, i):
+    return _alive(name, m, p, i) * L
+
+
+def always_first_rank(name, L, p, m, i):
+    return _alive(name, m, p, 0) * L // p
+
+
+def more_than_there_are(name, L, p, m, i):
+    return {"naive": 1, "afab": m, "1f1b": p - i}[name] * L // p
+
+
+def as_afab(name, L, p, m, i):
+    return (1 if name == "naive" else m) * L // p
+
+
+def naive_as_1f1b(name, L, p, m, i):
+    return _alive("afab" if name == "afab" else "1f1b", m, p, i) * L // p
+
+
+# ------------------------------------------------------------------------------------ 3. 1F1B
+def _words(schedule):
+    return [[f"{one.op}{one.micro_batch}" for one in row] for row in schedule.instructions]
+
+
+def naive_order(p, m):
+    return _words(make("naive", p, m))
+
+
+def afab_order(p, m):
+    return _words(make("afab", p, m))
+
+
+def _ahead(p, m, ahead_of):
+    rows = []
+    for rank in range(p):
+        ahead = min(ahead_of(rank), m)
+        row = [f"F{i}" for i in range(ahead)]
+        for i in range(ahead, m):
+            row += [f"F{i}", f"B{i - ahead}"]
+        rows.append(row + [f"B{i}" for i in range(m - ahead, m)])
+    return rows
+
+
+def everybody_as_far_as_rank_0(p, m):
+    return _ahead(p, max(m, p), lambda rank: p - 1) if m >= p else _ahead(p, m, lambda rank: p - 1)
+
+
+def ahead_by_one_more(p, m):
+    return _ahead(p, m, lambda rank: p - rank)
+
+
+def ahead_by_one_less(p, m):
+    return _ahead(p, m, lambda rank: max(0, p - 2 - rank))
+
+
+def turned_around(p, m):
+    return _ahead(p, m, lambda rank: rank)
+
+
+def last_backwards_missing(p, m):
+    return [row[: 2 * m - 1] for row in _ahead(p, m, lambda rank: p - 1 - rank)]
+
+
+def split(p, m):
+    return _words(make("zb_h1", p, m))
+
+
+# ------------------------------------------------------------------------------------ 4. layers
+def even(L, p, layer, embed, head):
+    return [L // p + (stage < L % p) for stage in range(p)]
+
+
+def zero_layers(L, p, layer, embed, head):
+    return [L - p + 2, *[1] * (p - 2), 0]
+
+
+def one_too_few(L, p, layer, embed, head):
+    layers = even(L, p, layer, embed, head)
+    return [layers[0] - 1, *layers[1:]]
+
+
+def a_number_for_all(L, p, layer, embed, head):
+    return L // p
+
+
+# ------------------------------------------------------------------------------------ 5. two halves
+class _Split:
+    relu_passes_all = transposed = reversed_order = averaged = early = False
+
+    @classmethod
+    def input_half(cls, x, linears, grad):
+        inputs, outputs = [], []
+        for W in linears:
+            inputs.append(x)
+            x = torch.relu(x @ W.T)
+            outputs.append(x)
+        kept = []
+        for W, h, y in zip(reversed(linears), reversed(inputs), reversed(outputs)):
+            dz = grad if cls.relu_passes_all else grad * (y > 0)
+            kept.append(dz.T @ h if cls.early else (h, dz))
+            grad = dz @ W
+        return grad, kept if cls.reversed_order else kept[::-1]
+
+    @classmethod
+    def weight_half(cls, kept):
+        if cls.early:
+            return kept
+        products = [dz.T @ h / (len(h) if cls.averaged else 1) for h, dz in kept]
+        return [product.T for product in products] if cls.transposed else products
+
+
+class NoRelu(_Split):
+    relu_passes_all = True
+
+
+class Early(_Split):
+    early = True
+
+
+class Backwards(_Split):
+    reversed_order = True
+
+
+class Averaged(_Split):
+    averaged = True
+
+
+class ByAutograd:
+    @staticmethod
+    def input_half(x, linears, grad):
+        x.requires_grad_()
+        h = x
+        for W in linears:
+            h = torch.relu(h @ W.T)
+        h.backward(grad)
+        return x.grad, linears
+
+    @staticmethod
+    def weight_half(kept):
+        return [W.grad for W in kept]
+
+
+# ------------------------------------------------------------------------------------ 6. exchange
+def send_first(down, up):
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    before = behind = None
+    if rank < last:
+        dist.send(down, rank + 1)
+    if rank > 0:
+        dist.send(up, rank - 1)
+        before = torch.empty_like(down)
+        dist.recv(before, rank - 1)
+    if rank < last:
+        behind = torch.empty_like(up)
+        dist.recv(behind, rank + 1)
+    return before, behind
+
+
+def _started(down, up, wait=True, ring=False):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    works, before, behind = [], None, None
+    if rank > 0 or ring:
+        before = torch.zeros_like(down)
+        works += [dist.irecv(before, (rank - 1) % size), dist.isend(up, (rank - 1) % size)]
+    if rank < size - 1 or ring:
+        behind = torch.zeros_like(up)
+        works += [dist.irecv(behind, (rank + 1) % size), dist.isend(down, (rank + 1) % size)]
+    if not wait:
+        before, behind = (None if x is None else x.clone() for x in (before, behind))
+    for work in works:
+        work.wait()
+    return before, behind
+
+
+def not_waited(down, up):
+    return _started(down, up, wait=False)
+
+
+def swapped_results(down, up):
+    before, behind = _started(down, up)
+    return behind, before
+
+
+def a_list(down, up):
+    return list(_started(down, up))
+
+
+# ------------------------------------------------------------------------------------ 7. shorter
+def whole_backwards(p, m):
+    return _words(make("1f1b", p, m))
+
+
+def w_behind_i(p, m):
+    return [
+        [part for w in row for part in ([w] if w[0] == "F" else ["I" + w[1:], "W" + w[1:]])]
+        for row in whole_backwards(p, m)
+    ]
+
+
+def all_w_at_the_end(p, m):
+    return [[word.replace("B", "I") for word in row] + [f"W{i}" for i in range(m)] for row in whole_backwards(p, m)]
+
+
+def with_more_memory(p, m):
+    return _words(make("zb_h2", p, m))
+
+
+WRONG = {
+    "my_bubble": {
+        "check": check_bubble,
+        "answers": [
+            (without_v, "v is missing"),
+            (swapped, "wrong order"),
+            (p_cuts, "p ranks have p - 1 cuts"),
+            (total_divided_by_v, "stands in the denominator"),
+            (total_is_ideal, "working and waiting together"),
+        ],
+    },
+    "my_alive": {
+        "check": check_alive,
+        "answers": [
+            (micro_batches_only, "these are micro-batches"),
+            (all_layers, "not all of them"),
+            (always_first_rank, "that is rank 0"),
+            (more_than_there_are, "only m micro-batches"),
+            (as_afab, "that is AFAB"),
+            (naive_as_1f1b, "one micro-batch at a time"),
+        ],
+    },
+    "my_one_f_one_b": {
+        "check": check_one_f_one_b,
+        "answers": [
+            (naive_order, "waits for the backward of one micro-batch"),
+            (afab_order, "all forwards before all backwards"),
+            (everybody_as_far_as_rank_0, "every rank runs as far ahead as rank 0"),
+            (ahead_by_one_more, "forwards ahead, not more"),
+            (ahead_by_one_less, "forwards ahead, not fewer"),
+            (turned_around, "deadlock"),
+            (last_backwards_missing, "is missing, the backward"),
+            (split, "1F1B has whole backwards"),
+        ],
+    },
+    "my_layers": {
+        "check": check_layers,
+        "answers": [
+            (even, "even numbers of layers are not even stages"),
+            (zero_layers, "a stage without a layer"),
+            (one_too_few, "layers together"),
+            (a_number_for_all, "one for each stage"),
+        ],
+    },
+    "MySplit": {
+        "check": check_split_backward,
+        "answers": [
+            (NoRelu, "relu passes no gradient"),
+            (Early, "already; nothing is put off"),
+            (Backwards, "come in the order of backward"),
+            (Averaged, "it is their sum"),
+            (ByAutograd, "autograd does both halves"),
+        ],
+    },
+    "my_exchange": {
+        "check": check_exchange,
+        "answers": [
+            (send_first, "wait for each other"),
+            (not_waited, "wait for the receive"),
+            (swapped_results, "there is no such rank"),
+            (a_list, "return two things"),
+        ],
+    },
+    "my_shorter": {
+        "check": check_shorter,
+        "answers": [
+            (whole_backwards, "split B into I and W"),
+            (w_behind_i, "W stands directly behind each I"),
+            (all_w_at_the_end, "put W off where others wait"),
+            (with_more_memory, "buys its time with memory"),
+        ],
+    },
+}
