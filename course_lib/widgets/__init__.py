@@ -5,6 +5,7 @@ collective_explorer   alpha-beta time of a collective
 precision_explorer    what each number format makes of a weight and its update
 dp_explorer           batch, step time and exposed communication of data parallelism
 zero_explorer         what each stage of ZeRO leaves on a GPU, what it sends, what offload moves; measured on a toy
+context_explorer      context parallelism: memory by length, and one layer's attention by each method
 tensor_explorer       tensor and sequence parallelism: memory, and the share of communication; measured on a toy
 pipeline_explorer     schedules of a pipeline on the clock: chart, bubble by both definitions, activations kept alive
 pipeline_puzzle       place the blocks of a pipeline by hand; a checker answers
@@ -20,6 +21,7 @@ except ImportError as error:
     ) from error
 
 from course_lib.widgets.collectives import collective_explorer
+from course_lib.widgets.context import context_explorer
 from course_lib.widgets.data_parallel import dp_explorer
 from course_lib.widgets.experts import expert_explorer
 from course_lib.widgets.memory import memory_explorer
@@ -31,6 +33,7 @@ from course_lib.widgets.zero import zero_explorer
 
 __all__ = [
     "collective_explorer",
+    "context_explorer",
     "dp_explorer",
     "expert_explorer",
     "memory_explorer",

@@ -1,0 +1,157 @@
+"""The explorer of context parallelism: memory of one GPU by length, and one layer's attention by each method."""
+
+from dataclasses import dataclass
+from html import escape
+
+import ipywidgets as widgets
+
+from course_lib.config import PRESETS, ModelConfig, preset
+from course_lib.context_timing import AttentionTime, attention_time, ring_link, tokens_that_hide_a_hop
+from course_lib.context_work import pairs, share_of_ideal
+from course_lib.hardware import GPUS, LINKS, gpu, link
+from course_lib.memory.context import METHODS, for_length, kv_block_bytes
+from course_lib.memory.sharded import sharded_budget
+from course_lib.placement import PLACEMENTS
+from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
+from course_lib.plots.style import show_bytes, show_seconds
+from course_lib.plots.timeline import draw_step_times
+from course_lib.sharded_timing import Cluster
+from course_lib.widgets import parts
+
+ASSUMED_UTILISATION = 0.5  # of the GPU's peak, by the attention kernel
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class ContextChoice:
+    """What the controls say; `inside` and `between` are keys of LINKS: within a node, and between nodes."""
+
+    model: str = "llama-3.1-8b"
+    seq_len: int = 131_072
+    tp: int = 8
+    cp: int = 4
+    placement: str = "zigzag"
+    recompute: str = "none"
+    gpu_key: str = "h100"
+    inside: str = "nvlink4"
+    between: str = "ib-ndr400"
+
+
+@dataclass(frozen=True)
+class ContextView:
+    """What the explorer shows: bytes are predicted, seconds modelled, nothing is measured."""
+
+    bars: list[BudgetBar]
+    limits_bytes: dict[str, int]
+    times: dict[str, AttentionTime]  # one layer's attention, forward and backward, by the methods that are possible
+    share_of_ideal: float
+    title: str
+    text: str
+
+
+def explore_context(chosen: ContextChoice) -> ContextView:
+    """Turn choices into what is shown.
+
+    Assumes: tp ranks with sequence parallelism side by side in nodes of 8, cp around them; ZeRO-1 over the cp ranks;
+    BF16 with FP32 masters; attention kernels at half of the GPU's peak, only a ring's messages hidden.
+
+    Raises   ValueError if the model's heads or the sequence do not divide
+    """
+    config = for_length(preset(chosen.model), chosen.seq_len)
+    labelled = {f"cp {cp}": _budget(config, chosen, cp) for cp in dict.fromkeys((1, chosen.cp))}
+    limits = gpu_limits([gpu(chosen.gpu_key)])
+    bars = budget_bars(labelled, limits)
+    times = {}
+    for method in METHODS if chosen.cp > 1 else ():
+        try:
+            times[method] = _time(config, chosen, method)
+        except ValueError:  # Ulysses without heads enough: said in the text
+            continue
+    share = share_of_ideal(pairs(chosen.placement, chosen.seq_len, chosen.cp))
+    fits = f"{'fits' if bars[-1].fits else 'does not fit'} on {gpu(chosen.gpu_key).name}"
+    title = f"{chosen.model}, {chosen.seq_len:,} tokens on {chosen.tp * chosen.cp} GPUs {fits}"
+    return ContextView(bars, limits, times, share, title, describe_context(config, chosen, times, share))
+
+
+def _budget(config: ModelConfig, chosen: ContextChoice, cp: int):
+    states = {"zero_stage": 1, "dp_size": cp, "tp": chosen.tp, "sequence_parallel": chosen.tp > 1}
+    return sharded_budget(config, 1, chosen.seq_len, recompute=chosen.recompute, cp=cp, **states)
+
+
+def _ranks_in_a_node(chosen: ContextChoice) -> int:
+    return max(1, GPUS_PER_NODE // chosen.tp)
+
+
+def _cluster(chosen: ContextChoice) -> Cluster:
+    return Cluster(gpu(chosen.gpu_key), link(chosen.inside), link(chosen.between), GPUS_PER_NODE)
+
+
+def _time(config: ModelConfig, chosen: ContextChoice, method: str) -> AttentionTime:
+    where = {"per_node": _ranks_in_a_node(chosen), "tp": chosen.tp}
+    cluster = _cluster(chosen)
+    sizes = (config, 1, chosen.seq_len, chosen.cp, cluster, ASSUMED_UTILISATION)
+    return attention_time(*sizes, method, chosen.placement, **where)
+
+
+def describe_context(config: ModelConfig, chosen: ContextChoice, times: dict[str, AttentionTime], share: float) -> str:
+    """What a ring hands on and whether it hides, and what each method takes."""
+    if chosen.cp == 1:
+        return "One rank has the whole sequence: nothing is sent. States are BF16 with FP32 masters."
+    on = ring_link(chosen.cp, _cluster(chosen), _ranks_in_a_node(chosen))
+    copies = config.num_heads / config.num_kv_heads
+    needed = max(tokens_that_hide_a_hop(gpu(chosen.gpu_key), on, ASSUMED_UTILISATION, copies, way) for way in (0, 1))
+    block = kv_block_bytes(config, 1, chosen.seq_len, chosen.cp, tp=chosen.tp)
+    missing = "" if "ulysses" in times else " Ulysses is not possible: too few key/value heads a rank."
+    layer = ", ".join(f"{method} {show_seconds(time.total_s)}" for method, time in times.items())
+    return (
+        f"Predicted: a rank has {chosen.seq_len // chosen.cp:,} tokens and hands on {show_bytes(block)} a hop over "
+        f"{on.name}; counted: {chosen.placement} allows {100 * share:.1f} % of the ideal speed. "
+        f"Modelled, not measured: a hop hides from {needed:,.0f} tokens a rank; "
+        f"one layer's attention, forward and backward: {layer}.{missing}"
+    )
+
+
+def context_explorer(start: ContextChoice | None = None) -> widgets.VBox:
+    """Sliders over model, sequence, tp, cp, placement, GPU and links."""
+    start = start or ContextChoice()
+    links = [(known.name, key) for key, known in LINKS.items() if key != "nvme"]
+    gpus = [(known.name, key) for key, known in GPUS.items() if known.bf16_flops]
+    fields = {
+        "model": parts.choice("model", PRESETS, start.model),
+        "seq_len": parts.slider("sequence", parts.powers_of_two(1024, 2**20), start.seq_len),
+        "tp": parts.slider("tp", parts.powers_of_two(1, 8), start.tp),
+        "cp": parts.slider("cp", parts.powers_of_two(1, 64), start.cp),
+        "placement": parts.choice("placement", PLACEMENTS, start.placement),
+        "recompute": parts.choice("recomputation", ["none", "selective", "full"], start.recompute),
+        "gpu_key": parts.choice("GPU", gpus, start.gpu_key),
+        "inside": parts.choice("inside a node", links, start.inside),
+        "between": parts.choice("between nodes", links, start.between),
+    }
+    image, message = parts.picture(), widgets.HTML()
+
+    def update() -> None:
+        def draw() -> None:
+            view = explore_context(ContextChoice(**{name: control.value for name, control in fields.items()}))
+            parts.set_picture(image, context_png(view))
+            parts.note(message, escape(view.text))
+
+        if not parts.attempt(message, draw):
+            parts.set_picture(image, None)
+
+    parts.follow(list(fields.values()), update)
+    return parts.panel(list(fields.values()), image, message)
+
+
+def context_png(view: ContextView) -> bytes:
+    """Memory of one GPU, and below it one layer's attention by each method."""
+
+    def draw_times(axes) -> None:
+        draw_step_times(axes, {m: (t.compute_s + t.waiting_s, t.exposed_s) for m, t in view.times.items()})
+        axes.set_xlabel(axes.get_xlabel().replace("one step", "one layer's attention"))
+
+    bars = (
+        lambda axes: draw_budgets(axes, view.bars, view.limits_bytes, "GB", view.title),
+        1.9 + 0.55 * len(view.bars),
+    )
+    times = [(draw_times, 1.4 + 0.3 * len(view.times))] if view.times else []
+    return parts.stacked_png([bars, *times])
