@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from course_lib.config import ModelConfig
 from course_lib.conjugate import piece_sizes
 from course_lib.hardware import Link
-from course_lib.memory.context import check_method, kv_block_bytes, tokens_of_rank
+from course_lib.memory.context import check_method, check_ulysses, kv_block_bytes, tokens_of_rank
 from course_lib.memory.pipeline import boundary_bytes
 from course_lib.memory.states import Recipe, count_parameters, recipe_of
 from course_lib.memory.tensor import copies_of_kv, narrow, whole_parameters
@@ -237,14 +237,14 @@ def attention_calls(
     check_method(method)
     if method != "ulysses" and outer > 1:
         raise ValueError(f"outer is {outer}, a ring around Ulysses, but method is {method!r}; choose ulysses")
-    if cp % outer:
+    if outer < 1 or cp % outer:
         raise ValueError(f"outer ({outer}) must divide cp ({cp})")
     local, tokens = narrow(config, tp), tokens_of_rank(seq_len, cp)
     inner, ring = (cp // outer, outer) if method == "ulysses" else (1, cp)
     passes = [("attention forward", 1 if recompute == "none" else 2), ("attention backward", 1)]
     calls = []
     if inner > 1:
-        _check_whole_heads(local, inner)
+        check_ulysses(local.num_heads, local.num_kv_heads, inner)
         head_bytes = batch_size * tokens * local.head_dim * itemsize
         for place, count in passes:
             for heads in (local.num_heads, local.num_kv_heads):
@@ -296,15 +296,6 @@ def context_calls(
     calls.append(Call("gradients", "all_reduce", count_parameters(narrow(config, tp)) * itemsize, cp, itemsize))
     loss_itemsize = max(itemsize, 4)
     return [*calls, Call("loss", "all_reduce", loss_itemsize, cp, loss_itemsize)]
-
-
-def _check_whole_heads(local: ModelConfig, inner: int) -> None:
-    for name in ("num_heads", "num_kv_heads"):
-        if getattr(local, name) % inner:
-            raise ValueError(
-                f"{name} ({getattr(local, name)}) must be divisible by the ranks of Ulysses ({inner}); choose fewer, "
-                "a larger `outer`, or ring"
-            )
 
 
 # ------------------------------------------------------------------------------------ pipeline parallelism

@@ -264,7 +264,7 @@ def test_both_methods_together_send_heads_inside_and_blocks_outside():
     outside = [c for c in both if c.collective == "send"]
     assert {c.group_size for c in inside} == {8} and {c.group_size for c in outside} == {2}
     assert sum(c.count * c.payload_bytes for c in outside) == 2 * 4096 // 16 * 8 * 128 * (2 + 2 + 4)  # one hop each
-    with pytest.raises(ValueError, match=r"num_kv_heads \(8\).*larger `outer`"):
+    with pytest.raises(ValueError, match=r"num_kv_heads \(8\).*a ring over 2 outside"):
         attention_calls(LLAMA_70B, 1, 4096, 16, "ulysses")
     with pytest.raises(ValueError, match="choose ulysses"):
         attention_calls(LLAMA_70B, 1, 4096, 16, "ring", outer=2)

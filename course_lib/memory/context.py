@@ -32,6 +32,24 @@ def check_method(method: str) -> None:
         raise ValueError(f"method is {method!r}; choose from {', '.join(METHODS)}")
 
 
+def check_ulysses(num_heads: int, num_kv_heads: int, cp_size: int) -> None:
+    """Raises ValueError unless every rank gets whole heads, of queries and of keys and values."""
+    for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if heads % cp_size:
+            fitting = [size for size in range(1, heads + 1) if num_heads % size == 0 and num_kv_heads % size == 0]
+            raise ValueError(
+                f"{name} ({heads}) must be divisible by cp ({cp_size}): Ulysses gives each rank whole heads; choose "
+                f'cp from {", ".join(map(str, fitting))}, or method="ring", which has no such limit'
+                + _both_together(fitting, cp_size)
+            )
+
+
+def _both_together(fitting: list[int], cp_size: int) -> str:
+    """How a ring outside makes more ranks possible, as an end of the message."""
+    inner = max(size for size in fitting if cp_size % size == 0)
+    return f", or both: Ulysses over {inner} inside, a ring over {cp_size // inner} outside" if inner > 1 else ""
+
+
 def tokens_of_rank(seq_len: int, cp: int, placement: str = "contiguous") -> int:
     """Tokens of one sequence that a rank has: S / cp.
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from course_lib.attention import fused_attention
 from course_lib.conjugate import Group, InFlight, check_group
+from course_lib.memory.context import check_ulysses
 from course_lib.placement import check_context, order, positions
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -58,24 +59,6 @@ def ulysses_core(group: Group, placement: str, core: Core = fused_attention) -> 
         return ulysses_attention(q_BNsH, k_BKsH, v_BKsH, group, placement, on_whole_heads)
 
     return exchanged
-
-
-def check_ulysses(num_heads: int, num_kv_heads: int, cp_size: int) -> None:
-    """Raises ValueError unless every rank gets whole heads, of queries and of keys and values."""
-    for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if heads % cp_size:
-            fitting = [size for size in range(1, heads + 1) if num_heads % size == 0 and num_kv_heads % size == 0]
-            raise ValueError(
-                f"{name} ({heads}) must be divisible by cp ({cp_size}): Ulysses gives each rank whole heads; choose "
-                f'cp from {", ".join(map(str, fitting))}, or method="ring", which has no such limit'
-                + both_together(fitting, cp_size)
-            )
-
-
-def both_together(fitting: list[int], cp_size: int) -> str:
-    """How a ring outside makes more ranks possible, as an end of the message."""
-    inner = max(size for size in fitting if cp_size % size == 0)
-    return f", or both: Ulysses over {inner} inside, a ring over {cp_size // inner} outside" if inner > 1 else ""
 
 
 # --- both together
