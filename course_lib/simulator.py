@@ -47,7 +47,7 @@ class Costs:
         return _of_stage(self.input_backward_s, stage) + _of_stage(self.weight_backward_s, stage)
 
     def check(self, num_stages: int) -> None:
-        """Raises ValueError for negative seconds, or a list of the wrong length."""
+        """Raises ValueError for negative seconds, no work at all, or a list of the wrong length."""
         for name, length in (
             ("forward_s", num_stages),
             ("input_backward_s", num_stages),
@@ -60,6 +60,9 @@ class Costs:
                 raise ValueError(f"{name} has {len(value)} values, but {length} are needed; give those, or one number")
             if any(seconds < 0 for seconds in (value if per_stage else [value])):
                 raise ValueError(f"{name} ({value}) must not be negative")
+        each = self.forward_s, self.input_backward_s, self.weight_backward_s
+        if not any(seconds > 0 for value in each for seconds in (value if _is_per_stage(value) else [value])):
+            raise ValueError("forward_s, input_backward_s and weight_backward_s are all 0; give one more than 0")
         if self.pair_s is not None and self.pair_s < 0:
             raise ValueError(f"pair_s ({self.pair_s}) must not be negative")
 

@@ -124,6 +124,8 @@ def test_what_cannot_be_clocked_is_refused():
         simulate(one_f_one_b(2, 2), Costs(transfer_s=[1, 2]))
     with pytest.raises(ValueError, match=r"weight_backward_s \(-1\) must not be negative"):
         simulate(one_f_one_b(2, 2), Costs(weight_backward_s=-1))
+    with pytest.raises(ValueError, match=r"are all 0; give one more than 0"):
+        simulate(one_f_one_b(2, 2), Costs(0, [0, 0], 0))
     with pytest.raises(ValueError, match=r"pair_s \(-1\) must not"):
         simulate(one_f_one_b(2, 2), Costs(pair_s=-1))
 
