@@ -156,6 +156,8 @@ A file imports from its own part and from the parts above it, never from one bel
     checks/pipeline_formulas.py graders of chapter 08: shares of a bubble, layers kept, layers for each stage
     checks/pipeline_schedules.py graders of chapter 08: 1F1B as lists, a shorter schedule
     checks/pipeline_ranks.py graders of chapter 08: backward in two halves, messages both ways
+    checks/routing.py      graders of chapter 09: router, dispatch, combine, capacity, balance
+    checks/expert_parallel.py graders of chapter 09: bytes of a layer, whose gradients are summed
     authoring/__init__.py  notebooks as source code
     authoring/form.py      the one form in which a notebook is stored
     authoring/mirrors.py   cells held to the package

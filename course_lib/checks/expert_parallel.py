@@ -1,0 +1,77 @@
+"""Graders of chapter 09, exercises 5 and 7: bytes of a layer, whose gradients are summed over whom."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from course_lib.checks.core import expect_close, expect_equal, fresh_seed, grader, run_ranks
+from course_lib.parallel.expert import expert_groups
+
+DP, EP = 4, 2
+
+
+# ------------------------------------------------------------------------------------ 5. bytes of a layer
+@grader
+def check_sent_bytes(answer, rng):
+    """Forward and backward of one rank, from the table of rows; what stays at home costs nothing."""
+    for _ in range(3):
+        ranks, d_model, itemsize = rng.randrange(3, 7), rng.randrange(16, 100), rng.choice([4, 8])
+        rows = [[rng.randrange(1, 60) for _ in range(ranks)] for _ in range(ranks)]
+        rank = rng.randrange(ranks)
+        rows[rank][rank - 1] += 60 * ranks  # more goes out than comes back
+        out = sum(n for dst, n in enumerate(rows[rank]) if dst != rank)
+        back = sum(row[rank] for src, row in enumerate(rows) if src != rank)
+        row_bytes, home = d_model * itemsize, rows[rank][rank]
+        want = 2 * (out + back) * row_bytes
+        believed = {
+            "what stays on the rank is not sent": want + 4 * home * row_bytes,
+            "combine returns the rows that came from others, not those that I sent": 4 * out * row_bytes,
+            "this is the forward pass alone; gradients travel too": (out + back) * row_bytes,
+            "dispatch and its gradients alone; the results travel as well": 2 * out * row_bytes,
+            "these are numbers; each has itemsize bytes": want // itemsize,
+        }
+        where = f"rows {rows}, rank {rank}, D = {d_model}, {itemsize} bytes a number: bytes"
+        expect_equal(answer([list(row) for row in rows], rank, d_model, itemsize), want, where, believed)
+
+
+# ------------------------------------------------------------------------------------ 7. whose gradients
+@grader
+def check_sum_gradients(answer, rng):
+    """Four ranks, ep 2: the gradient of the mean over all tokens, of experts and of the rest."""
+    size = rng.randrange(3, 9)
+    everybody = run_ranks(_sum_on_this_rank, DP, answer, fresh_seed(rng), size)
+    given_experts, given_rest = (torch.stack([seen[kind] for seen in everybody]) for kind in ("expert", "rest"))
+    for rank, seen in enumerate(everybody):
+        where, mine = f"rank {rank} of {DP}, ep {EP}", given_experts[rank % EP :: EP].sum(0)
+        first = rank - rank % EP
+        wrong = {
+            "a mean over the ranks that have this expert: ep times too large; divide by all ranks of dp": mine
+            / (DP // EP),
+            "summed over all ranks, those with other experts too": given_experts.sum(0) / DP,
+            "summed over the ranks that exchange tokens; those have other experts": given_experts[
+                first : first + EP
+            ].sum(0)
+            / DP,
+            "not summed: the same expert on another rank saw other tokens": given_experts[rank] / DP,
+            "not divided: each rank's loss is a mean over its own tokens, of which there are dp": mine,
+        }
+        expect_close(seen["expert after"], mine / DP, f"{where}: an expert's gradient", wrong)
+        wrong = {
+            "not divided by the number of ranks": given_rest.sum(0),
+            "the rest is on all ranks, not only on those with the same experts": given_rest[rank % EP :: EP].sum(0)
+            / DP,
+            "a mean over the ranks with the same experts; the rest is on all ranks": given_rest[rank % EP :: EP].mean(
+                0
+            ),
+        }
+        expect_close(seen["rest after"], given_rest.mean(0), f"{where}: the gradient of the rest", wrong)
+
+
+def _sum_on_this_rank(answer: Callable, seed: int, size: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed + dist.get_rank())
+    one, two = torch.randn(2, size, 2, generator=generator, dtype=torch.float64)
+    groups, given = expert_groups(dist.group.WORLD, EP), {"expert": one.clone(), "rest": two.clone()}
+    answer([one], [two], groups.ep, groups.expert_dp, groups.dp)
+    return given | {"expert after": one, "rest after": two}
