@@ -293,7 +293,7 @@ def add_balancing(model: nn.Module, loss: Tensor) -> Tensor:
 
 @torch.no_grad()
 def balance_after_step(model: nn.Module) -> None:
-    """After the optimizer's step: biases of overloaded experts one step down, of the others up; the count starts anew.
+    """After the optimizer's step: biases of overloaded experts a step down, of others up; the count starts anew.
 
     Judged by the load of the whole batch: all micro-batches, all ranks.
 
