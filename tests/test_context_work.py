@@ -69,3 +69,9 @@ def test_the_arithmetic_explains_the_measured_contiguous_share_and_bounds_the_ot
 def test_what_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="seq_len"):
         pairs("zigzag", 12, 4)
+
+
+def test_ranks_that_wait_at_the_end_alone_lose_less_than_at_each_step():
+    """Two ranks in turns busy: even in all, uneven at each step."""
+    table = [[3, 1], [1, 3]]
+    assert share_of_ideal(table, "end") == 1.0 and share_of_ideal(table) == pytest.approx(4 / 6)

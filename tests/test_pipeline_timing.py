@@ -35,6 +35,8 @@ def test_a_transfer_between_nodes_is_short_beside_a_stage():
     assert transfer_s(LLAMA_8B, 1, 4096, ib) == pytest.approx(ib.latency_s + 4096 * 4096 * 2 / 50e9)
     costs = stage_costs(LLAMA_8B, 1, 4096, even_layers(32, 8), gpu("h100"), 0.45, ib)
     assert costs.transfer_s < 0.05 * costs.forward_s[0]
+    shared = stage_costs(LLAMA_8B, 1, 4096, even_layers(32, 8), gpu("h100"), 0.45, ib, cp=2, tp=4)
+    assert [8 * seconds for seconds in shared.weight_backward_s] == pytest.approx(costs.weight_backward_s)
 
 
 def test_equal_layers_leave_everybody_waiting_for_the_stage_with_the_head():
