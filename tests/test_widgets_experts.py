@@ -30,6 +30,7 @@ def test_a_capacity_drops_what_the_arithmetic_says_and_less_is_sent():
     assert f"{100 * view.load.drop_rate:.1f} % of the choices are dropped" in view.text
     whole = explore_experts(ExpertChoice(**SMALL, skew=1.0))
     assert sum(view.dispatch.between_bytes) < sum(whole.dispatch.between_bytes)
+    assert sum(view.traffic.sent_bytes(rank) for rank in range(4)) < sum(whole.traffic.sent_bytes(r) for r in range(4))
 
 
 @pytest.mark.parametrize("method", ["plain", "once_per_rank", "once_per_node", "padded"])
