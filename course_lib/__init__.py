@@ -51,7 +51,7 @@ A file imports from its own part and from the parts above it, never from one bel
     memory/cuda.py         what a GPU holds besides tensors
     memory/profile.py      predicted beside measured
     placement.py           whose tokens are where under context parallelism, and who computes what of the mask
-    context_work.py        how much of the mask each rank computes at each step of a ring, and the share of ideal it allows
+    context_work.py        how much of the mask each rank computes at each step of a ring, and its share of the ideal
     traffic.py             which collectives a step of each technique calls
     routing_traffic.py     bytes of a mixture of experts: rows from rank to rank, within and between nodes
     routing_odds.py        tokens that choose experts at random, and what to expect of them
@@ -74,6 +74,7 @@ A file imports from its own part and from the parts above it, never from one bel
     parallel/tensor.py     tensor parallel: a Llama or GPT cut in one call, its step, whole gradients
     parallel/sequence.py   sequence parallel: norms, dropout and residual, each rank for its own tokens
     parallel/dispatch.py   tokens to the ranks of their experts and back: uneven all-to-alls with gradients
+    parallel/expert_tensor.py  experts whose matrices are cut over tp as well
     parallel/expert.py     expert parallel: experts spread over ranks, gradients summed over the right ones
     parallel/loading.py    each rank reads its piece of the weights' files
     parallel/tiles.py      attention over blocks of other ranks: kernels of a tile, parts merged

@@ -17,7 +17,7 @@ from course_lib.config import ModelConfig, MoeConfig
 from course_lib.launch import launch
 from course_lib.mesh import Mesh, make_groups
 from course_lib.meter import ByteMeter
-from course_lib.parallel import expert
+from course_lib.parallel import expert, expert_tensor
 from course_lib.precision import MasterAdamW
 from course_lib.routing_traffic import check_expert_parallel, moe_traffic
 from course_lib.timing import ring_all_reduce_bytes
@@ -243,7 +243,7 @@ def planted():
     for name, (case, plant, wrong) in PLANTED.items():
         with ExitStack() as stack:
             for place, function in wrong.items():
-                stack.enter_context(patch.object(expert, place, function))
+                stack.enter_context(patch.object(expert_tensor if place == "copy_in" else expert, place, function))
             apart = measure(CASES[case], plant)["apart"]
         found[name] = {"expert" if ".experts." in key else "rest" for key, value in apart.items() if value > 1e-6}
     return found

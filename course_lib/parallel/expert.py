@@ -1,7 +1,8 @@
 """Expert parallelism from scratch: each rank has some of the experts, and a token travels to those that it chose.
 
-    parallel/dispatch.py     rows to the experts' ranks and back
-    this file                a Llama with experts (course_lib/moe.py) cut from outside, its step, whole gradients
+    parallel/dispatch.py         rows to the experts' ranks and back
+    parallel/expert_tensor.py    every matrix of an expert cut over tp as well
+    this file                    a Llama with experts (course_lib/moe.py) cut from outside, its step, whole gradients
 
     engine = build(model, group, ep_size=4)                 # keeps E / ep experts of each layer, in place
     loss = step(engine, micro_batches, optimizer)           # as in data parallelism each rank brings its own tokens
@@ -18,17 +19,14 @@ An expert's gradient is already the sum over the tokens of its ep_group: they ca
 than other gradients, and yet divided by the same number, the tokens of ALL ranks. A mean over its own group instead
 would be ep times too large, and Adam would hide it.
 
-With tensor parallelism (tp_group; `group` is then the ranks with my place in it) attention and every matrix of an
-expert are cut over tp. All ranks of a tp_group have the same tokens, route them alike, and each sends whole rows to its
-parts of the experts: works for few large experts, keeps one process's routing, and sends each row tp times. The other
-way, tokens split over tp and whole experts, sends it once; it needs experts enough for ep = dp x tp.
+With tensor parallelism (tp_group; `group` is then the ranks with my place in it) see parallel/expert_tensor.py.
 
 Source   Lepikhin et al. 2020 (arXiv:2006.16668); Fedus et al. 2021 (arXiv:2101.03961), section 3.1
 """
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -37,14 +35,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib import comm
-from course_lib.conjugate import Group, InFlight, check_group, copy_in, sum_out
-from course_lib.moe import MoE, Routing, balance_after_step, count_load, moe_layers, moe_losses
+from course_lib.conjugate import Group, check_group
+from course_lib.moe import MoE, balance_after_step, count_load, moe_layers, moe_losses
 from course_lib.parallel import tensor
 from course_lib.parallel.data import MicroBatches
 from course_lib.parallel.dispatch import run_once, run_once_per_node, run_plain
-from course_lib.parallel.linear import ColumnLinear, WholeStream
+from course_lib.parallel.expert_tensor import cut_over_tp
+from course_lib.parallel.linear import WholeStream
 from course_lib.parallel.tensor import cuts_of, make_optimizer, sum_gradients
-from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
+from course_lib.parallel.vocabulary import vocab_cross_entropy
 from course_lib.precision import gradient_of, scale_gradients, zero_gradients
 from course_lib.routing_traffic import ExpertLayout, check_expert_parallel
 
@@ -158,50 +157,6 @@ def sum_over(tokens_E: Tensor, group: Group) -> Tensor:
     Bytes    sent per rank: 2 (N - 1) / N * 8 E
     """
     return comm.all_reduce(tokens_E, group)
-
-
-# --- with tensor parallelism
-
-
-@dataclass(frozen=True)
-class PartialStream(WholeStream):
-    """Inside an expert nothing is summed: what comes out is a part of a sum, and stays so until after combine."""
-
-    def leave(self, x_partial: Tensor) -> Tensor:
-        return x_partial
-
-    def start_sum(self, grad_partial: Tensor) -> InFlight:
-        return InFlight(None, lambda: grad_partial)
-
-
-def cut_over_tp(model: nn.Module, stream: WholeStream) -> None:
-    """`tensor.shard_model`, with experts for MLPs. The router stays whole on each rank, as norms do."""
-    model.embed = VocabEmbedding(model.embed, stream)
-    for block in model.blocks:
-        tensor.shard_attention(block.attention, stream, model.config)
-        if isinstance(block.mlp, MoE):
-            cut_experts(block.mlp, stream)
-        else:
-            tensor.shard_mlp(block.mlp, stream)
-    model.head = ColumnLinear(model.head, stream)
-    model.tie()
-    model.stream, model.replica_group = stream, tensor.replica_group_of(model.config, stream.group)
-
-
-def cut_experts(moe: MoE, stream: WholeStream) -> None:
-    """One sum of inputs' gradients and one of outputs for all experts together, outside of dispatch and combine."""
-    for expert in moe.experts.values():
-        tensor.shard_mlp(expert, PartialStream(stream.group))
-    if moe.shared is not None:
-        tensor.shard_mlp(moe.shared, stream)
-    run, tp_group = moe.run_experts, stream.group
-
-    def run_parts(experts: nn.Module, x_TD: Tensor, routing: Routing) -> Tensor:
-        """The weights enter as x does: each rank's gradient of them comes from its part of the outputs."""
-        routing = replace(routing, weight_Tk=copy_in(routing.weight_Tk, tp_group))
-        return sum_out(run(experts, copy_in(x_TD, tp_group), routing), tp_group)
-
-    moe.run_experts = run_parts
 
 
 # --- step
