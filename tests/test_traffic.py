@@ -351,3 +351,6 @@ def test_real_ranks_of_context_and_pipeline_hold_and_send_what_the_formulas_say(
             assert [plan.by_kind[kind] for kind in states] == [held[kind] for kind in states]
             kept, messages = plan.by_kind["activations"], 2 * boundary_bytes(config, 2, 32, 4)
             assert 0.97 * kept < held["activations"] < 1.01 * kept + messages, (name, rank)
+            if (name, rank) == ("1f1b", 0):  # outputs that were sent are still there
+                bare = pipeline_budgets(config, 2, 32, schedule, recipe="fp32", device="cpu", output_kept=False)[rank]
+                assert held["activations"] > bare.activations + messages

@@ -73,9 +73,10 @@ def stage_activations(
 ) -> StageActivations:
     """Predict what one micro-batch keeps on one stage.
 
-    output_kept   a stage keeps its output, on which backward is called, until the gradient comes: one B S D more than
-                  the same layers in one piece, as PyTorch's stages do. Megatron and parallel/pipeline.py free its
-                  numbers once they are sent
+    output_kept   whether a stage's output stays until the gradient comes: one B S D more than the same layers in one
+                  piece. PyTorch's stages keep it, for backward is called on it. parallel/pipeline.py keeps it until it
+                  has certainly come: with 1F1B the gradient says so, at the first rank's peak all are there; with
+                  all-forward-all-backward, or if several stages share a rank, most are gone by then (Megatron: all)
     """
     tokens = tokens_of_rank(seq_len, cp)
     first, last = stage == 0, stage == len(layers) - 1
@@ -167,7 +168,7 @@ def pipeline_budgets(
     """Predict the memory of each rank of a pipeline, of pp * dp_size * cp * tp GPUs in all.
 
     `layers` of each stage are even unless given; `batch_size` is a micro-batch's. Messages on their way, one for each
-    neighbour, are temporary.
+    neighbour, are temporary. `output_kept` as in `stage_activations`.
     Raises   ValueError as `sharded_budget`, and unless layers fit the schedule's stages
     """
     layers = even_layers(config.num_layers, schedule.num_stages) if layers is None else list(layers)
