@@ -31,6 +31,7 @@ from torch import Tensor
 
 from course_lib.config import ModelConfig
 from course_lib.conjugate import piece_sizes
+from course_lib.memory.tensor import check_heads
 from course_lib.moe import capacity_of as capacity_of  # so that one import serves
 
 METHODS = ("plain", "once_per_rank", "once_per_node", "padded")
@@ -120,7 +121,7 @@ def check_expert_parallel(
 ) -> ExpertLayout:
     """How the experts of a config lie on dp = ep x expert_dp ranks, each matrix of an expert in tp parts.
 
-    Raises   ValueError for a model without experts, sizes that do not divide, or a method that does not fit
+    Raises   ValueError for a model without experts, sizes or heads that do not divide, or a method that does not fit
     """
     if config.moe is None:
         raise ValueError(
@@ -131,6 +132,7 @@ def check_expert_parallel(
     layout = ExpertLayout(config.moe.num_experts, ep_size, ranks_per_node)
     if method not in METHODS or method == "padded":
         raise ValueError(f"method {method!r} is unknown; choose from {', '.join(METHODS[:-1])}")
+    check_heads(config.num_heads, config.num_kv_heads, tp_size)
     if min(piece_sizes(config.moe.d_expert, tp_size)) == 0:
         raise ValueError(f"d_expert ({config.moe.d_expert}) leaves a rank of tp ({tp_size}) with none; use fewer")
     return layout

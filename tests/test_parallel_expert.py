@@ -371,12 +371,13 @@ def test_ranks_with_unequal_micro_batches_or_no_token_are_refused_on_every_rank(
 
 
 def test_what_cannot_be_spread_is_refused_before_any_rank_starts():
-    config = dataclasses.replace(LLAMA, moe=EXPERTS)
+    config, narrow = (dataclasses.replace(LLAMA, moe=experts_with(d_expert=width)) for width in (9, 3))
     refused = {
         "ep (3) must divide the 4 ranks of dp; choose ep from 1, 2, 4": (config, 4, 3),
         "num_experts (8) must be divisible by ep (3); choose ep from 1, 2, 4, 8": (config, 3, 3),
         "ep (4) must be divisible by ranks_per_node (3)": (config, 4, 4, 1, 3),
-        "d_expert (9) leaves a rank of tp (16) with none": (config, 2, 2, 16),
+        "d_expert (3) leaves a rank of tp (4) with none": (narrow, 2, 2, 4),
+        "num_heads (4) must be divisible by tp (3); choose tp from 1, 2, 4": (config, 2, 2, 3),
         "method 'twice' is unknown; choose from plain, once_per_rank, once_per_node": (config, 2, 2, 1, None, "twice"),
         "llama has no experts": (dataclasses.replace(LLAMA, moe=None), 2, 2),
     }
