@@ -282,8 +282,9 @@ def sums_no_gradients():
 
 @contextmanager
 def gathers_in_the_wrong_order():
+    add = gathered.SumAtOnce.add
     with patch.object(
-        gathered.SumAtOnce, "add", lambda home, rank, dkv: home.shares.update({(rank + 1) % home.group.size(): dkv})
+        gathered.SumAtOnce, "add", lambda home, rank, dkv: add(home, (rank + 1) % home.group.size(), dkv)
     ):
         yield
 
@@ -452,6 +453,7 @@ def refusals():
     attempt("placement", lambda: context.build(whole, group, placement="spiral"))
     attempt("outer", lambda: context.build(whole, group, outer=2))
     attempt("divisor", lambda: context.build(whole, group, "ulysses", outer=3))
+    attempt("merge", lambda: context.build(whole, group, "ulysses", merge_dtype=torch.float32))
     attempt("heads", lambda: context.build(model.build(config_of(LLAMA, num_kv_heads=1)), group, "ulysses"))
     attempt("dropout", lambda: context.build(model.build(config_of(GPT, dropout=0.1)), group))
     attempt("family", lambda: context.build(model.build(config_of(GPT, family="xlmr")), group))
@@ -474,6 +476,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_sent():
         "placement": "placement is 'spiral'; choose from",
         "outer": 'choose method="ulysses"',
         "divisor": "outer (3) must be a divisor of cp (2)",
+        "merge": "merge_dtype is torch.float32, but Ulysses without a ring merges nothing",
         "heads": "num_kv_heads (1) must be divisible by cp (2)",
         "dropout": "dropout is 0.1",
         "family": "family is 'xlmr'",

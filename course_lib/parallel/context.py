@@ -98,11 +98,11 @@ def build(
 
     method         "ring" | "all_gather" | "ulysses"
     outer          for "ulysses": ranks of a ring around it, each of which is group.size() / outer ranks of Ulysses
-    merge_dtype    of the ring's sums: float32 if not given (ring.py)
+    merge_dtype    of sums over blocks: float32 if not given (ring.py). Ulysses without a ring has none
     token_losses   (logits, y_Bs) -> loss_Bs, for logits that are in pieces
     Raises         ValueError if model or group cannot do it, before anything is sent or changed
     """
-    check_cuttable(model, group, method, placement, outer)
+    check_cuttable(model, group, method, placement, outer, merge_dtype)
     inner_group, outer_group = inner_and_outer(group, outer) if outer > 1 else (None, None)
     model.context = Context(group, method, placement, inner_group, outer_group, token_losses, trace)
     for block in model.blocks:
@@ -138,7 +138,14 @@ def inner_and_outer(group: Group, outer: int) -> tuple[Group, Group]:
     return tuple(dist.new_group(each, use_local_synchronization=True) for each in members)
 
 
-def check_cuttable(model: nn.Module, group: Group, method: str, placement: str, outer: int = 1) -> None:
+def check_cuttable(
+    model: nn.Module,
+    group: Group,
+    method: str,
+    placement: str,
+    outer: int = 1,
+    merge_dtype: torch.dtype | None = None,
+) -> None:
     """Raises ValueError for what this engine does not know, or heads that Ulysses cannot divide."""
     config, cp_size = model.config, check_group(group, "build").size()
     if config.family not in FAMILIES:
@@ -154,6 +161,10 @@ def check_cuttable(model: nn.Module, group: Group, method: str, placement: str, 
         raise ValueError(f"outer ({outer}) must be a divisor of cp ({cp_size})")
     if outer > 1 and method != "ulysses":
         raise ValueError(f'outer is {outer}, a ring around Ulysses, but method is {method!r}; choose method="ulysses"')
+    if merge_dtype is not None and method == "ulysses" and outer == 1:
+        raise ValueError(
+            f"merge_dtype is {merge_dtype}, but Ulysses without a ring merges nothing: leave it out, or give outer > 1"
+        )
     if method == "ring" or outer > 1:
         comm.check_point_to_point(model.embed.weight.device, group, "a ring")
     for block in model.blocks:
