@@ -197,12 +197,12 @@ def _held_bytes(
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
     """Clocks a schedule.
 
-    Raises   ValueError if it cannot run (schedule_check says why), or if costs do not fit its stages
+    Raises   ValueError if it cannot run (schedule_check says why), its pairs not as one, or costs do not fit its stages
     """
     check(schedule)
     costs.check(schedule.num_stages)
-    joint = costs.pair_s is not None
-    order, _ = runnable_order(schedule, joint)
+    order, _ = runnable_order(schedule, joint=costs.pair_s is not None)
+    _check_all_ran(schedule, {one for _, group in order for one in group})
     sent_s: dict[Instruction, float] = {}
     rows: list[list[Span]] = [[] for _ in range(schedule.pp)]
     for rank, group in order:
@@ -216,6 +216,17 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
             start_s += duration
         sent_s.update(dict.fromkeys(group, start_s))
     return Simulation(schedule, costs, tuple(map(tuple, rows)))
+
+
+def _check_all_ran(schedule: Schedule, ran: set[Instruction]) -> None:
+    """Raises ValueError for pairs of which one half waits, through other ranks, for the other: apart they would run."""
+    left = [[one for one in row if one not in ran] for row in schedule.instructions]
+    stuck = [f"rank {r}: {row[0]} with {row[1]}" for r, row in enumerate(left) if row and row[0] in schedule.pairs]
+    if stuck:
+        raise ValueError(
+            f"with pair_s the pairs run as one, but these wait for themselves or for each other: {', '.join(stuck)}; "
+            "take one out of the schedule's pairs, or leave pair_s out"
+        )
 
 
 def _arrivals(

@@ -1,6 +1,7 @@
 """The clock: against longest paths, uneven stages, transfers; what is kept meanwhile; charts as text."""
 
 import random
+import re
 import time
 from dataclasses import replace
 from graphlib import TopologicalSorter
@@ -81,6 +82,17 @@ def test_a_pair_takes_pair_s_and_sends_when_both_are_done():
     paired = replace(from_text("F0 F1 B0 B1\nF0 B0 F1 B1"), pairs=frozenset(forward))
     assert simulate(paired, Costs(pair_s=3.0)).rows[1][2].start_s == 4 + 3  # not 4 + 1: the forward waits for its pair
     assert simulate(one_f_one_b(2, 4), Costs(pair_s=0.1)).rows == simulate(one_f_one_b(2, 4)).rows
+
+
+def test_a_pair_whose_halves_wait_for_each_other_is_refused():
+    own = from_text("F0 B0 F1 B1\nF0 B0 F1 B1")
+    for pairs, named in (([0], "rank 0: F0@0 with B0@0;"), ([2], "rank 0: F1@0 with B1@0;")):
+        paired = replace(own, pairs=frozenset(own.instructions[0][place] for place in pairs))
+        assert simulate(paired).makespan_s == simulate(own).makespan_s
+        with pytest.raises(ValueError, match=re.escape(named)):
+            simulate(paired, Costs(pair_s=2.0))
+    last = replace(own, pairs=frozenset(own.instructions[1]))  # the last stage's own forward: nothing travels between
+    assert simulate(last, Costs(pair_s=3.0)).makespan_s == simulate(own).makespan_s
 
 
 def test_what_is_alive_is_what_has_gone_forward_and_not_yet_back():
