@@ -138,7 +138,8 @@ def ring_spans(
 
     While a step computes, the next keys and values arrive; backward also the gradients of the block before. All ranks
     are taken to be as far as this one, with the seconds of the busiest at each step. Messages leave one after the
-    other, so the gradients that a step adds to have come before the keys that the next one needs.
+    other, so the gradients that a step adds to have come before the keys that the next one needs. kv1 is the first hop
+    of keys and values, dkv1 that of their gradients.
     """
     spans: list[Span] = []
 
@@ -149,16 +150,16 @@ def ring_spans(
     hop_s, grad_hop_s = (link.latency_s + size / link.bytes_per_s for size in (kv_bytes, grad_bytes))
     now_s, last = 0.0, len(forward_s) - 1
     for step, seconds in enumerate(forward_s):
-        arrived_s = add("communication", f"k v {step + 1}", now_s, hop_s) if step < last else 0.0
+        arrived_s = add("communication", f"kv{step + 1}", now_s, hop_s) if step < last else 0.0
         now_s = max(add("compute", f"forward {step}", now_s, seconds), arrived_s)
     network_s = now_s
     for step, seconds in enumerate(backward_s):
         if step < last:
-            network_s = add("communication", f"k v {step + 1}", max(network_s, now_s), hop_s)
+            network_s = add("communication", f"kv{step + 1}", max(network_s, now_s), hop_s)
         arrived_s = network_s
         now_s = add("compute", f"backward {step}", now_s, seconds)
         if step:  # this step's share is added, and all goes on
-            network_s = add("communication", f"dk dv {step}", max(network_s, now_s), grad_hop_s)
+            network_s = add("communication", f"dkv{step}", max(network_s, now_s), grad_hop_s)
         if step < last:
             now_s = max(now_s, arrived_s)
     return spans

@@ -59,7 +59,7 @@ def test_spans_of_a_ring_lie_one_after_the_other_in_each_lane():
         mine = [span for span in spans if span.lane == lane]
         assert all(a.stop_s <= b.start_s + 1e-12 for a, b in pairwise(mine))
     names = [span.name for span in spans if span.lane == "communication"]
-    assert names == ["k v 1", "k v 2", "k v 1", "k v 2", "dk dv 1", "dk dv 2"]
+    assert names == ["kv1", "kv2", "kv1", "kv2", "dkv1", "dkv2"]
     start = {span.name: span.start_s for span in spans if span.lane == "compute"}
     assert start["forward 1"] == pytest.approx(4 / 3)  # the hop of 1 / 0.75 s outlasts the step of 1 s
     assert max(span.stop_s for span in ring_spans([1.0], [2.0], 1, 2, INSTANT)) == 3.0  # one rank, no hop
@@ -70,7 +70,7 @@ def test_a_slow_link_makes_each_backward_step_wait_for_keys_behind_gradients():
     spans = ring_spans([1.0] * 4, [1.0] * 4, kv_bytes=1, grad_bytes=2, link=Link("slow", 0.0, 0.75, 1.5, "", ""))
     starts = {span.name: span.start_s for span in spans}
     assert [3 * starts[f"backward {step}"] for step in range(4)] == pytest.approx([15, 19, 23, 35])
-    assert [3 * starts[f"dk dv {step}"] for step in (1, 2, 3)] == pytest.approx([23, 35, 43])
+    assert [3 * starts[f"dkv{step}"] for step in (1, 2, 3)] == pytest.approx([23, 35, 43])
     assert max(span.stop_s for span in spans) == pytest.approx(17)
 
 

@@ -70,9 +70,9 @@ def test_lengths_and_labels():
     ]  # fmt: skip
     curve = {16_384: 10.0, 65_536: 40.0, 131_072: 80.0}
     assert context.longest_drawn(curve, 50) == 65_536 and context.longest_drawn(curve, 5) is None
-    assert context.line_label("cp 2", curve, 50) == "cp 2: fits up to 64k"
+    assert context.line_label("cp 2", curve, 50) == "cp 2: 64k fits, 128k does not"
     assert (context.line_label("cp 2", curve, 5), context.line_label("cp 2", curve, None)) == (
-        "cp 2: does not fit", "cp 2",
+        "cp 2: nothing fits", "cp 2",
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from course_lib.attention import explicit_attention
 from course_lib.launch import launch
+from course_lib.memory.tracker import MemoryTracker
 from course_lib.meter import ByteMeter
 from course_lib.parallel import tiles
 from course_lib.parallel.gathered import gathered_attention
@@ -259,3 +260,23 @@ def test_sums_in_bfloat16_err_more_with_every_rank_and_in_float32_no_more():
         assert low[0] == high[0]  # nothing merged
         assert low[1] < low[2] < low[3] and low[3] > 1.6 * high[3]
         assert max(high[1:]) < 1.1 * min(high[1:])
+
+
+def alive_in_backward(method):
+    """The most bytes alive while one layer in bfloat16 runs backward, in blocks of a rank's own keys and values."""
+    shapes = [(2, heads, 64, 8) for heads in (4, 4, 4)]
+    q, k, v = (random(*shape).bfloat16().requires_grad_() for shape in shapes)
+    peaks = []
+    for _ in range(4):  # the least: gloo may let go of a sent block a moment late
+        out = METHODS[method](q, k, v, dist.group.WORLD, "contiguous")
+        grad = torch.ones_like(out)
+        with MemoryTracker(torch.nn.Linear(1, 1)) as tracker:
+            out.backward(grad)
+        peaks.append(tracker.peak_bytes)
+    return min(peaks) / (2 * k.nbytes)
+
+
+@pytest.mark.parametrize("method, blocks", [("all_gather", 3), ("ring", 0)])
+def test_backward_of_gathered_keys_holds_one_block_and_its_gradient_in_float32_for_every_rank(method, blocks):
+    four, six = (max(launch(alive_in_backward, size, method)) for size in (4, 6))
+    assert (six - four) / 2 == pytest.approx(blocks, abs=0.6)

@@ -182,6 +182,14 @@ def _expect_bytes(answer: Callable, method: str, c: int, B: int, s: int, N: int,
             * (itemsize + 4),
             "keys and values: that is 2 tensors": want // 2,
             "that is the forward pass; backward is asked for as well": (c - 1) * block * itemsize,
+            "a gradient is home after c - 1 hops: its first share is the next rank's, the home's own never travels": (
+                block * ((c - 1) * 2 * itemsize + c * 4)
+            ),
+            "backward has c - 1 hops, as forward: of keys and values, and of their gradients": (
+                block * ((c - 1) * itemsize + c * (itemsize + 4))
+            ),
+            "c - 1 hops, not c; and gradients travel in FP32": c * block * 3 * itemsize,
+            "c - 1 hops, not c; and keys and values go around once more in backward": c * block * (itemsize + 4),
         },
         "ulysses": {
             "a rank keeps one piece of c itself": want * c // (c - 1),

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ def check_loss(answer, rng):
         where = f"{world_size} ranks, {B} rows of {S} tokens"
         for rank, lost in enumerate(ranks):
             expect_shape(lost.loss, (), f"{where}, the loss of rank {rank}")
-        total = sum(lost.loss for lost in ranks)
+        total = sum(lost.loss.double() for lost in ranks)  # float32 is right as well: the chapter's own loss is
         believed = {message: sum(lost.believed[message] for lost in ranks) for message in ranks[0].believed}
         expect_close(total, ranks[0].whole, f"{where}, the sum of the ranks' losses", believed, rtol=1e-5)
         if any(lost.grad is None for lost in ranks):
@@ -75,25 +76,41 @@ def _lose(answer, seed: int, B: int, S: int) -> Lost:
 def _believed(engine: torch.nn.Module, tokens_BS1: Tensor, mine_s: Tensor) -> dict[str, Tensor]:
     x_BS, y_BS = tokens_BS1[:, :-1], tokens_BS1[:, 1:]
     x_Bs, y_Bs = x_BS[:, mine_s], y_BS[:, mine_s]
-    shifted_Bs = torch.cat([x_Bs[:, 1:], y_Bs[:, -1:]], dim=1)
     world_size, rank, s = dist.get_world_size(), dist.get_rank(), len(mine_s)
     neighbours_s = torch.arange(rank * s, (rank + 1) * s)
 
-    def mean(logits_BsV, labels_Bs):
-        return F.cross_entropy(logits_BsV.flatten(0, 1), labels_Bs.flatten()).double() / world_size
-
+    mean = partial(_mean, world_size=world_size)
     right_BsV = engine(x_Bs, mine_s)
     return {
         "each rank divided by its own number of tokens; divide by that of all": mean(right_BsV, y_Bs) * world_size,
         "divided by the number of ranks twice": mean(right_BsV, y_Bs) / world_size,
         "this is a sum, divided by no number of tokens": mean(right_BsV, y_Bs) * y_BS.numel(),
         "divided by the tokens of one row; there are B rows": mean(right_BsV, y_Bs) * y_BS.shape[0],
-        "labels were shifted after the cut: the next of my tokens is not the next token": mean(right_BsV, shifted_Bs),
+        **_shifted(right_BsV, x_Bs, y_Bs, world_size),
         "the labels are the inputs themselves; a token's label is the one after it": mean(right_BsV, x_Bs),
         "positions were counted from 0; give the engine positions_s": mean(engine(x_Bs, torch.arange(s)), y_Bs),
         "these are contiguous tokens; mine stand at positions_s": mean(
             engine(x_BS[:, neighbours_s], mine_s), y_BS[:, neighbours_s]
         ),
+    }
+
+
+def _mean(logits_BsV: Tensor, labels_Bs: Tensor, world_size: int) -> Tensor:
+    return F.cross_entropy(logits_BsV.flatten(0, 1), labels_Bs.flatten()).double() / world_size
+
+
+def _shifted(right_BsV: Tensor, x_Bs: Tensor, y_Bs: Tensor, world_size: int) -> dict[str, Tensor]:
+    """Labels from my own tokens, and what somebody may do with the last, which has none."""
+    told = "after the cut: the next of my tokens is not the next token"
+    lasts = {"shifted": y_Bs[:, -1:], "rolled": x_Bs[:, :1], "shifted, the last one twice,": x_Bs[:, -1:]}
+    labels = {name: torch.cat([x_Bs[:, 1:], last_B1], dim=1) for name, last_B1 in lasts.items()}
+    found = {
+        f"labels were {name} {told}": _mean(right_BsV, labels_Bs, world_size) for name, labels_Bs in labels.items()
+    }
+    without_last, kept = _mean(right_BsV[:, :-1], x_Bs[:, 1:], world_size), 1 - 1 / x_Bs.shape[1]
+    return found | {
+        "my last token has no label: shift labels before the cut": without_last * kept,
+        "my last token was left out, having no label: shift labels before the cut": without_last,
     }
 
 

@@ -47,15 +47,15 @@ class SumAtOnce:
 
     def __init__(self, group: Group):
         self.group = group
-        self.shares: dict[int, Tensor] = {}
+        self.shares_P2BKsH: Tensor | None = None  # P: ranks, each one's place filled when its keys have been seen
 
     def add(self, key_rank: int, dkv_2BKsH: Tensor) -> None:
-        self.shares[key_rank] = dkv_2BKsH
+        if self.shares_P2BKsH is None:
+            self.shares_P2BKsH = dkv_2BKsH.new_empty(self.group.size(), *dkv_2BKsH.shape)
+        self.shares_P2BKsH[key_rank] = dkv_2BKsH
 
     def total(self) -> Tensor:
-        in_order = torch.stack([self.shares[rank] for rank in range(self.group.size())])
-        self.shares.clear()
-        return comm.reduce_scatter(in_order, self.group).squeeze(0)
+        return comm.reduce_scatter(self.shares_P2BKsH, self.group).squeeze(0)
 
 
 def gathered_attention(

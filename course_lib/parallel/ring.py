@@ -120,7 +120,7 @@ def ring_attention(
     kernel: str = "fused",
     trace: Trace | None = None,
 ) -> Tensor:
-    """Attention over a sequence cut into N shards by `placement`; each rank brings and gets its own tokens.
+    """Attention over a sequence shared out by `placement`: every rank brings equally many tokens, and gets theirs.
 
     merge_dtype   of outputs and gradients while parts are added up: float32 if not given, float64 for float64 inputs.
                   The log-sum-exp has float32 at least, always

@@ -257,11 +257,13 @@ def show_length(seq_len: int) -> str:
 
 
 def line_label(name: str, curve: Mapping[int, float], limit_bytes: float | None) -> str:
-    """A line's name, and how far it fits."""
+    """A line's name, the longest of its lengths that fits, and the next one."""
     if limit_bytes is None:
         return name
     longest = longest_drawn(curve, limit_bytes)
-    return f"{name}: fits up to {show_length(longest)}" if longest else f"{name}: does not fit"
+    too_long = min((seq_len for seq_len in curve if seq_len > (longest or 0)), default=None)
+    fits = f"{show_length(longest)} fits" if longest else "nothing fits"
+    return f"{name}: {fits}" + (f", {show_length(too_long)} does not" if longest and too_long else "")
 
 
 def show_memory_by_length(
@@ -291,8 +293,8 @@ def show_memory_by_length(
             axes.axhline(limit / UNITS[unit], color=LIMIT_COLOR, linewidth=1.2, linestyle=(0, (3, 2)), zorder=0)
             label = f"{gpu.name}: {three_digits(limit / UNITS[unit])} {unit}"
             axes.annotate(
-                label, (0, limit / UNITS[unit]), xycoords=axes.get_yaxis_transform(), xytext=(4, -4),
-                textcoords="offset points", ha="left", va="top", fontsize=8.5,
+                label, (0, limit / UNITS[unit]), xycoords=axes.get_yaxis_transform(), xytext=(4, 3),
+                textcoords="offset points", ha="left", va="bottom", fontsize=8.5,
                 bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
             )  # fmt: skip
         axes.set(xlabel="tokens of one sequence", ylabel=f"{unit} of one GPU")

@@ -160,6 +160,8 @@ def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float, label: str) ->
     color = COMPUTE_COLOR if bar.compute else COMMUNICATION_COLOR
     if bar.compute and bar.name.startswith("forward"):
         color = mix(color, "#FFFFFF", 0.55)
+    if not bar.compute and bar.name.startswith("dk"):  # gradients on their way home, beside keys and values
+        color = mix(color, "#000000", 0.45)
     width = bar.stop_s - bar.start_s
     gap = 1 if width / end_s > 0.015 else 0.1  # the gaps between many short spans would hide them
     look = {"height": 0.72, "facecolor": color, "edgecolor": "white", "linewidth": gap}

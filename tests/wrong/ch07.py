@@ -143,6 +143,14 @@ def c_hops(method, c, B, s, N, K, H, itemsize):
     return _ring(c, B, s, K, H, 2 * itemsize + 4, hops=c)
 
 
+def gradient_goes_all_the_way(method, c, B, s, N, K, H, itemsize):
+    return _ring(c, B, s, K, H, 2 * itemsize) + _ring(c, B, s, K, H, 4, hops=c)
+
+
+def c_hops_backward(method, c, B, s, N, K, H, itemsize):
+    return _ring(c, B, s, K, H, itemsize) + _ring(c, B, s, K, H, itemsize + 4, hops=c)
+
+
 def keys_kept(method, c, B, s, N, K, H, itemsize):
     return _ring(c, B, s, K, H, itemsize + 4)
 
@@ -189,7 +197,7 @@ def _loss(engine, tokens_BS1, at_s, labels_Bs, positions_s, divisor=None):
 
 def mean_of_mine(engine, tokens_BS1, positions_s):
     y_Bs = tokens_BS1[:, 1:][:, positions_s]
-    return _loss(engine, tokens_BS1, positions_s, y_Bs, positions_s, y_Bs.numel())
+    return _loss(engine, tokens_BS1, positions_s, y_Bs, positions_s, y_Bs.numel()).float()  # named in any dtype
 
 
 def a_sum(engine, tokens_BS1, positions_s):
@@ -204,6 +212,17 @@ def by_one_row(engine, tokens_BS1, positions_s):
 def labels_after_the_cut(engine, tokens_BS1, positions_s):
     x_Bs, y_Bs = tokens_BS1[:, :-1][:, positions_s], tokens_BS1[:, 1:][:, positions_s]
     return _loss(engine, tokens_BS1, positions_s, torch.cat([x_Bs[:, 1:], y_Bs[:, -1:]], 1), positions_s)
+
+
+def labels_rolled_after_the_cut(engine, tokens_BS1, positions_s):
+    x_Bs = tokens_BS1[:, :-1][:, positions_s]
+    return _loss(engine, tokens_BS1, positions_s, x_Bs.roll(-1, 1), positions_s).float()
+
+
+def no_label_for_my_last(engine, tokens_BS1, positions_s):
+    x_Bs = tokens_BS1[:, :-1][:, positions_s]
+    labels_Bs = F.pad(x_Bs[:, 1:], (0, 1), value=-100)
+    return _loss(engine, tokens_BS1, positions_s, labels_Bs, positions_s)
 
 
 def labels_are_inputs(engine, tokens_BS1, positions_s):
@@ -340,6 +359,8 @@ WRONG = {
         "answers": [
             (all_heads_travel, "copies are made where they arrive"),
             (c_hops, "a block makes c - 1 hops"),
+            (gradient_goes_all_the_way, "a gradient is home after c - 1 hops"),
+            (c_hops_backward, "backward has c - 1 hops"),
             (keys_kept, "go around in backward once more"),
             (gradients_in_16_bits, "gradients travel in FP32"),
             (keys_alone, "that is 2 tensors"),
@@ -357,6 +378,8 @@ WRONG = {
             (a_sum, "divided by no number of tokens"),
             (by_one_row, "there are B rows"),
             (labels_after_the_cut, "labels were shifted after the cut"),
+            (labels_rolled_after_the_cut, "labels were rolled after the cut"),
+            (no_label_for_my_last, "my last token has no label"),
             (labels_are_inputs, "the labels are the inputs themselves"),
             (positions_from_zero, "positions were counted from 0"),
             (detached, "no gradient arrived at the model"),
