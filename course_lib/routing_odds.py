@@ -4,12 +4,11 @@
     moe_traffic(experts, layout, ...)                                                            # bytes of this draw
     expected_places(256, places=8, top_k=8)                                                      # 5.29 nodes a token
 
-Averages have closed forms where routing is uniform; with skew an integral gives them; with both skew and a limit that
-follows the scores, draw a routing and count.
+Averages have closed forms where routing is uniform; with skew, or a limit that follows the scores, draw a routing and
+count.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -83,27 +82,3 @@ def expected_crossings(layout: ExpertLayout, top_k: int, method: str = "plain", 
     else:
         raise ValueError(f'method {method!r} has no closed form here; choose "plain" or "once_per_node"')
     return reached * (nodes - 1) / nodes
-
-
-def expected_places_of(first_choice: Sequence[float], places: int, top_k: int, points: int = 4000) -> float:
-    """The same for experts of given popularity, chosen one after the other without putting back; no limit.
-
-    Give each expert a clock that rings at a random time, Exp(p): the first k to ring are the choice. A place is missed
-    if k others ring before its first: integral over t of that first ring's density x P(k or more others rang by t).
-    """
-    check_choice(len(first_choice), top_k, places)
-    p_E, width = torch.tensor(first_choice, dtype=torch.float64), len(first_choice) // places
-    reached = 0.0
-    for place in range(places):
-        mine = torch.zeros(len(first_choice), dtype=torch.bool)
-        mine[place * width : (place + 1) * width] = True
-        survival = (torch.arange(points, dtype=torch.float64) + 0.5) / points  # of the place's first ring: uniform
-        time = -survival.log() / p_E[mine].sum()
-        fewer_kt = torch.zeros(top_k, points, dtype=torch.float64)  # P(exactly j others rang by t), j below k
-        fewer_kt[0] = 1.0
-        for p in p_E[~mine]:
-            rang = -torch.expm1(-p * time)
-            fewer_kt[1:] = fewer_kt[1:] * (1 - rang) + fewer_kt[:-1] * rang
-            fewer_kt[0] *= 1 - rang
-        reached += fewer_kt.sum(0).mean().item()
-    return reached

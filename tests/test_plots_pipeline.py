@@ -170,7 +170,6 @@ PICTURES = {
         simulate(one_f_one_b(4, 8), Costs([4e-3, 4e-3, 5e-3, 4e-3], 5e-3, 4e-3, 1e-3)).rows,
     ),
     "alive": lambda: stages.show_live(ALL["zbv"]),
-    "peaks": lambda: stages.show_peaks({s.schedule.name: stages.peaks_of(s) for s in ALL.values()}, "t"),
     "stages": lambda: stages.show_stages_of_model([7, 8, 8, 7], None, [2.1e9, 1.7e9, 1.7e9, 2.1e9]),
     "stages, interleaved": lambda: stages.show_stages_of_model([1] * 12, loop_placement(4, 3)),
     "126 layers": lambda: stages.show_stages_of_model([15, *[16] * 6, 15]),

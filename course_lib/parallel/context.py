@@ -45,7 +45,7 @@ from course_lib.precision import clip_gradients, gradient_of, zero_gradients
 
 __all__ = [
     "METHODS", "Context", "accumulate_gradients", "build", "full_gradients", "full_parameters", "loss_of",
-    "make_optimizer", "shard_tokens", "step",
+    "make_optimizer", "step",
 ]  # fmt: skip
 
 FAMILIES = ("llama", "gpt")
@@ -177,15 +177,6 @@ def check_cuttable(
 
 
 # --- tokens, positions and the loss
-
-
-def shard_tokens(x_BS: Tensor, group: Group, placement: str) -> Tensor:
-    """My tokens of each row. Inputs and labels alike: labels are shifted before, in the whole sequence.
-
-    Shapes   x_BS -> x_Bs                (s = S / cp)
-    Raises   ValueError if S does not divide
-    """
-    return x_BS[:, positions(placement, x_BS.shape[1], group.size(), group.rank()).to(x_BS.device)]
 
 
 def loss_of(engine: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Tensor:

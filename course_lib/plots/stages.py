@@ -127,37 +127,6 @@ def peaks_of(simulation: Simulation) -> list[float]:
     return live_picture(simulation).peak_alive
 
 
-def draw_peaks(axes, peaks: Mapping[str, Sequence[float]], unit: str = "") -> None:
-    """A row for each label, a column for each rank; in each cell a bar of that height and its number."""
-    top = max(max(values) for values in peaks.values()) or 1.0
-    for row, values in enumerate(peaks.values()):
-        for rank, value in enumerate(values):
-            height = 0.58 * value / top
-            axes.add_patch(Rectangle((rank + 0.14, row + 0.92 - height), 0.72, height, facecolor=ALIVE_COLOR))
-            text = short(value)
-            axes.text(rank + 0.5, row + 0.9 - height, text, ha="center", va="bottom", fontsize=9)
-        axes.axhline(row + 0.92, color=NEUTRAL_COLOR, linewidth=0.8)
-    columns = max(map(len, peaks.values()))
-    axes.set_yticks([row + 0.6 for row in range(len(peaks))], list(peaks))
-    axes.set_xticks([rank + 0.5 for rank in range(columns)], [f"rank {rank}" for rank in range(columns)])
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    axes.set(xlim=(0, columns), ylim=(len(peaks) + 0.02, 0))
-    if unit:
-        axes.set_xlabel(unit)
-
-
-def show_peaks(
-    peaks: Mapping[str, Sequence[float]], title: str, unit: str = "micro-batches through all of a rank's layers"
-) -> None:
-    """Show the peak of each rank, `{schedule: [a number a rank]}`, such as `{s.schedule.name: peaks_of(s)}`."""
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.0 + 0.62 * len(peaks)))
-        draw_peaks(axes, peaks, unit)
-        axes.set_title(title)
-        finish(figure)
-
-
 # ---------------------------------------------------------------- which layers where
 
 
