@@ -43,7 +43,7 @@ def test_an_impossible_load_is_refused():
 def test_balance_is_load_over_mean_and_judged_at_the_end():
     picture = experts.balance_picture([[3, 1], [2, 2], [1, 3], [4, 0]])
     assert picture.relative == [[1.5, 1.0, 0.5, 2.0], [0.5, 1.0, 1.5, 0.0]]
-    assert picture.largest_at_end == 2.0  # the last quarter is one step
+    assert (picture.largest_at_end, picture.last_steps) == (2.0, 1)  # the last quarter
     with pytest.raises(ValueError, match="some load in each"):
         experts.balance_picture([[1, 2], [0, 0]])
 
@@ -70,6 +70,7 @@ def test_the_matrix_has_the_bytes_that_the_traffic_counts():
     assert routing.traffic_title(routing.traffic_picture([[0, 3], [1, 0]], 2, 1)) == (
         "8.00 B sent by all ranks, 100 % of it between nodes"
     )
+    assert routing.traffic_title(routing.traffic_picture([[0, 3], [1, 0]], 2)) == "8.00 B sent by all ranks"
     with pytest.raises(ValueError, match="square table"):
         routing.traffic_picture([[1, 2]], 2)
 
@@ -111,7 +112,9 @@ PICTURES = {
     "parameters": lambda: experts.show_parameters({"dense": (8e9, 8e9), "DeepSeek-V3": (671e9, 37.6e9)}),
     "traffic": lambda: routing.show_traffic(plain_rows(counts_of(ROUTING, 8), LAYOUT), 8192, 2),
     "traffic of 32": lambda: routing.show_traffic(plain_rows(counts_of(MANY_ROUTING, 128), MANY), 8192, 8),
+    "traffic of one node": lambda: routing.show_traffic(plain_rows(counts_of(ROUTING, 8), LAYOUT), 8192),
     "routes": lambda: routing.show_routes([e[:3] for e in ROUTING], LAYOUT),
+    "routes of one rank": lambda: routing.show_routes([[[0, 1], [1, 3]]], ExpertLayout(4)),
     "routes, drops": lambda: routing.show_routes([e[:3] for e in ROUTING], LAYOUT, capacity=2),
 }
 

@@ -125,10 +125,11 @@ def show_load(load: Sequence[int], capacity: int | None = None, title: str = "",
 
 @dataclass(frozen=True)
 class BalancePicture:
-    """The load of each expert over the mean, step by step, and its largest at the end (mean of the last quarter)."""
+    """The load of each expert over the mean, step by step; the fullest of a step, meaned over the last quarter."""
 
     relative: list[list[float]]  # [expert][step]
     largest_at_end: float
+    last_steps: int
 
 
 def balance_picture(loads: Sequence[Sequence[float]]) -> BalancePicture:
@@ -140,7 +141,7 @@ def balance_picture(loads: Sequence[Sequence[float]]) -> BalancePicture:
         raise ValueError(f"got {len(loads)} steps; give loads[step][expert], with some load in each")
     relative = [[float(n) * len(step) / float(sum(step)) for n in step] for step in loads]
     last = relative[-max(1, len(relative) // 4) :]
-    return BalancePicture([list(expert) for expert in zip(*relative)], sum(map(max, last)) / len(last))
+    return BalancePicture([list(expert) for expert in zip(*relative)], sum(map(max, last)) / len(last), len(last))
 
 
 def draw_balance(axes, picture: BalancePicture, top: float) -> None:
@@ -165,7 +166,7 @@ def show_balance(loads: Mapping[str, Sequence[Sequence[float]]], title: str = ""
         figure, panels = plt.subplots(1, len(pictures), figsize=(FULL_WIDTH_IN, 3.1), squeeze=False, sharey=True)
         for axes, (label, picture) in zip(panels[0], pictures.items()):
             draw_balance(axes, picture, top)
-            said = f"{label}\nfullest at the end: {three_digits(picture.largest_at_end)} x mean"
+            said = f"{label}\nfullest, last {picture.last_steps} steps: {three_digits(picture.largest_at_end)} x mean"
             axes.set_title(said, fontsize=9.5, fontweight="normal")
         panels[0, 0].set_ylabel("load / mean load")
         handles, labels = panels[0, 0].get_legend_handles_labels()

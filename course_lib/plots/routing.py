@@ -109,7 +109,10 @@ def draw_routes(axes, routes: Sequence[Route], layout: ExpertLayout, num_tokens:
     ]
     if any(not route.kept for route in routes):
         handles.append(plt.Line2D([], [], color="black", linestyle=":", marker="x", label="dropped: expert full"))
-    axes.legend(handles=handles, ncol=len(handles), borderaxespad=0.4, **(BELOW | {"handlelength": 2.6}))
+    if layout.ep_size == 1:
+        del handles[: len(links)]  # with one rank there is nowhere else to go
+    if handles:
+        axes.legend(handles=handles, ncol=len(handles), borderaxespad=0.4, **(BELOW | {"handlelength": 2.6}))
 
 
 def _column(axes, x: float, count: int, num_ranks: int, height: float, letter: str, left: bool) -> dict[int, float]:
@@ -129,8 +132,9 @@ def _column(axes, x: float, count: int, num_ranks: int, height: float, letter: s
             axes.text(
                 x + 0.45, middle[index], f"{letter}{index}", ha="center", va="center", fontsize=8, color=text_on(color)
             )
-        side = {"ha": "right" if left else "left", "va": "center", "fontsize": 9}
-        axes.text(x - 0.08 if left else x + 0.98, (rank + 0.5) * share, f"rank {rank}", **side)
+        if num_ranks > 1:
+            side = {"ha": "right" if left else "left", "va": "center", "fontsize": 9}
+            axes.text(x - 0.08 if left else x + 0.98, (rank + 0.5) * share, f"rank {rank}", **side)
     return middle
 
 
@@ -207,10 +211,12 @@ def traffic_picture(rows: Sequence[Sequence[int]], row_bytes: int, ranks_per_nod
 
 
 def traffic_title(picture: TrafficPicture) -> str:
-    """Bytes of all ranks together, and how many of them leave their node."""
+    """Bytes of all ranks together, and how many of them leave their node, if there are several."""
     within, between = sum(picture.within_bytes), sum(picture.between_bytes)
     if within + between == 0:
         return "Nothing is sent: every row stays on its rank"
+    if picture.ranks_per_node >= len(picture.bytes_sent):
+        return f"{show_bytes(within)} sent by all ranks"
     share = 100 * between / (within + between)
     return f"{show_bytes(within + between)} sent by all ranks, {share:.0f} % of it between nodes"
 
@@ -268,6 +274,8 @@ def draw_sent(axes, picture: TrafficPicture, unit: str) -> None:
     axes.set_yticks([])
     longest = max(map(sum, zip(*scaled))) or 1.0
     axes.set(xlim=(0, longest * 1.05), ylim=(len(ranks) + 0.03, -0.03), xlabel=f"sent by each rank ({unit})")
+    if picture.ranks_per_node >= len(ranks):
+        return  # one node: no need to say so
     handles = [
         Patch(facecolor=WITHIN_COLOR, label="within the node"),
         Patch(facecolor=BETWEEN_COLOR, hatch=hatch, edgecolor="white", label="between nodes"),
