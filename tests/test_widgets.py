@@ -13,7 +13,7 @@ from course_lib.hardware import LINKS
 from course_lib.memory.formulas import budget, fits
 from course_lib.memory.profile import profile_step
 from course_lib.timing import collective_s, ring_all_reduce_bytes
-from course_lib.widgets import collective_explorer, dp_explorer, memory, memory_explorer, precision_explorer
+from course_lib.widgets import collective_explorer, dp_explorer, memory, memory_explorer, parts, precision_explorer
 from course_lib.widgets.collectives import describe_collective, explore_collective
 from course_lib.widgets.data_parallel import DPChoice, describe_dp, explore_dp
 from course_lib.widgets.memory import MemoryChoice, describe_measurement, explore_memory, measure_memory
@@ -171,3 +171,19 @@ def test_only_the_widgets_need_ipywidgets_and_they_say_what_to_install():
     done = subprocess.run([sys.executable, "-c", WITHOUT_IPYWIDGETS, root], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "pip install 'ipywidgets>=7.7.1,<9'" in done.stdout
+
+
+def test_what_cannot_be_is_said_in_place_of_the_last_picture():
+    size = parts.slider("size", [1, 2, 3], 1)
+
+    def predict():
+        if size.value == 2:
+            raise ValueError("2 < 3")
+        return b"png", f"<i>{size.value}</i>"
+
+    _, text, image = parts.picture_panel([size], predict).children
+    assert (text.value, image.value, image.layout.display) == ("<i>1</i>", b"png", None)
+    size.value = 2
+    assert "Not possible" in text.value and "2 &lt; 3" in text.value and image.layout.display == "none"
+    size.value = 3
+    assert (text.value, image.layout.display) == ("<i>3</i>", None)

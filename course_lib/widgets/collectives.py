@@ -63,14 +63,11 @@ def collective_explorer(link_key: str = "nvlink4", world_size: int = 8) -> widge
     size = parts.slider("message", SIZES, 10**6)
     ranks = parts.slider("ranks", parts.powers_of_two(2, 1024), world_size)
     wire = parts.choice("link", [(known.name, key) for key, known in LINKS.items()], link_key)
-    image, text = parts.picture(), widgets.HTML()
 
-    def draw() -> None:
+    def predict() -> tuple[bytes, str]:
         view = explore_collective(collective.value, size.value, ranks.value, wire.value)
         curve = alpha_beta_picture(collective.value, ranks.value, link(wire.value))
-        parts.set_picture(image, parts.figure_png(lambda axes: draw_alpha_beta(axes, curve, size.value), 3.6, 7.2))
-        parts.note(text, escape(describe_collective(view)))
+        png = parts.figure_png(lambda axes: draw_alpha_beta(axes, curve, size.value), 3.6, 7.2)
+        return png, escape(describe_collective(view))
 
-    controls = [collective, size, ranks, wire]
-    parts.follow(controls, lambda: parts.attempt(text, draw))
-    return parts.panel(controls, text, image)
+    return parts.picture_panel([collective, size, ranks, wire], predict)

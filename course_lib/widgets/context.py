@@ -127,19 +127,12 @@ def context_explorer(start: ContextChoice | None = None) -> widgets.VBox:
         "inside": parts.choice("inside a node", links, start.inside),
         "between": parts.choice("between nodes", links, start.between),
     }
-    image, message = parts.picture(), widgets.HTML()
 
-    def update() -> None:
-        def draw() -> None:
-            view = explore_context(ContextChoice(**{name: control.value for name, control in fields.items()}))
-            parts.set_picture(image, context_png(view))
-            parts.note(message, escape(view.text))
+    def predict() -> tuple[bytes, str]:
+        view = explore_context(ContextChoice(**parts.values_of(fields)))
+        return context_png(view), escape(view.text)
 
-        if not parts.attempt(message, draw):
-            parts.set_picture(image, None)
-
-    parts.follow(list(fields.values()), update)
-    return parts.panel(list(fields.values()), image, message)
+    return parts.picture_panel(list(fields.values()), predict)
 
 
 def context_png(view: ContextView) -> bytes:

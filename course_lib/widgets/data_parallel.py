@@ -113,13 +113,11 @@ def dp_explorer(start: DPChoice | None = None) -> widgets.VBox:
         "gpu_key": parts.choice("GPU", [(known.name, key) for key, known in GPUS.items()], start.gpu_key),
         "overlap": widgets.Checkbox(description="overlap with the backward pass", value=start.overlap),
     }
-    image, text = parts.picture(), widgets.HTML()
 
-    def draw() -> None:
-        view = explore_dp(DPChoice(**{name: control.value for name, control in fields.items()}))
+    def predict() -> tuple[bytes, str]:
+        view = explore_dp(DPChoice(**parts.values_of(fields)))
         drawn = overlap_picture(view.spans)
-        parts.set_picture(image, parts.figure_png(lambda axes: draw_overlap(axes, drawn), 1.9))
-        parts.note(text, escape(describe_dp(view)))
+        png = parts.figure_png(lambda axes: draw_overlap(axes, drawn), 1.9)
+        return png, escape(describe_dp(view))
 
-    parts.follow(list(fields.values()), lambda: parts.attempt(text, draw))
-    return parts.panel(list(fields.values()), text, image)
+    return parts.picture_panel(list(fields.values()), predict)

@@ -198,16 +198,9 @@ def expert_explorer(start: ExpertChoice | None = None) -> widgets.VBox:
         "tokens_per_rank": parts.slider("tokens a rank", parts.powers_of_two(32, 1024), start.tokens_per_rank),
         "d_model": parts.slider("d_model", parts.powers_of_two(512, 8192), start.d_model),
     }
-    image, text = parts.picture(), widgets.HTML()
 
-    def draw() -> None:
-        view = explore_experts(ExpertChoice(**{name: control.value for name, control in fields.items()}))
-        parts.set_picture(image, experts_png(view))
-        parts.note(text, escape(view.text))
+    def predict() -> tuple[bytes, str]:
+        view = explore_experts(ExpertChoice(**parts.values_of(fields)))
+        return experts_png(view), escape(view.text)
 
-    def update() -> None:
-        if not parts.attempt(text, draw):
-            parts.set_picture(image, None)
-
-    parts.follow(list(fields.values()), update)
-    return parts.panel(list(fields.values()), text, image)
+    return parts.picture_panel(list(fields.values()), predict)

@@ -137,38 +137,20 @@ def memory_explorer(
         style=parts.LABEL,
         layout=widgets.Layout(width=parts.WIDTH),
     )
-    button = widgets.Button(description="Measure", tooltip="train a scaled-down model for real", button_style="info")
-    bars, text, pairs, result_text = parts.picture(), widgets.HTML(), parts.picture(), widgets.HTML()
 
     def current() -> MemoryChoice:
-        return MemoryChoice(**{name: control.value for name, control in fields.items()})
+        return MemoryChoice(**parts.values_of(fields))
 
-    def draw() -> None:
+    def predict() -> tuple[bytes, str]:
         view = explore_memory(current(), chosen_gpus.value)
         png = parts.figure_png(lambda axes: draw_budgets(axes, [view.bar], view.limits_bytes, "GB", view.title), 2.7)
-        parts.set_picture(bars, png)
-        parts.note(text, escape(view.text))
+        return png, escape(view.text)
 
-    def update() -> None:
-        parts.set_picture(pairs, None)
-        parts.note(result_text, "")
-        if not parts.attempt(text, draw):
-            parts.set_picture(bars, None)
-
-    def lay_measured_on_predicted() -> None:
+    def measure() -> tuple[bytes, str]:
         result = measure_memory(current())
         drawn = comparison_pairs(result.rows)
-        parts.set_picture(pairs, parts.figure_png(lambda axes: draw_comparison(axes, drawn), 1.0 + 0.45 * len(drawn)))
-        parts.note(result_text, escape(describe_measurement(result)))
+        png = parts.figure_png(lambda axes: draw_comparison(axes, drawn), 1.0 + 0.45 * len(drawn))
+        return png, escape(describe_measurement(result))
 
-    def measure(pressed: widgets.Button) -> None:
-        button.disabled = True
-        parts.note(result_text, "training a scaled-down model ...")
-        try:
-            parts.attempt(result_text, lay_measured_on_predicted)
-        finally:
-            button.disabled = False
-
-    button.on_click(measure)
-    parts.follow([*fields.values(), chosen_gpus], update)
-    return parts.panel([*fields.values(), chosen_gpus], text, bars, button, result_text, pairs)
+    controls = [*fields.values(), chosen_gpus]
+    return parts.measured_panel(controls, predict, measure, "train a scaled-down model for real")

@@ -4,7 +4,7 @@ A picture is an `Image` whose bytes are replaced: it never piles up, and it beha
 JupyterLab, Voila and Colab, with and without a running cell.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from io import BytesIO
 
@@ -106,6 +106,30 @@ def panel(controls: Sequence[widgets.Widget], *below: widgets.Widget) -> widgets
     return widgets.VBox([widgets.HBox(columns, layout=widgets.Layout(flex_flow="row wrap")), *below])
 
 
+def values_of(fields: Mapping[str, widgets.Widget]) -> dict:
+    """What each control says, by its name."""
+    return {name: control.value for name, control in fields.items()}
+
+
+def show_in(image: widgets.Image, message: widgets.HTML, made: Callable[[], tuple[bytes, str]]) -> None:
+    """Show what `made` returns, (PNG, HTML); or why it cannot, and no picture: the last one was of another choice."""
+
+    def fill() -> None:
+        png, html = made()
+        set_picture(image, png)
+        note(message, html)
+
+    if not attempt(message, fill):
+        set_picture(image, None)
+
+
+def picture_panel(controls: Sequence[widgets.Widget], predict: Callable[[], tuple[bytes, str]]) -> widgets.VBox:
+    """Controls, and a line and a picture that follow them. `predict` returns (PNG, HTML)."""
+    image, text = picture(), widgets.HTML()
+    follow(controls, lambda: show_in(image, text, predict))
+    return panel(controls, text, image)
+
+
 def stands_for(model: str, num_gpus: int, num_ranks: int) -> str:
     """What a toy measured on a few ranks stands for; nothing to say where that is what was chosen."""
     gpus = f"{num_gpus:,} GPUs" if num_gpus > 1 else "1 GPU"
@@ -133,15 +157,6 @@ def measured_panel(
     """
     button = widgets.Button(description="Measure", tooltip=tooltip, button_style="info")
     image, text, pairs, result_text = picture(), widgets.HTML(), picture(), widgets.HTML()
-
-    def show_in(place: widgets.Image, message: widgets.HTML, made: Callable[[], tuple[bytes, str]]) -> None:
-        def fill() -> None:
-            png, html = made()
-            set_picture(place, png)
-            note(message, html)
-
-        if not attempt(message, fill):
-            set_picture(place, None)
 
     def update() -> None:
         set_picture(pairs, None)

@@ -119,16 +119,9 @@ def pipeline_explorer(start: PipelineChoice | None = None) -> widgets.VBox:
         "weight_backward_s": parts.slider("weight gradient", TIMES, start.weight_backward_s),
         "transfer_s": parts.slider("transfer", TRANSFERS, start.transfer_s),
     }
-    image, text = parts.picture(), widgets.HTML()
 
-    def draw() -> None:
-        view = explore_pipeline(PipelineChoice(**{name: control.value for name, control in fields.items()}))
-        parts.set_picture(image, pipeline_png(view))
-        parts.note(text, escape(view.text))
+    def predict() -> tuple[bytes, str]:
+        view = explore_pipeline(PipelineChoice(**parts.values_of(fields)))
+        return pipeline_png(view), escape(view.text)
 
-    def update() -> None:
-        if not parts.attempt(text, draw):
-            parts.set_picture(image, None)
-
-    parts.follow(list(fields.values()), update)
-    return parts.panel(list(fields.values()), text, image)
+    return parts.picture_panel(list(fields.values()), predict)

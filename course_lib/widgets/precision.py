@@ -62,17 +62,14 @@ def precision_explorer() -> widgets.VBox:
     """Two sliders, a weight and an update: which format keeps the sum."""
     weight = parts.slider("weight", _magnitudes(-8, 5), 1.0)
     update = parts.slider("update", _magnitudes(-12, 5), 1e-3)
-    image, text = parts.picture(), widgets.HTML()
 
-    def draw() -> None:
+    def predict() -> tuple[bytes, str]:
         rows = explore_precision(weight.value, update.value)
         marks = {"weight": weight.value, "update": update.value}
         shown = [FORMATS[row.name] for row in rows]
-        parts.set_picture(image, parts.figure_png(lambda axes: draw_ranges(axes, shown, marks), 2.5))
-        parts.note(text, precision_table(rows))
+        return parts.figure_png(lambda axes: draw_ranges(axes, shown, marks), 2.5), precision_table(rows)
 
-    parts.follow([weight, update], lambda: parts.attempt(text, draw))
-    return parts.panel([weight, update], text, image)
+    return parts.picture_panel([weight, update], predict)
 
 
 def _magnitudes(lowest: int, highest: int) -> list[tuple[str, float]]:

@@ -187,7 +187,7 @@ def tensor_explorer(start: TensorChoice | None = None) -> widgets.VBox:
         return parts.stacked_png(drawings), escape(view.text)
 
     def current() -> TensorChoice:
-        return TensorChoice(**{name: control.value for name, control in fields.items()})
+        return TensorChoice(**parts.values_of(fields))
 
     def measured(chosen: TensorChoice) -> tuple[bytes, str]:
         result = measure_tensor_choice(chosen)

@@ -159,7 +159,7 @@ def zero_explorer(start: ZeroChoice | None = None) -> widgets.VBox:
         return parts.figure_png(draw_bars, 3.0), escape(view.text)
 
     def current() -> ZeroChoice:
-        return ZeroChoice(**{name: control.value for name, control in fields.items()})
+        return ZeroChoice(**parts.values_of(fields))
 
     def measured(chosen: ZeroChoice) -> tuple[bytes, str]:
         result = measure_zero_choice(chosen)
