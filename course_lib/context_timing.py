@@ -166,7 +166,7 @@ def ring_spans(
 
 
 def _call_s(call: Call, cp: int, cluster: Cluster, per_node: int | None) -> float:
-    if call.collective == "send":
+    if call.to_one:
         hop = ring_link(cp, cluster, per_node)
         return call.count * (hop.latency_s + call.payload_bytes / hop.bytes_per_s)
     if call.collective == "all_to_all":

@@ -50,12 +50,15 @@ class Call:
     itemsize: int
     count: int = 1
     src: int = 0  # of a broadcast
+    to_one: bool = False  # all of an all-to-all goes to one other rank: a hop of a ring
 
 
 def _sent_by(call: Call, rank: int) -> int:
     rank %= call.group_size
     if call.collective == "broadcast":
         return broadcast_bytes(call.payload_bytes, call.group_size, rank, call.src)
+    if call.to_one:
+        return call.payload_bytes
     return _SENT[call.collective](call.payload_bytes, call.group_size, rank, call.itemsize)
 
 
@@ -82,7 +85,10 @@ def call_counts(calls: Iterable[Call]) -> dict[str, int]:
 
 def comm_s(calls: Iterable[Call], link: Link) -> float:
     """Seconds of all calls one after the other, by alpha-beta."""
-    return sum(call.count * collective_s(call.collective, call.payload_bytes, call.group_size, link) for call in calls)
+    return sum(
+        call.count * collective_s("send" if call.to_one else call.collective, call.payload_bytes, call.group_size, link)
+        for call in calls
+    )
 
 
 # ------------------------------------------------------------------------------------ ZeRO
@@ -257,11 +263,11 @@ def attention_calls(
             if method == "all_gather":
                 calls.append(Call(place, "all_gather", cp * block, cp, itemsize, count))
             else:
-                calls.append(Call(place, "send", block, ring, itemsize, (ring - 1) * count))
+                calls.append(Call(place, "all_to_all", block, ring, itemsize, (ring - 1) * count, to_one=True))
         if method == "all_gather":
             calls.append(Call("attention backward", "reduce_scatter", cp * summed, cp, summed_itemsize))
         else:
-            calls.append(Call("attention backward", "send", summed, ring, summed_itemsize, ring - 1))
+            calls.append(Call("attention backward", "all_to_all", summed, ring, summed_itemsize, ring - 1, to_one=True))
     return calls
 
 

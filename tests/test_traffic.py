@@ -240,7 +240,7 @@ def test_C091_a_ring_sends_as_much_as_an_all_gather():
     backward = sum(by_collective(c for c in ring if c.place == "attention backward").values())
     assert backward == 3 * forward  # keys again, and gradients in FP32
     layers = LLAMA_70B.num_layers
-    assert call_counts(ring) == {"send": 3 * 7 * layers, "all_reduce": 2}
+    assert call_counts(ring) == {"all_to_all": 3 * 7 * layers, "all_reduce": 2}
     assert call_counts(gathered) == {"all_gather": 2 * layers, "reduce_scatter": layers, "all_reduce": 2}
 
 
@@ -260,8 +260,8 @@ def test_C150_ulysses_sends_4_n_h_over_p_and_grouped_queries_less():
 
 def test_both_methods_together_send_heads_inside_and_blocks_outside():
     both = attention_calls(LLAMA_70B, 1, 4096, 16, "ulysses", outer=2)
-    inside = [c for c in both if c.collective == "all_to_all"]
-    outside = [c for c in both if c.collective == "send"]
+    inside = [c for c in both if not c.to_one]
+    outside = [c for c in both if c.to_one]
     assert {c.group_size for c in inside} == {8} and {c.group_size for c in outside} == {2}
     assert sum(c.count * c.payload_bytes for c in outside) == 2 * 4096 // 16 * 8 * 128 * (2 + 2 + 4)  # one hop each
     with pytest.raises(ValueError, match=r"num_kv_heads \(8\).*a ring over 2 outside"):

@@ -165,8 +165,6 @@ def check_cuttable(
         raise ValueError(
             f"merge_dtype is {merge_dtype}, but Ulysses without a ring merges nothing: leave it out, or give outer > 1"
         )
-    if method == "ring" or outer > 1:
-        comm.check_point_to_point(model.embed.weight.device, group, "a ring")
     for block in model.blocks:
         attention = block.attention
         if attention.core not in CORES.values():

@@ -40,15 +40,14 @@ class Hop:
 
     outgoing: Tensor
     incoming: Tensor
-    works: list[dist.Work]
+    work: dist.Work
     name: str
     start_s: float
     trace: Trace | None
 
     def wait(self) -> Tensor:
         """What came from the left."""
-        for work in self.works:
-            work.wait()
+        self.work.wait()
         if self.trace is not None:  # ends where it is awaited: when it arrived, gloo does not say
             self.trace.append(Span(dist.get_rank(), "communication", self.name, self.start_s, time.perf_counter()))
         return self.incoming
@@ -57,13 +56,17 @@ class Hop:
 def start_hop(outgoing: Tensor, group: Group, name: str = "hop", trace: Trace | None = None) -> Hop:
     """Starts to pass a tensor on to the right neighbour; all ranks of the group do, with tensors of one shape.
 
+    An all-to-all in which each rank has rows for one other only. A send and a receive would do the same; on gloo they
+    copy in the thread that computes (with two ranks on a CPU a step took a fifth to a third longer), this one does not.
     Bytes    sent per rank: outgoing.nbytes
     """
     rank, size, start_s = group.rank(), group.size(), time.perf_counter()
     incoming = torch.empty_like(outgoing)
-    to_right = dist.P2POp(dist.isend, outgoing, group=group, group_peer=(rank + 1) % size)
-    from_left = dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % size)
-    return Hop(outgoing, incoming, dist.batch_isend_irecv([to_right, from_left]), name, start_s, trace)
+    rows = outgoing.shape[0]
+    to_right = [rows if other == (rank + 1) % size else 0 for other in range(size)]
+    from_left = [rows if other == (rank - 1) % size else 0 for other in range(size)]
+    work = dist.all_to_all_single(incoming, outgoing, from_left, to_right, group=group, async_op=True)
+    return Hop(outgoing, incoming, work, name, start_s, trace)
 
 
 @dataclass(frozen=True)
