@@ -65,7 +65,7 @@ def exchange_counts(counts: Tensor, group: Group) -> Tensor:
 
 
 def run_plain(group: Group, experts: nn.Module, x_TD: Tensor, routing: Routing) -> Tensor:
-    """`moe.run_experts` over a group: k copies of each token. My experts are E / N neighbours, as a ModuleDict."""
+    """What `moe.run_experts` does alone, here over a group: each row travels. My experts are E / N neighbours."""
     x_RD, choice_R, rows_E = dispatch(x_TD, routing)
     to_rank_Ne = rows_E.view(group.size(), -1)
     from_rank_Ne = exchange_counts(to_rank_Ne, group)
