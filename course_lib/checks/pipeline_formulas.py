@@ -31,6 +31,7 @@ def check_bubble(answer, rng):
                 (p - 1) / (m + p - 1) / v,
             ),
             "total time is working and waiting together, so m + p - 1, not m": (want[0], want[0]),
+            "these are per cent; return shares": (100 * want[0], 100 * want[1]),
         }
         told = next((why for why, value in wrong.items() if _near(got, value)), None)
         if not _near(got, want):
@@ -60,6 +61,7 @@ def check_alive(answer, rng):
                     "that is AFAB, which does no backward before the last forward": m * each,
                     "that is rank 0; rank i runs p - 1 - i forwards ahead": min(m, p) * each,
                     "there are only m micro-batches": (p - i) * each,
+                    "that is one micro-batch; several are alive at once, so activations are not divided by p": each,
                 }
                 if name == "naive":
                     wrong = {"one micro-batch at a time is alive": min(m, p - i) * each} | wrong

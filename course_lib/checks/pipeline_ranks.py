@@ -39,7 +39,7 @@ def check_split_backward(answer, rng):
     for index, (mine, right) in enumerate(zip(products, want[1])):
         wrong = {
             "this is its transpose; a gradient has the shape of its weight": right.T,
-            "it has dy where dz belongs: relu's zeros are missing": no_relu[1][index],
+            "it has dy where dz belongs: relu's zeros are missing": want[2][index],
             "averaged over tokens; it is their sum": right / tokens,
         }
         expect_close(mine, right, f"the gradient of weight {index}", wrong)
@@ -65,19 +65,22 @@ def _tensors(kept):
             yield from _tensors(part)
 
 
-def _gradients(x: Tensor, linears: list[Tensor], grad: Tensor, relu: bool) -> tuple[Tensor, list[Tensor]]:
-    """By hand; without relu's zeros in backward (`relu` False) as somebody who forgets them would."""
+def _gradients(
+    x: Tensor, linears: list[Tensor], grad: Tensor, relu: bool
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """By hand: of x, of the weights, and what the weights' would be with dy for dz; `relu` False forgets its zeros."""
     inputs, outputs = [], []
     for W in linears:
         inputs.append(x)
         x = torch.relu(x @ W.T)
         outputs.append(x)
-    products = []
+    products, with_dy = [], []
     for W, h, y in zip(reversed(linears), reversed(inputs), reversed(outputs)):
+        with_dy.append(grad.T @ h)
         grad = grad * (y > 0) if relu else grad
         products.append(grad.T @ h)
         grad = grad @ W
-    return grad, products[::-1]
+    return grad, products[::-1], with_dy[::-1]
 
 
 # ------------------------------------------------------------------------------------ 6. both neighbours

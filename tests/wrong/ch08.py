@@ -30,6 +30,10 @@ def total_is_ideal(p, m, v):
     return ((p - 1) / (v * m),) * 2
 
 
+def per_cent(p, m, v):
+    return 100 * (p - 1) / (v * m), 100 * (p - 1) / (v * m + p - 1)
+
+
 # ------------------------------------------------------------------------------------ 2. layers kept
 def _alive(name, m, p, i):
     return {"naive": 1, "afab": m, "1f1b": min(m, p - i)}[name]
@@ -37,6 +41,10 @@ def _alive(name, m, p, i):
 
 def micro_batches_only(name, L, p, m, i):
     return _alive(name, m, p, i)
+
+
+def divided_by_p(name, L, p, m, i):
+    return L // p
 
 
 def all_layers(name, L, p, m, i):
@@ -127,7 +135,7 @@ def a_number_for_all(L, p, layer, embed, head):
 
 # ------------------------------------------------------------------------------------ 5. two halves
 class _Split:
-    relu_passes_all = transposed = reversed_order = averaged = early = False
+    relu_passes_all = transposed = reversed_order = averaged = early = keeps_dy = False
 
     @classmethod
     def input_half(cls, x, linears, grad):
@@ -139,7 +147,7 @@ class _Split:
         kept = []
         for W, h, y in zip(reversed(linears), reversed(inputs), reversed(outputs)):
             dz = grad if cls.relu_passes_all else grad * (y > 0)
-            kept.append(dz.T @ h if cls.early else (h, dz))
+            kept.append(dz.T @ h if cls.early else (h, grad if cls.keeps_dy else dz))
             grad = dz @ W
         return grad, kept if cls.reversed_order else kept[::-1]
 
@@ -153,6 +161,10 @@ class _Split:
 
 class NoRelu(_Split):
     relu_passes_all = True
+
+
+class KeepsDy(_Split):
+    keeps_dy = True
 
 
 class Early(_Split):
@@ -256,12 +268,14 @@ WRONG = {
             (p_cuts, "p ranks have p - 1 cuts"),
             (total_divided_by_v, "stands in the denominator"),
             (total_is_ideal, "working and waiting together"),
+            (per_cent, "per cent"),
         ],
     },
     "my_alive": {
         "check": check_alive,
         "answers": [
             (micro_batches_only, "these are micro-batches"),
+            (divided_by_p, "not divided by p"),
             (all_layers, "not all of them"),
             (always_first_rank, "that is rank 0"),
             (more_than_there_are, "only m micro-batches"),
@@ -295,6 +309,7 @@ WRONG = {
         "check": check_split_backward,
         "answers": [
             (NoRelu, "relu passes no gradient"),
+            (KeepsDy, "dy where dz belongs"),
             (Early, "already; nothing is put off"),
             (Backwards, "come in the order of backward"),
             (Averaged, "it is their sum"),
