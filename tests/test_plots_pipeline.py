@@ -47,6 +47,17 @@ def test_chunks_are_counted_along_the_model_whatever_the_placement():
     assert loss.start_s == max(b.start_s for b in on_a_v.boxes if (b.op, b.micro_batch) == ("F", 0))
 
 
+def test_the_two_of_a_pair_that_run_at_once_lie_above_each_other():
+    schedule = make("dualpipe_v", 2, 4)
+    apart, once = (pipeline.schedule_picture(simulate(schedule, replace(HALF, pair_s=pair))) for pair in (None, 1.0))
+    assert {box.half for box in apart.boxes} == {0}
+    upper, lower = ([b for b in once.boxes if b.half == half] for half in (-1, 1))
+    assert len(upper) == len(lower) == len(schedule.pairs) and {b.op for b in upper} == {"F"}
+    for f, b in zip(upper, lower):
+        assert (f.rank, f.start_s, f.stop_s, b.op) == (b.rank, b.start_s, b.stop_s, "B")
+        assert f.stop_s - f.start_s == pytest.approx(1.0)
+
+
 def test_the_title_says_both_bubbles():
     title = pipeline.chart_title(pipeline.schedule_picture(ALL["1f1b"]))
     assert title == "1F1B, 4 ranks, 8 micro-batches: bubble 37.5 % of ideal time, 27.3 % of total"
@@ -164,6 +175,7 @@ PICTURES = {
     "1F1B": lambda: pipeline.show_schedule(ALL["1f1b"]),
     "1F1B, turned numbers": lambda: pipeline.show_schedule(simulate(one_f_one_b(3, 36))),
     "a V": lambda: pipeline.show_schedule(simulate(make("dualpipe_v", 4, 10), HALF)),
+    "pairs": lambda: pipeline.show_schedule(simulate(make("dualpipe_v", 2, 4), replace(HALF, pair_s=1.0))),
     "stacked": lambda: pipeline.show_schedules([ALL["naive"], ALL["1f1b"], ALL["zb_h2"]], "t"),
     "measured": lambda: pipeline_trace.show_measured(
         simulate(one_f_one_b(4, 8), Costs(4e-3, 4e-3, 4e-3)),

@@ -36,7 +36,9 @@ def test_the_view_says_both_bubbles_and_what_is_kept():
     assert "Without a barrier" not in view.text
     h2 = explore_pipeline(PipelineChoice("zb_h2", 3, 6))
     assert "Without a barrier the next step can follow after 18: then 0 % and 0 %." in h2.text
-    assert "5 more waiting for weight gradients" in h2.text
+    assert "With those that wait for weight gradients, at most 5 on every rank at once." in h2.text
+    assert "With those that wait" not in view.text
+    assert "at most 2, 2.5, 3 on ranks 0 to 2 at once" in explore_pipeline(PipelineChoice("zbv", 3, 3)).text
     assert explore_pipeline(PipelineChoice(transfer_s=0.5)).simulation.makespan_s > 33
 
 

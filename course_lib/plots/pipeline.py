@@ -32,7 +32,10 @@ DIGIT, CAPITAL = 0.64, 0.74  # width of a digit and height of a capital, in font
 
 @dataclass(frozen=True)
 class Box:
-    """One instruction as drawn. `chunk` counts the stages that its rank holds, from the model's first layers on."""
+    """One instruction as drawn. `chunk` counts the stages that its rank holds, from the model's first layers on.
+
+    `half`: -1 or 1 for the two of a pair that run at once, in the upper and the lower half of the row; else 0.
+    """
 
     rank: int
     op: str
@@ -40,6 +43,7 @@ class Box:
     chunk: int
     start_s: float
     stop_s: float
+    half: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,23 @@ class SchedulePicture:
 
 def schedule_picture(simulation: Simulation) -> SchedulePicture:
     """The boxes of a simulated schedule, and each rank's idle time until the last one is done."""
-    return picture_of(simulation.schedule, boxes_of(simulation.schedule, simulation.rows))
+    boxes = boxes_of(simulation.schedule, simulation.rows)
+    if simulation.costs.pair_s is not None:
+        boxes = at_once(
+            boxes, [one in simulation.schedule.pairs for row in simulation.schedule.instructions for one in row]
+        )
+    return picture_of(simulation.schedule, boxes)
+
+
+def at_once(boxes: list[Box], starts_pair: Sequence[bool]) -> list[Box]:
+    """The same boxes, but each that starts a pair lies above the one behind it, both as long as the pair."""
+    drawn = list(boxes)
+    for index, starts in enumerate(starts_pair):
+        if starts:
+            first, second = boxes[index : index + 2]
+            whole = {"start_s": first.start_s, "stop_s": second.stop_s}
+            drawn[index : index + 2] = replace(first, **whole, half=-1), replace(second, **whole, half=1)
+    return drawn
 
 
 def picture_of(schedule: Schedule, boxes: list[Box]) -> SchedulePicture:
@@ -150,19 +170,20 @@ def draw_schedule(
     """A row for each rank, idle time grey behind its boxes. `end_s`: where the time axis ends; `scale`: its unit."""
     end_s = end_s or picture.end_s
     draw_boxes(axes, picture.idle, scale, BOX_HEIGHT, facecolor=IDLE_COLOR, linewidth=0, zorder=0.3)
-    for op, chunk in sorted({(box.op, box.chunk) for box in picture.boxes}):
-        spans = [(b.rank, b.start_s, b.stop_s) for b in picture.boxes if (b.op, b.chunk) == (op, chunk)]
+    for op, chunk, half in sorted({(box.op, box.chunk, box.half) for box in picture.boxes}):
+        same = [b for b in picture.boxes if (b.op, b.chunk, b.half) == (op, chunk, half)]
+        spans = [(b.rank + half * height / 4, b.start_s, b.stop_s) for b in same]
         narrowest = min(stop - start for _, start, stop in spans) / end_s * CHART_POINTS
         look = {"facecolor": shade(op, chunk, picture.num_chunks), "linewidth": min(0.6, narrowest / 8)}
-        draw_boxes(axes, spans, scale, height, **look)
-    _number_boxes(axes, picture, labels_of(picture, end_s, height), scale)
+        draw_boxes(axes, spans, scale, height / 2 if half else height, **look)
+    _number_boxes(axes, picture, labels_of(picture, end_s, height), scale, height)
     axes.set_yticks(range(picture.num_ranks), [f"rank {rank}" for rank in range(picture.num_ranks)])
     axes.tick_params(axis="y", length=0)
     axes.set(xlim=(0, end_s / scale), ylim=(picture.num_ranks - 0.5, -0.5))
     axes.spines["left"].set_visible(False)
 
 
-def draw_boxes(axes, spans: Sequence[tuple[int, float, float]], scale: float, height: float, **look) -> None:
+def draw_boxes(axes, spans: Sequence[tuple[float, float, float]], scale: float, height: float, **look) -> None:
     """Many boxes, (row, start, stop), as one collection: a chart has up to two thousand."""
     half = height / 2
     corners = [
@@ -172,14 +193,14 @@ def draw_boxes(axes, spans: Sequence[tuple[int, float, float]], scale: float, he
     axes.add_collection(PolyCollection(corners, **({"edgecolor": "white"} | look)), autolim=False)
 
 
-def _number_boxes(axes, picture: SchedulePicture, labels: Mapping[str, Label], scale: float) -> None:
+def _number_boxes(axes, picture: SchedulePicture, labels: Mapping[str, Label], scale: float, height: float) -> None:
     for box in picture.boxes:
         label = labels.get(box.op)
-        if label is None:
+        if label is None or (label.turned and box.half):
             continue
         text = axes.text(
             (box.start_s + box.stop_s) / 2 / scale,
-            box.rank,
+            box.rank + box.half * height / 4,
             f"{box.op if label.letter else ''}{box.micro_batch}",
             ha="center",
             va="center_baseline" if not label.turned else "center",
@@ -205,6 +226,8 @@ def legend_of(pictures: Sequence[SchedulePicture]) -> list[Patch]:
     handles = [Patch(facecolor=color, label=f"{op} {OP_MEANINGS[op]}") for op, color in OP_COLORS.items() if op in used]
     if any(picture.idle for picture in pictures):
         handles.append(Patch(facecolor=IDLE_COLOR, label="idle"))
+    if any(box.half for picture in pictures for box in picture.boxes):
+        handles.append(Patch(facecolor="none", label="one above the other: at once"))
     if any(picture.num_chunks > 1 for picture in pictures):
         handles.append(Patch(facecolor=shade("F", 1, 2), label="lighter: later layers"))
     return handles

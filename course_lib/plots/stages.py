@@ -59,8 +59,7 @@ def short(value: float) -> str:
 
 def draw_live(axes, picture: LivePicture, end_s: float | None = None) -> None:
     """A strip for each rank: how much it keeps, with its peak at the right."""
-    rows = zip(picture.alive, picture.waiting)
-    top = 1.1 * max(max(stacked(alive, waiting, picture.end_s)[2]) for alive, waiting in rows)
+    top = 1.1 * max(peaks_together(picture))
     for rank, (alive, waiting) in enumerate(zip(picture.alive, picture.waiting)):
         floor, scale = rank + 0.45, -0.9 / top
         times, low, high = stacked(alive, waiting, picture.end_s)
@@ -96,8 +95,13 @@ def stacked(alive: Steps, waiting: Steps, end_s: float) -> tuple[list[float], li
     return [*times, end_s], [*low, low[-1]], [*high, high[-1]]
 
 
+def peaks_together(picture: LivePicture) -> list[float]:
+    """Most that each rank keeps at one time, alive and waiting together: less than the sum of the two peaks."""
+    return [max(stacked(*row, picture.end_s)[2]) for row in zip(picture.alive, picture.waiting)]
+
+
 def live_legend(picture: LivePicture) -> list[Patch]:
-    handles = [Patch(facecolor=ALIVE_COLOR, label="alive: from forward to input gradient")]
+    handles = [Patch(facecolor=ALIVE_COLOR, label="alive: from F to B (or I)")]
     if any(picture.peak_waiting):
         look = {"facecolor": WAITING_COLOR, "hatch": WAITING_HATCH, "edgecolor": ALIVE_COLOR, "linewidth": 0}
         handles.append(Patch(**look, label="waiting for weight gradients"))

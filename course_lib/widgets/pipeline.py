@@ -6,7 +6,15 @@ from html import escape
 import ipywidgets as widgets
 
 from course_lib.plots.pipeline import SchedulePicture, chart_height_in, draw_chart, percent, schedule_picture
-from course_lib.plots.stages import LivePicture, draw_live, live_height_in, live_picture, live_title, short
+from course_lib.plots.stages import (
+    LivePicture,
+    draw_live,
+    live_height_in,
+    live_picture,
+    live_title,
+    peaks_together,
+    short,
+)
 from course_lib.schedules import SCHEDULES, make, stages_per_rank
 from course_lib.simulator import Costs, Simulation, simulate
 from course_lib.widgets import parts
@@ -79,14 +87,22 @@ def describe_pipeline(simulation: Simulation, live: LivePicture) -> str:
             f"Without a barrier the next step can follow after {short(simulation.back_to_back_s)}: then "
             f"{percent(shares[0])} and {percent(shares[1])}. "
         )
-    waiting = f", {short(max(live.peak_waiting))} more waiting for weight gradients" if any(live.peak_waiting) else ""
     return (
         f"Ideal {short(sum(simulation.busy_s) / pp)} (all work, no waiting), simulated {short(simulation.makespan_s)}: "
         f"idle time is {percent(simulation.bubble_of_ideal)} of the ideal time, "
         f"{percent(simulation.bubble_of_total)} of the total time. {between}"
         f"Peak: activations of {short(most)} micro-batches in 1/{pp} of the layers, as many bytes as "
-        f"{short(most / pp)} in the whole model{waiting}."
+        f"{short(most / pp)} in the whole model.{describe_waiting(live)}"
     )
+
+
+def describe_waiting(live: LivePicture) -> str:
+    """How many each rank keeps at once with those that wait for weight gradients; nothing where none waits."""
+    if not any(live.peak_waiting):
+        return ""
+    peaks = [short(peak) for peak in peaks_together(live)]
+    said = f"{peaks[0]} on every rank" if len(set(peaks)) == 1 else f"{', '.join(peaks)} on ranks 0 to {len(peaks) - 1}"
+    return f" With those that wait for weight gradients, at most {said} at once."
 
 
 def pipeline_png(view: PipelineView) -> bytes:
