@@ -226,8 +226,6 @@ def legend_of(pictures: Sequence[SchedulePicture]) -> list[Patch]:
     handles = [Patch(facecolor=color, label=f"{op} {OP_MEANINGS[op]}") for op, color in OP_COLORS.items() if op in used]
     if any(picture.idle for picture in pictures):
         handles.append(Patch(facecolor=IDLE_COLOR, label="idle"))
-    if any(box.half for picture in pictures for box in picture.boxes):
-        handles.append(Patch(facecolor="none", label="one above the other: at once"))
     if any(picture.num_chunks > 1 for picture in pictures):
         handles.append(Patch(facecolor=shade("F", 1, 2), label="lighter: later layers"))
     return handles
