@@ -90,6 +90,12 @@ def test_make_mirrors_rewrites_what_drifted_and_leaves_the_rest_of_the_cell(root
     assert authoring.rewrite_mirrors(root) == [], "a second call changes nothing"
 
 
+def test_a_name_without_a_dot_stands_in_the_module_of_the_one_before():
+    cell = new_code_cell("# mirrors: course_lib.ring.trips, Ring, course_lib.comm.send, recv")
+    names = ["course_lib.ring.trips", "course_lib.ring.Ring", "course_lib.comm.send", "course_lib.comm.recv"]
+    assert authoring.mirrored_names(cell) == names
+
+
 def test_every_mirror_of_the_course_names_what_the_package_has():
     for path in authoring.notebook_paths("notebooks", "solutions"):
         for cell in authoring.code_cells(authoring.read(path)):

@@ -10,9 +10,18 @@ MIRRORS = "# mirrors:"
 
 
 def mirrored_names(cell) -> list[str]:
-    """The dotted names after `# mirrors:` in a cell's first line; several are separated by commas."""
+    """The dotted names after `# mirrors:` in a cell's first line; several are separated by commas.
+
+    One without a dot stands in the same module as the one before it.
+    """
     first = cell.source.split("\n", 1)[0]
-    return [name.strip() for name in first.removeprefix(MIRRORS).split(",")] if first.startswith(MIRRORS) else []
+    if not first.startswith(MIRRORS):
+        return []
+    names: list[str] = []
+    for name in (part.strip() for part in first.removeprefix(MIRRORS).split(",")):
+        module = names[-1].rpartition(".")[0] if names and "." not in name else ""
+        names.append(f"{module}.{name}" if module else name)
+    return names
 
 
 def package_source(dotted: str, root: Path = ROOT) -> str:
