@@ -65,9 +65,7 @@ def _tensors(kept):
             yield from _tensors(part)
 
 
-def _gradients(
-    x: Tensor, linears: list[Tensor], grad: Tensor, relu: bool
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def _gradients(x: Tensor, linears: list[Tensor], grad: Tensor, relu: bool) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """By hand: of x, of the weights, and what the weights' would be with dy for dz; `relu` False forgets its zeros."""
     inputs, outputs = [], []
     for W in linears:
