@@ -111,6 +111,12 @@ def check_choice(num_experts: int, top_k: int, num_groups: int = 1, max_groups: 
         )
 
 
+def check_ep(dp_size: int, ep_size: int) -> None:
+    """Raises ValueError if ep neighbours each do not make up the ranks of dp."""
+    if ep_size < 1 or dp_size % ep_size:
+        raise ValueError(f"ep ({ep_size}) must divide the {dp_size} ranks of dp; choose ep from {_divisors(dp_size)}")
+
+
 def check_expert_parallel(
     config: ModelConfig,
     dp_size: int,
@@ -127,8 +133,7 @@ def check_expert_parallel(
         raise ValueError(
             f"{config.name} has no experts (config.moe is None); use data parallelism, or a preset with moe"
         )
-    if ep_size < 1 or dp_size % ep_size:
-        raise ValueError(f"ep ({ep_size}) must divide the {dp_size} ranks of dp; choose ep from {_divisors(dp_size)}")
+    check_ep(dp_size, ep_size)
     layout = ExpertLayout(config.moe.num_experts, ep_size, ranks_per_node)
     if method not in METHODS or method == "padded":
         raise ValueError(f"method {method!r} is unknown; choose from {', '.join(METHODS[:-1])}")

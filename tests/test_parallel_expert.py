@@ -406,6 +406,8 @@ def refusals():
                 expert.build(whole, given, ep_size)
             messages.append(str(error.value))
             assert before == [id(p) for p in whole.parameters()]
+        with pytest.raises(ValueError, match=re.escape("ep (3) must divide the 2 ranks of dp; choose ep from 1, 2")):
+            expert.expert_groups(group, 3)
     return messages, meter.calls
 
 

@@ -45,7 +45,7 @@ from course_lib.parallel.linear import WholeStream
 from course_lib.parallel.tensor import cuts_of, make_optimizer, sum_gradients
 from course_lib.parallel.vocabulary import vocab_cross_entropy
 from course_lib.precision import gradient_of, scale_gradients, zero_gradients
-from course_lib.routing_traffic import ExpertLayout, check_expert_parallel
+from course_lib.routing_traffic import ExpertLayout, check_ep, check_expert_parallel
 
 __all__ = [
     "ExpertGroups", "accumulate_gradients", "build", "clip_gradients", "expert_groups", "full_gradients",
@@ -71,7 +71,11 @@ class ExpertGroups:
 def expert_groups(
     group: Group, ep_size: int, ranks_per_node: int | None = None, tp_group: Group | None = None
 ) -> ExpertGroups:
-    """Makes them from the ranks of `group`, all of which must call it."""
+    """Makes them from the ranks of `group`, all of which must call it.
+
+    Raises   ValueError if ep does not divide the ranks, before any group is made
+    """
+    check_ep(group.size(), ep_size)
     ranks, rank = dist.get_process_group_ranks(group), group.rank()
     first = rank - rank % ep_size
     ep_ranks = ranks[first : first + ep_size]
