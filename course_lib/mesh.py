@@ -1,38 +1,61 @@
 """The mesh pp x dp x cp x tp: which rank sits where, and who talks to whom along each axis.
 
-Where a rank sits is pure arithmetic. Groups of processes are made in one place, `make_groups`.
-The tensor axis is innermost: tp talks most, so its ranks are neighbours, on one node's NVLink. The pipeline axis is
-outermost: it talks least. (Narayanan et al. 2021, arXiv:2104.04473, section 3; Ultra-Scale Playbook, "5D parallelism")
+    axis        who is in my group along it                                  they share
+    pp, dp, cp, tp   ranks that differ from me along this axis only
+    data        ranks that differ from me in dp and cp only                  gradients of what is not an expert
+    ep          ep_size neighbours inside data                               the experts of a layer
+    expert_dp   ranks of data at my place in the other ep groups             gradients of the same experts
+    world       all
+
+Where a rank sits is pure arithmetic, for 16,384 ranks as for 8. Groups of processes are made in one place, here.
+By default the tensor axis is innermost: tp talks most, so its ranks are neighbours, on one node's NVLink. The pipeline
+axis is outermost: it talks least. (Narayanan et al. 2021, arXiv:2104.04473, section 3; Ultra-Scale Playbook, "5D
+parallelism")
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch.distributed as dist
 
-AXES = ("pp", "dp", "cp", "tp")  # outermost to innermost
+AXES = ("pp", "dp", "cp", "tp")  # outermost to innermost, unless a mesh says otherwise
+ALL_AXES = (*AXES, "data", "ep", "expert_dp")  # what data is made of, and what it is cut into
 
 
 @dataclass(frozen=True)
 class Mesh:
     """Sizes of the four axes; rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank.
 
-    Raises   ValueError if a size is not a whole number of 1 or more
+    order    the axes, outermost first; the formula is that of the default
+    Raises   ValueError if a size is not a whole number of 1 or more, or `order` is no order of the four axes
     """
 
     pp: int = 1
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    order: tuple[str, ...] = AXES
 
     def __post_init__(self):
+        check_order(self.order)
+        object.__setattr__(self, "order", tuple(self.order))
         for axis, size in self.sizes.items():
-            if not isinstance(size, int) or size < 1:
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"{axis} ({size!r}) must be a whole number of 1 or more; leave {axis} out to have 1")
 
     @property
     def sizes(self) -> dict[str, int]:
         """The size of each axis, outermost first."""
-        return {axis: getattr(self, axis) for axis in AXES}
+        return {axis: getattr(self, axis) for axis in self.order}
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """How far the next rank along each axis is."""
+        strides, step = {}, 1
+        for axis in reversed(self.order):
+            strides[axis] = step
+            step *= getattr(self, axis)
+        return strides
 
     @property
     def world_size(self) -> int:
@@ -43,9 +66,9 @@ class Mesh:
         """Where `rank` sits: its index along each axis."""
         self._check_rank(rank)
         index_by_axis = {}
-        for axis in reversed(AXES):
+        for axis in reversed(self.order):
             rank, index_by_axis[axis] = divmod(rank, getattr(self, axis))
-        return {axis: index_by_axis[axis] for axis in AXES}
+        return {axis: index_by_axis[axis] for axis in self.order}
 
     def rank(self, **coordinates: int) -> int:
         """The rank that sits at these coordinates; an axis of size 1 may be left out.
@@ -71,8 +94,27 @@ class Mesh:
     def ranks_along(self, axis: str, rank: int) -> list[int]:
         """The ranks that differ from `rank` along `axis` only, itself included, in order."""
         _check_axis(axis)
-        here = self.coordinates(rank)
-        return [self.rank(**{**here, axis: index}) for index in range(getattr(self, axis))]
+        first = rank - self.coordinates(rank)[axis] * self.strides[axis]
+        return [first + index * self.strides[axis] for index in range(getattr(self, axis))]
+
+    def data_ranks(self, rank: int) -> list[int]:
+        """The ranks that differ from `rank` in dp and cp only, itself included, in order."""
+        inner, outer = sorted(("dp", "cp"), key=lambda axis: self.strides[axis])
+        return [other for first in self.ranks_along(outer, rank) for other in self.ranks_along(inner, first)]
+
+    def members(self, rank: int, ep_size: int = 1) -> dict[str, list[int]]:
+        """The ranks of each group that `rank` is in, by axis of ALL_AXES.
+
+        Raises   ValueError if ep_size does not divide dp x cp
+        """
+        check_ep_size(self.dp, self.cp, ep_size)
+        data = self.data_ranks(rank)
+        run, place = divmod(data.index(rank), ep_size)
+        return {axis: self.ranks_along(axis, rank) for axis in AXES} | {
+            "data": data,
+            "ep": data[run * ep_size : (run + 1) * ep_size],
+            "expert_dp": data[place::ep_size],
+        }
 
     def all_ranks_along(self, axis: str) -> list[list[int]]:
         """Every group of `axis`, in order of their first ranks: together they hold each rank once."""
@@ -81,7 +123,7 @@ class Mesh:
 
     def describe(self) -> str:
         """A table with one line a rank: its coordinates and, for each axis longer than 1, whom it talks to."""
-        long_axes = [axis for axis in AXES if getattr(self, axis) > 1]
+        long_axes = [axis for axis in self.order if getattr(self, axis) > 1]
         lines = [" x ".join(f"{axis} {size}" for axis, size in self.sizes.items()) + f" = {self.world_size} ranks"]
         for rank in range(self.world_size):
             here = self.coordinates(rank)
@@ -101,16 +143,36 @@ def _check_axis(axis: str) -> None:
         raise ValueError(f"axis {axis!r} is not one of {', '.join(AXES)}")
 
 
+def check_order(order: Sequence[str]) -> None:
+    """Raises ValueError unless `order` names each of the four axes once."""
+    if isinstance(order, str) or sorted(order) != sorted(AXES):
+        raise ValueError(f"order is {order!r}; name each of {', '.join(AXES)} once, the outermost first")
+
+
+def check_ep_size(dp: int, cp: int, ep_size: int) -> None:
+    """Raises ValueError unless ep neighbours each make up the ranks of data."""
+    size = dp * cp
+    if isinstance(ep_size, bool) or not isinstance(ep_size, int) or ep_size < 1:
+        raise ValueError(f"ep ({ep_size!r}) must be a whole number of 1 or more; leave ep out to have 1")
+    if size % ep_size:
+        fitting = [ep for ep in range(1, size + 1) if size % ep == 0]
+        below, above = [ep for ep in fitting if ep < ep_size][-1:], [ep for ep in fitting if ep > ep_size][:1]
+        raise ValueError(
+            f"ep ({ep_size}) must divide dp x cp = {dp} x {cp} = {size}: ep is carved out of the ranks of data; "
+            f"nearest: {' or '.join(map(str, below + above))}"
+        )
+
+
+# --- groups of processes
+
+
 def make_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     """My process group along each axis. Every rank of the world must call it, as `new_group` requires.
 
     Each rank makes all groups of all axes in the same order, its own or not: otherwise ranks would wait for each other.
     Raises   ValueError if the world has another size than the mesh
     """
-    if dist.get_world_size() != mesh.world_size:
-        raise ValueError(
-            f"the world has {dist.get_world_size()} ranks, the mesh {mesh.describe().splitlines()[0]}; launch that many"
-        )
+    _check_world(mesh)
     my_rank, my_groups = dist.get_rank(), {}
     for axis in AXES:
         for ranks in mesh.all_ranks_along(axis):
@@ -118,3 +180,67 @@ def make_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
             if my_rank in ranks:
                 my_groups[axis] = group
     return my_groups
+
+
+@dataclass(frozen=True)
+class Groups:
+    """One rank's process groups, real ones also where it is alone; `make_all_groups` makes them."""
+
+    pp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    cp: dist.ProcessGroup
+    tp: dist.ProcessGroup
+    data: dist.ProcessGroup
+    ep: dist.ProcessGroup
+    expert_dp: dist.ProcessGroup
+    world: dist.ProcessGroup
+    mesh: Mesh
+    ep_size: int
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Where this rank sits: its index along each of the four axes."""
+        return self.mesh.coordinates(self.world.rank())
+
+    @property
+    def by_axis(self) -> dict[str, dist.ProcessGroup]:
+        """Each group by its axis, for `ByteMeter(axes=...)`: no two are one, even where their ranks are the same."""
+        return {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("mesh", "ep_size")
+        }
+
+
+def make_all_groups(mesh: Mesh, ep_size: int = 1, local_only: bool = False) -> Groups:
+    """My process groups along each axis, data, ep and expert_dp. Every rank of the world must call it.
+
+    Each rank makes all groups in the same order, its own or not. With local_only it makes only its own, and waits only
+    for their members: the cost does not grow with the number of ranks, and a fake world needs no other rank.
+    Raises   ValueError if the world has another size than the mesh, or ep_size does not divide dp x cp
+    """
+    check_ep_size(mesh.dp, mesh.cp, ep_size)
+    _check_world(mesh)
+    mine = mesh.members(dist.get_rank(), ep_size)
+    made = {}
+    for axis in ALL_AXES:
+        if local_only:
+            made[axis] = dist.new_group(mine[axis], use_local_synchronization=True)
+            continue
+        for ranks in _all_members(mesh, axis, ep_size):
+            group = dist.new_group(ranks)
+            if ranks == mine[axis]:
+                made[axis] = group
+    return Groups(**made, world=dist.group.WORLD, mesh=mesh, ep_size=ep_size)
+
+
+def _all_members(mesh: Mesh, axis: str, ep_size: int) -> list[list[int]]:
+    """Every group of an axis of ALL_AXES, in order of their first ranks."""
+    members = (mesh.members(rank, ep_size)[axis] for rank in range(mesh.world_size))
+    return [ranks for rank, ranks in enumerate(members) if ranks[0] == rank]
+
+
+def _check_world(mesh: Mesh) -> None:
+    if dist.get_world_size() != mesh.world_size:
+        sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items())
+        raise ValueError(
+            f"the world has {dist.get_world_size()} ranks, the mesh {sizes} = {mesh.world_size} ranks; launch that many"
+        )
