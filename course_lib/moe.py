@@ -10,8 +10,13 @@
     model.blocks[i].mlp.experts[e].gate .up .down   D -> F, D -> F, F -> D with F = d_expert
     model.blocks[i].mlp.shared                      one MLP of width num_shared_experts x d_expert, or None
 
-Expert parallelism is applied from outside. It keeps a part of `moe.experts`, replaces `moe.run_experts(experts, x_TD,
-routing) -> y_TD`, and `moe.sum_load(tokens_E) -> tokens_E`, which adds up the load of all ranks (here there is one).
+Expert parallelism is applied from outside. It keeps a part of `moe.experts`, and replaces
+
+    moe.run_experts(experts, x_TD, routing) -> y_TD
+    moe.sum_load(tokens_E) -> tokens_E      adds up the load of all ranks (here there is one)
+    moe.enter(x_BsD) -> x_BSD               all tokens from each rank's own, where the stream between blocks is cut
+    moe.leave(y_BSD) -> y_BsD               and back
+    moe.aux_share                           of the auxiliary loss's gradient, where several ranks compute the same one
 """
 
 import math
@@ -211,9 +216,9 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def own_load(tokens_E: Tensor) -> Tensor:
-    """The load of all ranks where there is one: itself."""
-    return tokens_E
+def alone(x: Tensor) -> Tensor:
+    """What all ranks have together, where there is one: the tokens or the load as they are."""
+    return x
 
 
 class MoE(nn.Module):
@@ -231,10 +236,12 @@ class MoE(nn.Module):
         self.shared = make_mlp(shared * config.d_expert) if shared else None
         self.register_buffer("load_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
         self.run_experts = run_experts
-        self.sum_load = own_load
+        self.sum_load = self.enter = self.leave = alone
+        self.aux_share = 1.0
         self.routing: Routing | None = None
 
     def forward(self, x_BSD: Tensor) -> Tensor:
+        x_BSD = self.enter(x_BSD)
         x_TD = x_BSD.flatten(0, -2)
         routing = self.router(x_TD)
         if not recomputing():
@@ -242,7 +249,7 @@ class MoE(nn.Module):
         y_TD = self.run_experts(self.experts, x_TD, routing)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
-        return y_TD.view_as(x_BSD)
+        return self.leave(y_TD.view_as(x_BSD))
 
 
 # ---------------------------------------------------------------- balancing
@@ -270,10 +277,13 @@ def moe_losses(model: nn.Module) -> Tensor | None:
     layers = [moe for moe in moe_layers(model) if moe.config.balancing == "aux_loss"]
     if not layers:
         return None
-    return sum(
-        moe.config.aux_coefficient * balance_loss(moe.routing.share_TE, moe.sum_load(moe.routing.tokens_E))
-        for moe in layers
-    )
+    return sum(aux_loss(moe) for moe in layers)
+
+
+def aux_loss(moe: MoE) -> Tensor:
+    """That of one layer. Its value is whole on every rank; of its gradient each rank takes `aux_share`."""
+    loss = moe.config.aux_coefficient * balance_loss(moe.routing.share_TE, moe.sum_load(moe.routing.tokens_E))
+    return loss if moe.aux_share == 1 else loss.detach() + moe.aux_share * (loss - loss.detach())
 
 
 @torch.no_grad()

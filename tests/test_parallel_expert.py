@@ -17,7 +17,7 @@ from course_lib.config import ModelConfig, MoeConfig
 from course_lib.launch import launch
 from course_lib.mesh import Mesh, make_groups
 from course_lib.meter import ByteMeter
-from course_lib.parallel import expert, expert_tensor
+from course_lib.parallel import expert, expert_tensor, sequence
 from course_lib.precision import MasterAdamW
 from course_lib.routing_traffic import check_expert_parallel, moe_traffic
 from course_lib.timing import ring_all_reduce_bytes
@@ -50,6 +50,7 @@ class Case:
     recompute: str = "none"
     frozen: tuple[str, ...] = ()
     kv_heads: int = 2  # fewer than tp: a head of keys is on several ranks
+    sp: bool = False  # the stream cut along the sequence: S 5 leaves the last of tp 4 without a token
 
     @property
     def world_size(self):
@@ -79,6 +80,16 @@ CASES = {
     "ep 2 x tp 2": Case(2, 2, SIGMOID, tp=2, rows=NOTHING),
     "ep 2 x tp 2, top-1, auxiliary loss": Case(
         2, 2, experts_with(TOP_1, balancing="aux_loss"), tp=2, pull=2.0, kv_heads=1
+    ),
+    "tp 2, sequence parallel": Case(1, 1, experts_with(SIGMOID, balancing="aux_loss"), tp=2, sp=True),
+    "tp 4, sequence parallel": Case(
+        1, 1, experts_with(SIGMOID, d_expert=10), tp=4, sp=True, tied=True, recompute="full"
+    ),
+    "ep 2 x tp 2, sequence parallel": Case(
+        2, 2, experts_with(SIGMOID, balancing="aux_loss", capacity_factor=1.1), tp=2, sp=True, kv_heads=1, rows=NOTHING
+    ),
+    "ep 2 x tp 2, sequence parallel, a dense layer": Case(
+        2, 2, experts_with(first_dense_layers=1, balancing="bias"), tp=2, method="once_per_rank", sp=True
     ),
     "ep 4, frozen": Case(4, 4, frozen=("embed.weight", "router.weight", "attention.v.weight", "up.weight")),
     "ep 4, once a rank, frozen": Case(4, 4, method="once_per_rank", frozen=("embed.weight", "router.weight")),
@@ -138,7 +149,7 @@ def groups_of(case):
 
 def engine_of(case, whole):
     dp, tp = groups_of(case)
-    return expert.build(whole, dp, case.ep, case.method, case.ranks_per_node, tp)
+    return expert.build(whole, dp, case.ep, case.method, case.ranks_per_node, tp, case.sp)
 
 
 def measure(case, plant=lambda engine: None):
@@ -229,6 +240,16 @@ PLANTED = {
         "ep 2 x tp 2",
         lambda engine: None,
         {"copy_in": lambda x, group: x if x.shape[-1] == 2 else conjugate.copy_in(x, group)},
+    ),
+    "a router's gradient left in parts": (
+        "ep 2 x tp 2, sequence parallel",
+        lambda engine: None,
+        {"of_my_tokens": lambda engine: [p for p in sequence.of_my_tokens(engine) if p.dim() == 1]},
+    ),
+    "an auxiliary loss that counts tp times": (
+        "ep 2 x tp 2, sequence parallel",
+        lambda engine: [setattr(layer, "aux_share", 1.0) for layer in moe.moe_layers(engine)],
+        {},
     ),
     "load of one's own rank": (
         "ep 4, auxiliary loss, recompute",
@@ -325,6 +346,7 @@ def the_rest():
         "trained": {
             "ep 2 x expert_dp 2": trained(Case(2, 4, experts_with(balancing="bias", bias_speed=0.05)), 0.5),
             "ep 2 x tp 2": trained(Case(2, 2, experts_with(SIGMOID, balancing="bias"), tp=2), 0.5),
+            "sequence parallel": trained(Case(2, 2, experts_with(SIGMOID, balancing="bias"), tp=2, sp=True), 0.5),
         },
         "bfloat16": in_bfloat16("once_per_node"),
         "unequal": unequal(),
@@ -342,7 +364,12 @@ def test_planted_mistakes_are_found_where_they_are(rest):
     assert found["summed over the ranks that send each other tokens"] == {"expert"}
     assert found["divided by the tokens of one's own group"] == {"expert", "rest"}
     assert "rest" in found["weights enter tp without their sum"]
-    assert "rest" in found["load of one's own rank"]
+    for name in (
+        "load of one's own rank",
+        "a router's gradient left in parts",
+        "an auxiliary loss that counts tp times",
+    ):
+        assert "rest" in found[name], name
 
 
 def test_a_step_sends_what_the_routing_and_the_gradients_ask_for(rest):

@@ -42,6 +42,7 @@ from course_lib.parallel.data import MicroBatches
 from course_lib.parallel.dispatch import run_once, run_once_per_node, run_plain
 from course_lib.parallel.expert_tensor import cut_over_tp
 from course_lib.parallel.linear import WholeStream
+from course_lib.parallel.sequence import ShardedStream, of_my_tokens
 from course_lib.parallel.tensor import cuts_of, make_optimizer, sum_gradients
 from course_lib.parallel.vocabulary import vocab_cross_entropy
 from course_lib.precision import gradient_of, scale_gradients, zero_gradients
@@ -101,16 +102,22 @@ def build(
     method: str = "plain",
     ranks_per_node: int | None = None,
     tp_group: Group | None = None,
+    sequence_parallel: bool = False,
 ) -> nn.Module:
     """Cuts the model in place and returns it. Every rank must bring the same weights: `model.build` with one seed.
 
     ep_size: over how many neighbours experts are spread; without it over the whole group
     method: "plain" | "once_per_rank" | "once_per_node" (with ranks_per_node), as in routing_traffic.py
+    sequence_parallel: with tp_group, its ranks have their own tokens between blocks
     Bytes    none
     Raises   ValueError if model or groups do not allow it, before anything is sent or changed
     """
     dp_size = check_group(group, "build").size()
     tp_size = 1 if tp_group is None else check_group(tp_group, "build").size()
+    if sequence_parallel and tp_group is None:
+        raise ValueError(
+            "sequence_parallel=True cuts what tensor parallelism leaves whole, but tp_group is None; give one"
+        )
     layout = check_expert_parallel(model.config, dp_size, ep_size or dp_size, tp_size, ranks_per_node, method)
     check_experts(model)
     if tp_group is not None:
@@ -123,7 +130,7 @@ def build(
         moe.run_experts = runner(method, groups)
         moe.sum_load = partial(sum_over, group=group)
     if tp_group is not None:
-        cut_over_tp(model, WholeStream(tp_group))
+        cut_over_tp(model, ShardedStream(tp_group) if sequence_parallel else WholeStream(tp_group))
     model.groups, model.layout = groups, layout
     return model
 
@@ -232,6 +239,8 @@ def sum_over_ranks(engine: nn.Module) -> None:
     groups, experts = engine.groups, my_experts(engine)
     if groups.tp is not None:
         tensor.sum_replicas(engine)
+        if isinstance(engine.stream, ShardedStream):
+            sum_gradients(of_my_tokens(engine), groups.tp)
     sum_gradients([param for param in engine.parameters() if param not in experts], groups.dp)
     if groups.expert_dp.size() > 1:
         sum_gradients([param for param in engine.parameters() if param in experts], groups.expert_dp)

@@ -6,17 +6,34 @@ tp and whole experts, sends it once; it needs experts enough for ep = dp x tp.
 
 What a rank computes of an expert's output is one term of a sum over tp. So is its part of all outputs combined: one
 sum, after combine, serves all experts. The router is whole on each rank, as norms are.
+
+Where the stream between blocks is cut along the sequence (parallel/sequence.py), the whole layer lies between one
+all-gather and one reduce-scatter, and nothing inside is summed:
+
+                          whole stream                           sharded stream
+    tokens                x_BSD as it is                         all-gather x_BsD to x_BSD; backward reduce-scatter
+    outputs               all-reduce after combine               reduce-scatter at the end; backward all-gather
+    shared experts        an all-reduce of their own             in the same sum
+    gradients of x and    all-reduced before they reach          of my part of the outputs alone, until the
+    of chosen weights     the router                             reduce-scatter
+    router's gradient     whole on every rank                    a part of a sum: `sequence.of_my_tokens` has it
+    auxiliary loss        the same on every rank, counts once    would count tp times: each takes 1 / tp of its gradient
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor, nn
 
-from course_lib.conjugate import InFlight, copy_in, sum_out
+from course_lib.config import ModelConfig
+from course_lib.conjugate import InFlight, copy_in, gather_in, scatter_sum, sum_out
 from course_lib.moe import MoE, Routing
 from course_lib.parallel import tensor
 from course_lib.parallel.linear import ColumnLinear, WholeStream
+from course_lib.parallel.sequence import SEQUENCE, ShardedStream
 from course_lib.parallel.vocabulary import VocabEmbedding
+
+Stream = WholeStream | ShardedStream
 
 
 @dataclass(frozen=True)
@@ -30,23 +47,30 @@ class PartialStream(WholeStream):
         return InFlight(None, lambda: grad_partial)
 
 
-def cut_over_tp(model: nn.Module, stream: WholeStream) -> None:
+def cut_over_tp(model: nn.Module, stream: Stream) -> None:
     """`tensor.shard_model`, with experts for MLPs. The router stays whole on each rank, as norms do."""
     model.embed = VocabEmbedding(model.embed, stream)
     for block in model.blocks:
-        tensor.shard_attention(block.attention, stream, model.config)
-        if isinstance(block.mlp, MoE):
-            cut_experts(block.mlp, stream)
-        else:
-            tensor.shard_mlp(block.mlp, stream)
+        cut_block(block, stream, model.config)
     model.head = ColumnLinear(model.head, stream)
     model.tie()
     model.stream, model.replica_group = stream, tensor.replica_group_of(model.config, stream.group)
 
 
+def cut_block(block: nn.Module, stream: Stream, config: ModelConfig) -> None:
+    """The matrices of one block, with experts or without."""
+    tensor.shard_attention(block.attention, stream, config)
+    if not isinstance(block.mlp, MoE):
+        tensor.shard_mlp(block.mlp, stream)
+    elif isinstance(stream, ShardedStream):
+        cut_experts_sharded(block.mlp, stream)
+    else:
+        cut_experts(block.mlp, stream)
+
+
 def cut_experts(moe: MoE, stream: WholeStream) -> None:
     """One sum of inputs' gradients and one of outputs for all experts together, outside of dispatch and combine."""
-    for expert in moe.experts.values():
+    for expert in moe.experts.children():
         tensor.shard_mlp(expert, PartialStream(stream.group))
     if moe.shared is not None:
         tensor.shard_mlp(moe.shared, stream)
@@ -58,3 +82,18 @@ def cut_experts(moe: MoE, stream: WholeStream) -> None:
         return sum_out(run(experts, copy_in(x_TD, tp_group), routing), tp_group)
 
     moe.run_experts = run_parts
+
+
+def cut_experts_sharded(moe: MoE, stream: ShardedStream) -> None:
+    """My tokens become all, and the layer's outputs mine again; between, everything is a part of a sum.
+
+    Bytes    sent per rank: (N - 1) / N of B S D (S padded), twice forward and twice backward
+    """
+    inside = PartialStream(stream.group)
+    for mlp in moe.experts.children():
+        tensor.shard_mlp(mlp, inside)
+    if moe.shared is not None:
+        tensor.shard_mlp(moe.shared, inside)
+    moe.enter = lambda x_BsD: gather_in(x_BsD, stream.group, SEQUENCE, stream.seq_len)
+    moe.leave = partial(scatter_sum, group=stream.group, dim=SEQUENCE)
+    moe.aux_share = 1 / stream.group.size()

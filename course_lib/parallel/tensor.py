@@ -57,12 +57,17 @@ def shard_model(model: nn.Module, stream: WholeStream) -> nn.Module:
     """Replaces each matrix by this rank's part of it. Norms, positions and biases of rows stay whole."""
     model.embed = VocabEmbedding(model.embed, stream)
     for block in model.blocks:
-        shard_attention(block.attention, stream, model.config)
-        shard_mlp(block.mlp, stream)
+        shard_block(block, stream, model.config)
     model.head = ColumnLinear(model.head, stream)
     model.tie()
     model.stream, model.replica_group = stream, replica_group_of(model.config, stream.group)
     return model
+
+
+def shard_block(block: nn.Module, stream: WholeStream, config: ModelConfig) -> None:
+    """The matrices of one block without experts."""
+    shard_attention(block.attention, stream, config)
+    shard_mlp(block.mlp, stream)
 
 
 def shard_attention(attention: nn.Module, stream: WholeStream, config: ModelConfig) -> None:
