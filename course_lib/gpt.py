@@ -17,6 +17,8 @@ What differs here: each LayerNorm also keeps mean and 1/deviation, two numbers a
 with dropout 0 nothing of dropout is kept: s b h (32 + 2 a s / h).
 """
 
+from collections.abc import Container
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -106,14 +108,23 @@ class GPT(nn.Module):
     Source   Radford et al. 2019 (GPT-2); Brown et al. 2020 (arXiv:2005.14165)
     """
 
-    def __init__(self, config: ModelConfig, attention: str = "fused", recompute: str = "none"):
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: str = "fused",
+        recompute: str = "none",
+        layers: Container[int] | None = None,
+    ):
         super().__init__()
         check_choices(attention, recompute)
         self.config, self.recompute = config, recompute
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.positions = nn.Embedding(config.max_seq_len, config.d_model)
         self.dropout = Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, attention, recompute) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            Block(config, attention, recompute) if layers is None or index in layers else nn.Identity()
+            for index in range(config.num_layers)
+        )
         self.norm = nn.LayerNorm(config.d_model, config.norm_eps)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.tie()

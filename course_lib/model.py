@@ -23,6 +23,7 @@ and once in a model: the final norm (D + 1), the head's input (D), the two RoPE 
 """
 
 import math
+from collections.abc import Container, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -178,18 +179,28 @@ class Llama(nn.Module):
 
     attention   "fused" | "explicit" (course_lib/attention.py)
     recompute   "none" | "selective" (the attention core runs again in backward) | "full" (each block does)
+    layers      which blocks are made; in place of the others stands nothing, for whoever has a part of the model
     Shapes      tokens_BS -> logits_BSV; `positions_S` where the tokens are not 0, 1, 2, ...
     Source      Llama Team 2024 (arXiv:2407.21783)
     """
 
-    def __init__(self, config: ModelConfig, attention: str = "fused", recompute: str = "none"):
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: str = "fused",
+        recompute: str = "none",
+        layers: Container[int] | None = None,
+    ):
         super().__init__()
         check_choices(attention, recompute)
         self.config, self.recompute = config, recompute
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         first_moe = config.num_layers - config.num_moe_layers
         self.blocks = nn.ModuleList(
-            Block(config, attention, recompute, experts=index >= first_moe) for index in range(config.num_layers)
+            Block(config, attention, recompute, experts=index >= first_moe)
+            if layers is None or index in layers
+            else nn.Identity()
+            for index in range(config.num_layers)
         )
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -254,13 +265,19 @@ def init_weights(model: nn.Module, seed: int) -> None:
     """
     for count in model.buffers():  # of experts' loads and steps
         count.zero_()
+    for parameter, numbers in zip(model.parameters(), initial_weights(model, seed)):
+        parameter.copy_(numbers)
+
+
+def initial_weights(model: nn.Module, seed: int) -> Iterator[Tensor]:
+    """What `init_weights` gives each parameter in turn, in float32. The model may be on the meta device."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            yield torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0, device="cpu")
             continue
         writes_residual = name.endswith(("attention.o.weight", "mlp.down.weight"))
         deviation = 0.02
         if model.config.family == "gpt" and writes_residual:
             deviation /= math.sqrt(2 * model.config.num_layers)
-        parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * deviation)
+        yield torch.randn(parameter.shape, generator=generator, device="cpu") * deviation

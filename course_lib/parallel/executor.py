@@ -4,23 +4,27 @@
     B     take the gradient that has come, run autograd, send the input's gradient back; forget what was kept
     I, W  the same in two parts: see deferred.py
 
-It knows nothing of any schedule: order, receives and sends are in the list of `channels.plan`.
+It knows nothing of any schedule: order, receives and sends are in the list of `channels.plan`. Nor of what is done with
+a stage: that is its `Work`. Here a stage takes whole sequences; where these are cut too, another Work says how.
 """
 
 import time
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib.instructions import Instruction
+from course_lib.moe import count_load, moe_losses
 from course_lib.parallel.channels import Message, Step, receive, send
 from course_lib.parallel.data import MicroBatches
 from course_lib.parallel.deferred import WeightQueue
 from course_lib.timing import Span
-from course_lib.training import loss_of, wait_for
+from course_lib.training import wait_for
 
 
 @dataclass(eq=False)
@@ -28,18 +32,54 @@ class Kept:
     """What a micro-batch leaves on a stage between F and its backward."""
 
     x: Tensor | None  # the input, which collects its gradient; None: tokens
-    root: Tensor | torch.autograd.graph.GradientEdge | None  # where backward starts; None: nothing here trains
+    roots: list[Tensor | torch.autograd.graph.GradientEdge]  # where backward starts; none: nothing here trains
     queue: WeightQueue | None  # where weight gradients will wait, if the backward is in two parts
+
+
+class Work:
+    """What one pass does with stages and micro-batches. Losses are shares of the mean over num_tokens."""
+
+    def __init__(self, engine: nn.Module, num_tokens: int):
+        self.engine, self.num_tokens = engine, num_tokens
+
+    def shape_between(self, x_BS: Tensor) -> tuple[int, ...]:
+        """Of what goes from stage to stage."""
+        return (*x_BS.shape, self.engine.config.d_model)
+
+    def forward(self, stage: int, x: Tensor, x_BS: Tensor) -> Tensor:
+        """The stage's output; x is what has come, or the tokens."""
+        return self.engine.stages[str(stage)](x)
+
+    def share_of_loss(self, logits: Tensor, y_BS: Tensor) -> Tensor:
+        """This micro-batch's part of the mean loss."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits.flatten(0, 1), y_BS.flatten()) * (y_BS.numel() / self.num_tokens)
+
+    def share_of_balancing(self, stage: int, y_BS: Tensor) -> Tensor | None:
+        """The same of the auxiliary losses of the stage's experts. It stays on the stage, as a second root of its B."""
+        module = self.engine.stages[str(stage)]
+        if not module.training:
+            return None
+        auxiliary = moe_losses(module)
+        count_load(module)
+        return None if auxiliary is None else auxiliary * (y_BS.numel() / self.num_tokens)
+
+    def before_backward(self, stage: int, is_last: bool) -> None:
+        """is_last: nothing will add to the stage's gradients after this B, or W."""
+
+    def after_backward(self, stage: int, is_last: bool) -> None:
+        """After the B, or the W, of a micro-batch."""
 
 
 class Executor:
     """One pass over the list of a rank's `pipeline.Pipeline`. It holds what is on its way and what waits."""
 
-    def __init__(self, engine: nn.Module, micro_batches: MicroBatches):
+    def __init__(self, engine: nn.Module, micro_batches: MicroBatches, work: Work | None = None):
         self.engine, self.micro_batches = engine, micro_batches
+        self.work = work or Work(engine, sum(y_BS.numel() for _, y_BS in micro_batches))
         self.steps = engine.plan_for(len(micro_batches))
         self.in_two = {(s.instruction.stage, s.instruction.micro_batch) for s in self.steps if s.instruction.op == "W"}
-        self.num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
+        self.to_come = Counter((s.instruction.stage, s.instruction.op) for s in self.steps)
         self.device = micro_batches[0][0].device
         loss_dtype = torch.promote_types(engine.dtype, torch.float32)
         self.loss = torch.zeros((), dtype=loss_dtype, device=self.device)
@@ -50,7 +90,7 @@ class Executor:
         self.peak_live = self.peak_waiting = 0
 
     def run(self) -> Tensor:
-        """Executes the list; returns the sum of this rank's losses: the mean loss on the last stage's, else 0."""
+        """Executes the list; returns the sum of this rank's shares of the loss."""
         for step in self.steps:
             self.pass_on(step, self.compute(step.instruction, self.communicate(step)))
         for work, _ in self.outbox.values():
@@ -63,7 +103,7 @@ class Executor:
         """Posts the receives that are due, waits for what the instruction needs, forgets sends that have come."""
         for message, src in step.post:
             x_BS = self.micro_batches[message[1]][0]
-            x_BSD = torch.empty(*x_BS.shape, self.engine.config.d_model, dtype=self.engine.dtype, device=self.device)
+            x_BSD = torch.empty(self.work.shape_between(x_BS), dtype=self.engine.dtype, device=self.device)
             self.inbox[message] = receive(x_BSD, self.engine.channels[src, self.engine.group.rank()]), x_BSD
         if step.needs is None:
             return None
@@ -103,36 +143,51 @@ class Executor:
 
     def forward(self, stage: int, micro_batch: int, x_BSD: Tensor | None) -> Tensor | None:
         """F: the stage's output, or nothing and the loss counted."""
-        module, (x_BS, y_BS) = self.engine.stages[str(stage)], self.micro_batches[micro_batch]
+        x_BS, y_BS = self.micro_batches[micro_batch]
         queue = WeightQueue() if (stage, micro_batch) in self.in_two else None
         if x_BSD is not None:
             x_BSD = x_BSD.requires_grad_()
         with self.deferring(stage, queue):
+            out = self.work.forward(stage, x_BS if x_BSD is None else x_BSD, x_BS)
+            balancing = self.work.share_of_balancing(stage, y_BS)
             if stage == self.engine.num_stages - 1:
-                out = loss_of(module, x_BS if x_BSD is None else x_BSD, y_BS) * (y_BS.numel() / self.num_tokens)
+                out = self.work.share_of_loss(out, y_BS)
                 self.loss += out.detach()
-                root, result = out, None
+                roots, result = [out], None
             else:
-                out = module(x_BS if x_BSD is None else x_BSD)
-                root, result = edge_of(out), out.detach()
-        self.kept[stage, micro_batch] = Kept(x_BSD, root, queue)
+                roots, result = [edge_of(out)], out.detach()
+        if balancing is not None:
+            self.loss += balancing.detach()
+            roots.append(balancing)
+        self.kept[stage, micro_batch] = Kept(x_BSD, [root for root in roots if root is not None], queue)
         self.peak_live = max(self.peak_live, len(self.kept))
         return result
 
     def backward(self, stage: int, micro_batch: int, grad_BSD: Tensor | None) -> Tensor | None:
         """B, or I where the weights' part waits: the gradient of the stage's input."""
         kept = self.kept.pop((stage, micro_batch))
-        if kept.root is not None:
+        op = "I" if kept.queue is not None else "B"
+        self.to_come[stage, op] -= 1
+        is_last = self.to_come[stage, op] == 0
+        self.work.before_backward(stage, is_last)
+        if kept.roots:
+            grads = [None if isinstance(root, Tensor) else grad_BSD for root in kept.roots]  # a loss needs none
             with self.deferring(stage, None if kept.queue is None else WeightQueue()):  # for recomputation
-                torch.autograd.backward((kept.root,), None if grad_BSD is None else (grad_BSD,))
-        if kept.queue is not None:
+                torch.autograd.backward(kept.roots, grads)
+        if kept.queue is None:
+            self.work.after_backward(stage, is_last)
+        else:
             self.waiting[stage, micro_batch] = kept.queue
             self.peak_waiting = max(self.peak_waiting, len(self.waiting))
         return None if kept.x is None else kept.x.grad
 
     def weights(self, stage: int, micro_batch: int) -> None:
         """W: the gradients of the weights."""
+        self.to_come[stage, "W"] -= 1
+        is_last = self.to_come[stage, "W"] == 0
+        self.work.before_backward(stage, is_last)
         self.waiting.pop((stage, micro_batch)).run()
+        self.work.after_backward(stage, is_last)
 
     def deferring(self, stage: int, queue: WeightQueue | None) -> AbstractContextManager:
         """Inside, the stage's weight gradients wait in the queue, if there is one."""

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.conjugate import Group, check_group
 from course_lib.instructions import Schedule
+from course_lib.moe import balance_after_step
 from course_lib.parallel.channels import Pair, Step, connect, pairs_of, plan
 from course_lib.parallel.data import MicroBatches, Trace
 from course_lib.parallel.deferred import Deferral
@@ -195,6 +196,8 @@ def accumulate_gradients(engine: Pipeline, micro_batches: MicroBatches) -> Tenso
     loss = executor.run()
     engine.peak_live, engine.peak_waiting = executor.peak_live, executor.peak_waiting
     sum_tied(engine)
+    if engine.config.moe is not None:  # each stage has its experts' auxiliary losses
+        return comm.all_reduce(loss, engine.group)
     return comm.broadcast(loss, src=engine.rank_of_stage[-1], group=engine.group)
 
 
@@ -269,6 +272,7 @@ def step(
         clip_gradients(engine, clip_norm)
     optimizer.step()
     zero_gradients(engine.parameters())
+    balance_after_step(engine)
     return loss
 
 

@@ -5,7 +5,8 @@
     last stage       blocks.4, norm, head
 
 A stage is an `nn.Module` made of the model's own modules under the model's own names, so `blocks.2.mlp.up.weight` is
-called so wherever it is. A model on the meta device can be cut as well: then no rank ever holds more than its stages.
+called so wherever it is. A model on the meta device can be cut as well: then no rank ever holds more than its stages;
+`skeleton` makes one that has only the layers of some stages.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from course_lib.config import ModelConfig
 from course_lib.memory.stages import even_layers
-from course_lib.model import rope_tables
+from course_lib.model import CLASSES, rope_tables
 
 FAMILIES = ("llama", "gpt")
 
@@ -58,11 +59,25 @@ class Stage(nn.Module):
         return self.embed(tokens_BS)
 
 
+def layers_in(stage: int, layers_of_stage: Sequence[int]) -> range:
+    """Which layers of the model a stage has."""
+    first_layer = sum(layers_of_stage[:stage])
+    return range(first_layer, first_layer + layers_of_stage[stage])
+
+
+def skeleton(
+    config: ModelConfig, stages: Sequence[int], layers_of_stage: Sequence[int], attention: str, recompute: str
+) -> nn.Module:
+    """A model without numbers that has the layers of these stages alone: as cheap to make as they are many."""
+    layers = {layer for stage in stages for layer in layers_in(stage, layers_of_stage)}
+    with torch.device("meta"):
+        return CLASSES[config.family](config, attention, recompute, layers)
+
+
 def cut(model: nn.Module, stage: int, layers_of_stage: Sequence[int]) -> Stage:
     """One stage of the model, from the model's own modules: forget the model, and what is in no stage here is freed."""
-    first_layer = sum(layers_of_stage[:stage])
-    layers = range(first_layer, first_layer + layers_of_stage[stage])
-    return Stage(model, layers, is_first=stage == 0, is_last=stage == len(layers_of_stage) - 1)
+    is_last = stage == len(layers_of_stage) - 1
+    return Stage(model, layers_in(stage, layers_of_stage), is_first=stage == 0, is_last=is_last)
 
 
 # --- checks: before any process starts
@@ -75,8 +90,6 @@ def check_stages(config: ModelConfig, num_stages: int, layers_of_stage: Sequence
     """
     if config.family not in FAMILIES:
         raise ValueError(f"family is {config.family!r}; pipelines here know {', '.join(FAMILIES)}")
-    if config.moe is not None:
-        raise ValueError(f"{config.name} has experts, whose balancing pipelines here do not carry; give moe=None")
     if num_stages > config.num_layers:
         raise ValueError(
             f"num_stages ({num_stages}) must not exceed num_layers ({config.num_layers}): each stage needs a layer; "
