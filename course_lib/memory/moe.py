@@ -125,6 +125,7 @@ def moe_activations(
     precision: str = "fp32",
     device: str = "cpu",
     rows: float | None = None,
+    sequence_share: float = 1.0,
 ) -> Activations:
     """Predict what the course's model with experts keeps for the backward pass of one micro-batch.
 
@@ -132,13 +133,16 @@ def moe_activations(
     latents before and after their norms, whole heads.
 
     rows     as in `moe_terms`
+    sequence_share   as in `own_activations`; tokens of experts are whole sequences again, as an MLP's input is
     Raises   ValueError if a word is unknown, or a combination is not counted
     """
     if config.mla and recompute == "selective":
         raise ValueError("recompute 'selective' is not counted for latent attention; choose none or full")
     dense, tokens = replace(config, moe=None, mla=None), batch_size * seq_len
-    kept = own_activations(dense, batch_size, seq_len, attention, recompute, precision, device)
+    kept = own_activations(dense, batch_size, seq_len, attention, recompute, precision, device, sequence_share)
     layer = _mla_terms(config, precision)
+    if config.moe is None:
+        return _more_in_each_layer(kept, config.num_layers, round(layer * tokens), recompute)
     extra = sum(moe_terms(config.moe, config.d_model, precision, rows).values())
     replaced = block_terms(dense, seq_len, attention, precision, device)
     extra -= replaced["input of the MLP"] + replaced["MLP"]
@@ -151,6 +155,13 @@ def moe_activations(
     blocks = kept.blocks + round(all_layers * tokens) + config.num_moe_layers * constant
     turn = kept.last_block_s_turn and kept.last_block_s_turn + blocks - kept.blocks - round(extra * tokens) - constant
     return replace(kept, blocks=blocks, last_block_s_turn=turn)
+
+
+def _more_in_each_layer(kept: Activations, num_layers: int, layer_bytes: int, recompute: str) -> Activations:
+    """So many bytes more a layer: until backward in all of them, or in the one that is whole again."""
+    if recompute == "full":
+        return replace(kept, last_block_s_turn=kept.last_block_s_turn + layer_bytes)
+    return replace(kept, blocks=kept.blocks + num_layers * layer_bytes)
 
 
 def _router_casts(config: ModelConfig, precision: str) -> int:
@@ -194,7 +205,7 @@ def rank_shapes(config: ModelConfig, dp_size: int, ep_size: int, tp_size: int = 
 def narrow_experts(config: ModelConfig, tp_size: int) -> ModelConfig:
     """What one rank of tensor parallelism runs: fewer heads, narrower MLPs and experts; the first, a widest one."""
     local = narrow(replace(config, moe=None, mla=None), tp_size)
-    moe = replace(config.moe, d_expert=piece_sizes(config.moe.d_expert, tp_size)[0])
+    moe = config.moe and replace(config.moe, d_expert=piece_sizes(config.moe.d_expert, tp_size)[0])
     return replace(local, moe=moe, mla=config.mla)
 
 

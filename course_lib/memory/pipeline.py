@@ -24,12 +24,13 @@ from dataclasses import dataclass, replace
 from course_lib.config import ModelConfig
 from course_lib.instructions import Instruction, Schedule
 from course_lib.memory.activations import PRECISIONS, Activations
-from course_lib.memory.context import tokens_of_rank
+from course_lib.memory.context import output_twice_bytes, tokens_of_rank
 from course_lib.memory.formulas import Budget
+from course_lib.memory.moe import moe_activations, narrow_experts
 from course_lib.memory.sharded import sharded_budget
-from course_lib.memory.stages import check_layers, even_layers, rank_tensors, rank_units
+from course_lib.memory.stages import check_layers, even_layers, rank_tensors, rank_units, stage_config
 from course_lib.memory.states import Recipe, has_step_counters, recipe_of
-from course_lib.memory.tensor import narrow, tensor_parallel_activations
+from course_lib.memory.tensor import narrow, tensor_parallel_activations, with_cut_vocabulary
 from course_lib.memory.zero import tensor_sizes
 
 _TOKEN_ID = 8
@@ -70,6 +71,8 @@ def stage_activations(
     sequence_parallel: bool = False,
     cp: int = 1,
     output_kept: bool = True,
+    method: str = "ring",
+    load: float = 1.0,
 ) -> StageActivations:
     """Predict what one micro-batch keeps on one stage.
 
@@ -77,12 +80,14 @@ def stage_activations(
                   piece. PyTorch's stages keep it, for backward is called on it. parallel/pipeline.py keeps it until it
                   has certainly come: with 1F1B the gradient says so, at the first rank's peak all are there; with
                   all-forward-all-backward, or if several stages share a rank, most are gone by then (Megatron: all)
+    method        of context parallelism
+    load          rows that reach this rank's experts over a fair share
     """
     tokens = tokens_of_rank(seq_len, cp)
     first, last = stage == 0, stage == len(layers) - 1
-    cut = replace(config, num_layers=layers[stage], vocab_size=config.vocab_size if first or last else tp)
-    whole = tensor_parallel_activations(
-        cut, batch_size, tokens, tp, sequence_parallel, False, attention, recompute, precision, device
+    cut = replace(stage_config(config, layers, stage), vocab_size=config.vocab_size if first or last else tp)
+    whole = _rank_activations(
+        cut, batch_size, tokens, tp, sequence_parallel, attention, recompute, precision, device, load
     )
     share = tp if sequence_parallel else 1
     width = batch_size * tokens * config.d_model // share
@@ -92,13 +97,30 @@ def stage_activations(
     kept += (ids + mask if first else 0) + (targets + whole.ends - mask + whole.logits if last else 0)
     if output_kept and not last:
         kept += width * PRECISIONS[precision].residual_bytes
-    waiting = batch_size * tokens * _waiting_numbers(narrow(cut, tp), layers[stage], last)
+    if cp > 1:
+        dense = replace(cut, moe=None, mla=None)
+        kept += output_twice_bytes(dense, batch_size, tokens, recipe_of(precision), recompute, method, tp)
+    waiting = round(batch_size * tokens * _waiting_numbers(narrow_experts(cut, tp), last, load))
     return StageActivations(
         kept=kept,
         turn=max(0, whole.peak_bytes - whole.start_of_backward_bytes),
         logits=whole.logits if last else 0,
         waiting=waiting * PRECISIONS[precision].matmul_bytes,
     )
+
+
+def _rank_activations(
+    cut: ModelConfig, batch_size, tokens, tp, sequence_parallel, attention, recompute, precision, device, load
+) -> Activations:
+    """What one rank of a whole model keeps, with experts or without."""
+    if cut.moe is None and cut.mla is None:
+        return tensor_parallel_activations(
+            cut, batch_size, tokens, tp, sequence_parallel, False, attention, recompute, precision, device
+        )
+    rows, share = (load * cut.moe.top_k if cut.moe else None), 1 / tp if sequence_parallel else 1.0
+    local = narrow_experts(cut, tp)
+    kept = moe_activations(local, batch_size, tokens, attention, recompute, precision, device, rows, share)
+    return with_cut_vocabulary(kept, batch_size * tokens, tp)
 
 
 def _token_parts(whole: Activations, config: ModelConfig, num_tokens: int, tp: int) -> tuple[int, int, int]:
@@ -109,14 +131,22 @@ def _token_parts(whole: Activations, config: ModelConfig, num_tokens: int, tp: i
     return ids, targets, whole.tokens - ids - targets
 
 
-def _waiting_numbers(local: ModelConfig, num_layers: int, last: bool) -> int:
+def _waiting_numbers(local: ModelConfig, last: bool, load: float = 1.0) -> float:
     """Inputs of the stage's matrices, and the gradients of their outputs: numbers a token. Shared inputs count once."""
-    D, F, heads = local.d_model, local.d_ff, local.num_heads * local.head_dim
+    D, heads = local.d_model, local.num_heads * local.head_dim
     ups = 2 if local.family == "llama" else 1
     attention = D + heads + 2 * local.num_kv_heads * local.head_dim + heads + D
-    mlp = D + ups * F + F + D
+
+    def mlp(width: int) -> int:
+        return D + ups * width + width + D
+
     head = D + local.vocab_size if last and local.family != "xlmr" else 0
-    return num_layers * (attention + mlp) + head
+    routed = 0.0
+    if moe := local.moe:
+        shared = moe.num_shared_experts * moe.d_expert
+        routed = D + moe.num_experts + load * moe.top_k * mlp(moe.d_expert) + (mlp(shared) if shared else 0)
+    dense_layers = local.num_layers - local.num_moe_layers if local.moe else local.num_layers
+    return local.num_layers * attention + dense_layers * mlp(local.d_ff) + local.num_moe_layers * routed + head
 
 
 # ------------------------------------------------------------------------------------ what a rank holds
@@ -145,6 +175,19 @@ def peak_held(
 def live_layers(schedule: Schedule, layers: Sequence[int]) -> list[int]:
     """For each rank the layers whose activations it keeps at once, one micro-batch each: compare with num_layers."""
     return [peak_held(row, layers) for row in schedule.instructions]
+
+
+def held_by_rank(row: Sequence[Instruction], each: Sequence[StageActivations]) -> tuple[int, int]:
+    """The most bytes of activations of one rank without those of the loss, and those of the loss."""
+    held = peak_held(row, *([getattr(one, part) for one in each] for part in ("kept", "turn", "waiting")))
+    logits = peak_held(row, [one.logits for one in each])
+    return held - logits, logits
+
+
+def num_neighbours(schedule: Schedule, rank: int) -> int:
+    """With how many other ranks this one's stages exchange messages."""
+    around = [stage + step for stage in schedule.stages_of_rank(rank) for step in (-1, 1)]
+    return len({schedule.rank_of_stage[stage] for stage in around if 0 <= stage < schedule.num_stages} - {rank})
 
 
 def pipeline_budgets(
@@ -202,22 +245,18 @@ def pipeline_budgets(
             cut, batch_size, seq_len, recipe, optimizer, attention, recompute, schedule.num_micro_batches, device,
             zero_stage, dp_size, tp, sequence_parallel, units=units, cp=cp,
         )  # fmt: skip
-        held = peak_held(row, *([getattr(one, part) for one in each] for part in ("kept", "turn", "waiting")))
-        logits = peak_held(row, [one.logits for one in each])
+        activations, logits = held_by_rank(row, each)
         counters = 0
         if device == "cpu" and has_step_counters(recipe, optimizer) and zero_stage == 0:
             counters = 4 * (len(tensors) - len(tensor_sizes(cut)))
-        neighbours = len(
-            {schedule.rank_of_stage[s + d] for s in mine for d in (-1, 1) if 0 <= s + d < len(layers)} - {rank}
-        )
         message = boundary_bytes(config, batch_size, seq_len, recipe.compute_bytes, cp, tp if sequence_parallel else 1)
         budgets.append(
             replace(
                 states,
-                activations=held - logits,
+                activations=activations,
                 logits=logits,
                 optimizer=states.optimizer + counters,
-                temporary=states.temporary + neighbours * message,
+                temporary=states.temporary + num_neighbours(schedule, rank) * message,
             )
         )
     return budgets

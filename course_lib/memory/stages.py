@@ -8,6 +8,7 @@ as 2.4 layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from course_lib.config import ModelConfig
 from course_lib.memory.zero import buckets_of, layer_units, tensor_sizes_by_part
@@ -63,6 +64,18 @@ def balanced_layers(config: ModelConfig, num_stages: int, by: str = "parameters"
         layers[lightest] += 1
         weights[lightest] += layer
     return layers
+
+
+def stage_config(config: ModelConfig, layers: Sequence[int], stage: int) -> ModelConfig:
+    """The layers of a stage as a model of their own: dense ones first, where the model's first layers are dense.
+
+    Both ends are in it, whatever the stage. A stage of dense layers alone has no experts.
+    """
+    moe = config.moe
+    if moe is not None:
+        dense = max(0, moe.first_dense_layers - sum(layers[:stage]))
+        moe = replace(moe, first_dense_layers=dense) if dense < layers[stage] else None
+    return replace(config, num_layers=layers[stage], moe=moe)
 
 
 def stage_units(config: ModelConfig, layers: Sequence[int], stage: int) -> list[int]:

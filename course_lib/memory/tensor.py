@@ -100,8 +100,13 @@ def tensor_parallel_activations(
     share = piece_sizes(seq_len, tp)[tp_rank] / seq_len if sequence_parallel else 1.0
     local = narrow(config, tp, tp_rank)
     kept = own_activations(local, batch_size, seq_len, attention, recompute, precision, device, share, regather)
+    return with_cut_vocabulary(kept, batch_size * seq_len, tp)
+
+
+def with_cut_vocabulary(kept: Activations, num_tokens: int, tp: int) -> Activations:
+    """And what a vocabulary in pieces costs, twice."""
     if tp == 1:
         return kept
-    mine_bytes = batch_size * seq_len * _MINE
+    mine_bytes = num_tokens * _MINE
     turn = kept.last_block_s_turn and kept.last_block_s_turn + mine_bytes
     return replace(kept, tokens=kept.tokens + mine_bytes, logits=kept.logits + mine_bytes, last_block_s_turn=turn)
