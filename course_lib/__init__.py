@@ -10,6 +10,7 @@ A file imports from its own part and from the parts above it, never from one bel
     _watch.py              the notebook's side of a launch: listen until all are done, one failed, or time is up
     _failures.py           from what ranks reported to one readable error
     _accelerate.py         accelerate.notebook_launcher behind the same call
+    rendezvous.py          who am I, by what torchrun, accelerate or srun set, and the world joined
     mesh.py                the mesh pp x dp x cp x tp: rank <-> coordinates, and the groups of each axis
     comm.py                the collectives as the course uses them, and a ring written by hand
     meter.py               bytes on the wire, by collective and by axis

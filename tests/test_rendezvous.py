@@ -1,0 +1,102 @@
+"""Who am I: what torchrun, accelerate and srun say becomes one place; every rank takes the same backend."""
+
+import dataclasses
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from course_lib import rendezvous
+from course_lib.rendezvous import Place, agree_on_backend, as_torchrun, first_node, place_of, tasks_of_nodes
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29400",
+}
+SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "1",
+    "SLURM_PROCID": "4",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_NTASKS": "8",  # of the job; this step has fewer
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "gpu[007-008,011]",
+}
+
+
+def test_torchruns_variables_win_over_those_of_the_slurm_job_around_it():
+    assert place_of(SRUN | TORCHRUN) == Place("torchrun", 3, 4, 1, 2, "10.0.0.1", 29400)
+    assert place_of(TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}).engine == "accelerate"
+
+
+def test_srun_alone_gives_rank_place_on_the_node_and_the_first_nodes_address():
+    assert place_of(SRUN) == Place("srun", 4, 5, 0, 1, "gpu007", 12_000 + (4711 * 16 + 1) % 20_000)
+    given = place_of(SRUN | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4000"})
+    assert (given.address, given.port) == ("10.0.0.9", 4000)
+
+
+def test_two_steps_of_a_job_do_not_share_a_port():
+    assert place_of(SRUN).port != place_of(SRUN | {"SLURM_STEP_ID": "2"}).port
+
+
+def test_a_batch_script_without_srun_is_one_process():
+    assert place_of({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}) == Place()
+    assert place_of({}) == Place()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"LOCAL_RANK": "two"}, "LOCAL_RANK is 'two'"),
+        ({"RANK": "4"}, "rank 4 of world_size 4"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is ''"),
+    ],
+)
+def test_what_an_engine_says_wrongly_is_named(wrong, text):
+    with pytest.raises(ValueError, match=text):
+        place_of(TORCHRUN | wrong)
+
+
+def test_slurms_short_forms_are_read():
+    names = ["n1", "n[1-2]", "gpu[003-007,12],cpu1", "rack2-gpu[1,5]-ib", "a,b"]
+    assert [first_node(name) for name in names] == ["n1", "n1", "gpu003", "rack2-gpu1-ib", "a"]
+    assert [tasks_of_nodes(short) for short in ("4", "2(x3),1", "1,2(x2)")] == [[4], [2, 2, 2, 1], [1, 2, 2]]
+
+
+def test_srun_ranks_look_like_torchruns_and_a_loopback_world_stays_on_loopback(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    place = place_of(SRUN)
+    assert place_of(as_torchrun(place)) == dataclasses.replace(place, engine="torchrun")
+    assert "GLOO_SOCKET_IFNAME" not in as_torchrun(place)
+    assert "lo" in as_torchrun(dataclasses.replace(place, address="127.0.0.1"))["GLOO_SOCKET_IFNAME"].lower()
+
+
+def test_one_node_without_gpus_takes_the_whole_world_to_gloo(monkeypatch):
+    """Two nodes of two ranks: a node that had its GPUs and decided alone would wait for the other for ever."""
+    monkeypatch.setattr(rendezvous.dist, "is_nccl_available", lambda: True)
+    assert chosen_by_four_ranks(monkeypatch, gpus_of_nodes=[2, 2]) == {"nccl"}
+    assert chosen_by_four_ranks(monkeypatch, gpus_of_nodes=[2, 1]) == {"gloo"}
+
+
+def chosen_by_four_ranks(monkeypatch, gpus_of_nodes: list[int]) -> set[str]:
+    store, chosen = dist.HashStore(), set()
+    node = threading.local()
+    monkeypatch.setattr(rendezvous.torch.cuda, "device_count", lambda: gpus_of_nodes[node.index])
+
+    def decide(rank: int) -> None:
+        node.index = rank // 2
+        chosen.add(agree_on_backend(Place("torchrun", rank, 4, rank % 2, 2), store, "auto")[0])
+
+    threads = [threading.Thread(target=decide, args=(rank,)) for rank in reversed(range(4))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    return chosen
