@@ -63,6 +63,8 @@ A file imports from its own part and from the parts above it, never from one bel
     bubbles.py             closed forms of schedules: what is waited, what is kept, and when they hold
     schedule_check.py      whether a schedule can run: what is wrong, where, what would be right
     simulator.py           a clock for schedules: who waits, and what is kept meanwhile
+    layout_check.py        what a layout cannot be, why, and the nearest that can
+    layout.py              how a training run lies on its ranks: sizes and choices, checked when made
     pipeline_timing.py     seconds of stages and transfers for the simulator, and published scaling beside the bubble
 4. One file per parallelism; the same names in both folders
     parallel/__init__.py   from scratch

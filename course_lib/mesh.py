@@ -145,7 +145,7 @@ def _check_axis(axis: str) -> None:
 
 def check_order(order: Sequence[str]) -> None:
     """Raises ValueError unless `order` names each of the four axes once."""
-    if isinstance(order, str) or sorted(order) != sorted(AXES):
+    if not isinstance(order, list | tuple) or sorted(map(str, order)) != sorted(AXES):
         raise ValueError(f"order is {order!r}; name each of {', '.join(AXES)} once, the outermost first")
 
 
@@ -159,7 +159,7 @@ def check_ep_size(dp: int, cp: int, ep_size: int) -> None:
         below, above = [ep for ep in fitting if ep < ep_size][-1:], [ep for ep in fitting if ep > ep_size][:1]
         raise ValueError(
             f"ep ({ep_size}) must divide dp x cp = {dp} x {cp} = {size}: ep is carved out of the ranks of data; "
-            f"nearest: {' or '.join(map(str, below + above))}"
+            f"nearest: {' or '.join(f'ep={near}' for near in below + above)}"
         )
 
 
