@@ -185,8 +185,11 @@ def assign_buckets(
     parameters: Sequence[NamedParameter],
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+    kind_of: Callable[[nn.Parameter], str] = lambda param: "",
 ) -> list[list[NamedParameter]]:
     """Groups parameters, last layer first, into buckets of one dtype and device; each closes once it has its size.
+
+    kind_of   whatever has another name from it gets a bucket of its own
 
     Source   Li et al. 2020 (arXiv:2006.15704), section 3.2.3: backward reaches the last layer first
     """
@@ -195,7 +198,7 @@ def assign_buckets(
     closed: list[list[NamedParameter]] = []
     filling: dict[tuple, list[NamedParameter]] = {}
     for name, param in reversed(parameters):
-        kind = (param.dtype, param.device)
+        kind = (param.dtype, param.device, kind_of(param))
         filling.setdefault(kind, []).append((name, param))
         limit_bytes = bucket_bytes if closed else min(first_bucket_bytes, bucket_bytes)
         if sum(member.nbytes for _, member in filling[kind]) >= limit_bytes:

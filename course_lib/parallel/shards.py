@@ -10,7 +10,8 @@ optimizer one tensor instead of many. AdamW does not mind: it treats each number
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,25 @@ def hollow_out(model: nn.Module) -> None:
         setattr(model.get_submodule(owner), attribute, twins[param])
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """Who has the same parameters, where not all are alike: experts, say, have fewer ranks than the rest.
+
+    kind_of   a name for each parameter: what has the same lies in one flat
+    groups    of each kind, the ranks over which it is sharded
+    divisor   of the sum of the ranks' gradients; 1 if each rank's loss is its share of the mean already
+    """
+
+    kind_of: Callable[[nn.Parameter], str]
+    groups: Mapping[str, dist.ProcessGroup]
+    divisor: int = 1
+
+    @classmethod
+    def over(cls, group: dist.ProcessGroup) -> "Sharing":
+        """All parameters alike; gradients become the mean of the ranks'."""
+        return cls(lambda param: "all", {"all": group}, group.size())
+
+
 class FlatShard:
     """Parameters of one dtype that travel together: `whole_P` on every rank, or only for a while; `shard_p` always.
 
@@ -80,7 +100,7 @@ class FlatShard:
     def __init__(
         self,
         members: list[NamedParameter],
-        group: dist.ProcessGroup,
+        sharing: Sharing,
         label: str,
         keep_whole: bool,
         grad_dtype: torch.dtype | None = None,
@@ -89,7 +109,9 @@ class FlatShard:
     ) -> None:
         self.names = [name for name, _ in members]
         self.params = [param for _, param in members]
-        self.group, self.label, self.trace = group, label, trace
+        self.kind, self.divisor = sharing.kind_of(self.params[0]), sharing.divisor
+        self.group = group = sharing.groups[self.kind]
+        self.label, self.trace = label, trace
         self.trains = self.params[0].requires_grad
         tensors = [param.detach() for param in self.params]
         self.whole_P = flatten_and_pad(tensors, group.size()) if load is None else room_for(tensors, group.size())
@@ -150,11 +172,11 @@ class FlatShard:
     # --- gradients
 
     def collect(self, param: nn.Parameter) -> None:
-        """Adds the gradient, as a share of the mean over ranks, to its place in grad_P, and drops it."""
+        """Adds the gradient, over the divisor of its sum, to its place in grad_P, and drops it."""
         if self.grad_P is None:
             self.grad_P = torch.zeros_like(self.whole_P, dtype=self.grad_dtype)
             self.grad_views = dict(zip(self.params, views_into(self.grad_P, self.params)))
-        self.grad_views[param].add_(param.grad, alpha=1 / self.group.size())  # before the sum: 16 bits could overflow
+        self.grad_views[param].add_(param.grad, alpha=1 / self.divisor)  # before the sum: 16 bits could overflow
         param.grad = None
 
     def is_full(self) -> bool:
@@ -212,8 +234,9 @@ def units_of(model: nn.Module) -> list[Unit]:
     units: list[Unit] = []
     joins_last = False
     for name, child in model.named_children():
-        if isinstance(child, nn.ModuleList):
-            units += [(f"{name}.{index}", [block]) for index, block in enumerate(child)]
+        if isinstance(child, nn.ModuleList) or getattr(child, "run_in_order", False):  # a stage's layers have names
+            blocks = child.items() if isinstance(child, nn.ModuleDict) else enumerate(child)
+            units += [(f"{name}.{index}", [block]) for index, block in blocks]
             joins_last = False
         elif joins_last:
             label, modules = units[-1]
@@ -224,15 +247,17 @@ def units_of(model: nn.Module) -> list[Unit]:
     return units
 
 
-def unit_parameters(model: nn.Module) -> list[tuple[str, list[NamedParameter]]]:
-    """(label, members) of each flat: a unit's, frozen and dtypes apart; a tied parameter in its first unit only."""
+def unit_parameters(
+    model: nn.Module, kind_of: Callable[[nn.Parameter], str] = lambda param: ""
+) -> list[tuple[str, list[NamedParameter]]]:
+    """(label, members) of each flat: a unit's, frozen, dtypes and kinds apart; a tied parameter in its first unit only."""
     names = {param: name for name, param in model.named_parameters()}
     flats, seen = [], set()
     for label, modules in units_of(model):
         kinds: dict[tuple, list[NamedParameter]] = {}
         for param in (param for module in modules for param in module.parameters()):
             if param not in seen:
-                kinds.setdefault((param.requires_grad, param.dtype), []).append((names[param], param))
+                kinds.setdefault((param.requires_grad, param.dtype, kind_of(param)), []).append((names[param], param))
                 seen.add(param)
         flats += [(label, members) for members in kinds.values()]
     return flats

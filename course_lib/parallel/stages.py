@@ -22,6 +22,12 @@ from course_lib.model import CLASSES, rope_tables
 FAMILIES = ("llama", "gpt")
 
 
+class Layers(nn.ModuleDict):
+    """Consecutive layers by their numbers in the whole model; they run one after the other."""
+
+    run_in_order = True
+
+
 class Stage(nn.Module):
     """Some layers of a model. The first stage takes tokens, the last gives logits, what lies between is x_BSD.
 
@@ -36,7 +42,7 @@ class Stage(nn.Module):
             self.embed = model.embed
             if self.config.family == "gpt":
                 self.positions, self.dropout = model.positions, model.dropout
-        self.blocks = nn.ModuleDict({str(layer): model.blocks[layer] for layer in layers})
+        self.blocks = Layers({str(layer): model.blocks[layer] for layer in layers})
         if is_last:
             self.norm, self.head = model.norm, model.head
 

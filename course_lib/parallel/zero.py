@@ -40,6 +40,7 @@ from course_lib.parallel.shards import (
     FlatShard,
     Load,
     ShardedAdamW,
+    Sharing,
     clip_gradients,
     first_and_last_use,
     hollow_out,
@@ -72,13 +73,16 @@ class ZeroBuckets(nn.Module):
         allow_unused: bool = False,
         grad_dtype: torch.dtype | None = None,
         trace: Trace | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         super().__init__()
         self.module, self.group, self.stage, self.trace = module, group, stage, trace
         self.allow_unused, self.syncing = allow_unused, True
-        broadcast_parameters(module, group)
-        plan = assign_buckets(trainable(module), bucket_bytes, first_bucket_bytes=bucket_bytes)
-        self.flats = [FlatShard(m, group, f"bucket {i}", True, grad_dtype, trace) for i, m in enumerate(plan)]
+        if sharing is None:
+            broadcast_parameters(module, group)
+        sharing = sharing or Sharing.over(group)
+        plan = assign_buckets(trainable(module), bucket_bytes, bucket_bytes, sharing.kind_of)
+        self.flats = [FlatShard(m, sharing, f"bucket {i}", True, grad_dtype, trace) for i, m in enumerate(plan)]
         self.flat_of = {param: flat for flat in self.flats for param in flat.params}
         self.shards = nn.ParameterList(flat.shard_p for flat in self.flats)
         self.used: set[nn.Parameter] = set()
@@ -171,18 +175,20 @@ class ZeroUnits(nn.Module):
         grad_dtype: torch.dtype | None = None,
         trace: Trace | None = None,
         load: Load | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         super().__init__()
         self.module, self.group, self.stage, self.trace = module, group, 3, trace
         self.prefetch, self.allow_unused = prefetch, allow_unused
-        if load is None:
-            broadcast_parameters(module, group)
-        else:
+        if load is not None:
             hollow_out(module)
+        elif sharing is None:
+            broadcast_parameters(module, group)
+        sharing = sharing or Sharing.over(group)
         self.units = units_of(module)
         self.flats = [
-            FlatShard(members, group, label, False, grad_dtype, trace, load)
-            for label, members in unit_parameters(module)
+            FlatShard(members, sharing, label, False, grad_dtype, trace, load)
+            for label, members in unit_parameters(module, sharing.kind_of)
         ]
         self.flat_of = {param: flat for flat in self.flats for param in flat.params}
         self.shards = nn.ParameterList(flat.shard_p for flat in self.flats)
@@ -327,6 +333,7 @@ def build(
     grad_dtype: torch.dtype | None = None,
     trace: Trace | None = None,
     load: Load | None = None,
+    sharing: Sharing | None = None,
 ) -> ZeroBuckets | ZeroUnits:
     """Shards what `stage` shards of the model, in place, over the group; broadcasts the first rank's parameters.
 
@@ -337,6 +344,7 @@ def build(
                    then in `.main_grad`: ShardedAdamW reads it, torch's own optimizers would find nothing to do
     load           stage 3, with a model on the meta device: brings this rank's numbers, and nobody ever holds the whole
                    (`partial(read_flat, Weights(folder))` of parallel/loading.py)
+    sharing        where parameters differ in who has them: then nothing is broadcast, ranks bring the same numbers
 
     Raises   ValueError for another stage, a missing group, a model without numbers, that an engine has already or
              without trainable parameters, or `load` in another stage
@@ -358,8 +366,8 @@ def build(
     if taken := [name for name, param in trainable(model) if has_engine(param)]:
         raise ValueError(f"an engine has this model already: its hook takes the gradient of {taken[0]}; build it anew")
     if stage == 3:
-        return ZeroUnits(model, group, prefetch, allow_unused, grad_dtype, trace, load)
-    return ZeroBuckets(model, group, stage, bucket_bytes, allow_unused, grad_dtype, trace)
+        return ZeroUnits(model, group, prefetch, allow_unused, grad_dtype, trace, load, sharing)
+    return ZeroBuckets(model, group, stage, bucket_bytes, allow_unused, grad_dtype, trace, sharing)
 
 
 def has_engine(param: nn.Parameter) -> bool:
@@ -435,6 +443,6 @@ def whole_tensors(engine: nn.Module, piece_of: Callable[[FlatShard], Tensor | No
     found = {}
     for flat in engine.flats:
         if (piece_p := piece_of(flat)) is not None:
-            whole_P = comm.all_gather(piece_p.contiguous(), engine.group)
+            whole_P = comm.all_gather(piece_p.contiguous(), flat.group)
             found |= zip(flat.names, views_into(whole_P, flat.params))
     return found
