@@ -21,6 +21,7 @@ A file imports from its own part and from the parts above it, never from one bel
     attention.py           the attention core, explicit and fused
     flash.py               FlashAttention's idea in PyTorch: attention block by block
     moe.py                 a mixture of experts: router, dispatch, experts, combine, balancing
+    latent.py              multi-head latent attention: DeepSeek's queries, keys and values through narrow vectors
     model.py               Llama: RMSNorm, RoPE, grouped-query attention, SwiGLU
     gpt.py                 GPT-2, GPT-3 and the XLM-R encoder from the same blocks
     lora.py                frozen weights and thin trained products beside them
@@ -46,6 +47,7 @@ A file imports from its own part and from the parts above it, never from one bel
     memory/sharded.py      the whole budget of one rank among many
     memory/stages.py       a model cut into pipeline stages: layers, parameters, balance with embedding and head
     memory/pipeline.py     how many micro-batches a rank of a pipeline keeps, and its whole budget
+    memory/five_d.py       the memory of each rank of a pipeline under a whole layout
     memory/timeline.py     bytes alive over time, by kind: the tracker's record
     memory/storages.py     what the tracker must know of storages and operators
     memory/tracker.py      tensors alive, by kind, over time

@@ -32,6 +32,16 @@ def check_method(method: str) -> None:
         raise ValueError(f"method is {method!r}; choose from {', '.join(METHODS)}")
 
 
+def check_exchange(attention: str, cp: int, method: str) -> None:
+    """Raises ValueError for an unknown method, or for scores that are to be kept where blocks are merged."""
+    check_method(method)
+    if cp > 1 and attention != "fused":
+        raise ValueError(
+            f"attention is {attention!r}, but cp is {cp}: blocks that arrive one by one are merged, no score matrix is "
+            "kept; choose fused"
+        )
+
+
 def check_ulysses(num_heads: int, num_kv_heads: int, cp_size: int) -> None:
     """Raises ValueError unless every rank gets whole heads, of queries and of keys and values."""
     for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):

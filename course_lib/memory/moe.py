@@ -202,10 +202,10 @@ def rank_shapes(config: ModelConfig, dp_size: int, ep_size: int, tp_size: int = 
     return experts, {name: entry for name, entry in shapes.items() if name not in experts}
 
 
-def narrow_experts(config: ModelConfig, tp_size: int) -> ModelConfig:
+def narrow_experts(config: ModelConfig, tp_size: int, tp_rank: int = 0) -> ModelConfig:
     """What one rank of tensor parallelism runs: fewer heads, narrower MLPs and experts; the first, a widest one."""
-    local = narrow(replace(config, moe=None, mla=None), tp_size)
-    moe = config.moe and replace(config.moe, d_expert=piece_sizes(config.moe.d_expert, tp_size)[0])
+    local = narrow(replace(config, moe=None, mla=None), tp_size, tp_rank)
+    moe = config.moe and replace(config.moe, d_expert=piece_sizes(config.moe.d_expert, tp_size)[tp_rank])
     return replace(local, moe=moe, mla=config.mla)
 
 
@@ -288,13 +288,15 @@ def expert_parallel_budget(
         optimizer=states.optimizer,
         activations=kept.peak_bytes - kept.logits,
         logits=kept.logits,
-        temporary=_work_bytes(local, batch_size, seq_len, attention, recipe, rows),
+        temporary=expert_work_bytes(local, batch_size, seq_len, attention, recipe, rows),
         gradients_at_start=states.gradients if micro_batches > 1 or recipe.grad_bytes > recipe.param_bytes else 0,
         overheads={} if device == "cpu" else dict(ASSUMED_OVERHEADS),
     )
 
 
-def _work_bytes(local: ModelConfig, batch_size: int, seq_len: int, attention: str, recipe: Recipe, rows: float) -> int:
+def expert_work_bytes(
+    local: ModelConfig, batch_size: int, seq_len: int, attention: str, recipe: Recipe, rows: float
+) -> int:
     """A rule: the dense model's work space, or four times the rows: gradients of outputs, of rows, and their copies."""
     shared = local.moe.num_shared_experts * local.moe.d_expert
     dense = replace(local, moe=None, mla=None, d_ff=max(shared, local.d_ff if local.moe.first_dense_layers else 1))

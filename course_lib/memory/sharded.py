@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from course_lib.config import ModelConfig
 from course_lib.hardware import GPU
-from course_lib.memory.context import check_method, exchange_bytes, output_twice_bytes, tokens_of_rank
+from course_lib.memory.context import check_exchange, exchange_bytes, output_twice_bytes, tokens_of_rank
 from course_lib.memory.formulas import ASSUMED_OVERHEADS, Budget, check_seq_len, fits, temporary_bytes
 from course_lib.memory.states import Recipe, has_step_counters, recipe_of
 from course_lib.memory.tensor import narrow, tensor_parallel_activations
@@ -79,7 +79,7 @@ def sharded_budget(
         optimizer=(states.optimizer if offload.optimizer == "device" else 0) + (counters if zero_stage == 0 else 0),
         activations=kept.peak_bytes - kept.logits + both_outputs,
         logits=kept.logits,
-        temporary=max(_work_bytes(local, batch_size, seq_len, attention, recipe, tp), exchanged)
+        temporary=max(dense_work_bytes(local, batch_size, seq_len, attention, recipe, tp), exchanged)
         + zero_reduced_bytes(units, zero_stage, dp_size, recipe),
         gradients_at_start=states.gradients if full_at_start else 0,
         overheads={} if device == "cpu" else dict(ASSUMED_OVERHEADS),
@@ -88,7 +88,7 @@ def sharded_budget(
     )
 
 
-def _work_bytes(local: ModelConfig, batch_size: int, seq_len: int, attention: str, recipe: Recipe, tp: int) -> int:
+def dense_work_bytes(local: ModelConfig, batch_size: int, seq_len: int, attention: str, recipe: Recipe, tp: int) -> int:
     """The work space of a narrow model. What does not get narrower: in backward about five tensors of the whole width.
 
     These are the gradients of residual and branch and what a norm's backward makes of them; with sequence parallelism
@@ -100,12 +100,7 @@ def _work_bytes(local: ModelConfig, batch_size: int, seq_len: int, attention: st
 
 def _exchanged_bytes(config, batch_size, seq_len, cp, method, attention, recipe, tp) -> int:
     """What attention has of other ranks' keys and values in backward, its larger moment."""
-    check_method(method)
-    if cp > 1 and attention != "fused":
-        raise ValueError(
-            f"attention is {attention!r}, but cp is {cp}: blocks that arrive one by one are merged, no score matrix is "
-            "kept; choose fused"
-        )
+    check_exchange(attention, cp, method)
     return exchange_bytes(config, batch_size, seq_len, cp, method, True, recipe.compute_bytes, tp=tp)
 
 

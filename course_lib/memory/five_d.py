@@ -1,0 +1,240 @@
+"""The memory of each rank of a pipeline under a whole layout: stages, cut over tp, cp and ep, sharded by ZeRO.
+
+It is the sum of the other files of this folder:
+
+    parameters      the layers of my stages (stages.py), narrower by tp (tensor.py), experts divided by ep (moe.py)
+    ZeRO            shards them over data = dp x cp ranks, experts over data / ep (zero.py), stage by stage and each
+                    kind by itself: a flat's padding is at most ranks - 1 numbers
+    activations     of S / cp tokens, as many micro-batches as the schedule keeps (pipeline.py)
+    temporary       what a step works with: others' keys (context.py), messages, gradients on their way
+
+Whole tensors stay on the ranks of a tp group (norms, routers), of a data group (parameters below ZeRO 3), and on two
+ends of a pipeline (tied embeddings): these are the copies that no axis takes away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from course_lib.config import ModelConfig
+from course_lib.instructions import Schedule
+from course_lib.layout import Layout
+from course_lib.memory.context import check_exchange, exchange_bytes, tokens_of_rank
+from course_lib.memory.formulas import ASSUMED_OVERHEADS, Budget, check_seq_len
+from course_lib.memory.moe import expert_work_bytes, narrow_experts
+from course_lib.memory.pipeline import boundary_bytes, held_by_rank, num_neighbours, stage_activations
+from course_lib.memory.sharded import dense_work_bytes
+from course_lib.memory.stages import check_layers, even_layers, stage_config
+from course_lib.memory.states import Recipe, Shapes, StateBytes, has_step_counters, parameter_shapes, recipe_of
+from course_lib.memory.zero import padded, zero_gathered_bytes, zero_reduced_bytes, zero_state_bytes
+from course_lib.routing_traffic import check_expert_parallel
+from course_lib.schedules import make
+
+EXPERTS, REST = "experts", "rest"
+
+
+# ------------------------------------------------------------------------------------ which stages, which layers
+def schedule_of(layout: Layout) -> Schedule:
+    """The pipeline of a layout; without one it has one rank."""
+    return make(layout.schedule, layout.pp, layout.accumulation, layout.v)
+
+
+def layers_of(config: ModelConfig, layout: Layout) -> list[int]:
+    """How many layers each stage has."""
+    layers = list(layout.layers_of_stage or even_layers(config.num_layers, layout.num_stages))
+    check_layers(config, layers)
+    return layers
+
+
+def unit_shapes(
+    config: ModelConfig, layout: Layout, stage: int, tp_rank: int = 0, tied_copy: bool = True
+) -> dict[str, Shapes]:
+    """The tensors that one rank has of a stage: those before the blocks, those of each block, those behind them.
+
+    tied_copy   whether a tied head on the last stage is a tensor of its own: not where the rank has the embedding too
+    """
+    layers = layers_of(config, layout)
+    whole = parameter_shapes(narrow_experts(config, layout.tp, tp_rank))
+    units = {}
+    if stage == 0:
+        units["embed"] = {name: whole[name] for name in _BEFORE_BLOCKS if name in whole}
+    for layer in range(sum(layers[:stage]), sum(layers[: stage + 1])):
+        alone = narrow_experts(stage_config(config, [1] * config.num_layers, layer), layout.tp, tp_rank)
+        units[f"blocks.{layer}"] = {
+            name: (shape, copies // layout.ep if is_expert(name) else copies)
+            for name, (shape, copies) in parameter_shapes(alone).items()
+            if name.startswith(("attention.", "mlp.", "moe."))
+        }
+    if stage == len(layers) - 1:
+        units["end"] = {name: whole[name] for name in _AFTER_BLOCKS if name in whole}
+        if config.tied and tied_copy and stage > 0:
+            units["end"]["head"] = whole["embed"]
+    return units
+
+
+_BEFORE_BLOCKS, _AFTER_BLOCKS = ("embed", "positions"), ("norm", "norm.bias", "head")
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor of `parameter_shapes` belongs to the experts that are spread over ep."""
+    return name.startswith("moe.experts.")
+
+
+# ------------------------------------------------------------------------------------ ZeRO's flats
+@dataclass(frozen=True)
+class Flat:
+    """Parameters of one stage and kind side by side, which ZeRO shards over so many ranks."""
+
+    stage: int
+    label: str
+    kind: str  # "experts", whose gradients are summed over expert_dp, or "rest", over data
+    sizes: tuple[int, ...]  # numbers in each tensor
+    ranks: int
+
+    @property
+    def numel(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def padded(self) -> int:
+        """With the zeros that make equal shards of it."""
+        return padded(self.numel, self.ranks)
+
+
+def flats_of(config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0) -> list[Flat]:
+    """What ZeRO shards on a rank: in stages 1 and 2 each stage's parameters, in stage 3 unit by unit; each by kind."""
+    mine = schedule_of(layout).stages_of_rank(pp_rank)
+    flats = []
+    for stage in mine:
+        units = unit_shapes(config, layout, stage, tp_rank, tied_copy=0 not in mine)
+        groups = [[label] for label in units] if layout.zero == 3 else [list(units)]
+        for labels in groups:
+            for kind, ranks in ((REST, layout.data_size), (EXPERTS, layout.expert_dp)):
+                sizes = [size for label in labels for size in tensor_sizes(units[label], kind)]
+                if sizes:
+                    flats.append(Flat(stage, labels[0] if layout.zero == 3 else "all", kind, tuple(sizes), ranks))
+    return flats
+
+
+def tensor_sizes(shapes: Shapes, kind: str) -> list[int]:
+    """Numbers in each tensor of one kind."""
+    return [
+        prod(shape)
+        for name, (shape, copies) in shapes.items()
+        if is_expert(name) == (kind == EXPERTS)
+        for _ in range(copies)
+    ]
+
+
+def five_d_states(
+    config: ModelConfig,
+    layout: Layout,
+    pp_rank: int = 0,
+    tp_rank: int = 0,
+    recipe: Recipe | str = "bf16-master",
+    optimizer: str = "adamw",
+    step_counters: bool = False,
+) -> StateBytes:
+    """Parameters, gradients and optimizer states of one rank, to the byte.
+
+    step_counters   torch's 4 bytes a tensor, where nothing is sharded
+    """
+    flats = flats_of(config, layout, pp_rank, tp_rank)
+    each = [zero_state_bytes(_as_sharded(flat, layout), layout.zero, flat.ranks, recipe, optimizer) for flat in flats]
+    states = StateBytes(*(sum(getattr(one, kind) for one in each) for kind in _STATES))
+    tensors = sum(len(flat.sizes) for flat in flats)
+    return replace(states, optimizer=states.optimizer + 4 * tensors * (step_counters and layout.zero == 0))
+
+
+_STATES = ("parameters", "gradients", "optimizer")
+
+
+def _as_sharded(flat: Flat, layout: Layout) -> list[int]:
+    """ZeRO's units: the flat, or where nothing is sharded its tensors."""
+    return [flat.numel] if layout.zero else list(flat.sizes)
+
+
+# ------------------------------------------------------------------------------------ the whole budget
+def five_d_budgets(
+    config: ModelConfig,
+    layout: Layout,
+    seq_len: int,
+    recipe: Recipe | str = "bf16-master",
+    optimizer: str = "adamw",
+    attention: str = "fused",
+    device: str = "cuda",
+    tp_rank: int = 0,
+    load: float = 1.0,
+    output_kept: bool = True,
+) -> list[Budget]:
+    """Predict the memory of each rank of the pipeline; ranks that differ in dp, cp and tp have as much, or a bit less.
+
+    load          rows that reach this rank's experts over a fair share
+    output_kept   as in `memory.pipeline.stage_activations`
+    Latent attention is counted from its shapes: no engine here builds it.
+    Raises        ValueError if a word is unknown, sizes do not divide, or seq_len exceeds the model's
+    """
+    check_seq_len(config, seq_len)
+    if config.moe is not None or layout.ep > 1:
+        check_expert_parallel(config, layout.data_size, layout.ep, layout.tp)
+    check_exchange(attention, layout.cp, layout.cp_method)
+    recipe, schedule, layers = recipe_of(recipe), schedule_of(layout), layers_of(config, layout)
+    each = [
+        stage_activations(
+            config, layout.micro_batch, seq_len, layers, stage, attention, layout.recompute, recipe.name, device,
+            layout.tp, layout.sequence_parallel, layout.cp, output_kept and layout.pp > 1, layout.cp_method, load,
+        )
+        for stage in range(len(layers))
+    ]  # fmt: skip
+    counters = device == "cpu" and has_step_counters(recipe, optimizer)
+    share = layout.tp if layout.sequence_parallel else 1
+    message = boundary_bytes(config, layout.micro_batch, seq_len, recipe.compute_bytes, layout.cp, share)
+    budgets = []
+    for rank, row in enumerate(schedule.instructions):
+        states = five_d_states(config, layout, rank, tp_rank, recipe, optimizer, counters)
+        activations, logits = held_by_rank(row, each)
+        units = _whole_units(config, layout, rank, tp_rank)
+        has_last = schedule.num_stages - 1 in schedule.stages_of_rank(rank)
+        work = _work_bytes(config, layout, seq_len, attention, recipe, tp_rank, has_last, load)
+        full_at_start = layout.accumulation > 1 or recipe.grad_bytes > recipe.param_bytes
+        budgets.append(
+            Budget(
+                parameters=states.parameters,
+                gradients=states.gradients,
+                optimizer=states.optimizer,
+                activations=activations,
+                logits=logits,
+                temporary=work
+                + zero_reduced_bytes(units, layout.zero, 1, recipe)
+                + num_neighbours(schedule, rank) * message,
+                gradients_at_start=states.gradients if full_at_start else 0,
+                overheads={} if device == "cpu" else dict(ASSUMED_OVERHEADS),
+                gathered=zero_gathered_bytes(units, layout.zero, 1, recipe, tied=config.tied and layout.pp == 1),
+            )
+        )
+    return budgets
+
+
+def _whole_units(config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int) -> list[int]:
+    """A rank's units of ZeRO with all kinds together, each kind padded for its own ranks."""
+    units: dict[tuple[int, str], int] = {}
+    for flat in flats_of(config, layout, pp_rank, tp_rank):
+        units[flat.stage, flat.label] = units.get((flat.stage, flat.label), 0) + flat.padded
+    return list(units.values())
+
+
+def _work_bytes(config, layout, seq_len, attention, recipe, tp_rank, has_last, load) -> int:
+    """What a step works with beside what it keeps: the larger of a matrix's gradients and attention's other keys."""
+    if not has_last:  # no logits: a vocabulary of one row each
+        config = replace(config, vocab_size=layout.tp)
+    local, tokens = narrow_experts(config, layout.tp, tp_rank), tokens_of_rank(seq_len, layout.cp)
+    dense = replace(config, moe=None, mla=None)
+    args = (layout.micro_batch, tokens, attention, recipe)
+    work = dense_work_bytes(replace(local, moe=None, mla=None), *args, layout.tp)
+    if config.moe is not None:
+        work = max(work, expert_work_bytes(local, *args, load * config.moe.top_k))
+    exchanged = exchange_bytes(
+        dense, layout.micro_batch, seq_len, layout.cp, layout.cp_method, True, recipe.compute_bytes, tp=layout.tp
+    )
+    return max(work, exchanged)
