@@ -93,6 +93,7 @@ A file imports from its own part and from the parts above it, never from one bel
     parallel/deferred.py   backward in two parts: weight gradients that wait
     parallel/executor.py   does a rank's list of a pipeline schedule, one instruction after the other
     parallel/pipeline.py   pipeline parallel: any schedule in one call, its step, whole gradients
+    parallel/pieces.py     what a rank holds, as boxes of whole tensors: the form in which any layout reads another's
     native/__init__.py     as PyTorch ships it
     native/data.py         DistributedDataParallel, and Accelerate on top
     native/zero.py         FSDP2, ZeroRedundancyOptimizer, and Accelerate on top
@@ -103,6 +104,7 @@ A file imports from its own part and from the parts above it, never from one bel
     native/pipeline.py     torch.distributed.pipelining: six schedules behind the same step
     native/expert.py       all_to_all_single_autograd, grouped_mm, and DDP for the rest
 5. Time and clusters without hardware
+    checkpoint_files.py    folders of pieces: complete or not there, checked, no code run from a file
     export.py              the choices of a run as configs of Accelerate and DeepSpeed
     sharded_profile.py     a toy on real ranks: bytes held and sent beside the formulas
 6. What people see
