@@ -165,23 +165,25 @@ class FileTensor:
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[Range, ...]]:
-    """The numbers start..stop of a flattened vector or matrix, as at most three boxes.
+    """The numbers start..stop of a flattened tensor as boxes, in order: of a matrix at most three.
 
     flat_boxes((4, 10), 7, 32) -> [((0, 1), (7, 10)), ((1, 3), (0, 10)), ((3, 4), (0, 2))]
     """
-    if len(shape) == 1:
-        return [((start, stop),)] if stop > start else []
-    width, boxes = shape[1], []
+    if start >= stop:
+        return []
+    if len(shape) <= 1:
+        return [((start, stop),)[: len(shape)]]
+    width, boxes = prod(shape[1:]), []
     while start < stop:
-        row, column = divmod(start, width)
+        row, inside = divmod(start, width)
         whole_rows = (stop - start) // width
-        if column == 0 and whole_rows:
-            boxes.append(((row, row + whole_rows), (0, width)))
+        if inside == 0 and whole_rows:
+            boxes.append(((row, row + whole_rows), *((0, size) for size in shape[1:])))
             start += whole_rows * width
         else:
-            end = min(width, column + stop - start)
-            boxes.append(((row, row + 1), (column, end)))
-            start += end - column
+            end = min(width, inside + stop - start)
+            boxes += [((row, row + 1), *box) for box in flat_boxes(shape[1:], inside, end)]
+            start += end - inside
     return boxes
 
 
