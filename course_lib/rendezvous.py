@@ -6,7 +6,7 @@
     srun          SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID,               MASTER_ADDR, MASTER_PORT; where they
                   SLURM_STEP_TASKS_PER_NODE                                        are missing, the first node of the
                                                                                    step and a port made of the job's id
-    none          one process that is the whole world
+    none          one process that is the whole world; `accelerate launch --cpu` too, whatever it is asked for
 
 torchrun's variables win: inside a Slurm job it starts the ranks, and srun only the agents.
 """
@@ -26,6 +26,7 @@ from course_lib._rank import loopback_interface
 from course_lib.launch import choose_backend
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+STARTED_BY_ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # set by `accelerate launch`, whatever it starts
 FIRST_PORT, NUM_PORTS = 12_000, 20_000  # below those that systems hand out to clients
 
 
@@ -62,12 +63,12 @@ def place_of(environment: Mapping[str, str]) -> Place:
         return _torchrun_place(environment)
     if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:  # a batch script alone has no step
         return _srun_place(environment)
-    return Place()
+    return Place("accelerate" if STARTED_BY_ACCELERATE in environment else "alone")
 
 
 def _torchrun_place(environment: Mapping[str, str]) -> Place:
     rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    engine = "accelerate" if "ACCELERATE_MIXED_PRECISION" in environment else "torchrun"
+    engine = "accelerate" if STARTED_BY_ACCELERATE in environment else "torchrun"
     if "MASTER_ADDR" not in environment and world_size > 1:
         raise ValueError(f"WORLD_SIZE is {world_size}, but MASTER_ADDR is not set; start ranks with torchrun or srun")
     return Place(

@@ -48,6 +48,7 @@ def test_two_steps_of_a_job_do_not_share_a_port():
 def test_a_batch_script_without_srun_is_one_process():
     assert place_of({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}) == Place()
     assert place_of({}) == Place()
+    assert place_of({"ACCELERATE_MIXED_PRECISION": "no"}) == Place("accelerate")  # accelerate launch --cpu
 
 
 @pytest.mark.parametrize(
