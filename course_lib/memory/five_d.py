@@ -3,8 +3,8 @@
 It is the sum of the other files of this folder:
 
     parameters      the layers of my stages (stages.py), narrower by tp (tensor.py), experts divided by ep (moe.py)
-    ZeRO            shards them over data = dp x cp ranks, experts over data / ep (zero.py), stage by stage and each
-                    kind by itself: a flat's padding is at most ranks - 1 numbers
+    ZeRO            shards them over data = dp x cp ranks, experts over data / ep (zero.py): flats of each stage, of
+                    each kind by itself, each padded by ranks - 1 numbers at most
     activations     of S / cp tokens, as many micro-batches as the schedule keeps (pipeline.py)
     temporary       what a step works with: others' keys (context.py), messages, gradients on their way
 
@@ -27,7 +27,7 @@ from course_lib.memory.pipeline import boundary_bytes, held_by_rank, num_neighbo
 from course_lib.memory.sharded import dense_work_bytes
 from course_lib.memory.stages import check_layers, even_layers, stage_config
 from course_lib.memory.states import Recipe, Shapes, StateBytes, has_step_counters, parameter_shapes, recipe_of
-from course_lib.memory.zero import padded, zero_gathered_bytes, zero_reduced_bytes, zero_state_bytes
+from course_lib.memory.zero import bucketed, padded, zero_gathered_bytes, zero_reduced_bytes, zero_state_bytes
 from course_lib.routing_traffic import check_expert_parallel
 from course_lib.schedules import make
 
@@ -102,29 +102,28 @@ class Flat:
         return padded(self.numel, self.ranks)
 
 
-def flats_of(config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0) -> list[Flat]:
-    """What ZeRO shards on a rank: in stages 1 and 2 each stage's parameters, in stage 3 unit by unit; each by kind."""
+def flats_of(config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0, itemsize: int = 2) -> list[Flat]:
+    """What ZeRO shards on a rank, by stage and kind: buckets in stages 1 and 2, units in stage 3; in 0 all at once.
+
+    itemsize   bytes of a parameter: a bucket closes once it has its size
+    """
     mine = schedule_of(layout).stages_of_rank(pp_rank)
     flats = []
     for stage in mine:
         units = unit_shapes(config, layout, stage, tp_rank, tied_copy=0 not in mine)
-        groups = [[label] for label in units] if layout.zero == 3 else [list(units)]
-        for labels in groups:
+        groups = {label: [unit] for label, unit in units.items()} if layout.zero == 3 else {"all": units.values()}
+        for label, group in groups.items():
             for kind, ranks in ((REST, layout.data_size), (EXPERTS, layout.expert_dp)):
-                sizes = [size for label in labels for size in tensor_sizes(units[label], kind)]
-                if sizes:
-                    flats.append(Flat(stage, labels[0] if layout.zero == 3 else "all", kind, tuple(sizes), ranks))
+                sizes = [size for unit in group for size in tensor_sizes(unit, kind)]
+                buckets = bucketed(sizes, itemsize) if layout.zero in (1, 2) else [sizes] if sizes else []
+                flats += [Flat(stage, label, kind, tuple(bucket), ranks) for bucket in buckets]
     return flats
 
 
 def tensor_sizes(shapes: Shapes, kind: str) -> list[int]:
-    """Numbers in each tensor of one kind."""
-    return [
-        prod(shape)
-        for name, (shape, copies) in shapes.items()
-        if is_expert(name) == (kind == EXPERTS)
-        for _ in range(copies)
-    ]
+    """Numbers in each tensor of one kind, in the model's order: one expert after the other."""
+    of_kind = [(prod(shape), n) for name, (shape, n) in shapes.items() if is_expert(name) == (kind == EXPERTS)]
+    return [size for copy in range(max((n for _, n in of_kind), default=0)) for size, n in of_kind if copy < n]
 
 
 def five_d_states(
@@ -140,7 +139,7 @@ def five_d_states(
 
     step_counters   torch's 4 bytes a tensor, where nothing is sharded
     """
-    flats = flats_of(config, layout, pp_rank, tp_rank)
+    flats = flats_of(config, layout, pp_rank, tp_rank, recipe_of(recipe).param_bytes)
     each = [zero_state_bytes(_as_sharded(flat, layout), layout.zero, flat.ranks, recipe, optimizer) for flat in flats]
     states = StateBytes(*(sum(getattr(one, kind) for one in each) for kind in _STATES))
     tensors = sum(len(flat.sizes) for flat in flats)
@@ -194,7 +193,7 @@ def five_d_budgets(
     for rank, row in enumerate(schedule.instructions):
         states = five_d_states(config, layout, rank, tp_rank, recipe, optimizer, counters)
         activations, logits = held_by_rank(row, each)
-        units = _whole_units(config, layout, rank, tp_rank)
+        units = _whole_units(config, layout, rank, tp_rank, recipe.param_bytes)
         has_last = schedule.num_stages - 1 in schedule.stages_of_rank(rank)
         work = _work_bytes(config, layout, seq_len, attention, recipe, tp_rank, has_last, load)
         full_at_start = layout.accumulation > 1 or recipe.grad_bytes > recipe.param_bytes
@@ -216,10 +215,13 @@ def five_d_budgets(
     return budgets
 
 
-def _whole_units(config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int) -> list[int]:
-    """A rank's units of ZeRO with all kinds together, each kind padded for its own ranks."""
+def _whole_units(config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, itemsize: int) -> list[int]:
+    """A rank's units of ZeRO, each kind padded for its own ranks; what is gathered at once counts together."""
+    flats = flats_of(config, layout, pp_rank, tp_rank, itemsize)
+    if layout.zero < 3:
+        return [flat.padded for flat in flats]
     units: dict[tuple[int, str], int] = {}
-    for flat in flats_of(config, layout, pp_rank, tp_rank):
+    for flat in flats:
         units[flat.stage, flat.label] = units.get((flat.stage, flat.label), 0) + flat.padded
     return list(units.values())
 

@@ -50,13 +50,18 @@ def bucket_units(config: ModelConfig, itemsize: int = 2, bucket_bytes: int = BUC
 
 
 def buckets_of(sizes: Sequence[int], itemsize: int = 2, bucket_bytes: int = BUCKET_BYTES) -> list[int]:
+    """Numbers of each bucket."""
+    return [sum(bucket) for bucket in bucketed(sizes, itemsize, bucket_bytes)]
+
+
+def bucketed(sizes: Sequence[int], itemsize: int = 2, bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
     """Tensors of these sizes in buckets, the last first."""
-    closed, filling = [], 0
+    closed, filling = [], []
     for numel in reversed(sizes):
-        filling += numel
-        if filling * itemsize >= bucket_bytes:
+        filling.append(numel)
+        if sum(filling) * itemsize >= bucket_bytes:
             closed.append(filling)
-            filling = 0
+            filling = []
     return closed + ([filling] if filling else [])
 
 
