@@ -6,6 +6,9 @@ key/value head n // (N / K). What each keeps for the backward pass, in elements 
     fused       q, k, v, out, and one float32 number a row (log-sum-exp, B N S)          linear in S
     explicit    q, k and v repeated to N heads, the scores after softmax (B N S S)       quadratic in S
                 with dropout also its mask (B N S S, one byte each) and its output (B N S S)
+
+Latent attention (latent.py) has values of another length than keys. Flash kernels want one length: there the fused way
+fills the shorter up with zeros, and keeps them so, its output too.
 """
 
 import math
@@ -25,9 +28,18 @@ def fused_attention(
     Source   Dao et al. 2022 (arXiv:2205.14135)
     """
     grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
-    return F.scaled_dot_product_attention(
-        q_BNSH, k_BKSH, v_BKSH, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
+    key_dim, value_dim = k_BKSH.shape[-1], v_BKSH.shape[-1]
+    if key_dim != value_dim:
+        q_BNSH, k_BKSH, v_BKSH = (filled_up(x, max(key_dim, value_dim)) for x in (q_BNSH, k_BKSH, v_BKSH))
+    out_BNSH = F.scaled_dot_product_attention(
+        q_BNSH, k_BKSH, v_BKSH, dropout_p=dropout, is_causal=causal, enable_gqa=grouped, scale=1 / math.sqrt(key_dim)
     )
+    return out_BNSH[..., :value_dim] if key_dim != value_dim else out_BNSH
+
+
+def filled_up(x: Tensor, width: int) -> Tensor:
+    """x with zeros behind it, up to that width."""
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
 def explicit_attention(
@@ -49,6 +61,12 @@ def explicit_attention(
         scores_BNSS = scores_BNSS + future_SS  # adding saves nothing for backward; masked_fill would save its mask
     weights_BNSS = drop(torch.softmax(scores_BNSS, dim=-1), dropout)
     return weights_BNSS @ v_BNSH
+
+
+def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
+    """RoPE: turns the pair (x[i], x[i + H/2]) by its position's angle. Only the tables are kept for backward."""
+    first, second = x_BNSH.chunk(2, dim=-1)
+    return x_BNSH * cos_SH + torch.cat((-second, first), dim=-1) * sin_SH
 
 
 def drop(x: Tensor, probability: float) -> Tensor:

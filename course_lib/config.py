@@ -113,6 +113,18 @@ class MlaConfig:
     rope_dim: int  # and with; this part of the key is one for all heads
     value_dim: int
 
+    def __post_init__(self):
+        for field in ("q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim ({self.rope_dim}) must be even: RoPE rotates pairs of numbers")
+
+    @property
+    def head_dim(self) -> int:
+        """Of queries and keys."""
+        return self.nope_dim + self.rope_dim
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -131,14 +143,14 @@ class ModelConfig:
     vocab_size: int
     max_seq_len: int
     tied: bool = False  # the output head uses the embedding's weights
-    head_dim: int | None = None  # filled in: d_model // num_heads
+    head_dim: int | None = None  # filled in: d_model // num_heads; with mla nope_dim + rope_dim
     family: str = "llama"
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     dropout: float = 0.0  # the gpt family only
     moe: MoeConfig | None = None  # experts in place of the MLP, in all blocks but the first few
-    mla: MlaConfig | None = None  # counted, not built
+    mla: MlaConfig | None = None  # latent attention in all blocks
 
     def __post_init__(self):
         if self.family not in FAMILIES:
@@ -151,6 +163,8 @@ class ModelConfig:
                 f"num_heads ({self.num_heads}) must be divisible by num_kv_heads ({self.num_kv_heads}), "
                 "so that every key/value head serves the same number of query heads; choose a divisor"
             )
+        if self.head_dim is None and self.mla:
+            object.__setattr__(self, "head_dim", self.mla.head_dim)
         if self.head_dim is None:
             if self.d_model % self.num_heads:
                 raise ValueError(
@@ -169,7 +183,24 @@ class ModelConfig:
             raise ValueError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
         if self.family == "llama" and self.dropout:
             raise ValueError(f"dropout is {self.dropout}, but Llama has none; use family='gpt' or dropout=0.0")
+        self._check_mla()
         self._check_moe()
+
+    def _check_mla(self):
+        if self.mla is None:
+            return
+        if self.family != "llama":
+            raise ValueError(f"mla is set, but the {self.family} family has no latent attention; use family='llama'")
+        if self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                f"num_kv_heads ({self.num_kv_heads}) must equal num_heads ({self.num_heads}): latent attention makes "
+                "keys and values for every head"
+            )
+        if self.head_dim != self.mla.head_dim:
+            raise ValueError(
+                f"head_dim ({self.head_dim}) must be nope_dim + rope_dim ({self.mla.head_dim}), the length of latent "
+                "attention's queries; leave it out"
+            )
 
     def _check_moe(self):
         if self.moe is None:
@@ -181,6 +212,11 @@ class ModelConfig:
                 f"first_dense_layers ({self.moe.first_dense_layers}) must be below num_layers ({self.num_layers}), "
                 "or no block has experts"
             )
+
+    @property
+    def rope_dim(self) -> int:
+        """How many numbers of a query or key turn with its position."""
+        return self.mla.rope_dim if self.mla else self.head_dim
 
     @property
     def num_moe_layers(self) -> int:

@@ -4,7 +4,7 @@ Every matrix is a plain `nn.Linear` with its own name, so that parallelism can b
 
     model.embed                                     V x D
     model.blocks[i].attention_norm, .mlp_norm       D
-    model.blocks[i].attention.q .k .v .o            D -> N H, D -> K H, D -> K H, N H -> D
+    model.blocks[i].attention.q .k .v .o            D -> N H, D -> K H, D -> K H, N H -> D; latent: see latent.py
     model.blocks[i].mlp.gate .up .down              D -> F, D -> F, F -> D; with experts (config.moe) see moe.py
     model.norm, model.head                          D, D -> V
 
@@ -30,9 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from course_lib.attention import CORES, check_choices
+from course_lib.attention import CORES, check_choices, rotate
 from course_lib.config import PRESETS, ModelConfig, RopeScaling, preset
 from course_lib.gpt import GPT, Encoder
+from course_lib.latent import LatentAttention
 from course_lib.moe import MoE
 
 __all__ = ["PRESETS", "Llama", "ModelConfig", "RMSNorm", "RopeScaling", "build", "preset", "rope_tables"]
@@ -79,7 +80,7 @@ class RMSNorm(nn.Module):
 
 def rope_frequencies(config: ModelConfig, device=None) -> Tensor:
     """Angle per position of each of the H/2 pairs: theta^(-2i/H); `rope_scaling` slows the slow ones further."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    exponents = torch.arange(0, config.rope_dim, 2, dtype=torch.float32, device=device) / config.rope_dim
     frequencies = 1.0 / config.rope_theta**exponents
     if config.rope_scaling is None:
         return frequencies
@@ -99,12 +100,6 @@ def rope_tables(config: ModelConfig, positions_S: Tensor, dtype: torch.dtype) ->
     frequencies = rope_frequencies(config, positions_S.device)
     angles_SH = torch.outer(positions_S.float(), frequencies).repeat(1, 2)
     return angles_SH.cos().to(dtype), angles_SH.sin().to(dtype)
-
-
-def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
-    """Turns the pair (x[i], x[i + H/2]) by its position's angle. Only the tables are kept for backward."""
-    first, second = x_BNSH.chunk(2, dim=-1)
-    return x_BNSH * cos_SH + torch.cat((-second, first), dim=-1) * sin_SH
 
 
 class Attention(nn.Module):
@@ -165,7 +160,12 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, attention: str, recompute: str, experts: bool = False):
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = Attention(config, attention, recompute)
+        if config.mla:
+            self.attention = LatentAttention(
+                config, attention, recompute, lambda width: RMSNorm(width, config.norm_eps)
+            )
+        else:
+            self.attention = Attention(config, attention, recompute)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = MoE(config.d_model, config.moe, lambda width: MLP(config, width)) if experts else MLP(config)
 
@@ -238,14 +238,7 @@ def build(
     """The model of that config. Its weights depend on the seed alone: not on the device, on dtype only by rounding.
 
     On `device="meta"` it has shapes and no numbers, whatever its size.
-
-    Raises   ValueError if the config has latent attention (mla)
     """
-    if config.mla is not None:
-        raise ValueError(
-            f"{config.name} has latent attention (mla), which this course counts but does not build; "
-            "use dataclasses.replace(config, mla=None), or another preset"
-        )
     with torch.device("meta"):
         model = CLASSES[config.family](config, attention, recompute).to(dtype)
     model = model.to_empty(device=device)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import (
     BertConfig,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -40,6 +42,19 @@ def mixtral():
     )  # fmt: skip
 
 
+def deepseek(**changes):
+    """Values longer than keys unless changed; routers that reach 2 of 4 groups; the first block dense."""
+    shape = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+             "num_key_value_heads": 4, "intermediate_size": 112, "moe_intermediate_size": 24, "n_routed_experts": 16,
+             "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "n_shared_experts": 2,
+             "q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 20,
+             "max_position_embeddings": 128}  # fmt: skip
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**(shape | changes)))
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias.copy_(torch.arange(16) % 5 * 0.05)
+    return model
+
+
 def gpt2():
     return GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=64, n_layer=3, n_head=4, n_positions=128))
 
@@ -59,6 +74,9 @@ MODELS = {
     "wide heads": lambda: llama(head_dim=32),
     "rope scaling": lambda: llama(rope_parameters=LLAMA3_ROPE),
     "mixtral": mixtral,
+    "latent attention": deepseek,
+    "latent attention, short values": lambda: deepseek(v_head_dim=8),
+    "latent attention, heads all alike": lambda: deepseek(v_head_dim=18),
     "gpt2": gpt2,
     "xlm-r-xl": xlmr,
 }
@@ -106,8 +124,9 @@ def test_gradients_equal_transformers():
     )
 
 
-def test_gradients_of_experts_and_router_equal_transformers():
-    theirs = randomised(mixtral())
+@pytest.mark.parametrize("kind", ["mixtral", "latent attention", "latent attention, short values"])
+def test_gradients_of_experts_router_and_latents_equal_transformers(kind):
+    theirs = randomised(MODELS[kind]())
     ours = from_transformers(theirs)
     x_BS = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(5))
     theirs(x_BS).logits.square().mean().backward()
@@ -126,6 +145,6 @@ def test_names_of_experts_are_those_of_mixtrals_files():
 
 def test_other_models_are_refused():
     with pytest.raises(
-        ValueError, match="model_type is 'bert'; this course has llama, mixtral, gpt2 and xlm-roberta-xl"
+        ValueError, match="model_type is 'bert'; this course has llama, mixtral, deepseek_v3, gpt2 and xlm-roberta-xl"
     ):
         config_from_transformers(BertConfig())

@@ -81,6 +81,8 @@ def check_model(model: nn.Module, placement: str, rotate_method: str) -> None:
         raise ValueError(f"dropout is {model.config.dropout}: PyTorch's ring has none; use 0")
     if model.config.moe is not None:
         raise ValueError("the model has experts, whose balance would be that of a part of the tokens; use a dense one")
+    if model.config.mla is not None:
+        raise ValueError("the model has latent attention (mla), whose values this ring does not pad; use another model")
     if placement not in PLACEMENTS:
         raise ValueError(f"placement is {placement!r}; PyTorch has {', '.join(PLACEMENTS)} (or parallel/context.py)")
     if rotate_method not in ROTATE_METHODS:

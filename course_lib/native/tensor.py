@@ -111,6 +111,8 @@ def check_shardable(config: ModelConfig, tp_size: int) -> None:
     """Raises ValueError for what this plan cannot shard, before anything is changed."""
     if config.family not in ("llama", "gpt"):
         raise ValueError(f"family is {config.family!r}; this plan knows llama and gpt")
+    if config.mla is not None:
+        raise ValueError(f"{config.name} has latent attention (mla), which this plan does not shard; use another model")
     for field in ("num_heads", "num_kv_heads"):
         heads = getattr(config, field)
         if heads % tp_size:

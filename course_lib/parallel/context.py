@@ -154,6 +154,8 @@ def check_cuttable(
         raise ValueError(f"dropout is {config.dropout}; attention over blocks has none: use a config with 0")
     if config.moe is not None:
         raise ValueError("the model has experts, whose balance would be that of a part of the tokens; use a dense one")
+    if config.mla:
+        raise ValueError(f"{config.name} has latent attention (mla), which is not cut here; use no context parallelism")
     check_method(method)
     if placement not in PLACEMENTS:
         raise ValueError(f"placement is {placement!r}; choose from {', '.join(PLACEMENTS)}")

@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from course_lib.config import ModelConfig
-from course_lib.hf_weights import config_from_transformers, name_in_transformers, tensor_in_transformers
+from course_lib.hf_weights import config_from_transformers, name_in_transformers, naming_of, tensor_in_transformers
 from course_lib.memory.tensor import check_heads, copies_of_kv
 from course_lib.model import build
 from course_lib.parallel.linear import Cut
@@ -56,7 +56,7 @@ class Weights:
         self.config = read_config(folder) if config is None else config
         meta = build(self.config, device="meta")
         self.shapes = {name: parameter.shape for name, parameter in meta.named_parameters()}
-        used = {name_in_transformers(name, self.config.family) for name in self.shapes}
+        used = {name_in_transformers(name, naming_of(self.config)) for name in self.shapes}
         spare = {name for name in self.files if not name.endswith(NOT_WEIGHTS)} - used
         if self.config.tied:
             spare -= {"lm_head.weight"}

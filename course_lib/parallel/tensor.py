@@ -104,6 +104,8 @@ def check_shardable(model: nn.Module, group: Group) -> None:
     config, tp_size = model.config, check_group(group, "build").size()
     if config.family not in FAMILIES:
         raise ValueError(f"family is {config.family!r}; tensor parallelism here knows {', '.join(FAMILIES)}")
+    if config.mla:
+        raise ValueError(f"{config.name} has latent attention (mla), which is not cut here; use no tensor parallelism")
     check_heads(config.num_heads, config.num_kv_heads, tp_size)
     for field in ("d_ff", "vocab_size"):
         if min(piece_sizes(getattr(config, field), tp_size)) == 0:
