@@ -94,6 +94,9 @@ A file imports from its own part and from the parts above it, never from one bel
     parallel/executor.py   does a rank's list of a pipeline schedule, one instruction after the other
     parallel/pipeline.py   pipeline parallel: any schedule in one call, its step, whole gradients
     parallel/pieces.py     what a rank holds, as boxes of whole tensors: the form in which any layout reads another's
+    parallel/sums.py       whose gradients are summed over whom, when all parallelisms meet
+    parallel/five_d.py     all five at once: a layout applied by calling the files above
+    parallel/whole.py      whole tensors from all ranks of a layout
     native/__init__.py     as PyTorch ships it
     native/data.py         DistributedDataParallel, and Accelerate on top
     native/zero.py         FSDP2, ZeroRedundancyOptimizer, and Accelerate on top

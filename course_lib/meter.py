@@ -30,7 +30,7 @@ Seeing every operator costs some 20 microseconds each: measure bytes and seconds
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,14 +56,19 @@ class CommRecord:
 class ByteMeter(TorchDispatchMode):
     """Counts what this rank sends while it is open.
 
-    axes: names for groups, such as `make_groups(mesh)`: {"dp": group, ...}; then `by_axis` tells them apart.
+    axes: names for groups, such as `make_groups(mesh)`: {"dp": group, ...}; then `by_axis` tells them apart. A name may
+    stand for several groups: {"pp": [group, ...]}.
     Raises   NotImplementedError at a collective that it has no rule for
     """
 
-    def __init__(self, axes: Mapping[str, dist.ProcessGroup] | None = None):
+    def __init__(self, axes: Mapping[str, dist.ProcessGroup | Sequence[dist.ProcessGroup]] | None = None):
         super().__init__()
         self.records: list[CommRecord] = []
-        self._axis_of_group = {group.group_name: axis for axis, group in (axes or {}).items()}
+        self._axis_of_group = {
+            group.group_name: axis
+            for axis, groups in (axes or {}).items()
+            for group in ([groups] if isinstance(groups, dist.ProcessGroup) else groups)
+        }
 
     @property
     def sent_bytes(self) -> int:

@@ -1,0 +1,335 @@
+"""All five parallelisms at once: one trainer that applies a layout by calling the other files of this folder.
+
+    1. pp        the layers are cut into stages; one executor runs them, also where there is one stage
+    2. ep        of each layer's experts a rank keeps its own
+    3. tp, sp    matrices of what is left are cut, and with sp the stream between them
+    4. cp        attention becomes a ring, or all-to-alls; tokens, positions and labels are cut
+    5. zero      what one rank has now is sharded over data = dp x cp; gradients are summed over the same ranks
+
+    layout = Layout(dp=2, tp=2, pp=2, zero=1, accumulation=4)
+    engine = build(preset("toy"), layout)
+    optimizer = make_optimizer(engine)
+    loss = step(engine, micro_batches, optimizer)           # the same calls as of each technique alone
+
+Each dp rank brings its own micro-batches of whole sequences; ranks that differ in pp, cp or tp alone bring the same.
+Each rank's loss is its tokens' share of the mean over all tokens of the step, so every sum of gradients is a sum and
+nothing is divided. Who sums what with whom is in parallel/sums.py. On the wire of one rank:
+
+    pp           B S D d / cp (with sp also / tp) for each boundary, micro-batch and direction
+    tp           what tensor.py and sequence.py say, of this rank's layers and of S / cp tokens
+    cp           what the method says, of this rank's layers
+    ep           rows of tokens to their experts and back
+    data         gradients, and with ZeRO parameters; experts' over expert_dp
+    world        two numbers a step: the loss, and to clip
+
+Source   Narayanan et al. 2021 (arXiv:2104.04473); Llama Team 2024 (arXiv:2407.21783), section 3.3.2
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib import comm
+from course_lib.config import ModelConfig
+from course_lib.conjugate import Group, piece_sizes
+from course_lib.layout import Layout
+from course_lib.mesh import Groups, make_all_groups
+from course_lib.model import build as build_whole
+from course_lib.model import initial_weights
+from course_lib.moe import balance_after_step, moe_layers
+from course_lib.parallel import pipeline, sums, tensor, zero
+from course_lib.parallel.context import Context, core_of, cross_entropy
+from course_lib.parallel.data import MicroBatches
+from course_lib.parallel.executor import Executor, Work
+from course_lib.parallel.expert import keep_my_experts, runner, sum_over
+from course_lib.parallel.expert_tensor import cut_block
+from course_lib.parallel.linear import ColumnLinear, WholeStream
+from course_lib.parallel.sequence import MyPositions, ShardedStream
+from course_lib.parallel.shards import ShardedAdamW
+from course_lib.parallel.stages import check_stages, skeleton
+from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
+from course_lib.precision import accumulate_in_fp32, zero_gradients
+from course_lib.routing_traffic import ExpertLayout
+
+# --- a model on a layout
+
+
+class FiveD(nn.Module):
+    """One rank's part of a model: its stages, cut further, and what shards them. `build` makes one.
+
+    zeros   of each stage its ZeRO engine; none with zero 0
+    """
+
+    def __init__(self, config: ModelConfig, layout: Layout, groups: Groups, stages: pipeline.Pipeline):
+        super().__init__()
+        self.config, self.layout, self.groups, self.pipeline = config, layout, groups, stages
+        self.stream = (ShardedStream if layout.sequence_parallel else WholeStream)(groups.tp)
+        self.context = Context(groups.cp, layout.cp_method, layout.cp_placement)
+        self.replica_group = tensor.replica_group_of(config, groups.tp) if layout.tp > 1 else None
+        self.zeros = nn.ModuleDict()
+
+    @property
+    def stages(self) -> nn.ModuleDict:
+        """This rank's stages, by their numbers."""
+        return self.pipeline.stages
+
+    def positions(self, seq_len: int) -> Tensor:
+        """Where this rank's tokens stand in a sequence."""
+        return self.context.positions(seq_len) if self.layout.cp > 1 else torch.arange(seq_len)
+
+    @property
+    def axes(self) -> dict[str, list[Group]]:
+        """All groups over which this rank sends, by axis: for `ByteMeter(axes=engine.axes)`."""
+        axes = {axis: [group] for axis, group in self.groups.by_axis.items()}
+        axes["pp"] += self.pipeline.channels.values()
+        if self.replica_group is not None:
+            axes["tp"].append(self.replica_group)
+        return axes
+
+
+def build(
+    config: ModelConfig,
+    layout: Layout,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device | None = None,
+    attention: str = "fused",
+    groups: Groups | None = None,
+    grad_dtype: torch.dtype | None = None,
+    fill: Callable[["FiveD", int], None] | None = None,
+) -> FiveD:
+    """This rank's part of the model, with the weights that `model.build(config, seed)` gives, whatever the layout.
+
+    No rank ever holds more than its stages, cut; ZeRO-3 then frees all but a shard of that.
+
+    device       by default this rank's GPU under NCCL, otherwise the CPU
+    groups       of `make_all_groups`, if they are there already
+    grad_dtype   in which gradients are summed, such as torch.float32 beside bfloat16 parameters
+    fill         (engine, seed): brings other numbers than `fill_from_seed`, or none
+    Bytes        a byte a pipeline channel; nothing else
+    Raises       ValueError if the model cannot lie so, before anything is sent
+    """
+    layout.check_model(config)
+    groups = groups or make_all_groups(layout.mesh, layout.ep)
+    device = torch.device(device or ("cuda" if "nccl" in dist.get_backend(groups.world) else "cpu"))
+    if layout.pp > 1:
+        comm.check_point_to_point(device, groups.pp, "a pipeline")
+
+    schedule = pipeline.checked_schedule(layout.schedule, layout.pp, layout.accumulation, layout.v)
+    layers_of_stage = check_stages(config, schedule.num_stages, layout.layers_of_stage)
+    mine = schedule.stages_of_rank(groups.pp.rank())
+    model = skeleton(config, mine, layers_of_stage, attention, layout.recompute).to(dtype)
+    stages = pipeline.build(
+        model, groups.pp, layout.schedule, layout.v, layers_of_stage, num_micro_batches=layout.accumulation
+    )
+    engine = FiveD(config, layout, groups, stages)
+    for stage in engine.stages.values():
+        keep_experts(engine, stage)
+        cut_over_tp(engine, stage)
+        cut_over_cp(engine, stage)
+    engine.to_empty(device=device)
+    engine.pipeline.tie()
+    (fill or fill_from_seed)(engine, seed)
+    shard_over_data(engine, grad_dtype)
+    if config.dropout > 0:
+        seed_dropout(engine, seed)
+    return engine
+
+
+def keep_experts(engine: FiveD, stage: nn.Module) -> None:
+    """Expert parallel: of each layer this rank's experts; their load is that of all ranks of data."""
+    layout, groups = engine.layout, engine.groups
+    for moe in moe_layers(stage):
+        moe.sum_load = partial(sum_over, group=groups.data)
+        if layout.ep > 1:
+            keep_my_experts(moe, ExpertLayout(moe.config.num_experts, layout.ep), groups.ep.rank())
+            moe.run_experts = runner(layout.expert_method, groups)
+
+
+def cut_over_tp(engine: FiveD, stage: nn.Module) -> None:
+    """Tensor parallel, and sequence parallel: both ends of the model, and each block."""
+    stream, config = engine.stream, engine.config
+    if engine.layout.tp == 1:
+        return
+    if stage.is_first:
+        stage.embed = VocabEmbedding(stage.embed, stream)
+    for block in stage.blocks.values():
+        cut_block(block, stream, config)
+    if stage.is_last:
+        stage.head = ColumnLinear(stage.head, stream)
+    if not engine.layout.sequence_parallel:
+        return
+    if stage.is_first and config.family == "gpt":
+        stage.positions = MyPositions(stage.positions, stream.group)
+    if config.dropout > 0:
+        for owner in [*([stage] if stage.is_first else []), *stage.blocks.values()]:
+            owner.dropout.forward = tensor.with_rank_rng(owner.dropout.forward, stream.group)
+
+
+def cut_over_cp(engine: FiveD, stage: nn.Module) -> None:
+    """Context parallel: attention over all ranks' tokens, with whatever heads tp has left."""
+    if engine.layout.cp > 1:
+        for block in stage.blocks.values():
+            block.attention.core = core_of(block.attention.core, engine.context)
+
+
+def shard_over_data(engine: FiveD, grad_dtype: torch.dtype | None) -> None:
+    """ZeRO over data, experts over expert_dp: one engine a stage, for each stage has a backward of its own."""
+    stage_of_zero = engine.layout.zero
+    if stage_of_zero == 0:
+        if grad_dtype is not None and grad_dtype != engine.pipeline.dtype:
+            accumulate_in_fp32(list(engine.parameters()))
+        return
+    sharing = sums.sharing_of(engine)
+    for name, stage in engine.stages.items():
+        engine.zeros[name] = zero.build(
+            stage, engine.groups.data, stage_of_zero, grad_dtype=grad_dtype, sharing=sharing
+        )
+
+
+# --- the numbers in it
+
+
+@torch.no_grad()
+def fill_from_seed(engine: FiveD, seed: int) -> None:
+    """Draws every tensor of the model, one at a time, and keeps this rank's part of those that it has."""
+    for count in engine.buffers():
+        count.zero_()
+    mine, cuts, tp_rank = named_parameters(engine), cuts_of(engine), engine.groups.tp.rank()
+    whole = build_whole(engine.config, device="meta")
+    for (name, _), numbers in zip(whole.named_parameters(), initial_weights(whole, seed)):
+        if name in mine:
+            mine[name].copy_(cuts[name].part(numbers, tp_rank) if name in cuts else numbers)
+
+
+def named_parameters(engine: FiveD) -> dict[str, nn.Parameter]:
+    """This rank's parameters by the whole model's names: each a part, if tp has cut it; under ZeRO-3 mostly empty."""
+    return pipeline.named_parameters(engine.pipeline)
+
+
+def cuts_of(engine: FiveD) -> dict[str, tensor.Cut]:
+    """How tp has cut them, by the same names."""
+    cuts = {name: cut for stage in engine.stages.values() for name, cut in tensor.cuts_of(stage).items()}
+    if engine.config.tied and "head.weight" in cuts:
+        cuts["embed.weight"] = cuts.pop("head.weight")
+    return cuts
+
+
+def seed_dropout(engine: FiveD, seed: int) -> None:
+    """Ranks of a tp group draw alike (what is cut draws for itself), all others draw other numbers."""
+    place = engine.groups.coordinates
+    index = (place["pp"] * engine.layout.dp + place["dp"]) * engine.layout.cp + place["cp"]
+    torch.manual_seed(seed * 1_000_003 + index)
+
+
+# --- step
+
+
+class CutWork(Work):
+    """What the executor does with a stage whose tokens are cut over cp, and whose stream is cut over tp."""
+
+    def shape_between(self, x_BS: Tensor) -> tuple[int, ...]:
+        layout, (batch_size, seq_len) = self.engine.layout, x_BS.shape
+        tokens = seq_len // layout.cp
+        if layout.sequence_parallel:
+            tokens = piece_sizes(tokens, layout.tp)[self.engine.groups.tp.rank()]
+        return batch_size, tokens, self.engine.config.d_model
+
+    def mine(self, x_BS: Tensor) -> Tensor:
+        """My tokens of whole sequences."""
+        return x_BS if self.engine.layout.cp == 1 else x_BS[:, self.engine.positions(x_BS.shape[1]).to(x_BS.device)]
+
+    def forward(self, stage: int, x: Tensor, x_BS: Tensor) -> Tensor:
+        positions_s = self.engine.positions(x_BS.shape[1]).to(x_BS.device)
+        if self.engine.layout.sequence_parallel:
+            self.engine.stream.seq_len = len(positions_s)
+        name = str(stage)
+        run = self.engine.zeros[name] if self.engine.layout.zero else self.engine.stages[name]
+        return run(self.mine(x) if stage == 0 else x, positions_s)
+
+    def share_of_loss(self, logits: Tensor, y_BS: Tensor) -> Tensor:
+        y_Bs, tp_group = self.mine(y_BS), self.engine.groups.tp
+        if tp_group.size() == 1:
+            return cross_entropy(logits, y_Bs).sum() / self.num_tokens
+        head = self.engine.stages[str(self.engine.pipeline.num_stages - 1)].head
+        first, _ = head.cuts["weight"].start_and_length(tp_group.rank())
+        return vocab_cross_entropy(logits, y_Bs, first, tp_group).sum() / self.num_tokens
+
+    def share_of_balancing(self, stage: int, y_BS: Tensor) -> Tensor | None:
+        return super().share_of_balancing(stage, self.mine(y_BS))
+
+    def before_backward(self, stage: int, is_last: bool) -> None:
+        if self.engine.layout.zero == 1:
+            self.engine.zeros[str(stage)].syncing = is_last
+
+    def after_backward(self, stage: int, is_last: bool) -> None:
+        if self.engine.layout.zero > 1:
+            self.engine.zeros[str(stage)].finish()
+
+
+def accumulate_gradients(engine: FiveD, micro_batches: MicroBatches) -> Tensor:
+    """Leaves the gradient of all ranks' tokens in each rank's parameters, or shards; returns their mean loss.
+
+    micro_batches   `layout.accumulation` pairs (x_BS, y_BS) of `layout.micro_batch` whole sequences, this dp rank's own;
+                    those of other dp ranks are as long
+    Raises   ValueError if they are not so many, not so large, or their length does not divide
+    """
+    check_micro_batches(engine, micro_batches)
+    num_tokens = engine.layout.dp * sum(y_BS.numel() for _, y_BS in micro_batches)
+    work = CutWork(engine, num_tokens)
+    executor = Executor(engine.pipeline, micro_batches, work)
+    loss_partial = executor.run()
+    engine.pipeline.peak_live, engine.pipeline.peak_waiting = executor.peak_live, executor.peak_waiting
+    if engine.layout.zero == 1:
+        for sharded in engine.zeros.values():
+            sharded.finish()
+    sums.sum_gradients(engine)
+    return comm.all_reduce(loss_partial / engine.layout.tp, engine.groups.world)  # tp ranks have the same
+
+
+def check_micro_batches(engine: FiveD, micro_batches: MicroBatches) -> None:
+    """Raises ValueError for what the layout does not expect, before anything is sent."""
+    layout = engine.layout
+    if len(micro_batches) != layout.accumulation:
+        raise ValueError(
+            f"there are {len(micro_batches)} micro-batches, the layout has accumulation={layout.accumulation}"
+        )
+    pipeline.check_micro_batches(engine.pipeline, micro_batches)
+    for index, (x_BS, _) in enumerate(micro_batches):
+        if len(x_BS) != layout.micro_batch:
+            raise ValueError(
+                f"micro-batch {index} has {len(x_BS)} sequences, the layout has micro_batch={layout.micro_batch}"
+            )
+        if layout.sequence_parallel and x_BS.shape != micro_batches[0][0].shape:
+            raise ValueError(
+                f"micro-batch {index} has sequences of {x_BS.shape[1]} tokens, the first of "
+                f"{micro_batches[0][0].shape[1]}; with sequence parallelism all must be of one length"
+            )
+        layout.check_model(engine.config, x_BS.shape[1])
+
+
+def make_optimizer(engine: FiveD, lr: float = 3e-3, weight_decay: float = 0.01) -> torch.optim.Optimizer:
+    """AdamW over what this rank updates: its shards, or all its parameters with zero 0; FP32 masters for 16 bits."""
+    if engine.layout.zero == 0:
+        return pipeline.make_optimizer(engine.pipeline, lr, weight_decay)
+    shards = [flat.shard_p for sharded in engine.zeros.values() for flat in sharded.flats if flat.trains]
+    return ShardedAdamW(shards, lr, (0.9, 0.95), weight_decay=weight_decay)
+
+
+def step(
+    engine: FiveD, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
+) -> Tensor:
+    """One training step; returns the mean loss of all ranks' tokens, on every rank."""
+    loss = accumulate_gradients(engine, micro_batches)
+    if clip_norm is not None:
+        sums.clip_gradients(engine, clip_norm)
+    optimizer.step()
+    for sharded in engine.zeros.values():
+        sharded.share_update()
+        sharded.zero_grad()
+    zero_gradients(engine.pipeline.parameters())
+    balance_after_step(engine)
+    return loss

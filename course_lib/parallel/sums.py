@@ -1,0 +1,116 @@
+"""Whose gradients are summed over whom, when all parallelisms meet, and the length of them all together.
+
+    kind         what                                              has the same numbers       summed over
+    matrices     cut over tp; everything where tp is 1             data                       data
+    norms        not cut over tp: norms, router, biases of rows    data x tp                  data; with sp also tp
+    kv           key/value heads that `copies` tp ranks share      data x copies              data, and these tp ranks
+    tied         embedding and head as copies on two stages        data, on both stages       data, and the two stages
+    experts      this rank's experts                               expert_dp                  expert_dp
+
+With ZeRO a flat holds one kind only, and what is summed further is the shard of it: 1 / data of the bytes.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from course_lib import comm
+from course_lib.parallel import pipeline, tensor
+from course_lib.parallel.expert import my_experts
+from course_lib.parallel.shards import Sharing
+from course_lib.precision import gradient_of, scale_gradients
+
+KINDS = ("matrices", "norms", "kv", "tied", "experts")
+
+
+def kind_function(engine: nn.Module) -> Callable[[nn.Parameter], str]:
+    """Of each of this rank's parameters its kind."""
+    kinds: dict[nn.Parameter, str] = {}
+    for stage in engine.stages.values():
+        cuts = tensor.cuts_of(stage)
+        for name, param in stage.named_parameters():
+            if engine.layout.tp > 1 and name not in cuts:
+                kinds[param] = "norms"
+            elif name in cuts and cuts[name].copies > 1:
+                kinds[param] = "kv"
+            else:
+                kinds[param] = "matrices"
+        kinds |= dict.fromkeys(my_experts(stage), "experts")
+    if (tied := pipeline.tied_weight(engine.pipeline)) is not None:
+        kinds[tied] = "tied"
+    return kinds.__getitem__
+
+
+def sharing_of(engine: nn.Module) -> Sharing:
+    """Over whom ZeRO shards each kind. Losses are shares of the mean: sums are not divided."""
+    groups = {kind: engine.groups.data for kind in KINDS} | {"experts": engine.groups.expert_dp}
+    return Sharing(kind_function(engine), groups)
+
+
+def owned(engine: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(kind, what this rank's optimizer updates): parameters, or with ZeRO shards of them."""
+    if engine.layout.zero:
+        for sharded in engine.zeros.values():
+            yield from ((flat.kind, flat.shard_p) for flat in sharded.flats if flat.trains)
+    else:
+        kind_of = kind_function(engine)
+        yield from ((kind_of(param), param) for param in engine.pipeline.parameters() if param.requires_grad)
+
+
+def sum_gradients(engine: nn.Module) -> None:
+    """What ZeRO has not summed: over data where there is none, over tp and between the two stages of a tied weight.
+
+    Bytes    sent per rank: an all-reduce of each kind in one message, over each group of the table
+    """
+    layout, groups = engine.layout, engine.groups
+    of_kind: dict[str, list[nn.Parameter]] = {kind: [] for kind in KINDS}
+    for kind, param in owned(engine):
+        of_kind[kind].append(param)
+    if layout.zero == 0:
+        everywhere = [param for kind in KINDS if kind != "experts" for param in of_kind[kind]]
+        sum_over(everywhere, groups.data)
+        sum_over(of_kind["experts"], groups.expert_dp)
+    if layout.sequence_parallel:
+        sum_over(of_kind["norms"], groups.tp)
+    if engine.replica_group is not None:
+        sum_over(of_kind["kv"], engine.replica_group)
+    if of_kind["tied"]:
+        sum_over(of_kind["tied"], engine.pipeline.channels[engine.pipeline.tied_ranks])
+
+
+def sum_over(parameters: list[nn.Parameter], group: tensor.Group) -> None:
+    """`tensor.sum_gradients`, which an axis of one rank does not need."""
+    if group.size() > 1:
+        tensor.sum_gradients(parameters, group)
+
+
+@torch.no_grad()
+def clip_gradients(engine: nn.Module, max_norm: float) -> Tensor:
+    """Shortens all gradients together to max_norm where they are longer; returns the length of the whole gradient.
+
+    Bytes    an all-reduce of one number over all ranks. What several ranks have is divided among them
+    """
+    layout, stages = engine.layout, engine.pipeline
+    is_second_copy = stages.tied_ranks is not None and stages.group.rank() == stages.tied_ranks[1]
+    copies_over_tp = {"norms": layout.tp}
+    if engine.replica_group is not None:
+        copies_over_tp["kv"] = engine.replica_group.size()
+    total = torch.zeros((), dtype=torch.promote_types(stages.dtype, torch.float32), device=_device(engine))
+    params = []
+    for kind, param in owned(engine):
+        if (grad := gradient_of(param)) is None:
+            continue
+        params.append(param)
+        copies = copies_over_tp.get(kind, 1)
+        if layout.zero == 0:
+            copies *= layout.expert_dp if kind == "experts" else layout.data_size
+        if not (kind == "tied" and is_second_copy):
+            total += grad.to(total.dtype).square().sum() / copies
+    norm = comm.all_reduce(total, engine.groups.world).sqrt()
+    scale_gradients(params, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def _device(engine: nn.Module) -> torch.device:
+    return next(engine.parameters()).device
