@@ -273,7 +273,7 @@ class CutWork(Work):
 def accumulate_gradients(engine: FiveD, micro_batches: MicroBatches) -> Tensor:
     """Leaves the gradient of all ranks' tokens in each rank's parameters, or shards; returns their mean loss.
 
-    micro_batches   `layout.accumulation` pairs (x_BS, y_BS) of `layout.micro_batch` whole sequences, this dp rank's own;
+    micro_batches   `layout.accumulation` pairs (x_BS, y_BS) of `layout.micro_batch` whole sequences, of this dp rank;
                     those of other dp ranks are as long
     Raises   ValueError if they are not so many, not so large, or their length does not divide
     """
