@@ -87,7 +87,11 @@ def _check_sequence_parallel(layout: Layout) -> None:
         raise ValueError("sequence_parallel cuts norms and residual stream over the ranks of tp, but tp (1) has one")
 
 
-def _check_schedule(layout: Layout) -> None:
+def _check_stages_per_rank(layout: Layout) -> None:
+    check_request(layout.schedule, layout.pp, 2 * layout.pp, layout.v)  # so many micro-batches suit every schedule
+
+
+def _check_micro_batches(layout: Layout) -> None:
     try:
         check_request(layout.schedule, layout.pp, layout.accumulation, layout.v)
     except ValueError as error:
@@ -130,8 +134,9 @@ LAYOUT_CHECKS: list[Check] = [
     *[(partial(_check_choice, name), (name,)) for name in CHOICES],
     (_check_order, ("order",)),
     (_check_ep, ("ep",)),
-    (_check_sequence_parallel, ("tp", "sequence_parallel")),
-    (_check_schedule, ("accumulation", "v", "schedule")),
+    (_check_sequence_parallel, ("sequence_parallel", "tp")),
+    (_check_stages_per_rank, ("v", "schedule")),
+    (_check_micro_batches, ("accumulation",)),
     (_check_split_with_zero, ("zero", "schedule")),
     (_check_split_with_tp, ("tp", "schedule")),
     (_check_layers_of_stage, ("layers_of_stage",)),
@@ -154,13 +159,12 @@ class _Model:
                 f"{self.config.name} is of the {self.config.family} family; layouts know {', '.join(FAMILIES)}"
             )
 
-    def latent_attention(self, layout: Layout) -> None:
-        for name in ("tp", "cp"):
-            if self.config.mla is not None and getattr(layout, name) > 1:
-                raise ValueError(
-                    f"{self.config.name} has latent attention, whose one latent vector serves all heads: "
-                    f"{name} ({getattr(layout, name)}) cannot cut it"
-                )
+    def latent_attention(self, axis: str, layout: Layout) -> None:
+        if self.config.mla is not None and getattr(layout, axis) > 1:
+            raise ValueError(
+                f"{self.config.name} has latent attention, whose one latent vector serves all heads: "
+                f"{axis} ({getattr(layout, axis)}) cannot cut it"
+            )
 
     def heads(self, layout: Layout) -> None:
         check_heads(self.config.num_heads, self.config.num_kv_heads, layout.tp)
@@ -216,15 +220,16 @@ class _Model:
                 f"two stages of one rank: zero ({layout.zero}) would shard the weight they share twice"
             )
 
-    def length(self, layout: Layout) -> None:
-        if self.seq_len is None:
-            return
-        check_context(self.seq_len, layout.cp, layout.cp_placement if layout.cp > 1 else "contiguous")
-        if self.config.family == "gpt" and self.seq_len > self.config.max_seq_len:
+    def positions(self, layout: Layout) -> None:
+        if self.seq_len is not None and self.config.family == "gpt" and self.seq_len > self.config.max_seq_len:
             raise ValueError(
                 f"seq_len ({self.seq_len}) exceeds the learned positions of {self.config.name} "
                 f"({self.config.max_seq_len}); choose at most {self.config.max_seq_len}"
             )
+
+    def length(self, layout: Layout) -> None:
+        if self.seq_len is not None:
+            check_context(self.seq_len, layout.cp, layout.cp_placement if layout.cp > 1 else "contiguous")
 
 
 def model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]:
@@ -232,7 +237,8 @@ def model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]
     of = _Model(config, seq_len)
     return [
         (of.family, ()),
-        (of.latent_attention, ("tp", "cp")),
+        (of.positions, ()),
+        *[(partial(of.latent_attention, axis), (axis,)) for axis in ("tp", "cp")],
         (of.heads, ("tp",)),
         (of.features, ("tp",)),
         (of.heads_for_ulysses, ("cp", "cp_method")),
@@ -258,7 +264,7 @@ def _raise_first(layout: Layout, checks: Sequence[Check], config: ModelConfig | 
 
 
 def _nearest(layout: Layout, failed: Check, checks: Sequence[Check], config: ModelConfig | None) -> list[str]:
-    """Changes of one field that make the layout possible, as "tp=2"; if none does, those that pass this check."""
+    """One or two changes that make the layout possible, as "tp=2"; if none does, some that pass this check."""
     for needed in ([failed, *checks], [failed]):
         found = []
         for name in failed[1]:
@@ -266,7 +272,7 @@ def _nearest(layout: Layout, failed: Check, checks: Sequence[Check], config: Mod
                 fitting = (value for value in values if _passes(_changed(layout, name, value), needed))
                 found += [f"{name}={as_text(value)}" for value in islice(fitting, 1)]
         if found:
-            return found
+            return found[:2]
     return []
 
 

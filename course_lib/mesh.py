@@ -13,6 +13,7 @@ axis is outermost: it talks least. (Narayanan et al. 2021, arXiv:2104.04473, sec
 parallelism")
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -161,6 +162,59 @@ def check_ep_size(dp: int, cp: int, ep_size: int) -> None:
             f"ep ({ep_size}) must divide dp x cp = {dp} x {cp} = {size}: ep is carved out of the ranks of data; "
             f"nearest: {' or '.join(f'ep={near}' for near in below + above)}"
         )
+
+
+# --- who is near whom
+
+
+@dataclass(frozen=True)
+class AxisLinks:
+    """Whether the groups of an axis lie inside nodes. Where they lie differently, the least favourable of them.
+
+    kind     "none" (a group of one) | "node" (each group inside one node) | "network" (no two of a group share a node)
+             | "both"
+    """
+
+    size: int  # ranks of a group
+    in_node: int  # of these, how many are on a rank's own node, itself included: the fewest
+    nodes: int  # over which a group is spread: the most
+    kind: str
+
+
+def links_of_axes(mesh: Mesh, ranks_per_node: int, ep_size: int = 1) -> dict[str, AxisLinks]:
+    """What the groups of each axis of ALL_AXES use, if ranks 0 .. ranks_per_node - 1 share a node, and so on.
+
+    Groups that begin at the same place of their nodes lie alike, so one of each is looked at.
+    Raises   ValueError if ranks_per_node is below 1, or ep_size does not divide dp x cp
+    """
+    if isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int) or ranks_per_node < 1:
+        raise ValueError(f"ranks_per_node ({ranks_per_node!r}) must be a whole number of 1 or more")
+    of_rank_0 = mesh.members(0, ep_size)
+    data = of_rank_0["data"]
+    shapes = {axis: [of_rank_0[axis]] for axis in (*AXES, "data")} | {
+        "ep": [data[first : first + ep_size] for first in range(0, len(data), ep_size)],
+        "expert_dp": [data[place::ep_size] for place in range(ep_size)],
+    }
+    links = {}
+    for axis, groups in shapes.items():
+        firsts = _places_in_node(mesh, (axis,) if axis in AXES else ("dp", "cp"), ranks_per_node)
+        counts = [
+            Counter((first + rank) // ranks_per_node for rank in group).values() for group in groups for first in firsts
+        ]
+        size, in_node, nodes = len(groups[0]), min(map(min, counts)), max(map(len, counts))
+        shared = max(map(max, counts)) > 1
+        kind = "none" if size == 1 else "node" if nodes == 1 else "both" if shared else "network"
+        links[axis] = AxisLinks(size, in_node, nodes, kind)
+    return links
+
+
+def _places_in_node(mesh: Mesh, own_axes: Sequence[str], ranks_per_node: int) -> set[int]:
+    """At which places of a node groups begin: the sums of the other axes' steps, whole nodes left out."""
+    places = {0}
+    for axis in set(AXES) - set(own_axes):
+        steps = {index * mesh.strides[axis] % ranks_per_node for index in range(min(mesh.sizes[axis], ranks_per_node))}
+        places = {(place + step) % ranks_per_node for place in places for step in steps}
+    return places
 
 
 # --- groups of processes
