@@ -10,6 +10,9 @@ A file imports from its own part and from the parts above it, never from one bel
     _watch.py              the notebook's side of a launch: listen until all are done, one failed, or time is up
     _failures.py           from what ranks reported to one readable error
     _accelerate.py         accelerate.notebook_launcher behind the same call
+    _slurm.py              the same launch as a Slurm job: hand it in, wait, listen, cancel
+    _slurm_node.py         what each task of that job does: be a rank's host, and the rank
+    _file_link.py          messages through files that all nodes see
     rendezvous.py          who am I, by what torchrun, accelerate or srun set, and the world joined
     mesh.py                the mesh pp x dp x cp x tp: rank <-> coordinates, and the groups of each axis
     comm.py                the collectives as the course uses them, and a ring written by hand
@@ -108,6 +111,7 @@ A file imports from its own part and from the parts above it, never from one bel
     native/expert.py       all_to_all_single_autograd, grouped_mm, and DDP for the rest
 5. Time and clusters without hardware
     checkpoint_files.py    folders of pieces: complete or not there, checked, no code run from a file
+    checkpoint.py          an engine's state saved under one layout and loaded under any other, also meanwhile
     export.py              the choices of a run as configs of Accelerate and DeepSpeed
     sharded_profile.py     a toy on real ranks: bytes held and sent beside the formulas
 6. What people see

@@ -91,8 +91,16 @@ def name_of(step: int) -> str:
 def complete(folder: str | Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first. What has another name, or is partial, is none."""
     folder = Path(folder)
-    found = [path for path in folder.iterdir() if re.fullmatch(r"step-\d{8,}", path.name)] if folder.is_dir() else []
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(filter(is_name, folder.iterdir()), key=step_of) if folder.is_dir() else []
+
+
+def is_name(path: Path) -> bool:
+    """Whether a path is called as a complete checkpoint is."""
+    return re.fullmatch(r"step-\d{8,}", path.name) is not None
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def latest(folder: str | Path) -> Path | None:
@@ -158,15 +166,14 @@ def by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
 
 
 def write(final: Path, pieces: list[Piece], about: dict, group: dist.ProcessGroup, keep: int | None = None) -> None:
-    """Writes everybody's pieces, each of which one rank brings, as the checkpoint `final`. All ranks call it.
+    """Writes everybody's pieces as the checkpoint `final`, after `clear_way`. All ranks call it; one brings each piece.
 
     about   what the manifest says besides, of JSON's kinds; that of the first rank counts
     keep    how many complete checkpoints remain, the older are removed once this one is complete; None: all
 
     Raises   RuntimeError on every rank if one could not write: what is there then is a partial folder
     """
-    first, partial = group.rank() == 0, final.with_name(final.name + PARTIAL)
-    together(group, lambda: clear_way(final, partial) if first else None)
+    first, partial = group.rank() == 0, partial_of(final)
     writer = TensorWriter(partial)
     try:
         dcp.save(by_name(pieces), storage_writer=writer, planner=PiecesToWrite(), process_group=group)
@@ -180,14 +187,25 @@ def write(final: Path, pieces: list[Piece], about: dict, group: dist.ProcessGrou
     together(group, lambda: put_in_place(final, partial, about, files, writer.tensors, keep) if first else None)
 
 
-def clear_way(final: Path, partial: Path) -> None:
-    """Removes what killed saves have left, and makes the new folder."""
-    if final.exists():
-        raise ValueError(f"{final} is there already; save into another folder, or remove it first")
+def clear_way(final: Path) -> None:
+    """Removes what killed saves have left, and makes the new partial folder.
+
+    Raises   ValueError if the folder has this step or a later one, which a restart would take for the last
+    """
+    last = latest(final.parent)
+    if last is not None and step_of(last) >= step_of(final):
+        raise ValueError(
+            f"{final.parent} has {last.name} already, and {final.name} is not after it; save into another folder, or "
+            "remove those that are no longer to be the last"
+        )
     final.parent.mkdir(parents=True, exist_ok=True)
     for path in final.parent.glob(f"step-*{PARTIAL}"):
         shutil.rmtree(path)
-    partial.mkdir()
+    partial_of(final).mkdir()
+
+
+def partial_of(final: Path) -> Path:
+    return final.with_name(final.name + PARTIAL)
 
 
 def checksums(folder: Path, patterns: list[str]) -> dict[str, dict]:
@@ -211,9 +229,8 @@ def put_in_place(final: Path, partial: Path, about: dict, files: dict, tensors: 
     os.rename(partial, final)
     sync_folder(final.parent)
     for old in complete(final.parent)[: -keep if keep else 0]:
-        leaving = old.with_name(old.name + PARTIAL)  # so that what a killed removal leaves is not taken for complete
-        os.rename(old, leaving)
-        shutil.rmtree(leaving)
+        os.rename(old, partial_of(old))  # so that what a killed removal leaves is not taken for complete
+        shutil.rmtree(partial_of(old))
 
 
 def sync_folder(folder: Path) -> None:
