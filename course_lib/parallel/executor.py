@@ -65,7 +65,7 @@ class Work:
         return None if auxiliary is None else auxiliary * (y_BS.numel() / self.num_tokens)
 
     def before_backward(self, stage: int, is_last: bool) -> None:
-        """is_last: nothing will add to the stage's gradients after this B, or W."""
+        """is_last: nothing will add to the stage's gradients after this B, I or W."""
 
     def after_backward(self, stage: int, is_last: bool) -> None:
         """After the B, or the W, of a micro-batch."""
@@ -79,7 +79,7 @@ class Executor:
         self.work = work or Work(engine, sum(y_BS.numel() for _, y_BS in micro_batches))
         self.steps = engine.plan_for(len(micro_batches))
         self.in_two = {(s.instruction.stage, s.instruction.micro_batch) for s in self.steps if s.instruction.op == "W"}
-        self.to_come = Counter((s.instruction.stage, s.instruction.op) for s in self.steps)
+        self.to_come = Counter(s.instruction.stage for s in self.steps if s.instruction.op != "F")
         self.device = micro_batches[0][0].device
         loss_dtype = torch.promote_types(engine.dtype, torch.float32)
         self.loss = torch.zeros((), dtype=loss_dtype, device=self.device)
@@ -166,9 +166,7 @@ class Executor:
     def backward(self, stage: int, micro_batch: int, grad_BSD: Tensor | None) -> Tensor | None:
         """B, or I where the weights' part waits: the gradient of the stage's input."""
         kept = self.kept.pop((stage, micro_batch))
-        op = "I" if kept.queue is not None else "B"
-        self.to_come[stage, op] -= 1
-        is_last = self.to_come[stage, op] == 0
+        is_last = self.is_last_backward(stage)
         self.work.before_backward(stage, is_last)
         if kept.roots:
             grads = [None if isinstance(root, Tensor) else grad_BSD for root in kept.roots]  # a loss needs none
@@ -183,11 +181,15 @@ class Executor:
 
     def weights(self, stage: int, micro_batch: int) -> None:
         """W: the gradients of the weights."""
-        self.to_come[stage, "W"] -= 1
-        is_last = self.to_come[stage, "W"] == 0
+        is_last = self.is_last_backward(stage)
         self.work.before_backward(stage, is_last)
         self.waiting.pop((stage, micro_batch)).run()
         self.work.after_backward(stage, is_last)
+
+    def is_last_backward(self, stage: int) -> bool:
+        """Whether no B, I or W of the stage follows the one that begins."""
+        self.to_come[stage] -= 1
+        return self.to_come[stage] == 0
 
     def deferring(self, stage: int, queue: WeightQueue | None) -> AbstractContextManager:
         """Inside, the stage's weight gradients wait in the queue, if there is one."""
