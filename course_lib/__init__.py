@@ -59,6 +59,7 @@ A file imports from its own part and from the parts above it, never from one bel
     placement.py           whose tokens are where under context parallelism, and who computes what of the mask
     context_work.py        how much of the mask each rank computes at each step of a ring, and its share of the ideal
     traffic.py             which collectives a step of each technique calls
+    traffic_5d.py          all that one rank of a layout sends in a step, axis by axis
     routing_traffic.py     bytes of a mixture of experts: rows from rank to rank, within and between nodes
     routing_odds.py        tokens that choose experts at random, and what to expect of them
     sharded_timing.py      modelled time of ZeRO, tensor and sequence parallelism, and what hides it

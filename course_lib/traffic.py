@@ -17,6 +17,7 @@ from course_lib.config import ModelConfig
 from course_lib.conjugate import piece_sizes
 from course_lib.hardware import Link
 from course_lib.memory.context import check_method, check_ulysses, kv_block_bytes, tokens_of_rank
+from course_lib.memory.moe import narrow_experts
 from course_lib.memory.pipeline import boundary_bytes
 from course_lib.memory.states import Recipe, count_parameters, recipe_of
 from course_lib.memory.tensor import copies_of_kv, narrow, whole_parameters
@@ -148,6 +149,7 @@ def tensor_parallel_calls(
     recompute: str = "none",
     itemsize: int = 2,
     micro_batches: int = 1,
+    ends: tuple[bool, bool] = (True, True),
 ) -> list[Call]:
     """The collectives of one step over the tp group. Activations have B S D numbers of `itemsize` bytes.
 
@@ -157,12 +159,17 @@ def tensor_parallel_calls(
     The loss sums per-token numbers: the largest logit, the sum of exponentials, the target's logit, in FP32.
     Full recomputation repeats a layer's forward up to the last tensor that backward needs: without dropout behind the
     MLP its last sum is left out.
+    Experts are one MLP in this: their outputs are summed together, after combine. Without SP shared experts have sums
+    of their own, and the gradients of the k chosen weights of each token are summed too, in FP32.
+
+    ends     whether this rank has the embedding, and the head: a stage of a pipeline may have neither
     Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2
     """
-    narrow(config, tp)
+    narrow_experts(config, tp)
     if tp == 1:
         return []
     layers, tokens = config.num_layers, batch_size * seq_len
+    (first, last), loss_itemsize = ends, max(itemsize, 4)
     longest = piece_sizes(seq_len, tp)[0]  # an uneven sequence is padded in the message
     rows = longest * tp if sequence_parallel else seq_len
     payload = batch_size * rows * config.d_model * itemsize
@@ -174,26 +181,32 @@ def tensor_parallel_calls(
     again = layers if recompute == "full" else 0
     last_sums = again if config.dropout else 0  # a block runs again up to the last tensor that backward needs
     if sequence_parallel:
-        call("embedding", "reduce_scatter", 1)
-        call("embedding", "all_gather", 1)
+        call("embedding", "reduce_scatter", 1 * first)
+        call("embedding", "all_gather", 1 * first)
         call("layers forward", "all_gather", 2 * layers)
         call("layers forward", "reduce_scatter", 2 * layers)
         call("layers backward", "all_gather", (4 if regather else 2) * layers)
         call("layers backward", "reduce_scatter", 2 * layers)
-        call("head", "all_gather", 2 if regather else 1)
-        call("head", "reduce_scatter", 1)
+        call("head", "all_gather", (2 if regather else 1) * last)
+        call("head", "reduce_scatter", 1 * last)
         if again:
             call("recomputation", "all_gather", 2 * again)
             call("recomputation", "reduce_scatter", again + last_sums)
     else:
-        call("embedding", "all_reduce", 1)
-        call("layers forward", "all_reduce", 2 * layers)
-        call("layers backward", "all_reduce", 2 * layers)
-        call("head", "all_reduce", 1)
+        shared = config.num_moe_layers if config.moe and config.moe.num_shared_experts else 0
+        call("embedding", "all_reduce", 1 * first)
+        call("layers forward", "all_reduce", 2 * layers + shared)
+        call("layers backward", "all_reduce", 2 * layers + shared)
+        if config.moe:
+            weights = tokens * config.moe.top_k * loss_itemsize
+            call("weights of experts", "all_reduce", config.num_moe_layers, weights, loss_itemsize)
+        call("head", "all_reduce", 1 * last)
         if again:
-            call("recomputation", "all_reduce", again + last_sums)
-    loss_itemsize = max(itemsize, 4)
-    call("loss", "all_reduce", 3, tokens * loss_itemsize, loss_itemsize)
+            call("recomputation", "all_reduce", again + last_sums + shared)
+    call("loss", "all_reduce", 3 * last, tokens * loss_itemsize, loss_itemsize)
+    calls = [one for one in calls if one.count]
+    if config.moe or ends != (True, True):
+        return calls  # a part of a model: whose gradients are summed, and when, is for the whole of it
     return calls + gradient_sum_calls(config, tp, sequence_parallel, itemsize)
 
 
@@ -315,6 +328,7 @@ def pipeline_calls(
     itemsize: int = 2,
     cp: int = 1,
     tp: int = 1,
+    tp_rank: int = 0,
 ) -> list[Call]:
     """What one rank of a pipeline sends in a step: activations to the next stage, gradients to the one before.
 
@@ -324,7 +338,7 @@ def pipeline_calls(
     tp     ranks of sequence parallelism: each sends its own tokens
     """
     mine = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
-    payload = boundary_bytes(config, batch_size, seq_len, itemsize, cp, tp)
+    payload = boundary_bytes(config, batch_size, seq_len, itemsize, cp, tp, tp_rank)
     down = sum(stage + 1 < len(rank_of_stage) and rank_of_stage[stage + 1] != rank for stage in mine)
     up = sum(stage > 0 and rank_of_stage[stage - 1] != rank for stage in mine)
     calls = [

@@ -14,6 +14,10 @@ What one block keeps of each token, in numbers (D, F, N, K, H, S as everywhere):
     norm's output, input of the MLP            D                          D
     MLP                                        4 F: gate, up, silu, down  2 F: before and after GELU
 
+Latent attention (course_lib/latent.py) keeps latents before and after their norms besides, and whole heads: N H of
+queries and of keys, N W of values. Where values and keys differ in length, the fused core fills all up to M, the
+longer: it keeps 3 N M, and N M of output beside the N W that o takes.
+
 With recomputation a block keeps its input ("full"), or the core its inputs ("selective"), and one block at a time is
 whole again in the backward pass. The peak is the larger of two moments: the start of backward, the last block's turn.
 
@@ -91,13 +95,14 @@ def block_terms(
 ) -> dict[str, float]:
     """List what one block keeps for each token, in bytes, by name; without recomputation.
 
-    Raises   ValueError if attention or precision is unknown, or the model has experts (`moe.py` has their terms)
+    Raises   ValueError if attention or precision is unknown, or the model has experts (`moe.py` has their terms), or
+             latent attention under autocast, whose casts are not counted
     """
-    require_dense(config, "block_terms")
+    require_dense(config, "block_terms", latent=True)
     p = _precision(precision)
     check_attention(attention)
     D, F, llama = config.d_model, config.d_ff, config.family == "llama"
-    nh = config.num_heads * config.head_dim
+    nh = config.num_heads * (config.mla.value_dim if config.mla else config.head_dim)
     e, r = p.matmul_bytes, p.residual_bytes
     statistics = _statistics_bytes(config, p)
     copies = (3, 2 if llama else 1) if p.casts else (1, 1)  # autocast casts the shared input once for each matmul
@@ -106,6 +111,7 @@ def block_terms(
         "block input": D * r,
         "first norm's statistics": statistics,
         "input of q, k, v": copies[0] * D * e,
+        "latents": _latent_bytes(config, p),
         "core": sum(core_terms(config, seq_len, attention, precision, device).values()),
         "input of o": nh * e,
         "dropout masks": 2 * masks,
@@ -125,6 +131,8 @@ def core_terms(
     kept besides its BF16 copy; on a CPU it stays in BF16.
     """
     p = _precision(precision)
+    if config.mla:
+        return _latent_core_terms(config, seq_len, attention, p)
     N, K, H, e = config.num_heads, config.num_kv_heads, config.head_dim, p.matmul_bytes
     if attention == "fused":
         return {"q": N * H * e, "k": K * H * e, "v": K * H * e, "log-sum-exp": N * _FP32}
@@ -135,6 +143,25 @@ def core_terms(
     if config.dropout or softmax_bytes != e:
         terms["scores after dropout or cast"] = N * seq_len * e
     return terms
+
+
+def _latent_bytes(config: ModelConfig, p: Precision) -> int:
+    """Latents before and after their norms, and the norms' statistics; kv_down's output is kept whole."""
+    if config.mla is None:
+        return 0
+    if p.casts:
+        raise ValueError(f"precision is {p.name!r}; with latent attention choose one without casts, such as bf16")
+    mla = config.mla
+    return (2 * (mla.q_rank + mla.kv_rank) + mla.rope_dim) * p.matmul_bytes + 2 * _statistics_bytes(config, p)
+
+
+def _latent_core_terms(config: ModelConfig, seq_len: int, attention: str, p: Precision) -> dict[str, float]:
+    N, e, H, W = config.num_heads, p.matmul_bytes, config.head_dim, config.mla.value_dim
+    if attention == "explicit":
+        return {"q": N * H * e, "k": N * H * e, "v": N * W * e, "scores after softmax": N * seq_len * e}
+    M = max(H, W)
+    terms = {"q": N * M * e, "k": N * M * e, "v": N * M * e, "log-sum-exp": N * _FP32}
+    return terms if H == W else terms | {"output, filled up": N * M * e}
 
 
 def own_activations(
@@ -215,6 +242,8 @@ def _shared_out(terms: dict[str, float], sequence_share: float, regather: bool) 
 
 def _core_inputs_bytes(config: ModelConfig, p: Precision) -> float:
     """What a checkpointed core keeps. RoPE's tables are of the residual's dtype, and so are the q and k they turn."""
+    if config.mla:
+        return config.num_heads * (2 * config.head_dim + config.mla.value_dim) * p.matmul_bytes
     rotated = p.residual_bytes if config.family == "llama" else p.matmul_bytes
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     return (N + K) * H * rotated + K * H * p.matmul_bytes
@@ -222,11 +251,21 @@ def _core_inputs_bytes(config: ModelConfig, p: Precision) -> float:
 
 def _fused_output(config: ModelConfig, attention: str, p: Precision) -> float:
     """A fused core run again makes its output anew, but q, k, v are the checkpoint's: add one, take off the other."""
+    if config.mla:
+        return _latent_output(config, attention, p)
     if attention == "explicit":
         return 0
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     shared = (K if p.casts and config.family == "llama" else N + 2 * K) * H * p.matmul_bytes
     return N * H * p.matmul_bytes - shared
+
+
+def _latent_output(config: ModelConfig, attention: str, p: Precision) -> float:
+    """The same of latent attention: an output filled up is among the core's terms, and what was filled up is new."""
+    N, H, W, e = config.num_heads, config.head_dim, config.mla.value_dim, p.matmul_bytes
+    if attention == "explicit":
+        return 0
+    return -N * (W if W > H else 2 * H) * e
 
 
 def _done_before_core(terms: dict[str, float]) -> float:
@@ -243,7 +282,7 @@ def _statistics_bytes(config: ModelConfig, p: Precision) -> int:
 def _token_bytes(config: ModelConfig, batch_size: int, seq_len: int, p: Precision) -> int:
     """Token ids, targets, and once for all rows RoPE's tables or position ids."""
     targets = 0 if config.family == "xlmr" else _TOKEN_ID
-    once = 2 * config.head_dim * p.residual_bytes if config.family == "llama" else _TOKEN_ID
+    once = 2 * config.rope_dim * p.residual_bytes if config.family == "llama" else _TOKEN_ID
     return seq_len * (batch_size * (_TOKEN_ID + targets) + once)
 
 

@@ -15,6 +15,7 @@ ends of a pipeline (tied embeddings): these are the copies that no axis takes aw
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from course_lib.config import ModelConfig
@@ -27,14 +28,16 @@ from course_lib.memory.pipeline import boundary_bytes, held_by_rank, num_neighbo
 from course_lib.memory.sharded import dense_work_bytes
 from course_lib.memory.stages import check_layers, even_layers, stage_config
 from course_lib.memory.states import Recipe, Shapes, StateBytes, has_step_counters, parameter_shapes, recipe_of
+from course_lib.memory.tensor import copies_of_kv
 from course_lib.memory.zero import bucketed, padded, zero_gathered_bytes, zero_reduced_bytes, zero_state_bytes
 from course_lib.routing_traffic import check_expert_parallel
 from course_lib.schedules import make
 
-EXPERTS, REST = "experts", "rest"
+KINDS = ("matrices", "norms", "kv", "tied", "experts")  # in a flat of ZeRO all are of one
 
 
 # ------------------------------------------------------------------------------------ which stages, which layers
+@lru_cache(maxsize=8)
 def schedule_of(layout: Layout) -> Schedule:
     """The pipeline of a layout; without one it has one rank."""
     return make(layout.schedule, layout.pp, layout.accumulation, layout.v)
@@ -62,7 +65,7 @@ def unit_shapes(
     for layer in range(sum(layers[:stage]), sum(layers[: stage + 1])):
         alone = narrow_experts(stage_config(config, [1] * config.num_layers, layer), layout.tp, tp_rank)
         units[f"blocks.{layer}"] = {
-            name: (shape, copies // layout.ep if is_expert(name) else copies)
+            name: (shape, copies // (layout.ep if name.startswith("moe.experts.") else 1))
             for name, (shape, copies) in parameter_shapes(alone).items()
             if name.startswith(("attention.", "mlp.", "moe."))
         }
@@ -76,11 +79,6 @@ def unit_shapes(
 _BEFORE_BLOCKS, _AFTER_BLOCKS = ("embed", "positions"), ("norm", "norm.bias", "head")
 
 
-def is_expert(name: str) -> bool:
-    """Whether a tensor of `parameter_shapes` belongs to the experts that are spread over ep."""
-    return name.startswith("moe.experts.")
-
-
 # ------------------------------------------------------------------------------------ ZeRO's flats
 @dataclass(frozen=True)
 class Flat:
@@ -88,7 +86,7 @@ class Flat:
 
     stage: int
     label: str
-    kind: str  # "experts", whose gradients are summed over expert_dp, or "rest", over data
+    kind: str  # one of KINDS: whose gradients are summed over the same ranks
     sizes: tuple[int, ...]  # numbers in each tensor
     ranks: int
 
@@ -113,16 +111,39 @@ def flats_of(config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int
         units = unit_shapes(config, layout, stage, tp_rank, tied_copy=0 not in mine)
         groups = {label: [unit] for label, unit in units.items()} if layout.zero == 3 else {"all": units.values()}
         for label, group in groups.items():
-            for kind, ranks in ((REST, layout.data_size), (EXPERTS, layout.expert_dp)):
-                sizes = [size for unit in group for size in tensor_sizes(unit, kind)]
+            for kind in KINDS:
+                ranks = layout.expert_dp if kind == "experts" else layout.data_size
+                sizes = [size for unit in group for size in tensor_sizes(unit, kind, config, layout)]
                 buckets = bucketed(sizes, itemsize) if layout.zero in (1, 2) else [sizes] if sizes else []
                 flats += [Flat(stage, label, kind, tuple(bucket), ranks) for bucket in buckets]
     return flats
 
 
-def tensor_sizes(shapes: Shapes, kind: str) -> list[int]:
+def kind_of(name: str, config: ModelConfig, layout: Layout) -> str:
+    """Of which kind a tensor of `unit_shapes` is, as parallel/sums.py has it.
+
+    norms    whole on each rank of tp: norms, positions, biases of rows, routers, latent attention's narrow matrices
+    kv       key/value heads that several ranks of tp have
+    tied     embedding and head, as copies on two ranks of the pipeline
+    """
+    ends = {schedule_of(layout).rank_of_stage[stage] for stage in (0, -1)}
+    whole = "norm" in name or name.endswith(("o.bias", "down.bias")) or name in _WHOLE
+    if name.startswith("moe.experts."):
+        return "experts"
+    if name in ("embed", "head") and config.tied and len(ends) == 2:
+        return "tied"
+    if layout.tp > 1 and whole:
+        return "norms"
+    is_kv = name.startswith(("attention.k", "attention.v")) and config.mla is None
+    return "kv" if is_kv and copies_of_kv(config, layout.tp) > 1 else "matrices"
+
+
+_WHOLE = ("positions", "moe.router", "attention.q_down", "attention.kv_down")
+
+
+def tensor_sizes(shapes: Shapes, kind: str, config: ModelConfig, layout: Layout) -> list[int]:
     """Numbers in each tensor of one kind, in the model's order: one expert after the other."""
-    of_kind = [(prod(shape), n) for name, (shape, n) in shapes.items() if is_expert(name) == (kind == EXPERTS)]
+    of_kind = [(prod(shape), n) for name, (shape, n) in shapes.items() if kind_of(name, config, layout) == kind]
     return [size for copy in range(max((n for _, n in of_kind), default=0)) for size, n in of_kind if copy < n]
 
 

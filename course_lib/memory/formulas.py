@@ -168,7 +168,7 @@ def temporary_bytes(
     The largest of: the loss's two FP32 gradients of s b V numbers; an MLP's gradients, three of width F; with explicit
     attention two score matrices at once.
     """
-    require_dense(config, "temporary_bytes")
+    require_dense(config, "temporary_bytes", latent=True)
     tokens_in_batch, e = batch_size * seq_len, recipe_of(recipe).compute_bytes
     scores = 2 * config.num_heads * seq_len * e if attention == "explicit" else 0
     return max(

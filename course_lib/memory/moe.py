@@ -129,39 +129,25 @@ def moe_activations(
 ) -> Activations:
     """Predict what the course's model with experts keeps for the backward pass of one micro-batch.
 
-    Of latent attention, which this course does not build, the terms are counted from its shapes and never measured:
-    latents before and after their norms, whole heads.
-
     rows     as in `moe_terms`
     sequence_share   as in `own_activations`; tokens of experts are whole sequences again, as an MLP's input is
     Raises   ValueError if a word is unknown, or a combination is not counted
     """
-    if config.mla and recompute == "selective":
-        raise ValueError("recompute 'selective' is not counted for latent attention; choose none or full")
-    dense, tokens = replace(config, moe=None, mla=None), batch_size * seq_len
+    dense, tokens = replace(config, moe=None), batch_size * seq_len
     kept = own_activations(dense, batch_size, seq_len, attention, recompute, precision, device, sequence_share)
-    layer = _mla_terms(config, precision)
     if config.moe is None:
-        return _more_in_each_layer(kept, config.num_layers, round(layer * tokens), recompute)
+        return kept
     extra = sum(moe_terms(config.moe, config.d_model, precision, rows).values())
     replaced = block_terms(dense, seq_len, attention, precision, device)
     extra -= replaced["input of the MLP"] + replaced["MLP"]
-    all_layers = config.num_layers * layer + config.num_moe_layers * extra
     constant = _router_casts(config, precision)
     if recompute == "full":
         held, once = _held_routing(config.moe)
-        turn = layer + extra + config.num_moe_layers * held - once
+        turn = extra + config.num_moe_layers * held - once
         return replace(kept, last_block_s_turn=kept.last_block_s_turn + round(turn * tokens) + constant)
-    blocks = kept.blocks + round(all_layers * tokens) + config.num_moe_layers * constant
+    blocks = kept.blocks + round(config.num_moe_layers * extra * tokens) + config.num_moe_layers * constant
     turn = kept.last_block_s_turn and kept.last_block_s_turn + blocks - kept.blocks - round(extra * tokens) - constant
     return replace(kept, blocks=blocks, last_block_s_turn=turn)
-
-
-def _more_in_each_layer(kept: Activations, num_layers: int, layer_bytes: int, recompute: str) -> Activations:
-    """So many bytes more a layer: until backward in all of them, or in the one that is whole again."""
-    if recompute == "full":
-        return replace(kept, last_block_s_turn=kept.last_block_s_turn + layer_bytes)
-    return replace(kept, blocks=kept.blocks + num_layers * layer_bytes)
 
 
 def _router_casts(config: ModelConfig, precision: str) -> int:
@@ -176,16 +162,6 @@ def _held_routing(moe: MoeConfig) -> tuple[int, int]:
     shares = moe.num_experts * _FP32
     choice = moe.top_k * (_INT64 + _FP32 + 1)
     return shares + choice, moe.top_k * (_FP32 + 1) + (shares if moe.score == "sigmoid" else 0)
-
-
-def _mla_terms(config: ModelConfig, precision: str) -> float:
-    """What latent attention keeps of a token beyond heads of equal size: latents more, values shorter."""
-    if config.mla is None:
-        return 0.0
-    mla, e = config.mla, PRECISIONS[recipe_of(precision).name].matmul_bytes
-    latents = (2 * (mla.q_rank + mla.kv_rank) + mla.rope_dim) * e + 2 * _FP32
-    shorter = 2 * config.num_heads * (config.head_dim - mla.value_dim) * e  # values, and the core's output
-    return latents - shorter
 
 
 # ---- one rank of dp = ep x expert_dp, and tp

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from course_lib.config import ModelConfig
+from course_lib.conjugate import piece_sizes
 from course_lib.instructions import Instruction, Schedule
 from course_lib.memory.activations import PRECISIONS, Activations
 from course_lib.memory.context import output_twice_bytes, tokens_of_rank
@@ -38,13 +39,13 @@ _TOKEN_ID = 8
 
 # ------------------------------------------------------------------------------------ activations
 def boundary_bytes(
-    config: ModelConfig, batch_size: int, seq_len: int, itemsize: int = 2, cp: int = 1, tp: int = 1
+    config: ModelConfig, batch_size: int, seq_len: int, itemsize: int = 2, cp: int = 1, tp: int = 1, tp_rank: int = 0
 ) -> int:
     """What crosses from stage to stage for each micro-batch, and as a gradient back: B S D numbers.
 
     tp       divides it where sequence parallelism cuts the stream; without, every tp rank sends all of it
     """
-    return batch_size * tokens_of_rank(seq_len, cp) // tp * config.d_model * itemsize
+    return batch_size * piece_sizes(tokens_of_rank(seq_len, cp), tp)[tp_rank] * config.d_model * itemsize
 
 
 @dataclass(frozen=True)
