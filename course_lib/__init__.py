@@ -112,7 +112,8 @@ A file imports from its own part and from the parts above it, never from one bel
     native/expert.py       all_to_all_single_autograd, grouped_mm, and DDP for the rest
 5. Time and clusters without hardware
     checkpoint_files.py    folders of pieces: complete or not there, checked, no code run from a file
-    checkpoint.py          an engine's state saved under one layout and loaded under any other, also meanwhile
+    checkpoint.py          an engine's state saved under one layout and loaded under any other, while training goes on
+    checkpoint_export.py   checkpoints to the files of transformers, and an engine from them
     export.py              the choices of a run as configs of Accelerate and DeepSpeed
     sharded_profile.py     a toy on real ranks: bytes held and sent beside the formulas
 6. What people see

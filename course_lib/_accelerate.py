@@ -44,7 +44,7 @@ def run(folder: Path, settings: _rank.Settings, output: Output) -> Outcome:
     finally:
         world.end()
     if watch.failures:
-        return Outcome({}, watch.failures, {})
+        return Outcome({}, watch.failures, {}, {})
     failures = pickle.loads((host / "0.result").read_bytes()) if watch.done else {}
     done, places = {}, {}
     for rank in set(range(settings.world_size)) - set(failures):
@@ -52,7 +52,7 @@ def run(folder: Path, settings: _rank.Settings, output: Output) -> Outcome:
             done[rank] = pickle.loads((ranks / f"{rank}.report").read_bytes())
         elif not failures:
             places[rank] = _failures.describe_place(_failures.frames_in_stack_file(read_text(ranks / f"{rank}.stack")))
-    return Outcome(done, failures, places)
+    return Outcome(done, failures, places, {})
 
 
 def be_host(ranks: str, world_size: int) -> dict[int, _rank.Failure]:

@@ -22,11 +22,12 @@ _LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "plat
 
 
 class RankError(RuntimeError):
-    """A launch failed. The text names the rank that failed first and shows its own traceback."""
+    """A launch failed. The text names the rank that failed first, its node if there are several, and its traceback."""
 
-    def __init__(self, text: str, rank: int | None = None):
+    def __init__(self, text: str, rank: int | None = None, node: str | None = None):
         super().__init__(text)
         self.rank = rank
+        self.node = node
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows instead of the launcher's own traceback."""
@@ -43,10 +44,17 @@ def first_failure(failures: dict[int, Failure]) -> int:
     return min(failures, key=lambda rank: (is_secondary(failures[rank]), failures[rank].when))
 
 
-def failure_text(rank: int, world_size: int, failures: dict[int, Failure], places: dict[int, str], stderr: str) -> str:
-    """The whole error: which rank, why, its traceback, and what the others were doing."""
+def failure_text(
+    rank: int,
+    world_size: int,
+    failures: dict[int, Failure],
+    places: dict[int, str],
+    stderr: str,
+    nodes: dict[int, str],
+) -> str:
+    """The whole error: which rank (on which node, if there are several), why, its traceback, what the others did."""
     failure = failures[rank]
-    parts = [f"rank {rank} of {world_size} {_how(failure)}"]
+    parts = [f"rank {rank} of {world_size}{_on_node(rank, nodes)} {_how(failure)}"]
     for frames, text in failure.chain:
         shown = format_frames(frames)
         parts.append(shown + text if text else shown.rstrip("\n"))
@@ -57,15 +65,24 @@ def failure_text(rank: int, world_size: int, failures: dict[int, Failure], place
         parts.append(
             f"rank{'s' if len(echoes) > 1 else ''} {', '.join(echoes)} failed too, at the same time or because of it"
         )
-    parts += [f"rank {other} {place}" for other, place in sorted(places.items())]
+    parts += place_lines(places, nodes)
     return "\n".join(part for part in parts if part)
 
 
-def hang_text(world_size: int, timeout: float, places: dict[int, str]) -> str:
+def place_lines(places: dict[int, str], nodes: dict[int, str]) -> list[str]:
+    """Where ranks stood, a line each."""
+    return [f"rank {rank}{_on_node(rank, nodes)} {place}" for rank, place in sorted(places.items())]
+
+
+def _on_node(rank: int, nodes: dict[int, str]) -> str:
+    return f" on {nodes[rank]}" if rank in nodes else ""
+
+
+def hang_text(world_size: int, timeout: float, places: dict[int, str], nodes: dict[int, str]) -> str:
     lines = [
         f"time limit: after {timeout:g} s the launch of {world_size} ranks had not finished, and its ranks were ended"
     ]
-    lines += [f"rank {rank} {place}" for rank, place in sorted(places.items())]
+    lines += place_lines(places, nodes)
     lines.append(
         "Do all ranks call the same collectives in the same order? If the work takes longer, pass a larger timeout=."
     )

@@ -32,7 +32,17 @@ PRELOAD = (
 # The launcher itself is as it was when the server started; the course's other files are imported again after an edit.
 OWN_MODULES = {
     f"course_lib.{name}"
-    for name in ("launch", "_accelerate", "_failures", "_fork_server", "_processes", "_rank", "_watch")
+    for name in (
+        "launch",
+        "_accelerate",
+        "_failures",
+        "_file_link",
+        "_fork_server",
+        "_processes",
+        "_rank",
+        "_slurm",
+        "_watch",
+    )
 }
 EXIT = struct.Struct("qd")  # exit code as in subprocess (negative: signal), time of death on time.monotonic()
 

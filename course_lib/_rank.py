@@ -47,6 +47,8 @@ class Settings:
     directory: str
     sys_path: list[str]
     cell_sources: dict[str, tuple]  # linecache entries of notebook cells, which are in no file
+    variables: dict[str, str] | None = None  # of a rank on a node of its own; None: rank_environment's
+    store: dist.Store | None = None  # through which ranks on several nodes meet; None: a file does on one machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +147,7 @@ def prepare_process(rank: int, settings: Settings, folder: Path) -> None:
     """Make this process look like the cell's: its environment, folder and import path; its output goes to files."""
     os.environ.clear()
     os.environ.update(settings.environment)
-    os.environ.update(rank_environment(rank, settings.world_size, settings.threads))
+    os.environ.update(settings.variables or rank_environment(rank, settings.world_size, settings.threads))
     if os.path.isdir(settings.directory):
         os.chdir(settings.directory)
     sys.path[:] = settings.sys_path
@@ -214,17 +216,18 @@ def join_world(rank: int, settings: Settings, folder: Path) -> None:
 
     With NCCL, new tensors are made on the GPU, and those on the CPU travel through gloo: one cell suits both machines.
     """
+    gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if settings.backend == "nccl":
-        torch.cuda.set_device(rank)
-        torch.set_default_device(torch.device("cuda", rank))
+        torch.cuda.set_device(gpu)
+        torch.set_default_device(gpu)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if settings.backend == "nccl" else settings.backend,
-        store=dist.FileStore(str(folder / "store"), settings.world_size),
+        store=settings.store or dist.FileStore(str(folder / "store"), settings.world_size),
         rank=rank,
         world_size=settings.world_size,
         # Later than the launch's own limit, which can say where every rank stood.
         timeout=timedelta(seconds=max(settings.deadline - time.monotonic(), 0) + 60),
-        device_id=torch.device("cuda", rank) if settings.backend == "nccl" else None,
+        device_id=gpu if settings.backend == "nccl" else None,
     )
 
 

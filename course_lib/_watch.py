@@ -29,15 +29,19 @@ class Outcome(NamedTuple):
     done: dict[int, tuple[float, int]]  # rank -> (seconds, peak bytes)
     failures: dict[int, Failure]
     places: dict[int, str]  # where the others stood
+    nodes: dict[int, str]  # where ranks ran; empty on one machine
 
 
 class Watch:
     """What is known of each rank of one world, whose files are in `folder`."""
 
+    answer_s = ANSWER_S
+
     def __init__(self, world, world_size: int, output: "Output", folder: Path):
         self.done: dict[int, tuple[float, int]] = {}
         self.failures: dict[int, Failure] = {}
         self.places: dict[int, str] = {}
+        self.nodes: dict[int, str] = {}
         self._world = world
         self._world_size = world_size
         self._output = output
@@ -66,7 +70,7 @@ class Watch:
         for rank in asked:
             with contextlib.suppress(OSError):  # it has just died
                 self._world.connections[rank].send("where")
-        give_up = time.monotonic() + ANSWER_S
+        give_up = time.monotonic() + self.answer_s
         while set(asked) - set(self.places) - set(self.failures) and time.monotonic() < give_up:
             self._listen(0.05)
         for rank in asked:
@@ -103,12 +107,14 @@ class Watch:
                 name, *content = self._talking[rank].recv()
                 if name == "done":
                     self.done[rank] = tuple(content)
-                elif name == "failed":
+                elif name == "failed" and rank in self.unfinished():
                     self._fail(rank, content[0])
                 elif name == "where":
                     self.places[rank] = _failures.describe_place(content[0])
                 elif name == "progress":
                     self._draw(*content)
+                elif name == "node":
+                    self.nodes[rank] = content[0]
         except (EOFError, OSError):
             self._talking.pop(rank)  # it is ending; how, its exit will say
 

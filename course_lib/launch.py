@@ -1,6 +1,7 @@
 """Run a function on N real processes from a notebook cell, and get back what each of them returned."""
 
 import dataclasses
+import functools
 import importlib
 import io
 import linecache
@@ -19,11 +20,12 @@ import psutil
 import torch
 from tqdm.std import tqdm
 
-from course_lib import _accelerate, _failures, _processes, _rank
+from course_lib import _accelerate, _failures, _processes, _rank, _slurm
 from course_lib._failures import RankError
+from course_lib._slurm import Slurm
 from course_lib._watch import Outcome, Output, Watch
 
-__all__ = ["RankError", "Results", "choose_backend", "launch", "progress"]
+__all__ = ["RankError", "Results", "Slurm", "choose_backend", "launch", "progress"]
 
 MAX_RANKS = 64
 RANK_BYTES = 150 << 20  # memory of a rank that does little; torch's own pages are shared between forked ranks
@@ -40,6 +42,7 @@ class Results(Sequence):
     seconds       of the whole launch, processes included;  rank_seconds[rank]: of the function alone
     peak_bytes    peak_bytes[rank]: most memory of its GPU if it used one, else of the whole process, torch included
     backend, why  "gloo" or "nccl", and the reason
+    nodes         nodes[rank]: the name of its node in a Slurm job; empty on one machine
     """
 
     values: list
@@ -50,6 +53,7 @@ class Results(Sequence):
     peak_bytes: list[int]
     backend: str
     why: str
+    nodes: tuple[str, ...] = ()
 
     def __getitem__(self, rank):
         return self.values[rank]
@@ -76,6 +80,7 @@ def launch(
     live: bool = False,
     threads: int = 1,
     quiet: bool = False,
+    where: Slurm | None = None,
 ) -> Results:
     """Run `fn(*args)` on `world_size` processes that can talk to each other, and return what each of them returned.
 
@@ -91,36 +96,44 @@ def launch(
     live      show printed lines as they come instead, in the order in which they come
     threads   of each rank, for its matrix multiplications
     quiet     show no printed lines; they are in `.lines` all the same
+    where     Slurm(...): a job there instead of this machine; the wait in its queue is not part of `timeout`, and when
+              the cell is interrupted the job is cancelled
     Raises    ValueError for arguments that cannot work; RankError if a rank fails, naming the first one that did
     """
     if _rank.link is not None:
         raise RuntimeError(
             f"launch was called inside rank {_rank.link.rank}, and a rank cannot start ranks; call it in the notebook"
         )
-    _check_arguments(fn, world_size, timeout, via, threads)
-    backend, why = choose_backend(backend, world_size, torch.cuda.device_count())
+    _check_arguments(fn, world_size, timeout, via, threads, where)
+    gpu_count = torch.cuda.device_count() if where is None else where.nodes * where.gpus_per_node
+    backend, why = choose_backend(backend, world_size, gpu_count)
     payload = _dump_function(fn, args)
     start = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="course_launch_"))
+    # Of mode 700: who can write there can run code as its owner.
+    folder = Path(tempfile.mkdtemp(prefix="course_launch_", dir=where and where.shared_folder()))
     try:
         ranks = folder / "ranks"
         ranks.mkdir()
         (ranks / "function.pkl").write_bytes(payload)
-        _processes.prepare(_processes.start_method(sys.platform))  # before the clock of the time limit starts
+        if where is None:
+            _processes.prepare(_processes.start_method(sys.platform))  # before the clock of the time limit starts
         settings = _settings(world_size, timeout, backend, threads)
         (ranks / "settings.pkl").write_bytes(pickle.dumps(settings))
         output = Output(ranks, world_size, live)
         run = _accelerate.run if via == "accelerate" else _run_processes
-        done, failures, places = run(folder, settings, output)
+        if where is not None:
+            run = functools.partial(_slurm.run, where, timeout)
+        outcome = run(folder, settings, output)
         if not quiet:
             output.show()
-        _raise_if_failed(world_size, timeout, failures, places, output)
+        _raise_if_failed(world_size, timeout, outcome, output)
         values = [_load_result(ranks, rank) for rank in range(world_size)]
         lines, stderr = ([output.lines(rank, name) for rank in range(world_size)] for name in ("out", "err"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    rank_seconds, peak_bytes = ([done[rank][i] for rank in range(world_size)] for i in (0, 1))
-    return Results(values, lines, stderr, time.monotonic() - start, rank_seconds, peak_bytes, backend, why)
+    rank_seconds, peak_bytes = ([outcome.done[rank][i] for rank in range(world_size)] for i in (0, 1))
+    nodes = tuple(node for _, node in sorted(outcome.nodes.items()))
+    return Results(values, lines, stderr, time.monotonic() - start, rank_seconds, peak_bytes, backend, why, nodes)
 
 
 def progress(iterable: Iterable, desc: str | None = None) -> Iterator:
@@ -167,7 +180,7 @@ def most_ranks(available_bytes: int) -> int:
     return max(1, min(MAX_RANKS, available_bytes // RANK_BYTES))
 
 
-def _check_arguments(fn, world_size, timeout, via, threads) -> None:
+def _check_arguments(fn, world_size, timeout, via, threads, where) -> None:
     if not callable(fn):
         raise ValueError(
             f"fn must be a function, got {fn!r}; pass the function itself and its arguments after world_size"
@@ -176,7 +189,7 @@ def _check_arguments(fn, world_size, timeout, via, threads) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}; try {name}=2")
     limit = most_ranks(psutil.virtual_memory().available)
-    if world_size > limit:
+    if where is None and world_size > limit:
         raise ValueError(
             f"world_size ({world_size}) must be at most {limit} on this machine now ({MAX_RANKS} anywhere, and "
             f"{RANK_BYTES >> 20} MiB of free memory for each rank); use fewer ranks"
@@ -189,6 +202,12 @@ def _check_arguments(fn, world_size, timeout, via, threads) -> None:
         raise ValueError(f"via must be 'processes' or 'accelerate', got {via!r}; use 'processes' if in doubt")
     if via == "accelerate" and _processes.start_method(sys.platform) == "spawn":
         raise ValueError(f"via='accelerate' needs a system that can fork, got {sys.platform}; use via='processes'")
+    if where is not None:
+        if not isinstance(where, Slurm):
+            raise ValueError(f"where must be None or Slurm(...), got {where!r}; leave it out for this machine")
+        if via != "processes":
+            raise ValueError(f"via must be 'processes' in a Slurm job, got {via!r}; leave it out")
+        where.check_launch(world_size, timeout)
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -227,16 +246,18 @@ def _run_processes(folder: Path, settings: _rank.Settings, output: Output) -> Ou
             watch.let_leave(LEAVE_S[settings.backend])
     finally:
         world.end()
-    return Outcome(watch.done, watch.failures, watch.places)
+    return Outcome(watch.done, watch.failures, watch.places, {})
 
 
-def _raise_if_failed(world_size: int, timeout: float, failures: dict, places: dict, output: Output) -> None:
+def _raise_if_failed(world_size: int, timeout: float, outcome: Outcome, output: Output) -> None:
+    _, failures, places, nodes = outcome
     if failures:
         rank = _failures.first_failure(failures)
         stderr = "\n".join(output.lines(rank, "err"))
-        raise RankError(_failures.failure_text(rank, world_size, failures, places, stderr), rank)
+        text = _failures.failure_text(rank, world_size, failures, places, stderr, nodes)
+        raise RankError(text, rank, nodes.get(rank))
     if places:
-        raise RankError(_failures.hang_text(world_size, timeout, places))
+        raise RankError(_failures.hang_text(world_size, timeout, places, nodes))
 
 
 def _settings(world_size: int, timeout: float, backend: str | None, threads: int) -> _rank.Settings:

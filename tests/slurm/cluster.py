@@ -116,13 +116,13 @@ def write_configuration(folder: Path) -> None:
 
 def loopback_address() -> str:
     """The address of this machine's name, to which Slurm binds. Where it is not a loopback one, take another name."""
-    if not address_of(socket.gethostname()).startswith("127."):
+    name = socket.gethostname()
+    if not address_of(name).startswith("127."):
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.unshare(CLONE_NEWUTS) != 0:
             raise ClusterError(
-                f"Slurm would listen beyond the loopback: {socket.gethostname()} is {address_of(socket.gethostname())}, "
-                f"and a private name is not allowed here ({os.strerror(ctypes.get_errno())}); add the line "
-                f"'127.0.0.1 {socket.gethostname()}' to /etc/hosts"
+                f"Slurm would listen beyond the loopback: {name} is {address_of(name)}, and a private name is not "
+                f"allowed here ({os.strerror(ctypes.get_errno())}); add the line '127.0.0.1 {name}' to /etc/hosts"
             )
         socket.sethostname("localhost")  # for this process and its children alone
     return address_of(socket.gethostname())
