@@ -15,7 +15,7 @@
     world       the loss, and one number to clip
 
 What SP and ZeRO have in common: with ZeRO a rank holds shards, so what is summed beyond ZeRO's own sums is a shard.
-All sizes are those of one rank: S / cp tokens (with SP also / tp between stages), heads and features / tp, experts / ep.
+All sizes are those of one rank: S / cp tokens (with SP / tp between stages), heads and features / tp, experts / ep.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def five_d_calls(
 
     rank       of layout.mesh: `layout.mesh.rank(pp=1, tp=0, ...)` finds it by its coordinates
     clip       whether gradients are clipped
-    routings   of each of this rank's layers with experts and each micro-batch the choices, for exact bytes of ep; without
-               them rows are expected ones, of tokens that choose evenly
+    routings   the choices of each of this rank's layers with experts and each micro-batch, for exact bytes of ep;
+               without them rows are expected ones, of tokens that choose evenly
     Raises     ValueError if the model cannot lie so
     """
     layout.check_model(config, seq_len)
