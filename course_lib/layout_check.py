@@ -199,6 +199,14 @@ class _Model:
         elif layout.ep > 1:
             raise ValueError(f"ep ({layout.ep}) spreads experts, but {self.config.name} has 0 of them")
 
+    def stages_of_a_rank(self, layout: Layout) -> None:
+        each = stages_per_rank(layout.schedule, layout.v)
+        if each > self.config.num_layers:
+            raise ValueError(
+                f"{layout.schedule} with v ({layout.v}) has {each} stages a rank, but {self.config.name} has "
+                f"{self.config.num_layers} layers in all, and each stage needs one"
+            )
+
     def stages(self, layout: Layout) -> None:
         each = stages_per_rank(layout.schedule, layout.v)
         if layout.pp * each > self.config.num_layers:
@@ -244,6 +252,7 @@ def model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]
         (of.heads_for_ulysses, ("cp", "cp_method")),
         (of.dropout, ("cp",)),
         (of.experts, ("ep",)),
+        (of.stages_of_a_rank, ("v", "schedule")),
         (of.stages, ("pp", "v")),
         (of.layers_of_stage, ("layers_of_stage",)),
         (of.tied_ends, ("zero", "schedule")),
@@ -255,25 +264,27 @@ def model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]
 
 
 def _raise_first(layout: Layout, checks: Sequence[Check], config: ModelConfig | None = None) -> None:
-    for check in checks:
+    for index, (check, names) in enumerate(checks):
         try:
-            check[0](layout)
+            check(layout)
         except ValueError as error:
-            nearest = [] if NEAREST in str(error) else _nearest(layout, check, checks, config)
-            raise ValueError(f"{error}{NEAREST if nearest else ''}{' or '.join(nearest)}") from None
+            if NEAREST in str(error):
+                raise
+            # what passes all, else what passes so far, so that who follows the advice comes further, else this one
+            for needed in (checks, checks[:index], []):
+                if nearest := _nearest(layout, names, [checks[index], *needed], config):
+                    raise ValueError(f"{error}{NEAREST}{' or '.join(nearest)}") from None
+            raise
 
 
-def _nearest(layout: Layout, failed: Check, checks: Sequence[Check], config: ModelConfig | None) -> list[str]:
-    """One or two changes that make the layout possible, as "tp=2"; if none does, some that pass this check."""
-    for needed in ([failed, *checks], [failed]):
-        found = []
-        for name in failed[1]:
-            for values in _candidates(layout, name, config):
-                fitting = (value for value in values if _passes(_changed(layout, name, value), needed))
-                found += [f"{name}={as_text(value)}" for value in islice(fitting, 1)]
-        if found:
-            return found[:2]
-    return []
+def _nearest(layout: Layout, names: Sequence[str], needed: Sequence[Check], config: ModelConfig | None) -> list[str]:
+    """One or two changes of a field after which the layout passes, such as "tp=2"."""
+    found = []
+    for name in names:
+        for values in _candidates(layout, name, config):
+            fitting = (value for value in values if _passes(_changed(layout, name, value), needed))
+            found += [f"{name}={as_text(value)}" for value in islice(fitting, 1)]
+    return found[:2]
 
 
 def _candidates(layout: Layout, name: str, config: ModelConfig | None) -> list[Iterable]:
