@@ -182,6 +182,10 @@ A file imports from its own part and from the parts above it, never from one bel
     authoring/rules.py     what a notebook must satisfy
     authoring/readme.py    the map that you are reading, copied into the README
     authoring/__main__.py  fmt, mirrors, exercises, check, badges
+    train_plan.py          what a training run is asked to do: steps, learning rate, random numbers, checkpoints
+    train_options.py       the trainer's command line as records
+    train_log.py           a run's log: JSON lines that can be read whenever the run was killed
+    train.py               the trainer: under torchrun, accelerate, srun, or in a launch; from its last checkpoint
     demo.py                one table: one process against 2 and 4 ranks
     bench.py               from scratch against PyTorch's own, in one run
     cli.py                 course doctor, run, demo, bench
