@@ -41,11 +41,11 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, attention: str, recompute: str, make_norm: Callable[[int], nn.Module]):
         super().__init__()
-        D, N, self.mla = config.d_model, config.num_heads, config.mla
-        mla = config.mla
+        D, N, mla = config.d_model, config.num_heads, config.mla
+        self.mla = mla
         self.q_down = nn.Linear(D, mla.q_rank, bias=False)
         self.q_norm = make_norm(mla.q_rank)
-        self.q_up = nn.Linear(mla.q_rank, N * (mla.nope_dim + mla.rope_dim), bias=False)
+        self.q_up = nn.Linear(mla.q_rank, N * mla.head_dim, bias=False)
         self.kv_down = nn.Linear(D, mla.kv_rank + mla.rope_dim, bias=False)
         self.kv_norm = make_norm(mla.kv_rank)
         self.kv_up = nn.Linear(mla.kv_rank, N * (mla.nope_dim + mla.value_dim), bias=False)
@@ -54,34 +54,29 @@ class LatentAttention(nn.Module):
         self.recompute_core = recompute == "selective"
 
     def queries(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
-        """Shapes   x_BSD -> q_BNSH"""
-        q_BNSH = heads(self.q_up(self.q_norm(self.q_down(x_BSD))), self.mla.nope_dim + self.mla.rope_dim)
-        nope, rope = q_BNSH.split([self.mla.nope_dim, self.mla.rope_dim], -1)
-        return torch.cat((nope, rotate(halves(rope), cos_SP, sin_SP)), -1)
+        """Shapes   x_BSD -> q_BSNH"""
+        q_BSNH = self.q_up(self.q_norm(self.q_down(x_BSD))).unflatten(-1, (-1, self.mla.head_dim))
+        nope, rope = q_BSNH.split([self.mla.nope_dim, self.mla.rope_dim], -1)
+        return torch.cat((nope, rotate(halves(rope), cos_SP.unsqueeze(1), sin_SP.unsqueeze(1))), -1)
 
     def keys_and_values(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> tuple[Tensor, Tensor]:
-        """Shapes   x_BSD -> k_BNSH, v_BNSW"""
+        """Shapes   x_BSD -> k_BSNH, v_BSNW"""
         mla = self.mla
         latent_BSR, rope_BSP = self.kv_down(x_BSD).split([mla.kv_rank, mla.rope_dim], -1)
-        kv_BNS = heads(self.kv_up(self.kv_norm(latent_BSR)), mla.nope_dim + mla.value_dim)
-        nope, v_BNSW = kv_BNS.split([mla.nope_dim, mla.value_dim], -1)
-        rope_B1SP = rotate(halves(rope_BSP), cos_SP, sin_SP).unsqueeze(1)
-        k_BNSH = torch.cat((nope, rope_B1SP.expand(-1, nope.shape[1], -1, -1)), -1)
-        return k_BNSH, v_BNSW.contiguous()  # a view would keep kv_up's whole output
+        kv_BSN = self.kv_up(self.kv_norm(latent_BSR)).unflatten(-1, (-1, mla.nope_dim + mla.value_dim))
+        nope, v_BSNW = kv_BSN.split([mla.nope_dim, mla.value_dim], -1)
+        rope_BS1P = rotate(halves(rope_BSP), cos_SP, sin_SP).unsqueeze(2)
+        k_BSNH = torch.cat((nope, rope_BS1P.expand(-1, -1, nope.shape[2], -1)), -1)
+        return k_BSNH, v_BSNW.contiguous()  # a view would keep kv_up's whole output
 
     def forward(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
-        q_BNSH = self.queries(x_BSD, cos_SP, sin_SP)
-        k_BNSH, v_BNSW = self.keys_and_values(x_BSD, cos_SP, sin_SP)
+        apart = self.queries(x_BSD, cos_SP, sin_SP), *self.keys_and_values(x_BSD, cos_SP, sin_SP)
+        q_BNSH, k_BNSH, v_BNSW = (heads.transpose(1, 2) for heads in apart)
         if self.recompute_core:
             out_BNSW = checkpoint(self.core, q_BNSH, k_BNSH, v_BNSW, use_reentrant=False)
         else:
             out_BNSW = self.core(q_BNSH, k_BNSH, v_BNSW)
         return self.o(out_BNSW.transpose(1, 2).flatten(2))
-
-
-def heads(x: Tensor, width: int) -> Tensor:
-    """One head of that width after the other, apart: (B, S, N width) -> (B, N, S, width)."""
-    return x.unflatten(-1, (-1, width)).transpose(1, 2)
 
 
 def halves(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from course_lib import model, training
-from course_lib.config import PRESETS, MoeConfig
+from course_lib.config import PRESETS, MlaConfig, MoeConfig
 from course_lib.launch import launch
 from course_lib.meter import ByteMeter
 from course_lib.native import context as native
@@ -181,6 +181,10 @@ REFUSED = {
     "family is 'xlmr'": (dataclasses.replace(LLAMA, family="xlmr", num_kv_heads=8), {}),
     "dropout is 0.1": (dataclasses.replace(LLAMA, family="gpt", num_kv_heads=8, dropout=0.1), {}),
     "the model has experts": (dataclasses.replace(LLAMA, moe=MoeConfig(num_experts=4, top_k=2, d_expert=8)), {}),
+    "the model has latent attention": (
+        dataclasses.replace(LLAMA, num_kv_heads=8, head_dim=6, mla=MlaConfig(8, 8, 4, 2, value_dim=3)),
+        {},
+    ),
     "placement is 'striped'; PyTorch has contiguous, zigzag": (LLAMA, {"placement": "striped"}),
     "rotate_method is 'ring'; choose from alltoall, allgather": (LLAMA, {"rotate_method": "ring"}),
 }

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tp_parity import CONFIGS, LAYERS, ROWS, SEQ_LEN, TOY, differences, micro_batches, parity, wire
 
 from course_lib import model
+from course_lib.config import MlaConfig
 from course_lib.launch import launch
 from course_lib.meter import ByteMeter
 from course_lib.native import tensor as native
@@ -188,6 +189,7 @@ def test_a_linear_layer_that_the_plan_forgot_is_an_error(ranks):
         ({"num_kv_heads": 2}, r"num_kv_heads \(2\) must be divisible by tp \(4\); choose tp from 1, 2$"),
         ({"family": "gpt", "num_kv_heads": 8, "dropout": 0.1}, "dropout is 0.1"),
         ({"family": "xlmr", "num_kv_heads": 8}, "knows llama and gpt"),
+        ({"num_kv_heads": 8, "mla": MlaConfig(8, 8, 6, 2, value_dim=3)}, "toy has latent attention .mla., which"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_before_anything_changes(change, message):
