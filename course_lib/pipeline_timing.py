@@ -16,9 +16,9 @@ from course_lib.config import ModelConfig
 from course_lib.hardware import GPU, Link, peak_flops
 from course_lib.memory.context import tokens_of_rank
 from course_lib.memory.pipeline import boundary_bytes
-from course_lib.memory.stages import check_layers
+from course_lib.memory.stages import check_layers, stage_config
 from course_lib.simulator import Costs
-from course_lib.timing import layer_matmul_parameters
+from course_lib.timing import attention_flops_per_token, matmul_parameters
 
 
 def transfer_s(
@@ -29,18 +29,19 @@ def transfer_s(
 
 
 def stage_flops(
-    config: ModelConfig, batch_size: int, seq_len: int, layers: Sequence[int], stage: int
+    config: ModelConfig, batch_size: int, seq_len: int, layers: Sequence[int], stage: int, causal: bool = False
 ) -> tuple[int, int, int]:
     """FLOPs of one micro-batch on one stage: F, I, W. The head is on the last stage; an embedding has none.
 
+    Of experts those that a token uses count; with `causal` half of the scores, as kernels skip the others.
     Raises   ValueError unless `layers` are those of the model
     """
     check_layers(config, layers)
-    tokens = batch_size * seq_len
-    matrices = layers[stage] * layer_matmul_parameters(config)
-    if stage == len(layers) - 1 and config.family != "xlmr":
-        matrices += config.vocab_size * config.d_model
-    scores = layers[stage] * 4 * config.num_heads * config.head_dim * seq_len
+    tokens, part = batch_size * seq_len, stage_config(config, layers, stage)
+    matrices = matmul_parameters(part)
+    if stage < len(layers) - 1 or config.family == "xlmr":
+        matrices -= config.vocab_size * config.d_model
+    scores = attention_flops_per_token(part, seq_len, causal)
     return tokens * (2 * matrices + scores), tokens * (2 * matrices + 2 * scores), tokens * 2 * matrices
 
 

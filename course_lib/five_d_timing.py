@@ -1,0 +1,277 @@
+"""Modelled seconds of one optimizer step of a whole layout, and what they are spent on.
+
+    cluster = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
+    time = step_time(preset("llama-3.1-405b"), layout, 8192, cluster, utilisation=0.6)
+    time.total_s, time.mfu, time.parts          # {"compute": ..., "tp": ..., "bubble": ..., ...}
+
+It is a model: nothing here is measured, and its error beside published runs is in tests/test_five_d_timing.py. What it
+puts together are the models of the chapters:
+
+    compute     FLOPs of a rank's stages (pipeline_timing.py) at `utilisation` of the GPU's peak, however narrow
+    tp, sp      their calls (traffic_5d.py) by alpha-beta, less what weight gradients hide (sharded_timing.py)
+    cp          of each layer what the ring does not hide, and what the busiest rank waits (context_timing.py)
+    ep          all-to-alls of expected rows, less what `Overlap` hides
+    bubble      what the busiest rank waits for others, by the simulator, all of the above counted into the stages
+    transfer    what the same step takes longer since messages between stages take time
+    data        gradients and parameters of ZeRO, less what computing hides
+
+Assumed, once for all: a group talks over the slowest of its links, in two levels where it has several ranks in a node;
+each GPU has its own port to the network, and its groups do not disturb each other; computing and communicating do not
+slow each other down; no rank is late, no expert is more popular than others. Left out: the optimizer's own work, data
+from disk, the two numbers of the whole world, kernels' launches. So a modelled step is a fast one.
+
+Source   Narayanan et al. 2021 (arXiv:2104.04473), section 3; Llama Team 2024 (arXiv:2407.21783), table 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from course_lib.config import ModelConfig
+from course_lib.context_timing import BACKWARD_FLOPS, all_to_all_s, attention_time
+from course_lib.hardware import peak_flops
+from course_lib.layout import Layout
+from course_lib.memory.context import tokens_of_rank
+from course_lib.memory.five_d import flats_of, layers_of, schedule_of
+from course_lib.memory.stages import stage_config
+from course_lib.memory.states import Recipe, recipe_of
+from course_lib.pipeline_timing import stage_flops, transfer_s
+from course_lib.sharded_timing import Cluster, spanning_s, tensor_parallel_step
+from course_lib.simulator import Costs, simulate
+from course_lib.timing import attention_flops_per_token, flops_per_token
+from course_lib.timing import mfu as mfu_of
+from course_lib.traffic import Call
+from course_lib.traffic_5d import gradient_calls, stage_calls
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What computing hides, as far as it lasts.
+
+    tp     backward's sums behind weight gradients
+    ep     rows behind the computing of the same micro-batch: two micro-batches at once, as DualPipe has them
+    data   gradients behind backward; parameters behind forward, with ZeRO-3 behind backward too
+    """
+
+    tp: bool = True
+    ep: bool = False
+    data: bool = True
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, as the busiest rank spends them; `parts` add up to total_s."""
+
+    compute_s: float
+    tp_s: float
+    cp_s: float
+    ep_s: float
+    bubble_s: float
+    transfer_s: float
+    data_s: float
+    num_tokens: int
+    num_gpus: int
+    model_flops: float  # of the whole step: 6 N + 12 L h s a token, without recomputation
+    peak_flops_per_s: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by what they are spent on; all but compute is exposed: nothing hides it."""
+        names = ("compute", "tp", "cp", "ep", "bubble", "transfer", "data")
+        return {name: getattr(self, f"{name}_s") for name in names}
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation (0 to 1), attention counted whole, as most publish it."""
+        return mfu_of(self.model_flops, self.total_s, self.num_gpus, self.peak_flops_per_s)
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.num_tokens / self.total_s / self.num_gpus
+
+
+def step_time(
+    config: ModelConfig,
+    layout: Layout,
+    seq_len: int,
+    cluster: Cluster,
+    utilisation: float,
+    recipe: Recipe | str = "bf16-master-fp32-grads",
+    overlap: Overlap = Overlap(),
+    causal: bool = True,
+) -> StepTime:
+    """Model one optimizer step.
+
+    utilisation   share of the peak that a GPU reaches while it computes (0 to 1): kernels alone, no waiting
+    causal        kernels skip half of attention's scores; model FLOPs count them whole all the same
+    Raises        ValueError if the model cannot lie so, or utilisation is not above 0 and at most 1
+    """
+    layout.check_model(config, seq_len)
+    if not 0 < utilisation <= 1:
+        raise ValueError(f"utilisation is {utilisation}; it is a share of the peak, above 0 and at most 1, such as 0.6")
+    recipe, schedule = recipe_of(recipe), schedule_of(layout)
+    args = (config, layout, seq_len, cluster, utilisation, recipe, overlap, causal)
+    stages = [_stage_time(*args, stage) for stage in range(schedule.num_stages)]
+    costs = Costs(
+        tuple(stage.forward_s for stage in stages),
+        tuple(stage.input_s for stage in stages),
+        tuple(stage.weight_s for stage in stages),
+        0.0 if layout.pp == 1 else _transfer_s(config, layout, seq_len, cluster, recipe),
+    )
+    without_transfers = simulate(schedule, replace(costs, transfer_s=0.0))
+    makespan_s = simulate(schedule, costs).makespan_s if layout.pp > 1 else without_transfers.makespan_s
+    busiest = max(range(layout.pp), key=lambda rank: without_transfers.busy_s[rank])
+    spent = {
+        name: layout.accumulation * sum(getattr(stages[stage], name) for stage in schedule.stages_of_rank(busiest))
+        for name in ("compute_s", "tp_s", "cp_s", "ep_s")
+    }
+    data_s = max(
+        _exposed_data_s(config, layout, cluster, recipe, overlap, rank, _of(stages, schedule.stages_of_rank(rank)))
+        for rank in range(layout.pp)
+    )
+    num_tokens = layout.sequences_per_step * seq_len
+    return StepTime(
+        **spent,
+        bubble_s=without_transfers.makespan_s - sum(spent.values()),
+        transfer_s=makespan_s - without_transfers.makespan_s,
+        data_s=data_s,
+        num_tokens=num_tokens,
+        num_gpus=layout.world_size,
+        model_flops=num_tokens * flops_per_token(config, seq_len),
+        peak_flops_per_s=peak_flops(cluster.gpu),
+    )
+
+
+# ------------------------------------------------------------------------------------ one micro-batch on one stage
+@dataclass(frozen=True)
+class _StageTime:
+    """Seconds of one micro-batch: F, I and W as the simulator has them, and of these what is communication."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    tp_s: float
+    cp_s: float
+    ep_s: float
+
+    @property
+    def compute_s(self) -> float:
+        return self.forward_s + self.input_s + self.weight_s - self.tp_s - self.cp_s - self.ep_s
+
+
+def _stage_time(config, layout, seq_len, cluster, utilisation, recipe, overlap, causal, stage) -> _StageTime:
+    layers = layers_of(config, layout)
+    part, tokens = stage_config(config, layers, stage), layout.micro_batch * seq_len
+    rate = layout.cp * layout.tp * utilisation * peak_flops(cluster.gpu)
+    flops = stage_flops(config, layout.micro_batch, seq_len, layers, stage, causal)
+    forward_s, input_s, weight_s = (each / rate for each in flops)
+    scores_s = tokens * attention_flops_per_token(part, seq_len, causal) / rate
+    head_s = tokens * 2 * config.vocab_size * config.d_model / rate if stage == len(layers) - 1 else 0.0
+    input_s += {"none": 0.0, "selective": scores_s, "full": forward_s - head_s}[layout.recompute]
+
+    calls = stage_calls(config, layout, seq_len, stage, recipe.compute_bytes)
+    tp_forward_s, tp_backward_s = _by_pass(calls["tp"], layout, cluster, "tp")
+    if overlap.tp and layout.tp > 1 and part.moe is None:
+        tp_backward_s -= _hidden_tp_s(part, layout, seq_len, cluster, utilisation, recipe)
+    cp_s = part.num_layers * _exposed_cp_s(part, layout, seq_len, cluster, utilisation, recipe)
+    cp_forward_s = cp_s / (1 + BACKWARD_FLOPS)
+    cp_s += cp_forward_s if layout.recompute != "none" else 0.0
+    ep_forward_s, ep_backward_s = _by_pass(calls["ep"], layout, cluster, "ep")
+    if overlap.ep:
+        ep_forward_s, ep_backward_s = max(0.0, ep_forward_s - forward_s), max(0.0, ep_backward_s - input_s - weight_s)
+    return _StageTime(
+        forward_s=forward_s + tp_forward_s + cp_forward_s + ep_forward_s,
+        input_s=input_s + tp_backward_s + cp_s - cp_forward_s + ep_backward_s,
+        weight_s=weight_s,
+        tp_s=tp_forward_s + tp_backward_s,
+        cp_s=cp_s,
+        ep_s=ep_forward_s + ep_backward_s,
+    )
+
+
+_IN_BACKWARD = ("layers backward", "recomputation", "weights of experts", "combine backward", "dispatch backward")
+
+
+def _by_pass(calls: Sequence[Call], layout: Layout, cluster: Cluster, axis: str) -> tuple[float, float]:
+    """Seconds of these calls in forward, and in backward."""
+    backward_s = sum(_call_s(call, layout, cluster, axis) for call in calls if call.place in _IN_BACKWARD)
+    return sum(_call_s(call, layout, cluster, axis) for call in calls) - backward_s, backward_s
+
+
+def _hidden_tp_s(part, layout, seq_len, cluster, utilisation, recipe) -> float:
+    """What weight gradients hide of a stage's sums, as `tensor_parallel_step` has it; latent attention as heads."""
+    tokens = tokens_of_rank(seq_len, layout.cp)
+    return tensor_parallel_step(
+        replace(part, mla=None), layout.micro_batch, tokens, layout.tp, _seen_by(layout, cluster, "tp"), utilisation,
+        layout.sequence_parallel, itemsize=recipe.compute_bytes, overlap=True,
+    ).hidden_s  # fmt: skip
+
+
+def _exposed_cp_s(part, layout, seq_len, cluster, utilisation, recipe) -> float:
+    """What one layer's attention takes longer on cp ranks than an even share of the work, forward and backward."""
+    if layout.cp == 1:
+        return 0.0
+    time = attention_time(
+        replace(part, moe=None, mla=None), layout.micro_batch, seq_len, layout.cp, cluster, utilisation,
+        layout.cp_method, layout.cp_placement, per_node=ranks_in_a_node(layout, cluster, "cp"), tp=layout.tp,
+        itemsize=recipe.compute_bytes,
+    )  # fmt: skip
+    return time.waiting_s + time.exposed_s
+
+
+def _transfer_s(config: ModelConfig, layout: Layout, seq_len: int, cluster: Cluster, recipe: Recipe) -> float:
+    link = cluster.inside if ranks_in_a_node(layout, cluster, "pp") == layout.pp else cluster.between
+    share = layout.tp if layout.sequence_parallel else 1
+    return transfer_s(config, layout.micro_batch, seq_len, link, recipe.compute_bytes, layout.cp, share)
+
+
+# ------------------------------------------------------------------------------------ where groups lie
+def ranks_in_a_node(layout: Layout, cluster: Cluster, axis: str) -> int:
+    """How many ranks of rank 0's group along `axis` share its node; 1 where nodes would have unequal numbers."""
+    members = layout.mesh.members(0, layout.ep)[axis]
+    here = sum(rank < cluster.gpus_per_node for rank in members)
+    return here if len(members) % here == 0 else 1
+
+
+def _seen_by(layout: Layout, cluster: Cluster, axis: str) -> Cluster:
+    """The same cluster, with as many GPUs in a node as a group along `axis` has there."""
+    return replace(cluster, gpus_per_node=ranks_in_a_node(layout, cluster, axis))
+
+
+def _call_s(call: Call, layout: Layout, cluster: Cluster, axis: str) -> float:
+    per_node = ranks_in_a_node(layout, cluster, axis)
+    if call.collective == "all_to_all":
+        return call.count * all_to_all_s(call.payload_bytes, call.group_size, cluster, per_node)
+    return call.count * spanning_s(call.collective, call.payload_bytes, call.group_size, cluster, per_node)
+
+
+# ------------------------------------------------------------------------------------ gradients and ZeRO
+def _of(stages: Sequence[_StageTime], mine: Sequence[int]) -> tuple[float, float]:
+    """Seconds of one micro-batch's forward and backward on these stages."""
+    forward_s = sum(stages[stage].forward_s for stage in mine)
+    return forward_s, sum(stages[stage].input_s + stages[stage].weight_s for stage in mine)
+
+
+def _exposed_data_s(config, layout, cluster, recipe, overlap, pp_rank, computing_s) -> float:
+    """What a rank waits for gradients and parameters: what neither forward nor backward of a micro-batch hides."""
+    flats = flats_of(config, layout, pp_rank, 0, recipe.param_bytes)
+    seconds = {"gradients": 0.0, "parameters": 0.0}
+    for axis, calls in gradient_calls(layout, flats, recipe).items():
+        for call in calls:
+            if call.group_size > 1:
+                seconds[call.place] += _call_s(call, layout, cluster, axis)
+    if not overlap.data:
+        return sum(seconds.values())
+    forward_s, backward_s = computing_s
+    times = layout.accumulation
+    if layout.zero == 3:
+        gather_s, reduce_s = seconds["parameters"] / (2 * times), seconds["gradients"] / times
+        return times * (max(0.0, gather_s - forward_s) + max(0.0, gather_s + reduce_s - backward_s))
+    rounds = times if layout.zero == 2 else 1
+    exposed_s = rounds * max(0.0, seconds["gradients"] / rounds - backward_s)
+    return exposed_s + max(0.0, seconds["parameters"] - forward_s)
