@@ -326,10 +326,15 @@ def step(
     loss = accumulate_gradients(engine, micro_batches)
     if clip_norm is not None:
         sums.clip_gradients(engine, clip_norm)
+    update(engine, optimizer)
+    return loss
+
+
+def update(engine: FiveD, optimizer: torch.optim.Optimizer) -> None:
+    """What follows the gradients: the optimizer, sharing what it made of shards, forgetting gradients, balancing."""
     optimizer.step()
     for sharded in engine.zeros.values():
         sharded.share_update()
         sharded.zero_grad()
     zero_gradients(engine.pipeline.parameters())
     balance_after_step(engine)
-    return loss

@@ -1,0 +1,107 @@
+"""Layouts, tiny models, and one process beside them: what tests of the five-dimensional trainer share."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from course_lib import model
+from course_lib.config import PRESETS, MoeConfig
+from course_lib.layout import Layout
+from course_lib.moe import balance_after_step, with_moe
+from course_lib.parallel import five_d, sums, whole
+from course_lib.precision import gradient_of
+from course_lib.training import loss_of
+
+SEQ_LEN = 16
+SMALL = replace(
+    PRESETS["toy"], num_layers=4, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=50, vocab_size=61
+)  # features and vocabulary do not divide by 4
+EXPERTS = MoeConfig(8, 2, 24, num_shared_experts=1, balancing="aux_loss", first_dense_layers=1)
+CONFIGS = {
+    "llama": SMALL,
+    "tied": replace(SMALL, tied=True),
+    "gpt": replace(SMALL, family="gpt", num_kv_heads=4, tied=True),
+    "experts": replace(SMALL, moe=EXPERTS),
+    "tied experts": replace(SMALL, tied=True, moe=EXPERTS),
+}
+CONFIGS["biased experts"] = with_moe(CONFIGS["experts"], balancing="bias", score="sigmoid", bias_speed=0.1)
+
+
+def micro_batches(layout, dp_rank, config, step=0):
+    """What one dp rank brings to a step."""
+    made = []
+    for index in range(layout.accumulation):
+        generator = torch.Generator().manual_seed(1000 * step + 100 * dp_rank + index)
+        tokens_BS = torch.randint(config.vocab_size, (layout.micro_batch, SEQ_LEN + 1), generator=generator)
+        made.append((tokens_BS[:, :-1], tokens_BS[:, 1:]))
+    return made
+
+
+@lru_cache
+def one_process(name, dp, micro_batch, accumulation, steps=2, clip_norm=0.1):
+    """Losses and norms of some clipped steps, the first gradients and the last parameters, of all dp ranks' batches."""
+    config, layout = CONFIGS[name], Layout(dp=dp, micro_batch=micro_batch, accumulation=accumulation)
+    reference = model.build(config, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
+    losses, norms, first = [], [], {}
+    for step in range(steps):
+        of_ranks = [micro_batches(layout, rank, config, step) for rank in range(dp)]
+        loss = 0.0
+        for index in range(accumulation):
+            x_BS, y_BS = (torch.cat([batches[index][which] for batches in of_ranks]) for which in (0, 1))
+            share = loss_of(reference, x_BS, y_BS) / accumulation
+            share.backward()
+            loss += share.item()
+        first = first or {name: param.grad.clone() for name, param in reference.named_parameters()}
+        norms.append(torch.nn.utils.clip_grad_norm_(reference.parameters(), clip_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        balance_after_step(reference)
+        losses.append(loss)
+    return losses, norms, first, {name: param.detach() for name, param in reference.named_parameters()}
+
+
+def on_ranks(name, text, steps=2, clip_norm=0.1):
+    """The same under a layout, as one rank sees it; `apart`: how far its own gradients are from the whole ones."""
+    config, layout = CONFIGS[name], Layout.parse(text)
+    engine = five_d.build(config, layout, dtype=torch.float64)
+    optimizer = five_d.make_optimizer(engine, lr=0.01)
+    losses, norms = [], []
+    for step in range(steps):
+        batches = micro_batches(layout, engine.groups.coordinates["dp"], config, step)
+        if step == 0:  # a step in its parts, to see the gradients before they are clipped
+            losses.append(five_d.accumulate_gradients(engine, batches).item())
+            first, apart = whole.full_gradients(engine), 0.0
+            if layout.zero == 0:
+                apart = distance_of_mine(engine, first)
+            norms.append(sums.clip_gradients(engine, clip_norm).item())
+            five_d.update(engine, optimizer)
+        else:
+            losses.append(five_d.step(engine, batches, optimizer, clip_norm).item())
+    shapes = {name: tuple(param.shape) for name, param in five_d.named_parameters(engine).items()}
+    return losses, norms, first, whole.full_parameters(engine), apart, shapes
+
+
+def distance_of_mine(engine, gradients):
+    """Where several ranks have the same numbers, each must have those that were put together."""
+    cuts, tp_rank = five_d.cuts_of(engine), engine.groups.tp.rank()
+    return max(
+        (gradient_of(param) - (cuts[name].part(gradients[name], tp_rank) if name in cuts else gradients[name]))
+        .abs()
+        .max()
+        .item()
+        for name, param in five_d.named_parameters(engine).items()
+    )
+
+
+def distances(found, expected):
+    """Largest differences: of losses, norms, first gradients, last parameters."""
+    (losses, norms, first, last, *_), (losses_1, norms_1, first_1, last_1) = found, expected
+    assert first.keys() == first_1.keys() and last.keys() == last_1.keys()
+    return {
+        "loss": max(abs(a - b) for a, b in zip(losses, losses_1, strict=True)),
+        "norm": max(abs(a - b) for a, b in zip(norms, norms_1[: len(norms)], strict=True)),
+        "gradients": max((first[name] - first_1[name]).abs().max().item() for name in first_1),
+        "parameters": max((last[name] - last_1[name]).abs().max().item() for name in last_1),
+    }

@@ -1,0 +1,315 @@
+"""The five-dimensional trainer against one process: gradients, losses, norms, parameters after two clipped steps."""
+
+from contextlib import contextmanager
+from itertools import combinations
+from unittest.mock import patch
+
+import pytest
+import torch
+from five_d_cases import CONFIGS, distances, micro_batches, on_ranks, one_process
+
+from course_lib.launch import launch
+from course_lib.layout import Layout
+from course_lib.parallel import executor, expert_tensor, five_d, shards, sums, tensor, whole
+
+# (model, layout): every pair of techniques that can be combined is in one of them, see the next test
+TWO = [
+    ("llama", "dp=2,micro_batch=2"),
+    ("tied", "dp=2,zero=1,accumulation=2,recompute=full"),
+    ("tied", "dp=2,zero=2,accumulation=2,recompute=full"),
+    ("tied", "dp=2,zero=3,accumulation=2,recompute=selective"),
+    ("gpt", "tp=2,accumulation=2,recompute=selective"),
+    ("gpt", "tp=2,sequence_parallel=true,accumulation=2,recompute=full"),
+    ("llama", "cp=2,accumulation=2,recompute=full"),
+    ("tied", "cp=2,zero=3,cp_method=ulysses,recompute=full"),
+    ("tied", "pp=2,accumulation=3,micro_batch=2,recompute=full"),
+    ("tied", "pp=2,schedule=interleaved,v=2,accumulation=4,recompute=full"),
+    ("tied experts", "pp=2,schedule=zbv,accumulation=3,recompute=full"),
+    ("experts", "dp=2,ep=2,accumulation=2,recompute=full"),
+    ("llama", "tp=2,schedule=interleaved,v=2,accumulation=2"),
+]
+FOUR = [
+    ("tied", "dp=2,tp=2,zero=1,accumulation=2"),
+    ("llama", "dp=2,tp=2,zero=2,sequence_parallel=true,accumulation=2"),
+    ("tied", "dp=2,tp=2,zero=3,sequence_parallel=true,accumulation=2,recompute=full"),
+    ("llama", "tp=4,sequence_parallel=true"),  # two key/value heads on four ranks
+    ("tied", "tp=4,zero=3"),
+    ("tied", "pp=2,dp=2,zero=1,accumulation=4"),
+    ("llama", "pp=2,dp=2,zero=2,accumulation=2,schedule=interleaved,v=2"),
+    ("tied", "pp=2,dp=2,zero=3,accumulation=3,schedule=interleaved,v=1"),
+    ("llama", "pp=2,dp=2,zero=3,accumulation=2,schedule=interleaved,v=2"),
+    ("experts", "pp=2,dp=2,ep=2,zero=1,schedule=dualpipe_v,accumulation=4"),
+    ("experts", "pp=2,cp=2,ep=2,zero=1,schedule=zb_h1,accumulation=3,cp_method=ulysses"),
+    ("llama", "pp=4,schedule=zb_h2,accumulation=4,layers_of_stage=1-1-1-1"),
+    ("tied", "pp=2,tp=2,sequence_parallel=true,schedule=interleaved,v=2,accumulation=4"),
+    ("gpt", "pp=2,tp=2,sequence_parallel=true,accumulation=2,layers_of_stage=1-3"),
+    ("llama", "cp=2,tp=2,sequence_parallel=true,zero=1,cp_method=all_gather"),
+    ("gpt", "cp=2,tp=2,cp_method=ulysses,zero=2,sequence_parallel=true"),
+    ("llama", "cp=4,zero=2,cp_placement=striped"),
+    ("llama", "dp=2,cp=2,zero=1,cp_method=ulysses,order=tp-cp-dp-pp"),
+    ("tied", "dp=2,cp=2,zero=3,cp_placement=contiguous"),
+    ("gpt", "pp=2,cp=2,accumulation=2,schedule=interleaved,v=2,cp_method=ulysses"),
+    ("llama", "pp=2,cp=2,accumulation=2,schedule=interleaved,v=2"),
+    ("experts", "dp=2,tp=2,ep=2,zero=2,accumulation=2"),
+    ("tied experts", "dp=2,tp=2,ep=2,zero=3,sequence_parallel=true,accumulation=2,recompute=selective"),
+    ("biased experts", "dp=2,cp=2,ep=4,zero=1,accumulation=2,expert_method=once_per_rank"),
+    ("experts", "dp=2,cp=2,ep=2,zero=3,accumulation=2"),
+    ("biased experts", "pp=2,dp=2,ep=2,schedule=interleaved,v=2,accumulation=2"),
+]
+EIGHT = [
+    ("experts", "pp=2,tp=2,cp=2,ep=2,zero=1,sequence_parallel=true,accumulation=3"),  # everything at once
+    ("tied experts", "pp=2,tp=2,dp=2,ep=2,zero=3,sequence_parallel=true,accumulation=2,recompute=full"),
+    ("biased experts", "pp=2,dp=2,cp=2,ep=4,zero=2,accumulation=2,cp_method=all_gather,order=cp-dp-pp-tp"),
+    ("tied", "pp=2,dp=2,tp=2,zero=1,sequence_parallel=true,schedule=interleaved,v=2,accumulation=2"),
+    ("llama", "dp=2,cp=2,tp=2,zero=3,sequence_parallel=true,accumulation=2"),
+    ("experts", "dp=2,cp=2,pp=2,ep=2,zero=1,schedule=dualpipe_v,accumulation=4"),
+]
+CASES = {2: TWO, 4: FOUR, 8: EIGHT}
+ALL = [(ranks, *case) for ranks, cases in CASES.items() for case in cases]
+
+
+# --- every pair
+
+
+def techniques(name, text):
+    """What a case puts together."""
+    layout = Layout.parse(text)
+    found = {f"zero {layout.zero}"} if layout.zero else set()
+    found |= {axis for axis in ("dp", "tp", "pp", "ep") if getattr(layout, axis) > 1}
+    if layout.sequence_parallel:
+        found.add("sequence parallel")
+    if layout.cp > 1:
+        found.add("ulysses" if layout.cp_method == "ulysses" else "cp")
+    if layout.schedule != "1f1b":
+        found.add("interleaved" if layout.schedule == "interleaved" else "split backward")
+    if layout.recompute == "full":
+        found.add("recomputation")
+    if CONFIGS[name].tied:
+        found.add("tied")
+    return found
+
+
+EXCLUSIVE = [
+    {"zero 1", "zero 2"},
+    {"zero 1", "zero 3"},
+    {"zero 2", "zero 3"},
+    {"cp", "ulysses"},
+    {"interleaved", "split backward"},
+]
+IMPOSSIBLE = {  # pair -> a layout that would have both, and what it is told
+    ("split backward", "zero 2"): ("dp=2,pp=2,zero=2,schedule=zb_h1", "puts off|does that of the weights later"),
+    ("split backward", "zero 3"): ("dp=2,pp=2,zero=3,schedule=zbv", "does that of the weights later"),
+    ("split backward", "tp"): ("tp=2,pp=2,schedule=zb_h1", "puts off the half of the weights"),
+    ("sequence parallel", "split backward"): ("tp=2,pp=2,sequence_parallel=true,schedule=zb_h1", "puts off"),
+}
+
+
+def test_every_pair_of_techniques_that_can_be_combined_is_in_a_case():
+    of_cases = [techniques(name, text) for _, name, text in ALL]
+    names = sorted(set().union(*of_cases))
+    assert len(ALL) >= 30 and len(names) == 14
+    missing = [
+        pair
+        for pair in combinations(names, 2)
+        if set(pair) not in EXCLUSIVE and pair not in IMPOSSIBLE and not any(set(pair) <= found for found in of_cases)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("pair", IMPOSSIBLE, ids=" with ".join)
+def test_what_cannot_be_combined_says_so_and_why(pair):
+    text, why = IMPOSSIBLE[pair]
+    with pytest.raises(ValueError, match=why):
+        Layout.parse(text)
+
+
+# --- equal to one process
+
+
+def run_cases(cases):
+    torch.manual_seed(0)
+    return [on_ranks(*case) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return {ranks: launch(run_cases, ranks, cases, timeout=300, quiet=True) for ranks, cases in CASES.items()}
+
+
+@pytest.mark.parametrize(("ranks", "name", "text"), ALL, ids=[f"{r}-{n}-{t}" for r, n, t in ALL])
+def test_a_layout_equals_one_process(found, ranks, name, text):
+    layout, index = Layout.parse(text), CASES[ranks].index((name, text))
+    assert layout.world_size == ranks
+    expected = one_process(name, layout.dp, layout.micro_batch, layout.accumulation)
+    results = found[ranks]
+    for of_rank in results:
+        far = distances(of_rank[index], expected)
+        assert far["loss"] < 1e-10 and far["gradients"] < 1e-10 and far["norm"] < 1e-10
+        assert far["parameters"] < 1e-6  # AdamW divides a gradient near zero by its own length
+        assert of_rank[index][4] < 1e-10
+    shapes = [of_rank[index][5] for of_rank in results]
+    check_shapes(CONFIGS[name], layout, shapes)
+
+
+def check_shapes(config, layout, shapes):
+    """Each rank has its layers, its part of each matrix and its experts, and nothing else."""
+    layers = {name.split(".")[1] for name in shapes[0] if name.startswith("blocks.")}
+    if layout.pp > 1:
+        assert len(layers) < config.num_layers
+    layer = min(layers)
+    heads = config.num_heads * config.head_dim // layout.tp
+    assert shapes[0][f"blocks.{layer}.attention.q.weight"] == (heads, config.d_model)
+    assert shapes[0][f"blocks.{layer}.attention.o.weight"] == (config.d_model, heads)
+    if config.moe is not None:
+        layer = max(layers)
+        mine = [name for name in shapes[0] if name.startswith(f"blocks.{layer}.mlp.experts.") and "up" in name]
+        assert len(mine) == config.moe.num_experts // layout.ep
+    if layout.tp > 1:
+        assert sum(s["embed.weight"][0] for s in shapes[: layout.tp] if "embed.weight" in s) in (0, config.vocab_size)
+
+
+# --- planted bugs
+
+
+@contextmanager
+def averages_experts_like_everything():
+    """Experts' gradients summed over data, where other ranks have other experts."""
+    kind_function = sums.kind_function
+    with patch.object(
+        sums, "kind_function", lambda engine: lambda p: kind_function(engine)(p).replace("experts", "norms")
+    ):
+        yield
+
+
+@contextmanager
+def forgets_norms_over_tp():
+    sum_over = sums.sum_over
+    with patch.object(
+        sums, "sum_over", lambda params, group: None if group.group_name == TP[0] else sum_over(params, group)
+    ):
+        yield
+
+
+@contextmanager
+def takes_the_mean_over_data():
+    collect = shards.FlatShard.collect
+
+    def wrong(flat, param):
+        flat.divisor = flat.group.size()
+        collect(flat, param)
+
+    with patch.object(shards.FlatShard, "collect", wrong):
+        yield
+
+
+@contextmanager
+def forgets_where_tokens_stand():
+    with patch.object(five_d.FiveD, "positions", lambda engine, seq_len: torch.arange(seq_len // engine.layout.cp)):
+        yield
+
+
+@contextmanager
+def counts_balancing_tp_times():
+    cut = expert_tensor.cut_experts_sharded
+
+    def wrong(moe, stream):
+        cut(moe, stream)
+        moe.aux_share = 1.0
+
+    with patch.object(expert_tensor, "cut_experts_sharded", wrong):
+        yield
+
+
+@contextmanager
+def drops_balancing_of_inner_stages():
+    with patch.object(executor.Work, "share_of_balancing", lambda work, stage, y_BS: None):
+        yield
+
+
+@contextmanager
+def forgets_shared_heads():
+    with patch.object(tensor, "replica_group_of", lambda config, group: None):
+        yield
+
+
+TP = [""]
+PLANTED = [
+    (averages_experts_like_everything, "experts", "dp=2,tp=2,ep=2,zero=0,accumulation=2"),
+    (forgets_norms_over_tp, "llama", "dp=2,tp=2,sequence_parallel=true"),
+    (takes_the_mean_over_data, "llama", "dp=2,tp=2,zero=1"),
+    (forgets_where_tokens_stand, "llama", "cp=2,tp=2"),
+    (counts_balancing_tp_times, "experts", "tp=2,dp=2,ep=2,sequence_parallel=true"),
+    (drops_balancing_of_inner_stages, "experts", "pp=2,dp=2,ep=2"),
+    (forgets_shared_heads, "llama", "tp=4"),
+]
+
+
+def planted():
+    found = []
+    for bug, name, text in PLANTED:
+        layout = Layout.parse(text)
+        with bug():
+            engine = five_d.build(CONFIGS[name], layout, dtype=torch.float64)
+            TP[0] = engine.groups.tp.group_name
+            batches = micro_batches(layout, engine.groups.coordinates["dp"], CONFIGS[name])
+            loss = five_d.accumulate_gradients(engine, batches)
+        found.append((loss.item(), whole.full_gradients(engine)))
+    return found
+
+
+def test_planted_bugs_are_found():
+    for rank, of_rank in enumerate(launch(planted, 4, quiet=True)):
+        for (bug, name, text), (_, gradients) in zip(PLANTED, of_rank, strict=True):
+            layout = Layout.parse(text)
+            _, _, expected, _ = one_process(name, layout.dp, layout.micro_batch, layout.accumulation)
+            far = max((gradients[key] - expected[key]).abs().max().item() for key in expected)
+            assert far > 1e-6, f"{bug.__name__} was not seen on rank {rank}"
+
+
+# --- invalid input, and 16-bit numbers
+
+
+def refusals():
+    config, layout = CONFIGS["llama"], Layout.parse("tp=2,sequence_parallel=true,accumulation=2")
+    engine = five_d.build(config, layout)
+    fitting = micro_batches(layout, 0, config)
+    said = []
+    for batches in (
+        fitting[:1],
+        [(x.repeat(2, 1), y.repeat(2, 1)) for x, y in fitting],
+        [fitting[0], tuple(t[:, :8] for t in fitting[1])],
+    ):
+        with pytest.raises(ValueError) as refused:
+            five_d.accumulate_gradients(engine, batches)
+        said.append(str(refused.value))
+    with pytest.raises(ValueError) as refused:
+        five_d.build(config, Layout(tp=4))
+    return [*said, str(refused.value)]
+
+
+def low_precision():
+    config, found = CONFIGS["llama"], {}
+    for text in ("dp=2,accumulation=2", "dp=2,zero=1,accumulation=2", "dp=2,zero=3,accumulation=2"):
+        layout = Layout.parse(text)
+        engine = five_d.build(config, layout, dtype=torch.bfloat16, grad_dtype=torch.float32)
+        optimizer = five_d.make_optimizer(engine, lr=0.01)
+        for step in range(3):
+            five_d.step(engine, micro_batches(layout, engine.groups.coordinates["dp"], config, step), optimizer, 1.0)
+        found[text] = whole.full_parameters(engine)
+    return found
+
+
+def test_what_does_not_fit_is_refused_on_every_rank():
+    for one, two, three, four in launch(refusals, 2, quiet=True):
+        assert "1 micro-batches" in one and "accumulation=2" in one
+        assert "2 sequences" in two and "micro_batch=1" in two
+        assert "8 tokens" in three and "16" in three
+        assert "2 ranks" in four and "launch that many" in four
+
+
+def test_bf16_with_fp32_gradients_and_masters_is_the_same_under_every_stage_of_zero():
+    whole_of, sharded, freed = launch(low_precision, 2, quiet=True)[0].values()
+    for name, param in whole_of.items():
+        assert param.dtype == torch.bfloat16
+        torch.testing.assert_close(sharded[name], param, atol=2e-3, rtol=2e-2)
+        torch.testing.assert_close(freed[name], sharded[name], atol=0, rtol=0)
