@@ -197,13 +197,17 @@ def links_of_axes(mesh: Mesh, ranks_per_node: int, ep_size: int = 1) -> dict[str
     }
     links = {}
     for axis, groups in shapes.items():
+        if (size := len(groups[0])) == 1:
+            links[axis] = AxisLinks(1, 1, 1, "none")
+            continue
         firsts = _places_in_node(mesh, (axis,) if axis in AXES else ("dp", "cp"), ranks_per_node)
         counts = [
-            Counter((first + rank) // ranks_per_node for rank in group).values() for group in groups for first in firsts
+            Counter([(first + rank) // ranks_per_node for rank in group]).values()
+            for group in groups
+            for first in firsts
         ]
-        size, in_node, nodes = len(groups[0]), min(map(min, counts)), max(map(len, counts))
-        shared = max(map(max, counts)) > 1
-        kind = "none" if size == 1 else "node" if nodes == 1 else "both" if shared else "network"
+        in_node, nodes, shared = min(map(min, counts)), max(map(len, counts)), max(map(max, counts)) > 1
+        kind = "node" if nodes == 1 else "both" if shared else "network"
         links[axis] = AxisLinks(size, in_node, nodes, kind)
     return links
 

@@ -13,9 +13,10 @@ from course_lib.layout import DEFAULTS, Layout
 from course_lib.mesh import AXES
 
 TOY = preset("toy")
+TIED = replace(TOY, name="tied", num_layers=6, num_heads=12, head_dim=8, tied=True)
 MODELS = [
     TOY,
-    replace(TOY, name="tied", num_layers=6, num_heads=12, head_dim=8, tied=True),
+    TIED,
     replace(TOY, name="narrow", d_ff=5),
     ModelConfig("gpt", 3, 32, 4, 4, 64, 256, 64, family="gpt", dropout=0.1),
     preset("toy-moe"),
@@ -281,6 +282,12 @@ def test_layouts_of_published_runs_are_possible():
             lambda: Layout(pp=4, schedule="interleaved", v=2, accumulation=6),
             "nearest: accumulation=4 or accumulation=8",
         ),
+        (lambda: Layout(pp=2, layers_of_stage=(0, 4)), "one number, 1 or more, for each stage; nearest: .*=2-2"),
+        (
+            lambda: Layout(pp=2, schedule="zbv", zero=1).check_model(TIED),
+            "two stages of one rank.*; nearest: zero=0 or",
+        ),
+        (lambda: Layout(schedule="interleaved", v=2, zero=1).check_model(TIED), r"interleaved with pp \(1\)"),
         (lambda: Layout(expert_method="once_per_node"), "how many ranks share a node"),
         (lambda: Layout.parse(""), "'' in layout '' is not name=value; write dp=2"),
         (lambda: Layout.parse("dp=2,tp"), "'tp' in layout 'dp=2,tp' is not name=value"),
