@@ -244,20 +244,10 @@ def load(engine: FiveD, optimizer: Optimizer | None, folder: str | Path) -> Rest
 
 def open_checkpoint(folder: Path, group: dist.ProcessGroup) -> tuple[Path, dict]:
     """The same one on every rank, found to be whole: each rank checks some of its files."""
-    path = together(group, lambda: find(folder) if group.rank() == 0 else None)[0]
+    path = together(group, lambda: files.find(folder) if group.rank() == 0 else None)[0]
     manifest = together(group, lambda: files.read_manifest(path))[group.rank()]
     together(group, lambda: files.verify(path, manifest, group.rank(), group.size()))
     return path, manifest
-
-
-def find(folder: Path) -> Path:
-    """The folder itself, if it is a checkpoint, or the last complete one in it."""
-    if (folder / files.MANIFEST).is_file() or files.is_name(folder):
-        return folder
-    found = latest(folder)
-    if found is None:
-        raise ValueError(f"{folder} holds no complete checkpoint; save one first, or give the folder that has them")
-    return found
 
 
 def check_model(engine: FiveD, path: Path, manifest: dict) -> None:

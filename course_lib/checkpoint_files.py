@@ -21,13 +21,13 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -43,6 +43,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from course_lib.parallel.pieces import Piece
 
@@ -125,12 +127,51 @@ class PiecesToWrite(dcp.DefaultSavePlanner):
         return self.tensors[write_item.index]
 
 
-class TensorWriter(FileSystemWriter):
-    """DCP's writer, which keeps what it knows at the end, on the first rank, for the manifest."""
+class Summed:
+    """A file that knows the checksum of what was written to it."""
 
-    def __init__(self, folder: Path):
-        super().__init__(folder, per_thread_copy_ahead=0)
-        self.tensors: dict[str, dict] = {}
+    def __init__(self, file: BinaryIO):
+        self.file, self.sha256 = file, hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.sha256.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def entry(self) -> dict:
+        return {"bytes": self.file.tell(), "sha256": self.sha256.hexdigest()}
+
+
+class TensorWriter(FileSystemWriter):
+    """DCP's writer, but for two things: a rank copies one piece at a time, and what the manifest needs is kept.
+
+    files     of what this rank wrote: bytes and checksum
+    tensors   on the first rank at the end: where each piece of all ranks is
+    """
+
+    def __init__(self, folder: Path, rank: int):
+        super().__init__(folder)
+        self.name, self.files, self.tensors = f"__{rank}_0.distcp", {}, {}
+
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        """As DCP's, which keeps every piece that it had to copy until the file is done."""
+        results: Future[list[WriteResult]] = Future()
+        with open(Path(self.path) / self.name, "wb") as file:
+            summed = Summed(file)
+            results.set_result([self.write_item(summed, item, planner.resolve_data(item)) for item in plan.items])
+            file.flush()
+            os.fsync(file.fileno())
+            self.files[self.name] = summed.entry()
+        return results
+
+    def write_item(self, file: Summed, item: WriteItem, x: Tensor) -> WriteResult:
+        """A view is copied first: torch.save would write all of its storage."""
+        start = file.file.tell()
+        torch.save(x.cpu() if x.untyped_storage().nbytes() == x.nbytes else x.to("cpu", copy=True), file)
+        length = file.file.tell() - start
+        return WriteResult(item.index, length, _StorageInfo(self.name, start, length))
 
     def finish(self, metadata: Metadata, results: list[list]) -> None:
         super().finish(metadata, results)
@@ -174,7 +215,7 @@ def write(final: Path, pieces: list[Piece], about: dict, group: dist.ProcessGrou
     Raises   RuntimeError on every rank if one could not write: what is there then is a partial folder
     """
     first, partial = group.rank() == 0, partial_of(final)
-    writer = TensorWriter(partial)
+    writer = TensorWriter(partial, group.rank())
     try:
         dcp.save(by_name(pieces), storage_writer=writer, planner=PiecesToWrite(), process_group=group)
     except dcp.CheckpointException as error:
@@ -182,8 +223,10 @@ def write(final: Path, pieces: list[Piece], about: dict, group: dist.ProcessGrou
         raise RuntimeError(
             f"{partial} could not be written ({reasons}); the checkpoints before are as they were"
         ) from (error)
-    sums = together(group, lambda: checksums(partial, [f"__{group.rank()}_*", *([".metadata"] if first else [])]))
-    files = {name: entry for of_rank in sums for name, entry in of_rank.items()}
+    written = together(
+        group, lambda: writer.files | ({".metadata": file_entry(partial / ".metadata")} if first else {})
+    )
+    files = {name: entry for of_rank in written for name, entry in of_rank.items()}
     together(group, lambda: put_in_place(final, partial, about, files, writer.tensors, keep) if first else None)
 
 
@@ -206,11 +249,6 @@ def clear_way(final: Path) -> None:
 
 def partial_of(final: Path) -> Path:
     return final.with_name(final.name + PARTIAL)
-
-
-def checksums(folder: Path, patterns: list[str]) -> dict[str, dict]:
-    """Name -> bytes and SHA-256 of the files of these patterns."""
-    return {path.name: file_entry(path) for pattern in patterns for path in sorted(folder.glob(pattern))}
 
 
 def file_entry(path: Path) -> dict:
@@ -247,6 +285,16 @@ def digest(manifest: dict) -> str:
 
 
 # --- reading
+
+
+def find(folder: Path) -> Path:
+    """The folder itself, if it is a checkpoint, or the last complete one in it."""
+    if (folder / MANIFEST).is_file() or is_name(folder):
+        return folder
+    found = latest(folder)
+    if found is None:
+        raise ValueError(f"{folder} holds no complete checkpoint; save one first, or give the folder that has them")
+    return found
 
 
 def read_manifest(checkpoint: Path) -> dict:

@@ -75,7 +75,7 @@ class Holding:
 
     def pieces_to_write(self, numbers: Tensor, prefix: str) -> list[Piece]:
         """Those that this rank writes, none too large: ranks that hold the same take turns."""
-        mine = [small for piece in self.pieces(numbers, prefix) if piece.writes for small in split_rows(piece)]
+        mine = [small for piece in self.pieces(numbers, prefix) if piece.writes for small in split_rows(piece, MAX_PIECE_BYTES)]
         return mine[self.copy :: self.copies]
 
 
@@ -107,7 +107,7 @@ def pieces_of(places: Iterable[Place], start: int, numbers_p: Tensor) -> list[Pi
     return pieces
 
 
-def split_rows(piece: Piece, max_bytes: int = MAX_PIECE_BYTES) -> list[Piece]:
+def split_rows(piece: Piece, max_bytes: int) -> list[Piece]:
     """The same in pieces of whole rows, each of at most so many bytes; one row is not split."""
     count = ceil(piece.tensor.nbytes / max_bytes)
     if count <= 1 or piece.tensor.dim() == 0:

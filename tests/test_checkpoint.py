@@ -1,0 +1,433 @@
+"""Saved under one layout, loaded under others; complete or refused; nothing in a file is executed."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from course_lib import checkpoint, checkpoint_files
+from course_lib.checkpoint_files import latest, name_of
+from course_lib.config import MoeConfig
+from course_lib.launch import RankError, launch
+from course_lib.layout import Layout
+from course_lib.memory.tracker import MemoryTracker
+from course_lib.model import ModelConfig
+from course_lib.parallel import five_d
+from course_lib.parallel.pieces import Piece
+from course_lib.parallel.whole import full_parameters
+
+DENSE = ModelConfig("dense", 4, 32, 4, 2, 52, 97, 64, tied=True)  # 97 and 52 / 4 do not divide; 2 heads on tp 4
+GPT = ModelConfig("gpt", 2, 32, 4, 4, 64, 97, 64, family="gpt", dropout=0.1)
+MOE = ModelConfig("moe", 2, 32, 4, 2, 52, 97, 64,
+                  moe=MoeConfig(4, 2, 24, num_shared_experts=1, score="sigmoid", balancing="bias"))  # fmt: skip
+F32, BF16 = torch.float32, torch.bfloat16
+
+# name: (model, dtype, layout that saves)
+SOURCES = {
+    "alone": (DENSE, F32, "dp=1"),
+    "zero1": (DENSE, F32, "dp=2,tp=2,zero=1"),
+    "bf16": (DENSE, BF16, "tp=4"),
+    "tied": (DENSE, F32, "pp=4,accumulation=4"),
+    "gpt": (GPT, F32, "dp=2,tp=2,sequence_parallel=true,zero=3"),
+    "moe": (MOE, F32, "dp=2,tp=2,ep=2,sequence_parallel=true,zero=2"),
+}
+# (saved by, layout that loads)
+PAIRS = [
+    ("alone", "tp=2,pp=2,accumulation=2"),
+    ("zero1", "pp=4,accumulation=4"),
+    ("zero1", "tp=4"),
+    ("zero1", "dp=4,zero=3"),
+    ("bf16", "dp=2,tp=2,zero=3"),
+    ("tied", "dp=2,cp=2,zero=2"),
+    ("gpt", "dp=4,zero=1"),
+    ("moe", "dp=2,pp=2,ep=2,accumulation=2,zero=1"),
+    ("zero1", "dp=2,zero=2"),
+    ("bf16", "pp=2,accumulation=2"),
+    ("gpt", "tp=2,sequence_parallel=true"),
+    ("moe", "dp=2,ep=2"),
+    ("zero1", "dp=1"),
+    ("bf16", "dp=1,zero=1"),
+    ("tied", "dp=1"),
+    ("gpt", "dp=1,zero=2"),
+    ("moe", "dp=1"),
+]
+
+
+# --- on ranks
+
+
+def built(config, text, dtype=F32, seed=0):
+    engine = five_d.build(config, Layout.parse(text), seed, dtype)
+    return engine, five_d.make_optimizer(engine)
+
+
+def micro_batches(engine, step):
+    layout = engine.layout
+    chance = torch.Generator().manual_seed(100 * step + engine.groups.coordinates["dp"])
+    tokens = torch.randint(97, (layout.accumulation, 2, 1, 16), generator=chance)
+    return list(tokens.unbind(0))
+
+
+def train(engine, optimizer, steps):
+    """Losses of these steps, with a learning rate that falls."""
+    losses = []
+    for step in steps:
+        for options in optimizer.param_groups:
+            options["lr"] = 3e-3 / (1 + step)
+        losses.append(five_d.step(engine, micro_batches(engine, step), optimizer).item())
+    return losses
+
+
+def whole_state(engine, optimizer):
+    """Everything by name, gathered by the engine's own means: each state takes the parameters' place for a moment."""
+    held = [flat.shard_p for sharded in engine.zeros.values() for flat in sharded.flats] or list(engine.parameters())
+    whole = {f"model.{name}": x.clone() for name, x in full_parameters(engine).items()}
+    counts = set()
+    for key in ("exp_avg", "exp_avg_sq", "master"):
+        if all(key in optimizer.state[param] for param in held):
+            numbers = [param.data for param in held]
+            for param in held:
+                param.data = optimizer.state[param][key]
+            whole |= {f"{key}.{name}": x.clone() for name, x in full_parameters(engine).items()}
+            for param, before in zip(held, numbers):
+                param.data = before
+    for param in held:
+        counts.add(int(optimizer.state[param].get("step", optimizer.param_groups[0].get("step"))))
+    biases = {name: x for stage in engine.stages.values() for name, x in stage.named_buffers() if "bias_steps" in name}
+    options = {key: optimizer.param_groups[0][key] for key in ("lr", "betas", "eps", "weight_decay")}
+    return whole, counts, biases, options
+
+
+def assert_same(found, wanted):
+    (whole, counts, biases, options), (wanted_whole, wanted_counts, wanted_biases, wanted_options) = found, wanted
+    assert whole.keys() == wanted_whole.keys()
+    for name, x in wanted_whole.items():
+        assert x.dtype == whole[name].dtype and torch.equal(x, whole[name]), name
+    assert (counts, options) == (wanted_counts, wanted_options)
+    for name, x in biases.items():  # of this rank's stages
+        assert torch.equal(x, wanted_biases[name]) if name in wanted_biases else torch.distributed.get_world_size() > 1
+
+
+def save_some(folder, names):
+    """Trains two steps and saves, beside what the engine itself says that its state is."""
+    for name in names:
+        config, dtype, text = SOURCES[name]
+        engine, optimizer = built(config, text, dtype)
+        train(engine, optimizer, range(2))
+        rank = torch.tensor(torch.distributed.get_rank())
+        checkpoint.save(engine, optimizer, folder / name, 2, {"place": rank}, about={"model": name})
+        state = whole_state(engine, optimizer)
+        gathered = [None] * engine.groups.pp.size()
+        torch.distributed.all_gather_object(gathered, state[2], group=engine.groups.pp)
+        if rank == 0:
+            torch.save((*state[:2], {k: x for of in gathered for k, x in of.items()}, state[3]), folder / f"{name}.pt")
+    torch.distributed.barrier()
+
+
+def load_some(folder, pairs):
+    for name, text in pairs:
+        config, dtype, saved_as = SOURCES[name]
+        engine, optimizer = built(config, text, dtype, seed=1)
+        if "zero" not in text:
+            train(engine, optimizer, range(1))  # what was there before leaves no trace
+        restored = checkpoint.load(engine, optimizer, folder / name)
+        assert (restored.step, restored.about, restored.same_mesh) == (2, {"model": name}, text == saved_as)
+        assert restored.extra["place"] == 0
+        assert_same(whole_state(engine, optimizer), torch.load(folder / f"{name}.pt", weights_only=True))
+
+
+def go_on(folder, config, text, dtype=F32):
+    """Bit for bit the same whether training was interrupted or not."""
+    folder = folder / f"{config.name} {text}"
+    engine, optimizer = built(config, text, dtype)
+    train(engine, optimizer, range(2))
+    mine = torch.arange(3) + torch.distributed.get_rank()
+    checkpoint.save(engine, optimizer, folder, 2, {"mine": mine})
+    wanted = train(engine, optimizer, range(2, 4)), whole_state(engine, optimizer), torch.get_rng_state()
+
+    engine, optimizer = built(config, text, dtype, seed=3)
+    restored = checkpoint.load(engine, optimizer, folder)
+    assert restored.same_mesh and torch.equal(restored.extra["mine"], mine)
+    losses = train(engine, optimizer, range(2, 4))
+    assert losses == wanted[0] and torch.equal(torch.get_rng_state(), wanted[2])
+    assert_same(whole_state(engine, optimizer), wanted[1])
+
+
+def on_four_ranks(folder):
+    save_some(folder, [name for name in SOURCES if name != "alone"])
+    load_some(folder, [pair for pair in PAIRS if Layout.parse(pair[1]).world_size == 4])
+    go_on(folder, GPT, "dp=2,tp=2,zero=1")
+    go_on(folder, replace(GPT, tied=True), "pp=2,dp=2,zero=2,accumulation=2")
+    go_on(folder, MOE, "dp=2,pp=2,ep=2,accumulation=2")
+
+
+def on_two_ranks(folder):
+    load_some(folder, [pair for pair in PAIRS if Layout.parse(pair[1]).world_size == 2])
+    go_on(folder, DENSE, "dp=2,zero=3", BF16)
+    saved_meanwhile(folder / "meanwhile")
+    failing(folder / "failing")
+
+
+def saved_meanwhile(folder):
+    """Files are written after two further steps: they hold what was there when save_async was called."""
+    engine, optimizer = built(DENSE, "dp=2,zero=1")
+    train(engine, optimizer, range(1))
+    wanted, may_write, write = whole_state(engine, optimizer), threading.Event(), checkpoint_files.write
+
+    def write_later(*arguments):
+        may_write.wait()
+        write(*arguments)
+
+    checkpoint_files.write = write_later
+    saving = checkpoint.save_async(engine, optimizer, folder, 1)
+    train(engine, optimizer, range(1, 3))
+    assert not saving.done and latest(folder) is None
+    may_write.set()
+    checkpoint.save_async(engine, optimizer, folder, 3)  # one at a time: waits for the first
+    assert saving.done and saving.path == folder / name_of(1)
+    engine.saving.wait()
+    assert [path.name for path in checkpoint_files.complete(folder)] == [name_of(1), name_of(3)]
+    checkpoint_files.write = write
+    other = built(DENSE, "tp=2", seed=1)
+    checkpoint.load(*other, folder / name_of(1))
+    assert_same(whole_state(*other), wanted)
+
+
+def failing(folder):
+    """A rank that cannot write: all ranks hear of it at the next call, and go on saving."""
+    engine, optimizer = built(DENSE, "dp=2")
+    train(engine, optimizer, range(1))
+    checkpoint.save(engine, optimizer, folder, 1)
+    resolve = checkpoint_files.PiecesToWrite.resolve_data
+
+    def full(self, item):
+        raise OSError(28, "No space left on device")
+
+    if engine.groups.world.rank() == 1:
+        checkpoint_files.PiecesToWrite.resolve_data = full
+    checkpoint.save_async(engine, optimizer, folder, 2)
+    with pytest.raises(RuntimeError, match=r"rank 1: OSError.*No space left.*the checkpoints before are as they were"):
+        checkpoint.save(engine, optimizer, folder, 3)
+    checkpoint_files.PiecesToWrite.resolve_data = resolve
+    assert latest(folder).name == name_of(1)
+    for step in (4, 5):
+        checkpoint.save(engine, optimizer, folder, step, keep=2)
+        torch.distributed.barrier()
+    assert sorted(path.name for path in folder.iterdir()) == [name_of(4), name_of(5)]
+    with pytest.raises(ValueError, match="has step-00000005 already, and step-00000005 is not after it"):
+        checkpoint.save(engine, optimizer, folder, 5)
+
+
+def on_one_rank(folder):
+    load_some(folder, [pair for pair in PAIRS if Layout.parse(pair[1]).world_size == 1])
+    engine, optimizer = built(DENSE, "dp=1")
+    for wrong, said in [
+        ({"step": -1}, "step is -1"),
+        ({"step": 7, "keep": 0}, "keep is 0"),
+        ({"step": 7, "extra": {"x": 3}}, "extra 'x' is int"),
+        ({"step": 7, "extra": {"x": torch.zeros(1, dtype=torch.complex64)}}, "extra 'x' is torch.complex64"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            checkpoint.save(engine, optimizer, folder / "none", **wrong)
+    with pytest.raises(ValueError, match=r"none holds no complete checkpoint"):
+        checkpoint.load(engine, optimizer, folder / "none")
+    with pytest.raises(ValueError, match=r"of another model: num_layers 2 \(here 4\)"):
+        checkpoint.load(engine, optimizer, folder / "moe")
+    with pytest.raises(ValueError, match="is bfloat16 .*required: torch.float32 .*in the same dtype"):
+        checkpoint.load(engine, optimizer, folder / "bf16")
+    few_bytes_at_a_time(folder)
+
+
+def few_bytes_at_a_time(folder):
+    """Beside the engine's own, a rank holds a piece or two, never the model, though pieces of flats must be copied."""
+    engine, optimizer = built(DENSE, "dp=1,zero=1")
+    train(engine, optimizer, range(1))
+    largest, flat = DENSE.vocab_size * DENSE.d_model * 4, sum(param.nbytes for param in engine.pipeline.parameters())
+    plan = 45_000  # DCP's, of 150 pieces, pickled and sent: it does not grow with the model's width
+    with MemoryTracker(engine, optimizer) as tracker:
+        checkpoint.save(engine, optimizer, folder / "small", 1)
+    assert largest < tracker.peak_bytes - tracker.timeline.total_bytes[0] < largest + plan
+    optimizer.state.clear()
+    with MemoryTracker(engine, optimizer) as tracker:
+        checkpoint.load(engine, optimizer, folder / "small")
+    states = 2 * flat
+    assert states < tracker.peak_bytes - tracker.timeline.total_bytes[0] < states + 2 * largest
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    launch(save_some, 1, folder, ["alone"])
+    launch(on_four_ranks, 4, folder)
+    return folder
+
+
+def test_saved_under_any_layout_and_loaded_under_any_other_on_four_ranks(folder):
+    assert {path.name for path in folder.iterdir()} >= set(SOURCES)  # what was asserted, the ranks asserted
+
+
+def test_on_two_ranks_also_while_training_goes_on_and_when_a_rank_cannot_write(folder):
+    launch(on_two_ranks, 2, folder)
+
+
+def test_on_one_rank_and_what_does_not_fit_is_refused(folder):
+    launch(on_one_rank, 1, folder)
+
+
+# --- files that are torn, or made by somebody else
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    """A checkpoint that a test may spoil, with an earlier one beside it."""
+    for step in (1, 2):
+        shutil.copytree(folder / "zero1" / name_of(2), tmp_path / name_of(step))
+    return tmp_path / name_of(2)
+
+
+def read_alone(path):
+    """All of a checkpoint in this process, without ranks."""
+    manifest = checkpoint_files.read_manifest(path)
+    checkpoint_files.verify(path, manifest)
+    found = {
+        name: torch.empty(stored["shape"], dtype=checkpoint_files.DTYPES[stored["dtype"]])
+        for name, stored in manifest["tensors"].items()
+    }
+    checkpoint_files.read(path, manifest, [Piece(name, tuple(x.shape), (0,) * x.dim(), x) for name, x in found.items()])
+    return found
+
+
+def test_pytorch_reads_it_too_and_each_number_is_written_once(folder):
+    path = folder / "zero1" / name_of(2)
+    whole = torch.load(folder / "zero1.pt", weights_only=True)[0]
+    alone = read_alone(path)
+    theirs = {name: torch.zeros_like(alone[name]) for name in whole}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(theirs, checkpoint_id=path)
+    for name, x in whole.items():
+        assert torch.equal(alone[name], x) and torch.equal(theirs[name], x), name
+    boxes = [box for stored in checkpoint_files.read_manifest(path)["tensors"].values() for box in stored["boxes"]]
+    data = sum(x.nbytes for x in alone.values())
+    on_disk = [file.stat().st_size for file in sorted(path.glob("*.distcp"))]
+    assert data < sum(on_disk) < data + 2000 * len(boxes)
+    assert len(on_disk) == 4 and min(on_disk) > 0.1 * sum(on_disk), "ranks share the work"
+
+
+def test_torn_checkpoints_are_refused_with_the_file_and_what_to_do(copy):
+    chance = random.Random(0)
+    instead = rf"remove {copy} and load {copy.with_name(name_of(1))}"
+    for file in sorted(copy.iterdir()):
+        whole = file.read_bytes()
+        place = chance.randrange(len(whole))
+        changed = bytes([whole[place] ^ (1 << chance.randrange(8))])
+        for spoilt in (whole[: len(whole) // 2], whole[:-1], b"", whole[:place] + changed + whole[place + 1 :], None):
+            file.unlink() if spoilt is None else file.write_bytes(spoilt)
+            with pytest.raises(ValueError, match=instead) as refusal:
+                read_alone(copy)
+            assert file.name in str(refusal.value)
+            file.write_bytes(whole)
+    read_alone(copy)
+
+
+class Evil:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def forge(path, change=lambda manifest: None):
+    """What somebody would do who knows how the checksums are made."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["sha256"]
+    change(manifest)
+    manifest["files"] = {
+        file.name: checkpoint_files.file_entry(file) for file in path.iterdir() if file.suffix != ".json"
+    }
+    manifest["sha256"] = checkpoint_files.digest(manifest)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_no_code_is_run_from_a_file(copy, tmp_path):
+    ran = tmp_path / "ran"
+    payload = pickle.dumps(Evil(ran), protocol=2)
+    pickle.loads(payload)
+    assert ran.is_dir(), "the payload works"
+    ran.rmdir()
+
+    wanted = read_alone(copy)
+    (copy / ".metadata").write_bytes(payload)
+    with pytest.raises(ValueError, match=r"\.metadata has \d+ bytes"):
+        read_alone(copy)
+    forge(copy)
+    assert torch.equal(read_alone(copy)["model.norm.weight"], wanted["model.norm.weight"])  # .metadata is not opened
+
+    torch.save(Evil(ran), copy / "zip.distcp")
+    (copy / "raw.distcp").write_bytes(payload)
+    torch.save([torch.zeros(32)], copy / "list.distcp")
+    said = "something at byte 0 that is no tensor, and is not read"
+    for file, error in [("zip", said), ("raw", said), ("list", "holds a list at byte 0"), ("../none", "no file of it")]:
+
+        def point_there(manifest, file=file):
+            box = manifest["tensors"]["model.norm.weight"]["boxes"][0]
+            box[2:] = [f"{file}.distcp", 0, 10_000]
+
+        forge(copy, point_there)
+        with pytest.raises(ValueError, match=error):
+            read_alone(copy)
+    assert not ran.exists()
+
+
+# --- killed
+
+
+def save_until_killed(folder, seed, by_event):
+    """Saves again and again. One rank, or both, die at a random moment: a file operation, or any."""
+    engine, optimizer = built(DENSE, "dp=1" if by_event else "dp=2,zero=1")
+    train(engine, optimizer, range(1))
+    chance, rank = random.Random(seed), torch.distributed.get_rank()
+    if by_event:
+        left = chance.randrange(1, 60)
+
+        def count(event, arguments):
+            nonlocal left
+            if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "os.scandir"):
+                left -= str(folder) in str(arguments[0])
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+    elif rank == 0 or seed % 2:
+        subprocess.Popen(["sh", "-c", f"sleep {0.05 + 0.4 * chance.random()}; kill -9 {os.getpid()}"])
+    for step in range(1, 1000):
+        checkpoint.save(engine, optimizer, folder, step, keep=1)
+
+
+@pytest.mark.parametrize("by_event", [True, False], ids=["at a file operation", "at any moment"])
+def test_killed_at_any_moment_the_last_complete_one_is_found(tmp_path, by_event):
+    partial, steps = 0, []
+    for seed in range(10 if by_event else 4):
+        folder = tmp_path / str(seed)
+        with pytest.raises(RankError):
+            launch(save_until_killed, 1 if by_event else 2, folder, seed, by_event, quiet=True)
+        found = checkpoint_files.complete(folder)
+        partial += any(path.name.endswith(".partial") for path in folder.iterdir()) if folder.is_dir() else 0
+        for path in found:
+            assert read_alone(path)["model.norm.weight"].shape == (32,)
+        steps.append(checkpoint_files.step_of(found[-1]) if found else 0)
+        assert len(found) <= 2
+    assert partial > 0 and max(steps) > 0, "some were killed in the middle of a save"
