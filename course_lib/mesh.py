@@ -1,11 +1,10 @@
 """The mesh pp x dp x cp x tp: which rank sits where, and who talks to whom along each axis.
 
-    axis        who is in my group along it                                  they share
-    pp, dp, cp, tp   ranks that differ from me along this axis only
-    data        ranks that differ from me in dp and cp only                  gradients of what is not an expert
-    ep          ep_size neighbours inside data                               the experts of a layer
-    expert_dp   ranks of data at my place in the other ep groups             gradients of the same experts
-    world       all
+    axis            who is in my group along it
+    pp, dp, cp, tp  ranks that differ from me in this index only
+    data            ranks that differ from me in dp and cp only: gradients of all but the experts are summed over them
+    ep              ep_size neighbours inside data, who have all experts of a layer together
+    expert_dp       ranks of data at my place in the other ep groups, who have the same experts as I
 
 Where a rank sits is pure arithmetic, for 16,384 ranks as for 8. Groups of processes are made in one place, here.
 By default the tensor axis is innermost: tp talks most, so its ranks are neighbours, on one node's NVLink. The pipeline
