@@ -12,19 +12,24 @@ like any backward pass.
 Only linears wait, the head too. What else has weights is done in I, where its gradient comes past: a norm's weight is D
 numbers and needs what dx needs; an embedding has no dx, so all its backward is in I.
 
+Layers cut over tp (linear.py) wait likewise: what is summed over ranks is dx, so nothing of W travels. An input that
+columns gather along the sequence is whole until W, also where they would otherwise gather it again.
+
 Between I and W of a micro-batch there is kept: the input of every linear (an input that three share, once), and the
 gradient of each output. The head's are the longest: B S V. With recomputation these are the inputs made again in I.
 
 Source   Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from course_lib.parallel.linear import ColumnLinear, RowLinear
 
 
 class _Product:
@@ -76,14 +81,20 @@ class WeightQueue:
     def __init__(self):
         self.handles: list[Tensor] = []
 
-    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        """What the layer gives for x. Its weight's gradient will wait here."""
-        product, weight, bias = _Product(), layer.weight, layer.bias
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """What `F.linear` gives. The weight's gradient will wait here."""
         if torch.is_autocast_enabled(x.device.type):  # as F.linear does it: backward multiplies what forward did
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        self.handles.append(_WeightHalf.apply(weight, bias, product))
+        product = self.product(weight, bias)
         return _InputHalf.apply(x, weight.detach() if x.requires_grad else weight, bias, product)
+
+    def product(self, weight: Tensor, bias: Tensor | None) -> _Product:
+        """Where the input and the output's gradient of one product are put; W does the rest."""
+        product = _Product()
+        if weight.requires_grad or (bias is not None and bias.requires_grad):
+            self.handles.append(_WeightHalf.apply(weight, bias, product))
+        return product
 
     def run(self) -> None:
         """W: computes what waits, last layer first, and adds it to the weights' gradients."""
@@ -92,18 +103,31 @@ class WeightQueue:
 
 
 class Deferral:
-    """The linears of one module, which put their weight gradients into `queue` while there is one."""
+    """The linears of one module, cut or whole, which put their weight gradients into `queue` while there is one."""
 
     def __init__(self, module: nn.Module):
         self.queue: WeightQueue | None = None
         for layer in module.modules():
             if type(layer) is nn.Linear:
                 layer.forward = partial(self._forward, layer)
+            elif isinstance(layer, RowLinear):
+                layer.product = self._linear
+            elif isinstance(layer, ColumnLinear):
+                layer.deferral = self
 
     def _forward(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        if self.queue is None or not layer.weight.requires_grad or not torch.is_grad_enabled():
-            return F.linear(x, layer.weight, layer.bias)
-        return self.queue.linear(layer, x)
+        return self._linear(x, layer.weight, layer.bias)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.queue is None or not weight.requires_grad or not torch.is_grad_enabled():
+            return F.linear(x, weight, bias)
+        return self.queue.linear(x, weight, bias)
+
+    def products(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[_Product] | None:
+        """For products of one input (`linear.column_linears`); None: their gradients do not wait."""
+        if self.queue is None or not torch.is_grad_enabled():
+            return None
+        return [self.queue.product(weight, bias) for weight, bias in zip(weights, biases)]
 
     @contextmanager
     def into(self, queue: WeightQueue | None) -> Iterator[None]:

@@ -13,6 +13,8 @@ between blocks in shards, and nothing else changes):
     into columns     forward nothing, backward all-reduce      the pair copy_in
     out of a row     forward all-reduce, backward nothing      the pair sum_out
 
+Both let weight gradients wait (deferred.py): a row's `product` is replaced, columns ask their `deferral` for a queue.
+
 Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3
 """
 
@@ -135,6 +137,7 @@ class ColumnLinear(nn.Module):
         self.weight = cut_parameter(linear.weight, cut, stream.group)
         self.bias = None if linear.bias is None else cut_parameter(linear.bias, cut, stream.group)
         self.cuts = {"weight": cut, "bias": cut}
+        self.deferral = None  # whose queue, while there is one, takes the weights' gradients
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return column_linears(x_BSD, [self], self.stream)[0]
@@ -153,9 +156,10 @@ class RowLinear(nn.Module):
         self.weight = cut_parameter(linear.weight, cut, stream.group)
         self.bias = linear.bias
         self.cuts = {"weight": cut}
+        self.product = F.linear
 
     def forward(self, x_BSf: Tensor) -> Tensor:
-        y_BSD = self.stream.leave(F.linear(x_BSf, self.weight))
+        y_BSD = self.stream.leave(self.product(x_BSf, self.weight))
         return y_BSD if self.bias is None else y_BSD + self.bias
 
 
@@ -174,16 +178,20 @@ def column_linears(x: Tensor, layers: Sequence[ColumnLinear], stream: WholeStrea
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weights = x.to(dtype), [w_fD.to(dtype) for w_fD in weights]
         biases = [None if b_f is None else b_f.to(dtype) for b_f in biases]
-    return _ColumnLinears.apply(x, stream, *weights, *biases)
+    deferral = layers[0].deferral
+    products = deferral and deferral.products(weights, biases)
+    if products and x.requires_grad:
+        weights, biases = ([None if one is None else one.detach() for one in each] for each in (weights, biases))
+    return _ColumnLinears.apply(x, stream, products, *weights, *biases)
 
 
 class _ColumnLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, stream, *weights_and_biases):
+    def forward(ctx, x, stream, products, *weights_and_biases):
         count = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         x_BSD = stream.start_enter(x).wait()
-        ctx.stream, ctx.seq_len = stream, x_BSD.shape[-2]
+        ctx.stream, ctx.seq_len, ctx.products = stream, x_BSD.shape[-2], products
         ctx.save_for_backward(x if stream.regather else x_BSD, *weights)
         return tuple(F.linear(x_BSD, w_fD, b_f) for w_fD, b_f in zip(weights, biases))
 
@@ -199,11 +207,15 @@ class _ColumnLinears(torch.autograd.Function):
             grad_x = summing.wait()
             summing = InFlight(None, lambda: grad_x)
         x_BSD = entering.wait()
-        wanted = ctx.needs_input_grad[2:]  # of weights, then of biases: none of what is frozen or absent
+        if ctx.products:
+            for product, grad_BSf in zip(ctx.products, grads_BSf):
+                product.x, product.grad = x_BSD.detach(), grad_BSf
+            return summing.wait(), *[None] * (2 + 2 * len(weights))
+        wanted = ctx.needs_input_grad[3:]  # of weights, then of biases: none of what is frozen or absent
         with compute_span(stream.trace, "weight gradients"):
             grad_weights = [rows(grad).t() @ rows(x_BSD) if want else None for grad, want in zip(grads_BSf, wanted)]
             grad_biases = [rows(grad).sum(0) if want else None for grad, want in zip(grads_BSf, wanted[len(weights) :])]
-        return summing.wait(), None, *grad_weights, *grad_biases
+        return summing.wait(), None, None, *grad_weights, *grad_biases
 
 
 def rows(x_BSD: Tensor) -> Tensor:
