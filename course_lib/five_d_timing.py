@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from course_lib.config import ModelConfig
 from course_lib.context_timing import BACKWARD_FLOPS, all_to_all_s, attention_time
@@ -73,6 +74,7 @@ class StepTime:
     num_tokens: int
     num_gpus: int
     model_flops: float  # of the whole step: 6 N + 12 L h s a token, without recomputation
+    causal_flops: float  # the same, of attention's scores the half that a causal mask leaves
     peak_flops_per_s: float
 
     @property
@@ -89,6 +91,11 @@ class StepTime:
     def mfu(self) -> float:
         """Model FLOPs utilisation (0 to 1), attention counted whole, as most publish it."""
         return mfu_of(self.model_flops, self.total_s, self.num_gpus, self.peak_flops_per_s)
+
+    @property
+    def causal_mfu(self) -> float:
+        """The same with half of attention's scores, as kernels do it: the longer sequences, the more that differs."""
+        return mfu_of(self.causal_flops, self.total_s, self.num_gpus, self.peak_flops_per_s)
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -115,8 +122,7 @@ def step_time(
     if not 0 < utilisation <= 1:
         raise ValueError(f"utilisation is {utilisation}; it is a share of the peak, above 0 and at most 1, such as 0.6")
     recipe, schedule = recipe_of(recipe), schedule_of(layout)
-    args = (config, layout, seq_len, cluster, utilisation, recipe, overlap, causal)
-    stages = [_stage_time(*args, stage) for stage in range(schedule.num_stages)]
+    stages = _stage_times(config, layout, seq_len, cluster, utilisation, recipe, overlap, causal)
     costs = Costs(
         tuple(stage.forward_s for stage in stages),
         tuple(stage.input_s for stage in stages),
@@ -137,12 +143,13 @@ def step_time(
     num_tokens = layout.sequences_per_step * seq_len
     return StepTime(
         **spent,
-        bubble_s=without_transfers.makespan_s - sum(spent.values()),
+        bubble_s=max(0.0, without_transfers.makespan_s - sum(spent.values())),
         transfer_s=makespan_s - without_transfers.makespan_s,
         data_s=data_s,
         num_tokens=num_tokens,
         num_gpus=layout.world_size,
         model_flops=num_tokens * flops_per_token(config, seq_len),
+        causal_flops=num_tokens * flops_per_token(config, seq_len, causal=True),
         peak_flops_per_s=peak_flops(cluster.gpu),
     )
 
@@ -162,6 +169,18 @@ class _StageTime:
     @property
     def compute_s(self) -> float:
         return self.forward_s + self.input_s + self.weight_s - self.tp_s - self.cp_s - self.ep_s
+
+
+def _stage_times(config: ModelConfig, layout: Layout, *args) -> list[_StageTime]:
+    """Of each stage; most are alike, and reckoned once."""
+    layers, known = layers_of(config, layout), {}
+    kinds = [
+        (stage_config(config, layers, stage), stage == 0, stage == len(layers) - 1) for stage in range(len(layers))
+    ]
+    for stage, kind in enumerate(kinds):
+        if kind not in known:
+            known[kind] = _stage_time(config, layout, *args, stage)
+    return [known[kind] for kind in kinds]
 
 
 def _stage_time(config, layout, seq_len, cluster, utilisation, recipe, overlap, causal, stage) -> _StageTime:
@@ -199,8 +218,8 @@ _IN_BACKWARD = ("layers backward", "recomputation", "weights of experts", "combi
 
 def _by_pass(calls: Sequence[Call], layout: Layout, cluster: Cluster, axis: str) -> tuple[float, float]:
     """Seconds of these calls in forward, and in backward."""
-    backward_s = sum(_call_s(call, layout, cluster, axis) for call in calls if call.place in _IN_BACKWARD)
-    return sum(_call_s(call, layout, cluster, axis) for call in calls) - backward_s, backward_s
+    backward_s = sum((_call_s(call, layout, cluster, axis) for call in calls if call.place in _IN_BACKWARD), 0.0)
+    return sum((_call_s(call, layout, cluster, axis) for call in calls), 0.0) - backward_s, backward_s
 
 
 def _hidden_tp_s(part, layout, seq_len, cluster, utilisation, recipe) -> float:
@@ -231,6 +250,7 @@ def _transfer_s(config: ModelConfig, layout: Layout, seq_len: int, cluster: Clus
 
 
 # ------------------------------------------------------------------------------------ where groups lie
+@lru_cache(maxsize=64)
 def ranks_in_a_node(layout: Layout, cluster: Cluster, axis: str) -> int:
     """How many ranks of rank 0's group along `axis` share its node; 1 where nodes would have unequal numbers."""
     members = layout.mesh.members(0, layout.ep)[axis]
