@@ -133,7 +133,7 @@ class Watch:
 
     def _draw(self, description: str | None, count: int, total: int | None) -> None:
         """One bar at a time, drawn here: a rank has no cell."""
-        if self._bar is not None and (count == 0 or self._bar.desc != (f"{description}: " if description else "")):
+        if self._bar is not None and (count == 0 or self._bar.desc != (description or "")):
             self._bar.close()
             self._bar = None
         if self._bar is None:
