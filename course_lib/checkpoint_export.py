@@ -211,12 +211,12 @@ def mixtral_fields(config: ModelConfig) -> dict:
 
 
 def deepseek_fields(config: ModelConfig) -> dict:
-    """Raises ValueError for routers other than DeepSeek-V3's."""
+    """Raises ValueError for what is otherwise than DeepSeek-V3's, such as norms of latents, whose eps is a constant."""
     moe, mla = config.moe, config.mla
-    if (moe.score, moe.balancing, moe.capacity_factor) != ("sigmoid", "bias", None):
+    if (moe.score, moe.balancing, moe.capacity_factor, config.norm_eps) != ("sigmoid", "bias", None, 1e-6):
         raise ValueError(
             f"{config.name} has score {moe.score!r}, balancing {moe.balancing!r}, capacity_factor "
-            f"{moe.capacity_factor}; DeepSeek-V3 has 'sigmoid', 'bias', None"
+            f"{moe.capacity_factor}, norm_eps {config.norm_eps}; DeepSeek-V3 has 'sigmoid', 'bias', None, 1e-06"
         )
     return {
         "n_routed_experts": moe.num_experts,

@@ -75,8 +75,8 @@ class Holding:
 
     def pieces_to_write(self, numbers: Tensor, prefix: str) -> list[Piece]:
         """Those that this rank writes, none too large: ranks that hold the same take turns."""
-        mine = [small for piece in self.pieces(numbers, prefix) if piece.writes for small in split_rows(piece, MAX_PIECE_BYTES)]
-        return mine[self.copy :: self.copies]
+        large = [piece for piece in self.pieces(numbers, prefix) if piece.writes]
+        return [small for piece in large for small in split_rows(piece, MAX_PIECE_BYTES)][self.copy :: self.copies]
 
 
 # --- arithmetic
