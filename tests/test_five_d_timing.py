@@ -66,6 +66,11 @@ def test_gradients_hide_behind_backward_until_the_link_is_too_slow():
         assert again.data_s == pytest.approx(messages * bare.data_s, rel=0.1)
     ethernet = replace(H100, gpus_per_node=1, between=link("ethernet-100g"))
     assert step_time(LLAMA_8B, layout, 4096, ethernet, 0.5).data_s > 1
+    stage_3 = [
+        step_time(LLAMA_8B, replace(layout, zero=3), 4096, ethernet, 0.5, overlap=Overlap(data=data))
+        for data in (False, True)
+    ]
+    assert stage_3[1].data_s == pytest.approx(stage_3[0].data_s - stage_3[0].compute_s)  # all computing hides some
 
 
 def test_where_groups_lie_follows_from_the_order_of_the_axes():
