@@ -33,11 +33,16 @@ REASONS = {  # of squeue, for those who see them the first time
     "Priority": "other jobs come first",
     "None": "not looked at yet",
     "ReqNodeNotAvail": "nodes that it needs are down or reserved",
-    "PartitionTimeLimit": "time_min is more than this partition allows",
-    "PartitionNodeLimit": "it asks for more nodes than this partition allows",
     "PartitionDown": "this partition is closed",
     "AssocMaxJobsLimit": "your account runs as many jobs as it may",
     "Dependency": "waiting for another job",
+}
+NEVER = {  # and reasons with which a job would wait for ever
+    "PartitionNodeLimit": "it asks for more nodes than the partition has or allows: use fewer nodes",
+    "PartitionTimeLimit": "it asks for more time than the partition allows: use a smaller time_min",
+    "BadConstraints": "no node has all that it asks for: ask for less on each node",
+    "InvalidAccount": "no such account: use account= as your cluster names it",
+    "AccountNotAllowed": "this account may not use the partition: use another partition= or account=",
 }
 OURS = {"nodes", "ntasks-per-node", "ntasks", "time", "job-name", "output", "error", "wrap", "array", "chdir", "export"}
 SECONDS_PER_MIN = 60
@@ -140,6 +145,8 @@ def run(where: Slurm, timeout: float, folder: Path, settings: _rank.Settings, ou
         while not watch.nodes:
             watch.look()
             waiting.show(world)
+            if world.state == "PENDING" and world.reason in NEVER:
+                raise RankError(f"{world.job} would wait for ever ({world.reason}): {NEVER[world.reason]}")
         waiting.clear()
         watch.until(time.monotonic() + timeout)
         if watch.unfinished() or watch.failures:
@@ -185,7 +192,7 @@ class SlurmWorld:
         try:
             job = executor.submit(_slurm_node.be_host, str(self.folder / "ranks"), timeout, LOST_S)
         except submitit.core.utils.FailedJobError as error:
-            raise RuntimeError(f"Slurm did not take the job: {error}; change Slurm(...) accordingly") from None
+            raise RankError(f"Slurm did not take the job: {error}; change Slurm(...) accordingly") from None
         self.job = f"Slurm job {job.job_id}"
 
     def look(self) -> None:
@@ -201,11 +208,9 @@ class SlurmWorld:
             self._asked_at = time.monotonic()
 
     def log(self) -> str:
-        """The end of what Slurm and the tasks wrote before and beside the ranks."""
-        files = sorted((self.folder / "job").glob("*/*.err")) + sorted((self.folder / "job").glob("*/*.out"))
-        lines = [
-            line for file in files for line in read_text(file).splitlines() if not line.startswith("submitit INFO")
-        ]
+        """The end of what Slurm and the tasks wrote, beside the ranks' own output."""
+        files = sorted((self.folder / "job").glob("*.err"))
+        lines = [line for file in files for line in read_text(file).splitlines() if not line.startswith("submitit ")]
         return "\n".join("  " + line[:500] for line in lines[-12:])
 
     def end(self) -> None:
