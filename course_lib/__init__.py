@@ -112,7 +112,8 @@ A file imports from its own part and from the parts above it, never from one bel
     native/pipeline.py     torch.distributed.pipelining: six schedules behind the same step
     native/expert.py       all_to_all_single_autograd, grouped_mm, and DDP for the rest
 5. Time and clusters without hardware
-    checkpoint_files.py    folders of pieces: complete or not there, checked, no code run from a file
+    checkpoint_files.py    folders of checkpoints: complete or not there, and found to be whole
+    checkpoint_pieces.py   pieces to files through torch.distributed.checkpoint; no code is run from a file
     checkpoint.py          an engine's state saved under one layout and loaded under any other, while training goes on
     checkpoint_export.py   checkpoints to the files of transformers, and an engine from them
     export.py              the choices of a run as configs of Accelerate and DeepSpeed
@@ -192,6 +193,7 @@ A file imports from its own part and from the parts above it, never from one bel
     train.py               the trainer: under torchrun, accelerate, srun, or in a launch; from its last checkpoint
     demo.py                one table: one process against 2 and 4 ranks
     bench.py               from scratch against PyTorch's own, in one run
-    cli.py                 course doctor, run, demo, bench
+    simulate_cli.py        course simulate: a layout of any size, stage by stage, against a GPU's memory
+    cli.py                 course doctor, run, demo, bench, simulate
     __main__.py            python -m course_lib
 """

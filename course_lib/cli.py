@@ -1,6 +1,6 @@
 """The command `course`: what this machine can run, a chapter without a browser, the course's speed, a first table.
 
-`course doctor | run 03 | demo | bench`; `course run --help` tells the options. Only `run` needs Jupyter's packages.
+`course doctor | run 03 | demo | bench | simulate`; `course run --help` tells options. Only `run` needs Jupyter.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.launch import RankError, launch
+from course_lib.simulate_cli import add_simulate, simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "accelerate", "numpy", "matplotlib", "ipywidgets", "jupyterlab", "nbval", "transformers")
@@ -258,6 +259,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="the same as JSON")
     sub.add_argument("--check", action="store_true", help="exit 1 if a ratio is below 0.9")
     sub.add_argument("--rounds", type=int, default=30, metavar="N", help="how often both sides take a step (30)")
+    add_simulate(commands)
     return parser
 
 
@@ -273,6 +275,8 @@ def main(argv: list[str] | None = None) -> int:
             from course_lib.demo import demo
 
             return demo()
+        if options.command == "simulate":
+            return simulate(options)
         from course_lib.bench import main as bench
 
         return bench(as_json=options.json, check=options.check, rounds=options.rounds)

@@ -172,7 +172,7 @@ class ModelConfig:
                     "change one of them or give head_dim"
                 )
             object.__setattr__(self, "head_dim", self.d_model // self.num_heads)
-        if self.family == "llama" and self.head_dim % 2:
+        if self.family == "llama" and self.rope_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) must be even: RoPE rotates pairs of numbers")
         if self.family != "llama" and self.num_kv_heads != self.num_heads:
             raise ValueError(
@@ -350,12 +350,16 @@ def require_dense(config: ModelConfig, what: str, latent: bool = False) -> None:
         )
 
 
+OTHER_NAMES = {"llama-3-405b": "llama-3.1-405b"}  # as its paper calls it (arXiv:2407.21783)
+
+
 def preset(name: str) -> ModelConfig:
     """The preset of that name.
 
     Raises   ValueError naming the presets that exist
     """
     known = PRESETS | MOE_PRESETS
+    name = OTHER_NAMES.get(name, name)
     if name not in known:
         raise ValueError(f"there is no preset {name!r}; choose from {', '.join(known)}")
     return known[name]

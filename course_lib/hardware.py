@@ -156,11 +156,15 @@ PUBLISHED_RING_SHARE: dict[str, dict[str, float]] = {
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
 
+OTHER_KEYS = {"h100-80g": "h100", "a100-40g": "a100-40", "a100-80g": "a100-80", "v100-32g": "v100-32"}
+
+
 def gpu(key: str) -> GPU:
     """The GPU of that key.
 
     Raises   ValueError naming the keys that exist
     """
+    key = OTHER_KEYS.get(key, key)
     if key not in GPUS:
         raise ValueError(f"there is no GPU {key!r}; choose from {', '.join(GPUS)}")
     return GPUS[key]

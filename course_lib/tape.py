@@ -177,7 +177,7 @@ def x_of(executor: Executor, one: Instruction) -> Tensor | None:
 
 
 def micro_batches_to_run(executor: Executor) -> dict[int, set[int]]:
-    """Of each stage of this rank the micro-batches that run: in every kind of instruction the first two and the last."""
+    """Of each stage of this rank those that run: in every kind of instruction the first two and the last."""
     order: dict[tuple[int, str], list[int]] = {}
     for step in executor.steps:
         order.setdefault((step.instruction.stage, step.instruction.op), []).append(step.instruction.micro_batch)
