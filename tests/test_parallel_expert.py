@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib import conjugate, model, moe, training
-from course_lib.config import ModelConfig, MoeConfig
+from course_lib.config import MlaConfig, ModelConfig, MoeConfig
 from course_lib.launch import launch
 from course_lib.mesh import Mesh, make_groups
 from course_lib.meter import ByteMeter
@@ -50,6 +50,7 @@ class Case:
     recompute: str = "none"
     frozen: tuple[str, ...] = ()
     kv_heads: int = 2  # fewer than tp: a head of keys is on several ranks
+    latent: bool = False
     sp: bool = False  # the stream cut along the sequence: S 5 leaves the last of tp 4 without a token
 
     @property
@@ -69,6 +70,7 @@ CASES = {
     "ep 4": Case(4, 4),
     "ep 4, top-1, skewed, ranks without a token": Case(4, 4, TOP_1, rows=NOTHING, pull=4.0),
     "ep 4, top-3, shared expert, groups": Case(4, 4, experts_with(SIGMOID, top_k=3)),
+    "ep 4, latent attention": Case(4, 4, SIGMOID, latent=True, kv_heads=4, recompute="selective"),
     "ep 4, once a rank": Case(4, 4, experts_with(top_k=4), method="once_per_rank"),
     "ep 4, once a node": Case(4, 4, experts_with(top_k=4), method="once_per_node", ranks_per_node=2, rows=NOTHING),
     "ep 4, once a node, groups": Case(4, 4, SIGMOID, method="once_per_node", ranks_per_node=2, pull=2.0),
@@ -99,6 +101,8 @@ CASES = {
 def built(case, dtype=torch.float64):
     """The same on every rank. Routers with some preference, and with `pull` a strong one for the first experts."""
     config = dataclasses.replace(LLAMA, moe=case.experts, tied=case.tied, num_kv_heads=case.kv_heads)
+    if case.latent:
+        config = dataclasses.replace(config, head_dim=None, mla=MlaConfig(10, 8, 3, 2, 4))
     whole = model.build(config, 1, dtype, recompute=case.recompute)
     generator = torch.Generator().manual_seed(2)
     for layer in moe.moe_layers(whole):
