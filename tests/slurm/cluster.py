@@ -87,7 +87,7 @@ def cluster() -> Iterator[dict[str, str]]:
     start = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="course_slurm_"))
     folder.chmod(0o755)  # munged, as user munge, must reach its own folder
-    environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+    environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "GLOO_SOCKET_IFNAME": "lo"}
     daemons: dict[str, subprocess.Popen] = {}
     try:
         write_configuration(folder)
