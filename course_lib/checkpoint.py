@@ -7,7 +7,7 @@
 
 What is in it: parameters, AdamW's moments, FP32 masters, counts of steps, learning rates, balancing biases of experts;
 of each rank its random number generators, and what the caller gives as `extra`. All of it is in pieces of whole tensors
-(parallel/pieces.py), so that a layout is only a way to cut them; checkpoint_files.py makes files of them.
+(parallel/pieces.py), so that a layout is only a way to cut them; checkpoint_pieces.py makes files of them.
 
 Memory beside the engine's own: `save` one piece (64 MiB at most) at a time, `load` twice that; `save_async` a copy on
 the host of what this rank writes. All ranks together write everything once.
@@ -23,7 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib import checkpoint_files as files
-from course_lib.checkpoint_files import DTYPES, latest, together
+from course_lib import checkpoint_pieces as stored_pieces
+from course_lib.checkpoint_files import everywhere, latest, together
+from course_lib.checkpoint_pieces import DTYPES
 from course_lib.parallel.five_d import FiveD
 from course_lib.parallel.pieces import Holding, Piece, buffers_of, parameters_of
 
@@ -64,7 +66,7 @@ class Saving:
 
         def run():
             try:
-                files.write(self.path, *arguments)
+                stored_pieces.write(self.path, *arguments)
             except BaseException as error:
                 self.error = error
 
@@ -108,7 +110,7 @@ def save(
     """
     saving, arguments = prepare(engine, optimizer, folder, step, extra, about, keep, copy=False)
     with torch.device("cpu"):
-        files.write(saving.path, *arguments)
+        stored_pieces.write(saving.path, *arguments)
     return saving.path
 
 
@@ -132,11 +134,11 @@ def save_async(
 
 
 def prepare(engine, optimizer, folder, step, extra, about, keep, copy: bool) -> tuple[Saving, tuple]:
-    """What is done before files are written: (the save, the arguments of `files.write` behind the path)."""
+    """What is done before files are written: (the save, the arguments of `checkpoint_pieces.write` behind the path)."""
     group = wait_for_earlier(engine)
     final = Path(folder) / files.name_of(check_arguments(step, extra, keep))
     first = group.rank() == 0
-    together(group, lambda: files.clear_way(final) if first else None)
+    everywhere(group, lambda: files.clear_way(final) if first else None)
     pieces = [piece for holding, name, x in tensors_of(engine, optimizer) for piece in holding.pieces_to_write(x, name)]
     pieces += pieces_of_rank(group.rank(), rng_states() | {f"extra.{name}": x for name, x in (extra or {}).items()})
     if copy:
@@ -231,22 +233,22 @@ def load(engine: FiveD, optimizer: Optimizer | None, folder: str | Path) -> Rest
     """
     group = wait_for_earlier(engine)
     path, manifest = open_checkpoint(Path(folder), group)
-    together(group, lambda: check_model(engine, path, manifest))
+    everywhere(group, lambda: check_model(engine, path, manifest))
     held = parameters_of(engine)
     pieces = [p for holding in [*held, *buffers_of(engine)] for p in holding.pieces(holding.tensor, "model.")]
-    together(group, lambda: files.read(path, manifest, pieces))
+    everywhere(group, lambda: stored_pieces.read(path, manifest, pieces))
     if optimizer is not None:
-        together(group, lambda: load_optimizer(held, optimizer, path, manifest))
+        everywhere(group, lambda: load_optimizer(held, optimizer, path, manifest))
     for sharded in engine.zeros.values():
         sharded.share_update()
-    return together(group, lambda: restore_rank(engine, path, manifest, group.rank()))[group.rank()]
+    return everywhere(group, lambda: restore_rank(engine, path, manifest, group.rank()))
 
 
 def open_checkpoint(folder: Path, group: dist.ProcessGroup) -> tuple[Path, dict]:
     """The same one on every rank, found to be whole: each rank checks some of its files."""
     path = together(group, lambda: files.find(folder) if group.rank() == 0 else None)[0]
-    manifest = together(group, lambda: files.read_manifest(path))[group.rank()]
-    together(group, lambda: files.verify(path, manifest, group.rank(), group.size()))
+    manifest = everywhere(group, lambda: files.read_manifest(path))
+    everywhere(group, lambda: files.verify(path, manifest, group.rank(), group.size()))
     return path, manifest
 
 
@@ -274,7 +276,7 @@ def load_optimizer(held: list[Holding], optimizer: Optimizer, path: Path, manife
             if (like := stored.get(f"{key}.{names[0]}")) is not None:
                 state[key] = new_state(key, holding.tensor, DTYPES[like["dtype"]])
                 pieces += [piece for piece in holding.pieces(state[key], f"{key}.") if piece.name in stored]
-    files.read(path, manifest, pieces)
+    stored_pieces.read(path, manifest, pieces)
     set_options(held, optimizer, manifest["optimizer"])
 
 
@@ -318,7 +320,9 @@ def restore_rank(engine: FiveD, path: Path, manifest: dict, rank: int) -> Restor
         for name, stored in manifest["tensors"].items()
         if name.startswith(begins)
     }
-    files.read(path, manifest, [Piece(begins + name, tuple(x.shape), (0,) * x.dim(), x) for name, x in found.items()])
+    stored_pieces.read(
+        path, manifest, [Piece(begins + name, tuple(x.shape), (0,) * x.dim(), x) for name, x in found.items()]
+    )
     if same_mesh:
         torch.set_rng_state(found["rng.cpu"])
         if "rng.cuda" in found and torch.cuda.is_initialized():

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from course_lib import checkpoint_files as files
-from course_lib.checkpoint_files import DTYPES, PARTIAL
+from course_lib.checkpoint_files import PARTIAL
+from course_lib.checkpoint_pieces import DTYPES, read
 from course_lib.config import MlaConfig, ModelConfig, MoeConfig, RopeScaling
 from course_lib.hf_weights import name_in_transformers, naming_of, tensor_in_transformers
 from course_lib.model import build
@@ -104,7 +105,7 @@ def read_parameter(path: Path, manifest: dict, name: str, into: Tensor) -> None:
     stored = manifest["tensors"][f"model.{name}"]
     x = torch.empty(stored["shape"], dtype=DTYPES[stored["dtype"]])
     same = x.dtype == into.dtype
-    files.read(path, manifest, [Piece(f"model.{name}", tuple(x.shape), (0,) * x.dim(), into if same else x)])
+    read(path, manifest, [Piece(f"model.{name}", tuple(x.shape), (0,) * x.dim(), into if same else x)])
     if not same:
         into.copy_(x)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from course_lib import checkpoint, checkpoint_files
+from course_lib import checkpoint, checkpoint_files, checkpoint_pieces
 from course_lib.checkpoint_files import latest, name_of
 from course_lib.config import MoeConfig
 from course_lib.launch import RankError, launch
@@ -182,13 +182,13 @@ def saved_meanwhile(folder):
     """Files are written after two further steps: they hold what was there when save_async was called."""
     engine, optimizer = built(DENSE, "dp=2,zero=1")
     train(engine, optimizer, range(1))
-    wanted, may_write, write = whole_state(engine, optimizer), threading.Event(), checkpoint_files.write
+    wanted, may_write, write = whole_state(engine, optimizer), threading.Event(), checkpoint_pieces.write
 
     def write_later(*arguments):
         may_write.wait()
         write(*arguments)
 
-    checkpoint_files.write = write_later
+    checkpoint_pieces.write = write_later
     saving = checkpoint.save_async(engine, optimizer, folder, 1)
     train(engine, optimizer, range(1, 3))
     assert not saving.done and latest(folder) is None
@@ -197,7 +197,7 @@ def saved_meanwhile(folder):
     assert saving.done and saving.path == folder / name_of(1)
     engine.saving.wait()
     assert [path.name for path in checkpoint_files.complete(folder)] == [name_of(1), name_of(3)]
-    checkpoint_files.write = write
+    checkpoint_pieces.write = write
     other = built(DENSE, "tp=2", seed=1)
     checkpoint.load(*other, folder / name_of(1))
     assert_same(whole_state(*other), wanted)
@@ -208,17 +208,17 @@ def failing(folder):
     engine, optimizer = built(DENSE, "dp=2")
     train(engine, optimizer, range(1))
     checkpoint.save(engine, optimizer, folder, 1)
-    resolve = checkpoint_files.PiecesToWrite.resolve_data
+    resolve = checkpoint_pieces.PiecesToWrite.resolve_data
 
     def full(self, item):
         raise OSError(28, "No space left on device")
 
     if engine.groups.world.rank() == 1:
-        checkpoint_files.PiecesToWrite.resolve_data = full
+        checkpoint_pieces.PiecesToWrite.resolve_data = full
     checkpoint.save_async(engine, optimizer, folder, 2)
     with pytest.raises(RuntimeError, match=r"rank 1: OSError.*No space left.*the checkpoints before are as they were"):
         checkpoint.save(engine, optimizer, folder, 3)
-    checkpoint_files.PiecesToWrite.resolve_data = resolve
+    checkpoint_pieces.PiecesToWrite.resolve_data = resolve
     assert latest(folder).name == name_of(1)
     for step in (4, 5):
         checkpoint.save(engine, optimizer, folder, step, keep=2)
@@ -300,10 +300,12 @@ def read_alone(path):
     manifest = checkpoint_files.read_manifest(path)
     checkpoint_files.verify(path, manifest)
     found = {
-        name: torch.empty(stored["shape"], dtype=checkpoint_files.DTYPES[stored["dtype"]])
+        name: torch.empty(stored["shape"], dtype=checkpoint_pieces.DTYPES[stored["dtype"]])
         for name, stored in manifest["tensors"].items()
     }
-    checkpoint_files.read(path, manifest, [Piece(name, tuple(x.shape), (0,) * x.dim(), x) for name, x in found.items()])
+    checkpoint_pieces.read(
+        path, manifest, [Piece(name, tuple(x.shape), (0,) * x.dim(), x) for name, x in found.items()]
+    )
     return found
 
 
@@ -378,8 +380,15 @@ def test_no_code_is_run_from_a_file(copy, tmp_path):
     torch.save(Evil(ran), copy / "zip.distcp")
     (copy / "raw.distcp").write_bytes(payload)
     torch.save([torch.zeros(32)], copy / "list.distcp")
+    torch.save(torch.zeros(33), copy / "large.distcp")
     said = "something at byte 0 that is no tensor, and is not read"
-    for file, error in [("zip", said), ("raw", said), ("list", "holds a list at byte 0"), ("../none", "no file of it")]:
+    for file, error in [
+        ("zip", said),
+        ("raw", said),
+        ("list", "holds a list at byte 0"),
+        ("large", r"holds a tensor \(33,\) at byte 0, no tensor \(32,\)"),
+        ("../none", "no file of it"),
+    ]:
 
         def point_there(manifest, file=file):
             box = manifest["tensors"]["model.norm.weight"]["boxes"][0]
