@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say = print_now if place.rank == 0 else ignore
     say(f"{why}; started {'alone' if place.engine == 'alone' else f'by {place.engine}'}")
     try:
-        train(config, layout, plan, checkpoints, options.log, say)
+        train(config, layout, plan, checkpoints, options.log_file, say)
     except CannotResume as error:
         return refuse(place, error)
     dist.destroy_process_group()

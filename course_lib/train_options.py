@@ -17,7 +17,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> Parser:
-    """The options; what each means stands with the dataclass that takes it."""
+    """The options; what each means stands with the dataclass that takes it.
+
+    None may begin one of torchrun's: it would take `--log`, behind the script's name, for two of its own, and stop.
+    """
     parser = Parser(prog="train", description="Train a model on the standard library's text, under any layout.")
     add = parser.add_argument
     add("--model", default="toy", help='a preset, with changes behind it: "toy,num_layers=2" (toy)')
@@ -41,7 +44,7 @@ def build_parser() -> Parser:
     add("--keep", type=int, default=2, metavar="N", help="how many checkpoints remain (2)")
     add("--resume", default="auto", help="auto: from the last checkpoint if there is one; never: DIR must have none")
     add("--async-save", action="store_true", help="write checkpoints while training goes on")
-    add("--log", metavar="FILE", help="a JSON line for each step")
+    add("--log-file", metavar="FILE", help="a JSON line for each step")
     add("--backend", default="auto", help="auto: NCCL if each rank has a GPU of its own, else gloo; or nccl, gloo")
     return parser
 

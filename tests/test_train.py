@@ -114,7 +114,16 @@ def test_a_process_killed_at_a_random_moment_goes_on_as_if_it_had_not_been(tmp_p
     text = f"--model {DROPOUT} --batch {BATCH} --steps 40 --seq 32 --every 3 --warmup 4 --decay cosine --seed 5"
     plan = TrainPlan(40, 32, seed=5, warmup=4, decay="cosine")
     log, folder, config = tmp_path / "log.jsonl", tmp_path / "killed", model_named(DROPOUT)
-    command = [sys.executable, "-m", "course_lib.train", *text.split(), "--checkpoint", str(folder), "--log", str(log)]
+    command = [
+        sys.executable,
+        "-m",
+        "course_lib.train",
+        *text.split(),
+        "--checkpoint",
+        str(folder),
+        "--log-file",
+        str(log),
+    ]
     killed = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     last = random.randint(4, 30)
     wait_until(lambda: len(train_log.read(log)) > last or killed.poll() is not None)

@@ -3,10 +3,11 @@
 import re
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from course_lib.config import preset
 from course_lib.layout import Layout
-from course_lib.train_options import check_world, layout_for, model_named, read
+from course_lib.train_options import build_parser, check_world, layout_for, model_named, read
 from course_lib.train_plan import Checkpoints, TrainPlan
 
 
@@ -15,7 +16,7 @@ def test_options_become_records():
     config, layout, plan, checkpoints, options = read(f"{text} --checkpoint runs/a --every 7 --async-save".split())
     assert (config, layout) == (preset("mini"), Layout(dp=2, tp=2, accumulation=4))
     assert plan == TrainPlan(30, 32, learning_rate=1e-3, warmup=3, decay="cosine", clip_norm=None)
-    assert checkpoints == Checkpoints("runs/a", every=7, in_background=True) and options.log is None
+    assert checkpoints == Checkpoints("runs/a", every=7, in_background=True) and options.log_file is None
     assert read([])[3] is None
     for wrong, error in [
         ("--stepz 3", "unrecognized arguments: --stepz 3"),
@@ -27,6 +28,16 @@ def test_options_become_records():
     ]:
         with pytest.raises(ValueError, match=error):
             read(wrong.split())
+
+
+def test_torchrun_takes_no_option_of_the_script_for_its_own():
+    """Its parser looks at what stands behind the script too, and shortened names of its own options count."""
+    ours = [option for action in build_parser()._actions for option in action.option_strings]
+    for option in ours:
+        options = get_args_parser().parse_args(["-m", "course_lib.train", option, "1"])
+        assert options.training_script_args == [option, "1"]
+    with pytest.raises(SystemExit):
+        get_args_parser().parse_args(["-m", "course_lib.train", "--log", "1"])
 
 
 def test_a_model_is_a_preset_with_changes():
