@@ -62,7 +62,16 @@ def test_a_pipeline_alone_is_the_budget_of_its_chapter(text):
     layout = Layout.parse(text)
     for config in (TOY, replace(TOY, tied=True)):
         expected = pipeline_budgets(config, 1, 64, schedule_of(layout), recipe="fp32", device="cpu")
-        assert five_d_budgets(config, layout, 64, "fp32", device="cpu") == expected
+        found = five_d_budgets(config, layout, 64, "fp32", device="cpu")
+        assert [budget.by_kind for budget in found] == [budget.by_kind for budget in expected]
+
+
+def test_gradients_that_come_after_the_largest_moment_make_no_peak():
+    """1F1B with as many micro-batches as ranks: the first rank keeps most before its first backward."""
+    few, many = (
+        five_d_budgets(TOY, Layout(pp=2, accumulation=m, micro_batch=8), 256, "fp32", device="cpu")[0] for m in (2, 8)
+    )
+    assert (few.gradients_at_start, many.gradients_at_start) == (0, few.gradients)
 
 
 def test_experts_alone_are_the_budget_of_their_chapter():

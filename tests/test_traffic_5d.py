@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from course_lib.config import preset
+from course_lib.fake_cluster import simulate
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.memory.five_d import five_d_states
@@ -87,6 +88,23 @@ def test_real_ranks_send_along_each_axis_and_hold_what_the_formulas_say():
             here = layout.mesh.coordinates(rank)
             states = five_d_states(config, layout, here["pp"], here["tp"], "fp32", step_counters=True)
             assert (states.parameters, states.optimizer) == results[rank][index][2], (text, rank)
+
+
+@pytest.mark.parametrize(
+    "config, text",
+    [
+        (TOY, "dp=16,tp=4,pp=4,zero=1,sequence_parallel=true,accumulation=8"),
+        (UNEVEN, "dp=4,cp=2,tp=8,pp=2,zero=2,schedule=interleaved,v=2,accumulation=4"),
+        (MOE, "dp=32,pp=4,ep=8,zero=3,accumulation=4"),
+    ],
+)
+def test_a_rank_of_hundreds_sends_and_holds_what_the_formulas_say(config, text):
+    layout = Layout.parse(text)
+    for rank in simulate(config, layout, 64, stages=[0, layout.pp - 1], precision="fp32").ranks:
+        predicted = five_d_sent(config, layout, 64, rank.rank, clip=True)
+        assert predicted == {axis: size for axis, size in rank.sent_by_axis.items() if size}
+        states = five_d_states(config, layout, rank.coordinates["pp"], 0, "fp32")
+        assert (states.parameters, states.gradients) == (rank.states["parameters"], rank.states["gradients"])
 
 
 # ---- one axis alone is its chapter's formula

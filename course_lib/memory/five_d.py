@@ -192,7 +192,6 @@ def five_d_budgets(
 
     load          rows that reach this rank's experts over a fair share
     output_kept   as in `memory.pipeline.stage_activations`
-    Latent attention is counted from its shapes: no engine here builds it.
     Raises        ValueError if a word is unknown, sizes do not divide, or seq_len exceeds the model's
     """
     check_seq_len(config, seq_len)
@@ -213,11 +212,11 @@ def five_d_budgets(
     budgets = []
     for rank, row in enumerate(schedule.instructions):
         states = five_d_states(config, layout, rank, tp_rank, recipe, optimizer, counters)
-        activations, logits = held_by_rank(row, each)
+        activations, logits, beside = held_by_rank(row, each, states.gradients)
         units = _whole_units(config, layout, rank, tp_rank, recipe.param_bytes)
         has_last = schedule.num_stages - 1 in schedule.stages_of_rank(rank)
         work = _work_bytes(config, layout, seq_len, attention, recipe, tp_rank, has_last, load)
-        full_at_start = layout.accumulation > 1 or recipe.grad_bytes > recipe.param_bytes
+        always_there = recipe.grad_bytes > recipe.param_bytes
         budgets.append(
             Budget(
                 parameters=states.parameters,
@@ -228,7 +227,7 @@ def five_d_budgets(
                 temporary=work
                 + zero_reduced_bytes(units, layout.zero, 1, recipe)
                 + num_neighbours(schedule, rank) * message,
-                gradients_at_start=states.gradients if full_at_start else 0,
+                gradients_at_start=states.gradients if always_there else beside,
                 overheads={} if device == "cpu" else dict(ASSUMED_OVERHEADS),
                 gathered=zero_gathered_bytes(units, layout.zero, 1, recipe, tied=config.tied and layout.pp == 1),
             )

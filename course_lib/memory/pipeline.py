@@ -156,12 +156,15 @@ def peak_held(
     kept: Sequence[float],
     turn: Sequence[float] | None = None,
     waiting: Sequence[float] | None = None,
+    gradients: float = 0,
 ) -> float:
     """The most that one rank holds, walking through its instructions: F keeps kept[stage], B or I frees it.
 
-    turn     on top while a stage's backward runs; waiting: kept from I to W
+    turn       on top while a stage's backward runs; waiting: kept from I to W
+    gradients  of the weights: there when the first B, or W, is done
     """
     held = peak = 0
+    born = False
     for step in instructions:
         later = waiting[step.stage] if waiting else 0
         if step.op == "F":
@@ -169,6 +172,8 @@ def peak_held(
         if step.op in "BI":
             peak = max(peak, held + (turn[step.stage] if turn else 0))
         held += {"F": 0, "B": -kept[step.stage], "I": later - kept[step.stage], "W": -later}[step.op]
+        if step.op in "BW" and not born:
+            held, born = held + gradients, True
         peak = max(peak, held)
     return peak
 
@@ -178,11 +183,17 @@ def live_layers(schedule: Schedule, layers: Sequence[int]) -> list[int]:
     return [peak_held(row, layers) for row in schedule.instructions]
 
 
-def held_by_rank(row: Sequence[Instruction], each: Sequence[StageActivations]) -> tuple[int, int]:
-    """The most bytes of activations of one rank without those of the loss, and those of the loss."""
-    held = peak_held(row, *([getattr(one, part) for one in each] for part in ("kept", "turn", "waiting")))
-    logits = peak_held(row, [one.logits for one in each])
-    return held - logits, logits
+def held_by_rank(
+    row: Sequence[Instruction], each: Sequence[StageActivations], gradients: int = 0
+) -> tuple[int, int, int]:
+    """The most bytes of activations of one rank without those of the loss, those of the loss, and more by gradients.
+
+    Where a rank has the most before its first backward, gradients may make no peak of their own: then 0.
+    """
+    parts = [[getattr(one, part) for one in each] for part in ("kept", "turn", "waiting")]
+    held, logits = peak_held(row, *parts), peak_held(row, [one.logits for one in each])
+    together = peak_held(row, *parts, gradients)
+    return held - logits, logits, together - held if together > max(held, gradients) else 0
 
 
 def num_neighbours(schedule: Schedule, rank: int) -> int:
@@ -246,7 +257,7 @@ def pipeline_budgets(
             cut, batch_size, seq_len, recipe, optimizer, attention, recompute, schedule.num_micro_batches, device,
             zero_stage, dp_size, tp, sequence_parallel, units=units, cp=cp,
         )  # fmt: skip
-        activations, logits = held_by_rank(row, each)
+        activations, logits, _ = held_by_rank(row, each)
         counters = 0
         if device == "cpu" and has_step_counters(recipe, optimizer) and zero_stage == 0:
             counters = 4 * (len(tensors) - len(tensor_sizes(cut)))
