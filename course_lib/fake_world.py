@@ -26,6 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+ASK_DEVICE = torch.ops.prim.device.default
+
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[FakeTensorMode]:
@@ -62,6 +64,8 @@ class WholeNumbers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is ASK_DEVICE and isinstance(args[0], FakeTensor):  # half of all calls: answered here
+            return args[0].fake_device
         if FakeTensor in types or not stays_real(func, args, kwargs):
             return func(*args, **kwargs)
         with unset_fake_temporarily():

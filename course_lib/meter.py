@@ -96,6 +96,10 @@ class ByteMeter(TorchDispatchMode):
             totals[key(record)] = totals.get(key(record), 0) + record.sent_bytes
         return totals
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps __torch_dispatch__ in a guard that costs as much as the counting
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in _NAMESPACES:
             self._count(func, args, kwargs or {})
