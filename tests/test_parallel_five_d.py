@@ -183,9 +183,11 @@ def averages_experts_like_everything():
 
 @contextmanager
 def forgets_norms_over_tp():
-    sum_over = sums.sum_over
+    sum_unless_alone = sums.sum_unless_alone
     with patch.object(
-        sums, "sum_over", lambda params, group: None if group.group_name == TP[0] else sum_over(params, group)
+        sums,
+        "sum_unless_alone",
+        lambda params, group: None if group.group_name == TP[0] else sum_unless_alone(params, group),
     ):
         yield
 

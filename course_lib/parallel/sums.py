@@ -69,17 +69,17 @@ def sum_gradients(engine: nn.Module) -> None:
         of_kind[kind].append(param)
     if layout.zero == 0:
         everywhere = [param for kind in KINDS if kind != "experts" for param in of_kind[kind]]
-        sum_over(everywhere, groups.data)
-        sum_over(of_kind["experts"], groups.expert_dp)
+        sum_unless_alone(everywhere, groups.data)
+        sum_unless_alone(of_kind["experts"], groups.expert_dp)
     if layout.sequence_parallel:
-        sum_over(of_kind["norms"], groups.tp)
+        sum_unless_alone(of_kind["norms"], groups.tp)
     if engine.replica_group is not None:
-        sum_over(of_kind["kv"], engine.replica_group)
+        sum_unless_alone(of_kind["kv"], engine.replica_group)
     if of_kind["tied"]:
-        sum_over(of_kind["tied"], engine.pipeline.channels[engine.pipeline.tied_ranks])
+        sum_unless_alone(of_kind["tied"], engine.pipeline.channels[engine.pipeline.tied_ranks])
 
 
-def sum_over(parameters: list[nn.Parameter], group: tensor.Group) -> None:
+def sum_unless_alone(parameters: list[nn.Parameter], group: tensor.Group) -> None:
     """`tensor.sum_gradients`, which an axis of one rank does not need."""
     if group.size() > 1:
         tensor.sum_gradients(parameters, group)
