@@ -38,8 +38,9 @@ def engine_of(name):
         for block in whole.blocks:
             block.attention.k.weight.requires_grad_(False)
             block.mlp.down.weight.requires_grad_(False)
+    deferral = Deferral(whole)  # before its layers are cut, as a pipeline makes it
     expert_tensor.cut_over_tp(whole, stream(dist.group.WORLD, **options))
-    return whole
+    return whole, deferral
 
 
 def backward(engine, queue=None, deferral=None):
@@ -60,9 +61,8 @@ def backward(engine, queue=None, deferral=None):
 
 
 def in_two_parts(name):
-    engine = engine_of(name)
-    expected = backward(engine_of(name))
-    queue, deferral = WeightQueue(), Deferral(engine)
+    (engine, deferral), queue = engine_of(name), WeightQueue()
+    expected = backward(engine_of(name)[0])
     after_input = backward(engine, queue, deferral)
     queue.run()
     after_weights = {name: param.grad for name, param in engine.named_parameters() if param.grad is not None}

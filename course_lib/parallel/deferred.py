@@ -103,10 +103,16 @@ class WeightQueue:
 
 
 class Deferral:
-    """The linears of one module, cut or whole, which put their weight gradients into `queue` while there is one."""
+    """The linears of one module, cut or whole, which put their weight gradients into `queue` while there is one.
+
+    They are looked for when the first queue comes: until then layers may be replaced by parts of them.
+    """
 
     def __init__(self, module: nn.Module):
+        self.module: nn.Module | None = module  # None: its layers are prepared
         self.queue: WeightQueue | None = None
+
+    def _prepare(self, module: nn.Module) -> None:
         for layer in module.modules():
             if type(layer) is nn.Linear:
                 layer.forward = partial(self._forward, layer)
@@ -132,6 +138,9 @@ class Deferral:
     @contextmanager
     def into(self, queue: WeightQueue | None) -> Iterator[None]:
         """Inside, weight gradients go into the queue. Around I too: recomputation must do again what forward did."""
+        if self.module is not None:
+            self._prepare(self.module)
+            self.module = None
         self.queue = queue
         try:
             yield
