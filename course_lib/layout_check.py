@@ -106,14 +106,6 @@ def _check_split_with_zero(layout: Layout) -> None:
         )
 
 
-def _check_split_with_tp(layout: Layout) -> None:
-    if layout.tp > 1 and layout.schedule in SPLIT_BACKWARD:
-        raise ValueError(
-            f"layers cut over tp ({layout.tp}) compute both halves of their backward at once, but {layout.schedule} "
-            "puts off the half of the weights"
-        )
-
-
 def _check_layers_of_stage(layout: Layout) -> None:
     layers, stages = layout.layers_of_stage, layout.pp * stages_per_rank(layout.schedule, layout.v)
     if layers is None:
@@ -138,7 +130,6 @@ LAYOUT_CHECKS: list[Check] = [
     (_check_stages_per_rank, ("v", "schedule")),
     (_check_micro_batches, ("accumulation",)),
     (_check_split_with_zero, ("zero", "schedule")),
-    (_check_split_with_tp, ("tp", "schedule")),
     (_check_layers_of_stage, ("layers_of_stage",)),
 ]
 

@@ -66,7 +66,6 @@ def faults_of_layout(given: dict) -> list[tuple]:
         (not whole_loops, (accumulation, pp)),
         (schedule == "dualpipe_v" and accumulation < 2 * pp, (accumulation, 2 * pp)),
         (split and zero > 1, (schedule, zero)),
-        (split and tp > 1, (schedule, tp)),
         (layers is not None and min(layers) < 1, ("layers_of_stage",)),
         (layers is not None and len(layers) != pp * stages_of(given), (len(layers or ()), pp * stages_of(given))),
     ]
@@ -274,10 +273,6 @@ def test_layouts_of_published_runs_are_possible():
     [
         (lambda: Layout(dp=4, cp=2, ep=3), r"ep \(3\) must divide dp x cp = 4 x 2 = 8: .*; nearest: ep=2 or ep=4$"),
         (lambda: Layout(tp=3).check_model(TOY), r"num_heads \(8\) .* tp \(3\); .*; nearest: tp=2 or tp=4$"),
-        (
-            lambda: Layout(tp=2, schedule="zb_h1"),
-            "layers cut over tp .2. compute both halves of their backward at once",
-        ),
         (
             lambda: Layout(pp=4, schedule="interleaved", v=2, accumulation=6),
             "nearest: accumulation=4 or accumulation=8",

@@ -43,6 +43,8 @@ FOUR = [
     ("llama", "pp=4,schedule=zb_h2,accumulation=4,layers_of_stage=1-1-1-1"),
     ("tied", "pp=2,tp=2,sequence_parallel=true,schedule=interleaved,v=2,accumulation=4"),
     ("gpt", "pp=2,tp=2,sequence_parallel=true,accumulation=2,layers_of_stage=1-3"),
+    ("tied experts", "pp=2,tp=2,sequence_parallel=true,schedule=zb_h1,accumulation=3"),
+    ("gpt", "pp=2,tp=2,schedule=zb_h2,accumulation=3,recompute=full"),
     ("llama", "cp=2,tp=2,sequence_parallel=true,zero=1,cp_method=all_gather"),
     ("gpt", "cp=2,tp=2,cp_method=ulysses,zero=2,sequence_parallel=true"),
     ("llama", "cp=4,zero=2,cp_placement=striped"),
@@ -97,10 +99,8 @@ EXCLUSIVE = [
     {"interleaved", "split backward"},
 ]
 IMPOSSIBLE = {  # pair -> a layout that would have both, and what it is told
-    ("split backward", "zero 2"): ("dp=2,pp=2,zero=2,schedule=zb_h1", "puts off|does that of the weights later"),
+    ("split backward", "zero 2"): ("dp=2,pp=2,zero=2,schedule=zb_h1", "does that of the weights later"),
     ("split backward", "zero 3"): ("dp=2,pp=2,zero=3,schedule=zbv", "does that of the weights later"),
-    ("split backward", "tp"): ("tp=2,pp=2,schedule=zb_h1", "puts off the half of the weights"),
-    ("sequence parallel", "split backward"): ("tp=2,pp=2,sequence_parallel=true,schedule=zb_h1", "puts off"),
 }
 
 
