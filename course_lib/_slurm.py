@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from course_lib._watch import Outcome, Output, Watch, read_text
 STATE_S = 1.0  # how often Slurm is asked how the job is; its controller serves many
 ALIVE_S = 2.0  # how often the notebook shows the ranks that it is still there
 LOST_S = 60.0  # ranks that have not seen it for so long end the job
-END_S = 10.0
+LEAVE_S = 10.0
+CANCEL_S = 3.0
 WAITING_FILES_S = 3.0  # how long the last messages of a job that has ended may take on a network file system
 LIVING = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING"}
 REASONS = {  # of squeue, for those who see them the first time
@@ -152,7 +154,7 @@ def run(where: Slurm, timeout: float, folder: Path, settings: _rank.Settings, ou
         if watch.unfinished() or watch.failures:
             watch.ask_where()
         else:
-            watch.let_leave(END_S)
+            watch.let_leave(LEAVE_S)
     finally:
         waiting.clear()
         world.end()
@@ -214,23 +216,24 @@ class SlurmWorld:
         return "\n".join("  " + line[:500] for line in lines[-12:])
 
     def end(self) -> None:
-        """Cancel the job if it is still there, and wait until Slurm has forgotten about it."""
+        """Cancel the job if it is still there, and give its processes a moment to go."""
         if self.job is None:
             time.sleep(0.5)  # interrupted while sbatch was talking to Slurm: the job may yet appear
-        give_up = time.monotonic() + END_S
-        cancelled = False
-        while (left := self._in_queue()) != "" and time.monotonic() < give_up:
-            if not cancelled and left is not None:
-                _ask("scancel", f"--name={self.name}", "--quiet")
-                cancelled = True
-            time.sleep(0.1)
+        if self._in_queue() != "":
+            _ask("scancel", "--quiet", f"--name={self.name}")
+            self._wait(lambda state: state == "", CANCEL_S)
 
-    def wait_until_gone(self, limit_s: float) -> None:
+    def wait_for_tasks(self, limit_s: float) -> None:
+        """Wait until all tasks have ended by themselves; Slurm is COMPLETING then for some time more."""
+        self._wait(lambda state: state in ("", "COMPLETING"), limit_s)
+
+    def _wait(self, is_over: Callable[[str | None], bool], limit_s: float) -> None:
         give_up = time.monotonic() + limit_s
-        while self._in_queue() != "" and time.monotonic() < give_up:
+        while not is_over(self._in_queue()) and time.monotonic() < give_up:
             time.sleep(0.1)
 
     def _in_queue(self) -> str | None:
+        """The job's state; "" once Slurm has let go of it, None while Slurm does not answer."""
         said = _ask("squeue", "--noheader", f"--name={self.name}", "--format=%T")
         return said if said is None else said.strip()
 
@@ -272,7 +275,7 @@ class SlurmWatch(Watch):
 
     def let_leave(self, limit_s: float) -> None:
         super().let_leave(limit_s)
-        self._world.wait_until_gone(limit_s)
+        self._world.wait_for_tasks(limit_s)
 
     def _listen(self, timeout: float) -> None:
         time.sleep(timeout)

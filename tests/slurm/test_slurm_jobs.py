@@ -1,0 +1,203 @@
+"""launch(..., where=Slurm()) from a notebook kernel, and the batch script, on a real Slurm: `make test-slurm`."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from test_launch_kernel import Kernel, remaining, slowness
+
+from course_lib.authoring import ROOT
+
+pytestmark = pytest.mark.skipif(
+    "course_slurm_" not in os.environ.get("SLURM_CONF", ""),
+    reason="runs inside tests/slurm/cluster.py: make test-slurm",
+)
+SETUP = """
+import os, sys, time, subprocess, dataclasses
+import torch, torch.distributed as dist
+from course_lib.launch import launch, progress, Slurm
+where = Slurm(folder={folder!r})
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def kernel(folder):
+    kernel = Kernel()
+    kernel.show(SETUP.format(folder=str(folder)))
+    yield kernel
+    kernel.stop()
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(folder):
+    yield
+    until_queue_is_empty()
+    assert list(folder.iterdir()) == []
+    assert not remaining([process for process in psutil.process_iter() if "submitit" in " ".join(cmdline(process))])
+
+
+def cmdline(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def queue(*options):
+    return subprocess.run(["squeue", "--noheader", *options], capture_output=True, text=True, check=True).stdout
+
+
+def until_queue_is_empty(within_s=20):
+    """Jobs that were cancelled are COMPLETING for a moment."""
+    give_up = time.monotonic() + within_s
+    while queue() and time.monotonic() < give_up:
+        time.sleep(0.1)
+    assert queue() == ""
+
+
+def test_four_ranks_on_two_nodes_send_objects_and_lines_back_to_the_cell(kernel):
+    cell = kernel.show(
+        """
+@dataclasses.dataclass
+class Seen:                                        # a class of the notebook comes back as itself
+    rank: int
+    local_rank: int
+    of_node: int
+    total_2: torch.Tensor
+def work(scale):
+    total_2 = torch.ones(2, requires_grad=True) * dist.get_rank()
+    dist.all_reduce(total_2)
+    for _ in progress(range(3), "bar"):
+        pass
+    node = os.environ["SLURMD_NODENAME"]
+    print(f"hello from {node}")
+    sys.stderr.write(f"a warning\\n" if dist.get_rank() == 3 else "")
+    local_rank, of_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    return Seen(dist.get_rank(), local_rank, of_node, total_2 * scale)
+results = launch(work, 4, 2.0, where=where)
+assert all(isinstance(seen, Seen) for seen in results)
+print([(seen.rank, seen.local_rank, seen.of_node, seen.total_2.tolist()) for seen in results])
+print(results.nodes, results.lines[2], results.stderr[3], results.backend, min(results.peak_bytes) > 2**20)
+"""
+    )
+    lines = "".join(f"[rank {rank}] hello from {node}\n" for rank, node in enumerate(("n1", "n1", "n2", "n2")))
+    seen = [(rank, rank % 2, 2, [12.0, 12.0]) for rank in range(4)]
+    rest = "('n1', 'n1', 'n2', 'n2') ['hello from n2'] ['a warning'] gloo True\n"
+    assert cell.out == f"{lines}{seen}\n{rest}"
+    assert "bar: 100%" in cell.err and "[rank 3] a warning" in cell.err
+
+
+def test_a_failing_rank_is_named_with_its_node_and_the_others_with_where_they_stood(kernel):
+    cell = kernel.run(
+        """
+def work():
+    dist.barrier()
+    if dist.get_rank() == 2:
+        print("failed at", time.time())
+        raise ValueError("mine")
+    dist.barrier()
+try:
+    launch(work, 4, where=where)
+finally:
+    print("raised at", time.time())
+"""
+    )
+    assert cell.error.startswith("RankError: rank 2 of 4 on n2 failed:\n  Cell, line 5, in work"), cell.error
+    assert 'raise ValueError("mine")\nValueError: mine' in cell.error
+    for rank, node in ((0, "n1"), (1, "n1"), (3, "n2")):
+        assert f"rank {rank} on {node} stood at Cell, line 6, in work: dist.barrier()" in cell.error, cell.error
+    failed_at, raised_at = (float(found) for found in re.findall(r"at (\d+\.\d+)", cell.out))
+    assert raised_at - failed_at < 5 * slowness()
+
+
+def test_a_rank_that_dies_is_named_and_so_is_a_job_that_slurm_ends(kernel):
+    cell = kernel.run(
+        """
+def work():
+    dist.barrier()
+    if dist.get_rank() == 3:
+        os.kill(os.getpid(), 11)
+    time.sleep(30)
+launch(work, 4, where=where)
+"""
+    )
+    assert cell.error.startswith("RankError: rank 3 of 4 on n2 was killed by SIGSEGV"), cell.error
+    assert "rank 0 on n1 stood at Cell, line 5, in work: time.sleep(30)" in cell.error
+    message = kernel.start("launch(lambda: (print('up'), time.sleep(30)), 4, where=where, live=True)")
+    wait_for_output(kernel, "up")
+    subprocess.run(["scancel", f"--user={os.environ.get('USER', 'root')}"], check=True)
+    error = kernel.finish(message).error
+    assert re.match(r"RankError: Slurm job \d+ of 4 ranks was ended by Slurm: CANCELLED", error), error
+    assert re.search(r"rank 2 on n2 stood at Cell, line 1, in <lambda>", error), error
+
+
+def test_a_cancelled_cell_cancels_its_job(kernel):
+    message = kernel.start(
+        "launch(lambda: (print('up'), subprocess.Popen(['sleep', '4711']), time.sleep(100)), 4, where=where, live=True)"
+    )
+    wait_for_output(kernel, "up")
+    sleeping = [process for process in psutil.process_iter() if cmdline(process) == ["sleep", "4711"]]
+    assert sleeping and queue("--format=%T %N") == "RUNNING n[1-2]\n"
+    kernel.manager.interrupt_kernel()
+    assert "KeyboardInterrupt" in kernel.finish(message).error
+    assert queue("--states=PENDING,RUNNING") == "" and not remaining(sleeping)
+
+
+def test_a_job_that_waits_says_why_and_one_that_would_wait_for_ever_does_not(kernel):
+    busy = ["sbatch", "--parsable", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap", "srun sleep 100"]
+    job = subprocess.run(busy, capture_output=True, text=True, check=True).stdout.strip()
+    message = kernel.start("launch(lambda: 1, 4, where=where)")
+    try:
+        wait_for_output(kernel, "(Resources: waiting for nodes to become free)")
+        kernel.manager.interrupt_kernel()
+        assert "KeyboardInterrupt" in kernel.finish(message).error
+        assert queue("--format=%A").split() == [job]
+    finally:
+        subprocess.run(["scancel", job], check=True)
+    cell = kernel.run("launch(lambda: 1, 3, where=dataclasses.replace(where, nodes=3, ntasks_per_node=1))")
+    assert re.match(r"RankError: Slurm job \d+ would wait for ever \(PartitionNodeLimit\)", cell.error), cell.error
+    cell = kernel.run("launch(lambda: 1, 4, where=dataclasses.replace(where, partition='none'))")
+    assert cell.error.startswith("RankError: Slurm did not take the job:") and "partition" in cell.error
+
+
+def test_the_job_of_a_notebook_that_is_gone_ends_itself(folder):
+    kernel = Kernel()
+    kernel.show(SETUP.format(folder=str(folder)) + "from course_lib import _slurm; _slurm.LOST_S = 4.0")
+    kernel.start(
+        "launch(lambda: (print('up'), time.sleep(100)), 2, where=dataclasses.replace(where, nodes=1), live=True)"
+    )
+    wait_for_output(kernel, "up")
+    kernel.stop()
+    assert queue("--states=RUNNING") != ""
+
+
+def wait_for_output(kernel, text):
+    """Wait until what the running cell writes contains `text`."""
+    said = ""
+    while text not in said:
+        message = kernel.client.get_iopub_msg(timeout=60)
+        said += message["content"].get("text", "") if message["msg_type"] == "stream" else ""
+        assert message["msg_type"] != "error", message["content"]
+
+
+def test_the_batch_script_trains_four_ranks_on_two_nodes(tmp_path):
+    shutil.copy(ROOT / "course_lib" / "templates" / "train.sbatch", tmp_path)
+    environment = {**os.environ, "PYTHON": sys.executable, "STEPS": "4", "PYTHONPATH": str(ROOT)}
+    command = ["sbatch", "--wait", "train.sbatch"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    (log,) = tmp_path.glob("course-train-*.log")
+    text = log.read_text()
+    assert done.returncode == 0, text
+    assert "toy on 4 ranks (dp=2,tp=2,zero=1)" in text and "step 4 of 4: loss" in text, text
+    assert [path.name for path in Path(tmp_path, "checkpoints", "course-train").iterdir()] == ["step-00000004"]
