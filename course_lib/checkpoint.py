@@ -232,24 +232,30 @@ def load(engine: FiveD, optimizer: Optimizer | None, folder: str | Path) -> Rest
              engine is then as before, unless a file was changed in a way that its checksum did not show
     """
     group = wait_for_earlier(engine)
-    path, manifest = open_checkpoint(Path(folder), group)
-    everywhere(group, lambda: check_model(engine, path, manifest))
-    held = parameters_of(engine)
-    pieces = [p for holding in [*held, *buffers_of(engine)] for p in holding.pieces(holding.tensor, "model.")]
-    everywhere(group, lambda: stored_pieces.read(path, manifest, pieces))
-    if optimizer is not None:
-        everywhere(group, lambda: load_optimizer(held, optimizer, path, manifest))
+    path = together(group, lambda: files.find(Path(folder)) if group.rank() == 0 else None)[0]
+    manifest = everywhere(group, lambda: open_checkpoint(engine, path, group))
+    restored = everywhere(group, lambda: fill(engine, optimizer, path, manifest, group.rank()))
     for sharded in engine.zeros.values():
         sharded.share_update()
-    return everywhere(group, lambda: restore_rank(engine, path, manifest, group.rank()))
+    return restored
 
 
-def open_checkpoint(folder: Path, group: dist.ProcessGroup) -> tuple[Path, dict]:
-    """The same one on every rank, found to be whole: each rank checks some of its files."""
-    path = together(group, lambda: files.find(folder) if group.rank() == 0 else None)[0]
-    manifest = everywhere(group, lambda: files.read_manifest(path))
-    everywhere(group, lambda: files.verify(path, manifest, group.rank(), group.size()))
-    return path, manifest
+def open_checkpoint(engine: FiveD, path: Path, group: dist.ProcessGroup) -> dict:
+    """Its manifest, once it is found to be whole, each rank checking some of the files, and of this model."""
+    manifest = files.read_manifest(path)
+    files.verify(path, manifest, group.rank(), group.size())
+    check_model(engine, path, manifest)
+    return manifest
+
+
+def fill(engine: FiveD, optimizer: Optimizer | None, path: Path, manifest: dict, rank: int) -> Restored:
+    """Reads what this rank holds."""
+    held = parameters_of(engine)
+    tensors = [piece for one in [*held, *buffers_of(engine)] for piece in one.pieces(one.tensor, "model.")]
+    stored_pieces.read(path, manifest, tensors)
+    if optimizer is not None:
+        load_optimizer(held, optimizer, path, manifest)
+    return restore_rank(engine, path, manifest, rank)
 
 
 def check_model(engine: FiveD, path: Path, manifest: dict) -> None:
