@@ -144,6 +144,7 @@ A file imports from its own part and from the parts above it, never from one bel
     plots/experts.py       the load of experts, what balancing does, total and active parameters
     plots/routing.py       tokens on their way to experts, and who sends what to whom
     plots/five_d.py        ranks on nodes, whom each talks to, and which share of the model each holds
+    plots/five_d_costs.py  memory along the pipeline, bytes by axis, seconds by part, a pipeline against ZeRO-3
     widgets/__init__.py    sliders on the same pictures
     widgets/parts.py       the pieces that every explorer is made of
     widgets/collectives.py message, ranks, link, and the time they take

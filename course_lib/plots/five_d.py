@@ -95,7 +95,7 @@ def group_color(number: int) -> str:
     return mix(color, "#FFFFFF", 0.5) if number // len(RANK_COLORS) % 2 else color
 
 
-def draw_rank_map(axes, picture: RankMap) -> None:
+def draw_rank_map(axes, picture: RankMap, numbered: bool = True) -> None:
     """Nodes as frames, ranks as boxes in the colour of their group; lines in a node solid, between nodes dashed."""
     at, across, rows = _places(picture)
     per_node, shown = picture.ranks_per_node, min(picture.ranks_per_node, len(at))
@@ -112,7 +112,7 @@ def draw_rank_map(axes, picture: RankMap) -> None:
         axes.add_patch(Rectangle((x - BOX / 2, y - BOX / 2), BOX, BOX, **box))
         text = {"ha": "center", "va": "center", "color": text_on(color), "zorder": 4}
         if len(at) > MOST_COORDINATES:
-            axes.text(x, y, str(rank), fontsize=7, **text)
+            axes.text(x, y, str(rank) if numbered else "", fontsize=7, **text)
             continue
         axes.text(x, y - 0.15, str(rank), fontsize=7.5, fontweight="bold", **text)
         where = " ".join(str(picture.coordinates[rank][axis]) for axis in long_axes)
@@ -176,7 +176,7 @@ def _show_maps(titled: Sequence[tuple[str, RankMap]], title: str) -> None:
         for axes in panels.flat[len(titled) :]:
             axes.set_axis_off()
         for axes, (name, picture) in zip(panels.flat, titled):
-            draw_rank_map(axes, picture)
+            draw_rank_map(axes, picture, numbered=axes is panels[0, 0])
             if name:
                 axes.set_title(f"{name}\n{links_text(picture)}", fontsize=9, fontweight="normal")
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
@@ -353,7 +353,7 @@ def holdings_title(picture: Holdings) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{three_digits(100 * share)} %"
+    return f"{100 * share:.2g} %" if share < 0.01 else f"{three_digits(100 * share)} %"
 
 
 def draw_holdings(axes, picture: Holdings) -> None:

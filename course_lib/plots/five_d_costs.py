@@ -1,0 +1,267 @@
+"""What a layout costs, in pictures: memory along the pipeline, bytes by axis, seconds by part, PP against ZeRO-3."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
+
+from course_lib.config import ModelConfig
+from course_lib.layout import Layout
+from course_lib.plots.memory import BudgetBar, budget_bars, gpu_limits
+from course_lib.plots.palette import (
+    AXIS_COLORS,
+    COMPUTE_COLOR,
+    KIND_COLORS,
+    KIND_HATCHES,
+    KINDS,
+    LIMIT_COLOR,
+    NEUTRAL_COLOR,
+    OKABE_ITO,
+)
+from course_lib.plots.style import (
+    FULL_WIDTH_IN,
+    TIME_UNITS,
+    UNITS,
+    finish,
+    show_bytes,
+    show_seconds,
+    style,
+    three_digits,
+    time_unit_for,
+    unit_for,
+)
+from course_lib.traffic_5d import five_d_sent
+
+# ---------------------------------------------------------------- memory along the pipeline
+
+
+def pipeline_bars(of_ranks, limits_bytes: Mapping[str, int] | None = None) -> list[BudgetBar]:
+    """Bytes by kind of each rank of a pipeline, in order.
+
+    of_ranks   budgets of `memory.five_d.five_d_budgets`; or a simulation, whose ranks have `peak_by_kind`; or
+               {kind: bytes} of each rank
+    """
+    ranks = getattr(of_ranks, "ranks", of_ranks)
+    labels = [getattr(rank, "coordinates", {}).get("pp", place) for place, rank in enumerate(ranks)]
+    by_kind = [getattr(rank, "peak_by_kind", rank) for rank in ranks]
+    return budget_bars({f"pp {label}": each for label, each in zip(labels, by_kind)}, limits_bytes or {})
+
+
+def pipeline_title(bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int]) -> str:
+    """The fullest rank, and whether the GPU holds it."""
+    fullest = max(bars, key=lambda bar: bar.total_bytes)
+    who = f"{fullest.label} is fullest with" if len(bars) > 1 else "A rank needs"
+    said = f"{who} {show_bytes(fullest.total_bytes)}"
+    if not limits_bytes:
+        return said
+    name = next(iter(limits_bytes))
+    return f"{said}, {'which fits' if name in fullest.fits else 'too much'} for one {name}"
+
+
+def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], unit: str = "GB") -> None:
+    """A column for each rank, its kinds stacked; what stands above a GPU's line does not fit."""
+    size, places = UNITS[unit], range(len(bars))
+    floor = [0.0] * len(bars)
+    shown = [kind for kind in KINDS if any(kind in bar.bytes_by_kind for bar in bars)]
+    for kind in shown:
+        heights = [bar.bytes_by_kind.get(kind, 0) / size for bar in bars]
+        look = {"color": KIND_COLORS[kind], "hatch": KIND_HATCHES[kind], "edgecolor": "white", "linewidth": 0.6}
+        axes.bar(places, heights, 0.74, bottom=floor, **look)
+        floor = [low + height for low, height in zip(floor, heights)]
+    top = 1.14 * max([*floor, *(limit / size for limit in limits_bytes.values())])
+    if len(bars) <= 16:
+        for place, total in zip(places, floor):
+            text = {"ha": "center", "va": "bottom", "fontsize": 8.5}
+            axes.text(place, total + 0.01 * top, three_digits(total), **text).set_bbox(
+                {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+            )
+    for name, limit in limits_bytes.items():
+        axes.axhline(limit / size, color=LIMIT_COLOR, linestyle="--", linewidth=1.3, zorder=1.5)
+        said = f" {name}\n {three_digits(limit / size)} {unit}"
+        axes.annotate(said, (1, limit / size), xycoords=("axes fraction", "data"), va="center", fontsize=8.5)
+    step = 1 + len(bars) // 17
+    axes.set_xticks([*places][::step], [bar.label for bar in bars][::step])
+    axes.tick_params(axis="x", length=0)
+    axes.set(xlim=(-0.6, len(bars) - 0.4), ylim=(0, top), ylabel=f"memory ({unit})")
+    handles = [
+        Patch(facecolor=KIND_COLORS[kind], hatch=KIND_HATCHES[kind], edgecolor="white", label=kind) for kind in shown
+    ]
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 2.2}
+    axes.legend(handles=handles, ncol=len(handles), columnspacing=1.0, handlelength=1.4, handletextpad=0.5, **below)
+
+
+def show_pipeline_memory(of_ranks, gpus=(), title: str = "", unit: str | None = None) -> None:
+    """Show the memory of each rank of a pipeline by kind, against GPUs (of `hardware.GPUS`, or `{name: bytes}`).
+
+    of_ranks   budgets of `five_d_budgets`, a simulation of `fake_cluster.simulate`, or {kind: bytes} of each rank
+    """
+    limits = gpu_limits(gpus)
+    bars = pipeline_bars(of_ranks, limits)
+    unit = unit or unit_for(max([bar.total_bytes for bar in bars] + list(limits.values())))
+    with style():
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 3.6))
+        draw_pipeline(axes, bars, limits, unit)
+        axes.set_title(title or pipeline_title(bars, limits))
+        finish(figure)
+
+
+# ---------------------------------------------------------------- bytes by axis, seconds by part
+
+SENT_ORDER = ("tp", "cp", "ep", "pp", "data", "expert_dp", "world")
+SENT_COLORS = AXIS_COLORS | {"data": AXIS_COLORS["dp"], "expert_dp": "#666666", "world": NEUTRAL_COLOR}
+PART_COLORS = AXIS_COLORS | {
+    "compute": COMPUTE_COLOR,
+    "bubble": NEUTRAL_COLOR,
+    "transfer": AXIS_COLORS["pp"],
+    "data": AXIS_COLORS["dp"],
+}
+PART_HATCHES = {"bubble": "////", "transfer": ".."}
+
+
+def sent_rows(sent_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by axis in a fixed order, those of which nothing is sent left out."""
+    if unknown := set(sent_bytes) - set(SENT_ORDER):
+        raise ValueError(f"axes {sorted(unknown)} are unknown; use {', '.join(SENT_ORDER)}")
+    return {axis: sent_bytes[axis] for axis in SENT_ORDER if sent_bytes.get(axis, 0)}
+
+
+def sent_title(sent_bytes: Mapping[str, int]) -> str:
+    """All bytes, and the axis that sends most of them."""
+    rows, total = sent_rows(sent_bytes), sum(sent_bytes.values())
+    if not total:
+        return "Nothing is sent"
+    most = max(rows, key=rows.get)
+    return f"{show_bytes(total)} sent in a step, {100 * rows[most] / total:.0f} % over {most}"
+
+
+def time_rows(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by part in the order given, those of which there is nothing left out."""
+    return {part: value for part, value in seconds.items() if value > 0}
+
+
+def time_title(seconds: Mapping[str, float]) -> str:
+    """The whole step, and how much of it computes."""
+    total = sum(seconds.values())
+    return f"{show_seconds(total)} modelled, {100 * seconds.get('compute', 0.0) / total:.0f} % computing"
+
+
+def draw_sent_by_axis(axes, sent_bytes: Mapping[str, int]) -> None:
+    """A bar for each axis with its bytes."""
+    rows = sent_rows(sent_bytes)
+    unit = unit_for(max(rows.values(), default=0))
+    labels = {axis: show_bytes(value) for axis, value in rows.items()}
+    _bars(axes, {axis: value / UNITS[unit] for axis, value in rows.items()}, labels, SENT_COLORS, {})
+    axes.set_xlabel(f"sent by one rank in a step ({unit})")
+
+
+def draw_time_by_part(axes, seconds: Mapping[str, float]) -> None:
+    """A bar for each part of a step with its seconds."""
+    rows = time_rows(seconds)
+    unit = time_unit_for(max(rows.values()))
+    labels = {part: show_seconds(value) for part, value in rows.items()}
+    _bars(axes, {part: value / TIME_UNITS[unit] for part, value in rows.items()}, labels, PART_COLORS, PART_HATCHES)
+    axes.set_xlabel(f"modelled time of a step ({unit})")
+
+
+def _bars(axes, widths: Mapping[str, float], labels: Mapping[str, str], colors, hatches) -> None:
+    longest = max(widths.values(), default=1.0)
+    for row, (name, width) in enumerate(widths.items()):
+        look = {"color": colors[name], "hatch": hatches.get(name, ""), "edgecolor": "white", "linewidth": 0.6}
+        axes.barh(row, width, height=0.66, **look)
+        axes.text(width, row, f" {labels[name]}", va="center", fontsize=9)
+    axes.set_yticks(range(len(widths)), list(widths))
+    axes.tick_params(axis="y", length=0)
+    axes.set(xlim=(0, longest * 1.32), ylim=(max(len(widths), 1) - 0.4, -0.6))
+
+
+def show_costs(sent_bytes: Mapping[str, int], seconds: Mapping[str, float], title: str = "") -> None:
+    """Show bytes by axis, of `traffic_5d.five_d_sent` or a meter, beside seconds by part, of `StepTime.parts`."""
+    rows = max(len(sent_rows(sent_bytes)), len(time_rows(seconds)))
+    with style():
+        figure, (left, right) = plt.subplots(1, 2, figsize=(FULL_WIDTH_IN, 1.25 + 0.27 * rows + 0.25 * bool(title)))
+        draw_sent_by_axis(left, sent_bytes)
+        draw_time_by_part(right, seconds)
+        left.set_title(sent_title(sent_bytes), fontsize=9.5, fontweight="normal")
+        right.set_title(time_title(seconds), fontsize=9.5, fontweight="normal")
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        finish(figure)
+
+
+# ---------------------------------------------------------------- a pipeline and ZeRO-3 send other things
+
+Curve = Mapping[int, float]
+
+
+def pp_and_zero3(
+    config: ModelConfig, num_ranks: int, seq_len: int, micro_batches: Sequence[int], recipe: str = "bf16-master"
+) -> dict[str, dict[int, int]]:
+    """Bytes that the busiest rank sends in a step, `{label: {micro-batches of the step: bytes}}`.
+
+    The same ranks train the same sequences, one in each micro-batch: a pipeline passes all of them through all of its
+    ranks; ZeRO-3 deals them out, and gathers every unit for each micro-batch of a rank. In one large micro-batch it
+    gathers only once, and keeps the activations of all sequences.
+    Raises   ValueError if ranks do not divide the micro-batches, or the model cannot lie so
+    """
+    if wrong := [m for m in micro_batches if m % num_ranks]:
+        raise ValueError(f"micro-batches {wrong} cannot be dealt out to {num_ranks} ranks; give multiples of these")
+    curves: dict[str, dict[int, int]] = {f"pp {num_ranks}": {}, f"ZeRO-3 over {num_ranks}": {}, LARGE: {}}
+    for m in micro_batches:
+        of_rank = m // num_ranks
+        layouts = (
+            Layout(pp=num_ranks, accumulation=m),
+            Layout(dp=num_ranks, zero=3, accumulation=of_rank),
+            Layout(dp=num_ranks, zero=3, micro_batch=of_rank),
+        )
+        for curve, layout in zip(curves.values(), layouts):
+            curve[m] = max(
+                sum(five_d_sent(config, layout, seq_len, rank, recipe).values())
+                for rank in (range(num_ranks) if layout.pp > 1 else (0,))
+            )
+    return curves
+
+
+LARGE = "ZeRO-3, each rank's sequences in one micro-batch"
+
+
+def crossing(one: Curve, other: Curve) -> int | None:
+    """The first x from which on `one` is above `other`; None if it never is."""
+    above = [x for x in sorted(set(one) & set(other)) if one[x] > other[x]]
+    return above[0] if above else None
+
+
+def draw_pp_against_zero3(axes, curves: Mapping[str, Curve]) -> None:
+    """A line for each record, with its name at its end."""
+    unit = unit_for(max(max(curve.values()) for curve in curves.values()))
+    looks = [(OKABE_ITO["purple"], "D", "-"), (OKABE_ITO["blue"], "o", "-"), (OKABE_ITO["sky"], "o", "--")]
+    xs = sorted({x for curve in curves.values() for x in curve})
+    for (name, curve), (color, marker, line) in zip(curves.items(), looks):
+        values = [curve[x] / UNITS[unit] for x in sorted(curve)]
+        axes.plot(sorted(curve), values, color=color, marker=marker, linestyle=line, label=name, markersize=5)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.minorticks_off()
+    axes.set_xticks(xs, [f"{x:,}" for x in xs])
+    axes.yaxis.set_major_formatter(lambda value, position: f"{value:,.10g}")
+    axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+    axes.set(xlabel="micro-batches of the step, one sequence each", ylabel=f"sent by the busiest rank ({unit})")
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 3.6}
+    axes.legend(ncol=len(curves), columnspacing=1.2, **below)
+
+
+def pp_zero3_title(curves: Mapping[str, Curve]) -> str:
+    """How many times as much the second record sends as the first, at the right end."""
+    (first, one), (second, other), *_ = curves.items()
+    last = max(set(one) & set(other))
+    more, less = (second, first) if other[last] >= one[last] else (first, second)
+    ratio = max(other[last], one[last]) / min(other[last], one[last])
+    return f"At {last:,} micro-batches {more} sends {three_digits(ratio)} times the bytes of {less}"
+
+
+def show_pp_against_zero3(curves: Mapping[str, Curve], title: str = "") -> None:
+    """Show what a pipeline and ZeRO-3 send over micro-batches, `{label: {micro-batches: bytes}}` of `pp_and_zero3`."""
+    with style():
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 3.7))
+        draw_pp_against_zero3(axes, curves)
+        axes.set_title(title or pp_zero3_title(curves))
+        finish(figure)
