@@ -14,6 +14,7 @@ ends of a pipeline (tied embeddings): these are the copies that no axis takes aw
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -29,7 +30,14 @@ from course_lib.memory.sharded import dense_work_bytes
 from course_lib.memory.stages import check_layers, even_layers, stage_config
 from course_lib.memory.states import Recipe, Shapes, StateBytes, has_step_counters, parameter_shapes, recipe_of
 from course_lib.memory.tensor import copies_of_kv
-from course_lib.memory.zero import bucketed, padded, zero_gathered_bytes, zero_reduced_bytes, zero_state_bytes
+from course_lib.memory.zero import (
+    bucketed,
+    padded,
+    wire_grad_bytes,
+    zero_gathered_bytes,
+    zero_reduced_bytes,
+    zero_state_bytes,
+)
 from course_lib.routing_traffic import check_expert_parallel
 from course_lib.schedules import make
 
@@ -212,8 +220,9 @@ def five_d_budgets(
     budgets = []
     for rank, row in enumerate(schedule.instructions):
         states = five_d_states(config, layout, rank, tp_rank, recipe, optimizer, counters)
+        flats = flats_of(config, layout, rank, tp_rank, recipe.param_bytes)
         activations, logits, beside = held_by_rank(row, each, states.gradients)
-        units = _whole_units(config, layout, rank, tp_rank, recipe.param_bytes)
+        units = _whole_units(flats, layout)
         has_last = schedule.num_stages - 1 in schedule.stages_of_rank(rank)
         work = _work_bytes(config, layout, seq_len, attention, recipe, tp_rank, has_last, load)
         always_there = recipe.grad_bytes > recipe.param_bytes
@@ -229,15 +238,25 @@ def five_d_budgets(
                 + num_neighbours(schedule, rank) * message,
                 gradients_at_start=states.gradients if always_there else beside,
                 overheads={} if device == "cpu" else dict(ASSUMED_OVERHEADS),
+                message=_message_bytes(flats, layout, recipe),
                 gathered=zero_gathered_bytes(units, layout.zero, 1, recipe, tied=config.tied and layout.pp == 1),
             )
         )
     return budgets
 
 
-def _whole_units(config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, itemsize: int) -> list[int]:
+def _message_bytes(flats: Sequence[Flat], layout: Layout, recipe: Recipe) -> int:
+    """Without ZeRO all gradients leave in one message, those of experts in another: the larger of the two."""
+    groups = {"experts": layout.expert_dp, "others": layout.data_size}
+    numel = dict.fromkeys(groups, 0)
+    for flat in flats:
+        numel["experts" if flat.kind == "experts" else "others"] += flat.numel
+    summed = [numel[name] for name, ranks in groups.items() if ranks > 1 and layout.zero == 0]
+    return wire_grad_bytes(recipe) * max(summed, default=0)
+
+
+def _whole_units(flats: Sequence[Flat], layout: Layout) -> list[int]:
     """A rank's units of ZeRO, each kind padded for its own ranks; what is gathered at once counts together."""
-    flats = flats_of(config, layout, pp_rank, tp_rank, itemsize)
     if layout.zero < 3:
         return [flat.padded for flat in flats]
     units: dict[tuple[int, str], int] = {}

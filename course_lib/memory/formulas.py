@@ -75,6 +75,7 @@ class Budget:
     overheads: dict[str, int] = field(default_factory=dict)
     gathered: int = 0  # whole parameters put together from shards, for as long as they are used
     elsewhere: dict[str, int] = field(default_factory=dict)  # what was moved off the GPU: to "host", to "disk"
+    message: int = 0  # gradients once more, side by side, while they are summed over ranks
 
     @property
     def states_bytes(self) -> int:
@@ -91,10 +92,11 @@ class Budget:
         """The peak of a whole step, without overheads: the larger of two moments.
 
         The backward pass begins: all activations, and such gradients as are there already. Or it has ended: all
-        gradients, no activation. Without accumulation gradients are born while activations die, so they never add up.
+        gradients, perhaps in a message too, no activation. Without accumulation gradients are born while activations
+        die, so they never add up.
         """
         begins = self.gradients_at_start + self.activations + self.logits + self.gathered + self.temporary
-        return self.parameters + self.optimizer + max(begins, self.gradients)
+        return self.parameters + self.optimizer + max(begins, self.gradients + self.message)
 
     @property
     def total_bytes(self) -> int:
