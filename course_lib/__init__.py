@@ -118,6 +118,7 @@ A file imports from its own part and from the parts above it, never from one bel
     checkpoint_export.py   checkpoints to the files of transformers, and an engine from them
     export.py              the choices of a run as configs of Accelerate and DeepSpeed
     sharded_profile.py     a toy on real ranks: bytes held and sent beside the formulas
+    five_d_profile.py      a layout on real ranks: bytes held and sent beside the formulas
     fake_world.py          a world of any size in one process: fake ranks, fake tensors, whole numbers that stay real
     tape.py                of many micro-batches few run, the rest is noted from a tape: bytes, messages, FLOPs
     fake_cluster.py        one rank of thousands simulated: peak by kind, bytes by axis, FLOPs, for any stage

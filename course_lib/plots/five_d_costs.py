@@ -7,7 +7,7 @@ from matplotlib.patches import Patch
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.plots.memory import BudgetBar, budget_bars, gpu_limits
+from course_lib.plots.memory import BudgetBar, budget_bars, gpu_limits, merge_limits
 from course_lib.plots.palette import (
     AXIS_COLORS,
     COMPUTE_COLOR,
@@ -55,7 +55,7 @@ def pipeline_title(bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int]) -
     if not limits_bytes:
         return said
     name = next(iter(limits_bytes))
-    return f"{said}, {'which fits' if name in fullest.fits else 'too much'} for one {name}"
+    return f"{said}, {'which fits' if name in fullest.fits else 'too much for'} one {name}"
 
 
 def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], unit: str = "GB") -> None:
@@ -75,18 +75,19 @@ def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, in
             axes.text(place, total + 0.01 * top, three_digits(total), **text).set_bbox(
                 {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
             )
-    for name, limit in limits_bytes.items():
+    for name, limit in merge_limits(limits_bytes):
         axes.axhline(limit / size, color=LIMIT_COLOR, linestyle="--", linewidth=1.3, zorder=1.5)
         said = f" {name}\n {three_digits(limit / size)} {unit}"
         axes.annotate(said, (1, limit / size), xycoords=("axes fraction", "data"), va="center", fontsize=8.5)
-    step = 1 + len(bars) // 17
-    axes.set_xticks([*places][::step], [bar.label for bar in bars][::step])
+    step, few = 1 + len(bars) // 33, len(bars) <= 8
+    axes.set_xticks([*places][::step], [bar.label if few else bar.label.removeprefix("pp ") for bar in bars][::step])
+    axes.set_xlabel("" if few else "place along pp")
     axes.tick_params(axis="x", length=0)
     axes.set(xlim=(-0.6, len(bars) - 0.4), ylim=(0, top), ylabel=f"memory ({unit})")
     handles = [
         Patch(facecolor=KIND_COLORS[kind], hatch=KIND_HATCHES[kind], edgecolor="white", label=kind) for kind in shown
     ]
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 2.2}
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 2.2 if few else 3.6}
     axes.legend(handles=handles, ncol=len(handles), columnspacing=1.0, handlelength=1.4, handletextpad=0.5, **below)
 
 
