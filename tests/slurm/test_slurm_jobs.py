@@ -193,11 +193,23 @@ def wait_for_output(kernel, text):
 
 def test_the_batch_script_trains_four_ranks_on_two_nodes(tmp_path):
     shutil.copy(ROOT / "course_lib" / "templates" / "train.sbatch", tmp_path)
-    environment = {**os.environ, "PYTHON": sys.executable, "STEPS": "4", "PYTHONPATH": str(ROOT)}
-    command = ["sbatch", "--wait", "train.sbatch"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = run_in(tmp_path, ["sbatch", "--wait", "train.sbatch"], PYTHON=sys.executable, STEPS="4")
     (log,) = tmp_path.glob("course-train-*.log")
     text = log.read_text()
     assert done.returncode == 0, text
-    assert "toy on 4 ranks (dp=2,tp=2,zero=1)" in text and "step 4 of 4: loss" in text, text
+    assert "started by torchrun" in text and "toy on 4 ranks (dp=2,tp=2,zero=1)" in text, text
+    assert "0: step 4 of 4: loss" in text, text
     assert [path.name for path in Path(tmp_path, "checkpoints", "course-train").iterdir()] == ["step-00000004"]
+
+
+def test_srun_alone_starts_the_same_trainer(tmp_path):
+    command = ["srun", "--nodes=2", "--ntasks-per-node=2", "--label", sys.executable, "-m", "course_lib.train"]
+    command += ["--layout", "pp=2,dp=2,accumulation=2", "--steps", "2", "--checkpoint", "none"]
+    done = run_in(tmp_path, command, MASTER_ADDR="127.0.0.1")  # no name service knows the virtual nodes
+    assert done.returncode == 0 and "0: step 2 of 2: loss" in done.stdout, done.stdout + done.stderr
+    assert "started by srun" in done.stdout and re.findall(r"^[123]:", done.stdout, re.MULTILINE) == []
+
+
+def run_in(folder, command, **variables):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
