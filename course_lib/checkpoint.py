@@ -4,6 +4,7 @@
     saving = save_async(engine, optimizer, folder, step)    # copies to the host; files are written meanwhile
     restored = load(engine, optimizer, folder)              # the last complete one, or the one that is named
     latest(folder)                                          # where that is, or None
+    wait_for_earlier(engine)                                # at the end of a run: until the last save_async is complete
 
 What is in it: parameters, AdamW's moments, FP32 masters, counts of steps, learning rates, balancing biases of experts;
 of each rank its random number generators, and what the caller gives as `extra`. All of it is in pieces of whole tensors
@@ -13,6 +14,7 @@ Memory beside the engine's own: `save` one piece (64 MiB at most) at a time, `lo
 the host of what this rank writes. All ranks together write everything once.
 """
 
+import json
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +31,7 @@ from course_lib.checkpoint_pieces import DTYPES
 from course_lib.parallel.five_d import FiveD
 from course_lib.parallel.pieces import Holding, Piece, buffers_of, parameters_of
 
-__all__ = ["Restored", "Saving", "latest", "load", "save", "save_async"]
+__all__ = ["Restored", "Saving", "latest", "load", "save", "save_async", "wait_for_earlier"]
 
 STATES = ("exp_avg", "exp_avg_sq", "master")
 OPTIONS = ("lr", "betas", "eps", "weight_decay")
@@ -136,9 +138,7 @@ def save_async(
 def prepare(engine, optimizer, folder, step, extra, about, keep, copy: bool) -> tuple[Saving, tuple]:
     """What is done before files are written: (the save, the arguments of `checkpoint_pieces.write` behind the path)."""
     group = wait_for_earlier(engine)
-    final = Path(folder) / files.name_of(check_arguments(step, extra, keep))
-    first = group.rank() == 0
-    everywhere(group, lambda: files.clear_way(final) if first else None)
+    final = everywhere(group, lambda: begin(Path(folder), step, extra, about, keep, group.rank() == 0))
     pieces = [piece for holding, name, x in tensors_of(engine, optimizer) for piece in holding.pieces_to_write(x, name)]
     pieces += pieces_of_rank(group.rank(), rng_states() | {f"extra.{name}": x for name, x in (extra or {}).items()})
     if copy:
@@ -163,8 +163,10 @@ def wait_for_earlier(engine: FiveD) -> dist.ProcessGroup:
     return engine.host_group
 
 
-def check_arguments(step: int, extra: Mapping[str, Tensor] | None, keep: int | None) -> int:
-    """The step. Raises ValueError for what cannot be saved."""
+def begin(
+    folder: Path, step: int, extra: Mapping[str, Tensor] | None, about: dict | None, keep: int | None, is_first: bool
+) -> Path:
+    """Where the checkpoint will be; the first rank makes way. Raises ValueError for what cannot be saved."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step is {step!r}; give the number of steps done, 0 or more")
     if keep is not None and keep < 1:
@@ -173,7 +175,14 @@ def check_arguments(step: int, extra: Mapping[str, Tensor] | None, keep: int | N
         if not isinstance(x, Tensor) or x.dtype not in DTYPES.values():
             what = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"extra {name!r} is {what}; give a tensor of one of {', '.join(DTYPES)}")
-    return step
+    try:
+        json.dumps(about)
+    except TypeError as error:
+        raise ValueError(f"about cannot be said in JSON ({error}); give numbers, text, lists, dictionaries") from error
+    final = folder / files.name_of(step)
+    if is_first:
+        files.clear_way(final)
+    return final
 
 
 def tensors_of(engine: FiveD, optimizer: Optimizer | None) -> list[tuple[Holding, str, Tensor]]:

@@ -195,7 +195,8 @@ def read_tensor(
         file.seek(offset)
         stored = io.BytesIO(file.read(length))
     try:
-        x = torch.load(stored, map_location="cpu", weights_only=True)
+        with torch.device("cpu"):  # NCCL ranks make new tensors on the GPU otherwise
+            x = torch.load(stored, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(
             f"{checkpoint / name} holds something at byte {offset} that is no tensor, and is not read: {error} "

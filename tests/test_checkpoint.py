@@ -266,6 +266,8 @@ def failing(folder):
     assert sorted(path.name for path in folder.iterdir()) == [name_of(4), name_of(5)]
     with pytest.raises(ValueError, match="has step-00000005 already, and step-00000005 is not after it"):
         checkpoint.save(engine, optimizer, folder, 5)
+    with pytest.raises(ValueError, match="extra 'x' is int"):
+        checkpoint.save(engine, optimizer, folder, 6, {"x": 1} if engine.groups.world.rank() else None)
 
 
 def on_one_rank(folder):
@@ -275,6 +277,7 @@ def on_one_rank(folder):
         ({"step": -1}, "step is -1"),
         ({"step": 7, "keep": 0}, "keep is 0"),
         ({"step": 7, "extra": {"x": 3}}, "extra 'x' is int"),
+        ({"step": 7, "about": {"x": torch}}, "about cannot be said in JSON"),
         ({"step": 7, "extra": {"x": torch.zeros(1, dtype=torch.complex64)}}, "extra 'x' is torch.complex64"),
     ]:
         with pytest.raises(ValueError, match=said):

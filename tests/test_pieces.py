@@ -34,6 +34,7 @@ def test_flat_ranges_of_cut_tensors_tile_the_whole_ones_and_carry_their_numbers(
     wholes, tp_size, num_shards = some_wholes(chance), chance.choice([1, 2, 4]), chance.randint(1, 5)
     cuts = {name: cut_for(chance, x, tp_size) for name, x in wholes.items()}
     times = {name: torch.zeros_like(x) for name, x in wholes.items()}
+    written = {name: torch.zeros_like(x) for name, x in wholes.items()}
     for tp_rank in range(tp_size):
         parts = [x if cuts[name] is None else cuts[name].part(x, tp_rank) for name, x in wholes.items()]
         places = [place_of(name, part.shape, cuts[name], tp_rank) for name, part in zip(wholes, parts)]
@@ -46,11 +47,13 @@ def test_flat_ranges_of_cut_tensors_tile_the_whole_ones_and_carry_their_numbers(
                 for piece in mine:
                     assert piece.shape == x.shape and torch.equal(piece.tensor, x[box_of(piece)])
                     times[name][box_of(piece)] += 1
+                    written[name][box_of(piece)] += piece.writes
             assert sum(piece.tensor.numel() for piece in pieces) == max(
                 0, min(len(shard_p), sum(map(torch.Tensor.numel, parts)) - shard * len(shard_p))
             )
-    for name, cut in cuts.items():  # each number once for every rank that is to have it
+    for name, cut in cuts.items():  # each number once for every rank that is to have it, and written by one of them
         assert torch.all(times[name] == (tp_size if cut is None else cut.copies)), name
+        assert torch.all(written[name] == 1), name
 
 
 def test_what_is_read_into_a_piece_is_in_the_flat_buffer():
