@@ -54,7 +54,8 @@ def my_shard(flat_P: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Shapes   flat_P -> flat_p          (p = P / N)
     """
-    return flat_P.view(group.size(), -1)[group.rank()]
+    size = len(flat_P) // group.size()
+    return flat_P.narrow(0, group.rank() * size, size)
 
 
 def hollow_out(model: nn.Module) -> None:
