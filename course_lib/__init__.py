@@ -158,6 +158,7 @@ A file imports from its own part and from the parts above it, never from one bel
     widgets/pipeline.py    schedule, ranks, micro-batches, times: the chart, its bubble, what is kept alive
     widgets/pipeline_puzzle.py place the blocks of a pipeline by hand; a checker answers
     widgets/experts.py     experts, skew and nodes: load, drops, bytes within and between nodes
+    widgets/five_d.py      a whole layout: who holds what, memory, bytes by axis, modelled step; a toy measured
 7. For learners, and for those who maintain the course
     checks/__init__.py     the graders of the exercises, a file a chapter
     checks/core.py         fresh numbers, real ranks, named misconceptions

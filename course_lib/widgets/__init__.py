@@ -10,6 +10,7 @@ tensor_explorer       tensor and sequence parallelism: memory, and the share of 
 pipeline_explorer     schedules of a pipeline on the clock: chart, bubble by both definitions, activations kept alive
 pipeline_puzzle       place the blocks of a pipeline by hand; a checker answers
 expert_explorer       experts, their load and drops, and the bytes within and between nodes
+five_d_explorer       a whole layout: who holds what, memory, bytes by axis, modelled step; measured on a toy
 """
 
 try:
@@ -24,6 +25,7 @@ from course_lib.widgets.collectives import collective_explorer
 from course_lib.widgets.context import context_explorer
 from course_lib.widgets.data_parallel import dp_explorer
 from course_lib.widgets.experts import expert_explorer
+from course_lib.widgets.five_d import five_d_explorer
 from course_lib.widgets.memory import memory_explorer
 from course_lib.widgets.pipeline import pipeline_explorer
 from course_lib.widgets.pipeline_puzzle import pipeline_puzzle
@@ -36,6 +38,7 @@ __all__ = [
     "context_explorer",
     "dp_explorer",
     "expert_explorer",
+    "five_d_explorer",
     "memory_explorer",
     "pipeline_explorer",
     "pipeline_puzzle",
