@@ -19,6 +19,7 @@ Boxes are views: nothing is copied, and what is read into them is in the engine.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
+from zlib import crc32
 
 from torch import Tensor, nn
 
@@ -74,9 +75,10 @@ class Holding:
         return [replace(piece, name=prefix + piece.name) for piece in found]
 
     def pieces_to_write(self, numbers: Tensor, prefix: str) -> list[Piece]:
-        """Those that this rank writes, none too large: ranks that hold the same take turns."""
+        """Those that this rank writes, none too large: ranks that hold the same share them out by a checksum."""
         large = [piece for piece in self.pieces(numbers, prefix) if piece.writes]
-        return [small for piece in large for small in split_rows(piece, MAX_PIECE_BYTES)][self.copy :: self.copies]
+        small = [part for piece in large for part in split_rows(piece, MAX_PIECE_BYTES)]
+        return [piece for piece in small if crc32(f"{piece.name}{piece.offsets}".encode()) % self.copies == self.copy]
 
 
 # --- arithmetic
