@@ -251,7 +251,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 def unit_parameters(
     model: nn.Module, kind_of: Callable[[nn.Parameter], str] = lambda param: ""
 ) -> list[tuple[str, list[NamedParameter]]]:
-    """(label, members) of each flat: a unit's, frozen, dtypes and kinds apart; a tied parameter in its first unit only."""
+    """(label, members) of each flat: a unit's; frozen, dtypes, kinds apart; a tied parameter in its first unit only."""
     names = {param: name for name, param in model.named_parameters()}
     flats, seen = [], set()
     for label, modules in units_of(model):

@@ -232,7 +232,7 @@ class ZeroUnits(nn.Module):
     def _before_forward(self, index: int, x: Tensor) -> None:
         if self.in_backward:  # recomputation: _before_backward has gathered this unit
             return
-        if x.requires_grad and not x.is_leaf:  # the unit before gave it: its gradient comes first in that one's backward
+        if x.requires_grad and not x.is_leaf:  # the unit before gave it: its gradient begins that one's backward
             x.register_hook(lambda grad: self._before_backward(index - 1))
             self.lowest = min(self.lowest, index - 1)
         following = self._needed(index + 1) if self.prefetch else []
