@@ -6,6 +6,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import matplotlib.pyplot as plt
+from matplotlib.collections import PolyCollection
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
@@ -361,24 +362,28 @@ def draw_holdings(axes, picture: Holdings) -> None:
     edges = _edges(picture.parts)
     rows = {rank: row for row, rank in enumerate(picture.ranks)}
     roomy = edges[0][1] - edges[0][0] > LEAST_WIDTH
-    frames = [(left, right - left) for left, right in edges] if roomy else [(0, edges[-1][1])]
-    for rank, row in rows.items():
-        axes.broken_barh(frames, (row + 0.1, 0.8), facecolor="white", edgecolor="#D5D5D5", linewidth=0.6)
-        color = RANK_COLORS[picture.layout.mesh.coordinates(rank)["pp"] % len(RANK_COLORS)]
-        for share in (share for share in picture.shares if share.rank == rank):
-            left, right = edges[share.part]
-            x = left + float(share.left) * (right - left) if roomy else left
-            width = float(share.right - share.left) * (right - left) if roomy else right - left
-            for (top, bottom), paint in ((share.parameters, mix(color, "#FFFFFF", PALE)), (share.states, color)):
-                place = (x, row + 0.1 + 0.8 * float(top))
-                height = max(0.8 * float(bottom - top), LEAST_HEIGHT)
-                axes.add_patch(Rectangle(place, max(width, LEAST_HEIGHT / 10), height, facecolor=paint, linewidth=0))
+    columns = edges if roomy else [(0.0, edges[-1][1])]
+    frames = [(left, row + 0.1, right - left, 0.8) for row in rows.values() for left, right in columns]
+    draw_boxes(axes, frames, facecolor="white", edgecolor="#D5D5D5", linewidth=0.6)
+    boxes, paints = [], []
+    for share in picture.shares:
+        left, right = edges[share.part]
+        x = left + float(share.left) * (right - left) if roomy else left
+        width = float(share.right - share.left) * (right - left) if roomy else right - left
+        place = picture.layout.mesh.coordinates(share.rank)["pp"]
+        color = RANK_COLORS[place % len(RANK_COLORS)]
+        for (top, bottom), paint in ((share.parameters, mix(color, "#FFFFFF", PALE)), (share.states, color)):
+            height = max(0.8 * float(bottom - top), LEAST_HEIGHT)
+            y = min(rows[share.rank] + 0.1 + 0.8 * float(top), rows[share.rank] + 0.9 - height)
+            boxes.append((x, y, max(width, LEAST_HEIGHT / 10), height))
+            paints.append(paint)
+    draw_boxes(axes, boxes, facecolor=paints, linewidth=0)
     end = edges[-1][1]
     for rank, (parameters, states) in zip(picture.ranks, picture.of_model):
-        for x, value in ((end + 0.1, parameters), (end + 0.2, states)):
+        for x, value in ((end + 0.09, parameters), (end + 0.2, states)):
             axes.text(x, rows[rank] + 0.5, _percent(value), ha="right", va="center", fontsize=8)
     _label_parts(axes, picture.parts, edges)
-    for x, name in ((end + 0.1, "param."), (end + 0.2, "optim.")):
+    for x, name in ((end + 0.09, "param."), (end + 0.2, "optim.")):
         axes.text(x, -0.12, name, ha="right", va="bottom", fontsize=8)
     axes.set_yticks([row + 0.5 for row in rows.values()], [row_label(picture.layout, rank) for rank in rows])
     axes.tick_params(axis="y", length=0, labelsize=8)
@@ -393,6 +398,12 @@ def draw_holdings(axes, picture: Holdings) -> None:
     handles = handles[1:] if picture.layout.zero in (0, 3) else handles
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 0.4}
     axes.legend(handles=handles, ncol=2, fontsize=8.5, **below)
+
+
+def draw_boxes(axes, boxes: Sequence[tuple[float, float, float, float]], **look) -> None:
+    """Many boxes (left, top, width, height) at once: each by itself would take long."""
+    corners = [[(x, y), (x + w, y), (x + w, y + h), (x, y + h)] for x, y, w, h in boxes]
+    axes.add_collection(PolyCollection(corners, **look), autolim=False)
 
 
 def _edges(parts: Sequence[Part]) -> list[tuple[float, float]]:
@@ -418,7 +429,7 @@ def _label_parts(axes, parts: Sequence[Part], edges: Sequence[tuple[float, float
         inner = block not in ("embed", "head")
         word, _, index = block.partition(" ")
         short = block if not inner or roomy else f"{word[0]}{index}"
-        if inner and (number - 1) % step:
+        if inner and step > 1 and (number == 1 or (number - 1) % step):  # the first would touch the embedding's
             continue
         text = {"ha": "center", "va": "bottom", "fontsize": 8}
         at = 0.5 * (places[0][0] + places[-1][1])

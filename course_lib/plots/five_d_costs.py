@@ -7,6 +7,7 @@ from matplotlib.patches import Patch
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
+from course_lib.plots.five_d import draw_boxes
 from course_lib.plots.memory import BudgetBar, budget_bars, gpu_limits, merge_limits
 from course_lib.plots.palette import (
     AXIS_COLORS,
@@ -65,8 +66,8 @@ def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, in
     shown = [kind for kind in KINDS if any(kind in bar.bytes_by_kind for bar in bars)]
     for kind in shown:
         heights = [bar.bytes_by_kind.get(kind, 0) / size for bar in bars]
-        look = {"color": KIND_COLORS[kind], "hatch": KIND_HATCHES[kind], "edgecolor": "white", "linewidth": 0.6}
-        axes.bar(places, heights, 0.74, bottom=floor, **look)
+        look = {"facecolor": KIND_COLORS[kind], "hatch": KIND_HATCHES[kind], "edgecolor": "white", "linewidth": 0.6}
+        draw_boxes(axes, [(x - 0.37, low, 0.74, height) for x, low, height in zip(places, floor, heights)], **look)
         floor = [low + height for low, height in zip(floor, heights)]
     top = 1.14 * max([*floor, *(limit / size for limit in limits_bytes.values())])
     if len(bars) <= 16:

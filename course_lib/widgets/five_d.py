@@ -1,6 +1,6 @@
 """The explorer of whole layouts: who holds what, memory along the pipeline, bytes by axis, modelled step and MFU."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from html import escape
 from io import BytesIO
@@ -16,7 +16,7 @@ from course_lib.layout import Layout
 from course_lib.memory.five_d import five_d_budgets
 from course_lib.memory.stages import fewer_at_the_ends
 from course_lib.mesh import AxisLinks, links_of_axes
-from course_lib.plots.five_d import Holdings, draw_holdings, holdings, holdings_title
+from course_lib.plots.five_d import Holdings, draw_holdings, holdings, holdings_title, row_label
 from course_lib.plots.five_d_costs import (
     draw_pipeline,
     draw_sent_by_axis,
@@ -100,7 +100,7 @@ KNOWN = {
         ),
         "Published: MFU 41 %, nothing recomputed (arXiv:2407.21783, table 4). The paper does not tell how many stages "
         "a GPU has; 4 are the course's choice. The course's layers keep more for backward than Llama's own: here it "
-        "fits with recomputation.",
+        "fits with recomputation full.",
     ),
     "DeepSeek-V3, 2,048 GPUs": Known(
         FiveDChoice(
@@ -108,7 +108,8 @@ KNOWN = {
             schedule="dualpipe_v", accumulation=120, recompute="full", seq_len=4096,
         ),
         "Published: 180,000 H800 hours for 10¹² tokens, 1,543 tokens per second and GPU, computing in FP8 and "
-        "recomputing a little (arXiv:2412.19437). Here all is BF16 and whole blocks are recomputed.",
+        "recomputing a little (arXiv:2412.19437). Here all is BF16, whole blocks are recomputed, and weight gradients "
+        "that wait keep more than a GPU has: with schedule 1f1b it fits, and takes longer.",
     ),
     "70B on 32 A100": Known(
         FiveDChoice(
@@ -173,8 +174,9 @@ def describe_five_d(chosen, layout, fullest, limits, links, time) -> str:
     fits = ""
     if limits:
         fits = f", which {'fits on' if fullest.fits else 'does not fit on'} {gpu(chosen.gpu_key).name}"
+    shown = f"{replace(layout, layers_of_stage=None)}" + (" (one layer less at both ends)" * chosen.fewer_at_ends)
     return (
-        f"{layout}: {layout.world_size:,} ranks on {nodes:,} node{'s' if nodes > 1 else ''}, "
+        f"{shown}: {layout.world_size:,} ranks on {nodes:,} node{'s' if nodes > 1 else ''}, "
         f"{time.num_tokens:,} tokens a step.{where} Predicted: the fullest rank needs "
         f"{show_bytes(fullest.total_bytes)}{fits}. Modelled, not measured: {show_seconds(time.total_s)} a step, "
         f"{time.tokens_per_s_per_gpu:,.0f} tokens per second and GPU, MFU {100 * time.mfu:.2g} % "
@@ -187,26 +189,45 @@ SHOWN_AXES = ("pp", "dp", "cp", "tp", "ep")
 
 @lru_cache(maxsize=16)
 def five_d_png(chosen: FiveDChoice) -> bytes:
-    """Who holds what; below it memory along the pipeline; below that bytes by axis and seconds by part."""
-    view = explore_five_d(chosen)
-    rows = max(len(sent_rows(view.sent_bytes)), len(time_rows(view.time.parts)))
-    heights = (1.0 + 0.22 * len(view.holdings.ranks), 2.9, 1.0 + 0.26 * rows)
+    """The picture of a choice."""
+    buffer = BytesIO()
     with style():
-        figure = Figure(figsize=(FULL_WIDTH_IN, sum(heights)))
-        mosaic = [["held", "held"], ["memory", "memory"], ["sent", "time"]]
-        panels = figure.subplot_mosaic(mosaic, height_ratios=heights)
-        draw_holdings(panels["held"], view.holdings)
-        panels["held"].set_title(holdings_title(view.holdings), fontsize=10, pad=26)
-        unit = unit_for(max([bar.total_bytes for bar in view.bars] + list(view.limits_bytes.values())))
-        draw_pipeline(panels["memory"], view.bars, view.limits_bytes, unit)
-        panels["memory"].set_title(pipeline_title(view.bars, view.limits_bytes), fontsize=10)
-        draw_sent_by_axis(panels["sent"], view.sent_bytes)
-        panels["sent"].set_title(sent_title(view.sent_bytes), fontsize=10)
-        draw_time_by_part(panels["time"], view.time.parts)
-        panels["time"].set_title(time_title(view.time.parts), fontsize=10)
-        buffer = BytesIO()
-        figure.savefig(buffer, format="png", dpi=parts.WIDGET_DPI)
+        five_d_figure(explore_five_d(chosen)).savefig(buffer, format="png", dpi=parts.WIDGET_DPI)
     return buffer.getvalue()
+
+
+def five_d_figure(view: FiveDView) -> Figure:
+    """Who holds what; below it memory along the pipeline; below that bytes by axis and seconds by part.
+
+    Panels are placed in inches: looking for places that fit would take as long as the drawing.
+    """
+    rows = max(len(sent_rows(view.sent_bytes)), len(time_rows(view.time.parts)), 2)
+    held_in, memory_in, costs_in = 1.0 + 0.22 * len(view.holdings.ranks), 2.9, 0.95 + 0.24 * rows
+    figure = Figure(figsize=(FULL_WIDTH_IN, held_in + memory_in + costs_in), layout="none")
+    left = 0.15 + 0.064 * max(len(row_label(view.layout, rank)) for rank in view.holdings.ranks)
+
+    held = _panel(figure, left, costs_in + memory_in + 0.36, FULL_WIDTH_IN - left - 0.1, held_in - 0.98)
+    draw_holdings(held, view.holdings)
+    held.set_title(holdings_title(view.holdings), fontsize=10, pad=26, x=-left / (FULL_WIDTH_IN - left - 0.1) + 0.01)
+
+    memory = _panel(figure, 0.75, costs_in + 0.85, FULL_WIDTH_IN - 2.1, memory_in - 1.2)
+    unit = unit_for(max([bar.total_bytes for bar in view.bars] + list(view.limits_bytes.values())))
+    draw_pipeline(memory, view.bars, view.limits_bytes, unit)
+    memory.set_title(pipeline_title(view.bars, view.limits_bytes), fontsize=10)
+
+    sent = _panel(figure, 0.95, 0.5, 2.75, costs_in - 0.85)
+    draw_sent_by_axis(sent, view.sent_bytes)
+    sent.set_title(sent_title(view.sent_bytes), fontsize=10)
+
+    time = _panel(figure, 5.0, 0.5, 3.3, costs_in - 0.85)
+    draw_time_by_part(time, view.time.parts)
+    time.set_title(time_title(view.time.parts), fontsize=10)
+    return figure
+
+
+def _panel(figure: Figure, left_in: float, bottom_in: float, width_in: float, height_in: float):
+    width, height = figure.get_size_inches()
+    return figure.add_axes((left_in / width, bottom_in / height, width_in / width, height_in / height))
 
 
 def measure_five_d_choice(chosen: FiveDChoice) -> FiveDComparison:
