@@ -1,6 +1,7 @@
 """Layouts, tiny models, and one process beside them: what tests of the five-dimensional trainer share."""
 
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -8,12 +9,15 @@ import torch
 from course_lib import model
 from course_lib.config import PRESETS, MoeConfig
 from course_lib.layout import Layout
-from course_lib.moe import balance_after_step, with_moe
+from course_lib.memory.states import Recipe
+from course_lib.meter import ByteMeter
+from course_lib.moe import balance_after_step, moe_layers, recomputing, with_moe
 from course_lib.parallel import five_d, sums, whole
 from course_lib.precision import gradient_of
 from course_lib.training import loss_of
 
 SEQ_LEN = 16
+FLOAT64 = Recipe("float64", 8, 8, 0, 16, 8)
 SMALL = replace(
     PRESETS["toy"], num_layers=4, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=50, vocab_size=61
 )  # features and vocabulary do not divide by 4
@@ -62,12 +66,27 @@ def one_process(name, dp, micro_batch, accumulation, steps=2, clip_norm=0.1):
     return losses, norms, first, {name: param.detach() for name, param in reference.named_parameters()}
 
 
+@dataclass
+class Found:
+    """What one rank saw under a layout."""
+
+    losses: list
+    norms: list
+    first: dict  # gradients, whole
+    last: dict  # parameters, whole
+    apart: float  # how far this rank's own gradients are from the whole ones
+    shapes: dict
+    sent: dict  # bytes of the second step, by axis
+    routings: list  # whom the tokens of that step chose, by layer and micro-batch
+
+
 def on_ranks(name, text, steps=2, clip_norm=0.1):
-    """The same under a layout, as one rank sees it; `apart`: how far its own gradients are from the whole ones."""
+    """The same under a layout, as one rank sees it."""
     config, layout = CONFIGS[name], Layout.parse(text)
     engine = five_d.build(config, layout, dtype=torch.float64)
     optimizer = five_d.make_optimizer(engine, lr=0.01)
-    losses, norms = [], []
+    losses, norms, routings = [], [], []
+    meter = ByteMeter(axes=engine.axes)
     for step in range(steps):
         batches = micro_batches(layout, engine.groups.coordinates["dp"], config, step)
         if step == 0:  # a step in its parts, to see the gradients before they are clipped
@@ -78,9 +97,25 @@ def on_ranks(name, text, steps=2, clip_norm=0.1):
             norms.append(sums.clip_gradients(engine, clip_norm).item())
             five_d.update(engine, optimizer)
         else:
-            losses.append(five_d.step(engine, batches, optimizer, clip_norm).item())
+            with meter, listening(engine, routings):
+                losses.append(five_d.step(engine, batches, optimizer, clip_norm).item())
     shapes = {name: tuple(param.shape) for name, param in five_d.named_parameters(engine).items()}
-    return losses, norms, first, whole.full_parameters(engine), apart, shapes
+    last = whole.full_parameters(engine)
+    return Found(losses, norms, first, last, apart, shapes, meter.by_axis, routings)
+
+
+@contextmanager
+def listening(engine, routings):
+    """Notes the choices of every router, once a micro-batch: those of a forward that is run again are the same."""
+
+    def note(router, inputs, routing):
+        if not recomputing():
+            routings.append(torch.where(routing.kept_Tk, routing.expert_Tk, -1))
+
+    handles = [moe.router.register_forward_hook(note) for moe in moe_layers(engine)]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 def distance_of_mine(engine, gradients):
@@ -97,11 +132,11 @@ def distance_of_mine(engine, gradients):
 
 def distances(found, expected):
     """Largest differences: of losses, norms, first gradients, last parameters."""
-    (losses, norms, first, last, *_), (losses_1, norms_1, first_1, last_1) = found, expected
-    assert first.keys() == first_1.keys() and last.keys() == last_1.keys()
+    losses, norms, first, last = expected
+    assert first.keys() == found.first.keys() and last.keys() == found.last.keys()
     return {
-        "loss": max(abs(a - b) for a, b in zip(losses, losses_1, strict=True)),
-        "norm": max(abs(a - b) for a, b in zip(norms, norms_1[: len(norms)], strict=True)),
-        "gradients": max((first[name] - first_1[name]).abs().max().item() for name in first_1),
-        "parameters": max((last[name] - last_1[name]).abs().max().item() for name in last_1),
+        "loss": max(abs(a - b) for a, b in zip(found.losses, losses, strict=True)),
+        "norm": max(abs(a - b) for a, b in zip(found.norms, norms)),
+        "gradients": max((found.first[name] - first[name]).abs().max().item() for name in first),
+        "parameters": max((found.last[name] - last[name]).abs().max().item() for name in last),
     }

@@ -6,11 +6,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from five_d_cases import CONFIGS, distances, micro_batches, on_ranks, one_process
+from five_d_cases import CONFIGS, FLOAT64, SEQ_LEN, distances, micro_batches, on_ranks, one_process
 
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.parallel import executor, expert_tensor, five_d, shards, sums, tensor, whole
+from course_lib.traffic_5d import five_d_sent
 
 # (model, layout): every pair of techniques that can be combined is in one of them, see the next test
 TWO = [
@@ -146,9 +147,20 @@ def test_a_layout_equals_one_process(found, ranks, name, text):
         far = distances(of_rank[index], expected)
         assert far["loss"] < 1e-10 and far["gradients"] < 1e-10 and far["norm"] < 1e-10
         assert far["parameters"] < 1e-6  # AdamW divides a gradient near zero by its own length
-        assert of_rank[index][4] < 1e-10
-    shapes = [of_rank[index][5] for of_rank in results]
-    check_shapes(CONFIGS[name], layout, shapes)
+        assert of_rank[index].apart < 1e-10
+    check_shapes(CONFIGS[name], layout, [of_rank[index].shapes for of_rank in results])
+    check_sent(CONFIGS[name], layout, [of_rank[index] for of_rank in results])
+
+
+def check_sent(config, layout, found):
+    """Along each axis the bytes that the formulas say, of the rows that were really routed."""
+    for rank, of_rank in enumerate(found):
+        routings = None
+        if config.moe is not None:
+            members = layout.mesh.members(rank, layout.ep)["ep"]
+            routings = list(zip(*(found[member].routings for member in members), strict=True))
+        formula = five_d_sent(config, layout, SEQ_LEN, rank, FLOAT64, clip=True, routings=routings)
+        assert {axis: size for axis, size in formula.items() if size} == {a: s for a, s in of_rank.sent.items() if s}
 
 
 def check_shapes(config, layout, shapes):

@@ -167,7 +167,7 @@ def largest_neighbours(sizes: Sequence[int]) -> int:
 
 def wire_grad_bytes(recipe: Recipe) -> int:
     """Bytes of a gradient's number on the wire: FP32 where gradients are kept in FP32, one of the two if both are."""
-    return min(recipe.grad_bytes, 4)
+    return min(recipe.grad_bytes, max(recipe.param_bytes, 4))
 
 
 # ---- the papers' continuous form
