@@ -27,6 +27,7 @@ from course_lib.launch import choose_backend
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 STARTED_BY_ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # set by `accelerate launch`, whatever it starts
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # "1": torchrun opens a new store for the ranks of each attempt
 FIRST_PORT, NUM_PORTS = 12_000, 20_000  # below those that systems hand out to clients
 
 
@@ -122,6 +123,16 @@ def tasks_of_nodes(short: str) -> list[int]:
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", short):
         counts += [int(tasks)] * int(times or 1)
     return counts
+
+
+def restart_hint(environment: Mapping[str, str]) -> str | None:
+    """What to tell those who ask torchrun for restarts and would not get them on gloo.
+
+    The agents' store outlives the ranks; from torch 2.13 on these use it too, and would find addresses of the dead.
+    """
+    if int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0 or environment.get(OWN_STORE) == "1":
+        return None
+    return f"restarts on gloo need {OWN_STORE}=1 in torchrun's own environment, on each machine"
 
 
 def join_world(place: Place, backend: str = "auto", timeout_s: float = 600.0) -> tuple[torch.device, str]:

@@ -35,7 +35,7 @@ from course_lib.checkpoint_files import read_manifest, together
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.parallel import five_d
-from course_lib.rendezvous import Place, join_world, place_of
+from course_lib.rendezvous import Place, join_world, place_of, restart_hint
 from course_lib.train_options import check_world, read
 from course_lib.train_plan import Checkpoints, TrainPlan, check_settings, learning_rate_of, seed_step, settings_of
 from course_lib.training import peak_memory_bytes, wait_for
@@ -213,6 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(place, error)
     say = print_now if place.rank == 0 else ignore
     say(f"{why}; started {'alone' if place.engine == 'alone' else f'by {place.engine}'}")
+    if why.startswith("gloo") and (hint := restart_hint(os.environ)):
+        say(hint)
     try:
         train(config, layout, plan, checkpoints, options.log_file, say)
     except CannotResume as error:

@@ -7,7 +7,15 @@ import pytest
 import torch.distributed as dist
 
 from course_lib import rendezvous
-from course_lib.rendezvous import Place, agree_on_backend, as_torchrun, first_node, place_of, tasks_of_nodes
+from course_lib.rendezvous import (
+    Place,
+    agree_on_backend,
+    as_torchrun,
+    first_node,
+    place_of,
+    restart_hint,
+    tasks_of_nodes,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -101,3 +109,10 @@ def chosen_by_four_ranks(monkeypatch, gpus_of_nodes: list[int]) -> set[str]:
     for thread in threads:
         thread.join(timeout=30)
     return chosen
+
+
+def test_whoever_asks_torchrun_for_restarts_is_told_what_gloo_needs():
+    variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    assert variable in restart_hint(TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3"})
+    for enough in ({}, {"TORCHELASTIC_MAX_RESTARTS": "0"}, {"TORCHELASTIC_MAX_RESTARTS": "3", variable: "1"}):
+        assert restart_hint(TORCHRUN | enough) is None
