@@ -200,7 +200,7 @@ def plan_choices(skew: float = 0.0) -> Callable[[Callable], Callable]:
     def wrap(choose: Callable) -> Callable:
         def planned(score_TE: Tensor, bias_E: Tensor | None, config: MoeConfig) -> Tensor:
             choose(score_TE, bias_E, config)  # its memory counts
-            return planned_choice(len(score_TE), config, skew)
+            return planned_choice(len(score_TE), config, skew).to(score_TE.device)
 
         return planned
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from course_lib import moe
 from course_lib.config import ModelConfig, MoeConfig, preset
@@ -41,12 +42,10 @@ ON_2 = [
 ]
 ON_4 = [
     (TINY, "dp=2,tp=2,zero=1,accumulation=3", "bf16-master"),
-    (TINY, "cp=2,dp=2,zero=3,accumulation=2", "bf16-master"),
     (WIDE, "cp=2,tp=2,cp_method=ulysses,sequence_parallel=true", "bf16-master"),
     (DEEP, "pp=4,accumulation=6", "fp32"),
     (DEEP, "pp=2,dp=2,schedule=interleaved,v=2,accumulation=4,zero=1", "bf16-master"),
     (DEEP, "pp=2,cp=2,schedule=zbv,accumulation=5", "fp32"),
-    (EXPERTS, "dp=4,ep=2,zero=1,accumulation=2", "bf16-master"),
     (BIASED, "dp=2,ep=2,pp=2,accumulation=4,expert_method=once_per_rank", "fp32"),
     (EXPERTS, "dp=2,ep=2,tp=2,sequence_parallel=true,zero=3", "bf16-master"),
 ]
@@ -58,30 +57,44 @@ ON_4 = [
 def measured(cases: list, steps: int) -> list[dict]:
     """What a real rank holds and sends under each layout; experts are chosen as in a simulation.
 
-    The peak is the smallest of several steps: gloo's threads may let go of a message later than its wait returns.
+    gloo's threads may let go of a message a moment after its wait has returned: here each wait gives them that moment,
+    and the peak is the smallest of several steps.
     """
-    found = []
-    for config, text, precision in cases:
-        layout, (dtype, grad_dtype) = Layout.parse(text), dtypes_of(precision)
-        with replaced(moe, "choose", plan_choices()):
-            engine = five_d.build(config, layout, dtype=dtype, grad_dtype=grad_dtype)
-            optimizer = five_d.make_optimizer(engine)
-            tokens_BS = torch.zeros(layout.micro_batch, SEQ_LEN, dtype=torch.int64)
-            micro_batches, trackers = [(tokens_BS, tokens_BS)] * layout.accumulation, []
-            five_d.step(engine, micro_batches, optimizer, 1.0)  # makes the optimizer's states
-            for _ in range(steps):
-                with MemoryTracker(engine, optimizer) as tracker, ByteMeter(axes=engine.axes) as meter:
-                    five_d.step(engine, micro_batches, optimizer, 1.0)
-                trackers.append(tracker.timeline)
-        states = {kind: max(trackers[-1].bytes_by_kind[kind]) for kind in STATES}
-        peak = min(timeline.peak_bytes for timeline in trackers)
-        found.append({"peak": peak, "states": states, "sent": {a: sent for a, sent in meter.by_axis.items() if sent}})
-    return found
+    with replaced(dist.Work, "wait", patient):
+        return [measured_under(*case, steps) for case in cases]
+
+
+def patient(wait):
+    def wait_a_moment_longer(work, *options):
+        done = wait(work, *options)
+        time.sleep(0.001)
+        return done
+
+    return wait_a_moment_longer
+
+
+def measured_under(config: ModelConfig, text: str, precision: str, steps: int) -> dict:
+    layout, (dtype, grad_dtype) = Layout.parse(text), dtypes_of(precision)
+    with replaced(moe, "choose", plan_choices()):
+        engine = five_d.build(config, layout, dtype=dtype, grad_dtype=grad_dtype)
+        optimizer = five_d.make_optimizer(engine)
+        tokens_BS = torch.zeros(layout.micro_batch, SEQ_LEN, dtype=torch.int64)
+        micro_batches, timelines = [(tokens_BS, tokens_BS)] * layout.accumulation, []
+        five_d.step(engine, micro_batches, optimizer, 1.0)  # makes the optimizer's states
+        for _ in range(steps):
+            with MemoryTracker(engine, optimizer) as tracker, ByteMeter(axes=engine.axes) as meter:
+                five_d.step(engine, micro_batches, optimizer, 1.0)
+            timelines.append(tracker.timeline)
+    return {
+        "peak": min(timeline.peak_bytes for timeline in timelines),
+        "states": {kind: max(timelines[-1].bytes_by_kind[kind]) for kind in STATES},
+        "sent": {axis: sent for axis, sent in meter.by_axis.items() if sent},
+    }
 
 
 @pytest.mark.parametrize("cases", [ON_2, ON_4], ids=["2 ranks", "4 ranks"])
 def test_simulated_ranks_equal_real_ones(cases):
-    results = launch(measured, Layout.parse(cases[0][1]).world_size, cases, 4)
+    results = launch(measured, Layout.parse(cases[0][1]).world_size, cases, 3)
     for index, (config, text, precision) in enumerate(cases):
         real_peaks: dict[int, list[int]] = {}  # of the ranks that are alike in the simulation
         for rank, of_rank in enumerate(results):
@@ -203,4 +216,4 @@ def test_what_an_engine_cannot_take_is_refused_before_anything_is_built():
         simulate(TINY, Layout(cp=4), 66)
     with pytest.raises(ValueError, match="rank .9. must be one of"):
         simulate_rank(TINY, Layout(dp=2), SEQ_LEN, 9)
-    assert not torch.distributed.is_initialized()
+    assert not dist.is_initialized()
