@@ -8,7 +8,7 @@ from itertools import pairwise
 import matplotlib.pyplot as plt
 from matplotlib.collections import PolyCollection
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
@@ -23,7 +23,7 @@ from course_lib.plots.style import FULL_WIDTH_IN, finish, show_seconds, style, t
 MAP_AXES = (*AXES, "ep")
 MOST_RANKS = 64
 BOX, ROW = 0.82, 1.44  # a rank's box, and from one row of nodes to the next, in places
-MOST_COORDINATES = 32  # ranks; of more only the numbers can be read
+MOST_COORDINATES = 96  # boxes of all panels; of more only the ranks' numbers, once, can be read
 
 
 @dataclass(frozen=True)
@@ -96,24 +96,23 @@ def group_color(number: int) -> str:
     return mix(color, "#FFFFFF", 0.5) if number // len(RANK_COLORS) % 2 else color
 
 
-def draw_rank_map(axes, picture: RankMap, numbered: bool = True) -> None:
+def draw_rank_map(axes, picture: RankMap, coordinates: bool = True, numbers: bool = True) -> None:
     """Nodes as frames, ranks as boxes in the colour of their group; lines in a node solid, between nodes dashed."""
     at, across, rows = _places(picture)
     per_node, shown = picture.ranks_per_node, min(picture.ranks_per_node, len(at))
-    for first in range(0, len(at), per_node):
-        x, y = at[first]
-        frame = {"facecolor": "#F3F3F3", "edgecolor": NEUTRAL_COLOR, "linewidth": 0.8, "zorder": 0}
-        axes.add_patch(Rectangle((x - 0.52, y - 0.5), shown + 0.04, 1.24, **frame))
-    if picture.links.size > 1:
+    frames = [(at[first][0] - 0.52, at[first][1] - 0.5, shown + 0.04, 1.24) for first in range(0, len(at), per_node)]
+    draw_boxes(axes, frames, facecolor="#F3F3F3", edgecolor=NEUTRAL_COLOR, linewidth=0.8, zorder=0)
+    talks, group_of = picture.links.size > 1, picture.group_of
+    if talks:
         _draw_lines(axes, picture, at)
+    colors = [group_color(group_of[rank]) if talks else "#FFFFFF" for rank in at]
+    boxes = [(x - BOX / 2, y - BOX / 2, BOX, BOX) for x, y in at.values()]
+    draw_boxes(axes, boxes, facecolor=colors, edgecolor="#444444", linewidth=0.6, zorder=3)
     long_axes = [axis for axis, size in _sizes(picture).items() if size > 1]
     for rank, (x, y) in at.items():
-        color = group_color(picture.group_of[rank]) if picture.links.size > 1 else "#FFFFFF"
-        box = {"facecolor": color, "edgecolor": "#444444", "linewidth": 0.6, "zorder": 3}
-        axes.add_patch(Rectangle((x - BOX / 2, y - BOX / 2), BOX, BOX, **box))
-        text = {"ha": "center", "va": "center", "color": text_on(color), "zorder": 4}
-        if len(at) > MOST_COORDINATES:
-            axes.text(x, y, str(rank) if numbered else "", fontsize=7, **text)
+        text = {"ha": "center", "va": "center", "color": text_on(colors[rank]), "zorder": 4}
+        if not coordinates:
+            axes.text(x, y, str(rank) if numbers else "", fontsize=7, **text)
             continue
         axes.text(x, y - 0.15, str(rank), fontsize=7.5, fontweight="bold", **text)
         where = " ".join(str(picture.coordinates[rank][axis]) for axis in long_axes)
@@ -166,8 +165,9 @@ def _lines_legend(figure) -> None:
 
 
 def _show_maps(titled: Sequence[tuple[str, RankMap]], title: str) -> None:
-    many = len(titled[0][1].coordinates) > MOST_COORDINATES
-    columns = min(3 if many else 2, len(titled))
+    ranks = len(titled[0][1].coordinates)
+    few = len(titled) * ranks <= MOST_COORDINATES
+    columns = min(2 if few or ranks <= 32 else 3, len(titled))
     width_in = FULL_WIDTH_IN / columns
     rows = -(-len(titled) // columns)
     lines = max(name.count("\n") + bool(name) for name, _ in titled)
@@ -177,7 +177,7 @@ def _show_maps(titled: Sequence[tuple[str, RankMap]], title: str) -> None:
         for axes in panels.flat[len(titled) :]:
             axes.set_axis_off()
         for axes, (name, picture) in zip(panels.flat, titled):
-            draw_rank_map(axes, picture, numbered=axes is panels[0, 0])
+            draw_rank_map(axes, picture, few, numbers=axes is panels[0, 0])
             if name:
                 axes.set_title(f"{name}\n{links_text(picture)}", fontsize=9, fontweight="normal")
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
@@ -198,7 +198,7 @@ def show_ranks(layout: Layout, ranks_per_node: int = 8, axes: Sequence[str] | No
     named = [axis for axis in layout.order if sizes[axis] > 1]
     said = f"{_counted(layout.world_size, 'rank')} on {_counted(nodes, 'node')}"
     if named:
-        few = layout.world_size <= MOST_COORDINATES
+        few = len(chosen) * layout.world_size <= MOST_COORDINATES
         said += f"; under each its place along {', '.join(named)}" if few else f", {' x '.join(named)}, innermost last"
     _show_maps(pictures, title or said)
 

@@ -226,12 +226,6 @@ def pp_and_zero3(
 LARGE = "ZeRO-3, each rank's sequences in one micro-batch"
 
 
-def crossing(one: Curve, other: Curve) -> int | None:
-    """The first x from which on `one` is above `other`; None if it never is."""
-    above = [x for x in sorted(set(one) & set(other)) if one[x] > other[x]]
-    return above[0] if above else None
-
-
 def draw_pp_against_zero3(axes, curves: Mapping[str, Curve]) -> None:
     """A line for each record, with its name at its end."""
     unit = unit_for(max(max(curve.values()) for curve in curves.values()))

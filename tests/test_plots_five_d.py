@@ -1,0 +1,196 @@
+"""Pictures of layouts: the numbers that they draw, and that no text lies on another."""
+
+from dataclasses import replace
+from fractions import Fraction
+from types import SimpleNamespace
+
+import matplotlib
+import pytest
+
+matplotlib.use("Agg")
+
+from pictures import look
+
+from course_lib.config import preset
+from course_lib.hardware import gpu
+from course_lib.layout import Layout
+from course_lib.memory.five_d import five_d_budgets, five_d_states
+from course_lib.memory.states import count_parameters, parameter_shapes
+from course_lib.plots import five_d, five_d_costs
+from course_lib.plots.memory import kinds_of
+
+TOY, MOE, LLAMA = preset("toy"), preset("toy-moe"), preset("llama-3.1-8b")
+FULL = Layout(dp=2, cp=2, tp=4, pp=4, ep=2, accumulation=4)
+OUTERMOST = ("tp", "pp", "cp", "dp")
+
+# ---------------------------------------------------------------- ranks on nodes
+
+
+def test_a_rank_has_the_colour_of_its_group_along_the_axis():
+    for axis in five_d.MAP_AXES:
+        picture = five_d.rank_map(FULL, axis, 8)
+        assert sorted(rank for group in picture.groups for rank in group) == list(range(64))
+        for rank in (0, 13, 63):
+            assert picture.groups[picture.group_of[rank]] == FULL.mesh.members(rank, 2)[axis]
+        assert picture.coordinates[13] == {"pp": 0, "dp": 0 + 1, "cp": 1, "tp": 1}
+    assert five_d.rank_map(FULL, "pp", 8).on_nodes([0, 16, 32, 48]) == {0: [0], 2: [16], 4: [32], 6: [48]}
+    with pytest.raises(ValueError, match="room for 64"):
+        five_d.rank_map(Layout(dp=128), "dp")
+    with pytest.raises(ValueError, match="axis is 'xp'; choose from pp, dp, cp, tp, ep"):
+        five_d.rank_map(FULL, "xp")
+
+
+def test_the_order_of_the_axes_decides_which_links_a_group_uses():
+    inner = Layout(dp=4, tp=8)
+    said = {
+        order: five_d.links_text(five_d.rank_map(replace(inner, order=order))) for order in (inner.order, OUTERMOST)
+    }
+    assert said == {inner.order: "tp 8: inside a node", OUTERMOST: "tp 8: over 4 nodes, 2 ranks in each"}
+    assert five_d.links_text(five_d.rank_map(inner, "dp")) == "dp 4: over 4 nodes, one rank in each"
+    assert five_d.links_text(five_d.rank_map(inner, "pp")) == "pp 1: nobody to talk to"
+
+
+# ---------------------------------------------------------------- who holds what
+
+LAYOUTS = [
+    (TOY, "dp=2,tp=2,pp=2,accumulation=2,zero=1"),
+    (TOY, "dp=2,cp=2,tp=4,zero=3"),
+    (TOY, "pp=2,tp=2,schedule=interleaved,v=2,accumulation=2"),
+    (MOE, "dp=4,tp=2,pp=2,ep=2,accumulation=2,zero=3"),
+    (MOE, "dp=4,ep=4,zero=2"),
+    (LLAMA, "pp=4,schedule=interleaved,v=8,accumulation=4,tp=2"),
+]
+
+
+def numel_of(part, config, layout):
+    """Of a part of a toy its matrices, and of an MLP with experts the router."""
+    whole = {name: copies * shape[0] * shape[-1] for name, (shape, copies) in parameter_shapes(config).items()}
+    names = {"embed": "embed", "head": "head", "attn": "attention.", "MLP": "mlp.", "MoE": "moe."}
+    total = sum(size for name, size in whole.items() if name.startswith(names[part.name]) and "norm" not in name)
+    return total if part.name in ("embed", "head") else total // config.num_layers
+
+
+@pytest.mark.parametrize(("config", "text"), LAYOUTS, ids=[text for _, text in LAYOUTS])
+def test_all_ranks_together_hold_each_part_once_or_a_copy_on_each(config, text):
+    layout = Layout.parse(text)
+    picture = five_d.holdings(config, layout)
+    for index, part in enumerate(picture.parts):
+        mine = [share for share in picture.shares if share.part == index]
+        copies = layout.expert_dp if part.has_experts else layout.data_size
+        assert sum(share.of_parameters for share in mine) == (1 if layout.zero == 3 else copies)
+        assert sum(share.of_states for share in mine) == (1 if layout.zero else copies)
+        if layout.zero:  # no two boxes lie on each other
+            boxes = {(share.left, share.states[0]) for share in mine}
+            assert len(boxes) == len(mine) and len({share.of_states for share in mine}) == 1
+        holders = {layout.mesh.coordinates(share.rank)["pp"] for share in mine}
+        assert len(holders) == 1  # one stage of the pipeline
+
+
+@pytest.mark.parametrize(("config", "text"), LAYOUTS[:5], ids=[text for _, text in LAYOUTS[:5]])
+def test_what_is_drawn_is_what_a_rank_has(config, text):
+    """Boxes, weighted with the parts' parameters, beside the formula to the byte: norms and key/value copies differ."""
+    layout = Layout.parse(text)
+    picture = five_d.holdings(config, layout)
+    total = count_parameters(config)
+    for rank, (parameters, states) in zip(picture.ranks, picture.of_model):
+        mine = [share for share in picture.shares if share.rank == rank]
+        sizes = {share.part: numel_of(picture.parts[share.part], config, layout) for share in mine}
+        drawn = sum(share.of_parameters * sizes[share.part] for share in mine) / total
+        assert float(drawn) == pytest.approx(parameters, rel=0.02)
+        assert float(sum(share.of_states * sizes[share.part] for share in mine) / total) == pytest.approx(
+            states, rel=0.02
+        )
+        here = layout.mesh.coordinates(rank)
+        held = five_d_states(config, layout, here["pp"], here["tp"], "bf16-master")
+        assert (held.parameters / 2, held.optimizer / 12) == pytest.approx((parameters * total, states * total))
+
+
+def test_of_many_ranks_one_for_each_place_along_pp_is_shown():
+    layout = Layout(dp=128, tp=8, pp=16, accumulation=16, zero=1, schedule="interleaved", v=4)
+    picture = five_d.holdings(preset("llama-3.1-405b"), layout)
+    assert [layout.mesh.coordinates(rank)["pp"] for rank in picture.ranks] == list(range(16))
+    assert len(picture.parts) == 64 + 2 and {part.name for part in picture.parts[1:-1]} == {"MLP"}
+    assert picture.shares[0].of_parameters == Fraction(1, 8) and picture.shares[0].of_states == Fraction(1, 8 * 128)
+    assert five_d.holdings_title(picture).startswith("A rank holds at most 0.85 % of the parameters")
+    v3 = five_d.parts_of(preset("deepseek-v3"), Layout(dp=64, pp=16, ep=64, accumulation=16))
+    assert [part.name for part in v3[1:5]] == ["attn", "MoE", "attn", "MoE"]  # with its first four layers three dense
+    with pytest.raises(ValueError, match="room for 16"):
+        five_d.show_holdings(TOY, Layout(dp=32), range(32))
+    with pytest.raises(ValueError, match="nearest: tp="):
+        five_d.holdings(TOY, Layout(tp=3))
+
+
+# ---------------------------------------------------------------- costs
+
+
+def test_a_column_is_a_ranks_budget_or_what_was_simulated():
+    layout, limits = Layout(pp=4, accumulation=8), {"a GPU": 10**11, "a small one": 10**10}
+    budgets = five_d_budgets(LLAMA, layout, 4096)
+    bars = five_d_costs.pipeline_bars(budgets, limits)
+    assert [bar.bytes_by_kind for bar in bars] == [kinds_of(budget) for budget in budgets]
+    assert [bar.total_bytes for bar in bars] == [budget.total_bytes for budget in budgets]
+    assert bars[0].label == "pp 0" and bars[0].fits == ("a GPU",)
+    assert five_d_costs.pipeline_title(bars, limits).startswith("pp 0 is fullest with")
+    assert five_d_costs.pipeline_title(bars, {"a small one": 10**10}).endswith("too much for one a small one")
+    ranks = [SimpleNamespace(coordinates={"pp": place}, peak_by_kind={"parameters": 5, "free": 7}) for place in (0, 3)]
+    simulated = five_d_costs.pipeline_bars(SimpleNamespace(ranks=ranks))
+    assert [(bar.label, bar.bytes_by_kind) for bar in simulated] == [
+        ("pp 0", {"parameters": 5}),
+        ("pp 3", {"parameters": 5}),
+    ]
+
+
+def test_bytes_and_seconds_are_drawn_in_order_and_nothing_that_is_zero():
+    sent = {"world": 4, "data": 6_000, "tp": 2_000, "pp": 0}
+    assert list(five_d_costs.sent_rows(sent).items()) == [("tp", 2_000), ("data", 6_000), ("world", 4)]
+    assert five_d_costs.sent_title(sent) == "8.00 KB sent in a step, 75 % over data"
+    assert five_d_costs.sent_title({}) == "Nothing is sent"
+    assert five_d_costs.time_rows({"compute": 3.0, "tp": 0.0, "bubble": 1.0}) == {"compute": 3.0, "bubble": 1.0}
+    assert five_d_costs.time_title({"compute": 3.0, "bubble": 1.0}) == "4.00 s modelled, 75 % computing"
+    with pytest.raises(ValueError, match=r"axes \['dp'\] are unknown"):
+        five_d_costs.sent_rows({"dp": 3})
+
+
+def test_a_pipeline_sends_activations_and_zero_3_parameters():
+    curves = five_d_costs.pp_and_zero3(LLAMA, 8, 4096, [8, 32])
+    pipeline, sharded, large = curves.values()
+    for m in (8, 32):
+        assert pipeline[m] == pytest.approx(
+            m * 2 * 4096 * 4096 * 2, rel=1e-6
+        )  # to one neighbour x, to the other its gradient
+        assert sharded[m] == pytest.approx(m / 8 * 3 * 7 / 8 * 2 * count_parameters(LLAMA), rel=1e-4)
+    assert large[8] == large[32] == sharded[8]
+    assert five_d_costs.pp_zero3_title(curves) == "At 32 micro-batches ZeRO-3 over 8 sends 78.5 times the bytes of pp 8"
+    with pytest.raises(ValueError, match=r"micro-batches \[12\] cannot be dealt out to 8"):
+        five_d_costs.pp_and_zero3(LLAMA, 8, 4096, [8, 12])
+
+
+# ---------------------------------------------------------------- every picture can be drawn, and read
+
+SENT = {"tp": 3 * 10**11, "pp": 10**9, "data": 10**10, "expert_dp": 10**9, "ep": 10**10, "cp": 7, "world": 8}
+SECONDS = {"compute": 4.8, "tp": 0.4, "cp": 0.1, "ep": 0.2, "bubble": 1.1, "transfer": 0.08, "data": 0.09}
+EIGHT = Layout(dp=2, tp=2, pp=2, accumulation=2, zero=1)
+PICTURES = {
+    "8 ranks": lambda: five_d.show_ranks(EIGHT, 4),
+    "32 ranks": lambda: five_d.show_ranks(Layout(dp=4, tp=4, pp=2, ep=2, accumulation=2)),
+    "64 ranks": lambda: five_d.show_ranks(FULL),
+    "one rank": lambda: five_d.show_ranks(Layout()),
+    "two orders": lambda: five_d.show_orders(
+        {"tp innermost": Layout(dp=4, tp=8), "tp outermost": Layout(dp=4, tp=8, order=OUTERMOST)},
+        seconds={"tp innermost": 1.2, "tp outermost": 9.3},
+    ),
+    "holdings of 8": lambda: five_d.show_holdings(TOY, EIGHT),
+    "holdings of 16": lambda: five_d.show_holdings(MOE, Layout.parse(LAYOUTS[3][1])),
+    "holdings by stage": lambda: five_d.show_holdings(LLAMA, Layout.parse(LAYOUTS[5][1])),
+    "memory of 2": lambda: five_d_costs.show_pipeline_memory(
+        five_d_budgets(LLAMA, Layout(pp=2, accumulation=2), 4096), [gpu("h100"), gpu("a100-80"), gpu("a100-40")]
+    ),
+    "memory of 16": lambda: five_d_costs.show_pipeline_memory([{"parameters": 10**10, "logits": p} for p in range(16)]),
+    "costs": lambda: five_d_costs.show_costs(SENT, SECONDS, "Llama"),
+    "pp and ZeRO-3": lambda: five_d_costs.show_pp_against_zero3(five_d_costs.pp_and_zero3(LLAMA, 4, 4096, [4, 8, 16])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_shown_once_with_no_text_on_another(name, monkeypatch):
+    look(PICTURES[name], monkeypatch, 60_000)
