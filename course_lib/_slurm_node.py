@@ -65,6 +65,8 @@ def attend(child: int, ranks: Path, to_notebook: RankLink, lost_s: float) -> int
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # what the rank has started and left behind
             if asked_to_end[:1] == [signal.SIGTERM]:
                 to_notebook.send("where", stack(place))
             return None if asked_to_end else os.waitstatus_to_exitcode(status)
@@ -76,7 +78,7 @@ def attend(child: int, ranks: Path, to_notebook: RankLink, lost_s: float) -> int
                 time.sleep(2 * POLL_S)  # faulthandler writes at once, whatever the rank is doing
                 to_notebook.send("where", stack(place))
         if notebook.is_lost():
-            os.kill(child, signal.SIGKILL)
+            os.killpg(child, signal.SIGKILL)
             notebook.end_job(to_notebook.rank)
         time.sleep(POLL_S)
 
@@ -115,6 +117,7 @@ def wait_for_the_end(ranks: Path, lost_s: float) -> None:
 def be_rank(ranks: Path, timeout: float, to_notebook: RankLink) -> None:
     """Be the rank: as `_rank.run_rank` on one machine. Never returns."""
     rank = to_notebook.rank
+    os.setpgid(0, 0)  # it is ended with the processes that it has started
     _rank.link = to_notebook
     for number in (signal.SIGCONT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # submitit has handlers for them, which a fork inherits
