@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from pictures import overlapping_texts
 from widget_tree import control, shown, texts
 
@@ -71,7 +73,9 @@ def test_deepseek_v3_fits_with_another_schedule():
 @pytest.mark.parametrize("choice", [LLAMA_405B, LLAMA_70B, LAPTOP], ids=["405B", "70B", "toy"])
 def test_the_picture_has_no_text_on_another(choice):
     with style():
-        assert overlapping_texts(five_d_figure(explore_five_d(choice))) == []
+        figure = five_d_figure(explore_five_d(choice))
+        FigureCanvasAgg(figure)
+        assert overlapping_texts(figure) == []
 
 
 # ---------------------------------------------------------------- the widget
@@ -79,14 +83,12 @@ def test_the_picture_has_no_text_on_another(choice):
 
 def test_a_known_layout_sets_all_controls_and_a_change_makes_it_ones_own(monkeypatch):
     drawn = []
-    monkeypatch.setattr(
-        five_d, "five_d_png", lambda choice: drawn.append(choice) or b"picture of " + choice.model.encode()
-    )
+    monkeypatch.setattr(five_d, "five_d_png", lambda choice: drawn.append(choice) or choice.model.encode())
     explorer = five_d_explorer()
     menu = control(explorer, "layout of")
     menu.value = "one laptop (toy), 8 ranks"
     assert drawn == [FiveDChoice(), LAPTOP]  # nothing in between
-    assert control(explorer, "ep").value == 2 and shown(explorer) == [b"picture of toy-moe"]
+    assert control(explorer, "ep").value == 2 and shown(explorer) == [b"toy-moe"]
     assert "press Measure" in texts(explorer)
     control(explorer, "ZeRO stage").value = 3
     assert menu.value == NOTHING and drawn[-1] == replace(LAPTOP, zero=3)
@@ -106,11 +108,8 @@ def test_what_cannot_be_is_answered_with_the_nearest_in_place_of_the_picture():
     assert texts(explorer).count("nearest: tp=2 or tp=4") == 2  # nothing is measured either
     control(explorer, "tp").value = 4
     assert len(shown(explorer)) == 1 and "Not possible" not in texts(explorer)
-    for field, wrong, said in (
-        ("pp", 8, "nearest: pp=4"),
-        ("ep", 2, "has 0 of them"),
-        ("sequence", 512, "seq_len is 512"),
-    ):
+    wrong_values = (("pp", 8, "nearest: pp=4"), ("ep", 2, "nearest: ep=1"), ("sequence", 512, "seq_len is"))
+    for field, wrong, said in wrong_values:
         before = control(explorer, field).value
         control(explorer, field).value = wrong
         assert said in texts(explorer), field
@@ -152,7 +151,5 @@ def test_what_is_too_large_is_refused_before_a_rank_starts(monkeypatch):
 
 
 def test_of_a_routers_runs_the_second_is_left_out():
-    import torch
-
     a, b = torch.tensor([[0, 1]]), torch.tensor([[2, 3]])
     assert [x.tolist() for x in first_times([a, b, a, b, a, a])] == [x.tolist() for x in (a, b, a)]
