@@ -184,6 +184,8 @@ A file imports from its own part and from the parts above it, never from one bel
     checks/pipeline_ranks.py graders of chapter 08: backward in two halves, messages both ways
     checks/routing.py      graders of chapter 09: router, dispatch, combine, capacity, balance
     checks/expert_parallel.py graders of chapter 09: bytes of a layer, whose gradients are summed
+    checks/five_d.py       graders of chapter 10: groups, whose gradient, a pipeline or ZeRO-3, what fits
+    checks/five_d_ranks.py graders of chapter 10: a combination mended, the length of a gradient
     authoring/__init__.py  notebooks as source code
     authoring/form.py      the one form in which a notebook is stored
     authoring/mirrors.py   cells held to the package

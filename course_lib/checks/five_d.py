@@ -1,0 +1,175 @@
+"""Graders of chapter 10, exercises 1 to 4: groups, whose gradient, a pipeline or ZeRO-3, the smallest cut that fits."""
+
+from course_lib.checks.core import expect_equal, fail, grader
+from course_lib.layout import Layout
+from course_lib.mesh import AXES, Mesh
+
+GB = 10**9
+
+
+# ------------------------------------------------------------------------------------ 1. who is in which group
+@grader
+def check_groups(answer, rng):
+    """Groups along tp, data, ep and expert_dp, for sizes in any order of the axes."""
+    for _ in range(4):
+        order = rng.sample(AXES, 4)
+        sizes = {axis: rng.choice([1, 2, 3]) for axis in order} | {"dp": 2, "cp": 2, "tp": rng.choice([2, 3])}
+        mesh, ep = Mesh(**sizes, order=tuple(order)), 2
+        rank = rng.randrange(1, mesh.world_size)
+        got = answer(rank, dict(sizes), ep)
+        if not isinstance(got, dict):
+            fail(f"return a dict, of 'tp', 'data', 'ep' and 'expert_dp'; it is {got!r}")
+        backwards = Mesh(**sizes, order=tuple(reversed(order))).members(rank, ep)
+        right = mesh.members(rank, ep)
+        other_order = _data_in_other_order(mesh, rank)
+        believed = {
+            "tp": {"the first axis is the outermost, the last changes fastest": backwards["tp"]},
+            "data": {
+                "ranks that differ in dp alone; those that differ in cp have the same parameters too": mesh.ranks_along(
+                    "dp", rank
+                ),
+                "the right ranks, but in rank order they are others: sort them": other_order,
+            },
+            "ep": {
+                "ep takes neighbours of data, one after the other; these are apart, as expert_dp is": right[
+                    "expert_dp"
+                ],
+                "neighbours in the world; ep is carved out of data": list(
+                    range(rank - rank % ep, rank - rank % ep + ep)
+                ),
+            },
+            "expert_dp": {"these share the experts among them; expert_dp has the same ones": right["ep"]},
+        }
+        for axis in ("tp", "data", "ep", "expert_dp"):
+            given = got.get(axis)
+            where = f"rank {rank} of {sizes} (outermost first), ep {ep}: {axis}"
+            expect_equal(list(given) if given is not None else None, right[axis], where, believed[axis])
+
+
+def _data_in_other_order(mesh: Mesh, rank: int) -> list[int]:
+    """The ranks of data, with the wrong one of dp and cp outside."""
+    outer, inner = sorted(("dp", "cp"), key=lambda axis: mesh.strides[axis])
+    return [other for first in mesh.ranks_along(outer, rank) for other in mesh.ranks_along(inner, first)]
+
+
+# ------------------------------------------------------------------------------------ 2. whose gradient
+@grader
+def check_summed_over(answer, rng):
+    """All ranks whose parts make up the gradient of a parameter that a rank holds, by kind, with and without SP."""
+    for sequence_parallel in (True, False):
+        layout = Layout(dp=4, cp=2, tp=rng.choice([2, 4]), pp=2, ep=4, sequence_parallel=sequence_parallel)
+        rank = rng.randrange(layout.world_size)
+        members = layout.mesh.members(rank, layout.ep)
+        everyone = [other for one in members["tp"] for other in layout.mesh.members(one, layout.ep)["data"]]
+        right = {
+            "matrices": members["data"],
+            "norms": everyone if sequence_parallel else members["data"],
+            "experts": members["expert_dp"],
+        }
+        believed = {
+            "matrices": {
+                "dp alone: ranks of cp have the same parameters and saw other tokens": members["dp"],
+                "every rank of the stage: those of other tp ranks hold another part of the matrix": sorted(everyone),
+            },
+            "norms": {
+                "with sequence parallelism each rank of tp saw only its own tokens": members["data"],
+                "without sequence parallelism each rank of tp has the whole gradient already": sorted(everyone),
+                "tp alone: the other ranks of data saw other sequences": members["tp"],
+            },
+            "experts": {
+                "most ranks of data hold other experts": members["data"],
+                "these brought their tokens already; the same experts are elsewhere": members["ep"],
+            },
+        }
+        for kind in ("matrices", "norms", "experts"):
+            given = answer(kind, rank, layout)
+            where = f"{layout}, rank {rank}: {kind}"
+            wrong = {text: sorted(ranks) for text, ranks in believed[kind].items()}
+            expect_equal(sorted(given) if given is not None else None, sorted(right[kind]), where, wrong)
+
+
+# ------------------------------------------------------------------------------------ 3. a pipeline or ZeRO-3
+@grader
+def check_pp_and_zero3(answer, rng):
+    """Bytes that one rank sends in a step, by either way to take parameters off it."""
+    for _ in range(3):
+        p, itemsize = rng.choice([4, 8, 16]), rng.choice([2, 4])
+        micro_batches, tokens = p * rng.randrange(2, 9), 128 * rng.randrange(1, 40)
+        d_model, numel = 64 * rng.randrange(4, 60), p * 1000 * rng.randrange(100, 999)
+        pp, unit = 2 * micro_batches * tokens * d_model * itemsize, numel * (p - 1) // p * itemsize
+        right, each = (pp, micro_batches // p * 3 * unit), micro_batches // p
+        believed = {
+            "PP sends gradients back as well": (pp // 2, right[1]),
+            "PP: every micro-batch passes every rank, not 1 / p of them": (pp // p, right[1]),
+            "ZeRO-3: a rank works on its own micro-batches, 1 / p of all": (pp, micro_batches * 3 * unit),
+            "ZeRO-3 gathers twice, forward and backward, and reduces once": (pp, each * 2 * unit),
+            "ZeRO-3: a rank's own piece is not sent to itself": (pp, each * 3 * numel * itemsize),
+            "ZeRO-3 gathers anew for each micro-batch": (pp, 3 * unit),
+        }
+        given = answer(p, micro_batches, tokens, d_model, numel, itemsize)
+        given = tuple(given) if isinstance(given, list | tuple) else given
+        where = f"p {p}, M {micro_batches}, {tokens} tokens, D {d_model}, {numel:,} parameters of {itemsize} bytes"
+        expect_equal(given, right, f"{where}: (PP, ZeRO-3)", believed)
+
+
+# ------------------------------------------------------------------------------------ 4. the smallest cut that fits
+@grader
+def check_smallest_cut(answer, rng):
+    """The least tp x pp whose states fit under ZeRO-1, tp first."""
+    for case in range(6):
+        gpus, per_node = 8 * 2 ** rng.randrange(2, 6), rng.choice([4, 8])
+        numel = rng.randrange(5, 120) * GB
+        limit = _limit_that_tells(numel, gpus, per_node, case, rng)
+        right = smallest_cut(numel, gpus, per_node, limit)
+        believed = {
+            "with ZeRO-1 the optimizer's 12 bytes are divided by dp as well": smallest_cut(
+                numel, gpus, per_node, limit, zero=False
+            ),
+            "tp must stay inside a node": smallest_cut(numel, gpus, gpus, limit),
+            "it fits, but a smaller cut fits too: more of the GPUs can be dp": (
+                min(per_node, gpus),
+                gpus // per_node,
+                1,
+            ),
+            "of equal cuts the one with the larger tp, as far as a node goes": smallest_cut(
+                numel, gpus, per_node, limit, pp_first=True
+            ),
+            "dp is what tp and pp leave: the more they cut, the less there is to shard over": smallest_cut(
+                numel, gpus, per_node, limit, dp_is_all=True
+            ),
+        }
+        given = answer(numel, gpus, per_node, limit)
+        given = tuple(given) if isinstance(given, list | tuple) else given
+        where = f"{numel / GB:.0f} billion parameters, {gpus} GPUs in nodes of {per_node}, {limit / GB:.1f} GB each"
+        if given is None and right is None:
+            continue
+        if given is None:
+            fail(f"{where}: {right} fits, and your function says that nothing does")
+        expect_equal(given, right, f"{where}: (tp, pp, dp)", {text: value for text, value in believed.items() if value})
+
+
+def smallest_cut(numel, gpus, per_node, limit, zero=True, pp_first=False, dp_is_all=False):
+    """(tp, pp, dp), powers of two; None if nothing fits. The options make the mistakes that the grader looks for."""
+    cut = 1
+    while cut <= gpus:
+        tps = [2**n for n in range(20) if 2**n <= min(cut, per_node)]
+        for tp in tps if pp_first else reversed(tps):
+            dp = gpus // cut
+            over = (gpus if dp_is_all else dp) if zero else 1
+            if (4 + 12 / over) * numel / cut <= limit:
+                return tp, cut // tp, dp
+        cut *= 2
+    return None
+
+
+def _limit_that_tells(numel, gpus, per_node, case, rng) -> int:
+    """A GPU's memory for which another mistake shows in each case."""
+    if case == 0:  # without ZeRO-1 a larger cut would be needed; a cut of 2, which tp and pp could both make
+        return int((4 + 12 / (gpus // 2)) * numel / 2 * 1.02)
+    if case == 1:  # more than a node
+        cut = 2 * per_node
+        return int((4 + 12 / (gpus // cut)) * numel / cut * 1.02)
+    if case == 2:  # sharded over all GPUs it would fit, over dp it does not
+        cut = gpus // 2
+        return int((4 + 12 / gpus) * numel / cut * 1.05)
+    return int(numel * rng.uniform(0.3, 18))

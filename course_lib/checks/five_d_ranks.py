@@ -1,0 +1,176 @@
+"""Graders of chapter 10, exercises 5 and 6: gradients of a combination mended, and their length, on real ranks."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from course_lib import comm
+from course_lib.checks.core import expect_close, fail, fresh_seed, grader, run_ranks
+from course_lib.config import ModelConfig, preset
+from course_lib.layout import Layout
+from course_lib.model import build as build_whole
+from course_lib.parallel import five_d, sums, whole
+from course_lib.training import loss_of
+
+WORLD = 4
+MOE = preset("toy-moe")
+SMALL = replace(MOE, name="small-moe", num_layers=1, d_model=16, num_heads=4, num_kv_heads=2, head_dim=4, vocab_size=32)
+SMALL = replace(SMALL, moe=replace(MOE.moe, num_experts=4, d_expert=8, balancing="none"))
+LAYOUTS = ("dp=2,tp=2,sequence_parallel=true", "dp=2,tp=2", "dp=4,ep=2", "dp=2,cp=2,ep=2")
+
+
+# ------------------------------------------------------------------------------------ 5. a combination, mended
+@grader
+def check_combined_sums(answer, rng):
+    """Gradients of a small mixture of experts under four layouts of four ranks equal those of one process."""
+    seed = fresh_seed(rng)
+    results = run_ranks(_gradients_by_layout, WORLD, answer, seed)
+    for index, text in enumerate(LAYOUTS):
+        layout = Layout.parse(text)
+        want = _one_process(SMALL, layout, seed)
+        for rank, of_layouts in enumerate(results):
+            for name, grad in sorted(want.items(), key=lambda item: _kind_of(item[0], layout)):
+                kind, by_rule = _kind_of(name, layout), of_layouts[index]
+                wrong = {text: by_rule[rule][name] for rule, text in _believed(kind, layout).items()}
+                where = f"{text}, rank {rank}: the gradient of {name} ({kind})"
+                expect_close(by_rule["answer"][name], grad, where, wrong, atol=1e-8)
+
+
+def _believed(kind: str, layout: Layout) -> dict[str, str]:
+    said = {"averaged": "these are averages; each rank's loss is a share of the mean already, nothing is divided"}
+    if kind == "norms" and layout.sequence_parallel:
+        said |= {"norms not over tp": "under SP each rank of tp ran its own tokens alone through it; they are missing"}
+    if kind == "norms" and not layout.sequence_parallel:
+        said |= {"norms always over tp": "tp times too long: without SP every rank of tp has the whole gradient"}
+    if kind == "experts":
+        said |= {"experts over data": "summed with the gradients of other experts: those that share the layer with me"}
+    if kind == "matrices":
+        said |= {"over dp alone": "the tokens of the other ranks of cp are missing"}
+    return said
+
+
+def _kind_of(name: str, layout: Layout) -> str:
+    if ".experts." in name:
+        return "experts"
+    return "norms" if layout.tp > 1 and ("norm" in name or "router" in name) else "matrices"
+
+
+RULES = ("averaged", "norms not over tp", "norms always over tp", "experts over data", "over dp alone")
+
+
+def _by_rule(rule: str) -> Callable:
+    """The sums of the package, with one mistake."""
+
+    def sum_all(of_kind: dict[str, list[Tensor]], groups, layout: Layout) -> None:
+        for kind, grads in of_kind.items():
+            over = [groups.data]
+            if kind == "experts" and rule != "experts over data":
+                over = [groups.expert_dp]
+            elif rule == "over dp alone" and kind != "experts":
+                over = [groups.dp]
+            over_tp = layout.sequence_parallel or rule == "norms always over tp"
+            if kind == "norms" and over_tp and rule != "norms not over tp":
+                over.append(groups.tp)
+            for grad in grads:
+                for group in over:
+                    comm.all_reduce_(grad, group)
+                if rule == "averaged":
+                    grad /= over[0].size()
+
+    return sum_all
+
+
+def _gradients_by_layout(answer: Callable, seed: int) -> list[dict[str, dict[str, Tensor]]]:
+    """On this rank: of each layout the whole gradients, by the answer and by each mistake."""
+    found = []
+    for text in LAYOUTS:
+        layout = Layout.parse(text)
+        engine = five_d.build(SMALL, layout, seed=seed % 1000, dtype=torch.float64)
+        data = _data(SMALL, layout, engine.groups.coordinates["dp"], seed)
+        found.append({})
+        for name, rule in {"answer": answer, **{rule: _by_rule(rule) for rule in RULES}}.items():
+            engine.zero_grad()
+            with patch.object(sums, "sum_gradients", lambda engine, rule=rule: _apply(rule, engine)):
+                five_d.accumulate_gradients(engine, data)
+            found[-1][name] = whole.full_gradients(engine)
+    return found
+
+
+def _apply(rule: Callable, engine) -> None:
+    of_kind: dict[str, list[Tensor]] = {"matrices": [], "norms": [], "experts": []}
+    for kind, param in sums.owned(engine):
+        of_kind[kind].append(param.grad)
+    rule(of_kind, engine.groups, engine.layout)
+
+
+def _data(config: ModelConfig, layout: Layout, dp_rank: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    tokens = torch.randint(config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(seed % 10_000 + dp_rank))
+    return [(tokens[:, :-1], tokens[:, 1:])] * layout.accumulation
+
+
+def _one_process(config: ModelConfig, layout: Layout, seed: int) -> dict[str, Tensor]:
+    model = build_whole(config, seed % 1000, dtype=torch.float64)
+    parts = zip(*(_data(config, layout, dp_rank, seed)[0] for dp_rank in range(layout.dp)))
+    loss_of(model, *(torch.cat(part) for part in parts)).backward()
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+# ------------------------------------------------------------------------------------ 6. each number once
+@grader
+def check_norm(answer, rng):
+    """The length of the whole gradient, from what four ranks of a layout hold."""
+    for text in ("dp=2,tp=2,sequence_parallel=true", "dp=4,ep=2"):
+        layout, seed, size = Layout.parse(text), fresh_seed(rng), rng.randrange(3, 8)
+        held = [_held(rank, layout, seed, size) for rank in range(WORLD)]
+        want = _norm(held, layout, _copies)
+        believed = {
+            "what several ranks hold is counted as often": _norm(held, layout, lambda kind, layout: 1),
+            "norms are on the ranks of tp as well, and counted there again": _norm(held, layout, _without_tp),
+            "an expert is on expert_dp ranks, not on all of data": _norm(held, layout, _experts_as_rest),
+            "lengths do not add up; their squares do": torch.stack(
+                [
+                    torch.stack([g.square().sum() / _copies(k, layout) for k, g in one.items()]).sum().sqrt()
+                    for one in held
+                ]
+            ).sum(),
+            "the square of the length": want**2,
+            "of this rank's part alone; the other parts are on other ranks": None,
+        }
+        for rank, got in enumerate(run_ranks(_norm_on_this_rank, WORLD, answer, text, seed, size)):
+            if not isinstance(got, Tensor):
+                fail(f"{text}: return a tensor of one number, as torch's sum and sqrt give; it is {got!r}")
+            mine = sum(grad.square().sum() / _copies(kind, layout) for kind, grad in held[rank].items()).sqrt()
+            wrong = {said: mine if value is None else value for said, value in believed.items()}
+            expect_close(got, want, f"{text}, rank {rank}: the length", wrong)
+
+
+def _copies(kind: str, layout: Layout) -> int:
+    return {"norms": layout.data_size * layout.tp, "experts": layout.expert_dp}.get(kind, layout.data_size)
+
+
+def _without_tp(kind: str, layout: Layout) -> int:
+    return layout.expert_dp if kind == "experts" else layout.data_size
+
+
+def _experts_as_rest(kind: str, layout: Layout) -> int:
+    return layout.data_size if kind == "experts" else _copies(kind, layout)
+
+
+def _norm(held: list[dict[str, Tensor]], layout: Layout, copies: Callable) -> Tensor:
+    return sum(grad.square().sum() / copies(kind, layout) for one in held for kind, grad in one.items()).sqrt()
+
+
+def _held(rank: int, layout: Layout, seed: int, size: int) -> dict[str, Tensor]:
+    """Gradients after all sums: ranks that hold the same parameter have the same numbers."""
+    here, ep_rank = layout.mesh.coordinates(rank), layout.mesh.members(rank, layout.ep)["ep"].index(rank)
+    owner = {"matrices": 10 + here["tp"], "norms": 20, "experts": 30 + 10 * here["tp"] + ep_rank}
+    draw = {kind: torch.Generator().manual_seed(seed + number) for kind, number in owner.items()}
+    return {kind: torch.randn(size, 3, generator=generator, dtype=torch.float64) for kind, generator in draw.items()}
+
+
+def _norm_on_this_rank(answer: Callable, text: str, seed: int, size: int) -> Tensor:
+    layout, rank = Layout.parse(text), torch.distributed.get_rank()
+    return answer(_held(rank, layout, seed, size), layout, torch.distributed.group.WORLD)

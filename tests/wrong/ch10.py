@@ -1,0 +1,251 @@
+"""Wrong answers to the exercises of chapter 10, each with what its grader must say about it."""
+
+import math
+
+from course_lib.checks.five_d import (
+    check_groups,
+    check_pp_and_zero3,
+    check_smallest_cut,
+    check_summed_over,
+    smallest_cut,
+)
+from course_lib.checks.five_d_ranks import check_combined_sums, check_norm
+from course_lib.comm import all_reduce, all_reduce_
+from course_lib.mesh import Mesh
+
+
+# ------------------------------------------------------------------------------------ 1. who is in which group
+def _groups(rank, sizes, ep):
+    mesh = Mesh(**sizes, order=tuple(sizes))
+    return mesh, {axis: mesh.members(rank, ep)[axis] for axis in ("tp", "data", "ep", "expert_dp")}
+
+
+def outermost_changes_fastest(rank, sizes, ep):
+    return Mesh(**sizes, order=tuple(reversed(sizes))).members(rank, ep)
+
+
+def data_is_dp(rank, sizes, ep):
+    mesh, right = _groups(rank, sizes, ep)
+    return right | {"data": mesh.ranks_along("dp", rank)}
+
+
+def ep_with_gaps(rank, sizes, ep):
+    _, right = _groups(rank, sizes, ep)
+    return right | {"ep": right["expert_dp"], "expert_dp": right["ep"]}
+
+
+def expert_dp_is_ep(rank, sizes, ep):
+    _, right = _groups(rank, sizes, ep)
+    return right | {"expert_dp": right["ep"]}
+
+
+# ------------------------------------------------------------------------------------ 2. whose gradient
+def _summed(kind, rank, layout):
+    members = layout.mesh.members(rank, layout.ep)
+    everyone = [one for other in members["tp"] for one in layout.mesh.members(other, layout.ep)["data"]]
+    norms = everyone if layout.sequence_parallel else members["data"]
+    return {"matrices": members["data"], "norms": norms, "experts": members["expert_dp"]}[kind], members, everyone
+
+
+def dp_alone(kind, rank, layout):
+    right, members, _ = _summed(kind, rank, layout)
+    return members["dp"] if kind == "matrices" else right
+
+
+def norms_over_data(kind, rank, layout):
+    right, members, _ = _summed(kind, rank, layout)
+    return members["data"] if kind == "norms" else right
+
+
+def norms_always_over_tp(kind, rank, layout):
+    right, _, everyone = _summed(kind, rank, layout)
+    return everyone if kind == "norms" else right
+
+
+def experts_over_data(kind, rank, layout):
+    right, members, _ = _summed(kind, rank, layout)
+    return members["data"] if kind == "experts" else right
+
+
+def experts_over_ep(kind, rank, layout):
+    right, members, _ = _summed(kind, rank, layout)
+    return members["ep"] if kind == "experts" else right
+
+
+# ------------------------------------------------------------------------------------ 3. a pipeline or ZeRO-3
+def _pipeline(micro_batches, tokens, d_model, itemsize):
+    return 2 * micro_batches * tokens * d_model * itemsize
+
+
+def _zero3(p, micro_batches, numel, itemsize, trips=3):
+    return micro_batches * trips * (p - 1) * numel // p * itemsize
+
+
+def forward_alone(p, micro_batches, tokens, d_model, numel, itemsize):
+    return _pipeline(micro_batches, tokens, d_model, itemsize) // 2, _zero3(p, micro_batches // p, numel, itemsize)
+
+
+def all_micro_batches(p, micro_batches, tokens, d_model, numel, itemsize):
+    return _pipeline(micro_batches, tokens, d_model, itemsize), _zero3(p, micro_batches, numel, itemsize)
+
+
+def two_trips(p, micro_batches, tokens, d_model, numel, itemsize):
+    return _pipeline(micro_batches, tokens, d_model, itemsize), _zero3(p, micro_batches // p, numel, itemsize, 2)
+
+
+def gathered_once(p, micro_batches, tokens, d_model, numel, itemsize):
+    return _pipeline(micro_batches, tokens, d_model, itemsize), _zero3(p, 1, numel, itemsize)
+
+
+def own_piece_sent(p, micro_batches, tokens, d_model, numel, itemsize):
+    return _pipeline(micro_batches, tokens, d_model, itemsize), micro_batches // p * 3 * numel * itemsize
+
+
+# ------------------------------------------------------------------------------------ 4. the smallest cut that fits
+def without_zero(numel, gpus, per_node, limit):
+    return smallest_cut(numel, gpus, per_node, limit, zero=False)
+
+
+def tp_over_nodes(numel, gpus, per_node, limit):
+    return smallest_cut(numel, gpus, gpus, limit)
+
+
+def pp_first(numel, gpus, per_node, limit):
+    return smallest_cut(numel, gpus, per_node, limit, pp_first=True)
+
+
+def sharded_over_all(numel, gpus, per_node, limit):
+    return smallest_cut(numel, gpus, per_node, limit, dp_is_all=True)
+
+
+# ------------------------------------------------------------------------------------ 5. a combination, mended
+def _sums(of_kind, groups, norms=(), experts="expert_dp", data="data", average=False):
+    for kind, grads in of_kind.items():
+        group = getattr(groups, experts if kind == "experts" else data)
+        for grad in grads:
+            all_reduce_(grad, group)
+            if kind == "norms" and norms:
+                all_reduce_(grad, groups.tp)
+            if average:
+                grad /= group.size()
+
+
+def averaged(of_kind, groups, layout):
+    _sums(of_kind, groups, layout.sequence_parallel, average=True)
+
+
+def norms_forgotten(of_kind, groups, layout):
+    _sums(of_kind, groups)
+
+
+def norms_summed_always(of_kind, groups, layout):
+    _sums(of_kind, groups, layout.tp > 1)
+
+
+def experts_with_the_rest(of_kind, groups, layout):
+    _sums(of_kind, groups, layout.sequence_parallel, experts="data")
+
+
+def cp_forgotten(of_kind, groups, layout):
+    _sums(of_kind, groups, layout.sequence_parallel, data="dp")
+
+
+# ------------------------------------------------------------------------------------ 6. each number once
+def _length(held, world, copies):
+    return all_reduce(sum(grad.square().sum() / copies[kind] for kind, grad in held.items()), world).sqrt()
+
+
+def counted_often(held, layout, world):
+    return _length(held, world, {"matrices": 1, "norms": 1, "experts": 1})
+
+
+def norms_twice(held, layout, world):
+    return _length(held, world, {"matrices": layout.data_size, "norms": layout.data_size, "experts": layout.expert_dp})
+
+
+def experts_as_the_rest(held, layout, world):
+    copies = {"matrices": layout.data_size, "norms": layout.data_size * layout.tp, "experts": layout.data_size}
+    return _length(held, world, copies)
+
+
+def _right(layout):
+    return {"matrices": layout.data_size, "norms": layout.data_size * layout.tp, "experts": layout.expert_dp}
+
+
+def lengths_added(held, layout, world):
+    copies = _right(layout)
+    return all_reduce(sum(grad.square().sum() / copies[kind] for kind, grad in held.items()).sqrt(), world)
+
+
+def no_root(held, layout, world):
+    return _length(held, world, _right(layout)) ** 2
+
+
+def not_summed(held, layout, world):
+    copies = _right(layout)
+    return math.fsum((grad.square().sum() / copies[kind]).item() for kind, grad in held.items()) ** 0.5 * all_reduce(
+        held["norms"].new_ones(()), world
+    ).new_ones(())
+
+
+WRONG = {
+    "my_groups": {
+        "check": check_groups,
+        "answers": [
+            (outermost_changes_fastest, "the last changes fastest"),
+            (data_is_dp, "those that differ in cp have the same parameters"),
+            (ep_with_gaps, "these are apart"),
+            (expert_dp_is_ep, "these share the experts among them"),
+        ],
+    },
+    "my_summed_over": {
+        "check": check_summed_over,
+        "answers": [
+            (dp_alone, "saw other tokens"),
+            (norms_over_data, "saw only its own tokens"),
+            (norms_always_over_tp, "has the whole gradient already"),
+            (experts_over_data, "hold other experts"),
+            (experts_over_ep, "brought their tokens already"),
+        ],
+    },
+    "my_pp_and_zero3": {
+        "check": check_pp_and_zero3,
+        "answers": [
+            (forward_alone, "PP sends gradients back"),
+            (all_micro_batches, "works on its own micro-batches"),
+            (two_trips, "gathers twice"),
+            (gathered_once, "gathers anew"),
+            (own_piece_sent, "own piece"),
+        ],
+    },
+    "my_smallest_cut": {
+        "check": check_smallest_cut,
+        "answers": [
+            (without_zero, "12 bytes are divided by dp"),
+            (tp_over_nodes, "inside a node"),
+            (pp_first, "of equal cuts"),
+            (sharded_over_all, "the less there is to shard over"),
+        ],
+    },
+    "my_sums": {
+        "check": check_combined_sums,
+        "answers": [
+            (averaged, "nothing is divided"),
+            (norms_forgotten, "its own tokens alone"),
+            (norms_summed_always, "tp times too long"),
+            (experts_with_the_rest, "gradients of other experts"),
+            (cp_forgotten, "ranks of cp are missing"),
+        ],
+    },
+    "my_norm": {
+        "check": check_norm,
+        "answers": [
+            (counted_often, "counted as often"),
+            (norms_twice, "on the ranks of tp as well"),
+            (experts_as_the_rest, "on expert_dp ranks"),
+            (lengths_added, "their squares do"),
+            (no_root, "the square of the length"),
+            (not_summed, "of this rank's part alone"),
+        ],
+    },
+}
