@@ -43,11 +43,12 @@ def test_the_view_is_what_the_formulas_say():
 
 
 def test_the_fullest_stage_is_the_one_whose_bytes_are_shown():
-    choice = FiveDChoice(pp=4, dp=1, tp=1, sequence_parallel=False, zero=0, accumulation=1, seq_len=1024)
+    choice = FiveDChoice(pp=4, dp=2, tp=1, sequence_parallel=False, zero=0, accumulation=1, seq_len=1024)
     view = explore_five_d(choice)
     totals = [bar.total_bytes for bar in view.bars]
     assert view.fullest == totals.index(max(totals)) > 0  # the last one has the head and its logits
-    assert view.sent_bytes == five_d_sent(preset(choice.model), choice.layout, 1024, view.fullest, "bf16-master")
+    of_ranks = [five_d_sent(preset(choice.model), choice.layout, 1024, rank, "bf16-master") for rank in (0, 2, 4, 6)]
+    assert view.sent_bytes == of_ranks[view.fullest] != of_ranks[0]
 
 
 def test_what_is_said_of_known_layouts_is_so():
