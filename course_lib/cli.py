@@ -51,6 +51,7 @@ CHAPTERS = (
     Chapter("07_context_parallel", 4, 2 << 30, "ranks stay on the CPU, with gloo"),
     Chapter("08_pipeline_parallel", 4, 2 << 30, "ranks stay on the CPU, with gloo"),
     Chapter("09_expert_parallel", 4, 2 << 30, "ranks stay on the CPU, with gloo"),
+    Chapter("10_five_d", 8, 2 << 30, "ranks stay on the CPU, with gloo"),
 )
 
 
