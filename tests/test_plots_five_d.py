@@ -172,14 +172,12 @@ SECONDS = {"compute": 4.8, "tp": 0.4, "cp": 0.1, "ep": 0.2, "bubble": 1.1, "tran
 EIGHT = Layout(dp=2, tp=2, pp=2, accumulation=2, zero=1)
 PICTURES = {
     "8 ranks": lambda: five_d.show_ranks(EIGHT, 4),
-    "32 ranks": lambda: five_d.show_ranks(Layout(dp=4, tp=4, pp=2, ep=2, accumulation=2)),
     "64 ranks": lambda: five_d.show_ranks(FULL),
     "one rank": lambda: five_d.show_ranks(Layout()),
     "two orders": lambda: five_d.show_orders(
         {"tp innermost": Layout(dp=4, tp=8), "tp outermost": Layout(dp=4, tp=8, order=OUTERMOST)},
         seconds={"tp innermost": 1.2, "tp outermost": 9.3},
     ),
-    "holdings of 8": lambda: five_d.show_holdings(TOY, EIGHT),
     "holdings of 16": lambda: five_d.show_holdings(MOE, Layout.parse(LAYOUTS[3][1])),
     "holdings by stage": lambda: five_d.show_holdings(LLAMA, Layout.parse(LAYOUTS[5][1])),
     "memory of 2": lambda: five_d_costs.show_pipeline_memory(
