@@ -107,8 +107,8 @@ def save(
     about    of the whole run, of JSON's kinds; that of rank 0 counts
     keep     how many checkpoints remain in the folder; None: all. The older go when the new one is complete
 
-    Raises   ValueError for arguments that cannot be, or if the folder has this step or a later one; RuntimeError if a
-             rank cannot write. On every rank, and the checkpoints before are as they were
+    Raises   ValueError for arguments that cannot be, if the folder has this step or a later one, or is not the same for
+             all ranks; RuntimeError if a rank cannot write. On every rank, and the checkpoints before are as they were
     """
     saving, arguments = prepare(engine, optimizer, folder, step, extra, about, keep, copy=False)
     with torch.device("cpu"):

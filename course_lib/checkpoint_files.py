@@ -114,7 +114,11 @@ def clear_way(final: Path) -> None:
 
 
 def put_in_place(final: Path, partial: Path, about: dict, files: dict, tensors: dict, keep: int | None) -> None:
-    """The end of a save, on one rank: the manifest, the rename that makes it complete, and the old ones go."""
+    """The end of a save, on one rank: the manifest, the rename that makes it complete, and the old ones go.
+
+    Raises   ValueError if this rank does not see what all have written
+    """
+    check_all_here(partial, files)
     manifest = about | {"format": FORMAT, "files": files, "tensors": tensors}
     with open(partial / MANIFEST, "w", encoding="utf-8") as file:
         json.dump(manifest | {"sha256": digest(manifest)}, file)
@@ -126,6 +130,17 @@ def put_in_place(final: Path, partial: Path, about: dict, files: dict, tensors: 
     for old in complete(final.parent)[: -keep if keep else 0]:
         os.rename(old, partial_of(old))  # so that what a killed removal leaves is not taken for complete
         shutil.rmtree(partial_of(old))
+
+
+def check_all_here(partial: Path, files: dict) -> None:
+    """Raises ValueError unless each file that a rank has written is here, with all its bytes."""
+    for name, entry in files.items():
+        path = partial / name
+        if not path.is_file() or path.stat().st_size != entry["bytes"]:
+            raise ValueError(
+                f"{name} was written, but not to {partial} as the first rank sees it; all ranks must save the same step "
+                "to one folder, on a disk that all machines share. The checkpoints before are as they were"
+            )
 
 
 def sync_folder(folder: Path) -> None:

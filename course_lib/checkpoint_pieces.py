@@ -51,7 +51,8 @@ def write(final: Path, pieces: list[Piece], about: dict, group: dist.ProcessGrou
     about   what the manifest says besides, of JSON's kinds; that of the first rank counts
     keep    how many complete checkpoints remain, the older are removed once this one is complete; None: all
 
-    Raises   RuntimeError on every rank if one could not write: what is there then is a partial folder
+    Raises   RuntimeError on every rank if one could not write, ValueError if not all wrote to one folder: what is there
+             then is a partial folder
     """
     first, partial = group.rank() == 0, partial_of(final)
     writer = TensorWriter(partial, group.rank())
@@ -62,9 +63,8 @@ def write(final: Path, pieces: list[Piece], about: dict, group: dist.ProcessGrou
         raise RuntimeError(
             f"{partial} could not be written ({reasons}); the checkpoints before are as they were"
         ) from error
-    if first:
-        writer.files[".metadata"] = file_entry(partial / ".metadata")
-    written = together(group, lambda: writer.files)
+    of_all = [".metadata"] if first else []
+    written = together(group, lambda: writer.files | {name: file_entry(partial / name) for name in of_all})
     files = {name: entry for of_rank in written for name, entry in of_rank.items()}
     everywhere(group, lambda: put_in_place(final, partial, about, files, writer.tensors, keep) if first else None)
 
