@@ -138,8 +138,8 @@ def check_all_here(partial: Path, files: dict) -> None:
         path = partial / name
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
             raise ValueError(
-                f"{name} was written, but not to {partial} as the first rank sees it; all ranks must save the same step "
-                "to one folder, on a disk that all machines share. The checkpoints before are as they were"
+                f"{name} was written, but not to {partial} as the first rank sees it; all ranks must save the same "
+                "step to one folder, on a disk that all machines share. The checkpoints before are as they were"
             )
 
 

@@ -270,7 +270,7 @@ def failing(folder):
         checkpoint.save(engine, optimizer, folder, 6, {"x": 1} if engine.groups.world.rank() else None)
     rank = engine.groups.world.rank()
     for step, place in ((6 + rank, folder), (6, folder / str(rank))):  # another step, a disk that others do not see
-        with pytest.raises(ValueError, match=r"__1_0.distcp was written, but not to .*all ranks must save the same step"):
+        with pytest.raises(ValueError, match="__1_0.distcp was written, but not to .*must save the same step"):
             checkpoint.save(engine, optimizer, place, step, keep=1)
     assert latest(folder).name == name_of(5) and latest(folder / "0") is None
 
