@@ -142,7 +142,7 @@ class Tape:
             executor.peak_live = max(executor.peak_live, len(executor.kept))
         else:
             self.tracker.enter_backward()
-            executor.to_come[one.stage, one.op] -= 1
+            executor.to_come[one.stage] -= 1
         for block, change in stretch.changes:
             if block is not stretch.result_block:
                 self.tracker.repeat(block, change)

@@ -128,6 +128,22 @@ def test_a_tape_changes_nothing_but_what_runs(config, text):
         assert (taped.sent_by_axis, taped.flops) == (whole.sent_by_axis, whole.flops)
 
 
+def test_the_last_backward_of_a_stage_is_the_last_on_tape_too():
+    """ZeRO-1 sends gradients from it on."""
+    last = []
+
+    def noted(before_backward):
+        def note(work, stage, is_last):
+            last.append((stage, is_last))
+            before_backward(work, stage, is_last)
+
+        return note
+
+    with replaced(five_d.CutWork, "before_backward", noted):
+        assert simulate_rank(TINY, Layout(dp=2, pp=2, zero=1, accumulation=8), SEQ_LEN, 0).replayed > 0
+    assert last == [(0, False), (0, False), (0, True)]
+
+
 def test_many_micro_batches_cost_what_few_do():
     few, many = (simulate_rank(TINY, Layout(pp=2, accumulation=count), SEQ_LEN, 0) for count in (4, 100))
     assert many.peak_bytes == few.peak_bytes and many.flops == 25 * few.flops
