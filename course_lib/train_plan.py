@@ -119,6 +119,8 @@ def check_settings(saved: Mapping[str, object], now: Mapping[str, object], where
 
     The number of steps may change, unless the learning rate's decay depends on it.
     """
+    if "model" not in saved:
+        raise ValueError(f"{where} does not say how it was trained, so it is not the trainer's; give another folder")
     before, here = _flat(saved), _flat(now)
     free = {"steps", "model.name"} if now["decay"] == "none" else {"model.name"}
     different = [name for name in here if name not in free and before.get(name) != here[name]]

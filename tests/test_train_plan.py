@@ -68,3 +68,5 @@ def test_a_checkpoint_may_change_hands_between_layouts_but_not_between_runs():
     ]:
         with pytest.raises(ValueError, match=f"runs/a was made with .*{text}"):
             check_settings(before, after, "runs/a")
+    with pytest.raises(ValueError, match="runs/a does not say how it was trained"):  # checkpoint.save without `about`
+        check_settings({}, settings_of(config, Layout(), plan), "runs/a")
