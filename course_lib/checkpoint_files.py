@@ -175,12 +175,14 @@ def read_manifest(checkpoint: Path) -> dict:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         written = manifest.pop("sha256")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error!r}). {advice(checkpoint)}") from error
     if digest(manifest) != written:
         raise ValueError(f"{path} is damaged: its checksum is not that of what it says. {advice(checkpoint)}")
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"{path} has format {manifest['format']}; this version of the course reads {FORMAT}")
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {manifest.get('format')}; this version of the course reads {FORMAT}")
+    if outside := [name for name in manifest["files"] if Path(name).name != name]:
+        raise ValueError(f"{path} names files that are not in its folder: {outside}. {advice(checkpoint)}")
     return manifest
 
 

@@ -452,6 +452,18 @@ def test_no_code_is_run_from_a_file(copy, tmp_path):
             read_alone(copy)
     assert not ran.exists()
 
+    forge(copy, lambda manifest: manifest.pop("format"))
+    with pytest.raises(ValueError, match="has format None"):
+        read_alone(copy)
+    manifest = {"format": 1, "files": {"../step-00000001/manifest.json": {}}}
+    manifest["sha256"] = checkpoint_files.digest(manifest)
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="names files that are not in its folder"):
+        read_alone(copy)
+    (copy / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is damaged"):
+        read_alone(copy)
+
 
 # --- killed
 
