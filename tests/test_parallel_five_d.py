@@ -8,6 +8,7 @@ import pytest
 import torch
 from five_d_cases import CONFIGS, FLOAT64, SEQ_LEN, distances, micro_batches, on_ranks, one_process
 
+from course_lib import model
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.parallel import executor, expert_tensor, five_d, shards, sums, tensor, whole
@@ -278,6 +279,53 @@ def test_planted_bugs_are_found():
             _, _, expected, _ = one_process(name, layout.dp, layout.micro_batch, layout.accumulation)
             far = max((gradients[key] - expected[key]).abs().max().item() for key in expected)
             assert far > 1e-6, f"{bug.__name__} was not seen on rank {rank}"
+
+
+# --- frozen parameters
+
+FROZEN = ("embed", "blocks.0.", "norm", "attention.k")
+PARTLY_FROZEN = (
+    "dp=2,zero=2,accumulation=2",
+    "dp=2,zero=3",
+    "tp=2,sequence_parallel=true,zero=1",
+    "pp=2,schedule=zb_h1,accumulation=3",
+)
+
+
+def freeze(named):
+    for name, param in named:
+        param.requires_grad_(not any(part in name for part in FROZEN))
+
+
+def fill_and_freeze(engine, seed):
+    five_d.fill_from_seed(engine, seed)
+    freeze(five_d.named_parameters(engine).items())
+
+
+def partly_frozen():
+    config, found = CONFIGS["llama"], []
+    for text in PARTLY_FROZEN:
+        layout = Layout.parse(text)
+        engine = five_d.build(config, layout, dtype=torch.float64, fill=fill_and_freeze)
+        five_d.make_optimizer(engine)
+        five_d.accumulate_gradients(engine, micro_batches(layout, engine.groups.coordinates["dp"], config))
+        found.append((whole.full_gradients(engine), sums.clip_gradients(engine, 0.1), whole.full_parameters(engine)))
+    return found
+
+
+def test_frozen_parameters_stay_and_have_no_gradient():
+    results = launch(partly_frozen, 2, quiet=True)
+    for index, text in enumerate(PARTLY_FROZEN):
+        layout = Layout.parse(text)
+        _, _, every, _ = one_process("llama", layout.dp, 1, layout.accumulation)
+        reference = dict(model.build(CONFIGS["llama"], dtype=torch.float64).named_parameters())
+        freeze(reference.items())
+        for of_rank in results:
+            gradients, norm, parameters = of_rank[index]
+            assert gradients.keys() == {name for name, param in reference.items() if param.requires_grad}
+            assert max((gradients[name] - every[name]).abs().max() for name in gradients) < 1e-10
+            assert torch.stack([every[name].norm() for name in gradients]).norm() == pytest.approx(norm.item())
+            assert all(torch.equal(parameters[name], param) for name, param in reference.items()), text
 
 
 # --- invalid input, and 16-bit numbers
