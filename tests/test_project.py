@@ -37,7 +37,8 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_every_command_of_the_readme_is_run_by_ci(command):
-    steps = re.findall(r"^ *(?:step )?(?:\.venv/bin/)?((?:make|course) .*?)(?: LAB_FLAGS.*)?$", CI, re.MULTILINE)
+    called = r"^ *(?:step )?(?:\.venv/bin/)?((?:make|course|torchrun) .*?)(?: LAB_FLAGS.*)?$"
+    steps = re.findall(called, CI, re.MULTILINE)
     assert command in steps
 
 
