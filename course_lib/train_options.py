@@ -116,10 +116,9 @@ def layout_for(text: str, batch_size: int | None) -> Layout:
     at_once = [part for part in text.split(",") if part.partition("=")[0].strip() in ("dp", "micro_batch")]
     together = Layout.parse(",".join(at_once) or "dp=1").sequences_per_step
     if batch_size < 1 or batch_size % together:
-        low, high = batch_size // together * together, (batch_size // together + 1) * together
-        raise ValueError(
-            f"batch ({batch_size}) must be a multiple of dp x micro_batch ({together}); choose {low or high} or {high}"
-        )
+        low = max(batch_size, 0) // together * together
+        nearest = f"{low} or {low + together}" if low else together
+        raise ValueError(f"batch ({batch_size}) must be a multiple of dp x micro_batch ({together}); choose {nearest}")
     if "accumulation" not in text:
         return Layout.parse(f"{text},accumulation={batch_size // together}")
     layout = Layout.parse(text)

@@ -43,9 +43,12 @@ class TrainPlan:
     precision: str = "fp32"
 
     def __post_init__(self):
-        for field, least in (("steps", 1), ("seq_len", 1), ("warmup", 0), ("seed", 0), ("weight_decay", 0)):
-            if not getattr(self, field) >= least:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least {least}")
+        for field, least in (("steps", 1), ("seq_len", 1), ("warmup", 0), ("seed", 0)):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**32:
+                raise ValueError(f"{field} is {value!r}; it must be a whole number of at least {least}, below 2**32")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay is {self.weight_decay}; it must be at least 0, such as 0.01")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate is {self.learning_rate}; it must be above 0, such as 3e-3")
         if self.warmup > self.steps:

@@ -67,6 +67,8 @@ def test_a_batch_size_gives_every_layout_its_accumulation():
     ]:
         with pytest.raises(ValueError, match=error):
             layout_for(text, 8)
+    with pytest.raises(ValueError, match=r"batch \(-3\) must .*; choose 2$"):
+        layout_for("dp=2", -3)
 
 
 def test_a_wrong_number_of_ranks_names_commands_that_start_the_right_one():

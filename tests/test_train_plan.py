@@ -42,6 +42,9 @@ def test_random_numbers_depend_on_seed_step_and_place_but_tp_shares_them():
     ("changes", "text"),
     [
         ({"steps": 0}, "steps is 0"),
+        ({"steps": 2.5}, "steps is 2.5; it must be a whole number"),
+        ({"seed": 2**70}, r"seed is \d+; .*below 2\*\*32"),
+        ({"weight_decay": float("nan")}, "weight_decay is nan"),
         ({"warmup": 30}, r"warmup \(30\) must not exceed steps \(20\)"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"clip_norm": 0.0}, "clip_norm is 0.0"),
