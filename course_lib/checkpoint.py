@@ -139,10 +139,7 @@ def prepare(engine, optimizer, folder, step, extra, about, keep, copy: bool) -> 
     """What is done before files are written: (the save, the arguments of `checkpoint_pieces.write` behind the path)."""
     group = wait_for_earlier(engine)
     final = everywhere(group, lambda: begin(Path(folder), step, extra, about, keep, group.rank() == 0))
-    pieces = [piece for holding, name, x in tensors_of(engine, optimizer) for piece in holding.pieces_to_write(x, name)]
-    pieces += pieces_of_rank(group.rank(), rng_states() | {f"extra.{name}": x for name, x in (extra or {}).items()})
-    if copy:
-        pieces = [replace(piece, tensor=piece.tensor.to("cpu", copy=True)) for piece in pieces]
+    pieces = everywhere(group, lambda: pieces_to_write(engine, optimizer, group.rank(), extra, copy))
     manifest = {
         "step": step,
         "layout": engine.layout.to_dict(),
@@ -193,6 +190,15 @@ def tensors_of(engine: FiveD, optimizer: Optimizer | None) -> list[tuple[Holding
             state = optimizer.state.get(holding.tensor, {})
             found += [(holding, f"{key}.", state[key]) for key in STATES if key in state]
     return found
+
+
+def pieces_to_write(
+    engine: FiveD, optimizer: Optimizer, rank: int, extra: Mapping[str, Tensor] | None, copy: bool
+) -> list[Piece]:
+    """All that this rank writes; copy: on the host, in memory of their own, for which there may be no room."""
+    pieces = [piece for holding, name, x in tensors_of(engine, optimizer) for piece in holding.pieces_to_write(x, name)]
+    pieces += pieces_of_rank(rank, rng_states() | {f"extra.{name}": x for name, x in (extra or {}).items()})
+    return [replace(piece, tensor=piece.tensor.to("cpu", copy=True)) for piece in pieces] if copy else pieces
 
 
 def pieces_of_rank(rank: int, tensors: Mapping[str, Tensor]) -> list[Piece]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -250,7 +251,7 @@ def failing(folder):
     checkpoint.save(engine, optimizer, folder, 1)
     resolve = checkpoint_pieces.PiecesToWrite.resolve_data
 
-    def full(self, item):
+    def full(*arguments):
         raise OSError(28, "No space left on device")
 
     if engine.groups.world.rank() == 1:
@@ -269,6 +270,9 @@ def failing(folder):
     with pytest.raises(ValueError, match="extra 'x' is int"):
         checkpoint.save(engine, optimizer, folder, 6, {"x": 1} if engine.groups.world.rank() else None)
     rank = engine.groups.world.rank()
+    fails = patch.object(checkpoint, "rng_states", full if rank == 1 else checkpoint.rng_states)
+    with fails, pytest.raises((OSError, RuntimeError), match="No space left"):
+        checkpoint.save_async(engine, optimizer, folder, 6)
     for step, place in ((6 + rank, folder), (6, folder / str(rank))):  # another step, a disk that others do not see
         with pytest.raises(ValueError, match="__1_0.distcp was written, but not to .*must save the same step"):
             checkpoint.save(engine, optimizer, place, step, keep=1)
