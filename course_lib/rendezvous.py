@@ -9,6 +9,9 @@
     none          one process that is the whole world; `accelerate launch --cpu` too, whatever it is asked for
 
 torchrun's variables win: inside a Slurm job it starts the ranks, and srun only the agents.
+
+On one machine all sockets are on the loopback. Across machines rank 0 listens for the others on its node's addresses,
+without a password, as torchrun's own rendezvous does: run there only where nobody else can reach these ports.
 """
 
 import os

@@ -113,7 +113,11 @@ def seed_step(plan: TrainPlan, step: int, coordinates: Mapping[str, int]) -> Non
 
 
 def settings_of(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict[str, object]:
-    """All that decides a run's numbers, as JSON can hold it. The layout decides them up to rounding only."""
+    """All that decides a run's numbers, as JSON can hold it.
+
+    The layout is not part of it. It decides them up to rounding, but for what is counted over one micro-batch of the
+    ranks: auxiliary losses, capacity, and the places that dropout draws.
+    """
     return {"model": asdict(config), "batch_size": layout.sequences_per_step, **asdict(plan)}
 
 

@@ -72,8 +72,8 @@ class Found:
 
     losses: list
     norms: list
-    first: dict  # gradients, whole
-    last: dict  # parameters, whole
+    first: dict | None  # gradients, whole; of rank 0 alone, for all ranks put together the same
+    last: dict | None  # parameters, whole; likewise
     apart: float  # how far this rank's own gradients are from the whole ones
     shapes: dict
     sent: dict  # bytes of the second step, by axis
@@ -101,6 +101,8 @@ def on_ranks(name, text, steps=2, clip_norm=0.1):
                 losses.append(five_d.step(engine, batches, optimizer, clip_norm).item())
     shapes = {name: tuple(param.shape) for name, param in five_d.named_parameters(engine).items()}
     last = whole.full_parameters(engine)
+    if engine.groups.world.rank() > 0:
+        first = last = None
     return Found(losses, norms, first, last, apart, shapes, meter.by_axis, routings)
 
 
@@ -131,12 +133,16 @@ def distance_of_mine(engine, gradients):
 
 
 def distances(found, expected):
-    """Largest differences: of losses, norms, first gradients, last parameters."""
+    """Largest differences: of losses, norms, and on rank 0 of first gradients and last parameters."""
     losses, norms, first, last = expected
-    assert first.keys() == found.first.keys() and last.keys() == found.last.keys()
-    return {
+    far = {
         "loss": max(abs(a - b) for a, b in zip(found.losses, losses, strict=True)),
         "norm": max(abs(a - b) for a, b in zip(found.norms, norms)),
+    }
+    if found.first is None:
+        return far
+    assert first.keys() == found.first.keys() and last.keys() == found.last.keys()
+    return far | {
         "gradients": max((found.first[name] - first[name]).abs().max().item() for name in first),
         "parameters": max((found.last[name] - last[name]).abs().max().item() for name in last),
     }

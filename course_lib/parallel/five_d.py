@@ -274,7 +274,8 @@ def accumulate_gradients(engine: FiveD, micro_batches: MicroBatches) -> Tensor:
     """Leaves the gradient of all ranks' tokens in each rank's parameters, or shards; returns their mean loss.
 
     micro_batches   `layout.accumulation` pairs (x_BS, y_BS) of `layout.micro_batch` whole sequences, of this dp rank;
-                    those of other dp ranks are as long
+                    those of other dp ranks are as long, which nobody checks: it would cost a message
+    Give all in one call: a second one before `update` sums norms, shared heads and tied weights twice
     Raises   ValueError if they are not so many, not so large, or their length does not divide
     """
     check_micro_batches(engine, micro_batches)

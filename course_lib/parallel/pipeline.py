@@ -239,10 +239,10 @@ def tied_weight(engine: Pipeline) -> nn.Parameter | None:
 
 
 def make_optimizer(engine: Pipeline, lr: float = 3e-3, weight_decay: float = 0.01) -> torch.optim.Optimizer:
-    """AdamW over this rank's stages, with FP32 masters where parameters have 16 bits."""
+    """AdamW over this rank's stages, with FP32 masters where parameters have 16 bits. All may be frozen."""
     params = [param for param in engine.parameters() if param.requires_grad]
     optimizer_class = MasterAdamW if any(param.element_size() == 2 for param in params) else torch.optim.AdamW
-    return optimizer_class(params, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+    return optimizer_class([{"params": params}], lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
 
 
 @torch.no_grad()
