@@ -43,7 +43,12 @@ def be_host(folder: str, timeout: float, lost_s: float) -> None:
     child = os.fork()  # torch is imported, but has no thread yet and has touched no GPU
     if child == 0:
         be_rank(ranks, timeout, to_notebook)
-    code = attend(child, ranks, to_notebook, lost_s)
+    try:
+        code = attend(child, ranks, to_notebook, lost_s)
+    except BaseException:  # such as the folder gone, when the host of rank 0 has found the notebook lost
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        raise
     if code is not None:
         frames = stack(ranks / f"{rank}.stack")
         to_notebook.send("failed", _rank.Failure("died", time.time(), [(frames, "")] if frames else [], code))
@@ -96,9 +101,10 @@ class Notebook:
         now = time.monotonic()
         if now - self._looked_at > self._lost_s / 10:
             self._looked_at = now
-            content = (self._ranks / "alive").read_bytes()
-            if content != self._seen:
-                self._seen, self._seen_at = content, now
+            with contextlib.suppress(FileNotFoundError):  # gone: nobody will change it again
+                content = (self._ranks / "alive").read_bytes()
+                if content != self._seen:
+                    self._seen, self._seen_at = content, now
         return now - self._seen_at > self._lost_s
 
     def end_job(self, rank: int) -> None:
