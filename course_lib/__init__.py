@@ -144,7 +144,8 @@ A file imports from its own part and from the parts above it, never from one bel
     plots/stages.py        which layers where, and how many micro-batches each rank keeps alive
     plots/experts.py       the load of experts, what balancing does, total and active parameters
     plots/routing.py       tokens on their way to experts, and who sends what to whom
-    plots/five_d.py        ranks on nodes, whom each talks to, and which share of the model each holds
+    plots/holdings.py      which share of each part of a model the ranks of a layout hold
+    plots/five_d.py        ranks on nodes, and whom each talks to
     plots/five_d_costs.py  memory along the pipeline, bytes by axis, seconds by part, a pipeline against ZeRO-3
     widgets/__init__.py    sliders on the same pictures
     widgets/parts.py       the pieces that every explorer is made of

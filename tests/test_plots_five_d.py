@@ -17,6 +17,7 @@ from course_lib.layout import Layout
 from course_lib.memory.five_d import five_d_budgets, five_d_states
 from course_lib.memory.states import count_parameters, parameter_shapes
 from course_lib.plots import five_d, five_d_costs
+from course_lib.plots import holdings as who_holds
 from course_lib.plots.memory import kinds_of
 
 TOY, MOE, LLAMA = preset("toy"), preset("toy-moe"), preset("llama-3.1-8b")
@@ -73,7 +74,7 @@ def numel_of(part, config, layout):
 @pytest.mark.parametrize(("config", "text"), LAYOUTS, ids=[text for _, text in LAYOUTS])
 def test_all_ranks_together_hold_each_part_once_or_a_copy_on_each(config, text):
     layout = Layout.parse(text)
-    picture = five_d.holdings(config, layout)
+    picture = who_holds.holdings(config, layout)
     for index, part in enumerate(picture.parts):
         mine = [share for share in picture.shares if share.part == index]
         copies = layout.expert_dp if part.has_experts else layout.data_size
@@ -90,7 +91,7 @@ def test_all_ranks_together_hold_each_part_once_or_a_copy_on_each(config, text):
 def test_what_is_drawn_is_what_a_rank_has(config, text):
     """Boxes, weighted with the parts' parameters, beside the formula to the byte: norms and key/value copies differ."""
     layout = Layout.parse(text)
-    picture = five_d.holdings(config, layout)
+    picture = who_holds.holdings(config, layout)
     total = count_parameters(config)
     for rank, (parameters, states) in zip(picture.ranks, picture.of_model):
         mine = [share for share in picture.shares if share.rank == rank]
@@ -107,17 +108,17 @@ def test_what_is_drawn_is_what_a_rank_has(config, text):
 
 def test_of_many_ranks_one_for_each_place_along_pp_is_shown():
     layout = Layout(dp=128, tp=8, pp=16, accumulation=16, zero=1, schedule="interleaved", v=4)
-    picture = five_d.holdings(preset("llama-3.1-405b"), layout)
+    picture = who_holds.holdings(preset("llama-3.1-405b"), layout)
     assert [layout.mesh.coordinates(rank)["pp"] for rank in picture.ranks] == list(range(16))
     assert len(picture.parts) == 64 + 2 and {part.name for part in picture.parts[1:-1]} == {"MLP"}
     assert picture.shares[0].of_parameters == Fraction(1, 8) and picture.shares[0].of_states == Fraction(1, 8 * 128)
-    assert five_d.holdings_title(picture).startswith("A rank holds at most 0.85 % of the parameters")
-    v3 = five_d.parts_of(preset("deepseek-v3"), Layout(dp=64, pp=16, ep=64, accumulation=16))
+    assert who_holds.holdings_title(picture).startswith("A rank holds at most 0.85 % of the parameters")
+    v3 = who_holds.parts_of(preset("deepseek-v3"), Layout(dp=64, pp=16, ep=64, accumulation=16))
     assert [part.name for part in v3[1:5]] == ["attn", "MoE", "attn", "MoE"]  # with its first four layers three dense
     with pytest.raises(ValueError, match="room for 16"):
-        five_d.show_holdings(TOY, Layout(dp=32), range(32))
+        who_holds.show_holdings(TOY, Layout(dp=32), range(32))
     with pytest.raises(ValueError, match="nearest: tp="):
-        five_d.holdings(TOY, Layout(tp=3))
+        who_holds.holdings(TOY, Layout(tp=3))
 
 
 # ---------------------------------------------------------------- costs
@@ -178,8 +179,8 @@ PICTURES = {
         {"tp innermost": Layout(dp=4, tp=8), "tp outermost": Layout(dp=4, tp=8, order=OUTERMOST)},
         seconds={"tp innermost": 1.2, "tp outermost": 9.3},
     ),
-    "holdings of 16": lambda: five_d.show_holdings(MOE, Layout.parse(LAYOUTS[3][1])),
-    "holdings by stage": lambda: five_d.show_holdings(LLAMA, Layout.parse(LAYOUTS[5][1])),
+    "holdings of 16": lambda: who_holds.show_holdings(MOE, Layout.parse(LAYOUTS[3][1])),
+    "holdings by stage": lambda: who_holds.show_holdings(LLAMA, Layout.parse(LAYOUTS[5][1])),
     "memory of 2": lambda: five_d_costs.show_pipeline_memory(
         five_d_budgets(LLAMA, Layout(pp=2, accumulation=2), 4096), [gpu("h100"), gpu("a100-80"), gpu("a100-40")]
     ),

@@ -7,7 +7,7 @@ from matplotlib.patches import Patch
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.plots.five_d import draw_boxes
+from course_lib.plots.holdings import draw_boxes
 from course_lib.plots.memory import BudgetBar, budget_bars, gpu_limits, merge_limits
 from course_lib.plots.palette import (
     AXIS_COLORS,
@@ -48,11 +48,12 @@ def pipeline_bars(of_ranks, limits_bytes: Mapping[str, int] | None = None) -> li
     return budget_bars({f"pp {label}": each for label, each in zip(labels, by_kind)}, limits_bytes or {})
 
 
-def pipeline_title(bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int]) -> str:
+def pipeline_title(bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], unit: str | None = None) -> str:
     """The fullest rank, and whether the GPU holds it."""
     fullest = max(bars, key=lambda bar: bar.total_bytes)
     who = f"{fullest.label} is fullest with" if len(bars) > 1 else "A rank needs"
-    said = f"{who} {show_bytes(fullest.total_bytes)}"
+    size = fullest.total_bytes
+    said = f"{who} {show_bytes(size) if unit is None else f'{three_digits(size / UNITS[unit])} {unit}'}"
     if not limits_bytes:
         return said
     name = next(iter(limits_bytes))
@@ -103,7 +104,7 @@ def show_pipeline_memory(of_ranks, gpus=(), title: str = "", unit: str | None = 
     with style():
         figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 3.6))
         draw_pipeline(axes, bars, limits, unit)
-        axes.set_title(title or pipeline_title(bars, limits))
+        axes.set_title(title or pipeline_title(bars, limits, unit))
         finish(figure)
 
 

@@ -16,7 +16,6 @@ from course_lib.layout import Layout
 from course_lib.memory.five_d import five_d_budgets
 from course_lib.memory.stages import fewer_at_the_ends
 from course_lib.mesh import AxisLinks, links_of_axes
-from course_lib.plots.five_d import Holdings, draw_holdings, holdings, holdings_title, row_label
 from course_lib.plots.five_d_costs import (
     draw_pipeline,
     draw_sent_by_axis,
@@ -28,6 +27,7 @@ from course_lib.plots.five_d_costs import (
     time_rows,
     time_title,
 )
+from course_lib.plots.holdings import Holdings, draw_holdings, holdings, holdings_title, row_label
 from course_lib.plots.memory import BudgetBar, gpu_limits
 from course_lib.plots.style import FULL_WIDTH_IN, show_bytes, show_seconds, style, unit_for
 from course_lib.schedules import SCHEDULES
