@@ -40,7 +40,7 @@ from course_lib.mesh import Groups, make_all_groups
 from course_lib.model import build as build_whole
 from course_lib.model import initial_weights
 from course_lib.moe import balance_after_step, moe_layers
-from course_lib.parallel import pipeline, sums, tensor, zero
+from course_lib.parallel import pipeline, tensor, zero
 from course_lib.parallel.context import Context, core_of, cross_entropy
 from course_lib.parallel.data import MicroBatches
 from course_lib.parallel.executor import Executor, Work
@@ -50,6 +50,7 @@ from course_lib.parallel.linear import ColumnLinear, WholeStream
 from course_lib.parallel.sequence import MyPositions, ShardedStream
 from course_lib.parallel.shards import ShardedAdamW
 from course_lib.parallel.stages import check_stages, skeleton
+from course_lib.parallel.sums import clip_gradients, sharing_of, sum_gradients
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
 from course_lib.precision import accumulate_in_fp32, zero_gradients
 from course_lib.routing_traffic import ExpertLayout
@@ -183,7 +184,7 @@ def shard_over_data(engine: FiveD, grad_dtype: torch.dtype | None) -> None:
         if grad_dtype is not None and grad_dtype != engine.pipeline.dtype:
             accumulate_in_fp32(list(engine.parameters()))
         return
-    sharing = sums.sharing_of(engine)
+    sharing = sharing_of(engine)
     for name, stage in engine.stages.items():
         engine.zeros[name] = zero.build(
             stage, engine.groups.data, stage_of_zero, grad_dtype=grad_dtype, sharing=sharing
@@ -287,7 +288,7 @@ def accumulate_gradients(engine: FiveD, micro_batches: MicroBatches) -> Tensor:
     if engine.layout.zero == 1:
         for sharded in engine.zeros.values():
             sharded.finish()
-    sums.sum_gradients(engine)
+    sum_gradients(engine)
     return comm.all_reduce(loss_partial / engine.layout.tp, engine.groups.world)  # tp ranks have the same
 
 
@@ -326,7 +327,7 @@ def step(
     """One training step; returns the mean loss of all ranks' tokens, on every rank."""
     loss = accumulate_gradients(engine, micro_batches)
     if clip_norm is not None:
-        sums.clip_gradients(engine, clip_norm)
+        clip_gradients(engine, clip_norm)
     update(engine, optimizer)
     return loss
 
