@@ -105,7 +105,7 @@ def _gradients(layout: Layout, seed: int, rules: list[Callable]) -> list[dict[st
     data, found = _data(SMALL, layout, engine.groups.coordinates["dp"], seed), []
     for rule in rules:
         engine.zero_grad()
-        with patch.object(sums, "sum_gradients", partial(_apply, rule)):
+        with patch.object(five_d, "sum_gradients", partial(_apply, rule)):
             five_d.accumulate_gradients(engine, data)
         found.append(whole.full_gradients(engine))
     return found
