@@ -12,7 +12,7 @@
     ep          rows to their experts and back, of my layers with experts   routing_traffic.moe_traffic
     data        gradients, and with ZeRO parameters; the experts' load      traffic.zero_calls
     expert_dp   the same of experts                                         traffic.zero_calls
-    world       the loss, and one number to clip
+    world       the lengths of micro-batches, the loss, and one number to clip
 
 What SP and ZeRO have in common: with ZeRO a rank holds shards, so what is summed beyond ZeRO's own sums is a shard.
 All sizes are those of one rank: S / cp tokens (with SP / tp between stages), heads and features / tp, experts / ep.
@@ -38,6 +38,7 @@ from course_lib.routing_traffic import COUNT_BYTES, ID_BYTES, ExpertLayout, moe_
 from course_lib.traffic import Call, attention_calls, pipeline_calls, sent_bytes, tensor_parallel_calls, zero_calls
 
 AXES = ("pp", "tp", "cp", "ep", "data", "expert_dp", "world")
+LENGTH_BYTES = 8  # of a micro-batch, int64, as the longest and as the shortest of all ranks
 LOAD_BYTES = 8  # how many tokens chose an expert, int64
 
 Calls = dict[str, list[Call]]
@@ -80,6 +81,8 @@ def five_d_calls(
     number = max(recipe.compute_bytes, 4)
     names = ["loss", "norm of gradients"] if clip else ["loss"]
     calls["world"] = [Call(name, "all_reduce", number, layout.world_size, number) for name in names]
+    lengths = 2 * LENGTH_BYTES * layout.accumulation
+    calls["world"].append(Call("lengths", "all_reduce", lengths, layout.world_size, LENGTH_BYTES))
     return {axis: [call for call in each if call.group_size > 1] for axis, each in calls.items()}
 
 

@@ -351,6 +351,22 @@ def refusals():
     return [*said, str(refused.value)]
 
 
+def of_two_lengths():
+    config, layout = CONFIGS["llama"], Layout.parse("dp=2,accumulation=2")
+    engine = five_d.build(config, layout)
+    first, second = micro_batches(layout, 0, config)
+    if engine.groups.world.rank() == 1:
+        second = tuple(t[:, :8] for t in second)
+    with pytest.raises(ValueError) as refused:
+        five_d.accumulate_gradients(engine, [first, second])
+    return str(refused.value)
+
+
+def test_ranks_that_bring_other_lengths_are_named_on_every_rank():
+    for said in launch(of_two_lengths, 2, quiet=True):
+        assert "rank 1 brings micro-batches of [16, 8]" in said and "rank 0 of [16, 16]" in said
+
+
 def low_precision():
     config, found = CONFIGS["llama"], {}
     for text in ("dp=2,accumulation=2", "dp=2,zero=1,accumulation=2", "dp=2,zero=3,accumulation=2"):

@@ -130,7 +130,8 @@ def test_tp_alone_is_the_formula_of_tensor_parallelism(sequence_parallel, recomp
 def test_cp_alone_is_the_formula_of_context_parallelism(method):
     calls = five_d_calls(TOY, Layout(cp=4, cp_method=method, accumulation=2, recompute="full"), 64)
     expected = context_calls(TOY, 1, 64, 4, method, 1, "full", 4, 2)
-    assert in_all([*calls["cp"], *calls["data"], *calls["world"]]) == in_all(expected)  # cp ranks sum gradients as dp's
+    world = [call for call in calls["world"] if call.place != "lengths"]
+    assert in_all([*calls["cp"], *calls["data"], *world]) == in_all(expected)  # cp ranks sum gradients as dp's
 
 
 @pytest.mark.parametrize("text", ["pp=4", "pp=2,schedule=interleaved,v=2", "pp=2,schedule=zbv"])

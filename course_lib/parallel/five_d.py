@@ -20,7 +20,7 @@ nothing is divided. Who sums what with whom is in parallel/sums.py. On the wire 
     cp           what the method says, of this rank's layers
     ep           rows of tokens to their experts and back
     data         gradients, and with ZeRO parameters; experts' over expert_dp
-    world        two numbers a step: the loss, and to clip
+    world        the lengths of micro-batches, to see that all bring the same; the loss; a number to clip
 
 Source   Narayanan et al. 2021 (arXiv:2104.04473); Llama Team 2024 (arXiv:2407.21783), section 3.3.2
 """
@@ -275,7 +275,7 @@ def accumulate_gradients(engine: FiveD, micro_batches: MicroBatches) -> Tensor:
     """Leaves the gradient of all ranks' tokens in each rank's parameters, or shards; returns their mean loss.
 
     micro_batches   `layout.accumulation` pairs (x_BS, y_BS) of `layout.micro_batch` whole sequences, of this dp rank;
-                    those of other dp ranks are as long, which nobody checks: it would cost a message
+                    those of all ranks are as long
     Give all in one call: a second one before `update` sums norms, shared heads and tied weights twice
     Raises   ValueError if they are not so many, not so large, or their length does not divide
     """
@@ -293,7 +293,7 @@ def accumulate_gradients(engine: FiveD, micro_batches: MicroBatches) -> Tensor:
 
 
 def check_micro_batches(engine: FiveD, micro_batches: MicroBatches) -> None:
-    """Raises ValueError for what the layout does not expect, before anything is sent."""
+    """Raises ValueError for what the layout does not expect, or if ranks bring different lengths."""
     layout = engine.layout
     if len(micro_batches) != layout.accumulation:
         raise ValueError(
@@ -311,6 +311,27 @@ def check_micro_batches(engine: FiveD, micro_batches: MicroBatches) -> None:
                 f"{micro_batches[0][0].shape[1]}; with sequence parallelism all must be of one length"
             )
         layout.check_model(engine.config, x_BS.shape[1])
+    check_lengths(engine, [x_BS.shape[1] for x_BS, _ in micro_batches])
+
+
+def check_lengths(engine: FiveD, lengths: list[int]) -> None:
+    """Raises ValueError on every rank unless all bring micro-batches of the same lengths: the mean would be wrong.
+
+    Bytes    an all-reduce of 16 a micro-batch over all ranks
+    """
+    world = engine.groups.world
+    device = next(engine.parameters()).device
+    both_ends = torch.tensor([lengths, [-length for length in lengths]], device=device)
+    longest, shortest = comm.all_reduce(both_ends, world, op="max").tolist()
+    if longest == [-length for length in shortest]:
+        return
+    of_ranks: list[list[int] | None] = [None] * world.size()
+    dist.all_gather_object(of_ranks, lengths, group=world)
+    odd = next(rank for rank, others in enumerate(of_ranks) if others != of_ranks[0])
+    raise ValueError(
+        f"rank {odd} brings micro-batches of {of_ranks[odd]} tokens a sequence, rank 0 of {of_ranks[0]}; "
+        "all ranks must bring the same lengths, in the same order"
+    )
 
 
 def make_optimizer(engine: FiveD, lr: float = 3e-3, weight_decay: float = 0.01) -> torch.optim.Optimizer:
