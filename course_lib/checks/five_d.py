@@ -1,6 +1,6 @@
 """Graders of chapter 10, exercises 1 to 4: groups, whose gradient, a pipeline or ZeRO-3, the smallest cut that fits."""
 
-from course_lib.checks.core import expect_equal, fail, grader
+from course_lib.checks.core import CheckFailed, expect_equal, fail, grader
 from course_lib.layout import Layout
 from course_lib.mesh import AXES, Mesh
 
@@ -71,11 +71,7 @@ def check_summed_over(answer, rng):
                 "dp alone: ranks of cp have the same parameters and saw other tokens": members["dp"],
                 "every rank of the stage: those of other tp ranks hold another part of the matrix": sorted(everyone),
             },
-            "norms": {
-                "with sequence parallelism each rank of tp saw only its own tokens": members["data"],
-                "without sequence parallelism each rank of tp has the whole gradient already": sorted(everyone),
-                "tp alone: the other ranks of data saw other sequences": members["tp"],
-            },
+            "norms": _believed_of_norms(members, everyone, sequence_parallel),
             "experts": {
                 "most ranks of data hold other experts": members["data"],
                 "these brought their tokens already; the same experts are elsewhere": members["ep"],
@@ -88,6 +84,20 @@ def check_summed_over(answer, rng):
             expect_equal(sorted(given) if given is not None else None, sorted(right[kind]), where, wrong)
 
 
+def _believed_of_norms(members: dict[str, list[int]], everyone: list[int], sequence_parallel: bool) -> dict:
+    either = sorted({*members["data"], *members["tp"]})
+    believed = {"tp alone: the other ranks of data saw other sequences": members["tp"]}
+    if sequence_parallel:
+        return believed | {
+            "with sequence parallelism each rank of tp saw only its own tokens": members["data"],
+            "data times tp, not data and tp joined: those that differ from me in both have a part too": either,
+        }
+    return believed | {
+        "without sequence parallelism each rank of tp has the whole gradient already": everyone,
+        "tp is for sequence parallelism alone: without it, ranks of tp ran all tokens through the norm": either,
+    }
+
+
 # ------------------------------------------------------------------------------------ 3. a pipeline or ZeRO-3
 @grader
 def check_pp_and_zero3(answer, rng):
@@ -97,19 +107,34 @@ def check_pp_and_zero3(answer, rng):
         micro_batches, tokens = p * rng.randrange(2, 9), 128 * rng.randrange(1, 40)
         d_model, numel = 64 * rng.randrange(4, 60), p * 1000 * rng.randrange(100, 999)
         pp, unit = 2 * micro_batches * tokens * d_model * itemsize, numel * (p - 1) // p * itemsize
-        right, each = (pp, micro_batches // p * 3 * unit), micro_batches // p
-        believed = {
-            "PP sends gradients back as well": (pp // 2, right[1]),
-            "PP: every micro-batch passes every rank, not 1 / p of them": (pp // p, right[1]),
-            "ZeRO-3: a rank works on its own micro-batches, 1 / p of all": (pp, micro_batches * 3 * unit),
-            "ZeRO-3 gathers twice, forward and backward, and reduces once": (pp, each * 2 * unit),
-            "ZeRO-3: a rank's own piece is not sent to itself": (pp, each * 3 * numel * itemsize),
-            "ZeRO-3 gathers anew for each micro-batch": (pp, 3 * unit),
+        each = micro_batches // p
+        of_pp = {
+            "PP sends gradients back as well": pp // 2,
+            "PP: every micro-batch passes every rank, not 1 / p of them": pp // p,
+        }
+        of_zero3 = {
+            "ZeRO-3: a rank works on its own micro-batches, 1 / p of all": micro_batches * 3 * unit,
+            "ZeRO-3 gathers twice, forward and backward, and reduces once": each * 2 * unit,
+            "ZeRO-3: a rank's own piece is not sent to itself": each * 3 * numel * itemsize,
+            "ZeRO-3 gathers anew for each micro-batch": 3 * unit,
         }
         given = answer(p, micro_batches, tokens, d_model, numel, itemsize)
-        given = tuple(given) if isinstance(given, list | tuple) else given
+        if not isinstance(given, list | tuple) or len(given) != 2:
+            fail(f"return a pair, of PP and of ZeRO-3; it is {given!r}")
         where = f"p {p}, M {micro_batches}, {tokens} tokens, D {d_model}, {numel:,} parameters of {itemsize} bytes"
-        expect_equal(given, right, f"{where}: (PP, ZeRO-3)", believed)
+        _expect_halves(given, [("PP", pp, of_pp), ("ZeRO-3", each * 3 * unit, of_zero3)], where)
+
+
+def _expect_halves(given, halves: list[tuple[str, int, dict[str, int]]], where: str) -> None:
+    """Each of the two numbers by itself; if both are wrong, one message says both."""
+    said = []
+    for number, (half, right, believed) in zip(given, halves):
+        try:
+            expect_equal(number, right, f"what {half} sends", believed)
+        except CheckFailed as failure:
+            said.append(str(failure))
+    if said:
+        fail(f"{where}:\n" + "\n".join(said))
 
 
 # ------------------------------------------------------------------------------------ 4. the smallest cut that fits
@@ -123,7 +148,7 @@ def check_smallest_cut(answer, rng):
         right = smallest_cut(numel, gpus, per_node, limit)
         believed = {
             "with ZeRO-1 the optimizer's 12 bytes are divided by dp as well": smallest_cut(
-                numel, gpus, per_node, limit, zero=False
+                numel, gpus, per_node, limit, sharded=0
             ),
             "tp must stay inside a node": smallest_cut(numel, gpus, gpus, limit),
             "it fits, but a smaller cut fits too: more of the GPUs can be dp": (
@@ -133,6 +158,9 @@ def check_smallest_cut(answer, rng):
             ),
             "of equal cuts the one with the larger tp, as far as a node goes": smallest_cut(
                 numel, gpus, per_node, limit, pp_first=True
+            ),
+            "with ZeRO-1 parameters and gradients, 4 bytes, are whole on each rank of dp": smallest_cut(
+                numel, gpus, per_node, limit, sharded=16
             ),
             "dp is what tp and pp leave: the more they cut, the less there is to shard over": smallest_cut(
                 numel, gpus, per_node, limit, dp_is_all=True
@@ -148,15 +176,18 @@ def check_smallest_cut(answer, rng):
         expect_equal(given, right, f"{where}: (tp, pp, dp)", {text: value for text, value in believed.items() if value})
 
 
-def smallest_cut(numel, gpus, per_node, limit, zero=True, pp_first=False, dp_is_all=False):
-    """(tp, pp, dp), powers of two; None if nothing fits. The options make the mistakes that the grader looks for."""
+def smallest_cut(numel, gpus, per_node, limit, sharded=12, pp_first=False, dp_is_all=False):
+    """(tp, pp, dp), powers of two; None if nothing fits. The options make the mistakes that the grader looks for.
+
+    sharded   how many of the 16 bytes dp shares
+    """
     cut = 1
     while cut <= gpus:
         tps = [2**n for n in range(20) if 2**n <= min(cut, per_node)]
         for tp in tps if pp_first else reversed(tps):
             dp = gpus // cut
-            over = (gpus if dp_is_all else dp) if zero else 1
-            if (4 + 12 / over) * numel / cut <= limit:
+            over = gpus if dp_is_all else dp
+            if (16 - sharded + sharded / over) * numel / cut <= limit:
                 return tp, cut // tp, dp
         cut *= 2
     return None

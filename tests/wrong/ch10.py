@@ -62,6 +62,21 @@ def norms_always_over_tp(kind, rank, layout):
     return everyone if kind == "norms" else right
 
 
+def norms_over_data_or_tp(kind, rank, layout):
+    right, members, _ = _summed(kind, rank, layout)
+    return {*members["data"], *members["tp"]} if kind == "norms" and layout.sequence_parallel else right
+
+
+def norms_over_tp_as_well_without_sp(kind, rank, layout):
+    right, members, _ = _summed(kind, rank, layout)
+    return {*members["data"], *members["tp"]} if kind == "norms" and not layout.sequence_parallel else right
+
+
+def norms_over_tp_alone(kind, rank, layout):
+    right, members, _ = _summed(kind, rank, layout)
+    return members["tp"] if kind == "norms" else right
+
+
 def experts_over_data(kind, rank, layout):
     right, members, _ = _summed(kind, rank, layout)
     return members["data"] if kind == "experts" else right
@@ -85,6 +100,20 @@ def forward_alone(p, micro_batches, tokens, d_model, numel, itemsize):
     return _pipeline(micro_batches, tokens, d_model, itemsize) // 2, _zero3(p, micro_batches // p, numel, itemsize)
 
 
+def a_share_of_the_micro_batches(p, micro_batches, tokens, d_model, numel, itemsize):
+    pipeline = _pipeline(micro_batches // p, tokens, d_model, itemsize)
+    return pipeline, _zero3(p, micro_batches // p, numel, itemsize)
+
+
+def both_halves_wrong(p, micro_batches, tokens, d_model, numel, itemsize):
+    pipeline = _pipeline(micro_batches, tokens, d_model, itemsize) // 2
+    return pipeline, _zero3(p, micro_batches // p, numel, itemsize, 1)
+
+
+def one_number(p, micro_batches, tokens, d_model, numel, itemsize):
+    return _pipeline(micro_batches, tokens, d_model, itemsize)
+
+
 def all_micro_batches(p, micro_batches, tokens, d_model, numel, itemsize):
     return _pipeline(micro_batches, tokens, d_model, itemsize), _zero3(p, micro_batches, numel, itemsize)
 
@@ -103,11 +132,15 @@ def own_piece_sent(p, micro_batches, tokens, d_model, numel, itemsize):
 
 # ------------------------------------------------------------------------------------ 4. the smallest cut that fits
 def without_zero(numel, gpus, per_node, limit):
-    return smallest_cut(numel, gpus, per_node, limit, zero=False)
+    return smallest_cut(numel, gpus, per_node, limit, sharded=0)
 
 
 def tp_over_nodes(numel, gpus, per_node, limit):
     return smallest_cut(numel, gpus, gpus, limit)
+
+
+def everything_sharded(numel, gpus, per_node, limit):
+    return smallest_cut(numel, gpus, per_node, limit, sharded=16)
 
 
 def pp_first(numel, gpus, per_node, limit):
@@ -204,6 +237,9 @@ WRONG = {
             (dp_alone, "saw other tokens"),
             (norms_over_data, "saw only its own tokens"),
             (norms_always_over_tp, "has the whole gradient already"),
+            (norms_over_data_or_tp, "differ from me in both"),
+            (norms_over_tp_as_well_without_sp, "ran all tokens through the norm"),
+            (norms_over_tp_alone, "tp alone"),
             (experts_over_data, "hold other experts"),
             (experts_over_ep, "brought their tokens already"),
         ],
@@ -211,7 +247,10 @@ WRONG = {
     "my_pp_and_zero3": {
         "check": check_pp_and_zero3,
         "answers": [
-            (forward_alone, "PP sends gradients back"),
+            (forward_alone, "PP sends gradients back as well\n(to repeat"),
+            (a_share_of_the_micro_batches, "passes every rank"),
+            (both_halves_wrong, "PP sends gradients back as well\nwhat ZeRO-3 sends"),
+            (one_number, "return a pair"),
             (all_micro_batches, "works on its own micro-batches"),
             (two_trips, "gathers twice"),
             (gathered_once, "gathers anew"),
@@ -223,6 +262,7 @@ WRONG = {
         "answers": [
             (without_zero, "12 bytes are divided by dp"),
             (tp_over_nodes, "inside a node"),
+            (everything_sharded, "whole on each rank of dp"),
             (pp_first, "of equal cuts"),
             (sharded_over_all, "the less there is to shard over"),
         ],
