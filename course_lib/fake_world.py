@@ -109,7 +109,7 @@ def let_arrive(func, args: tuple, kwargs: dict) -> None:
 
 
 def _all_reduce(call: dict, rank: int, size: int) -> None:
-    """As a sum: PyTorch does not tell a mode which reduction it is. (The longest and shortest of lengths stay equal.)"""
+    """As a sum: PyTorch does not tell a mode which reduction it is. (Equal lengths stay equal.)"""
     for x in call["tensors"]:
         x.mul_(size)
 
