@@ -19,6 +19,7 @@ WORLD = 4
 MOE = preset("toy-moe")
 SMALL = replace(MOE, name="small-moe", num_layers=1, d_model=16, num_heads=4, num_kv_heads=2, head_dim=4, vocab_size=32)
 SMALL = replace(SMALL, moe=replace(MOE.moe, num_experts=4, d_expert=8, balancing="none"))
+KINDS = ("matrices", "norms", "experts")
 LAYOUTS = ("dp=2,tp=2,sequence_parallel=true", "dp=2,tp=2", "dp=4,ep=2", "dp=2,cp=2,ep=2")
 
 
@@ -46,9 +47,9 @@ def _believed(kind: str, layout: Layout) -> dict[str, str]:
         said |= {"norms not over tp": "under SP each rank of tp ran its own tokens alone through it; they are missing"}
     if kind == "norms" and not layout.sequence_parallel:
         said |= {"norms always over tp": "tp times too long: without SP every rank of tp has the whole gradient"}
-    if kind == "experts":
+    if kind == "experts" and layout.ep > 1:
         said |= {"experts over data": "summed with the gradients of other experts: those that share the layer with me"}
-    if kind == "matrices":
+    if kind == "matrices" and layout.cp > 1:
         said |= {"over dp alone": "the tokens of the other ranks of cp are missing"}
     return said
 
@@ -57,9 +58,6 @@ def _kind_of(name: str, layout: Layout) -> str:
     if ".experts." in name:
         return "experts"
     return "norms" if layout.tp > 1 and ("norm" in name or "router" in name) else "matrices"
-
-
-RULES = ("averaged", "norms not over tp", "norms always over tp", "experts over data", "over dp alone")
 
 
 def _by_rule(rule: str) -> Callable:
@@ -86,8 +84,11 @@ def _by_rule(rule: str) -> Callable:
 
 def _gradients_by_layout(answer: Callable, seed: int) -> list[dict[str, dict[str, Tensor]]]:
     """On this rank: of each layout the whole gradients, summed by the answer and with each mistake."""
-    rules = {"answer": answer} | {rule: _by_rule(rule) for rule in RULES}
-    return [_gradients(Layout.parse(text), seed, rules) for text in LAYOUTS]
+    found = []
+    for layout in map(Layout.parse, LAYOUTS):
+        mistakes = {rule: _by_rule(rule) for kind in KINDS for rule in _believed(kind, layout)}
+        found.append(_gradients(layout, seed, {"answer": answer} | mistakes))
+    return found
 
 
 def _gradients(layout: Layout, seed: int, rules: dict[str, Callable]) -> dict[str, dict[str, Tensor]]:
@@ -106,7 +107,7 @@ def _gradients(layout: Layout, seed: int, rules: dict[str, Callable]) -> dict[st
 
 
 def _apply(rule: Callable, engine) -> None:
-    of_kind: dict[str, list[Tensor]] = {"matrices": [], "norms": [], "experts": []}
+    of_kind: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
     for kind, param in sums.owned(engine):
         of_kind[kind].append(param.grad)
     rule(of_kind, engine.groups, engine.layout)
