@@ -8,7 +8,7 @@ import matplotlib
 import pytest
 
 matplotlib.use("Agg")
-
+import matplotlib.pyplot as plt
 from pictures import look
 
 from course_lib.config import preset
@@ -49,6 +49,15 @@ def test_the_order_of_the_axes_decides_which_links_a_group_uses():
     assert said == {inner.order: "tp 8: inside a node", OUTERMOST: "tp 8: over 4 nodes, 2 ranks in each"}
     assert five_d.links_text(five_d.rank_map(inner, "dp")) == "dp 4: over 4 nodes, one rank in each"
     assert five_d.links_text(five_d.rank_map(inner, "pp")) == "pp 1: nobody to talk to"
+
+
+def test_groups_side_by_side_have_lines_of_their_own_below_the_boxes():
+    figure, axes = plt.subplots()
+    five_d.draw_rank_map(axes, five_d.rank_map(EIGHT, "pp", 4))
+    heights = {line.get_ydata()[0] for line in axes.lines if line.get_ydata()[0] == line.get_ydata()[1]}
+    assert len(heights) == 4 and min(heights) > five_d.BOX / 2  # ranks 0-4, 1-5, 2-6, 3-7 on as many levels
+    plt.close(figure)
+    assert five_d.free_level([(0, 4, 0), (1, 5, 1)], 2, 3) == 2 and five_d.free_level([(0, 4, 0)], 5, 6) == 0
 
 
 # ---------------------------------------------------------------- who holds what
@@ -121,6 +130,13 @@ def test_of_many_ranks_one_for_each_place_along_pp_is_shown():
         who_holds.holdings(TOY, Layout(tp=3))
 
 
+def test_the_legend_says_which_share_of_the_pale_is_strong():
+    said = [who_holds.strong_in_pale(who_holds.holdings(c, Layout.parse(text))) for c, text in LAYOUTS[:5]]
+    assert said == ["1/2", "1", "1", "1", "1 of experts, 1/4 of the rest"]
+    moe = who_holds.holdings(MOE, Layout.parse("dp=4,tp=2,pp=2,ep=2,accumulation=2,zero=1"))
+    assert who_holds.strong_in_pale(moe) == "1/2 of experts, 1/4 of the rest"
+
+
 # ---------------------------------------------------------------- costs
 
 
@@ -150,6 +166,21 @@ def test_bytes_and_seconds_are_drawn_in_order_and_nothing_that_is_zero():
     assert five_d_costs.time_title({"compute": 3.0, "bubble": 1.0}) == "4.00 s modelled, 75 % computing"
     with pytest.raises(ValueError, match=r"axes \['dp'\] are unknown"):
         five_d_costs.sent_rows({"dp": 3})
+
+
+def test_bytes_far_apart_are_drawn_on_a_log_axis_that_says_so():
+    for rows, log in (({"tp": 50, "pp": 1}, False), ({"tp": 51, "pp": 1}, True), ({}, False)):
+        assert five_d_costs.sent_on_log_axis(rows) is log
+    figure, axes = plt.subplots()
+    five_d_costs.draw_sent_by_axis(axes, {"tp": 3 * 10**11, "pp": 10**9})
+    assert axes.get_xscale() == "log" and axes.get_xlabel().endswith("log axis")
+    assert [text.get_text() for text in axes.texts] == [" 300 GB", " 1.00 GB"]
+    plt.close(figure)
+
+
+def test_only_kinds_that_are_seen_are_in_the_legend():
+    bars = five_d_costs.pipeline_bars([{"parameters": 900, "logits": 4}, {"parameters": 500, "optimizer": 6}])
+    assert five_d_costs.visible_kinds(bars) == ["parameters", "optimizer"]  # 0.5 % of 904 are 4.52
 
 
 def test_a_pipeline_sends_activations_and_zero_3_parameters():

@@ -123,25 +123,37 @@ def _sizes(picture: RankMap) -> dict[str, int]:
 
 
 def _draw_lines(axes, picture: RankMap, at: Mapping[int, tuple[float, float]]) -> None:
-    """Of each group a line below its boxes of a node, each as low as needed, and lines from node to node."""
-    used: dict[int, list[tuple[int, int, int]]] = {}  # of a node: (first, last, level) of lines that are there
+    """Of each group lines below its boxes, each as low as needed: solid in a node, dashed from node to node."""
+    used: dict[float, list[tuple[float, float, int]]] = {}  # of a row: (left, right, level) of lines that are there
     for number, group in enumerate(picture.groups):
-        color = mix(group_color(number), "#000000", 0.25)
-        look = {"color": color, "linewidth": 1.5, "solid_capstyle": "butt", "zorder": 2}
+        look = {"color": mix(group_color(number), "#000000", 0.25), "linewidth": 1.5, "solid_capstyle": "butt"}
+        dashed = look | {"linestyle": (0, (2, 1.2))}
         by_node = picture.on_nodes(group)
-        for node, ranks in by_node.items():
-            if len(ranks) == 1:
-                continue
-            taken = {level for a, b, level in used.get(node, []) if a <= ranks[-1] and ranks[0] <= b}
-            level = next(level for level in range(len(picture.groups) + 1) if level not in taken)
-            used.setdefault(node, []).append((ranks[0], ranks[-1], level))
-            y = at[ranks[0]][1] + BOX / 2 + 0.08 + 0.075 * level
-            axes.plot([at[ranks[0]][0], at[ranks[-1]][0]], [y, y], **look)
-            for rank in ranks:
-                axes.plot([at[rank][0]] * 2, [at[rank][1] + BOX / 2, y], **look)
-        heads = [ranks[0] for ranks in by_node.values()]
-        for one, other in pairwise(heads):
-            axes.plot(*zip(at[one], at[other]), color=color, linewidth=1.5, linestyle=(0, (2, 1.2)), zorder=1)
+        for ranks in by_node.values():
+            if len(ranks) > 1:
+                _line_below(axes, [at[rank] for rank in ranks], used, look)
+        for one, other in pairwise(at[ranks[0]] for ranks in by_node.values()):
+            if one[1] == other[1]:  # side by side: a straight line would run through the boxes between them
+                _line_below(axes, [one, other], used, dashed)
+            else:
+                axes.plot(*zip(one, other), zorder=1, **dashed)
+
+
+def _line_below(axes, boxes: Sequence[tuple[float, float]], used: dict, look: Mapping) -> None:
+    """A line below boxes of one row, on the highest level where it meets no other, and from each box down to it."""
+    (left, row), right = boxes[0], boxes[-1][0]
+    level = free_level(used.setdefault(row, []), left, right)
+    used[row].append((left, right, level))
+    y = row + BOX / 2 + 0.08 + 0.075 * level
+    axes.plot([left, right], [y, y], zorder=2, **look)
+    for x, _ in boxes:
+        axes.plot([x, x], [row + BOX / 2, y], zorder=2, **look)
+
+
+def free_level(lines: Sequence[tuple[float, float, int]], left: float, right: float) -> int:
+    """The first level on which no line (left, right, level) meets this one."""
+    taken = {level for a, b, level in lines if a <= right and left <= b}
+    return next(level for level in range(len(taken) + 1) if level not in taken)
 
 
 def map_height_in(picture: RankMap, width_in: float) -> float:

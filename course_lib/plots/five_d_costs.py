@@ -1,5 +1,6 @@
 """What a layout costs, in pictures: memory along the pipeline, bytes by axis, seconds by part, PP against ZeRO-3."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
@@ -60,6 +61,12 @@ def pipeline_title(bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], u
     return f"{said}, {'which fits' if name in fullest.fits else 'too much for'} one {name}"
 
 
+def visible_kinds(bars: Sequence[BudgetBar]) -> list[str]:
+    """Kinds that are seen somewhere: more than half a per cent of the tallest column."""
+    tallest = max(bar.total_bytes for bar in bars)
+    return [kind for kind in KINDS if any(bar.bytes_by_kind.get(kind, 0) > 0.005 * tallest for bar in bars)]
+
+
 def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], unit: str = "GB") -> None:
     """A column for each rank, its kinds stacked; what stands above a GPU's line does not fit."""
     size, places = UNITS[unit], range(len(bars))
@@ -87,7 +94,8 @@ def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, in
     axes.tick_params(axis="x", length=0)
     axes.set(xlim=(-0.6, len(bars) - 0.4), ylim=(0, top), ylabel=f"memory ({unit})")
     handles = [
-        Patch(facecolor=KIND_COLORS[kind], hatch=KIND_HATCHES[kind], edgecolor="white", label=kind) for kind in shown
+        Patch(facecolor=KIND_COLORS[kind], hatch=KIND_HATCHES[kind], edgecolor="white", label=kind)
+        for kind in visible_kinds(bars)
     ]
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 2.2 if few else 3.6}
     axes.legend(handles=handles, ncol=len(handles), columnspacing=1.0, handlelength=1.4, handletextpad=0.5, **below)
@@ -110,6 +118,7 @@ def show_pipeline_memory(of_ranks, gpus=(), title: str = "", unit: str | None = 
 
 # ---------------------------------------------------------------- bytes by axis, seconds by part
 
+MOST_RATIO = 50  # of the longest bar to the shortest that is still seen
 SENT_ORDER = ("tp", "cp", "ep", "pp", "data", "expert_dp", "world")
 SENT_COLORS = AXIS_COLORS | {"data": AXIS_COLORS["dp"], "expert_dp": "#666666", "world": NEUTRAL_COLOR}
 PART_COLORS = AXIS_COLORS | {
@@ -149,12 +158,33 @@ def time_title(seconds: Mapping[str, float]) -> str:
 
 
 def draw_sent_by_axis(axes, sent_bytes: Mapping[str, int]) -> None:
-    """A bar for each axis with its bytes."""
+    """A bar for each axis with its bytes, on a log axis where they differ too much to be seen beside each other."""
     rows = sent_rows(sent_bytes)
     unit = unit_for(max(rows.values(), default=0))
     labels = {axis: show_bytes(value) for axis, value in rows.items()}
     _bars(axes, {axis: value / UNITS[unit] for axis, value in rows.items()}, labels, SENT_COLORS, {})
     axes.set_xlabel(f"sent by one rank in a step ({unit})")
+    if sent_on_log_axis(rows):
+        _log_bytes(axes, list(rows.values()))
+
+
+def sent_on_log_axis(rows: Mapping[str, int]) -> bool:
+    """Whether the largest is more than `MOST_RATIO` times the smallest."""
+    return bool(rows) and max(rows.values()) > MOST_RATIO * min(rows.values())
+
+
+def _log_bytes(axes, sent_bytes: Sequence[int]) -> None:
+    """Powers of ten in a unit each, of which at most six; a fifth of the width is left for the last label."""
+    low = math.floor(math.log10(min(sent_bytes))) - 0.5
+    high = math.log10(max(sent_bytes))
+    unit = UNITS[unit_for(max(sent_bytes))]
+    step = 1 + int(high - low) // 4
+    ticks = [10**power for power in range(math.ceil(low), math.floor(high) + 1, step)]
+    axes.set_xscale("log")
+    axes.minorticks_off()
+    axes.set_xticks([tick / unit for tick in ticks], [show_bytes(tick).replace(".00", "") for tick in ticks])
+    axes.set_xlim(10**low / unit, 10 ** (high + 0.34 * (high - low)) / unit)
+    axes.set_xlabel("sent by one rank in a step, log axis")
 
 
 def draw_time_by_part(axes, seconds: Mapping[str, float]) -> None:

@@ -182,9 +182,19 @@ def draw_holdings(axes, picture: Holdings) -> None:
         Patch(facecolor=mix(base, "#FFFFFF", PALE), label="parameters"),
         Patch(facecolor=base, label=shards.get(picture.layout.zero, "parameters, gradients, optimizer states")),
     ]
+    if picture.layout.zero in (1, 2):
+        handles[1].set_label(f"of these {handles[1].get_label()}: {strong_in_pale(picture)}")
     handles = handles[1:] if picture.layout.zero in (0, 3) else handles
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 0.4}
     axes.legend(handles=handles, ncol=2, fontsize=8.5, **below)
+
+
+def strong_in_pale(picture: Holdings) -> str:
+    """Which share of the parameters that a rank holds its optimizer states are for: 1/data, of experts 1/expert_dp."""
+    of_pale = {picture.parts[s.part].has_experts: s.of_states / s.of_parameters for s in picture.shares}
+    if len(set(of_pale.values())) == 1:
+        return str(of_pale[False])
+    return f"{of_pale[True]} of experts, {of_pale[False]} of the rest"
 
 
 def draw_boxes(axes, boxes: Sequence[tuple[float, float, float, float]], **look) -> None:
