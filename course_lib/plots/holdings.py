@@ -183,7 +183,7 @@ def draw_holdings(axes, picture: Holdings) -> None:
         Patch(facecolor=base, label=shards.get(picture.layout.zero, "parameters, gradients, optimizer states")),
     ]
     if picture.layout.zero in (1, 2):
-        handles[1].set_label(f"of these {handles[1].get_label()}: {strong_in_pale(picture)}")
+        handles[1].set_label(f"of these with {handles[1].get_label()}: {strong_in_pale(picture)}")
     handles = handles[1:] if picture.layout.zero in (0, 3) else handles
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 0.4}
     axes.legend(handles=handles, ncol=2, fontsize=8.5, **below)
