@@ -182,7 +182,9 @@ def _log_bytes(axes, sent_bytes: Sequence[int]) -> None:
     ticks = [10**power for power in range(math.ceil(low), math.floor(high) + 1, step)]
     axes.set_xscale("log")
     axes.minorticks_off()
-    axes.set_xticks([tick / unit for tick in ticks], [show_bytes(tick).replace(".00", "") for tick in ticks])
+    axes.set_xticks(
+        [tick / unit for tick in ticks], [show_bytes(tick).replace(".00", "").replace(".0 ", " ") for tick in ticks]
+    )
     axes.set_xlim(10**low / unit, 10 ** (high + 0.34 * (high - low)) / unit)
     axes.set_xlabel("sent by one rank in a step, log axis")
 
