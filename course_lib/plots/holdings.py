@@ -167,11 +167,11 @@ def draw_holdings(axes, picture: Holdings) -> None:
     draw_boxes(axes, boxes, facecolor=paints, linewidth=0)
     end = edges[-1][1]
     for rank, (parameters, states) in zip(picture.ranks, picture.of_model):
-        for x, value in ((end + 0.105, parameters), (end + 0.2, states)):
+        for x, value in ((end + 0.1, parameters), (end + 0.2, states)):
             axes.text(x, rows[rank] + 0.5, _percent(value).removesuffix(" %"), ha="right", va="center", fontsize=8)
     _label_parts(axes, picture.parts, edges)
-    for x, name in ((end + 0.105, "param. %"), (end + 0.2, "optim. %")):
-        axes.text(x, -0.12, name, ha="right", va="bottom", fontsize=8)
+    for x, name in ((end + 0.1, "param. %"), (end + 0.2, "optim. %")):
+        axes.text(x, -0.12, name, ha="right", va="bottom", fontsize=7)
     axes.set_yticks([row + 0.5 for row in rows.values()], [row_label(picture.layout, rank) for rank in rows])
     axes.tick_params(axis="y", length=0, labelsize=8)
     axes.set(xlim=(-0.005, end + 0.2), ylim=(len(rows) + 0.02, -0.05), xticks=[])
