@@ -201,6 +201,9 @@ def _stage_time(config, layout, seq_len, cluster, utilisation, recipe, overlap, 
     cp_forward_s = cp_s / (1 + BACKWARD_FLOPS)
     cp_s += cp_forward_s if layout.recompute != "none" else 0.0
     ep_forward_s, ep_backward_s = _by_pass(calls["ep"], layout, cluster, "ep")
+    if layout.recompute == "full":  # rows go out and back again: half of these are in backward
+        again_s = ep_forward_s / 2
+        ep_forward_s, ep_backward_s = ep_forward_s - again_s, ep_backward_s + again_s
     if overlap.ep:
         ep_forward_s, ep_backward_s = max(0.0, ep_forward_s - forward_s), max(0.0, ep_backward_s - input_s - weight_s)
     return _StageTime(

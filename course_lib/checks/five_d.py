@@ -104,10 +104,10 @@ def check_pp_and_zero3(answer, rng):
     """Bytes that one rank sends in a step, by either way to take parameters off it."""
     for _ in range(3):
         p, itemsize = rng.choice([4, 8, 16]), rng.choice([2, 4])
-        micro_batches, tokens = p * rng.randrange(2, 9), 128 * rng.randrange(1, 40)
+        each = rng.choice([2, 4, 5, 6, 7, 8])  # with 3 two mistakes would give one number
+        micro_batches, tokens = p * each, 128 * rng.randrange(1, 40)
         d_model, numel = 64 * rng.randrange(4, 60), p * 1000 * rng.randrange(100, 999)
         pp, unit = 2 * micro_batches * tokens * d_model * itemsize, numel * (p - 1) // p * itemsize
-        each = micro_batches // p
         of_pp = {
             "PP sends gradients back as well": pp // 2,
             "PP: every micro-batch passes every rank, not 1 / p of them": pp // p,
