@@ -108,6 +108,22 @@ def test_llama_3_405b_beside_its_published_mfu():
         assert time.causal_mfu == pytest.approx(published, rel=0.05)
 
 
+def test_rows_that_recomputation_sends_again_hide_behind_backward():
+    """Over no network are rows hidden without recomputation, and seen with it: half of them then are in backward."""
+    layout, hidden = Layout(pp=16, dp=128, ep=64, zero=1, accumulation=32), []
+    for speed in (1, 2, 4, 8, 16):
+        network = replace(H100.between, bytes_per_s=speed * H100.between.bytes_per_s)
+        of = [
+            step_time(
+                preset("deepseek-v3"), replace(layout, recompute=recompute), 4096, replace(H100, between=network), 0.5,
+                overlap=Overlap(ep=True),
+            ).ep_s
+            for recompute in ("none", "full")
+        ]  # fmt: skip
+        hidden.append((of[0] == 0, of[1] == 0))
+    assert (True, True) in hidden and (False, False) in hidden and (True, False) not in hidden
+
+
 def test_a_utilisation_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="utilisation is 55"):
         step_time(LLAMA_8B, Layout(), 4096, H100, 55)
