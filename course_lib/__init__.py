@@ -197,6 +197,7 @@ A file imports from its own part and from the parts above it, never from one bel
     train_plan.py          what a training run is asked to do: steps, learning rate, random numbers, checkpoints
     train_options.py       the trainer's command line as records
     train_log.py           a run's log: JSON lines that can be read whenever the run was killed
+    train_stop.py          asked to stop by a signal: all ranks after the same step, and the exit code says so
     train.py               the trainer: under torchrun, accelerate, srun, or in a launch; from its last checkpoint
     demo.py                one table: one process against 2 and 4 ranks
     bench.py               from scratch against PyTorch's own, in one run

@@ -11,8 +11,12 @@ and in a notebook `launch(train, 4, config, layout, plan)`: every rank calls the
 
 A step sees the same sequences under any layout, and a run that was killed and goes on has bit for bit the losses and
 the weights of one that was not: data, learning rate and random numbers follow from the number of the step, and the
-rest is in the checkpoint. Under torchrun on gloo set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for the agents: without it
-restarted ranks of torch 2.13 look for each other at addresses of those that died.
+rest is in the checkpoint. Asked to stop by SIGTERM or SIGUSR1, a script that keeps checkpoints finishes the step it is
+in, saves, and ends with 128 + the signal's number on every rank; before its first step, or without checkpoints, it ends
+at once. train_stop.py says who sends these signals, and how long they wait.
+
+Under torchrun on gloo set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for the agents: without it restarted ranks of torch 2.13
+look for each other at addresses of those that died.
 """
 
 import math
@@ -38,6 +42,7 @@ from course_lib.parallel import five_d
 from course_lib.rendezvous import Place, join_world, place_of, restart_hint
 from course_lib.train_options import check_world, read
 from course_lib.train_plan import Checkpoints, TrainPlan, check_settings, learning_rate_of, seed_step, settings_of
+from course_lib.train_stop import Stop, agreed, exit_code, stop_text
 from course_lib.training import peak_memory_bytes, wait_for
 
 WAIT_FOR_RANK_0_S = 5.0  # an engine ends all ranks when the first one ends: rank 0 must have said why
@@ -56,6 +61,7 @@ class RunRecord:
     """What a run, or its part since the last checkpoint, left on a rank: losses[i] is that of step first_step + i.
 
     `peak_bytes`: on a GPU the allocator's peak during the run; on a CPU the most memory that this process ever held.
+    `stopped_by`: the signal on which all ranks stopped before the last step, or 0.
     """
 
     first_step: int
@@ -63,6 +69,7 @@ class RunRecord:
     step_s: list[float]
     tokens_per_s: float
     peak_bytes: int
+    stopped_by: int
 
 
 # --- a run, on every rank of a world
@@ -75,12 +82,16 @@ def train(
     checkpoints: Checkpoints | None = None,
     log: str | Path | None = None,
     say: Say = print_now,
+    stop: Stop | None = None,
 ) -> RunRecord:
     """Trains the model on the standard library's text. Every rank of a world of the layout's size calls it.
 
     log   a file of JSON lines, one a step, that rank 0 writes; `train_log.losses_of` reads it
     say   what rank 0 does with its lines of text
+    stop  listens to signals from the first step on; all ranks save and return after the step in which one came. Not in
+          a notebook: its process would keep the handlers. None, or no checkpoints: nothing is listened to
 
+    Bytes    for `stop` an all-reduce of 4 bytes a step
     Raises   ValueError for what cannot be, alike on every rank and before anything is built; FloatingPointError on
              every rank if the loss is no number any more
     """
@@ -91,8 +102,10 @@ def train(
     engine = five_d.build(config, layout, plan.seed, plan.dtypes[0], device, grad_dtype=plan.dtypes[1])
     optimizer = five_d.make_optimizer(engine, plan.learning_rate, plan.weight_decay)
     first_step = resume(engine, optimizer, checkpoints, plan) if checkpoints else 0
+    losses, step_s, text_T, stopped_by = [], [], data.tokens(), 0
+    if may_stop := checkpoints is not None and stop is not None:
+        stop.listen()
     say(start_text(engine, plan, first_step))
-    losses, step_s, text_T = [], [], data.tokens()
     for step in range(first_step, plan.steps):
         start_s = time.perf_counter()
         losses.append(train_step(engine, optimizer, plan, step, text_T, device))
@@ -103,12 +116,19 @@ def train(
             train_log.append(log, step=step, loss=losses[-1], learning_rate=rate, seconds=step_s[-1])
         check_finite(losses[-1], step)
         done = step + 1
-        if checkpoints and (done % checkpoints.every == 0 or done == plan.steps):
+        if may_stop and done < plan.steps:
+            stopped_by = agreed(stop.number, device)
+        if checkpoints and (done % checkpoints.every == 0 or done == plan.steps or stopped_by):
             save(engine, optimizer, checkpoints, plan, done)
         if done % max(1, plan.steps // 10) == 0 or done == plan.steps:
             say(f"step {done} of {plan.steps}: loss {losses[-1]:.4f}, {step_s[-1]:.2f} s")
-    checkpoint.wait_for_earlier(engine)
-    return record_of(first_step, losses, step_s, layout, plan, device)
+        if stopped_by:
+            break
+    group = checkpoint.wait_for_earlier(engine)
+    if stopped_by:
+        say(stop_text(stopped_by, done, plan.steps, checkpoints.folder))
+        dist.barrier(group)  # an engine may end all ranks when the first one ends
+    return record_of(first_step, losses, step_s, layout, plan, device, stopped_by)
 
 
 def train_step(
@@ -154,10 +174,10 @@ def start_text(engine: five_d.FiveD, plan: TrainPlan, first_step: int) -> str:
     )
 
 
-def record_of(first_step, losses, step_s, layout, plan, device) -> RunRecord:
+def record_of(first_step, losses, step_s, layout, plan, device, stopped_by) -> RunRecord:
     warm_s = step_s[1:] or step_s  # the first step warms up
     tokens_per_s = layout.sequences_per_step * plan.seq_len / median(warm_s) if warm_s else 0.0
-    return RunRecord(first_step, losses, step_s, tokens_per_s, peak_memory_bytes(device))
+    return RunRecord(first_step, losses, step_s, tokens_per_s, peak_memory_bytes(device), stopped_by)
 
 
 # --- checkpoints
@@ -216,11 +236,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if why.startswith("gloo") and (hint := restart_hint(os.environ)):
         say(hint)
     try:
-        train(config, layout, plan, checkpoints, options.log_file, say)
+        run = train(config, layout, plan, checkpoints, options.log_file, say, Stop())
     except CannotResume as error:
         return refuse(place, error)
     dist.destroy_process_group()
-    return 0
+    return exit_code(run.stopped_by)
 
 
 def refuse(place: Place, error: ValueError) -> int:

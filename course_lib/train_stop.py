@@ -1,0 +1,68 @@
+"""Asked to stop: a rank notes the signal, all agree on the step after which they stop, the exit code names the signal.
+
+What Slurm and torchrun do with the two signals that are heard here, and how long they wait:
+
+    sbatch --signal=TERM@120    SIGTERM to all processes of a job's steps, 120 s (up to 180 s) before the time limit
+    scancel, the time limit     SIGTERM, and SIGKILL after KillWait (30 s unless the cluster sets another)
+    SIGTERM to torchrun         passed on to its ranks; SIGKILL for those that are left after 30 s. torch 2.13 can wait
+                                longer: --shutdown-timeout, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT. torchrun exits with 1
+    SIGUSR1 to torchrun         ends torchrun and leaves its ranks, unless it was started with
+                                --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1; then as SIGTERM
+                                (it overwrites the variable TORCHELASTIC_SIGNALS_TO_HANDLE with that option)
+    SIGTERM to one rank         all ranks stop; a torchrun that was not asked itself takes that for a failure, and
+                                starts them again from the new checkpoint as often as --max-restarts says
+
+torchrun sends SIGTERM to its other ranks when one is lost, too: they cannot agree without it, and end with an error or
+after that time.
+"""
+
+import signal
+
+import torch
+import torch.distributed as dist
+
+HEARD = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))  # Windows has no USR1
+
+
+class Stop:
+    """Whether this process was asked to stop. `number` is 0, or that of the first signal that asked."""
+
+    def __init__(self):
+        self.number = 0
+
+    def listen(self) -> None:
+        """From now on the signals of HEARD are noted; until now they end the process. Main thread only.
+
+        To be called when steps begin and not before: Python calls a handler between two of its own instructions, and a
+        rank that waits in C++ for others to join would not end.
+        """
+        for number in HEARD:
+            signal.signal(number, self.note)
+            if hasattr(signal, "siginterrupt"):  # not on Windows
+                signal.siginterrupt(number, False)  # libraries that do not expect a call to break off are not disturbed
+
+    def note(self, number: int, frame: object) -> None:
+        self.number = self.number or number
+
+
+def agreed(mine: int, device: torch.device) -> int:
+    """The highest of all ranks' numbers, on every rank: a signal may reach one rank only, or ranks at two steps.
+
+    Bytes    sent per rank: 2 (world_size - 1) / world_size * 4, an all-reduce of one 32-bit number
+    """
+    number_1 = torch.tensor([mine], dtype=torch.int32, device=device)  # NCCL takes what is on the GPU
+    dist.all_reduce(number_1, dist.ReduceOp.MAX, group=dist.group.WORLD)
+    return int(number_1.item())
+
+
+def stop_text(number: int, done: int, steps: int, folder: str) -> str:
+    """What rank 0 says last."""
+    return (
+        f"stopped by {signal.Signals(number).name} after step {done} of {steps}, with a checkpoint in {folder}; "
+        "the same command goes on from there"
+    )
+
+
+def exit_code(number: int) -> int:
+    """128 + the signal's number, as shells have it, so that nobody takes the run for a finished one; 0 without one."""
+    return 128 + number if number else 0
