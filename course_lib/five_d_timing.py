@@ -230,7 +230,7 @@ def _hidden_tp_s(part, layout, seq_len, cluster, utilisation, recipe) -> float:
     tokens = tokens_of_rank(seq_len, layout.cp)
     return tensor_parallel_step(
         replace(part, mla=None), layout.micro_batch, tokens, layout.tp, _seen_by(layout, cluster, "tp"), utilisation,
-        layout.sequence_parallel, itemsize=recipe.compute_bytes, overlap=True,
+        layout.sequence_parallel, layout.regather, itemsize=recipe.compute_bytes, overlap=True,
     ).hidden_s  # fmt: skip
 
 

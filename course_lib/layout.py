@@ -33,6 +33,7 @@ class Layout:
     ep                 over how many neighbours of data = dp x cp the experts of a layer are spread
     zero               0 | 1 (optimizer) | 2 (gradients too) | 3 (parameters too), sharded over data
     sequence_parallel  norms and residual stream cut over tp along the sequence
+    regather           with it: what matrices keep for backward is this rank's tokens, which are gathered again
     schedule, v        of the pipeline, a name of `schedules.SCHEDULES`; v: stages a rank of "interleaved"
     micro_batch        sequences that go through the model at once, on each dp rank
     accumulation       micro-batches of a step, on each dp rank: also those of the pipeline
@@ -53,6 +54,7 @@ class Layout:
     ep: int = 1
     zero: int = 0
     sequence_parallel: bool = False
+    regather: bool = False
     schedule: str = "1f1b"
     v: int = 1
     micro_batch: int = 1

@@ -35,6 +35,7 @@ SIZES = ("dp", "cp", "tp", "pp", "ep", "v", "micro_batch", "accumulation")
 CHOICES = {
     "zero": (0, 1, 2, 3),
     "sequence_parallel": (False, True),
+    "regather": (False, True),
     "schedule": tuple(SCHEDULES),
     "recompute": ("none", "selective", "full"),
     "cp_method": CP_METHODS,
@@ -87,6 +88,14 @@ def _check_sequence_parallel(layout: Layout) -> None:
         raise ValueError("sequence_parallel cuts norms and residual stream over the ranks of tp, but tp (1) has one")
 
 
+def _check_regather(layout: Layout) -> None:
+    if layout.regather and (not layout.sequence_parallel or layout.tp == 1):
+        raise ValueError(
+            "regather gathers in backward what sequence_parallel has cut over the ranks of tp, but sequence_parallel "
+            f"is {str(layout.sequence_parallel).lower()} and tp is {layout.tp}"
+        )
+
+
 def _check_stages_per_rank(layout: Layout) -> None:
     check_request(layout.schedule, layout.pp, 2 * layout.pp, layout.v)  # so many micro-batches suit every schedule
 
@@ -126,6 +135,7 @@ LAYOUT_CHECKS: list[Check] = [
     *[(partial(_check_choice, name), (name,)) for name in CHOICES],
     (_check_order, ("order",)),
     (_check_ep, ("ep",)),
+    (_check_regather, ("regather",)),
     (_check_sequence_parallel, ("sequence_parallel", "tp")),
     (_check_stages_per_rank, ("v", "schedule")),
     (_check_micro_batches, ("accumulation",)),

@@ -146,7 +146,8 @@ def advice(layout: dict, by_kind: dict[str, int]) -> str:
     """What to try, going by what is largest."""
     if by_kind["activations"] >= by_kind["optimizer"]:
         ways = [] if layout["recompute"] == "full" else ["recompute=full"]
-        ways += ["sequence_parallel=true"] if layout["tp"] > 1 and not layout["sequence_parallel"] else []
+        if layout["tp"] > 1 and not (layout["sequence_parallel"] and layout["regather"]):
+            ways.append("regather=true" if layout["sequence_parallel"] else "sequence_parallel=true")
         return f"activations are largest: try {' or '.join([*ways, 'more cp'])}"
     ways = [] if layout["zero"] else ["zero=1"]
     return f"states are largest: try {' or '.join([*ways, 'more pp', 'more tp'])}"

@@ -159,8 +159,9 @@ def tensor_parallel_calls(
     The loss sums per-token numbers: the largest logit, the sum of exponentials, the target's logit, in FP32.
     Full recomputation repeats a layer's forward up to the last tensor that backward needs: without dropout behind the
     MLP its last sum is left out.
-    Experts are one MLP in this: their outputs are summed together, after combine. Without SP shared experts have sums
-    of their own, and the gradients of the k chosen weights of each token are summed too, in FP32.
+    Experts are one MLP in this: their outputs are summed together, after combine, and what they read is not gathered
+    again. Without SP shared experts have sums of their own, and the gradients of the k chosen weights of each token are
+    summed too, in FP32.
 
     ends     whether this rank has the embedding, and the head: a stage of a pipeline may have neither
     Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2
@@ -169,6 +170,7 @@ def tensor_parallel_calls(
     if tp == 1:
         return []
     layers, tokens = config.num_layers, batch_size * seq_len
+    saved = 2 * layers - config.num_moe_layers  # inputs of matrices; experts keep their rows, whoever sent them
     (first, last), loss_itemsize = ends, max(itemsize, 4)
     longest = piece_sizes(seq_len, tp)[0]  # an uneven sequence is padded in the message
     rows = longest * tp if sequence_parallel else seq_len
@@ -185,7 +187,7 @@ def tensor_parallel_calls(
         call("embedding", "all_gather", 1 * first)
         call("layers forward", "all_gather", 2 * layers)
         call("layers forward", "reduce_scatter", 2 * layers)
-        call("layers backward", "all_gather", (4 if regather else 2) * layers)
+        call("layers backward", "all_gather", 2 * layers + (saved if regather else 0))
         call("layers backward", "reduce_scatter", 2 * layers)
         call("head", "all_gather", (2 if regather else 1) * last)
         call("head", "reduce_scatter", 1 * last)
@@ -245,7 +247,7 @@ def attention_calls(
     ring         (cp - 1) blocks forward and again backward, and (cp - 1) blocks of gradients
     all_gather   the same bytes in three calls: gathered forward and again backward, gradients reduce-scattered
     ulysses      four all-to-alls forward (q, k, v, out), four backward: 2 (N + K) B s H numbers each way, of which
-                 each rank keeps a share of 1 / cp
+                 each rank keeps a share of 1 / cp. A core that is run again ends before its outputs are sent
     both         method "ulysses" with outer > 1: Ulysses over cp / outer ranks, a ring over `outer` of them
 
     sum_itemsize   of the gradients that are summed on the way: FP32 for 16-bit numbers
@@ -266,8 +268,9 @@ def attention_calls(
         check_ulysses(local.num_heads, local.num_kv_heads, inner)
         head_bytes = batch_size * tokens * local.head_dim * itemsize
         for place, count in passes:
-            for heads in (local.num_heads, local.num_kv_heads):
-                calls.append(Call(place, "all_to_all", heads * head_bytes, inner, itemsize, 2 * count))
+            queries = 2 * count - (recompute == "selective" and place == "attention forward")
+            calls.append(Call(place, "all_to_all", local.num_heads * head_bytes, inner, itemsize, queries))
+            calls.append(Call(place, "all_to_all", local.num_kv_heads * head_bytes, inner, itemsize, 2 * count))
     if ring > 1:
         block = kv_block_bytes(config, batch_size, seq_len, cp, itemsize, tp)
         summed_itemsize = sum_itemsize or max(itemsize, 4)

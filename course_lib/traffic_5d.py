@@ -118,8 +118,8 @@ def stage_calls(config: ModelConfig, layout: Layout, seq_len: int, stage: int, i
     ends = (stage == 0, stage == len(layers) - 1)
     dense = replace(part, moe=None, mla=None)
     tp_calls = tensor_parallel_calls(
-        part, layout.micro_batch, tokens, layout.tp, layout.sequence_parallel, False, layout.recompute, itemsize,
-        ends=ends,
+        part, layout.micro_batch, tokens, layout.tp, layout.sequence_parallel, layout.regather, layout.recompute,
+        itemsize, ends=ends,
     )  # fmt: skip
     cp_calls = [] if layout.cp == 1 else attention_calls(
         dense, layout.micro_batch, seq_len, layout.cp, layout.cp_method, 1, layout.recompute, itemsize, tp=layout.tp

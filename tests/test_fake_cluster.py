@@ -39,6 +39,7 @@ ON_2 = [
     (TINY, "dp=2,zero=2,accumulation=2", "bf16-master-fp32-grads"),
     (TIED, "pp=2,accumulation=4", "bf16-master"),
     (GPT, "tp=2,sequence_parallel=true,recompute=full", "fp32"),
+    (TINY, "tp=2,sequence_parallel=true,regather=true,accumulation=2", "bf16-master"),
 ]
 ON_4 = [
     (TINY, "dp=2,tp=2,zero=1,accumulation=3", "bf16-master"),
@@ -47,7 +48,7 @@ ON_4 = [
     (DEEP, "pp=2,dp=2,schedule=interleaved,v=2,accumulation=4,zero=1", "bf16-master"),
     (DEEP, "pp=2,cp=2,schedule=zbv,accumulation=5", "fp32"),
     (BIASED, "dp=2,ep=2,pp=2,accumulation=4,expert_method=once_per_rank", "fp32"),
-    (EXPERTS, "dp=2,ep=2,tp=2,sequence_parallel=true,zero=3", "bf16-master"),
+    (EXPERTS, "dp=2,ep=2,tp=2,sequence_parallel=true,regather=true,zero=3", "bf16-master"),
 ]
 
 

@@ -28,12 +28,12 @@ def test_one_gpu_computes_and_does_nothing_else():
     assert skipping.causal_mfu == pytest.approx(0.5) and skipping.mfu > 0.5
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("sequence_parallel", "regather"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("hide", [False, True])
-def test_tp_alone_is_the_model_of_its_chapter(sequence_parallel, hide):
-    layout = Layout(tp=8, sequence_parallel=sequence_parallel, accumulation=2)
+def test_tp_alone_is_the_model_of_its_chapter(sequence_parallel, regather, hide):
+    layout = Layout(tp=8, sequence_parallel=sequence_parallel, regather=regather, accumulation=2)
     time = step_time(LLAMA_8B, layout, 4096, H100, 0.5, overlap=Overlap(tp=hide), causal=False)
-    alone = tensor_parallel_step(LLAMA_8B, 1, 4096, 8, H100, 0.5, sequence_parallel, overlap=hide)
+    alone = tensor_parallel_step(LLAMA_8B, 1, 4096, 8, H100, 0.5, sequence_parallel, regather, overlap=hide)
     assert time.total_s == pytest.approx(2 * alone.step_s, rel=1e-3)  # that one sums norms' gradients once more
     assert time.tp_s == pytest.approx(2 * (alone.comm_s - alone.hidden_s), rel=0.01)
 

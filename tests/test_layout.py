@@ -32,6 +32,7 @@ WORDS = {
     "expert_method": ("plain", "once_per_rank"),
 }
 SIZES = ("dp", "cp", "tp", "pp", "ep", "v", "micro_batch", "accumulation")
+SWITCHES = {"sequence_parallel": (False, True), "regather": (False,)}
 NO_ADVICE = ("learned positions", "xlmr family")  # no layout mends these
 
 
@@ -62,6 +63,7 @@ def faults_of_layout(given: dict) -> list[tuple]:
     return [
         (dp * cp % ep, (ep, dp * cp)),
         (given["sequence_parallel"] and tp == 1, ("sequence_parallel", "tp", 1)),
+        (given["regather"] and not (given["sequence_parallel"] and tp > 1), ("regather", "sequence_parallel", tp)),
         (v not in (1, stages_of(given)), (schedule, v)),
         (not whole_loops, (accumulation, pp)),
         (schedule == "dualpipe_v" and accumulation < 2 * pp, (accumulation, 2 * pp)),
@@ -116,6 +118,7 @@ def draw(rng: random.Random) -> tuple[dict, ModelConfig, int]:
     values |= {name: rng.choice(words) for name, words in WORDS.items() if rng.random() < 0.4}
     values |= {"zero": rng.randrange(4)} if rng.random() < 0.5 else {}
     values |= {"sequence_parallel": True} if rng.random() < 0.2 else {}
+    values |= {"regather": True} if rng.random() < 0.1 else {}
     values |= {"order": tuple(rng.sample(AXES, 4))} if rng.random() < 0.2 else {}
     if rng.random() < 0.1:
         values["layers_of_stage"] = tuple(rng.choices([0, 1, 2, 3], k=rng.choice([1, 2, 4])))
@@ -130,14 +133,14 @@ def draw_possible(rng: random.Random) -> tuple[dict, ModelConfig, int]:
 
 def mutate(rng: random.Random, values: dict) -> dict:
     """One field of a possible layout, changed to anything."""
-    name = rng.choice([*SIZES, *SIZES, *WORDS, "zero", "sequence_parallel", "order", "layers_of_stage"])
+    name = rng.choice([*SIZES, *SIZES, *WORDS, "zero", "sequence_parallel", "regather", "order", "layers_of_stage"])
     if name in SIZES:
         value = rng.choice([0, -1, 2, 3, 4, 5, 7, 9, 12, 24, 100, 1000, 2.5, "2", None, True])
     elif name in WORDS:
         value = rng.choice([*WORDS[name], "", "fast", WORDS[name][0].upper()])
     elif name == "zero":
         value = rng.choice([-1, 1, 2, 3, 4, 10])
-    elif name == "sequence_parallel":
+    elif name in ("sequence_parallel", "regather"):
         value = True
     elif name == "order":
         value = tuple(rng.choices([*AXES, "ep"], k=rng.choice([3, 4, 5])))
@@ -220,7 +223,7 @@ def test_the_nearest_values_of_a_message_are_possible_and_no_nearer_ones_are():
                 between = range(min(value, old) + 1, max(value, old))
                 assert all(faults_of(values | {name: other}, *asked) for other in between), (values, name, value)
             if faults_of(values | {name: value}, *asked):  # then no value of this field alone mends it
-                others = WORDS.get(name) or {"zero": range(4), "sequence_parallel": (False,)}.get(name, range(1, 1001))
+                others = WORDS.get(name) or {"zero": range(4), **SWITCHES}.get(name, range(1, 1001))
                 assert all(faults_of(values | {name: other}, *asked) for other in others), (values, name, value)
     assert checked > 300
 

@@ -46,13 +46,16 @@ def test_a_rank_of_llama_405b_counted_by_hand():
 
 @pytest.mark.parametrize(
     "text",
-    ["dp=1", "tp=2", "tp=2,sequence_parallel=true", "dp=2,zero=1", "dp=2,zero=3", "cp=2", "cp=2,cp_method=ulysses"],
-)
+    [
+        "dp=1", "tp=2", "tp=2,sequence_parallel=true", "tp=2,sequence_parallel=true,regather=true", "dp=2,zero=1",
+        "dp=2,zero=3", "cp=2", "cp=2,cp_method=ulysses",
+    ],
+)  # fmt: skip
 def test_one_axis_alone_is_the_budget_of_its_chapter(text):
     layout = Layout.parse(text)
     expected = sharded_budget(
         TOY, 1, 64, "fp32", device="cpu", zero_stage=layout.zero, dp_size=layout.dp, tp=layout.tp,
-        sequence_parallel=layout.sequence_parallel, cp=layout.cp, method=layout.cp_method,
+        sequence_parallel=layout.sequence_parallel, regather=layout.regather, cp=layout.cp, method=layout.cp_method,
     )  # fmt: skip
     (found,) = five_d_budgets(TOY, layout, 64, "fp32", device="cpu")
     assert found.message == (expected.gradients if layout.cp > 1 else 0)  # summed over data = dp x cp

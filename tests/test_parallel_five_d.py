@@ -21,7 +21,7 @@ TWO = [
     ("tied", "dp=2,zero=2,accumulation=2,recompute=full"),
     ("tied", "dp=2,zero=3,accumulation=2,recompute=selective"),
     ("gpt", "tp=2,accumulation=2,recompute=selective"),
-    ("gpt", "tp=2,sequence_parallel=true,accumulation=2,recompute=full"),
+    ("gpt", "tp=2,sequence_parallel=true,regather=true,accumulation=2,recompute=full"),
     ("llama", "cp=2,accumulation=2,recompute=full"),
     ("tied", "cp=2,zero=3,cp_method=ulysses,recompute=full"),
     ("tied", "pp=2,accumulation=3,micro_batch=2,recompute=full"),
@@ -32,7 +32,7 @@ TWO = [
 ]
 FOUR = [
     ("tied", "dp=2,tp=2,zero=1,accumulation=2"),
-    ("llama", "dp=2,tp=2,zero=2,sequence_parallel=true,accumulation=2"),
+    ("llama", "dp=2,tp=2,zero=2,sequence_parallel=true,regather=true,accumulation=2"),
     ("tied", "dp=2,tp=2,zero=3,sequence_parallel=true,accumulation=2,recompute=full"),
     ("llama", "tp=4,sequence_parallel=true"),  # two key/value heads on four ranks
     ("tied", "tp=4,zero=3"),
@@ -45,10 +45,12 @@ FOUR = [
     ("llama", "pp=4,schedule=zb_h2,accumulation=4,layers_of_stage=1-1-1-1"),
     ("tied", "pp=2,tp=2,sequence_parallel=true,schedule=interleaved,v=2,accumulation=4"),
     ("gpt", "pp=2,tp=2,sequence_parallel=true,accumulation=2,layers_of_stage=1-3"),
-    ("tied experts", "pp=2,tp=2,sequence_parallel=true,schedule=zb_h1,accumulation=3"),
+    ("tied experts", "pp=2,tp=2,sequence_parallel=true,regather=true,schedule=zb_h1,accumulation=3"),
+    ("llama", "pp=2,tp=2,sequence_parallel=true,schedule=zb_h1,accumulation=2"),
     ("gpt", "pp=2,tp=2,schedule=zb_h2,accumulation=3,recompute=full"),
-    ("llama", "cp=2,tp=2,sequence_parallel=true,zero=1,cp_method=all_gather"),
+    ("llama", "cp=2,tp=2,sequence_parallel=true,regather=true,zero=1,cp_method=all_gather"),
     ("gpt", "cp=2,tp=2,cp_method=ulysses,zero=2,sequence_parallel=true"),
+    ("gpt", "cp=2,tp=2,cp_method=ulysses,sequence_parallel=true,regather=true,recompute=selective"),
     ("llama", "cp=4,zero=2,cp_placement=striped"),
     ("llama", "dp=2,cp=2,zero=1,cp_method=ulysses,order=tp-cp-dp-pp"),
     ("tied", "dp=2,cp=2,zero=3,cp_placement=contiguous"),
@@ -62,9 +64,9 @@ FOUR = [
 ]
 EIGHT = [
     ("experts", "pp=2,tp=2,cp=2,ep=2,zero=1,sequence_parallel=true,accumulation=3"),  # everything at once
-    ("tied experts", "pp=2,tp=2,dp=2,ep=2,zero=3,sequence_parallel=true,accumulation=2,recompute=full"),
+    ("tied experts", "pp=2,tp=2,dp=2,ep=2,zero=3,sequence_parallel=true,regather=true,accumulation=2"),
     ("biased experts", "pp=2,dp=2,cp=2,ep=4,zero=2,accumulation=2,cp_method=all_gather,order=cp-dp-pp-tp"),
-    ("tied", "pp=2,dp=2,tp=2,zero=1,sequence_parallel=true,schedule=interleaved,v=2,accumulation=2"),
+    ("tied", "pp=2,dp=2,tp=2,zero=1,sequence_parallel=true,regather=true,schedule=interleaved,v=2,accumulation=2"),
     ("llama", "dp=2,cp=2,tp=2,zero=3,sequence_parallel=true,accumulation=2"),
     ("experts", "dp=2,cp=2,pp=2,ep=2,zero=1,schedule=dualpipe_v,accumulation=4"),
 ]
@@ -81,7 +83,7 @@ def techniques(name, text):
     found = {f"zero {layout.zero}"} if layout.zero else set()
     found |= {axis for axis in ("dp", "tp", "pp", "ep") if getattr(layout, axis) > 1}
     if layout.sequence_parallel:
-        found.add("sequence parallel")
+        found.add("gathered again" if layout.regather else "sequence parallel")
     if layout.cp > 1:
         found.add("ulysses" if layout.cp_method == "ulysses" else "cp")
     if layout.schedule != "1f1b":
@@ -99,6 +101,7 @@ EXCLUSIVE = [
     {"zero 2", "zero 3"},
     {"cp", "ulysses"},
     {"interleaved", "split backward"},
+    {"sequence parallel", "gathered again"},
 ]
 IMPOSSIBLE = {  # pair -> a layout that would have both, and what it is told
     ("split backward", "zero 2"): ("dp=2,pp=2,zero=2,schedule=zb_h1", "does that of the weights later"),
@@ -109,7 +112,7 @@ IMPOSSIBLE = {  # pair -> a layout that would have both, and what it is told
 def test_every_pair_of_techniques_that_can_be_combined_is_in_a_case():
     of_cases = [techniques(name, text) for _, name, text in ALL]
     names = sorted(set().union(*of_cases))
-    assert len(ALL) >= 30 and len(names) == 14
+    assert len(ALL) >= 30 and len(names) == 15
     missing = [
         pair
         for pair in combinations(names, 2)

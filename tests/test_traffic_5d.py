@@ -93,7 +93,7 @@ def test_real_ranks_send_along_each_axis_and_hold_what_the_formulas_say():
 @pytest.mark.parametrize(
     "config, text",
     [
-        (TOY, "dp=16,tp=4,pp=4,zero=1,sequence_parallel=true,accumulation=8"),
+        (TOY, "dp=16,tp=4,pp=4,zero=1,sequence_parallel=true,regather=true,accumulation=8"),
         (UNEVEN, "dp=4,cp=2,tp=8,pp=2,zero=2,schedule=interleaved,v=2,accumulation=4"),
         (MOE, "dp=32,pp=4,ep=8,zero=3,accumulation=4"),
     ],
@@ -115,12 +115,14 @@ def in_all(calls):
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tp_alone_is_the_formula_of_tensor_parallelism(sequence_parallel, recompute):
-    layout = Layout(tp=4, sequence_parallel=sequence_parallel, recompute=recompute, accumulation=3, micro_batch=2)
+@pytest.mark.parametrize(("sequence_parallel", "regather"), [(False, False), (True, False), (True, True)])
+def test_tp_alone_is_the_formula_of_tensor_parallelism(sequence_parallel, regather, recompute):
+    layout = Layout(
+        tp=4, sequence_parallel=sequence_parallel, regather=regather, recompute=recompute, accumulation=3, micro_batch=2
+    )
     for config in (TOY, UNEVEN):
         found = five_d_calls(config, layout, 64)["tp"]
-        expected = tensor_parallel_calls(config, 2, 64, 4, sequence_parallel, False, recompute, 4, 3)
+        expected = tensor_parallel_calls(config, 2, 64, 4, sequence_parallel, regather, recompute, 4, 3)
         if config is TOY or not sequence_parallel:
             assert in_all(found) == in_all(expected)
         assert sent_bytes(found) == sent_bytes(expected)

@@ -211,6 +211,7 @@ def five_d_budgets(
         stage_activations(
             config, layout.micro_batch, seq_len, layers, stage, attention, layout.recompute, recipe.name, device,
             layout.tp, layout.sequence_parallel, layout.cp, output_kept and layout.pp > 1, layout.cp_method, load,
+            layout.regather,
         )
         for stage in range(len(layers))
     ]  # fmt: skip

@@ -126,20 +126,23 @@ def moe_activations(
     device: str = "cpu",
     rows: float | None = None,
     sequence_share: float = 1.0,
+    regather: bool = False,
 ) -> Activations:
     """Predict what the course's model with experts keeps for the backward pass of one micro-batch.
 
     rows     as in `moe_terms`
-    sequence_share   as in `own_activations`; tokens of experts are whole sequences again, as an MLP's input is
+    sequence_share, regather   as in `own_activations`; tokens of experts are whole sequences again, and stay so
     Raises   ValueError if a word is unknown, or a combination is not counted
     """
     dense, tokens = replace(config, moe=None), batch_size * seq_len
-    kept = own_activations(dense, batch_size, seq_len, attention, recompute, precision, device, sequence_share)
+    kept = own_activations(
+        dense, batch_size, seq_len, attention, recompute, precision, device, sequence_share, regather
+    )
     if config.moe is None:
         return kept
     extra = sum(moe_terms(config.moe, config.d_model, precision, rows).values())
     replaced = block_terms(dense, seq_len, attention, precision, device)
-    extra -= replaced["input of the MLP"] + replaced["MLP"]
+    extra -= replaced["input of the MLP"] * (sequence_share if regather else 1) + replaced["MLP"]
     constant = _router_casts(config, precision)
     if recompute == "full":
         held, once = _held_routing(config.moe)

@@ -74,6 +74,7 @@ def stage_activations(
     output_kept: bool = True,
     method: str = "ring",
     load: float = 1.0,
+    regather: bool = False,
 ) -> StageActivations:
     """Predict what one micro-batch keeps on one stage.
 
@@ -83,12 +84,13 @@ def stage_activations(
                   all-forward-all-backward, or if several stages share a rank, most are gone by then (Megatron: all)
     method        of context parallelism
     load          rows that reach this rank's experts over a fair share
+    regather      as in `tensor.tensor_parallel_activations`
     """
     tokens = tokens_of_rank(seq_len, cp)
     first, last = stage == 0, stage == len(layers) - 1
     cut = replace(stage_config(config, layers, stage), vocab_size=config.vocab_size if first or last else tp)
     whole = _rank_activations(
-        cut, batch_size, tokens, tp, sequence_parallel, attention, recompute, precision, device, load
+        cut, batch_size, tokens, tp, sequence_parallel, regather, attention, recompute, precision, device, load
     )
     share = tp if sequence_parallel else 1
     width = batch_size * tokens * config.d_model // share
@@ -111,16 +113,16 @@ def stage_activations(
 
 
 def _rank_activations(
-    cut: ModelConfig, batch_size, tokens, tp, sequence_parallel, attention, recompute, precision, device, load
+    cut: ModelConfig, batch_size, tokens, tp, sequence_parallel, regather, attention, recompute, precision, device, load
 ) -> Activations:
     """What one rank of a whole model keeps, with experts or without."""
     if cut.moe is None and cut.mla is None:
         return tensor_parallel_activations(
-            cut, batch_size, tokens, tp, sequence_parallel, False, attention, recompute, precision, device
+            cut, batch_size, tokens, tp, sequence_parallel, regather, attention, recompute, precision, device
         )
     rows, share = (load * cut.moe.top_k if cut.moe else None), 1 / tp if sequence_parallel else 1.0
     local = narrow_experts(cut, tp)
-    kept = moe_activations(local, batch_size, tokens, attention, recompute, precision, device, rows, share)
+    kept = moe_activations(local, batch_size, tokens, attention, recompute, precision, device, rows, share, regather)
     return with_cut_vocabulary(kept, batch_size * tokens, tp)
 
 

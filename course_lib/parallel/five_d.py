@@ -67,7 +67,8 @@ class FiveD(nn.Module):
     def __init__(self, config: ModelConfig, layout: Layout, groups: Groups, stages: pipeline.Pipeline):
         super().__init__()
         self.config, self.layout, self.groups, self.pipeline = config, layout, groups, stages
-        self.stream = (ShardedStream if layout.sequence_parallel else WholeStream)(groups.tp)
+        sharded = partial(ShardedStream, regather=layout.regather)
+        self.stream = (sharded if layout.sequence_parallel else WholeStream)(groups.tp)
         self.context = Context(groups.cp, layout.cp_method, layout.cp_placement)
         self.replica_group = tensor.replica_group_of(config, groups.tp) if layout.tp > 1 else None
         self.zeros = nn.ModuleDict()

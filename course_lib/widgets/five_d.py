@@ -40,6 +40,7 @@ RECIPE = "bf16-master"  # on GPUs
 TOYS = ("toy", "toy-moe")  # predicted in FP32 on a CPU, as they are measured
 RECOMPUTE = ["none", "selective", "full"]
 NOTHING = "your own"
+KEPT = [("all tokens", False), ("mine, with SP", True)]  # of what a matrix read
 LAYERS = [("evenly", False), ("one less at both ends", True)]
 
 
@@ -59,6 +60,7 @@ class FiveDChoice:
     ep: int = 1
     zero: int = 1
     sequence_parallel: bool = True
+    regather: bool = False
     schedule: str = "1f1b"
     v: int = 1
     fewer_at_ends: bool = False
@@ -79,8 +81,8 @@ class FiveDChoice:
 
 
 _OF_LAYOUT = (
-    "dp", "cp", "tp", "pp", "ep", "zero", "sequence_parallel", "schedule", "v", "micro_batch", "accumulation",
-    "recompute",
+    "dp", "cp", "tp", "pp", "ep", "zero", "sequence_parallel", "regather", "schedule", "v", "micro_batch",
+    "accumulation", "recompute",
 )  # fmt: skip
 
 
@@ -266,6 +268,7 @@ def five_d_explorer(start: FiveDChoice | None = None) -> widgets.VBox:
         "cp": parts.slider("cp", sizes_up_to(64), start.cp),
         "tp": parts.slider("tp", sizes_up_to(64), start.tp),
         "sequence_parallel": parts.choice("SP", [("no", False), ("yes", True)], start.sequence_parallel),
+        "regather": parts.choice("for backward keep", KEPT, start.regather),
         "pp": parts.slider("pp", sizes_up_to(64), start.pp),
         "schedule": parts.choice("schedule", list(SCHEDULES), start.schedule),
         "v": parts.slider("stages a rank (v)", range(1, 9), start.v),
