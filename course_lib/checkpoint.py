@@ -3,12 +3,23 @@
     save(engine, optimizer, folder, step)                   # all ranks call it; then folder/step-00000120 is complete
     saving = save_async(engine, optimizer, folder, step)    # copies to the host; files are written meanwhile
     restored = load(engine, optimizer, folder)              # the last complete one, or the one that is named
+    load(engine, optimizer, folder, convert=True)           # one of another precision too: bf16 to fp32, or back
     latest(folder)                                          # where that is, or None
     wait_for_earlier(engine)                                # at the end of a run: until the last save_async is complete
 
 What is in it: parameters, AdamW's moments, FP32 masters, counts of steps, learning rates, balancing biases of experts;
 of each rank its random number generators, and what the caller gives as `extra`. All of it is in pieces of whole tensors
 (parallel/pieces.py), so that a layout is only a way to cut them; checkpoint_pieces.py makes files of them.
+
+A precision is a way to round them. A parameter of 16 bits has an FP32 master in the optimizer; one of 32 bits is its
+own. Going from one to the other, the wide numbers keep their bits; there and back again changes nothing:
+
+    saved                      an engine of fp32           an engine of bf16
+    fp32                       as saved                    masters: the parameters; parameters: those, rounded
+    bf16 with masters          parameters: the masters     as saved
+    moments (FP32)             as saved                    as saved
+
+float64, in comparisons, goes by the same rule, and is then rounded.
 
 Memory beside the engine's own: `save` one piece (64 MiB at most) at a time, `load` twice that; `save_async` a copy on
 the host of what this rank writes. All ranks together write everything once.
@@ -27,9 +38,10 @@ from torch import Tensor
 from course_lib import checkpoint_files as files
 from course_lib import checkpoint_pieces as stored_pieces
 from course_lib.checkpoint_files import everywhere, latest, together
-from course_lib.checkpoint_pieces import DTYPES
+from course_lib.checkpoint_pieces import DTYPES, parameter_dtype, widest
 from course_lib.parallel.five_d import FiveD
 from course_lib.parallel.pieces import Holding, Piece, buffers_of, parameters_of
+from course_lib.precision import MasterAdamW
 
 __all__ = ["Restored", "Saving", "latest", "load", "save", "save_async", "wait_for_earlier"]
 
@@ -182,13 +194,12 @@ def begin(
     return final
 
 
-def tensors_of(engine: FiveD, optimizer: Optimizer | None) -> list[tuple[Holding, str, Tensor]]:
+def tensors_of(engine: FiveD, optimizer: Optimizer) -> list[tuple[Holding, str, Tensor]]:
     """(where it belongs, how its names begin, numbers) of all that this rank holds."""
     found = [(holding, "model.", holding.tensor) for holding in [*parameters_of(engine), *buffers_of(engine)]]
-    if optimizer is not None:
-        for holding in parameters_of(engine):
-            state = optimizer.state.get(holding.tensor, {})
-            found += [(holding, f"{key}.", state[key]) for key in STATES if key in state]
+    for holding in parameters_of(engine):
+        state = optimizer.state.get(holding.tensor, {})
+        found += [(holding, f"{key}.", state[key]) for key in STATES if key in state]
     return found
 
 
@@ -214,20 +225,18 @@ def rng_states() -> dict[str, Tensor]:
     return states
 
 
-def options_of(optimizer: Optimizer | None) -> list[dict]:
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [{key: options[key] for key in OPTIONS if key in options} for options in groups]
+def options_of(optimizer: Optimizer) -> list[dict]:
+    return [{key: options[key] for key in OPTIONS if key in options} for options in optimizer.param_groups]
 
 
-def steps_of(engine: FiveD, optimizer: Optimizer | None, group: dist.ProcessGroup) -> dict[str, int]:
+def steps_of(engine: FiveD, optimizer: Optimizer, group: dist.ProcessGroup) -> dict[str, int]:
     """Parameter -> how many steps it has taken, of all ranks' parameters. It differs where a gradient was missing."""
     mine = {}
-    if optimizer is not None:
-        common = {param: options.get("step") for options in optimizer.param_groups for param in options["params"]}
-        for holding in parameters_of(engine):
-            if state := optimizer.state.get(holding.tensor):
-                count = int(state["step"] if "step" in state else common[holding.tensor])
-                mine |= {place.name: count for place in holding.places}
+    common = {param: options.get("step") for options in optimizer.param_groups for param in options["params"]}
+    for holding in parameters_of(engine):
+        if state := optimizer.state.get(holding.tensor):
+            count = int(state["step"] if "step" in state else common[holding.tensor])
+            mine |= {place.name: count for place in holding.places}
     return {name: count for of_rank in together(group, lambda: mine) for name, count in of_rank.items()}
 
 
@@ -235,39 +244,47 @@ def steps_of(engine: FiveD, optimizer: Optimizer | None, group: dist.ProcessGrou
 
 
 @torch.no_grad()
-def load(engine: FiveD, optimizer: Optimizer | None, folder: str | Path) -> Restored:
+def load(engine: FiveD, optimizer: Optimizer | None, folder: str | Path, convert: bool = False) -> Restored:
     """Fills engine and optimizer from a checkpoint, whatever layout wrote it. All ranks call it.
 
     folder      a checkpoint, or a folder of them: then the last complete one
     optimizer   None: only the model's numbers are wanted
+    convert     one of another precision is taken too, by the table above
 
-    Bytes    read: each rank the stored pieces that it needs, and its share of all for the checksums; sent: with zero 1
-             and 2 an all-gather of the parameters
-    Raises   ValueError on every rank if there is none, it is torn, or of another model: what, and what to do. The
-             engine is then as before, unless a file was changed in a way that its checksum did not show
+    Bytes    read: each rank the stored pieces that it needs (FP32 parameters for 16-bit ones twice), and its share of
+             all for the checksums; sent: with zero 1 and 2 an all-gather of the parameters
+    Raises   ValueError on every rank if there is none, it is torn, or of another model, precision (see `convert`) or
+             optimizer: what, and what to do. The engine is then as before, unless a file was changed in a way that its
+             checksum did not show
     """
     group = wait_for_earlier(engine)
     path = together(group, lambda: files.find(Path(folder)) if group.rank() == 0 else None)[0]
-    manifest = everywhere(group, lambda: open_checkpoint(engine, path, group))
+    manifest = everywhere(group, lambda: open_checkpoint(engine, optimizer, path, group, convert))
     restored = everywhere(group, lambda: fill(engine, optimizer, path, manifest, group.rank()))
     for sharded in engine.zeros.values():
         sharded.share_update()
     return restored
 
 
-def open_checkpoint(engine: FiveD, path: Path, group: dist.ProcessGroup) -> dict:
-    """Its manifest, once it is found to be whole, each rank checking some of the files, and of this model."""
+def open_checkpoint(
+    engine: FiveD, optimizer: Optimizer | None, path: Path, group: dist.ProcessGroup, convert: bool
+) -> dict:
+    """Its manifest, once it is found to be whole, each rank checking some of the files, and to fit."""
     manifest = files.read_manifest(path)
     files.verify(path, manifest, group.rank(), group.size())
     check_model(engine, path, manifest)
+    if not convert:
+        check_precision(engine, optimizer, path, manifest)
+    if optimizer is not None:
+        options_to_load(parameters_of(engine), optimizer, manifest["optimizer"])
     return manifest
 
 
 def fill(engine: FiveD, optimizer: Optimizer | None, path: Path, manifest: dict, rank: int) -> Restored:
     """Reads what this rank holds."""
     held = parameters_of(engine)
-    tensors = [piece for one in [*held, *buffers_of(engine)] for piece in one.pieces(one.tensor, "model.")]
-    stored_pieces.read(path, manifest, tensors)
+    pieces = [piece for one in [*held, *buffers_of(engine)] for piece in one.pieces(one.tensor, "model.")]
+    stored_pieces.read(path, manifest, widest(pieces, manifest))
     if optimizer is not None:
         load_optimizer(held, optimizer, path, manifest)
     return restore_rank(engine, path, manifest, rank)
@@ -276,59 +293,83 @@ def fill(engine: FiveD, optimizer: Optimizer | None, path: Path, manifest: dict,
 def check_model(engine: FiveD, path: Path, manifest: dict) -> None:
     """Raises ValueError if the checkpoint is of a model with other shapes or another architecture."""
     now, saved = asdict(engine.config), manifest["model"]
-    different = [f"{key} {saved.get(key)!r} (here {now[key]!r})" for key in now if saved.get(key) != now[key]]
-    if different := [text for text in different if not text.startswith("name ")]:
-        raise ValueError(f"{path} is of another model: {', '.join(different)}. Build the engine with that config")
+    if different := [key for key in now if key != "name" and saved.get(key) != now[key]]:
+        values = ", ".join(f"{key} {saved.get(key)!r} (here {now[key]!r})" for key in different)
+        raise ValueError(f"{path} is of another model: {values}. Build the engine with that config")
+
+
+def check_precision(engine: FiveD, optimizer: Optimizer | None, path: Path, manifest: dict) -> None:
+    """Raises ValueError if parameters, or the optimizer's moments, have another dtype than those that were saved."""
+    here, saved = {"model": engine.pipeline.dtype}, {"model": parameter_dtype(manifest)}
+    moments = [DTYPES[stored["dtype"]] for name, stored in manifest["tensors"].items() if name.startswith("exp_avg.")]
+    if optimizer is not None and moments:
+        here["moments"], saved["moments"] = state_dtypes(optimizer, engine.pipeline.dtype)["exp_avg"], moments[0]
+    if different := [what for what in here if here[what] != saved[what]]:
+        values = ", ".join(f"{what} in {saved[what]} (here {here[what]})" for what in different)
+        raise ValueError(
+            f"{path} is of another precision: {values}. Build engine and optimizer in that one, or have the numbers "
+            "cast: load(..., convert=True)"
+        )
 
 
 def load_optimizer(held: list[Holding], optimizer: Optimizer, path: Path, manifest: dict) -> None:
-    """Moments, masters, counts of steps, learning rates. What has no state in the checkpoint has none afterwards."""
-    steps, stored, pieces = manifest["optimizer"]["steps"], manifest["tensors"], []
+    """Moments, masters, counts of steps, learning rates. What has no state in the checkpoint has none afterwards.
+
+    But for a parameter narrower than what was saved: its master has what rounding would lose.
+    """
+    steps, pieces = manifest["optimizer"]["steps"], []
     for holding in held:
-        optimizer.state.pop(holding.tensor, None)
-        names = [place.name for place in holding.places if place.name in steps]
-        if not names:
+        param = holding.tensor
+        optimizer.state.pop(param, None)
+        counts = [steps[place.name] for place in holding.places if place.name in steps]
+        dtypes = state_dtypes(optimizer, param.dtype)
+        rounds = param.requires_grad and "master" in dtypes and parameter_dtype(manifest) != param.dtype
+        if not counts and not rounds:
             continue
-        state = optimizer.state[holding.tensor]
-        if not counts_in_groups(optimizer):
+        state = optimizer.state[param]
+        if not isinstance(optimizer, MasterAdamW):
             dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-            state["step"] = torch.tensor(steps[names[0]], dtype=dtype, device="cpu")
-        for key in STATES:
-            if (like := stored.get(f"{key}.{names[0]}")) is not None:
-                state[key] = new_state(key, holding.tensor, DTYPES[like["dtype"]])
-                pieces += [piece for piece in holding.pieces(state[key], f"{key}.") if piece.name in stored]
+            state["step"] = torch.tensor(counts[0], dtype=dtype, device="cpu")
+        for key, dtype in dtypes.items():
+            state[key] = torch.zeros_like(param, dtype=dtype)  # what padding has, and moments before the first gradient
+            pieces += holding.pieces(state[key], f"{key}.")
+    pieces = [piece for piece in widest(pieces, manifest) if piece.name in manifest["tensors"]]
     stored_pieces.read(path, manifest, pieces)
-    set_options(held, optimizer, manifest["optimizer"])
+    for group, options in zip(optimizer.param_groups, options_to_load(held, optimizer, manifest["optimizer"])):
+        group.update(options)
 
 
-def counts_in_groups(optimizer: Optimizer) -> bool:
-    """Whether it counts the steps of all parameters together, as MasterAdamW does, and torch's AdamW does not."""
-    return "step" in optimizer.param_groups[0]
+def state_dtypes(optimizer: Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The states of a parameter of that dtype: MasterAdamW's have 32 bits at least, with a master for one of fewer."""
+    if not isinstance(optimizer, MasterAdamW):
+        return {"exp_avg": dtype, "exp_avg_sq": dtype}
+    wide = torch.promote_types(dtype, torch.float32)
+    return {key: wide for key in STATES if key != "master" or wide != dtype}
 
 
-def new_state(key: str, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """What an optimizer begins with: padding of flats, and what has had no gradient yet, stays so."""
-    return numbers.to(dtype, copy=True) if key == "master" else torch.zeros_like(numbers, dtype=dtype)
+def options_to_load(held: list[Holding], optimizer: Optimizer, saved: dict) -> list[dict]:
+    """Of each of the optimizer's groups: learning rate and the like, and the count of steps where there is one for all.
 
-
-def set_options(held: list[Holding], optimizer: Optimizer, saved: dict) -> None:
-    """Learning rates and the like, and the count of steps where there is one for all."""
+    Raises   ValueError if the checkpoint's do not fit this optimizer
+    """
     groups, options = optimizer.param_groups, saved["options"]
     if len(options) != len(groups):
         if any(one != options[0] for one in options):
             raise ValueError(f"the checkpoint has {len(options)} groups of options, the optimizer {len(groups)}")
         options = options[:1] * len(groups)
     names = {holding.tensor: [place.name for place in holding.places] for holding in held}
+    found = []
     for group, one in zip(groups, options):
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in one.items()})
-        if counts_in_groups(optimizer):
+        found.append({key: tuple(value) if isinstance(value, list) else value for key, value in one.items()})
+        if isinstance(optimizer, MasterAdamW):
             counts = {saved["steps"][n] for param in group["params"] for n in names[param] if n in saved["steps"]}
             if len(counts) > 1:
                 raise ValueError(
                     f"parameters have taken {sorted(counts)} steps each, and this optimizer counts once for all; load "
                     "with zero=0 and 32-bit parameters"
                 )
-            group["step"] = counts.pop() if counts else 0
+            found[-1]["step"] = counts.pop() if counts else 0
+    return found
 
 
 def restore_rank(engine: FiveD, path: Path, manifest: dict, rank: int) -> Restored:

@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from course_lib import checkpoint_files as files
-from course_lib.checkpoint_files import PARTIAL
-from course_lib.checkpoint_pieces import DTYPES, read
+from course_lib.checkpoint import wait_for_earlier
+from course_lib.checkpoint_files import PARTIAL, everywhere
+from course_lib.checkpoint_pieces import parameter_dtype, read, widest
 from course_lib.config import MlaConfig, ModelConfig, MoeConfig, RopeScaling
 from course_lib.hf_weights import name_in_transformers, naming_of, tensor_in_transformers
 from course_lib.model import build
@@ -37,20 +38,21 @@ def export_safetensors(
     """Writes the model of a checkpoint to the folder `out`, with its config.json. One process; ranks are not needed.
 
     checkpoint   one, or a folder of them: then the last complete one
-    dtype        of the files; by default that of the parameters
+    dtype        of the files; by default that of the parameters. In another the masters, if there are some, are cast
 
     Bytes        held: the tensors of one file
     Raises       ValueError if the checkpoint is torn, `out` is there, or `transformers` has no such architecture
     """
-    path, out = files.find(Path(checkpoint)), Path(out)
+    out = Path(out)
+    if out.exists():
+        raise ValueError(f"{out} is there already; give a folder that is not")
+    path = files.find(Path(checkpoint))
     manifest = files.read_manifest(path)
     files.verify(path, manifest)
     config = config_from_dict(manifest["model"])
-    dtype = dtype or DTYPES[manifest["tensors"]["model.embed.weight"]["dtype"]]
+    dtype = dtype or parameter_dtype(manifest)
     described = config_for_transformers(config, dtype)
     partial = out.with_name(out.name + PARTIAL)
-    if out.exists():
-        raise ValueError(f"{out} is there already; give a folder that is not")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write_tensors(path, manifest, config, dtype, partial, max_file_bytes)
@@ -62,7 +64,7 @@ def export_safetensors(
 def write_tensors(path: Path, manifest: dict, config: ModelConfig, dtype, out: Path, max_file_bytes: int) -> None:
     """model.safetensors, or several files and their index."""
     batches = list(batches_of(config, dtype, max_file_bytes))
-    weight_map = {}
+    weight_map, total = {}, 0
     for number, batch in enumerate(batches):
         file = SINGLE if len(batches) == 1 else f"model-{number + 1:05d}-of-{len(batches):05d}.safetensors"
         tensors = {theirs: torch.empty(shape, dtype=dtype) for theirs, (shape, _) in batch.items()}
@@ -71,8 +73,8 @@ def write_tensors(path: Path, manifest: dict, config: ModelConfig, dtype, out: P
         tensors |= expert_biases(path, manifest, config, tensors)
         save_file(tensors, out / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
+        total += sum(x.nbytes for x in tensors.values())
     if len(batches) > 1:
-        total = sum(torch.Size(shape).numel() * dtype.itemsize for batch in batches for shape, _ in batch.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (out / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
@@ -102,12 +104,8 @@ def shape_in_transformers(name: str, shape: tuple[int, ...], config: ModelConfig
 
 
 def read_parameter(path: Path, manifest: dict, name: str, into: Tensor) -> None:
-    stored = manifest["tensors"][f"model.{name}"]
-    x = torch.empty(stored["shape"], dtype=DTYPES[stored["dtype"]])
-    same = x.dtype == into.dtype
-    read(path, manifest, [Piece(f"model.{name}", tuple(x.shape), (0,) * x.dim(), into if same else x)])
-    if not same:
-        into.copy_(x)
+    piece = Piece(f"model.{name}", tuple(into.shape), (0,) * into.dim(), into)
+    read(path, manifest, widest([piece], manifest))
 
 
 def expert_biases(path: Path, manifest: dict, config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -131,15 +129,20 @@ def import_safetensors(engine: FiveD, folder: str | Path) -> None:
     """Fills the engine's parameters from files of `transformers`, before its first step. All ranks call it.
 
     Bytes    read: each rank its own pieces; sent: with zero 1 and 2 an all-gather of the parameters
-    Raises   ValueError if files are missing, damaged, pickles, or of another model
+    Raises   ValueError on every rank if one finds files missing, damaged, pickles, or of another model
     """
+    everywhere(wait_for_earlier(engine), lambda: read_parameters(engine, folder))
+    for sharded in engine.zeros.values():
+        sharded.share_update()
+
+
+def read_parameters(engine: FiveD, folder: str | Path) -> None:
+    """Fills what this rank holds."""
     weights = Weights(folder, engine.config)
     for holding in parameters_of(engine):
         for piece in holding.pieces(holding.tensor, ""):
             ranges = [(low, low + size) for low, size in zip(piece.offsets, piece.tensor.shape)]
             weights[piece.name].part(*ranges).read_into(piece.tensor)
-    for sharded in engine.zeros.values():
-        sharded.share_update()
 
 
 # --- configs

@@ -120,6 +120,7 @@ def put_in_place(final: Path, partial: Path, about: dict, files: dict, tensors: 
     """
     check_all_here(partial, files)
     manifest = about | {"format": FORMAT, "files": files, "tensors": tensors}
+    manifest = json.loads(json.dumps(manifest))  # as it will be read: keys that are numbers become text, and sort so
     with open(partial / MANIFEST, "w", encoding="utf-8") as file:
         json.dump(manifest | {"sha256": digest(manifest)}, file)
         file.flush()
@@ -147,8 +148,10 @@ def sync_folder(folder: Path) -> None:
     """Makes sure that names of files, not only what they hold, survive a power cut (not on Windows, which cannot)."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def digest(manifest: dict) -> str:

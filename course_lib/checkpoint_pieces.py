@@ -10,7 +10,8 @@ the overlaps are copied, one stored box (MAX_PIECE_BYTES) after the other.
 import hashlib
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,7 +40,7 @@ DTYPES = {
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8,
                   torch.bool)
 }  # fmt: skip
-Place = tuple[str, int, int, tuple[int, ...]]  # of a stored box: file, first byte, bytes, shape
+Place = tuple[str, int, int, tuple[int, ...], str]  # of a stored box: file, first byte, bytes, shape, dtype
 
 
 # --- writing
@@ -145,7 +146,7 @@ class TensorWriter(FileSystemWriter):
 
 
 def read(checkpoint: Path, manifest: dict, pieces: Iterable[Piece]) -> None:
-    """Fills the pieces with the numbers of the checkpoint. Sends nothing: each rank reads what it needs.
+    """Fills the pieces with the numbers of the checkpoint, floats cast. Sends nothing: each rank reads what it needs.
 
     Bytes    read: the stored boxes that overlap a piece, each once; held: one of them, twice
     Raises   ValueError if something is not there, or cannot be read as a tensor
@@ -156,7 +157,7 @@ def read(checkpoint: Path, manifest: dict, pieces: Iterable[Piece]) -> None:
     wanted: dict[Place, list[ReadItem]] = {}
     for name, mine in by_name(pieces).items():
         stored = manifest["tensors"][name]
-        places = {torch.Size(offsets): (*at, tuple(sizes)) for offsets, sizes, *at in stored["boxes"]}
+        places = {torch.Size(offsets): (*at, tuple(sizes), stored["dtype"]) for offsets, sizes, *at in stored["boxes"]}
         for item in create_read_items_for_chunk_list(name, described(stored), [chunk_of(piece) for piece in mine]):
             wanted.setdefault(places[item.storage_index.offset], []).append(item)
     found = sum(item.lengths.numel() for items in wanted.values() for item in items)
@@ -170,24 +171,50 @@ def read(checkpoint: Path, manifest: dict, pieces: Iterable[Piece]) -> None:
 
 
 def check_pieces(checkpoint: Path, manifest: dict, pieces: Iterable[Piece]) -> None:
-    """Raises ValueError if a piece is not in the checkpoint, or has another shape or dtype there."""
+    """Raises ValueError if a piece is not in the checkpoint, or has another shape, or other than floats, there."""
     for piece in pieces:
         stored = manifest["tensors"].get(piece.name)
         if stored is None:
             raise ValueError(f"{checkpoint} holds no {piece.name}; it is of another model")
-        if tuple(stored["shape"]) != tuple(piece.shape) or DTYPES.get(stored["dtype"]) != piece.tensor.dtype:
+        dtypes = {DTYPES[stored["dtype"]], piece.tensor.dtype}
+        fits = len(dtypes) == 1 or all(dtype.is_floating_point for dtype in dtypes)
+        if tuple(stored["shape"]) != tuple(piece.shape) or not fits:
             raise ValueError(
                 f"{piece.name} in {checkpoint} is {stored['dtype']} {tuple(stored['shape'])}; required: "
-                f"{piece.tensor.dtype} {tuple(piece.shape)}. Build the engine of the same model, in the same dtype"
+                f"{piece.tensor.dtype} {tuple(piece.shape)}. Build the engine of the same model"
             )
 
 
+def widest(pieces: Iterable[Piece], manifest: dict) -> list[Piece]:
+    """Pieces of parameters and masters by the names of the stored tensors with the most exact numbers for them.
+
+    A parameter of another dtype than the stored one is to be that one's master, cast; a master that was not stored is
+    the parameter.
+    """
+    return [replace(piece, name=widest_name(piece, manifest["tensors"])) for piece in pieces]
+
+
+def widest_name(piece: Piece, stored: Mapping[str, dict]) -> str:
+    state, _, name = piece.name.partition(".")
+    parameter, master = f"model.{name}", f"master.{name}"
+    if state == "master" and master not in stored:
+        return parameter
+    if state == "model" and master in stored and DTYPES[stored[parameter]["dtype"]] != piece.tensor.dtype:
+        return master
+    return piece.name
+
+
+def parameter_dtype(manifest: dict) -> torch.dtype:
+    """That of all parameters: an engine has one."""
+    return DTYPES[manifest["tensors"]["model.embed.weight"]["dtype"]]
+
+
 def read_tensor(
-    checkpoint: Path, manifest: dict, name: str, offset: int, length: int, shape: tuple[int, ...]
+    checkpoint: Path, manifest: dict, name: str, offset: int, length: int, shape: tuple[int, ...], dtype: str
 ) -> Tensor:
     """One stored box: a tensor, or an error; nothing else that a file might ask for is done.
 
-    Raises   ValueError if it is in a file that the manifest does not name, or is no tensor of that shape
+    Raises   ValueError if it is in a file that the manifest does not name, or is no tensor of that shape and dtype
     """
     if name not in manifest["files"] or Path(name).name != name:
         raise ValueError(f"{MANIFEST} of {checkpoint} points to {name!r}, which is no file of it. {advice(checkpoint)}")
@@ -202,9 +229,12 @@ def read_tensor(
             f"{checkpoint / name} holds something at byte {offset} that is no tensor, and is not read: {error} "
             f"{advice(checkpoint)}"
         ) from error
-    if not isinstance(x, Tensor) or x.shape != shape:
-        what = f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-        raise ValueError(f"{checkpoint / name} holds {what} at byte {offset}, no tensor {shape}. {advice(checkpoint)}")
+    if not isinstance(x, Tensor) or x.shape != shape or x.dtype != DTYPES[dtype]:
+        what = f"a tensor {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise ValueError(
+            f"{checkpoint / name} holds {what} at byte {offset}, no tensor {shape} of {DTYPES[dtype]}. "
+            f"{advice(checkpoint)}"
+        )
     return x
 
 

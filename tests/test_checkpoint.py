@@ -32,7 +32,8 @@ DENSE = ModelConfig("dense", 4, 32, 4, 2, 52, 97, 64, tied=True)  # 97 and 52 / 
 GPT = ModelConfig("gpt", 2, 32, 4, 4, 64, 97, 64, family="gpt", dropout=0.1)
 MOE = ModelConfig("moe", 2, 32, 4, 2, 52, 97, 64,
                   moe=MoeConfig(4, 2, 24, num_shared_experts=1, score="sigmoid", balancing="bias"))  # fmt: skip
-F32, BF16 = torch.float32, torch.bfloat16
+TIED_MOE = replace(MOE, tied=True)
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 STATES = ("exp_avg", "exp_avg_sq", "master")
 
 # name: (model, dtype, layout that saves)
@@ -63,6 +64,20 @@ PAIRS = [
     ("tied", "dp=1"),
     ("gpt", "dp=1,zero=2"),
     ("moe", "dp=1"),
+]
+# (saved by, layout that loads, in which precision)
+CONVERSIONS = [
+    ("bf16", "pp=4,accumulation=4", F32),
+    ("bf16", "dp=4,zero=3", F32),
+    ("zero1", "dp=2,tp=2,zero=1", BF16),
+    ("tied", "pp=2,tp=2,accumulation=4", BF16),
+    ("moe", "dp=2,pp=2,ep=2,accumulation=2", BF16),
+    ("bf16", "tp=2", F32),
+    ("moe", "dp=2,ep=2,zero=2", BF16),
+    ("bf16", "dp=1,zero=1", F32),
+    ("bf16", "dp=1", F64),
+    ("alone", "dp=1", BF16),
+    ("alone", "dp=1,zero=1", F64),
 ]
 
 
@@ -180,6 +195,51 @@ def load_some(folder, pairs):
         assert all(torch.equal(x, biases[name]) for name, x in found[2].items())
 
 
+def converted(whole, dtype):
+    """What a checkpoint is in another precision, tensor by tensor: the masters, or what is its own master, decide."""
+    wide = {name: whole.get(f"master.{name}", whole[f"model.{name}"]) for name in of(whole, "model")}
+    found = {f"model.{name}": x.float().to(dtype) if dtype == BF16 else x.to(dtype) for name, x in wide.items()}
+    if dtype == BF16:
+        found |= {f"master.{name}": x.float() for name, x in wide.items()}
+    moments = [f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq") for name in wide]
+    return found | {name: whole[name].to(torch.promote_types(dtype, F32)) for name in moments if name in whole}
+
+
+def of(whole, state):
+    return [name.removeprefix(f"{state}.") for name in whole if name.startswith(f"{state}.")]
+
+
+def convert_some(folder, conversions):
+    """Refused on every rank unless it is asked for."""
+    for name, text, dtype in conversions:
+        config, saved_dtype, _ = SOURCES[name]
+        engine, optimizer = built(config, text, dtype, seed=1)
+        said = rf"another precision: model in {saved_dtype} \(here {dtype}\).*load\(\.\.\., convert=True\)"
+        with pytest.raises(ValueError, match=said):
+            checkpoint.load(engine, optimizer, folder / name)
+        checkpoint.load(engine, optimizer, folder / name, convert=True)
+        whole, (counts, options, _) = torch.load(folder / f"{name}.pt", weights_only=True)
+        assert_holds(engine, optimizer, converted(whole, dtype))
+        assert rest_of(engine, optimizer)[:2] == (counts, options)
+
+
+def there_and_back(folder, config, text, through):
+    """From bf16 to fp32 under another layout and back: bit for bit as if nothing had been."""
+    engine, optimizer = built(config, text, BF16)
+    train(engine, optimizer, range(2))
+    whole = whole_state(engine, optimizer)
+    checkpoint.save(engine, optimizer, folder / "there", 2)
+    wide = built(config, through, F32, seed=1)
+    checkpoint.load(*wide, folder / "there", convert=True)
+    assert_holds(*wide, converted(whole, F32))
+    checkpoint.save(*wide, folder / "back", 2)
+    again = built(config, text, BF16, seed=2)
+    checkpoint.load(*again, folder / "back", convert=True)
+    assert_holds(*again, whole)
+    assert train(*again, [2]) == train(engine, optimizer, [2])
+    assert_holds(*again, whole_state(engine, optimizer))
+
+
 def go_on(folder, config, text, dtype=F32):
     """Bit for bit the same whether training was interrupted or not."""
     folder = folder / f"{config.name} {text}"
@@ -207,6 +267,9 @@ def go_on(folder, config, text, dtype=F32):
 def on_four_ranks(folder):
     save_some(folder, [name for name in SOURCES if name != "alone"])
     load_some(folder, [pair for pair in PAIRS if Layout.parse(pair[1]).world_size == 4])
+    convert_some(folder, [one for one in CONVERSIONS if Layout.parse(one[1]).world_size == 4])
+    there_and_back(folder / "dense", DENSE, "dp=2,tp=2,zero=1", "pp=4,accumulation=4")
+    there_and_back(folder / "experts", TIED_MOE, "pp=2,dp=2,ep=2,accumulation=2", "dp=2,tp=2,ep=2,zero=3")
     go_on(folder, GPT, "dp=2,tp=2,zero=1")
     go_on(folder, replace(GPT, tied=True), "pp=2,dp=2,zero=2,accumulation=2")
     go_on(folder, MOE, "dp=2,pp=2,ep=2,accumulation=2")
@@ -214,6 +277,7 @@ def on_four_ranks(folder):
 
 def on_two_ranks(folder):
     load_some(folder, [pair for pair in PAIRS if Layout.parse(pair[1]).world_size == 2])
+    convert_some(folder, [one for one in CONVERSIONS if Layout.parse(one[1]).world_size == 2])
     go_on(folder, DENSE, "dp=2,zero=3", BF16)
     saved_meanwhile(folder / "meanwhile")
     failing(folder / "failing")
@@ -281,6 +345,7 @@ def failing(folder):
 
 def on_one_rank(folder):
     load_some(folder, [pair for pair in PAIRS if Layout.parse(pair[1]).world_size == 1])
+    convert_some(folder, [one for one in CONVERSIONS if Layout.parse(one[1]).world_size == 1])
     engine, optimizer = built(DENSE, "dp=1")
     for wrong, said in [
         ({"step": -1}, "step is -1"),
@@ -295,9 +360,51 @@ def on_one_rank(folder):
         checkpoint.load(engine, optimizer, folder / "none")
     with pytest.raises(ValueError, match=r"of another model: num_layers 2 \(here 4\)"):
         checkpoint.load(engine, optimizer, folder / "moe")
-    with pytest.raises(ValueError, match="is bfloat16 .*required: torch.float32 .*in the same dtype"):
-        checkpoint.load(engine, optimizer, folder / "bf16")
+    checkpoint.save(engine, optimizer, folder / "keys", 1, about={10: "ten", 2: "two"})
+    assert checkpoint.load(engine, optimizer, folder / "keys").about == {"10": "ten", "2": "two"}
+    before_the_first_step(folder / "new")
+    other_optimizers(folder)
     few_bytes_at_a_time(folder)
+
+
+def before_the_first_step(folder):
+    """Without moments too, masters have what rounding would lose; what is rounded twice is rounded alike."""
+    engine, optimizer = built(DENSE, "dp=1", F64)
+    engine.stages["0"].embed.weight.data.fill_(1 + 2**-8 + 2**-40)  # in FP32 between two numbers of bf16, here above
+    whole = whole_state(engine, optimizer)
+    checkpoint.save(engine, optimizer, folder, 0)
+    for text in ("dp=1", "dp=1,zero=1"):
+        other, its_optimizer = built(DENSE, text, BF16, seed=1)
+        checkpoint.load(other, its_optimizer, folder, convert=True)
+        zeros = {f"{key}.{name}": torch.zeros_like(whole[f"model.{name}"]) for key in STATES[:2]
+                 for name in of(whole, "model")}  # fmt: skip
+        assert_holds(other, its_optimizer, converted(whole | zeros, BF16))
+        five_d.step(other, micro_batches(other, 0), its_optimizer)
+
+
+def other_optimizers(folder):
+    """What does not fit is refused before a number is changed."""
+    engine, optimizer = built(DENSE, "dp=1")
+    train(engine, optimizer, range(1))
+    next(iter(optimizer.state.values()))["step"] += 1
+    checkpoint.save(engine, optimizer, folder / "counts", 1)
+    other, its_optimizer = built(DENSE, "dp=1,zero=1", seed=1)
+    train(other, its_optimizer, range(1))
+    before = whole_state(other, its_optimizer)
+    with pytest.raises(ValueError, match=r"parameters have taken \[1, 2\] steps each"):
+        checkpoint.load(other, its_optimizer, folder / "counts")
+    assert_holds(other, its_optimizer, before)
+
+    engine, _ = built(DENSE, "dp=1", BF16)
+    without_masters = torch.optim.AdamW(engine.parameters())
+    with pytest.raises(ValueError, match=r"precision: moments in torch.float32 \(here torch.bfloat16\)"):
+        checkpoint.load(engine, without_masters, folder / "bf16")
+    train(engine, without_masters, range(1))
+    whole = whole_state(engine, without_masters)
+    checkpoint.save(engine, without_masters, folder / "without", 1)
+    other = built(DENSE, "dp=1,zero=1", BF16, seed=1)
+    checkpoint.load(*other, folder / "without", convert=True)
+    assert_holds(*other, converted(whole, BF16))
 
 
 def few_bytes_at_a_time(folder):
@@ -313,6 +420,11 @@ def few_bytes_at_a_time(folder):
     with MemoryTracker(engine, optimizer) as tracker:
         checkpoint.load(engine, optimizer, folder / "small")
     states = 2 * flat
+    assert states < tracker.peak_bytes - tracker.timeline.total_bytes[0] < states + 2 * largest
+    engine, optimizer = built(DENSE, "dp=1,zero=1", BF16)
+    with MemoryTracker(engine, optimizer) as tracker:
+        checkpoint.load(engine, optimizer, folder / "small", convert=True)
+    states = 3 * flat
     assert states < tracker.peak_bytes - tracker.timeline.total_bytes[0] < states + 2 * largest
 
 
@@ -370,6 +482,9 @@ def test_pytorch_reads_it_too_and_each_number_is_written_once(folder):
         dcp.load(theirs, checkpoint_id=path)
     for name, x in whole.items():
         assert torch.equal(alone[name], x) and torch.equal(theirs[name], x), name
+    with pytest.raises(ValueError, match=r"is float32 \(32,\); required: torch.int64 \(32,\)"):
+        whole_numbers = Piece("model.norm.weight", (32,), (0,), torch.zeros(32, dtype=torch.int64))
+        checkpoint_pieces.read(path, checkpoint_files.read_manifest(path), [whole_numbers])
     boxes = [box for stored in checkpoint_files.read_manifest(path)["tensors"].values() for box in stored["boxes"]]
     data = sum(x.nbytes for x in alone.values())
     assert data < sum(on_disk(path)) < data + 2000 * len(boxes)
@@ -438,12 +553,14 @@ def test_no_code_is_run_from_a_file(copy, tmp_path):
     (copy / "raw.distcp").write_bytes(payload)
     torch.save([torch.zeros(32)], copy / "list.distcp")
     torch.save(torch.zeros(33), copy / "large.distcp")
+    torch.save(torch.zeros(32, dtype=F64), copy / "wide.distcp")
     said = "something at byte 0 that is no tensor, and is not read"
     for file, error in [
         ("zip", said),
         ("raw", said),
         ("list", "holds a list at byte 0"),
-        ("large", r"holds a tensor \(33,\) at byte 0, no tensor \(32,\)"),
+        ("large", r"holds a tensor \(33,\) of torch.float32 at byte 0, no tensor \(32,\)"),
+        ("wide", r"holds a tensor \(32,\) of torch.float64 at byte 0, no tensor \(32,\) of torch.float32"),
         ("../none", "no file of it"),
     ]:
 

@@ -1,5 +1,6 @@
 """Checkpoints as files of transformers, which computes the same logits from them; engines filled from such files."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -52,6 +53,20 @@ def import_some(folder, wanted):
         import_safetensors(engine, folder / f"{name}.hf")
         for key, x in full_parameters(engine).items():
             assert torch.equal(x, wanted[name][key]), (name, key)
+    engine = five_d.build(LLAMA, Layout.parse("dp=2,zero=1"), seed=1)
+    missing = folder / ("none" if engine.groups.world.rank() else "llama.hf")
+    with pytest.raises(ValueError, match="none"):  # on both ranks, before one waits for the other
+        import_safetensors(engine, missing)
+
+
+def save_in_bf16(folder):
+    """The model and its masters."""
+    engine = five_d.build(MODELS["gpt"][0], Layout.parse("dp=1"), dtype=torch.bfloat16)
+    optimizer = five_d.make_optimizer(engine)
+    five_d.step(engine, [tuple(torch.randint(97, (2, 1, 16)).unbind(0))], optimizer)
+    checkpoint.save(engine, optimizer, folder, 1)
+    names = five_d.named_parameters(engine)
+    return full_parameters(engine), {name: optimizer.state[param]["master"] for name, param in names.items()}
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +108,17 @@ def test_in_another_dtype_and_refusals(saved, tmp_path):
     export_safetensors(folder / "gpt" / "step-00000003", tmp_path / "bf16", torch.bfloat16)
     found = load_file(tmp_path / "bf16" / "model.safetensors")
     assert torch.equal(found["transformer.wte.weight"], parameters["gpt"]["embed.weight"].bfloat16())
+    files = sorted((folder / "deepseek.hf").glob("*.safetensors"))
+    index = json.loads((folder / "deepseek.hf" / "model.safetensors.index.json").read_text())
+    assert len(files) > 1 and index["metadata"]["total_size"] == sum(
+        x.nbytes for file in files for x in load_file(file).values()
+    )
+    parameters, masters = launch(save_in_bf16, 1, tmp_path / "saved")[0]
+    for dtype, wanted in ((None, parameters), (torch.float32, masters)):
+        out = export_safetensors(tmp_path / "saved", tmp_path / str(dtype), dtype)
+        found = load_file(out / "model.safetensors")["transformer.h.1.mlp.c_proj.weight"]
+        assert torch.equal(found, wanted["blocks.1.mlp.down.weight"].t())
+    assert not torch.equal(found, parameters["blocks.1.mlp.down.weight"].t())
     with pytest.raises(ValueError, match="bf16 is there already"):
         export_safetensors(folder / "gpt", tmp_path / "bf16")
     with pytest.raises(ValueError, match="holds no complete checkpoint"):
