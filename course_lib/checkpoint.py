@@ -300,7 +300,7 @@ def check_model(engine: FiveD, path: Path, manifest: dict) -> None:
 
 def check_precision(engine: FiveD, optimizer: Optimizer | None, path: Path, manifest: dict) -> None:
     """Raises ValueError if parameters, or the optimizer's moments, have another dtype than those that were saved."""
-    here, saved = {"model": engine.pipeline.dtype}, {"model": parameter_dtype(manifest)}
+    here, saved = {"parameters": engine.pipeline.dtype}, {"parameters": parameter_dtype(manifest)}
     moments = [DTYPES[stored["dtype"]] for name, stored in manifest["tensors"].items() if name.startswith("exp_avg.")]
     if optimizer is not None and moments:
         here["moments"], saved["moments"] = state_dtypes(optimizer, engine.pipeline.dtype)["exp_avg"], moments[0]

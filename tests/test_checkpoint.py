@@ -214,7 +214,7 @@ def convert_some(folder, conversions):
     for name, text, dtype in conversions:
         config, saved_dtype, _ = SOURCES[name]
         engine, optimizer = built(config, text, dtype, seed=1)
-        said = rf"another precision: model in {saved_dtype} \(here {dtype}\).*load\(\.\.\., convert=True\)"
+        said = rf"another precision: parameters in {saved_dtype} \(here {dtype}\).*load\(\.\.\., convert=True\)"
         with pytest.raises(ValueError, match=said):
             checkpoint.load(engine, optimizer, folder / name)
         checkpoint.load(engine, optimizer, folder / name, convert=True)
@@ -380,6 +380,17 @@ def before_the_first_step(folder):
                  for name in of(whole, "model")}  # fmt: skip
         assert_holds(other, its_optimizer, converted(whole | zeros, BF16))
         five_d.step(other, micro_batches(other, 0), its_optimizer)
+
+    engine, optimizer = built(DENSE, "dp=1", BF16)  # and where one parameter has taken no step, its master is itself
+    train(engine, optimizer, range(1))
+    wanted, embedding = whole_state(engine, optimizer), engine.stages["0"].embed.weight
+    wanted |= {f"{key}.embed.weight": torch.zeros_like(embedding, dtype=F32) for key in STATES[:2]}
+    wanted["master.embed.weight"] = embedding.detach().float()
+    del optimizer.state[embedding]
+    checkpoint.save(engine, optimizer, folder, 1)
+    other = built(DENSE, "dp=1,zero=1", BF16, seed=1)
+    checkpoint.load(*other, folder)
+    assert_holds(*other, wanted)
 
 
 def other_optimizers(folder):
