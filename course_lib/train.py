@@ -104,7 +104,9 @@ def train(
     first_step = resume(engine, optimizer, checkpoints, plan) if checkpoints else 0
     losses, step_s, text_T, stopped_by = [], [], data.tokens(), 0
     if may_stop := checkpoints is not None and stop is not None:
+        group = checkpoint.wait_for_earlier(engine)
         stop.listen()
+        dist.barrier(group)  # else a signal to all could end a rank that is late, and with it the others in their step
     say(start_text(engine, plan, first_step))
     for step in range(first_step, plan.steps):
         start_s = time.perf_counter()

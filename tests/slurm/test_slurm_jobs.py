@@ -191,15 +191,24 @@ def wait_for_output(kernel, text):
         assert message["msg_type"] != "error", message["content"]
 
 
-def test_the_batch_script_trains_four_ranks_on_two_nodes(tmp_path):
+def test_the_batch_script_trains_four_ranks_on_two_nodes_stops_when_slurm_asks_and_goes_on(tmp_path):
     shutil.copy(ROOT / "course_lib" / "templates" / "train.sbatch", tmp_path)
-    done = run_in(tmp_path, ["sbatch", "--wait", "train.sbatch"], PYTHON=sys.executable, STEPS="4")
-    (log,) = tmp_path.glob("course-train-*.log")
-    text = log.read_text()
-    assert done.returncode == 0, text
+    with start_in(tmp_path, ["sbatch", "--wait", "train.sbatch"], PYTHON=sys.executable, STEPS="1000000") as waits:
+        until_a_log_says("starts anew", tmp_path, waits)
+        job = queue("--format=%A").strip()
+        subprocess.run(["scancel", "--signal=TERM", job], check=True)  # as --signal=TERM@120 does, to the steps alone
+        assert waits.wait(60) != 0
+    text = (tmp_path / f"course-train-{job}.log").read_text()
     assert "started by torchrun" in text and "toy on 4 ranks (dp=2,tp=2,zero=1)" in text, text
-    assert re.findall(r"^[01]: step 4 of 4: loss", text, re.MULTILINE), text  # either node may have rank 0
-    assert [path.name for path in Path(tmp_path, "checkpoints", "course-train").iterdir()] == ["step-00000004"]
+    (done,) = re.findall(r"^[01]: stopped by SIGTERM after step (\d+) of 1000000", text, re.MULTILINE)
+    checkpoints, last = Path(tmp_path, "checkpoints", "course-train"), int(done) + 2
+    assert f"step-{int(done):08d}" in [path.name for path in checkpoints.iterdir()], text
+    again = run_in(tmp_path, ["sbatch", "--wait", "train.sbatch"], PYTHON=sys.executable, STEPS=str(last))
+    (log,) = set(tmp_path.glob("course-train-*.log")) - {tmp_path / f"course-train-{job}.log"}
+    text = log.read_text()
+    assert again.returncode == 0 and f"goes on at step {done} from its checkpoint" in text, text
+    assert re.findall(rf"^[01]: step {last} of {last}: loss", text, re.MULTILINE), text  # either node may have rank 0
+    assert f"step-{last:08d}" in [path.name for path in checkpoints.iterdir()]
 
 
 def test_srun_alone_starts_the_same_trainer(tmp_path):
@@ -213,3 +222,17 @@ def test_srun_alone_starts_the_same_trainer(tmp_path):
 def run_in(folder, command, **variables):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def start_in(folder, command, **variables):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
+
+
+def until_a_log_says(text, folder, process, within_s=120):
+    """Waits; `process` ends when the job does."""
+    give_up, said = time.monotonic() + within_s, ""
+    while text not in said:
+        assert process.poll() is None and time.monotonic() < give_up, said
+        time.sleep(0.1)
+        said = "".join(log.read_text() for log in folder.glob("*.log"))
