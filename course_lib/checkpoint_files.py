@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 FORMAT = 1
 MANIFEST, PARTIAL = "manifest.json", ".partial"
+SAID = {"step": int, "layout": dict, "model": dict, "optimizer": dict, "about": dict, "files": dict, "tensors": dict}
 
 Result = TypeVar("Result")
 
@@ -184,6 +185,8 @@ def read_manifest(checkpoint: Path) -> dict:
         raise ValueError(f"{path} is damaged: its checksum is not that of what it says. {advice(checkpoint)}")
     if manifest.get("format") != FORMAT:
         raise ValueError(f"{path} has format {manifest.get('format')}; this version of the course reads {FORMAT}")
+    if missing := [name for name, kind in SAID.items() if not isinstance(manifest.get(name), kind)]:
+        raise ValueError(f"{path} does not say what it should of {', '.join(missing)}. {advice(checkpoint)}")
     if outside := [name for name in manifest["files"] if Path(name).name != name]:
         raise ValueError(f"{path} names files that are not in its folder: {outside}. {advice(checkpoint)}")
     return manifest

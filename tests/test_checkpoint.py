@@ -587,7 +587,12 @@ def test_no_code_is_run_from_a_file(copy, tmp_path):
     forge(copy, lambda manifest: manifest.pop("format"))
     with pytest.raises(ValueError, match="has format None"):
         read_alone(copy)
-    manifest = {"format": 1, "files": {"../step-00000001/manifest.json": {}}}
+    manifest = {"format": 1, "files": {"../step-00000001/manifest.json": {}}, "step": 1, "tensors": []}
+    manifest |= {name: {} for name in ("layout", "model", "optimizer", "about")}
+    (copy / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint_files.digest(manifest)}))
+    with pytest.raises(ValueError, match="does not say what it should of tensors"):
+        read_alone(copy)
+    manifest["tensors"] = {}
     manifest["sha256"] = checkpoint_files.digest(manifest)
     (copy / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="names files that are not in its folder"):
