@@ -193,22 +193,36 @@ def wait_for_output(kernel, text):
 
 def test_the_batch_script_trains_four_ranks_on_two_nodes_stops_when_slurm_asks_and_goes_on(tmp_path):
     shutil.copy(ROOT / "course_lib" / "templates" / "train.sbatch", tmp_path)
-    with start_in(tmp_path, ["sbatch", "--wait", "train.sbatch"], PYTHON=sys.executable, STEPS="1000000") as waits:
-        until_a_log_says("starts anew", tmp_path, waits)
-        job = queue("--format=%A").strip()
-        subprocess.run(["scancel", "--signal=TERM", job], check=True)  # as --signal=TERM@120 does, to the steps alone
-        assert waits.wait(60) != 0
-    text = (tmp_path / f"course-train-{job}.log").read_text()
+    job, log = submit(tmp_path, STEPS="1000000")
+    give_up = time.monotonic() + 120
+    while "starts anew" not in (log.read_text() if log.exists() else ""):
+        assert queue() and time.monotonic() < give_up, log.read_text()
+        time.sleep(0.1)
+    subprocess.run(["scancel", "--signal=TERM", job], check=True)  # as --signal=TERM@120 does, to the steps alone
+    until_queue_is_empty(60)
+    text = log.read_text()
+    assert state_of(job) == "FAILED", text
     assert "started by torchrun" in text and "toy on 4 ranks (dp=2,tp=2,zero=1)" in text, text
     (done,) = re.findall(r"^[01]: stopped by SIGTERM after step (\d+) of 1000000", text, re.MULTILINE)
     checkpoints, last = Path(tmp_path, "checkpoints", "course-train"), int(done) + 2
     assert f"step-{int(done):08d}" in [path.name for path in checkpoints.iterdir()], text
-    again = run_in(tmp_path, ["sbatch", "--wait", "train.sbatch"], PYTHON=sys.executable, STEPS=str(last))
-    (log,) = set(tmp_path.glob("course-train-*.log")) - {tmp_path / f"course-train-{job}.log"}
+    job, log = submit(tmp_path, STEPS=str(last))
+    until_queue_is_empty(120)
     text = log.read_text()
-    assert again.returncode == 0 and f"goes on at step {done} from its checkpoint" in text, text
+    assert state_of(job) == "COMPLETED" and f"goes on at step {done} from its checkpoint" in text, text
     assert re.findall(rf"^[01]: step {last} of {last}: loss", text, re.MULTILINE), text  # either node may have rank 0
     assert f"step-{last:08d}" in [path.name for path in checkpoints.iterdir()]
+
+
+def submit(folder, **variables):
+    """(number, log) of the batch script as a job. `sbatch --wait` would look only every half minute in the end."""
+    done = run_in(folder, ["sbatch", "--parsable", "train.sbatch"], PYTHON=sys.executable, **variables)
+    return done.stdout.strip(), folder / f"course-train-{done.stdout.strip()}.log"
+
+
+def state_of(job):
+    done = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, check=True)
+    return re.search(r"\bJobState=(\w+)", done.stdout).group(1)
 
 
 def test_srun_alone_starts_the_same_trainer(tmp_path):
@@ -222,17 +236,3 @@ def test_srun_alone_starts_the_same_trainer(tmp_path):
 def run_in(folder, command, **variables):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-
-
-def start_in(folder, command, **variables):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
-
-
-def until_a_log_says(text, folder, process, within_s=120):
-    """Waits; `process` ends when the job does."""
-    give_up, said = time.monotonic() + within_s, ""
-    while text not in said:
-        assert process.poll() is None and time.monotonic() < give_up, said
-        time.sleep(0.1)
-        said = "".join(log.read_text() for log in folder.glob("*.log"))
