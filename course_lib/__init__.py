@@ -114,6 +114,7 @@ A file imports from its own part and from the parts above it, never from one bel
 5. Time and clusters without hardware
     checkpoint_files.py    folders of checkpoints: complete or not there, and found to be whole
     checkpoint_pieces.py   pieces to files through torch.distributed.checkpoint; no code is run from a file
+    checkpoint_optimizer.py  what a checkpoint has of an optimizer: moments, masters, counts of steps, learning rates
     checkpoint.py          an engine's state saved under one layout and loaded under any other, while training goes on
     checkpoint_export.py   checkpoints to the files of transformers, and an engine from them
     export.py              the choices of a run as configs of Accelerate and DeepSpeed
