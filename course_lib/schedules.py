@@ -20,6 +20,7 @@ run, simulator.py clocks it, and parallel/pipeline.py runs it on real ranks.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from course_lib.instructions import Instruction, Schedule, loop_placement, v_placement
 from course_lib.instructions import from_lists as from_lists  # so that one import serves
@@ -227,6 +228,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
+@lru_cache(maxsize=8, typed=True)  # typed: True is not 1
 def make(name: str, pp: int, num_micro_batches: int, v: int = 1) -> Schedule:
     """The schedule of that name. v, the stages of a rank, is a choice of "interleaved" alone.
 

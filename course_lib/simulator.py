@@ -11,9 +11,9 @@ transfer between ranks takes transfer_s, during which both compute on; transfers
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
-from course_lib.instructions import Instruction, Schedule, needs
+from course_lib.instructions import OPS, Instruction, Schedule, needs
 from course_lib.schedule_check import check, runnable_order
 from course_lib.timing import Span
 
@@ -199,16 +199,16 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
 
     Raises   ValueError if it cannot run (schedule_check says why), its pairs not as one, or costs do not fit its stages
     """
-    check(schedule)
-    costs.check(schedule.num_stages)
-    order, _ = runnable_order(schedule, joint=costs.pair_s is not None)
-    _check_all_ran(schedule, {one for _, group in order for one in group})
+    order, num_stages = _order(schedule, joint=costs.pair_s is not None), schedule.num_stages
+    costs.check(num_stages)
+    seconds = {(op, stage): costs.seconds(Instruction(op, 0, stage)) for op in OPS for stage in range(num_stages)}
+    crossing_s = {None: 0.0} | {stage: _of_stage(costs.transfer_s, stage) for stage in range(num_stages - 1)}
     sent_s: dict[Instruction, float] = {}
     rows: list[list[Span]] = [[] for _ in range(schedule.pp)]
-    for rank, group in order:
+    for rank, group, awaited in order:
         free_s = rows[rank][-1].stop_s if rows[rank] else 0.0
-        start_s = max([free_s, *_arrivals(group, sent_s, schedule, costs)])
-        durations = [costs.seconds(instruction) for instruction in group]
+        start_s = max([free_s, *(sent_s[need] + crossing_s[boundary] for need, boundary in awaited)])
+        durations = [seconds[instruction.op, instruction.stage] for instruction in group]
         if len(group) == 2:
             durations = [costs.pair_s * duration / (sum(durations) or 1.0) for duration in durations]
         for instruction, duration in zip(group, durations):
@@ -216,6 +216,15 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
             start_s += duration
         sent_s.update(dict.fromkeys(group, start_s))
     return Simulation(schedule, costs, tuple(map(tuple, rows)))
+
+
+@lru_cache(maxsize=8)
+def _order(schedule: Schedule, joint: bool) -> list[tuple[int, tuple[Instruction, ...], list]]:
+    """An order that can be: (rank, what runs as one, what that awaits). The same whatever it costs, so kept."""
+    check(schedule)
+    order, _ = runnable_order(schedule, joint)
+    _check_all_ran(schedule, {one for _, group in order for one in group})
+    return [(rank, group, list(_awaited(group, schedule))) for rank, group in order]
 
 
 def _check_all_ran(schedule: Schedule, ran: set[Instruction]) -> None:
@@ -229,17 +238,13 @@ def _check_all_ran(schedule: Schedule, ran: set[Instruction]) -> None:
         )
 
 
-def _arrivals(
-    group: Sequence[Instruction], sent_s: dict[Instruction, float], schedule: Schedule, costs: Costs
-) -> Iterator[float]:
-    """When that which a group needs is on its rank."""
+def _awaited(group: Sequence[Instruction], schedule: Schedule) -> Iterator[tuple[Instruction, int | None]]:
+    """What a group needs, each with the boundary between stages that it crosses to another rank, or None."""
     for instruction in group:
         for need in needs(instruction, schedule):
-            if need in group:
-                continue
-            same_rank = schedule.rank_of_stage[need.stage] == schedule.rank_of_stage[instruction.stage]
-            boundary = min(need.stage, instruction.stage)
-            yield sent_s[need] + (0.0 if same_rank else _of_stage(costs.transfer_s, boundary))
+            if need not in group:
+                same_rank = schedule.rank_of_stage[need.stage] == schedule.rank_of_stage[instruction.stage]
+                yield need, None if same_rank else min(need.stage, instruction.stage)
 
 
 # --- text

@@ -108,7 +108,10 @@ class Flat:
         return padded(self.numel, self.ranks)
 
 
-def flats_of(config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0, itemsize: int = 2) -> list[Flat]:
+@lru_cache(maxsize=256)  # a layout asks several times for each of its ranks
+def flats_of(
+    config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0, itemsize: int = 2
+) -> tuple[Flat, ...]:
     """What ZeRO shards on a rank, by stage and kind: buckets in stages 1 and 2, units in stage 3; in 0 all at once.
 
     itemsize   bytes of a parameter: a bucket closes once it has its size
@@ -124,7 +127,7 @@ def flats_of(config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int
                 sizes = [size for unit in group for size in tensor_sizes(unit, kind, config, layout)]
                 buckets = bucketed(sizes, itemsize) if layout.zero in (1, 2) else [sizes] if sizes else []
                 flats += [Flat(stage, label, kind, tuple(bucket), ranks) for bucket in buckets]
-    return flats
+    return tuple(flats)
 
 
 def kind_of(name: str, config: ModelConfig, layout: Layout) -> str:
