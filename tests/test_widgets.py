@@ -182,8 +182,8 @@ def test_what_cannot_be_is_said_in_place_of_the_last_picture():
         return b"png", f"<i>{size.value}</i>"
 
     _, text, image = parts.picture_panel([size], predict).children
-    assert (text.value, image.value, image.layout.display) == ("<i>1</i>", b"png", None)
+    assert "<i>1</i>" in text.value and (image.value, image.layout.display) == (b"png", None)
     size.value = 2
     assert "Not possible" in text.value and "2 &lt; 3" in text.value and image.layout.display == "none"
     size.value = 3
-    assert (text.value, image.layout.display) == ("<i>3</i>", None)
+    assert "<i>3</i>" in text.value and "Not possible" not in text.value and image.layout.display is None

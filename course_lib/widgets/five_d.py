@@ -40,7 +40,7 @@ RECIPE = "bf16-master"  # on GPUs
 TOYS = ("toy", "toy-moe")  # predicted in FP32 on a CPU, as they are measured
 RECOMPUTE = ["none", "selective", "full"]
 NOTHING = "your own"
-KEPT = [("all tokens", False), ("mine, with SP", True)]  # of what a matrix read
+KEPT = [("all tokens", False), ("own tokens (SP), gathered again", True)]  # of what a matrix reads, for backward
 LAYERS = [("evenly", False), ("one less at both ends", True)]
 
 
@@ -264,14 +264,14 @@ def five_d_explorer(start: FiveDChoice | None = None) -> widgets.VBox:
         "micro_batch": parts.slider("micro-batch", parts.powers_of_two(1, 16), start.micro_batch),
         "accumulation": parts.slider("accumulation", sizes_up_to(512, 120), start.accumulation),
         "recompute": parts.choice("recomputation", RECOMPUTE, start.recompute),
+        "regather": parts.choice("inputs kept", KEPT, start.regather),
         "dp": parts.slider("dp", sizes_up_to(2048), start.dp),
         "cp": parts.slider("cp", sizes_up_to(64), start.cp),
         "tp": parts.slider("tp", sizes_up_to(64), start.tp),
         "sequence_parallel": parts.choice("SP", [("no", False), ("yes", True)], start.sequence_parallel),
-        "regather": parts.choice("for backward keep", KEPT, start.regather),
         "pp": parts.slider("pp", sizes_up_to(64), start.pp),
         "schedule": parts.choice("schedule", list(SCHEDULES), start.schedule),
-        "v": parts.slider("stages a rank (v)", range(1, 9), start.v),
+        "v": parts.slider("stages a rank", range(1, 9), start.v),
         "fewer_at_ends": parts.choice("layers", LAYERS, start.fewer_at_ends),
         "ep": parts.slider("ep", sizes_up_to(256), start.ep),
         "zero": parts.slider("ZeRO stage", [(f"{stage}", stage) for stage in range(4)], start.zero),

@@ -1,4 +1,4 @@
-"""A chapter in JupyterLab in a headless browser: all cells run, a slider is moved, the picture changes."""
+"""Chapters in JupyterLab in a headless browser: cells run, controls are moved, pictures and text follow."""
 
 import os
 from pathlib import Path
@@ -11,6 +11,11 @@ pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parents[2]
 ERROR_OUTPUT = '.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.error"]'
+CUT_OFF = """labels => labels.filter(label => {
+    const text = document.createRange();
+    text.selectNodeContents(label);
+    return text.getBoundingClientRect().width > label.getBoundingClientRect().width;
+}).map(label => label.textContent)"""
 PICTURE_BYTES = """async image => {
     const data = new Uint8Array(await (await fetch(image.src)).arrayBuffer());
     const sum = data.reduce((a, b) => (a * 31 + b) % 1000000007, 7);
@@ -88,10 +93,21 @@ def wait_for_other_pictures(page, before: list[dict], limit_s: float = 20) -> li
     raise AssertionError(f"no picture changed within {limit_s:.0f} s")
 
 
-def move_slider(page, label: str, key: str = "ArrowRight") -> str:
-    """Move the slider with that label by one step, as with the keyboard; returns what it then reads."""
+def control_row(page, label: str):
+    """The control with that label, scrolled into view."""
     row = page.locator(".widget-inline-hbox", has=page.locator(f'.widget-label:text-is("{label}")')).first
     row.scroll_into_view_if_needed()
+    return row
+
+
+def choose(page, label: str, option: str) -> None:
+    """Choose from the list with that label."""
+    control_row(page, label).locator("select").select_option(label=option)
+
+
+def move_slider(page, label: str, key: str = "ArrowRight") -> str:
+    """Move the slider with that label by one step, as with the keyboard; returns what it then reads."""
+    row = control_row(page, label)
     before = row.locator(".widget-readout").inner_text()
     row.locator(".noUi-handle").press(key)
     page.wait_for_timeout(50)
@@ -142,3 +158,31 @@ def test_a_chapter_runs_in_the_browser_and_its_picture_follows_a_slider(lab, pag
     after = wait_for_other_pictures(page, before)
     screenshot(page, f"{stem}_after")
     assert len(after) == len(before) and sum(a != b for a, b in zip(after, before)) == 1
+
+
+def test_the_explorer_of_layouts_follows_each_kind_of_control_and_measures(lab, page):
+    notebook = nbformat.read(ROOT / "notebooks" / "10_five_d.ipynb", as_version=4)
+    notebook.cells = [cell for cell in notebook.cells if cell.id in ("setup", "widget")]
+    run_all_cells(page, lab, put_notebook(lab, notebook), limit_s=60)
+    page.wait_for_selector("text=/Predicted: the fullest rank needs/")
+    before = wait_for_other_pictures(page, [])
+    assert len(before) == 1 and before[0]["width"] > 800
+    assert page.locator(".widget-label").evaluate_all(CUT_OFF) == []
+    choose(page, "layout of", "one laptop (toy), 8 ranks")
+    page.wait_for_selector("text=/^dp=2,tp=2,pp=2,ep=2.* 8 ranks on 1 node.* press Measure/")
+    toy = wait_for_other_pictures(page, before)
+    screenshot(page, "layouts")
+    choose(page, "inputs kept", "own tokens (SP), gathered again")
+    page.wait_for_selector("text=/^dp=2.*regather=true/")
+    assert len(gathered := wait_for_other_pictures(page, toy)) == 1
+    assert move_slider(page, "dp", "ArrowLeft") == "1"
+    page.wait_for_selector("text=/^Not possible.* ep .* nearest/")
+    assert wait_for_other_pictures(page, gathered) == []  # nothing is shown of what cannot be
+    assert move_slider(page, "ep", "ArrowLeft") == "1"
+    fewer = wait_for_other_pictures(page, [])
+    assert len(fewer) == 1 and fewer not in (toy, gathered)
+    page.locator('button:text-is("Measure")').click()
+    page.wait_for_selector("text=/Measured in .* on 4 ranks.*regather=true.* to the byte, on all 4/")
+    measured = wait_for_other_pictures(page, fewer)
+    assert measured[0] == fewer[0] and len(measured) == 2
+    screenshot(page, "layouts_measured")
