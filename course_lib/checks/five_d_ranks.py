@@ -21,6 +21,7 @@ SMALL = replace(MOE, name="small-moe", num_layers=1, d_model=16, num_heads=4, nu
 SMALL = replace(SMALL, moe=replace(MOE.moe, num_experts=4, d_expert=8, balancing="none"))
 KINDS = ("matrices", "norms", "experts")
 LAYOUTS = ("dp=2,tp=2,sequence_parallel=true", "dp=2,tp=2", "dp=4,ep=2", "dp=2,cp=2,ep=2")
+DIVIDED = "{} times too short; each rank's loss is a share of the mean already, nothing is divided"
 
 
 # ------------------------------------------------------------------------------------ 5. a combination, mended
@@ -37,18 +38,26 @@ def check_combined_sums(answer, rng):
             for name, grad in sorted(want.items(), key=lambda item: _kind_of(item[0], layout)):
                 kind = _kind_of(name, layout)
                 wrong = {said: by_rule[rule][name] for rule, said in _believed(kind, layout).items()}
+                wrong |= {DIVIDED.format(by): grad / by for by in (2, 4)}
                 where = f"{text}, rank {rank}: the gradient of {name} ({kind})"
                 expect_close(by_rule["answer"][name], grad, where, wrong, atol=1e-8)
 
 
 def _believed(kind: str, layout: Layout) -> dict[str, str]:
-    said = {"averaged": "these are averages; each rank's loss is a share of the mean already, nothing is divided"}
+    said = {}
     if kind == "norms" and layout.sequence_parallel:
         said |= {"norms not over tp": "under SP each rank of tp ran its own tokens alone through it; they are missing"}
     if kind == "norms" and not layout.sequence_parallel:
         said |= {"norms always over tp": "tp times too long: without SP every rank of tp has the whole gradient"}
     if kind == "experts" and layout.ep > 1:
-        said |= {"experts over data": "summed with the gradients of other experts: those that share the layer with me"}
+        said |= {
+            "experts over data": "summed with the gradients of other experts: those that share the layer with me",
+            "experts over ep": "the ranks of ep brought their tokens already, and have other experts",
+        }
+    if kind == "experts":
+        said |= {"experts not summed": "the ranks of expert_dp ran other tokens through the same experts; add theirs"}
+    if kind != "norms" and layout.sequence_parallel:
+        said |= {"all over tp": "cut over tp: the other ranks of tp have another part, whose gradient is another"}
     if kind == "matrices" and layout.cp > 1:
         said |= {"over dp alone": "the tokens of the other ranks of cp are missing"}
     return said
@@ -60,24 +69,29 @@ def _kind_of(name: str, layout: Layout) -> str:
     return "norms" if layout.tp > 1 and ("norm" in name or "router" in name) else "matrices"
 
 
+OF_EXPERTS = {  # mistakes about experts alone
+    "experts over data": lambda groups: [groups.data],
+    "experts over ep": lambda groups: [groups.ep],
+    "experts not summed": lambda groups: [],
+}
+
+
 def _by_rule(rule: str) -> Callable:
     """The sums of the package, with one mistake."""
 
     def sum_all(of_kind: dict[str, list[Tensor]], groups, layout: Layout) -> None:
         for kind, grads in of_kind.items():
             over = [groups.data]
-            if kind == "experts" and rule != "experts over data":
-                over = [groups.expert_dp]
-            elif rule == "over dp alone" and kind != "experts":
+            if kind == "experts":
+                over = OF_EXPERTS.get(rule, lambda groups: [groups.expert_dp])(groups)
+            elif rule == "over dp alone":
                 over = [groups.dp]
             over_tp = layout.sequence_parallel or rule == "norms always over tp"
-            if kind == "norms" and over_tp and rule != "norms not over tp":
+            if rule == "all over tp" or (kind == "norms" and over_tp and rule != "norms not over tp"):
                 over.append(groups.tp)
             for grad in grads:
                 for group in over:
                     comm.all_reduce_(grad, group)
-                if rule == "averaged":
-                    grad /= over[0].size()
 
     return sum_all
 
@@ -129,41 +143,62 @@ def _one_process(config: ModelConfig, layout: Layout, seed: int) -> dict[str, Te
 @grader
 def check_norm(answer, rng):
     """The length of the whole gradient, from what four ranks of a layout hold."""
-    for text in ("dp=2,tp=2,sequence_parallel=true", "dp=4,ep=2"):
-        layout, seed, size = Layout.parse(text), fresh_seed(rng), rng.randrange(3, 8)
+    without_sp = rng.choice(["cp=2,tp=2", "dp=2,tp=2"])
+    texts = ["dp=2,tp=2,sequence_parallel=true", without_sp, rng.choice(["dp=4,ep=4", "dp=4,ep=2"]), "dp=2,cp=2,ep=2"]
+    seed, size = fresh_seed(rng), rng.randrange(3, 8)
+    results = run_ranks(_norms_on_this_rank, WORLD, answer, texts, seed, size)
+    for index, text in enumerate(texts):
+        layout = Layout.parse(text)
         held = [_held(rank, layout, seed, size) for rank in range(WORLD)]
-        want = _norm(held, layout, _copies)
-        believed = {
-            "what several ranks hold is counted as often": _norm(held, layout, lambda kind, layout: 1),
-            "norms are on the ranks of tp as well, and counted there again": _norm(held, layout, _without_tp),
-            "an expert is on expert_dp ranks, not on all of data": _norm(held, layout, _experts_as_rest),
-            "lengths do not add up; their squares do": torch.stack(
-                [
-                    torch.stack([g.square().sum() / _copies(k, layout) for k, g in one.items()]).sum().sqrt()
-                    for one in held
-                ]
-            ).sum(),
-            "the square of the length": want**2,
-            "of this rank's part alone; the other parts are on other ranks": None,
-        }
-        for rank, got in enumerate(run_ranks(_norm_on_this_rank, WORLD, answer, text, seed, size)):
+        want, believed = _norm(held, layout, _copies), _believed_of_norm(held, layout)
+        for rank, of_layouts in enumerate(results):
+            got = of_layouts[index]
             if not isinstance(got, Tensor):
                 fail(f"{text}: return a tensor of one number, as torch's sum and sqrt give; it is {got!r}")
-            mine = sum(grad.square().sum() / _copies(kind, layout) for kind, grad in held[rank].items()).sqrt()
-            wrong = {said: mine if value is None else value for said, value in believed.items()}
+            mine = _norm(held[rank : rank + 1], layout, _copies)
+            wrong = believed | {"of this rank's part alone; the other parts are on other ranks": mine}
             expect_close(got, want, f"{text}, rank {rank}: the length", wrong)
+
+
+def _believed_of_norm(held: list[dict[str, Tensor]], layout: Layout) -> dict[str, Tensor]:
+    """What each mistake gives. The layout with SP comes first: who is right there and not without has read it of SP."""
+    without_tp = "norms are on the ranks of tp as well, and counted there again"
+    if layout.tp > 1 and not layout.sequence_parallel:
+        without_tp = (
+            "norms and routers are whole on every rank of tp, whether or not the stream is cut; "
+            "sequence parallelism only says over whom their gradient is summed"
+        )
+    by_copies = {
+        "what several ranks hold is counted as often": lambda kind, layout: 1,
+        without_tp: lambda kind, layout: layout.data_size if kind == "norms" else _copies(kind, layout),
+        "an expert is on expert_dp ranks, not on all of data": lambda kind, layout: (
+            layout.data_size if kind == "experts" else _copies(kind, layout)
+        ),
+        "ep says over how many ranks the experts are spread; the same ones are on expert_dp": lambda kind, layout: (
+            layout.ep if kind == "experts" else _copies(kind, layout)
+        ),
+        "experts are cut over tp, as matrices are: ranks of tp hold other parts": lambda kind, layout: (
+            layout.expert_dp * layout.tp if kind == "experts" else _copies(kind, layout)
+        ),
+        "not all that a rank holds is on every rank: each kind has its own number of copies": lambda kind, layout: (
+            layout.world_size
+        ),
+        "ranks of cp have the same parameters too: data is dp times cp": lambda kind, layout: (
+            _copies(kind, layout) if kind == "experts" else _copies(kind, layout) // layout.cp
+        ),
+    }
+    parts = [[(g.square().sum(), _copies(kind, layout)) for kind, g in one.items()] for one in held]
+    return {said: _norm(held, layout, copies) for said, copies in by_copies.items()} | {
+        "lengths do not add up; their squares do": sum(sum(s / n for s, n in one).sqrt() for one in parts),
+        "each number is divided by its copies, and squared after that; divide the squares": sum(
+            s / n**2 for one in parts for s, n in one
+        ).sqrt(),
+        "the square of the length": _norm(held, layout, _copies) ** 2,
+    }
 
 
 def _copies(kind: str, layout: Layout) -> int:
     return {"norms": layout.data_size * layout.tp, "experts": layout.expert_dp}.get(kind, layout.data_size)
-
-
-def _without_tp(kind: str, layout: Layout) -> int:
-    return layout.expert_dp if kind == "experts" else layout.data_size
-
-
-def _experts_as_rest(kind: str, layout: Layout) -> int:
-    return layout.data_size if kind == "experts" else _copies(kind, layout)
 
 
 def _norm(held: list[dict[str, Tensor]], layout: Layout, copies: Callable) -> Tensor:
@@ -178,6 +213,10 @@ def _held(rank: int, layout: Layout, seed: int, size: int) -> dict[str, Tensor]:
     return {kind: torch.randn(size, 3, generator=generator, dtype=torch.float64) for kind, generator in draw.items()}
 
 
-def _norm_on_this_rank(answer: Callable, text: str, seed: int, size: int) -> Tensor:
-    layout, rank = Layout.parse(text), torch.distributed.get_rank()
-    return answer(_held(rank, layout, seed, size), layout, torch.distributed.group.WORLD)
+def _norms_on_this_rank(answer: Callable, texts: list[str], seed: int, size: int) -> list[Tensor]:
+    layouts, rank, world = (
+        [Layout.parse(text) for text in texts],
+        torch.distributed.get_rank(),
+        torch.distributed.group.WORLD,
+    )
+    return [answer(_held(rank, layout, seed, size), layout, world) for layout in layouts]

@@ -39,6 +39,42 @@ def expert_dp_is_ep(rank, sizes, ep):
     return right | {"expert_dp": right["ep"]}
 
 
+def ep_of_the_world(rank, sizes, ep):
+    _, right = _groups(rank, sizes, ep)
+    return right | {"ep": [other for other in range(math.prod(sizes.values())) if other // ep == rank // ep]}
+
+
+def ep_along_the_inner_axis(rank, sizes, ep):
+    mesh, right = _groups(rank, sizes, ep)
+    return right | {"ep": mesh.ranks_along([axis for axis in sizes if axis in ("dp", "cp")][1], rank)}
+
+
+def ep_dealt_out(rank, sizes, ep):
+    _, right = _groups(rank, sizes, ep)
+    data = right["data"]
+    return right | {"ep": data[data.index(rank) // ep :: len(data) // ep]}
+
+
+def dp_always_outside_cp(rank, sizes, ep):
+    mesh, right = _groups(rank, sizes, ep)
+    return right | {"data": [other for dp in mesh.ranks_along("dp", rank) for other in mesh.ranks_along("cp", dp)]}
+
+
+def order_as_usual(rank, sizes, ep):
+    return Mesh(**sizes).members(rank, ep)
+
+
+def data_over_pp(rank, sizes, ep):
+    mesh, right = _groups(rank, sizes, ep)
+    tp = mesh.coordinates(rank)["tp"]
+    return right | {"data": [other for other in range(mesh.world_size) if mesh.coordinates(other)["tp"] == tp]}
+
+
+def expert_dp_by_run(rank, sizes, ep):
+    _, right = _groups(rank, sizes, ep)
+    return right | {"expert_dp": right["data"][right["data"].index(rank) // ep :: ep]}
+
+
 # ------------------------------------------------------------------------------------ 2. whose gradient
 def _summed(kind, rank, layout):
     members = layout.mesh.members(rank, layout.ep)
@@ -87,6 +123,28 @@ def experts_over_ep(kind, rank, layout):
     return members["ep"] if kind == "experts" else right
 
 
+def matrices_over_tp(kind, rank, layout):
+    right, _, everyone = _summed(kind, rank, layout)
+    return everyone if kind == "matrices" else right
+
+
+def experts_over_tp(kind, rank, layout):
+    right, members, _ = _summed(kind, rank, layout)
+    if kind != "experts" or not layout.sequence_parallel:
+        return right
+    return [one for other in members["tp"] for one in layout.mesh.members(other, layout.ep)["expert_dp"]]
+
+
+def norms_over_the_world(kind, rank, layout):
+    right, _, _ = _summed(kind, rank, layout)
+    return range(layout.world_size) if kind == "norms" and layout.sequence_parallel else right
+
+
+def all_but_me(kind, rank, layout):
+    right, _, _ = _summed(kind, rank, layout)
+    return [other for other in right if other != rank]
+
+
 # ------------------------------------------------------------------------------------ 3. a pipeline or ZeRO-3
 def _pipeline(micro_batches, tokens, d_model, itemsize):
     return 2 * micro_batches * tokens * d_model * itemsize
@@ -130,6 +188,32 @@ def own_piece_sent(p, micro_batches, tokens, d_model, numel, itemsize):
     return _pipeline(micro_batches, tokens, d_model, itemsize), micro_batches // p * 3 * numel * itemsize
 
 
+def reduced_once(p, micro_batches, tokens, d_model, numel, itemsize):
+    zero3 = _zero3(p, micro_batches // p, numel, itemsize, 2) + _zero3(p, 1, numel, itemsize, 1)
+    return _pipeline(micro_batches, tokens, d_model, itemsize), zero3
+
+
+def all_reduced(p, micro_batches, tokens, d_model, numel, itemsize):
+    return _pipeline(micro_batches, tokens, d_model, itemsize), _zero3(p, micro_batches // p, numel, itemsize, 4)
+
+
+def received_as_well(p, micro_batches, tokens, d_model, numel, itemsize):
+    return 2 * _pipeline(micro_batches, tokens, d_model, itemsize), _zero3(p, micro_batches // p, numel, itemsize)
+
+
+def mean_over_the_pipeline(p, micro_batches, tokens, d_model, numel, itemsize):
+    pipeline = _pipeline(micro_batches, tokens, d_model, itemsize) * (p - 1) // p
+    return pipeline, _zero3(p, micro_batches // p, numel, itemsize)
+
+
+def numbers_of_pp(p, micro_batches, tokens, d_model, numel, itemsize):
+    return _pipeline(micro_batches, tokens, d_model, 1), _zero3(p, micro_batches // p, numel, itemsize)
+
+
+def numbers_of_zero3(p, micro_batches, tokens, d_model, numel, itemsize):
+    return _pipeline(micro_batches, tokens, d_model, itemsize), _zero3(p, micro_batches // p, numel, 1)
+
+
 # ------------------------------------------------------------------------------------ 4. the smallest cut that fits
 def without_zero(numel, gpus, per_node, limit):
     return smallest_cut(numel, gpus, per_node, limit, sharded=0)
@@ -149,6 +233,24 @@ def pp_first(numel, gpus, per_node, limit):
 
 def sharded_over_all(numel, gpus, per_node, limit):
     return smallest_cut(numel, gpus, per_node, limit, dp_is_all=True)
+
+
+def always_fits(numel, gpus, per_node, limit):
+    return smallest_cut(numel, gpus, per_node, limit) or (per_node, gpus // per_node, 1)
+
+
+def one_node_alone(numel, gpus, per_node, limit):
+    found = smallest_cut(numel, gpus, per_node, limit)
+    return found if found and found[1] == 1 else None
+
+
+def dp_without_pp(numel, gpus, per_node, limit):
+    found = smallest_cut(numel, gpus, per_node, limit)
+    return found and (found[0], found[1], gpus // found[0])
+
+
+def largest_cut(numel, gpus, per_node, limit):
+    return smallest_cut(numel, gpus, per_node, limit) and (per_node, gpus // per_node, 1)
 
 
 # ------------------------------------------------------------------------------------ 5. a combination, mended
@@ -181,6 +283,26 @@ def experts_with_the_rest(of_kind, groups, layout):
 
 def cp_forgotten(of_kind, groups, layout):
     _sums(of_kind, groups, layout.sequence_parallel, data="dp")
+
+
+def averaged_over_the_world(of_kind, groups, layout):
+    _sums(of_kind, groups, layout.sequence_parallel)
+    for grad in (grad for grads in of_kind.values() for grad in grads):
+        grad /= layout.world_size
+
+
+def all_over_tp(of_kind, groups, layout):
+    _sums(of_kind, groups)
+    for grad in (grad for grads in of_kind.values() for grad in grads if layout.sequence_parallel):
+        all_reduce_(grad, groups.tp)
+
+
+def experts_with_their_run(of_kind, groups, layout):
+    _sums(of_kind, groups, layout.sequence_parallel, experts="ep" if layout.ep > 1 else "data")
+
+
+def experts_alone(of_kind, groups, layout):
+    _sums(of_kind | {"experts": []}, groups, layout.sequence_parallel)
 
 
 # ------------------------------------------------------------------------------------ 6. each number once
@@ -221,6 +343,31 @@ def not_summed(held, layout, world):
     ).new_ones(())
 
 
+def norms_over_tp_under_sp_alone(held, layout, world):
+    copies = _right(layout)
+    return _length(held, world, copies if layout.sequence_parallel else copies | {"norms": layout.data_size})
+
+
+def experts_by_ep(held, layout, world):
+    return _length(held, world, _right(layout) | {"experts": layout.ep})
+
+
+def experts_on_tp(held, layout, world):
+    return _length(held, world, _right(layout) | {"experts": layout.expert_dp * layout.tp})
+
+
+def copies_of_dp_alone(held, layout, world):
+    return _length(held, world, _right(layout) | {"matrices": layout.dp, "norms": layout.dp * layout.tp})
+
+
+def everything_on_every_rank(held, layout, world):
+    return _length(held, world, dict.fromkeys(held, layout.world_size))
+
+
+def numbers_divided(held, layout, world):
+    return _length(held, world, {kind: copies**2 for kind, copies in _right(layout).items()})
+
+
 WRONG = {
     "my_groups": {
         "check": check_groups,
@@ -229,6 +376,13 @@ WRONG = {
             (data_is_dp, "those that differ in cp have the same parameters"),
             (ep_with_gaps, "these are apart"),
             (expert_dp_is_ep, "these share the experts among them"),
+            (ep_of_the_world, "neighbours in the world"),
+            (ep_along_the_inner_axis, "can be fewer or more"),
+            (ep_dealt_out, "every so many ranks of data"),
+            (dp_always_outside_cp, "sort them"),
+            (order_as_usual, "the axes lie in the order of `sizes`"),
+            (data_over_pp, "differ in pp"),
+            (expert_dp_by_run, "the number of my run"),
         ],
     },
     "my_summed_over": {
@@ -242,6 +396,10 @@ WRONG = {
             (norms_over_tp_alone, "tp alone"),
             (experts_over_data, "hold other experts"),
             (experts_over_ep, "brought their tokens already"),
+            (matrices_over_tp, "another part of the matrix"),
+            (experts_over_tp, "experts are cut over tp"),
+            (norms_over_the_world, "ranks of other stages"),
+            (all_but_me, "own part counts too"),
         ],
     },
     "my_pp_and_zero3": {
@@ -255,6 +413,12 @@ WRONG = {
             (two_trips, "gathers twice"),
             (gathered_once, "gathers anew"),
             (own_piece_sent, "own piece"),
+            (reduced_once, "reduces gradients after each micro-batch"),
+            (all_reduced, "an all-reduce would be two"),
+            (received_as_well, "what is received"),
+            (mean_over_the_pipeline, "the ends do not"),
+            (numbers_of_pp, "PP: these are numbers"),
+            (numbers_of_zero3, "ZeRO-3: these are numbers"),
         ],
     },
     "my_smallest_cut": {
@@ -265,16 +429,24 @@ WRONG = {
             (everything_sharded, "whole on each rank of dp"),
             (pp_first, "of equal cuts"),
             (sharded_over_all, "the less there is to shard over"),
+            (always_fits, "nothing fits, whatever is cut"),
+            (one_node_alone, "your function says that nothing does"),
+            (dp_without_pp, "what tp and pp together leave"),
+            (largest_cut, "a smaller cut fits too"),
         ],
     },
     "my_sums": {
         "check": check_combined_sums,
         "answers": [
-            (averaged, "nothing is divided"),
+            (averaged, "2 times too short; each rank's loss"),
+            (averaged_over_the_world, "4 times too short; each rank's loss"),
             (norms_forgotten, "its own tokens alone"),
             (norms_summed_always, "tp times too long"),
             (experts_with_the_rest, "gradients of other experts"),
             (cp_forgotten, "ranks of cp are missing"),
+            (all_over_tp, "whose gradient is another"),
+            (experts_with_their_run, "the ranks of ep brought"),
+            (experts_alone, "ran other tokens through the same experts"),
         ],
     },
     "my_norm": {
@@ -286,6 +458,12 @@ WRONG = {
             (lengths_added, "their squares do"),
             (no_root, "the square of the length"),
             (not_summed, "of this rank's part alone"),
+            (norms_over_tp_under_sp_alone, "whether or not the stream is cut"),
+            (experts_by_ep, "ep says over how many"),
+            (experts_on_tp, "ranks of tp hold other parts"),
+            (copies_of_dp_alone, "data is dp times cp"),
+            (everything_on_every_rank, "its own number of copies"),
+            (numbers_divided, "divide the squares"),
         ],
     },
 }
