@@ -163,12 +163,16 @@ def map_height_in(picture: RankMap, width_in: float) -> float:
     return rows * ROW * min(width_in / columns, 0.48)
 
 
-def _lines_legend(figure) -> None:
+def _lines_legend(figure, free_panel=None) -> None:
+    """Below all panels, or in one that is empty."""
     handles = [
         Line2D([], [], color="#444444", linewidth=1.5, label="links inside a node"),
         Line2D([], [], color="#444444", linewidth=1.5, linestyle=(0, (2, 1.2)), label="network between nodes"),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncol=2)
+    if free_panel is None:
+        figure.legend(handles=handles, loc="outside lower center", ncol=2)
+    else:
+        free_panel.legend(handles=handles, loc="center")
 
 
 def _show_maps(titled: Sequence[tuple[str, RankMap]], title: str) -> None:
@@ -178,7 +182,8 @@ def _show_maps(titled: Sequence[tuple[str, RankMap]], title: str) -> None:
     width_in = FULL_WIDTH_IN / columns
     rows = -(-len(titled) // columns)
     lines = max(name.count("\n") + bool(name) for name, _ in titled)
-    height = rows * (map_height_in(titled[0][1], width_in) + 0.32 + 0.16 * lines) + 0.65
+    free = rows * columns - len(titled)
+    height = rows * (map_height_in(titled[0][1], width_in) + 0.32 + 0.16 * lines) + (0.4 if free else 0.65)
     with style():
         figure, panels = plt.subplots(rows, columns, figsize=(FULL_WIDTH_IN, height), squeeze=False)
         for axes in panels.flat[len(titled) :]:
@@ -188,7 +193,7 @@ def _show_maps(titled: Sequence[tuple[str, RankMap]], title: str) -> None:
             if name:
                 axes.set_title(f"{name}\n{links_text(picture)}", fontsize=9, fontweight="normal")
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        _lines_legend(figure)
+        _lines_legend(figure, panels.flat[-1] if free else None)
         finish(figure)
 
 

@@ -62,9 +62,9 @@ def pipeline_title(bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], u
 
 
 def visible_kinds(bars: Sequence[BudgetBar]) -> list[str]:
-    """Kinds that are seen somewhere: more than half a per cent of the tallest column."""
+    """Kinds that are seen somewhere: more than one per cent of the tallest column."""
     tallest = max(bar.total_bytes for bar in bars)
-    return [kind for kind in KINDS if any(bar.bytes_by_kind.get(kind, 0) > 0.005 * tallest for bar in bars)]
+    return [kind for kind in KINDS if any(bar.bytes_by_kind.get(kind, 0) > 0.01 * tallest for bar in bars)]
 
 
 def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], unit: str = "GB") -> None:
