@@ -31,6 +31,8 @@ def check_sent_bytes(answer, rng):
             "this is the forward pass alone; gradients travel too": (out + back) * row_bytes,
             "dispatch and its gradients alone; the results travel as well": 2 * out * row_bytes,
             "these are numbers; each has itemsize bytes": want // itemsize,
+            "backward sends as much as forward, not twice: rows have gradients, and weights stay": want * 3 // 2,
+            "received rows are counted as well; return what this rank sends": 2 * want,
         }
         where = f"rows {rows}, rank {rank}, D = {d_model}, {itemsize} bytes a number: bytes"
         expect_equal(answer([list(row) for row in rows], rank, d_model, itemsize), want, where, believed)

@@ -72,6 +72,9 @@ def _expect_routed(expert_Tk: Tensor, weight_Tk: Tensor, logits_TE: Tensor, bias
         "these do not add up to 1: divide by the sum of the chosen scores": chosen_Tk,
         "a softmax of scores; the scores themselves are divided by their sum": chosen_Tk.softmax(-1),
     }
+    if config.score == "sigmoid":
+        of_logits_Tk = logits_TE.gather(1, expert_Tk).softmax(-1)
+        wrong["a softmax of the chosen logits; with sigmoids that is not scores divided by their sum"] = of_logits_Tk
     expect_close(weight_Tk, want.weight_Tk, f"{where}: weight_Tk", wrong)
 
 
@@ -94,6 +97,7 @@ def _expect_dispatched(x_RD, choice_R, rows, x_TD: Tensor, expert_Tk: Tensor, ex
     by_slot_R = expert_Tk.t().flatten().argsort(stable=True)
     believed = {
         "these are the tokens; it must say token * k + slot": want_R // k,
+        "this says in which row each choice is; it must say which choice is in each row": want_R.argsort(),
         "these are all choices in order; sort them by expert": torch.arange(tokens * k),
         "the first choices of all tokens stand before the second ones; flatten expert_Tk token by token": by_slot_R,
     }
@@ -147,6 +151,11 @@ def _expect_combined(answer: Callable, y_RD: Tensor, choice_R: Tensor, weight_Tk
         ),
         "a token with several rows kept only the last: they must be added up": last,
         "a mean over choices; the weights add up to 1 already": want / k,
+        "what was dropped is missing; the weights of the rest are not made to add up to 1 again": want
+        / added(weight_R1.expand(-1, 3)).clamp(min=1e-9),
+        "row r is of token choice_R[r] // k, not % T": torch.zeros(tokens, 3, dtype=torch.float64).index_add(
+            0, choice_R % tokens, y_RD * weight_R1
+        ),
     }
     expect_close(got, want.detach(), f"{where}: y_TD", {message: value.detach() for message, value in wrong.items()})
     grad = None
@@ -161,33 +170,47 @@ def _expect_combined(answer: Callable, y_RD: Tensor, choice_R: Tensor, weight_Tk
 @grader
 def check_keep(answer, rng):
     """Which choices fit: capacity counts choices, rounded up; first choices go first."""
-    for _ in range(3):
-        expert_Tk, experts, factor, want, believed = _drawn_capacity(rng)
+    for rounding in ("near below", "none", "any"):
+        expert_Tk, experts, factor, want, believed = _drawn_capacity(rng, rounding)
         tokens, k = expert_Tk.shape
         got = answer(expert_Tk.clone(), experts, factor)
         _expect_integers(got, want, f"{tokens} tokens, k = {k}, {experts} experts, factor {factor}: kept_Tk", believed)
 
 
-def _drawn_capacity(rng) -> tuple:
-    """Numbers for which each misconception gives something else."""
+ONE_MORE = (
+    "each expert takes one too many",
+    "the capacity is a whole number here, and stays what it is when rounded up",
+)
+
+
+def _drawn_capacity(rng, rounding: str) -> tuple:
+    """Numbers for which each misconception gives something else.
+
+    rounding   of the capacity, upwards: "near below" (from less than a half), "none" (it is whole) or "any" but none
+    """
     while True:
         generator, k, experts = fresh_generator(rng), rng.choice([2, 3]), rng.choice([4, 6, 8])
         tokens, factor = rng.randrange(20, 50), rng.choice([0.75, 1.0, 1.25])
         expert_Tk = _random_choice(generator, tokens, experts, k)
         share = factor * tokens / experts
-        if abs(k * share - round(k * share)) < 1e-6:
+        part = k * share % 1
+        if rounding == "none" and (part or experts == 6):  # sixths are not exact
+            continue
+        if rounding != "none" and not 0.01 < part < (0.49 if rounding == "near below" else 0.99):
             continue
         want = moe.keep(expert_Tk, experts, math.ceil(k * share))
         believed = {
             "the capacity counts choices, k for each token: factor * k * T / E": moe.keep(
                 expert_Tk, experts, math.ceil(share)
             ),
-            "the capacity is rounded up": moe.keep(expert_Tk, experts, math.floor(k * share)),
-            "each expert takes one too many": moe.keep(expert_Tk, experts, math.ceil(k * share) + 1),
+            ONE_MORE[rounding == "none"]: moe.keep(expert_Tk, experts, math.ceil(k * share) + 1),
             "token by token; all first choices come before any second one": _keep_by_token(
                 expert_Tk, math.ceil(k * share)
             ),
+            "a token that loses one choice keeps its others": want & want.all(1, keepdim=True),
         }
+        if rounding != "none":
+            believed["the capacity is rounded up"] = moe.keep(expert_Tk, experts, math.floor(k * share))
         if all(not torch.equal(want, value) for value in believed.values()):
             return expert_Tk, experts, factor, want, believed
 
@@ -206,8 +229,10 @@ def check_bias_step(answer, rng):
     """One step down for overloaded experts, up for the others, none at the mean."""
     for _ in range(2):
         generator, experts, speed = fresh_generator(rng), rng.choice([6, 8]), rng.choice([0.001, 0.01, 0.05])
-        off_E = torch.randint(1, 40, (experts // 2,), generator=generator)
-        load_E = 50 + torch.cat([off_E, -off_E])[torch.randperm(experts, generator=generator)]
+        off_E = torch.randint(2, 40, (experts - 2,), generator=generator)
+        above = off_E.sum() // 2
+        off_E = torch.cat([-off_E, torch.stack([above, off_E.sum() - above])])  # most are below, so that the median is
+        load_E = 50 + off_E[torch.randperm(experts, generator=generator)]
         load_E = torch.cat([load_E, torch.tensor([50, 50])])  # the mean is 50: these two stay
         bias_E, below_E = 0.1 * _numbers(generator, experts + 2), 50.0 - load_E.double()
         step_E = speed * below_E.sign()
@@ -220,5 +245,6 @@ def check_bias_step(answer, rng):
             "an expert at the mean stays where it is": bias_E + speed * torch.where(below_E >= 0, 1.0, -1.0).double(),
             "an expert at the mean stays; it went down": bias_E + speed * torch.where(below_E > 0, 1.0, -1.0).double(),
             "the new bias starts from the old one": step_E,
+            "away from the median; a fair share is the mean": bias_E + speed * (load_E.median() - load_E).sign(),
         }
         expect_close(got, bias_E + step_E, f"loads {load_E.tolist()}, speed {speed}: bias_E", wrong)

@@ -52,6 +52,11 @@ def weights_alone(logits_TE, top_k, score, bias_E):
     return not_normalised(logits_TE, top_k, score, bias_E)[0]
 
 
+def softmax_of_logits(logits_TE, top_k, score, bias_E):
+    expert_Tk, _ = not_normalised(logits_TE, top_k, score, bias_E)
+    return expert_Tk, logits_TE.gather(1, expert_Tk).softmax(-1)
+
+
 # ------------------------------------------------------------------------------------ 2. dispatch
 def _dispatched(x_TD, expert_Tk, num_experts, num_ranks):
     choice_R = expert_Tk.flatten().argsort(stable=True)
@@ -84,6 +89,16 @@ def rows_of_experts(x_TD, expert_Tk, num_experts, num_ranks):
     return x_RD, choice_R, expert_Tk.flatten().bincount(minlength=num_experts).tolist()
 
 
+def rows_of_choices(x_TD, expert_Tk, num_experts, num_ranks):
+    x_RD, choice_R, rows = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
+    return x_RD, choice_R.argsort(), rows
+
+
+def experts_dealt_out(x_TD, expert_Tk, num_experts, num_ranks):
+    x_RD, choice_R, _ = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
+    return x_RD, choice_R, (expert_Tk.flatten() % num_ranks).bincount(minlength=num_ranks).tolist()
+
+
 # ------------------------------------------------------------------------------------ 3. combine
 def _added(y_RD, choice_R, weight_Tk):
     y_TD = torch.zeros(len(weight_Tk), y_RD.shape[1], dtype=y_RD.dtype)
@@ -113,6 +128,16 @@ def weights_cut_off(y_RD, choice_R, weight_Tk):
     return _added(y_RD * weight_Tk.detach().flatten()[choice_R, None], choice_R, weight_Tk)
 
 
+def renormalised(y_RD, choice_R, weight_Tk):
+    weight_R1 = weight_Tk.flatten()[choice_R, None]
+    return _added(y_RD * weight_R1, choice_R, weight_Tk) / _added(weight_R1, choice_R, weight_Tk).clamp(min=1e-9)
+
+
+def added_by_remainder(y_RD, choice_R, weight_Tk):
+    y_TD = torch.zeros(len(weight_Tk), y_RD.shape[1], dtype=y_RD.dtype)
+    return y_TD.index_add(0, choice_R % len(weight_Tk), y_RD * weight_Tk.flatten()[choice_R, None])
+
+
 # ------------------------------------------------------------------------------------ 4. capacity
 def _room(expert_Tk, num_experts, factor):
     return factor * expert_Tk.numel() / num_experts
@@ -136,6 +161,15 @@ def token_by_token(expert_Tk, num_experts, factor):
         kept.append(taken[expert] < room)
         taken[expert] += 1
     return torch.tensor(kept).view_as(expert_Tk)
+
+
+def down_and_one_more(expert_Tk, num_experts, factor):
+    return moe.keep(expert_Tk, num_experts, math.floor(_room(expert_Tk, num_experts, factor)) + 1)
+
+
+def tokens_dropped_whole(expert_Tk, num_experts, factor):
+    kept_Tk = moe.keep(expert_Tk, num_experts, math.ceil(_room(expert_Tk, num_experts, factor)))
+    return kept_Tk & kept_Tk.all(1, keepdim=True)
 
 
 # ------------------------------------------------------------------------------------ 5. bytes of a layer
@@ -163,6 +197,14 @@ def numbers_for_bytes(rows, rank, d_model, itemsize):
     return 2 * sum(_out_and_back(rows, rank)) * d_model
 
 
+def backward_twice(rows, rank, d_model, itemsize):
+    return 3 * sum(_out_and_back(rows, rank)) * d_model * itemsize
+
+
+def received_as_well(rows, rank, d_model, itemsize):
+    return 4 * sum(_out_and_back(rows, rank)) * d_model * itemsize
+
+
 # ------------------------------------------------------------------------------------ 6. a balancing step
 def wrong_way(bias_E, load_E, speed):
     return bias_E - speed * (load_E.double().mean() - load_E).sign()
@@ -186,6 +228,10 @@ def down_at_the_mean(bias_E, load_E, speed):
 
 def anew(bias_E, load_E, speed):
     return speed * (load_E.double().mean() - load_E).sign()
+
+
+def from_the_median(bias_E, load_E, speed):
+    return bias_E + speed * (load_E.median() - load_E).sign()
 
 
 # ------------------------------------------------------------------------------------ 7. whose gradients
@@ -234,6 +280,7 @@ WRONG = {
             (bias_weighs, "the bias chooses, it does not weigh"),
             (not_normalised, "these do not add up to 1"),
             (softmax_of_scores, "a softmax of scores"),
+            (softmax_of_logits, "a softmax of the chosen logits"),
             (weights_alone, "return expert_Tk, weight_Tk"),
         ],
     },
@@ -245,6 +292,8 @@ WRONG = {
             (by_slot, "flatten expert_Tk token by token"),
             (token_by_remainder, "not % T"),
             (rows_of_experts, "each rank has several experts"),
+            (rows_of_choices, "in which row each choice is"),
+            (experts_dealt_out, "not every N-th"),
         ],
     },
     "my_combine": {
@@ -255,6 +304,8 @@ WRONG = {
             (last_row_wins, "kept only the last"),
             (mean_of_choices, "a mean over choices"),
             (weights_cut_off, "the weights get no gradient"),
+            (renormalised, "to add up to 1 again"),
+            (added_by_remainder, "not % T"),
         ],
     },
     "my_keep": {
@@ -264,6 +315,8 @@ WRONG = {
             (rounded_down, "the capacity is rounded up"),
             (one_too_many, "one too many"),
             (token_by_token, "all first choices come before any second one"),
+            (down_and_one_more, "stays what it is when rounded up"),
+            (tokens_dropped_whole, "keeps its others"),
         ],
     },
     "my_sent_bytes": {
@@ -274,6 +327,8 @@ WRONG = {
             (forward_alone, "this is the forward pass alone"),
             (dispatch_alone, "the results travel as well"),
             (numbers_for_bytes, "each has itemsize bytes"),
+            (backward_twice, "backward sends as much as forward"),
+            (received_as_well, "received rows are counted"),
         ],
     },
     "my_bias_step": {
@@ -285,6 +340,7 @@ WRONG = {
             (up_at_the_mean, "an expert at the mean stays where it is"),
             (down_at_the_mean, "it went down"),
             (anew, "the new bias starts from the old one"),
+            (from_the_median, "away from the median"),
         ],
     },
     "my_sum_gradients": {
