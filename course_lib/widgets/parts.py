@@ -78,7 +78,7 @@ def powers_of_two(first: int, last: int) -> list[tuple[str, int]]:
 
 def note(message: widgets.HTML, html: str) -> None:
     """Write text (HTML) under the controls; lines as close as a page's, not as far apart as controls are."""
-    message.value = f'<div style="line-height: 1.5">{html}</div>' if html else ""
+    message.value = f'<div style="line-height: 1.5; overflow-wrap: anywhere">{html}</div>' if html else ""
 
 
 def attempt(message: widgets.HTML, action: Callable[[], None]) -> bool:

@@ -16,6 +16,12 @@ CUT_OFF = """labels => labels.filter(label => {
     text.selectNodeContents(label);
     return text.getBoundingClientRect().width > label.getBoundingClientRect().width;
 }).map(label => label.textContent)"""
+FITS = """() => [...document.querySelectorAll('.widget-html-content')].every(text => {
+    const words = document.createRange();
+    words.selectNodeContents(text);
+    const right = text.closest('.jp-OutputArea-output').getBoundingClientRect().right;
+    return words.getBoundingClientRect().right <= right;
+})"""
 PICTURE_BYTES = """async image => {
     const data = new Uint8Array(await (await fetch(image.src)).arrayBuffer());
     const sum = data.reduce((a, b) => (a * 31 + b) % 1000000007, 7);
@@ -186,3 +192,5 @@ def test_the_explorer_of_layouts_follows_each_kind_of_control_and_measures(lab, 
     measured = wait_for_other_pictures(page, fewer)
     assert measured[0] == fewer[0] and len(measured) == 2
     screenshot(page, "layouts_measured")
+    page.set_viewport_size({"width": 800, "height": 1500})
+    page.wait_for_function(FITS)  # a layout's name is long, and nothing is cut off at the right
