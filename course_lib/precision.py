@@ -105,7 +105,7 @@ class MasterAdamW(torch.optim.Optimizer):
         exp_avg.lerp_(gradient, 1 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         correction1, correction2 = 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
-        denominator = (exp_avg_sq.sqrt() / math.sqrt(correction2)).add_(group["eps"])
+        denominator = exp_avg_sq.sqrt().div_(math.sqrt(correction2)).add_(group["eps"])
         master.mul_(1 - group["lr"] * group["weight_decay"])
         master.addcdiv_(exp_avg, denominator, value=-group["lr"] / correction1)
         parameter.copy_(master)

@@ -60,7 +60,8 @@ def test_one_axis_alone_is_the_budget_of_its_chapter(text):
     )  # fmt: skip
     (found,) = five_d_budgets(TOY, layout, 64, "fp32", device="cpu")
     assert found.message == (expected.gradients if layout.cp > 1 else 0)  # summed over data = dp x cp
-    assert replace(found, message=0) == expected
+    later = found.message - found.activations - found.logits  # more than backward works with: all gradients once more
+    assert replace(found, message=0) == replace(expected, temporary=max(expected.temporary, later))
 
 
 @pytest.mark.parametrize("text", ["pp=2,accumulation=4", "pp=2,schedule=interleaved,v=2,accumulation=4"])
@@ -130,6 +131,7 @@ def test_what_cannot_be_is_refused():
 
 DENSE = ModelConfig("dense", 4, 128, num_heads=8, num_kv_heads=4, d_ff=384, vocab_size=512, max_seq_len=512)
 SPARSE = replace(DENSE, moe=MoeConfig(8, 2, d_expert=192, balancing="aux_loss", first_dense_layers=1))
+LARGE_ENDS = replace(DENSE, vocab_size=16_384)
 WIDE = "tp=2,sequence_parallel=true"
 SIMULATED = [
     (DENSE, "dp=2,zero=3,accumulation=2"),
@@ -138,12 +140,15 @@ SIMULATED = [
     (SPARSE, WIDE),
     (SPARSE, f"{WIDE},regather=true"),
     (DENSE, f"cp=2,pp=2,{WIDE},regather=true,accumulation=4"),
+    (LARGE_ENDS, "pp=2,recompute=full,accumulation=2"),  # the update of the embedding is the largest moment
+    (LARGE_ENDS, "pp=2,recompute=full,accumulation=8,zero=1,dp=2"),
+    (LARGE_ENDS, "dp=2"),  # and here the message of all gradients
     (SPARSE, f"dp=2,pp=2,ep=2,{WIDE},regather=true,zero=1,schedule=interleaved,v=2,accumulation=4"),
 ]
 
 
 @pytest.mark.parametrize(
-    "config, text", SIMULATED, ids=[f"{config.moe and 'experts '}{text}" for config, text in SIMULATED]
+    "config, text", SIMULATED, ids=[f"{'experts ' * bool(config.moe)}{text}" for config, text in SIMULATED]
 )
 def test_the_budget_is_what_the_engine_holds_when_it_is_simulated(config, text):
     """Activations to 0.2 %; all together, or in a pipeline, 3 % below to 12 % above (kinds peak apart)."""
@@ -153,5 +158,6 @@ def test_the_budget_is_what_the_engine_holds_when_it_is_simulated(config, text):
         budget = budgets[rank.coordinates["pp"]]
         kept = rank.peak_by_kind["activations"]
         below, above = (0.97, 1.12) if layout.pp > 1 else (0.998, 1.002)
-        assert below * kept < budget.activations + budget.logits < above * kept, rank.coordinates
+        if config is not LARGE_ENDS:  # whose largest moment has no activations
+            assert below * kept < budget.activations + budget.logits < above * kept, rank.coordinates
         assert 0.97 * rank.peak_bytes < budget.tensor_bytes < 1.12 * rank.peak_bytes, rank.coordinates

@@ -6,7 +6,9 @@ It is the sum of the other files of this folder:
     ZeRO            shards them over data = dp x cp ranks, experts over data / ep (zero.py): flats of each stage, of
                     each kind by itself, each padded by ranks - 1 numbers at most
     activations     of S / cp tokens, as many micro-batches as the schedule keeps (pipeline.py)
-    temporary       what a step works with: others' keys (context.py), messages, gradients on their way
+    temporary       what a step works with: others' keys (context.py), messages, gradients on their way; or, if that
+                    is more than all that backward keeps and works with, what comes after it: the message in which
+                    gradients are summed, or what the optimizer needs to update its largest tensor
 
 Whole tensors stay on the ranks of a tp group (norms, routers), of a data group (parameters below ZeRO 3), and on two
 ends of a pipeline (tied embeddings): these are the copies that no axis takes away.
@@ -229,6 +231,10 @@ def five_d_budgets(
         units = _whole_units(flats, layout)
         has_last = schedule.num_stages - 1 in schedule.stages_of_rank(rank)
         work = _work_bytes(config, layout, seq_len, attention, recipe, tp_rank, has_last, load)
+        work += zero_reduced_bytes(units, layout.zero, 1, recipe) + num_neighbours(schedule, rank) * message
+        gathered = zero_gathered_bytes(units, layout.zero, 1, recipe, tied=config.tied and layout.pp == 1)
+        summed = _message_bytes(flats, layout, recipe)
+        later = max(summed, _update_bytes(flats, layout, recipe)) - activations - logits - gathered
         always_there = recipe.grad_bytes > recipe.param_bytes
         budgets.append(
             Budget(
@@ -237,13 +243,11 @@ def five_d_budgets(
                 optimizer=states.optimizer,
                 activations=activations,
                 logits=logits,
-                temporary=work
-                + zero_reduced_bytes(units, layout.zero, 1, recipe)
-                + num_neighbours(schedule, rank) * message,
+                temporary=max(work, later),
                 gradients_at_start=states.gradients if always_there else beside,
                 overheads={} if device == "cpu" else dict(ASSUMED_OVERHEADS),
-                message=_message_bytes(flats, layout, recipe),
-                gathered=zero_gathered_bytes(units, layout.zero, 1, recipe, tied=config.tied and layout.pp == 1),
+                message=summed,
+                gathered=gathered,
             )
         )
     return budgets
@@ -257,6 +261,16 @@ def _message_bytes(flats: Sequence[Flat], layout: Layout, recipe: Recipe) -> int
         numel["experts" if flat.kind == "experts" else "others"] += flat.numel
     summed = [numel[name] for name, ranks in groups.items() if ranks > 1 and layout.zero == 0]
     return wire_grad_bytes(recipe) * max(summed, default=0)
+
+
+def _update_bytes(flats: Sequence[Flat], layout: Layout, recipe: Recipe) -> int:
+    """What AdamW makes of its largest tensor, or shard: an FP32 root, and a gradient of 16 bits in FP32.
+
+    torch's own AdamW, which FP32 has without ZeRO, makes two roots.
+    """
+    pieces = [flat.padded // flat.ranks if layout.zero else max(flat.sizes) for flat in flats]
+    copies = 1 if recipe.grad_bytes >= 4 and (layout.zero or recipe.master_bytes) else 2
+    return 4 * copies * max(pieces, default=0)
 
 
 def _whole_units(flats: Sequence[Flat], layout: Layout) -> list[int]:

@@ -88,7 +88,7 @@ def stage_activations(
     """
     tokens = tokens_of_rank(seq_len, cp)
     first, last = stage == 0, stage == len(layers) - 1
-    cut = replace(stage_config(config, layers, stage), vocab_size=config.vocab_size if first or last else tp)
+    cut = replace(stage_config(config, layers, stage), vocab_size=config.vocab_size if last else tp)
     whole = _rank_activations(
         cut, batch_size, tokens, tp, sequence_parallel, regather, attention, recompute, precision, device, load
     )
