@@ -135,7 +135,7 @@ LAYOUT_CHECKS: list[Check] = [
     *[(partial(_check_choice, name), (name,)) for name in CHOICES],
     (_check_order, ("order",)),
     (_check_ep, ("ep",)),
-    (_check_regather, ("regather",)),
+    (_check_regather, ("regather", "sequence_parallel")),
     (_check_sequence_parallel, ("sequence_parallel", "tp")),
     (_check_stages_per_rank, ("v", "schedule")),
     (_check_micro_batches, ("accumulation",)),

@@ -87,7 +87,9 @@ class WeightQueue:
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         product = self.product(weight, bias)
-        return _InputHalf.apply(x, weight.detach() if x.requires_grad else weight, bias, product)
+        if x.requires_grad:  # autograd then needs no other way here, and calls no hook for a gradient that is not there
+            weight, bias = weight.detach(), None if bias is None else bias.detach()
+        return _InputHalf.apply(x, weight, bias, product)
 
     def product(self, weight: Tensor, bias: Tensor | None) -> _Product:
         """Where the input and the output's gradient of one product are put; W does the rest."""
