@@ -23,6 +23,8 @@ def check_sent_bytes(answer, rng):
         rows[rank][rank - 1] += 60 * ranks  # more goes out than comes back
         out = sum(n for dst, n in enumerate(rows[rank]) if dst != rank)
         back = sum(row[rank] for src, row in enumerate(rows) if src != rank)
+        if out == 3 * back:  # two mistakes would give one number
+            rows[rank][rank - 1], out = rows[rank][rank - 1] + 1, out + 1
         row_bytes, home = d_model * itemsize, rows[rank][rank]
         want = 2 * (out + back) * row_bytes
         believed = {

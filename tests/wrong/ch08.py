@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.pipeline_formulas import check_alive, check_bubble, check_layers
+from course_lib.checks.pipeline_formulas import _rounded, _to_the_shortest, check_alive, check_bubble, check_layers
 from course_lib.checks.pipeline_ranks import check_exchange, check_split_backward
 from course_lib.checks.pipeline_schedules import check_one_f_one_b, check_shorter
 from course_lib.schedules import make
@@ -32,6 +32,14 @@ def total_is_ideal(p, m, v):
 
 def per_cent(p, m, v):
     return 100 * (p - 1) / (v * m), 100 * (p - 1) / (v * m + p - 1)
+
+
+def v_times_the_waits(p, m, v):
+    return (p * v - 1) / (v * m), (p * v - 1) / (v * m + p * v - 1)
+
+
+def total_without_v(p, m, v):
+    return (p - 1) / (v * m), (p - 1) / (m + p - 1)
 
 
 # ------------------------------------------------------------------------------------ 2. layers kept
@@ -65,6 +73,14 @@ def as_afab(name, L, p, m, i):
 
 def naive_as_1f1b(name, L, p, m, i):
     return _alive("afab" if name == "afab" else "1f1b", m, p, i) * L // p
+
+
+def last_rank_ahead(name, L, p, m, i):
+    return _alive(name, m, p, p - 1 - i) * L // p
+
+
+def ahead_alone(name, L, p, m, i):
+    return {"naive": 1, "afab": m, "1f1b": min(m, p - 1 - i)}[name] * L // p
 
 
 # ------------------------------------------------------------------------------------ 3. 1F1B
@@ -115,6 +131,17 @@ def split(p, m):
     return _words(make("zb_h1", p, m))
 
 
+def ahead_of_what_there_is(p, m):
+    rows = []
+    for rank in range(p):
+        ahead = p - 1 - rank
+        row = [f"F{i}" for i in range(ahead)]
+        for i in range(ahead, m):
+            row += [f"F{i}", f"B{i - ahead}"]
+        rows.append(row + [f"B{i}" for i in range(max(0, m - ahead), m)])
+    return rows
+
+
 # ------------------------------------------------------------------------------------ 4. layers
 def even(L, p, layer, embed, head):
     return [L // p + (stage < L % p) for stage in range(p)]
@@ -131,6 +158,18 @@ def one_too_few(L, p, layer, embed, head):
 
 def a_number_for_all(L, p, layer, embed, head):
     return L // p
+
+
+def no_embedding(L, p, layer, embed, head):
+    return _to_the_shortest(L, p, layer, 0, head)
+
+
+def layers_of_cost_1(L, p, layer, embed, head):
+    return _to_the_shortest(L, p, 1, embed, head)
+
+
+def wrong_ends(L, p, layer, embed, head):
+    return _to_the_shortest(L, p, layer, head, embed)
 
 
 # ------------------------------------------------------------------------------------ 5. two halves
@@ -192,6 +231,35 @@ class ByAutograd:
     @staticmethod
     def weight_half(kept):
         return [W.grad for W in kept]
+
+
+class Transposed(_Split):
+    transposed = True
+
+
+class KeepsOutputs(_Split):
+    @classmethod
+    def input_half(cls, x, linears, grad):
+        grad, kept = super().input_half(x, linears, grad)
+        outputs = []
+        for W in linears:
+            x = torch.relu(x @ W.T)
+            outputs.append(x)
+        return grad, [(y, dz) for y, (_, dz) in zip(outputs, kept)]
+
+
+class ZerosOfTheInput(_Split):
+    @classmethod
+    def input_half(cls, x, linears, grad):
+        inputs = []
+        for W in linears:
+            inputs.append(x)
+            x = torch.relu(x @ W.T)
+        kept = []
+        for W, h in zip(reversed(linears), reversed(inputs)):
+            kept.append((h, grad))
+            grad = (grad @ W) * (h > 0)
+        return grad, kept[::-1]
 
 
 # ------------------------------------------------------------------------------------ 6. exchange
@@ -268,6 +336,8 @@ WRONG = {
             (p_cuts, "p ranks have p - 1 cuts"),
             (total_divided_by_v, "stands in the denominator"),
             (total_is_ideal, "working and waiting together"),
+            (v_times_the_waits, "not v times as many waits"),
+            (total_without_v, "the total too has v m"),
             (per_cent, "per cent"),
         ],
     },
@@ -281,6 +351,8 @@ WRONG = {
             (more_than_there_are, "only m micro-batches"),
             (as_afab, "that is AFAB"),
             (naive_as_1f1b, "one micro-batch at a time"),
+            (last_rank_ahead, "the other way round"),
+            (ahead_alone, "works on is alive too"),
         ],
     },
     "my_one_f_one_b": {
@@ -294,6 +366,7 @@ WRONG = {
             (turned_around, "deadlock"),
             (last_backwards_missing, "is missing, the backward"),
             (split, "1F1B has whole backwards"),
+            (ahead_of_what_there_is, "but there are 0 to"),
         ],
     },
     "my_layers": {
@@ -303,6 +376,10 @@ WRONG = {
             (zero_layers, "a stage without a layer"),
             (one_too_few, "layers together"),
             (a_number_for_all, "one for each stage"),
+            (no_embedding, "the embedding costs too"),
+            (layers_of_cost_1, "only if a layer costs 1"),
+            (wrong_ends, "at the wrong ends"),
+            (_rounded, "can be too long"),
         ],
     },
     "MySplit": {
@@ -314,6 +391,9 @@ WRONG = {
             (Backwards, "come in the order of backward"),
             (Averaged, "it is their sum"),
             (ByAutograd, "autograd does both halves"),
+            (Transposed, "this is its transpose"),
+            (KeepsOutputs, "the output of its linear"),
+            (ZerosOfTheInput, "relu's zeros are those of its output"),
         ],
     },
     "my_exchange": {
