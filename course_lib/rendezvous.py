@@ -129,13 +129,24 @@ def tasks_of_nodes(short: str) -> list[int]:
 
 
 def restart_hint(environment: Mapping[str, str]) -> str | None:
-    """What to tell those who ask torchrun for restarts and would not get them on gloo.
+    """What to tell those who ask several agents of torchrun for restarts and would not get them on gloo.
 
     The agents' store outlives the ranks; from torch 2.13 on these use it too, and would find addresses of the dead.
     """
     if int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0 or environment.get(OWN_STORE) == "1":
         return None
+    if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):  # one agent: see `attempt_of`
+        return None
     return f"restarts on gloo need {OWN_STORE}=1 in torchrun's own environment, on each machine"
+
+
+def attempt_of(place: Place, environment: Mapping[str, str]) -> str:
+    """Which start of the ranks this is: torchrun's own store outlives them, and has addresses of those that died.
+
+    Of several agents each counts its own restarts, so that their numbers may differ: there all use one, and torchrun
+    must give a new store (`restart_hint`).
+    """
+    return environment.get("TORCHELASTIC_RESTART_COUNT", "0") if place.local_world_size == place.world_size else "0"
 
 
 def join_world(place: Place, backend: str = "auto", timeout_s: float = 600.0) -> tuple[torch.device, str]:
@@ -151,6 +162,7 @@ def join_world(place: Place, backend: str = "auto", timeout_s: float = 600.0) ->
         store = dist.HashStore()
     else:
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+        store = dist.PrefixStore(f"attempt {attempt_of(place, os.environ)}", store)
     backend, why = agree_on_backend(place, store, backend)
     device = torch.device("cpu")
     if backend == "nccl":

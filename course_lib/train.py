@@ -15,8 +15,8 @@ rest is in the checkpoint. Asked to stop by SIGTERM or SIGUSR1, a script that ke
 in, saves, and ends with 128 + the signal's number on every rank; before its first step, or without checkpoints, it ends
 at once. train_stop.py says who sends these signals, and how long they wait.
 
-Under torchrun on gloo set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for the agents: without it restarted ranks of torch 2.13
-look for each other at addresses of those that died.
+Under several agents of torchrun on gloo set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for these: without it restarted ranks
+of torch 2.13 look for each other at addresses of those that died.
 """
 
 import math
@@ -237,11 +237,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     say(f"{why}; started {'alone' if place.engine == 'alone' else f'by {place.engine}'}")
     if why.startswith("gloo") and (hint := restart_hint(os.environ)):
         say(hint)
+    stop = Stop()
     try:
-        run = train(config, layout, plan, checkpoints, options.log_file, say, Stop())
+        run = train(config, layout, plan, checkpoints, options.log_file, say, stop)
     except CannotResume as error:
         return refuse(place, error)
     dist.destroy_process_group()
+    stop.ignore()
     return exit_code(run.stopped_by)
 
 

@@ -10,7 +10,8 @@ What Slurm and torchrun do with the two signals that are heard here, and how lon
                                 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1; then as SIGTERM
                                 (it overwrites the variable TORCHELASTIC_SIGNALS_TO_HANDLE with that option)
     SIGTERM to one rank         all ranks stop; a torchrun that was not asked itself takes that for a failure, and
-                                starts them again from the new checkpoint as often as --max-restarts says
+                                starts them again from the new checkpoint as often as --max-restarts says (over gloo
+                                on several machines: rendezvous.restart_hint)
 
 torchrun sends SIGTERM to its other ranks when one is lost, too: they cannot agree without it, and end with an error or
 after that time.
@@ -40,6 +41,11 @@ class Stop:
             signal.signal(number, self.note)
             if hasattr(signal, "siginterrupt"):  # not on Windows
                 signal.siginterrupt(number, False)  # libraries that do not expect a call to break off are not disturbed
+
+    def ignore(self) -> None:
+        """From now on they do nothing. Python hands them back as it ends: one more would take the exit code's place."""
+        for number in HEARD:
+            signal.signal(number, signal.SIG_IGN)
 
     def note(self, number: int, frame: object) -> None:
         self.number = self.number or number

@@ -1,17 +1,21 @@
 """Who am I: what torchrun, accelerate and srun say becomes one place; every rank takes the same backend."""
 
 import dataclasses
+import os
 import threading
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from course_lib import rendezvous
+from course_lib.launch import launch
 from course_lib.rendezvous import (
     Place,
     agree_on_backend,
     as_torchrun,
     first_node,
+    join_world,
     place_of,
     restart_hint,
     tasks_of_nodes,
@@ -114,5 +118,23 @@ def chosen_by_four_ranks(monkeypatch, gpus_of_nodes: list[int]) -> set[str]:
 def test_whoever_asks_torchrun_for_restarts_is_told_what_gloo_needs():
     variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     assert variable in restart_hint(TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3"})
-    for enough in ({}, {"TORCHELASTIC_MAX_RESTARTS": "0"}, {"TORCHELASTIC_MAX_RESTARTS": "3", variable: "1"}):
+    asked = {"TORCHELASTIC_MAX_RESTARTS": "3"}
+    for enough in ({}, {"TORCHELASTIC_MAX_RESTARTS": "0"}, asked | {variable: "1"}, asked | {"LOCAL_WORLD_SIZE": "4"}):
         assert restart_hint(TORCHRUN | enough) is None
+
+
+def joined_through_an_agents_store(port: int, attempt: int) -> float:
+    """In a rank: leave the world of launch, and join as a process that torchrun has started for the nth time would."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+    join_world(Place("torchrun", rank, 2, rank, 2, "127.0.0.1", port), "gloo", timeout_s=20)
+    sum_1 = torch.ones(1)
+    dist.all_reduce(sum_1)
+    return sum_1.item()
+
+
+def test_ranks_that_start_again_do_not_look_for_those_that_died_in_a_store_that_outlived_them():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt in range(2):
+        assert list(launch(joined_through_an_agents_store, 2, store.port, attempt, timeout=60)) == [2.0, 2.0]
