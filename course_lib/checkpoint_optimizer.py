@@ -75,16 +75,18 @@ def state_dtypes(optimizer: Optimizer, dtype: torch.dtype) -> dict[str, torch.dt
 def load_optimizer(held: list[Holding], optimizer: Optimizer, path: Path, manifest: dict) -> None:
     """Moments, masters, counts of steps, learning rates. What has no state in the checkpoint has none afterwards.
 
-    But for a parameter narrower than what was saved: its master has what rounding would lose.
+    Only a parameter narrower than what was saved has one all the same: its master keeps what rounding would lose.
     """
     steps, pieces = manifest["optimizer"]["steps"], []
+    optimizer.state.clear()
+    updated = {param for group in optimizer.param_groups for param in group["params"]}
     for holding in held:
-        param = holding.tensor
-        optimizer.state.pop(param, None)
+        if (param := holding.tensor) not in updated:  # frozen here, whatever it was when it was saved
+            continue
         counts = [steps[place.name] for place in holding.places if place.name in steps]
         dtypes = state_dtypes(optimizer, param.dtype)
-        rounds = param.requires_grad and "master" in dtypes and parameter_dtype(manifest) != param.dtype
-        if not counts and not rounds:
+        needs_master = "master" in dtypes and parameter_dtype(manifest) != param.dtype
+        if not counts and not needs_master:
             continue
         state = optimizer.state[param]
         if not isinstance(optimizer, MasterAdamW):

@@ -364,6 +364,7 @@ def on_one_rank(folder):
     assert checkpoint.load(engine, optimizer, folder / "keys").about == {"10": "ten", "2": "two"}
     before_the_first_step(folder / "new")
     other_optimizers(folder)
+    what_is_frozen_now_has_no_state(folder)
     few_bytes_at_a_time(folder)
 
 
@@ -416,6 +417,18 @@ def other_optimizers(folder):
     other = built(DENSE, "dp=1,zero=1", BF16, seed=1)
     checkpoint.load(*other, folder / "without", convert=True)
     assert_holds(*other, converted(whole, BF16))
+
+
+def what_is_frozen_now_has_no_state(folder):
+    """A run that trained everything goes on with some parameters frozen, and saves again."""
+    for dtype in (F32, BF16):
+        engine, _ = built(DENSE, "dp=1", dtype)
+        five_d.named_parameters(engine)["embed.weight"].requires_grad_(False)
+        optimizer = five_d.make_optimizer(engine)
+        checkpoint.load(engine, optimizer, folder / "alone", convert=True)
+        assert {param for group in optimizer.param_groups for param in group["params"]} == set(optimizer.state)
+        train(engine, optimizer, range(1))
+        checkpoint.save(engine, optimizer, folder / f"frozen {dtype}", 9)
 
 
 def few_bytes_at_a_time(folder):
