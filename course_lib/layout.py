@@ -33,7 +33,7 @@ class Layout:
     ep                 over how many neighbours of data = dp x cp the experts of a layer are spread
     zero               0 | 1 (optimizer) | 2 (gradients too) | 3 (parameters too), sharded over data
     sequence_parallel  norms and residual stream cut over tp along the sequence
-    regather           with it: what matrices keep for backward is this rank's tokens, which are gathered again
+    regather           with that: matrices keep this rank's tokens alone for backward, and gather the others again
     schedule, v        of the pipeline, a name of `schedules.SCHEDULES`; v: stages a rank of "interleaved"
     micro_batch        sequences that go through the model at once, on each dp rank
     accumulation       micro-batches of a step, on each dp rank: also those of the pipeline

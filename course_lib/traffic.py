@@ -170,7 +170,7 @@ def tensor_parallel_calls(
     if tp == 1:
         return []
     layers, tokens = config.num_layers, batch_size * seq_len
-    saved = 2 * layers - config.num_moe_layers  # inputs of matrices; experts keep their rows, whoever sent them
+    regathered = 2 * layers - config.num_moe_layers if regather else 0  # experts keep their rows, whoever sent them
     (first, last), loss_itemsize = ends, max(itemsize, 4)
     longest = piece_sizes(seq_len, tp)[0]  # an uneven sequence is padded in the message
     rows = longest * tp if sequence_parallel else seq_len
@@ -187,7 +187,7 @@ def tensor_parallel_calls(
         call("embedding", "all_gather", 1 * first)
         call("layers forward", "all_gather", 2 * layers)
         call("layers forward", "reduce_scatter", 2 * layers)
-        call("layers backward", "all_gather", 2 * layers + (saved if regather else 0))
+        call("layers backward", "all_gather", 2 * layers + regathered)
         call("layers backward", "reduce_scatter", 2 * layers)
         call("head", "all_gather", (2 if regather else 1) * last)
         call("head", "reduce_scatter", 1 * last)
@@ -247,7 +247,7 @@ def attention_calls(
     ring         (cp - 1) blocks forward and again backward, and (cp - 1) blocks of gradients
     all_gather   the same bytes in three calls: gathered forward and again backward, gradients reduce-scattered
     ulysses      four all-to-alls forward (q, k, v, out), four backward: 2 (N + K) B s H numbers each way, of which
-                 each rank keeps a share of 1 / cp. A core that is run again ends before its outputs are sent
+                 each rank keeps a share of 1 / cp
     both         method "ulysses" with outer > 1: Ulysses over cp / outer ranks, a ring over `outer` of them
 
     sum_itemsize   of the gradients that are summed on the way: FP32 for 16-bit numbers
@@ -268,8 +268,10 @@ def attention_calls(
         check_ulysses(local.num_heads, local.num_kv_heads, inner)
         head_bytes = batch_size * tokens * local.head_dim * itemsize
         for place, count in passes:
-            queries = 2 * count - (recompute == "selective" and place == "attention forward")
-            calls.append(Call(place, "all_to_all", local.num_heads * head_bytes, inner, itemsize, queries))
+            queries_and_outputs = 2 * count
+            if recompute == "selective" and place == "attention forward":
+                queries_and_outputs -= 1  # a core that is run again ends before its outputs are sent
+            calls.append(Call(place, "all_to_all", local.num_heads * head_bytes, inner, itemsize, queries_and_outputs))
             calls.append(Call(place, "all_to_all", local.num_kv_heads * head_bytes, inner, itemsize, 2 * count))
     if ring > 1:
         block = kv_block_bytes(config, batch_size, seq_len, cp, itemsize, tp)

@@ -29,6 +29,7 @@ TWO = [
     ("tied experts", "pp=2,schedule=zbv,accumulation=3,recompute=full"),
     ("experts", "dp=2,ep=2,accumulation=2,recompute=full"),
     ("llama", "tp=2,schedule=interleaved,v=2,accumulation=2"),
+    ("gpt", "pp=2,zero=1,schedule=zb_h1,accumulation=3"),  # biases
 ]
 FOUR = [
     ("tied", "dp=2,tp=2,zero=1,accumulation=2"),

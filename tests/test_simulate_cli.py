@@ -5,7 +5,8 @@ import json
 import pytest
 
 from course_lib import cli
-from course_lib.simulate_cli import layout_of
+from course_lib.layout import Layout
+from course_lib.simulate_cli import advice, layout_of
 
 LLAMA_405B = ["--model", "llama-3-405b", "--gpu", "h100-80g", "--seq", "8192"]
 TOY = ["--model", "toy", "--gpu", "t4", "--seq", "64"]
@@ -57,3 +58,14 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(changed, said, capsys):
     assert cli.main(["simulate", *(word for pair in options.items() for word in pair)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("course simulate: ") and said in error and error.count("\n") == 1
+
+
+def test_advice_names_what_is_not_yet_done():
+    def said(text: str, activations: int = 2) -> str:
+        return advice(Layout.parse(text).to_dict(), {"activations": activations, "optimizer": 1})
+
+    assert said("dp=2") == "activations are largest: try recompute=full or more cp"
+    assert said("tp=2,recompute=full").endswith("try sequence_parallel=true or more cp")
+    assert said("tp=2,sequence_parallel=true,recompute=full").endswith("try regather=true or more cp")
+    assert said("tp=2,sequence_parallel=true,regather=true,recompute=full").endswith("try more cp")
+    assert said("dp=2", 0) == "states are largest: try zero=1 or more pp or more tp"

@@ -51,6 +51,15 @@ def test_the_fullest_stage_is_the_one_whose_bytes_are_shown():
     assert view.sent_bytes == of_ranks[view.fullest] != of_ranks[0]
 
 
+def test_inputs_that_are_gathered_again_are_kept_as_own_tokens():
+    held = []
+    for regather in (False, True):
+        view = explore_five_d(FiveDChoice(tp=8, dp=2, pp=1, regather=regather))
+        assert view.layout.regather == regather
+        held.append(view.bars[0].total_bytes)
+    assert held[1] < 0.9 * held[0]
+
+
 def test_what_is_said_of_known_layouts_is_so():
     view = explore_five_d(LLAMA_405B)
     assert view.layout.world_size == 16_384 and view.time.num_tokens == 2**24
