@@ -43,10 +43,10 @@ class StopsItself(Stop):
             os.kill(os.getpid(), number)
 
 
-def stopped_and_gone_on(folder: str, in_background: bool, signals: dict[int, tuple[int, ...]]) -> list:
+def stopped_and_gone_on(folder: Path, signals: dict[int, tuple[int, ...]]) -> list:
     """On each rank: two runs with one folder of checkpoints; during the first a rank gets the signals named for it."""
     stop, lines, seed_step = StopsItself(*signals.get(dist.get_rank(), ())), [], train.seed_step
-    kept = Checkpoints(folder, every=4, in_background=in_background)
+    kept = Checkpoints(str(folder), every=4, in_background=True)
     run = (model_named(MODEL), layout_for(LAYOUT, BATCH), TrainPlan(6, 32, seed=7, warmup=4), kept, None, lines.append)
     train.seed_step = lambda plan, step, here: (stop.send(step), seed_step(plan, step, here))
     try:
@@ -58,21 +58,15 @@ def stopped_and_gone_on(folder: str, in_background: bool, signals: dict[int, tup
     return [first, train.train(*run), lines]
 
 
-def saved_either_way(folder: Path, signals: dict[int, tuple[int, ...]]) -> list[list]:
-    return [stopped_and_gone_on(str(folder / str(background)), background, signals) for background in (False, True)]
-
-
 def test_a_signal_to_one_rank_alone_stops_all_after_the_same_step_and_the_first_of_two_counts(tmp_path):
-    ranks, expected = (
-        launch(saved_either_way, 4, tmp_path, {2: (signal.SIGUSR1, signal.SIGTERM)}),
-        uninterrupted(6, LAYOUT),
-    )
-    for first, second, _ in (runs for rank in ranks for runs in rank):
+    ranks = launch(stopped_and_gone_on, 4, tmp_path, {2: (signal.SIGUSR1, signal.SIGTERM)})
+    expected = uninterrupted(6, LAYOUT)
+    for first, second, _ in ranks:
         assert (len(first.losses), first.stopped_by) == (3, signal.SIGUSR1)
         assert (second.first_step, len(second.losses), second.stopped_by) == (3, 3, 0)
         assert [*first.losses, *second.losses] == expected
-    text = f"stopped by SIGUSR1 after step 3 of 6, with a checkpoint in {tmp_path / 'True'}; the same command goes on"
-    assert text in str(ranks[0][1][2])
+    text = f"stopped by SIGUSR1 after step 3 of 6, with a checkpoint in {tmp_path}; the same command goes on"
+    assert text in str(ranks[0][2])
 
 
 def test_ranks_that_heard_different_signals_agree_on_the_higher_number():
@@ -83,27 +77,31 @@ def test_ranks_that_heard_different_signals_agree_on_the_higher_number():
     assert (exit_code(0), exit_code(signal.SIGTERM), exit_code(signal.SIGUSR1)) == (0, 143, 138)
 
 
-def test_torchrun_asked_to_stop_leaves_a_checkpoint_and_the_same_command_ends_as_if_it_had_not(tmp_path):
+def gone_on_to(steps: int, layout: str, folder: Path) -> list[float]:
+    """The losses of the steps that are left, from the checkpoint in that folder."""
+    lies, plan = layout_for(layout, BATCH), TrainPlan(steps, 32, seed=7, warmup=4)
+    return launch(train.train, lies.world_size, model_named(MODEL), lies, plan, Checkpoints(str(folder), every=1000))[
+        0
+    ].losses
+
+
+def test_torchrun_asked_to_stop_leaves_a_checkpoint_from_which_it_ends_as_if_it_had_not(tmp_path):
     folder, out = tmp_path / "run", tmp_path / "out.txt"
     log = folder / "log.jsonl"
-    script = [*options(folder, steps=STEPS), "--every", "1000"]  # what is saved before the end is saved on a signal
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", free_port()]
+    script = [*options(folder, STEPS, "tp=2"), "--every", "1000"]  # what is saved before the end is saved on a signal
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
     with children() as seen:
         run = start(seen, [*agent, "-m", "course_lib.train", *script], out)
         wait_until(lambda: len(train_log.read(log)) > 2 or run.poll() is not None, seen)
         look(seen)
-        assert len(seen) == 5, out.read_text()
+        assert len(seen) == 3, out.read_text()
         run.terminate()
         wait_until(lambda: run.poll() is not None, seen)
     said, done = out.read_text(), len(train_log.read(log))
     assert run.returncode not in (0, None) and f"stopped by SIGTERM after step {done} of {STEPS}, with a" in said, said
     assert 2 < done < STEPS and checkpoint.latest(folder).name == f"step-{done:08d}", said
-    with children() as seen:
-        run = start(seen, [*agent, "-m", "course_lib.train", *script], out)
-        wait_until(lambda: run.poll() is not None, seen)
-    said, losses = out.read_text(), train_log.losses_of(log)
-    assert run.returncode == 0 and f"goes on at step {done} from its checkpoint" in said, said
-    assert [loss for of_step in losses.values() for loss in of_step] == uninterrupted(STEPS, LAYOUT)
+    losses = [loss for of_step in train_log.losses_of(log).values() for loss in of_step]
+    assert [*losses, *gone_on_to(STEPS, "tp=2", folder)] == uninterrupted(STEPS, "tp=2")
 
 
 def test_a_rank_that_waits_for_others_ends_at_once_and_two_that_train_end_with_143_though_one_was_asked(tmp_path):
