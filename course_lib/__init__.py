@@ -3,6 +3,7 @@
 A file imports from its own part and from the parts above it, never from one below; tests/test_layers.py reads this map.
 
 1. A world of N ranks
+    validate.py            nonsense refused where it enters: sizes, numbers, words and records, in one sentence
     launch.py              launch(fn, world_size, *args) -> what each rank returned; time limits, errors with their rank
     _rank.py               inside one rank: prepare the process, call the function, report
     _processes.py          where ranks come from: a fork server, or spawn on Windows
