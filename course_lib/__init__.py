@@ -72,6 +72,7 @@ A file imports from its own part and from the parts above it, never from one bel
     simulator.py           a clock for schedules: who waits, and what is kept meanwhile
     layout_check.py        what a layout cannot be, why, and the nearest that can
     layout.py              how a training run lies on its ranks: sizes and choices, checked when made
+    run.py                 a training run as one record: model, layout, recipe, device; every formula takes it
     pipeline_timing.py     seconds of stages and transfers for the simulator, and published scaling beside the bubble
     five_d_timing.py       modelled seconds of a whole layout's step, and what they are spent on
 4. One file per parallelism; the same names in both folders
