@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from course_lib.attention import CORES, rotate
 from course_lib.config import ModelConfig
+from course_lib.validate import checked
 
 
 class LatentAttention(nn.Module):
@@ -79,6 +80,7 @@ class LatentAttention(nn.Module):
         return self.o(out_BNSW.transpose(1, 2).flatten(2))
 
 
+@checked
 def halves(x: Tensor) -> Tensor:
     """Pairs side by side, as DeepSeek's weights give them, to pairs half a head apart, as `rotate` turns them."""
     return x.unflatten(-1, (-1, 2)).transpose(-2, -1).flatten(-2)

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from course_lib.moe import limit_groups
 from course_lib.routing_traffic import ExpertLayout, check_choice
+from course_lib.validate import Amount, Seed, Size, checked
 
 
 # ------------------------------------------------------------------------------------ a draw
-def popularity(num_experts: int, skew: float = 0.0, seed: int | None = None) -> list[float]:
+@checked
+def popularity(num_experts: Size, skew: Amount = 0.0, seed: Seed | None = None) -> list[float]:
     """How likely each expert is a token's first choice: 1 / place^skew (Zipf). 0 is uniform, 1 already strong.
 
     Without a seed expert 0 is the most popular, so neighbours, which share a rank, are popular together. A seed mixes.
@@ -30,13 +32,14 @@ def popularity(num_experts: int, skew: float = 0.0, seed: int | None = None) -> 
     return [weight / sum(weights) for weight in weights]
 
 
+@checked
 def synthetic_routing(
     layout: ExpertLayout,
-    tokens_per_rank: int,
-    top_k: int,
-    skew: float = 0.0,
-    max_nodes: int | None = None,
-    seed: int = 0,
+    tokens_per_rank: Size,
+    top_k: Size,
+    skew: Amount = 0.0,
+    max_nodes: Size | None = None,
+    seed: Seed = 0,
     mixed: bool = True,
 ) -> list[Tensor]:
     """For each rank expert_Tk: k different experts a token, drawn by popularity one after the other.
@@ -58,7 +61,8 @@ def synthetic_routing(
 
 
 # ------------------------------------------------------------------------------------ expected values
-def expected_places(num_experts: int, places: int, top_k: int, max_places: int | None = None) -> float:
+@checked
+def expected_places(num_experts: Size, places: Size, top_k: Size, max_places: Size | None = None) -> float:
     """How many of `places` (nodes, or ranks) with equally many experts a token reaches on average, routed uniformly.
 
     A place is missed if all k choices fall elsewhere. max_places: from so many places only, taken at random. Places
@@ -71,7 +75,10 @@ def expected_places(num_experts: int, places: int, top_k: int, max_places: int |
     return reachable * (1 - missed)
 
 
-def expected_crossings(layout: ExpertLayout, top_k: int, method: str = "plain", max_nodes: int | None = None) -> float:
+@checked
+def expected_crossings(
+    layout: ExpertLayout, top_k: Size, method: str = "plain", max_nodes: Size | None = None
+) -> float:
     """Rows between nodes for one token on average, routed uniformly: of its choices or nodes, those not at home."""
     nodes = layout.num_nodes
     if method == "plain":

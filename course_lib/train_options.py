@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from course_lib.config import ModelConfig, preset
 from course_lib.layout import Layout
 from course_lib.train_plan import DECAYS, PRECISIONS, Checkpoints, TrainPlan
+from course_lib.validate import Size, checked
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,6 +50,7 @@ def build_parser() -> Parser:
     return parser
 
 
+@checked
 def read(argv: Sequence[str] | None) -> tuple[ModelConfig, Layout, TrainPlan, Checkpoints | None, argparse.Namespace]:
     """The options as records, each checked.
 
@@ -77,6 +79,7 @@ def read(argv: Sequence[str] | None) -> tuple[ModelConfig, Layout, TrainPlan, Ch
 # --- texts that stand for records
 
 
+@checked
 def model_named(text: str) -> ModelConfig:
     """A preset, with changes behind it if need be: "toy", or "toy,num_layers=2,family=gpt,num_kv_heads=8,dropout=0.1".
 
@@ -106,6 +109,7 @@ def _like(default: object, field: str, text: str) -> object:
         raise ValueError(f"{field} is {text!r}; it must be like {default!r}") from None
 
 
+@checked
 def layout_for(text: str, batch_size: int | None) -> Layout:
     """The layout that the text describes; with a batch size it accumulates until a step has so many sequences.
 
@@ -138,7 +142,8 @@ STARTS = {  # how each engine starts that many ranks
 }
 
 
-def check_world(layout: Layout, world_size: int, engine: str = "torchrun") -> None:
+@checked
+def check_world(layout: Layout, world_size: Size, engine: str = "torchrun") -> None:
     """Raises ValueError unless there are as many ranks as the layout has, with commands that start as many."""
     ranks = layout.world_size
     if world_size == ranks:

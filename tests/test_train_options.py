@@ -23,7 +23,7 @@ def test_options_become_records():
         ("--steps three", "invalid int value"),
         ("--model toy --layout tp=3", "num_heads"),
         ("--layout cp=2 --seq 33", "33"),
-        ("--checkpoint a --resume maybe", "choose 'auto' or 'never'"),
+        ("--checkpoint a --resume maybe", "resume is 'maybe'; choose from auto, never"),
         ("--checkpoint a --every 0", "every is 0"),
     ]:
         with pytest.raises(ValueError, match=error):
