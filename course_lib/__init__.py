@@ -3,6 +3,7 @@
 A file imports from its own part and from the parts above it, never from one below; tests/test_layers.py reads this map.
 
 1. A world of N ranks
+    validate.py            nonsense refused where it enters: sizes, numbers, words and records, in one sentence
     launch.py              launch(fn, world_size, *args) -> what each rank returned; time limits, errors with their rank
     _rank.py               inside one rank: prepare the process, call the function, report
     _processes.py          where ranks come from: a fork server, or spawn on Windows
@@ -74,6 +75,7 @@ A file imports from its own part and from the parts above it, never from one bel
     simulator.py           a clock for schedules: who waits, and what is kept meanwhile
     layout_check.py        what a layout cannot be, why, and the nearest that can
     layout.py              how a training run lies on its ranks: sizes and choices, checked when made
+    run.py                 a training run as one record: model, layout, recipe, device; every formula takes it
     pipeline_timing.py     seconds of stages and transfers for the simulator, and published scaling beside the bubble
     five_d_timing.py       modelled seconds of a whole layout's step, and what they are spent on
 4. One file per parallelism; the same names in both folders
