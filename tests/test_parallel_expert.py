@@ -1,4 +1,4 @@
-"""Expert parallelism from scratch: gradients against one process, bytes against traffic/routing.py, planted mistakes."""
+"""Expert parallelism from scratch: gradients against one process, bytes by formula, planted mistakes."""
 
 import copy
 import dataclasses
