@@ -72,12 +72,14 @@ def _first_batch_of_messages():
     rank = dist.get_rank()
     stage = PipelineStage(torch.nn.Linear(2, 2), rank, 2, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, 1, loss_fn=lambda output, target: output.sum())
-    return hasattr(schedule, "_warmup_p2p"), len(stage._get_init_p2p_neighbors_ops())
+    in_pairs = hasattr(schedule, "_warmup_p2p")  # newer versions have nothing else
+    return in_pairs, 0 if in_pairs else len(stage._get_init_p2p_neighbors_ops())
 
 
 def test_pipelines_open_connections_in_one_batch_where_the_flag_says_so():
     for warms_up_in_pairs, messages in launch(_first_batch_of_messages, 2, backend="gloo"):
-        assert warms_up_in_pairs == compat.PIPELINE_WARMS_UP_ON_GLOO and messages > 0
+        assert warms_up_in_pairs == compat.PIPELINE_WARMS_UP_ON_GLOO
+        assert warms_up_in_pairs or messages > 0
 
 
 def test_a_torch_whose_pipelines_abort_on_gloo_is_still_supported():
