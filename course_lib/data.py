@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from course_lib.validate import Index, Seed, Size, checked, whole
+from course_lib.devices import rank_device
 
 VOCAB_SIZE = 256  # a token is a byte
 Bytes = Annotated[int, whole]
@@ -89,7 +90,9 @@ def batch(
     dp_size: Size = 1,
     seed: Seed = 0,
 ) -> tuple[Tensor, Tensor]:
-    """One rank's rows of step `index`: inputs, and targets one later. `batch_size` counts the rows of all ranks.
+    """Return one rank's rows of step `index` on its device: inputs, and targets one later.
+
+    `batch_size` counts the rows of all ranks.
 
     The ranks' rows, in rank order, are the rows that one process would get, so losses can be compared.
 
@@ -105,10 +108,11 @@ def batch(
         )
     if len(tokens_T) <= seq_len:
         raise ValueError(f"the text has {len(tokens_T)} tokens; seq_len {seq_len} needs at least {seq_len + 1}")
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+    generator = torch.Generator("cpu").manual_seed(seed * 1_000_003 + index)
     starts_B = torch.randint(len(tokens_T) - seq_len, (batch_size,), generator=generator, device="cpu")
     starts_b = starts_B.view(dp_size, -1)[dp_rank]
     rows_bS = tokens_T[starts_b[:, None] + torch.arange(seq_len + 1, device="cpu")]
+    rows_bS = rows_bS.to(rank_device())
     return rows_bS[:, :-1].contiguous(), rows_bS[:, 1:].contiguous()
 
 
