@@ -14,8 +14,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from course_lib.validate import Index, Seed, Size, checked, whole
 from course_lib.devices import rank_device
+from course_lib.validate import Index, Seed, Size, checked, whole
 
 VOCAB_SIZE = 256  # a token is a byte
 Bytes = Annotated[int, whole]
