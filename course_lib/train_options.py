@@ -29,7 +29,7 @@ class Options:
     resume: str = Checkpoints.resume  # auto: from the last checkpoint if there is one; never: the folder must have none
     in_background: bool = Checkpoints.in_background  # write checkpoints while training goes on
     log_file: str | None = None  # a file that gets a JSON line for each step
-    backend: str = "auto"  # auto: NCCL if each rank has a GPU of its own, else gloo; or nccl, gloo
+    backend: str = "auto"  # auto: NCCL if each rank has a GPU of its own, else gloo on the CPU; nccl, gloo, shared-gpu
 
 
 def read(
