@@ -1,11 +1,11 @@
 """The device of a rank, in one place: model, data, random numbers, meters and checkpoints ask here.
 
-| backend      | device of a rank                   | when                                                              |
-|--------------|------------------------------------|-------------------------------------------------------------------|
-| "nccl"       | a GPU of its own                   | each rank has one                                                 |
-| "gloo"       | the CPU                            | there are fewer GPUs than ranks, or none; or asked for            |
-| "shared-gpu" | a GPU that other ranks use as well | only if asked for; peaks are true (each process has an allocator  |
-|              |                                    | of its own), times are not                                        |
+| backend      | device of a rank                   | when                                                             |
+|--------------|------------------------------------|------------------------------------------------------------------|
+| "nccl"       | a GPU of its own                   | each rank has one                                                |
+| "gloo"       | the CPU                            | there are fewer GPUs than ranks, or none; or asked for           |
+| "shared-gpu" | a GPU that other ranks use as well | only if asked for; peaks are true (each process has an allocator |
+|              |                                    | of its own), times are not                                       |
 
 A process that is no rank, such as a notebook's own, computes on the CPU unless it is told another device.
 """

@@ -31,11 +31,7 @@ __all__ = ["RankError", "Results", "Slurm", "choose_backend", "launch", "progres
 MAX_RANKS = 64
 RANK_BYTES = 150 << 20  # memory of a rank that does little; torch's own pages are shared between forked ranks
 MAX_TIMEOUT_S = 1_000_000
-LEAVE_S = {
-    "gloo": 1.0,
-    "shared-gpu": 1.0,
-    "nccl": 10.0,
-}  # gloo ranks leave at once; NCCL gives back what it holds on the GPU
+LEAVE_S = {"gloo": 1.0, "shared-gpu": 1.0, "nccl": 10.0}  # gloo ranks leave at once; NCCL gives its GPU memory back
 
 
 @dataclasses.dataclass(frozen=True)
