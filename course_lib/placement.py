@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from course_lib.validate import Size, checked
+from course_lib.validate import Index, Size, checked
 
 PLACEMENTS = ("contiguous", "zigzag", "striped")
 
@@ -34,7 +34,7 @@ def check_context(seq_len: Size, cp_size: Size, placement: Literal[PLACEMENTS]) 
         raise ValueError(f"seq_len ({seq_len}) must be a multiple of {why}; the {nearest}")
 
 
-@checked
+@checked(seq_len=Size, cp_size=Size, cp_rank=Index)
 def positions(placement: str, seq_len: int, cp_size: int, cp_rank: int) -> Tensor:
     """Where this rank's tokens stand in the whole sequence, in ascending order.
 
@@ -77,7 +77,7 @@ class Tile:
         return rows * (rows + 1) // 2 if self.causal else rows * columns
 
 
-@checked
+@checked(placement=Literal[PLACEMENTS], shard_len=Size, query_rank=Index, key_rank=Index)
 def tile(placement: str, shard_len: int, query_rank: int, key_rank: int, causal: bool = True) -> Tile | None:
     """What of one rank's keys another rank's queries see; None if nothing. shard_len: tokens a rank.
 
