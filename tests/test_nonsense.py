@@ -22,12 +22,11 @@ import torch
 from course_lib import schedules
 from course_lib.config import preset
 from course_lib.hardware import gpu, link
-from course_lib.layout import Layout
-from course_lib.mesh import Mesh
-from course_lib.model import build
-from course_lib.moe import moe_layers, route
-from course_lib.simulator import Costs, simulate
-from course_lib.train_plan import TrainPlan
+from course_lib.layout import Layout, Mesh
+from course_lib.model import build, moe_layers
+from course_lib.model.moe import route
+from course_lib.schedules import Costs, simulate
+from course_lib.train import TrainPlan
 
 LIMIT_S = 2.0  # refused, or done; a quiet machine takes milliseconds
 HUGE = 10**15
@@ -176,7 +175,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "export": {
         "accelerate_fsdp2": {"wrap": ["Block"], "precision": "bf16"},
         "accelerate_deepspeed_file": {"deepspeed_json": "zero3.json"},
-        "accelerate_world": {"kind": "FSDP", "machines": import_module("course_lib.export").Machines()},
+        "accelerate_world": {"kind": "FSDP", "machines": import_module("course_lib.train.export").Machines()},
         "offload_to": {"device": "cpu", "nvme_path": None},
         "write": "writes a file",
         "deepspeed": {"stage": 3},
