@@ -18,6 +18,8 @@ from dataclasses import dataclass, fields
 
 import torch.distributed as dist
 
+from course_lib.validate import Size, check_fields, checked
+
 AXES = ("pp", "dp", "cp", "tp")  # outermost to innermost, unless a mesh says otherwise
 ALL_AXES = (*AXES, "data", "ep", "expert_dp")  # what data is made of, and what it is cut into
 
@@ -30,18 +32,16 @@ class Mesh:
     Raises   ValueError if a size is not a whole number of 1 or more, or `order` is no order of the four axes
     """
 
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-    tp: int = 1
+    pp: Size = 1
+    dp: Size = 1
+    cp: Size = 1
+    tp: Size = 1
     order: tuple[str, ...] = AXES
 
     def __post_init__(self):
+        check_fields(self)
         check_order(self.order)
         object.__setattr__(self, "order", tuple(self.order))
-        for axis, size in self.sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{axis} ({size!r}) must be a whole number of 1 or more; leave {axis} out to have 1")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -143,17 +143,17 @@ def _check_axis(axis: str) -> None:
         raise ValueError(f"axis {axis!r} is not one of {', '.join(AXES)}")
 
 
+@checked
 def check_order(order: Sequence[str]) -> None:
     """Raises ValueError unless `order` names each of the four axes once."""
     if not isinstance(order, list | tuple) or sorted(map(str, order)) != sorted(AXES):
         raise ValueError(f"order is {order!r}; name each of {', '.join(AXES)} once, the outermost first")
 
 
-def check_ep_size(dp: int, cp: int, ep_size: int) -> None:
+@checked
+def check_ep_size(dp: Size, cp: Size, ep_size: Size) -> None:
     """Raises ValueError unless ep neighbours each make up the ranks of data."""
     size = dp * cp
-    if isinstance(ep_size, bool) or not isinstance(ep_size, int) or ep_size < 1:
-        raise ValueError(f"ep ({ep_size!r}) must be a whole number of 1 or more; leave ep out to have 1")
     if size % ep_size:
         fitting = [ep for ep in range(1, size + 1) if size % ep == 0]
         below, above = [ep for ep in fitting if ep < ep_size][-1:], [ep for ep in fitting if ep > ep_size][:1]
@@ -180,14 +180,13 @@ class AxisLinks:
     kind: str
 
 
-def links_of_axes(mesh: Mesh, ranks_per_node: int, ep_size: int = 1) -> dict[str, AxisLinks]:
+@checked
+def links_of_axes(mesh: Mesh, ranks_per_node: Size, ep_size: Size = 1) -> dict[str, AxisLinks]:
     """What the groups of each axis of ALL_AXES use, if ranks 0 .. ranks_per_node - 1 share a node, and so on.
 
     Groups that begin at the same place of their nodes lie alike, so one of each is looked at.
     Raises   ValueError if ranks_per_node is below 1, or ep_size does not divide dp x cp
     """
-    if isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int) or ranks_per_node < 1:
-        raise ValueError(f"ranks_per_node ({ranks_per_node!r}) must be a whole number of 1 or more")
     of_rank_0 = mesh.members(0, ep_size)
     data = of_rank_0["data"]
     shapes = {axis: [of_rank_0[axis]] for axis in (*AXES, "data")} | {
@@ -223,6 +222,7 @@ def _places_in_node(mesh: Mesh, own_axes: Sequence[str], ranks_per_node: int) ->
 # --- groups of processes
 
 
+@checked
 def make_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     """My process group along each axis. Every rank of the world must call it, as `new_group` requires.
 
@@ -267,7 +267,8 @@ class Groups:
         }
 
 
-def make_all_groups(mesh: Mesh, ep_size: int = 1, local_only: bool = False) -> Groups:
+@checked
+def make_all_groups(mesh: Mesh, ep_size: Size = 1, local_only: bool = False) -> Groups:
     """My process groups along each axis, data, ep and expert_dp. Every rank of the world must call it.
 
     Each rank makes all groups in the same order, its own or not. With local_only it makes only its own, and waits only

@@ -13,27 +13,28 @@ Source   Liu et al. 2023 (arXiv:2310.01889), ring attention; Brandon et al. 2023
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from course_lib.validate import Size, checked
+
 PLACEMENTS = ("contiguous", "zigzag", "striped")
 
 
-def check_context(seq_len: int, cp_size: int, placement: str) -> None:
+@checked
+def check_context(seq_len: Size, cp_size: Size, placement: Literal[PLACEMENTS]) -> None:
     """Raises ValueError unless every rank gets equally many tokens: seq_len a multiple of cp, for zigzag of 2 cp."""
-    if placement not in PLACEMENTS:
-        raise ValueError(f"placement is {placement!r}; choose from {', '.join(PLACEMENTS)}")
-    if cp_size < 1:
-        raise ValueError(f"cp is {cp_size}; it must be at least 1")
     parts = 2 * cp_size if placement == "zigzag" else cp_size
-    if seq_len < 1 or seq_len % parts:
-        below, above = seq_len // parts * parts, (max(seq_len, 0) // parts + 1) * parts
+    if seq_len % parts:
+        below, above = seq_len // parts * parts, (seq_len // parts + 1) * parts
         nearest = f"nearest lengths are {below} or {above}" if below > 0 else f"nearest length is {above}"
         why = f"2 x cp ({parts}), two chunks a rank" if placement == "zigzag" else f"cp ({cp_size})"
         raise ValueError(f"seq_len ({seq_len}) must be a multiple of {why}; the {nearest}")
 
 
+@checked
 def positions(placement: str, seq_len: int, cp_size: int, cp_rank: int) -> Tensor:
     """Where this rank's tokens stand in the whole sequence, in ascending order.
 
@@ -52,7 +53,8 @@ def positions(placement: str, seq_len: int, cp_size: int, cp_rank: int) -> Tenso
     return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
 
 
-def order(placement: str, seq_len: int, cp_size: int) -> Tensor:
+@checked
+def order(placement: str, seq_len: Size, cp_size: Size) -> Tensor:
     """All ranks' positions one after the other: where each row of what an all-gather gives stands in the sequence.
 
     Shapes   -> positions_S; its argsort puts gathered rows back into the sequence's order
@@ -75,6 +77,7 @@ class Tile:
         return rows * (rows + 1) // 2 if self.causal else rows * columns
 
 
+@checked
 def tile(placement: str, shard_len: int, query_rank: int, key_rank: int, causal: bool = True) -> Tile | None:
     """What of one rank's keys another rank's queries see; None if nothing. shard_len: tokens a rank.
 

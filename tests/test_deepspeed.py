@@ -12,7 +12,7 @@ from course_lib.config import PRESETS
 from course_lib.launch import launch
 from course_lib.meter import ByteMeter
 from course_lib.native import deepspeed_zero as native
-from course_lib.timing import ring_all_reduce_bytes
+from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.training import loss_of
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed; make test-deepspeed installs it")
@@ -223,12 +223,8 @@ def test_deepspeed_reads_the_config_as_it_was_meant(tmp_path):
         micro_batch_size=2,
         accumulation_steps=8,
         clip_norm=0.5,
-        offload_optimizer="nvme",
-        offload_param="cpu",
-        nvme_path="/disk",
-        bucket_numel=1000,
-        prefetch_numel=20,
-        persistence_numel=30,
+        offload=export.OffloadTo("nvme", "cpu", "/disk"),
+        buckets=export.Buckets(1000, 20, 30),
     )
     read = DeepSpeedConfig(str(export.write(written, tmp_path / "zero3.json")))
     zero = read.zero_config

@@ -110,7 +110,7 @@ def test_a_run_goes_on_under_another_layout_with_the_same_losses(tmp_path):
 
 def test_a_process_killed_at_a_random_moment_goes_on_as_if_it_had_not_been(tmp_path):
     """A real process, SIGKILL; the run that it is held to is not the script but the same function in a launch."""
-    text = f"--model {DROPOUT} --batch {BATCH} --steps 24 --seq 32 --every 3 --warmup 4 --decay cosine --seed 5"
+    text = f"--model {DROPOUT} --batch {BATCH} --steps 24 --seq-len 32 --every 3 --warmup 4 --decay cosine --seed 5"
     plan = TrainPlan(24, 32, seed=5, warmup=4, decay="cosine")
     log, folder, config = tmp_path / "log.jsonl", tmp_path / "killed", model_named(DROPOUT)
     command = [
@@ -185,7 +185,7 @@ def test_what_cannot_be_is_one_line_of_rank_0_and_exit_code_2(lonely, monkeypatc
     for argv, text in [
         ("--layout dp=2,tp=2", "use torchrun --nproc-per-node 4, or torchrun --nnodes 2 --nproc-per-node 2"),
         ("--layout dp=2,zero=9", "zero (9)"),
-        ("--model llama-9", "there is no preset 'llama-9'"),
+        ("--model llama-9", "preset is 'llama-9'"),
         ("--precision fp8", "choose from fp32"),
         ("--backend smoke", "backend must be"),
     ]:

@@ -24,6 +24,7 @@ from functools import lru_cache
 from math import prod
 
 from course_lib.config import ModelConfig
+from course_lib.expert_layout import check_expert_parallel
 from course_lib.instructions import Schedule
 from course_lib.layout import Layout
 from course_lib.memory.context import check_exchange, exchange_bytes, tokens_of_rank
@@ -41,7 +42,6 @@ from course_lib.memory.zero import (
     zero_reduced_bytes,
     zero_state_bytes,
 )
-from course_lib.routing_traffic import check_expert_parallel
 from course_lib.schedules import make
 
 KINDS = ("matrices", "norms", "kv", "tied", "experts")  # in a flat of ZeRO all are of one
@@ -290,7 +290,7 @@ def _work_bytes(config, layout, seq_len, attention, recipe, tp_rank, has_last, l
     if not has_last:  # no logits: a vocabulary of one row each
         config = replace(config, vocab_size=layout.tp)
     local, tokens = narrow_experts(config, layout.tp, tp_rank), tokens_of_rank(seq_len, layout.cp)
-    dense = replace(config, moe=None, mla=None)
+    dense = replace(config, moe=None)
     args = (layout.micro_batch, tokens, attention, recipe)
     work = dense_work_bytes(replace(local, moe=None, mla=None), *args, layout.tp)
     if config.moe is not None:

@@ -28,6 +28,7 @@ from math import prod
 
 from course_lib.config import ModelConfig, MoeConfig
 from course_lib.conjugate import piece_sizes
+from course_lib.expert_layout import check_expert_parallel
 from course_lib.memory.activations import PRECISIONS, Activations, block_terms, own_activations
 from course_lib.memory.formulas import ASSUMED_OVERHEADS, Budget, check_seq_len, temporary_bytes
 from course_lib.memory.states import (
@@ -41,7 +42,6 @@ from course_lib.memory.states import (
 )
 from course_lib.memory.tensor import narrow
 from course_lib.memory.zero import zero_state_bytes
-from course_lib.routing_traffic import check_expert_parallel
 
 _FP32, _INT64 = 4, 8
 
@@ -183,9 +183,9 @@ def rank_shapes(config: ModelConfig, dp_size: int, ep_size: int, tp_size: int = 
 
 def narrow_experts(config: ModelConfig, tp_size: int, tp_rank: int = 0) -> ModelConfig:
     """What one rank of tensor parallelism runs: fewer heads, narrower MLPs and experts; the first, a widest one."""
-    local = narrow(replace(config, moe=None, mla=None), tp_size, tp_rank)
+    local = narrow(replace(config, moe=None), tp_size, tp_rank)
     moe = config.moe and replace(config.moe, d_expert=piece_sizes(config.moe.d_expert, tp_size)[tp_rank])
-    return replace(local, moe=moe, mla=config.mla)
+    return replace(local, moe=moe)
 
 
 def expert_parallel_states(

@@ -200,14 +200,17 @@ def zero_saving(stage: int, dp_size: int, recipe: Recipe | str = "bf16-master") 
 class Offload:
     """Where a rank's shards wait: "device", "host" or "disk". Parameters elsewhere need stage 3.
 
-    Source   Rajbhandari et al. 2021 (ZeRO-Infinity, arXiv:2104.07857)
+    activations   where they wait between the forward and the backward pass of their micro-batch
+    Source        Rajbhandari et al. 2021 (ZeRO-Infinity, arXiv:2104.07857)
     """
 
     optimizer: str = "device"
     parameters: str = "device"
+    activations: str = "device"
 
     def __post_init__(self) -> None:
-        for field, place in (("optimizer", self.optimizer), ("parameters", self.parameters)):
+        for field in ("optimizer", "parameters", "activations"):
+            place = getattr(self, field)
             if place not in PLACES:
                 raise ValueError(f"{field} is {place!r}; choose from {', '.join(PLACES)}")
 

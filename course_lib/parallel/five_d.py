@@ -35,6 +35,8 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.config import ModelConfig
 from course_lib.conjugate import Group, piece_sizes
+from course_lib.devices import rank_device
+from course_lib.expert_layout import ExpertLayout
 from course_lib.layout import Layout
 from course_lib.mesh import Groups, make_all_groups
 from course_lib.model import build as build_whole
@@ -53,7 +55,6 @@ from course_lib.parallel.stages import check_stages, skeleton
 from course_lib.parallel.sums import clip_gradients, sharing_of, sum_gradients
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
 from course_lib.precision import accumulate_in_fp32, zero_gradients
-from course_lib.routing_traffic import ExpertLayout
 
 # --- a model on a layout
 
@@ -109,7 +110,7 @@ def build(
 
     No rank ever holds more than its stages, cut; ZeRO-3 then frees all but a shard of that.
 
-    device       by default this rank's GPU under NCCL, otherwise the CPU
+    device       by default `rank_device()`
     groups       of `make_all_groups`, if they are there already
     grad_dtype   in which gradients are summed, such as torch.float32 beside bfloat16 parameters
     fill         (engine, seed): brings other numbers than `fill_from_seed`, or none
@@ -118,7 +119,7 @@ def build(
     """
     layout.check_model(config)
     groups = groups or make_all_groups(layout.mesh, layout.ep)
-    device = torch.device(device or ("cuda" if "nccl" in dist.get_backend(groups.world) else "cpu"))
+    device = torch.device(device or rank_device())
     if layout.pp > 1:
         comm.check_point_to_point(device, groups.pp, "a pipeline")
 

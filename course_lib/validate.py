@@ -1,0 +1,262 @@
+"""Refuse nonsense where it enters: a size, a number, a word or a record that cannot be meant, each in one sentence.
+
+    whole("num_gpus", 0)                                  # ValueError: num_gpus is 0; give a whole number of at least 1
+    one_of("recompute", "ful", ("none", "full"))          # ValueError: recompute is 'ful'; did you mean 'full'? ...
+
+    @checked                                              # the same, from the annotations of a function ...
+    def mfu(model_flops: Positive, seconds: Positive, num_gpus: Size) -> float: ...
+
+    @dataclass(frozen=True)                               # ... and of a record
+    class Link:
+        bytes_per_s: Positive
+        kind: Literal["nvlink", "network"]
+
+        def __post_init__(self):
+            check_fields(self)
+
+A wrong type is a TypeError, a wrong value a ValueError. Annotations that say more than their type carry a function of
+(name, value) in `Annotated`; the ones that the package needs most are below.
+"""
+
+import collections.abc
+import difflib
+import functools
+import inspect
+import math
+import numbers
+import types
+import typing
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+LARGEST_SIZE = 2**24  # of what is looped over or allocated: ranks, layers, tokens of a sequence
+LARGEST = 10**18  # of what is only multiplied: bytes, parameters, tokens of a whole training
+
+Check = Callable[[str, Any], None]
+
+# --- one value
+
+
+def whole(name: str, value: object, least: int = 1, most: int = LARGEST) -> None:
+    """Raise unless the value is a whole number from `least` to `most`; True is none, and neither is 2.0."""
+    limits = f"from {least} to {most}" if abs(least) < LARGEST and most < LARGEST else ""
+    if not limits and least > -LARGEST:
+        limits = f"of at least {least}" if not _is_whole(value) or value < least else f"of at most {most:g}"
+    required = f"give a whole number {limits}".strip()
+    if not _is_whole(value):
+        raise TypeError(f"{name} is {show(value)}; {required}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {show(value)}; {required}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def number(
+    name: str,
+    value: object,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Raise unless the value is a finite number within the limits; `above` and `below` are not reached themselves."""
+    limits = {"at least": least, "above": above, "at most": most, "below": below}
+    limited = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
+    required = f"give a finite number{' ' if limited else ''}{limited}"
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name} is {show(value)}; {required}")
+    inside = (
+        math.isfinite(value)
+        and (least is None or value >= least)
+        and (most is None or value <= most)
+        and (above is None or value > above)
+        and (below is None or value < below)
+    )
+    if not inside:
+        raise ValueError(f"{name} is {show(value)}; {required}")
+
+
+def truth(name: str, value: object) -> None:
+    """Raise unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {show(value)}; give True or False")
+
+
+def one_of(name: str, value: object, known: Sequence) -> None:
+    """Raise unless the value is one of the known ones, with the nearest of them."""
+    if any(value is choice or (type(value) is type(choice) and value == choice) for choice in known):
+        return
+    near = (
+        difflib.get_close_matches(value, [word for word in known if isinstance(word, str)], n=1)
+        if isinstance(value, str)
+        else []
+    )
+    advice = f"did you mean {near[0]!r}? " if near else ""
+    wrong = ValueError if any(isinstance(value, type(choice)) for choice in known) else TypeError
+    raise wrong(f"{name} is {show(value)}; {advice}choose from {', '.join(map(str, known))}")
+
+
+def instance(name: str, value: object, kind: type) -> None:
+    """Raise TypeError unless the value is of that class."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {show(value)}; give {_article(kind.__name__)}")
+
+
+def show(value: object) -> str:
+    """Name a value in an error: numbers and short texts as they are, all else by its class."""
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value if len(value) <= 60 else value[:57] + "...")
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return _article(type(value).__name__)
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
+
+
+# --- annotations that say more than a type
+
+Size = Annotated[int, partial(whole, least=1, most=LARGEST_SIZE)]  # looped over or allocated
+Count = Annotated[int, partial(whole, least=0, most=LARGEST_SIZE)]  # the same, 0 included
+Index = Annotated[int, partial(whole, least=0)]  # a rank, a stage, a step
+Seed = Annotated[int, partial(whole, least=0, most=2**32 - 1)]
+Amount = Annotated[float, partial(number, least=0)]  # bytes, FLOPs, seconds, tokens
+Positive = Annotated[float, partial(number, above=0)]  # the same, where one divides by it
+Share = Annotated[float, partial(number, least=0, most=1)]
+
+
+# --- from annotations
+
+
+def checked(function: Callable) -> Callable:
+    """Check a function's arguments by its annotations at each call; what is left out and None by default is not."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        in_order, by_name = _checks_of(function)
+        for (name, check), value in zip(in_order, args, strict=False):  # fewer where defaults are left out
+            check(name, value)
+        for name, value in kwargs.items():
+            if name in by_name:
+                by_name[name](name, value)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def check_fields(record: object) -> None:
+    """Check a dataclass's fields by their annotations; call it first in `__post_init__`."""
+    for name, check in _checks_of_fields(type(record)):
+        check(name, getattr(record, name))
+
+
+@functools.cache
+def _checks_of(function: Callable) -> tuple[list[tuple[str, Check]], dict[str, Check]]:
+    """Of a function: the checks of what can be passed by position, and of all parameters by name."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    checks = {}
+    positional = []
+    for parameter in inspect.signature(function).parameters.values():
+        check = _check_of(hints.get(parameter.name, Any))
+        if parameter.default is None:
+            check = _or_none(check)
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            positional.append((parameter.name, check))
+        checks[parameter.name] = check
+    return positional, checks
+
+
+@functools.cache
+def _checks_of_fields(kind: type) -> list[tuple[str, Check]]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return [(name, _check_of(hints[name])) for name in kind.__dataclass_fields__]
+
+
+def _check_of(hint: object) -> Check:
+    """The function of (name, value) that an annotation stands for."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return next((extra for extra in hint.__metadata__ if callable(extra)), _check_of(inner[0]))
+    if origin in (typing.Union, types.UnionType):
+        return _any_of([_check_of(arm) for arm in inner if arm is not types.NoneType], types.NoneType in inner)
+    if origin is Literal:
+        return partial(one_of, known=inner)
+    if hint in (int, float, bool):
+        return {int: partial(whole, least=-LARGEST), float: number, bool: truth}[hint]
+    kind = origin or hint
+    if kind in (Any, object):
+        return _anything
+    if kind is collections.abc.Callable:
+        return _callable
+    if isinstance(kind, type) and issubclass(kind, collections.abc.Mapping):
+        return partial(_mapping, of=_check_of(inner[1]) if inner else _anything)
+    if kind is tuple and inner and inner[-1] is not Ellipsis:
+        return partial(_row, of=[_check_of(arm) for arm in inner])
+    if isinstance(kind, type) and issubclass(kind, collections.abc.Sequence) and kind not in (str, bytes):
+        return partial(_sequence, of=_check_of(inner[0]) if inner else _anything)
+    if isinstance(kind, type) and not getattr(kind, "_is_protocol", False):
+        return partial(instance, kind=kind)
+    return _anything
+
+
+def _anything(name: str, value: object) -> None:
+    pass
+
+
+def _or_none(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _any_of(arms: Sequence[Check], none: bool) -> Check:
+    def check(name: str, value: object) -> None:
+        if none and value is None:
+            return
+        errors = []
+        for arm in arms:
+            try:
+                return arm(name, value)
+            except (TypeError, ValueError) as error:
+                errors.append(error)
+        best = next((error for error in errors if isinstance(error, ValueError)), errors[0])
+        others = [str(error).partition("; ")[2] for error in errors if error is not best]
+        raise type(best)("; or ".join([str(best), *others]) + (", or None" if none else "")) from None
+
+    return check
+
+
+def _callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} is {show(value)}; give a function")
+
+
+def _is_row(value: object) -> bool:
+    """Whether it can be indexed and is no text: a list, a tuple, an array."""
+    return hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, str | bytes | dict)
+
+
+def _sequence(name: str, value: object, of: Check) -> None:
+    if not _is_row(value):
+        raise TypeError(f"{name} is {show(value)}; give a list")
+    if of is not _anything:
+        for index, item in enumerate(value):
+            of(f"{name}[{index}]", item)
+
+
+def _row(name: str, value: object, of: Sequence[Check]) -> None:
+    if not _is_row(value) or len(value) != len(of):
+        raise TypeError(f"{name} is {show(value)}; give {len(of)} values")
+    for index, (check, item) in enumerate(zip(of, value, strict=True)):
+        check(f"{name}[{index}]", item)
+
+
+def _mapping(name: str, value: object, of: Check) -> None:
+    if not isinstance(value, collections.abc.Mapping):
+        raise TypeError(f"{name} is {show(value)}; give a dictionary")
+    for key, item in value.items():
+        of(f"{name}[{key!r}]", item)

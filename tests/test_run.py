@@ -1,0 +1,50 @@
+"""The record of a run refuses what does not fit together, in one sentence, when it is made."""
+
+import pytest
+
+from course_lib.config import preset
+from course_lib.layout import Layout
+from course_lib.memory.states import LoRA
+from course_lib.memory.zero import Offload
+from course_lib.run import Run
+
+TOY = preset("toy")
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "said"),
+    [
+        ("dp=1", {"seq_len": 0}, "seq_len is 0"),
+        ("dp=1", {"seq_len": 2.0}, "seq_len is 2.0"),
+        ("dp=1", {"recipe": "bf17"}, "recipe 'bf17' is unknown"),
+        ("dp=1", {"attention": "fast"}, "attention is 'fast'"),
+        ("dp=1", {"device": "tpu"}, "device is 'tpu'"),
+        ("dp=1", {"optimizer": "adam"}, "optimizer is 'adam'"),
+        ("dp=1", {"optimizer_implementation": "each"}, "optimizer_implementation is 'each'"),
+        ("dp=2,zero=1", {"optimizer": "adafactor"}, "choose zero 0"),
+        ("cp=2", {"attention": "explicit"}, "cp is 2"),
+        ("cp=3", {}, "seq_len"),
+        ("tp=3", {}, "num_heads (8)"),
+        ("tp=2", {"lora": LoRA(4)}, "choose tp 1"),
+        ("dp=2,zero=1", {"lora": LoRA(4)}, "choose zero 0"),
+        ("dp=1", {"lora": LoRA(4, ("x",))}, "name no matrix"),
+        ("dp=2,zero=2", {"offload": Offload(parameters="host")}, "choose zero 3"),
+        ("tp=2", {"config": preset("xlm-r-base")}, "choose tp 1"),
+        ("dp=1", {"config": preset("xlm-r-base"), "seq_len": 1024}, "at most 512"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(layout, options, said):
+    with pytest.raises(ValueError, match=".") as error:
+        Run(**{"config": TOY, "layout": Layout.parse(layout), "seq_len": 64} | options)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", [{"config": "toy"}, {"layout": "dp=2"}, {"offload": "host"}])
+def test_what_is_no_record_is_a_type_error(wrong):
+    with pytest.raises(TypeError, match=f"{next(iter(wrong))} is of type str, required: "):
+        Run(**{"config": TOY, "layout": Layout(), "seq_len": 64} | wrong)
+
+
+def test_a_run_can_be_a_key():
+    assert {Run(TOY, Layout(), 64): 1}[Run(TOY, Layout(), 64)] == 1
