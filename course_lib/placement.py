@@ -15,9 +15,6 @@ Source   Liu et al. 2023 (arXiv:2310.01889), ring attention; Brandon et al. 2023
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from course_lib.validate import Size, checked
 
 PLACEMENTS = ("contiguous", "zigzag", "striped")
@@ -32,34 +29,6 @@ def check_context(seq_len: Size, cp_size: Size, placement: Literal[PLACEMENTS]) 
         nearest = f"nearest lengths are {below} or {above}" if below > 0 else f"nearest length is {above}"
         why = f"2 x cp ({parts}), two chunks a rank" if placement == "zigzag" else f"cp ({cp_size})"
         raise ValueError(f"seq_len ({seq_len}) must be a multiple of {why}; the {nearest}")
-
-
-@checked
-def positions(placement: str, seq_len: int, cp_size: int, cp_rank: int) -> Tensor:
-    """Where this rank's tokens stand in the whole sequence, in ascending order.
-
-    Shapes   -> positions_s, int64               (s = seq_len / cp_size)
-    Raises   ValueError as check_context, and for a rank that the group does not have
-    """
-    check_context(seq_len, cp_size, placement)
-    if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"cp_rank is {cp_rank}; a group of {cp_size} has ranks 0 to {cp_size - 1}")
-    all_S = torch.arange(seq_len)
-    if placement == "striped":
-        return all_S[cp_rank::cp_size].clone()
-    if placement == "contiguous":
-        return all_S.chunk(cp_size)[cp_rank].clone()
-    chunks = all_S.chunk(2 * cp_size)
-    return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
-
-
-@checked
-def order(placement: str, seq_len: Size, cp_size: Size) -> Tensor:
-    """All ranks' positions one after the other: where each row of what an all-gather gives stands in the sequence.
-
-    Shapes   -> positions_S; its argsort puts gathered rows back into the sequence's order
-    """
-    return torch.cat([positions(placement, seq_len, cp_size, rank) for rank in range(cp_size)])
 
 
 @dataclass(frozen=True)
