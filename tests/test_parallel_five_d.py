@@ -12,10 +12,10 @@ from five_d_cases import CONFIGS, FLOAT64, SEQ_LEN, distances, micro_batches, on
 from course_lib import model
 from course_lib.launch import launch
 from course_lib.layout import Layout
-from course_lib.memory.tracker import MemoryTracker
+from course_lib.measure import MemoryTracker
 from course_lib.parallel import data, executor, expert_tensor, five_d, linear, shards, sums, tensor, whole
-from course_lib.precision import gradient_of
 from course_lib.traffic_5d import five_d_sent
+from course_lib.training.precision import gradient_of
 
 # (model, layout): every pair of techniques that can be combined is in one of them, see the next test
 TWO = [

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib import comm
-from course_lib.precision import gradient_of, set_gradient
-from course_lib.timing import Span
+from course_lib.span import Span
 from course_lib.training import loss_of
+from course_lib.training.precision import gradient_of, set_gradient
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default, bucket_cap_mb=25
 FIRST_BUCKET_BYTES = 2**20  # DDP's as well: a small first bucket starts the network early
