@@ -19,7 +19,7 @@ import torch.distributed as dist
 from course_lib.cli.simulate import add_simulate, simulate
 from course_lib.launch import RankError, launch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "accelerate", "numpy", "matplotlib", "ipywidgets", "jupyterlab", "nbval", "transformers")
 LAUNCH_SECONDS = 60.0
 

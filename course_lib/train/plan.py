@@ -14,7 +14,7 @@ import torch
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 
-# Dtype of parameters, and of gradients where it is another. Names as in course_lib.training.precision; fp64 is for comparing.
+# Dtype of parameters, and of gradients where it is another. Names as in training/precision.py; fp64 is for comparing.
 PRECISIONS = {
     "fp32": (torch.float32, None),
     "bf16-master": (torch.bfloat16, None),
