@@ -355,7 +355,7 @@ def test_gradients_leave_while_backward_runs_and_no_copy_of_all_is_made():
         sums = sorted((span for span in spans if span.lane == "communication"), key=lambda span: span.start_s)
         assert [span.name for span in sums] == ["bucket 0", "bucket 1"] and len(backwards) == 2
         assert backwards[0].stop_s < sums[0].start_s < backwards[1].stop_s  # in the last micro-batch, before its end
-        # parameters, moments and gradients are 4, the embedding's gradient on its way 0.4; a copy of all would be 1 more
+        # parameters, moments and gradients are 4, the embedding's gradient on its way 0.4; a copy of all is 1 more
         assert peak_bytes < 4.6 * parameter_bytes
         assert freed
 

@@ -183,12 +183,12 @@ def cut_over_cp(engine: FiveD, stage: nn.Module) -> None:
 
 
 def shard_over_data(engine: FiveD, grad_dtype: torch.dtype | None) -> None:
-    """Sums gradients over data, those of experts over expert_dp: one engine a stage, as each has a backward of its own.
+    """Sums gradients over data, experts' over expert_dp: one engine a stage, for each has a backward of its own.
 
     With zero 0 these are chapter 3's buckets; from 1 on ZeRO shards as well.
     """
     layout, group, sharing = engine.layout, engine.groups.data, sharing_of(engine)
-    summed: set[nn.Parameter] = set()  # by some stage's buckets: a weight that two stages here share by the first one's
+    summed: set[nn.Parameter] = set()  # a weight that two stages here share: by the first one's buckets
     for name, stage in engine.stages.items():
         if layout.zero:
             engine.data_engines[name] = zero.build(stage, group, layout.zero, grad_dtype=grad_dtype, sharing=sharing)
