@@ -19,13 +19,12 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from course_lib import schedules
 from course_lib.config import preset
 from course_lib.hardware import gpu, link
 from course_lib.layout import Layout, Mesh
 from course_lib.model import build, moe_layers
 from course_lib.model.moe import route
-from course_lib.schedules import Costs, simulate
+from course_lib.schedules import Costs, make, simulate
 from course_lib.train import TrainPlan
 
 LIMIT_S = 2.0  # refused, or done; a quiet machine takes milliseconds
@@ -38,7 +37,7 @@ NEVER_ZERO = re.compile(
     r"dp|cp|tp|pp|v|d_\w+|num_(?!shared)\w+|\w+_size|\w*seq_len|top_k|accumulation\w*|itemsize|ranks_per_node|every|keep"
 )
 
-SCHEDULE = schedules.make("1f1b", 2, 4)
+SCHEDULE = make("1f1b", 2, 4)
 MIXTURE = preset("toy-moe")
 ROUTING = route(torch.randn(6, 8), MIXTURE.moe)
 
@@ -127,32 +126,29 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "preset": {"name": "toy"},
         "require_dense": {"what": "it"},
     },
-    "schedules": {"check_interleaved": {"v": 2}},
-    "instructions": {
+    "schedules.builders": {"check_interleaved": {"v": 2}},
+    "schedules.instructions": {
         "Schedule": {"rank_of_stage": (0, 1), "instructions": SCHEDULE.instructions},
         "from_lists": {"rows": [["F0", "B0"]]},
         "is_idle": "any word is idle or not",
     },
-    "bubbles": {"Bubble": "made by bubble"},
-    "schedule_check": {"chart_problems": {"chart": "F0 B0"}},
-    "simulator": {"Simulation": "made by simulate"},
-    "mesh": {
+    "schedules.bubbles": {"Bubble": "made by bubble"},
+    "schedules.check": {"chart_problems": {"chart": "F0 B0"}},
+    "schedules.simulator": {"Simulation": "made by simulate"},
+    "layout.mesh": {
         "AxisLinks": "made by links_of_axes",
-        "Groups": "made by make_all_groups",
-        "make_groups": "needs ranks",
-        "make_all_groups": "needs ranks",
         "check_order": {"order": ("pp", "dp", "cp", "tp")},
     },
-    "placement": {"Tile": "made by tile"},
-    "context_work": {},
-    "train_plan": {
+    "layout.placement": {"Tile": "made by tile"},
+    "layout.context_work": {},
+    "train.plan": {
         "check_settings": {"saved": {"model": {}, "decay": "none"}, "now": {"model": {}, "decay": "none"}},
         "seed_step": {"coordinates": {"dp": 0}},
     },
-    "data": {"decode": {"tokens_S": torch.zeros(3, dtype=torch.long)}, "stream_dataset": "needs the network"},
-    "lora": {"apply_lora": {"model": build(preset("toy"))}},
-    "offload": {"OffloadRecord": "made by offload_activations"},
-    "moe": {
+    "training.data": {"decode": {"tokens_S": torch.zeros(3, dtype=torch.long)}, "stream_dataset": "needs the network"},
+    "model.lora": {"apply_lora": {"model": build(preset("toy"))}},
+    "training.offload": {"OffloadRecord": "made by offload_activations"},
+    "model.moe": {
         "Routing": "made by route",
         "scores": {"logits_TE": torch.randn(6, 8), "score": "softmax"},
         "limit_groups": {"choice_TE": torch.randn(6, 8), "num_groups": 4, "max_groups": 2},
@@ -172,7 +168,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "add_balancing": {"loss": torch.zeros(())},
         "with_moe": {"config": MIXTURE, "changes": None},
     },
-    "export": {
+    "train.export": {
         "accelerate_fsdp2": {"wrap": ["Block"], "precision": "bf16"},
         "accelerate_deepspeed_file": {"deepspeed_json": "zero3.json"},
         "accelerate_world": {"kind": "FSDP", "machines": import_module("course_lib.train.export").Machines()},
