@@ -12,6 +12,7 @@ from tyro.conf import OmitArgPrefixes
 from course_lib.config import ModelConfig, preset
 from course_lib.layout import Layout
 from course_lib.train_plan import Checkpoints, TrainPlan
+from course_lib.validate import Size, checked
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Options:
     backend: str = "auto"  # auto: NCCL if each rank has a GPU of its own, else gloo on the CPU; nccl, gloo, shared-gpu
 
 
+@checked
 def read(
     argv: Sequence[str] | None, aloud: bool = True
 ) -> tuple[ModelConfig, Layout, TrainPlan, Checkpoints | None, Options]:
@@ -56,6 +58,7 @@ def read(
 # --- texts that stand for records
 
 
+@checked
 def model_named(text: str) -> ModelConfig:
     """A preset, with changes behind it if need be: "toy", or "toy,num_layers=2,family=gpt,num_kv_heads=8,dropout=0.1".
 
@@ -85,6 +88,7 @@ def _like(default: object, field: str, text: str) -> object:
         raise ValueError(f"{field} is {text!r}; it must be like {default!r}") from None
 
 
+@checked
 def layout_for(text: str, batch_size: int | None) -> Layout:
     """The layout that the text describes; with a batch size it accumulates until a step has so many sequences.
 
@@ -117,7 +121,8 @@ STARTS = {  # how each engine starts that many ranks
 }
 
 
-def check_world(layout: Layout, world_size: int, engine: str = "torchrun") -> None:
+@checked
+def check_world(layout: Layout, world_size: Size, engine: str = "torchrun") -> None:
     """Raises ValueError unless there are as many ranks as the layout has, with commands that start as many."""
     ranks = layout.world_size
     if world_size == ranks:

@@ -44,7 +44,7 @@ def test_options_that_cannot_be_read_are_told_by_one_rank(wrong, said, capsys):
     [
         ("--model toy --layout tp=3", "num_heads"),
         ("--layout cp=2 --seq-len 33", "33"),
-        ("--checkpoint a --resume maybe", "choose 'auto' or 'never'"),
+        ("--checkpoint a --resume maybe", "resume is 'maybe'; choose from auto, never"),
         ("--checkpoint a --every 0", "every is 0"),
     ],
 )
