@@ -13,8 +13,8 @@ from course_lib import model
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.parallel import executor, expert_tensor, five_d, linear, shards, sums, tensor, whole
-from course_lib.precision import gradient_of, zero_gradients
 from course_lib.traffic_5d import five_d_sent
+from course_lib.training.precision import gradient_of, zero_gradients
 
 # (model, layout): every pair of techniques that can be combined is in one of them, see the next test
 TWO = [

@@ -5,16 +5,15 @@ import torch
 import torch.distributed as dist
 
 from course_lib.config import ModelConfig, preset
-from course_lib.instructions import loop_placement, v_placement
 from course_lib.launch import launch
+from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.memory.context import exchange_bytes
 from course_lib.memory.pipeline import boundary_bytes, pipeline_budgets
 from course_lib.memory.sharded import sharded_budget
-from course_lib.memory.tracker import MemoryTracker
 from course_lib.memory.zero import zero_units
-from course_lib.meter import ByteMeter
 from course_lib.model import build
 from course_lib.schedules import make
+from course_lib.schedules.instructions import loop_placement, v_placement
 from course_lib.traffic import all_to_all_bytes, by_collective, call_counts, ring_all_reduce_bytes, sent_bytes
 from course_lib.traffic.step import (
     attention_calls,

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from course_lib.config import preset
-from course_lib.fake_cluster import simulate
 from course_lib.launch import launch
 from course_lib.layout import Layout
+from course_lib.measure import ByteMeter
 from course_lib.memory.five_d import five_d_states
-from course_lib.meter import ByteMeter
-from course_lib.moe import MoE, with_moe
+from course_lib.model import MoE, with_moe
 from course_lib.parallel import five_d
+from course_lib.simulate import simulate
 from course_lib.traffic import sent_bytes
 from course_lib.traffic.step import context_calls, pipeline_calls, tensor_parallel_calls, zero_calls
 from course_lib.traffic_5d import five_d_calls, five_d_sent
