@@ -143,9 +143,8 @@ def test_an_uneven_sequence_is_padded_in_the_message():
 
 def test_seconds_follow_from_the_same_list():
     calls, link = tensor_parallel_calls(LLAMA_70B, 1, 4096, 8), LINKS["nvlink4"]
-    bandwidth_s = sent_bytes(calls) / link.bytes_per_s
-    latency_s = 14 * sum(call_counts(calls).values()) * link.latency_s
-    assert comm_s(calls, link) == pytest.approx(bandwidth_s + latency_s)
+    each_s = [call.count * timing.collective_s(call.collective, call.payload_bytes, 8, link) for call in calls]
+    assert comm_s(calls, link) == pytest.approx(sum(each_s))
 
 
 # ---- along the sequence, before chapter 07 takes it up

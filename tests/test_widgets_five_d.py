@@ -12,12 +12,11 @@ from course_lib import five_d_profile
 from course_lib.config import preset
 from course_lib.five_d_profile import first_times, measure_five_d
 from course_lib.five_d_timing import step_time
-from course_lib.hardware import gpu, link
+from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.five_d import five_d_budgets
 from course_lib.plots.memory import kinds_of
 from course_lib.plots.style import style
-from course_lib.sharded_timing import Cluster
 from course_lib.traffic_5d import five_d_sent
 from course_lib.widgets import five_d
 from course_lib.widgets.five_d import KNOWN, NOTHING, FiveDChoice, explore_five_d, five_d_explorer, five_d_figure

@@ -1,7 +1,7 @@
 """Things to play with in a notebook. Behind each stands a pure function from choices to a record.
 
 memory_explorer       what training needs, against GPUs; measured on a small model at the press of a button
-collective_explorer   alpha-beta time of a collective
+collective_explorer   modelled time of a collective
 precision_explorer    what each number format makes of a weight and its update
 dp_explorer           batch, step time and exposed communication of data parallelism
 zero_explorer         what each stage of ZeRO leaves on a GPU, what it sends, what offload moves; measured on a toy
