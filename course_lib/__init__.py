@@ -59,10 +59,13 @@ A file imports from its own part and from the parts above it, never from one bel
     memory/profile.py      predicted beside measured
     placement.py           whose tokens are where under context parallelism, and who computes what of the mask
     context_work.py        how much of the mask each rank computes at each step of a ring, and its share of the ideal
-    traffic.py             which collectives a step of each technique calls
+    expert_layout.py       which rank has which experts of a layer, and which sizes are possible
+    traffic/__init__.py    which bytes: the public names of the folder
+    traffic/collectives.py  bytes of one collective, and of a list of calls
+    traffic/step.py        which collectives a step of each technique calls
     traffic_5d.py          all that one rank of a layout sends in a step, axis by axis
-    routing_traffic.py     bytes of a mixture of experts: rows from rank to rank, within and between nodes
-    routing_odds.py        tokens that choose experts at random, and what to expect of them
+    traffic/routing.py     bytes of a mixture of experts: rows from rank to rank, within and between nodes
+    traffic/odds.py        the same, expected, of tokens that choose uniformly
     sharded_timing.py      modelled time of ZeRO, tensor and sequence parallelism, and what hides it
     context_timing.py      modelled time of a ring, of gathered keys, of exchanged heads, and what hides it
     instructions.py        what a pipeline schedule is made of, and what each piece of it needs
@@ -114,6 +117,7 @@ A file imports from its own part and from the parts above it, never from one bel
     native/pipeline.py     torch.distributed.pipelining: six schedules behind the same step
     native/expert.py       all_to_all_single_autograd, grouped_mm, and DDP for the rest
 5. Time and clusters without hardware
+    synthetic_routing.py   tokens that choose experts at random
     checkpoint_files.py    folders of checkpoints: complete or not there, and found to be whole
     checkpoint_pieces.py   pieces to files through torch.distributed.checkpoint; no code is run from a file
     checkpoint_optimizer.py  what a checkpoint has of an optimizer: moments, masters, counts of steps, learning rates

@@ -1,4 +1,4 @@
-"""Every difference between the supported torch versions (2.11 to 2.13), in one file.
+"""Every difference between the supported torch versions (2.11 to 2.15), in one file.
 
 Each entry names the version that changed something. tests/test_compat.py fails as soon as the oldest supported
 version in pyproject.toml has the new behaviour, so no entry outlives its reason.

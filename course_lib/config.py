@@ -5,10 +5,15 @@ the model that `transformers` builds from the same shape on the meta device.
 """
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal
+
+from course_lib.validate import Amount, Count, Positive, Size, check_fields, checked, number, one_of, whole
 
 FAMILIES = ("llama", "gpt", "xlmr")
 SCORES = ("softmax", "sigmoid")
 BALANCING = ("none", "aux_loss", "bias")
+Layers = Annotated[int, partial(whole, most=10_000)]  # every formula goes through them
 
 
 @dataclass(frozen=True)
@@ -18,10 +23,18 @@ class RopeScaling:
     Source   model cards of Llama 3.1 and 3.2, `rope_type: llama3`
     """
 
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192
+    factor: Positive
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_seq_len: Size = 8192
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor ({self.high_freq_factor}) must exceed low_freq_factor ({self.low_freq_factor}): "
+                "what lies between is stretched in part; Llama 3.1 has 4.0 and 1.0"
+            )
 
 
 @dataclass(frozen=True)
@@ -40,31 +53,23 @@ class MoeConfig:
     Source   Fedus et al. 2021 (arXiv:2101.03961); DeepSeek-V3 (arXiv:2412.19437), section 2.1.2
     """
 
-    num_experts: int
-    top_k: int
-    d_expert: int
-    num_shared_experts: int = 0
-    score: str = "softmax"
+    num_experts: Size
+    top_k: Size
+    d_expert: Size
+    num_shared_experts: Count = 0
+    score: Literal[SCORES] = "softmax"
     normalise_weights: bool = True
-    balancing: str = "none"
-    aux_coefficient: float = 0.01
-    bias_speed: float = 0.001
-    capacity_factor: float | None = None
-    num_groups: int = 1
-    max_groups: int | None = None  # filled in: num_groups, no limit
-    routed_scale: float = 1.0
-    first_dense_layers: int = 0
+    balancing: Literal[BALANCING] = "none"
+    aux_coefficient: Amount = 0.01
+    bias_speed: Amount = 0.001
+    capacity_factor: Positive | None = None
+    num_groups: Size = 1
+    max_groups: Size | None = None  # filled in: num_groups, no limit
+    routed_scale: Positive = 1.0
+    first_dense_layers: Count = 0
 
     def __post_init__(self):
-        for field in ("num_experts", "top_k", "d_expert", "num_groups"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
-        for field in ("num_shared_experts", "first_dense_layers", "aux_coefficient", "bias_speed"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must not be negative")
-        for field, known in (("score", SCORES), ("balancing", BALANCING)):
-            if getattr(self, field) not in known:
-                raise ValueError(f"{field} is {getattr(self, field)!r}; choose from {', '.join(known)}")
+        check_fields(self)
         if self.top_k > self.num_experts:
             raise ValueError(
                 f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts}): a token uses an expert once; "
@@ -74,11 +79,6 @@ class MoeConfig:
             raise ValueError(
                 "normalise_weights with top_k 1 makes every weight 1, so that the loss teaches the router nothing; "
                 "use normalise_weights=False"
-            )
-        if self.capacity_factor is not None and self.capacity_factor <= 0:
-            raise ValueError(
-                f"capacity_factor is {self.capacity_factor}: no expert could take a token; "
-                "choose 1.0 or more, or None to drop nothing"
             )
         self._check_groups()
 
@@ -107,16 +107,14 @@ class MlaConfig:
     Source   DeepSeek-V2 (arXiv:2405.04434), section 2.1; DeepSeek-V3's config.json
     """
 
-    q_rank: int
-    kv_rank: int
-    nope_dim: int  # numbers of a query and key head without position
-    rope_dim: int  # and with; this part of the key is one for all heads
-    value_dim: int
+    q_rank: Size
+    kv_rank: Size
+    nope_dim: Size  # elements of a query and key head without position
+    rope_dim: Size  # and with; this part of the key is one for all heads
+    value_dim: Size
 
     def __post_init__(self):
-        for field in ("q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        check_fields(self)
         if self.rope_dim % 2:
             raise ValueError(f"rope_dim ({self.rope_dim}) must be even: RoPE rotates pairs of numbers")
 
@@ -135,29 +133,25 @@ class ModelConfig:
     """
 
     name: str
-    num_layers: int
-    d_model: int
-    num_heads: int
-    num_kv_heads: int
-    d_ff: int
-    vocab_size: int
-    max_seq_len: int
+    num_layers: Layers
+    d_model: Size
+    num_heads: Size
+    num_kv_heads: Size
+    d_ff: Size
+    vocab_size: Size
+    max_seq_len: Size
     tied: bool = False  # the output head uses the embedding's weights
-    head_dim: int | None = None  # filled in: d_model // num_heads; with mla nope_dim + rope_dim
-    family: str = "llama"
-    rope_theta: float = 10_000.0
+    head_dim: Size | None = None  # filled in: d_model // num_heads; with mla nope_dim + rope_dim
+    family: Literal[FAMILIES] = "llama"
+    rope_theta: Positive = 10_000.0
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
-    dropout: float = 0.0  # the gpt family only
+    norm_eps: Positive = 1e-5
+    dropout: Annotated[float, partial(number, least=0, below=1)] = 0.0  # the gpt family only
     moe: MoeConfig | None = None  # experts in place of the MLP, in all blocks but the first few
     mla: MlaConfig | None = None  # latent attention in all blocks
 
     def __post_init__(self):
-        if self.family not in FAMILIES:
-            raise ValueError(f"family {self.family!r} is unknown; choose from {', '.join(FAMILIES)}")
-        for field in ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "max_seq_len"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        check_fields(self)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads ({self.num_heads}) must be divisible by num_kv_heads ({self.num_kv_heads}), "
@@ -179,8 +173,6 @@ class ModelConfig:
                 f"num_kv_heads ({self.num_kv_heads}) must equal num_heads ({self.num_heads}) in the {self.family} "
                 "family; grouped queries exist in the llama family"
             )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
         if self.family == "llama" and self.dropout:
             raise ValueError(f"dropout is {self.dropout}, but Llama has none; use family='gpt' or dropout=0.0")
         self._check_mla()
@@ -341,6 +333,7 @@ MOE_PRESETS: dict[str, ModelConfig] = {
 }
 
 
+@checked
 def require_dense(config: ModelConfig, what: str, latent: bool = False) -> None:
     """Raises ValueError if the model has experts or, unless `latent`, latent attention: `what` knows none."""
     if config.moe or (config.mla and not latent):
@@ -353,6 +346,7 @@ def require_dense(config: ModelConfig, what: str, latent: bool = False) -> None:
 OTHER_NAMES = {"llama-3-405b": "llama-3.1-405b"}  # as its paper calls it (arXiv:2407.21783)
 
 
+@checked
 def preset(name: str) -> ModelConfig:
     """The preset of that name.
 
@@ -360,6 +354,5 @@ def preset(name: str) -> ModelConfig:
     """
     known = PRESETS | MOE_PRESETS
     name = OTHER_NAMES.get(name, name)
-    if name not in known:
-        raise ValueError(f"there is no preset {name!r}; choose from {', '.join(known)}")
+    one_of("preset", name, tuple(known))
     return known[name]

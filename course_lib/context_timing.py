@@ -26,7 +26,8 @@ from course_lib.hardware import GPU, Cluster, Link, peak_flops
 from course_lib.memory.context import check_method, kv_block_bytes
 from course_lib.memory.tensor import narrow
 from course_lib.timing import Span, collective_s
-from course_lib.traffic import Call, attention_calls
+from course_lib.traffic import Call
+from course_lib.traffic.step import attention_calls
 
 BACKWARD_FLOPS = 2.5  # a flash kernel's backward, of its forward: five products in place of two, the scores made again
 

@@ -17,7 +17,7 @@ from course_lib.config import PRESETS
 from course_lib.launch import Results, launch
 from course_lib.meter import ByteMeter
 from course_lib.parallel.data import assign_buckets, build, step, trainable
-from course_lib.timing import ring_all_reduce_bytes
+from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.training import loss_of
 
 CONFIG = PRESETS["toy"]

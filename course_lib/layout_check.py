@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 
 from course_lib.config import ModelConfig
 from course_lib.conjugate import piece_sizes
+from course_lib.expert_layout import check_expert_parallel
 from course_lib.memory.context import METHODS as CP_METHODS
 from course_lib.memory.context import check_ulysses
 from course_lib.memory.stages import check_layers, even_layers
 from course_lib.memory.tensor import check_heads
 from course_lib.mesh import AXES, check_ep_size, check_order
 from course_lib.placement import PLACEMENTS, check_context
-from course_lib.routing_traffic import check_expert_parallel
 from course_lib.schedules import SCHEDULES, check_request, stages_per_rank
 
 if TYPE_CHECKING:  # layout.py imports this file

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NAMESPACES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
-_NOT_COMMUNICATION = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group"}
+_NOT_COMMUNICATION = {"wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group"}
 OTHER_AXIS = "other"  # in by_axis: groups that were given no name
 
 
@@ -210,7 +210,7 @@ def _reduce(arguments, size, rank):
 
 
 def _gather(arguments, size, rank):
-    shard_bytes = _nbytes(arguments["input_tensors"])
+    shard_bytes = _nbytes(_as_list(arguments, "input_tensors", "input_tensor"))
     return [("gather", shard_bytes * size, 0 if rank == arguments["root_rank"] else shard_bytes)]
 
 
@@ -260,6 +260,7 @@ _RULES = {
     "broadcast_": _broadcast,
     "reduce_": _reduce,
     "gather_": _gather,
+    "gather_into_tensor_": _gather,  # since torch 2.15
     "scatter_": _scatter,
     "send": _send,
     "recv_": _recv,

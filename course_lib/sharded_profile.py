@@ -18,7 +18,8 @@ from course_lib.meter import ByteMeter
 from course_lib.parallel import data as dp
 from course_lib.parallel import sequence, tensor, zero
 from course_lib.precision import precision_named
-from course_lib.traffic import sent_bytes, tensor_parallel_calls, zero_calls
+from course_lib.traffic import sent_bytes
+from course_lib.traffic.step import tensor_parallel_calls, zero_calls
 from course_lib.training import make_optimizer
 
 SENT = "sent in a step"

@@ -1,4 +1,4 @@
-"""Arithmetic of time: bytes a collective sends, seconds it takes, FLOPs of a step, MFU and HFU, overlap.
+"""Arithmetic of time: seconds a collective takes, FLOPs of a step, MFU and HFU, overlap.
 
 Plain functions of numbers: nothing here runs or measures anything. Two models carry it:
 - alpha-beta: n bytes take alpha + n * beta seconds (latency, and the inverse of bandwidth), for each of the ways in
@@ -28,69 +28,6 @@ class Span:
     @property
     def seconds(self) -> float:
         return self.stop_s - self.start_s
-
-
-# ------------------------------------------------------------------------------------ bytes sent by one rank
-# The same convention as course_lib.meter, to the byte; payload_bytes is the whole tensor. Where its numbers do not
-# divide into world_size equal pieces, ranks differ by a number or two: then give `rank` and `itemsize`.
-def ring_all_reduce_bytes(payload_bytes: int, world_size: int, rank: int = 0, itemsize: int = 4) -> int:
-    """2 (N - 1) / N * payload: two trips, each without one piece (piece r, then piece r + 1)."""
-    pieces = _pieces(payload_bytes, world_size, itemsize)
-    return 2 * payload_bytes - pieces[rank] - pieces[(rank + 1) % world_size]
-
-
-all_reduce_bytes = ring_all_reduce_bytes
-
-
-def reduce_scatter_bytes(payload_bytes: int, world_size: int, rank: int = 0, itemsize: int = 4) -> int:
-    """(N - 1) / N * payload: everything but the piece that I keep. The payload is the input."""
-    return payload_bytes - _pieces(payload_bytes, world_size, itemsize)[rank]
-
-
-def all_gather_bytes(payload_bytes: int, world_size: int, rank: int = 0, itemsize: int = 4) -> int:
-    """(N - 1) / N * payload: everything but the piece of my right neighbour. The payload is the gathered result."""
-    return payload_bytes - _pieces(payload_bytes, world_size, itemsize)[(rank + 1) % world_size]
-
-
-def all_to_all_bytes(payload_bytes: int, world_size: int, rank: int = 0, itemsize: int = 4) -> int:
-    """(N - 1) / N * payload if all pieces are equal: everything but the piece that stays."""
-    return payload_bytes - _pieces(payload_bytes, world_size, itemsize)[rank]
-
-
-def broadcast_bytes(payload_bytes: int, world_size: int, rank: int = 0, src: int = 0) -> int:
-    """The payload, passed along the chain src, src + 1, ...; the last in the chain sends nothing."""
-    return 0 if (rank + 1) % world_size == src else payload_bytes
-
-
-def reduce_bytes(payload_bytes: int, world_size: int, rank: int = 0, dst: int = 0) -> int:
-    """The payload, summed along a chain that ends at dst; dst sends nothing."""
-    return 0 if rank == dst else payload_bytes
-
-
-def gather_bytes(payload_bytes: int, world_size: int, rank: int = 0, dst: int = 0) -> int:
-    """My shard, payload / N; dst sends nothing. The payload is the gathered result."""
-    return 0 if rank == dst else payload_bytes // world_size
-
-
-def scatter_bytes(payload_bytes: int, world_size: int, rank: int = 0, src: int = 0) -> int:
-    """(N - 1) / N * payload by src, nothing by the others. The payload is what src holds."""
-    return payload_bytes - payload_bytes // world_size if rank == src else 0
-
-
-def _pieces(payload_bytes: int, world_size: int, itemsize: int) -> list[int]:
-    _check_world(world_size)
-    if payload_bytes % itemsize != 0:
-        raise ValueError(
-            f"payload_bytes ({payload_bytes}) must be whole numbers of itemsize ({itemsize}) bytes; "
-            "give the itemsize of the dtype, such as 2 for bf16"
-        )
-    quotient, remainder = divmod(payload_bytes // itemsize, world_size)
-    return [(quotient + (index < remainder)) * itemsize for index in range(world_size)]
-
-
-def _check_world(world_size: int) -> None:
-    if world_size < 1:
-        raise ValueError(f"world_size ({world_size}) must be 1 or more")
 
 
 # ------------------------------------------------------------------------------------ seconds of a collective
@@ -323,6 +260,11 @@ def _messages(name: str, group: _Group) -> Cost:
 def bus_bandwidth(name: str, payload_bytes: float, seconds: float, world_size: int) -> float:
     """Bytes per second over one link, as nccl-tests prints it: comparable with the link, whatever the world size."""
     return bus_factor(name, world_size) * payload_bytes / seconds
+
+
+def _check_world(world_size: int) -> None:
+    if world_size < 1:
+        raise ValueError(f"world_size ({world_size}) must be 1 or more")
 
 
 # ------------------------------------------------------------------------------------ FLOPs

@@ -9,7 +9,7 @@
     tp          of my stages' layers, and of the ends that I have;          traffic.tensor_parallel_calls
                 once a step gradients of norms (with SP) and of heads that ranks share
     cp          attention of my stages' layers                              traffic.attention_calls
-    ep          rows to their experts and back, of my layers with experts   routing_traffic.moe_traffic
+    ep          rows to their experts and back, of my layers with experts   routing.moe_traffic
     data        gradients, and with ZeRO parameters; the experts' load      traffic.zero_calls
     expert_dp   the same of experts                                         traffic.zero_calls
     world       the lengths of micro-batches, the loss, and one number to clip
@@ -26,6 +26,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from course_lib.config import ModelConfig
+from course_lib.expert_layout import ExpertLayout
 from course_lib.layout import Layout
 from course_lib.memory.context import tokens_of_rank
 from course_lib.memory.five_d import Flat, flats_of, layers_of, schedule_of
@@ -33,9 +34,10 @@ from course_lib.memory.stages import stage_config
 from course_lib.memory.states import Recipe, recipe_of
 from course_lib.memory.tensor import copies_of_kv
 from course_lib.memory.zero import wire_grad_bytes
-from course_lib.routing_odds import expected_places
-from course_lib.routing_traffic import COUNT_BYTES, ID_BYTES, ExpertLayout, moe_traffic
-from course_lib.traffic import Call, attention_calls, pipeline_calls, sent_bytes, tensor_parallel_calls, zero_calls
+from course_lib.traffic import Call, sent_bytes
+from course_lib.traffic.odds import expected_places
+from course_lib.traffic.routing import COUNT_BYTES, ID_BYTES, moe_traffic
+from course_lib.traffic.step import attention_calls, pipeline_calls, tensor_parallel_calls, zero_calls
 
 AXES = ("pp", "tp", "cp", "ep", "data", "expert_dp", "world")
 LENGTH_BYTES = 8  # of a micro-batch, int64, as the longest and as the shortest of all ranks

@@ -12,7 +12,7 @@ from course_lib.config import PRESETS
 from course_lib.launch import launch
 from course_lib.meter import ByteMeter
 from course_lib.native import deepspeed_zero as native
-from course_lib.timing import ring_all_reduce_bytes
+from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.training import loss_of
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed; make test-deepspeed installs it")

@@ -1,4 +1,4 @@
-"""Dispatch and combine over ranks: values and gradients against one process, bytes against routing_traffic."""
+"""Dispatch and combine over ranks: values and gradients against one process, bytes against traffic/routing.py."""
 
 import copy
 from dataclasses import dataclass
@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib import comm, moe
+from course_lib.expert_layout import ExpertLayout
 from course_lib.launch import launch
 from course_lib.meter import ByteMeter
 from course_lib.moe import Routing
 from course_lib.parallel import dispatch
 from course_lib.parallel.expert import expert_groups
-from course_lib.routing_odds import synthetic_routing
-from course_lib.routing_traffic import ExpertLayout, moe_traffic
+from course_lib.synthetic_routing import synthetic_routing
+from course_lib.traffic.routing import moe_traffic
 
 D = 6
 
@@ -157,7 +158,7 @@ def test_values_and_gradients_equal_one_process(seen, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bytes_are_those_of_routing_traffic_forward_and_backward(seen, name):
+def test_bytes_are_those_of_moe_traffic_forward_and_backward(seen, name):
     for measured, _ in seen:
         assert measured[name]["sent"] == measured[name]["expected"]
         assert all(set(calls) == {"all_to_all"} for calls in measured[name]["calls"])

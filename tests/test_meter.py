@@ -16,10 +16,20 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib import comm, timing
+from course_lib import comm
 from course_lib.launch import launch
 from course_lib.mesh import Mesh, make_groups
 from course_lib.meter import ByteMeter, CommRecord
+from course_lib.traffic import (
+    all_gather_bytes,
+    all_to_all_bytes,
+    broadcast_bytes,
+    gather_bytes,
+    reduce_bytes,
+    reduce_scatter_bytes,
+    ring_all_reduce_bytes,
+    scatter_bytes,
+)
 
 ROWS = 12  # of 5 float32 each, in every plain collective below
 
@@ -72,26 +82,26 @@ def test_every_collective_is_counted_as_its_formula_says():
     size, n = 4, ROWS * 5 * 4
     for rank, (sent, uneven, odd) in enumerate(launch(_every_collective, size, backend="gloo")):
         assert sent == [
-            {"all_reduce": timing.ring_all_reduce_bytes(n, size)},
-            {"reduce_scatter": timing.reduce_scatter_bytes(n, size)},
-            {"all_gather": timing.all_gather_bytes(n * size, size)},
-            {"all_to_all": timing.all_to_all_bytes(n, size)},
-            {"broadcast": timing.broadcast_bytes(n, size, rank, src=1)},
-            {"reduce": timing.reduce_bytes(n, size, rank, dst=1)},
-            {"gather": timing.gather_bytes(n * size, size, rank, dst=1)},
-            {"scatter": timing.scatter_bytes(n, size, rank, src=1)},
+            {"all_reduce": ring_all_reduce_bytes(n, size)},
+            {"reduce_scatter": reduce_scatter_bytes(n, size)},
+            {"all_gather": all_gather_bytes(n * size, size)},
+            {"all_to_all": all_to_all_bytes(n, size)},
+            {"broadcast": broadcast_bytes(n, size, rank, src=1)},
+            {"reduce": reduce_bytes(n, size, rank, dst=1)},
+            {"gather": gather_bytes(n * size, size, rank, dst=1)},
+            {"scatter": scatter_bytes(n, size, rank, src=1)},
             {"barrier": 0},
             {"all_gather": 3 * n},
             {"reduce_scatter": 3 * n},
-            {"all_reduce": timing.ring_all_reduce_bytes(n, size)},
+            {"all_reduce": ring_all_reduce_bytes(n, size)},
             {"all_gather": 3 * n},
-            {"reduce_scatter": timing.reduce_scatter_bytes(n, size)},
-            {"broadcast": timing.broadcast_bytes(n, size, rank, src=1)},
-            {"all_reduce": timing.ring_all_reduce_bytes(n, size) + timing.ring_all_reduce_bytes(4 * 5 * 4, size)},
+            {"reduce_scatter": reduce_scatter_bytes(n, size)},
+            {"broadcast": broadcast_bytes(n, size, rank, src=1)},
+            {"all_reduce": ring_all_reduce_bytes(n, size) + ring_all_reduce_bytes(4 * 5 * 4, size)},
         ]
         assert uneven == {"all_to_all": 3 * 5 * 4}  # rank 0 sends three of its twelve rows, the others three of four
         for x_P, (theirs, by_hand) in zip(_odd_tensors(), odd):
-            formula = timing.ring_all_reduce_bytes(x_P.nbytes, size, rank, x_P.element_size())
+            formula = ring_all_reduce_bytes(x_P.nbytes, size, rank, x_P.element_size())
             assert theirs == {"all_reduce": formula}
             assert by_hand == {"send": formula, "recv": 0}
 
@@ -131,17 +141,17 @@ def _data_parallel_and_sharded():
 def test_ddp_fsdp2_and_dtensor_are_counted_from_inside():
     size, weights, activations = 2, 2 * 16 * 32 * 4, 2 * 16 * 4
     for sent in launch(_data_parallel_and_sharded, size, backend="gloo"):
-        assert sent["ddp"] == {"all_reduce": timing.ring_all_reduce_bytes(weights, size)}
+        assert sent["ddp"] == {"all_reduce": ring_all_reduce_bytes(weights, size)}
         assert sent["ddp no_sync"] == {}
         gathered, calls = sent["fsdp2"]
         assert gathered == {  # weights gathered for the forward, again for the backward; gradients scattered
-            "all_gather": 2 * timing.all_gather_bytes(weights, size),
-            "reduce_scatter": timing.reduce_scatter_bytes(weights, size),
+            "all_gather": 2 * all_gather_bytes(weights, size),
+            "reduce_scatter": reduce_scatter_bytes(weights, size),
         }
         assert calls == {"all_gather": 4, "reduce_scatter": 2}
         # forward: the row-parallel layer's output; backward: the gradient of the column-parallel layer's input
-        assert sent["tensor parallel"] == {"all_reduce": 2 * timing.ring_all_reduce_bytes(activations, size)}
-        assert sent["inside an operator"] == {"all_gather": timing.all_gather_bytes(4 * 8 * 4, size)}
+        assert sent["tensor parallel"] == {"all_reduce": 2 * ring_all_reduce_bytes(activations, size)}
+        assert sent["inside an operator"] == {"all_gather": all_gather_bytes(4 * 8 * 4, size)}
 
 
 def _axes_records_and_nesting():
@@ -230,7 +240,7 @@ def _bytes_through_loopback(payload_bytes, repeats):
 def test_the_machine_itself_counts_the_same_bytes_on_its_loopback():
     """The least of several tries: other programs may use the loopback too, but they can only add."""
     sent, on_wire = zip(*launch(_bytes_through_loopback, 4, 4_000_000, 15, backend="gloo"))
-    assert sum(sent) == 4 * timing.ring_all_reduce_bytes(4_000_000, 4) == 24_000_000
+    assert sum(sent) == 4 * ring_all_reduce_bytes(4_000_000, 4) == 24_000_000
     assert min(on_wire) == pytest.approx(sum(sent), rel=0.1)
 
 

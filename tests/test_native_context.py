@@ -14,7 +14,7 @@ from course_lib.config import PRESETS, MlaConfig, MoeConfig
 from course_lib.launch import launch
 from course_lib.meter import ByteMeter
 from course_lib.native import context as native
-from course_lib.timing import ring_all_reduce_bytes
+from course_lib.traffic import ring_all_reduce_bytes
 
 LAYERS, S, ROWS = 2, 16, (2, 1)
 LLAMA = dataclasses.replace(PRESETS["toy"], num_layers=LAYERS, num_kv_heads=2)

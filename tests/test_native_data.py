@@ -14,7 +14,7 @@ from course_lib.launch import launch
 from course_lib.meter import ByteMeter
 from course_lib.native import data as native
 from course_lib.parallel import data as parallel
-from course_lib.timing import ring_all_reduce_bytes
+from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.training import loss_of
 
 SMALL_BUCKETS = 100_000  # bytes

@@ -15,7 +15,7 @@ from course_lib.meter import ByteMeter
 from course_lib.native import sequence as native
 from course_lib.native import tensor
 from course_lib.parallel import sequence as parallel
-from course_lib.timing import ring_all_reduce_bytes
+from course_lib.traffic import ring_all_reduce_bytes
 
 D = TOY.d_model
 BSD, BS = (ROWS - 1) * SEQ_LEN * D, (ROWS - 1) * SEQ_LEN  # of the metered micro-batch

@@ -16,7 +16,7 @@ from course_lib.launch import launch
 from course_lib.meter import ByteMeter
 from course_lib.native import tensor as native
 from course_lib.parallel import tensor as parallel
-from course_lib.timing import ring_all_reduce_bytes
+from course_lib.traffic import ring_all_reduce_bytes
 
 D, V = TOY.d_model, TOY.vocab_size
 BSD, BS = (ROWS - 1) * SEQ_LEN * D, (ROWS - 1) * SEQ_LEN  # of the metered micro-batch

@@ -20,7 +20,7 @@ from course_lib.mesh import Mesh, make_groups
 from course_lib.meter import ByteMeter
 from course_lib.native import zero
 from course_lib.parallel import zero as parallel
-from course_lib.timing import ring_all_reduce_bytes
+from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.training import loss_of
 
 # Nothing here divides by 4; the embedding is tied, one block is frozen, and half of the other.

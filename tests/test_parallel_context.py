@@ -20,8 +20,8 @@ from course_lib.mesh import Mesh, make_groups
 from course_lib.meter import ByteMeter
 from course_lib.parallel import context, gathered, ring, sequence, tensor, tiles
 from course_lib.parallel.vocabulary import vocab_cross_entropy
-from course_lib.timing import all_gather_bytes, reduce_scatter_bytes, ring_all_reduce_bytes
-from course_lib.traffic import by_collective, context_calls
+from course_lib.traffic import all_gather_bytes, by_collective, reduce_scatter_bytes, ring_all_reduce_bytes
+from course_lib.traffic.step import context_calls
 
 LLAMA = ModelConfig("llama", 2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=24, vocab_size=29, max_seq_len=32)
 GPT = dataclasses.replace(LLAMA, name="gpt", family="gpt", num_kv_heads=4)

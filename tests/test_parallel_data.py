@@ -17,7 +17,7 @@ from course_lib.mesh import Mesh, make_groups
 from course_lib.meter import ByteMeter
 from course_lib.native import data as native
 from course_lib.parallel import data as parallel
-from course_lib.timing import ring_all_reduce_bytes
+from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.training import loss_of
 
 SMALL_BUCKETS = 300  # bytes: several buckets for the tiny models below

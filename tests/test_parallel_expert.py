@@ -1,4 +1,4 @@
-"""Expert parallelism from scratch: gradients against one process, bytes against routing_traffic, planted mistakes."""
+"""Expert parallelism from scratch: gradients against one process, bytes by formula, planted mistakes."""
 
 import copy
 import dataclasses
@@ -14,13 +14,14 @@ from torch import nn
 
 from course_lib import conjugate, model, moe, training
 from course_lib.config import MlaConfig, ModelConfig, MoeConfig
+from course_lib.expert_layout import check_expert_parallel
 from course_lib.launch import launch
 from course_lib.mesh import Mesh, make_groups
 from course_lib.meter import ByteMeter
 from course_lib.parallel import expert, expert_tensor, sequence
 from course_lib.precision import MasterAdamW
-from course_lib.routing_traffic import check_expert_parallel, moe_traffic
-from course_lib.timing import ring_all_reduce_bytes
+from course_lib.traffic import ring_all_reduce_bytes
+from course_lib.traffic.routing import moe_traffic
 
 # d_expert divides by neither 2 nor 4
 EXPERTS = MoeConfig(num_experts=8, top_k=2, d_expert=9)

@@ -21,7 +21,8 @@ from course_lib.meter import ByteMeter
 from course_lib.parallel import sequence, tensor
 from course_lib.parallel.data import Trace
 from course_lib.precision import clip_gradients
-from course_lib.traffic import by_collective, call_counts, tensor_parallel_calls
+from course_lib.traffic import by_collective, call_counts
+from course_lib.traffic.step import tensor_parallel_calls
 from course_lib.training import loss_of
 
 B = 2

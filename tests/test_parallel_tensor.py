@@ -24,7 +24,7 @@ from course_lib.mesh import Mesh, make_groups
 from course_lib.meter import ByteMeter
 from course_lib.parallel import linear, tensor, vocabulary
 from course_lib.precision import MasterAdamW, accumulate_in_fp32
-from course_lib.timing import ring_all_reduce_bytes
+from course_lib.traffic import ring_all_reduce_bytes
 
 # four heads; d_ff and the vocabulary divide by neither 2 nor 4
 LLAMA = ModelConfig("llama", 2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=27, vocab_size=39, max_seq_len=32)

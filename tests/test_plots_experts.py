@@ -8,9 +8,10 @@ matplotlib.use("Agg")
 
 from pictures import look
 
+from course_lib.expert_layout import ExpertLayout
 from course_lib.plots import experts, routing
-from course_lib.routing_odds import synthetic_routing
-from course_lib.routing_traffic import ExpertLayout, counts_of, moe_traffic, plain_rows
+from course_lib.synthetic_routing import synthetic_routing
+from course_lib.traffic.routing import counts_of, moe_traffic, plain_rows
 
 LAYOUT = ExpertLayout(8, 4, 2)
 ROUTING = synthetic_routing(LAYOUT, 64, 2, skew=0.5)

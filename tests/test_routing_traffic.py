@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from course_lib.config import MoeConfig
-from course_lib.moe import capacity
-from course_lib.routing_odds import synthetic_routing
-from course_lib.routing_traffic import (
-    ExpertLayout,
+from course_lib.expert_layout import ExpertLayout
+from course_lib.moe import capacity, capacity_of
+from course_lib.synthetic_routing import synthetic_routing
+from course_lib.traffic import all_to_all_bytes
+from course_lib.traffic.routing import (
     Sent,
-    capacity_of,
     counts_of,
     dropped,
     imbalance,
@@ -21,7 +21,6 @@ from course_lib.routing_traffic import (
     sent,
     way_back,
 )
-from course_lib.timing import all_to_all_bytes
 
 # 8 experts on 4 ranks, 2 nodes: rank 0 has 0 1, rank 1 has 2 3 | rank 2 has 4 5, rank 3 has 6 7
 LAYOUT = ExpertLayout(8, 4, ranks_per_node=2)

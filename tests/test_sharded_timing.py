@@ -30,7 +30,7 @@ from course_lib.sharded_timing import (
     zero3_layer,
     zero3_spans,
 )
-from course_lib.traffic import tensor_parallel_calls
+from course_lib.traffic.step import tensor_parallel_calls
 
 H100 = GPUS["h100"]
 EFA = Cluster(H100, LINKS["nvlink4"], LINKS["efa"])

@@ -13,6 +13,7 @@ from course_lib.hardware import (
     Link,
     published_link,
 )
+from course_lib.traffic import ring_all_reduce_bytes
 
 H100, A100 = GPUS["h100"], GPUS["a100-80"]
 KORTHIKANTI_TABLE_4_MS = {  # forward, backward of one layer of 22B, tensor parallel 8 (Korthikanti et al. 2022, A100)
@@ -33,50 +34,6 @@ PLAYBOOK_3B = preset("playbook-3b")
 
 def _link(bytes_per_s, latency_s=0.0):
     return Link("test", latency_s, bytes_per_s, 2 * bytes_per_s, "test", "test")
-
-
-# ------------------------------------------------------------------------------------ bytes
-def test_ring_all_reduce_is_two_trips_without_one_piece_each():
-    assert timing.ring_all_reduce_bytes(40_000_000, 4) == 60_000_000  # claim C160: 2 (N - 1) / N * 40 MB
-    assert timing.ring_all_reduce_bytes(40_000_000, 64) == 78_750_000
-    assert timing.ring_all_reduce_bytes(40_000_000, 1) == 0
-    assert timing.collective_steps("all_reduce", 8) == 14  # claim C160: 2 (N - 1) steps
-    assert timing.all_reduce_bytes is timing.ring_all_reduce_bytes
-
-
-def test_a_reduce_scatter_and_an_all_gather_are_one_all_reduce():
-    for payload, size, itemsize in ((40, 4, 4), (84, 4, 4), (6, 4, 2), (0, 3, 4)):
-        for rank in range(size):
-            halves = timing.reduce_scatter_bytes(payload, size, rank, itemsize)
-            halves += timing.all_gather_bytes(payload, size, rank, itemsize)
-            assert halves == timing.ring_all_reduce_bytes(payload, size, rank, itemsize)
-
-
-def test_ranks_together_send_whole_payloads():
-    size, payload = 4, 41 * 8  # 41 numbers do not divide by 4
-
-    def total(function, *args):
-        return sum(function(payload, size, rank, *args) for rank in range(size))
-
-    assert total(timing.ring_all_reduce_bytes, 8) == 2 * (size - 1) * payload
-    assert total(timing.reduce_scatter_bytes, 8) == (size - 1) * payload
-    assert total(timing.all_gather_bytes, 8) == (size - 1) * payload
-    assert total(timing.broadcast_bytes, 2) == (size - 1) * payload
-    assert total(timing.reduce_bytes, 2) == (size - 1) * payload
-    assert total(timing.gather_bytes, 2) == (size - 1) * payload // size
-    assert total(timing.scatter_bytes, 2) == (size - 1) * payload // size
-
-
-def test_ranks_differ_by_a_number_or_two_where_the_payload_does_not_divide():
-    # 5 numbers on 4 ranks: pieces of 2, 1, 1, 1; rank 3 sends all but piece 3, then all but piece 0
-    assert [timing.ring_all_reduce_bytes(20, 4, rank) for rank in range(4)] == [28, 32, 32, 28]
-
-
-def test_payloads_of_broken_numbers_are_refused():
-    with pytest.raises(ValueError, match="give the itemsize of the dtype"):
-        timing.ring_all_reduce_bytes(6, 4)
-    with pytest.raises(ValueError, match=r"world_size \(0\) must be 1 or more"):
-        timing.all_gather_bytes(8, 0)
 
 
 # ------------------------------------------------------------------------------------ seconds
@@ -212,7 +169,7 @@ def test_pieces_for_other_nodes_leave_by_the_port():
 def test_tensor_parallel_traffic_is_a_fifth_of_the_compute_not_3_percent():
     config, tp = preset("llama-3.1-70b"), 8
     # four all-reduces a layer and token (two forward, two backward), bf16; claim C205
-    sent = 4 * config.num_layers * timing.ring_all_reduce_bytes(config.d_model * 2, tp, itemsize=2)
+    sent = 4 * config.num_layers * ring_all_reduce_bytes(config.d_model * 2, tp, itemsize=2)
     compute_s = 6 * 70.6e9 / (tp * 0.45 * H100.bf16_flops)
     assert sent / 450e9 / compute_s == pytest.approx(0.17, abs=0.005)
     assert sent / 360e9 / compute_s == pytest.approx(0.21, abs=0.005)

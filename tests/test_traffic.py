@@ -4,9 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib import timing
 from course_lib.config import ModelConfig, preset
-from course_lib.hardware import LINKS
 from course_lib.instructions import loop_placement, v_placement
 from course_lib.launch import launch
 from course_lib.memory.context import exchange_bytes
@@ -17,14 +15,11 @@ from course_lib.memory.zero import zero_units
 from course_lib.meter import ByteMeter
 from course_lib.model import build
 from course_lib.schedules import make
-from course_lib.traffic import (
+from course_lib.traffic import all_to_all_bytes, by_collective, call_counts, ring_all_reduce_bytes, sent_bytes
+from course_lib.traffic.step import (
     attention_calls,
-    by_collective,
-    call_counts,
-    comm_s,
     context_calls,
     pipeline_calls,
-    sent_bytes,
     tensor_parallel_calls,
     zero_calls,
 )
@@ -77,7 +72,7 @@ def test_padding_is_sent_and_fp32_gradients_cost_twice():
     assert sum(units) < padded
     assert sent_bytes(zero_calls(units, 3, 3, "fp32")) == 3 * padded * 4 * 2 // 3
     assert sent_bytes(zero_calls(units, 0, 3, "fp32"), rank=1) == sum(
-        timing.ring_all_reduce_bytes(4 * unit, 3, 1) for unit in units
+        ring_all_reduce_bytes(4 * unit, 3, 1) for unit in units
     )
     kept_in_fp32 = by_place(zero_calls([4000], 1, 4, "bf16-master-fp32-grads"))
     assert kept_in_fp32["gradients"] == 2 * kept_in_fp32["parameters"]
@@ -90,7 +85,7 @@ def test_C075_C076_C136_a_layer_has_two_all_reduces_forward_and_two_backward():
     calls = {call.place: call for call in tensor_parallel_calls(LLAMA_70B, 1, 4096, 8)}
     layers = LLAMA_70B.num_layers
     assert calls["layers forward"].count == calls["layers backward"].count == 2 * layers
-    per_layer = 4 * timing.ring_all_reduce_bytes(calls["layers forward"].payload_bytes, 8, itemsize=2)
+    per_layer = 4 * ring_all_reduce_bytes(calls["layers forward"].payload_bytes, 8, itemsize=2)
     b, s, h, t = 1, 4096, LLAMA_70B.d_model, 8
     assert per_layer == 2 * 8 * b * s * h * (t - 1) // t  # C136: 8 b s h (t - 1) / t numbers (Narayanan et al. 2021)
     whole = by_place(calls.values())
@@ -111,7 +106,7 @@ def test_C084_C179_sequence_parallelism_sends_the_same_bytes_in_twice_the_calls(
     assert sum(counts[1].values()) == 2 * sum(counts[0].values()) == 2 * (4 * 4 + 2)
     assert counts[1]["all_gather"] == counts[1]["reduce_scatter"]
     norms = by_place(both[1])["gradients of whole parameters"]
-    assert norms == timing.ring_all_reduce_bytes(2 * (2 * 4 + 1) * 64, 4, itemsize=2)
+    assert norms == ring_all_reduce_bytes(2 * (2 * 4 + 1) * 64, 4, itemsize=2)
 
 
 def test_gathering_again_adds_one_all_gather_for_each_column_parallel_input():
@@ -141,12 +136,6 @@ def test_an_uneven_sequence_is_padded_in_the_message():
         tensor_parallel_calls(TOY, 1, 64, 3)
 
 
-def test_seconds_follow_from_the_same_list():
-    calls, link = tensor_parallel_calls(LLAMA_70B, 1, 4096, 8), LINKS["nvlink4"]
-    each_s = [call.count * timing.collective_s(call.collective, call.payload_bytes, 8, link) for call in calls]
-    assert comm_s(calls, link) == pytest.approx(sum(each_s))
-
-
 # ---- along the sequence, before chapter 07 takes it up
 
 
@@ -166,7 +155,7 @@ def test_C148_C149_a_ring_hands_keys_and_values_on_one_time_less_than_it_has_ran
 
 def test_C150_ulysses_sends_4_n_h_over_p_a_layer():
     tokens, h, p = 4096, 1024, 8
-    three, one = (timing.all_to_all_bytes(k * tokens * h // p, p, itemsize=1) for k in (3, 1))  # q, k, v there; o back
+    three, one = (all_to_all_bytes(k * tokens * h // p, p, itemsize=1) for k in (3, 1))  # q, k, v there; o back
     assert three + one == 4 * tokens * h // p * (p - 1) // p
 
 

@@ -13,7 +13,8 @@ from course_lib.memory.five_d import five_d_states
 from course_lib.meter import ByteMeter
 from course_lib.moe import MoE, with_moe
 from course_lib.parallel import five_d
-from course_lib.traffic import context_calls, pipeline_calls, sent_bytes, tensor_parallel_calls, zero_calls
+from course_lib.traffic import sent_bytes
+from course_lib.traffic.step import context_calls, pipeline_calls, tensor_parallel_calls, zero_calls
 from course_lib.traffic_5d import five_d_calls, five_d_sent
 
 TOY, MOE = preset("toy"), preset("toy-moe")

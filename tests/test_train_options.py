@@ -46,7 +46,7 @@ def test_a_model_is_a_preset_with_changes():
     assert (changed.num_layers, changed.family, changed.dropout, changed.tied) == (2, "gpt", 0.1, True)
     assert model_named("toy,num_heads=4").head_dim == 16
     for text, error in [
-        ("tiny", "no preset"),
+        ("tiny", "preset is .tiny.; choose from toy"),
         ("toy,layers=2", "'layers=2' in model .* is not a change"),
         ("toy,num_layers=two", "num_layers is 'two'; it must be like 4"),
         ("toy,dropout=0.1", "Llama has none"),

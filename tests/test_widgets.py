@@ -12,7 +12,8 @@ from course_lib.config import preset
 from course_lib.hardware import LINKS
 from course_lib.memory.formulas import budget, fits
 from course_lib.memory.profile import profile_step
-from course_lib.timing import collective_s, ring_all_reduce_bytes
+from course_lib.timing import collective_s
+from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.widgets import collective_explorer, dp_explorer, memory, memory_explorer, parts, precision_explorer
 from course_lib.widgets.collectives import describe_collective, explore_collective
 from course_lib.widgets.data_parallel import DPChoice, describe_dp, explore_dp

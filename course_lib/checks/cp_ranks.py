@@ -14,7 +14,7 @@ from course_lib.checks.core import expect_close, expect_shape, fail, fresh_seed,
 from course_lib.config import ModelConfig
 from course_lib.meter import ByteMeter
 from course_lib.parallel import context
-from course_lib.timing import all_to_all_bytes
+from course_lib.traffic import all_to_all_bytes
 from course_lib.training import loss_of
 
 SMALL = ModelConfig("small", 1, d_model=16, num_heads=4, num_kv_heads=2, d_ff=24, vocab_size=29, max_seq_len=64)

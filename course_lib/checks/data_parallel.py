@@ -10,7 +10,7 @@ from torch import Tensor
 
 from course_lib.checks.core import expect_close, fail, fresh_generator, grader
 from course_lib.checks.observe import Call, Seen, expect_input_kept, run_calls
-from course_lib.timing import ring_all_reduce_bytes
+from course_lib.traffic import ring_all_reduce_bytes
 
 SAME_CALLS = "Does every rank of the group make the same calls in the same order?"
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader
 from course_lib.checks.observe import Call, Seen, broadcast_rounds, expect_input_kept, expect_only_messages, run_calls
 from course_lib.mesh import Mesh
-from course_lib.timing import all_gather_bytes, reduce_scatter_bytes, ring_all_reduce_bytes
+from course_lib.traffic import all_gather_bytes, reduce_scatter_bytes, ring_all_reduce_bytes
 
 ITEMSIZE = 8
 SAME_CALLS = "Does every rank of the group make the same calls in the same order?"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from course_lib.checks.core import expect_close, fail, fresh_seed, grader, run_ranks
 from course_lib.meter import ByteMeter
-from course_lib.timing import all_gather_bytes, reduce_scatter_bytes
+from course_lib.traffic import all_gather_bytes, reduce_scatter_bytes
 
 
 def _randn(seed: int, *shape: int) -> Tensor:

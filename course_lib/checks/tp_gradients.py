@@ -11,7 +11,7 @@ from torch import Tensor
 from course_lib.checks.core import expect_close, expect_equal, fail, fresh_seed, grader, run_ranks
 from course_lib.conjugate import my_piece, piece_sizes
 from course_lib.meter import ByteMeter
-from course_lib.timing import ring_all_reduce_bytes
+from course_lib.traffic import ring_all_reduce_bytes
 
 
 def _numbers(*shape: int, seed: int) -> Tensor:

@@ -22,6 +22,7 @@ from functools import lru_cache
 from math import prod
 
 from course_lib.config import ModelConfig
+from course_lib.expert_layout import check_expert_parallel
 from course_lib.instructions import Schedule
 from course_lib.layout import Layout
 from course_lib.memory.context import check_exchange, exchange_bytes, tokens_of_rank
@@ -40,7 +41,6 @@ from course_lib.memory.zero import (
     zero_reduced_bytes,
     zero_state_bytes,
 )
-from course_lib.routing_traffic import check_expert_parallel
 from course_lib.schedules import make
 
 KINDS = ("matrices", "norms", "kv", "tied", "experts")  # in a flat of ZeRO all are of one

@@ -28,6 +28,7 @@ from math import prod
 
 from course_lib.config import ModelConfig, MoeConfig
 from course_lib.conjugate import piece_sizes
+from course_lib.expert_layout import check_expert_parallel
 from course_lib.memory.activations import PRECISIONS, Activations, block_terms, own_activations
 from course_lib.memory.formulas import ASSUMED_OVERHEADS, Budget, check_seq_len, temporary_bytes
 from course_lib.memory.states import (
@@ -41,7 +42,6 @@ from course_lib.memory.states import (
 )
 from course_lib.memory.tensor import narrow
 from course_lib.memory.zero import zero_state_bytes
-from course_lib.routing_traffic import check_expert_parallel
 
 _FP32, _INT64 = 4, 8
 

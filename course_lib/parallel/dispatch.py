@@ -13,7 +13,7 @@ numbers forward and, without a word, no gradient.
 Every rank takes part in every exchange, also with no rows to send or receive: experts run on none, too, so that
 backward reaches each exchange on each rank.
 
-Bytes    course_lib/routing_traffic.py, to the byte
+Bytes    course_lib/traffic/routing.py, to the byte
 Source   Lepikhin et al. 2020 (arXiv:2006.16668); DeepSeek-AI 2024 (arXiv:2412.19437), section 3.2.2
 """
 

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.conjugate import Group, check_group
+from course_lib.expert_layout import ExpertLayout, check_ep, check_expert_parallel
 from course_lib.moe import MoE, balance_after_step, count_load, moe_layers, moe_losses
 from course_lib.parallel import tensor
 from course_lib.parallel.data import MicroBatches
@@ -46,7 +47,6 @@ from course_lib.parallel.sequence import ShardedStream, of_my_tokens
 from course_lib.parallel.tensor import cuts_of, make_optimizer, sum_gradients
 from course_lib.parallel.vocabulary import vocab_cross_entropy
 from course_lib.precision import gradient_of, scale_gradients, zero_gradients
-from course_lib.routing_traffic import ExpertLayout, check_ep, check_expert_parallel
 
 __all__ = [
     "ExpertGroups", "accumulate_gradients", "build", "clip_gradients", "expert_groups", "full_gradients",
@@ -107,7 +107,7 @@ def build(
     """Cuts the model in place and returns it. Every rank must bring the same weights: `model.build` with one seed.
 
     ep_size: over how many neighbours experts are spread; without it over the whole group
-    method: "plain" | "once_per_rank" | "once_per_node" (with ranks_per_node), as in routing_traffic.py
+    method: "plain" | "once_per_rank" | "once_per_node" (with ranks_per_node), as in traffic/routing.py
     sequence_parallel: with tp_group, its ranks have their own tokens between blocks
     Bytes    none
     Raises   ValueError if model or groups do not allow it, before anything is sent or changed

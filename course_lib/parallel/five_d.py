@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.config import ModelConfig
 from course_lib.conjugate import Group, piece_sizes
+from course_lib.expert_layout import ExpertLayout
 from course_lib.layout import Layout
 from course_lib.mesh import Groups, make_all_groups
 from course_lib.model import build as build_whole
@@ -53,7 +54,6 @@ from course_lib.parallel.stages import check_stages, skeleton
 from course_lib.parallel.sums import clip_gradients, sharing_of, sum_gradients
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
 from course_lib.precision import accumulate_in_fp32, zero_gradients
-from course_lib.routing_traffic import ExpertLayout
 
 # --- a model on a layout
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
+from course_lib.expert_layout import ExpertLayout
 from course_lib.plots.palette import (
     COMMUNICATION_COLOR,
     COMPUTE_COLOR,
@@ -17,7 +18,6 @@ from course_lib.plots.palette import (
     text_on,
 )
 from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, show_bytes, style, unit_for
-from course_lib.routing_traffic import ExpertLayout
 
 WITHIN_COLOR, BETWEEN_COLOR = COMPUTE_COLOR, COMMUNICATION_COLOR
 BETWEEN_HATCH = "////"

@@ -10,7 +10,8 @@ import ipywidgets as widgets
 import torch
 from matplotlib.figure import Figure
 
-from course_lib.moe import keep
+from course_lib.expert_layout import ExpertLayout, check_choice
+from course_lib.moe import capacity_of, keep
 from course_lib.plots.experts import LoadPicture, draw_load, load_picture, load_title
 from course_lib.plots.routing import (
     TrafficPicture,
@@ -21,13 +22,10 @@ from course_lib.plots.routing import (
     traffic_title,
 )
 from course_lib.plots.style import FULL_WIDTH_IN, show_bytes, style, unit_for
-from course_lib.routing_odds import synthetic_routing
-from course_lib.routing_traffic import (
-    ExpertLayout,
+from course_lib.synthetic_routing import synthetic_routing
+from course_lib.traffic.routing import (
     MoeTraffic,
     Rows,
-    capacity_of,
-    check_choice,
     counts_of,
     moe_traffic,
     once_per_node_rows,

@@ -14,7 +14,8 @@ from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_step_times
 from course_lib.sharded_profile import ShardedComparison, measure_tensor
 from course_lib.sharded_timing import TensorParallelStep, tensor_parallel_step
-from course_lib.traffic import sent_bytes, tensor_parallel_calls
+from course_lib.traffic import sent_bytes
+from course_lib.traffic.step import tensor_parallel_calls
 from course_lib.widgets import parts
 
 ASSUMED_MFU = 0.4  # of one GPU while it computes; published good runs on H100 reach 0.4 to 0.5

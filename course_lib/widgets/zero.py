@@ -14,7 +14,8 @@ from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_li
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.sharded_profile import ShardedComparison, measure_zero
 from course_lib.sharded_timing import offload_s
-from course_lib.traffic import sent_bytes, zero_calls
+from course_lib.traffic import sent_bytes
+from course_lib.traffic.step import zero_calls
 from course_lib.widgets import parts
 
 OFFLOADS = {

@@ -1,8 +1,7 @@
-"""Which collectives a step of each technique calls, with their payloads: from one list follow bytes and seconds.
+"""Which collectives a step of each technique calls, with their payloads.
 
     calls = zero_calls(units, stage=3, dp_size=8)
     sent_bytes(calls)            what course_lib.meter counts on one rank, to the byte
-    comm_s(calls, link)          alpha-beta time, as if nothing overlapped
 
 Payloads are whole tensors, as everywhere: the gathered result of an all-gather, the input of a reduce-scatter. What one
 rank sends to another is a "send"; the matching receive sends nothing and is not listed.
@@ -10,86 +9,18 @@ rank sends to another is a "send"; the matching receive sends nothing and is not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from course_lib.config import ModelConfig
 from course_lib.conjugate import piece_sizes
-from course_lib.hardware import Link
 from course_lib.memory.context import check_method, check_ulysses, kv_block_bytes, tokens_of_rank
 from course_lib.memory.moe import narrow_experts
 from course_lib.memory.pipeline import boundary_bytes
 from course_lib.memory.states import Recipe, count_parameters, recipe_of
 from course_lib.memory.tensor import copies_of_kv, narrow, whole_parameters
 from course_lib.memory.zero import padded, wire_grad_bytes
-from course_lib.timing import (
-    all_gather_bytes,
-    all_to_all_bytes,
-    broadcast_bytes,
-    collective_s,
-    reduce_scatter_bytes,
-    ring_all_reduce_bytes,
-)
-
-_SENT = {
-    "all_reduce": ring_all_reduce_bytes,
-    "reduce_scatter": reduce_scatter_bytes,
-    "all_gather": all_gather_bytes,
-    "all_to_all": all_to_all_bytes,
-    "send": lambda payload_bytes, *_: payload_bytes,
-}
-
-
-@dataclass(frozen=True)
-class Call:
-    """`count` equal calls of one collective in one step; `place` says where in the step."""
-
-    place: str
-    collective: str
-    payload_bytes: int
-    group_size: int
-    itemsize: int
-    count: int = 1
-    src: int = 0  # of a broadcast
-    to_one: bool = False  # all of an all-to-all goes to one other rank: a hop of a ring
-
-
-def _sent_by(call: Call, rank: int) -> int:
-    rank %= call.group_size
-    if call.collective == "broadcast":
-        return broadcast_bytes(call.payload_bytes, call.group_size, rank, call.src)
-    if call.to_one:
-        return call.payload_bytes
-    return _SENT[call.collective](call.payload_bytes, call.group_size, rank, call.itemsize)
-
-
-def sent_bytes(calls: Iterable[Call], rank: int = 0) -> int:
-    """Bytes that a rank sends in a step, if every collective travels around a ring."""
-    return sum(by_collective(calls, rank).values())
-
-
-def by_collective(calls: Iterable[Call], rank: int = 0) -> dict[str, int]:
-    """The same by collective, as `ByteMeter.by_collective` has it."""
-    totals: dict[str, int] = {}
-    for call in calls:
-        totals[call.collective] = totals.get(call.collective, 0) + call.count * _sent_by(call, rank)
-    return totals
-
-
-def call_counts(calls: Iterable[Call]) -> dict[str, int]:
-    """How often each collective is called, as `ByteMeter.calls` has it."""
-    counts: dict[str, int] = {}
-    for call in calls:
-        counts[call.collective] = counts.get(call.collective, 0) + call.count
-    return counts
-
-
-def comm_s(calls: Iterable[Call], link: Link) -> float:
-    """Seconds of all calls one after the other, by alpha-beta."""
-    return sum(
-        call.count * collective_s("send" if call.to_one else call.collective, call.payload_bytes, call.group_size, link)
-        for call in calls
-    )
+from course_lib.traffic.collectives import Call
 
 
 # ------------------------------------------------------------------------------------ ZeRO

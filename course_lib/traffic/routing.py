@@ -1,11 +1,12 @@
 """What a mixture of experts puts on the wire: rows and bytes that each rank sends, from where the tokens are routed.
 
     layout = ExpertLayout(num_experts=64, ep_size=16, ranks_per_node=8)
-    experts = synthetic_routing(layout, tokens_per_rank=512, top_k=4, skew=0.5)     # routing_odds.py; or a real step's
+    experts = synthetic_routing(layout, tokens_per_rank=512, top_k=4, skew=0.5)     # drawn; or a real step's
     traffic = moe_traffic(experts, layout, d_model=4096, method="plain")
     traffic.dispatch[rank].within_bytes, .between_bytes; traffic.sent_bytes(rank)   # what ByteMeter counts there
 
-A routing is one tensor expert_Tk a rank: the k experts of each of its T tokens, -1 where a choice was dropped.
+A routing is one array expert_Tk per rank (a tensor or nested lists serve as well): the k experts of each of its T
+tokens, -1 where a choice was dropped.
 Rows go from rank to rank: rows[src][dst]; those on the diagonal stay where they are and cost nothing.
 
     method          a token travels                                            with each row
@@ -26,127 +27,23 @@ Source   DeepSeek-AI 2024 (arXiv:2412.19437), sections 2.1.2 and 3.2.2; Lepikhin
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import ArrayLike
 
-from course_lib.config import ModelConfig
-from course_lib.conjugate import piece_sizes
-from course_lib.memory.tensor import check_heads
-from course_lib.moe import capacity_of as capacity_of  # so that one import serves
+from course_lib.expert_layout import METHODS, ExpertLayout
 
-METHODS = ("plain", "once_per_rank", "once_per_node", "padded")
 ID_BYTES = 4  # an expert's number beside a row, int32
 COUNT_BYTES = 8  # how many rows will come, int64
 
 Rows = list[list[int]]  # rows[src][dst]
-
-
-@dataclass(frozen=True)
-class ExpertLayout:
-    """Which rank has which experts: E / ep neighbours each; ranks_per_node ranks share a node (None: all do).
-
-    Raises   ValueError where the sizes do not divide
-    """
-
-    num_experts: int
-    ep_size: int = 1
-    ranks_per_node: int | None = None
-
-    def __post_init__(self):
-        for field in ("num_experts", "ep_size"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
-        if self.num_experts % self.ep_size:
-            raise ValueError(
-                f"num_experts ({self.num_experts}) must be divisible by ep ({self.ep_size}); "
-                f"choose ep from {_divisors(self.num_experts)}"
-            )
-        if self.ranks_per_node is None:
-            object.__setattr__(self, "ranks_per_node", self.ep_size)
-        if self.ranks_per_node < 1 or self.ep_size % self.ranks_per_node:
-            raise ValueError(
-                f"ep ({self.ep_size}) must be divisible by ranks_per_node ({self.ranks_per_node}); "
-                f"choose ranks_per_node from {_divisors(self.ep_size)}"
-            )
-
-    @property
-    def experts_per_rank(self) -> int:
-        return self.num_experts // self.ep_size
-
-    @property
-    def num_nodes(self) -> int:
-        return self.ep_size // self.ranks_per_node
-
-    def rank_of_expert(self, expert: int) -> int:
-        return expert // self.experts_per_rank
-
-    def node_of_rank(self, rank: int) -> int:
-        return rank // self.ranks_per_node
-
-    def relay(self, src: int, node: int) -> int:
-        """Where rank src's tokens enter a node: at the rank with src's place in its own node."""
-        return node * self.ranks_per_node + src % self.ranks_per_node
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
-
-
-# ------------------------------------------------------------------------------------ where tokens go
-def check_choice(num_experts: int, top_k: int, num_groups: int = 1, max_groups: int | None = None) -> None:
-    """Raises ValueError if a token cannot choose that many experts, or not from that many groups (nodes)."""
-    max_groups = num_groups if max_groups is None else max_groups
-    if num_groups < 1 or num_experts % num_groups:
-        raise ValueError(
-            f"num_experts ({num_experts}) must be divisible by the number of groups ({num_groups}); "
-            f"choose from {_divisors(num_experts)}"
-        )
-    if not 1 <= max_groups <= num_groups:
-        raise ValueError(f"max_groups is {max_groups}; choose from 1 to the number of groups, {num_groups}")
-    reachable = num_experts // num_groups * max_groups
-    if not 1 <= top_k <= reachable:
-        raise ValueError(
-            f"top_k is {top_k}, but a token can choose from {reachable} experts "
-            f"({max_groups} of {num_groups} groups of {num_experts // num_groups}); choose 1 to {reachable}"
-        )
-
-
-def check_ep(dp_size: int, ep_size: int) -> None:
-    """Raises ValueError if ep neighbours each do not make up the ranks of dp."""
-    if ep_size < 1 or dp_size % ep_size:
-        raise ValueError(f"ep ({ep_size}) must divide the {dp_size} ranks of dp; choose ep from {_divisors(dp_size)}")
-
-
-def check_expert_parallel(
-    config: ModelConfig,
-    dp_size: int,
-    ep_size: int,
-    tp_size: int = 1,
-    ranks_per_node: int | None = None,
-    method: str = "plain",
-) -> ExpertLayout:
-    """How the experts of a config lie on dp = ep x expert_dp ranks, each matrix of an expert in tp parts.
-
-    Raises   ValueError for a model without experts, sizes or heads that do not divide, or a method that does not fit
-    """
-    if config.moe is None:
-        raise ValueError(
-            f"{config.name} has no experts (config.moe is None); use data parallelism, or a preset with moe"
-        )
-    check_ep(dp_size, ep_size)
-    layout = ExpertLayout(config.moe.num_experts, ep_size, ranks_per_node)
-    if method not in METHODS or method == "padded":
-        raise ValueError(f"method {method!r} is unknown; choose from {', '.join(METHODS[:-1])}")
-    check_heads(config.num_heads, config.num_kv_heads, tp_size)
-    if min(piece_sizes(config.moe.d_expert, tp_size)) == 0:
-        raise ValueError(f"d_expert ({config.moe.d_expert}) leaves a rank of tp ({tp_size}) with none; use fewer")
-    return layout
+Routing = Sequence[ArrayLike]  # expert_Tk of each rank
 
 
 # ------------------------------------------------------------------------------------ rows
-def counts_of(experts: Sequence[Tensor], num_experts: int) -> list[list[int]]:
+def counts_of(experts: Routing, num_experts: int) -> list[list[int]]:
     """counts[src][expert]: how many of a rank's choices fall on each expert; dropped ones do not count."""
-    return [torch.bincount(e[e >= 0], minlength=num_experts).tolist() for e in experts]
+    chosen = [np.asarray(expert_Tk) for expert_Tk in experts]
+    return [np.bincount(e[e >= 0], minlength=num_experts).tolist() for e in chosen]
 
 
 def plain_rows(counts: Sequence[Sequence[int]], layout: ExpertLayout) -> Rows:
@@ -160,12 +57,12 @@ def padded_rows(capacity: int, layout: ExpertLayout) -> Rows:
     return [[capacity * layout.experts_per_rank] * layout.ep_size for _ in range(layout.ep_size)]
 
 
-def once_per_rank_rows(experts: Sequence[Tensor], layout: ExpertLayout) -> Rows:
+def once_per_rank_rows(experts: Routing, layout: ExpertLayout) -> Rows:
     """One row to each rank that has an expert of the token."""
     return [_tokens_touching(e, layout.experts_per_rank, layout.ep_size) for e in experts]
 
 
-def once_per_node_rows(experts: Sequence[Tensor], layout: ExpertLayout) -> tuple[Rows, Rows]:
+def once_per_node_rows(experts: Routing, layout: ExpertLayout) -> tuple[Rows, Rows]:
     """(across, inside): first once to each node, at its relay; from there once to each rank with an expert.
 
     In `across` what stays in the token's own node is on the diagonal: the first relay is the rank itself.
@@ -182,11 +79,12 @@ def once_per_node_rows(experts: Sequence[Tensor], layout: ExpertLayout) -> tuple
     return across, inside
 
 
-def _tokens_touching(expert_Tk: Tensor, width: int, places: int) -> list[int]:
+def _tokens_touching(expert_Tk: ArrayLike, width: int, places: int) -> list[int]:
     """How many tokens chose at least one expert of each place; a place has `width` neighbouring experts."""
-    touched_TP = torch.zeros(len(expert_Tk), places + 1, dtype=torch.bool)
-    touched_TP.scatter_(1, torch.where(expert_Tk < 0, places, expert_Tk // width).cpu(), True)
-    return touched_TP.sum(0)[:places].tolist()
+    expert_Tk = np.asarray(expert_Tk)
+    touched_TP = np.zeros((len(expert_Tk), places + 1), dtype=bool)
+    np.put_along_axis(touched_TP, np.where(expert_Tk < 0, places, expert_Tk // width), True, axis=1)
+    return touched_TP[:, :places].sum(0).tolist()
 
 
 # ------------------------------------------------------------------------------------ bytes
@@ -218,7 +116,7 @@ def sent(rows: Rows, layout: ExpertLayout, row_bytes: int) -> list[Sent]:
 
 def way_back(rows: Rows) -> Rows:
     """The same rows, returning: what src sent to dst, dst sends to src."""
-    return [list(column) for column in zip(*rows)]
+    return [list(column) for column in zip(*rows, strict=True)]
 
 
 def _same_node(src: int, dst: int, layout: ExpertLayout) -> bool:
@@ -247,7 +145,7 @@ class MoeTraffic:
 
 
 def moe_traffic(
-    experts: Sequence[Tensor],
+    experts: Routing,
     layout: ExpertLayout,
     d_model: int,
     method: str = "plain",
@@ -278,8 +176,9 @@ def moe_traffic(
             )
         hops, extra, counts = [padded_rows(capacity, layout)], (0, 0), []
     else:
-        weights_bytes = experts[0].shape[1] * max(4, itemsize)
-        extra, counts = (experts[0].shape[1] * ID_BYTES + weights_bytes, weights_bytes), None
+        top_k = np.shape(experts[0])[1]
+        weights_bytes = top_k * max(4, itemsize)
+        extra, counts = (top_k * ID_BYTES + weights_bytes, weights_bytes), None
         hops = (
             [once_per_rank_rows(experts, layout)]
             if method == "once_per_rank"

@@ -1,0 +1,140 @@
+"""The bytes of one collective: what a rank sends if every collective travels around a ring, to the byte.
+
+    ring_all_reduce_bytes(payload_bytes, world_size=8)          # one all-reduce
+    sent_bytes(calls, rank=3); by_collective(calls, rank=3)     # a list of calls, as course_lib.meter counts them
+
+A payload is the full tensor: the gathered result of an all-gather, the input of a reduce-scatter. What one rank sends
+to another is a "send"; the matching receive sends nothing and is not listed. Where the elements do not divide into
+world_size equal pieces, ranks differ by an element or two: then `rank` and `itemsize` matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# --- one collective
+
+
+def ring_all_reduce_bytes(payload_bytes: int, world_size: int, rank: int = 0, itemsize: int = 4) -> int:
+    """Count what a rank sends in a ring all-reduce: 2 (N - 1) / N of the payload.
+
+    Each of the two phases leaves out one piece: the reduce-scatter piece r, the all-gather piece r + 1.
+    """
+    scattered = reduce_scatter_bytes(payload_bytes, world_size, rank, itemsize)
+    return scattered + all_gather_bytes(payload_bytes, world_size, rank, itemsize)
+
+
+def reduce_scatter_bytes(payload_bytes: int, world_size: int, rank: int = 0, itemsize: int = 4) -> int:
+    """Count what a rank sends in a reduce-scatter: (N - 1) / N of its input, all but the piece that it keeps."""
+    return payload_bytes - _piece_bytes(payload_bytes, world_size, rank, itemsize)
+
+
+def all_gather_bytes(payload_bytes: int, world_size: int, rank: int = 0, itemsize: int = 4) -> int:
+    """Count what a rank sends in an all-gather: (N - 1) / N of the result, all but its right neighbour's piece."""
+    return payload_bytes - _piece_bytes(payload_bytes, world_size, rank + 1, itemsize)
+
+
+def all_to_all_bytes(payload_bytes: int, world_size: int, rank: int = 0, itemsize: int = 4) -> int:
+    """Count what a rank sends in an all-to-all of equal pieces: (N - 1) / N of its input."""
+    return payload_bytes - _piece_bytes(payload_bytes, world_size, rank, itemsize)
+
+
+def broadcast_bytes(payload_bytes: int, world_size: int, rank: int = 0, src: int = 0) -> int:
+    """Count what a rank sends in a broadcast along the chain src, src + 1, ...: the payload; the last sends nothing."""
+    _check_world(world_size)
+    return 0 if (rank + 1) % world_size == src else payload_bytes
+
+
+def reduce_bytes(payload_bytes: int, world_size: int, rank: int = 0, dst: int = 0) -> int:
+    """Count what a rank sends in a reduce along a chain that ends at dst: the payload; dst sends nothing."""
+    _check_world(world_size)
+    return 0 if rank == dst else payload_bytes
+
+
+def gather_bytes(payload_bytes: int, world_size: int, rank: int = 0, dst: int = 0) -> int:
+    """Count what a rank sends in a gather: its shard, 1 / N of the gathered result; dst sends nothing."""
+    _check_world(world_size)
+    return 0 if rank == dst else payload_bytes // world_size
+
+
+def scatter_bytes(payload_bytes: int, world_size: int, rank: int = 0, src: int = 0) -> int:
+    """Count what a rank sends in a scatter: src sends (N - 1) / N of what it holds, the other ranks nothing."""
+    _check_world(world_size)
+    return payload_bytes - payload_bytes // world_size if rank == src else 0
+
+
+def _piece_bytes(payload_bytes: int, world_size: int, index: int, itemsize: int) -> int:
+    """Piece `index` of world_size, cut as `tensor_split` cuts: the first ones have one element more."""
+    _check_world(world_size)
+    if payload_bytes % itemsize != 0:
+        raise ValueError(
+            f"payload_bytes ({payload_bytes}) must be a multiple of itemsize ({itemsize}); "
+            "give the itemsize of the dtype, such as 2 for bf16"
+        )
+    quotient, remainder = divmod(payload_bytes // itemsize, world_size)
+    return (quotient + (index % world_size < remainder)) * itemsize
+
+
+def _check_world(world_size: int) -> None:
+    if world_size < 1:
+        raise ValueError(f"world_size ({world_size}) must be 1 or more")
+
+
+# --- a list of calls
+
+
+@dataclass(frozen=True)
+class Call:
+    """`count` equal calls of one collective in one step; `place` says where in the step.
+
+    src      the rank of the group that broadcasts
+    to_one   whether all of an all-to-all goes to one other rank, as one step of a ring does
+    """
+
+    place: str
+    collective: str
+    payload_bytes: int
+    group_size: int
+    itemsize: int
+    count: int = 1
+    src: int = 0
+    to_one: bool = False
+
+
+def sent_bytes(calls: Iterable[Call], rank: int = 0) -> int:
+    """Add up the bytes that a rank sends; `rank` is its place in the calls' group."""
+    return sum(by_collective(calls, rank).values())
+
+
+def by_collective(calls: Iterable[Call], rank: int = 0) -> dict[str, int]:
+    """Add up the bytes that a rank sends, by collective, as `ByteMeter.by_collective` has them."""
+    totals: dict[str, int] = {}
+    for call in calls:
+        totals[call.collective] = totals.get(call.collective, 0) + call.count * _sent_by(call, rank)
+    return totals
+
+
+def call_counts(calls: Iterable[Call]) -> dict[str, int]:
+    """Count the calls of each collective, as `ByteMeter.calls` has them."""
+    counts: dict[str, int] = {}
+    for call in calls:
+        counts[call.collective] = counts.get(call.collective, 0) + call.count
+    return counts
+
+
+_SENT = {
+    "all_reduce": ring_all_reduce_bytes,
+    "reduce_scatter": reduce_scatter_bytes,
+    "all_gather": all_gather_bytes,
+    "all_to_all": all_to_all_bytes,
+}
+
+
+def _sent_by(call: Call, rank: int) -> int:
+    rank %= call.group_size
+    if call.collective == "broadcast":
+        return broadcast_bytes(call.payload_bytes, call.group_size, rank, call.src)
+    if call.to_one or call.collective == "send":
+        return call.payload_bytes
+    return _SENT[call.collective](call.payload_bytes, call.group_size, rank, call.itemsize)

@@ -1,0 +1,37 @@
+"""Expected traffic of tokens that choose their experts uniformly at random: closed forms.
+
+    expected_places(256, places=8, top_k=8)         # 5.29: nodes that a token reaches
+    expected_crossings(layout, top_k=8)             # rows of a token that leave their node
+
+With skew, or a limit that follows the scores, draw a routing (synthetic_routing.py) and count it (routing.py).
+"""
+
+import math
+
+from course_lib.expert_layout import ExpertLayout, check_choice
+
+
+def expected_places(num_experts: int, places: int, top_k: int, max_places: int | None = None) -> float:
+    """How many of `places` (nodes, or ranks) with equally many experts a token reaches on average, routed uniformly.
+
+    A place is missed if all k choices fall elsewhere. max_places: from so many places only, taken at random. Places
+    taken by their best scores, as `limit_groups` does, are nearly all used: draw a routing and count.
+    """
+    check_choice(num_experts, top_k, places, max_places)
+    reachable = places if max_places is None else max_places
+    width = num_experts // places
+    missed = math.comb(width * (reachable - 1), top_k) / math.comb(width * reachable, top_k)
+    return reachable * (1 - missed)
+
+
+def expected_crossings(layout: ExpertLayout, top_k: int, method: str = "plain", max_nodes: int | None = None) -> float:
+    """Rows between nodes for one token on average, routed uniformly: of its choices or nodes, those not at home."""
+    nodes = layout.num_nodes
+    if method == "plain":
+        check_choice(layout.num_experts, top_k, nodes, max_nodes)
+        reached = float(top_k)
+    elif method == "once_per_node":
+        reached = expected_places(layout.num_experts, nodes, top_k, max_nodes)
+    else:
+        raise ValueError(f'method {method!r} has no closed form here; choose "plain" or "once_per_node"')
+    return reached * (nodes - 1) / nodes

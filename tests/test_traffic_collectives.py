@@ -1,0 +1,54 @@
+"""Bytes of one collective: hand values, and what all ranks send together."""
+
+import pytest
+
+from course_lib.traffic import (
+    all_gather_bytes,
+    broadcast_bytes,
+    gather_bytes,
+    reduce_bytes,
+    reduce_scatter_bytes,
+    ring_all_reduce_bytes,
+    scatter_bytes,
+)
+
+
+def test_ring_all_reduce_is_two_phases_without_one_piece_each():
+    assert ring_all_reduce_bytes(40_000_000, 4) == 60_000_000  # claim C160: 2 (N - 1) / N * 40 MB
+    assert ring_all_reduce_bytes(40_000_000, 64) == 78_750_000
+    assert ring_all_reduce_bytes(40_000_000, 1) == 0
+
+
+def test_a_reduce_scatter_and_an_all_gather_are_one_all_reduce():
+    for payload, size, itemsize in ((40, 4, 4), (84, 4, 4), (6, 4, 2), (0, 3, 4)):
+        for rank in range(size):
+            halves = reduce_scatter_bytes(payload, size, rank, itemsize)
+            halves += all_gather_bytes(payload, size, rank, itemsize)
+            assert halves == ring_all_reduce_bytes(payload, size, rank, itemsize)
+
+
+def test_ranks_together_send_whole_payloads():
+    size, payload = 4, 41 * 8  # 41 numbers do not divide by 4
+
+    def total(function, *args):
+        return sum(function(payload, size, rank, *args) for rank in range(size))
+
+    assert total(ring_all_reduce_bytes, 8) == 2 * (size - 1) * payload
+    assert total(reduce_scatter_bytes, 8) == (size - 1) * payload
+    assert total(all_gather_bytes, 8) == (size - 1) * payload
+    assert total(broadcast_bytes, 2) == (size - 1) * payload
+    assert total(reduce_bytes, 2) == (size - 1) * payload
+    assert total(gather_bytes, 2) == (size - 1) * payload // size
+    assert total(scatter_bytes, 2) == (size - 1) * payload // size
+
+
+def test_ranks_differ_by_a_number_or_two_where_the_payload_does_not_divide():
+    # 5 numbers on 4 ranks: pieces of 2, 1, 1, 1; rank 3 sends all but piece 3, then all but piece 0
+    assert [ring_all_reduce_bytes(20, 4, rank) for rank in range(4)] == [28, 32, 32, 28]
+
+
+def test_payloads_of_broken_numbers_are_refused():
+    with pytest.raises(ValueError, match="give the itemsize of the dtype"):
+        ring_all_reduce_bytes(6, 4)
+    with pytest.raises(ValueError, match=r"world_size \(0\) must be 1 or more"):
+        all_gather_bytes(8, 0)
