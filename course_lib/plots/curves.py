@@ -219,12 +219,11 @@ def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = No
             axes.annotate(
                 text, (picture.crossover_bytes, 0.97), xycoords=("data", "axes fraction"), ha=side, va="top", fontsize=9
             )
-    for size, way in picture.ways:
-        at_s = picture.total_s[picture.sizes_bytes.index(size)]
-        axes.plot(size, at_s / scale, "|", color=OKABE_ITO["blue"], markersize=9, zorder=4)
-        axes.annotate(
-            way, (size, at_s / scale), xytext=(3, -9), textcoords="offset points", ha="left", va="top", fontsize=8.5
-        )
+    for index, (size, way) in enumerate(picture.ways):  # the first below the flat part, later ones above the slope
+        at = size, picture.total_s[picture.sizes_bytes.index(size)] / scale
+        axes.plot(*at, "|", color=OKABE_ITO["blue"], markersize=9, zorder=4)
+        look = {"xytext": (-3, 8), "ha": "right", "va": "bottom"} if index else {"xytext": (3, -6), "va": "top"}
+        axes.annotate(way, at, textcoords="offset points", fontsize=8.5, **look)
     if at_bytes:
         total = interpolated(picture, at_bytes)
         axes.plot(at_bytes, total / scale, "o", color=OKABE_ITO["vermillion"], markersize=10, zorder=4)
