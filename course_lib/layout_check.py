@@ -18,13 +18,9 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from course_lib.config import ModelConfig
-from course_lib.conjugate import piece_sizes
 from course_lib.expert_layout import check_expert_parallel
-from course_lib.memory.context import METHODS as CP_METHODS
-from course_lib.memory.context import check_ulysses
-from course_lib.memory.stages import check_layers, even_layers
-from course_lib.memory.tensor import check_heads
 from course_lib.mesh import AXES, check_ep_size, check_order
+from course_lib.partition import CP_METHODS, check_heads, check_layers, check_ulysses, even_layers, piece_sizes
 from course_lib.placement import PLACEMENTS, check_context
 from course_lib.schedules import SCHEDULES, check_request, stages_per_rank
 
@@ -160,13 +156,6 @@ class _Model:
                 f"{self.config.name} is of the {self.config.family} family; layouts know {', '.join(FAMILIES)}"
             )
 
-    def latent_attention(self, axis: str, layout: Layout) -> None:
-        if self.config.mla is not None and getattr(layout, axis) > 1:
-            raise ValueError(
-                f"{self.config.name} has latent attention, whose one latent vector serves all heads: "
-                f"{axis} ({getattr(layout, axis)}) cannot cut it"
-            )
-
     def heads(self, layout: Layout) -> None:
         check_heads(self.config.num_heads, self.config.num_kv_heads, layout.tp)
 
@@ -247,7 +236,6 @@ def model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]
     return [
         (of.family, ()),
         (of.positions, ()),
-        *[(partial(of.latent_attention, axis), (axis,)) for axis in ("tp", "cp")],
         (of.heads, ("tp",)),
         (of.features, ("tp",)),
         (of.heads_for_ulysses, ("cp", "cp_method")),
@@ -293,7 +281,7 @@ def _candidates(layout: Layout, name: str, config: ModelConfig | None) -> list[I
     value = getattr(layout, name)
     if name in SIZES or name == "zero":
         value, lowest = _whole(value), int(name != "zero")
-        highest = min(2 * max(value, 0) + 2 * _whole(layout.pp) + 8, FARTHEST)
+        highest = min(2 * max(value, 0) + 2 * _whole(layout.pp) + _whole(layout.ep) + 8, FARTHEST)
         return [range(min(value, FARTHEST), lowest - 1, -1), range(max(value + 1, lowest), highest + 1)]
     if name == "order":
         return [[AXES]]

@@ -118,7 +118,7 @@ def stage_calls(config: ModelConfig, layout: Layout, seq_len: int, stage: int, i
     layers = layers_of(config, layout)
     part, tokens = stage_config(config, layers, stage), tokens_of_rank(seq_len, layout.cp)
     ends = (stage == 0, stage == len(layers) - 1)
-    dense = replace(part, moe=None, mla=None)
+    dense = replace(part, moe=None)
     tp_calls = tensor_parallel_calls(
         part, layout.micro_batch, tokens, layout.tp, layout.sequence_parallel, layout.regather, layout.recompute,
         itemsize, ends=ends,

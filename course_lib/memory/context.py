@@ -21,15 +21,8 @@ from dataclasses import replace
 from course_lib.config import ModelConfig
 from course_lib.memory.states import Recipe
 from course_lib.memory.tensor import narrow
+from course_lib.partition import check_method
 from course_lib.placement import check_context
-
-METHODS = ("ring", "all_gather", "ulysses")
-
-
-def check_method(method: str) -> None:
-    """Raises ValueError unless it is a way to exchange keys and values."""
-    if method not in METHODS:
-        raise ValueError(f"method is {method!r}; choose from {', '.join(METHODS)}")
 
 
 def check_exchange(attention: str, cp: int, method: str) -> None:
@@ -40,24 +33,6 @@ def check_exchange(attention: str, cp: int, method: str) -> None:
             f"attention is {attention!r}, but cp is {cp}: blocks that arrive one by one are merged, no score matrix is "
             "kept; choose fused"
         )
-
-
-def check_ulysses(num_heads: int, num_kv_heads: int, cp_size: int) -> None:
-    """Raises ValueError unless every rank gets whole heads, of queries and of keys and values."""
-    for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if heads % cp_size:
-            fitting = [size for size in range(1, heads + 1) if num_heads % size == 0 and num_kv_heads % size == 0]
-            raise ValueError(
-                f"{name} ({heads}) must be divisible by cp ({cp_size}): Ulysses gives each rank whole heads; choose "
-                f'cp from {", ".join(map(str, fitting))}, or method="ring", which has no such limit'
-                + _both_together(fitting, cp_size)
-            )
-
-
-def _both_together(fitting: list[int], cp_size: int) -> str:
-    """How a ring outside makes more ranks possible, as an end of the message."""
-    inner = max(size for size in fitting if cp_size % size == 0)
-    return f", or both: Ulysses over {inner} inside, a ring over {cp_size // inner} outside" if inner > 1 else ""
 
 
 def tokens_of_rank(seq_len: int, cp: int, placement: str = "contiguous") -> int:
@@ -75,9 +50,13 @@ def for_length(config: ModelConfig, seq_len: int) -> ModelConfig:
 
 
 def kv_block_bytes(config: ModelConfig, batch_size: int, seq_len: int, cp: int, itemsize: int = 2, tp: int = 1) -> int:
-    """Keys and values of one rank's tokens in one layer: 2 B s K H numbers. Of grouped queries the K heads travel."""
+    """Count keys and values of one rank's tokens in one layer: 2 B s K H numbers; latent attention's B s K (H + W).
+
+    Of grouped queries the K heads travel.
+    """
     local = narrow(config, tp)
-    return 2 * batch_size * tokens_of_rank(seq_len, cp) * local.num_kv_heads * local.head_dim * itemsize
+    numbers = local.num_kv_heads * (local.head_dim + local.value_dim)
+    return batch_size * tokens_of_rank(seq_len, cp) * numbers * itemsize
 
 
 def exchange_bytes(
@@ -107,8 +86,8 @@ def exchange_bytes(
     grads = block // itemsize * (grad_itemsize or itemsize) if backward else 0
     if method == "ulysses":
         local = narrow(config, tp)
-        heads = 2 * local.num_heads + 2 * local.num_kv_heads
-        return batch_size * tokens_of_rank(seq_len, cp) * heads * local.head_dim * itemsize
+        numbers = (local.num_heads + local.num_kv_heads) * (local.head_dim + local.value_dim)
+        return batch_size * tokens_of_rank(seq_len, cp) * numbers * itemsize
     blocks = min(2, cp - 1) if method == "ring" else cp
     return blocks * (block + grads)
 
@@ -121,6 +100,17 @@ def output_twice_bytes(
     With recomputation the core's copy is gone.
     """
     local = narrow(config, tp)
-    if method != "ulysses" or recompute != "none":
-        return 0
+    if method != "ulysses" or recompute != "none" or local.head_dim != local.value_dim:
+        return 0  # a core that fills values up has a longer output of its own already
     return local.num_layers * batch_size * num_tokens * local.num_heads * local.head_dim * recipe.compute_bytes
+
+
+def filled_up_bytes(config: ModelConfig, batch_size: int, num_tokens: int, itemsize: int, tp: int = 1) -> int:
+    """Count the zeros that the fused core of one layer keeps where values and keys differ in length, and its output.
+
+    A ring and an all-gather fill up one block at a time, and keep none of it.
+    """
+    local = narrow(config, tp)
+    H, W = local.head_dim, local.value_dim
+    numbers = 0 if H == W else 4 * max(H, W) - 2 * H - W
+    return batch_size * num_tokens * local.num_heads * numbers * itemsize

@@ -18,24 +18,14 @@ from dataclasses import replace
 from math import prod
 
 from course_lib.config import ModelConfig, require_dense
-from course_lib.conjugate import piece_sizes
 from course_lib.memory.activations import Activations, own_activations
 from course_lib.memory.states import parameter_shapes
+from course_lib.partition import check_heads, piece_sizes
 
+_WHOLE = (
+    "positions", "token_type", "attention.o.bias", "mlp.down.bias", "attention.q_down", "attention.kv_down",
+)  # fmt: skip
 _MINE = 1 + 8  # bytes a token: a bool, and an int64 place in this rank's part of the vocabulary
-
-
-def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
-    """Raises ValueError unless query heads divide, and key/value heads divide or are copied evenly."""
-    if tp < 1:
-        raise ValueError(f"tp is {tp}, required: 1 or more")
-    N, K = num_heads, num_kv_heads
-    fitting = [size for size in range(1, N + 1) if N % size == 0 and (K % size == 0 or size % K == 0)]
-    advice = f"choose tp from {', '.join(map(str, fitting))}"
-    if N % tp:
-        raise ValueError(f"num_heads ({N}) must be divisible by tp ({tp}); {advice}")
-    if K % tp and tp % K:
-        raise ValueError(f"num_kv_heads ({K}) must be divisible by tp ({tp}), or divide it; {advice}")
 
 
 def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
@@ -45,7 +35,7 @@ def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
 
     Raises   ValueError if heads do not divide, or a rank would be left without a row
     """
-    require_dense(config, "narrow")
+    require_dense(config, "narrow", latent=True)
     check_heads(config.num_heads, config.num_kv_heads, tp)
     if not 0 <= tp_rank < tp:
         raise ValueError(f"tp_rank is {tp_rank}, required: 0 to {tp - 1}")
@@ -59,19 +49,10 @@ def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
     )
 
 
-def copies_of_kv(config: ModelConfig, tp_size: int) -> int:
-    """How many ranks have the same key/value head: more than one where there are more ranks than heads."""
-    return max(1, tp_size // config.num_kv_heads)
-
-
 def whole_parameters(config: ModelConfig) -> int:
-    """Count the parameters that every rank has whole: norms, learned positions, biases of o and down."""
+    """Count the parameters that every rank has whole: norms, positions, biases of rows, what makes latent vectors."""
     shapes = parameter_shapes(config)
-    return sum(
-        prod(shape) * copies
-        for name, (shape, copies) in shapes.items()
-        if "norm" in name or name in ("positions", "token_type", "attention.o.bias", "mlp.down.bias")
-    )
+    return sum(prod(shape) * copies for name, (shape, copies) in shapes.items() if "norm" in name or name in _WHOLE)
 
 
 def tensor_parallel_activations(

@@ -94,6 +94,9 @@ def tensor_parallel_calls(
     again. Without SP shared experts have sums of their own, and the gradients of the k chosen weights of each token are
     summed too, in FP32.
 
+    Latent attention's columns take two latent vectors and the key's part with position, each a call of its own, in
+    place of x: with SP these are gathered, and x is not.
+
     ends     whether this rank has the embedding, and the head: a stage of a pipeline may have neither
     Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2
     """
@@ -101,7 +104,8 @@ def tensor_parallel_calls(
     if tp == 1:
         return []
     layers, tokens = config.num_layers, batch_size * seq_len
-    regathered = 2 * layers - config.num_moe_layers if regather else 0  # experts keep their rows, whoever sent them
+    dense_layers = layers - config.num_moe_layers  # experts keep their rows, whoever sent them
+    into_attention, kept_by_columns = _attention_widths(config)
     (first, last), loss_itemsize = ends, max(itemsize, 4)
     longest = piece_sizes(seq_len, tp)[0]  # an uneven sequence is padded in the message
     rows = longest * tp if sequence_parallel else seq_len
@@ -111,25 +115,33 @@ def tensor_parallel_calls(
     def call(place, collective, count, size=payload, item=itemsize, group=tp):
         calls.append(Call(place, collective, size, group, item, count * micro_batches))
 
+    def call_of_columns(place, collective, attentions, mlps, widths=into_attention):
+        times = {config.d_model: mlps}
+        for width in widths:
+            times[width] = times.get(width, 0) + attentions
+        for width, count in times.items():
+            call(place, collective, count, batch_size * rows * width * itemsize)
+
     again = layers if recompute == "full" else 0
     last_sums = again if config.dropout else 0  # a block runs again up to the last tensor that backward needs
     if sequence_parallel:
         call("embedding", "reduce_scatter", 1 * first)
         call("embedding", "all_gather", 1 * first)
-        call("layers forward", "all_gather", 2 * layers)
+        call_of_columns("layers forward", "all_gather", layers, layers)
         call("layers forward", "reduce_scatter", 2 * layers)
-        call("layers backward", "all_gather", 2 * layers + regathered)
-        call("layers backward", "reduce_scatter", 2 * layers)
+        attentions, mlps = (layers, dense_layers) if regather else (0, 0)
+        call_of_columns("layers backward", "all_gather", attentions, 2 * layers + mlps, kept_by_columns)
+        call_of_columns("layers backward", "reduce_scatter", layers, layers)
         call("head", "all_gather", (2 if regather else 1) * last)
         call("head", "reduce_scatter", 1 * last)
         if again:
-            call("recomputation", "all_gather", 2 * again)
+            call_of_columns("recomputation", "all_gather", again, again)
             call("recomputation", "reduce_scatter", again + last_sums)
     else:
         shared = config.num_moe_layers if config.moe and config.moe.num_shared_experts else 0
         call("embedding", "all_reduce", 1 * first)
         call("layers forward", "all_reduce", 2 * layers + shared)
-        call("layers backward", "all_reduce", 2 * layers + shared)
+        call_of_columns("layers backward", "all_reduce", layers, layers + shared)
         if config.moe:
             weights = tokens * config.moe.top_k * loss_itemsize
             call("weights of experts", "all_reduce", config.num_moe_layers, weights, loss_itemsize)
@@ -141,6 +153,14 @@ def tensor_parallel_calls(
     if config.moe or ends != (True, True):
         return calls  # a part of a model: whose gradients are summed, and when, is for the whole of it
     return calls + gradient_sum_calls(config, tp, sequence_parallel, itemsize)
+
+
+def _attention_widths(config: ModelConfig) -> tuple[list[int], list[int]]:
+    """Numbers a token of what enters attention's columns, and of what of it these keep for their weights' gradients."""
+    if config.mla is None:
+        return [config.d_model], [config.d_model]
+    latents = [config.mla.q_rank, config.mla.kv_rank]
+    return [*latents, config.mla.rope_dim], latents
 
 
 def gradient_sum_calls(config: ModelConfig, tp: int, sequence_parallel: bool, itemsize: int = 2) -> list[Call]:
@@ -179,6 +199,7 @@ def attention_calls(
     all_gather   the same bytes in three calls: gathered forward and again backward, gradients reduce-scattered
     ulysses      four all-to-alls forward (q, k, v, out), four backward: 2 (N + K) B s H numbers each way, of which
                  each rank keeps a share of 1 / cp
+    Where values are W long, a block has B K s (H + W) numbers, and Ulysses' each way (N + K) B s (H + W).
     both         method "ulysses" with outer > 1: Ulysses over cp / outer ranks, a ring over `outer` of them
 
     sum_itemsize   of the gradients that are summed on the way: FP32 for 16-bit numbers
@@ -197,13 +218,14 @@ def attention_calls(
     calls = []
     if inner > 1:
         check_ulysses(local.num_heads, local.num_kv_heads, inner)
-        head_bytes = batch_size * tokens * local.head_dim * itemsize
+        token_bytes = batch_size * tokens * itemsize
+        (N, K), (H, W) = (local.num_heads, local.num_kv_heads), (local.head_dim, local.value_dim)
         for place, count in passes:
-            queries_and_outputs = 2 * count
+            outputs = count
             if recompute == "selective" and place == "attention forward":
-                queries_and_outputs -= 1  # a core that is run again ends before its outputs are sent
-            calls.append(Call(place, "all_to_all", local.num_heads * head_bytes, inner, itemsize, queries_and_outputs))
-            calls.append(Call(place, "all_to_all", local.num_kv_heads * head_bytes, inner, itemsize, 2 * count))
+                outputs -= 1  # a core that is run again ends before its outputs are sent
+            of_each = ((N * H, count), (K * H, count), (K * W, count), (N * W, outputs))  # q, k, v, out
+            calls += [Call(place, "all_to_all", size * token_bytes, inner, itemsize, times) for size, times in of_each]
     if ring > 1:
         block = kv_block_bytes(config, batch_size, seq_len, cp, itemsize, tp)
         summed_itemsize = sum_itemsize or max(itemsize, 4)
