@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from math import sqrt
 
 from course_lib.config import ModelConfig
-from course_lib.context_work import pairs, pairs_of_ranks, step_pairs
 from course_lib.hardware import GPU, Cluster, Link, peak_flops
-from course_lib.memory.context import check_method, kv_block_bytes
+from course_lib.layout.context_work import pairs, pairs_of_ranks, step_pairs
+from course_lib.layout.partition import check_method
+from course_lib.memory.context import kv_block_bytes
 from course_lib.memory.tensor import narrow
-from course_lib.timing import Span, collective_s
+from course_lib.span import Span
+from course_lib.timing import collective_s
 from course_lib.traffic import Call
 from course_lib.traffic.step import attention_calls
 

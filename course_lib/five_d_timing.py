@@ -4,7 +4,7 @@
     time = step_time(preset("llama-3.1-405b"), layout, 8192, cluster, utilisation=0.6)
     time.total_s, time.mfu, time.parts          # {"compute": ..., "tp": ..., "bubble": ..., ...}
 
-It is a model: nothing here is measured, and its error beside published runs is in tests/test_five_d_timing.py. What it
+It is a model: nothing here is measured, and its error beside published runs is in tests/timing/test_five_d_timing.py. What it
 puts together are the models of the chapters:
 
     compute     FLOPs of a rank's stages (pipeline_timing.py) at `utilisation` of the GPU's peak, however narrow
@@ -38,8 +38,8 @@ from course_lib.memory.five_d import flats_of, layers_of, schedule_of
 from course_lib.memory.stages import stage_config
 from course_lib.memory.states import Recipe, recipe_of
 from course_lib.pipeline_timing import stage_flops, transfer_s
+from course_lib.schedules.simulator import Costs, simulate
 from course_lib.sharded_timing import tensor_parallel_step
-from course_lib.simulator import Costs, simulate
 from course_lib.timing import attention_flops_per_token, collective_s, flops_per_token
 from course_lib.timing import mfu as mfu_of
 from course_lib.traffic import Call

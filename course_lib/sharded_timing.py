@@ -16,7 +16,8 @@ from course_lib.config import ModelConfig
 from course_lib.hardware import GPU, Cluster, link, peak_flops
 from course_lib.memory.states import Recipe, recipe_of
 from course_lib.memory.zero import wire_grad_bytes
-from course_lib.timing import Span, collective_s, layer_matmul_parameters, step_flops
+from course_lib.span import Span
+from course_lib.timing import collective_s, layer_matmul_parameters, step_flops
 from course_lib.traffic import Call
 from course_lib.traffic.step import tensor_parallel_calls
 

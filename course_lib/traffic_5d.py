@@ -26,13 +26,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from course_lib.config import ModelConfig
-from course_lib.expert_layout import ExpertLayout
 from course_lib.layout import Layout
+from course_lib.layout.experts import ExpertLayout
+from course_lib.layout.partition import copies_of_kv
 from course_lib.memory.context import tokens_of_rank
 from course_lib.memory.five_d import Flat, flats_of, layers_of, schedule_of
 from course_lib.memory.stages import stage_config
 from course_lib.memory.states import Recipe, recipe_of
-from course_lib.memory.tensor import copies_of_kv
 from course_lib.memory.zero import wire_grad_bytes
 from course_lib.traffic import Call, sent_bytes
 from course_lib.traffic.odds import expected_places

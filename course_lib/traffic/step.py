@@ -1,7 +1,7 @@
 """Which collectives a step of each technique calls, with their payloads.
 
     calls = zero_calls(units, stage=3, dp_size=8)
-    sent_bytes(calls)            what course_lib.meter counts on one rank, to the byte
+    sent_bytes(calls)            what course_lib.measure.meter counts on one rank, to the byte
 
 Payloads are whole tensors, as everywhere: the gathered result of an all-gather, the input of a reduce-scatter. What one
 rank sends to another is a "send"; the matching receive sends nothing and is not listed.
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from course_lib.config import ModelConfig
-from course_lib.conjugate import piece_sizes
-from course_lib.memory.context import check_method, check_ulysses, kv_block_bytes, tokens_of_rank
+from course_lib.layout.partition import check_method, check_ulysses, copies_of_kv, piece_sizes
+from course_lib.memory.context import kv_block_bytes, tokens_of_rank
 from course_lib.memory.moe import narrow_experts
 from course_lib.memory.pipeline import boundary_bytes
 from course_lib.memory.states import Recipe, count_parameters, recipe_of
-from course_lib.memory.tensor import copies_of_kv, narrow, whole_parameters
+from course_lib.memory.tensor import narrow, whole_parameters
 from course_lib.memory.zero import padded, wire_grad_bytes
 from course_lib.traffic.collectives import Call
 

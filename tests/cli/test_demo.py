@@ -1,0 +1,48 @@
+"""The table of `make demo`: true on a short run, and able to say that it is not."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from course_lib.cli.demo import Row, Run, agrees, compare, demo, formula_bytes, table
+
+
+def test_a_short_demo_agrees_with_one_process_and_with_the_formula(capsys):
+    assert demo(ranks=(2,), steps=2) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines()[3:5]]
+    assert [row[0] for row in rows] == ["1", "2"]
+    assert rows[0][1:3] == rows[1][1:3]  # the losses, to six digits
+    assert rows[1][4] == rows[1][5] == "1.839616"  # 2 (N - 1) / N * 229,952 parameters * 8 bytes
+    assert "every row agrees" in printed
+
+
+def test_formula_is_the_published_one():
+    assert formula_bytes(1) == 0
+    assert [formula_bytes(ranks) for ranks in (2, 4)] == [2 * 229_952 * 8 // 2, 2 * 3 * 229_952 * 8 // 4]
+
+
+@pytest.fixture
+def right():
+    return Row(2, 5.5, 3.1, gradient_difference=1e-15, measured_bytes=100, formula_bytes=100)
+
+
+@pytest.mark.parametrize("wrong", [{"gradient_difference": 1e-6}, {"measured_bytes": 101}])
+def test_a_row_that_differs_does_not_agree(right, wrong):
+    assert agrees(right)
+    assert not agrees(dataclasses.replace(right, **wrong))
+
+
+def test_a_row_takes_the_mean_loss_and_the_worst_gradient_of_any_step():
+    gradients_P = [torch.zeros(3), torch.zeros(3)]
+    reference = Run([4.0, 2.0], gradients_P, [0, 0])
+    first = Run([5.0, 1.0], [torch.zeros(3), torch.tensor([0.0, -0.5, 0.25])], [10, 12])
+    second = Run([3.0, 3.0], [], [10, 10])
+    row = compare(reference, [first, second])
+    assert (row.first_loss, row.last_loss, row.gradient_difference, row.measured_bytes) == (4.0, 2.0, 0.5, 12)
+
+
+def test_the_table_has_one_line_a_row_under_its_two_of_heading(right):
+    lines = table([right, right]).splitlines()
+    assert len(lines) == 4 and len(set(map(len, lines[2:]))) == 1

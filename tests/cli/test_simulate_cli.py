@@ -1,0 +1,77 @@
+"""`course simulate`: its answer as a table and as JSON, and one line for what cannot be."""
+
+import json
+
+import pytest
+
+from course_lib import cli
+from course_lib.cli.simulate import advice, layout_of
+from course_lib.layout import Layout
+
+LLAMA_405B = ["--model", "llama-3-405b", "--gpu", "h100-80g", "--seq", "8192"]
+TOY = ["--model", "toy", "--gpu", "t4", "--seq", "64"]
+
+
+def test_llama_405b_on_16384_gpus_as_json(capsys):
+    layout = "dp=128,tp=8,pp=16,recompute=full,sequence_parallel=true,zero=1"
+    assert cli.main(["simulate", *LLAMA_405B, "--layout", layout, "--stage", "14", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["model"], found["world_size"], found["layout"]["accumulation"]) == ("llama-3.1-405b", 16_384, 16)
+    (rank,) = found["ranks"]
+    assert rank["stages"] == [14] and rank["layers"] == 7 and rank["fits"] and found["fits"]
+    assert rank["peak_bytes"] == sum(rank["peak_by_kind"].values()) == found["peak_bytes"]
+    assert set(rank["sent_by_axis"]) == {"pp", "tp", "data", "world"} and rank["flops"] > 1e15
+    assert found["host_peak_bytes"] < 2 << 30
+
+
+def test_a_table_for_all_stages(capsys):
+    layout = ["--layout", "dp=2,pp=2,tp=2,micro_batch=2,accumulation=5", "--precision", "fp32"]
+    assert cli.main(["simulate", *TOY, *layout]) == 0
+    text = capsys.readouterr().out
+    assert "toy on 8 x T4, fp32" in text and "micro_batch=2,accumulation=5" in text and "fits: stage" in text
+    assert text.count("yes") == 2 and "simulated 2 of 2 ranks along pp" in text and "tape" in text
+
+
+def test_accumulation_fills_the_pipeline_unless_it_is_said():
+    assert layout_of("pp=4").accumulation == 4 and layout_of("pp=4,schedule=dualpipe_v").accumulation == 8
+    assert layout_of("pp=4,accumulation=3").accumulation == 3
+    assert layout_of("dp=2").accumulation == 1
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"--model": "llama-9"}, "choose from toy"),
+        ({"--gpu": "h900"}, "choose from t4"),
+        ({"--seq": "0"}, "seq is 0"),
+        ({"--layout": "tp=3"}, "tp"),
+        ({"--layout": "pp=2,pp=2"}, "stands twice"),
+        ({"--layout": "pp=2,accumulation=2,accumulation=4"}, "stands twice"),
+        ({"--layout": "pp=2", "--stage": "2"}, "0..1"),
+        ({"--precision": "fp7"}, "bf16-master"),
+        ({"--skew": "2"}, "at least 0 and at most 1"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(changed, said, capsys):
+    options = {"--model": "toy", "--gpu": "t4", "--seq": "64", "--layout": "dp=2"} | changed
+    assert cli.main(["simulate", *(word for pair in options.items() for word in pair)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("course simulate: ") and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("wrong, said", [("--seq many", "Error parsing --seq"), ("--sequence 4", "--sequence")])
+def test_options_that_cannot_be_read_are_told_with_exit_code_2(wrong, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["simulate", "--model", "toy", "--gpu", "t4", "--layout", "dp=2", *wrong.split()])
+    assert said in capsys.readouterr().err
+
+
+def test_advice_names_what_is_not_yet_done():
+    def said(text: str, activations: int = 2) -> str:
+        return advice(Layout.parse(text).to_dict(), {"activations": activations, "optimizer": 1})
+
+    assert said("dp=2") == "activations are largest: try recompute=full or more cp"
+    assert said("tp=2,recompute=full").endswith("try sequence_parallel=true or more cp")
+    assert said("tp=2,sequence_parallel=true,recompute=full").endswith("try regather=true or more cp")
+    assert said("tp=2,sequence_parallel=true,regather=true,recompute=full").endswith("try more cp")
+    assert said("dp=2", 0) == "states are largest: try zero=1 or more pp or more tp"

@@ -1,0 +1,250 @@
+"""launch outside notebooks, and its pure parts."""
+
+import functools
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_lib.launch import RankError, _failures, _processes, _rank, _watch, choose_backend, launch, progress
+from course_lib.launch.launcher import MAX_RANKS, RANK_BYTES, most_ranks
+
+
+def rank_and_sum(extra=0):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item() + extra
+
+
+def test_a_function_of_a_test_module_runs_on_ranks_with_positional_and_bound_arguments():
+    assert launch(rank_and_sum, 2, 1) == [(0, 3.0), (1, 3.0)]
+    results = launch(functools.partial(rank_and_sum, extra=5), 1)
+    assert results == [(0, 6.0)] and repr(results) == "[(0, 6.0)]"
+
+
+def test_a_cell_s_function_may_say_dist_and_config():
+    def config_of_rank():  # sent as code: torch.distributed.config, a module of a class of its own, comes along
+        return functools.partial(dist.get_rank).func.__name__, _rank.config if hasattr(_rank, "config") else None
+
+    assert launch(config_of_rank, 1) == [("get_rank", None)]
+
+
+def threads_of_a_rank():
+    return torch.get_num_threads(), dist.get_backend(), torch.randn(1).item()
+
+
+def test_threads_and_backend_can_be_chosen_and_ranks_start_with_torchs_own_seed():
+    results = launch(threads_of_a_rank, 2, threads=2, backend="gloo")
+    assert [result[:2] for result in results] == [(2, "gloo")] * 2
+    assert results[0][2] == results[1][2] == launch(threads_of_a_rank, 2)[0][2]
+
+
+def numpy_draw():
+    import numpy
+
+    return numpy.random.random()
+
+
+def test_ranks_do_not_share_numpys_random_state():
+    assert len(set(launch(numpy_draw, 2)) | set(launch(numpy_draw, 2))) == 4
+
+
+class NotRebuildable:
+    def __reduce__(self):
+        return failing, ()
+
+
+def failing():
+    raise ValueError("this object cannot be rebuilt")
+
+
+def test_a_result_that_cannot_be_rebuilt_names_its_rank():
+    with pytest.raises(RankError, match=r"rank 0 returned something that cannot be rebuilt .*cannot be rebuilt"):
+        launch(NotRebuildable, 1)
+
+
+def print_much():
+    print("z" * 10_000)
+    for line in range(3000):
+        print(line)
+
+
+def test_long_output_is_shown_in_part_and_kept_whole(capsys):
+    results = launch(print_much, 2)
+    shown = capsys.readouterr().out
+    assert len(results.lines[0]) == 3001 and len(results.lines[1][0]) == 10_000
+    assert len(shown) < 30_000 and shown.count("... 2,001 more lines") == 2
+    launch(print_much, 2, quiet=True)
+    assert capsys.readouterr().out == ""
+
+
+def print_without_end():
+    while True:
+        print("w" * 1000)
+
+
+def test_an_endless_print_loop_does_not_fill_the_disk(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(_watch, "MAX_OUTPUT_BYTES", 100_000)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    largest = []
+    stop = threading.Event()
+
+    def look():
+        while not stop.wait(0.05):
+            largest.append(sum(file.stat().st_size for file in tmp_path.glob("course_launch_*/ranks/*.out")))
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    with pytest.raises(RankError, match="time limit"):
+        launch(print_without_end, 1, timeout=1)
+    stop.set()
+    watcher.join()
+    assert max(largest) < 300e6  # about 1 GB is written in that second
+    assert "bytes of earlier output dropped" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"world_size": 0}, "world_size must be a whole number of at least 1, got 0"),
+        ({"world_size": -2}, "got -2"),
+        ({"world_size": 2.0}, "got 2.0"),
+        ({"world_size": True}, "got True"),
+        ({"world_size": MAX_RANKS + 1}, rf"world_size \({MAX_RANKS + 1}\) must be at most .* use fewer ranks"),
+        ({"fn": 3}, "fn must be a function, got 3"),
+        ({"timeout": 0}, "timeout must be seconds, more than 0 and at most 1,000,000, got 0"),
+        ({"timeout": float("nan")}, "got nan"),
+        ({"timeout": "5"}, "got '5'"),
+        ({"threads": 0}, "threads must be a whole number of at least 1, got 0"),
+        ({"backend": "mpi"}, "backend must be one of 'auto', 'gloo', 'nccl', 'shared-gpu', got 'mpi'"),
+        ({"via": "torchrun"}, "via must be 'processes' or 'accelerate', got 'torchrun'"),
+        ({"backend": "nccl", "world_size": 60}, "backend='nccl' needs a GPU for every rank, got .* for 60 ranks; use"),
+        ({"fn": functools.partial(print, threading.Lock())}, "cannot be sent to the ranks .* create locks"),
+        ({"fn": functools.partial(print, (x for x in "ab"))}, "cannot be sent to the ranks .* generator"),
+    ],
+)
+def test_an_argument_that_cannot_work_is_refused_with_what_to_do(change, text):
+    arguments = {"fn": print, "world_size": 2, **change}
+    with pytest.raises(ValueError, match=text):
+        launch(**arguments)
+
+
+def test_auto_takes_nccl_only_with_a_gpu_for_every_rank():
+    assert choose_backend("auto", 2, 2) == ("nccl", "nccl: 2 GPUs for 2 ranks")
+    assert choose_backend("auto", 2, 1) == ("gloo", "gloo: 1 GPU for 2 ranks, and NCCL needs one for each rank")
+    assert choose_backend("auto", 1, 0) == ("gloo", "gloo: no GPUs for 1 rank, and NCCL needs one for each rank")
+    assert choose_backend("gloo", 2, 8)[0] == "gloo" and choose_backend("nccl", 8, 8)[0] == "nccl"
+
+
+def test_ranks_share_gpus_only_where_that_is_asked_for_by_name():
+    assert choose_backend("shared-gpu", 4, 1) == ("shared-gpu", "gloo: 1 GPU for 4 ranks, shared as asked for")
+    with pytest.raises(ValueError, match="backend='shared-gpu' needs a GPU, got none"):
+        choose_backend("shared-gpu", 4, 0)
+
+
+def test_the_limit_of_ranks_follows_free_memory():
+    assert most_ranks(10**12) == MAX_RANKS and most_ranks(0) == 1 and most_ranks(5 * RANK_BYTES) == 5
+
+
+def test_each_system_has_its_loopback_and_its_way_to_start():
+    assert [_rank.loopback_interface(name) for name in ("linux", "darwin")] == ["lo", "lo0"]
+    methods = [_processes.start_method(name) for name in ("linux", "darwin", "win32")]
+    assert methods == ["forkserver", "forkserver", "spawn"]
+
+
+def work_or_fail(how):
+    if how == "fail":
+        raise ValueError("spawned")
+    print("spawned rank", dist.get_rank())
+    return rank_and_sum()
+
+
+def test_the_spawn_path_of_windows_gives_the_same_results_and_errors(monkeypatch):
+    monkeypatch.setattr(_processes, "start_method", lambda platform: "spawn")
+    results = launch(work_or_fail, 2, "work")  # two fresh interpreters, each of which imports torch
+    assert results == [(0, 2.0), (1, 2.0)] and results.lines[1] == ["spawned rank 1"]
+    with pytest.raises(RankError, match="(?s)rank 0 of 1 failed:.*ValueError: spawned"):
+        launch(work_or_fail, 1, "fail")
+    with pytest.raises(ValueError, match="needs a system that can fork"):
+        launch(work_or_fail, 2, "work", via="accelerate")
+
+
+SCRIPT = """
+import os, sys
+from course_lib.launch import launch
+class Config:
+    scale = 3
+def work(config):
+    return int(os.environ["RANK"]) * config.scale, isinstance(config, Config)
+print(list(launch(work, 2, Config())))
+"""
+
+
+def output_of(*arguments):
+    result = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return result.stdout
+
+
+def test_a_script_needs_no_main_guard(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    assert output_of("-W", "error", str(tmp_path / "script.py")) == "[(0, True), (3, True)]\n"
+
+
+def test_progress_outside_a_launch_is_an_ordinary_bar(capsys):
+    assert list(progress(range(3), "here")) == [0, 1, 2]
+    assert "here: 100%" in capsys.readouterr().err
+
+
+def test_lines_are_what_a_terminal_would_be_left_with():
+    assert _watch.split_lines("a\nb\n") == ["a", "b"]
+    assert _watch.split_lines("\r 1%\r 50%\r100%\nend") == ["100%", "end"]
+    assert _watch.split_lines("windows\r\n") == ["windows"] and _watch.split_lines("") == []
+
+
+def failure(when, text="ValueError: mine", kind="exception"):
+    return _rank.Failure(kind, when, [([], text)])
+
+
+def test_echoes_of_a_failure_are_not_blamed():
+    echo = failure(1.0, "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:4711")
+    assert _failures.first_failure({0: echo, 1: failure(3.0), 2: failure(2.0)}) == 2
+    assert _failures.first_failure({0: echo, 1: failure(9.0, "", "died")}) == 1
+    assert _failures.first_failure({0: echo}) == 0
+    while_connecting = failure(1.0, "RuntimeError: Gloo connectFullMesh failed with ...", "start")
+    assert _failures.first_failure({0: while_connecting, 1: failure(2.0, "", "died")}) == 1
+
+
+class Base(Exception):
+    pass
+
+
+def raise_with_cause():
+    try:
+        raise KeyError("inner")
+    except KeyError as error:
+        raise Base("outer") from error
+
+
+def test_the_cause_of_an_exception_is_shown_before_it():
+    with pytest.raises(RankError) as caught:
+        launch(raise_with_cause, 1)
+    text = str(caught.value)
+    assert text.index("KeyError: 'inner'") < text.index("Base: outer") and caught.value.rank == 0
+
+
+def test_python_c_works_and_a_forked_copy_of_the_process_uses_a_server_of_its_own():
+    code = """
+import os
+from course_lib.launch import launch
+launch(print, 1, quiet=True)
+if (pid := os.fork()) == 0:
+    ok = list(launch(lambda: 7, 2)) == [7, 7]
+    os._exit(0 if ok else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+print(list(launch(lambda: 8, 2)))
+"""
+    assert output_of("-c", code) == "[8, 8]\n"

@@ -1,0 +1,98 @@
+"""Context parallelism in bytes: hand values, the playbook's bars, claims by their ids."""
+
+import pytest
+
+from course_lib.config import preset
+from course_lib.hardware import GPUS
+from course_lib.layout.partition import CP_METHODS
+from course_lib.memory.context import exchange_bytes, for_length, kv_block_bytes, tokens_of_rank
+from course_lib.memory.formulas import fits
+from course_lib.memory.papers import korthikanti_layer_bytes
+from course_lib.memory.sharded import longest_sequence, sharded_budget
+
+GIB = 2**30
+LLAMA_8B, TOY = preset("llama-3.1-8b"), preset("toy")
+EIGHT = {"tp": 8, "sequence_parallel": True, "zero_stage": 1}
+
+
+def test_C093_the_playbook_s_bars_of_8b_over_sequence_lengths():
+    """GiB of activations: alone, tp 2 without sequence parallelism, and cp 4 on top; scores recomputed."""
+    bars = {  # tokens -> (none, tp 2, tp 2 and cp 4)
+        1024: (4.25, 2.75, 0.6875), 4096: (17, 11, 2.75), 16_384: (68, 44, 11), 65_536: (272, 176, 44),
+        131_072: (544, 352, 88),
+    }  # fmt: skip
+    for seq_len, printed in bars.items():
+        ours = [
+            LLAMA_8B.num_layers * korthikanti_layer_bytes(LLAMA_8B, 1, tokens_of_rank(seq_len, cp), "selective", tp)
+            for tp, cp in ((1, 1), (2, 1), (2, 4))
+        ]
+        assert [size / GIB for size in ours] == pytest.approx(printed)
+    tp_alone, whole = 10 + 24 / 2, 34
+    assert 544 * tp_alone == 352 * whole  # C093: what of a layer tp alone divides
+
+
+def test_activations_and_logits_are_divided_states_are_not():
+    whole, quarter = (sharded_budget(LLAMA_8B, 1, 65_536, cp=cp, **EIGHT) for cp in (1, 4))
+    assert (whole.activations, whole.logits) == (4 * quarter.activations, 4 * quarter.logits)
+    assert whole.states_bytes == quarter.states_bytes
+    assert whole.temporary == 4 * quarter.temporary  # the loss's gradients of logits: larger than what is exchanged
+    as_many_do = sharded_budget(LLAMA_8B, 1, 65_536, cp=4, **EIGHT, dp_size=4)
+    assert as_many_do.optimizer == pytest.approx(quarter.optimizer / 4, rel=1e-6)
+    assert quarter.by_kind == sharded_budget(LLAMA_8B, 1, 16_384, **EIGHT).by_kind  # as if it had a shorter sequence
+
+
+def test_keys_of_grouped_queries_are_a_quarter_of_a_block():
+    tokens, itemsize = 2048, 2
+    assert kv_block_bytes(LLAMA_8B, 1, 4 * tokens, 4) == 2 * tokens * 8 * 128 * itemsize
+    assert kv_block_bytes(LLAMA_8B, 1, 4 * tokens, 4, tp=8) == 2 * tokens * 1 * 128 * itemsize
+    in_flight = {
+        (method, backward): exchange_bytes(LLAMA_8B, 1, 4 * tokens, 4, method, backward)
+        for method in CP_METHODS
+        for backward in (False, True)
+    }
+    block = kv_block_bytes(LLAMA_8B, 1, 4 * tokens, 4)
+    assert in_flight == {
+        ("ring", False): 2 * block, ("ring", True): 4 * block,
+        ("all_gather", False): 4 * block, ("all_gather", True): 8 * block,
+        ("ulysses", False): 5 * block, ("ulysses", True): 5 * block,  # q and out are four blocks, k and v one
+    }  # fmt: skip
+    assert exchange_bytes(LLAMA_8B, 1, 4 * tokens, 4, "ring", True, grad_itemsize=4) == 6 * block
+    assert exchange_bytes(LLAMA_8B, 1, 4 * tokens, 2, "ring") == kv_block_bytes(LLAMA_8B, 1, 4 * tokens, 2)
+    assert [exchange_bytes(TOY, 1, 64, 1, method) for method in CP_METHODS] == [0, 0, 0]
+
+
+def test_ulysses_keeps_attention_s_output_twice_as_heads_and_as_tokens():
+    ring, ulysses, again = (
+        sharded_budget(LLAMA_8B, 1, 65_536, cp=4, method=method, recompute=recompute)
+        for method, recompute in (("ring", "none"), ("ulysses", "none"), ("ulysses", "selective"))
+    )
+    assert ulysses.activations - ring.activations == 32 * 16_384 * 4096 * 2  # a layer, token and number
+    assert again.activations == sharded_budget(LLAMA_8B, 1, 65_536, cp=4, recompute="selective").activations
+
+
+def test_8b_from_16k_to_1m_tokens_on_80_gb():
+    """tp 8 with sequence parallelism and ZeRO-1 over the cp ranks: cp ranks hold cp times the tokens."""
+
+    def budget_of(cp):
+        def of_length(seq_len):
+            return sharded_budget(for_length(LLAMA_8B, seq_len), 1, seq_len, cp=cp, dp_size=cp, **EIGHT)
+
+        return of_length
+
+    needed = {}
+    for thousands in (16, 64, 128, 256, 512, 1024):
+        budgets = {cp: budget_of(cp)(1024 * thousands) for cp in (1, 2, 4, 8, 16, 32)}
+        needed[thousands] = min(cp for cp, plan in budgets.items() if fits(plan, "h100"))
+    assert needed == {16: 1, 64: 2, 128: 4, 256: 8, 512: 16, 1024: 32}
+    longest = [longest_sequence(budget_of(cp), "h100", 1024 * cp) for cp in (1, 4, 16)]
+    assert longest[0] < 64 * 1024 and 4 * longest[0] < longest[1] and 4 * longest[1] < longest[2] < 1024 * 1024
+    assert longest_sequence(lambda s: sharded_budget(LLAMA_8B, 1, s), GPUS["h100"]) == 0  # the states alone do not fit
+
+
+def test_what_context_parallelism_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="seq_len"):
+        sharded_budget(TOY, 1, 62, cp=4)
+    with pytest.raises(ValueError, match="choose fused"):
+        sharded_budget(TOY, 1, 64, attention="explicit", cp=2)
+    with pytest.raises(ValueError, match="choose from ring, all_gather, ulysses"):
+        sharded_budget(TOY, 1, 64, cp=2, method="stripes")

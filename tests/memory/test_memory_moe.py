@@ -1,0 +1,223 @@
+"""Experts' arithmetic against transformers' models, published figures, and what the tracker measures."""
+
+import dataclasses
+
+import pytest
+import torch
+from kept_bytes import kept_bytes
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from course_lib import timing
+from course_lib.compare.profile import profile_step, scale_down
+from course_lib.config import MOE_PRESETS, preset
+from course_lib.memory import moe as arithmetic
+from course_lib.memory.formulas import budget, count_parameters, count_tensors, own_activations, state_bytes
+from course_lib.memory.moe import (
+    active_parameters,
+    dense_twin,
+    expert_parallel_budget,
+    expert_parallel_states,
+    moe_terms,
+    rank_shapes,
+)
+from course_lib.memory.papers import megatron_activation_bytes
+from course_lib.memory.tensor import narrow
+from course_lib.memory.zero import zero_units
+from course_lib.model import build, with_moe
+
+TOY, MIXTRAL, DEEPSEEK = (preset(name) for name in ("toy-moe", "mixtral-8x7b", "deepseek-v3"))
+
+
+# ---- parameters and FLOPs
+
+
+def count(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", MOE_PRESETS)
+def test_parameters_and_tensors_are_counted_as_the_built_model_has_them(name):
+    few = dataclasses.replace(preset(name), num_layers=4)  # DeepSeek-V3's own 61 have 45,000 tensors
+    for config in (few, with_moe(few, num_shared_experts=2, first_dense_layers=1)):
+        parameters = list(build(config, device="meta").parameters())
+        assert count_parameters(config) == sum(parameter.numel() for parameter in parameters)
+        assert count_tensors(config) == len(parameters)
+
+
+def test_mixtral_and_deepseek_v3_have_as_many_parameters_as_transformers_models():
+    with torch.device("meta"):  # the classes' defaults are the shapes of the published models
+        one, two = (count(MixtralForCausalLM(MixtralConfig(num_hidden_layers=layers))) for layers in (1, 2))
+        four, five = (count(DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=n, vocab_size=129_280)))
+                      for n in (4, 5))  # fmt: skip
+    assert count_parameters(MIXTRAL) == one + 31 * (two - one) == 46_702_792_704
+    assert count_parameters(DEEPSEEK) == four + 57 * (five - four) == 671_026_404_352
+
+
+def test_active_parameters_are_those_published():
+    assert round(count_parameters(MIXTRAL) / 1e9, 1) == 46.7
+    assert round(active_parameters(MIXTRAL) / 1e9, 1) == 12.9
+    assert round(count_parameters(DEEPSEEK) / 1e9) == 671
+    without_look_up = active_parameters(DEEPSEEK) - DEEPSEEK.vocab_size * DEEPSEEK.d_model
+    assert (round(active_parameters(DEEPSEEK) / 1e9, 1), round(without_look_up / 1e9, 1)) == (37.6, 36.6)  # "37B"
+    assert active_parameters(preset("llama-3.1-8b")) == 8_030_261_248
+
+
+def test_active_parameters_are_those_that_one_token_gives_a_gradient():
+    config = with_moe(TOY, num_shared_experts=1, first_dense_layers=1)
+    model = build(config)
+    model(torch.tensor([[7]])).sum().backward()
+    # Counted whole without a look: the embedding, of which a token uses a row, and q and k, as it sees itself alone.
+    whole = ("embed.weight", "attention.q.weight", "attention.k.weight")
+    used = [p.numel() for name, p in model.named_parameters() if name.endswith(whole) or p.grad.any()]
+    assert active_parameters(config) == sum(used) < count_parameters(config)
+
+
+def test_flops_count_what_a_token_is_multiplied_with():
+    for name in ("toy-moe", "mini-moe"):
+        config, dense = preset(name), dense_twin(preset(name))
+        assert dense.d_ff == preset(name.removesuffix("-moe")).d_ff
+        router = config.num_layers * 8 * config.d_model
+        assert timing.matmul_parameters(config) == timing.matmul_parameters(dense) + router
+        assert timing.flops_per_token(config, 64) == timing.flops_per_token(dense, 64) + 6 * router
+    assert timing.step_flops(TOY, 10, 64, "full") > timing.step_flops(TOY, 10, 64)
+    # 250 GFLOP a token at 4096, attention causal: Zhao et al. 2025 (arXiv:2505.09343), table 2
+    assert round(timing.flops_per_token(DEEPSEEK, 4096, causal=True) / 1e9) == 250
+
+
+def test_a_twin_of_equal_flops_is_refused_where_blocks_differ():
+    assert dense_twin(preset("toy")) == preset("toy")
+    with pytest.raises(ValueError, match="a twin of equal blocks needs first_dense_layers=0"):
+        dense_twin(with_moe(TOY, first_dense_layers=1, d_expert=32))
+
+
+# ---- measured
+
+
+CASES = {
+    "softmax": {},
+    "bias and shared": {"score": "sigmoid", "balancing": "bias", "num_shared_experts": 1},
+    "dense first": {"first_dense_layers": 2, "normalise_weights": False},
+}
+
+
+@pytest.mark.parametrize("recipe, recomputes", [("fp32", ["none", "full"]), ("bf16-master", ["selective"])])
+@pytest.mark.parametrize("case", CASES)
+def test_states_are_measured_to_the_byte_and_activations_within_a_fraction_of_a_kilobyte(case, recipe, recomputes):
+    config = with_moe(TOY, **CASES[case])
+    for recompute in recomputes:
+        found = profile_step(config, 4, 64, recipe, recompute=recompute)
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert found.row(kind).predicted_bytes == found.row(kind).measured_bytes, kind
+        row = found.row("activations")
+        assert 0 <= row.measured_bytes - row.predicted_bytes < 200  # losses and counts, a few numbers each
+        assert abs(found.row("peak").error_percent) < (12 if recompute == "full" else 1)  # gradients beside a turn
+
+
+@pytest.mark.parametrize("factor", [None, 0.5])
+def test_a_layer_keeps_what_the_table_says_and_nothing_of_rows_that_were_dropped(factor):
+    config = with_moe(TOY, capacity_factor=factor)
+    layer, x_BSD = build(config).blocks[0].mlp, torch.randn(2, 50, 64, requires_grad=True)
+    found = kept_bytes(layer, lambda: layer(x_BSD))
+    rows = layer.routing.kept_Tk.sum().item() / 100
+    assert rows == 2 if factor is None else rows < 1.5
+    held_by_the_module = 2 * (4 + 1)  # weights, and whether a choice is kept
+    assert found == pytest.approx((sum(moe_terms(config.moe, 64, "fp32", rows).values()) - held_by_the_module) * 100)
+
+
+# ---- EP x DP x TP
+
+
+def test_ranks_together_hold_every_expert_and_ranks_of_tp_every_matrix():
+    for dp_size, ep_size in ((1, 1), (4, 1), (4, 4), (8, 4), (16, 8)):
+        experts, _ = rank_shapes(MIXTRAL, dp_size, ep_size)
+        held = sum(shape[0] * shape[1] * copies for shape, copies in experts.values())
+        assert held * ep_size == 32 * 8 * 3 * 4096 * 14_336
+        rest = count_parameters(MIXTRAL) - held * ep_size
+        states = expert_parallel_states(MIXTRAL, dp_size, ep_size)
+        assert states.parameters == 2 * (held + rest)
+    whole, parts = expert_parallel_states(MIXTRAL), expert_parallel_states(MIXTRAL, tp_size=8)
+    twice = (2 * 32 + 1) * 4096 + 32 * 8 * 4096  # norms and routers are on all
+    assert 8 * parts.parameters == whole.parameters + 7 * 2 * twice
+    assert expert_parallel_states(MIXTRAL) == state_bytes(MIXTRAL)
+
+
+def test_zero_shards_experts_over_those_that_hold_the_same_ones():
+    # hand: 45.1 billion parameters of experts over ep 4 on dp 16, so 4 ranks share each; 1.6 billion over all 16
+    experts, others = 32 * 8 * 3 * 4096 * 14_336, count_parameters(MIXTRAL) - 32 * 8 * 3 * 4096 * 14_336
+    one = expert_parallel_states(MIXTRAL, 16, 4, zero_stage=1)
+    assert one.optimizer == pytest.approx(12 * (experts / 4 / 4 + others / 16), rel=1e-9)
+    assert one.parameters == 2 * (experts // 4 + others)
+    two = expert_parallel_states(MIXTRAL, 16, 4, zero_stage=2)
+    assert two.gradients == pytest.approx(2 * (experts / 4 / 4 + others / 16), rel=1e-9)
+    without = expert_parallel_states(MIXTRAL, 16, 1, zero_stage=1)
+    assert without.optimizer == one.optimizer  # ZeRO alone shards the optimizer as far; EP divides the rest
+    assert without.parameters > 3 * one.parameters
+
+
+def test_what_a_rank_keeps_grows_with_the_rows_that_others_send():
+    even, crowded = (expert_parallel_budget(MIXTRAL, 1, 4096, 8, 8, load=load) for load in (1.0, 2.0))
+    row_bytes = (4096 + 4 * 14_336) * 2  # input of gate and up; gate, up, silu, product
+    assert crowded.activations - even.activations == 32 * 4096 * 2 * row_bytes
+    assert crowded.states_bytes == even.states_bytes
+    divided = expert_parallel_budget(MIXTRAL, 1, 4096, 8, 8, tp_size=8)
+    terms = moe_terms(MIXTRAL.moe, 4096, "bf16")
+    assert divided.activations < even.activations
+    assert even.activations - divided.activations > 32 * 4096 * terms["experts"] * 7 / 8 * 0.99
+
+
+def test_a_rank_of_64_has_four_of_deepseek_v3s_experts_in_each_layer():
+    whole = expert_parallel_budget(DEEPSEEK, 1, 4096, 64, 64, recipe="bf16-master", recompute="full", zero_stage=1)
+    experts = sum(shape[0] * shape[1] * n for shape, n in rank_shapes(DEEPSEEK, 64, 64)[0].values())
+    assert experts == 58 * 4 * 3 * 7168 * 2048
+    assert whole.parameters == 2 * (experts + count_parameters(DEEPSEEK) - 64 * experts)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda c: zero_units(c, 1),
+        lambda c: zero_units(c, 3),
+        lambda c: scale_down(c),
+        lambda c: megatron_activation_bytes(c, 1, 64),
+        lambda c: timing.layer_matmul_parameters(c),
+    ],
+)
+def test_formulas_of_dense_models_refuse_experts(use):
+    for config in (TOY, DEEPSEEK, dataclasses.replace(DEEPSEEK, moe=None)):
+        with pytest.raises(ValueError, match=r"knows no (experts|latent attention), but .* has; use a dense model, or"):
+            use(config)
+    for use in (lambda: budget(TOY, 1, 64), lambda: own_activations(DEEPSEEK, 1, 64), lambda: narrow(TOY, 2)):
+        with pytest.raises(ValueError, match="knows no experts, but .* has"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda: expert_parallel_states(TOY, 4, 3), "ep .3. must divide the 4 ranks of dp"),
+        (lambda: expert_parallel_states(TOY, 16, 16), "num_experts .8. must be divisible by ep .16."),
+        (lambda: expert_parallel_states(preset("toy"), 2, 2), "toy has no experts"),
+        (lambda: expert_parallel_states(TOY, 2, 2, zero_stage=3), "zero_stage is 3; with experts choose from 0, 1, 2"),
+        (lambda: expert_parallel_states(TOY, tp_size=3), "num_heads .8. must be divisible by tp .3."),
+        (lambda: expert_parallel_budget(TOY, 1, 64, 4, 4, load=5.0), "load is 5.0; required: 0 to ep .4."),
+        (lambda: expert_parallel_budget(TOY, 1, 512), "reads at most 256 tokens"),
+        (lambda: moe_terms(TOY.moe, 64, "autocast"), "precision is 'autocast'; with experts choose one without casts"),
+        (lambda: own_activations(dataclasses.replace(DEEPSEEK, moe=None), 1, 64, precision="autocast"),
+         "precision is 'autocast'; with latent attention choose one without casts"),
+    ],
+)  # fmt: skip
+def test_impossible_layouts_are_refused(use, message):
+    with pytest.raises(ValueError, match=message):
+        use()
+
+
+def test_the_module_says_what_its_table_computes():
+    """The table in the docstring, term by term, in bf16: 4 D, 4 E, ..."""
+    terms, moe, D = moe_terms(MIXTRAL.moe, 4096, "bf16", rows=2.0), MIXTRAL.moe, 4096
+    assert terms["input of the router"] == 4 * D
+    assert terms["experts' outputs"] == terms["dispatched rows"] == 2 * D * 2
+    assert terms["experts"] == 2 * 4 * moe.d_expert * 2
+    assert arithmetic.moe_terms(DEEPSEEK.moe, 7168, "bf16")["shared experts"] == 4 * 2048 * 2

@@ -1,0 +1,201 @@
+"""Pipeline parallelism in bytes: hand values, the playbook's bars, claims by their ids."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from kept_bytes import kept_bytes
+
+from course_lib import model, training
+from course_lib.config import ModelConfig, preset
+from course_lib.hardware import PUBLISHED_1F1B_FALLS, PUBLISHED_1F1B_THROUGHPUT
+from course_lib.layout import even_layers, fewer_at_the_ends
+from course_lib.memory.activations import own_activations
+from course_lib.memory.formulas import budget
+from course_lib.memory.pipeline import (
+    boundary_bytes,
+    live_layers,
+    peak_held,
+    pipeline_budgets,
+    stage_activations,
+)
+from course_lib.memory.sharded import sharded_budget
+from course_lib.memory.stages import balanced_layers, stage_parameters, stage_units
+from course_lib.memory.states import count_parameters
+from course_lib.parallel.deferred import Deferral, WeightQueue
+from course_lib.parallel.stages import cut
+from course_lib.schedules import (
+    SCHEDULES,
+    all_forward_all_backward,
+    from_lists,
+    interleaved_1f1b,
+    interleaving_memory,
+    make,
+    naive,
+    one_f_one_b,
+    peak_live,
+)
+
+GIB = 2**30
+LLAMA_8B, LLAMA_405B, TOY = preset("llama-3.1-8b"), preset("llama-3.1-405b"), preset("toy")
+TIED = preset("llama-3.2-1b")
+SMALL_GPT = replace(TOY, name="gpt", family="gpt", num_kv_heads=TOY.num_heads)
+
+
+# ---- layers and parameters
+
+
+def test_C098_layers_are_divided():
+    assert even_layers(96, 8) == [12] * 8 and even_layers(32, 8) == [4] * 8
+    assert sum(even_layers(32, 8)[:7]) + 1 == 29  # GPU 8 has layers 29 to 32
+    assert even_layers(7, 3) == [3, 2, 2]
+    with pytest.raises(ValueError, match="choose 1 to 4"):
+        even_layers(4, 5)
+
+
+def test_C099_the_first_stage_of_8b_has_39_percent_more_than_an_eighth():
+    sizes = stage_parameters(LLAMA_8B, even_layers(32, 8))
+    assert sum(sizes) == count_parameters(LLAMA_8B)
+    gib = [2 * size / GIB for size in sizes]  # BF16
+    assert gib[0] == pytest.approx(2.6035, abs=1e-4)  # the playbook's bar; C099: 2.60
+    assert 4 * gib[0] == pytest.approx(10.4141, abs=5e-4)  # its optimizer states: two FP32 moments
+    eighth = 2 * count_parameters(LLAMA_8B) / 8 / GIB
+    assert [round(value, 2) for value in (gib[0], gib[3], gib[7], eighth)] == [2.60, 1.63, 2.60, 1.87]
+    assert round(100 * (gib[0] / eighth - 1)) == 39
+
+
+def test_C116_llama_3_has_a_layer_less_at_either_end():
+    assert fewer_at_the_ends(126, 16) == [7, *[8] * 14, 7]
+    with pytest.raises(ValueError, match="balanced_layers"):
+        fewer_at_the_ends(32, 8)
+
+
+def test_balanced_layers_make_the_largest_stage_as_small_as_any_other_choice():
+    untied = ModelConfig("small", 7, 32, 4, 2, d_ff=80, vocab_size=900, max_seq_len=64)
+    choices = [[a, b, 7 - a - b] for a in range(1, 6) for b in range(1, 7 - a)]
+    for config in (untied, replace(untied, tied=True)):  # a tied head is a copy there, as large
+        ours = max(stage_parameters(config, balanced_layers(config, 3)))
+        assert ours == min(max(stage_parameters(config, layers)) for layers in choices)
+    assert balanced_layers(LLAMA_8B, 8) == [2, 5, 5, 5, 5, 4, 4, 2]
+    # an embedding costs no time, a head as much as two layers: balanced in one, stages are not in the other
+    assert balanced_layers(LLAMA_8B, 8, by="flops") == [5, 5, 4, 4, 4, 4, 4, 2]
+    with pytest.raises(ValueError, match="choose from parameters, flops"):
+        balanced_layers(LLAMA_8B, 8, by="tokens")
+
+
+def test_a_tied_head_is_a_copy_on_the_last_stage():
+    embedding = TIED.vocab_size * TIED.d_model
+    assert sum(stage_parameters(TIED, even_layers(16, 4))) == count_parameters(TIED) + embedding
+    assert stage_parameters(TIED, [16]) == [count_parameters(TIED)]
+    assert stage_units(TIED, [8, 8], 1)[-1] == embedding + TIED.d_model
+    with pytest.raises(ValueError, match="16 together"):
+        stage_parameters(TIED, [8, 9])
+
+
+# ---- activations
+
+
+def test_C100_C105_C143_activations_of_1f1b_do_not_shrink_with_stages():
+    for pp in (2, 4, 8):
+        assert live_layers(one_f_one_b(pp, 16), even_layers(32, pp))[0] == 32  # C100: pp x L / pp
+    counts = [live_layers(schedule(4, 8), [1] * 4) for schedule in (naive, all_forward_all_backward, one_f_one_b)]
+    assert counts == [[1] * 4, [8] * 4, [4, 3, 2, 1]]  # C105: from m to p - i; C143
+    assert live_layers(one_f_one_b(4, 2), [1] * 4) == [2, 2, 2, 1]  # min(m, p - i)
+    for name in SCHEDULES:
+        schedule = make(name, 4, 12)
+        assert tuple(live_layers(schedule, [1] * schedule.num_stages)) == peak_live(name, 4, 12, schedule.v), name
+    kept = stage_activations(LLAMA_8B, 1, 4096, even_layers(32, 8), 1, output_kept=False)
+    alone = own_activations(LLAMA_8B, 1, 4096, precision="bf16-master", device="cuda")
+    assert 8 * kept.kept == pytest.approx(alone.blocks, rel=1e-3)  # and RoPE's tables, once a stage
+
+
+def test_C114_interleaving_costs_activation_memory():
+    for pp, v, printed in ((4, 2, 1.375), (8, 2, 1.44), (35, 3, 1.32)):
+        factor = interleaving_memory(pp, v)
+        assert factor == pytest.approx(printed, abs=0.005)
+        m = 2 * pp
+        plain = live_layers(one_f_one_b(pp, m), [v] * pp)[0]
+        assert live_layers(interleaved_1f1b(pp, m, v), [1] * (pp * v))[0] == factor * plain
+
+
+def test_a_rank_s_memory_is_a_walk_through_its_instructions():
+    row = from_lists([["F0", "F1", "I0", "F2", "W0", "B1", "B2"]]).instructions[0]
+    assert peak_held(row, [10]) == 20
+    assert peak_held(row, [10], turn=[7]) == 27
+    assert peak_held(row, [10], waiting=[4]) == 24  # after F2: two alive, one waits for W
+    with_logits = stage_activations(TOY, 2, 64, [2, 2], 1)
+    assert with_logits.logits == 4 * 2 * 64 * 256 and stage_activations(TOY, 2, 64, [2, 2], 0).logits == 0
+
+
+@pytest.mark.parametrize("config", [TOY, SMALL_GPT], ids=["llama", "gpt"])
+def test_a_real_stage_keeps_what_is_predicted_and_what_waits_for_w_too(config):
+    whole, layers = model.build(config), [1, 1, 2]
+    tokens_BS, y_BS = (torch.arange(32).view(2, 16) for _ in range(2))
+    for stage in range(3):
+        module = cut(whole, stage, layers)
+        x = tokens_BS if stage == 0 else torch.zeros(2, 16, config.d_model, requires_grad=True)
+        forward = partial(training.loss_of, module, x, y_BS) if stage == 2 else partial(module, x)
+        kept, queue, deferral = kept_bytes(module, forward), WeightQueue(), Deferral(module)
+        with deferral.into(queue):
+            out = forward()
+        out.backward(torch.ones_like(out))
+        products = [handle.grad_fn.product for handle in queue.handles]
+        waiting = {x.data_ptr(): x.untyped_storage().nbytes() for one in products for x in (one.x, one.grad)}
+        said = stage_activations(config, 2, 16, layers, stage, precision="fp32", device="cpu", output_kept=False)
+        assert kept - said.kept in (0, 4), stage  # the loss is one number
+        assert sum(waiting.values()) == said.waiting, stage
+
+
+def test_one_rank_is_the_budget_of_one_gpu():
+    for recompute in ("none", "selective", "full"):
+        for config in (TOY, TIED, preset("gpt2")):
+            choices = {"recompute": recompute, "recipe": "fp32", "device": "cpu"}
+            [ours] = pipeline_budgets(config, 2, 64, one_f_one_b(1, 3), **choices)
+            assert ours == budget(config, 2, 64, micro_batches=3, **choices)
+    pieces = {"tp": 2, "sequence_parallel": True, "zero_stage": 1, "dp_size": 4, "cp": 2}
+    [ours] = pipeline_budgets(TOY, 2, 64, one_f_one_b(1, 3), **pieces)
+    assert ours == sharded_budget(TOY, 2, 64, micro_batches=3, **pieces)
+
+
+def test_ranks_of_a_pipeline_hold_different_amounts():
+    ranks = pipeline_budgets(LLAMA_8B, 1, 4096, one_f_one_b(8, 16))
+    assert [rank.parameters for rank in ranks] == [2 * n for n in stage_parameters(LLAMA_8B, even_layers(32, 8))]
+    kept = [rank.activations for rank in ranks]
+    assert kept[:7] == sorted(kept[:7], reverse=True) and kept[0] / kept[6] == pytest.approx(4, rel=0.01)
+    assert [rank.logits > 0 for rank in ranks] == [False] * 7 + [True]
+    total = sum(rank.states_bytes for rank in ranks)
+    assert total == budget(LLAMA_8B, 1, 4096).states_bytes
+    zero = pipeline_budgets(TIED, 1, 4096, one_f_one_b(4, 8), zero_stage=3, dp_size=8)
+    assert sum(rank.optimizer for rank in zero) * 8 == 12 * sum(stage_parameters(TIED, even_layers(16, 4)))
+    with pytest.raises(ValueError, match="give one number a stage"):
+        pipeline_budgets(TOY, 1, 64, one_f_one_b(2, 2), layers=[1, 1, 2])
+
+
+def test_what_crosses_a_boundary_is_the_stream_alone():
+    assert boundary_bytes(LLAMA_405B, 1, 8192) == 8192 * 16_384 * 2
+    assert boundary_bytes(LLAMA_405B, 1, 8192, cp=2, tp=8) == 8192 * 16_384 * 2 // 16
+
+
+# ---- published
+
+
+def test_C110_C111_what_falls_as_pipelines_grow_and_what_does_not():
+    """The figure's bars agree with the falls that it prints: each is from the bar before."""
+    efficiency = {p: 32 / (32 + p - 1) for p in (2, 4, 8, 16, 32)}
+    for micro_batches, falls in PUBLISHED_1F1B_FALLS.items():
+        bars = PUBLISHED_1F1B_THROUGHPUT[micro_batches]
+        for pp, fall in falls.items():
+            assert 1 - bars[pp] / bars[pp // 2] == pytest.approx(fall, abs=0.003)
+    many, few = PUBLISHED_1F1B_THROUGHPUT["32"], PUBLISHED_1F1B_THROUGHPUT["pp - 1"]
+    assert [round(100 * fall, 1) for fall in PUBLISHED_1F1B_FALLS["32"].values()] == [9.5, 16.1, 32.4, 52.4]  # C111
+    whole = [pp * per_gpu for pp, per_gpu in many.items()]  # all GPUs together: rises up to 16, not to 32
+    assert whole[:4] == sorted(whole[:4]) and whole[4] < whole[3]
+    assert many[32] == pytest.approx(few[32], rel=0.01)  # 32 and 31 micro-batches
+    # without the bubble: nearly level inside a node of 8, in both figures alike; what falls beyond is not the bubble
+    level = {pp: many[pp] / efficiency[pp] for pp in many}
+    same = {pp: few[pp] / (1 / 2) for pp in few}  # C110: m = p - 1 computes half of the time, whatever p
+    assert all(abs(level[pp] / level[2] - 1) < 0.11 for pp in (4, 8))
+    assert all(abs(same[pp] / same[2] - 1) < 0.10 for pp in (4, 8))
+    assert level[16] < 0.85 * level[8] and level[32] < 0.65 * level[16]
+    assert same[32] / same[16] == pytest.approx(1 - 0.443, abs=0.003)

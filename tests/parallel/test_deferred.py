@@ -1,0 +1,103 @@
+"""Backward in two parts where layers are cut over tp: I leaves the weights of matrices alone, W gives them theirs.
+
+(Whole layers, in a pipeline: test_parallel_pipeline.)
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_lib import model
+from course_lib.config import ModelConfig, MoeConfig
+from course_lib.launch import launch
+from course_lib.model import moe
+from course_lib.parallel import expert_tensor, tensor
+from course_lib.parallel.deferred import Deferral, WeightQueue
+from course_lib.parallel.linear import WholeStream
+from course_lib.parallel.sequence import ShardedStream
+
+LLAMA = ModelConfig("llama", 2, d_model=16, num_heads=4, num_kv_heads=1, d_ff=27, vocab_size=39, max_seq_len=32)
+GPT = replace(LLAMA, name="gpt", family="gpt", num_kv_heads=4, tied=True)
+EXPERTS = replace(LLAMA, moe=MoeConfig(4, 2, d_expert=9, num_shared_experts=1, balancing="aux_loss"))
+CASES = {
+    "whole stream, shared keys": (LLAMA, WholeStream, {}, "none"),
+    "biases, tied": (GPT, WholeStream, {}, "none"),
+    "a frozen matrix, recomputed": (LLAMA, WholeStream, {}, "full"),
+    "sequence parallel": (LLAMA, ShardedStream, {}, "selective"),
+    "sequence parallel, gathered again": (LLAMA, ShardedStream, {"regather": True}, "none"),
+    "experts": (EXPERTS, WholeStream, {}, "none"),
+    "experts, sequence parallel, recomputed": (EXPERTS, ShardedStream, {}, "full"),
+}
+
+
+def engine_of(name):
+    config, stream, options, recompute = CASES[name]
+    whole = model.build(config, 1, torch.float64, recompute=recompute)
+    if "frozen" in name:
+        for block in whole.blocks:
+            block.attention.k.weight.requires_grad_(False)
+            block.mlp.down.weight.requires_grad_(False)
+    deferral = Deferral(whole)  # before its layers are cut, as a pipeline makes it
+    expert_tensor.cut_over_tp(whole, stream(dist.group.WORLD, **options))
+    return whole, deferral
+
+
+def backward(engine, queue=None, deferral=None):
+    """Loss and, by name, the gradients that there are after it."""
+    x_BS, y_BS = torch.randint(39, (2, 2, 7), generator=torch.Generator().manual_seed(0))
+
+    def forward():
+        return moe.add_balancing(engine, tensor.loss_of(engine, x_BS, y_BS))
+
+    if queue is None:
+        forward().backward()
+    else:
+        with deferral.into(queue):
+            loss = forward()
+        with deferral.into(WeightQueue()):  # as in a pipeline: recomputation does again what forward did
+            loss.backward()
+    return {name: param.grad.clone() for name, param in engine.named_parameters() if param.grad is not None}
+
+
+def in_two_parts(name):
+    (engine, deferral), queue = engine_of(name), WeightQueue()
+    expected = backward(engine_of(name)[0])
+    after_input = backward(engine, queue, deferral)
+    queue.run()
+    after_weights = {name: param.grad for name, param in engine.named_parameters() if param.grad is not None}
+    assert after_weights.keys() == expected.keys(), after_weights.keys() ^ expected.keys()
+    waited = {name for name in expected if name not in after_input}
+    if engine.config.tied and not torch.equal(after_input["embed.weight"], expected["embed.weight"]):
+        waited.add("embed.weight")  # the embedding's part is there after I, the head's comes with W
+    apart = max((after_weights[name] - grad).abs().max().item() for name, grad in expected.items())
+    early = max((after_input[name] - expected[name]).abs().max().item() for name in expected.keys() - waited)
+    engine.zero_grad()  # outside of `into` all is as before
+    again = backward(engine)
+    apart = max(apart, *((again[name] - grad).abs().max().item() for name, grad in expected.items()))
+    matrices = {name for name, param in engine.named_parameters() if param.requires_grad and waits(name)}
+    matrices |= {"embed.weight"} if engine.config.tied else set()
+    return waited == matrices, apart, early, max(grad.abs().max().item() for grad in expected.values())
+
+
+def waits(name):
+    """A matrix or its bias; rows' biases are added after the sum, and not with the product."""
+    layer, kind = name.split(".")[-2:]
+    return layer in ("q", "k", "v", "gate", "up", "head") or (layer in ("o", "down") and kind == "weight")
+
+
+def all_cases():
+    return {name: in_two_parts(name) for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return launch(all_cases, 2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_of_cut_layers_wait_for_w_and_all_gradients_are_those_of_one_backward(ranks, name):
+    for rank in ranks:
+        waited, apart, early, size = rank[name]
+        assert waited and apart < 1e-14 < size and early < 1e-14, (waited, apart, early)

@@ -1,0 +1,518 @@
+"""Data parallelism from scratch, and DDP behind its calls: gradients against one process, bytes against formulas."""
+
+import copy
+import dataclasses
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_lib import model
+from course_lib.comm import make_groups
+from course_lib.config import PRESETS
+from course_lib.launch import RankError, launch
+from course_lib.layout import Mesh
+from course_lib.measure import ByteMeter, MemoryTracker
+from course_lib.native import data as native
+from course_lib.parallel import data as parallel
+from course_lib.traffic import ring_all_reduce_bytes
+from course_lib.training import data, loss_of
+
+SMALL_BUCKETS = 300  # bytes: several buckets for the tiny models below
+STEPS = 3
+VOCAB = 11
+
+
+class OddModel(nn.Module):
+    """Sizes that no number of ranks divides, an embedding tied to the head, a frozen layer, a strided parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 7)
+        self.up = nn.Linear(7, 13)
+        self.up.weight = nn.Parameter(torch.randn(7, 13).t())
+        self.frozen = nn.Linear(13, 7).requires_grad_(False)
+        self.head = nn.Linear(7, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x_BS):
+        return self.head(self.frozen(torch.tanh(self.up(self.embed(x_BS)))))
+
+
+def odd_model():
+    return OddModel().double()
+
+
+def contiguous_model():
+    odd = OddModel().double()
+    odd.up.weight = nn.Parameter(odd.up.weight.detach().contiguous())
+    return odd
+
+
+def tied_llama():
+    config = dataclasses.replace(PRESETS["toy"], tied=True, num_layers=2)
+    return model.build(config, seed=dist.get_rank(), dtype=torch.float64, recompute="full")
+
+
+# --- wrong engines: each must be found out
+
+
+class SumsInsteadOfMean(parallel.NaiveDP):
+    def finish(self):
+        for _, param in parallel.trainable(self.module):
+            dist.all_reduce(param.grad, group=self.group)
+
+
+class DividesEveryMicroBatch(parallel.BucketedDP):
+    def _ready(self, param):
+        if not self.syncing:
+            param.grad.div_(self.group.size())
+        super()._ready(param)
+
+
+class MissesTiedParameter(parallel.NaiveDP):
+    def finish(self):
+        tied = self.module.embed.weight
+        local = tied.grad.clone()
+        super().finish()
+        tied.grad.copy_(local)
+
+
+class NeverFlushesLastBucket(parallel.BucketedDP):
+    def finish(self):
+        last = self.buckets.pop()
+        local_P = last.flat_P.clone()
+        last.wait()
+        last.flat_P.copy_(local_P)
+        for bucket in self.buckets:
+            bucket.wait()
+        self.buckets.append(last)
+        self.num_started = 0
+
+
+class ForgetsNoSync(parallel.NaiveDP):
+    """Averages after every micro-batch. The mean of a mean is the mean: only the bytes tell."""
+
+    @contextmanager
+    def no_sync(self):
+        yield
+        self.finish()
+
+
+def bucketed(module, group):
+    return parallel.build(module, group, SMALL_BUCKETS)
+
+
+def ddp(module, group):
+    return native.build(module, group, SMALL_BUCKETS)
+
+
+ENGINES = {
+    "naive": (parallel.NaiveDP, parallel, contiguous_model),
+    "overlapped": (parallel.OverlappedDP, parallel, contiguous_model),
+    "bucketed": (bucketed, parallel, odd_model),
+    "one bucket": (parallel.build, parallel, odd_model),
+    "bucketed llama": (bucketed, parallel, tied_llama),
+    "ddp": (ddp, native, odd_model),
+    "ddp llama": (ddp, native, tied_llama),
+}
+WRONG = {
+    "sums instead of mean": (SumsInsteadOfMean, parallel, contiguous_model),
+    "divides every micro-batch": (lambda m, g: DividesEveryMicroBatch(m, g, SMALL_BUCKETS), parallel, odd_model),
+    "misses the tied parameter": (MissesTiedParameter, parallel, contiguous_model),
+    "never flushes the last bucket": (
+        lambda m, g: NeverFlushesLastBucket(m, g, SMALL_BUCKETS),
+        parallel,
+        odd_model,
+    ),
+    "forgets no_sync": (ForgetsNoSync, parallel, contiguous_model),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What one rank saw of one engine: worst gradient difference from one process, and the last step's traffic."""
+
+    difference: float
+    sent_bytes: int
+    calls: int
+    expected_bytes: int
+    expected_calls: int
+
+
+def measure(build, module, make_model, micro_batches):
+    group, rank = dist.group.WORLD, dist.get_rank()
+    torch.manual_seed(rank)  # ranks begin with different parameters
+    engine = build(make_model(), group)
+    reference = copy.deepcopy(engine.module)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (engine.module, reference)]
+    text_T = torch.randint(VOCAB, (400,), generator=torch.Generator().manual_seed(0))
+    differences = []
+    for index in range(STEPS):
+        share = data.batch(text_T, index, 4 * group.size(), seq_len=5, dp_rank=rank, dp_size=group.size())
+        with ByteMeter() as meter:
+            module.accumulate_gradients(engine, data.micro_batches(*share, micro_batches))
+        loss_of(reference, *data.batch(text_T, index, 4 * group.size(), seq_len=5)).backward()
+        pairs = zip(engine.module.parameters(), reference.parameters(), strict=True)
+        differences += [(p.grad - q.grad).abs().max().item() for p, q in pairs if p.requires_grad]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    payloads = payload_bytes(build, engine.module)
+    expected = sum(ring_all_reduce_bytes(payload, group.size(), rank, itemsize=8) for payload in payloads)
+    return Measured(max(differences), meter.sent_bytes, meter.calls.get("all_reduce", 0), expected, len(payloads))
+
+
+def payload_bytes(build, module):
+    """Bytes of each all-reduce that a step must make."""
+    parameters = parallel.trainable(module)
+    if build in (bucketed, ddp):
+        return [sum(p.nbytes for _, p in members) for members in parallel.assign_buckets(parameters, SMALL_BUCKETS)]
+    if build is parallel.build:
+        return [sum(p.nbytes for _, p in parameters)]
+    return [p.nbytes for _, p in parameters]
+
+
+def measure_all(engines):
+    return {
+        (name, micro_batches): measure(build, module, make_model, micro_batches)
+        for name, (build, module, make_model) in engines.items()
+        for micro_batches in (1, 3)
+    }
+
+
+@pytest.fixture(scope="module")
+def right():
+    return {world_size: launch(measure_all, world_size, ENGINES) for world_size in (1, 2, 4)}
+
+
+@pytest.fixture(scope="module")
+def wrong():
+    return launch(measure_all, 2, WRONG)[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_gradients_equal_one_process_with_the_whole_batch(right, world_size):
+    worst = {key: max(rank[key].difference for rank in right[world_size]) for key in right[world_size][0]}
+    assert max(worst.values()) < 1e-10, worst
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_bytes_sent_equal_the_formula_with_and_without_accumulation(right, world_size):
+    for of_rank in right[world_size]:
+        for key, measured in of_rank.items():
+            assert measured.sent_bytes == measured.expected_bytes, key
+            assert measured.calls == measured.expected_calls, key
+    assert (right[world_size][0]["naive", 1].sent_bytes > 0) == (world_size > 1)
+
+
+def test_buckets_lower_the_number_of_calls_and_not_the_bytes(right):
+    totals = {
+        name: (sum(rank[name, 1].sent_bytes for rank in right[4]), right[4][0][name, 1].calls)
+        for name in ("naive", "bucketed", "one bucket", "ddp")
+    }
+    assert totals["naive"][1] == 3 and totals["bucketed"][1] == totals["ddp"][1] == 2 and totals["one bucket"][1] == 1
+    assert len({sent_bytes for sent_bytes, _ in totals.values()}) == 1
+
+
+@pytest.mark.parametrize("bug", ["sums instead of mean", "misses the tied parameter", "never flushes the last bucket"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_wrong_average_is_found_in_the_gradients(wrong, bug, micro_batches):
+    assert wrong[bug, micro_batches].difference > 1e-3
+
+
+def test_dividing_in_every_micro_batch_is_found_under_accumulation_only(wrong):
+    assert wrong["divides every micro-batch", 1].difference < 1e-10
+    assert wrong["divides every micro-batch", 3].difference > 1e-3
+
+
+def test_forgetting_no_sync_is_found_in_the_bytes_and_not_in_the_gradients(wrong):
+    assert wrong["forgets no_sync", 3].difference < 1e-10
+    assert wrong["forgets no_sync", 3].sent_bytes == 3 * wrong["forgets no_sync", 3].expected_bytes
+
+
+# --- buckets
+
+
+def parameters_of(sizes, dtypes=(torch.float32,)):
+    tensors = (torch.zeros(size, dtype=dtypes[i % len(dtypes)]) for i, size in enumerate(sizes))
+    return [(f"p{i}", nn.Parameter(tensor)) for i, tensor in enumerate(tensors)]
+
+
+def test_buckets_are_those_that_pytorch_computes():
+    generator = torch.Generator().manual_seed(0)
+    for bucket_bytes, first_bytes in [(400, 100), (64, 64), (10_000, 10_000)]:
+        parameters = parameters_of(torch.randint(1, 60, (40,), generator=generator).tolist())
+        ours = parallel.assign_buckets(parameters, bucket_bytes, first_bytes)
+        backwards = [param for _, param in reversed(parameters)]
+        theirs, _ = dist._compute_bucket_assignment_by_size(backwards, [first_bytes, bucket_bytes])
+        assert [[name for name, _ in members] for members in ours] == [[f"p{39 - i}" for i in row] for row in theirs]
+
+
+def test_a_bucket_holds_one_dtype_and_every_parameter_is_in_one_bucket():
+    parameters = parameters_of([5, 9, 2, 30, 4, 7], dtypes=(torch.float32, torch.bfloat16))
+    buckets = parallel.assign_buckets(parameters, bucket_bytes=40)
+    assert all(len({param.dtype for _, param in members}) == 1 for members in buckets)
+    assert sorted(name for members in buckets for name, _ in members) == [f"p{i}" for i in range(6)]
+
+
+def test_a_bucket_of_no_bytes_is_refused():
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        parallel.assign_buckets(parameters_of([3]), bucket_bytes=0)
+
+
+# --- what else a learner or a model may do
+
+
+class Branches(nn.Module):
+    """Uses one of two layers; a third is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, VOCAB) for _ in range(3))
+        self.layer = 0
+
+    def forward(self, x_BS):
+        return self.layers[self.layer](self.embed(x_BS))
+
+
+def some_batches(count, seed=0):
+    text_T = torch.randint(VOCAB, (200,), generator=torch.Generator().manual_seed(seed))
+    return [data.batch(text_T, index, 2, seq_len=5) for index in range(count)]
+
+
+def message_of(function, *args):
+    try:
+        function(*args)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+def unused_parameters():
+    group, rank = dist.group.WORLD, dist.get_rank()
+    refused = message_of(parallel.accumulate_gradients, bucketed(Branches(), group), some_batches(1))
+    overlapped = message_of(parallel.accumulate_gradients, parallel.OverlappedDP(Branches(), group), some_batches(1))
+    branches = Branches().double()
+    engine = parallel.build(branches, group, SMALL_BUCKETS, allow_unused=True)
+    reference = copy.deepcopy(branches)
+    for turn in (1, 0):  # ranks use different layers, then change them, so that a buffer holds an old gradient
+        for each in (branches, reference):
+            each.zero_grad()
+        branches.layer = (rank + turn) % 2
+        parallel.accumulate_gradients(engine, some_batches(1, seed=rank))
+        for other in range(2):
+            reference.layer = (other + turn) % 2
+            (loss_of(reference, *some_batches(1, seed=other)[0]) / 2).backward()
+    pairs = list(zip(branches.parameters(), reference.parameters()))
+    same_nones = all((p.grad is None) == (q.grad is None) for p, q in pairs)
+    difference = max((p.grad - q.grad).abs().max().item() for p, q in pairs if q.grad is not None)
+    return refused, overlapped, same_nones, branches.layers[2].weight.grad is None, difference
+
+
+def used_in_an_early_micro_batch_only():
+    """Layer 1 is used in the first of two micro-batches: its bucket never fills, and must be sent all the same."""
+    group = dist.group.WORLD
+    engine = parallel.build(Branches().double(), group, SMALL_BUCKETS, allow_unused=True)
+    branches, batches = engine.module, some_batches(2, seed=dist.get_rank())
+    with engine.no_sync():
+        branches.layer = 1
+        loss_of(engine, *batches[0]).backward()
+    branches.layer = 0
+    loss_of(engine, *batches[1]).backward()
+    engine.finish()
+    averaged = branches.layers[1].weight.grad.clone()
+    branches.zero_grad()
+    branches.layer = 1
+    local = torch.autograd.grad(loss_of(branches, *batches[0]), branches.layers[1].weight)[0]
+    dist.all_reduce(local)
+    return (averaged - local / 2).abs().max().item()
+
+
+def backward_twice(build):
+    engine = build(contiguous_model(), dist.group.WORLD)
+    for batch in some_batches(2):
+        loss_of(engine, *batch).backward()
+
+
+def gradients_in_buckets():
+    engine = bucketed(odd_model(), dist.group.WORLD)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+    inside = []
+    for set_to_none in (True, False):
+        parallel.accumulate_gradients(engine, some_batches(2))
+        buffers = {bucket.flat_P.untyped_storage().data_ptr() for bucket in engine.buckets}
+        inside.append({p.grad.untyped_storage().data_ptr() for _, p in parallel.trainable(engine)} == buffers)
+        optimizer.zero_grad(set_to_none)
+    for handle in engine.handles:
+        handle.remove()
+    loss_of(engine, *some_batches(1)[0]).backward()
+    return inside, engine.buckets[0].work is None
+
+
+def half_the_bytes():
+    sent, gradients = [], []
+    for wire_dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        engine = parallel.build(contiguous_model().float(), dist.group.WORLD, SMALL_BUCKETS, wire_dtype=wire_dtype)
+        with ByteMeter() as meter:
+            parallel.accumulate_gradients(engine, some_batches(1, seed=dist.get_rank()))
+        sent.append(meter.sent_bytes)
+        gradients.append(torch.cat([p.grad.flatten() for _, p in parallel.trainable(engine)]))
+    return sent, ((gradients[1] - gradients[0]).norm() / gradients[0].norm()).item()
+
+
+def mixed_dtypes():
+    torch.manual_seed(0)
+    mixed = nn.Sequential(nn.Embedding(VOCAB, 6), nn.Linear(6, 6), nn.Linear(6, VOCAB))
+    mixed[1].double()
+    mixed.forward = lambda x_BS: mixed[2](mixed[1](mixed[0](x_BS).double()).float())
+    naive = parallel.NaiveDP(copy.deepcopy(mixed), dist.group.WORLD)
+    naive.module.forward = lambda x_BS: naive.module[2](naive.module[1](naive.module[0](x_BS).double()).float())
+    engine = bucketed(mixed, dist.group.WORLD)
+    for each in (naive, engine):
+        parallel.accumulate_gradients(each, some_batches(2, seed=dist.get_rank()))
+    same = all(torch.equal(p.grad, q.grad) for p, q in zip(naive.parameters(), engine.parameters()))
+    return same, [bucket.flat_P.dtype for bucket in engine.buckets]
+
+
+def traces():
+    spans = {}
+    for name, build, module in [
+        ("naive", parallel.NaiveDP, parallel),
+        ("overlapped", parallel.OverlappedDP, parallel),
+        ("bucketed", lambda m, g, trace: parallel.build(m, g, SMALL_BUCKETS, trace=trace), parallel),
+        ("ddp", lambda m, g, trace: native.build(m, g, SMALL_BUCKETS, trace=trace), native),
+    ]:
+        trace = []
+        engine = build(contiguous_model(), dist.group.WORLD, trace=trace)
+        optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+        module.step(engine, some_batches(1), optimizer, trace)
+        trace.clear()
+        module.step(engine, some_batches(2), optimizer, trace)
+        spans[name] = list(trace)
+    return spans
+
+
+def on_two_ranks():
+    return {
+        "unused": unused_parameters(),
+        "early": used_in_an_early_micro_batch_only(),
+        "twice": [message_of(backward_twice, build) for build in (parallel.OverlappedDP, bucketed)],
+        "inside": gradients_in_buckets(),
+        "half": half_the_bytes(),
+        "mixed": mixed_dtypes(),
+        "strided": message_of(
+            parallel.accumulate_gradients, parallel.OverlappedDP(odd_model(), dist.group.WORLD), some_batches(1)
+        ),
+        "traces": traces(),
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return launch(on_two_ranks, 2)
+
+
+def test_unused_parameters_are_an_error_that_names_them_unless_allowed(two_ranks):
+    for refused, overlapped, *_ in (rank["unused"] for rank in two_ranks):
+        assert "'layers.1.weight', 'layers.1.bias', 'layers.2.weight'" in refused and "allow_unused=True" in refused
+        assert "'layers.1.weight'" in overlapped and "BucketedDP" in overlapped
+
+
+def test_ranks_that_use_different_layers_get_the_gradients_of_one_process(two_ranks):
+    for _, _, same_nones, unused_by_all_is_none, difference in (rank["unused"] for rank in two_ranks):
+        assert same_nones and unused_by_all_is_none and difference < 1e-12
+
+
+def test_a_parameter_used_in_an_early_micro_batch_only_is_averaged_too(two_ranks):
+    assert max(rank["early"] for rank in two_ranks) < 1e-12
+
+
+def test_a_second_backward_before_finish_is_refused(two_ranks):
+    assert all("no_sync()" in message and "finish()" in message for message in two_ranks[0]["twice"])
+
+
+def test_gradients_live_inside_the_buckets_however_they_are_cleared(two_ranks):
+    inside, removed_hooks_start_nothing = two_ranks[0]["inside"]
+    assert inside == [True, True] and removed_hooks_start_nothing
+
+
+def test_bfloat16_on_the_wire_halves_the_bytes_and_costs_some_precision(two_ranks):
+    (full_bytes, half_bytes), error = two_ranks[0]["half"]
+    assert half_bytes * 2 == full_bytes
+    assert 1e-5 < error < 1e-2
+
+
+def test_mixed_dtypes_travel_in_buckets_of_their_own(two_ranks):
+    same, dtypes = two_ranks[0]["mixed"]
+    assert same and set(dtypes) == {torch.float32, torch.float64}
+
+
+def test_overlapped_refuses_a_strided_gradient(two_ranks):
+    assert "contiguous" in two_ranks[0]["strided"]
+
+
+def test_the_trace_shows_communication_during_backward_for_all_but_the_naive_engine(two_ranks):
+    for name, spans in two_ranks[1]["traces"].items():
+        compute = [span for span in spans if span.lane == "compute"]
+        communication = [span for span in spans if span.lane == "communication"]
+        assert [span.name for span in compute] == ["forward", "backward"] * 2 + ["optimizer"]
+        assert len(communication) == {"naive": 3, "overlapped": 3, "bucketed": 2, "ddp": 2}[name]
+        last_backward = compute[3]
+        began_early = min(span.start_s for span in communication) < last_backward.stop_s
+        assert began_early == (name != "naive")
+        assert all(span.rank == 1 and span.stop_s >= span.start_s > compute[2].stop_s for span in communication)
+
+
+def average_over_columns():
+    groups = make_groups(Mesh(dp=2, tp=2))
+    engine = bucketed(contiguous_model(), groups["dp"])
+    parallel.accumulate_gradients(engine, some_batches(1, seed=dist.get_rank()))
+    return engine.module.up.bias.detach(), engine.module.up.bias.grad
+
+
+def different_seeds_then_columns():
+    torch.manual_seed(dist.get_rank())
+    return average_over_columns()
+
+
+def test_only_the_ranks_of_the_group_are_made_equal_and_averaged():
+    of_rank = launch(different_seeds_then_columns, 4)
+    for first, second in [(0, 2), (1, 3)]:
+        assert all(torch.equal(a, b) for a, b in zip(of_rank[first], of_rank[second]))
+    assert not torch.equal(of_rank[0][0], of_rank[1][0]) and not torch.equal(of_rank[0][1], of_rank[1][1])
+
+
+def bytes_by_number_of_ranks():
+    """Peak bytes of this rank's second step by kind, with data parallelism over 1, 2 and 4 ranks."""
+    peaks = {}
+    for size in (1, 2, 4):
+        group = make_groups(Mesh(dp=size, tp=dist.get_world_size() // size))["dp"]
+        engine = parallel.build(contiguous_model(), group)
+        optimizer = torch.optim.AdamW(engine.parameters())
+        with MemoryTracker(engine, optimizer) as tracker:
+            for _ in range(2):
+                parallel.accumulate_gradients(engine, some_batches(1))
+                optimizer.step()
+                optimizer.zero_grad()
+        peaks[size] = {kind: max(column) for kind, column in tracker.timeline.bytes_by_kind.items()}
+    return peaks
+
+
+def test_each_rank_holds_as_many_bytes_however_many_there_are():
+    for peaks in launch(bytes_by_number_of_ranks, 4):  # claim C048: constant
+        assert peaks[1] == peaks[2] == peaks[4]
+        assert all(peaks[1][kind] > 0 for kind in ("parameters", "gradients", "optimizer", "activations"))
+
+
+def leaves_out_a_parameter():
+    parallel.accumulate_gradients(bucketed(Branches(), dist.group.WORLD), some_batches(1))
+
+
+def test_the_error_of_a_rank_reaches_the_caller():
+    with pytest.raises(RankError, match="allow_unused"):
+        launch(leaves_out_a_parameter, 2)

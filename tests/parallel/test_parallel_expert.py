@@ -1,0 +1,453 @@
+"""Expert parallelism from scratch: gradients against one process, bytes by formula, planted mistakes."""
+
+import copy
+import dataclasses
+import re
+from contextlib import ExitStack
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_lib import model, training
+from course_lib.comm import conjugate, make_groups
+from course_lib.config import MlaConfig, ModelConfig, MoeConfig
+from course_lib.launch import launch
+from course_lib.layout import Mesh
+from course_lib.layout.experts import check_expert_parallel
+from course_lib.measure import ByteMeter
+from course_lib.model import moe
+from course_lib.parallel import expert, expert_tensor, sequence
+from course_lib.traffic import ring_all_reduce_bytes
+from course_lib.traffic.routing import moe_traffic
+from course_lib.training import MasterAdamW
+
+# d_expert divides by neither 2 nor 4
+EXPERTS = MoeConfig(num_experts=8, top_k=2, d_expert=9)
+TOP_1 = MoeConfig(num_experts=4, top_k=1, d_expert=10, normalise_weights=False)
+LLAMA = ModelConfig("llama", 2, 16, num_heads=4, num_kv_heads=2, d_ff=27, vocab_size=39, max_seq_len=32, moe=EXPERTS)
+S = 5
+
+# rows of each micro-batch of each rank: different, none in one micro-batch, none at all
+EVEN = ((2, 1),) * 4
+UNEVEN = ((2, 1), (0, 3), (1, 0), (1, 1))
+NOTHING = ((1, 2), (0, 0), (2, 2), (0, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`dp` ranks with ep of them sharing the experts, times tp; `pull` draws tokens to the first experts."""
+
+    ep: int
+    dp: int
+    experts: MoeConfig = EXPERTS
+    tp: int = 1
+    method: str = "plain"
+    ranks_per_node: int | None = None
+    rows: tuple = UNEVEN
+    pull: float = 0.0
+    tied: bool = False
+    recompute: str = "none"
+    frozen: tuple[str, ...] = ()
+    kv_heads: int = 2  # fewer than tp: a head of keys is on several ranks
+    latent: bool = False
+    sp: bool = False  # the stream cut along the sequence: S 5 leaves the last of tp 4 without a token
+
+    @property
+    def world_size(self):
+        return self.dp * self.tp
+
+
+def experts_with(base=EXPERTS, **changes):
+    return dataclasses.replace(base, **changes)
+
+
+SIGMOID = experts_with(score="sigmoid", num_shared_experts=1, routed_scale=2.5, num_groups=4, max_groups=2)
+CASES = {
+    "ep 2": Case(2, 2, tied=True),
+    "ep 2, top-1, a rank without a token": Case(2, 2, TOP_1, rows=NOTHING, pull=4.0),
+    "ep 2, once a rank, shared expert, groups": Case(2, 2, SIGMOID, method="once_per_rank"),
+    "ep 4": Case(4, 4),
+    "ep 4, top-1, skewed, ranks without a token": Case(4, 4, TOP_1, rows=NOTHING, pull=4.0),
+    "ep 4, top-3, shared expert, groups": Case(4, 4, experts_with(SIGMOID, top_k=3)),
+    "ep 4, latent attention": Case(4, 4, SIGMOID, latent=True, kv_heads=4, recompute="selective"),
+    "ep 4, once a rank": Case(4, 4, experts_with(top_k=4), method="once_per_rank"),
+    "ep 4, once a node": Case(4, 4, experts_with(top_k=4), method="once_per_node", ranks_per_node=2, rows=NOTHING),
+    "ep 4, once a node, groups": Case(4, 4, SIGMOID, method="once_per_node", ranks_per_node=2, pull=2.0),
+    "ep 4, auxiliary loss, recompute": Case(4, 4, experts_with(balancing="aux_loss"), recompute="full"),
+    "ep 4, capacity": Case(4, 4, experts_with(capacity_factor=0.6), method="once_per_node", ranks_per_node=2),
+    "ep 2 x expert_dp 2": Case(2, 4, tied=True, pull=2.0),
+    "ep 2 x expert_dp 2, capacity, a dense layer": Case(2, 4, experts_with(capacity_factor=0.5, first_dense_layers=1)),
+    "ep 1 x expert_dp 4": Case(1, 4, experts_with(balancing="aux_loss"), rows=NOTHING),
+    "ep 2 x tp 2": Case(2, 2, SIGMOID, tp=2, rows=NOTHING),
+    "ep 2 x tp 2, top-1, auxiliary loss": Case(
+        2, 2, experts_with(TOP_1, balancing="aux_loss"), tp=2, pull=2.0, kv_heads=1
+    ),
+    "tp 2, sequence parallel": Case(1, 1, experts_with(SIGMOID, balancing="aux_loss"), tp=2, sp=True),
+    "tp 4, sequence parallel": Case(
+        1, 1, experts_with(SIGMOID, d_expert=10), tp=4, sp=True, tied=True, recompute="full"
+    ),
+    "ep 2 x tp 2, sequence parallel": Case(
+        2, 2, experts_with(SIGMOID, balancing="aux_loss", capacity_factor=1.1), tp=2, sp=True, kv_heads=1, rows=NOTHING
+    ),
+    "ep 2 x tp 2, sequence parallel, a dense layer": Case(
+        2, 2, experts_with(first_dense_layers=1, balancing="bias"), tp=2, method="once_per_rank", sp=True
+    ),
+    "ep 4, frozen": Case(4, 4, frozen=("embed.weight", "router.weight", "attention.v.weight", "up.weight")),
+    "ep 4, once a rank, frozen": Case(4, 4, method="once_per_rank", frozen=("embed.weight", "router.weight")),
+}
+
+
+def built(case, dtype=torch.float64):
+    """The same on every rank. Routers with some preference, and with `pull` a strong one for the first experts."""
+    config = dataclasses.replace(LLAMA, moe=case.experts, tied=case.tied, num_kv_heads=case.kv_heads)
+    if case.latent:
+        config = dataclasses.replace(config, head_dim=None, mla=MlaConfig(10, 8, 3, 2, 4))
+    whole = model.build(config, 1, dtype, recompute=case.recompute)
+    generator = torch.Generator().manual_seed(2)
+    for layer in moe.moe_layers(whole):
+        layer.router.weight.data.normal_(generator=generator).mul_(0.3)
+        layer.router.bias_steps_E[:2] += 1
+    for name, param in whole.named_parameters():
+        param.requires_grad_(not name.endswith(case.frozen) if case.frozen else True)
+    if case.pull:  # by the choice alone, as in balancing by bias
+        for layer in moe.moe_layers(whole):
+            layer.router.register_forward_pre_hook(partial(attract, case.pull))
+    return whole
+
+
+def attract(pull, router, inputs):
+    """A pre-hook that moves the router's input toward the first expert's row."""
+    row_D = router.weight[0].detach()
+    return (inputs[0] + pull * row_D / row_D.norm() ** 2 * router.weight.shape[1] ** 0.5,)
+
+
+def batches_of(case, vocab_size=39, seed=0):
+    """For each dp rank its micro-batches."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [torch.randint(vocab_size, (2, B, S), generator=generator).unbind(0) for B in rows]
+        for rows in case.rows[: case.dp]
+    ]
+
+
+def joined(batches):
+    """What one process gets: each micro-batch that of all ranks, one below the other."""
+    return [tuple(torch.cat(parts) for parts in zip(*of_ranks)) for of_ranks in zip(*batches)]
+
+
+def one_process(whole, case, batches):
+    """Mean loss of all tokens, and gradients by name. With a capacity each rank's tokens queue for themselves."""
+    by_rank = case.experts.capacity_factor is not None
+    parts = [part for of_rank in batches for part in of_rank if part[0].numel()] if by_rank else joined(batches)
+    total = sum(y.numel() for _, y in parts)
+    loss = sum(training.loss_of(whole, x, y) * (y.numel() / total) for x, y in parts)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+
+
+def groups_of(case):
+    groups = make_groups(Mesh(dp=case.dp, tp=case.tp))
+    return groups["dp"], groups["tp"] if case.tp > 1 else None
+
+
+def engine_of(case, whole):
+    dp, tp = groups_of(case)
+    return expert.build(whole, dp, case.ep, case.method, case.ranks_per_node, tp, case.sp)
+
+
+def measure(case, plant=lambda engine: None):
+    whole, batches = built(case), batches_of(case)
+    engine = engine_of(case, copy.deepcopy(whole))
+    plant(engine)
+    expected_loss, expected = one_process(whole, case, batches)
+    loss = expert.accumulate_gradients(engine, batches[dist.get_rank() // case.tp])
+    gradients, parameters = expert.full_gradients(engine), expert.full_parameters(engine)
+    assert gradients.keys() == expected.keys(), gradients.keys() ^ expected.keys()
+    apart = {name: (gradients[name] - expected[name]).abs().max().item() for name in expected}
+    return {
+        "loss": abs(loss - expected_loss).item(),
+        "apart": apart,
+        "size": max(grad.abs().max().item() for grad in expected.values()),
+        "same parameters": all(torch.equal(parameters[name], param) for name, param in whole.named_parameters()),
+        "shapes": {name: tuple(param.shape) for name, param in engine.named_parameters()},
+        "load": [tuple(x.tolist() for x in pair) for pair in expert.routing_load(engine)],
+    }
+
+
+def measure_all(names):
+    return {name: measure(CASES[name]) for name in names}
+
+
+@pytest.fixture(scope="module")
+def measured():
+    seen = {}
+    for size in (2, 4):
+        for of_rank in launch(measure_all, size, [name for name, case in CASES.items() if case.world_size == size]):
+            for name, record in of_rank.items():
+                seen.setdefault(name, []).append(record)
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_equal_one_process(measured, name):
+    for record in measured[name]:
+        assert record["size"] > 1e-3 and record["same parameters"]
+        assert record["loss"] < 1e-12 and max(record["apart"].values()) < 1e-10, record["apart"]
+
+
+def experts_held(shapes):
+    names = [name.split(".") for name in shapes if name.startswith("blocks.1.mlp.experts.")]
+    return sorted({int(name[4]) for name in names})
+
+
+def test_each_rank_has_its_experts_alone_and_all_of_the_rest(measured):
+    assert [experts_held(r["shapes"]) for r in measured["ep 4"]] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [experts_held(r["shapes"]) for r in measured["ep 2 x expert_dp 2"]] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
+    assert [experts_held(r["shapes"]) for r in measured["ep 2 x tp 2"]] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
+    for rank, record in enumerate(measured["ep 2 x tp 2"]):
+        number, width = 4 * (rank // 2), (5, 4)[rank % 2]  # d_expert 9 in two parts
+        shapes = {name: record["shapes"][f"blocks.0.mlp.{name}.weight"] for name in ("router", "shared.up")}
+        assert shapes == {"router": (8, 16), "shared.up": (width, 16)}
+        assert record["shapes"][f"blocks.0.mlp.experts.{number}.gate.weight"] == (width, 16)
+        assert record["shapes"][f"blocks.0.mlp.experts.{number}.down.weight"] == (16, width)
+    assert measured["ep 4"][0]["shapes"]["blocks.0.attention.q.weight"] == (16, 16)
+
+
+def test_cases_are_what_they_say_experts_without_tokens_skew_and_drops(measured):
+    for tokens_E, dropped_E in measured["ep 4, top-1, skewed, ranks without a token"][0]["load"]:
+        assert 0 in tokens_E and max(tokens_E) == sum(tokens_E) * 1.0 and sum(dropped_E) == 0
+    for tokens_E, dropped_E in measured["ep 4, capacity"][0]["load"]:
+        assert sum(tokens_E) == 2 * S * (1 + 3 + 0 + 1) and 0 < sum(dropped_E) < sum(tokens_E)
+
+
+# --- planted mistakes
+
+
+def wrong_group(engine):
+    engine.groups = dataclasses.replace(engine.groups, expert_dp=engine.groups.dp)
+
+
+def no_sum_of_copies(engine):
+    engine.groups = dataclasses.replace(engine.groups, expert_dp=engine.groups.ep)
+
+
+PLANTED = {
+    "summed over other experts": ("ep 2 x expert_dp 2", wrong_group, {}),
+    "summed over the ranks that send each other tokens": ("ep 2 x expert_dp 2", no_sum_of_copies, {}),
+    "divided by the tokens of one's own group": (
+        "ep 2 x expert_dp 2",
+        lambda engine: None,
+        {"count_tokens": lambda engine, batches: sum(y.numel() for _, y in batches) or 1},
+    ),
+    "weights enter tp without their sum": (
+        "ep 2 x tp 2",
+        lambda engine: None,
+        {"copy_in": lambda x, group: x if x.shape[-1] == 2 else conjugate.copy_in(x, group)},
+    ),
+    "a router's gradient left in parts": (
+        "ep 2 x tp 2, sequence parallel",
+        lambda engine: None,
+        {"of_my_tokens": lambda engine: [p for p in sequence.of_my_tokens(engine) if p.dim() == 1]},
+    ),
+    "an auxiliary loss that counts tp times": (
+        "ep 2 x tp 2, sequence parallel",
+        lambda engine: [setattr(layer, "aux_share", 1.0) for layer in moe.moe_layers(engine)],
+        {},
+    ),
+    "load of one's own rank": (
+        "ep 4, auxiliary loss, recompute",
+        lambda engine: [setattr(layer, "sum_load", lambda tokens_E: tokens_E) for layer in moe.moe_layers(engine)],
+        {},
+    ),
+}
+
+
+def planted():
+    found = {}
+    for name, (case, plant, wrong) in PLANTED.items():
+        with ExitStack() as stack:
+            for place, function in wrong.items():
+                stack.enter_context(patch.object(expert_tensor if place == "copy_in" else expert, place, function))
+            apart = measure(CASES[case], plant)["apart"]
+        found[name] = {"expert" if ".experts." in key else "rest" for key, value in apart.items() if value > 1e-6}
+    return found
+
+
+# --- a whole step
+
+
+def step_bytes():
+    """What a step sends, by group, beside the routing's traffic and the gradients' sums."""
+    case = Case(2, 4, experts_with(balancing="bias"))
+    whole, batches = built(case), batches_of(case)
+    groups, routings = make_groups(Mesh(dp=4)), []
+    engine = expert.build(whole, groups["dp"], 2)
+    for layer in moe.moe_layers(engine):
+        layer.router.register_forward_hook(lambda router, inputs, routing: routings.append(routing.expert_Tk))
+    axes = {"ep": engine.groups.ep, "expert_dp": engine.groups.expert_dp, "dp": engine.groups.dp}
+    with ByteMeter(axes) as meter:
+        expert.step(engine, batches[dist.get_rank()], expert.make_optimizer(engine), clip_norm=1.0)
+
+    rank, ep_rank = dist.get_rank(), engine.groups.ep.rank()
+    traffic = 0
+    for expert_Tk in routings:
+        both = [None, None]
+        dist.all_gather_object(both, expert_Tk, group=engine.groups.ep)
+        traffic += moe_traffic(both, engine.layout, 16, itemsize=8).sent_bytes(ep_rank)
+    sizes = [0, 0]
+    for name, param in engine.named_parameters():
+        sizes[".experts." in name] += param.nbytes
+    dp = ring_all_reduce_bytes(sizes[0], 4, rank, 8)
+    dp += 3 * 16 + 2 * ring_all_reduce_bytes(8, 4, rank, 8) + 2 * ring_all_reduce_bytes(8 * 8, 4, rank, 8)
+    return meter.by_axis, {"ep": traffic, "expert_dp": ring_all_reduce_bytes(sizes[1], 2, rank // 2, 8), "dp": dp}
+
+
+def trained(case, clip_norm):
+    """Three steps beside one process that clips by torch's own function, its bias moved by the same rule."""
+    whole, batches = built(case), batches_of(case)
+    engine = engine_of(case, copy.deepcopy(whole))
+    optimizer, reference = expert.make_optimizer(engine, lr=0.01), expert.make_optimizer(whole, lr=0.01)
+    clip, norms = expert.clip_gradients, []
+    with patch.object(expert, "clip_gradients", lambda *given: norms.append((clip(*given).item(), None))):
+        for _ in range(3):
+            expert.step(engine, batches[dist.get_rank() // case.tp], optimizer, clip_norm)
+            one_process(whole, case, batches)
+            expected = nn.utils.clip_grad_norm_(whole.parameters(), clip_norm).item()
+            norms[-1] = (norms[-1][0], expected)
+            reference.step(), reference.zero_grad(), moe.balance_after_step(whole)
+    parameters = expert.full_parameters(engine)
+    apart = max((parameters[name] - param).abs().max().item() for name, param in whole.named_parameters())
+    pairs = list(zip(moe.moe_layers(engine), moe.moe_layers(whole)))
+    same_bias = all(torch.equal(mine.router.bias_steps_E, one.router.bias_steps_E) for mine, one in pairs)
+    counted = max(layer.load_E.sum().item() for layer, _ in pairs)
+    return apart, norms, same_bias and counted == 0
+
+
+def in_bfloat16(method):
+    case = Case(4, 4, experts_with(balancing="aux_loss"), method=method, ranks_per_node=2, rows=EVEN)
+    engine = engine_of(case, built(case, torch.bfloat16))
+    optimizer = expert.make_optimizer(engine, lr=0.01)
+    losses = [expert.step(engine, batches_of(case)[dist.get_rank()], optimizer, 1.0).item() for _ in range(8)]
+    return isinstance(optimizer, MasterAdamW), losses[0] - losses[-1], {p.dtype for p in engine.parameters()}
+
+
+def unequal():
+    """Ranks with another number of micro-batches, or no token anywhere: an error on each, before any row is sent."""
+    messages = []
+    for batches in (batches_of(CASES["ep 4"])[dist.get_rank()][: dist.get_rank() + 1], batches_of(Case(4, 4))[1][:1]):
+        engine = expert.build(built(CASES["ep 4"]), dist.group.WORLD)
+        with ByteMeter() as meter, pytest.raises(ValueError) as error:
+            expert.accumulate_gradients(engine, batches)
+        messages.append((str(error.value), meter.calls))
+    return messages
+
+
+def the_rest():
+    return {
+        "planted": planted(),
+        "step bytes": step_bytes(),
+        "trained": {
+            "ep 2 x expert_dp 2": trained(Case(2, 4, experts_with(balancing="bias", bias_speed=0.05)), 0.5),
+            "ep 2 x tp 2": trained(Case(2, 2, experts_with(SIGMOID, balancing="bias"), tp=2), 0.5),
+            "sequence parallel": trained(Case(2, 2, experts_with(SIGMOID, balancing="bias"), tp=2, sp=True), 0.5),
+        },
+        "bfloat16": in_bfloat16("once_per_node"),
+        "unequal": unequal(),
+    }
+
+
+@pytest.fixture(scope="module")
+def rest():
+    return launch(the_rest, 4)
+
+
+def test_planted_mistakes_are_found_where_they_are(rest):
+    found = {name: set().union(*(rank["planted"][name] for rank in rest)) for name in PLANTED}
+    assert found["summed over other experts"] == {"expert"}
+    assert found["summed over the ranks that send each other tokens"] == {"expert"}
+    assert found["divided by the tokens of one's own group"] == {"expert", "rest"}
+    assert "rest" in found["weights enter tp without their sum"]
+    for name in (
+        "load of one's own rank",
+        "a router's gradient left in parts",
+        "an auxiliary loss that counts tp times",
+    ):
+        assert "rest" in found[name], name
+
+
+def test_a_step_sends_what_the_routing_and_the_gradients_ask_for(rest):
+    for sent, expected in (rank["step bytes"] for rank in rest):
+        assert sent == expected and min(sent.values()) > 0
+
+
+def test_three_clipped_steps_equal_one_process_and_biases_follow_the_load_of_all(rest):
+    for apart, norms, same_bias in (each for rank in rest for each in rank["trained"].values()):
+        assert same_bias and apart < 1e-8
+        assert all(abs(mine - expected) < 1e-10 and expected > 0.5 for mine, expected in norms), norms
+
+
+def test_bfloat16_parameters_train_with_masters(rest):
+    for has_masters, gain, dtypes in (rank["bfloat16"] for rank in rest):
+        assert has_masters and gain > 0.3 and dtypes == {torch.bfloat16}
+
+
+def test_ranks_with_unequal_micro_batches_or_no_token_are_refused_on_every_rank(rest):
+    for (unequal, first_calls), (nothing, second_calls) in (rank["unequal"] for rank in rest):
+        assert "ranks bring [1, 2, 2, 2] micro-batches" in unequal and "no rank brings a token" in nothing
+        assert first_calls == second_calls == {"all_gather": 1}
+
+
+# --- errors
+
+
+def test_what_cannot_be_spread_is_refused_before_any_rank_starts():
+    config, narrow = (dataclasses.replace(LLAMA, moe=experts_with(d_expert=width)) for width in (9, 3))
+    refused = {
+        "ep (3) must divide the 4 ranks of dp; choose ep from 1, 2, 4": (config, 4, 3),
+        "num_experts (8) must be divisible by ep (3); choose ep from 1, 2, 4, 8": (config, 3, 3),
+        "ep (4) must be divisible by ranks_per_node (3)": (config, 4, 4, 1, 3),
+        "d_expert (3) leaves a rank of tp (4) with none": (narrow, 2, 2, 4),
+        "num_heads (4) must be divisible by tp (3); choose tp from 1, 2, 4": (config, 2, 2, 3),
+        "method 'twice' is unknown; choose from plain, once_per_rank, once_per_node": (config, 2, 2, 1, None, "twice"),
+        "llama has no experts": (dataclasses.replace(LLAMA, moe=None), 2, 2),
+    }
+    for start, arguments in refused.items():
+        with pytest.raises(ValueError) as error:
+            check_expert_parallel(*arguments)
+        assert str(error.value).startswith(start)
+    for wrong, text in (({"top_k": 9}, "top_k (9)"), ({"capacity_factor": 0.0}, "capacity_factor is 0.0")):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            experts_with(**wrong)
+
+
+def refusals():
+    group, messages = dist.group.WORLD, []
+    odd = built(Case(2, 2))
+    odd.blocks[0].mlp.experts[3].up.weight.requires_grad_(False)
+    with ByteMeter() as meter:
+        for whole, given, ep_size in (
+            (built(Case(2, 2)), None, 2),
+            (model.build(dataclasses.replace(LLAMA, moe=experts_with(num_experts=7))), group, 2),
+            (expert.build(built(Case(2, 2)), group), group, 2),
+            (odd, group, 2),
+        ):
+            before = [id(p) for p in whole.parameters()]
+            with pytest.raises(ValueError) as error:
+                expert.build(whole, given, ep_size)
+            messages.append(str(error.value))
+            assert before == [id(p) for p in whole.parameters()]
+        with pytest.raises(ValueError, match=re.escape("ep (3) must divide the 2 ranks of dp; choose ep from 1, 2")):
+            expert.expert_groups(group, 3)
+    return messages, meter.calls
+
+
+def test_build_refuses_before_anything_is_sent_or_changed():
+    for messages, calls in launch(refusals, 2):
+        expected = ["build got None as its group", "num_experts (7) must be", "experts of layer 0 are a ModuleDict"]
+        expected.append("experts of layer 0 are frozen in different ways")
+        assert all(message.startswith(start) for message, start in zip(messages, expected, strict=True)), messages
+        assert calls == {}

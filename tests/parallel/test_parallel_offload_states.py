@@ -1,0 +1,270 @@
+"""Optimizer states on the host and on disk: MasterAdamW's numbers to the bit, and every byte that crosses a link."""
+
+import os
+import resource
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_lib import hardware
+from course_lib.launch import launch
+from course_lib.measure import MemoryTracker
+from course_lib.memory.states import StateBytes
+from course_lib.memory.zero import Offload, offload_link_bytes, zero_state_bytes, zero_units
+from course_lib.model import build
+from course_lib.model.llama import preset
+from course_lib.parallel import zero
+from course_lib.parallel.offload_states import OffloadedAdamW
+from course_lib.sharded_timing import crossing_s, offload_s
+from course_lib.training import MasterAdamW
+from course_lib.training.precision import accumulate_in_fp32
+
+BF16 = torch.bfloat16
+
+
+def some_parameters(dtype, sizes=((37, 53), (4097,), (1,))):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in sizes]
+
+
+def give_gradients(parameters, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def numel_of(parameters):
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def run_steps(parameters, optimizer, seeds):
+    for seed in seeds:
+        give_gradients(parameters, seed)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+def test_parameters_and_states_are_those_of_master_adamw_to_the_bit(place, dtype):
+    kwargs = {"lr": 0.01, "weight_decay": 0.1}
+    expected, offloaded = some_parameters(dtype), some_parameters(dtype)
+    reference = MasterAdamW(expected, **kwargs)
+    with OffloadedAdamW(offloaded, place, piece_numel=1000, **kwargs) as optimizer:
+        run_steps(expected, reference, range(3))
+        run_steps(offloaded, optimizer, range(3))
+        for a, b in zip(expected, offloaded):
+            assert torch.equal(a, b)
+            assert all(torch.equal(value, optimizer.states_of(b)[key]) for key, value in reference.state[a].items())
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("fp32_gradients", [False, True])
+def test_each_link_carries_the_formula_s_bytes_in_every_step(place, dtype, fp32_gradients):
+    parameters = some_parameters(dtype)
+    P, itemsize = numel_of(parameters), dtype.itemsize
+    with OffloadedAdamW(parameters, place, piece_numel=1000) as optimizer:
+        assert not any(optimizer.link_bytes.values())
+        for _ in range(2):
+            if fp32_gradients:
+                accumulate_in_fp32(parameters)
+            else:
+                give_gradients(parameters, 1)
+            optimizer.step()
+            gradient_bytes, on_disk = 4 if fp32_gradients else itemsize, 12 if place == "disk" else 0
+            assert optimizer.link_bytes == {
+                "device to host": gradient_bytes * P,
+                "host to device": itemsize * P,
+                "disk to host": on_disk * P,
+                "host to disk": on_disk * P,
+            }
+            states = StateBytes(itemsize * P, gradient_bytes * P, 12 * P)
+            assert optimizer.link_bytes == offload_link_bytes(states, Offload(optimizer=place))
+
+
+def test_bytes_of_zero_s_shards_are_1_over_n_and_every_rank_has_a_link():
+    for stage in (1, 2, 3):  # the update works on the shard, whatever else is whole
+        shard = some_parameters(BF16, sizes=[(2500,)])
+        with OffloadedAdamW(shard, "disk") as optimizer:
+            run_steps(shard, optimizer, [0])
+            states = zero_state_bytes([9_999], stage, 4)
+            assert optimizer.link_bytes["disk to host"] == states.optimizer == 12 * 2500
+            if stage == 3:
+                assert optimizer.link_bytes == offload_link_bytes(states, Offload("disk"))
+
+
+def test_a_parameter_without_gradient_stays_and_crosses_no_link():
+    parameters = some_parameters(BF16)
+    before = parameters[1].detach().clone()
+    optimizer = OffloadedAdamW(parameters)
+    give_gradients(parameters, 0)
+    parameters[1].grad = None
+    optimizer.step()
+    assert torch.equal(parameters[1], before)
+    assert optimizer.link_bytes["device to host"] == 2 * (numel_of(parameters) - parameters[1].numel())
+
+
+def test_closures_groups_and_strided_gradients_work_as_in_master_adamw():
+    results = []
+    for make in (MasterAdamW, OffloadedAdamW):
+        parameters = some_parameters(torch.float32, sizes=((6, 4), (5,)))
+        optimizer = make([{"params": parameters[:1], "lr": 0.1}])
+        optimizer.add_param_group({"params": parameters[1:], "weight_decay": 0.5})
+
+        def closure(parameters=parameters):
+            parameters[0].grad = torch.arange(24.0).view(4, 6).t()
+            parameters[1].grad = torch.ones(5)
+            return parameters[0].sum() * 0 + 7.0
+
+        assert optimizer.step(closure) == 7.0
+        results.append(parameters)
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("places", [("host", "disk"), ("disk", "host"), ("disk", None), (None, "disk")])
+def test_a_run_goes_on_from_a_state_dict_whatever_the_place(places):
+    def make(place, parameters):
+        return MasterAdamW(parameters) if place is None else OffloadedAdamW(parameters, place, piece_numel=999)
+
+    whole, interrupted = some_parameters(BF16), some_parameters(BF16)
+    run_steps(whole, MasterAdamW(whole), range(4))
+    first = make(places[0], interrupted)
+    run_steps(interrupted, first, range(2))
+    saved = first.state_dict()
+    second = make(places[1], interrupted)
+    second.load_state_dict(saved)
+    run_steps(interrupted, second, range(2, 4))
+    assert all(torch.equal(a, b) for a, b in zip(whole, interrupted))
+    for optimizer in (first, second):
+        if isinstance(optimizer, OffloadedAdamW):
+            optimizer.close()
+
+
+def zero_infinity(grad_dtype):
+    """Whole parameters after two steps of stage 3, by where the states wait; bytes of the last step on disk."""
+    group, config = dist.group.WORLD, preset("toy")
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(dist.get_rank()))
+    batches = [(tokens[:, :-1], tokens[:, 1:])] * 2
+    found, kwargs = {}, {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    for place in ("device", "host", "disk"):
+        engine = zero.build(build(config, dtype=BF16), group, grad_dtype=grad_dtype)
+        if place == "device":
+            optimizer = zero.make_optimizer(engine, **kwargs)
+        else:
+            optimizer = OffloadedAdamW([flat.shard_p for flat in engine.flats], place, **kwargs)
+        for _ in range(2):
+            zero.step(engine, batches, optimizer, clip_norm=0.5)
+        found[place] = zero.full_parameters(engine)
+    optimizer.close()
+    return found, optimizer.link_bytes
+
+
+@pytest.mark.parametrize(("grad_dtype", "recipe"), [(None, "bf16-master"), (torch.float32, "bf16-master-fp32-grads")])
+def test_stage_3_trains_the_same_wherever_its_states_wait(grad_dtype, recipe):
+    states = zero_state_bytes(zero_units(preset("toy"), 3), 3, 2, recipe)
+    for found, crossed in launch(zero_infinity, 2, grad_dtype):
+        for name, expected in found["device"].items():
+            assert torch.equal(found["host"][name], expected) and torch.equal(found["disk"][name], expected)
+        assert crossed == offload_link_bytes(states, Offload("disk"))
+
+
+def tracked_peaks(place):
+    """Peak bytes by kind of one step of a layer whose states wait in `place`."""
+    layer = nn.Linear(300, 300, bias=False, dtype=BF16)
+    parameters = list(layer.parameters())
+    optimizer = OffloadedAdamW(parameters, place, piece_numel=1000)
+    give_gradients(parameters, 0)
+    optimizer.step()
+    with MemoryTracker(layer, optimizer) as tracker:
+        optimizer.step()
+    optimizer.close()
+    return tracker.peak_by_kind
+
+
+def test_on_disk_no_optimizer_state_is_in_memory_and_a_step_needs_one_piece():
+    on_disk, on_host = tracked_peaks("disk"), tracked_peaks("host")
+    assert on_disk["optimizer"] == 0 and on_disk["parameters"] == 2 * 90_000
+    assert on_disk["temporary"] < 10 * 4 * 1000
+    assert on_host["optimizer"] == 12 * 90_000  # without a GPU the host's memory is the device's
+
+
+def grown_bytes(places):
+    """Peak memory of this process that two steps add, its states on the host or on disk by rank; bytes of the file."""
+    place = places[int(os.environ["RANK"])]
+    parameter = nn.Parameter(torch.zeros(5_000_000, dtype=BF16))
+    parameter.grad = torch.ones_like(parameter)
+    warm = nn.Parameter(torch.zeros(10, dtype=BF16))
+    warm.grad = torch.ones_like(warm)
+    OffloadedAdamW([warm], place).step()  # whatever libraries load at first
+    before = psutil.Process().memory_info().rss
+    with OffloadedAdamW([parameter], place, piece_numel=2**17) as optimizer:
+        for _ in range(2):
+            optimizer.step()
+        unit = 1 if hasattr(os, "uname") and os.uname().sysname == "Darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        size = os.fstat(optimizer._file.fileno()).st_size if place == "disk" else 0
+    return peak - before, size
+
+
+def test_the_process_does_not_grow_by_what_is_on_disk():
+    (on_host, _), (on_disk, file_bytes) = launch(grown_bytes, 2, ["host", "disk"])
+    assert file_bytes == 12 * 5_000_000
+    assert on_host > 0.95 * file_bytes
+    assert on_disk < 0.25 * file_bytes
+
+
+def test_the_file_has_no_name_and_its_space_is_given_back(tmp_path):
+    optimizer = OffloadedAdamW(some_parameters(BF16), "disk", tmp_path)
+    assert list(tmp_path.iterdir()) == []  # so nothing is left behind, however the process ends
+    file = optimizer._file
+    optimizer.close()
+    assert file.closed
+    with pytest.raises(ValueError, match="was closed, and its states with it"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([nn.Parameter(torch.zeros(3))], "nvme"), "place is 'nvme'; choose host, or disk"),
+        (([nn.Parameter(torch.zeros(3))], "disk", "/no/such/folder"), "there is no folder '/no/such/folder'"),
+        (([nn.Parameter(torch.zeros(3, dtype=torch.float64))],), "dtype torch.float64; required.*Convert"),
+        (([nn.Parameter(torch.zeros(3, device="meta"))],), "no values yet.*load them"),
+        (([nn.Parameter(torch.zeros(3, 2).t())],), "strided; required: contiguous"),
+        (([nn.Parameter(torch.zeros(3))], "host", None, 1e-3, (0.9, 0.999), 1e-8, 0.0, 0), "piece_numel is 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_to_do(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        OffloadedAdamW(*arguments)
+
+
+def test_a_drive_that_is_too_small_is_named_before_anything_is_written(monkeypatch, tmp_path):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 1000})())
+    with pytest.raises(ValueError, match="need 1,200 bytes.*has 1,000 free"):
+        OffloadedAdamW(some_parameters(BF16, sizes=[(100,)]), "disk", tmp_path)
+
+
+def test_modelled_seconds_are_bytes_over_the_links_rates():
+    states = StateBytes(parameters=2 * 10**9, gradients=2 * 10**9, optimizer=12 * 10**9)  # of 1e9 parameters
+    crossings = offload_link_bytes(states, Offload("disk"))
+    pcie, drive = hardware.link("pcie4").bytes_per_s, hardware.link("nvme").bytes_per_s
+    seconds = crossing_s(crossings)
+    assert seconds == {
+        "device to host": 2e9 / pcie,
+        "host to device": 2e9 / pcie,
+        "disk to host": 12e9 / drive,
+        "host to disk": 12e9 / drive,
+    }
+    assert offload_s(crossings) == pytest.approx(4e9 / pcie + 24e9 / drive)
+    assert offload_s(crossings, overlap=True) == 24e9 / drive  # a drive does one direction at a time
+    on_host = offload_link_bytes(states, Offload("host"))
+    assert offload_s(on_host, "pcie5", overlap=True) == 2e9 / hardware.link("pcie5").bytes_per_s  # PCIe does both
+    assert crossing_s(crossings, ranks_per_drive=8)["disk to host"] == pytest.approx(8 * seconds["disk to host"])
+    with pytest.raises(ValueError, match="ranks_per_drive is 0"):
+        offload_s(crossings, ranks_per_drive=0)
+    with pytest.raises(ValueError, match="no link 'sata'"):
+        offload_s(crossings, drive="sata")

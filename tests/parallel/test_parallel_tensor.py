@@ -1,0 +1,678 @@
+"""Tensor parallelism from scratch: gradients against one process, bytes, masks and memory against what they must be."""
+
+import copy
+import dataclasses
+import itertools
+from collections import Counter
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from kept_bytes import kept_bytes
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from course_lib import comm, model, training
+from course_lib.comm import copy_in, join, make_groups, split, sum_out
+from course_lib.comm.conjugate import InFlight
+from course_lib.config import ModelConfig
+from course_lib.launch import launch
+from course_lib.layout import Mesh
+from course_lib.measure import ByteMeter, MemoryTracker
+from course_lib.parallel import linear, tensor, vocabulary
+from course_lib.traffic import ring_all_reduce_bytes
+from course_lib.training import MasterAdamW
+from course_lib.training.precision import accumulate_in_fp32
+
+# four heads; d_ff and the vocabulary divide by neither 2 nor 4
+LLAMA = ModelConfig("llama", 2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=27, vocab_size=39, max_seq_len=32)
+GPT = dataclasses.replace(LLAMA, name="gpt", family="gpt", num_kv_heads=4)
+S = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    config: ModelConfig
+    overlap: bool = True
+    recompute: str = "none"
+    attention: str = "fused"
+    frozen: tuple[str, ...] = ()
+
+
+def config_of(config, **changes):
+    return dataclasses.replace(config, **changes)
+
+
+CASES = {
+    "tied llama, 2 key/value heads": Case(config_of(LLAMA, tied=True)),
+    "llama, 4 key/value heads, recompute": Case(config_of(LLAMA, num_kv_heads=4), recompute="full"),
+    "llama, 1 key/value head, no overlap": Case(config_of(LLAMA, num_kv_heads=1), overlap=False),
+    "llama, explicit, selective": Case(LLAMA, recompute="selective", attention="explicit"),
+    "frozen llama": Case(LLAMA, frozen=("embed.weight", "attention.v.weight", "mlp.down.weight", "mlp_norm.weight")),
+    "tied gpt": Case(config_of(GPT, tied=True)),
+    "gpt, recompute, no overlap": Case(GPT, overlap=False, recompute="full"),
+}
+
+
+def built(case):
+    """The same on every rank: weights, biases that are not zero, frozen parameters."""
+    whole = model.build(case.config, 1, torch.float64, attention=case.attention, recompute=case.recompute)
+    generator = torch.Generator().manual_seed(2)
+    for name, param in whole.named_parameters():
+        if name.endswith("bias"):
+            param.data.normal_(generator=generator)
+        param.requires_grad_(not name.endswith(case.frozen) if case.frozen else True)
+    return whole
+
+
+def micro_batches(vocab_size, rows=(2, 1), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (2, B, S), generator=generator).unbind(0) for B in rows]
+
+
+def one_process(whole, batches):
+    """Mean loss of all tokens, and gradients by name."""
+    total = sum(y_BS.numel() for _, y_BS in batches)
+    loss = sum(training.loss_of(whole, x, y) * (y.numel() / total) for x, y in batches)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+
+
+def distance(engine, loss, expected_loss, expected):
+    """Largest difference from one process, of the loss and of each gradient. Infinite where names differ."""
+    gradients = tensor.full_gradients(engine)
+    if gradients.keys() != expected.keys():
+        return {"names": float("inf")}
+    apart = {name: (gradients[name] - expected[name]).abs().max().item() for name in expected}
+    return apart | {"loss": abs(loss - expected_loss).item()}
+
+
+def measure(case, group=None):
+    group = group or dist.group.WORLD
+    whole = built(case)
+    reference = copy.deepcopy(whole)
+    engine = tensor.build(whole, group, case.overlap)
+    start = tensor.full_parameters(engine)
+    batches = micro_batches(case.config.vocab_size)
+    with ByteMeter() as meter:
+        loss = tensor.accumulate_gradients(engine, batches)
+    expected_loss, expected = one_process(reference, batches)
+    return {
+        "apart": distance(engine, loss, expected_loss, expected),
+        "same start": all(torch.equal(start[name], p) for name, p in reference.named_parameters()),
+        "shapes": {name: tuple(p.shape) for name, p in engine.named_parameters()},
+        "records": Counter((r.collective, r.payload_bytes, r.group_size) for r in meter.records),
+        "sent": [(record.payload_bytes, record.group_size, record.sent_bytes) for record in meter.records],
+        "tied": engine.head.weight is engine.embed.weight,
+        "kv bytes": sum(layer.weight.nbytes for b in engine.blocks for layer in (b.attention.k, b.attention.v)),
+    }
+
+
+def measure_all(cases):
+    return {name: measure(case) for name, case in cases.items()}
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def measured(request):
+    return launch(measure_all, request.param, CASES)
+
+
+def test_loss_and_gradients_equal_one_process(measured):
+    for rank in measured:
+        for name, of_case in rank.items():
+            assert max(of_case["apart"].values()) < 1e-12, (name, of_case["apart"])
+
+
+def test_shards_come_from_the_unsharded_models_weights_and_tied_ones_stay_one(measured):
+    for rank in measured:
+        for name, of_case in rank.items():
+            assert of_case["same start"] and of_case["tied"] == CASES[name].config.tied
+
+
+def piece(size, parts, rank):
+    width = -(-size // parts)
+    return min(width, size - rank * width)
+
+
+def test_each_rank_holds_the_shapes_that_its_cut_gives(measured):
+    t = len(measured)
+    for r, rank in enumerate(measured):
+        for name, case in CASES.items():
+            c, shapes = case.config, rank[name]["shapes"]
+            f, v, kv = piece(c.d_ff, t, r), piece(c.vocab_size, t, r), max(1, c.num_kv_heads // t) * 4
+            expected = {
+                "attention.q.weight": (16 // t, 16),
+                "attention.k.weight": (kv, 16),
+                "attention.v.weight": (kv, 16),
+                "attention.o.weight": (16, 16 // t),
+                "mlp.up.weight": (f, 16),
+                "mlp.down.weight": (16, f),
+                "attention_norm.weight": (16,),
+            }
+            gpt = {"attention.q.bias": (16 // t,), "attention.o.bias": (16,), "mlp.up.bias": (f,)}
+            expected |= gpt if c.family == "gpt" else {"mlp.gate.weight": (f, 16)}
+            for suffix, shape in expected.items():
+                assert shapes[f"blocks.1.{suffix}"] == shape, (name, suffix)
+            assert shapes["embed.weight"] == shapes.get("head.weight", (v, 16)) == (v, 16)
+            assert c.family == "llama" or shapes["positions.weight"] == (32, 16)
+
+
+def test_on_the_wire_are_two_all_reduces_a_layer_and_direction_the_two_ends_and_nothing_else(measured):
+    t = len(measured)
+    for r, rank in enumerate(measured):
+        for name, case in CASES.items():
+            expected = Counter()
+            for B in (2, 1):
+                of_layers = 2 * 2 + 2 * 2 + (2 if case.recompute == "full" else 0)  # recompute: attention's, once more
+                expected["all_reduce", B * S * 16 * 8, t] += of_layers + 1 + 1  # embedding forward, head backward
+                expected["all_reduce", B * S * 8, t] += 3  # loss: maximum, sum of exponentials, target
+            copies = max(1, t // case.config.num_kv_heads)
+            if copies > 1:
+                frozen_v = "attention.v.weight" in case.frozen
+                expected["all_reduce", rank[name]["kv bytes"] // (2 if frozen_v else 1), copies] += 1
+            assert rank[name]["records"] == expected, name
+            if copies == 1:
+                for payload_bytes, size, sent_bytes in rank[name]["sent"]:
+                    assert sent_bytes == ring_all_reduce_bytes(payload_bytes, size, r, itemsize=8)
+
+
+# --- wrong engines: each must be found out
+
+
+@contextmanager
+def forgets_the_backward_sum():
+    with patch.object(linear.WholeStream, "start_sum", lambda stream, x: InFlight(None, lambda: x)):
+        yield
+
+
+@contextmanager
+def adds_row_biases_everywhere():
+    def forward(row, x):
+        return row.stream.leave(F.linear(x, row.weight, row.bias))
+
+    with patch.object(linear.RowLinear, "forward", forward):
+        yield
+
+
+@contextmanager
+def sums_no_replicas():
+    with patch.object(tensor, "sum_replicas", lambda engine: None):
+        yield
+
+
+@contextmanager
+def does_not_mask_targets():
+    right = vocabulary.place_among_mine
+
+    def wrong(tokens, first, count):
+        is_mine, place = right(tokens, first, count)
+        return (torch.ones_like(is_mine) if tokens is wrong.targets else is_mine), place
+
+    def loss_of(engine, x, y):
+        wrong.targets = y
+        return original(engine, x, y)
+
+    original = tensor.loss_of
+    with patch.object(vocabulary, "place_among_mine", wrong), patch.object(tensor, "loss_of", loss_of):
+        yield
+
+
+@contextmanager
+def sums_backward_twice():
+    """As if the row's sum were an all-reduce in both directions."""
+    with patch.object(linear.WholeStream, "leave", lambda stream, x: copy_in(sum_out(x, stream.group), stream.group)):
+        yield
+
+
+@contextmanager
+def cuts_rows_along_the_outputs():
+    init = linear.RowLinear.__init__
+
+    def wrong(row, layer, stream):
+        init(row, layer, stream)
+        outputs = linear.Cut(0, layer.out_features, stream.group.size())
+        row.weight = linear.cut_parameter(layer.weight, outputs, stream.group)
+
+    with patch.object(linear.RowLinear, "__init__", wrong):
+        yield
+
+
+@contextmanager
+def takes_the_neighbours_rows():
+    init = linear.RowLinear.__init__
+
+    def wrong(row, layer, stream):
+        rolled = copy.deepcopy(layer)
+        rolled.weight.data = layer.weight.data.roll(layer.in_features // stream.group.size(), 1)
+        init(row, rolled, stream)
+
+    with patch.object(linear.RowLinear, "__init__", wrong):
+        yield
+
+
+BUGS = [
+    forgets_the_backward_sum,
+    adds_row_biases_everywhere,
+    sums_no_replicas,
+    does_not_mask_targets,
+    sums_backward_twice,
+    cuts_rows_along_the_outputs,
+    takes_the_neighbours_rows,
+]
+
+
+def planted():
+    found = {}
+    for bug in BUGS:
+        for name, config in (("llama", LLAMA), ("gpt", GPT)):
+            whole = built(Case(config))
+            reference = copy.deepcopy(whole)
+            batches = micro_batches(config.vocab_size)
+            with bug():
+                engine = tensor.build(whole, dist.group.WORLD)
+                try:
+                    loss = tensor.accumulate_gradients(engine, batches)
+                except RuntimeError as error:
+                    found[bug.__name__, name] = str(error)
+                    continue
+            found[bug.__name__, name] = distance(engine, loss, *one_process(reference, batches))
+    return found
+
+
+@pytest.fixture(scope="module")
+def bugs():
+    return launch(planted, 4)[0]
+
+
+def wrong_names(apart):
+    return {name for name, value in apart.items() if value > 1e-6}
+
+
+def test_planted_bugs_are_found_where_they_are(bugs):
+    forgot = wrong_names(bugs["forgets_the_backward_sum", "llama"])
+    assert {"embed.weight", "blocks.1.attention_norm.weight", "norm.weight"} <= forgot
+    assert not forgot & {"loss", "head.weight"}
+    assert "loss" in wrong_names(bugs["adds_row_biases_everywhere", "gpt"])
+    assert not wrong_names(bugs["adds_row_biases_everywhere", "llama"])  # no bias, no bug
+    kv = {f"blocks.{layer}.attention.{name}.weight" for layer in (0, 1) for name in ("k", "v")}
+    assert wrong_names(bugs["sums_no_replicas", "llama"]) == kv
+    assert not wrong_names(bugs["sums_no_replicas", "gpt"])
+    assert "loss" in wrong_names(bugs["does_not_mask_targets", "llama"])
+    twice = wrong_names(bugs["sums_backward_twice", "llama"])
+    assert "blocks.1.mlp.down.weight" in twice and "loss" not in twice
+    assert "shapes cannot be multiplied" in bugs["cuts_rows_along_the_outputs", "llama"]
+    assert "loss" in wrong_names(bugs["takes_the_neighbours_rows", "llama"])
+
+
+# --- dropout
+
+
+class Masks(TorchDispatchMode):
+    """Every dropout mask that is drawn: those of B S D (whole on every rank), and those of B n S S."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = {3: [], 4: []}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.native_dropout.default:
+            self.drawn[out[1].dim()].append(out[1])
+        return out
+
+
+def dropout_run(recompute):
+    torch.manual_seed(100 + dist.get_rank())  # ranks begin with different generators
+    case = Case(config_of(GPT, dropout=0.3), recompute=recompute, attention="explicit")
+    engine = tensor.build(built(case), dist.group.WORLD)
+    with Masks() as masks:
+        loss = tensor.accumulate_gradients(engine, micro_batches(39, rows=(2,)))
+    return loss, tensor.full_gradients(engine), masks.drawn
+
+
+def dropout():
+    return {recompute: dropout_run(recompute) for recompute in ("none", "selective", "full")}
+
+
+@pytest.fixture(scope="module")
+def dropped():
+    return launch(dropout, 4)
+
+
+def test_dropout_masks_are_equal_where_all_is_whole_and_differ_between_heads(dropped):
+    drawn = [rank["none"][2] for rank in dropped]
+    whole, of_heads = [masks[3] for masks in drawn], [masks[4] for masks in drawn]
+    assert len(whole[0]) == 1 + 2 * 2 and len(of_heads[0]) == 2
+    for rank in (1, 2, 3):
+        assert all(torch.equal(a, b) for a, b in zip(whole[0], whole[rank]))
+        assert not any(torch.equal(a, b) for a, b in zip(of_heads[0], of_heads[rank]))
+    assert not torch.equal(of_heads[0][0], of_heads[0][1])  # layers differ as well
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_draws_the_same_masks_again(dropped, recompute):
+    for rank in dropped:
+        loss, gradients, drawn = rank[recompute]
+        expected_loss, expected, _ = rank["none"]
+        assert torch.equal(loss, expected_loss)
+        assert all(torch.allclose(gradients[name], expected[name], rtol=0, atol=1e-14) for name in expected)
+        first, second, second_again, first_again = drawn[4]  # backward comes to the last layer first
+        assert torch.equal(first, first_again) and torch.equal(second, second_again)
+        assert not torch.equal(first, second)
+
+
+# --- memory
+
+
+def kept(tp_size, config):
+    group = make_groups(Mesh(dp=dist.get_world_size() // tp_size, tp=tp_size))["tp"]
+    engine = tensor.build(model.build(config, dtype=torch.float64), group)
+    x_BS, y_BS = micro_batches(config.vocab_size, rows=(2,))[0]
+    return kept_bytes(engine, lambda: tensor.loss_of(engine, x_BS, y_BS))
+
+
+def largest_tensor(engine, batches):
+    with MemoryTracker(engine) as tracker:
+        tensor.accumulate_gradients(engine, batches)
+    total = [sum(column) for column in zip(*tracker.timeline.bytes_by_kind.values())]
+    return max(after - before for before, after in itertools.pairwise(total))
+
+
+def memory():
+    even = config_of(LLAMA, d_ff=32, vocab_size=400, num_kv_heads=4)
+    group = dist.group.WORLD
+    engine = tensor.build(model.build(even, dtype=torch.float64), group)
+    batches = micro_batches(400, rows=(4,))
+    optimizer = tensor.make_optimizer(engine)
+    with MemoryTracker(engine, optimizer) as tracker:
+        tensor.step(engine, batches, optimizer)
+        optimizer_bytes = tracker.current("optimizer")
+    return {
+        "kept": {tp: kept(tp, even) for tp in (1, 2, 4)},
+        "largest": largest_tensor(engine, batches),
+        "held": sum(p.nbytes for p in engine.parameters()),
+        "norms": sum(p.nbytes for name, p in engine.named_parameters() if "norm" in name),
+        "whole": sum(p.nbytes for p in model.build(even, dtype=torch.float64).parameters()),
+        "optimizer": optimizer_bytes,
+    }
+
+
+@pytest.fixture(scope="module")
+def remembered():
+    return launch(memory, 4)
+
+
+def test_what_backward_keeps_is_whole_around_the_norms_and_a_share_elsewhere(remembered):
+    """Elements a token: inputs of norms, of columns (once, not once for each of q, k, v) and of the head stay whole."""
+    D, F_, V, N, H, L = 16, 32, 400, 4, 4, 2
+    for rank in remembered:
+        for t, nbytes in rank["kept"].items():
+            whole = L * (4 * D + 2) + 2 * D + 1
+            shared = L * (N * H * 4 + N + 4 * F_) + V  # q, k, v, core's output, its log-sum-exp; MLP; softmax
+            tables = 2 * S * H  # cosines and sines
+            places = 2 * 2 * S * (8 + 1)  # where a token and a target are among mine, and whether
+            assert nbytes == 8 * (2 * S * whole + 2 * S * shared // t + tables) + places, t
+
+
+def test_no_tensor_is_as_large_as_the_logits(remembered):
+    for rank in remembered:
+        assert rank["largest"] == 4 * S * 400 * 8 // 4
+
+
+def test_parameters_and_their_states_are_a_share_but_for_the_norms(remembered):
+    for rank in remembered:
+        assert rank["held"] == (rank["whole"] - rank["norms"]) // 4 + rank["norms"]
+        assert 0 <= rank["optimizer"] - 2 * rank["held"] < 4 * 64  # two moments, and a step counter for each parameter
+
+
+# --- steps
+
+
+def trained(clip_norm):
+    """Distance from one process after three steps, and both norms of the last."""
+    case = Case(config_of(LLAMA, num_kv_heads=1, tied=True))
+    whole = built(case)
+    reference = copy.deepcopy(whole)
+    engine = tensor.build(whole, dist.group.WORLD)
+    optimizer = tensor.make_optimizer(engine, lr=0.01)
+    expected = torch.optim.AdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
+    for seed in range(3):
+        batches = micro_batches(39, seed=seed)
+        tensor.step(engine, batches, optimizer, clip_norm)
+        one_process(reference, batches)
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
+        expected.step()
+        expected.zero_grad()
+    after = tensor.full_parameters(engine)
+    apart = max((after[name] - p).abs().max().item() for name, p in reference.named_parameters())
+    tensor.accumulate_gradients(engine, batches)
+    one_process(reference, batches)
+    norms = tensor.clip_gradients(engine, clip_norm), nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
+    clipped = tensor.full_gradients(engine)
+    off = max((clipped[name] - p.grad).abs().max().item() for name, p in reference.named_parameters())
+    return apart, abs(norms[0] - norms[1]).item(), off, norm.item()
+
+
+def in_bfloat16():
+    engine = tensor.build(model.build(LLAMA, dtype=torch.bfloat16), dist.group.WORLD)
+    optimizer = tensor.make_optimizer(engine, lr=0.01)
+    losses = [tensor.step(engine, micro_batches(39), optimizer, 1.0).item() for _ in range(8)]
+    return isinstance(optimizer, MasterAdamW), losses[0] - losses[-1], engine.embed.weight.dtype
+
+
+def under_autocast():
+    """Relative distance of all gradients from one process; only forward and loss run under autocast."""
+    whole, batch = model.build(GPT, 1), micro_batches(39)[0]
+    engine = tensor.build(copy.deepcopy(whole), dist.group.WORLD)
+    for technique, built in ((training, whole), (tensor, engine)):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = technique.loss_of(built, *batch)
+        loss.backward()
+    tensor.sum_replicas(engine)
+    full = tensor.full_gradients(engine)
+    pairs = [(full[name] - param.grad, param.grad) for name, param in whole.named_parameters()]
+    lengths = [torch.cat([x.flatten() for x in side]).norm() for side in zip(*pairs)]
+    return (lengths[0] / lengths[1]).item(), {param.grad.dtype for param in engine.parameters()}
+
+
+def gradients_in_float32():
+    """What a step leaves in FP32 gradients; what clipping says where there are no gradients."""
+    engine = tensor.build(model.build(LLAMA, dtype=torch.bfloat16), dist.group.WORLD)
+    accumulate_in_fp32(engine.parameters())
+    tensor.step(engine, micro_batches(39), tensor.make_optimizer(engine, lr=0.0), 1.0)
+    left = max(param.main_grad.abs().max().item() for param in engine.parameters())
+    try:
+        return left, tensor.clip_gradients(tensor.build(model.build(LLAMA), dist.group.WORLD), 1.0)
+    except ValueError as error:
+        return left, str(error)
+
+
+def in_columns_of_a_mesh():
+    group = make_groups(Mesh(dp=2, tp=2))["tp"]
+    return measure(Case(config_of(LLAMA, num_kv_heads=1)), group)["apart"]
+
+
+def traces():
+    spans = {}
+    for overlap in (True, False):
+        trace = []
+        engine = tensor.build(model.build(LLAMA), dist.group.WORLD, overlap, trace)
+        optimizer = tensor.make_optimizer(engine)
+        tensor.step(engine, micro_batches(39, rows=(1,)), optimizer)
+        comm.barrier(dist.group.WORLD)
+        spans[overlap] = list(trace)
+    return spans
+
+
+def on_meta():
+    """Only shapes: enough to know which slice of a file each rank must read."""
+    whole = model.build(LLAMA, device="meta")
+    engine = tensor.build(whole, dist.group.WORLD)
+    cuts = tensor.cuts_of(engine)
+    shapes = {name: tuple(p.shape) for name, p in engine.named_parameters()}
+    agree = all(
+        shapes[name][cut.dim] == cut.start_and_length(dist.get_rank())[1] and p.is_meta
+        for name, p in engine.named_parameters()
+        if (cut := cuts.get(name))
+    )
+    k = cuts["blocks.0.attention.k.weight"]
+    return agree, sorted(set(shapes) - set(cuts)), [k.start_and_length(rank) for rank in range(4)]
+
+
+def by_hand():
+    """The two layers alone, as a learner writes them, and the logits put together."""
+    group = dist.group.WORLD
+    torch.manual_seed(0)
+    up, down, x = nn.Linear(6, 10).double(), nn.Linear(10, 6).double(), torch.randn(3, 6).double()
+    stream = linear.WholeStream(group)
+    column, row = linear.ColumnLinear(up, stream), linear.RowLinear(down, stream)
+    mine, plain, whole = (x.clone().requires_grad_() for _ in range(3))
+    row(torch.tanh(column(mine))).square().sum().backward()
+    composed = F.linear(torch.tanh(F.linear(copy_in(plain, group), column.weight, column.bias)), row.weight)
+    (sum_out(composed, group) + row.bias).square().sum().backward()
+    down(torch.tanh(up(whole))).square().sum().backward()
+    engine = tensor.build(model.build(LLAMA), group)
+    tokens = torch.arange(S)[None]
+    logits = join(engine(tokens), group, -1, LLAMA.vocab_size)
+    return (
+        (mine.grad - whole.grad).abs().max().item(),
+        (plain.grad - whole.grad).abs().max().item(),
+        (logits - model.build(LLAMA)(tokens)).abs().max().item(),
+    )
+
+
+def far_from_zero():
+    """Errors of loss and gradient where exponentials overflow or vanish, and for bfloat16 logits; the dtype is kept."""
+    group, generator = dist.group.WORLD, torch.Generator().manual_seed(0)
+    y_BS = torch.randint(39, (2, S), generator=generator)
+    seen = []
+    for shift, dtype in ((1000.0, torch.float32), (-1000.0, torch.float32), (0.0, torch.bfloat16)):
+        whole = (torch.randn(2, S, 39, generator=generator) + shift).to(dtype).requires_grad_()
+        part = split(whole.detach(), group, -1).requires_grad_()
+        first = 10 * dist.get_rank()
+        loss_BS = vocabulary.vocab_cross_entropy(part, y_BS, first, group)
+        expected_BS = F.cross_entropy(whole.float().flatten(0, 1), y_BS.flatten(), reduction="none").view(2, S)
+        loss_BS.mean().backward()
+        expected_BS.mean().backward()
+        apart = (loss_BS - expected_BS).abs().max(), (part.grad - split(whole.grad, group, -1)).abs().max()
+        seen.append((*(x.item() for x in apart), part.grad.dtype == dtype))
+    return seen
+
+
+def the_rest():
+    return {
+        "far from zero": far_from_zero(),
+        "trained": trained(0.5),
+        "bfloat16": in_bfloat16(),
+        "autocast": under_autocast(),
+        "float32 gradients": gradients_in_float32(),
+        "mesh": in_columns_of_a_mesh(),
+        "traces": traces(),
+        "meta": on_meta(),
+        "by hand": by_hand(),
+    }
+
+
+@pytest.fixture(scope="module")
+def rest():
+    return launch(the_rest, 4)
+
+
+def test_three_clipped_steps_equal_one_process_and_each_parameter_counts_once_in_the_norm(rest):
+    for apart, norms, clipped, norm in (rank["trained"] for rank in rest):
+        assert norm > 0.5, "nothing was clipped"
+        assert norms < 1e-12 and clipped < 1e-10 and apart < 1e-8
+
+
+def test_bfloat16_parameters_train_with_masters(rest):
+    for has_masters, gain, dtype in (rank["bfloat16"] for rank in rest):
+        assert has_masters and gain > 0.3 and dtype == torch.bfloat16
+
+
+def test_forward_under_autocast_and_backward_outside_is_like_one_process(rest):
+    for apart, dtypes in (rank["autocast"] for rank in rest):
+        assert apart < 0.02 and dtypes == {torch.float32}
+
+
+def test_a_step_forgets_gradients_in_float32_and_none_to_clip_is_an_error(rest):
+    for left, refused in (rank["float32 gradients"] for rank in rest):
+        assert left == 0.0 and "call accumulate_gradients first" in refused
+
+
+def test_groups_inside_a_mesh_share_their_own_heads_only(rest):
+    assert max(max(rank["mesh"].values()) for rank in rest) < 1e-12
+
+
+def test_with_overlap_the_sum_of_the_input_gradient_begins_before_the_weight_gradients(rest):
+    for spans in (rank["traces"] for rank in rest):
+        for overlap, of_run in spans.items():
+            sums = [span for span in of_run if span.name == "sum of input gradients"]
+            weights = [span for span in of_run if span.name == "weight gradients"]
+            assert len(sums) == len(weights) == 2 * 2 + 1
+            assert len([span for span in of_run if span.name == "sum of outputs"]) == 2 * 2 + 1
+            assert {span.lane for span in sums} == {"communication"}
+            sums, weights = (sorted(each, key=lambda span: span.start_s) for each in (sums, weights))
+            assert all(s.start_s < w.start_s for s, w in zip(sums, weights))
+            if not overlap:
+                assert all(s.stop_s <= w.start_s + 1e-3 for s, w in zip(sums, weights))
+
+
+def test_a_model_without_numbers_tells_each_ranks_slices(rest):
+    for agree, whole, kv in (rank["meta"] for rank in rest):
+        assert agree and kv == [(0, 4), (0, 4), (4, 4), (4, 4)]
+        norms = [f"blocks.{layer}.{name}_norm.weight" for layer in (0, 1) for name in ("attention", "mlp")]
+        assert whole == [*norms, "norm.weight"]
+
+
+def test_the_loss_neither_overflows_nor_vanishes_and_is_float32_of_bfloat16_logits(rest):
+    for seen in (rank["far from zero"] for rank in rest):
+        for loss, gradient, same_dtype in seen:
+            assert loss < 1e-4 and gradient < 1e-4 and same_dtype, seen
+
+
+def test_column_and_row_stand_alone_and_logits_can_be_joined(rest):
+    for mine, plain, logits in (rank["by hand"] for rank in rest):
+        assert mine < 1e-12 and plain < 1e-12 and logits < 1e-5
+
+
+# --- errors
+
+
+REFUSED = {
+    "num_heads (6) must be divisible by tp (4); choose tp from 1, 2, 3, 6": config_of(
+        LLAMA, d_model=24, num_heads=6, num_kv_heads=6
+    ),
+    "num_heads (2) must be divisible by tp (4); choose tp from 1, 2": config_of(LLAMA, num_heads=2),
+    "num_kv_heads (6) must be divisible by tp (4), or divide it; choose tp from 1, 2, 3, 6, 12": config_of(
+        LLAMA, d_model=24, num_heads=12, num_kv_heads=6
+    ),
+    "d_ff (6) leaves a rank of tp (4) with none": config_of(LLAMA, d_ff=6),
+    "vocab_size (9) leaves a rank of tp (4) with none": config_of(LLAMA, vocab_size=9),
+    "family is 'xlmr'": config_of(LLAMA, family="xlmr", num_kv_heads=4),
+}
+
+
+def refusals():
+    group, messages = dist.group.WORLD, []
+    untouched = []
+    twice = tensor.build(model.build(LLAMA), group)
+    attempts = [(model.build(config), group) for config in REFUSED.values()]
+    attempts += [(model.build(LLAMA), None), (twice, group)]
+    with ByteMeter() as meter:
+        for whole, given in attempts:
+            before = [id(p) for p in whole.parameters()]
+            with pytest.raises(ValueError) as error:
+                tensor.build(whole, given)
+            messages.append(str(error.value))
+            untouched.append(before == [id(p) for p in whole.parameters()])
+    return messages, untouched, meter.calls
+
+
+def test_what_cannot_be_cut_is_refused_before_anything_is_sent_or_changed():
+    for messages, untouched, calls in launch(refusals, 4):
+        expected = [*REFUSED, "build got None as its group", "blocks.0.attention.q is a ColumnLinear"]
+        assert all(message.startswith(start) for message, start in zip(messages, expected, strict=True)), messages
+        assert all(untouched) and calls == {}

@@ -1,0 +1,190 @@
+"""Ulysses against one process: attention, whole models, inside a ring, beside tensor parallelism; exact bytes."""
+
+import dataclasses
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_lib import model, training
+from course_lib.comm import make_groups
+from course_lib.comm.conjugate import InFlight
+from course_lib.config import ModelConfig
+from course_lib.launch import launch
+from course_lib.layout import PLACEMENTS, Mesh
+from course_lib.measure import ByteMeter
+from course_lib.model import fused_attention
+from course_lib.parallel import context, tensor, ulysses
+from course_lib.parallel.positions import positions
+from course_lib.parallel.vocabulary import vocab_cross_entropy
+
+LAYERS, S, ROWS, H = 2, 16, (2, 1), 4
+LLAMA = ModelConfig("llama", LAYERS, d_model=32, num_heads=8, num_kv_heads=4, d_ff=24, vocab_size=32, max_seq_len=S)
+GPT = dataclasses.replace(LLAMA, name="gpt", family="gpt", num_kv_heads=8)
+FEW = dataclasses.replace(LLAMA, num_kv_heads=2, tied=True)  # too few key/value heads for 4 ranks
+CASES = {  # (config, recompute, attention, options of build)
+    "zigzag": (LLAMA, "none", "fused", {"placement": "zigzag"}),
+    "contiguous, explicit": (LLAMA, "selective", "explicit", {"placement": "contiguous"}),
+    "striped gpt, full recomputation": (GPT, "full", "fused", {"placement": "striped"}),
+}
+BOTH = {f"{placement} 2 x 2": (FEW, "none", "fused", {"placement": placement, "outer": 2}) for placement in PLACEMENTS}
+
+
+def cases_of(size):
+    return CASES | (BOTH if size == 4 else {})
+
+
+def micro_batches():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(LLAMA.vocab_size, (2, rows, S), generator=generator).unbind(0) for rows in ROWS]
+
+
+def worst(gradients, loss, config):
+    """Largest difference from one process, of the loss or a gradient, as a share of the largest entry of all."""
+    whole = model.build(config, dtype=torch.float64)
+    num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches())
+    expected = sum(training.loss_of(whole, x, y) * (y.numel() / num_tokens) for x, y in micro_batches())
+    expected.backward()
+    grads = {name: param.grad for name, param in whole.named_parameters()}
+    assert gradients.keys() == grads.keys()
+    largest = max(grad.abs().max() for grad in grads.values())
+    apart = max((gradients[name] - grad).abs().max() / largest for name, grad in grads.items())
+    return max(apart.item(), abs(loss - expected.detach()).item())
+
+
+def measure(case):
+    config, recompute, attention, options = case
+    whole = model.build(config, dtype=torch.float64, recompute=recompute, attention=attention)
+    engine = context.build(whole, dist.group.WORLD, method="ulysses", **options)
+    with ByteMeter() as meter:
+        loss = context.accumulate_gradients(engine, micro_batches())
+    return worst(context.full_gradients(engine), loss, config), meter.calls, meter.by_collective
+
+
+def attention_alone(placement):
+    """Largest difference of output and gradients; queries as a model has them, not contiguous; not causal either."""
+    group, generator, apart = dist.group.WORLD, torch.Generator().manual_seed(0), []
+    mine = positions(placement, S, group.size(), group.rank())
+    for causal in (True, False):
+        heads = [torch.randn(2, S, n, H, generator=generator).double() for n in (8, 4, 4)]
+        weights = torch.randn(2, 8, S, H, generator=generator).double()
+        whole = [x.transpose(1, 2).clone().requires_grad_() for x in heads]
+        parts = [x[:, mine].transpose(1, 2).detach().requires_grad_() for x in heads]
+        expected = fused_attention(*whole, causal)
+        out = ulysses.ulysses_core(group, placement)(*parts, causal)
+        (expected * weights).sum().backward()
+        (out * weights[:, :, mine]).sum().backward()
+        pairs = [(out, expected), *((part.grad, one.grad) for part, one in zip(parts, whole))]
+        apart += [(ours - one[:, :, mine]).abs().max().item() for ours, one in pairs]
+    return max(apart)
+
+
+def starts_and_waits():
+    """In which order messages are begun and waited for, forward and backward."""
+    log, group = [], dist.group.WORLD
+    start, wait = ulysses.start_all_to_all, InFlight.wait
+    x = torch.randn(1, 8, 2, H, requires_grad=True)
+    with (
+        patch.object(ulysses, "start_all_to_all", lambda *args: log.append("start") or start(*args)),
+        patch.object(InFlight, "wait", lambda in_flight: log.append("wait") or wait(in_flight)),
+    ):
+        ulysses.ulysses_attention(x, x, x, group, "contiguous").sum().backward()
+    return log
+
+
+def too_few_heads():
+    x = torch.randn(1, 3, 4, H)
+    with ByteMeter() as meter, pytest.raises(ValueError) as error:
+        ulysses.ulysses_attention(x, x, x, dist.group.WORLD, "zigzag")
+    return str(error.value), meter.calls
+
+
+def beside_tensor_parallelism():
+    """Each rank has half of the heads of half of the tokens; Ulysses makes that a quarter of the heads."""
+    groups = make_groups(Mesh(cp=2, tp=2))
+    engine = tensor.build(model.build(LLAMA, dtype=torch.float64), groups["tp"])
+
+    def token_losses(logits_Bsv, y_Bs):
+        return vocab_cross_entropy(logits_Bsv, y_Bs, engine.embed.first, groups["tp"])
+
+    context.build(engine, groups["cp"], method="ulysses", token_losses=token_losses)
+    loss = context.accumulate_gradients(engine, micro_batches())
+    return worst(tensor.full_gradients(engine), loss, LLAMA)
+
+
+def on_ranks():
+    found = {name: measure(case) for name, case in cases_of(dist.get_world_size()).items()}
+    found["alone"] = max(attention_alone(placement) for placement in PLACEMENTS)
+    found["order"], found["too few"] = starts_and_waits(), too_few_heads()
+    if dist.get_world_size() == 4:
+        found["tp"] = beside_tensor_parallelism()
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request):
+    return launch(on_ranks, request.param, quiet=True)
+
+
+def test_attention_of_my_tokens_is_that_of_the_whole_sequence(ranks):
+    assert max(found["alone"] for found in ranks) < 1e-12
+
+
+def test_loss_and_gradients_of_models_equal_one_process(ranks):
+    for found in ranks:
+        for name in cases_of(len(ranks)):
+            assert found[name][0] < 1e-10, (name, found[name][0])
+        assert found.get("tp", 0.0) < 1e-10
+
+
+def test_four_all_to_alls_a_layer_in_each_pass_carry_all_but_my_own_share(ranks):
+    size = len(ranks)
+    for name, (config, recompute, _, options) in cases_of(size).items():
+        inner, outer = size // options.get("outer", 1), options.get("outer", 1)
+        N, K = config.num_heads, config.num_kv_heads
+        again = {"none": (0, 0), "selective": (3, N + 2 * K), "full": (4, 2 * N + 2 * K)}[recompute]  # q k v, and out
+        numbers = sum(ROWS) * (S // size) * H * (2 * (2 * N + 2 * K) + again[1])
+        for _, calls, sent in (found[name] for found in ranks):
+            hops = 3 * (outer - 1)  # of the ring: k v, k v again, dk dv
+            assert calls["all_to_all"] == len(ROWS) * LAYERS * (4 + 4 + again[0] + hops)
+            block = 2 * sum(ROWS) * (K // inner) * (S // outer) * H * 8  # of the ring, for my heads
+            assert sent["all_to_all"] == LAYERS * (numbers * 8 * (inner - 1) // inner + hops * block)
+
+
+def test_queries_keys_and_values_are_under_way_together(ranks):
+    three, one = ["start"] * 3 + ["wait"] * 3, ["start", "wait"]
+    assert all(found["order"] == three + one + one + three for found in ranks)
+
+
+def test_heads_that_do_not_divide_are_refused_before_anything_is_sent(ranks):
+    for message, calls in (found["too few"] for found in ranks):
+        assert message.startswith(f"num_heads (3) must be divisible by cp ({len(ranks)})") and calls == {}
+
+
+BOTH_TOGETHER = ", or both: Ulysses over 2 inside, a ring over 2 outside"
+REFUSED = {  # (query heads, key/value heads, ranks): what is wrong, what would do, an end
+    (8, 2, 4): ("num_kv_heads (2) must be divisible by cp (4)", "1, 2", BOTH_TOGETHER),
+    (6, 6, 4): ("num_heads (6) must be divisible by cp (4)", "1, 2, 3, 6", BOTH_TOGETHER),
+    (8, 1, 2): ("num_kv_heads (1) must be divisible by cp (2)", "1", ""),
+}
+
+
+@pytest.mark.parametrize("heads", REFUSED)
+def test_the_limit_by_heads_says_what_to_choose(heads):
+    with pytest.raises(ValueError) as error:
+        ulysses.check_ulysses(*heads)
+    wrong, choices, end = REFUSED[heads]
+    choose = f'choose cp from {choices}, or method="ring", which has no such limit{end}'
+    assert str(error.value) == f"{wrong}: Ulysses gives each rank whole heads; {choose}"
+
+
+def test_inner_ranks_share_what_one_rank_of_the_ring_has():
+    for placement in PLACEMENTS:
+        for ring_rank in range(2):
+            shares = [ulysses.inner_positions(placement, S, (2, rank), (2, ring_rank)) for rank in range(2)]
+            assert torch.equal(torch.cat(shares), positions(placement, S, 2, ring_rank))
+    with pytest.raises(
+        ValueError, match="leaves 6 tokens, which Ulysses over 4 does not divide; choose a multiple of 16"
+    ):
+        ulysses.inner_positions("zigzag", 12, (4, 0), (2, 0))

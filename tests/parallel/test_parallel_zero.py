@@ -1,0 +1,702 @@
+"""ZeRO from scratch: gradients and parameters against one process, bytes sent and held against the formulas."""
+
+import copy
+import dataclasses
+import itertools
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_lib import model
+from course_lib.config import PRESETS, ModelConfig
+from course_lib.launch import RankError, launch
+from course_lib.measure import ByteMeter, MemoryTracker
+from course_lib.memory.zero import zero_gathered_bytes, zero_state_bytes, zero_units
+from course_lib.parallel import data as stage_0
+from course_lib.parallel import shards, zero
+from course_lib.training import MasterAdamW, data, loss_of
+
+SMALL_BUCKETS = 3000  # bytes: several buckets for the tiny models below
+MICRO_BATCHES = {2: 3, 3: 1, 4: 2}  # by number of ranks; a rank has 3 rows: in 2 parts they are 2 and 1
+CLIP = 0.05  # the gradients below are longer: clipping acts
+VOCAB = 11
+TINY = ModelConfig("tiny", 3, 12, num_heads=3, num_kv_heads=1, d_ff=17, vocab_size=VOCAB, max_seq_len=8)
+TINY_GPT = ModelConfig("tiny gpt", 2, 6, 2, 2, d_ff=25, vocab_size=VOCAB, max_seq_len=8, family="gpt", tied=True)
+
+
+# --- models
+
+
+class OddModel(nn.Module):
+    """One unit: sizes that no number of ranks divides, a tied head, a frozen layer, a strided parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 7)
+        self.up = nn.Linear(7, 13)
+        self.up.weight = nn.Parameter(torch.randn(7, 13).t())
+        self.frozen = nn.Linear(13, 7).requires_grad_(False)
+        self.head = nn.Linear(7, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x_BS):
+        return self.head(self.frozen(torch.tanh(self.up(self.embed(x_BS)))))
+
+
+def odd(seed):
+    torch.manual_seed(seed)
+    return OddModel().double()
+
+
+def llama(seed):
+    return model.build(TINY, seed, torch.float64)
+
+
+def recomputed(seed):
+    """Tied: the embedding's unit is used at both ends."""
+    return model.build(dataclasses.replace(TINY, tied=True), seed, torch.float64, recompute="full")
+
+
+def partly_frozen(seed):
+    """A whole block, and a matrix beside trained ones."""
+    built = model.build(TINY, seed, torch.float64, recompute="selective")
+    built.blocks[1].requires_grad_(False)
+    built.blocks[0].mlp.up.requires_grad_(False)
+    return built
+
+
+def top_trained(seed):
+    """Frozen up to the last block: backward never comes to the embedding and the first block."""
+    built = model.build(TINY, seed, torch.float64)
+    for frozen in (built.embed, built.blocks[0], built.blocks[1].attention_norm):
+        frozen.requires_grad_(False)
+    return built
+
+
+def gpt(seed):
+    return model.build(TINY_GPT, seed, torch.float64)
+
+
+MODELS = (odd, llama, partly_frozen, top_trained, recomputed, gpt)
+
+
+def padded_sizes(built, stage, size):
+    """(trained, frozen) numbers of every flat, by the parameters' names alone."""
+    if stage < 3:
+        plan = stage_0.assign_buckets(stage_0.trainable(built), SMALL_BUCKETS, SMALL_BUCKETS)
+        return {"trained": [up(sum(p.numel() for _, p in members), size) for members in plan], "frozen": []}
+    units = {"trained": {}, "frozen": {}}
+    for name, param in built.named_parameters():
+        start = ".".join(name.split(".")[:2]) if name.startswith("blocks") else name.split(".")[0]
+        unit = "start" if start in ("embed", "positions", "up", "frozen") else "end" if start == "norm" else start
+        kind = units["trained" if param.requires_grad else "frozen"]
+        kind["end" if unit == "head" else unit] = kind.get("end" if unit == "head" else unit, 0) + param.numel()
+    return {kind: [up(numel, size) for numel in sizes.values()] for kind, sizes in units.items()}
+
+
+def up(numel, size):
+    return math.ceil(numel / size) * size
+
+
+def expected_bytes(built, stage, size, micro_batches):
+    """What one rank sends in accumulate_gradients, and after the optimizer's step."""
+    sizes = padded_sizes(built, stage, size)
+    trained, frozen = 8 * sum(sizes["trained"]), 8 * sum(sizes["frozen"])
+    if stage < 3:
+        sent = (trained * (1 if stage == 1 else micro_batches), trained)
+    else:
+        below = [built.embed, built.blocks[0]] if not next(built.parameters()).requires_grad else []
+        skipped = 8 * sum(up(sum(p.numel() for p in unit.parameters()), size) for unit in below)
+        sent = (micro_batches * (2 * (trained + frozen) - skipped + trained), 0)
+    return tuple(payload * (size - 1) // size for payload in sent)
+
+
+# --- against one process
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What one rank saw of two steps: worst differences from one process, and bytes sent beside expected ones."""
+
+    gradients: float
+    parameters: float
+    norm: float
+    sent_bytes: tuple
+    expected_bytes: tuple
+    shapes: bool
+
+
+def measure(make_model, stage, micro_batches):
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    reference = make_model(0)
+    expected = expected_bytes(reference, stage, size, micro_batches)
+    wanted_shapes = [(numel // size,) for sizes in padded_sizes(reference, stage, size).values() for numel in sizes]
+    engine = zero.build(make_model(rank), group, stage, SMALL_BUCKETS)  # ranks begin with different parameters
+    optimizer = zero.make_optimizer(engine, lr=0.01)
+    trained = [p for p in reference.parameters() if p.requires_grad]
+    plain = torch.optim.AdamW(trained, lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
+    text_T = torch.randint(VOCAB, (400,), generator=torch.Generator().manual_seed(0))
+    worst = {"gradients": [], "parameters": [], "norm": []}
+    for index in range(2):
+        share = data.batch(text_T, index, 3 * size, seq_len=5, dp_rank=rank, dp_size=size)
+        with ByteMeter() as gradient_meter:
+            zero.accumulate_gradients(engine, data.micro_batches(*share, micro_batches))
+        loss_of(reference, *data.batch(text_T, index, 3 * size, seq_len=5)).backward()
+        worst["gradients"].append(difference(zero.full_gradients(engine), grads_of(reference)))
+        norm = zero.clip_gradients(engine, CLIP)
+        worst["norm"].append(abs(norm - nn.utils.clip_grad_norm_(trained, CLIP)).item())
+        optimizer.step()
+        plain.step()
+        with ByteMeter() as update_meter:
+            engine.share_update()
+        engine.zero_grad()
+        plain.zero_grad()
+        worst["parameters"].append(difference(zero.full_parameters(engine), dict(reference.named_parameters())))
+    shapes = sorted(tuple(shard.shape) for shard in engine.shards) == sorted(wanted_shapes)
+    sent = (gradient_meter.sent_bytes, update_meter.sent_bytes)
+    return Measured(*(max(of) for of in worst.values()), sent, expected, shapes)
+
+
+def grads_of(module):
+    return {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
+
+
+def difference(found, wanted):
+    assert found.keys() == wanted.keys(), sorted(found.keys() ^ wanted.keys())
+    return max((found[name] - wanted[name]).abs().max().item() for name in wanted)
+
+
+def measure_all():
+    return {
+        (make_model.__name__, stage): measure(make_model, stage, MICRO_BATCHES[dist.get_world_size()])
+        for make_model in MODELS[:: dist.get_world_size() // 2]  # on four ranks every second
+        for stage in (1, 2, 3)
+    }
+
+
+@pytest.fixture(scope="module")
+def right():
+    return {size: launch(measure_all, size) for size in MICRO_BATCHES}
+
+
+@pytest.mark.parametrize("size", MICRO_BATCHES)
+def test_gradients_norm_and_parameters_after_adamw_equal_one_process(right, size):
+    for of_rank in right[size]:
+        for key, measured in of_rank.items():
+            assert max(measured.gradients, measured.norm, measured.parameters) < 1e-10, (key, measured)
+
+
+@pytest.mark.parametrize("size", MICRO_BATCHES)
+def test_bytes_sent_are_those_of_the_stage_with_and_without_accumulation(right, size):
+    for of_rank in right[size]:
+        for key, measured in of_rank.items():
+            assert measured.sent_bytes == measured.expected_bytes, key
+            assert measured.shapes, key
+
+
+def test_the_stages_send_2_2_and_3_times_the_padded_parameters(right):
+    size = 3  # with one micro-batch
+    for name in ("llama", "recomputed", "gpt"):
+        built = globals()[name](0)
+        for stage, times in ((1, 2), (2, 2), (3, 3)):
+            payload = 8 * sum(padded_sizes(built, stage, size)["trained"])
+            assert sum(right[size][0][name, stage].sent_bytes) == times * payload * (size - 1) // size
+
+
+def test_three_micro_batches_cost_stage_2_and_3_three_times_the_gradients(right):
+    payload = {stage: 4 * sum(padded_sizes(llama(0), stage, 2)["trained"]) for stage in (1, 2, 3)}
+    totals = {stage: sum(right[2][0]["llama", stage].sent_bytes) for stage in (1, 2, 3)}
+    assert totals == {1: 2 * payload[1], 2: (3 + 1) * payload[2], 3: 3 * 3 * payload[3]}
+
+
+# --- bytes held
+
+TOY = dataclasses.replace(PRESETS["toy"], vocab_size=259)  # an embedding that 3 ranks must pad
+
+
+def memory(recipe, stage, prefetch=True, config=TOY, recompute="none"):
+    """Of a second step: bytes by kind before gradients are dropped, the most of each kind, gradients afterwards."""
+    dtype, grad_dtype = {
+        "fp32": (torch.float32, None),
+        "bf16-master": (torch.bfloat16, None),
+        "bf16-master-fp32-grads": (torch.bfloat16, torch.float32),
+    }[recipe]
+    built = model.build(config, dtype=dtype, recompute=recompute)
+    engine = zero.build(built, dist.group.WORLD, stage, 100_000, prefetch, grad_dtype=grad_dtype)
+    optimizer = zero.make_optimizer(engine)
+    batches = [(torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.int64))] * 2
+    zero.step(engine, batches, optimizer)
+    with MemoryTracker(engine, optimizer) as tracker:
+        zero.accumulate_gradients(engine, batches)
+        optimizer.step()
+        engine.share_update()
+        held = tracker.current_by_kind()
+        engine.zero_grad()
+        gradients_after = tracker.current("gradients")
+        peaks = {kind: max(values, default=0) for kind, values in tracker.timeline.bytes_by_kind.items()}
+    return held, peaks, gradients_after
+
+
+def memory_all():
+    recipes = ("fp32", "bf16-master", "bf16-master-fp32-grads") if dist.get_world_size() == 2 else ("fp32",)
+    states = {(recipe, stage): memory(recipe, stage) for recipe in recipes for stage in (1, 2, 3)}
+    peaks = {
+        "whole": memory("fp32", 3)[1],
+        "no prefetch": memory("fp32", 3, prefetch=False)[1],
+        "recomputed": memory("bf16-master", 3, recompute="full")[1],
+        "tied": memory("fp32", 3, config=dataclasses.replace(TOY, tied=True))[1],
+    }
+    return states, {name: peak["gathered"] for name, peak in peaks.items()}
+
+
+@pytest.fixture(scope="module")
+def memories():
+    return {size: launch(memory_all, size) for size in (2, 3)}
+
+
+def toy_units(recipe, stage):
+    itemsize = 4 if recipe == "fp32" else 2
+    if stage == 3:
+        return zero_units(TOY, 3)
+    built = model.build(TOY, dtype=torch.float32 if itemsize == 4 else torch.bfloat16, device="meta")
+    plan = stage_0.assign_buckets(stage_0.trainable(built), 100_000, 100_000)
+    return [sum(param.numel() for _, param in members) for members in plan]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_kind_of_bytes_held_equals_the_formula_to_the_byte(memories, size):
+    for states, _ in memories[size]:
+        for (recipe, stage), (held, _, gradients_after) in states.items():
+            predicted = zero_state_bytes(toy_units(recipe, stage), stage, size, recipe)
+            assert {kind: held[kind] for kind in ("parameters", "gradients", "optimizer", "gathered")} == {
+                "parameters": predicted.parameters,
+                "gradients": predicted.gradients,
+                "optimizer": predicted.optimizer,
+                "gathered": 0,
+            }, (recipe, stage)
+            assert gradients_after == 0
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gathered_parameters_peak_at_two_units(memories, size):
+    units = zero_units(TOY, 3)
+    for states, gathered in memories[size]:
+        assert gathered == {
+            "whole": zero_gathered_bytes(units, 3, size, "fp32"),
+            "no prefetch": zero_gathered_bytes(units, 3, size, "fp32", prefetch=False),
+            "recomputed": zero_gathered_bytes(units, 3, size, "bf16-master"),
+            "tied": 4 * up(units[0], size) + zero_gathered_bytes(units[1:-1], 3, size, "fp32"),
+        }
+        assert gathered["no prefetch"] < gathered["whole"] < 4 * sum(units) / 2
+        assert states["fp32", 2][1]["gathered"] == 0
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_stage_2_never_holds_more_than_two_whole_buckets_of_gradients(memories, size):
+    for states, _ in memories[size]:
+        units = [4 * up(unit, size) for unit in toy_units("fp32", 2)]
+        assert len(units) > 6
+        assert states["fp32", 2][1]["temporary"] < 3 * max(units) < sum(units)
+
+
+# --- wrong engines: each must be found out
+
+
+@contextmanager
+def planted(owner, name, wrong):
+    """Replaces one step of the algorithm by a wrong one, in this rank."""
+    right = getattr(owner, name)
+    setattr(owner, name, wrong(right))
+    try:
+        yield
+    finally:
+        setattr(owner, name, right)
+
+
+def forgets_to_divide(collect):
+    def wrong(flat, param):
+        param.grad.mul_(flat.group.size())
+        collect(flat, param)
+
+    return wrong
+
+
+def fills_the_padding(collect):
+    def wrong(flat, param):
+        collect(flat, param)
+        flat.grad_P[sum(p.numel() for p in flat.params) :] = 1.0
+
+    return wrong
+
+
+def overwrites(finish_reduce_scatter):
+    def wrong(flat):
+        if flat.reduction is not None:
+            shards.set_gradient(flat.shard_p, None)
+        finish_reduce_scatter(flat)
+
+    return wrong
+
+
+def never_frees(hold):
+    def wrong(engine, now, following=(), name=None):
+        for flat in now:
+            flat.start_gather()
+            flat.wait_for_gather()
+
+    return wrong
+
+
+def does_not_gather_for_backward(before_backward):
+    def wrong(engine, index):
+        engine.in_backward = True
+        engine._reduce([flat for flat in engine.flats if engine.first_use[flat] == index + 1])
+
+    return wrong
+
+
+def never_pads(flatten_and_pad):
+    return lambda tensors, num_pieces: torch.cat([tensor.flatten() for tensor in tensors])
+
+
+BUGS = {  # owner, name, wrong version, stage that has it
+    "forgets to divide": (shards.FlatShard, "collect", forgets_to_divide, 2),
+    "fills the padding": (shards.FlatShard, "collect", fills_the_padding, 2),
+    "clips by its own norm": (shards.comm, "all_reduce_", lambda right: lambda x, group: None, 1),
+    "overwrites earlier micro-batches": (shards.FlatShard, "finish_reduce_scatter", overwrites, 3),
+    "shares before the step": (zero.ZeroBuckets, "share_update", lambda right: lambda engine: None, 1),
+    "never frees": (zero.ZeroUnits, "_hold", never_frees, 3),
+}
+
+
+def plant_bugs():
+    found = {}
+    for bug, (owner, name, wrong, stage) in BUGS.items():
+        with planted(owner, name, wrong):
+            found[bug] = measure(odd if stage == 2 else llama, stage, micro_batches=2)
+    with planted(zero.ZeroUnits, "_hold", never_frees):
+        held = memory("fp32", 3)[0]
+    return found, held["parameters"] + held["gathered"]
+
+
+@pytest.fixture(scope="module")
+def wrong():
+    return launch(plant_bugs, 2)[0]
+
+
+def test_wrong_averages_are_found_in_the_gradients(wrong):
+    assert wrong[0]["forgets to divide"].gradients > 1e-3
+    assert wrong[0]["overwrites earlier micro-batches"].gradients > 1e-3
+
+
+def test_wrong_norms_are_found_although_gradients_are_right(wrong):
+    for bug in ("fills the padding", "clips by its own norm"):
+        assert wrong[0][bug].gradients < 1e-3 < 1e-2 < wrong[0][bug].norm
+
+
+def test_parameters_shared_before_the_step_are_found_one_step_later(wrong):
+    measured = wrong[0]["shares before the step"]
+    assert measured.gradients > 1e-3 and measured.sent_bytes[1] == 0 < measured.expected_bytes[1]
+
+
+def test_a_stage_3_that_never_frees_is_found_in_the_bytes_held_and_sent(wrong):
+    measured = wrong[0]["never frees"]
+    assert measured.sent_bytes[0] < measured.expected_bytes[0]
+    assert wrong[1] == (4 + 2) * sum(up(unit, 2) for unit in zero_units(TOY, 3))  # beside the shards
+
+
+def test_padding_and_backward_gathers_cannot_be_left_out():
+    def without_padding():
+        with planted(shards, "flatten_and_pad", never_pads):
+            measure(odd, 1, 1)
+
+    def without_gathering():
+        with planted(zero.ZeroUnits, "_before_backward", does_not_gather_for_backward):
+            measure(llama, 3, 1)
+
+    with pytest.raises(RankError, match="pieces"):
+        launch(without_padding, 2, quiet=True)
+    with pytest.raises(RankError, match="data is not allocated|storage"):
+        launch(without_gathering, 2, quiet=True)
+
+
+# --- what else a learner or a model may do
+
+
+class Branches(nn.Module):
+    """Uses one of two layers; a third is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.layers = nn.ModuleDict({str(index): nn.Linear(8, VOCAB) for index in range(3)})
+        self.layer = 0
+
+    def forward(self, x_BS):
+        return self.layers[str(self.layer)](self.embed(x_BS))
+
+
+def some_batches(count, seed=0):
+    text_T = torch.randint(VOCAB, (200,), generator=torch.Generator().manual_seed(seed))
+    return [data.batch(text_T, index, 2, seq_len=5) for index in range(count)]
+
+
+def message_of(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+def unused_parameters(stage):
+    """Ranks use different layers; the mean over ranks counts what a rank did not use as zeros."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    refused = message_of(zero.accumulate_gradients, zero.build(Branches(), group, stage, 300), some_batches(1))
+    branches = Branches().double()
+    engine = zero.build(branches, group, stage, 300, allow_unused=True)
+    reference = copy.deepcopy(Branches().double())
+    reference.load_state_dict(zero.full_parameters(engine))
+    branches.layer = rank
+    zero.accumulate_gradients(engine, some_batches(1, seed=rank))
+    for other in range(2):
+        reference.layer = other
+        (loss_of(reference, *some_batches(1, seed=other)[0]) / 2).backward()
+    gradients = zero.full_gradients(engine)
+    unused = gradients["layers.2.weight"].abs().max().item()
+    return refused, unused, max((gradients[n] - g).abs().max().item() for n, g in grads_of(reference).items())
+
+
+def backward_twice(stage):
+    engine = zero.build(llama(0), dist.group.WORLD, stage, SMALL_BUCKETS)
+    for batch in some_batches(2):
+        loss_of(engine, *batch).backward()
+
+
+def evaluation():
+    """Under no_grad before, between and after training: the right logits, nothing left gathered."""
+    reference = llama(0)
+    engine = zero.build(llama(0), dist.group.WORLD, 3)
+    x_BS, y_BS = some_batches(1)[0]
+    found = []
+    for _ in range(2):
+        with torch.no_grad():
+            found.append((engine(x_BS) - reference(x_BS)).abs().max().item())
+        found.append(sum(flat.whole_P.untyped_storage().nbytes() for flat in engine.flats))
+        zero.accumulate_gradients(engine, [(x_BS, y_BS)])
+        found.append(sum(flat.whole_P.untyped_storage().nbytes() for flat in engine.flats))
+    loss_of(reference, x_BS, y_BS).backward()
+    twice = {name: 2 * grad for name, grad in grads_of(reference).items()}
+    return max(found), difference(zero.full_gradients(engine), twice)
+
+
+def accumulates_over_calls(stage):
+    """Without zero_grad in between, gradients of two calls add up, as they do in one process."""
+    engine, reference = zero.build(llama(0), dist.group.WORLD, stage, SMALL_BUCKETS), llama(0)
+    for batch in some_batches(2):
+        zero.accumulate_gradients(engine, [batch])
+        loss_of(reference, *batch).backward()
+    return difference(zero.full_gradients(engine), grads_of(reference))
+
+
+def begun_again(stage):
+    """A backward pass that fails in the middle, zero_grad, and the same pass again."""
+    engine, reference = zero.build(llama(0), dist.group.WORLD, stage, SMALL_BUCKETS), llama(0)
+
+    def fail(module, grads):
+        raise FloatingPointError
+
+    hook = engine.module.blocks[1].mlp.down.register_full_backward_pre_hook(fail)
+    with pytest.raises(FloatingPointError):
+        zero.accumulate_gradients(engine, some_batches(1))
+    hook.remove()
+    engine.zero_grad()
+    whole = sum(flat.whole_P.untyped_storage().nbytes() for flat in engine.flats) if stage == 3 else 0
+    zero.accumulate_gradients(engine, some_batches(1))
+    loss_of(reference, *some_batches(1)[0]).backward()
+    return difference(zero.full_gradients(engine), grads_of(reference)), whole
+
+
+def resumed(stage):
+    """The second step after the optimizer's state was loaded: parameters to the bit, and gradients forgotten by it."""
+    config, after = dataclasses.replace(PRESETS["toy"], num_layers=1), []
+    for interrupted in (False, True):
+        engine = zero.build(
+            model.build(config, dtype=torch.bfloat16), dist.group.WORLD, stage, grad_dtype=torch.float32
+        )
+        optimizer = zero.make_optimizer(engine, lr=0.01)
+        zero.step(engine, some_batches(1), optimizer)
+        if interrupted:
+            saved, optimizer = copy.deepcopy(optimizer.state_dict()), zero.make_optimizer(engine, lr=0.01)
+            optimizer.load_state_dict(saved)
+            zero.accumulate_gradients(engine, some_batches(1))
+            optimizer.zero_grad()
+        zero.step(engine, some_batches(2)[1:], optimizer)
+        after.append(zero.full_parameters(engine))
+    return all(torch.equal(after[0][name], after[1][name]) for name in after[0])
+
+
+def steps_lower_the_loss(stage, dtype, grad_dtype):
+    """The same batch on all ranks: one process with the course's MasterAdamW must see the same losses."""
+    config = dataclasses.replace(PRESETS["toy"], num_layers=1)
+    engine = zero.build(model.build(config, dtype=dtype), dist.group.WORLD, stage, grad_dtype=grad_dtype)
+    optimizer = zero.make_optimizer(engine, lr=0.01)
+    reference = model.build(config, dtype=dtype)
+    plain = MasterAdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
+    losses = []
+    for _ in range(5):
+        losses.append(zero.step(engine, some_batches(1), optimizer, clip_norm=1.0).item())
+        plain.zero_grad()
+        loss = loss_of(reference, *some_batches(1)[0])
+        loss.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        plain.step()
+        losses[-1] = (losses[-1], loss.item())
+    states = {key: value.dtype for key, value in optimizer.state[engine.flats[0].shard_p].items()}
+    return losses, states
+
+
+def mistakes():
+    group, built = dist.group.WORLD, llama(0)
+    calls = {
+        "stage": lambda: zero.build(built, group, stage=4),
+        "group": lambda: zero.build(built, None),
+        "meta": lambda: zero.build(model.build(TINY, device="meta"), group),
+        "frozen": lambda: zero.build(llama(0).requires_grad_(False), group),
+        "again": lambda: zero.build(zero.build(llama(0), group, stage=3).module, group, stage=3),
+        "again 1": lambda: zero.build(zero.build(llama(0), group, stage=1).module, group, stage=1),
+        "again 2": lambda: zero.build(zero.build(llama(0), group, stage=2).module, group, stage=3),
+    }
+    return {name: message_of(call) for name, call in calls.items()}
+
+
+def four_weights(stage):
+    """Two ranks see x = 1 1 1 1 and x = 2 2 2 2; the loss is (w x)^2 / 2: gradients 10 and 40, mean 25."""
+    after = []
+    for make in (
+        lambda mine: torch.optim.SGD(mine, lr=0.1),
+        lambda mine: shards.ShardedAdamW(mine, 0.1, weight_decay=0),
+    ):
+        line = nn.Linear(4, 1, bias=False)
+        line.weight.data = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+        engine = zero.build(line, dist.group.WORLD, stage)
+        optimizer = make(engine.shards)
+        (engine(torch.full((4,), dist.get_rank() + 1.0)) ** 2 / 2).sum().backward()
+        engine.finish()
+        gradient = engine.flats[0].shard_p.grad.tolist()
+        optimizer.step()
+        engine.share_update()
+        after.append(zero.full_parameters(engine)["weight"].flatten().tolist())
+    return gradient, after
+
+
+def traces():
+    found = {}
+    for stage in (2, 3):
+        trace = []
+        engine = zero.build(llama(0), dist.group.WORLD, stage, SMALL_BUCKETS, trace=trace)
+        zero.step(engine, some_batches(1), zero.make_optimizer(engine), trace=trace if stage == 2 else None)
+        found[stage] = trace
+    return found
+
+
+def the_rest():
+    return {
+        "unused": {stage: unused_parameters(stage) for stage in (1, 2, 3)},
+        "twice": {stage: message_of(backward_twice, stage) for stage in (1, 2, 3)},
+        "evaluation": evaluation(),
+        "over calls": [accumulates_over_calls(stage) for stage in (1, 2, 3)],
+        "begun again": [begun_again(stage) for stage in (1, 2, 3)],
+        "resumed": [resumed(stage) for stage in (1, 2, 3)],
+        "bf16": {stage: steps_lower_the_loss(stage, torch.bfloat16, torch.float32) for stage in (1, 2, 3)},
+        "fp32": steps_lower_the_loss(3, torch.float32, None),
+        "mistakes": mistakes(),
+        "four weights": [four_weights(stage) for stage in (1, 2, 3)],
+        "traces": traces(),
+    }
+
+
+@pytest.fixture(scope="module")
+def rest():
+    return launch(the_rest, 2)
+
+
+def test_a_parameter_without_gradient_is_an_error_or_counts_as_zeros(rest):
+    for of_rank in rest:
+        for refused, unused, worst in of_rank["unused"].values():
+            assert "layers.2.weight" in refused and "allow_unused=True" in refused
+            assert unused == 0.0 and worst < 1e-10
+
+
+def test_a_second_backward_pass_before_finish_is_refused(rest):
+    for of_rank in rest:
+        assert all("arrived a second time before finish()" in text for text in of_rank["twice"].values())
+
+
+def test_evaluation_gathers_and_frees_and_leaves_training_alone(rest):
+    for of_rank in rest:
+        assert max(of_rank["evaluation"]) < 1e-10
+
+
+def test_gradients_of_two_calls_add_up_until_they_are_zeroed(rest):
+    assert max(worst for of_rank in rest for worst in of_rank["over calls"]) < 1e-10
+
+
+def test_a_pass_that_failed_leaves_nothing_behind_once_gradients_are_zeroed(rest):
+    for of_rank in rest:
+        assert all(worst < 1e-10 and whole == 0 for worst, whole in of_rank["begun again"]), of_rank["begun again"]
+
+
+def test_a_loaded_optimizer_goes_on_to_the_bit_and_its_zero_grad_forgets_fp32_gradients(rest):
+    assert all(same for of_rank in rest for same in of_rank["resumed"])
+
+
+def test_bf16_parameters_train_with_fp32_masters_and_gradients_as_in_one_process(rest):
+    for losses, states in [*rest[0]["bf16"].values(), rest[0]["fp32"]]:
+        assert losses[-1][0] < losses[0][0] - 0.5
+        assert all(abs(mine - one_process) < 0.05 for mine, one_process in losses), losses
+        assert set(states.values()) == {torch.float32}
+    assert "master" in rest[0]["bf16"][3][1] and "master" not in rest[0]["fp32"][1]
+
+
+def test_errors_say_what_to_do(rest):
+    texts = rest[0]["mistakes"]
+    assert "stage is 4; choose 1, 2 or 3 (stage 0" in texts["stage"]
+    assert "dist.group.WORLD" in texts["group"]
+    assert "sharded this model already" in texts["again"]
+    assert "an engine has this model already" in texts["again 1"] and "build it anew" in texts["again 2"]
+    assert "meta device" in texts["meta"] and "unfreeze" in texts["frozen"]
+
+
+def test_four_weights_move_as_worked_out_by_hand(rest):
+    for of_rank in rest:
+        for gradient, (sgd, adam) in of_rank["four weights"]:
+            assert gradient == [25.0, 25.0]
+            assert sgd == pytest.approx([-1.5, -0.5, 0.5, 1.5])
+            assert adam == pytest.approx([0.9, 1.9, 2.9, 3.9])
+
+
+def test_the_trace_shows_the_next_unit_under_way_while_one_computes(rest):
+    for of_rank in rest:
+        spans = {(span.lane, span.name): span for span in of_rank["traces"][3]}
+        computing = [span for span in of_rank["traces"][3] if span.lane == "compute"]
+        assert [span.name for span in computing if span.name.startswith("forward")] == [
+            "forward embed", "forward blocks.0", "forward blocks.1", "forward blocks.2", "forward norm + head",
+        ]  # fmt: skip
+        assert all(one.stop_s <= other.start_s for one, other in itertools.pairwise(computing))
+        gathers = sorted((s for s in of_rank["traces"][3] if s.name.startswith("gather")), key=lambda s: s.start_s)
+        assert len(gathers) == 2 * 5
+        assert gathers[1].name == "gather blocks.0" and gathers[1].start_s < spans["compute", "forward embed"].start_s
+        assert sum(span.name.startswith("reduce") for span in of_rank["traces"][3]) == 5
+        assert {span.name for span in of_rank["traces"][2]} > {"forward", "backward", "optimizer", "reduce bucket 0"}
+
+
+def test_units_are_what_runs_one_after_the_other():
+    labels = [label for label, _ in shards.units_of(model.build(TINY_GPT, device="meta"))]
+    assert labels == ["embed + positions + dropout", "blocks.0", "blocks.1", "norm + head"]
+    members = {label: [name for name, _ in of] for label, of in shards.unit_parameters(recomputed(0))}
+    assert members["embed"] == ["embed.weight"] and members["norm + head"] == ["norm.weight"]

@@ -1,0 +1,284 @@
+"""Ring attention: tiles against their written-out twin, merging, overlap, work done, rounding."""
+
+import dataclasses
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_lib.launch import launch
+from course_lib.layout import PLACEMENTS, tile
+from course_lib.measure import ByteMeter, MemoryTracker
+from course_lib.model import explicit_attention
+from course_lib.parallel import tiles
+from course_lib.parallel.gathered import gathered_attention
+from course_lib.parallel.merge_error import inputs_of, merge_errors, ring_in_one_process
+from course_lib.parallel.positions import positions
+from course_lib.parallel.ring import ring_attention
+from course_lib.parallel.tiles import KERNELS, Plan, merge
+
+S, B, N, K, H = 16, 2, 4, 2, 8
+METHODS = {"ring": ring_attention, "all_gather": gathered_attention}
+
+
+def random(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def whole_inputs():
+    """q, k, v and the gradient of the output, of all tokens; the same on every rank."""
+    return [random(B, heads, S, H, seed=seed) for seed, heads in enumerate((N, K, K, N))]
+
+
+# --- one tile
+
+
+@pytest.mark.parametrize("value_dim", [H - 2, H, H + 2])  # latent attention's values are shorter than its keys
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_fused_kernel_equals_its_twin_forward_and_backward_on_any_rows_and_columns(causal, value_dim):
+    q, k, _, _ = whole_inputs()
+    v, grad = random(B, K, S, value_dim, seed=2), random(B, N, S, value_dim, seed=3)
+    lse = random(B, N, S, seed=9) + 4.0  # of whole rows, larger than of this tile alone
+    for rows, columns in [(slice(0, 16), slice(0, 16)), (slice(8, 16), slice(0, 8)), (slice(1, 16), slice(0, 15))]:
+        mine, theirs = (x[:, :, rows] for x in (q, grad)), (x[:, :, columns] for x in (k, v))
+        (q_rows, grad_rows), (k_columns, v_columns) = mine, theirs
+        forward = [kernel.forward(q_rows, k_columns, v_columns, causal) for kernel in KERNELS.values()]
+        out_rows = random(B, N, S, value_dim, seed=8)[:, :, rows]
+        saved = (grad_rows, q_rows, k_columns, v_columns, out_rows, lse[:, :, rows])
+        backward = [kernel.backward(*saved, causal) for kernel in KERNELS.values()]
+        for fused, explicit in [*zip(*forward), *zip(*backward)]:
+            torch.testing.assert_close(fused, explicit, rtol=0, atol=1e-13)
+
+
+def test_both_kernels_give_a_log_sum_exp_in_float32_for_bfloat16():
+    q, k, v, _ = (x.bfloat16() for x in whole_inputs())
+    (fused, fused_lse), (explicit, explicit_lse) = (kernel.forward(q, k, v, True) for kernel in KERNELS.values())
+    assert fused.dtype == explicit.dtype == torch.bfloat16
+    assert fused_lse.dtype == explicit_lse.dtype == torch.float32
+    torch.testing.assert_close(fused, explicit, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("cuts", [(8,), (3, 4, 15), tuple(range(1, 16))])
+def test_parts_over_any_cut_of_the_keys_merge_to_the_softmax_over_all(cuts):
+    q, k, v, _ = whole_inputs()
+    k = k * 400  # scores of some thousands: exponentials would overflow
+    parts = [KERNELS["explicit"].forward(q, *kv, False) for kv in zip(*(x.tensor_split(cuts, 2) for x in (k, v)))]
+    out, lse = parts[0][0], parts[0][1].unsqueeze(-1)
+    for part, part_lse in parts[1:]:
+        out, lse = merge(out, lse, part, part_lse.unsqueeze(-1))
+    torch.testing.assert_close(out, explicit_attention(q, k, v, causal=False), rtol=0, atol=1e-12)
+
+
+# --- real ranks
+
+
+def largest_difference(method, placement, causal, kernel):
+    """From attention in one process: of my tokens' output and gradients."""
+    group, inputs = dist.group.WORLD, whole_inputs()
+    *whole, grad = [x.clone().requires_grad_() for x in inputs]
+    expected = explicit_attention(*whole, causal)
+    expected.backward(grad.detach())
+    where = positions(placement, S, group.size(), group.rank())
+    mine = [x[:, :, where].clone().requires_grad_() for x in inputs[:3]]
+    out = METHODS[method](*mine, group, placement, causal, kernel=kernel)
+    out.backward(inputs[3][:, :, where])
+    pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(mine, whole))]
+    return max((a - b[:, :, where]).abs().max().item() for a, b in pairs), out.detach()
+
+
+def tiles_computed(placement, causal=True):
+    """Pairs of (query, key) that my kernel was given."""
+    group, counted = dist.group.WORLD, []
+    right = tiles.KERNELS["fused"].forward
+
+    def counting(q, k, v, causal, keep):
+        counted.append(q.shape[2] * (q.shape[2] + 1) // 2 if causal else q.shape[2] * k.shape[2])
+        return right(q, k, v, causal, keep)
+
+    where = positions(placement, S, group.size(), group.rank())
+    mine = [x[:, :, where] for x in whole_inputs()[:3]]
+    with patch.dict(tiles.KERNELS, fused=dataclasses.replace(tiles.KERNELS["fused"], forward=counting)):
+        ring_attention(*mine, group, placement, causal)
+    return len(counted), sum(counted)
+
+
+def traced():
+    """Spans of one attention, forward and backward."""
+    group, trace = dist.group.WORLD, []
+    where = positions("zigzag", S, group.size(), group.rank())
+    q, k, v, grad = (x[:, :, where].requires_grad_() for x in whole_inputs())
+    out = ring_attention(q, k, v, group, trace=trace)
+    forward = list(trace)
+    out.backward(grad)
+    return forward, trace[len(forward) :]
+
+
+def wire(dtype, merge_dtype=None):
+    group = dist.group.WORLD
+    q, k, v, grad = (x[:, :, : S // group.size()].to(dtype).requires_grad_() for x in whole_inputs())
+    sent = []
+    with ByteMeter() as meter:
+        out = ring_attention(q, k, v, group, merge_dtype=merge_dtype)
+        sent.append(meter.sent_bytes)
+        out.backward(grad)
+    return sent[0], meter.sent_bytes - sent[0], out.dtype, k.grad.dtype
+
+
+def rounded(merge_dtype):
+    """My part of a bfloat16 ring, and whether it is that of the ring in one process, to the bit."""
+    group = dist.group.WORLD
+    inputs = inputs_of(64, torch.bfloat16)
+    expected = ring_in_one_process(*inputs, group.size(), Plan("striped", True, merge_dtype=merge_dtype))
+    where = positions("striped", 64, group.size(), group.rank())
+    q, k, v = (x[:, :, where].clone().requires_grad_() for x in inputs[:3])
+    out = ring_attention(q, k, v, group, "striped", merge_dtype=merge_dtype)
+    out.backward(inputs[3][:, :, where])
+    return [torch.equal(a, b[:, :, where]) for a, b in zip((out, q.grad, k.grad, v.grad), expected)]
+
+
+def refused():
+    group, found = dist.group.WORLD, {}
+    q, k, v, _ = (x[:, :, :4] for x in whole_inputs())
+    wrong = {
+        "no group": (q, k, v, None),
+        "heads": (q, k[:, [0, 1, 1]], v[:, [0, 1, 1]], group),
+        "lengths": (q[:, :, :2], k, v, group),
+        "odd": (q[:, :, :3], k[:, :, :3], v[:, :, :3], group),
+        "placement": (q, k, v, group, "spiral"),
+    }
+    for name, arguments in wrong.items():
+        for attention in METHODS.values():
+            with ByteMeter() as meter, pytest.raises(ValueError) as error:
+                attention(*arguments)
+            found[name] = str(error.value), meter.sent_bytes + found.get(name, ("", 0))[1]
+    with pytest.raises(ValueError, match="kernel is 'slow'; choose from fused, explicit"):
+        ring_attention(q, k, v, group, kernel="slow")
+    return found
+
+
+def in_ranks():
+    apart, same = {}, []
+    for placement in PLACEMENTS:
+        for causal in (True, False):
+            for kernel in KERNELS:
+                outs = []
+                for method in METHODS:
+                    case = method, placement, causal, kernel
+                    apart[case], out = largest_difference(*case)
+                    outs.append(out)
+                same.append(torch.equal(*outs))
+    return {
+        "apart": apart,
+        "same": same,
+        "computed": {placement: tiles_computed(placement) for placement in PLACEMENTS},
+        "computed in both directions": tiles_computed("zigzag", causal=False),
+        "spans": traced(),
+        "wire": [wire(torch.float32), wire(torch.bfloat16), wire(torch.bfloat16, torch.bfloat16), wire(torch.float64)],
+        "rounded": [rounded(dtype) for dtype in (torch.float32, torch.bfloat16)],
+        "refused": refused(),
+    }
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request):
+    return launch(in_ranks, request.param)
+
+
+def test_output_and_gradients_equal_one_process_in_every_placement_by_ring_and_gathered(ranks):
+    for rank in ranks:
+        assert len(rank["apart"]) == 24 and max(rank["apart"].values()) < 1e-13, rank["apart"]
+        assert all(rank["same"])  # both methods merge the same tiles in the same order
+
+
+def test_only_what_the_mask_leaves_is_computed(ranks):
+    cp, s = len(ranks), S // len(ranks)
+    for placement in PLACEMENTS:
+        of_ranks = [rank["computed"][placement] for rank in ranks]
+        assert sum(pairs for _, pairs in of_ranks) == S * (S + 1) // 2
+        expected = [[tile(placement, s, r, j) for j in range(cp)] for r in range(cp)]
+        assert [calls for calls, _ in of_ranks] == [sum(part is not None for part in row) for row in expected]
+    assert [calls for calls, _ in (rank["computed"]["contiguous"] for rank in ranks)] == list(range(1, cp + 1))
+    assert len({pairs for _, pairs in (rank["computed"]["zigzag"] for rank in ranks)}) == 1
+    assert all(rank["computed in both directions"] == (cp, S * S // cp) for rank in ranks)
+
+
+def test_the_next_block_is_on_its_way_while_this_one_is_computed(ranks):
+    cp = len(ranks)
+    for r, rank in enumerate(ranks):
+        for spans, kinds in zip(rank["spans"], (("k v",), ("k v", "dk dv"))):
+            computing = {span.name.split()[-1]: span for span in spans if span.lane == "compute"}
+            hops = [span for span in spans if span.lane == "communication"]
+            assert len(computing) == cp and len(hops) == (cp - 1) * len(kinds)
+            for step in range(cp):
+                owner = (r - step) % cp
+                during = computing[str(owner)]
+                if step < cp - 1:  # the block goes on to my neighbour, and the next comes, while I compute with it
+                    hop = next(span for span in hops if span.name == f"k v of {owner}")
+                    assert hop.start_s <= during.start_s and hop.stop_s >= during.stop_s
+                if "dk dv" in kinds and 1 <= step < cp - 1:  # gradients travel while the next block is computed
+                    hop = next(span for span in hops if span.name == f"dk dv of {owner}")
+                    following = computing[str((owner - 1) % cp)]
+                    assert hop.start_s <= following.start_s and hop.stop_s >= following.stop_s
+
+
+def test_bytes_are_of_key_value_heads_and_gradients_travel_in_the_dtype_of_the_sums(ranks):
+    cp = len(ranks)
+    numbers = (cp - 1) * 2 * B * K * (S // cp) * H  # K heads, not N
+    assert numbers == {2: 512, 4: 768}[cp]
+    in_float32, in_bfloat16, sums_in_bfloat16, in_float64 = ranks[0]["wire"]
+    assert in_float32 == (4 * numbers, (4 + 4) * numbers, torch.float32, torch.float32)
+    assert in_bfloat16 == (2 * numbers, (2 + 4) * numbers, torch.bfloat16, torch.bfloat16)
+    assert sums_in_bfloat16 == (2 * numbers, (2 + 2) * numbers, torch.bfloat16, torch.bfloat16)
+    assert in_float64 == (8 * numbers, (8 + 8) * numbers, torch.float64, torch.float64)
+
+
+def test_shapes_that_do_not_fit_are_refused_before_anything_is_sent(ranks):
+    words = {
+        "no group": "needs a process group",
+        "heads": "K dividing N",
+        "lengths": "they must be (B, N, s, H)",
+        "odd": "each rank has 3 tokens; zigzag needs",
+        "placement": "choose from contiguous, zigzag, striped",
+    }
+    for rank in ranks:
+        for name, (message, sent_bytes) in rank["refused"].items():
+            assert words[name] in message and sent_bytes == 0, name
+
+
+# --- rounding
+
+
+def test_a_ring_in_one_process_gives_what_real_ranks_give_to_the_bit(ranks):
+    assert all(all(of_dtype) for rank in ranks for of_dtype in rank["rounded"])
+
+
+def test_sums_in_bfloat16_err_more_with_every_rank_and_in_float32_no_more():
+    found = {(e.ranks, e.merge_dtype): e for e in merge_errors((1, 2, 4, 8), seq_len=256)}
+    for part in ("out", "dq", "dk", "dv"):
+        low, high = (
+            [getattr(found[n, dtype], part) for n in (1, 2, 4, 8)] for dtype in (torch.bfloat16, torch.float32)
+        )
+        assert low[0] == high[0]  # nothing merged
+        assert low[1] < low[2] < low[3] and low[3] > 1.6 * high[3]
+        assert max(high[1:]) < 1.1 * min(high[1:])
+
+
+def alive_in_backward(method):
+    """The most bytes alive while one layer in bfloat16 runs backward, in blocks of a rank's own keys and values."""
+    shapes = [(2, heads, 64, 8) for heads in (4, 4, 4)]
+    q, k, v = (random(*shape).bfloat16().requires_grad_() for shape in shapes)
+    peaks = []
+    for _ in range(4):  # the least: gloo may let go of a sent block a moment late
+        out = METHODS[method](q, k, v, dist.group.WORLD, "contiguous")
+        grad = torch.ones_like(out)
+        with MemoryTracker(torch.nn.Linear(1, 1)) as tracker:
+            out.backward(grad)
+        peaks.append(tracker.peak_bytes)
+    return min(peaks) / (2 * k.nbytes)
+
+
+@pytest.mark.parametrize("method, blocks", [("all_gather", 3), ("ring", 0)])
+def test_backward_of_gathered_keys_holds_one_block_and_its_gradient_in_float32_for_every_rank(method, blocks):
+    four, six = (max(launch(alive_in_backward, size, method)) for size in (4, 6))
+    assert (six - four) / 2 == pytest.approx(blocks, abs=0.6)

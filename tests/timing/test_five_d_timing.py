@@ -1,0 +1,129 @@
+"""Modelled step time: hand values, its parts against the chapters' models, and its error beside published runs."""
+
+from dataclasses import replace
+
+import pytest
+
+from course_lib.config import preset
+from course_lib.five_d_timing import Overlap, ranks_in_a_node, step_time
+from course_lib.hardware import Cluster, gpu, link
+from course_lib.layout import Layout
+from course_lib.schedules import bubble
+from course_lib.sharded_timing import tensor_parallel_step
+from course_lib.timing import collective_s, step_flops
+
+H100 = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
+LLAMA_8B, LLAMA_405B = preset("llama-3.1-8b"), preset("llama-3.1-405b")
+
+
+def test_one_gpu_computes_and_does_nothing_else():
+    for recompute in ("none", "selective", "full"):
+        time = step_time(LLAMA_8B, Layout(accumulation=3, recompute=recompute), 4096, H100, 0.5, causal=False)
+        assert time.compute_s == pytest.approx(step_flops(LLAMA_8B, 3 * 4096, 4096, recompute) / (0.5 * 989e12))
+        assert time.total_s == pytest.approx(time.compute_s)
+    without = step_time(LLAMA_8B, Layout(), 4096, H100, 0.5, causal=False)
+    assert without.mfu == pytest.approx(0.5)
+    assert without.tokens_per_s_per_gpu == pytest.approx(4096 / without.total_s)
+    skipping = step_time(LLAMA_8B, Layout(), 4096, H100, 0.5)
+    assert skipping.causal_mfu == pytest.approx(0.5) and skipping.mfu > 0.5
+
+
+@pytest.mark.parametrize(("sequence_parallel", "regather"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("hide", [False, True])
+def test_tp_alone_is_the_model_of_its_chapter(sequence_parallel, regather, hide):
+    layout = Layout(tp=8, sequence_parallel=sequence_parallel, regather=regather, accumulation=2)
+    time = step_time(LLAMA_8B, layout, 4096, H100, 0.5, overlap=Overlap(tp=hide), causal=False)
+    alone = tensor_parallel_step(LLAMA_8B, 1, 4096, 8, H100, 0.5, sequence_parallel, regather, overlap=hide)
+    assert time.total_s == pytest.approx(2 * alone.step_s, rel=1e-3)  # that one sums norms' gradients once more
+    assert time.tp_s == pytest.approx(2 * (alone.comm_s - alone.hidden_s), rel=0.01)
+
+
+def test_equal_stages_wait_as_the_closed_form_says():
+    config = replace(LLAMA_8B, vocab_size=8)  # no head to speak of
+    far = replace(H100, between=replace(H100.between, latency_s=0.0, bytes_per_s=1e30), gpus_per_node=1)
+    for name, v in (("1f1b", 1), ("interleaved", 2)):
+        layout = Layout(pp=4, schedule=name, v=v, accumulation=8)
+        time = step_time(config, layout, 4096, far, 0.5)
+        expected = bubble(name, 4, 8, v).of_ideal
+        assert time.bubble_s / time.compute_s == pytest.approx(expected, rel=1e-3)
+        assert time.transfer_s == pytest.approx(0, abs=1e-6)
+    slow = step_time(config, layout, 4096, replace(H100, gpus_per_node=1), 0.5)
+    assert slow.transfer_s > 0
+
+
+def test_gradients_hide_behind_backward_until_the_link_is_too_slow():
+    layout = Layout(dp=8, zero=1, accumulation=4)
+    fast = step_time(LLAMA_8B, layout, 4096, H100, 0.5)
+    assert fast.data_s == 0
+    bare = step_time(LLAMA_8B, layout, 4096, H100, 0.5, overlap=Overlap(data=False))
+    numel = 8_030_261_248
+    by_hand = collective_s("reduce_scatter", 4 * numel, 8, H100.inside) + collective_s(
+        "all_gather", 2 * numel, 8, H100.inside
+    )
+    assert bare.data_s == pytest.approx(by_hand, rel=0.1)  # in one message here, in buckets there
+    for zero, messages in ((2, (4 * 4 + 2) / 6), (3, (4 * 4 + 4 * 2 * 2) / 6)):  # 4 bytes summed, 2 gathered
+        again = step_time(LLAMA_8B, replace(layout, zero=zero), 4096, H100, 0.5, overlap=Overlap(data=False))
+        assert again.data_s == pytest.approx(messages * bare.data_s, rel=0.1)
+    ethernet = replace(H100, gpus_per_node=1, between=link("ethernet-100g"))
+    assert step_time(LLAMA_8B, layout, 4096, ethernet, 0.5).data_s > 1
+    stage_3 = [
+        step_time(LLAMA_8B, replace(layout, zero=3), 4096, ethernet, 0.5, overlap=Overlap(data=data))
+        for data in (False, True)
+    ]
+    assert stage_3[1].data_s == pytest.approx(stage_3[0].data_s - stage_3[0].compute_s)  # all computing hides some
+
+
+def test_where_groups_lie_follows_from_the_order_of_the_axes():
+    inner = Layout(dp=4, tp=8, pp=2)
+    assert [ranks_in_a_node(inner, H100, axis) for axis in ("tp", "data", "pp")] == [8, 1, 1]
+    outer = replace(inner, order=("tp", "pp", "cp", "dp"))
+    assert [ranks_in_a_node(outer, H100, axis) for axis in ("tp", "data", "pp")] == [1, 4, 2]
+    times = [step_time(LLAMA_8B, replace(layout, sequence_parallel=True), 4096, H100, 0.5) for layout in (inner, outer)]
+    assert times[1].tp_s > 3 * times[0].tp_s
+
+
+def test_experts_send_rows_and_two_micro_batches_at_once_hide_them():
+    config = preset("mixtral-8x7b")
+    layout = Layout(dp=64, ep=8, zero=1)
+    spread = replace(layout, dp=64, order=("pp", "cp", "tp", "dp"))
+    time = step_time(config, spread, 4096, H100, 0.5)
+    assert 0 < time.ep_s < 0.2 * time.total_s
+    assert step_time(config, spread, 4096, H100, 0.5, overlap=Overlap(ep=True)).ep_s == 0
+    assert step_time(config, spread, 4096, replace(H100, gpus_per_node=1), 0.5).ep_s > 2 * time.ep_s
+
+
+def test_llama_3_405b_beside_its_published_mfu():
+    """43, 41 and 38 % (Llama 3, table 4). Two things are ours: interleaving by 4, which the paper does not tell, and
+    55 % of the peak while computing. The third figure fits only if attention counts half, as its kernels do it."""
+    cluster = Cluster(gpu("h100"), link("nvlink4"), link("roce-400"))
+    common = "tp=8,pp=16,zero=1,sequence_parallel=true,schedule=interleaved,v=4,cp_method=all_gather,layers_of_stage="
+    common += "-".join(map(str, (1, *[2] * 62, 1)))
+    for text, seq_len, published in (
+        ("dp=64,accumulation=32,", 8192, 0.43),
+        ("dp=128,accumulation=16,", 8192, 0.41),
+        ("dp=8,cp=16,accumulation=16,", 131_072, 0.38),
+    ):
+        time = step_time(LLAMA_405B, Layout.parse(text + common), seq_len, cluster, 0.55)
+        assert time.num_tokens == 2**24
+        assert time.causal_mfu == pytest.approx(published, rel=0.06)
+
+
+def test_rows_that_recomputation_sends_again_hide_behind_backward():
+    """Over no network are rows hidden without recomputation, and seen with it: half of them then are in backward."""
+    layout, hidden = Layout(pp=16, dp=128, ep=64, zero=1, accumulation=32), []
+    for speed in (1, 2, 4, 8, 16):
+        network = replace(H100.between, bytes_per_s=speed * H100.between.bytes_per_s)
+        of = [
+            step_time(
+                preset("deepseek-v3"), replace(layout, recompute=recompute), 4096, replace(H100, between=network), 0.5,
+                overlap=Overlap(ep=True),
+            ).ep_s
+            for recompute in ("none", "full")
+        ]  # fmt: skip
+        hidden.append((of[0] == 0, of[1] == 0))
+    assert (True, True) in hidden and (False, False) in hidden and (True, False) not in hidden
+
+
+def test_a_utilisation_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="utilisation is 55"):
+        step_time(LLAMA_8B, Layout(), 4096, H100, 55)

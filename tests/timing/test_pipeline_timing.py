@@ -1,0 +1,58 @@
+"""Modelled seconds of pipeline stages and transfers, beside published scaling."""
+
+import pytest
+
+from course_lib.config import ModelConfig, preset
+from course_lib.hardware import PUBLISHED_1F1B_THROUGHPUT, gpu, link
+from course_lib.layout import even_layers
+from course_lib.memory.stages import balanced_layers
+from course_lib.pipeline_timing import bubble_alone, busy_share, stage_costs, stage_flops, transfer_s
+from course_lib.schedules import one_f_one_b, simulate
+from course_lib.timing import step_flops
+
+LLAMA_8B = preset("llama-3.1-8b")
+
+
+def test_stages_together_do_the_model_s_flops():
+    layers = even_layers(32, 8)
+    stages = [stage_flops(LLAMA_8B, 2, 4096, layers, stage) for stage in range(8)]
+    assert sum(map(sum, stages)) == step_flops(LLAMA_8B, 2 * 4096, 4096)
+    assert stages[0] == stages[6] and stages[7][0] - stages[6][0] == 2 * 8192 * 128_256 * 4096
+
+
+def test_zero_bubble_s_table_1():
+    s, h = 1024, 256
+    gpt = ModelConfig("gpt", 4, h, 8, 8, 4 * h, 100, s, family="gpt")
+    assert stage_flops(gpt, 3, s, [2, 2], 0) == tuple(
+        2 * 3 * s * h * each for each in (24 * h + 4 * s, 24 * h + 8 * s, 24 * h)
+    )
+    with pytest.raises(ValueError, match="4 together"):
+        stage_flops(gpt, 3, s, [2, 3], 0)
+
+
+def test_a_transfer_between_nodes_is_short_beside_a_stage():
+    ib = link("ib-ndr400")
+    assert transfer_s(LLAMA_8B, 1, 4096, ib) == pytest.approx(ib.latency_s + 4096 * 4096 * 2 / 50e9)
+    costs = stage_costs(LLAMA_8B, 1, 4096, even_layers(32, 8), gpu("h100"), 0.45, ib)
+    assert costs.transfer_s < 0.05 * costs.forward_s[0]
+    shared = stage_costs(LLAMA_8B, 1, 4096, even_layers(32, 8), gpu("h100"), 0.45, ib, cp=2, tp=4)
+    assert [8 * seconds for seconds in shared.weight_backward_s] == pytest.approx(costs.weight_backward_s)
+
+
+def test_equal_layers_leave_everybody_waiting_for_the_stage_with_the_head():
+    bubbles = {}
+    for name, layers in (("even", even_layers(32, 8)), ("balanced", balanced_layers(LLAMA_8B, 8, by="flops"))):
+        costs = stage_costs(LLAMA_8B, 1, 4096, layers, gpu("h100"), 0.45, link("nvlink4"))
+        bubbles[name] = simulate(one_f_one_b(8, 32), costs).bubble_of_ideal
+    assert 7 / 32 < bubbles["balanced"] < 0.75 * bubbles["even"]
+
+
+def test_C110_C111_the_bubble_explains_one_node_and_not_more():
+    assert busy_share(8, 7) == busy_share(32, 31) == 0.5  # C110
+    for label, bars in PUBLISHED_1F1B_THROUGHPUT.items():
+        modelled = bubble_alone(bars, label)
+        gap = {pp: bars[pp] / modelled[pp] for pp in bars}
+        assert gap[2] == 1 and all(0.89 < gap[pp] < 1.10 for pp in (4, 8))
+        assert 0.7 < gap[16] < 0.92 and 0.45 < gap[32] < 0.52
+    falls = bubble_alone(PUBLISHED_1F1B_THROUGHPUT["32"], "32")
+    assert [round(100 * (1 - falls[pp] / falls[pp // 2]), 1) for pp in (4, 8, 16, 32)] == [5.7, 10.3, 17.0, 25.4]

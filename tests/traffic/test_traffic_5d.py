@@ -1,0 +1,187 @@
+"""Bytes of a whole layout, by formula: against the formulas of single techniques, and against real ranks by axis."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from course_lib.config import preset
+from course_lib.launch import launch
+from course_lib.layout import Layout
+from course_lib.measure import ByteMeter
+from course_lib.memory.five_d import five_d_states
+from course_lib.model import MoE, with_moe
+from course_lib.parallel import five_d
+from course_lib.simulate import simulate
+from course_lib.traffic import sent_bytes
+from course_lib.traffic.step import context_calls, pipeline_calls, tensor_parallel_calls, zero_calls
+from course_lib.traffic_5d import five_d_calls, five_d_sent
+
+TOY, MOE = preset("toy"), preset("toy-moe")
+UNEVEN = replace(TOY, name="uneven", num_heads=8, num_kv_heads=1, head_dim=8, d_ff=190, vocab_size=255)
+TIED = replace(TOY, name="tied", tied=True)
+SHARED = with_moe(MOE, num_shared_experts=1, balancing="bias")
+
+LAYOUTS = [
+    (TOY, "dp=2,tp=2,zero=1", 32),
+    (TOY, "pp=2,tp=2,sequence_parallel=true,accumulation=3", 32),
+    (TOY, "dp=2,cp=2,zero=3,accumulation=2", 32),
+    (TOY, "pp=2,dp=2,schedule=interleaved,v=2,accumulation=2,zero=2", 32),
+    (TOY, "tp=2,cp=2,cp_method=ulysses,recompute=full", 32),
+    (TIED, "pp=2,dp=2,accumulation=2,zero=3", 32),
+    (TIED, "pp=2,cp=2,accumulation=2,cp_method=all_gather", 32),
+    (UNEVEN, "dp=2,tp=2,zero=2,accumulation=2,sequence_parallel=true", 33),
+    (UNEVEN, "pp=2,tp=2,recompute=full,accumulation=2", 33),
+    (UNEVEN, "tp=4,sequence_parallel=true", 33),
+    (MOE, "dp=4,ep=2,zero=1,accumulation=2", 32),
+    (MOE, "pp=2,dp=2,ep=2,accumulation=2", 32),
+    (MOE, "dp=2,tp=2,ep=2,sequence_parallel=true,expert_method=once_per_rank,zero=3", 32),
+    (SHARED, "dp=2,tp=2,ep=2,recompute=full", 32),
+    (SHARED, "dp=2,cp=2,ep=4,recompute=full,zero=2", 32),
+]
+
+
+def held_bytes(engine, optimizer):
+    """Parameters and optimizer states of one rank, as they lie in memory."""
+    flats = [flat for sharded in engine.zeros.values() for flat in sharded.flats]
+    if engine.layout.zero in (1, 2):
+        parameters = sum(flat.whole_P.nbytes for flat in flats)
+    elif engine.layout.zero == 3:
+        parameters = sum(flat.shard_p.nbytes for flat in flats)
+    else:
+        parameters = sum(param.nbytes for param in engine.parameters())
+    states = sum(x.nbytes for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x))
+    return parameters, states
+
+
+def count_bytes():
+    """On one rank: of each layout the bytes of one step by axis, whom its tokens chose, and what it holds."""
+    found = []
+    for config, text, seq_len in LAYOUTS:
+        layout = Layout.parse(text)
+        engine = five_d.build(config, layout)
+        optimizer = five_d.make_optimizer(engine)
+        torch.manual_seed(engine.groups.dp.rank())
+        tokens = [torch.randint(config.vocab_size, (layout.micro_batch, seq_len)) for _ in range(layout.accumulation)]
+        choices = []
+        for moe in (module for module in engine.modules() if isinstance(module, MoE)):
+            moe.router.register_forward_hook(lambda *call, choices=choices: choices.append(call[-1]))
+        with ByteMeter(axes=engine.axes) as meter:
+            five_d.step(engine, [(x_BS, x_BS) for x_BS in tokens], optimizer, clip_norm=1.0)
+        calls = len(choices) // 2 if layout.recompute == "full" else len(choices)
+        kept = [torch.where(one.kept_Tk, one.expert_Tk, -1) for one in choices[:calls]]
+        found.append((meter.by_axis, kept, held_bytes(engine, optimizer)))
+    return found
+
+
+def test_real_ranks_send_along_each_axis_and_hold_what_the_formulas_say():
+    results = launch(count_bytes, 4)
+    for index, (config, text, seq_len) in enumerate(LAYOUTS):
+        layout = Layout.parse(text)
+        for rank in range(4):
+            routings = None
+            if config.moe:
+                members = layout.mesh.members(rank, layout.ep)["ep"]
+                routings = list(zip(*(results[member][index][1] for member in members)))
+            predicted = five_d_sent(config, layout, seq_len, rank, clip=True, routings=routings)
+            measured = {axis: size for axis, size in results[rank][index][0].items() if size}
+            assert {axis: size for axis, size in predicted.items() if size} == measured, (text, rank)
+            here = layout.mesh.coordinates(rank)
+            states = five_d_states(config, layout, here["pp"], here["tp"], "fp32", step_counters=True)
+            assert (states.parameters, states.optimizer) == results[rank][index][2], (text, rank)
+
+
+@pytest.mark.parametrize(
+    "config, text",
+    [
+        (TOY, "dp=16,tp=4,pp=4,zero=1,sequence_parallel=true,regather=true,accumulation=8"),
+        (UNEVEN, "dp=4,cp=2,tp=8,pp=2,zero=2,schedule=interleaved,v=2,accumulation=4"),
+        (MOE, "dp=32,pp=4,ep=8,zero=3,accumulation=4"),
+    ],
+)
+def test_a_rank_of_hundreds_sends_and_holds_what_the_formulas_say(config, text):
+    layout = Layout.parse(text)
+    for rank in simulate(config, layout, 64, stages=[0, layout.pp - 1], precision="fp32").ranks:
+        predicted = five_d_sent(config, layout, 64, rank.rank, clip=True)
+        assert predicted == {axis: size for axis, size in rank.sent_by_axis.items() if size}
+        states = five_d_states(config, layout, rank.coordinates["pp"], 0, "fp32")
+        assert (states.parameters, states.gradients) == (rank.states["parameters"], rank.states["gradients"])
+
+
+# ---- one axis alone is its chapter's formula
+
+
+def in_all(calls):
+    return sorted((call.place, call.collective, call.payload_bytes, call.group_size, call.count) for call in calls)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("sequence_parallel", "regather"), [(False, False), (True, False), (True, True)])
+def test_tp_alone_is_the_formula_of_tensor_parallelism(sequence_parallel, regather, recompute):
+    layout = Layout(
+        tp=4, sequence_parallel=sequence_parallel, regather=regather, recompute=recompute, accumulation=3, micro_batch=2
+    )
+    for config in (TOY, UNEVEN):
+        found = five_d_calls(config, layout, 64)["tp"]
+        expected = tensor_parallel_calls(config, 2, 64, 4, sequence_parallel, regather, recompute, 4, 3)
+        if config is TOY or not sequence_parallel:
+            assert in_all(found) == in_all(expected)
+        assert sent_bytes(found) == sent_bytes(expected)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
+def test_cp_alone_is_the_formula_of_context_parallelism(method):
+    calls = five_d_calls(TOY, Layout(cp=4, cp_method=method, accumulation=2, recompute="full"), 64)
+    expected = context_calls(TOY, 1, 64, 4, method, 1, "full", 4, 2)
+    world = [call for call in calls["world"] if call.place != "lengths"]
+    assert in_all([*calls["cp"], *calls["data"], *world]) == in_all(expected)  # cp ranks sum gradients as dp's
+
+
+@pytest.mark.parametrize("text", ["pp=4", "pp=2,schedule=interleaved,v=2", "pp=2,schedule=zbv"])
+def test_pp_alone_is_the_formula_of_pipelines(text):
+    layout = Layout.parse(text + ",accumulation=4")
+    rank_of_stage = (0, 1, 2, 3) if layout.pp == 4 else (0, 1, 1, 0) if layout.schedule == "zbv" else (0, 1, 0, 1)
+    for config in (TOY, TIED):
+        for rank in range(layout.pp):
+            found = five_d_calls(config, layout, 64, rank)["pp"]
+            expected = pipeline_calls(config, 1, 64, rank_of_stage, rank, 4, 4)
+            assert in_all(found) == in_all(call for call in expected if call.place != "loss")
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_dp_alone_is_the_formula_of_zero(zero):
+    found = five_d_calls(TOY, Layout(dp=4, zero=zero, accumulation=2), 64)["data"]
+    whole, block = 2 * 256 * 64 + 64, 2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 192 + 2 * 64
+    units = [256 * 64, *[block] * 4, 256 * 64 + 64] if zero == 3 else [whole + 4 * block]
+    assert in_all(found) == in_all(zero_calls(units, zero, 4, "fp32", 2))
+
+
+def test_expected_rows_of_experts_by_hand():
+    """toy-moe: 64 tokens choose 2 of 8 experts each, on 4 ranks: 3 of 4 rows leave, each way forward and backward."""
+    layout = Layout(dp=4, ep=4, accumulation=2)
+    sent = five_d_sent(MOE, layout, 64)["ep"]
+    rows, counts = 4 * (64 * 2 * 3 // 4) * 64 * 4, 8 * 8 * 3 // 4
+    assert sent == MOE.num_layers * 2 * (rows + counts)
+    once = five_d_sent(MOE, replace(layout, expert_method="once_per_rank"), 64)["ep"]
+    assert once < 1.1 * sent  # fewer rows, but choices and weights travel with them
+
+
+def test_a_middle_stage_of_llama_405b_by_hand():
+    """tp 8, pp 16, dp 128: per micro-batch 8 layers x 4 all-reduces' worth of B S D over tp, 2 pieces of it over pp."""
+    layout = Layout(
+        dp=128, tp=8, pp=16, zero=1, sequence_parallel=True, accumulation=16, layers_of_stage=(7, *[8] * 14, 7)
+    )
+    rank = layout.mesh.rank(pp=5, dp=3, tp=2, cp=0)
+    sent = five_d_sent(preset("llama-3.1-405b"), layout, 8192, rank, "bf16-master-fp32-grads")
+    stream = 8192 * 16_384 * 2
+    assert sent["pp"] == 16 * 2 * stream // 8
+    norms = 2 * 8 * 16_384 * 4 // 128  # the shard of them that ZeRO leaves, in FP32
+    assert sent["tp"] == 16 * 8 * 4 * 2 * 7 * stream // 8 + 2 * 7 * norms // 8
+    matrices = (2 * 16_384**2 + 2 * 1024 * 16_384 + 3 * 16_384 * 53_248) // 8
+    assert sent["data"] == (8 * matrices + 8 * 2 * 16_384) * 127 // 128 * (4 + 2)
+    assert "cp" not in sent and "ep" not in sent
+
+
+def test_a_layout_that_the_model_cannot_have_is_refused():
+    with pytest.raises(ValueError, match="num_heads"):
+        five_d_calls(TOY, Layout(tp=3), 64)

@@ -1,0 +1,156 @@
+"""Configs of Accelerate, read back by its own loader and launcher; DeepSpeed's own reading: test_deepspeed.py."""
+
+import json
+
+import pytest
+import yaml
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.commands.config import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+from course_lib.train import export
+
+TWO_MACHINES = {"machines": export.Machines(2, 0, "10.0.0.1", 29500)}
+
+
+def launched(config, path):
+    """What `accelerate launch --config_file` hands to the processes that it starts: environment variables."""
+    export.write(config, path)
+    arguments = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+    arguments, *_ = _validate_launch_command(arguments)
+    if arguments.use_fsdp:
+        return prepare_multi_gpu_env(arguments)
+    arguments.deepspeed_fields_from_accelerate_config = ""
+    return prepare_deepspeed_cmd_env(arguments)[1]
+
+
+def test_the_fsdp2_file_is_read_by_accelerate(tmp_path):
+    config = export.accelerate_fsdp2(["LlamaDecoderLayer", "Embedding"], num_processes=16, **TWO_MACHINES)
+    read = load_config_from_file(str(export.write(config, tmp_path / "fsdp2.yaml")))
+    assert (read.distributed_type, read.mixed_precision) == ("FSDP", "bf16")
+    assert (read.num_processes, read.num_machines, read.main_process_port) == (16, 2, 29500)
+    assert read.fsdp_config == config["fsdp_config"]
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_the_fsdp2_file_reaches_the_plugin_of_the_processes(tmp_path, monkeypatch, reshard):
+    config = export.accelerate_fsdp2(
+        ["Block", "MLP"], 8, reshard_after_forward=reshard, offload_params=True, recompute=True
+    )
+    for name, value in launched(config, tmp_path / "fsdp2.yaml").items():
+        if name.startswith(("FSDP_", "ACCELERATE_")):
+            monkeypatch.setenv(name, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is reshard
+    assert plugin.transformer_cls_names_to_wrap == ["Block", "MLP"]
+    assert plugin.activation_checkpointing and type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
+    assert not plugin.cpu_ram_efficient_loading
+
+
+def test_the_deepspeed_choices_reach_the_processes(tmp_path):
+    config = export.accelerate_deepspeed(
+        3, 8, accumulation_steps=4, clip_norm=0.5, offload=export.OffloadTo("cpu", "cpu"), zero3_init=True
+    )
+    environment = launched(config, tmp_path / "deepspeed.yaml")
+    expected = {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+    }
+    assert environment | expected == environment
+
+
+def test_a_deepspeed_file_is_named_to_the_processes_and_nothing_said_twice(tmp_path):
+    path = export.write(export.deepspeed(3, micro_batch_size=1), tmp_path / "zero3.json")
+    config = export.accelerate_deepspeed_file(path, 16, zero3_init=True, **TWO_MACHINES)
+    environment = launched(config, tmp_path / "accelerate.yaml")
+    assert environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == str(path)
+    assert environment["ACCELERATE_DEEPSPEED_ZERO3_INIT"] == "true"
+    assert set(config["deepspeed_config"]) == {
+        "deepspeed_config_file",
+        "zero3_init_flag",
+        "deepspeed_multinode_launcher",
+    }
+    assert "mixed_precision" not in config
+
+
+def test_accelerate_launch_loses_the_nvme_path_which_is_why_it_is_refused(tmp_path):
+    config = export.accelerate_deepspeed(3, 8, offload=export.OffloadTo("cpu"))
+    config["deepspeed_config"] |= {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/disk"}
+    environment = launched(config, tmp_path / "deepspeed.yaml")
+    assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == "nvme"
+    assert not any("NVME_PATH" in name for name in environment)
+    with pytest.raises(ValueError, match="accelerate_deepspeed_file"):
+        export.accelerate_deepspeed(3, 8, offload=export.OffloadTo("nvme", nvme_path="/disk"))
+
+
+def test_deepspeeds_file_holds_what_was_chosen():
+    config = export.deepspeed(
+        3,
+        micro_batch_size=2,
+        accumulation_steps=8,
+        clip_norm=None,
+        offload=export.OffloadTo("nvme", "cpu", "/disk"),
+        buckets=export.Buckets(reduce=10, prefetch=20, persist=0),
+    )
+    assert config == json.loads(json.dumps(config)) == yaml.safe_load(yaml.safe_dump(config))
+    zero = config.pop("zero_optimization")
+    assert config == {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 8,
+        "bf16": {"enabled": True},
+    }
+    assert zero["offload_optimizer"] == {"device": "nvme", "pin_memory": True, "nvme_path": "/disk"}
+    assert zero["offload_param"] == {"device": "cpu", "pin_memory": True}
+    assert (zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (10, 20)
+    assert zero["stage3_param_persistence_threshold"] == 0
+
+
+def test_stages_have_the_keys_that_they_use():
+    of_stage = [set(export.deepspeed(stage, 1)["zero_optimization"]) for stage in range(4)]
+    assert "allgather_bucket_size" in of_stage[1] & of_stage[2] - of_stage[0] - of_stage[3]
+    assert all(any(key.startswith("stage3") for key in keys) == (stage == 3) for stage, keys in enumerate(of_stage))
+
+
+DEEPSPEED, YAML, FSDP2 = export.deepspeed, export.accelerate_deepspeed, export.accelerate_fsdp2
+OffloadTo = export.OffloadTo
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "part"),
+    [
+        (DEEPSPEED, {"stage": 4, "micro_batch_size": 1}, "stage is 4; choose from 0, 1, 2, 3"),
+        (DEEPSPEED, {"stage": True, "micro_batch_size": 1}, "stage is True"),
+        (DEEPSPEED, {"stage": 3, "micro_batch_size": 0}, "micro_batch_size is 0"),
+        (DEEPSPEED, {"stage": 3, "micro_batch_size": 1, "precision": "fp8"}, "choose from fp32, bf16, fp16"),
+        (DEEPSPEED, {"stage": 3, "micro_batch_size": 1, "clip_norm": -1.0}, "clip_norm is -1.0"),
+        (DEEPSPEED, {"stage": 2, "micro_batch_size": 1, "offload": OffloadTo(None, "cpu")}, "only stage 3 has"),
+        (DEEPSPEED, {"stage": 0, "micro_batch_size": 1, "offload": OffloadTo("cpu")}, "choose stage 1, 2 or 3"),
+        (DEEPSPEED, {"stage": 2, "micro_batch_size": 1, "offload": OffloadTo("nvme", None, "/d")}, "needs stage 3"),
+        (OffloadTo, {"optimizer": "nvme"}, "nvme_path is missing"),
+        (OffloadTo, {"parameters": "disk"}, "choose from cpu, nvme"),
+        (OffloadTo, {"nvme_path": "/d"}, "no device is"),
+        (export.Buckets, {"persist": -1}, "persist is -1; give a whole number of at least 0"),
+        (YAML, {"stage": 2, "num_processes": 8, "zero3_init": True}, "stage 3, got stage 2"),
+        (YAML, {"stage": 3, "num_processes": 9, **TWO_MACHINES}, r"num_processes \(9\).* divisible by"),
+        (export.Machines, {"count": 2}, "main_process_ip and main_process_port"),
+        (export.Machines, {"rank": 1}, "it is 0 to 0"),
+        (FSDP2, {"wrap": "Block", "num_processes": 8}, "wrap is 'Block'; give a list"),
+        (FSDP2, {"wrap": [], "num_processes": 8}, "list of class names"),
+    ],
+)
+def test_a_wrong_choice_is_refused_with_what_to_do(function, arguments, part):
+    with pytest.raises((TypeError, ValueError), match=part):
+        function(**arguments)
+
+
+def test_a_file_that_ends_in_anything_else_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="choose .json"):
+        export.write({}, tmp_path / "config.toml")

@@ -1,0 +1,205 @@
+"""The trainer: one loss under any layout; killed and resumed, bit for bit what it would have been."""
+
+import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_lib import checkpoint, model
+from course_lib.authoring import ROOT
+from course_lib.launch import launch
+from course_lib.launch.rendezvous import Place
+from course_lib.layout import Layout
+from course_lib.parallel import five_d
+from course_lib.train import Checkpoints, TrainPlan
+from course_lib.train import log as train_log
+from course_lib.train import trainer as train
+from course_lib.train.options import layout_for, model_named
+from course_lib.train.plan import learning_rate_of
+from course_lib.training import data, loss_of
+from course_lib.training.precision import clip_gradients
+
+BATCH = 8
+LLAMA = model_named("toy,num_layers=2,d_model=32,d_ff=64,num_heads=4,num_kv_heads=2")
+DROPOUT = "toy,num_layers=2,d_model=32,d_ff=64,num_heads=4,num_kv_heads=4,family=gpt,dropout=0.2"
+PLAN = TrainPlan(steps=6, seq_len=32, warmup=2, seed=3)
+EVERYTHING = "dp=2,tp=2,zero=1"
+
+
+def by_one_process(plan: TrainPlan) -> list[float]:
+    """Training as everybody knows it."""
+    llama = model.build(LLAMA, plan.seed, torch.float64)
+    optimizer = torch.optim.AdamW(llama.parameters(), betas=(0.9, 0.95), weight_decay=plan.weight_decay)
+    losses, text_T = [], data.tokens()
+    for step in range(plan.steps):
+        loss = loss_of(llama, *data.batch(text_T, step, BATCH, plan.seq_len, seed=plan.seed))
+        optimizer.zero_grad()
+        loss.backward()
+        clip_gradients(llama.parameters(), plan.clip_norm)
+        optimizer.param_groups[0]["lr"] = learning_rate_of(plan, step)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def by_each(runs: list[tuple]) -> list:
+    """In one world, each rank: what `train` returns, or says is wrong, for each of some arguments."""
+    return [attempt(*arguments) for arguments in runs]
+
+
+def attempt(*arguments) -> train.RunRecord | str:
+    try:
+        return train.train(*arguments, say=train.ignore)
+    except (ValueError, FloatingPointError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def weights_in(folder: Path, config=LLAMA, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    """The whole weights of the last checkpoint in a folder, read by one process."""
+
+    def load() -> dict[str, torch.Tensor]:
+        engine = five_d.build(config, Layout(), seed=99, dtype=dtype)
+        checkpoint.load(engine, None, folder)
+        return {name: param.detach() for name, param in five_d.named_parameters(engine).items()}
+
+    return launch(load, 1)[0]
+
+
+def equal_bits(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
+
+
+def test_every_layout_sees_the_same_batches_and_has_the_losses_of_one_process():
+    plan = replace(PLAN, steps=4, precision="fp64")
+    texts = ["dp=4,zero=3", "pp=2,dp=2,zero=1", "cp=2,tp=2,sequence_parallel=true"]
+    expected = torch.tensor(by_one_process(plan), dtype=torch.float64)
+    alone = launch(by_each, 1, [(LLAMA, layout_for("dp=1,micro_batch=4", BATCH), plan)])
+    mixed = (LLAMA, layout_for("dp=2,tp=2,zero=2", BATCH), replace(plan, precision="bf16-master-fp32-grads"))
+    ranks = launch(by_each, 4, [*[(LLAMA, layout_for(text, BATCH), plan) for text in texts], mixed])
+    for text, record in zip(["dp=1", *texts], [*alone[0], *ranks[3]]):
+        losses = torch.tensor(record.losses, dtype=torch.float64)
+        torch.testing.assert_close(losses, expected, rtol=0, atol=1e-10, msg=lambda why, text=text: f"{text}: {why}")
+    assert [record.losses for record in ranks[0]] == [record.losses for record in ranks[3]]
+    assert ranks[0][-1].losses == pytest.approx(expected.tolist(), rel=0.01) and ranks[0][-1].tokens_per_s > 0
+
+
+def test_a_run_in_parts_is_bit_for_bit_the_run_in_one_on_four_ranks_with_dropout(tmp_path):
+    config = model_named(DROPOUT)
+    first, both = [Checkpoints(str(tmp_path / name), every=2) for name in ("parts", "one")]
+    layout, background = layout_for(EVERYTHING, BATCH), replace(both, in_background=True)
+    parts = [(config, layout, replace(PLAN, steps=steps), first) for steps in (3, 6, 6)]
+    whole = (config, layout, PLAN, background)
+    results = launch(by_each, 4, [*parts, whole])[0]
+    assert [record.first_step for record in results] == [0, 3, 6, 0]
+    assert results[0].losses + results[1].losses == results[3].losses
+    assert equal_bits(weights_in(tmp_path / "parts", config), weights_in(tmp_path / "one", config))
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["step-00000004", "step-00000006"]
+
+
+def test_a_run_goes_on_under_another_layout_with_the_same_losses(tmp_path):
+    plan, kept = replace(PLAN, precision="fp64"), Checkpoints(str(tmp_path), every=3)
+    texts = ["dp=2,tp=2,zero=1", "pp=2,tp=2", "cp=2,dp=2,zero=3"]
+    runs = [(LLAMA, layout_for(text, BATCH), replace(plan, steps=2 * i + 2), kept) for i, text in enumerate(texts)]
+    records = launch(by_each, 4, runs)[0]
+    losses = [loss for record in records for loss in record.losses]
+    assert losses == pytest.approx(by_one_process(plan), abs=1e-10)
+
+
+def test_a_process_killed_at_a_random_moment_goes_on_as_if_it_had_not_been(tmp_path):
+    """A real process, SIGKILL; the run that it is held to is not the script but the same function in a launch."""
+    text = f"--model {DROPOUT} --batch {BATCH} --steps 24 --seq-len 32 --every 3 --warmup 4 --decay cosine --seed 5"
+    plan = TrainPlan(24, 32, seed=5, warmup=4, decay="cosine")
+    log, folder, config = tmp_path / "log.jsonl", tmp_path / "killed", model_named(DROPOUT)
+    command = [
+        sys.executable,
+        "-m",
+        "course_lib.train",
+        *text.split(),
+        "--checkpoint",
+        str(folder),
+        "--log-file",
+        str(log),
+    ]
+    killed = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    last = random.randint(4, 16)
+    wait_until(lambda: len(train_log.read(log)) > last or killed.poll() is not None)
+    time.sleep(random.random() * 0.02)
+    killed.kill()
+    assert killed.wait() < 0, "it ended before it was killed"
+    done = len(train_log.read(log))
+    goes_on = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    assert "goes on at step" in goes_on.stdout
+    whole = Checkpoints(str(tmp_path / "whole"), every=3)
+    (expected,) = launch(by_each, 1, [(config, layout_for("dp=1", BATCH), plan, whole)])[0]
+    losses = train_log.losses_of(log)
+    print(f"killed after step {done}, repeated {sum(len(of_step) > 1 for of_step in losses.values())}")
+    assert list(losses) == list(range(24))
+    assert all(loss == expected.losses[step] for step, of_step in losses.items() for loss in of_step)
+    assert equal_bits(weights_in(folder, config), weights_in(tmp_path / "whole", config))
+
+
+def wait_until(happened, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_checkpoint_that_does_not_suit_the_run_is_refused_alike_on_every_rank(tmp_path):
+    layout, kept = layout_for("dp=2", BATCH), Checkpoints(str(tmp_path), every=2)
+    run = (LLAMA, layout, PLAN, kept)
+    wrong = {
+        (LLAMA, layout, replace(PLAN, seed=4), kept): "seed 3 (now 4)",
+        (LLAMA, layout_for("dp=2", 16), PLAN, kept): "batch_size 8 (now 16)",
+        (model_named("toy"), layout, PLAN, kept): "model.d_model 32 (now 64)",
+        (LLAMA, layout, replace(PLAN, steps=4), kept): "has done 6 steps, more than steps (4)",
+        (LLAMA, layout, PLAN, replace(kept, resume="never")): "is there already",
+        (LLAMA, Layout(dp=4), PLAN, kept): "needs 4 ranks (dp 4), but there are 2; use",
+    }
+    results = launch(by_each, 2, [run, *wrong])
+    for rank in range(2):
+        for text, expected in zip(results[rank][1:], wrong.values()):
+            assert expected in text
+    next(tmp_path.glob("step-00000006/*.distcp")).write_bytes(b"torn")
+    (text,) = launch(by_each, 2, [run])[1]
+    assert "torn" in text and "step-00000004" in text
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step():
+    (text,) = launch(by_each, 1, [(LLAMA, Layout(), replace(PLAN, learning_rate=1e35, warmup=0))])[0]
+    assert text.startswith("FloatingPointError: the loss of step 2 is nan")
+
+
+@pytest.fixture
+def lonely(monkeypatch):
+    """No engine has started this process, and nothing has to be waited for."""
+    for name in ("RANK", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(train, "WAIT_FOR_RANK_0_S", 0.0)
+
+
+def test_what_cannot_be_is_one_line_of_rank_0_and_exit_code_2(lonely, monkeypatch, capsys):
+    for argv, text in [
+        ("--layout dp=2,tp=2", "use torchrun --nproc-per-node 4, or torchrun --nnodes 2 --nproc-per-node 2"),
+        ("--layout dp=2,zero=9", "zero (9)"),
+        ("--model llama-9", "preset is 'llama-9'"),
+        ("--precision fp8", "choose from fp32"),
+        ("--backend smoke", "backend must be"),
+    ]:
+        for rank in (0, 1):
+            place = Place("torchrun", rank, 3, rank, 3) if "dp=2,tp=2" in argv else Place()
+            monkeypatch.setattr(train, "place_of", lambda environment, place=place: place)
+            assert train.main(argv.split()) == 2
+            out, err = capsys.readouterr()
+            assert out == ""
+            if place.rank:
+                assert err == ""
+            else:
+                assert text in err and len(err.splitlines()) == 1
+    assert not dist.is_initialized()

@@ -1,0 +1,16 @@
+"""The log is read whatever the moment at which its run was killed."""
+
+from course_lib.train import log as train_log
+
+
+def test_a_torn_line_is_left_out_and_the_next_run_begins_a_line_of_its_own(tmp_path):
+    log = tmp_path / "runs" / "log.jsonl"
+    assert train_log.read(log) == []
+    train_log.append(log, step=0, loss=5.5)
+    train_log.append(log, step=1, loss=0.1 + 0.2)
+    with log.open("a") as file:
+        file.write('{"step": 2, "lo')
+    train_log.append(log, step=1, loss=0.1 + 0.2)
+    train_log.append(log, event="end")
+    assert train_log.losses_of(log) == {0: [5.5], 1: [0.1 + 0.2, 0.1 + 0.2]}
+    assert len(train_log.read(log)) == 4

@@ -1,0 +1,146 @@
+"""A signal to all, to one rank, or before there is a step: all ranks stop after the same one and leave a checkpoint."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from test_train_torchrun import (
+    BATCH,
+    LAYOUT,
+    MODEL,
+    children,
+    free_port,
+    look,
+    options,
+    start,
+    uninterrupted,
+    wait_until,
+)
+
+from course_lib import checkpoint
+from course_lib.launch import launch
+from course_lib.train import Checkpoints, TrainPlan
+from course_lib.train import log as train_log
+from course_lib.train import trainer as train
+from course_lib.train.options import layout_for, model_named
+from course_lib.train.stop import HEARD, Stop, agreed, exit_code
+
+STEPS = 24
+
+
+class StopsItself(Stop):
+    """A rank that gets a signal, or two, during its third step: `listen` is called before the first."""
+
+    def __init__(self, *numbers: int):
+        super().__init__()
+        self.numbers = numbers
+
+    def send(self, step: int) -> None:
+        for number in self.numbers if step == 2 else ():
+            os.kill(os.getpid(), number)
+
+
+def stopped_and_gone_on(folder: Path, signals: dict[int, tuple[int, ...]]) -> list:
+    """On each rank: two runs with one folder of checkpoints; during the first a rank gets the signals named for it."""
+    stop, lines, seed_step = StopsItself(*signals.get(dist.get_rank(), ())), [], train.seed_step
+    kept = Checkpoints(str(folder), every=4, in_background=True)
+    run = (model_named(MODEL), layout_for(LAYOUT, BATCH), TrainPlan(6, 32, seed=7, warmup=4), kept, None, lines.append)
+    train.seed_step = lambda plan, step, here: (stop.send(step), seed_step(plan, step, here))
+    try:
+        first = train.train(*run, stop)
+    finally:
+        train.seed_step = seed_step
+        for number in HEARD:
+            signal.signal(number, signal.SIG_DFL)
+    return [first, train.train(*run), lines]
+
+
+def test_a_signal_to_one_rank_alone_stops_all_after_the_same_step_and_the_first_of_two_counts(tmp_path):
+    ranks = launch(stopped_and_gone_on, 4, tmp_path, {2: (signal.SIGUSR1, signal.SIGTERM)})
+    expected = uninterrupted(6, LAYOUT)
+    for first, second, _ in ranks:
+        assert (len(first.losses), first.stopped_by) == (3, signal.SIGUSR1)
+        assert (second.first_step, len(second.losses), second.stopped_by) == (3, 3, 0)
+        assert [*first.losses, *second.losses] == expected
+    text = f"stopped by SIGUSR1 after step 3 of 6, with a checkpoint in {tmp_path}; the same command goes on"
+    assert text in str(ranks[0][2])
+
+
+def test_ranks_that_heard_different_signals_agree_on_the_higher_number():
+    def act():
+        return agreed((0, signal.SIGUSR1, signal.SIGTERM, 0)[dist.get_rank()], torch.device("cpu"))
+
+    assert list(launch(act, 4)) == [signal.SIGTERM] * 4
+    assert (exit_code(0), exit_code(signal.SIGTERM), exit_code(signal.SIGUSR1)) == (0, 143, 138)
+
+
+def gone_on_to(steps: int, layout: str, folder: Path) -> list[float]:
+    """The losses of the steps that are left, from the checkpoint in that folder."""
+    lies, plan = layout_for(layout, BATCH), TrainPlan(steps, 32, seed=7, warmup=4)
+    return launch(train.train, lies.world_size, model_named(MODEL), lies, plan, Checkpoints(str(folder), every=1000))[
+        0
+    ].losses
+
+
+def test_torchrun_asked_to_stop_leaves_a_checkpoint_from_which_it_ends_as_if_it_had_not(tmp_path):
+    folder, out = tmp_path / "run", tmp_path / "out.txt"
+    log = folder / "log.jsonl"
+    script = [*options(folder, STEPS, "tp=2"), "--every", "1000"]  # what is saved before the end is saved on a signal
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    with children() as seen:
+        run = start(seen, [*agent, "-m", "course_lib.train", *script], out)
+        wait_until(lambda: len(train_log.read(log)) > 2 or run.poll() is not None, seen)
+        look(seen)
+        assert len(seen) == 3, out.read_text()
+        run.terminate()
+        wait_until(lambda: run.poll() is not None, seen)
+    said, done = out.read_text(), len(train_log.read(log))
+    assert run.returncode not in (0, None) and f"stopped by SIGTERM after step {done} of {STEPS}, with a" in said, said
+    assert 2 < done < STEPS and checkpoint.latest(folder).name == f"step-{done:08d}", said
+    losses = [loss for of_step in train_log.losses_of(log).values() for loss in of_step]
+    assert [*losses, *gone_on_to(STEPS, "tp=2", folder)] == uninterrupted(STEPS, "tp=2")
+
+
+def test_a_rank_that_waits_for_others_ends_at_once_and_two_that_train_end_with_143_though_one_was_asked(tmp_path):
+    """Tasks of srun, which nobody restarts, and whose exit codes can be seen."""
+    of_job = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_PORT": free_port(),
+    }
+    folder = tmp_path / "run"
+    script = [sys.executable, "-m", "course_lib.train", *options(folder, steps=10**6, layout="tp=2")]
+
+    def task(rank: int):
+        place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"}
+        return start(seen, script, tmp_path / f"{rank}.txt", **of_job, **place)
+
+    with children() as seen:
+        alone = task(0)
+        wait_until(lambda: answers(of_job["MASTER_PORT"]) or alone.poll() is not None, seen)
+        alone.terminate()
+        asked_s = time.monotonic()
+        wait_until(lambda: alone.poll() is not None or time.monotonic() > asked_s + 30, seen)
+        assert alone.poll() == -signal.SIGTERM, (tmp_path / "0.txt").read_text()
+        both = [task(0), task(1)]
+        wait_until(lambda: len(train_log.read(folder / "log.jsonl")) > 5 or both[0].poll() is not None, seen)
+        both[1].terminate()
+        wait_until(lambda: all(one.poll() is not None for one in both), seen)
+    said = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert [one.returncode for one in both] == [143, 143], said
+    done = len(train_log.read(folder / "log.jsonl"))
+    assert f"stopped by SIGTERM after step {done} of" in said[0] and said[1] == ""
+    assert checkpoint.latest(folder).name == f"step-{done:08d}"
+
+
+def answers(port: str) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", int(port))) == 0

@@ -1,0 +1,183 @@
+"""The trainer under engines that exist: two torchrun agents that lose a rank, accelerate launch, srun's variables."""
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+
+from course_lib import checkpoint, train
+from course_lib.authoring import ROOT
+from course_lib.launch import launch
+from course_lib.layout import Layout
+from course_lib.parallel import five_d
+from course_lib.train import Checkpoints, TrainPlan
+from course_lib.train import log as train_log
+from course_lib.train.options import layout_for, model_named
+
+MODEL = "toy,num_layers=2,d_model=32,d_ff=64,num_heads=4,num_kv_heads=4,family=gpt,dropout=0.2"
+LAYOUT, BATCH, STEPS = "dp=2,tp=2,zero=1", 8, 30
+PATIENCE_S = 240.0  # ten times what the longest takes on two idle cores
+LOOPBACK = {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # torch 2.13: else restarted ranks look for those that died
+}
+
+
+@contextmanager
+def children() -> Iterator[dict[int, psutil.Process]]:
+    """Collects what is added to it, and what these start; nothing of it may be left at the end."""
+    seen: dict[int, psutil.Process] = {}
+    try:
+        yield seen
+    finally:
+        look(seen)
+        left = [process for process in seen.values() if process.is_running() and process.status() != "zombie"]
+        for process in left:
+            process.kill()
+    assert left == [], f"left behind: {left}"
+
+
+def look(seen: dict[int, psutil.Process]) -> None:
+    """Adds what these have started. It reads all of /proc for each: not to be done often."""
+    for process in list(seen.values()):
+        try:
+            seen.update({child.pid: child for child in process.children(recursive=True)})
+        except psutil.NoSuchProcess:
+            continue
+
+
+def start(seen: dict[int, psutil.Process], command: list[str], out: Path, **environment: str) -> subprocess.Popen:
+    """A child whose output goes to a file. It is told nothing of the engine that may have started this process."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        inherited.pop(name, None)
+    with out.open("w") as file:
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=inherited | LOOPBACK | environment, stdout=file, stderr=subprocess.STDOUT
+        )
+    seen[child.pid] = psutil.Process(child.pid)
+    return child
+
+
+def wait_until(happened, seen: dict[int, psutil.Process]) -> None:
+    deadline, looked = time.monotonic() + PATIENCE_S, 0.0
+    while not happened():
+        now = time.monotonic()
+        assert now < deadline, "waited too long"
+        if now > looked + 1.0:
+            look(seen)
+            looked = now
+        time.sleep(0.02)
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def options(folder: Path, steps: int = STEPS, layout: str = LAYOUT) -> list[str]:
+    text = (
+        f"--model {MODEL} --layout {layout} --batch {BATCH} --steps {steps} --seq-len 32 --seed 7 --warmup 4 --every 3"
+    )
+    return [*text.split(), "--checkpoint", str(folder), "--log-file", str(folder / "log.jsonl")]
+
+
+def uninterrupted(steps: int, layout: str, folder: Path | None = None) -> list[float]:
+    """The losses of the same function in a launch."""
+    lies, plan = layout_for(layout, BATCH), TrainPlan(steps, 32, seed=7, warmup=4)
+    kept = Checkpoints(str(folder), every=3) if folder else None
+    return launch(train.train, lies.world_size, model_named(MODEL), lies, plan, kept, quiet=True)[0].losses
+
+
+def weights_in(*folders: Path) -> list[dict[str, torch.Tensor]]:
+    """The whole weights of the last checkpoint in each folder, read by one process."""
+
+    def load() -> list[dict[str, torch.Tensor]]:
+        found = []
+        for folder in folders:
+            engine = five_d.build(model_named(MODEL), Layout(), seed=99)
+            checkpoint.load(engine, None, folder)
+            found.append({name: param.detach() for name, param in five_d.named_parameters(engine).items()})
+        return found
+
+    return launch(load, 1)[0]
+
+
+def test_two_torchrun_agents_lose_a_rank_restart_all_and_end_as_if_they_had_not(tmp_path):
+    folder = tmp_path / "agents"
+    log, rendezvous = folder / "log.jsonl", f"127.0.0.1:{free_port()}"
+    agent = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous, "--local-addr", "127.0.0.1", "--max-restarts", "3"),
+        *("-m", "course_lib.train", *options(folder)),
+    ]
+    with children() as seen:
+        outs = [tmp_path / f"agent{index}.txt" for index in range(2)]
+        agents = [start(seen, agent, out) for out in outs]
+        last = random.randint(5, 16)
+        wait_until(lambda: len(train_log.read(log)) > last or any(one.poll() is not None for one in agents), seen)
+        assert all(one.poll() is None for one in agents), "\n".join(out.read_text() for out in outs)
+        ranks = [child for one in agents for child in psutil.Process(one.pid).children()]
+        assert len(ranks) == 4
+        random.choice(ranks).kill()
+        wait_until(lambda: all(one.poll() is not None for one in agents), seen)
+    said = "".join(out.read_text() for out in outs)
+    assert [one.returncode for one in agents] == [0, 0], said
+    assert said.count("starts anew") == 1 and said.count("goes on at step") == 1, said
+    assert said.count("gloo: no GPUs for 4 ranks") == 2 * (not torch.cuda.is_available())  # rank 0 alone, each time
+    losses, expected = train_log.losses_of(log), uninterrupted(STEPS, LAYOUT, tmp_path / "whole")
+    assert list(losses) == list(range(STEPS))
+    assert all(loss == expected[step] for step, of_step in losses.items() for loss in of_step)
+    some, others = weights_in(folder, tmp_path / "whole")
+    assert some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
+
+
+def test_accelerate_launch_runs_it_and_one_process_of_its_cpu_flag_is_told_what_to_do(tmp_path):
+    """`--multi_gpu` starts ranks without GPUs too; `--cpu` starts one process, whatever --num_processes says."""
+    common = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *common]
+    script = ["-m", "course_lib.train", *options(tmp_path / "run", steps=4, layout="dp=2")]
+    with children() as seen:
+        run = start(seen, [*accelerate, "--multi_gpu", "--main_process_port", "0", *script], tmp_path / "run.txt")
+        alone = start(seen, [*accelerate, "--cpu", *script], tmp_path / "alone.txt")
+        wait_until(lambda: run.poll() is not None and alone.poll() is not None, seen)
+    said = (tmp_path / "run.txt").read_text()
+    assert run.returncode == 0 and "started by accelerate" in said, said
+    losses = train_log.losses_of(tmp_path / "run" / "log.jsonl")
+    assert [loss for of_step in losses.values() for loss in of_step] == uninterrupted(4, "dp=2")
+    said = (tmp_path / "alone.txt").read_text()
+    assert alone.returncode != 0 and "needs 2 ranks (dp 2), but there is 1" in said and "--multi_gpu" in said
+
+
+def test_processes_that_srun_describes_find_each_other_without_torchruns_variables(tmp_path):
+    """Two tasks on two nodes, as srun would set them; both nodes are this machine."""
+    of_job = {
+        "SLURM_JOB_ID": str(random.randrange(10**6)),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_LOCALID": "0",
+    }
+    script = [sys.executable, "-m", "course_lib.train", *options(tmp_path / "run", steps=4, layout="tp=2")]
+    with children() as seen:
+        outs = [tmp_path / f"{rank}.txt" for rank in range(2)]
+        tasks = [
+            start(seen, script, out, **of_job, SLURM_PROCID=str(rank), SLURM_NODEID=str(rank))
+            for rank, out in enumerate(outs)
+        ]
+        wait_until(lambda: all(task.poll() is not None for task in tasks), seen)
+    said = [out.read_text() for out in outs]
+    assert [task.returncode for task in tasks] == [0, 0], said
+    assert "started by srun" in said[0] and said[1] == ""
+    losses = train_log.losses_of(tmp_path / "run" / "log.jsonl")
+    assert [loss for of_step in losses.values() for loss in of_step] == uninterrupted(4, "tp=2")

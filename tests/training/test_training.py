@@ -1,0 +1,168 @@
+"""The reference loop: accumulation to 1e-10, every precision learns, the record says what happened."""
+
+import dataclasses
+import importlib.util
+import io
+
+import pytest
+import torch
+
+from course_lib.model import build
+from course_lib.model.llama import preset
+from course_lib.training import (
+    LossScaler,
+    TrainConfig,
+    accumulate_gradients,
+    describe,
+    loss_of,
+    make_optimizer,
+    train,
+    train_step,
+)
+from course_lib.training import loop as training
+from course_lib.training.data import batch, tokens
+from course_lib.training.precision import PRECISIONS, gradient_norm
+
+SMALL = dataclasses.replace(preset("toy"), num_layers=2)
+
+
+def rows(count=6):
+    return batch(tokens(50_000), 0, count, 24)
+
+
+def gradients_of(run):
+    model = build(SMALL, dtype=torch.float64)
+    loss = run(model)
+    return loss, [parameter.grad for parameter in model.parameters()]
+
+
+def big_batch(model):
+    loss = loss_of(model, *rows())
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])  # 4 and 5 do not divide six rows
+def test_accumulated_gradients_equal_those_of_the_big_batch(count):
+    expected_loss, expected = gradients_of(big_batch)
+    loss, found = gradients_of(lambda model: accumulate_gradients(model, *rows(), count))
+    assert abs(loss - expected_loss) < 1e-10
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_forgetting_to_divide_or_weighting_uneven_parts_alike_is_seen():
+    def forgot(model, divisor):
+        for x_part, y_part in training.micro_batches(*rows(), 4):
+            (loss_of(model, x_part, y_part) / divisor).backward()
+        return 0.0
+
+    _, expected = gradients_of(big_batch)
+    for divisor in (1, 4):
+        _, found = gradients_of(lambda model, divisor=divisor: forgot(model, divisor))
+        assert max((a - b).abs().max() for a, b in zip(found, expected)) > 1e-4
+
+
+def test_fifty_steps_teach_the_toy_much_of_python():
+    record = train(preset("toy"), TrainConfig(steps=50), progress=False)
+    assert abs(record.losses[0] - 5.545) < 0.1  # ln 256: it knows nothing
+    assert sum(record.losses[-5:]) / 5 < 3.2
+    assert len(record.step_s) == 50
+    assert record.tokens_per_s > 0
+    assert record.peak_bytes > 50e6
+    assert record.mfu is None
+
+
+@pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "fp32"])
+def test_every_precision_learns(precision):
+    plan = TrainConfig(steps=12, batch_size=4, seq_len=32, micro_batches=2, learning_rate=1e-2, precision=precision)
+    record = train(SMALL, plan, progress=False)
+    assert record.losses[-1] < record.losses[0] - 1.0
+
+
+def test_recomputation_trains_alike():
+    plan = TrainConfig(steps=3, batch_size=4, seq_len=32)
+    plain, full, selective = (
+        train(SMALL, plan, attention="explicit", recompute=kind, progress=False).losses
+        for kind in ("none", "full", "selective")
+    )
+    assert plain == pytest.approx(full, abs=1e-5)
+    assert plain == pytest.approx(selective, abs=1e-5)
+
+
+def test_dropout_falls_alike_in_two_runs_and_disturbs_no_other_random_numbers():
+    config = dataclasses.replace(SMALL, family="gpt", num_kv_heads=8, d_ff=256, dropout=0.1)
+    plan = TrainConfig(steps=2, batch_size=4, seq_len=32)
+    state = torch.get_rng_state()
+    first = train(config, plan, progress=False).losses
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(1)
+    assert train(config, plan, progress=False).losses == first
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-master-fp32-grads", "bf16-master-both-grads"])
+def test_a_step_forgets_the_gradients_of_the_step_before(precision):
+    model = build(SMALL, dtype=training.precision_named(precision).param_dtype)
+    optimizer = make_optimizer(model, precision, learning_rate=0.0, weight_decay=0.0)
+    norms = []
+    for _ in range(2):
+        train_step(model, optimizer, *rows(), clip_norm=None, precision=precision)
+        norms.append(gradient_norm(model.parameters()).item())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_an_overflowing_step_changes_no_weight():
+    model = build(SMALL, dtype=torch.float16)
+    optimizer = make_optimizer(model, "fp16-master-fp32-grads")
+    scaler = LossScaler(scale=2.0**40)
+    before = [parameter.clone() for parameter in model.parameters()]
+    train_step(model, optimizer, *rows(), precision="fp16-master-fp32-grads", scaler=scaler)
+    assert scaler.scale == 2.0**39
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+def test_clipping_bounds_the_gradient_that_the_optimizer_sees():
+    model = build(SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    train_step(model, optimizer, *rows(), clip_norm=0.01)
+    moved = torch.cat([(a - b).detach().flatten() for a, b in zip(before, model.parameters())])
+    assert moved.norm().item() == pytest.approx(0.01, rel=1e-2)
+
+
+def test_the_record_and_the_bar_give_mfu_where_the_peak_is_known(capsys):
+    plan = TrainConfig(steps=2, batch_size=2, seq_len=16)
+    record = train(SMALL, plan, flops_per_token=1e6, peak_flops=1e12)
+    assert record.mfu == pytest.approx(record.tokens_per_s * 1e6 / 1e12)
+    assert "MFU" in describe(record)
+    shown = capsys.readouterr().err
+    assert "2/2" in shown and "tokens/s" in shown and "MFU" in shown
+
+
+def test_the_bar_is_plain_text_without_ipywidgets(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ipywidgets" else find_spec(name))
+    bar = training.progress_bar(3)
+    assert type(bar) is training.tqdm_std.tqdm
+    bar.fp = io.StringIO()
+    bar.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "steps is 0; it must be at least 1"),
+        ({"batch_size": 2, "micro_batches": 3}, "micro_batches .3. must not exceed batch_size .2."),
+        ({"precision": "fp8"}, "no precision 'fp8'"),
+    ],
+)
+def test_a_wrong_plan_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**change)
+
+
+@pytest.mark.gpu
+def test_a_gpu_trains_like_the_cpu_and_reports_its_allocator():
+    plan = TrainConfig(steps=5, batch_size=4, seq_len=32)
+    cpu, gpu = (train(SMALL, plan, device=device, progress=False) for device in ("cpu", "cuda"))
+    assert gpu.losses == pytest.approx(cpu.losses, abs=1e-3)
+    assert 1e5 < gpu.peak_bytes < 1e9

@@ -1,0 +1,274 @@
+"""Each rank reads its piece of the files: the same numbers as from the whole model, exact bytes, less host memory."""
+
+import json
+import os
+import shutil
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from course_lib.launch import RankError, launch
+from course_lib.memory.tensor import narrow
+from course_lib.model import build
+from course_lib.model.llama import preset
+from course_lib.parallel import shards, tensor, zero
+from course_lib.weights.hf_weights import config_from_transformers
+from course_lib.weights.loading import Weights, host_bytes, load_pieces, load_whole, read_config, read_flat, tp_ranges
+
+SMALL = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "head_dim": 8,
+         "num_key_value_heads": 2, "intermediate_size": 110, "max_position_embeddings": 128}  # fmt: skip
+LARGE = {"vocab_size": 4096, "hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12,
+         "num_key_value_heads": 4, "intermediate_size": 2048, "max_position_embeddings": 256}  # fmt: skip
+
+
+def their_model(name):
+    """A model of the transformers library, which ranks do without: they import this file, too."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if name == "gpt2":
+        ends = {"bos_token_id": 0, "eos_token_id": 0}
+        return GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=128, **ends))
+    if name == "large":
+        return LlamaForCausalLM(LlamaConfig(**LARGE))
+    return LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=name == "tied"))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Name -> (folder, logits): models with random numbers in every parameter, and one of them in several files."""
+    made, x_BS = {}, some_tokens()
+    for name in ("llama", "tied", "gpt2"):
+        model = their_model(name).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn_like(parameter) * 0.1 + (1.0 if parameter.dim() == 1 else 0.0))
+            folder = tmp_path_factory.mktemp(name)
+            model.save_pretrained(folder)
+            made[name] = folder, model(x_BS).logits
+            if name == "llama":
+                folder = tmp_path_factory.mktemp("several")
+                model.save_pretrained(folder, max_shard_size="100KB")
+                assert len(list(folder.glob("*.safetensors"))) > 2
+                made["several files"] = folder, model(x_BS).logits
+    return made
+
+
+def some_tokens():
+    return torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "several files"])
+@torch.no_grad()
+def test_loaded_logits_are_those_of_transformers_whole_or_from_the_meta_device(folders, name):
+    folder, expected = folders[name]
+    weights = Weights(folder)
+    for model in (load_whole(folder), load_pieces(build(weights.config, device="meta"), weights)):
+        torch.testing.assert_close(model.eval()(some_tokens()), expected, rtol=1e-5, atol=1e-5)
+        assert (model.head.weight is model.embed.weight) == weights.config.tied
+    # of the meta device's way: every number once, a tied one too, and nothing that is not needed
+    assert weights.files.read_bytes == 4 * sum(shape.numel() for shape in weights.shapes.values())
+
+
+def test_config_json_says_what_transformers_reads_from_it(folders):
+    for name in ("llama", "tied", "gpt2"):
+        assert read_config(folders[name][0]) == config_from_transformers(their_model(name).config)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_flat_shards_are_the_pieces_of_the_flattened_whole(folders, name, ranks):
+    folder, _ = folders[name]
+    weights, model = Weights(folder), load_whole(folder)
+    for _, members in zero.unit_parameters(model):
+        names, parameters = zip(*members)
+        flat_P = shards.flatten_and_pad([parameter.detach() for parameter in parameters], ranks)
+        for rank, expected_p in enumerate(flat_P.chunk(ranks)):
+            shard_p = torch.full_like(expected_p, 7.0)
+            read_flat(weights, names, rank * len(shard_p), shard_p)
+            assert torch.equal(shard_p, expected_p)
+    assert weights.files.read_bytes == 4 * sum(shape.numel() for shape in weights.shapes.values())  # each number once
+
+
+@pytest.mark.parametrize(("name", "tp_size"), [("llama", 2), ("llama", 4), ("llama", 8), ("tied", 2), ("gpt2", 4)])
+def test_pieces_for_tensor_parallel_are_cuts_of_the_whole_in_the_shapes_of_a_narrow_model(folders, name, tp_size):
+    weights, whole = Weights(folders[name][0]), load_whole(folders[name][0])
+    config = weights.config
+    for tp_rank in range(tp_size):
+        model = build(narrow(config, tp_size, tp_rank), device="meta")
+        load_pieces(model, weights, partial(tp_ranges, config=config, tp_rank=tp_rank, tp_size=tp_size))
+        for (label, mine), (_, full) in zip(model.named_parameters(), whole.named_parameters()):
+            layer = label.split(".")[-2]
+            if layer in ("k", "v") and tp_size > config.num_kv_heads:
+                expected = full.chunk(config.num_kv_heads)[tp_rank * config.num_kv_heads // tp_size]
+            elif layer in ("q", "k", "v", "gate", "up", "embed", "head"):
+                expected = full.chunk(tp_size)[tp_rank]
+            elif layer in ("o", "down") and full.dim() == 2:
+                expected = full.chunk(tp_size, 1)[tp_rank]
+            else:
+                expected = full
+            assert torch.equal(mine, expected), label
+
+
+def logits_of_sharded_model(folder):
+    """This rank's logits of a model that was cut on the meta device; bytes read; bytes of its parameters."""
+    weights, group = Weights(folder), dist.group.WORLD
+    model = tensor.build(build(weights.config, device="meta"), group)
+    load_pieces(model, weights, partial(tp_ranges, config=weights.config, tp_rank=group.rank(), tp_size=group.size()))
+    with torch.no_grad():
+        logits_BSv = model.eval()(some_tokens())
+    return logits_BSv, weights.files.read_bytes, sum(parameter.nbytes for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_tensor_parallel_model_cut_before_loading_computes_transformers_logits(folders, name):
+    folder, expected = folders[name]
+    results = launch(logits_of_sharded_model, 2, folder)
+    torch.testing.assert_close(torch.cat([logits for logits, *_ in results], -1), expected, rtol=1e-5, atol=1e-5)
+    for _, read_bytes, held_bytes in results:
+        assert read_bytes == held_bytes < 0.6 * Weights(folder).files.nbytes
+
+
+def engines_from_files(folder):
+    """Differences between stage 3 of a model on the meta device that read its shards, and of a whole one; bytes read.
+
+    Of the logits, of whole parameters, of the loss and of gradients; then the bytes of this rank's shards.
+    """
+    group, weights = dist.group.WORLD, Weights(folder)
+    x_BS = some_tokens()
+    engines = [
+        zero.build(build(weights.config, device="meta"), group, load=partial(read_flat, weights)),
+        zero.build(load_whole(folder), group),
+    ]
+    with torch.no_grad():
+        logits = [engine.eval()(x_BS) for engine in engines]
+    parameters = [zero.full_parameters(engine) for engine in engines]
+    losses = [zero.accumulate_gradients(engine, [(x_BS, x_BS.roll(-1, 1))]) for engine in engines]
+    gradients = [zero.full_gradients(engine) for engine in engines]
+    same = [torch.equal(*pair) for both in (parameters, gradients) for pair in zip(*(one.values() for one in both))]
+    same += [torch.equal(*losses), list(parameters[0]) == list(parameters[1])]
+    tied = engines[0].module.head.weight is engines[0].module.embed.weight
+    return logits[0], all(same), tied, weights.files.read_bytes, sum(flat.shard_p.nbytes for flat in engines[0].flats)
+
+
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_stage_3_reads_its_shards_and_trains_as_if_it_had_had_the_whole(folders, name):
+    folder, expected = folders[name]
+    for logits, same, tied, read_bytes, held_bytes in launch(engines_from_files, 2, folder):
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        assert same and tied == (name == "tied")
+        assert read_bytes <= held_bytes < 0.51 * Weights(folder).files.nbytes  # all but padding is read
+
+
+def test_dtypes_are_the_file_s_or_those_asked_for(folders, tmp_path):
+    shutil.copytree(folders["llama"][0], tmp_path, dirs_exist_ok=True)
+    halved = {name: value.bfloat16() for name, value in load_file(tmp_path / "model.safetensors").items()}
+    save_file(halved, tmp_path / "model.safetensors")
+    weights = Weights(tmp_path)
+    as_stored, wider = (
+        load_pieces(build(weights.config, device="meta"), weights, dtype=d) for d in (None, torch.float32)
+    )
+    assert {p.dtype for p in as_stored.parameters()} == {torch.bfloat16} == {load_whole(tmp_path).norm.weight.dtype}
+    assert (
+        {p.dtype for p in wider.parameters()}
+        == {torch.float32}
+        == {p.dtype for p in load_whole(tmp_path, dtype=torch.float32).parameters()}
+    )
+    assert torch.equal(wider.head.weight, halved["lm_head.weight"].float())
+
+
+def edited(folder, tmp_path, change_tensors, change_config):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (change_tensors or len)(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (change_config or len)(config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ((lambda t: t.pop("model.norm.weight"), None), "no tensor 'model.norm.weight'.*check that the config"),
+        ((lambda t: t.update(extra=torch.ones(1)), None), r"holds \['extra'\], for which config .* no place"),
+        ((None, lambda c: c.update(num_hidden_layers=2)), "and more, for which config .*num_layers"),
+        ((None, lambda c: c.update(vocab_size=98)), r"embed.weight .*shape \(97, 64\); required .*\(98, 64\)"),
+        ((lambda t: t.update({"model.norm.weight": torch.ones(64).int()}), None), "stored as I32; required"),
+        ((None, lambda c: c.update(model_type="mamba")), "model_type is 'mamba'; this course has llama"),
+    ],
+)
+def test_files_that_do_not_fit_their_config_are_refused(folders, tmp_path, changes, message):
+    folder = edited(folders["llama"][0], tmp_path, *changes)
+    with pytest.raises(ValueError, match=message):
+        weights = Weights(folder)
+        load_pieces(build(weights.config, device="meta"), weights)
+
+
+def refused_by_other_stages():
+    zero.build(build(preset("toy"), device="meta"), dist.group.WORLD, stage=2, load=print)
+
+
+def test_other_stages_need_a_loaded_model():
+    with pytest.raises(RankError, match="load is for stage 3.*stage 2 needs a loaded model"):
+        launch(refused_by_other_stages, 1)
+
+
+def test_calls_that_cannot_work_say_what_to_do(folders, tmp_path):
+    weights = Weights(folders["llama"][0])
+    with pytest.raises(ValueError, match="embed.weight is on cpu; required: a model on the meta device"):
+        load_pieces(build(weights.config), weights)
+    with pytest.raises(ValueError, match=r"piece of embed.weight has shape \(97, 64\), the model's has \(49, 64\)"):
+        load_pieces(build(narrow(weights.config, 2), device="meta"), weights)
+    with pytest.raises(ValueError, match="num_heads.*must be divisible by tp"):
+        tp_ranges("head.weight", (97, 64), weights.config, 0, 3)
+    with pytest.raises(ValueError, match="tp_rank is 2; required: 0 to 1"):
+        tp_ranges("head.weight", (97, 64), weights.config, 2, 2)
+    with pytest.raises(ValueError, match="holds no config.json"):
+        read_config(tmp_path)
+
+
+# --- host memory
+
+WAYS = ("whole", "tp", "zero3")
+
+
+def host_memory(folder, size):
+    """What loading adds to this process as rank 1 of `size`: bytes of its own at the end, resident ones at the highest.
+
+    Each process of the launch goes another way.
+    """
+    rank, way = 1, WAYS[int(os.environ["RANK"])]
+    config = read_config(folder)
+    before = host_bytes()
+    if way == "whole":
+        kept = load_whole(folder)
+    elif way == "tp":
+        kept = build(narrow(config, size, rank), device="meta")
+        load_pieces(kept, Weights(folder), partial(tp_ranges, config=config, tp_rank=rank, tp_size=size))
+    else:
+        weights, kept = Weights(folder), []
+        for _, members in zero.unit_parameters(build(config, device="meta")):
+            names, parameters = zip(*members)
+            numel = -(-sum(parameter.numel() for parameter in parameters) // size)
+            kept.append(torch.empty(numel))
+            read_flat(weights, names, rank * numel, kept[-1])
+    after = host_bytes()
+    return after.anonymous - before.anonymous, after.peak_resident - before.resident
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="only Linux tells a process's own pages")
+def test_a_rank_that_reads_its_piece_needs_a_share_of_the_memory(tmp_path):
+    their_model("large").save_pretrained(tmp_path)
+    model_bytes = Weights(tmp_path).files.nbytes
+    assert model_bytes > 100e6
+    results = launch(host_memory, len(WAYS), tmp_path, 4)
+    own, peak = ({way: one[i] / model_bytes for way, one in zip(WAYS, results)} for i in (0, 1))
+    assert own["whole"] > 0.95 and peak["whole"] > 1.9  # the model, and the mapped file
+    for way in ("tp", "zero3"):
+        assert 0.15 < own[way] < 0.30  # its quarter, less what an earlier allocation left free in the process
+        assert peak[way] < 0.5  # and of one tensor the mapped pages
