@@ -1,6 +1,7 @@
 """Which bytes: what a rank sends in one step, before it is run.
 
 collectives.py   the bytes of one collective, and of a list of calls
+step.py          which collectives a step of each technique calls
 routing.py       rows and bytes of a mixture of experts, from whom the tokens chose
 odds.py          the same, expected, of tokens that choose uniformly
 """
