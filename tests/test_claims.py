@@ -112,7 +112,7 @@ def test_every_claim_has_an_id_of_its_own_a_known_topic_and_a_known_verdict():
 
 def test_every_claim_that_a_test_names_is_in_the_list():
     ids = {claim["id"] for claim in CLAIMS}
-    for path in (ROOT / "tests").glob("test_*.py"):
+    for path in (ROOT / "tests").rglob("test_*.py"):
         if path.name != "test_claims.py":
             assert set(CLAIM.findall(path.read_text(encoding="utf-8").replace("_", " "))) <= ids, path.name
 
