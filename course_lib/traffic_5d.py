@@ -200,8 +200,6 @@ def gradient_calls(layout: Layout, flats: Sequence[Flat], recipe: Recipe) -> Cal
     calls: Calls = {}
     for axis, ranks in (("data", layout.data_size), ("expert_dp", layout.expert_dp)):
         mine = [flat.numel for flat in flats if (flat.kind == "experts") == (axis == "expert_dp")]
-        if layout.zero == 0 and mine:
-            mine = [sum(mine)]  # in one message
         calls[axis] = zero_calls(mine, layout.zero, ranks, recipe, layout.accumulation)
     return calls
 
