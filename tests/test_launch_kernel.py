@@ -11,6 +11,8 @@ import psutil
 import pytest
 from jupyter_client import KernelManager
 
+pytestmark = pytest.mark.launches
+
 SETUP = """
 import os, sys, time, signal, threading, subprocess, dataclasses
 import torch, torch.distributed as dist
