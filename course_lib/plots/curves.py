@@ -9,6 +9,7 @@ from course_lib.hardware import Link
 from course_lib.plots.palette import NEUTRAL_COLOR, OKABE_ITO
 from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, show_bytes, show_seconds, style, three_digits
 from course_lib.timing import bus_factor, collective_s, collective_steps
+from course_lib.validate import Size, checked
 
 LINE_COLORS = [OKABE_ITO[name] for name in ("blue", "vermillion", "green", "purple", "orange", "sky")]
 LINE_STYLES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1))]
@@ -17,6 +18,7 @@ MARKERS = ["o", "s", "^", "D", "v", "P"]
 Curve = Mapping[float, float]
 
 
+@checked
 def draw_curves(axes, lines: Mapping[str, Curve], points: Mapping[str, Curve], value_labels: bool = True) -> None:
     """Lines for models, markers for measurements; measurements carry their numbers."""
     for index, (name, curve) in enumerate(lines.items()):
@@ -44,6 +46,7 @@ def draw_curves(axes, lines: Mapping[str, Curve], points: Mapping[str, Curve], v
     axes.legend(loc="best")
 
 
+@checked
 def value_labels_of(
     curves: Sequence[Curve], nearest: float = 0.09, lines: Sequence[Curve] = ()
 ) -> list[tuple[float, float, bool]]:
@@ -84,6 +87,7 @@ def _side(above: bool) -> int:
     return 1 if above else -1
 
 
+@checked
 def show_curves(
     lines: Mapping[str, Curve],
     points: Mapping[str, Curve],
@@ -119,6 +123,7 @@ def _scale(axes, xs: Sequence[float], log_x: bool, log_y: bool) -> None:
     axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
 
 
+@checked
 def show_bandwidth(published: Mapping[str, Curve], models: Mapping[str, Curve], title: str) -> None:
     """Show bytes per second over nodes: published as points, models as lines; all `{nodes: bytes/s}`."""
     show_curves(
@@ -130,6 +135,7 @@ def show_bandwidth(published: Mapping[str, Curve], models: Mapping[str, Curve], 
     )
 
 
+@checked
 def show_throughput(
     published: Curve,
     model: Curve,
@@ -156,7 +162,8 @@ class AlphaBetaPicture:
     crossover_bytes: float
 
 
-def crossover_bytes(collective: str, world_size: int, link: Link) -> float:
+@checked
+def crossover_bytes(collective: str, world_size: Size, link: Link) -> float:
     """The message size at which a collective spends as long on latency as on moving bytes."""
     if world_size < 2:
         raise ValueError(f"world_size is {world_size}; a collective that costs something needs at least 2 ranks")
@@ -168,8 +175,9 @@ def crossover_bytes(collective: str, world_size: int, link: Link) -> float:
     )
 
 
+@checked
 def alpha_beta_picture(
-    collective: str, world_size: int, link: Link, lowest: float = 1e3, highest: float = 1e10
+    collective: str, world_size: Size, link: Link, lowest: float = 1e3, highest: float = 1e10
 ) -> AlphaBetaPicture:
     """Alpha-beta times of messages from `lowest` to `highest` bytes, eight to a decade."""
     ratio = 10 ** (1 / 8)
@@ -183,6 +191,7 @@ def alpha_beta_picture(
     )
 
 
+@checked
 def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = None) -> None:
     """Log-log: flat where latency rules, a straight slope where bandwidth rules; `at_bytes` marks one message."""
     scale = TIME_UNITS["ms"]
@@ -221,7 +230,8 @@ def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = No
     axes.set(xlabel="message (bytes)", ylabel="time (ms)")
 
 
-def show_alpha_beta(world_size: int, link: Link, collective: str = "all_reduce", title: str = "") -> None:
+@checked
+def show_alpha_beta(world_size: Size, link: Link, collective: str = "all_reduce", title: str = "") -> None:
     """Show a collective's modelled time over message size, with its latency and its bandwidth regime."""
     picture = alpha_beta_picture(collective, world_size, link)
     crossover = picture.crossover_bytes

@@ -9,6 +9,7 @@ from course_lib.hardware import LINKS, link
 from course_lib.plots.curves import alpha_beta_picture, crossover_bytes, draw_alpha_beta
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.timing import bus_factor, collective_s, collective_steps
+from course_lib.validate import Size, checked
 from course_lib.widgets import parts
 
 COLLECTIVES = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
@@ -32,7 +33,8 @@ class CollectiveView:
         return self.latency_s + self.bandwidth_s
 
 
-def explore_collective(collective: str, payload_bytes: int, world_size: int, link_key: str) -> CollectiveView:
+@checked
+def explore_collective(collective: str, payload_bytes: int, world_size: Size, link_key: str) -> CollectiveView:
     """Turn choices into the numbers shown. `sent_bytes` is what a rank in the middle of the ring or chain sends."""
     wire = link(link_key)
     total_s = collective_s(collective, payload_bytes, world_size, wire)
@@ -48,6 +50,7 @@ def explore_collective(collective: str, payload_bytes: int, world_size: int, lin
     )
 
 
+@checked
 def describe_collective(view: CollectiveView) -> str:
     """The numbers in one line."""
     return (
@@ -57,7 +60,8 @@ def describe_collective(view: CollectiveView) -> str:
     )
 
 
-def collective_explorer(link_key: str = "nvlink4", world_size: int = 8) -> widgets.VBox:
+@checked
+def collective_explorer(link_key: str = "nvlink4", world_size: Size = 8) -> widgets.VBox:
     """Sliders over message size and ranks: the modelled time on its curve."""
     collective = parts.choice("collective", COLLECTIVES, "all_reduce")
     size = parts.slider("message", SIZES, 10**6)

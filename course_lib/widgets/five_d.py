@@ -33,6 +33,7 @@ from course_lib.plots.style import FULL_WIDTH_IN, show_bytes, show_seconds, styl
 from course_lib.schedules import SCHEDULES
 from course_lib.sharded_timing import Cluster
 from course_lib.traffic_5d import five_d_sent
+from course_lib.validate import checked
 from course_lib.widgets import parts
 
 UTILISATION = 0.55  # of the peak while computing: with it the modelled step of Llama 3 405B is near its published MFU
@@ -142,6 +143,7 @@ class FiveDView:
     text: str = field(repr=False)
 
 
+@checked
 @lru_cache(maxsize=16)
 def explore_five_d(chosen: FiveDChoice) -> FiveDView:
     """Turn choices into what is shown.
@@ -166,6 +168,7 @@ def explore_five_d(chosen: FiveDChoice) -> FiveDView:
     return FiveDView(layout, holdings(config, layout), bars, limits, fullest, sent, links, time, text)
 
 
+@checked
 def describe_five_d(chosen, layout, fullest, limits, links, time) -> str:
     """The layout, where its groups lie, what the fullest rank needs, and what a step takes by the model."""
     nodes = -(-layout.world_size // chosen.ranks_per_node)
@@ -189,6 +192,7 @@ def describe_five_d(chosen, layout, fullest, limits, links, time) -> str:
 SHOWN_AXES = ("pp", "dp", "cp", "tp", "ep")
 
 
+@checked
 @lru_cache(maxsize=16)
 def five_d_png(chosen: FiveDChoice) -> bytes:
     """The picture of a choice."""
@@ -198,6 +202,7 @@ def five_d_png(chosen: FiveDChoice) -> bytes:
     return buffer.getvalue()
 
 
+@checked
 def five_d_figure(view: FiveDView) -> Figure:
     """Who holds what; below it memory along the pipeline; below that bytes by axis and seconds by part.
 
@@ -232,6 +237,7 @@ def _panel(figure: Figure, left_in: float, bottom_in: float, width_in: float, he
     return figure.add_axes((left_in / width, bottom_in / height, width_in / width, height_in / height))
 
 
+@checked
 def measure_five_d_choice(chosen: FiveDChoice) -> FiveDComparison:
     """Train a toy for real in the chosen layout, and lay measured on predicted.
 
@@ -241,6 +247,7 @@ def measure_five_d_choice(chosen: FiveDChoice) -> FiveDComparison:
     return measure_five_d(preset(chosen.model), chosen.layout, chosen.seq_len)
 
 
+@checked
 def sizes_up_to(last: int, *others: int) -> list[tuple[str, int]]:
     """(label, value) pairs: powers of two and three times these, and a few more."""
     powers = [2**i for i in range(last.bit_length())]
@@ -248,6 +255,7 @@ def sizes_up_to(last: int, *others: int) -> list[tuple[str, int]]:
     return [(f"{value:,}", value) for value in sorted(values) if value <= last]
 
 
+@checked
 def five_d_explorer(start: FiveDChoice | None = None) -> widgets.VBox:
     """Controls for a whole layout, a menu of known ones, and a button that measures a toy on real ranks."""
     start = start or FiveDChoice()

@@ -41,7 +41,7 @@ def test_pieces_of_a_stage_weigh_what_the_formula_says_and_cover_each_kind(stage
 def test_a_stage_and_a_number_of_ranks_that_do_not_exist_are_refused():
     with pytest.raises(ValueError, match="choose 0"):
         sharding.zero_pieces(4, 2)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="give a whole number from 1"):
         sharding.zero_pieces(1, 0)
     with pytest.raises(ValueError, match="room for 16"):
         sharding.show_zero_stages(32)
