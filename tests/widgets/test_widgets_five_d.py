@@ -129,6 +129,7 @@ def test_what_cannot_be_is_answered_with_the_nearest_in_place_of_the_picture(mon
 # ---------------------------------------------------------------- real ranks
 
 
+@pytest.mark.launches
 def test_measure_runs_the_layout_and_every_rank_equals_the_formulas():
     choice = replace(LAPTOP, tp=1, sequence_parallel=False, recompute="full")
     explorer = five_d_explorer(choice)
@@ -139,6 +140,7 @@ def test_measure_runs_the_layout_and_every_rank_equals_the_formulas():
     assert len(shown(explorer)) == 1 and "Measured in" not in texts(explorer)  # it was of another choice
 
 
+@pytest.mark.launches
 def test_a_wrong_formula_is_seen(monkeypatch):
     sent = five_d_profile.five_d_sent
     monkeypatch.setattr(five_d_profile, "five_d_sent", lambda *a, **k: sent(*a, **k) | {"pp": 5})
