@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor
+from numpy.typing import ArrayLike
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
@@ -44,7 +44,7 @@ LENGTH_BYTES = 8  # of a micro-batch, int64, as the longest and as the shortest 
 LOAD_BYTES = 8  # how many tokens chose an expert, int64
 
 Calls = dict[str, list[Call]]
-Routing = Sequence[Tensor]  # expert_Tk of each rank of an ep group: one layer, one micro-batch
+Routing = Sequence[ArrayLike]  # expert_Tk of each rank of an ep group: one layer, one micro-batch
 
 
 def five_d_calls(

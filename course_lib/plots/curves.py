@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
+import numpy as np
 
 from course_lib.hardware import Link
 from course_lib.plots.palette import NEUTRAL_COLOR, OKABE_ITO
 from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, show_bytes, show_seconds, style, three_digits
-from course_lib.timing import bus_factor, collective_s, collective_steps
+from course_lib.timing import collective_costs, collective_s, fastest
 from course_lib.validate import Size, checked
 
 LINE_COLORS = [OKABE_ITO[name] for name in ("blue", "vermillion", "green", "purple", "orange", "sky")]
@@ -153,47 +154,54 @@ def show_throughput(
 
 @dataclass(frozen=True)
 class AlphaBetaPicture:
-    """Times over message sizes, and the size at which latency and bandwidth cost the same."""
+    """Times of the fastest way over message sizes, and its two limits: a latency alone, and bytes at the best rate."""
 
     sizes_bytes: list[float]
     total_s: list[float]
     latency_s: float
     bandwidth_s: list[float]
     crossover_bytes: float
+    ways: list[tuple[float, str]]  # the size from which on a way is the fastest, and what it is
 
 
 @checked
 def crossover_bytes(collective: str, world_size: Size, link: Link) -> float:
-    """The message size at which a collective spends as long on latency as on moving bytes."""
+    """The message size at which the latency of the smallest message is as long as moving bytes at the best rate."""
     if world_size < 2:
         raise ValueError(f"world_size is {world_size}; a collective that costs something needs at least 2 ranks")
-    return (
-        collective_steps(collective, world_size)
-        * link.latency_s
-        * link.bytes_per_s
-        / bus_factor(collective, world_size)
-    )
+    costs = collective_costs(collective, world_size, link)
+    return min(cost.latency_s for cost in costs) * max(cost.payload_bytes_per_s for cost in costs)
 
 
 @checked
 def alpha_beta_picture(
     collective: str, world_size: Size, link: Link, lowest: float = 1e3, highest: float = 1e10
 ) -> AlphaBetaPicture:
-    """Alpha-beta times of messages from `lowest` to `highest` bytes, eight to a decade."""
+    """Times of messages from `lowest` to `highest` bytes, eight to a decade, each by the fastest way."""
     ratio = 10 ** (1 / 8)
     sizes = [lowest]
     while sizes[-1] < highest:
         sizes.append(min(sizes[-1] * ratio, highest))
-    total = [collective_s(collective, size, world_size, link) for size in sizes]
+    best = [fastest(collective, size, world_size, link) for size in sizes]
+    crossover = crossover_bytes(collective, world_size, link)
     latency_s = collective_s(collective, 0, world_size, link)
-    return AlphaBetaPicture(
-        sizes, total, latency_s, [t - latency_s for t in total], crossover_bytes(collective, world_size, link)
-    )
+    ways = [(size, f"{cost.algorithm}, {cost.protocol}") for size, cost in zip(sizes, best, strict=True)]
+    first = [way for index, way in enumerate(ways) if index == 0 or ways[index - 1][1] != way[1]]
+    total = [cost.seconds(size) for size, cost in zip(sizes, best, strict=True)]
+    return AlphaBetaPicture(sizes, total, latency_s, [latency_s * size / crossover for size in sizes], crossover, first)
+
+
+def interpolated(picture: AlphaBetaPicture, at_bytes: float) -> float:
+    """Return the time of a message between two sizes of the picture, on the line that is drawn."""
+    return float(np.interp(at_bytes, picture.sizes_bytes, picture.total_s))
 
 
 @checked
 def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = None) -> None:
-    """Log-log: flat where latency rules, a straight slope where bandwidth rules; `at_bytes` marks one message."""
+    """Log-log: flat where latency rules, a slope where bandwidth rules, and where the fastest way changes.
+
+    at_bytes   one message to mark
+    """
     scale = TIME_UNITS["ms"]
     axes.loglog(
         picture.sizes_bytes, [t / scale for t in picture.total_s], color=OKABE_ITO["blue"], label="time", zorder=3
@@ -220,8 +228,13 @@ def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = No
             axes.annotate(
                 text, (picture.crossover_bytes, 0.97), xycoords=("data", "axes fraction"), ha=side, va="top", fontsize=9
             )
+    for index, (size, way) in enumerate(picture.ways):  # the first below the flat part, later ones above the slope
+        at = size, picture.total_s[picture.sizes_bytes.index(size)] / scale
+        axes.plot(*at, "|", color=OKABE_ITO["blue"], markersize=9, zorder=4)
+        look = {"xytext": (-3, 8), "ha": "right", "va": "bottom"} if index else {"xytext": (3, -6), "va": "top"}
+        axes.annotate(way, at, textcoords="offset points", fontsize=8.5, **look)
     if at_bytes:
-        total = picture.latency_s + at_bytes * picture.bandwidth_s[-1] / high
+        total = interpolated(picture, at_bytes)
         axes.plot(at_bytes, total / scale, "o", color=OKABE_ITO["vermillion"], markersize=10, zorder=4)
         box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}
         label, here = f"{show_bytes(at_bytes)}: {show_seconds(total)}", (at_bytes, total / scale)

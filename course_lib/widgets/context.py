@@ -7,7 +7,7 @@ import ipywidgets as widgets
 
 from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.context_timing import AttentionTime, attention_time, ring_link, tokens_that_hide_a_hop
-from course_lib.hardware import GPUS, LINKS, gpu, link
+from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
 from course_lib.layout.context_work import pairs, share_of_ideal
 from course_lib.layout.partition import CP_METHODS
 from course_lib.layout.placement import PLACEMENTS
@@ -16,7 +16,6 @@ from course_lib.memory.sharded import sharded_budget
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_step_times
-from course_lib.sharded_timing import Cluster
 from course_lib.validate import Share, checked
 from course_lib.widgets import parts
 

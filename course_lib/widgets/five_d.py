@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from course_lib.compare.five_d_profile import FiveDComparison, measure_five_d
 from course_lib.config import MOE_PRESETS, PRESETS, preset
 from course_lib.five_d_timing import Overlap, StepTime, step_time
-from course_lib.hardware import GPUS, LINKS, gpu, link
+from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AxisLinks, links_of_axes
 from course_lib.layout.partition import fewer_at_the_ends
@@ -31,7 +31,6 @@ from course_lib.plots.holdings import Holdings, draw_holdings, holdings, holding
 from course_lib.plots.memory import BudgetBar, gpu_limits
 from course_lib.plots.style import FULL_WIDTH_IN, show_bytes, show_seconds, style, unit_for
 from course_lib.schedules import SCHEDULES
-from course_lib.sharded_timing import Cluster
 from course_lib.traffic_5d import five_d_sent
 from course_lib.validate import checked
 from course_lib.widgets import parts

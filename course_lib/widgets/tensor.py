@@ -7,13 +7,13 @@ import ipywidgets as widgets
 
 from course_lib.compare.sharded_profile import ShardedComparison, measure_tensor
 from course_lib.config import PRESETS, ModelConfig, preset
-from course_lib.hardware import GPUS, LINKS, gpu, link
+from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
 from course_lib.memory.formulas import Budget
 from course_lib.memory.sharded import sharded_budget
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_step_times
-from course_lib.sharded_timing import Cluster, TensorParallelStep, tensor_parallel_step
+from course_lib.sharded_timing import TensorParallelStep, tensor_parallel_step
 from course_lib.traffic import sent_bytes
 from course_lib.traffic.step import tensor_parallel_calls
 from course_lib.validate import checked

@@ -11,13 +11,13 @@ from pictures import look, overlapping_texts
 
 from course_lib import model
 from course_lib.config import preset
-from course_lib.hardware import gpu, link
+from course_lib.hardware import Cluster, gpu, link
 from course_lib.launch import launch
 from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.memory.zero import padded, zero_bytes_per_parameter, zero_gathered_bytes
 from course_lib.parallel import zero
 from course_lib.plots import curves, matrices, regions, sharding, timeline
-from course_lib.sharded_timing import Cluster, tensor_parallel_layer_spans
+from course_lib.sharded_timing import tensor_parallel_layer_spans
 from course_lib.span import Span
 
 BYTES = {"parameters": 2, "gradients": 2, "optimizer": 12}
