@@ -44,9 +44,7 @@ class Chapter:
 ON_GPUS = "each rank computes on its own, through NCCL"
 CHAPTERS = (
     Chapter("00_ranks_and_collectives", 8, 2 << 30, f"{ON_GPUS}; three launches that look at gloo itself ask for it"),
-    Chapter(
-        "01_single_gpu_memory", 1, 2 << 30, "the notebook computes on the CPU; one cell asks the GPU's allocator"
-    ),
+    Chapter("01_single_gpu_memory", 1, 2 << 30, "the notebook computes on the CPU; one cell asks the GPU's allocator"),
     Chapter("02_single_gpu_techniques", 1, 2 << 30, "the notebook computes on the CPU"),
     Chapter("03_data_parallel", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU"),
     Chapter("04_zero", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU"),
