@@ -60,12 +60,6 @@ A file imports from its own part and from the parts above it, never from one bel
     placement.py           whose tokens are where under context parallelism, and who computes what of the mask
     context_work.py        how much of the mask each rank computes at each step of a ring, and its share of the ideal
     expert_layout.py       which rank has which experts of a layer, and which sizes are possible
-    traffic/__init__.py    which bytes: the public names of the folder
-    traffic/collectives.py  bytes of one collective, and of a list of calls
-    traffic/step.py        which collectives a step of each technique calls
-    traffic_5d.py          all that one rank of a layout sends in a step, axis by axis
-    traffic/routing.py     bytes of a mixture of experts: rows from rank to rank, within and between nodes
-    traffic/odds.py        the same, expected, of tokens that choose uniformly
     sharded_timing.py      modelled time of ZeRO, tensor and sequence parallelism, and what hides it
     context_timing.py      modelled time of a ring, of gathered keys, of exchanged heads, and what hides it
     instructions.py        what a pipeline schedule is made of, and what each piece of it needs
@@ -76,6 +70,16 @@ A file imports from its own part and from the parts above it, never from one bel
     layout_check.py        what a layout cannot be, why, and the nearest that can
     layout.py              how a training run lies on its ranks: sizes and choices, checked when made
     run.py                 a training run as one record: model, layout, recipe, device; every formula takes it
+    traffic/__init__.py    which bytes: every collective of one training step
+    traffic/collectives.py  bytes of one collective, and of a list of calls
+    traffic/odds.py        rows of tokens that choose experts uniformly, in closed form
+    traffic/routing.py     rows and bytes of experts, from rank to rank, within and between nodes
+    traffic/data.py        gradients, and parameters with ZeRO
+    traffic/tensor.py      sums of tensor and sequence parallelism
+    traffic/context.py     keys and values over context-parallel ranks
+    traffic/pipeline.py    boundaries between stages, and a tied weight
+    traffic/experts.py     rows to experts, expected or of real choices
+    traffic/step.py        every collective of one step, by axis
     pipeline_timing.py     seconds of stages and transfers for the simulator, and published scaling beside the bubble
     five_d_timing.py       modelled seconds of a whole layout's step, and what they are spent on
 4. One file per parallelism; the same names in both folders

@@ -9,7 +9,6 @@ import torch
 from course_lib import model
 from course_lib.config import PRESETS, MoeConfig
 from course_lib.layout import Layout
-from course_lib.memory.states import Recipe
 from course_lib.meter import ByteMeter
 from course_lib.moe import balance_after_step, moe_layers, recomputing, with_moe
 from course_lib.parallel import five_d, sums, whole
@@ -17,7 +16,6 @@ from course_lib.precision import gradient_of
 from course_lib.training import loss_of
 
 SEQ_LEN = 16
-FLOAT64 = Recipe("float64", 8, 8, 0, 16, 8)
 SMALL = replace(
     PRESETS["toy"], num_layers=4, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=50, vocab_size=61
 )  # features and vocabulary do not divide by 4
