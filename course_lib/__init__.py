@@ -4,6 +4,7 @@ A file imports from its own part and from the parts above it, never from one bel
 
 1. A world of N ranks
     validate.py            nonsense refused where it enters: sizes, numbers, words and records, in one sentence
+    devices.py             one device rule: a rank's GPU where there is one for each rank, else the CPU
     launch.py              launch(fn, world_size, *args) -> what each rank returned; time limits, errors with their rank
     _rank.py               inside one rank: prepare the process, call the function, report
     _processes.py          where ranks come from: a fork server, or spawn on Windows

@@ -25,6 +25,8 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from course_lib.devices import BACKENDS, device_for, set_rank_device
+
 MAX_MESSAGE_CHARS = 4000  # of an exception; a learner who raises ValueError(tensor) should still see the traceback
 MAX_FRAMES = 40
 
@@ -40,7 +42,7 @@ class Settings:
     """Everything a rank takes over from the notebook process, so that code behaves there as it does in the cell."""
 
     world_size: int
-    backend: str | None  # None: no process group (the process that hosts accelerate's launcher)
+    backend: str | None  # of devices.BACKENDS; None: no process group (the process that hosts accelerate's launcher)
     threads: int
     deadline: float  # on time.monotonic(), which all processes of a machine share
     environment: dict[str, str]
@@ -214,20 +216,18 @@ def no_core_dump() -> None:
 def join_world(rank: int, settings: Settings, folder: Path) -> None:
     """Initialise torch.distributed through a file in the launch's folder: no port, so two notebooks cannot collide.
 
-    With NCCL, new tensors are made on the GPU, and those on the CPU travel through gloo: one cell suits both machines.
+    A rank with a GPU makes new tensors there, and with NCCL those on the CPU travel through gloo.
     """
-    gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if settings.backend == "nccl":
-        torch.cuda.set_device(gpu)
-        torch.set_default_device(gpu)
+    device = device_for(settings.backend, int(os.environ["LOCAL_RANK"]))
+    set_rank_device(device)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if settings.backend == "nccl" else settings.backend,
+        BACKENDS[settings.backend],
         store=settings.store or dist.FileStore(str(folder / "store"), settings.world_size),
         rank=rank,
         world_size=settings.world_size,
         # Later than the launch's own limit, which can say where every rank stood.
         timeout=timedelta(seconds=max(settings.deadline - time.monotonic(), 0) + 60),
-        device_id=gpu if settings.backend == "nccl" else None,
+        device_id=device if settings.backend == "nccl" else None,
     )
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from course_lib.devices import rank_device
+
 VOCAB_SIZE = 256  # a token is a byte
 # Left out: what some installations lack or write themselves.
 LEFT_OUT = {
@@ -77,7 +79,9 @@ def decode(tokens_S: Tensor) -> str:
 def batch(
     tokens_T: Tensor, index: int, batch_size: int, seq_len: int, dp_rank: int = 0, dp_size: int = 1, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """One rank's rows of step `index`: inputs, and targets one later. `batch_size` counts the rows of all ranks.
+    """Return one rank's rows of step `index` on its device: inputs, and targets one later.
+
+    `batch_size` counts the rows of all ranks.
 
     The ranks' rows, in rank order, are the rows that one process would get, so losses can be compared.
 
@@ -93,10 +97,11 @@ def batch(
         )
     if len(tokens_T) <= seq_len:
         raise ValueError(f"the text has {len(tokens_T)} tokens; seq_len {seq_len} needs at least {seq_len + 1}")
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+    generator = torch.Generator("cpu").manual_seed(seed * 1_000_003 + index)
     starts_B = torch.randint(len(tokens_T) - seq_len, (batch_size,), generator=generator, device="cpu")
     starts_b = starts_B.view(dp_size, -1)[dp_rank]
     rows_bS = tokens_T[starts_b[:, None] + torch.arange(seq_len + 1, device="cpu")]
+    rows_bS = rows_bS.to(rank_device())
     return rows_bS[:, :-1].contiguous(), rows_bS[:, 1:].contiguous()
 
 

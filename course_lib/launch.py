@@ -24,13 +24,14 @@ from course_lib import _accelerate, _failures, _processes, _rank, _slurm
 from course_lib._failures import RankError
 from course_lib._slurm import Slurm
 from course_lib._watch import Outcome, Output, Watch
+from course_lib.devices import BACKENDS
 
 __all__ = ["RankError", "Results", "Slurm", "choose_backend", "launch", "progress"]
 
 MAX_RANKS = 64
 RANK_BYTES = 150 << 20  # memory of a rank that does little; torch's own pages are shared between forked ranks
 MAX_TIMEOUT_S = 1_000_000
-LEAVE_S = {"gloo": 1.0, "nccl": 10.0}  # gloo ranks leave at once; NCCL gives back what it holds on the GPU
+LEAVE_S = {"gloo": 1.0, "shared-gpu": 1.0, "nccl": 10.0}  # gloo ranks leave at once; NCCL gives its GPU memory back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Results(Sequence):
     stderr        stderr[rank]: its warnings
     seconds       of the whole launch, processes included;  rank_seconds[rank]: of the function alone
     peak_bytes    peak_bytes[rank]: most memory of its GPU if it used one, else of the whole process, torch included
-    backend, why  "gloo" or "nccl", and the reason
+    backend, why  "gloo", "nccl" or "shared-gpu", and the reason
     nodes         nodes[rank]: the name of its node in a Slurm job; empty on one machine
     """
 
@@ -90,8 +91,8 @@ def launch(
     own process is never a rank. Keyword arguments: wrap `fn` with functools.partial.
 
     timeout   seconds from the start of the ranks; then they are ended, and the error says where each of them stood
-    backend   "auto": NCCL where there is a GPU for every rank, otherwise gloo; or "gloo", "nccl". With NCCL a rank
-              makes new tensors on its GPU, and a tensor on the CPU still travels, through gloo
+    backend   "auto": NCCL and a GPU for each rank where there are as many, else gloo and the CPU; or "nccl", "gloo", or
+              "shared-gpu": ranks share the GPUs that are there, through gloo. `devices.rank_device()` is the rank's
     via       "processes", or "accelerate": accelerate.notebook_launcher, see course_lib/_accelerate.py for its limits
     live      show printed lines as they come instead, in the order in which they come
     threads   of each rank, for its matrix multiplications
@@ -157,7 +158,7 @@ def progress(iterable: Iterable, desc: str | None = None) -> Iterator:
 
 
 def choose_backend(backend: str, world_size: int, gpu_count: int) -> tuple[str, str]:
-    """The backend to use, and a sentence that says why."""
+    """Return the backend of `devices.BACKENDS` to use, and a sentence that says why."""
     enough = gpu_count >= world_size
     gpus = (
         f"{gpu_count or 'no'} GPU{'' if gpu_count == 1 else 's'} for {world_size} rank{'' if world_size == 1 else 's'}"
@@ -166,10 +167,15 @@ def choose_backend(backend: str, world_size: int, gpu_count: int) -> tuple[str, 
         if enough:
             return "nccl", f"nccl: {gpus}"
         return "gloo", f"gloo: {gpus}, and NCCL needs one for each rank"
+    if backend not in BACKENDS:
+        names = ", ".join(map(repr, ("auto", *BACKENDS)))
+        raise ValueError(f"backend must be one of {names}, got {backend!r}; use 'auto' if in doubt")
+    if backend == "shared-gpu" and not gpu_count:
+        raise ValueError("backend='shared-gpu' needs a GPU, got none; use backend='gloo'")
+    if backend == "shared-gpu":
+        return "shared-gpu", f"gloo: {gpus}, shared as asked for"
     if backend == "gloo":
         return "gloo", "gloo: asked for"
-    if backend != "nccl":
-        raise ValueError(f"backend must be 'auto', 'gloo' or 'nccl', got {backend!r}; use 'auto' if in doubt")
     if not enough:
         raise ValueError(f"backend='nccl' needs a GPU for every rank, got {gpus}; use backend='gloo' or fewer ranks")
     return "nccl", "nccl: asked for"

@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from course_lib.attention import CORES, check_choices, rotate
 from course_lib.config import PRESETS, ModelConfig, RopeScaling, preset
+from course_lib.devices import rank_device
 from course_lib.gpt import GPT, Encoder
 from course_lib.latent import LatentAttention
 from course_lib.moe import MoE
@@ -231,19 +232,20 @@ def build(
     config: ModelConfig,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     attention: str = "fused",
     recompute: str = "none",
 ) -> nn.Module:
-    """The model of that config. Its weights depend on the seed alone: not on the device, on dtype only by rounding.
+    """Return the model of that config. Its weights depend on the seed alone: not on the device, on dtype by rounding.
 
-    On `device="meta"` it has shapes and no numbers, whatever its size.
+    device   None: `rank_device()`. On "meta" the model has shapes and no elements, whatever its size
     """
+    device = torch.device(device or rank_device())
     with torch.device("meta"):
         model = CLASSES[config.family](config, attention, recompute).to(dtype)
     model = model.to_empty(device=device)
     model.tie()
-    if torch.device(device).type != "meta":
+    if device.type != "meta":
         init_weights(model, seed)
     return model
 
@@ -264,7 +266,7 @@ def init_weights(model: nn.Module, seed: int) -> None:
 
 def initial_weights(model: nn.Module, seed: int) -> Iterator[Tensor]:
     """What `init_weights` gives each parameter in turn, in float32. The model may be on the meta device."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
             yield torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0, device="cpu")

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib._rank import loopback_interface
+from course_lib.devices import BACKENDS, device_for, set_rank_device
 from course_lib.launch import choose_backend
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -149,11 +150,11 @@ def attempt_of(place: Place, environment: Mapping[str, str]) -> str:
     return environment.get("TORCHELASTIC_RESTART_COUNT", "0") if place.local_world_size == place.world_size else "0"
 
 
-def join_world(place: Place, backend: str = "auto", timeout_s: float = 600.0) -> tuple[torch.device, str]:
-    """Initialises torch.distributed; returns this rank's device, and the backend with the reason in one sentence.
+def join_world(place: Place, backend: str = "auto", timeout_s: float = 600.0) -> str:
+    """Initialise torch.distributed and the rank's device; return the backend with the reason in one sentence.
 
-    "auto": NCCL if every rank of every node has a GPU of its own, otherwise gloo and the CPU. With NCCL a tensor on the
-    CPU still travels, through gloo. From here on the variables that torchrun sets are set, whoever started the ranks.
+    Backends are those of `launch`; "auto" takes NCCL if every rank of every node has a GPU of its own. From here on the
+    variables that torchrun sets are set, whoever started the ranks.
 
     Raises   ValueError for a backend that is none, or NCCL without a GPU for every rank
     """
@@ -164,19 +165,17 @@ def join_world(place: Place, backend: str = "auto", timeout_s: float = 600.0) ->
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
         store = dist.PrefixStore(f"attempt {attempt_of(place, os.environ)}", store)
     backend, why = agree_on_backend(place, store, backend)
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(device)
+    device = device_for(backend, place.local_rank)
+    set_rank_device(device)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+        BACKENDS[backend],
         store=dist.PrefixStore("course", store),
         rank=place.rank,
         world_size=place.world_size,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if backend == "nccl" else None,
     )
-    return device, why
+    return why
 
 
 def as_torchrun(place: Place) -> dict[str, str]:
@@ -196,13 +195,22 @@ def as_torchrun(place: Place) -> dict[str, str]:
 
 
 def agree_on_backend(place: Place, store: dist.Store, backend: str) -> tuple[str, str]:
-    """One answer for all ranks: nodes may differ in their GPUs, and half a world on NCCL would wait for the other half.
+    """Choose for all ranks at once: nodes may differ in their GPUs, and half a world on NCCL would wait for the other.
 
-    Bytes    a number of each rank to rank 0's store, and one sentence back
+    GPUs are counted by their ids, since `srun --gpus-per-task=1` shows each process one GPU as number 0, and without it
+    every process sees all of the node.
+
+    Bytes    an id of each rank to rank 0's store, and a number back
     """
-    mine = dist.is_nccl_available() and torch.cuda.device_count() >= place.local_world_size
-    store.set(f"gpu/{place.rank}", str(int(mine)))
+    store.set(f"gpu/{place.rank}", gpu_id(place.local_rank))
     if place.rank == 0:
-        gpus = sum(int(store.get(f"gpu/{rank}")) for rank in range(place.world_size))
-        store.set("gpus", str(gpus))
+        ids = {store.get(f"gpu/{rank}") for rank in range(place.world_size)} - {b""}
+        store.set("gpus", str(len(ids)))
     return choose_backend(backend, place.world_size, int(store.get("gpus")))
+
+
+def gpu_id(local_rank: int) -> str:
+    """Return what tells the GPU that this rank would use from all others, wherever they are; "" if there is none."""
+    if not dist.is_nccl_available() or torch.cuda.device_count() == 0:
+        return ""
+    return str(torch.cuda.get_device_properties(device_for("nccl", local_rank)).uuid)

@@ -37,6 +37,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from course_lib import checkpoint, data, train_log
 from course_lib.checkpoint_files import read_manifest, together
 from course_lib.config import ModelConfig
+from course_lib.devices import rank_device
 from course_lib.layout import Layout
 from course_lib.parallel import five_d
 from course_lib.rendezvous import Place, join_world, place_of, restart_hint
@@ -97,9 +98,9 @@ def train(
     """
     check_world(layout, dist.get_world_size(), "launch")
     layout.check_model(config, plan.seq_len)
-    is_first, device = dist.get_rank() == 0, device_here()
+    is_first, device = dist.get_rank() == 0, rank_device()
     say = say if is_first else ignore
-    engine = five_d.build(config, layout, plan.seed, plan.dtypes[0], device, grad_dtype=plan.dtypes[1])
+    engine = five_d.build(config, layout, plan.seed, plan.dtypes[0], grad_dtype=plan.dtypes[1])
     optimizer = five_d.make_optimizer(engine, plan.learning_rate, plan.weight_decay)
     first_step = resume(engine, optimizer, checkpoints, plan) if checkpoints else 0
     losses, step_s, text_T, stopped_by = [], [], data.tokens(), 0
@@ -110,7 +111,7 @@ def train(
     say(start_text(engine, plan, first_step))
     for step in range(first_step, plan.steps):
         start_s = time.perf_counter()
-        losses.append(train_step(engine, optimizer, plan, step, text_T, device))
+        losses.append(train_step(engine, optimizer, plan, step, text_T))
         wait_for(device)
         step_s.append(time.perf_counter() - start_s)
         if log is not None and is_first:
@@ -133,26 +134,17 @@ def train(
     return record_of(first_step, losses, step_s, layout, plan, device, stopped_by)
 
 
-def train_step(
-    engine: five_d.FiveD, optimizer: Optimizer, plan: TrainPlan, step: int, text_T: Tensor, device: torch.device
-) -> float:
+def train_step(engine: five_d.FiveD, optimizer: Optimizer, plan: TrainPlan, step: int, text_T: Tensor) -> float:
     """One step; returns the mean loss of all its tokens. Nothing but the weights comes from the steps before."""
     layout, here = engine.layout, engine.groups.coordinates
     x_BS, y_BS = data.batch(
         text_T, step, layout.sequences_per_step, plan.seq_len, here["dp"], layout.dp, seed=plan.seed
     )
-    micro_batches = data.micro_batches(x_BS.to(device), y_BS.to(device), layout.accumulation)
+    micro_batches = data.micro_batches(x_BS, y_BS, layout.accumulation)
     seed_step(plan, step, here)
     for options in optimizer.param_groups:
         options["lr"] = learning_rate_of(plan, step)
     return five_d.step(engine, micro_batches, optimizer, plan.clip_norm).item()
-
-
-def device_here() -> torch.device:
-    """This rank's GPU if the world speaks NCCL, else the CPU."""
-    if "nccl" in dist.get_backend_config():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def ignore(text: str) -> None:
@@ -230,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = place_of(os.environ)
         config, layout, plan, checkpoints, options = read(argv)
         check_world(layout, place.world_size, place.engine)
-        _, why = join_world(place, options.backend)
+        why = join_world(place, options.backend)
     except ValueError as error:
         return refuse(place, error)
     say = print_now if place.rank == 0 else ignore

@@ -45,7 +45,11 @@ def build_parser() -> Parser:
     add("--resume", default="auto", help="auto: from the last checkpoint if there is one; never: DIR must have none")
     add("--async-save", action="store_true", help="write checkpoints while training goes on")
     add("--log-file", metavar="FILE", help="a JSON line for each step")
-    add("--backend", default="auto", help="auto: NCCL if each rank has a GPU of its own, else gloo; or nccl, gloo")
+    add(
+        "--backend",
+        default="auto",
+        help="auto: NCCL if each rank has a GPU of its own, else gloo on the CPU; or nccl, gloo, shared-gpu",
+    )
     return parser
 
 

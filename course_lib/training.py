@@ -16,6 +16,7 @@ from tqdm import std as tqdm_std
 
 from course_lib.config import ModelConfig
 from course_lib.data import batch, micro_batches, tokens
+from course_lib.devices import rank_device
 from course_lib.model import build
 from course_lib.moe import add_balancing, balance_after_step
 from course_lib.precision import (
@@ -154,7 +155,7 @@ def train(
     train_config: TrainConfig,
     attention: str = "fused",
     recompute: str = "none",
-    device: str = "cpu",
+    device: str | torch.device | None = None,
     flops_per_token: float | None = None,
     peak_flops: float | None = None,
     progress: bool = True,
@@ -164,7 +165,7 @@ def train(
     MFU is shown and recorded if both `flops_per_token` (of the model, forward and backward) and `peak_flops` (of the
     device, per second) are given; `course_lib.timing` and `course_lib.hardware` know them.
     """
-    plan, precision = train_config, precision_named(train_config.precision)
+    plan, precision, device = train_config, precision_named(train_config.precision), device or rank_device()
     model = build(model_config, plan.seed, precision.param_dtype, device, attention, recompute)
     optimizer = make_optimizer(model, plan.precision, plan.learning_rate, plan.weight_decay)
     scaler = LossScaler() if precision.loss_scaling else None

@@ -120,7 +120,7 @@ def test_an_endless_print_loop_does_not_fill_the_disk(monkeypatch, tmp_path, cap
         ({"timeout": float("nan")}, "got nan"),
         ({"timeout": "5"}, "got '5'"),
         ({"threads": 0}, "threads must be a whole number of at least 1, got 0"),
-        ({"backend": "mpi"}, "backend must be 'auto', 'gloo' or 'nccl', got 'mpi'"),
+        ({"backend": "mpi"}, "backend must be one of 'auto', 'gloo', 'nccl', 'shared-gpu', got 'mpi'"),
         ({"via": "torchrun"}, "via must be 'processes' or 'accelerate', got 'torchrun'"),
         ({"backend": "nccl", "world_size": 60}, "backend='nccl' needs a GPU for every rank, got .* for 60 ranks; use"),
         ({"fn": functools.partial(print, threading.Lock())}, "cannot be sent to the ranks .* create locks"),
@@ -138,6 +138,12 @@ def test_auto_takes_nccl_only_with_a_gpu_for_every_rank():
     assert choose_backend("auto", 2, 1) == ("gloo", "gloo: 1 GPU for 2 ranks, and NCCL needs one for each rank")
     assert choose_backend("auto", 1, 0) == ("gloo", "gloo: no GPUs for 1 rank, and NCCL needs one for each rank")
     assert choose_backend("gloo", 2, 8)[0] == "gloo" and choose_backend("nccl", 8, 8)[0] == "nccl"
+
+
+def test_ranks_share_gpus_only_where_that_is_asked_for_by_name():
+    assert choose_backend("shared-gpu", 4, 1) == ("shared-gpu", "gloo: 1 GPU for 4 ranks, shared as asked for")
+    with pytest.raises(ValueError, match="backend='shared-gpu' needs a GPU, got none"):
+        choose_backend("shared-gpu", 4, 0)
 
 
 def test_the_limit_of_ranks_follows_free_memory():

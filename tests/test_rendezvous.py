@@ -3,12 +3,13 @@
 import dataclasses
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib import rendezvous
+from course_lib import devices, rendezvous
 from course_lib.launch import launch
 from course_lib.rendezvous import (
     Place,
@@ -94,17 +95,39 @@ def test_srun_ranks_look_like_torchruns_and_a_loopback_world_stays_on_loopback(m
 def test_one_node_without_gpus_takes_the_whole_world_to_gloo(monkeypatch):
     """Two nodes of two ranks: a node that had its GPUs and decided alone would wait for the other for ever."""
     monkeypatch.setattr(rendezvous.dist, "is_nccl_available", lambda: True)
-    assert chosen_by_four_ranks(monkeypatch, gpus_of_nodes=[2, 2]) == {"nccl"}
-    assert chosen_by_four_ranks(monkeypatch, gpus_of_nodes=[2, 1]) == {"gloo"}
+    assert chosen_by_four_ranks(monkeypatch, ["ab", "ab", "cd", "cd"]) == {"nccl"}
+    assert chosen_by_four_ranks(monkeypatch, ["ab", "ab", "c", "c"]) == {"gloo"}
+    assert chosen_by_four_ranks(monkeypatch, ["ab", "ab", "", ""]) == {"gloo"}
 
 
-def chosen_by_four_ranks(monkeypatch, gpus_of_nodes: list[int]) -> set[str]:
+def test_a_process_that_sees_one_gpu_of_its_own_has_one_whatever_its_place(monkeypatch):
+    """As under `srun --gpus-per-task=1`: number 0 is another GPU in each process."""
+    monkeypatch.setattr(rendezvous.dist, "is_nccl_available", lambda: True)
+    assert chosen_by_four_ranks(monkeypatch, ["a", "b", "c", "d"]) == {"nccl"}
+    assert chosen_by_four_ranks(monkeypatch, ["a", "b", "c", "c"]) == {"gloo"}
+
+
+def test_a_rank_works_on_its_own_gpu_or_on_the_one_that_it_sees(monkeypatch):
+    for visible, local_rank, index in ((4, 3, 3), (1, 3, 0), (2, 3, 1)):
+        monkeypatch.setattr(devices.torch.cuda, "device_count", lambda visible=visible: visible)
+        assert devices.device_for("nccl", local_rank) == torch.device("cuda", index)
+        assert devices.device_for("gloo", local_rank) == torch.device("cpu")
+    monkeypatch.setattr(devices.torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="'shared-gpu' needs a GPU for this rank"):
+        devices.device_for("shared-gpu", 0)
+
+
+def chosen_by_four_ranks(monkeypatch, visible: list[str]) -> set[str]:
+    """visible[rank]: a letter for each GPU that the process sees; two ranks on a node."""
     store, chosen = dist.HashStore(), set()
-    node = threading.local()
-    monkeypatch.setattr(rendezvous.torch.cuda, "device_count", lambda: gpus_of_nodes[node.index])
+    process = threading.local()
+    cuda = rendezvous.torch.cuda
+    monkeypatch.setattr(cuda, "device_count", lambda: len(visible[process.rank]))
+    by_index = lambda device: SimpleNamespace(uuid=visible[process.rank][device.index])  # noqa: E731
+    monkeypatch.setattr(cuda, "get_device_properties", by_index)
 
     def decide(rank: int) -> None:
-        node.index = rank // 2
+        process.rank = rank
         chosen.add(agree_on_backend(Place("torchrun", rank, 4, rank % 2, 2), store, "auto")[0])
 
     threads = [threading.Thread(target=decide, args=(rank,)) for rank in reversed(range(4))]

@@ -48,6 +48,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from course_lib.devices import rank_device
 from course_lib.parallel.data import MicroBatches, trainable
 from course_lib.training import loss_of
 
@@ -99,7 +100,7 @@ def mesh_of(group: dist.ProcessGroup, shard_size: int | None, device: torch.devi
     """One dimension over the group; with shard_size two: copies, and shards inside each copy."""
     device_type = device.type
     if device_type == "meta":
-        device_type = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+        device_type = rank_device().type
     if shard_size is None or shard_size == group.size():
         return DeviceMesh.from_group(group, device_type)
     if shard_size < 1 or group.size() % shard_size != 0:

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.config import ModelConfig
 from course_lib.conjugate import Group, piece_sizes
+from course_lib.devices import rank_device
 from course_lib.expert_layout import ExpertLayout
 from course_lib.layout import Layout
 from course_lib.mesh import Groups, make_all_groups
@@ -107,7 +108,7 @@ def build(
 
     No rank ever holds more than its stages, cut; ZeRO-3 then frees all but a shard of that.
 
-    device       by default this rank's GPU under NCCL, otherwise the CPU
+    device       by default `rank_device()`
     groups       of `make_all_groups`, if they are there already
     grad_dtype   in which gradients are summed, such as torch.float32 beside bfloat16 parameters
     fill         (engine, seed): brings other numbers than `fill_from_seed`, or none
@@ -116,7 +117,7 @@ def build(
     """
     layout.check_model(config)
     groups = groups or make_all_groups(layout.mesh, layout.ep)
-    device = torch.device(device or ("cuda" if "nccl" in dist.get_backend(groups.world) else "cpu"))
+    device = torch.device(device or rank_device())
     if layout.pp > 1:
         comm.check_point_to_point(device, groups.pp, "a pipeline")
 

@@ -34,6 +34,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from course_lib.config import ModelConfig
+from course_lib.devices import rank_device
 from course_lib.hf_weights import config_from_transformers, name_in_transformers, naming_of, tensor_in_transformers
 from course_lib.memory.tensor import check_heads, copies_of_kv
 from course_lib.model import build
@@ -132,7 +133,7 @@ def load_pieces(
     weights: Weights,
     ranges_of: Callable[[str, torch.Size], Sequence[Range]] = lambda name, shape: (),
     dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
 ) -> nn.Module:
     """Gives a model on the meta device its numbers, tensor by tensor: of each the piece that this rank holds.
 
@@ -155,7 +156,7 @@ def load_pieces(
                 f"the piece of {names[0]} has shape {tuple(piece.shape)}, the model's has {tuple(parameter.shape)}; "
                 "cut the files by the rule by which the model is sharded"
             )
-        loaded = nn.Parameter(piece.read(dtype).to(device), requires_grad=parameter.requires_grad)
+        loaded = nn.Parameter(piece.read(dtype).to(device or rank_device()), requires_grad=parameter.requires_grad)
         for name in names:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, loaded)

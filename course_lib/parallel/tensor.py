@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.config import ModelConfig
 from course_lib.conjugate import Group, check_group, piece_sizes
+from course_lib.devices import rank_device
 from course_lib.memory.tensor import check_heads, copies_of_kv
 from course_lib.parallel.data import MicroBatches, Trace, compute_span
 from course_lib.parallel.linear import ColumnLinear, Cut, RowLinear, WholeStream, column_linears
@@ -123,8 +124,7 @@ def share_seed(group: Group) -> None:
 
     Bytes    sent per rank: 8
     """
-    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    seed = torch.randint(2**62, (1,)).to(device)
+    seed = torch.randint(2**62, (1,), device="cpu").to(rank_device())
     torch.manual_seed(comm.broadcast(seed, src=0, group=group).item())
 
 
