@@ -211,6 +211,11 @@ class ModelConfig:
         return self.mla.rope_dim if self.mla else self.head_dim
 
     @property
+    def value_dim(self) -> int:
+        """How many numbers one head's value has."""
+        return self.mla.value_dim if self.mla else self.head_dim
+
+    @property
     def num_moe_layers(self) -> int:
         """Blocks with experts."""
         return self.num_layers - self.moe.first_dense_layers if self.moe else 0

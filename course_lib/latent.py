@@ -18,6 +18,9 @@ What it keeps for the backward pass, in elements a token; the core's own in atte
     core              N H of queries, N H of keys, N W of values; fused: values and outputs as long as keys, N H each
     o                 N W
 
+Tensor parallelism cuts it by heads: q_up and kv_up by columns, o by rows. The narrow matrices and their norms stay
+whole on each rank, and so does the part of the key with position, which all heads share: `share_key` brings it to them.
+
 Left out: YaRN, by which DeepSeek-V3 stretches RoPE from 4,096 to 163,840 tokens.
 
 Source   DeepSeek-V2 (arXiv:2405.04434), section 2.1
@@ -52,6 +55,7 @@ class LatentAttention(nn.Module):
         self.o = nn.Linear(N * mla.value_dim, D, bias=False)
         self.core = CORES[attention]
         self.recompute_core = recompute == "selective"
+        self.share_key = alone
 
     def queries(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
         """Shapes   x_BSD -> q_BSNH"""
@@ -65,7 +69,7 @@ class LatentAttention(nn.Module):
         latent_BSR, rope_BSP = self.kv_down(x_BSD).split([mla.kv_rank, mla.rope_dim], -1)
         kv_BSN = self.kv_up(self.kv_norm(latent_BSR)).unflatten(-1, (-1, mla.nope_dim + mla.value_dim))
         nope, v_BSNW = kv_BSN.split([mla.nope_dim, mla.value_dim], -1)
-        rope_BS1P = rotate(halves(rope_BSP), cos_SP, sin_SP).unsqueeze(2)
+        rope_BS1P = rotate(halves(self.share_key(rope_BSP)), cos_SP, sin_SP).unsqueeze(2)
         k_BSNH = torch.cat((nope, rope_BS1P.expand(-1, -1, nope.shape[2], -1)), -1)
         return k_BSNH, v_BSNW.contiguous()  # a view would keep kv_up's whole output
 
@@ -77,6 +81,11 @@ class LatentAttention(nn.Module):
         else:
             out_BNSW = self.core(q_BNSH, k_BNSH, v_BNSW)
         return self.o(out_BNSW.transpose(1, 2).flatten(2))
+
+
+def alone(rope_BSP: Tensor) -> Tensor:
+    """Return the key's part with position as it is, where all heads are here; tensor parallelism replaces this."""
+    return rope_BSP
 
 
 def halves(x: Tensor) -> Tensor:

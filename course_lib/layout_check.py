@@ -160,13 +160,6 @@ class _Model:
                 f"{self.config.name} is of the {self.config.family} family; layouts know {', '.join(FAMILIES)}"
             )
 
-    def latent_attention(self, axis: str, layout: Layout) -> None:
-        if self.config.mla is not None and getattr(layout, axis) > 1:
-            raise ValueError(
-                f"{self.config.name} has latent attention, whose one latent vector serves all heads: "
-                f"{axis} ({getattr(layout, axis)}) cannot cut it"
-            )
-
     def heads(self, layout: Layout) -> None:
         check_heads(self.config.num_heads, self.config.num_kv_heads, layout.tp)
 
@@ -247,7 +240,6 @@ def model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]
     return [
         (of.family, ()),
         (of.positions, ()),
-        *[(partial(of.latent_attention, axis), (axis,)) for axis in ("tp", "cp")],
         (of.heads, ("tp",)),
         (of.features, ("tp",)),
         (of.heads_for_ulysses, ("cp", "cp_method")),
@@ -293,7 +285,7 @@ def _candidates(layout: Layout, name: str, config: ModelConfig | None) -> list[I
     value = getattr(layout, name)
     if name in SIZES or name == "zero":
         value, lowest = _whole(value), int(name != "zero")
-        highest = min(2 * max(value, 0) + 2 * _whole(layout.pp) + 8, FARTHEST)
+        highest = min(2 * max(value, 0) + 2 * _whole(layout.pp) + _whole(layout.ep) + 8, FARTHEST)
         return [range(min(value, FARTHEST), lowest - 1, -1), range(max(value + 1, lowest), highest + 1)]
     if name == "order":
         return [[AXES]]

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from course_lib import model
-from course_lib.config import PRESETS, MoeConfig
+from course_lib.config import PRESETS, MlaConfig, MoeConfig
 from course_lib.layout import Layout
 from course_lib.meter import ByteMeter
 from course_lib.moe import balance_after_step, moe_layers, recomputing, with_moe
@@ -20,8 +20,11 @@ SMALL = replace(
     PRESETS["toy"], num_layers=4, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=50, vocab_size=61
 )  # features and vocabulary do not divide by 4
 EXPERTS = MoeConfig(8, 2, 24, num_shared_experts=1, balancing="aux_loss", first_dense_layers=1)
+LATENT = replace(SMALL, num_kv_heads=4, head_dim=None, mla=MlaConfig(20, 12, 6, 4, 8))  # keys of 10, values of 8
 CONFIGS = {
     "llama": SMALL,
+    "latent": LATENT,
+    "latent experts": replace(LATENT, tied=True, moe=EXPERTS),
     "tied": replace(SMALL, tied=True),
     "gpt": replace(SMALL, family="gpt", num_kv_heads=4, tied=True),
     "experts": replace(SMALL, moe=EXPERTS),

@@ -83,8 +83,6 @@ def faults_of_model(given: dict, config: ModelConfig, seq_len: int) -> list[tupl
     tied_twice = config.tied and given["zero"] > 0 and (given["schedule"] in ("zbv", "dualpipe_v") or pp == 1 < each)
     return [
         (config.family == "xlmr", ("xlmr",)),
-        (config.mla and tp > 1, (tp, "latent")),
-        (config.mla and cp > 1, (cp, "latent")),
         (not heads_divide(config, tp), (tp, "tp")),
         (any(len(range(0, width, -(-width // tp))) < tp for width in widths), (tp, "none")),
         (ulysses, ("Ulysses", cp)),

@@ -179,7 +179,6 @@ def test_a_rank_of_64_has_four_of_deepseek_v3s_experts_in_each_layer():
 @pytest.mark.parametrize(
     "use",
     [
-        lambda c: narrow(c, 2),
         lambda c: zero_units(c, 1),
         lambda c: zero_units(c, 3),
         lambda c: scale_down(c),
@@ -191,7 +190,7 @@ def test_formulas_of_dense_models_refuse_experts(use):
     for config in (TOY, DEEPSEEK, dataclasses.replace(DEEPSEEK, moe=None)):
         with pytest.raises(ValueError, match=r"knows no (experts|latent attention), but .* has; use a dense model, or"):
             use(config)
-    for use in (lambda: budget(TOY, 1, 64), lambda: own_activations(DEEPSEEK, 1, 64)):
+    for use in (lambda: budget(TOY, 1, 64), lambda: own_activations(DEEPSEEK, 1, 64), lambda: narrow(TOY, 2)):
         with pytest.raises(ValueError, match="knows no experts, but .* has"):
             use()
 

@@ -14,7 +14,7 @@ from kept_bytes import kept_bytes
 from torch import nn
 
 from course_lib import model, training
-from course_lib.config import MlaConfig, ModelConfig
+from course_lib.config import ModelConfig
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.memory.states import FP64
@@ -241,7 +241,7 @@ def merges_without_shrinking():
 @contextmanager
 def leaves_gradients_on_the_way():
     """What other ranks added to dk and dv of my keys never comes home."""
-    with patch.object(ring.TravelHome, "total", lambda home: (home.hop.wait(), home.own_2BKsH)[1]):
+    with patch.object(ring.TravelHome, "total", lambda home: (home.hop.wait(), home.own_BKsU)[1]):
         yield
 
 
@@ -249,13 +249,13 @@ def leaves_gradients_on_the_way():
 def forgets_what_arrives_on_the_way():
     """Each rank passes on its own share alone: home gets the last rank's."""
 
-    def add(home, key_rank, dkv_2BKsH):
-        if home.own_2BKsH is None:
-            home.own_2BKsH = dkv_2BKsH
+    def add(home, key_rank, dkv_BKsU):
+        if home.own_BKsU is None:
+            home.own_BKsU = dkv_BKsU
             return
         if home.hop is not None:
             home.hop.wait()
-        home.hop = ring.start_hop(dkv_2BKsH, home.group)
+        home.hop = ring.start_hop(dkv_BKsU, home.group)
 
     with patch.object(ring.TravelHome, "add", add):
         yield
@@ -467,8 +467,6 @@ def refusals():
     attempt("merge", lambda: context.build(whole, group, "ulysses", merge_dtype=torch.float32))
     attempt("heads", lambda: context.build(model.build(config_of(LLAMA, num_kv_heads=1)), group, "ulysses"))
     attempt("dropout", lambda: context.build(model.build(config_of(GPT, dropout=0.1)), group))
-    latent = config_of(LLAMA, num_kv_heads=4, head_dim=6, mla=MlaConfig(8, 8, nope_dim=4, rope_dim=2, value_dim=3))
-    attempt("latent attention", lambda: context.build(model.build(latent), group))
     attempt("family", lambda: context.build(model.build(config_of(GPT, family="xlmr")), group))
     engine = context.build(whole, group)
     attempt("twice", lambda: context.build(engine, group))
@@ -492,7 +490,6 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_sent():
         "merge": "merge_dtype is torch.float32, but Ulysses without a ring merges nothing",
         "heads": "num_kv_heads (1) must be divisible by cp (2)",
         "dropout": "dropout is 0.1",
-        "latent attention": "llama has latent attention (mla), which is not cut here",
         "family": "family is 'xlmr'",
         "twice": "replaced already",
         "length": "seq_len (18) must be a multiple of 2 x cp (4)",

@@ -12,7 +12,7 @@ from course_lib import model
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.memory.states import FP64
-from course_lib.parallel import executor, expert_tensor, five_d, shards, sums, tensor, whole
+from course_lib.parallel import executor, expert_tensor, five_d, linear, shards, sums, tensor, whole
 from course_lib.run import Run
 from course_lib.traffic import sent
 
@@ -32,6 +32,10 @@ TWO = [
     ("experts", "dp=2,ep=2,accumulation=2,recompute=full"),
     ("llama", "tp=2,schedule=interleaved,v=2,accumulation=2"),
     ("gpt", "pp=2,zero=1,schedule=zb_h1,accumulation=3"),  # biases
+    ("latent", "tp=2,accumulation=2,recompute=full"),
+    ("latent", "tp=2,sequence_parallel=true,accumulation=2"),
+    ("latent", "cp=2,accumulation=2,recompute=selective"),
+    ("latent", "cp=2,cp_method=ulysses"),
 ]
 FOUR = [
     ("tied", "dp=2,tp=2,zero=1,accumulation=2"),
@@ -64,6 +68,11 @@ FOUR = [
     ("biased experts", "dp=2,cp=2,ep=4,zero=1,accumulation=2,expert_method=once_per_rank"),
     ("experts", "dp=2,cp=2,ep=2,zero=3,accumulation=2"),
     ("biased experts", "pp=2,dp=2,ep=2,schedule=interleaved,v=2,accumulation=2"),
+    ("latent", "tp=4,sequence_parallel=true,regather=true,recompute=full"),
+    ("latent", "cp=2,tp=2,sequence_parallel=true,zero=3,cp_method=all_gather,accumulation=2"),
+    ("latent", "cp=2,tp=2,cp_method=ulysses,zero=1"),
+    ("latent experts", "dp=2,tp=2,ep=2,zero=2,accumulation=2"),
+    ("latent experts", "pp=2,tp=2,sequence_parallel=true,regather=true,schedule=zb_h1,accumulation=2"),
 ]
 EIGHT = [
     ("experts", "pp=2,tp=2,cp=2,ep=2,zero=1,sequence_parallel=true,accumulation=3"),  # everything at once
@@ -177,9 +186,12 @@ def check_shapes(config, layout, shapes):
     if layout.pp > 1:
         assert len(layers) < config.num_layers
     layer = min(layers)
-    heads = config.num_heads * config.head_dim // layout.tp
-    assert shapes[0][f"blocks.{layer}.attention.q.weight"] == (heads, config.d_model)
-    assert shapes[0][f"blocks.{layer}.attention.o.weight"] == (config.d_model, heads)
+    queries, values = (config.num_heads * width // layout.tp for width in (config.head_dim, config.value_dim))
+    name, width = ("q_up", config.mla.q_rank) if config.mla else ("q", config.d_model)
+    assert shapes[0][f"blocks.{layer}.attention.{name}.weight"] == (queries, width)
+    assert shapes[0][f"blocks.{layer}.attention.o.weight"] == (config.d_model, values)
+    if config.mla:
+        assert shapes[0][f"blocks.{layer}.attention.q_down.weight"] == (config.mla.q_rank, config.d_model)
     if config.moe is not None:
         layer = max(layers)
         mine = [name for name in shapes[0] if name.startswith(f"blocks.{layer}.mlp.experts.") and "up" in name]
@@ -254,8 +266,18 @@ def forgets_shared_heads():
         yield
 
 
+@contextmanager
+def sums_no_gradient_of_the_shared_key():
+    """Each rank's heads use latent attention's key with position, so each has a part of its gradient."""
+    with patch.object(linear.WholeStream, "enter", lambda stream, x: x):
+        yield
+
+
 TP = [""]
 PLANTED = [
+    (sums_no_gradient_of_the_shared_key, "latent", "dp=2,tp=2"),
+    (forgets_norms_over_tp, "latent", "dp=2,tp=2,sequence_parallel=true"),
+    (forgets_where_tokens_stand, "latent", "dp=2,cp=2"),
     (averages_experts_like_everything, "experts", "dp=2,tp=2,ep=2,zero=0,accumulation=2"),
     (forgets_norms_over_tp, "llama", "dp=2,tp=2,sequence_parallel=true"),
     (takes_the_mean_over_data, "llama", "dp=2,tp=2,zero=1"),

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib import comm, model, training
-from course_lib.config import MlaConfig, ModelConfig
+from course_lib.config import ModelConfig
 from course_lib.conjugate import InFlight, copy_in, join, split, sum_out
 from course_lib.launch import launch
 from course_lib.memory.tracker import MemoryTracker
@@ -650,9 +650,6 @@ REFUSED = {
     ),
     "d_ff (6) leaves a rank of tp (4) with none": config_of(LLAMA, d_ff=6),
     "vocab_size (9) leaves a rank of tp (4) with none": config_of(LLAMA, vocab_size=9),
-    "llama has latent attention (mla), which is not cut here": config_of(
-        LLAMA, num_kv_heads=4, head_dim=6, mla=MlaConfig(8, 8, nope_dim=4, rope_dim=2, value_dim=3)
-    ),
     "family is 'xlmr'": config_of(LLAMA, family="xlmr", num_kv_heads=4),
 }
 

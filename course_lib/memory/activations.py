@@ -42,8 +42,11 @@ SEQUENCE_REGIONS = (  # outside attention and MLP: what sequence parallelism spl
     "dropout masks",
     "residual",
     "second norm's statistics",
+    "input of latent vectors",
+    "latent vectors",
 )
-GATHERED_INPUTS = ("input of q, k, v", "input of the MLP")  # whole sequences, unless backward gathers them again
+# whole sequences, unless backward gathers them again
+GATHERED_INPUTS = ("input of q, k, v", "input of latent heads", "input of the MLP")
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,7 @@ def block_terms(
     return {
         "block input": D * r,
         "first norm's statistics": statistics,
-        "input of q, k, v": copies[0] * D * e,
-        "latents": _latent_bytes(config, p),
+        **_attention_inputs(config, copies[0], p),
         "core": sum(core_terms(config, seq_len, attention, precision, device).values()),
         "input of o": nh * e,
         "dropout masks": 2 * masks,
@@ -145,14 +147,22 @@ def core_terms(
     return terms
 
 
-def _latent_bytes(config: ModelConfig, p: Precision) -> int:
-    """Latents before and after their norms, and the norms' statistics; kv_down's output is kept whole."""
+def _attention_inputs(config: ModelConfig, copies: int, p: Precision) -> dict[str, int]:
+    """The input that q, k and v share; of latent attention it makes the latent vectors, and these make the heads.
+
+    Latent vectors are kept before and after their norms, with the norms' statistics; kv_down's output as one tensor.
+    """
+    D, e = config.d_model, p.matmul_bytes
     if config.mla is None:
-        return 0
+        return {"input of q, k, v": copies * D * e}
     if p.casts:
         raise ValueError(f"precision is {p.name!r}; with latent attention choose one without casts, such as bf16")
     mla = config.mla
-    return (2 * (mla.q_rank + mla.kv_rank) + mla.rope_dim) * p.matmul_bytes + 2 * _statistics_bytes(config, p)
+    return {
+        "input of latent vectors": D * e,
+        "latent vectors": (mla.q_rank + mla.kv_rank + mla.rope_dim) * e + 2 * _statistics_bytes(config, p),
+        "input of latent heads": (mla.q_rank + mla.kv_rank) * e,
+    }
 
 
 def _latent_core_terms(config: ModelConfig, seq_len: int, attention: str, p: Precision) -> dict[str, float]:

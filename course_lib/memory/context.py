@@ -75,9 +75,13 @@ def for_length(config: ModelConfig, seq_len: int) -> ModelConfig:
 
 
 def kv_block_bytes(config: ModelConfig, batch_size: int, seq_len: int, cp: int, itemsize: int = 2, tp: int = 1) -> int:
-    """Keys and values of one rank's tokens in one layer: 2 B s K H numbers. Of grouped queries the K heads travel."""
+    """Count keys and values of one rank's tokens in one layer: 2 B s K H numbers; latent attention's B s K (H + W).
+
+    Of grouped queries the K heads travel.
+    """
     local = narrow(config, tp)
-    return 2 * batch_size * tokens_of_rank(seq_len, cp) * local.num_kv_heads * local.head_dim * itemsize
+    numbers = local.num_kv_heads * (local.head_dim + local.value_dim)
+    return batch_size * tokens_of_rank(seq_len, cp) * numbers * itemsize
 
 
 def exchange_bytes(
@@ -107,8 +111,8 @@ def exchange_bytes(
     grads = block // itemsize * (grad_itemsize or itemsize) if backward else 0
     if method == "ulysses":
         local = narrow(config, tp)
-        heads = 2 * local.num_heads + 2 * local.num_kv_heads
-        return batch_size * tokens_of_rank(seq_len, cp) * heads * local.head_dim * itemsize
+        numbers = (local.num_heads + local.num_kv_heads) * (local.head_dim + local.value_dim)
+        return batch_size * tokens_of_rank(seq_len, cp) * numbers * itemsize
     blocks = min(2, cp - 1) if method == "ring" else cp
     return blocks * (block + grads)
 
@@ -121,6 +125,17 @@ def output_twice_bytes(
     With recomputation the core's copy is gone.
     """
     local = narrow(config, tp)
-    if method != "ulysses" or recompute != "none":
-        return 0
+    if method != "ulysses" or recompute != "none" or local.head_dim != local.value_dim:
+        return 0  # a core that fills values up has a longer output of its own already
     return local.num_layers * batch_size * num_tokens * local.num_heads * local.head_dim * recipe.compute_bytes
+
+
+def filled_up_bytes(config: ModelConfig, batch_size: int, num_tokens: int, itemsize: int, tp: int = 1) -> int:
+    """Count the zeros that the fused core of one layer keeps where values and keys differ in length, and its output.
+
+    A ring and an all-gather fill up one block at a time, and keep none of it.
+    """
+    local = narrow(config, tp)
+    H, W = local.head_dim, local.value_dim
+    numbers = 0 if H == W else 4 * max(H, W) - 2 * H - W
+    return batch_size * num_tokens * local.num_heads * numbers * itemsize

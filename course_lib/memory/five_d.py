@@ -288,7 +288,7 @@ def _work_bytes(config, layout, seq_len, attention, recipe, tp_rank, has_last, l
     if not has_last:  # no logits: a vocabulary of one row each
         config = replace(config, vocab_size=layout.tp)
     local, tokens = narrow_experts(config, layout.tp, tp_rank), tokens_of_rank(seq_len, layout.cp)
-    dense = replace(config, moe=None, mla=None)
+    dense = replace(config, moe=None)
     args = (layout.micro_batch, tokens, attention, recipe)
     work = dense_work_bytes(replace(local, moe=None, mla=None), *args, layout.tp)
     if config.moe is not None:

@@ -183,9 +183,9 @@ def rank_shapes(config: ModelConfig, dp_size: int, ep_size: int, tp_size: int = 
 
 def narrow_experts(config: ModelConfig, tp_size: int, tp_rank: int = 0) -> ModelConfig:
     """What one rank of tensor parallelism runs: fewer heads, narrower MLPs and experts; the first, a widest one."""
-    local = narrow(replace(config, moe=None, mla=None), tp_size, tp_rank)
+    local = narrow(replace(config, moe=None), tp_size, tp_rank)
     moe = config.moe and replace(config.moe, d_expert=piece_sizes(config.moe.d_expert, tp_size)[tp_rank])
-    return replace(local, moe=moe, mla=config.mla)
+    return replace(local, moe=moe)
 
 
 def expert_parallel_states(

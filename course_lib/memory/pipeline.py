@@ -25,7 +25,7 @@ from course_lib.config import ModelConfig
 from course_lib.conjugate import piece_sizes
 from course_lib.instructions import Instruction, Schedule
 from course_lib.memory.activations import PRECISIONS, Activations
-from course_lib.memory.context import output_twice_bytes, tokens_of_rank
+from course_lib.memory.context import filled_up_bytes, output_twice_bytes, tokens_of_rank
 from course_lib.memory.formulas import Budget
 from course_lib.memory.moe import moe_activations, narrow_experts
 from course_lib.memory.sharded import sharded_budget
@@ -96,17 +96,22 @@ def stage_activations(
     width = batch_size * tokens * config.d_model // share
     mask = width if config.dropout else 0
     ids, targets, tables = _token_parts(whole, config, batch_size * tokens, tp)
+    turn = whole.peak_bytes - whole.start_of_backward_bytes
     kept = whole.blocks + whole.casts + (tables if first or config.family == "llama" else 0)
     kept += (ids + mask if first else 0) + (targets + whole.ends - mask + whole.logits if last else 0)
     if output_kept and not last:
         kept += width * PRECISIONS[precision].residual_bytes
     if cp > 1:
-        dense = replace(cut, moe=None, mla=None)
+        dense = replace(cut, moe=None)
         kept += output_twice_bytes(dense, batch_size, tokens, recipe_of(precision), recompute, method, tp)
+        if method != "ulysses" and attention == "fused" and recompute != "selective":
+            zeros = filled_up_bytes(dense, batch_size, tokens, PRECISIONS[precision].matmul_bytes, tp)
+            kept -= zeros * dense.num_layers if recompute == "none" else 0
+            turn -= zeros if recompute == "full" else 0
     waiting = round(batch_size * tokens * _waiting_numbers(narrow_experts(cut, tp), last, load))
     return StageActivations(
         kept=kept,
-        turn=max(0, whole.peak_bytes - whole.start_of_backward_bytes),
+        turn=max(0, turn),
         logits=whole.logits if last else 0,
         waiting=waiting * PRECISIONS[precision].matmul_bytes,
     )
@@ -116,7 +121,7 @@ def _rank_activations(
     cut: ModelConfig, batch_size, tokens, tp, sequence_parallel, regather, attention, recompute, precision, device, load
 ) -> Activations:
     """What one rank of a whole model keeps, with experts or without."""
-    if cut.moe is None and cut.mla is None:
+    if cut.moe is None:
         return tensor_parallel_activations(
             cut, batch_size, tokens, tp, sequence_parallel, regather, attention, recompute, precision, device
         )
@@ -139,6 +144,9 @@ def _waiting_numbers(local: ModelConfig, last: bool, load: float = 1.0) -> float
     D, heads = local.d_model, local.num_heads * local.head_dim
     ups = 2 if local.family == "llama" else 1
     attention = D + heads + 2 * local.num_kv_heads * local.head_dim + heads + D
+    if mla := local.mla:
+        latents = 2 * (mla.q_rank + mla.kv_rank) + mla.rope_dim
+        attention = D + latents + heads + local.num_heads * (mla.nope_dim + 2 * mla.value_dim) + D
 
     def mlp(width: int) -> int:
         return D + ups * width + width + D

@@ -22,6 +22,9 @@ from course_lib.conjugate import piece_sizes
 from course_lib.memory.activations import Activations, own_activations
 from course_lib.memory.states import parameter_shapes
 
+_WHOLE = (
+    "positions", "token_type", "attention.o.bias", "mlp.down.bias", "attention.q_down", "attention.kv_down",
+)  # fmt: skip
 _MINE = 1 + 8  # bytes a token: a bool, and an int64 place in this rank's part of the vocabulary
 
 
@@ -45,7 +48,7 @@ def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
 
     Raises   ValueError if heads do not divide, or a rank would be left without a row
     """
-    require_dense(config, "narrow")
+    require_dense(config, "narrow", latent=True)
     check_heads(config.num_heads, config.num_kv_heads, tp)
     if not 0 <= tp_rank < tp:
         raise ValueError(f"tp_rank is {tp_rank}, required: 0 to {tp - 1}")
@@ -65,13 +68,9 @@ def copies_of_kv(config: ModelConfig, tp_size: int) -> int:
 
 
 def whole_parameters(config: ModelConfig) -> int:
-    """Count the parameters that every rank has whole: norms, learned positions, biases of o and down."""
+    """Count the parameters that every rank has whole: norms, positions, biases of rows, what makes latent vectors."""
     shapes = parameter_shapes(config)
-    return sum(
-        prod(shape) * copies
-        for name, (shape, copies) in shapes.items()
-        if "norm" in name or name in ("positions", "token_type", "attention.o.bias", "mlp.down.bias")
-    )
+    return sum(prod(shape) * copies for name, (shape, copies) in shapes.items() if "norm" in name or name in _WHOLE)
 
 
 def tensor_parallel_activations(

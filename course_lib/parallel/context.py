@@ -23,8 +23,7 @@ Source   Liu et al. 2023 (arXiv:2310.01889); Llama Team 2024 (arXiv:2407.21783),
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -36,9 +35,10 @@ from course_lib.attention import CORES
 from course_lib.conjugate import Group, check_group
 from course_lib.memory.context import METHODS, check_method
 from course_lib.parallel.data import MicroBatches, Trace, compute_span
-from course_lib.parallel.gathered import gathered_attention
-from course_lib.parallel.ring import ring_attention
+from course_lib.parallel.gathered import Gathered
+from course_lib.parallel.ring import Ring
 from course_lib.parallel.tensor import make_optimizer, sum_gradients
+from course_lib.parallel.tiles import Exchange, Plan, block_attention
 from course_lib.parallel.ulysses import check_ulysses, inner_positions, ulysses_core
 from course_lib.placement import PLACEMENTS, check_context, positions
 from course_lib.precision import clip_gradients, gradient_of, zero_gradients
@@ -113,18 +113,25 @@ def build(
 def core_of(core: Callable, context: Context, merge_dtype: torch.dtype | None = None) -> Callable:
     """What takes the place of a block's own core, with its kernel: fused or explicit."""
     kernel = next(name for name, function in CORES.items() if function is core)
-    options = {"placement": context.placement, "merge_dtype": merge_dtype, "kernel": kernel, "trace": context.trace}
+    plan = Plan(context.placement, kernel=kernel, merge_dtype=merge_dtype, trace=context.trace)
     if context.outer_group is not None:
-        around = partial(ring_attention, group=context.outer_group, **options)
+        around = core_over(Ring(context.outer_group, context.trace), plan)
         return ulysses_core(context.inner_group, "contiguous", around)
     if context.method == "ulysses":
         return ulysses_core(context.group, context.placement, core)
-    attend = partial({"ring": ring_attention, "all_gather": gathered_attention}[context.method], **options)
+    exchange = Ring(context.group, context.trace) if context.method == "ring" else Gathered(context.group)
+    return core_over(exchange, plan)
+
+
+def core_over(exchange: Exchange, plan: Plan) -> Callable:
+    """Return an attention core over the blocks of all ranks. With dropout it draws a seed each time it is called."""
 
     def over_all_ranks(
-        q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, causal: bool = True, dropout: float = 0.0
+        q_BNsH: Tensor, k_BKsH: Tensor, v_BKsW: Tensor, causal: bool = True, dropout: float = 0.0
     ) -> Tensor:
-        return attend(q_BNsH, k_BKsH, v_BKsH, context.group, causal=causal)  # dropout was refused
+        seed = torch.randint(2**62, ()).item() if dropout else 0  # of the generator that a checkpoint restores
+        this_time = replace(plan, causal=causal, dropout=dropout, seed=seed)
+        return block_attention(q_BNsH, k_BKsH, v_BKsW, exchange, this_time)
 
     return over_all_ranks
 
@@ -154,8 +161,6 @@ def check_cuttable(
         raise ValueError(f"dropout is {config.dropout}; attention over blocks has none: use a config with 0")
     if config.moe is not None:
         raise ValueError("the model has experts, whose balance would be that of a part of the tokens; use a dense one")
-    if config.mla:
-        raise ValueError(f"{config.name} has latent attention (mla), which is not cut here; use no context parallelism")
     check_method(method)
     if placement not in PLACEMENTS:
         raise ValueError(f"placement is {placement!r}; choose from {', '.join(PLACEMENTS)}")
@@ -172,7 +177,8 @@ def check_cuttable(
         if attention.core not in CORES.values():
             raise ValueError("an attention core has been replaced already; build from a model with its own cores")
         if method == "ulysses":
-            heads = (layer.weight.shape[0] // attention.head_dim for layer in (attention.q, attention.k))
+            layers = (attention.q_up,) * 2 if config.mla else (attention.q, attention.k)
+            heads = (layer.weight.shape[0] // config.head_dim for layer in layers)
             check_ulysses(*heads, cp_size // outer)
 
 

@@ -26,7 +26,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from course_lib.config import ModelConfig
-from course_lib.conjugate import InFlight, copy_in, gather_in, scatter_sum, sum_out
+from course_lib.conjugate import InFlight, copy_in, scatter_sum, sum_out
 from course_lib.moe import MoE, Routing
 from course_lib.parallel import tensor
 from course_lib.parallel.linear import ColumnLinear, WholeStream
@@ -59,7 +59,7 @@ def cut_over_tp(model: nn.Module, stream: Stream) -> None:
 
 def cut_block(block: nn.Module, stream: Stream, config: ModelConfig) -> None:
     """The matrices of one block, with experts or without."""
-    tensor.shard_attention(block.attention, stream, config)
+    tensor.cut_attention(block.attention, stream, config)
     if not isinstance(block.mlp, MoE):
         tensor.shard_mlp(block.mlp, stream)
     elif isinstance(stream, ShardedStream):
@@ -94,6 +94,6 @@ def cut_experts_sharded(moe: MoE, stream: ShardedStream) -> None:
         tensor.shard_mlp(mlp, inside)
     if moe.shared is not None:
         tensor.shard_mlp(moe.shared, inside)
-    moe.enter = lambda x_BsD: gather_in(x_BsD, stream.group, SEQUENCE, stream.seq_len)
+    moe.enter = stream.enter
     moe.leave = partial(scatter_sum, group=stream.group, dim=SEQUENCE)
     moe.aux_share = 1 / stream.group.size()

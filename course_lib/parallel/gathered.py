@@ -31,14 +31,14 @@ class Gathered:
 
     group: Group
 
-    def blocks(self, kv_2BKsH: Tensor) -> Iterator[Block]:
+    def blocks(self, kv_BKsU: Tensor) -> Iterator[Block]:
         rank, size = self.group.rank(), self.group.size()
-        of_ranks = comm.all_gather(kv_2BKsH.unsqueeze(0), self.group)
+        of_ranks = comm.all_gather(kv_BKsU.unsqueeze(0), self.group)
         for step in range(size):
             key_rank = (rank - step) % size
             yield key_rank, of_ranks[key_rank]
 
-    def home(self, kv_2BKsH: Tensor) -> "SumAtOnce":
+    def home(self, kv_BKsU: Tensor) -> "SumAtOnce":
         return SumAtOnce(self.group)
 
 
@@ -47,15 +47,15 @@ class SumAtOnce:
 
     def __init__(self, group: Group):
         self.group = group
-        self.shares_P2BKsH: Tensor | None = None  # P: ranks, each one's place filled when its keys have been seen
+        self.shares_PBKsU: Tensor | None = None  # P: ranks, each one's place filled when its keys have been seen
 
-    def add(self, key_rank: int, dkv_2BKsH: Tensor) -> None:
-        if self.shares_P2BKsH is None:
-            self.shares_P2BKsH = dkv_2BKsH.new_empty(self.group.size(), *dkv_2BKsH.shape)
-        self.shares_P2BKsH[key_rank] = dkv_2BKsH
+    def add(self, key_rank: int, dkv_BKsU: Tensor) -> None:
+        if self.shares_PBKsU is None:
+            self.shares_PBKsU = dkv_BKsU.new_empty(self.group.size(), *dkv_BKsU.shape)
+        self.shares_PBKsU[key_rank] = dkv_BKsU
 
     def total(self) -> Tensor:
-        return comm.reduce_scatter(self.shares_P2BKsH, self.group).squeeze(0)
+        return comm.reduce_scatter(self.shares_PBKsU, self.group).squeeze(0)
 
 
 def gathered_attention(

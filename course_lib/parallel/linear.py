@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from course_lib.conjugate import (
     Group,
     InFlight,
+    copy_in,
     my_piece,
     piece_sizes,
     start_all_reduce,
@@ -47,7 +48,7 @@ from course_lib.timing import Span
 class WholeStream:
     """The activations between blocks, whole on every rank.
 
-    leave                    what comes out of a row, for autograd
+    enter, leave             what goes in, and what comes out of a row, for autograd
     start_enter, start_sum   what goes into columns, and the sum of its gradient: without autograd, without waiting.
                              seq_len: S, where x enters again in backward
     overlap                  while the gradient of an input is summed, weight gradients are computed
@@ -57,6 +58,9 @@ class WholeStream:
     overlap: bool = True
     trace: Trace | None = None
     regather = False  # True: what columns keep for backward is x as it came in, and it enters again
+
+    def enter(self, x_BSD: Tensor) -> Tensor:
+        return copy_in(x_BSD, self.group)
 
     def leave(self, x_BSD_partial: Tensor) -> Tensor:
         with communication_span(self.trace, "sum of outputs"):

@@ -35,8 +35,8 @@ class _Shares:
 
     of_rank: dict[int, Tensor] = field(default_factory=dict)
 
-    def add(self, key_rank: int, dkv_2BKsH: Tensor) -> None:
-        self.of_rank[key_rank] = dkv_2BKsH
+    def add(self, key_rank: int, dkv_BKsU: Tensor) -> None:
+        self.of_rank[key_rank] = dkv_BKsU
 
     def total(self) -> None:
         return None
@@ -50,7 +50,7 @@ def ring_in_one_process(
     Shapes   -> out_BNSH, dq_BNSH, dk_BKSH, dv_BKSH in the dtype of the inputs, in the sequence's order
     """
     where = [positions(plan.placement, q_BNSH.shape[2], ranks, rank) for rank in range(ranks)]
-    kv = [torch.stack([k_BKSH[:, :, at], v_BKSH[:, :, at]]) for at in where]
+    kv = [torch.cat([k_BKSH[:, :, at], v_BKSH[:, :, at]], -1) for at in where]
     results, shares = [torch.empty_like(x) for x in (q_BNSH, q_BNSH, k_BKSH, v_BKSH)], []
     for rank, at in enumerate(where):
         blocks = [((rank - step) % ranks, kv[(rank - step) % ranks]) for step in range(ranks)]
@@ -62,8 +62,8 @@ def ring_in_one_process(
         results[1][:, :, at] = dq_BNsH.to(q_BNSH.dtype)
     for home, at in enumerate(where):
         travelling = [shares[(home + step) % ranks].of_rank[home] for step in range(ranks)]
-        dkv_2BKsH = travelling[0] + sum(travelling[2:], travelling[1]) if ranks > 1 else travelling[0]
-        results[2][:, :, at], results[3][:, :, at] = dkv_2BKsH.to(k_BKSH.dtype)
+        dkv_BKsU = travelling[0] + sum(travelling[2:], travelling[1]) if ranks > 1 else travelling[0]
+        results[2][:, :, at], results[3][:, :, at] = dkv_BKsU.to(k_BKSH.dtype).chunk(2, -1)
     return tuple(results)
 
 

@@ -76,17 +76,17 @@ class Ring:
     group: Group
     trace: Trace | None = None
 
-    def blocks(self, kv_2BKsH: Tensor) -> Iterator[Block]:
+    def blocks(self, kv_BKsU: Tensor) -> Iterator[Block]:
         """While the caller works on the block that it was given, the next one is on its way."""
         rank, size = self.group.rank(), self.group.size()
         for step in range(size):
             is_last = step == size - 1
-            hop = None if is_last else start_hop(kv_2BKsH, self.group, f"k v of {(rank - step) % size}", self.trace)
-            yield (rank - step) % size, kv_2BKsH
+            hop = None if is_last else start_hop(kv_BKsU, self.group, f"k v of {(rank - step) % size}", self.trace)
+            yield (rank - step) % size, kv_BKsU
             if hop is not None:
-                kv_2BKsH = hop.wait()
+                kv_BKsU = hop.wait()
 
-    def home(self, kv_2BKsH: Tensor) -> "TravelHome":
+    def home(self, kv_BKsU: Tensor) -> "TravelHome":
         return TravelHome(self.group, self.trace)
 
 
@@ -95,21 +95,21 @@ class TravelHome:
 
     def __init__(self, group: Group, trace: Trace | None = None):
         self.group, self.trace = group, trace
-        self.own_2BKsH: Tensor | None = None  # my share of my own block: it stays here
+        self.own_BKsU: Tensor | None = None  # my share of my own block: it stays here
         self.hop: Hop | None = None
 
-    def add(self, key_rank: int, dkv_2BKsH: Tensor) -> None:
-        if self.own_2BKsH is None:
-            self.own_2BKsH = dkv_2BKsH
+    def add(self, key_rank: int, dkv_BKsU: Tensor) -> None:
+        if self.own_BKsU is None:
+            self.own_BKsU = dkv_BKsU
             return
         if self.hop is not None:  # this block's shares of the ranks between its home and me
-            dkv_2BKsH += self.hop.wait()
-        self.hop = start_hop(dkv_2BKsH, self.group, f"dk dv of {key_rank}", self.trace)
+            dkv_BKsU += self.hop.wait()
+        self.hop = start_hop(dkv_BKsU, self.group, f"dk dv of {key_rank}", self.trace)
 
     def total(self) -> Tensor:
         if self.hop is not None:
-            self.own_2BKsH += self.hop.wait()
-        return self.own_2BKsH
+            self.own_BKsU += self.hop.wait()
+        return self.own_BKsU
 
 
 def ring_attention(

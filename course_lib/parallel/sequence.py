@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from course_lib.conjugate import (
     Group,
     InFlight,
+    gather_in,
     my_piece,
     scatter_sum,
     start_gather,
@@ -73,6 +74,9 @@ class ShardedStream:
     trace: Trace | None = None
     regather: bool = False
     seq_len: int = 0  # S of what left last
+
+    def enter(self, x_BsD: Tensor) -> Tensor:
+        return gather_in(x_BsD, self.group, SEQUENCE, self.seq_len)
 
     def leave(self, x_BSD_partial: Tensor) -> Tensor:
         self.seq_len = x_BSD_partial.shape[SEQUENCE]

@@ -35,7 +35,7 @@ from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
 from course_lib.precision import MasterAdamW, gradient_of, scale_gradients, zero_gradients
 
 FAMILIES = ("llama", "gpt")
-MATRICES = {"q", "k", "v", "o", "gate", "up", "down", "head"}  # names of the layers that are cut
+MATRICES = {"q", "k", "v", "q_up", "kv_up", "o", "gate", "up", "down", "head"}  # names of the layers that are cut
 
 
 # --- a model
@@ -67,7 +67,7 @@ def shard_model(model: nn.Module, stream: WholeStream) -> nn.Module:
 
 def shard_block(block: nn.Module, stream: WholeStream, config: ModelConfig) -> None:
     """The matrices of one block without experts."""
-    shard_attention(block.attention, stream, config)
+    cut_attention(block.attention, stream, config)
     shard_mlp(block.mlp, stream)
 
 
@@ -80,6 +80,25 @@ def shard_attention(attention: nn.Module, stream: WholeStream, config: ModelConf
     attention.project = lambda x: column_linears(x, [attention.q, attention.k, attention.v], stream)
     if config.dropout > 0:
         attention.core = with_rank_rng(attention.core, stream.group)
+
+
+def cut_attention(attention: nn.Module, stream: WholeStream, config: ModelConfig) -> None:
+    """Cut attention of either kind by heads."""
+    if config.mla is None:
+        shard_attention(attention, stream, config)
+    else:
+        shard_latent_attention(attention, stream)
+
+
+def shard_latent_attention(attention: nn.Module, stream: WholeStream) -> None:
+    """Cut what makes heads of latent vectors; what makes the latent vectors is small, and every rank does all of it.
+
+    A latent vector enters its columns as x enters those of q, k and v: where the stream is cut along the sequence, each
+    rank makes its own tokens' vectors, and these are gathered, not x.
+    """
+    attention.o = RowLinear(attention.o, stream)
+    attention.q_up, attention.kv_up = ColumnLinear(attention.q_up, stream), ColumnLinear(attention.kv_up, stream)
+    attention.share_key = stream.enter
 
 
 def shard_mlp(mlp: nn.Module, stream: WholeStream) -> None:
@@ -105,8 +124,6 @@ def check_shardable(model: nn.Module, group: Group) -> None:
     config, tp_size = model.config, check_group(group, "build").size()
     if config.family not in FAMILIES:
         raise ValueError(f"family is {config.family!r}; tensor parallelism here knows {', '.join(FAMILIES)}")
-    if config.mla:
-        raise ValueError(f"{config.name} has latent attention (mla), which is not cut here; use no tensor parallelism")
     check_heads(config.num_heads, config.num_kv_heads, tp_size)
     for field in ("d_ff", "vocab_size"):
         if min(piece_sizes(getattr(config, field), tp_size)) == 0:

@@ -55,7 +55,7 @@ def ulysses_core(group: Group, placement: str, core: Core = fused_attention) -> 
     """An attention core, for a block's `attention.core`."""
 
     def exchanged(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, causal: bool = True, dropout: float = 0.0) -> Tensor:
-        on_whole_heads = partial(core, causal=causal)  # engines refuse dropout
+        on_whole_heads = partial(core, causal=causal, dropout=dropout)
         return ulysses_attention(q_BNsH, k_BKsH, v_BKsH, group, placement, on_whole_heads)
 
     return exchanged

@@ -7,6 +7,7 @@ A block is the keys and values of one rank's tokens: 2 B s K H elements.
     ulysses      four all-to-alls forward (q, k, v, out), four backward: 2 (N + K) B s H elements each way, of which
                  each rank keeps a share of 1 / cp
 
+Where values are W long, a block has B K s (H + W) elements, and Ulysses' each way (N + K) B s (H + W).
 Gradients that are summed on the way travel in FP32 at least.
 
 Source   Liu et al. 2023 (arXiv:2310.01889); Llama Team 2024 (arXiv:2407.21783), section 3.3.2;
@@ -41,22 +42,24 @@ def _passes(run: Run) -> list[tuple[str, int]]:
 
 def _ulysses(run: Run) -> list[Call]:
     layout, itemsize = run.layout, recipe_of(run.recipe).compute_bytes
-    local = narrow(replace(run.config, moe=None, mla=None), layout.tp)
-    head_bytes = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp) * local.head_dim * itemsize
+    local = narrow(replace(run.config, moe=None), layout.tp)
+    token_bytes = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp) * itemsize
+    (N, K), (H, W) = (local.num_heads, local.num_kv_heads), (local.head_dim, local.value_dim)
     calls = []
     for place, count in _passes(run):
-        queries_and_outputs = 2 * count
+        outputs = count
         if layout.recompute == "selective" and place == "attention forward":
-            queries_and_outputs -= 1  # a core that is run again ends before its outputs are sent
-        for heads, times in ((local.num_heads, queries_and_outputs), (local.num_kv_heads, 2 * count)):
-            calls.append(Call(place, "all_to_all", heads * head_bytes, layout.cp, itemsize, times))
+            outputs -= 1  # a core that is run again ends before its outputs are sent
+        of_each = ((N * H, count), (K * H, count), (K * W, count), (N * W, outputs))  # q, k, v, out
+        for width, times in of_each:
+            calls.append(Call(place, "all_to_all", width * token_bytes, layout.cp, itemsize, times))
     return calls
 
 
 def _blocks(run: Run) -> list[Call]:
     layout, itemsize = run.layout, recipe_of(run.recipe).compute_bytes
     cp, sum_bytes = layout.cp, max(itemsize, 4)
-    dense = replace(run.config, moe=None, mla=None)
+    dense = replace(run.config, moe=None)
     block = kv_block_bytes(dense, layout.micro_batch, run.seq_len, cp, itemsize, layout.tp)
     summed = block // itemsize * sum_bytes
     if layout.cp_method == "all_gather":

@@ -9,6 +9,8 @@ Full recomputation repeats a layer's forward up to the last tensor that backward
 its last sum is left out.
 Experts are one MLP in this: their outputs are summed together, after combine, and their inputs are not gathered again.
 Without SP shared experts have sums of their own, and the gradients of the k chosen weights of each token are summed.
+Latent attention's columns take two latent vectors and the key's part with position, each in a call of its own, in place
+of x: with SP these are gathered, and x is not.
 
 Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2
 """
@@ -30,7 +32,7 @@ from course_lib.run import Run
 from course_lib.traffic.collectives import Call
 from course_lib.traffic.data import held
 
-Counts = list[tuple[str, str, int]]  # place, collective, how often: each of one activation B S D
+Sums = list[tuple[str, str, int, int]]  # place, collective, elements per token, how often
 
 
 def tensor_calls(run: Run, stage: int) -> list[Call]:
@@ -41,10 +43,13 @@ def tensor_calls(run: Run, stage: int) -> list[Call]:
     layers = layers_of(run.config, layout)
     part, ends = stage_config(run.config, layers, stage), (stage == 0, stage == len(layers) - 1)
     sequence = tokens_of_rank(run.seq_len, layout.cp)
-    counts = _sharded(part, layout, ends) if layout.sequence_parallel else _replicated(part, layout, ends)
     rows = piece_sizes(sequence, layout.tp)[0] * layout.tp if layout.sequence_parallel else sequence  # padded
-    payload = layout.micro_batch * rows * part.d_model * itemsize
-    calls = [Call(place, collective, payload, layout.tp, itemsize, count) for place, collective, count in counts]
+    calls = [
+        Call(place, collective, layout.micro_batch * rows * width * itemsize, layout.tp, itemsize, count)
+        for place, collective, width, count in (_sharded if layout.sequence_parallel else _replicated)(
+            part, layout, ends
+        )
+    ]
     sum_bytes = max(itemsize, 4)
     per_token = layout.micro_batch * sequence * sum_bytes
     if part.moe and not layout.sequence_parallel:
@@ -55,38 +60,57 @@ def tensor_calls(run: Run, stage: int) -> list[Call]:
     return [call for call in calls if call.count]
 
 
-def _replicated(part: ModelConfig, layout: Layout, ends: tuple[bool, bool]) -> Counts:
+def _replicated(part: ModelConfig, layout: Layout, ends: tuple[bool, bool]) -> Sums:
     """TP: the hidden states are replicated, so each partial sum is an all-reduce."""
-    layers, shared = part.num_layers, part.num_moe_layers if part.moe and part.moe.num_shared_experts else 0
-    counts = [
-        ("embedding", "all_reduce", int(ends[0])),
-        ("layers forward", "all_reduce", 2 * layers + shared),
-        ("layers backward", "all_reduce", 2 * layers + shared),
-        ("head", "all_reduce", int(ends[1])),
+    D, layers = part.d_model, part.num_layers
+    shared = part.num_moe_layers if part.moe and part.moe.num_shared_experts else 0
+    sums = [
+        ("embedding", "all_reduce", D, int(ends[0])),
+        ("layers forward", "all_reduce", D, 2 * layers + shared),
+        *_of_columns("layers backward", "all_reduce", part, layers, layers + shared),
+        ("head", "all_reduce", D, int(ends[1])),
     ]
     if layout.recompute == "full":
-        counts.append(("recomputation", "all_reduce", layers + _last_sums(part) + shared))
-    return counts
+        sums.append(("recomputation", "all_reduce", D, layers + _last_sums(part) + shared))
+    return sums
 
 
-def _sharded(part: ModelConfig, layout: Layout, ends: tuple[bool, bool]) -> Counts:
+def _sharded(part: ModelConfig, layout: Layout, ends: tuple[bool, bool]) -> Sums:
     """SP: the hidden states are sequence-sharded, so each all-reduce is a reduce-scatter and an all-gather."""
-    layers, (first, last) = part.num_layers, map(int, ends)
-    again = 2 * layers - part.num_moe_layers if layout.regather else 0  # experts keep their rows, whoever sent them
-    counts = [
-        ("embedding", "reduce_scatter", first),
-        ("embedding", "all_gather", first),
-        ("layers forward", "all_gather", 2 * layers),
-        ("layers forward", "reduce_scatter", 2 * layers),
-        ("layers backward", "all_gather", 2 * layers + again),
-        ("layers backward", "reduce_scatter", 2 * layers),
-        ("head", "all_gather", (2 if layout.regather else 1) * last),
-        ("head", "reduce_scatter", last),
+    D, layers, (first, last) = part.d_model, part.num_layers, map(int, ends)
+    sums = [
+        ("embedding", "reduce_scatter", D, first),
+        ("embedding", "all_gather", D, first),
+        *_of_columns("layers forward", "all_gather", part, layers, layers),
+        ("layers forward", "reduce_scatter", D, 2 * layers),
+        ("layers backward", "all_gather", D, 2 * layers),
+        *_of_columns("layers backward", "reduce_scatter", part, layers, layers),
+        ("head", "all_gather", D, (2 if layout.regather else 1) * last),
+        ("head", "reduce_scatter", D, last),
     ]
+    if layout.regather:  # experts keep their rows, whoever sent them
+        dense = layers - part.num_moe_layers
+        sums += _of_columns("layers backward", "all_gather", part, layers, dense, with_positions=False)
     if layout.recompute == "full":
-        counts.append(("recomputation", "all_gather", 2 * layers))
-        counts.append(("recomputation", "reduce_scatter", layers + _last_sums(part)))
-    return counts
+        sums += _of_columns("recomputation", "all_gather", part, layers, layers)
+        sums.append(("recomputation", "reduce_scatter", D, layers + _last_sums(part)))
+    return sums
+
+
+def _of_columns(
+    place: str, collective: str, part: ModelConfig, attentions: int, mlps: int, with_positions: bool = True
+) -> Sums:
+    """Collectives of what column-parallel linears take, of so many attentions and MLPs.
+
+    with_positions   also the key's part with position, which is added and not multiplied: nothing keeps it
+    """
+    widths = [part.d_model]
+    if part.mla is not None:
+        widths = [part.mla.q_rank, part.mla.kv_rank, *([part.mla.rope_dim] if with_positions else [])]
+    return [
+        (place, collective, part.d_model, mlps),
+        *((place, collective, width, attentions) for width in widths),
+    ]
 
 
 def _last_sums(part: ModelConfig) -> int:

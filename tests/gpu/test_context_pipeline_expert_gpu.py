@@ -119,8 +119,8 @@ def test_sending_between_ranks_that_share_a_gpu_is_refused_in_words():
 class Shares(list):
     """Gradients of keys and values as they would go home: kept, by rank."""
 
-    def add(self, key_rank, dkv_2BKsH):
-        self.append((key_rank, dkv_2BKsH))
+    def add(self, key_rank, dkv_BKsU):
+        self.append((key_rank, dkv_BKsU))
 
     def total(self):
         return self
@@ -134,9 +134,9 @@ def test_all_tiles_of_a_ring_of_four_by_the_flash_kernel(placement, record):
     heads = (torch.randn(2, number, seq_len, 64, generator=generator) for number in (8, 2, 2, 8))
     q_BNSH, k_BKSH, v_BKSH, grad_BNSH = (x.to(device, torch.bfloat16) for x in heads)
     places = [positions(placement, seq_len, size, rank).to(device) for rank in range(size)]
-    blocks = [torch.stack([k_BKSH, v_BKSH])[..., place, :] for place in places]
+    blocks = [torch.cat([k_BKSH, v_BKSH], -1)[..., place, :] for place in places]
     got = {"out": torch.empty_like(q_BNSH), "dq": torch.empty_like(q_BNSH)}
-    dkv_2BKSH = torch.zeros(2, *k_BKSH.shape, device=device)
+    dkv_BKSU = torch.zeros(*k_BKSH.shape[:-1], 2 * k_BKSH.shape[-1], device=device)
     plan = tiles.Plan(placement)
     for rank, place in enumerate(places):
         order = [(rank - step) % size for step in range(size)]
@@ -147,8 +147,8 @@ def test_all_tiles_of_a_ring_of_four_by_the_flash_kernel(placement, record):
         dq_BNsH, _ = tiles.backward_over(saved, grad_BNsH, mine, rank, plan, shares)
         got["out"][..., place, :], got["dq"][..., place, :] = out_BNsH.to(q_BNsH.dtype), dq_BNsH.to(q_BNsH.dtype)
         for other, share in shares:
-            dkv_2BKSH[..., places[other], :] += share
-    got |= {"dk": dkv_2BKSH[0], "dv": dkv_2BKSH[1]}
+            dkv_BKSU[..., places[other], :] += share
+    got |= dict(zip(("dk", "dv"), dkv_BKSU.chunk(2, -1), strict=True))
 
     whole = [x.float().requires_grad_() for x in (q_BNSH, k_BKSH, v_BKSH)]
     out = explicit_attention(*whole)
