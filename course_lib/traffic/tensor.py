@@ -78,19 +78,17 @@ def _replicated(part: ModelConfig, layout: Layout, ends: tuple[bool, bool]) -> S
 def _sharded(part: ModelConfig, layout: Layout, ends: tuple[bool, bool]) -> Sums:
     """SP: the hidden states are sequence-sharded, so each all-reduce is a reduce-scatter and an all-gather."""
     D, layers, (first, last) = part.d_model, part.num_layers, map(int, ends)
+    again = (layers, layers - part.num_moe_layers) if layout.regather else (0, 0)  # experts keep their rows
     sums = [
         ("embedding", "reduce_scatter", D, first),
         ("embedding", "all_gather", D, first),
         *_of_columns("layers forward", "all_gather", part, layers, layers),
         ("layers forward", "reduce_scatter", D, 2 * layers),
-        ("layers backward", "all_gather", D, 2 * layers),
+        *_of_columns("layers backward", "all_gather", part, again[0], 2 * layers + again[1], with_positions=False),
         *_of_columns("layers backward", "reduce_scatter", part, layers, layers),
         ("head", "all_gather", D, (2 if layout.regather else 1) * last),
         ("head", "reduce_scatter", D, last),
     ]
-    if layout.regather:  # experts keep their rows, whoever sent them
-        dense = layers - part.num_moe_layers
-        sums += _of_columns("layers backward", "all_gather", part, layers, dense, with_positions=False)
     if layout.recompute == "full":
         sums += _of_columns("recomputation", "all_gather", part, layers, layers)
         sums.append(("recomputation", "reduce_scatter", D, layers + _last_sums(part)))
@@ -107,10 +105,10 @@ def _of_columns(
     widths = [part.d_model]
     if part.mla is not None:
         widths = [part.mla.q_rank, part.mla.kv_rank, *([part.mla.rope_dim] if with_positions else [])]
-    return [
-        (place, collective, part.d_model, mlps),
-        *((place, collective, width, attentions) for width in widths),
-    ]
+    counts = {part.d_model: mlps}
+    for width in widths:
+        counts[width] = counts.get(width, 0) + attentions
+    return [(place, collective, width, count) for width, count in counts.items()]
 
 
 def _last_sums(part: ModelConfig) -> int:
