@@ -24,6 +24,7 @@ waits (p - 1) F before it starts, is done later than rank 0. So with a barrier n
 from dataclasses import dataclass
 
 from course_lib.schedules import check_request, stages_per_rank
+from course_lib.validate import Amount, Size, checked
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,16 @@ class Bubble:
         return self.idle_s / (self.idle_s + self.ideal_s)
 
 
+@checked
 def bubble(
     name: str,
-    pp: int,
-    num_micro_batches: int,
-    v: int = 1,
-    forward_s: float = 1.0,
-    input_backward_s: float = 1.0,
-    weight_backward_s: float = 1.0,
-    pair_s: float | None = None,
+    pp: Size,
+    num_micro_batches: Size,
+    v: Size = 1,
+    forward_s: Amount = 1.0,
+    input_backward_s: Amount = 1.0,
+    weight_backward_s: Amount = 1.0,
+    pair_s: Amount | None = None,
     barrier: bool = False,
 ) -> Bubble:
     """The closed form of a schedule, from what one stage takes for one micro-batch.
@@ -86,15 +88,16 @@ def bubble(
     return Bubble(idle_s, ideal_s)
 
 
+@checked
 def unmet_conditions(
     name: str,
-    pp: int,
-    num_micro_batches: int,
-    v: int = 1,
-    forward_s: float = 1.0,
-    input_backward_s: float = 1.0,
-    weight_backward_s: float = 1.0,
-    pair_s: float | None = None,
+    pp: Size,
+    num_micro_batches: Size,
+    v: Size = 1,
+    forward_s: Amount = 1.0,
+    input_backward_s: Amount = 1.0,
+    weight_backward_s: Amount = 1.0,
+    pair_s: Amount | None = None,
 ) -> list[str]:
     """What the closed form needs and does not have, as sentences; none if it holds.
 
@@ -102,8 +105,8 @@ def unmet_conditions(
     """
     check_request(name, pp, num_micro_batches, v)
     f, i, w = forward_s, input_backward_s, weight_backward_s
-    if min(f, i, w) < 0 or f + i + w <= 0:
-        raise ValueError(f"times (F {f:g}, I {i:g}, W {w:g}) must not be negative, and not all 0")
+    if f + i + w == 0:
+        raise ValueError("forward_s, input_backward_s and weight_backward_s are all 0; give one more than 0")
     if name == "dualpipe_v":
         conditions = [
             (pair_s is not None, "it counts pairs as one: give pair_s, F + I + W if they hide nothing"),
@@ -124,7 +127,8 @@ def unmet_conditions(
     return [sentence for met, sentence in conditions if not met]
 
 
-def peak_live(name: str, pp: int, num_micro_batches: int, v: int = 1) -> tuple[int, ...]:
+@checked
+def peak_live(name: str, pp: Size, num_micro_batches: Size, v: Size = 1) -> tuple[int, ...]:
     """Most micro-batches alive on each rank, once a stage: divide by the stages of a rank to count whole ranks.
 
     Raises   ValueError for zbv below 2 pp - 1 micro-batches, where there is no such form
@@ -148,7 +152,8 @@ def peak_live(name: str, pp: int, num_micro_batches: int, v: int = 1) -> tuple[i
     return (2 * pp + 1,) * pp
 
 
-def interleaving_memory(pp: int, v: int) -> float:
+@checked
+def interleaving_memory(pp: Size, v: Size) -> float:
     """Activations of the first rank beside those of 1F1B: 1 + (p - 1) / (p v) times as many, given m >= 2p.
 
     1 for v = 1, which is 1F1B.

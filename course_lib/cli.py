@@ -3,7 +3,6 @@
 `course doctor | run 03 | demo | bench | simulate`; `course run --help` tells options. Only `run` needs Jupyter.
 """
 
-import argparse
 import importlib.metadata
 import json
 import platform
@@ -15,9 +14,11 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from tyro.conf import FlagCreatePairsOff, Positional
+from tyro.extras import SubcommandApp
 
 from course_lib.launch import RankError, launch
-from course_lib.simulate_cli import add_simulate, simulate
+from course_lib.simulate_cli import simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "accelerate", "numpy", "matplotlib", "ipywidgets", "jupyterlab", "nbval", "transformers")
@@ -238,49 +239,61 @@ def _failure(path: Path, cell, number: int, total: int, error: Exception) -> str
 
 # The command line -----------------------------------------------------------------------------------------------------
 
+app = SubcommandApp()
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of `course`; one subcommand a function above."""
-    parser = argparse.ArgumentParser(
-        prog="course", description="Distributed training, from one GPU to all parallelisms."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    sub = commands.add_parser(
-        "doctor", help="what this machine can run, chapter by chapter, after a real 2-rank launch"
-    )
-    sub.add_argument("--json", action="store_true", help="the same as JSON")
-    sub = commands.add_parser("run", help="execute a chapter without a browser; says which cell failed")
-    sub.add_argument("chapter", help="a number (03), a stem, or the path of a notebook")
-    sub.add_argument("--timeout", type=float, default=120.0, metavar="S", help="most seconds for one cell (120)")
-    sub.add_argument(
-        "--save", action="store_true", help="store the outputs in the notebook; without it the file is left alone"
-    )
-    commands.add_parser("demo", help="one table: the same tiny Llama trained by 1, 2 and 4 ranks")
-    sub = commands.add_parser("bench", help="the course's own implementations against PyTorch's, in one run")
-    sub.add_argument("--json", action="store_true", help="the same as JSON")
-    sub.add_argument("--check", action="store_true", help="exit 1 if a ratio is below 0.9")
-    sub.add_argument("--rounds", type=int, default=30, metavar="N", help="how often both sides take a step (30)")
-    add_simulate(commands)
-    return parser
+
+@app.command(name="doctor")
+def _doctor(json: bool = False) -> int:
+    """Tell what this machine can run, chapter by chapter, after a real launch of two ranks.
+
+    Args:
+        json: the same as JSON
+    """
+    return doctor(json)
+
+
+@app.command(name="run")
+def _run(chapter: Positional[str], timeout: float = 120.0, save: bool = False) -> int:
+    """Execute a chapter without a browser; say which cell failed.
+
+    Args:
+        chapter: a number (03), a stem, or the path of a notebook
+        timeout: most seconds for one cell
+        save: store the outputs in the notebook; without it the file is left alone
+    """
+    return run_chapter(find_notebook(chapter), timeout, save)
+
+
+@app.command(name="demo")
+def _demo() -> int:
+    """Print one table: the same tiny Llama trained by 1, 2 and 4 ranks."""
+    from course_lib.demo import demo
+
+    return demo()
+
+
+@app.command(name="bench")
+def _bench(json: bool = False, check: bool = False, rounds: int = 30) -> int:
+    """Time the course's own implementations against PyTorch's, in one run.
+
+    Args:
+        json: the same as JSON
+        check: exit 1 if a ratio is below 0.9
+        rounds: how often both sides take a step
+    """
+    from course_lib.bench import main as bench
+
+    return bench(as_json=json, check=check, rounds=rounds)
+
+
+app.command(simulate, name="simulate")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; errors are one line that says what to do."""
-    options = build_parser().parse_args(argv)
+    """Run one command; what cannot be is one line that says what to do, and exit code 2."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        if options.command == "doctor":
-            return doctor(options.json)
-        if options.command == "run":
-            return run_chapter(find_notebook(options.chapter), options.timeout, options.save)
-        if options.command == "demo":
-            from course_lib.demo import demo
-
-            return demo()
-        if options.command == "simulate":
-            return simulate(options)
-        from course_lib.bench import main as bench
-
-        return bench(as_json=options.json, check=options.check, rounds=options.rounds)
+        return app.cli(prog="course", args=argv, config=(FlagCreatePairsOff,))
     except (ValueError, RankError) as error:
-        print(f"course {options.command}: {error}", file=sys.stderr)
+        print(f"course {argv[0]}: {error}", file=sys.stderr)
         return 2

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from course_lib import comm
 from course_lib.compat import all_gather_single, reduce_scatter_single
+from course_lib.partition import piece_sizes
 
 Group = dist.ProcessGroup
 
@@ -152,10 +153,6 @@ def join(x_shard: Tensor, group: Group, dim: int, size: int | None = None) -> Te
 
 
 # ------------------------------------------------------------------------------------ pieces, and how they travel
-def piece_sizes(size: int, parts: int) -> list[int]:
-    """How `size` things are cut into parts: ceil(size / parts) each, as long as there are any."""
-    width = -(-size // parts)
-    return [max(0, min(width, size - part * width)) for part in range(parts)]
 
 
 def my_piece(x: Tensor, part: int, parts: int, dim: int) -> Tensor:

@@ -14,13 +14,16 @@ contiguous (against another kernel's speed, so a little more is possible), 100 %
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 from course_lib.placement import check_context, tile
+from course_lib.validate import Size, checked
 
 Table = Sequence[Sequence[int]]  # [rank][step] -> pairs
 
 
-def pairs(placement: str, seq_len: int, cp_size: int, causal: bool = True) -> list[list[int]]:
+@checked
+def pairs(placement: str, seq_len: Size, cp_size: Size, causal: bool = True) -> list[list[int]]:
     """Count the pairs that each rank computes at each step of a ring, for one head of one sequence: table[rank][step].
 
     Raises   ValueError as `placement.check_context`
@@ -35,40 +38,43 @@ def pairs(placement: str, seq_len: int, cp_size: int, causal: bool = True) -> li
     return [[met(rank, step) for step in range(cp_size)] for rank in range(cp_size)]
 
 
-def all_pairs(seq_len: int, causal: bool = True) -> int:
+@checked
+def all_pairs(seq_len: Size, causal: bool = True) -> int:
     """Pairs of the whole mask: S (S + 1) / 2 if causal, else S^2."""
     return seq_len * (seq_len + 1) // 2 if causal else seq_len**2
 
 
+@checked
 def pairs_of_ranks(table: Table) -> list[int]:
     """Pairs of each rank, all steps together."""
     return [sum(row) for row in table]
 
 
+@checked
 def step_pairs(table: Table) -> list[int]:
     """Pairs of the busiest rank at each step: how long the step takes."""
     return [max(row[step] for row in table) for step in range(len(table[0]))]
 
 
+@checked
 def imbalance(table: Table) -> float:
     """Pairs of the busiest rank over the mean of all: 1 is even."""
     totals = pairs_of_ranks(table)
     return max(totals) * len(totals) / sum(totals)
 
 
-def share_of_ideal(table: Table, waits: str = "each step") -> float:
+@checked
+def share_of_ideal(table: Table, waits: Literal["each step", "end"] = "each step") -> float:
     """Share of the speed that evenly divided work would have (0 to 1), if computing pairs were all that takes time.
 
     waits    "each step": a ring, whose step ends with its slowest rank. "end": all keys are there first (gathered, or
              ahead in the ring), and ranks wait for each other at the end of the layer alone
-    Raises   ValueError for another word
     """
     ways = {"each step": sum(step_pairs(table)), "end": max(pairs_of_ranks(table))}
-    if waits not in ways:
-        raise ValueError(f"waits is {waits!r}; choose from {', '.join(ways)}")
     return sum(pairs_of_ranks(table)) / len(table) / ways[waits]
 
 
+@checked
 def idle_pairs(table: Table) -> list[list[int]]:
     """What each rank could have computed at each step while it waited for the busiest: table[rank][step]."""
     longest = step_pairs(table)

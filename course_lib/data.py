@@ -9,13 +9,16 @@ import sysconfig
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from course_lib.devices import rank_device
+from course_lib.validate import Index, Seed, Size, checked, whole
 
 VOCAB_SIZE = 256  # a token is a byte
+Bytes = Annotated[int, whole]
 # Left out: what some installations lack or write themselves.
 LEFT_OUT = {
     "antigravity",
@@ -31,14 +34,13 @@ LEFT_OUT = {
 }
 
 
+@checked
 @lru_cache(maxsize=4)
-def corpus(max_bytes: int = 2_000_000) -> bytes:
+def corpus(max_bytes: Bytes = 2_000_000) -> bytes:
     """The first `max_bytes` of the standard library's Python files, sorted by path. Shorter if there is no more.
 
     Raises   ValueError if max_bytes is below 1, RuntimeError if this Python came without its sources
     """
-    if max_bytes < 1:
-        raise ValueError(f"max_bytes is {max_bytes}; it must be at least 1")
     parts, length = [], 0
     for path in _source_files(Path(sysconfig.get_paths()["stdlib"])):
         parts.append(path.read_bytes())
@@ -61,7 +63,8 @@ def _source_files(root: Path) -> Iterator[Path]:
         yield from (path for path in files if not {"test", "tests"} & set(path.relative_to(root).parts))
 
 
-def tokens(max_tokens: int = 2_000_000, held_out: bool = False) -> Tensor:
+@checked
+def tokens(max_tokens: Bytes = 2_000_000, held_out: bool = False) -> Tensor:
     """The corpus as numbers from 0 to 255. `held_out=True` gives its last tenth, which the other call leaves out.
 
     Shapes   -> tokens_T, T = 90 % or 10 % of max_tokens
@@ -71,13 +74,21 @@ def tokens(max_tokens: int = 2_000_000, held_out: bool = False) -> Tensor:
     return everything[boundary:] if held_out else everything[:boundary]
 
 
+@checked
 def decode(tokens_S: Tensor) -> str:
     """Tokens as text again; a character that is cut in two shows as a replacement mark."""
     return bytes(tokens_S.tolist()).decode("utf-8", errors="replace")
 
 
+@checked
 def batch(
-    tokens_T: Tensor, index: int, batch_size: int, seq_len: int, dp_rank: int = 0, dp_size: int = 1, seed: int = 0
+    tokens_T: Tensor,
+    index: Index,
+    batch_size: Size,
+    seq_len: Size,
+    dp_rank: Index = 0,
+    dp_size: Size = 1,
+    seed: Seed = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return one rank's rows of step `index` on its device: inputs, and targets one later.
 
@@ -88,9 +99,9 @@ def batch(
     Shapes   tokens_T -> x_bS, y_bS           (b = batch_size / dp_size)
     Raises   ValueError if batch_size % dp_size != 0, dp_rank is no rank, or the text is shorter than one sequence
     """
-    if not 0 <= dp_rank < dp_size:
+    if dp_rank >= dp_size:
         raise ValueError(f"dp_rank is {dp_rank}; with dp_size {dp_size} it must be from 0 to {dp_size - 1}")
-    if batch_size < 1 or batch_size % dp_size:
+    if batch_size % dp_size:
         raise ValueError(
             f"batch_size ({batch_size}) must be divisible by dp_size ({dp_size}): it counts the rows of all ranks; "
             f"choose {max(1, batch_size // dp_size) * dp_size} or {(batch_size // dp_size + 1) * dp_size}"
@@ -105,18 +116,20 @@ def batch(
     return rows_bS[:, :-1].contiguous(), rows_bS[:, 1:].contiguous()
 
 
-def micro_batches(x_BS: Tensor, y_BS: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+@checked
+def micro_batches(x_BS: Tensor, y_BS: Tensor, count: Size) -> list[tuple[Tensor, Tensor]]:
     """The rows of a batch in `count` parts, in order; if they do not divide evenly the first have one row more.
 
     Raises   ValueError if there are more parts than rows
     """
-    if not 1 <= count <= len(x_BS):
+    if count > len(x_BS):
         raise ValueError(f"micro_batches is {count}; the batch has {len(x_BS)} rows: choose from 1 to {len(x_BS)}")
     return list(zip(x_BS.tensor_split(count), y_BS.tensor_split(count)))
 
 
+@checked
 def stream_dataset(
-    name: str, max_tokens: int, split: str = "train", field: str = "text", data_files: str | list[str] | None = None
+    name: str, max_tokens: Bytes, split: str = "train", field: str = "text", data_files: str | list[str] | None = None
 ) -> Tensor:
     """The first `max_tokens` bytes of a Hugging Face data set, streamed: what is not needed is not downloaded.
 

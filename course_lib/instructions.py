@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from course_lib.validate import Index, Size, checked
+
 OPS = ("F", "B", "I", "W")
 
 
@@ -77,6 +79,7 @@ class Schedule:
 # --- what follows from what
 
 
+@checked
 def needs(instruction: Instruction, schedule: Schedule) -> list[Instruction]:
     """What must be done before: the stage before in F, the stage after in the backward, I before W."""
     op, micro_batch, stage = instruction.op, instruction.micro_batch, instruction.stage
@@ -94,12 +97,14 @@ def needs(instruction: Instruction, schedule: Schedule) -> list[Instruction]:
 # --- placements: which rank has which stage
 
 
-def loop_placement(pp: int, v: int) -> tuple[int, ...]:
+@checked
+def loop_placement(pp: Size, v: Size) -> tuple[int, ...]:
     """Stage s on rank s % pp: after the last rank the model goes on at the first."""
     return tuple(range(pp)) * v
 
 
-def v_placement(pp: int) -> tuple[int, ...]:
+@checked
+def v_placement(pp: Size) -> tuple[int, ...]:
     """Two stages a rank, down and up again: rank 0 has the first stage and the last, and so the loss."""
     return (*range(pp), *reversed(range(pp)))
 
@@ -111,10 +116,11 @@ WORD = re.compile(r"([FBIW])(\d+)(?:@(\d+))?")
 LABEL = re.compile(r"^\s*(?:rank|gpu|stage)\s*\d+\s*:?", re.IGNORECASE)
 
 
+@checked
 def from_lists(
     rows: Sequence[Iterable],
     rank_of_stage: Sequence[int] | None = None,
-    num_micro_batches: int | None = None,
+    num_micro_batches: Size | None = None,
     name: str = "handmade",
 ) -> Schedule:
     """A schedule from one list a rank: words as "F0" or "F0@1", tuples ("F", 0, 1), or Instructions.
@@ -142,6 +148,7 @@ def from_lists(
     return Schedule(name, len(rows), num_micro_batches, tuple(rank_of_stage), instructions)
 
 
+@checked
 def from_text(text: str, rank_of_stage: Sequence[int] | None = None, name: str = "handmade") -> Schedule:
     """A schedule from text: one line a rank, words separated by spaces, "." for an idle slot.
 
@@ -150,17 +157,20 @@ def from_text(text: str, rank_of_stage: Sequence[int] | None = None, name: str =
     return from_lists(words_of(text), rank_of_stage, name=name)
 
 
+@checked
 def words_of(text: str) -> list[list[str]]:
     """Each line's words, without its name."""
     return [LABEL.sub("", line).split() for line in text.strip().splitlines()]
 
 
+@checked
 def is_idle(word) -> bool:
     """Whether a word is no instruction: an empty slot, or the rest of what stands left."""
     return word is None or word in ("", ".", "-")
 
 
-def read_instruction(word, rank: int, where: str) -> Instruction:
+@checked
+def read_instruction(word, rank: Index, where: str) -> Instruction:
     """ "F0", "F0@1", ("F", 0) or ("F", 0, 1) -> Instruction."""
     if isinstance(word, Instruction):
         return word

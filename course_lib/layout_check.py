@@ -18,13 +18,9 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from course_lib.config import ModelConfig
-from course_lib.conjugate import piece_sizes
 from course_lib.expert_layout import check_expert_parallel
-from course_lib.memory.context import METHODS as CP_METHODS
-from course_lib.memory.context import check_ulysses
-from course_lib.memory.stages import check_layers, even_layers
-from course_lib.memory.tensor import check_heads
 from course_lib.mesh import AXES, check_ep_size, check_order
+from course_lib.partition import CP_METHODS, check_heads, check_layers, check_ulysses, even_layers, piece_sizes
 from course_lib.placement import PLACEMENTS, check_context
 from course_lib.schedules import SCHEDULES, check_request, stages_per_rank
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from course_lib.validate import Index, Seed, checked
+
 
 class LoRALinear(nn.Module):
     """y = base(x) + alpha / rank * lora_b(lora_a(x)); `lora_b` starts at zero, so at first nothing changes.
@@ -42,8 +44,9 @@ class LoRALinear(nn.Module):
         return self.base
 
 
+@checked
 def apply_lora(
-    model: nn.Module, rank: int = 8, alpha: float = 16.0, targets: Iterable[str] = ("q", "v"), seed: int = 0
+    model: nn.Module, rank: Index = 8, alpha: float = 16.0, targets: Iterable[str] = ("q", "v"), seed: Seed = 0
 ) -> list[str]:
     """Freezes the model and puts adapters beside the linear layers that `targets` name. Returns their full names.
 
@@ -62,6 +65,7 @@ def apply_lora(
     return chosen
 
 
+@checked
 def merge_lora(model: nn.Module) -> list[str]:
     """Adds every adapter into its base layer and takes it away. Parameters stay frozen. Returns the layers' names."""
     names = [name for name, module in model.named_modules() if isinstance(module, LoRALinear)]
@@ -70,6 +74,7 @@ def merge_lora(model: nn.Module) -> list[str]:
     return names
 
 
+@checked
 def trainable_parameters(model: nn.Module) -> int:
     """Number of parameters that get a gradient."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

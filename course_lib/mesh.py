@@ -6,7 +6,7 @@
     ep              ep_size neighbours inside data, who have all experts of a layer together
     expert_dp       ranks of data at my place in the other ep groups, who have the same experts as I
 
-Where a rank sits is pure arithmetic, for 16,384 ranks as for 8. Groups of processes are made in one place, here.
+Where a rank sits is pure arithmetic, for 16,384 ranks as for 8. `groups.py` makes the groups of processes.
 By default the tensor axis is innermost: tp talks most, so its ranks are neighbours, on one node's NVLink. The pipeline
 axis is outermost: it talks least. (Narayanan et al. 2021, arXiv:2104.04473, section 3; Ultra-Scale Playbook, "5D
 parallelism")
@@ -14,9 +14,9 @@ parallelism")
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-import torch.distributed as dist
+from course_lib.validate import Size, check_fields, checked
 
 AXES = ("pp", "dp", "cp", "tp")  # outermost to innermost, unless a mesh says otherwise
 ALL_AXES = (*AXES, "data", "ep", "expert_dp")  # what data is made of, and what it is cut into
@@ -30,18 +30,16 @@ class Mesh:
     Raises   ValueError if a size is not a whole number of 1 or more, or `order` is no order of the four axes
     """
 
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-    tp: int = 1
+    pp: Size = 1
+    dp: Size = 1
+    cp: Size = 1
+    tp: Size = 1
     order: tuple[str, ...] = AXES
 
     def __post_init__(self):
+        check_fields(self)
         check_order(self.order)
         object.__setattr__(self, "order", tuple(self.order))
-        for axis, size in self.sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{axis} ({size!r}) must be a whole number of 1 or more; leave {axis} out to have 1")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -143,17 +141,17 @@ def _check_axis(axis: str) -> None:
         raise ValueError(f"axis {axis!r} is not one of {', '.join(AXES)}")
 
 
+@checked
 def check_order(order: Sequence[str]) -> None:
     """Raises ValueError unless `order` names each of the four axes once."""
     if not isinstance(order, list | tuple) or sorted(map(str, order)) != sorted(AXES):
         raise ValueError(f"order is {order!r}; name each of {', '.join(AXES)} once, the outermost first")
 
 
-def check_ep_size(dp: int, cp: int, ep_size: int) -> None:
+@checked
+def check_ep_size(dp: Size, cp: Size, ep_size: Size) -> None:
     """Raises ValueError unless ep neighbours each make up the ranks of data."""
     size = dp * cp
-    if isinstance(ep_size, bool) or not isinstance(ep_size, int) or ep_size < 1:
-        raise ValueError(f"ep ({ep_size!r}) must be a whole number of 1 or more; leave ep out to have 1")
     if size % ep_size:
         fitting = [ep for ep in range(1, size + 1) if size % ep == 0]
         below, above = [ep for ep in fitting if ep < ep_size][-1:], [ep for ep in fitting if ep > ep_size][:1]
@@ -180,14 +178,13 @@ class AxisLinks:
     kind: str
 
 
-def links_of_axes(mesh: Mesh, ranks_per_node: int, ep_size: int = 1) -> dict[str, AxisLinks]:
+@checked
+def links_of_axes(mesh: Mesh, ranks_per_node: Size, ep_size: Size = 1) -> dict[str, AxisLinks]:
     """What the groups of each axis of ALL_AXES use, if ranks 0 .. ranks_per_node - 1 share a node, and so on.
 
     Groups that begin at the same place of their nodes lie alike, so one of each is looked at.
     Raises   ValueError if ranks_per_node is below 1, or ep_size does not divide dp x cp
     """
-    if isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int) or ranks_per_node < 1:
-        raise ValueError(f"ranks_per_node ({ranks_per_node!r}) must be a whole number of 1 or more")
     of_rank_0 = mesh.members(0, ep_size)
     data = of_rank_0["data"]
     shapes = {axis: [of_rank_0[axis]] for axis in (*AXES, "data")} | {
@@ -218,86 +215,3 @@ def _places_in_node(mesh: Mesh, own_axes: Sequence[str], ranks_per_node: int) ->
         steps = {index * mesh.strides[axis] % ranks_per_node for index in range(min(mesh.sizes[axis], ranks_per_node))}
         places = {(place + step) % ranks_per_node for place in places for step in steps}
     return places
-
-
-# --- groups of processes
-
-
-def make_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
-    """My process group along each axis. Every rank of the world must call it, as `new_group` requires.
-
-    Each rank makes all groups of all axes in the same order, its own or not: otherwise ranks would wait for each other.
-    Raises   ValueError if the world has another size than the mesh
-    """
-    _check_world(mesh)
-    my_rank, my_groups = dist.get_rank(), {}
-    for axis in AXES:
-        for ranks in mesh.all_ranks_along(axis):
-            group = dist.new_group(ranks)
-            if my_rank in ranks:
-                my_groups[axis] = group
-    return my_groups
-
-
-@dataclass(frozen=True)
-class Groups:
-    """One rank's process groups, real ones also where it is alone; `make_all_groups` makes them."""
-
-    pp: dist.ProcessGroup
-    dp: dist.ProcessGroup
-    cp: dist.ProcessGroup
-    tp: dist.ProcessGroup
-    data: dist.ProcessGroup
-    ep: dist.ProcessGroup
-    expert_dp: dist.ProcessGroup
-    world: dist.ProcessGroup
-    mesh: Mesh
-    ep_size: int
-
-    @property
-    def coordinates(self) -> dict[str, int]:
-        """Where this rank sits: its index along each of the four axes."""
-        return self.mesh.coordinates(self.world.rank())
-
-    @property
-    def by_axis(self) -> dict[str, dist.ProcessGroup]:
-        """Each group by its axis, for `ByteMeter(axes=...)`: no two are one, even where their ranks are the same."""
-        return {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("mesh", "ep_size")
-        }
-
-
-def make_all_groups(mesh: Mesh, ep_size: int = 1, local_only: bool = False) -> Groups:
-    """My process groups along each axis, data, ep and expert_dp. Every rank of the world must call it.
-
-    Each rank makes all groups in the same order, its own or not. With local_only it makes only its own, and waits only
-    for their members: the cost does not grow with the number of ranks, and a fake world needs no other rank.
-    Raises   ValueError if the world has another size than the mesh, or ep_size does not divide dp x cp
-    """
-    check_ep_size(mesh.dp, mesh.cp, ep_size)
-    _check_world(mesh)
-    mine = mesh.members(dist.get_rank(), ep_size)
-    made = {}
-    for axis in ALL_AXES:
-        if local_only:
-            made[axis] = dist.new_group(mine[axis], use_local_synchronization=True)
-            continue
-        for ranks in _all_members(mesh, axis, ep_size):
-            group = dist.new_group(ranks)
-            if ranks == mine[axis]:
-                made[axis] = group
-    return Groups(**made, world=dist.group.WORLD, mesh=mesh, ep_size=ep_size)
-
-
-def _all_members(mesh: Mesh, axis: str, ep_size: int) -> list[list[int]]:
-    """Every group of an axis of ALL_AXES, in order of their first ranks."""
-    members = (mesh.members(rank, ep_size)[axis] for rank in range(mesh.world_size))
-    return [ranks for rank, ranks in enumerate(members) if ranks[0] == rank]
-
-
-def _check_world(mesh: Mesh) -> None:
-    if dist.get_world_size() != mesh.world_size:
-        sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items())
-        raise ValueError(
-            f"the world has {dist.get_world_size()} ranks, the mesh {sizes} = {mesh.world_size} ranks; launch that many"
-        )

@@ -21,6 +21,7 @@ from course_lib.launch import launch
 from course_lib.model import build
 from course_lib.moe import moe_layers
 from course_lib.training import TrainConfig, loss_of, make_optimizer, train_step
+from course_lib.validate import Index, Size, checked
 
 # A contest at equal FLOPs a token: the dense MLP is as narrow as one that pays for the experts and their router (22
 # against 2 x 8 and a matrix of 16 x 32: 28,800 and 28,672 FLOPs forward). Text holds more n-grams than it can.
@@ -76,16 +77,18 @@ class MoeRun:
         return ((late - room).clamp_min(0).sum() / late.sum()).item()
 
 
-def warm_then_cosine(index: int, steps: int) -> float:
+@checked
+def warm_then_cosine(index: Index, steps: Size) -> float:
     """Factor on the learning rate of step `index`: up to 1 over 50 steps, and along a half cosine to 0.05 of it."""
     return min(1.0, (index + 1) / 50) * (0.05 + 0.475 * (1 + math.cos(math.pi * index / steps)))
 
 
+@checked
 def train_one(
     name: str,
     config: ModelConfig,
     plan: TrainConfig | None = None,
-    held_out_batches: int = 8,
+    held_out_batches: Size = 8,
     schedule: Callable[[int, int], float] | None = None,
 ) -> MoeRun:
     """Trains one model on the standard library's text, and counts where its tokens went.
@@ -109,11 +112,13 @@ def train_one(
     return MoeRun(name, losses, loss, load, dropped, time.perf_counter() - start_s)
 
 
+@checked
 def train_each(configs: dict[str, ModelConfig], plan: TrainConfig | None = None) -> dict[str, MoeRun]:
     """One run after another, each from its seed's weights, on the same batches."""
     return {name: train_one(name, config, plan) for name, config in configs.items()}
 
 
+@checked
 def train_side_by_side(configs: dict[str, ModelConfig], plan: TrainConfig | None = None) -> dict[str, MoeRun]:
     """The same as `train_each`, with `warm_then_cosine`, each model in a process of its own, all at once.
 
@@ -153,8 +158,9 @@ class LoadWatch:
         return (torch.stack(self.load), torch.stack(self.dropped)) if self.layers else (empty, empty)
 
 
+@checked
 @torch.no_grad()
-def held_out_loss(model: nn.Module, batches: int, plan: TrainConfig) -> float:
+def held_out_loss(model: nn.Module, batches: Size, plan: TrainConfig) -> float:
     """Mean cross-entropy on the tenth of the text that training leaves out."""
     was_training, text_T = model.training, tokens(held_out=True)
     model.eval()

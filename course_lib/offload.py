@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from course_lib.validate import Index, checked
+
 
 @dataclass
 class OffloadRecord:
@@ -29,8 +31,9 @@ class OffloadRecord:
     _known: dict = field(default_factory=dict, repr=False)
 
 
+@checked
 @contextmanager
-def offload_activations(model: nn.Module, min_bytes: int = 4096) -> Iterator[OffloadRecord]:
+def offload_activations(model: nn.Module, min_bytes: Index = 4096) -> Iterator[OffloadRecord]:
     """Within this context what autograd keeps is moved off the device; run the forward pass and `backward()` in it.
 
     Left where they are: parameters (saved too, but there anyway) and tensors below `min_bytes`. What several operators

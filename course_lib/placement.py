@@ -13,51 +13,22 @@ Source   Liu et al. 2023 (arXiv:2310.01889), ring attention; Brandon et al. 2023
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
-import torch
-from torch import Tensor
+from course_lib.validate import Size, checked
 
 PLACEMENTS = ("contiguous", "zigzag", "striped")
 
 
-def check_context(seq_len: int, cp_size: int, placement: str) -> None:
+@checked
+def check_context(seq_len: Size, cp_size: Size, placement: Literal[PLACEMENTS]) -> None:
     """Raises ValueError unless every rank gets equally many tokens: seq_len a multiple of cp, for zigzag of 2 cp."""
-    if placement not in PLACEMENTS:
-        raise ValueError(f"placement is {placement!r}; choose from {', '.join(PLACEMENTS)}")
-    if cp_size < 1:
-        raise ValueError(f"cp is {cp_size}; it must be at least 1")
     parts = 2 * cp_size if placement == "zigzag" else cp_size
-    if seq_len < 1 or seq_len % parts:
-        below, above = seq_len // parts * parts, (max(seq_len, 0) // parts + 1) * parts
+    if seq_len % parts:
+        below, above = seq_len // parts * parts, (seq_len // parts + 1) * parts
         nearest = f"nearest lengths are {below} or {above}" if below > 0 else f"nearest length is {above}"
         why = f"2 x cp ({parts}), two chunks a rank" if placement == "zigzag" else f"cp ({cp_size})"
         raise ValueError(f"seq_len ({seq_len}) must be a multiple of {why}; the {nearest}")
-
-
-def positions(placement: str, seq_len: int, cp_size: int, cp_rank: int) -> Tensor:
-    """Where this rank's tokens stand in the whole sequence, in ascending order.
-
-    Shapes   -> positions_s, int64               (s = seq_len / cp_size)
-    Raises   ValueError as check_context, and for a rank that the group does not have
-    """
-    check_context(seq_len, cp_size, placement)
-    if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"cp_rank is {cp_rank}; a group of {cp_size} has ranks 0 to {cp_size - 1}")
-    all_S = torch.arange(seq_len)
-    if placement == "striped":
-        return all_S[cp_rank::cp_size].clone()
-    if placement == "contiguous":
-        return all_S.chunk(cp_size)[cp_rank].clone()
-    chunks = all_S.chunk(2 * cp_size)
-    return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
-
-
-def order(placement: str, seq_len: int, cp_size: int) -> Tensor:
-    """All ranks' positions one after the other: where each row of what an all-gather gives stands in the sequence.
-
-    Shapes   -> positions_S; its argsort puts gathered rows back into the sequence's order
-    """
-    return torch.cat([positions(placement, seq_len, cp_size, rank) for rank in range(cp_size)])
 
 
 @dataclass(frozen=True)
@@ -75,6 +46,7 @@ class Tile:
         return rows * (rows + 1) // 2 if self.causal else rows * columns
 
 
+@checked
 def tile(placement: str, shard_len: int, query_rank: int, key_rank: int, causal: bool = True) -> Tile | None:
     """What of one rank's keys another rank's queries see; None if nothing. shard_len: tokens a rank.
 

@@ -16,10 +16,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 from course_lib.instructions import OPS, Instruction, Schedule, from_lists, is_idle, needs, words_of
+from course_lib.validate import checked
 
 SHOWN = 10  # problems in one error; the rest is counted
 
 
+@checked
 def check(schedule: Schedule) -> None:
     """Raises ValueError, with every problem, unless the schedule is right."""
     if found := problems(schedule):
@@ -28,6 +30,7 @@ def check(schedule: Schedule) -> None:
         raise ValueError(f"schedule {schedule.name!r} cannot be run, {len(found)} found:{listed}{more}")
 
 
+@checked
 def problems(schedule: Schedule) -> list[str]:
     """Everything wrong with a schedule, as sentences. Places in a rank's list are counted from 0."""
     if found := _shape_problems(schedule):
@@ -99,6 +102,7 @@ def _missing(schedule: Schedule, times: Counter, micro_batch: int, stage: int, w
 # --- 2. nobody waits for ever
 
 
+@checked
 def runnable_order(
     schedule: Schedule, joint: bool = False
 ) -> tuple[list[tuple[int, tuple[Instruction, ...]]], list[int]]:
@@ -227,6 +231,7 @@ def _placed(schedule: Schedule) -> Iterator[tuple[int, int, Instruction]]:
 # --- charts
 
 
+@checked
 def chart_problems(chart: str, rank_of_stage: tuple[int, ...] | None = None, whole: bool = True) -> list[str]:
     """Whether a chart can happen: a line a rank, a column a slot of time, "." idle, "-" goes on with what stands left.
 

@@ -21,20 +21,23 @@ run, simulator.py clocks it, and parallel/pipeline.py runs it on real ranks.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Literal
 
 from course_lib.instructions import Instruction, Schedule, loop_placement, v_placement
 from course_lib.instructions import from_lists as from_lists  # so that one import serves
 from course_lib.instructions import from_text as from_text
+from course_lib.validate import Size, checked
 
 # --- one stage a rank
 
 
-def naive(pp: int, num_micro_batches: int) -> Schedule:
+@checked
+def naive(pp: Size, num_micro_batches: Size) -> Schedule:
     """One micro-batch after the other through all stages and back: one rank works, the others wait."""
-    check_sizes(pp, num_micro_batches)
     return _same_stage("naive", pp, [[op + str(i) for i in range(num_micro_batches) for op in "FB"]] * pp)
 
 
+@checked
 def all_forward_all_backward(pp: int, num_micro_batches: int) -> Schedule:
     """All forwards, then all backwards, in the same order of micro-batches: each rank keeps m of them alive.
 
@@ -45,6 +48,7 @@ def all_forward_all_backward(pp: int, num_micro_batches: int) -> Schedule:
     return _same_stage("all-forward-all-backward", pp, [row] * pp)
 
 
+@checked
 def one_f_one_b(pp: int, num_micro_batches: int) -> Schedule:
     """Rank i runs pp - i - 1 forwards ahead, then a forward and a backward in turn, then what backwards remain.
 
@@ -75,6 +79,7 @@ def _same_stage(name: str, pp: int, rows: Sequence[Sequence[str]]) -> Schedule:
 # --- several stages a rank
 
 
+@checked
 def interleaved_1f1b(pp: int, num_micro_batches: int, v: int = 2) -> Schedule:
     """1F1B with v stages a rank, in loops: pp micro-batches through one stage, then the same through the next.
 
@@ -104,6 +109,7 @@ def interleaved_1f1b(pp: int, num_micro_batches: int, v: int = 2) -> Schedule:
 # --- backward in two parts: I at once, since the stage before waits for it; W where the rank would otherwise wait
 
 
+@checked
 def zb_h1(pp: int, num_micro_batches: int) -> Schedule:
     """1F1B with W put off by as many micro-batches as the rank's number: no more memory than 1F1B.
 
@@ -115,6 +121,7 @@ def zb_h1(pp: int, num_micro_batches: int) -> Schedule:
     return _same_stage("ZB-H1", pp, rows)
 
 
+@checked
 def zb_h2(pp: int, num_micro_batches: int) -> Schedule:
     """Twice ZB-H1's lead of forwards and twice its delay of W: rank 0 need not wait for the first gradient.
 
@@ -137,7 +144,8 @@ def _split_row(num_micro_batches: int, ahead: int, behind: int) -> list[str]:
     return row + weights
 
 
-def zbv(pp: int, num_micro_batches: int) -> Schedule:
+@checked
+def zbv(pp: Size, num_micro_batches: Size) -> Schedule:
     """Two stages a rank on a V, split backward: nobody waits if F, I and W take the same time.
 
     In the memory of 1F1B's first rank, and on all ranks alike: a rank's second stage is the nearer to the loss, the
@@ -145,7 +153,6 @@ def zbv(pp: int, num_micro_batches: int) -> Schedule:
     Source   Qi et al. 2024 (arXiv:2401.10241), section 6; 2024, Pipeline Parallelism with Controllable Memory
              (arXiv:2405.15362)
     """
-    check_sizes(pp, num_micro_batches)
     m = max(num_micro_batches, 2 * pp - 1)
     rows = [
         [
@@ -163,7 +170,8 @@ def zbv(pp: int, num_micro_batches: int) -> Schedule:
     return _on_a_v("ZBV", pp, num_micro_batches, rows)
 
 
-def dualpipe_v(pp: int, num_micro_batches: int) -> Schedule:
+@checked
+def dualpipe_v(pp: Size, num_micro_batches: Size) -> Schedule:
     """DeepSeek's DualPipe on a V: in its steady part a forward of one stage pairs with a backward of the other.
 
     On a GPU the two of a pair run at once, each computing while the other communicates. The backward is split only
@@ -171,7 +179,6 @@ def dualpipe_v(pp: int, num_micro_batches: int) -> Schedule:
     Raises   ValueError below 2 pp micro-batches
     Source   DeepSeek-AI 2024, DeepSeek-V3 (arXiv:2412.19437), section 3.2.1; github.com/deepseek-ai/DualPipe
     """
-    check_sizes(pp, num_micro_batches)
     check_dualpipe_v(pp, num_micro_batches)
     rows = []
     for i in range(pp):
@@ -228,8 +235,9 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
+@checked
 @lru_cache(maxsize=8, typed=True)  # typed: True is not 1
-def make(name: str, pp: int, num_micro_batches: int, v: int = 1) -> Schedule:
+def make(name: str, pp: Size, num_micro_batches: Size, v: Size = 1) -> Schedule:
     """The schedule of that name. v, the stages of a rank, is a choice of "interleaved" alone.
 
     Raises   ValueError for an unknown name, or sizes that the schedule cannot have
@@ -240,10 +248,9 @@ def make(name: str, pp: int, num_micro_batches: int, v: int = 1) -> Schedule:
     )
 
 
-def stages_per_rank(name: str, v: int = 1) -> int:
+@checked
+def stages_per_rank(name: Literal[tuple(SCHEDULES)], v: Size = 1) -> int:
     """How many stages a rank has: v of "interleaved", two on the V of "zbv" and "dualpipe_v", else one."""
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(SCHEDULES)}")
     if name == "interleaved":
         return v
     return 2 if name in ("zbv", "dualpipe_v") else 1
@@ -252,10 +259,10 @@ def stages_per_rank(name: str, v: int = 1) -> int:
 # --- checks: before any process starts
 
 
-def check_request(name: str, pp: int, num_micro_batches: int, v: int = 1) -> None:
+@checked
+def check_request(name: str, pp: Size, num_micro_batches: Size, v: Size = 1) -> None:
     """Raises ValueError, saying what to choose, if `make` cannot give this schedule."""
     fixed = stages_per_rank(name, v)
-    check_sizes(pp, num_micro_batches, v)
     if v not in (1, fixed):
         raise ValueError(
             f"schedule {name!r} has {fixed} stage{'s' * (fixed > 1)} a rank, got v={v}; "
@@ -267,14 +274,13 @@ def check_request(name: str, pp: int, num_micro_batches: int, v: int = 1) -> Non
         check_dualpipe_v(pp, num_micro_batches)
 
 
-def check_sizes(pp: int, num_micro_batches: int, v: int = 1) -> None:
-    """Raises ValueError for sizes below 1."""
-    for what, size in (("pp", pp), ("num_micro_batches", num_micro_batches), ("v", v)):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{what} ({size!r}) must be a whole number, 1 or more")
+@checked
+def check_sizes(pp: Size, num_micro_batches: Size, v: Size = 1) -> None:
+    """Refuse sizes that no schedule has."""
 
 
-def check_interleaved(pp: int, num_micro_batches: int, v: int) -> None:
+@checked
+def check_interleaved(pp: Size, num_micro_batches: Size, v: Size) -> None:
     """Raises ValueError unless the micro-batches fill whole loops."""
     if num_micro_batches % pp:
         below, above = num_micro_batches // pp * pp, -(-num_micro_batches // pp) * pp
@@ -285,7 +291,8 @@ def check_interleaved(pp: int, num_micro_batches: int, v: int) -> None:
         )
 
 
-def check_dualpipe_v(pp: int, num_micro_batches: int) -> None:
+@checked
+def check_dualpipe_v(pp: Size, num_micro_batches: Size) -> None:
     """Raises ValueError below two micro-batches a rank, which the V's two directions need."""
     if num_micro_batches < 2 * pp:
         raise ValueError(

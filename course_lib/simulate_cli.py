@@ -3,80 +3,66 @@
 course simulate --model llama-3-405b --gpu h100-80g --layout dp=128,tp=8,pp=16,recompute=full --seq 8192
 """
 
-import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from json import dumps as as_json
+from typing import Annotated
+
+from tyro.conf import UseAppendAction, arg
 
 from course_lib.config import preset
-from course_lib.hardware import GPU, gpu
+from course_lib.hardware import GPU
+from course_lib.hardware import gpu as gpu_named
 from course_lib.layout import Layout
 from course_lib.memory.timeline import KINDS
 from course_lib.training import peak_memory_bytes
+from course_lib.validate import number, whole
 
 GIB = 2**30
 
 
-def add_simulate(commands) -> None:
-    """The subcommand's options. Numbers stay text here, so that a wrong one is one line like all other errors."""
-    sub = commands.add_parser("simulate", help="memory by kind, bytes sent and FLOPs of a layout of thousands of ranks")
-    sub.add_argument("--model", required=True, help="a preset, such as llama-3.1-70b")
-    sub.add_argument("--gpu", required=True, help="a GPU, such as h100")
-    sub.add_argument("--layout", required=True, help="such as dp=8,tp=8,pp=4,zero=1,recompute=full")
-    sub.add_argument("--seq", required=True, metavar="S", help="tokens of a sequence")
-    sub.add_argument("--stage", action="append", metavar="N", help="this pipeline stage alone; may be repeated (all)")
-    sub.add_argument("--micro-batch", metavar="B", help="sequences that go through the model at once (1)")
-    sub.add_argument("--accumulation", metavar="M", help="micro-batches of a step (enough to fill the pipeline)")
-    sub.add_argument("--precision", default="bf16-master", help="fp32, bf16-master (the default), or ...-fp32-grads")
-    sub.add_argument("--skew", default="0", metavar="X", help="share of tokens that all choose the first expert (0)")
-    sub.add_argument("--json", action="store_true", help="all of it as JSON")
+def simulate(
+    model: str,
+    gpu: str,
+    layout: str,
+    seq: Annotated[int, arg(metavar="S")],
+    stage: UseAppendAction[tuple[int, ...]] = (),
+    precision: str = "bf16-master",
+    skew: float = 0.0,
+    json: bool = False,
+) -> int:
+    """Tell memory by kind, bytes sent and FLOPs of a layout of thousands of ranks; 0 also where it does not fit.
 
-
-def simulate(options: argparse.Namespace) -> int:
-    """Runs the subcommand; 0 also where the model does not fit: that is an answer."""
-    config, device = preset(options.model), gpu(options.gpu)
-    seq_len, skew = whole("--seq", options.seq), share("--skew", options.skew)
-    layout = layout_of(options.layout, options.micro_batch, options.accumulation)
-    stages = [whole("--stage", stage, least=0) for stage in options.stage] if options.stage else "all"
+    Args:
+        model: a preset, such as llama-3.1-70b
+        gpu: a GPU, such as h100
+        layout: such as dp=8,tp=8,pp=4,zero=1,recompute=full; without accumulation it fills the pipeline
+        seq: tokens of a sequence
+        stage: this pipeline stage alone; may be repeated; without it all stages
+        precision: fp32, bf16-master or bf16-master-fp32-grads
+        skew: share of tokens that all choose the first expert
+        json: all of it as JSON
+    """
     from course_lib.fake_cluster import simulate as run  # here: `course doctor` needs none of it
 
-    found = report(run(config, layout, seq_len, stages, options.precision, skew=skew), device)
-    print(json.dumps(found, indent=2) if options.json else "\n".join(lines(found)))
+    config, device = preset(model), gpu_named(gpu)
+    number("skew", skew, least=0, most=1)
+    whole("seq", seq)
+    found = report(run(config, layout_of(layout), seq, stage or "all", precision, skew=skew), device)
+    print(as_json(found, indent=2) if json else "\n".join(lines(found)))
     return 0
 
 
 # --- from words to numbers
 
 
-def whole(name: str, text: str, least: int = 1) -> int:
-    """Raises ValueError unless the text is a whole number of at least `least`."""
-    if not text.isdecimal() or int(text) < least:
-        raise ValueError(f"{name} is {text!r}; it must be a whole number, {least} or more")
-    return int(text)
+def layout_of(text: str) -> Layout:
+    """The layout; without a word on accumulation it has as many micro-batches as fill the pipeline.
 
-
-def share(name: str, text: str) -> float:
-    """Raises ValueError unless the text is a number from 0 to 1."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1:
-        raise ValueError(f"{name} is {text!r}; it must be a number from 0 to 1")
-    return number
-
-
-def layout_of(text: str, micro_batch: str | None = None, accumulation: str | None = None) -> Layout:
-    """The layout, and what options say beside it. Without a word on accumulation: as many as fill the pipeline.
-
-    Raises   ValueError as `Layout.parse`, or if an option says again what the layout says
+    Raises   ValueError as `Layout.parse`
     """
     named = {part.partition("=")[0].strip(): part.partition("=")[2].strip() for part in text.split(",")}
-    added = {"micro_batch": micro_batch, "accumulation": accumulation}
-    for name, value in added.items():
-        if value is not None:
-            text += f",{name}={whole('--' + name.replace('_', '-'), value)}"
-    if accumulation is None and "accumulation" not in named and named.get("pp", "").isdecimal():
+    if "accumulation" not in named and named.get("pp", "").isdecimal():
         rounds = 2 if named.get("schedule") in ("zbv", "dualpipe_v") else 1
         text += f",accumulation={max(1, int(named['pp'])) * rounds}"
     return Layout.parse(text)

@@ -16,8 +16,9 @@ from functools import cached_property, lru_cache
 from course_lib.instructions import OPS, Instruction, Schedule, needs
 from course_lib.schedule_check import check, runnable_order
 from course_lib.timing import Span
+from course_lib.validate import Amount, Positive, Size, check_fields, checked
 
-PerStage = float | Sequence[float]
+PerStage = Amount | Sequence[Amount]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,10 @@ class Costs:
     input_backward_s: PerStage = 1.0
     weight_backward_s: PerStage = 1.0
     transfer_s: PerStage = 0.0
-    pair_s: float | None = None
+    pair_s: Amount | None = None
+
+    def __post_init__(self):
+        check_fields(self)
 
     def seconds(self, instruction: Instruction) -> float:
         """What the instruction takes."""
@@ -47,7 +51,7 @@ class Costs:
         return _of_stage(self.input_backward_s, stage) + _of_stage(self.weight_backward_s, stage)
 
     def check(self, num_stages: int) -> None:
-        """Raises ValueError for negative seconds, no work at all, or a list of the wrong length."""
+        """Raises ValueError for no work at all, or a list of the wrong length."""
         for name, length in (
             ("forward_s", num_stages),
             ("input_backward_s", num_stages),
@@ -55,16 +59,11 @@ class Costs:
             ("transfer_s", num_stages - 1),
         ):
             value = getattr(self, name)
-            per_stage = _is_per_stage(value)
-            if per_stage and len(value) != length:
+            if _is_per_stage(value) and len(value) != length:
                 raise ValueError(f"{name} has {len(value)} values, but {length} are needed; give those, or one number")
-            if any(seconds < 0 for seconds in (value if per_stage else [value])):
-                raise ValueError(f"{name} ({value}) must not be negative")
         each = self.forward_s, self.input_backward_s, self.weight_backward_s
         if not any(seconds > 0 for value in each for seconds in (value if _is_per_stage(value) else [value])):
             raise ValueError("forward_s, input_backward_s and weight_backward_s are all 0; give one more than 0")
-        if self.pair_s is not None and self.pair_s < 0:
-            raise ValueError(f"pair_s ({self.pair_s}) must not be negative")
 
 
 def _is_per_stage(value: PerStage) -> bool:
@@ -194,6 +193,8 @@ def _held_bytes(
     return changes
 
 
+@checked
+@checked
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
     """Clocks a schedule.
 
@@ -250,7 +251,8 @@ def _awaited(group: Sequence[Instruction], schedule: Schedule) -> Iterator[tuple
 # --- text
 
 
-def text_chart(simulation: Simulation, slot_s: float | None = None, max_columns: int = 200) -> str:
+@checked
+def text_chart(simulation: Simulation, slot_s: Positive | None = None, max_columns: Size = 200) -> str:
     """A line a rank, a column a slot of time: F0 where it starts, "-" where it goes on, "." where the rank waits.
 
     slot_s, the width of a column, is the shortest instruction unless given; times are rounded to it. A stage is named

@@ -6,26 +6,11 @@ Plain functions of numbers: nothing here runs or measures anything. Two models c
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from course_lib.config import ModelConfig, require_dense
 from course_lib.hardware import GPU, Link, peak_flops
 from course_lib.memory.moe import active_matmul_parameters
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that one lane of one rank was busy with, from start_s to stop_s: what timelines are drawn from."""
-
-    rank: int
-    lane: str
-    name: str
-    start_s: float
-    stop_s: float
-
-    @property
-    def seconds(self) -> float:
-        return self.stop_s - self.start_s
+from course_lib.span import Span
 
 
 # ------------------------------------------------------------------------------------ seconds of a collective

@@ -220,9 +220,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     place = Place()
     try:
         place = place_of(os.environ)
-        config, layout, plan, checkpoints, options = read(argv)
+        config, layout, plan, checkpoints, options = read(argv, aloud=place.rank == 0)
         check_world(layout, place.world_size, place.engine)
         why = join_world(place, options.backend)
+    except SystemExit as told:
+        return told.code if place.rank == 0 else wait_for_rank_0()
     except ValueError as error:
         return refuse(place, error)
     say = print_now if place.rank == 0 else ignore
@@ -240,11 +242,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def refuse(place: Place, error: ValueError) -> int:
-    """One line on stderr, from rank 0; the others wait for it, since an engine ends all when one has ended."""
-    if place.rank == 0:
-        print(f"train: {error}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(WAIT_FOR_RANK_0_S)
+    """One line on stderr, from rank 0."""
+    if place.rank > 0:
+        return wait_for_rank_0()
+    print(f"train: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+def wait_for_rank_0() -> int:
+    """An engine ends all ranks when one has ended, so the others wait until the first has said why."""
+    time.sleep(WAIT_FOR_RANK_0_S)
     return 2
 
 

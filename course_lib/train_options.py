@@ -1,86 +1,64 @@
-"""The trainer's command line as records: a model, a layout, a plan, and where checkpoints are; each checked."""
+"""The trainer's command line: its options are the fields of records, each checked; tyro reads them."""
 
-import argparse
+import io
+import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field, fields, replace
+
+import tyro
+from tyro.conf import OmitArgPrefixes
 
 from course_lib.config import ModelConfig, preset
 from course_lib.layout import Layout
-from course_lib.train_plan import DECAYS, PRECISIONS, Checkpoints, TrainPlan
+from course_lib.train_plan import Checkpoints, TrainPlan
+from course_lib.validate import Size, checked
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong with the options once, not once a rank."""
+@dataclass(frozen=True)
+class Options:
+    """Train a model on the standard library's text, under any layout."""
 
-    def error(self, message: str):
-        raise ValueError(f"{message}; see python -m course_lib.train --help")
+    # None may begin one of torchrun's options: it would take `--log`, behind the script's name, for two of its own.
+    model: str = "toy"  # a preset, with changes behind it: "toy,num_layers=2"
+    layout: str = "dp=1"  # such as "dp=2,tp=2,zero=1"; dp=1 is one process
+    batch: int | None = None  # sequences per step under any layout; sets accumulation
+    plan: OmitArgPrefixes[TrainPlan] = field(default_factory=TrainPlan)
+    checkpoint: str | None = None  # the folder of checkpoints, on a disk that all machines see; None: no checkpoints
+    every: int = Checkpoints.every  # steps between two checkpoints
+    keep: int = Checkpoints.keep  # how many checkpoints remain
+    resume: str = Checkpoints.resume  # auto: from the last checkpoint if there is one; never: the folder must have none
+    in_background: bool = Checkpoints.in_background  # write checkpoints while training goes on
+    log_file: str | None = None  # a file that gets a JSON line for each step
+    backend: str = "auto"  # auto: NCCL if each rank has a GPU of its own, else gloo on the CPU; nccl, gloo, shared-gpu
 
 
-def build_parser() -> Parser:
-    """The options; what each means stands with the dataclass that takes it.
+@checked
+def read(
+    argv: Sequence[str] | None, aloud: bool = True
+) -> tuple[ModelConfig, Layout, TrainPlan, Checkpoints | None, Options]:
+    """Return the options as records, each checked.
 
-    None may begin one of torchrun's: it would take `--log`, behind the script's name, for two of its own, and stop.
+    aloud    whether this rank says what is wrong: one of them should
+    Raises   SystemExit (2) for options that cannot be read, ValueError for what layout and model cannot be together
     """
-    parser = Parser(prog="train", description="Train a model on the standard library's text, under any layout.")
-    add = parser.add_argument
-    add("--model", default="toy", help='a preset, with changes behind it: "toy,num_layers=2" (toy)')
-    add("--layout", default="dp=1", help='such as "dp=2,tp=2,zero=1" (one process)')
-    add("--batch", type=int, metavar="N", help="sequences a step under any layout; sets accumulation")
-    add("--steps", type=int, default=20)
-    add("--seq", type=int, default=64, help="tokens of a sequence (64)")
-    add("--precision", default="fp32", help=f"{', '.join(PRECISIONS)} (fp32)")
-    add("--seed", type=int, default=0)
-    add("--lr", type=float, default=3e-3, help="the highest learning rate (3e-3)")
-    add("--warmup", type=int, default=0, metavar="STEPS", help="steps that lead up to it (0)")
-    add("--decay", default="none", help=f"how it goes down again: {', '.join(DECAYS)} (none)")
-    add("--weight-decay", type=float, default=0.01)
-    add("--clip", type=float, default=1.0, metavar="NORM", help="longest gradient; 0: any (1.0)")
-    add(
-        "--checkpoint",
-        metavar="DIR",
-        help="where checkpoints are kept, on a disk that all machines see; none: no checkpoints",
-    )
-    add("--every", type=int, default=5, metavar="STEPS", help="steps between two checkpoints (5)")
-    add("--keep", type=int, default=2, metavar="N", help="how many checkpoints remain (2)")
-    add("--resume", default="auto", help="auto: from the last checkpoint if there is one; never: DIR must have none")
-    add("--async-save", action="store_true", help="write checkpoints while training goes on")
-    add("--log-file", metavar="FILE", help="a JSON line for each step")
-    add(
-        "--backend",
-        default="auto",
-        help="auto: NCCL if each rank has a GPU of its own, else gloo on the CPU; or nccl, gloo, shared-gpu",
-    )
-    return parser
-
-
-def read(argv: Sequence[str] | None) -> tuple[ModelConfig, Layout, TrainPlan, Checkpoints | None, argparse.Namespace]:
-    """The options as records, each checked.
-
-    Raises   ValueError
-    """
-    options = build_parser().parse_args(argv)
-    plan = TrainPlan(
-        steps=options.steps,
-        seq_len=options.seq,
-        seed=options.seed,
-        learning_rate=options.lr,
-        warmup=options.warmup,
-        decay=options.decay,
-        weight_decay=options.weight_decay,
-        clip_norm=options.clip or None,
-        precision=options.precision,
-    )
+    silence = io.StringIO()
+    with redirect_stdout(sys.stdout if aloud else silence), redirect_stderr(sys.stderr if aloud else silence):
+        options = tyro.cli(Options, args=argv, prog="train")
     checkpoints = None
     if options.checkpoint:
-        checkpoints = Checkpoints(options.checkpoint, options.every, options.keep, options.resume, options.async_save)
+        checkpoints = Checkpoints(
+            options.checkpoint, options.every, options.keep, options.resume, options.in_background
+        )
     layout, config = layout_for(options.layout, options.batch), model_named(options.model)
-    layout.check_model(config, plan.seq_len)
-    return config, layout, plan, checkpoints, options
+    layout.check_model(config, options.plan.seq_len)
+    return config, layout, options.plan, checkpoints, options
 
 
 # --- texts that stand for records
 
 
+@checked
 def model_named(text: str) -> ModelConfig:
     """A preset, with changes behind it if need be: "toy", or "toy,num_layers=2,family=gpt,num_kv_heads=8,dropout=0.1".
 
@@ -110,6 +88,7 @@ def _like(default: object, field: str, text: str) -> object:
         raise ValueError(f"{field} is {text!r}; it must be like {default!r}") from None
 
 
+@checked
 def layout_for(text: str, batch_size: int | None) -> Layout:
     """The layout that the text describes; with a batch size it accumulates until a step has so many sequences.
 
@@ -142,7 +121,8 @@ STARTS = {  # how each engine starts that many ranks
 }
 
 
-def check_world(layout: Layout, world_size: int, engine: str = "torchrun") -> None:
+@checked
+def check_world(layout: Layout, world_size: Size, engine: str = "torchrun") -> None:
     """Raises ValueError unless there are as many ranks as the layout has, with commands that start as many."""
     ranks = layout.world_size
     if world_size == ranks:

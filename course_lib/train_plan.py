@@ -8,11 +8,13 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 import torch
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
+from course_lib.validate import Amount, Index, Positive, Seed, Size, check_fields, checked
 
 # Dtype of parameters, and of gradients where it is another. Names as in course_lib.precision; fp64 is for comparing.
 PRECISIONS = {
@@ -32,32 +34,20 @@ class TrainPlan:
     Raises   ValueError where a number makes no sense
     """
 
-    steps: int = 20
-    seq_len: int = 64
-    seed: int = 0
-    learning_rate: float = 3e-3
-    warmup: int = 0
-    decay: str = "none"
-    weight_decay: float = 0.01
-    clip_norm: float | None = 1.0
-    precision: str = "fp32"
+    steps: Size = 20
+    seq_len: Size = 64
+    seed: Seed = 0
+    learning_rate: Positive = 3e-3
+    warmup: Index = 0
+    decay: Literal[DECAYS] = "none"
+    weight_decay: Amount = 0.01
+    clip_norm: Positive | None = 1.0
+    precision: Literal[tuple(PRECISIONS)] = "fp32"
 
     def __post_init__(self):
-        for field, least in (("steps", 1), ("seq_len", 1), ("warmup", 0), ("seed", 0)):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**32:
-                raise ValueError(f"{field} is {value!r}; it must be a whole number of at least {least}, below 2**32")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay is {self.weight_decay}; it must be at least 0, such as 0.01")
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate is {self.learning_rate}; it must be above 0, such as 3e-3")
+        check_fields(self)
         if self.warmup > self.steps:
             raise ValueError(f"warmup ({self.warmup}) must not exceed steps ({self.steps})")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"clip_norm is {self.clip_norm}; it must be above 0, or None for no clipping")
-        for field, known in (("decay", DECAYS), ("precision", PRECISIONS)):
-            if getattr(self, field) not in known:
-                raise ValueError(f"{field} is {getattr(self, field)!r}; choose from {', '.join(known)}")
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype | None]:
@@ -76,20 +66,17 @@ class Checkpoints:
     """
 
     folder: str
-    every: int = 5
-    keep: int = 2
-    resume: str = "auto"
+    every: Size = 5
+    keep: Size = 2
+    resume: Literal["auto", "never"] = "auto"
     in_background: bool = False
 
     def __post_init__(self):
-        for field in ("every", "keep"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
-        if self.resume not in ("auto", "never"):
-            raise ValueError(f"resume is {self.resume!r}; choose 'auto' or 'never'")
+        check_fields(self)
 
 
-def learning_rate_of(plan: TrainPlan, step: int) -> float:
+@checked
+def learning_rate_of(plan: TrainPlan, step: Index) -> float:
     """The learning rate of that step, counted from 0: up in a straight line, then constant or half a cosine."""
     if step < plan.warmup:
         return plan.learning_rate * (step + 1) / plan.warmup
@@ -99,7 +86,8 @@ def learning_rate_of(plan: TrainPlan, step: int) -> float:
     return plan.learning_rate * (FINAL_SHARE + (1 - FINAL_SHARE) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def seed_step(plan: TrainPlan, step: int, coordinates: Mapping[str, int]) -> None:
+@checked
+def seed_step(plan: TrainPlan, step: Index, coordinates: Mapping[str, int]) -> None:
     """Seeds this rank's random numbers, dropout's, for one step: another seed for each step and each place but tp.
 
     The ranks of tp share a seed: where the stream is whole they must drop the same; the engine separates the rest.
@@ -112,6 +100,7 @@ def seed_step(plan: TrainPlan, step: int, coordinates: Mapping[str, int]) -> Non
 # --- what a checkpoint must agree with
 
 
+@checked
 def settings_of(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict[str, object]:
     """All that decides a run's numbers, as JSON can hold it.
 
@@ -121,6 +110,7 @@ def settings_of(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict[st
     return {"model": asdict(config), "batch_size": layout.sequences_per_step, **asdict(plan)}
 
 
+@checked
 def check_settings(saved: Mapping[str, object], now: Mapping[str, object], where: str) -> None:
     """Raises ValueError if a run that goes on would differ from the one that was saved: what, and what to do.
 

@@ -70,7 +70,7 @@ def test_other_refusals():
         bubble("1f1b", 2, 4, pair_s=3)
     with pytest.raises(ValueError, match="multiple of pp"):
         bubble("interleaved", 4, 6, 2)
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match="forward_s is -1; give a finite number at least 0"):
         bubble("1f1b", 2, 4, forward_s=-1)
     with pytest.raises(ValueError, match="zbv needs m"):
         peak_live("zbv", 4, 6)

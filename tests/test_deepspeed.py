@@ -223,12 +223,8 @@ def test_deepspeed_reads_the_config_as_it_was_meant(tmp_path):
         micro_batch_size=2,
         accumulation_steps=8,
         clip_norm=0.5,
-        offload_optimizer="nvme",
-        offload_param="cpu",
-        nvme_path="/disk",
-        bucket_numel=1000,
-        prefetch_numel=20,
-        persistence_numel=30,
+        offload=export.OffloadTo("nvme", "cpu", "/disk"),
+        buckets=export.Buckets(1000, 20, 30),
     )
     read = DeepSpeedConfig(str(export.write(written, tmp_path / "zero3.json")))
     zero = read.zero_config

@@ -11,7 +11,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 
 from course_lib import export
 
-TWO_MACHINES = {"num_machines": 2, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
+TWO_MACHINES = {"machines": export.Machines(2, 0, "10.0.0.1", 29500)}
 
 
 def launched(config, path):
@@ -51,7 +51,7 @@ def test_the_fsdp2_file_reaches_the_plugin_of_the_processes(tmp_path, monkeypatc
 
 def test_the_deepspeed_choices_reach_the_processes(tmp_path):
     config = export.accelerate_deepspeed(
-        3, 8, accumulation_steps=4, clip_norm=0.5, offload_optimizer="cpu", offload_param="cpu", zero3_init=True
+        3, 8, accumulation_steps=4, clip_norm=0.5, offload=export.OffloadTo("cpu", "cpu"), zero3_init=True
     )
     environment = launched(config, tmp_path / "deepspeed.yaml")
     expected = {
@@ -82,13 +82,13 @@ def test_a_deepspeed_file_is_named_to_the_processes_and_nothing_said_twice(tmp_p
 
 
 def test_accelerate_launch_loses_the_nvme_path_which_is_why_it_is_refused(tmp_path):
-    config = export.accelerate_deepspeed(3, 8, offload_optimizer="cpu")
+    config = export.accelerate_deepspeed(3, 8, offload=export.OffloadTo("cpu"))
     config["deepspeed_config"] |= {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/disk"}
     environment = launched(config, tmp_path / "deepspeed.yaml")
     assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == "nvme"
     assert not any("NVME_PATH" in name for name in environment)
     with pytest.raises(ValueError, match="accelerate_deepspeed_file"):
-        export.accelerate_deepspeed(3, 8, offload_optimizer="nvme")
+        export.accelerate_deepspeed(3, 8, offload=export.OffloadTo("nvme", nvme_path="/disk"))
 
 
 def test_deepspeeds_file_holds_what_was_chosen():
@@ -97,12 +97,8 @@ def test_deepspeeds_file_holds_what_was_chosen():
         micro_batch_size=2,
         accumulation_steps=8,
         clip_norm=None,
-        offload_optimizer="nvme",
-        offload_param="cpu",
-        nvme_path="/disk",
-        bucket_numel=10,
-        prefetch_numel=20,
-        persistence_numel=0,
+        offload=export.OffloadTo("nvme", "cpu", "/disk"),
+        buckets=export.Buckets(reduce=10, prefetch=20, persist=0),
     )
     assert config == json.loads(json.dumps(config)) == yaml.safe_load(yaml.safe_dump(config))
     zero = config.pop("zero_optimization")
@@ -124,6 +120,7 @@ def test_stages_have_the_keys_that_they_use():
 
 
 DEEPSPEED, YAML, FSDP2 = export.deepspeed, export.accelerate_deepspeed, export.accelerate_fsdp2
+OffloadTo = export.OffloadTo
 
 
 @pytest.mark.parametrize(
@@ -134,26 +131,23 @@ DEEPSPEED, YAML, FSDP2 = export.deepspeed, export.accelerate_deepspeed, export.a
         (DEEPSPEED, {"stage": 3, "micro_batch_size": 0}, "micro_batch_size is 0"),
         (DEEPSPEED, {"stage": 3, "micro_batch_size": 1, "precision": "fp8"}, "choose from fp32, bf16, fp16"),
         (DEEPSPEED, {"stage": 3, "micro_batch_size": 1, "clip_norm": -1.0}, "clip_norm is -1.0"),
-        (DEEPSPEED, {"stage": 2, "micro_batch_size": 1, "offload_param": "cpu"}, "only stage 3 has, got stage 2"),
-        (DEEPSPEED, {"stage": 0, "micro_batch_size": 1, "offload_optimizer": "cpu"}, "choose stage 1, 2 or 3"),
-        (
-            DEEPSPEED,
-            {"stage": 2, "micro_batch_size": 1, "offload_optimizer": "nvme", "nvme_path": "/d"},
-            "needs stage 3",
-        ),
-        (DEEPSPEED, {"stage": 3, "micro_batch_size": 1, "offload_optimizer": "nvme"}, "nvme_path is missing"),
-        (DEEPSPEED, {"stage": 3, "micro_batch_size": 1, "offload_param": "disk"}, "choose from cpu, nvme"),
-        (DEEPSPEED, {"stage": 3, "micro_batch_size": 1, "nvme_path": "/d"}, "no device is"),
-        (DEEPSPEED, {"stage": 3, "micro_batch_size": 1, "persistence_numel": -1}, "choose 0 or more"),
+        (DEEPSPEED, {"stage": 2, "micro_batch_size": 1, "offload": OffloadTo(None, "cpu")}, "only stage 3 has"),
+        (DEEPSPEED, {"stage": 0, "micro_batch_size": 1, "offload": OffloadTo("cpu")}, "choose stage 1, 2 or 3"),
+        (DEEPSPEED, {"stage": 2, "micro_batch_size": 1, "offload": OffloadTo("nvme", None, "/d")}, "needs stage 3"),
+        (OffloadTo, {"optimizer": "nvme"}, "nvme_path is missing"),
+        (OffloadTo, {"parameters": "disk"}, "choose from cpu, nvme"),
+        (OffloadTo, {"nvme_path": "/d"}, "no device is"),
+        (export.Buckets, {"persist": -1}, "persist is -1; give a whole number of at least 0"),
         (YAML, {"stage": 2, "num_processes": 8, "zero3_init": True}, "stage 3, got stage 2"),
         (YAML, {"stage": 3, "num_processes": 9, **TWO_MACHINES}, r"num_processes \(9\).* divisible by"),
-        (YAML, {"stage": 3, "num_processes": 8, "num_machines": 2}, "main_process_ip and main_process_port"),
-        (FSDP2, {"wrap": ["Block"], "num_processes": 8, "machine_rank": 1}, "it is 0 to 0"),
-        (FSDP2, {"wrap": "Block", "num_processes": 8}, "list of class names"),
+        (export.Machines, {"count": 2}, "main_process_ip and main_process_port"),
+        (export.Machines, {"rank": 1}, "it is 0 to 0"),
+        (FSDP2, {"wrap": "Block", "num_processes": 8}, "wrap is 'Block'; give a list"),
+        (FSDP2, {"wrap": [], "num_processes": 8}, "list of class names"),
     ],
 )
 def test_a_wrong_choice_is_refused_with_what_to_do(function, arguments, part):
-    with pytest.raises(ValueError, match=part):
+    with pytest.raises((TypeError, ValueError), match=part):
         function(**arguments)
 
 

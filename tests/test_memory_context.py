@@ -4,10 +4,11 @@ import pytest
 
 from course_lib.config import preset
 from course_lib.hardware import GPUS
-from course_lib.memory.context import METHODS, exchange_bytes, for_length, kv_block_bytes, tokens_of_rank
+from course_lib.memory.context import exchange_bytes, for_length, kv_block_bytes, tokens_of_rank
 from course_lib.memory.formulas import fits
 from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.memory.sharded import longest_sequence, sharded_budget
+from course_lib.partition import CP_METHODS
 
 GIB = 2**30
 LLAMA_8B, TOY = preset("llama-3.1-8b"), preset("toy")
@@ -46,7 +47,7 @@ def test_keys_of_grouped_queries_are_a_quarter_of_a_block():
     assert kv_block_bytes(LLAMA_8B, 1, 4 * tokens, 4, tp=8) == 2 * tokens * 1 * 128 * itemsize
     in_flight = {
         (method, backward): exchange_bytes(LLAMA_8B, 1, 4 * tokens, 4, method, backward)
-        for method in METHODS
+        for method in CP_METHODS
         for backward in (False, True)
     }
     block = kv_block_bytes(LLAMA_8B, 1, 4 * tokens, 4)
@@ -57,7 +58,7 @@ def test_keys_of_grouped_queries_are_a_quarter_of_a_block():
     }  # fmt: skip
     assert exchange_bytes(LLAMA_8B, 1, 4 * tokens, 4, "ring", True, grad_itemsize=4) == 6 * block
     assert exchange_bytes(LLAMA_8B, 1, 4 * tokens, 2, "ring") == kv_block_bytes(LLAMA_8B, 1, 4 * tokens, 2)
-    assert [exchange_bytes(TOY, 1, 64, 1, method) for method in METHODS] == [0, 0, 0]
+    assert [exchange_bytes(TOY, 1, 64, 1, method) for method in CP_METHODS] == [0, 0, 0]
 
 
 def test_ulysses_keeps_attention_s_output_twice_as_heads_and_as_tokens():

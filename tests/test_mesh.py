@@ -130,12 +130,12 @@ def test_links_of_16384_ranks_are_found_without_going_through_pairs_of_ranks():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Mesh(dp=0), r"dp \(0\) must be a whole number"),
-        (lambda: Mesh(tp=2.0), r"tp \(2.0\) must be a whole number"),
+        (lambda: Mesh(dp=0), "dp is 0; give a whole number"),
+        (lambda: Mesh(tp=2.0), "tp is 2.0; give a whole number"),
         (lambda: Mesh(order=("pp", "dp")), "order is .*; name each of pp, dp, cp, tp once"),
         (lambda: Mesh(dp=4, cp=3).members(0, ep_size=5), r"ep \(5\) must divide .* = 12: .*; nearest: ep=4 or ep=6"),
-        (lambda: Mesh(dp=2).members(0, ep_size=True), r"ep \(True\) must be a whole number"),
-        (lambda: links_of_axes(Mesh(), 0), r"ranks_per_node \(0\) must be a whole number"),
+        (lambda: Mesh(dp=2).members(0, ep_size=True), "ep_size is True; give a whole number"),
+        (lambda: links_of_axes(Mesh(), 0), "ranks_per_node is 0; give a whole number"),
         (lambda: Mesh(dp=2).coordinates(2), r"rank \(2\) must be one of 0..1"),
         (lambda: Mesh(dp=2).rank(), "the index along dp is missing"),
         (lambda: Mesh(dp=2).rank(dp=2), "dp=2 is outside the mesh"),
@@ -144,7 +144,7 @@ def test_links_of_16384_ranks_are_found_without_going_through_pairs_of_ranks():
     ],
 )
 def test_mistakes_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call()
 
 

@@ -52,8 +52,8 @@ def test_tiles_are_the_mask_to_the_pair(placement, causal):
         (20, 4, "zigzag", r"seq_len \(20\) must be a multiple of 2 x cp \(8\).* 16 or 24"),
         (18, 4, "contiguous", r"seq_len \(18\) must be a multiple of cp \(4\).* 16 or 20"),
         (3, 4, "striped", r"seq_len \(3\) .* nearest length is 4"),
-        (0, 2, "striped", r"seq_len \(0\) .* nearest length is 2"),
-        (16, 0, "striped", "cp is 0; it must be at least 1"),
+        (0, 2, "striped", "seq_len is 0; give a whole number"),
+        (16, 0, "striped", "cp_size is 0; give a whole number"),
         (16, 2, "diagonal", "placement is 'diagonal'; choose from contiguous, zigzag, striped"),
     ],
 )

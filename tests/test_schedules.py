@@ -135,11 +135,11 @@ def test_somebodys_own_schedule_is_read_from_lists_and_text():
 @pytest.mark.parametrize(
     ("request_of", "message"),
     [
-        (("2f2b", 2, 4), r"schedule '2f2b' is unknown; choose one of naive, afab"),
-        (("1f1b", 0, 4), r"pp \(0\) must be a whole number, 1 or more"),
-        (("afab", 2, 0), r"num_micro_batches \(0\) must be"),
-        (("1f1b", 2, 2.0), r"num_micro_batches \(2.0\) must be a whole number"),
-        (("interleaved", 4, 4, 0), r"v \(0\) must be"),
+        (("2f2b", 2, 4), "name is '2f2b'; .*choose from naive, afab"),
+        (("1f1b", 0, 4), "pp is 0; give a whole number from 1"),
+        (("afab", 2, 0), "num_micro_batches is 0; give a whole number from 1"),
+        (("1f1b", 2, 2.0), "num_micro_batches is 2.0; give a whole number"),
+        (("interleaved", 4, 4, 0), "v is 0; give a whole number"),
         (("interleaved", 4, 6, 2), r"num_micro_batches \(6\) must be a multiple of pp \(4\); choose 4 or 8, or 1f1b"),
         (("interleaved", 4, 3, 2), r"choose 4, or 1f1b"),
         (("zbv", 2, 4, 3), r"has 2 stages a rank, got v=3; leave v out"),
@@ -148,15 +148,15 @@ def test_somebodys_own_schedule_is_read_from_lists_and_text():
     ],
 )
 def test_what_cannot_be_made_is_refused_with_what_to_choose(request_of, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         check_request(*request_of)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make(*request_of)
 
 
 def test_each_function_checks_for_itself():
     for name, function in SCHEDULES.items():
-        with pytest.raises(ValueError, match="1 or more"):
+        with pytest.raises(ValueError, match="num_micro_batches is 0"):
             function(2, 0)
         assert function(1, 4).pp == 1, name
     with pytest.raises(ValueError, match="multiple"):

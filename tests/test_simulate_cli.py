@@ -25,7 +25,7 @@ def test_llama_405b_on_16384_gpus_as_json(capsys):
 
 
 def test_a_table_for_all_stages(capsys):
-    layout = ["--layout", "dp=2,pp=2,tp=2", "--micro-batch", "2", "--accumulation", "5", "--precision", "fp32"]
+    layout = ["--layout", "dp=2,pp=2,tp=2,micro_batch=2,accumulation=5", "--precision", "fp32"]
     assert cli.main(["simulate", *TOY, *layout]) == 0
     text = capsys.readouterr().out
     assert "toy on 8 x T4, fp32" in text and "micro_batch=2,accumulation=5" in text and "fits: stage" in text
@@ -34,7 +34,7 @@ def test_a_table_for_all_stages(capsys):
 
 def test_accumulation_fills_the_pipeline_unless_it_is_said():
     assert layout_of("pp=4").accumulation == 4 and layout_of("pp=4,schedule=dualpipe_v").accumulation == 8
-    assert layout_of("pp=4,accumulation=3").accumulation == 3 and layout_of("pp=4", None, "6").accumulation == 6
+    assert layout_of("pp=4,accumulation=3").accumulation == 3
     assert layout_of("dp=2").accumulation == 1
 
 
@@ -43,14 +43,13 @@ def test_accumulation_fills_the_pipeline_unless_it_is_said():
     [
         ({"--model": "llama-9"}, "choose from toy"),
         ({"--gpu": "h900"}, "choose from t4"),
-        ({"--seq": "many"}, "--seq is 'many'"),
-        ({"--seq": "0"}, "--seq is '0'"),
+        ({"--seq": "0"}, "seq is 0"),
         ({"--layout": "tp=3"}, "tp"),
         ({"--layout": "pp=2,pp=2"}, "stands twice"),
-        ({"--layout": "pp=2,accumulation=2", "--accumulation": "4"}, "stands twice"),
+        ({"--layout": "pp=2,accumulation=2,accumulation=4"}, "stands twice"),
         ({"--layout": "pp=2", "--stage": "2"}, "0..1"),
         ({"--precision": "fp7"}, "bf16-master"),
-        ({"--skew": "2"}, "from 0 to 1"),
+        ({"--skew": "2"}, "at least 0 and at most 1"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(changed, said, capsys):
@@ -58,6 +57,13 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(changed, said, capsys):
     assert cli.main(["simulate", *(word for pair in options.items() for word in pair)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("course simulate: ") and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("wrong, said", [("--seq many", "Error parsing --seq"), ("--sequence 4", "--sequence")])
+def test_options_that_cannot_be_read_are_told_with_exit_code_2(wrong, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["simulate", "--model", "toy", "--gpu", "t4", "--layout", "dp=2", *wrong.split()])
+    assert said in capsys.readouterr().err
 
 
 def test_advice_names_what_is_not_yet_done():

@@ -110,7 +110,7 @@ def test_a_run_goes_on_under_another_layout_with_the_same_losses(tmp_path):
 
 def test_a_process_killed_at_a_random_moment_goes_on_as_if_it_had_not_been(tmp_path):
     """A real process, SIGKILL; the run that it is held to is not the script but the same function in a launch."""
-    text = f"--model {DROPOUT} --batch {BATCH} --steps 24 --seq 32 --every 3 --warmup 4 --decay cosine --seed 5"
+    text = f"--model {DROPOUT} --batch {BATCH} --steps 24 --seq-len 32 --every 3 --warmup 4 --decay cosine --seed 5"
     plan = TrainPlan(24, 32, seed=5, warmup=4, decay="cosine")
     log, folder, config = tmp_path / "log.jsonl", tmp_path / "killed", model_named(DROPOUT)
     command = [

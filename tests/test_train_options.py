@@ -7,33 +7,59 @@ from torch.distributed.run import get_args_parser
 
 from course_lib.config import preset
 from course_lib.layout import Layout
-from course_lib.train_options import build_parser, check_world, layout_for, model_named, read
+from course_lib.train_options import check_world, layout_for, model_named, read
 from course_lib.train_plan import Checkpoints, TrainPlan
 
 
 def test_options_become_records():
-    text = "--model mini --layout dp=2,tp=2 --batch 8 --steps 30 --seq 32 --lr 1e-3 --warmup 3 --decay cosine --clip 0"
-    config, layout, plan, checkpoints, options = read(f"{text} --checkpoint runs/a --every 7 --async-save".split())
+    text = "--model mini --layout dp=2,tp=2 --batch 8 --steps 30 --seq-len 32 --learning-rate 1e-3 --warmup 3"
+    text += " --decay cosine --clip-norm None --checkpoint runs/a --every 7 --in-background"
+    config, layout, plan, checkpoints, options = read(text.split())
     assert (config, layout) == (preset("mini"), Layout(dp=2, tp=2, accumulation=4))
     assert plan == TrainPlan(30, 32, learning_rate=1e-3, warmup=3, decay="cosine", clip_norm=None)
     assert checkpoints == Checkpoints("runs/a", every=7, in_background=True) and options.log_file is None
-    assert read([])[3] is None
-    for wrong, error in [
-        ("--stepz 3", "unrecognized arguments: --stepz 3"),
-        ("--steps three", "invalid int value"),
+    assert read([])[2:4] == (TrainPlan(), None)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ("--stepz 3", "Unrecognized options: --stepz"),
+        ("--steps three", "Error parsing --steps"),
+        ("--steps 0", "steps is 0"),
+        ("--clip-norm 0", "clip_norm is 0.0"),
+    ],
+)
+def test_options_that_cannot_be_read_are_told_by_one_rank(wrong, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        read(wrong.split())
+    assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        read(wrong.split(), aloud=False)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "wrong, error",
+    [
         ("--model toy --layout tp=3", "num_heads"),
-        ("--layout cp=2 --seq 33", "33"),
-        ("--checkpoint a --resume maybe", "choose 'auto' or 'never'"),
+        ("--layout cp=2 --seq-len 33", "33"),
+        ("--checkpoint a --resume maybe", "resume is 'maybe'; choose from auto, never"),
         ("--checkpoint a --every 0", "every is 0"),
-    ]:
-        with pytest.raises(ValueError, match=error):
-            read(wrong.split())
+    ],
+)
+def test_records_that_do_not_fit_each_other_are_a_value_error(wrong, error):
+    with pytest.raises(ValueError, match=error):
+        read(wrong.split())
 
 
-def test_torchrun_takes_no_option_of_the_script_for_its_own():
+def test_torchrun_takes_no_option_of_the_script_for_its_own(capsys):
     """Its parser looks at what stands behind the script too, and shortened names of its own options count."""
-    ours = [option for action in build_parser()._actions for option in action.option_strings]
-    for option in ours:
+    with pytest.raises(SystemExit):
+        read(["--help"])
+    ours = re.findall(r"(?<=\s)--[a-z-]+", capsys.readouterr().out)
+    assert {"--layout", "--clip-norm", "--checkpoint"} < set(ours)
+    for option in sorted(set(ours) - {"--help"}):
         options = get_args_parser().parse_args(["-m", "course_lib.train", option, "1"])
         assert options.training_script_args == [option, "1"]
     with pytest.raises(SystemExit):

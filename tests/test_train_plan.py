@@ -42,8 +42,8 @@ def test_random_numbers_depend_on_seed_step_and_place_but_tp_shares_them():
     ("changes", "text"),
     [
         ({"steps": 0}, "steps is 0"),
-        ({"steps": 2.5}, "steps is 2.5; it must be a whole number"),
-        ({"seed": 2**70}, r"seed is \d+; .*below 2\*\*32"),
+        ({"steps": 2.5}, "steps is 2.5; give a whole number"),
+        ({"seed": 2**70}, r"seed is \d+; give a whole number from 0 to 4294967295"),
         ({"weight_decay": float("nan")}, "weight_decay is nan"),
         ({"warmup": 30}, r"warmup \(30\) must not exceed steps \(20\)"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
@@ -53,7 +53,7 @@ def test_random_numbers_depend_on_seed_step_and_place_but_tp_shares_them():
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(changes, text):
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((TypeError, ValueError), match=text):
         TrainPlan(**changes)
 
 

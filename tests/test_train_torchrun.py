@@ -84,7 +84,9 @@ def free_port() -> str:
 
 
 def options(folder: Path, steps: int = STEPS, layout: str = LAYOUT) -> list[str]:
-    text = f"--model {MODEL} --layout {layout} --batch {BATCH} --steps {steps} --seq 32 --seed 7 --warmup 4 --every 3"
+    text = (
+        f"--model {MODEL} --layout {layout} --batch {BATCH} --steps {steps} --seq-len 32 --seed 7 --warmup 4 --every 3"
+    )
     return [*text.split(), "--checkpoint", str(folder), "--log-file", str(folder / "log.jsonl")]
 
 

@@ -55,8 +55,17 @@ def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
 
 
 def _span(node: ast.stmt) -> tuple[int, int]:
-    starts = [decorator.lineno for decorator in getattr(node, "decorator_list", [])]
+    starts = [decorator.lineno for decorator in _decorators(node)]
     return min([node.lineno, *starts]), node.end_lineno
+
+
+def _decorators(node: ast.stmt) -> list[ast.expr]:
+    """Those that a reader needs: `checked` only refuses what nobody means, and is left out."""
+    return [
+        decorator
+        for decorator in getattr(node, "decorator_list", [])
+        if not (isinstance(decorator, ast.Name) and decorator.id == "checked")
+    ]
 
 
 def _with_short_docstring(node: ast.stmt, lines: list[str]) -> dict[int, str]:
@@ -78,8 +87,10 @@ def _tree(node: ast.stmt) -> str:
     """The syntax tree of a definition as text, without docstrings (comments are in no tree)."""
     node = copy.deepcopy(node)
     for inner in ast.walk(node):
-        if isinstance(inner, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(inner) is not None:
-            inner.body = inner.body[1:] or [ast.Pass()]
+        if isinstance(inner, ast.FunctionDef | ast.ClassDef):
+            inner.decorator_list = _decorators(inner)
+            if ast.get_docstring(inner) is not None:
+                inner.body = inner.body[1:] or [ast.Pass()]
     return ast.dump(node)
 
 

@@ -21,15 +21,8 @@ from dataclasses import replace
 from course_lib.config import ModelConfig
 from course_lib.memory.states import Recipe
 from course_lib.memory.tensor import narrow
+from course_lib.partition import check_method
 from course_lib.placement import check_context
-
-METHODS = ("ring", "all_gather", "ulysses")
-
-
-def check_method(method: str) -> None:
-    """Raises ValueError unless it is a way to exchange keys and values."""
-    if method not in METHODS:
-        raise ValueError(f"method is {method!r}; choose from {', '.join(METHODS)}")
 
 
 def check_exchange(attention: str, cp: int, method: str) -> None:
@@ -40,24 +33,6 @@ def check_exchange(attention: str, cp: int, method: str) -> None:
             f"attention is {attention!r}, but cp is {cp}: blocks that arrive one by one are merged, no score matrix is "
             "kept; choose fused"
         )
-
-
-def check_ulysses(num_heads: int, num_kv_heads: int, cp_size: int) -> None:
-    """Raises ValueError unless every rank gets whole heads, of queries and of keys and values."""
-    for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if heads % cp_size:
-            fitting = [size for size in range(1, heads + 1) if num_heads % size == 0 and num_kv_heads % size == 0]
-            raise ValueError(
-                f"{name} ({heads}) must be divisible by cp ({cp_size}): Ulysses gives each rank whole heads; choose "
-                f'cp from {", ".join(map(str, fitting))}, or method="ring", which has no such limit'
-                + _both_together(fitting, cp_size)
-            )
-
-
-def _both_together(fitting: list[int], cp_size: int) -> str:
-    """How a ring outside makes more ranks possible, as an end of the message."""
-    inner = max(size for size in fitting if cp_size % size == 0)
-    return f", or both: Ulysses over {inner} inside, a ring over {cp_size // inner} outside" if inner > 1 else ""
 
 
 def tokens_of_rank(seq_len: int, cp: int, placement: str = "contiguous") -> int:

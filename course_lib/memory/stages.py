@@ -12,32 +12,8 @@ from dataclasses import replace
 
 from course_lib.config import ModelConfig
 from course_lib.memory.zero import buckets_of, layer_units, tensor_sizes_by_part
+from course_lib.partition import check_layers, check_num_stages
 from course_lib.timing import forward_flops_per_token, layer_matmul_parameters
-
-
-def even_layers(num_layers: int, num_stages: int) -> list[int]:
-    """Layers of each stage, as equal as can be; where they do not divide, the first stages have one more.
-
-    Raises   ValueError if a stage would have none
-    """
-    _check_stages(num_layers, num_stages)
-    return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
-
-
-def fewer_at_the_ends(num_layers: int, num_stages: int) -> list[int]:
-    """One layer less on the first and on the last stage, which have the embedding and the head: 405B's 126 over 16.
-
-    Raises   ValueError if that does not come out even
-    Source   Llama Team 2024 (arXiv:2407.21783), section 3.3.2
-    """
-    _check_stages(num_layers, num_stages)
-    each, left = divmod(num_layers + 2, num_stages)
-    if left or num_stages < 2 or each < 2:
-        raise ValueError(
-            f"num_layers + 2 ({num_layers + 2}) must be a multiple of the stages ({num_stages}, two or more), with at "
-            "least 2 for each; choose another number of either, or balanced_layers"
-        )
-    return [each - 1, *[each] * (num_stages - 2), each - 1]
 
 
 def balanced_layers(config: ModelConfig, num_stages: int, by: str = "parameters", seq_len: int = 4096) -> list[int]:
@@ -46,7 +22,7 @@ def balanced_layers(config: ModelConfig, num_stages: int, by: str = "parameters"
     by       "parameters", or "flops": an embedding costs no multiplication, a head as much as its matrix
     Raises   ValueError if a stage would have no layer, or for another word
     """
-    _check_stages(config.num_layers, num_stages)
+    check_num_stages(config.num_layers, num_stages)
     embed, layer, *_, end = layer_units(config)
     end += _tied_copy(config, num_stages)
     if by == "flops":
@@ -96,21 +72,8 @@ def stage_parameters(config: ModelConfig, layers: Sequence[int]) -> list[int]:
     return [sum(stage_units(config, layers, stage)) for stage in range(len(layers))]
 
 
-def check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
-    """Raises ValueError unless each stage has a layer, and all together have the model's."""
-    if sum(layers) != config.num_layers or min(layers) < 1:
-        raise ValueError(f"layers {list(layers)} must each be 1 or more, and {config.num_layers} together")
-
-
 def _tied_copy(config: ModelConfig, num_stages: int) -> int:
     return config.vocab_size * config.d_model if config.tied and num_stages > 1 else 0
-
-
-def _check_stages(num_layers: int, num_stages: int) -> None:
-    if not 1 <= num_stages <= num_layers:
-        raise ValueError(
-            f"{num_stages} stages for {num_layers} layers: each stage needs one layer or more; choose 1 to {num_layers}"
-        )
 
 
 def rank_tensors(local: ModelConfig, layers: Sequence[int], stages: Sequence[int]) -> list[int]:

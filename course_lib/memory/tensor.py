@@ -18,27 +18,14 @@ from dataclasses import replace
 from math import prod
 
 from course_lib.config import ModelConfig, require_dense
-from course_lib.conjugate import piece_sizes
 from course_lib.memory.activations import Activations, own_activations
 from course_lib.memory.states import parameter_shapes
+from course_lib.partition import check_heads, piece_sizes
 
 _WHOLE = (
     "positions", "token_type", "attention.o.bias", "mlp.down.bias", "attention.q_down", "attention.kv_down",
 )  # fmt: skip
 _MINE = 1 + 8  # bytes a token: a bool, and an int64 place in this rank's part of the vocabulary
-
-
-def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
-    """Raises ValueError unless query heads divide, and key/value heads divide or are copied evenly."""
-    if tp < 1:
-        raise ValueError(f"tp is {tp}, required: 1 or more")
-    N, K = num_heads, num_kv_heads
-    fitting = [size for size in range(1, N + 1) if N % size == 0 and (K % size == 0 or size % K == 0)]
-    advice = f"choose tp from {', '.join(map(str, fitting))}"
-    if N % tp:
-        raise ValueError(f"num_heads ({N}) must be divisible by tp ({tp}); {advice}")
-    if K % tp and tp % K:
-        raise ValueError(f"num_kv_heads ({K}) must be divisible by tp ({tp}), or divide it; {advice}")
 
 
 def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
@@ -60,11 +47,6 @@ def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
         d_ff=piece_sizes(config.d_ff, tp)[tp_rank],
         vocab_size=piece_sizes(config.vocab_size, tp)[tp_rank],
     )
-
-
-def copies_of_kv(config: ModelConfig, tp_size: int) -> int:
-    """How many ranks have the same key/value head: more than one where there are more ranks than heads."""
-    return max(1, tp_size // config.num_kv_heads)
 
 
 def whole_parameters(config: ModelConfig) -> int:

@@ -9,8 +9,9 @@ from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.context_timing import AttentionTime, attention_time, ring_link, tokens_that_hide_a_hop
 from course_lib.context_work import pairs, share_of_ideal
 from course_lib.hardware import GPUS, LINKS, gpu, link
-from course_lib.memory.context import METHODS, for_length, kv_block_bytes
+from course_lib.memory.context import for_length, kv_block_bytes
 from course_lib.memory.sharded import sharded_budget
+from course_lib.partition import CP_METHODS
 from course_lib.placement import PLACEMENTS
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds
@@ -62,7 +63,7 @@ def explore_context(chosen: ContextChoice) -> ContextView:
     limits = gpu_limits([gpu(chosen.gpu_key)])
     bars = budget_bars(labelled, limits)
     times = {}
-    for method in METHODS if chosen.cp > 1 else ():
+    for method in CP_METHODS if chosen.cp > 1 else ():
         try:
             times[method] = _time(config, chosen, method)
         except ValueError:  # Ulysses without heads enough: said in the text

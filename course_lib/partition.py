@@ -1,0 +1,100 @@
+"""How the parts of a model are divided over ranks: elements, heads, layers, and which numbers of ranks suit them."""
+
+from collections.abc import Sequence
+
+from course_lib.config import ModelConfig
+
+CP_METHODS = ("ring", "all_gather", "ulysses")  # how ranks of cp exchange keys and values
+
+
+def piece_sizes(size: int, parts: int) -> list[int]:
+    """How `size` things are cut into parts: ceil(size / parts) each, as long as there are any."""
+    width = -(-size // parts)
+    return [max(0, min(width, size - part * width)) for part in range(parts)]
+
+
+def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
+    """Raises ValueError unless query heads divide, and key/value heads divide or are copied evenly."""
+    if tp < 1:
+        raise ValueError(f"tp is {tp}, required: 1 or more")
+    N, K = num_heads, num_kv_heads
+    fitting = [size for size in range(1, N + 1) if N % size == 0 and (K % size == 0 or size % K == 0)]
+    advice = f"choose tp from {', '.join(map(str, fitting))}"
+    if N % tp:
+        raise ValueError(f"num_heads ({N}) must be divisible by tp ({tp}); {advice}")
+    if K % tp and tp % K:
+        raise ValueError(f"num_kv_heads ({K}) must be divisible by tp ({tp}), or divide it; {advice}")
+
+
+def copies_of_kv(config: ModelConfig, tp_size: int) -> int:
+    """How many ranks have the same key/value head: more than one where there are more ranks than heads."""
+    return max(1, tp_size // config.num_kv_heads)
+
+
+# --- layers over stages of a pipeline
+
+
+def even_layers(num_layers: int, num_stages: int) -> list[int]:
+    """Layers of each stage, as equal as can be; where they do not divide, the first stages have one more.
+
+    Raises   ValueError if a stage would have none
+    """
+    check_num_stages(num_layers, num_stages)
+    return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
+
+
+def fewer_at_the_ends(num_layers: int, num_stages: int) -> list[int]:
+    """One layer less on the first and on the last stage, which have the embedding and the head: 405B's 126 over 16.
+
+    Raises   ValueError if that does not come out even
+    Source   Llama Team 2024 (arXiv:2407.21783), section 3.3.2
+    """
+    check_num_stages(num_layers, num_stages)
+    each, left = divmod(num_layers + 2, num_stages)
+    if left or num_stages < 2 or each < 2:
+        raise ValueError(
+            f"num_layers + 2 ({num_layers + 2}) must be a multiple of the stages ({num_stages}, two or more), with at "
+            "least 2 for each; choose another number of either, or balanced_layers"
+        )
+    return [each - 1, *[each] * (num_stages - 2), each - 1]
+
+
+def check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
+    """Raises ValueError unless each stage has a layer, and all together have the model's."""
+    if sum(layers) != config.num_layers or min(layers) < 1:
+        raise ValueError(f"layers {list(layers)} must each be 1 or more, and {config.num_layers} together")
+
+
+def check_num_stages(num_layers: int, num_stages: int) -> None:
+    """Raises ValueError unless each stage can have a layer."""
+    if not 1 <= num_stages <= num_layers:
+        raise ValueError(
+            f"{num_stages} stages for {num_layers} layers: each stage needs one layer or more; choose 1 to {num_layers}"
+        )
+
+
+# --- keys and values over ranks of cp
+
+
+def check_method(method: str) -> None:
+    """Raises ValueError unless it is a way to exchange keys and values."""
+    if method not in CP_METHODS:
+        raise ValueError(f"method is {method!r}; choose from {', '.join(CP_METHODS)}")
+
+
+def check_ulysses(num_heads: int, num_kv_heads: int, cp_size: int) -> None:
+    """Raises ValueError unless every rank gets whole heads, of queries and of keys and values."""
+    for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if heads % cp_size:
+            fitting = [size for size in range(1, heads + 1) if num_heads % size == 0 and num_kv_heads % size == 0]
+            raise ValueError(
+                f"{name} ({heads}) must be divisible by cp ({cp_size}): Ulysses gives each rank whole heads; choose "
+                f'cp from {", ".join(map(str, fitting))}, or method="ring", which has no such limit'
+                + _both_together(fitting, cp_size)
+            )
+
+
+def _both_together(fitting: list[int], cp_size: int) -> str:
+    """How a ring outside makes more ranks possible, as an end of the message."""
+    inner = max(size for size in fitting if cp_size % size == 0)
+    return f", or both: Ulysses over {inner} inside, a ring over {cp_size // inner} outside" if inner > 1 else ""
