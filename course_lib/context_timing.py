@@ -20,14 +20,15 @@ from dataclasses import dataclass
 from math import sqrt
 
 from course_lib.config import ModelConfig
-from course_lib.context_work import pairs, pairs_of_ranks, step_pairs
 from course_lib.hardware import GPU, Link, peak_flops
 from course_lib.layout import Layout
-from course_lib.memory.context import check_method, for_length, kv_block_bytes
+from course_lib.layout.context_work import pairs, pairs_of_ranks, step_pairs
+from course_lib.layout.partition import check_method
+from course_lib.memory.context import for_length, kv_block_bytes
 from course_lib.memory.tensor import narrow
 from course_lib.run import Run
 from course_lib.sharded_timing import Cluster, spanning_s
-from course_lib.timing import Span
+from course_lib.span import Span
 from course_lib.traffic import Call, attention_calls
 
 BACKWARD_FLOPS = 2.5  # a flash kernel's backward, of its forward: five products in place of two, the scores made again

@@ -39,8 +39,8 @@ from course_lib.memory.stages import stage_config
 from course_lib.memory.states import Recipe, recipe_of
 from course_lib.pipeline_timing import stage_flops, transfer_s
 from course_lib.run import Run
+from course_lib.schedules.simulator import Costs, simulate
 from course_lib.sharded_timing import Cluster, spanning_s, tensor_parallel_step
-from course_lib.simulator import Costs, simulate
 from course_lib.timing import attention_flops_per_token, flops_per_token
 from course_lib.timing import mfu as mfu_of
 from course_lib.traffic import Call, calls, stage_calls

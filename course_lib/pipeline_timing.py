@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from course_lib.bubbles import bubble
 from course_lib.config import ModelConfig
 from course_lib.hardware import GPU, Link, peak_flops
+from course_lib.layout.partition import check_layers
 from course_lib.memory.context import tokens_of_rank
 from course_lib.memory.pipeline import boundary_bytes
-from course_lib.memory.stages import check_layers, stage_config
-from course_lib.simulator import Costs
+from course_lib.memory.stages import stage_config
+from course_lib.schedules.bubbles import bubble
+from course_lib.schedules.simulator import Costs
 from course_lib.timing import attention_flops_per_token, matmul_parameters
 
 

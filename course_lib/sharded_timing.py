@@ -18,7 +18,8 @@ from course_lib.layout import Layout
 from course_lib.memory.states import Recipe, recipe_of
 from course_lib.memory.zero import wire_grad_bytes
 from course_lib.run import Run
-from course_lib.timing import Span, collective_s, layer_matmul_parameters, step_flops
+from course_lib.span import Span
+from course_lib.timing import collective_s, layer_matmul_parameters, step_flops
 from course_lib.traffic import Call, calls
 
 

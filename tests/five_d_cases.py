@@ -9,11 +9,12 @@ import torch
 from course_lib import model
 from course_lib.config import PRESETS, MlaConfig, MoeConfig
 from course_lib.layout import Layout
-from course_lib.meter import ByteMeter
-from course_lib.moe import balance_after_step, moe_layers, recomputing, with_moe
+from course_lib.measure import ByteMeter
+from course_lib.model import moe_layers, with_moe
+from course_lib.model.moe import balance_after_step, recomputing
 from course_lib.parallel import five_d, sums, whole
-from course_lib.precision import gradient_of
 from course_lib.training import loss_of
+from course_lib.training.precision import gradient_of
 
 SEQ_LEN = 16
 SMALL = replace(

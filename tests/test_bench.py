@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from course_lib import bench as bench_module
 from course_lib import cli
-from course_lib.bench import bench, main, summarise, table
+from course_lib.compare import bench as bench_module
+from course_lib.compare.bench import bench, main, summarise, table
 
 RECORD = {
     "technique": "data",

@@ -3,9 +3,17 @@
 import pytest
 from schedule_cases import sizes
 
-from course_lib.bubbles import bubble, interleaving_memory, peak_live, unmet_conditions
-from course_lib.schedules import make, one_f_one_b, stages_per_rank
-from course_lib.simulator import Costs, simulate
+from course_lib.schedules import (
+    Costs,
+    bubble,
+    interleaving_memory,
+    make,
+    one_f_one_b,
+    peak_live,
+    simulate,
+    stages_per_rank,
+)
+from course_lib.schedules.bubbles import unmet_conditions
 
 TIMES = [(1, 1, 1), (3, 2, 2), (2, 3, 1), (2, 2, 3), (4, 2, 3), (5, 1, 4)]  # F, I, W of a stage
 

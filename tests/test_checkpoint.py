@@ -16,17 +16,20 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from course_lib import checkpoint, checkpoint_files, checkpoint_pieces
-from course_lib.checkpoint_files import latest, name_of
+from course_lib.checkpoint import files as checkpoint_files
+from course_lib.checkpoint import latest
+from course_lib.checkpoint import state as checkpoint
+from course_lib.checkpoint import storage as checkpoint_pieces
+from course_lib.checkpoint.files import name_of
 from course_lib.config import MoeConfig
 from course_lib.launch import RankError, launch
 from course_lib.layout import Layout
-from course_lib.memory.tracker import MemoryTracker
-from course_lib.model import ModelConfig
+from course_lib.measure import MemoryTracker
+from course_lib.model.llama import ModelConfig
 from course_lib.parallel import five_d
-from course_lib.parallel.pieces import Piece
 from course_lib.parallel.shards import flatten_and_pad, my_shard
 from course_lib.parallel.whole import full_parameters
+from course_lib.weights.pieces import Piece
 
 DENSE = ModelConfig("dense", 4, 32, 4, 2, 52, 97, 64, tied=True)  # 97 and 52 / 4 do not divide; 2 heads on tp 4
 GPT = ModelConfig("gpt", 2, 32, 4, 4, 64, 97, 64, family="gpt", dropout=0.1)

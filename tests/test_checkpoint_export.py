@@ -8,14 +8,15 @@ import torch
 from safetensors.torch import load_file
 
 from course_lib import checkpoint
-from course_lib.checkpoint_export import config_for_transformers, export_safetensors, import_safetensors
+from course_lib.checkpoint.export import config_for_transformers, export_safetensors, import_safetensors
 from course_lib.config import MlaConfig, MoeConfig, RopeScaling
-from course_lib.hf_weights import config_from_transformers
 from course_lib.launch import launch
 from course_lib.layout import Layout
-from course_lib.model import ModelConfig, build, preset
+from course_lib.model import build
+from course_lib.model.llama import ModelConfig, preset
 from course_lib.parallel import five_d
 from course_lib.parallel.whole import full_parameters
+from course_lib.weights.hf_weights import config_from_transformers
 
 LLAMA = ModelConfig("llama", 2, 32, 4, 2, 52, 97, 64, rope_scaling=RopeScaling(8.0, original_max_seq_len=32))
 DEEPSEEK = MoeConfig(4, 2, 24, num_shared_experts=1, score="sigmoid", balancing="bias", routed_scale=2.5,

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from course_lib import authoring, cli
+from course_lib import authoring
+from course_lib.cli import commands as cli
 
 GPU = {"name": "H100", "memory_bytes": 80 << 30}
 

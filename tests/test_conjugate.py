@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib.conjugate import copy_in, gather_in, join, my_piece, piece_sizes, scatter_sum, split, sum_out
+from course_lib.comm import copy_in, gather_in, join, my_piece, scatter_sum, split, sum_out
 from course_lib.launch import launch
-from course_lib.meter import ByteMeter
+from course_lib.layout import piece_sizes
+from course_lib.measure import ByteMeter
 
 SHAPE = (2, 8, 3)
 

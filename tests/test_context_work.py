@@ -4,9 +4,18 @@ from itertools import pairwise
 
 import pytest
 
-from course_lib.context_work import all_pairs, idle_pairs, imbalance, pairs, pairs_of_ranks, share_of_ideal, step_pairs
 from course_lib.hardware import PUBLISHED_RING_SHARE
-from course_lib.placement import PLACEMENTS, positions
+from course_lib.layout import PLACEMENTS
+from course_lib.layout.context_work import (
+    all_pairs,
+    idle_pairs,
+    imbalance,
+    pairs,
+    pairs_of_ranks,
+    share_of_ideal,
+    step_pairs,
+)
+from course_lib.parallel.positions import positions
 
 
 def _counted(placement, seq_len, cp, causal):

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from course_lib import data
-from course_lib.data import batch, corpus, decode, micro_batches, stream_dataset, tokens
+from course_lib.training import data
+from course_lib.training.data import batch, corpus, decode, micro_batches, stream_dataset, tokens
 
 
 def test_the_corpus_is_python_source_the_same_each_time():

@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib import data, export, model
+from course_lib import model
 from course_lib.config import PRESETS
 from course_lib.launch import launch
-from course_lib.meter import ByteMeter
+from course_lib.measure import ByteMeter
 from course_lib.native import deepspeed_zero as native
 from course_lib.traffic import ring_all_reduce_bytes
-from course_lib.training import loss_of
+from course_lib.train import export
+from course_lib.training import data, loss_of
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed; make test-deepspeed installs it")
 

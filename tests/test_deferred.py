@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib import model, moe
+from course_lib import model
 from course_lib.config import ModelConfig, MoeConfig
 from course_lib.launch import launch
+from course_lib.model import moe
 from course_lib.parallel import expert_tensor, tensor
 from course_lib.parallel.deferred import Deferral, WeightQueue
 from course_lib.parallel.linear import WholeStream

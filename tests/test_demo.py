@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from course_lib.demo import Row, Run, agrees, compare, demo, formula_bytes, table
+from course_lib.cli.demo import Row, Run, agrees, compare, demo, formula_bytes, table
 
 
 def test_a_short_demo_agrees_with_one_process_and_with_the_formula(capsys):

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib import comm, moe
-from course_lib.expert_layout import ExpertLayout
+from course_lib import comm
 from course_lib.launch import launch
-from course_lib.meter import ByteMeter
-from course_lib.moe import Routing
+from course_lib.layout.experts import ExpertLayout
+from course_lib.measure import ByteMeter
+from course_lib.model import Routing, moe
+from course_lib.model.synthetic_routing import synthetic_routing
 from course_lib.parallel import dispatch
 from course_lib.parallel.expert import expert_groups
-from course_lib.synthetic_routing import synthetic_routing
 from course_lib.traffic.routing import moe_traffic
 
 D = 6

@@ -7,23 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib import moe
 from course_lib.config import ModelConfig, MoeConfig, preset
-from course_lib.fake_cluster import (
-    STATES,
-    dtypes_of,
-    plan_choices,
-    planned_choice,
-    pp_ranks_of,
-    simulate,
-    simulate_rank,
-)
 from course_lib.launch import launch
 from course_lib.layout import Layout
-from course_lib.memory.storages import replaced
-from course_lib.memory.tracker import MemoryTracker
-from course_lib.meter import ByteMeter
+from course_lib.measure import ByteMeter, MemoryTracker
+from course_lib.measure.storages import replaced
+from course_lib.model import moe
 from course_lib.parallel import five_d
+from course_lib.simulate import simulate, simulate_rank
+from course_lib.simulate.cluster import STATES, dtypes_of, plan_choices, planned_choice, pp_ranks_of
 from course_lib.timing import step_flops
 
 SEQ_LEN = 64

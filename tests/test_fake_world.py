@@ -6,9 +6,10 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from course_lib import comm
-from course_lib.fake_world import fake_world
+from course_lib.comm import make_all_groups
 from course_lib.launch import launch
-from course_lib.mesh import Mesh, make_all_groups
+from course_lib.layout import Mesh
+from course_lib.simulate import fake_world
 
 
 def test_floats_are_fake_and_whole_numbers_real():

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from course_lib.bubbles import bubble
 from course_lib.config import preset
 from course_lib.five_d_timing import Overlap, ranks_in_a_node, step_time
 from course_lib.hardware import gpu, link
 from course_lib.layout import Layout
+from course_lib.schedules import bubble
 from course_lib.sharded_timing import Cluster, tensor_parallel_step
 from course_lib.timing import collective_s, step_flops
 

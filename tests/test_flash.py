@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from course_lib.attention import explicit_attention
-from course_lib.flash import blockwise_attention
-from course_lib.memory.tracker import MemoryTracker
+from course_lib.measure import MemoryTracker
+from course_lib.model import explicit_attention
+from course_lib.model.flash import blockwise_attention
 
 
 def heads(seq_len, head_dim=8, seed=0):

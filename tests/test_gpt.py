@@ -4,8 +4,9 @@ import pytest
 import torch
 from kept_bytes import kept_bytes
 
-from course_lib.gpt import Block
-from course_lib.model import ModelConfig, build
+from course_lib.model import build
+from course_lib.model.gpt import Block
+from course_lib.model.llama import ModelConfig
 
 LAYERS = 2
 SMALL = ModelConfig(

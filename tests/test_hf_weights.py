@@ -16,14 +16,14 @@ from transformers import (
     XLMRobertaXLModel,
 )
 
-from course_lib.hf_weights import (
+from course_lib.model import build
+from course_lib.weights.hf_weights import (
     config_from_transformers,
     from_transformers,
     into_transformers,
     name_in_transformers,
     tensor_in_transformers,
 )
-from course_lib.model import build
 
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 32, "rope_theta": 500_000.0}  # fmt: skip

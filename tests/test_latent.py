@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from course_lib import attention as cores
+from course_lib.compare.profile import profile_step
 from course_lib.config import MlaConfig, preset
 from course_lib.memory.formulas import count_parameters, own_activations
-from course_lib.memory.profile import profile_step
+from course_lib.model import attention as cores
 from course_lib.model import build
 from course_lib.training import loss_of
 

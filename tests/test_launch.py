@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib import _failures, _processes, _rank, _watch
-from course_lib.launch import MAX_RANKS, RANK_BYTES, RankError, choose_backend, launch, most_ranks, progress
+from course_lib.launch import RankError, _failures, _processes, _rank, _watch, choose_backend, launch, progress
+from course_lib.launch.launcher import MAX_RANKS, RANK_BYTES, most_ranks
 
 
 def rank_and_sum(extra=0):

@@ -84,8 +84,8 @@ def test_no_file_imports_upward_and_only_pictures_import_matplotlib():
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("from course_lib.memory.tracker import MemoryTracker", "low.py (1) imports memory/tracker.py (3)"),
-        ("import course_lib.memory.tracker", "low.py (1) imports memory/tracker.py (3)"),
+        ("from course_lib.measure.tracker import MemoryTracker", "low.py (1) imports memory/tracker.py (3)"),
+        ("import course_lib.measure.tracker", "low.py (1) imports memory/tracker.py (3)"),
         ("from course_lib.memory import tracker", "low.py (1) imports memory/tracker.py (3)"),
         ("def f():\n    from course_lib import memory", "low.py (1) imports memory/__init__.py (3)"),
         ("import matplotlib.pyplot as plt", "low.py (1) imports matplotlib"),

@@ -9,8 +9,7 @@ from functools import cache
 import pytest
 
 from course_lib.config import ModelConfig, preset
-from course_lib.layout import DEFAULTS, Layout
-from course_lib.mesh import AXES
+from course_lib.layout import AXES, DEFAULTS, Layout
 
 TOY = preset("toy")
 TIED = replace(TOY, name="tied", num_layers=6, num_heads=12, head_dim=8, tied=True)

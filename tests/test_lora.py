@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from course_lib.lora import LoRALinear, apply_lora, merge_lora, trainable_parameters
-from course_lib.model import build, preset
+from course_lib.model import LoRALinear, apply_lora, build, merge_lora, trainable_parameters
+from course_lib.model.llama import preset
 from course_lib.training import make_optimizer, train_step
 
 TOY = preset("toy")

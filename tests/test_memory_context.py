@@ -4,11 +4,11 @@ import pytest
 
 from course_lib.config import preset
 from course_lib.hardware import GPUS
+from course_lib.layout.partition import CP_METHODS
 from course_lib.memory.context import exchange_bytes, for_length, kv_block_bytes, tokens_of_rank
 from course_lib.memory.formulas import fits
 from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.memory.sharded import longest_sequence, sharded_budget
-from course_lib.partition import CP_METHODS
 
 GIB = 2**30
 LLAMA_8B, TOY = preset("llama-3.1-8b"), preset("toy")

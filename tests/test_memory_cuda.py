@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from course_lib.memory.cuda import CudaMemory, cuda_memory, fragment, rounded_bytes
+from course_lib.measure import CudaMemory, cuda_memory
+from course_lib.measure.cuda import fragment, rounded_bytes
 
 
 def test_allocations_are_rounded_up_to_512_bytes():

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from course_lib.config import ModelConfig, MoeConfig, preset
-from course_lib.fake_cluster import simulate
 from course_lib.layout import Layout
 from course_lib.memory.five_d import five_d_budgets, five_d_states, flats_of, schedule_of
 from course_lib.memory.moe import expert_parallel_budget, expert_parallel_states
@@ -13,6 +12,7 @@ from course_lib.memory.sharded import sharded_budget
 from course_lib.memory.states import count_parameters
 from course_lib.memory.zero import padded
 from course_lib.model import Llama
+from course_lib.simulate import simulate
 
 TOY, MOE = preset("toy"), preset("toy-moe")
 GB = 1e9

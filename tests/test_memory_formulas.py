@@ -7,6 +7,7 @@ import torch
 
 from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.hardware import GPUS
+from course_lib.measure import MemoryTracker
 from course_lib.memory.formulas import (
     ASSUMED_OVERHEADS,
     KORTHIKANTI_SCORE_TERMS,
@@ -34,7 +35,6 @@ from course_lib.memory.formulas import (
     temporary_bytes,
     zero_paper_bytes,
 )
-from course_lib.memory.tracker import MemoryTracker
 from course_lib.model import build
 from course_lib.training import make_optimizer, train_step
 

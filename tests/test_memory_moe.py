@@ -8,6 +8,7 @@ from kept_bytes import kept_bytes
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from course_lib import timing
+from course_lib.compare.profile import profile_step, scale_down
 from course_lib.config import MOE_PRESETS, preset
 from course_lib.memory import moe as arithmetic
 from course_lib.memory.formulas import budget, count_parameters, count_tensors, own_activations, state_bytes
@@ -20,11 +21,9 @@ from course_lib.memory.moe import (
     rank_shapes,
 )
 from course_lib.memory.papers import megatron_activation_bytes
-from course_lib.memory.profile import profile_step, scale_down
 from course_lib.memory.tensor import narrow
 from course_lib.memory.zero import zero_units
-from course_lib.model import build
-from course_lib.moe import with_moe
+from course_lib.model import build, with_moe
 
 TOY, MIXTRAL, DEEPSEEK = (preset(name) for name in ("toy-moe", "mixtral-8x7b", "deepseek-v3"))
 

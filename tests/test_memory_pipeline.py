@@ -8,10 +8,9 @@ import torch
 from kept_bytes import kept_bytes
 
 from course_lib import model, training
-from course_lib.bubbles import interleaving_memory, peak_live
 from course_lib.config import ModelConfig, preset
 from course_lib.hardware import PUBLISHED_1F1B_FALLS, PUBLISHED_1F1B_THROUGHPUT
-from course_lib.instructions import from_lists
+from course_lib.layout import even_layers, fewer_at_the_ends
 from course_lib.memory.activations import own_activations
 from course_lib.memory.formulas import budget
 from course_lib.memory.pipeline import (
@@ -22,11 +21,21 @@ from course_lib.memory.pipeline import (
     stage_activations,
 )
 from course_lib.memory.sharded import sharded_budget
-from course_lib.memory.stages import balanced_layers, even_layers, fewer_at_the_ends, stage_parameters, stage_units
+from course_lib.memory.stages import balanced_layers, stage_parameters, stage_units
 from course_lib.memory.states import count_parameters
 from course_lib.parallel.deferred import Deferral, WeightQueue
 from course_lib.parallel.stages import cut
-from course_lib.schedules import SCHEDULES, all_forward_all_backward, interleaved_1f1b, make, naive, one_f_one_b
+from course_lib.schedules import (
+    SCHEDULES,
+    all_forward_all_backward,
+    from_lists,
+    interleaved_1f1b,
+    interleaving_memory,
+    make,
+    naive,
+    one_f_one_b,
+    peak_live,
+)
 
 GIB = 2**30
 LLAMA_8B, LLAMA_405B, TOY = preset("llama-3.1-8b"), preset("llama-3.1-405b"), preset("toy")

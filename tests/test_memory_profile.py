@@ -2,10 +2,10 @@
 
 import pytest
 
+from course_lib.compare.profile import MEASURABLE_OPTIMIZERS, Row, profile_step, profile_steps, scale_down
 from course_lib.config import ModelConfig, preset
+from course_lib.measure.tracker import KINDS
 from course_lib.memory.formulas import budget, state_bytes
-from course_lib.memory.profile import MEASURABLE_OPTIMIZERS, Row, profile_step, profile_steps, scale_down
-from course_lib.memory.tracker import KINDS
 
 SMALL = ModelConfig("small", 2, 64, num_heads=4, num_kv_heads=2, d_ff=192, vocab_size=256, max_seq_len=256)
 

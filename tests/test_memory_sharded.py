@@ -7,12 +7,13 @@ import torch
 
 from course_lib.config import ModelConfig, preset
 from course_lib.hardware import GPUS
+from course_lib.layout.partition import copies_of_kv
 from course_lib.memory.activations import own_activations
 from course_lib.memory.formulas import budget, count_parameters, fits
 from course_lib.memory.papers import korthikanti_bytes, korthikanti_layer_bytes
 from course_lib.memory.sharded import sharded_budget
 from course_lib.memory.states import RECIPES, parameter_shapes, state_bytes
-from course_lib.memory.tensor import copies_of_kv, narrow, tensor_parallel_activations, whole_parameters
+from course_lib.memory.tensor import narrow, tensor_parallel_activations, whole_parameters
 from course_lib.memory.zero import (
     Offload,
     bucket_units,

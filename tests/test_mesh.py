@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from course_lib.comm import make_all_groups, make_groups
 from course_lib.launch import launch
-from course_lib.mesh import ALL_AXES, AXES, AxisLinks, Mesh, links_of_axes, make_all_groups, make_groups
+from course_lib.layout import ALL_AXES, AXES, AxisLinks, Mesh, links_of_axes
 
 ORDERS = list(permutations(AXES))
 

@@ -17,9 +17,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from course_lib import comm
+from course_lib.comm import make_groups
 from course_lib.launch import launch
-from course_lib.mesh import Mesh, make_groups
-from course_lib.meter import ByteMeter, CommRecord
+from course_lib.layout import Mesh
+from course_lib.measure import ByteMeter, CommRecord
 from course_lib.traffic import (
     all_gather_bytes,
     all_to_all_bytes,
@@ -210,7 +211,7 @@ def test_an_unknown_collective_is_refused_not_dropped():
 
 def test_every_collective_operator_of_this_torch_has_a_rule():
     """A new torch may bring a new operator: then give it a rule, or list it as no communication."""
-    from course_lib.meter import _NAMESPACES, _NOT_COMMUNICATION, _RULES
+    from course_lib.measure.meter import _NAMESPACES, _NOT_COMMUNICATION, _RULES
 
     namespaces = _NAMESPACES - {"symm_mem"}  # GPUs only, refused by the meter
     names = [schema.name.split("::") for schema in torch._C._jit_get_all_schemas()]

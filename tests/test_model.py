@@ -6,7 +6,8 @@ import pytest
 import torch
 from kept_bytes import kept_bytes
 
-from course_lib.model import RMSNorm, RopeScaling, build, preset, rope_frequencies, rope_tables
+from course_lib.model import RMSNorm, build, rope_frequencies, rope_tables
+from course_lib.model.llama import RopeScaling, preset
 
 TOY = preset("toy")
 SMALL = dataclasses.replace(TOY, num_layers=2)
@@ -58,7 +59,7 @@ def test_rms_norm_equals_pytorchs_and_keeps_only_its_input():
 
 
 def block_bytes(config, rows, seq_len, itemsize, attention, recompute):
-    """The table in course_lib/model.py, in bytes."""
+    """The table in course_lib/model/llama.py, in bytes."""
     D, F, H = config.d_model, config.d_ff, config.head_dim
     q, kv = config.num_heads * H, config.num_kv_heads * H
     if recompute == "full":

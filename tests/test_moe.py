@@ -12,12 +12,11 @@ from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from course_lib import moe
 from course_lib.config import ModelConfig, MoeConfig, preset
-from course_lib.data import batch, tokens
-from course_lib.model import build
-from course_lib.moe import balance_after_step, balance_loss, moe_layers, route, with_moe
+from course_lib.model import build, moe, moe_layers, with_moe
+from course_lib.model.moe import balance_after_step, balance_loss, route
 from course_lib.training import accumulate_gradients, loss_of, make_optimizer, train_step
+from course_lib.training.data import batch, tokens
 
 TOY = dataclasses.replace(preset("toy-moe"), num_layers=2)
 EIGHT = MoeConfig(num_experts=8, top_k=2, d_expert=16)

@@ -8,9 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.config import preset
 from course_lib.memory.moe import dense_twin
-from course_lib.model import build
-from course_lib.moe import with_moe
-from course_lib.moe_training import (
+from course_lib.model import build, with_moe
+from course_lib.training import TrainConfig, train
+from course_lib.training.moe_training import (
     CONTEST,
     CONTEST_PLAN,
     train_each,
@@ -18,7 +18,6 @@ from course_lib.moe_training import (
     train_side_by_side,
     warm_then_cosine,
 )
-from course_lib.training import TrainConfig, train
 
 TOY = dataclasses.replace(preset("toy-moe"), num_layers=2)
 PLAN = TrainConfig(steps=6, batch_size=4, seq_len=32)

@@ -12,7 +12,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention
 from course_lib import model, training
 from course_lib.config import PRESETS, MlaConfig, MoeConfig
 from course_lib.launch import launch
-from course_lib.meter import ByteMeter
+from course_lib.measure import ByteMeter
 from course_lib.native import context as native
 from course_lib.traffic import ring_all_reduce_bytes
 

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
-from course_lib import data, model
+from course_lib import model
 from course_lib.config import PRESETS
 from course_lib.launch import launch
-from course_lib.meter import ByteMeter
+from course_lib.measure import ByteMeter
 from course_lib.native import data as native
 from course_lib.parallel import data as parallel
 from course_lib.traffic import ring_all_reduce_bytes
-from course_lib.training import loss_of
+from course_lib.training import data, loss_of
 
 SMALL_BUCKETS = 100_000  # bytes
 TEXT_T = torch.randint(256, (2_000,), generator=torch.Generator().manual_seed(0))

@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib import model, moe, training
+from course_lib import model, training
 from course_lib.config import ModelConfig, MoeConfig
 from course_lib.launch import launch
-from course_lib.meter import ByteMeter
+from course_lib.measure import ByteMeter
+from course_lib.model import moe
 from course_lib.native import expert as native
 from course_lib.parallel import expert as parallel
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from course_lib import model, schedules, training
 from course_lib.config import ModelConfig
 from course_lib.launch import launch
-from course_lib.meter import ByteMeter
+from course_lib.measure import ByteMeter
 from course_lib.native import pipeline as native
 
 LLAMA = ModelConfig("llama", 9, d_model=16, num_heads=4, num_kv_heads=2, d_ff=24, vocab_size=32, max_seq_len=16)

@@ -11,7 +11,7 @@ from tp_parity import CONFIGS, LAYERS, ROWS, SEQ_LEN, TOY, differences, micro_ba
 from course_lib import model
 from course_lib.compat import DTENSOR_GATHERS_UNEVEN
 from course_lib.launch import RankError, launch
-from course_lib.meter import ByteMeter
+from course_lib.measure import ByteMeter
 from course_lib.native import sequence as native
 from course_lib.native import tensor
 from course_lib.parallel import sequence as parallel

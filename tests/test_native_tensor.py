@@ -13,7 +13,7 @@ from tp_parity import CONFIGS, LAYERS, ROWS, SEQ_LEN, TOY, differences, micro_ba
 from course_lib import model
 from course_lib.config import MlaConfig
 from course_lib.launch import launch
-from course_lib.meter import ByteMeter
+from course_lib.measure import ByteMeter
 from course_lib.native import tensor as native
 from course_lib.parallel import tensor as parallel
 from course_lib.traffic import ring_all_reduce_bytes

@@ -12,16 +12,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from course_lib import data, model
+from course_lib import model
+from course_lib.comm import make_groups
 from course_lib.config import PRESETS
 from course_lib.launch import launch
-from course_lib.memory.tracker import MemoryTracker
-from course_lib.mesh import Mesh, make_groups
-from course_lib.meter import ByteMeter
+from course_lib.layout import Mesh
+from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.native import zero
 from course_lib.parallel import zero as parallel
 from course_lib.traffic import ring_all_reduce_bytes
-from course_lib.training import loss_of
+from course_lib.training import data, loss_of
 
 # Nothing here divides by 4; the embedding is tied, one block is frozen, and half of the other.
 ODD = dataclasses.replace(

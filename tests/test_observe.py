@@ -9,7 +9,7 @@ from course_lib.checks import observe
 from course_lib.checks.core import CheckFailed
 from course_lib.checks.observe import Call, broadcast_rounds, run_calls
 from course_lib.comm import all_reduce, recv, send
-from course_lib.mesh import Mesh
+from course_lib.layout import Mesh
 
 cloudpickle.register_pickle_by_value(__import__(__name__))  # ranks do not have tests/ on their path
 

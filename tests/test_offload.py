@@ -6,8 +6,9 @@ import pytest
 import torch
 from kept_bytes import kept_bytes
 
-from course_lib.model import build, preset
-from course_lib.offload import offload_activations
+from course_lib.model import build
+from course_lib.model.llama import preset
+from course_lib.training import offload_activations
 
 TOY = preset("toy")
 

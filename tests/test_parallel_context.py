@@ -14,12 +14,12 @@ from kept_bytes import kept_bytes
 from torch import nn
 
 from course_lib import model, training
+from course_lib.comm import make_groups
 from course_lib.config import ModelConfig
 from course_lib.launch import launch
-from course_lib.layout import Layout
+from course_lib.layout import Layout, Mesh
+from course_lib.measure import ByteMeter
 from course_lib.memory.states import FP64
-from course_lib.mesh import Mesh, make_groups
-from course_lib.meter import ByteMeter
 from course_lib.parallel import context, gathered, ring, sequence, tensor, tiles
 from course_lib.parallel.vocabulary import vocab_cross_entropy
 from course_lib.run import Run

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib import data, model
+from course_lib import model
+from course_lib.comm import make_groups
 from course_lib.config import PRESETS
 from course_lib.launch import RankError, launch
-from course_lib.memory.tracker import MemoryTracker
-from course_lib.mesh import Mesh, make_groups
-from course_lib.meter import ByteMeter
+from course_lib.layout import Mesh
+from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.native import data as native
 from course_lib.parallel import data as parallel
 from course_lib.traffic import ring_all_reduce_bytes
-from course_lib.training import loss_of
+from course_lib.training import data, loss_of
 
 SMALL_BUCKETS = 300  # bytes: several buckets for the tiny models below
 STEPS = 3

@@ -12,16 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib import conjugate, model, moe, training
+from course_lib import model, training
+from course_lib.comm import conjugate, make_groups
 from course_lib.config import MlaConfig, ModelConfig, MoeConfig
-from course_lib.expert_layout import check_expert_parallel
 from course_lib.launch import launch
-from course_lib.mesh import Mesh, make_groups
-from course_lib.meter import ByteMeter
+from course_lib.layout import Mesh
+from course_lib.layout.experts import check_expert_parallel
+from course_lib.measure import ByteMeter
+from course_lib.model import moe
 from course_lib.parallel import expert, expert_tensor, sequence
-from course_lib.precision import MasterAdamW
 from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.traffic.routing import moe_traffic
+from course_lib.training import MasterAdamW
 
 # d_expert divides by neither 2 nor 4
 EXPERTS = MoeConfig(num_experts=8, top_k=2, d_expert=9)

@@ -10,20 +10,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from course_lib.hf_weights import config_from_transformers
 from course_lib.launch import RankError, launch
 from course_lib.memory.tensor import narrow
-from course_lib.model import build, preset
+from course_lib.model import build
+from course_lib.model.llama import preset
 from course_lib.parallel import shards, tensor, zero
-from course_lib.parallel.loading import (
-    Weights,
-    host_bytes,
-    load_pieces,
-    load_whole,
-    read_config,
-    read_flat,
-    tp_ranges,
-)
+from course_lib.weights.hf_weights import config_from_transformers
+from course_lib.weights.loading import Weights, host_bytes, load_pieces, load_whole, read_config, read_flat, tp_ranges
 
 SMALL = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "head_dim": 8,
          "num_key_value_heads": 2, "intermediate_size": 110, "max_position_embeddings": 128}  # fmt: skip

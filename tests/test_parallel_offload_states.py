@@ -11,14 +11,16 @@ from torch import nn
 
 from course_lib import hardware
 from course_lib.launch import launch
+from course_lib.measure import MemoryTracker
 from course_lib.memory.states import StateBytes
-from course_lib.memory.tracker import MemoryTracker
 from course_lib.memory.zero import Offload, offload_link_bytes, zero_state_bytes, zero_units
-from course_lib.model import build, preset
+from course_lib.model import build
+from course_lib.model.llama import preset
 from course_lib.parallel import zero
 from course_lib.parallel.offload_states import OffloadedAdamW
-from course_lib.precision import MasterAdamW, accumulate_in_fp32
 from course_lib.sharded_timing import crossing_s, offload_s
+from course_lib.training import MasterAdamW
+from course_lib.training.precision import accumulate_in_fp32
 
 BF16 = torch.bfloat16
 

@@ -14,14 +14,14 @@ from kept_bytes import kept_bytes
 from torch import nn
 
 from course_lib import model, schedules, training
+from course_lib.comm import make_groups
 from course_lib.config import ModelConfig
 from course_lib.launch import launch
-from course_lib.memory.tracker import MemoryTracker
-from course_lib.mesh import Mesh, make_groups
-from course_lib.meter import ByteMeter
+from course_lib.layout import Mesh
+from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.parallel import channels, deferred, executor, pipeline, stages
-from course_lib.precision import MasterAdamW
-from course_lib.simulator import Costs, simulate
+from course_lib.schedules import Costs, simulate
+from course_lib.training import MasterAdamW
 
 LLAMA = ModelConfig("llama", 5, d_model=8, num_heads=2, num_kv_heads=1, d_ff=13, vocab_size=19, max_seq_len=16)
 GPT = dataclasses.replace(LLAMA, name="gpt", family="gpt", num_kv_heads=2)

@@ -10,21 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib import attention, gpt, model
+from course_lib import model
+from course_lib.comm import my_piece
 from course_lib.config import ModelConfig
-from course_lib.conjugate import my_piece
 from course_lib.launch import launch
 from course_lib.layout import Layout
+from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.memory.tensor import tensor_parallel_activations
-from course_lib.memory.tracker import MemoryTracker
-from course_lib.meter import ByteMeter
+from course_lib.model import attention, gpt
 from course_lib.parallel import sequence, tensor
 from course_lib.parallel.data import Trace
-from course_lib.precision import clip_gradients
 from course_lib.run import Run
 from course_lib.traffic import by_collective, call_counts, calls
 from course_lib.training import loss_of
+from course_lib.training.precision import clip_gradients
 
 B = 2
 WIDTHS = {"d_model": 16, "num_heads": 4, "d_ff": 22, "vocab_size": 13, "max_seq_len": 16}  # 22 and 13 do not divide

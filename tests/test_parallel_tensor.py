@@ -16,15 +16,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib import comm, model, training
+from course_lib.comm import copy_in, join, make_groups, split, sum_out
+from course_lib.comm.conjugate import InFlight
 from course_lib.config import ModelConfig
-from course_lib.conjugate import InFlight, copy_in, join, split, sum_out
 from course_lib.launch import launch
-from course_lib.memory.tracker import MemoryTracker
-from course_lib.mesh import Mesh, make_groups
-from course_lib.meter import ByteMeter
+from course_lib.layout import Mesh
+from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.parallel import linear, tensor, vocabulary
-from course_lib.precision import MasterAdamW, accumulate_in_fp32
 from course_lib.traffic import ring_all_reduce_bytes
+from course_lib.training import MasterAdamW
+from course_lib.training.precision import accumulate_in_fp32
 
 # four heads; d_ff and the vocabulary divide by neither 2 nor 4
 LLAMA = ModelConfig("llama", 2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=27, vocab_size=39, max_seq_len=32)

@@ -8,15 +8,16 @@ import torch
 import torch.distributed as dist
 
 from course_lib import model, training
-from course_lib.attention import fused_attention
+from course_lib.comm import make_groups
+from course_lib.comm.conjugate import InFlight
 from course_lib.config import ModelConfig
-from course_lib.conjugate import InFlight
 from course_lib.launch import launch
-from course_lib.mesh import Mesh, make_groups
-from course_lib.meter import ByteMeter
+from course_lib.layout import PLACEMENTS, Mesh
+from course_lib.measure import ByteMeter
+from course_lib.model import fused_attention
 from course_lib.parallel import context, tensor, ulysses
+from course_lib.parallel.positions import positions
 from course_lib.parallel.vocabulary import vocab_cross_entropy
-from course_lib.placement import PLACEMENTS, positions
 
 LAYERS, S, ROWS, H = 2, 16, (2, 1), 4
 LLAMA = ModelConfig("llama", LAYERS, d_model=32, num_heads=8, num_kv_heads=4, d_ff=24, vocab_size=32, max_seq_len=S)

@@ -11,16 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib import data, model
+from course_lib import model
 from course_lib.config import PRESETS, ModelConfig
 from course_lib.launch import RankError, launch
-from course_lib.memory.tracker import MemoryTracker
+from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.memory.zero import zero_gathered_bytes, zero_state_bytes, zero_units
-from course_lib.meter import ByteMeter
 from course_lib.parallel import data as stage_0
 from course_lib.parallel import shards, zero
-from course_lib.precision import MasterAdamW
-from course_lib.training import loss_of
+from course_lib.training import MasterAdamW, data, loss_of
 
 SMALL_BUCKETS = 3000  # bytes: several buckets for the tiny models below
 MICRO_BATCHES = {2: 3, 3: 1, 4: 2}  # by number of ranks; a rank has 3 rows: in 2 parts they are 2 and 1

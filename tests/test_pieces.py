@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from course_lib.parallel.linear import Cut
-from course_lib.parallel.pieces import Piece, pieces_of, place_of, split_rows
 from course_lib.parallel.shards import flatten_and_pad
+from course_lib.weights.pieces import Piece, pieces_of, place_of, split_rows
 
 
 def box_of(piece: Piece) -> tuple[slice, ...]:

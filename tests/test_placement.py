@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from course_lib.placement import PLACEMENTS, check_context, order, positions, tile
+from course_lib.layout import PLACEMENTS, check_context, tile
+from course_lib.parallel.positions import order, positions
 
 SHAPES = [(1, 8), (2, 8), (2, 16), (4, 8), (4, 48), (3, 12)]
 

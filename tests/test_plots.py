@@ -16,12 +16,13 @@ from course_lib.comm import ring_all_reduce
 from course_lib.config import preset
 from course_lib.hardware import GPUS, LINKS, PUBLISHED_BUS_BANDWIDTH, gpu
 from course_lib.launch import launch
+from course_lib.layout import Mesh
+from course_lib.measure.tracker import KINDS as TRACKED_KINDS
+from course_lib.measure.tracker import Timeline
 from course_lib.memory.formulas import budget
-from course_lib.memory.tracker import KINDS as TRACKED_KINDS
-from course_lib.memory.tracker import Timeline
-from course_lib.mesh import Mesh
 from course_lib.plots import collectives, comparison, curves, formats, ladder, memory, mesh, palette, style, timeline
-from course_lib.timing import Span, collective_s, dp_spans, exposed_s
+from course_lib.span import Span
+from course_lib.timing import collective_s, dp_spans, exposed_s
 
 # Machado, Oliveira and Fernandes 2009, "A Physiologically-based Model for Simulation of Color Vision Deficiency"
 COLOR_VISION = {

@@ -10,11 +10,11 @@ matplotlib.use("Agg")
 from pictures import look
 
 from course_lib.config import preset
-from course_lib.context_work import pairs, pairs_of_ranks, share_of_ideal
 from course_lib.hardware import gpu
+from course_lib.layout import PLACEMENTS
+from course_lib.layout.context_work import pairs, pairs_of_ranks, share_of_ideal
 from course_lib.memory.context import for_length
 from course_lib.memory.sharded import sharded_budget
-from course_lib.placement import PLACEMENTS
 from course_lib.plots import context
 
 LLAMA_8B = preset("llama-3.1-8b")

@@ -8,9 +8,9 @@ matplotlib.use("Agg")
 
 from pictures import look
 
-from course_lib.expert_layout import ExpertLayout
+from course_lib.layout.experts import ExpertLayout
+from course_lib.model.synthetic_routing import synthetic_routing
 from course_lib.plots import experts, routing
-from course_lib.synthetic_routing import synthetic_routing
 from course_lib.traffic.routing import counts_of, moe_traffic, plain_rows
 
 LAYOUT = ExpertLayout(8, 4, 2)

@@ -10,11 +10,21 @@ matplotlib.use("Agg")
 from pictures import look
 from test_plots import distance
 
-from course_lib.instructions import from_text, loop_placement, v_placement
 from course_lib.plots import pipeline, pipeline_trace, stages
-from course_lib.schedules import SCHEDULES, interleaved_1f1b, make, one_f_one_b, stages_per_rank, zb_h1, zbv
-from course_lib.simulator import Costs, simulate
-from course_lib.timing import Span
+from course_lib.schedules import (
+    SCHEDULES,
+    Costs,
+    from_text,
+    interleaved_1f1b,
+    make,
+    one_f_one_b,
+    simulate,
+    stages_per_rank,
+    zb_h1,
+    zbv,
+)
+from course_lib.schedules.instructions import loop_placement, v_placement
+from course_lib.span import Span
 
 ALL = {name: simulate(make(name, 4, 8, 2 if name == "interleaved" else 1)) for name in SCHEDULES}
 HALF = Costs(0.5, 0.5, 0.5)

@@ -4,8 +4,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from course_lib.plots.pipeline_tradeoff import names_left, show_tradeoff, tradeoff_points
-from course_lib.schedules import make
-from course_lib.simulator import simulate
+from course_lib.schedules import make, simulate
 
 NAMES = ("afab", "1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe_v")
 

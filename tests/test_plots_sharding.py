@@ -18,7 +18,7 @@ from course_lib.memory.zero import padded, zero_bytes_per_parameter, zero_gather
 from course_lib.parallel import zero
 from course_lib.plots import curves, matrices, regions, sharding, timeline
 from course_lib.sharded_timing import Cluster, tensor_parallel_layer_spans
-from course_lib.timing import Span
+from course_lib.span import Span
 
 BYTES = {"parameters": 2, "gradients": 2, "optimizer": 12}
 SHAPE = {"tokens": 6, "d_model": 8, "d_ff": 10}

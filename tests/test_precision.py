@@ -6,17 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from course_lib.precision import (
-    PRECISIONS,
-    LossScaler,
-    MasterAdamW,
-    accumulate_in_fp32,
-    clip_gradients,
-    gradient_of,
-    precision_named,
-    zero_gradients,
-)
-from course_lib.training import accumulate_gradients, make_optimizer
+from course_lib.training import LossScaler, MasterAdamW, accumulate_gradients, make_optimizer, precision_named
+from course_lib.training.precision import PRECISIONS, accumulate_in_fp32, clip_gradients, gradient_of, zero_gradients
 
 BYTES_PER_PARAMETER = {"fp32": 16, "autocast": 16, "bf16": 8, "bf16-master": 16, "bf16-master-fp32-grads": 18,
                        "bf16-master-both-grads": 20, "fp16-master-fp32-grads": 18}  # fmt: skip

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib import devices, rendezvous
-from course_lib.launch import launch
-from course_lib.rendezvous import (
+from course_lib import devices
+from course_lib.launch import launch, rendezvous
+from course_lib.launch.rendezvous import (
     Place,
     agree_on_backend,
     as_torchrun,

@@ -7,16 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib.attention import explicit_attention
 from course_lib.launch import launch
-from course_lib.memory.tracker import MemoryTracker
-from course_lib.meter import ByteMeter
+from course_lib.layout import PLACEMENTS, tile
+from course_lib.measure import ByteMeter, MemoryTracker
+from course_lib.model import explicit_attention
 from course_lib.parallel import tiles
 from course_lib.parallel.gathered import gathered_attention
 from course_lib.parallel.merge_error import inputs_of, merge_errors, ring_in_one_process
+from course_lib.parallel.positions import positions
 from course_lib.parallel.ring import ring_attention
 from course_lib.parallel.tiles import KERNELS, Plan, merge
-from course_lib.placement import PLACEMENTS, positions, tile
 
 S, B, N, K, H = 16, 2, 4, 2, 8
 METHODS = {"ring": ring_attention, "all_gather": gathered_attention}

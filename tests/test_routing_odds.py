@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from course_lib.expert_layout import ExpertLayout
-from course_lib.synthetic_routing import popularity, synthetic_routing
+from course_lib.layout.experts import ExpertLayout
+from course_lib.model.synthetic_routing import popularity, synthetic_routing
 from course_lib.traffic.odds import expected_crossings, expected_places
 from course_lib.traffic.routing import counts_of, imbalance, once_per_node_rows, plain_rows, sent
 

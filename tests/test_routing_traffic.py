@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from course_lib.config import MoeConfig
-from course_lib.expert_layout import ExpertLayout
-from course_lib.moe import capacity, capacity_of
-from course_lib.synthetic_routing import synthetic_routing
+from course_lib.layout.experts import ExpertLayout
+from course_lib.model.moe import capacity, capacity_of
+from course_lib.model.synthetic_routing import synthetic_routing
 from course_lib.traffic import all_to_all_bytes
 from course_lib.traffic.routing import (
     Sent,

@@ -8,10 +8,21 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 from schedule_cases import schedules
 
-from course_lib.instructions import Instruction, Schedule, from_lists, from_text, needs, v_placement
-from course_lib.schedule_check import chart_problems, check, problems, runnable_order
-from course_lib.schedules import one_f_one_b, zbv
-from course_lib.simulator import Costs, simulate, text_chart
+from course_lib.schedules import (
+    Costs,
+    Instruction,
+    Schedule,
+    chart_problems,
+    from_lists,
+    from_text,
+    one_f_one_b,
+    problems,
+    simulate,
+    text_chart,
+    zbv,
+)
+from course_lib.schedules.check import check, runnable_order
+from course_lib.schedules.instructions import needs, v_placement
 
 COLUMNS = Costs(1, 0.5, 0.5)  # a forward and a whole backward take one column each
 

@@ -6,12 +6,14 @@ import pytest
 from schedule_cases import schedules
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from course_lib.instructions import Instruction, from_lists, from_text, needs
 from course_lib.schedules import (
     SCHEDULES,
+    Instruction,
     all_forward_all_backward,
     check_request,
     dualpipe_v,
+    from_lists,
+    from_text,
     interleaved_1f1b,
     make,
     naive,
@@ -21,6 +23,7 @@ from course_lib.schedules import (
     zb_h2,
     zbv,
 )
+from course_lib.schedules.instructions import needs
 
 
 def words(row):

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from course_lib import cli
+from course_lib.cli.simulate import advice, layout_of
 from course_lib.layout import Layout
-from course_lib.simulate_cli import advice, layout_of
 
 LLAMA_405B = ["--model", "llama-3-405b", "--gpu", "h100-80g", "--seq", "8192"]
 TOY = ["--model", "toy", "--gpu", "t4", "--seq", "64"]

@@ -10,9 +10,19 @@ from itertools import pairwise
 import pytest
 from schedule_cases import schedules
 
-from course_lib.instructions import from_text, needs
-from course_lib.schedules import all_forward_all_backward, dualpipe_v, make, one_f_one_b, zb_h1, zbv
-from course_lib.simulator import Costs, simulate, text_chart
+from course_lib.schedules import (
+    Costs,
+    all_forward_all_backward,
+    dualpipe_v,
+    from_text,
+    make,
+    one_f_one_b,
+    simulate,
+    text_chart,
+    zb_h1,
+    zbv,
+)
+from course_lib.schedules.instructions import needs
 
 
 def longest_paths(schedule, costs):

@@ -9,11 +9,10 @@ import tomllib
 
 import pytest
 
-from course_lib import _failures, _rank, _slurm
-from course_lib._file_link import FileLink
-from course_lib._slurm import Slurm, SlurmWorld
 from course_lib.authoring import ROOT
-from course_lib.launch import RankError, launch
+from course_lib.launch import RankError, _failures, _rank, _slurm, launch
+from course_lib.launch._file_link import FileLink
+from course_lib.launch._slurm import Slurm, SlurmWorld
 
 TEMPLATE = ROOT / "course_lib" / "templates" / "train.sbatch"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from course_lib.tensor_files import INDEX, SINGLE, TensorFiles, flat_boxes
+from course_lib.weights.tensor_files import INDEX, SINGLE, TensorFiles, flat_boxes
 
 
 def some_tensors():

@@ -7,12 +7,11 @@ import torch.distributed as dist
 from course_lib.config import ModelConfig, preset
 from course_lib.launch import launch
 from course_lib.layout import Layout
+from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.memory.context import exchange_bytes
 from course_lib.memory.pipeline import boundary_bytes, pipeline_budgets
 from course_lib.memory.sharded import sharded_budget
-from course_lib.memory.tracker import MemoryTracker
 from course_lib.memory.zero import zero_units
-from course_lib.meter import ByteMeter
 from course_lib.model import build
 from course_lib.run import Run
 from course_lib.schedules import make

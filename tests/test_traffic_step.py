@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from course_lib.config import preset
-from course_lib.fake_cluster import simulate
 from course_lib.launch import launch
 from course_lib.layout import Layout
+from course_lib.measure import ByteMeter
 from course_lib.memory.five_d import five_d_states
-from course_lib.meter import ByteMeter
-from course_lib.moe import MoE, with_moe
+from course_lib.model import MoE, with_moe
 from course_lib.parallel import five_d
 from course_lib.run import Run
+from course_lib.simulate import simulate
 from course_lib.traffic import sent
 
 TOY, MOE = preset("toy"), preset("toy-moe")

@@ -11,16 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib import checkpoint, data, model, train, train_log
+from course_lib import checkpoint, model
 from course_lib.authoring import ROOT
 from course_lib.launch import launch
+from course_lib.launch.rendezvous import Place
 from course_lib.layout import Layout
 from course_lib.parallel import five_d
-from course_lib.precision import clip_gradients
-from course_lib.rendezvous import Place
-from course_lib.train_options import layout_for, model_named
-from course_lib.train_plan import Checkpoints, TrainPlan, learning_rate_of
-from course_lib.training import loss_of
+from course_lib.train import Checkpoints, TrainPlan
+from course_lib.train import log as train_log
+from course_lib.train import trainer as train
+from course_lib.train.options import layout_for, model_named
+from course_lib.train.plan import learning_rate_of
+from course_lib.training import data, loss_of
+from course_lib.training.precision import clip_gradients
 
 BATCH = 8
 LLAMA = model_named("toy,num_layers=2,d_model=32,d_ff=64,num_heads=4,num_kv_heads=2")

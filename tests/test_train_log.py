@@ -1,6 +1,6 @@
 """The log is read whatever the moment at which its run was killed."""
 
-from course_lib import train_log
+from course_lib.train import log as train_log
 
 
 def test_a_torn_line_is_left_out_and_the_next_run_begins_a_line_of_its_own(tmp_path):

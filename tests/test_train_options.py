@@ -7,8 +7,8 @@ from torch.distributed.run import get_args_parser
 
 from course_lib.config import preset
 from course_lib.layout import Layout
-from course_lib.train_options import check_world, layout_for, model_named, read
-from course_lib.train_plan import Checkpoints, TrainPlan
+from course_lib.train import Checkpoints, TrainPlan
+from course_lib.train.options import check_world, layout_for, model_named, read
 
 
 def test_options_become_records():

@@ -7,13 +7,8 @@ import torch
 
 from course_lib.config import preset
 from course_lib.layout import Layout
-from course_lib.train_plan import (
-    TrainPlan,
-    check_settings,
-    learning_rate_of,
-    seed_step,
-    settings_of,
-)
+from course_lib.train import TrainPlan
+from course_lib.train.plan import check_settings, learning_rate_of, seed_step, settings_of
 
 
 def test_the_learning_rate_goes_up_in_a_line_and_down_by_a_cosine_to_a_tenth():

@@ -22,11 +22,13 @@ from test_train_torchrun import (
     wait_until,
 )
 
-from course_lib import checkpoint, train, train_log
+from course_lib import checkpoint
 from course_lib.launch import launch
-from course_lib.train_options import layout_for, model_named
-from course_lib.train_plan import Checkpoints, TrainPlan
-from course_lib.train_stop import HEARD, Stop, agreed, exit_code
+from course_lib.train import Checkpoints, TrainPlan
+from course_lib.train import log as train_log
+from course_lib.train import trainer as train
+from course_lib.train.options import layout_for, model_named
+from course_lib.train.stop import HEARD, Stop, agreed, exit_code
 
 STEPS = 24
 

@@ -13,13 +13,14 @@ from pathlib import Path
 import psutil
 import torch
 
-from course_lib import checkpoint, train, train_log
+from course_lib import checkpoint, train
 from course_lib.authoring import ROOT
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.parallel import five_d
-from course_lib.train_options import layout_for, model_named
-from course_lib.train_plan import Checkpoints, TrainPlan
+from course_lib.train import Checkpoints, TrainPlan
+from course_lib.train import log as train_log
+from course_lib.train.options import layout_for, model_named
 
 MODEL = "toy,num_layers=2,d_model=32,d_ff=64,num_heads=4,num_kv_heads=4,family=gpt,dropout=0.2"
 LAYOUT, BATCH, STEPS = "dp=2,tp=2,zero=1", 8, 30

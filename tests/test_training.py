@@ -7,10 +7,8 @@ import io
 import pytest
 import torch
 
-from course_lib import training
-from course_lib.data import batch, tokens
-from course_lib.model import build, preset
-from course_lib.precision import PRECISIONS, gradient_norm
+from course_lib.model import build
+from course_lib.model.llama import preset
 from course_lib.training import (
     LossScaler,
     TrainConfig,
@@ -21,6 +19,9 @@ from course_lib.training import (
     train,
     train_step,
 )
+from course_lib.training import loop as training
+from course_lib.training.data import batch, tokens
+from course_lib.training.precision import PRECISIONS, gradient_norm
 
 SMALL = dataclasses.replace(preset("toy"), num_layers=2)
 

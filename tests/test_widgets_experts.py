@@ -4,9 +4,9 @@ import matplotlib.pyplot as plt
 import pytest
 from widget_tree import control, shown, texts
 
-from course_lib.expert_layout import ExpertLayout
-from course_lib.moe import capacity_of
-from course_lib.synthetic_routing import synthetic_routing
+from course_lib.layout.experts import ExpertLayout
+from course_lib.model.moe import capacity_of
+from course_lib.model.synthetic_routing import synthetic_routing
 from course_lib.traffic.routing import counts_of, dropped, moe_traffic
 from course_lib.widgets import expert_explorer
 from course_lib.widgets.experts import DROPLESS, ExpertChoice, experts_png, explore_experts

@@ -8,9 +8,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from pictures import overlapping_texts
 from widget_tree import control, shown, texts
 
-from course_lib import five_d_profile
+from course_lib.compare import five_d_profile
+from course_lib.compare.five_d_profile import first_times, measure_five_d
 from course_lib.config import preset
-from course_lib.five_d_profile import first_times, measure_five_d
 from course_lib.five_d_timing import step_time
 from course_lib.hardware import gpu, link
 from course_lib.layout import Layout

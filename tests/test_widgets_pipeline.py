@@ -6,8 +6,7 @@ import pytest
 from widget_tree import all_of, control, shown, texts
 
 from course_lib.plots.pipeline import draw_chart, percent
-from course_lib.schedules import SCHEDULES, make, stages_per_rank
-from course_lib.simulator import simulate
+from course_lib.schedules import SCHEDULES, make, simulate, stages_per_rank
 from course_lib.widgets import pipeline_explorer, pipeline_puzzle
 from course_lib.widgets.pipeline import NAMES, PipelineChoice, explore_pipeline
 from course_lib.widgets.pipeline_puzzle import best_known, check_puzzle, describe_puzzle

@@ -4,11 +4,11 @@ import matplotlib.pyplot as plt
 import pytest
 from widget_tree import control, shown, texts
 
+from course_lib.compare.sharded_profile import SENT, Row, ShardedComparison, Sizes, measure_tensor, measure_zero
 from course_lib.config import preset
 from course_lib.hardware import gpu, link
 from course_lib.memory.formulas import count_parameters
 from course_lib.memory.sharded import sharded_budget
-from course_lib.sharded_profile import SENT, Row, ShardedComparison, Sizes, measure_tensor, measure_zero
 from course_lib.sharded_timing import Cluster, tensor_parallel_step
 from course_lib.widgets import tensor, zero
 from course_lib.widgets.tensor import TensorChoice, explore_tensor, step_times, tensor_explorer

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from course_lib import model
 from course_lib.config import PRESETS
-from course_lib.meter import ByteMeter
+from course_lib.measure import ByteMeter
 from course_lib.training import loss_of
 
 LAYERS, ROWS, SEQ_LEN = 2, 3, 8

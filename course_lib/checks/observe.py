@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib.checks.core import CheckFailed, fail, run_ranks
-from course_lib.mesh import Mesh, make_groups
-from course_lib.meter import ByteMeter
+from course_lib.comm.groups import make_groups
+from course_lib.layout.mesh import Mesh
+from course_lib.measure.meter import ByteMeter
 
 HANG_S = 5.0  # the answers take milliseconds; a rank that still waits after this waits for ever
 

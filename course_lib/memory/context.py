@@ -19,10 +19,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from course_lib.config import ModelConfig
+from course_lib.layout.partition import check_method
+from course_lib.layout.placement import check_context
 from course_lib.memory.states import Recipe
 from course_lib.memory.tensor import narrow
-from course_lib.partition import check_method
-from course_lib.placement import check_context
 
 
 def check_exchange(attention: str, cp: int, method: str) -> None:

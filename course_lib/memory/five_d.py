@@ -22,17 +22,16 @@ from functools import lru_cache
 from math import prod
 
 from course_lib.config import ModelConfig
-from course_lib.expert_layout import check_expert_parallel
-from course_lib.instructions import Schedule
 from course_lib.layout import Layout
+from course_lib.layout.experts import check_expert_parallel
+from course_lib.layout.partition import check_layers, copies_of_kv, even_layers
 from course_lib.memory.context import check_exchange, exchange_bytes, tokens_of_rank
 from course_lib.memory.formulas import ASSUMED_OVERHEADS, Budget, check_seq_len
 from course_lib.memory.moe import expert_work_bytes, narrow_experts
 from course_lib.memory.pipeline import boundary_bytes, held_by_rank, num_neighbours, stage_activations
 from course_lib.memory.sharded import dense_work_bytes
-from course_lib.memory.stages import check_layers, even_layers, stage_config
+from course_lib.memory.stages import stage_config
 from course_lib.memory.states import Recipe, Shapes, StateBytes, has_step_counters, parameter_shapes, recipe_of
-from course_lib.memory.tensor import copies_of_kv
 from course_lib.memory.zero import (
     bucketed,
     padded,
@@ -42,6 +41,7 @@ from course_lib.memory.zero import (
     zero_state_bytes,
 )
 from course_lib.schedules import make
+from course_lib.schedules.instructions import Schedule
 
 KINDS = ("matrices", "norms", "kv", "tied", "experts")  # in a flat of ZeRO all are of one
 

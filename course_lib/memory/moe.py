@@ -27,8 +27,8 @@ from dataclasses import replace
 from math import prod
 
 from course_lib.config import ModelConfig, MoeConfig
-from course_lib.conjugate import piece_sizes
-from course_lib.expert_layout import check_expert_parallel
+from course_lib.layout.experts import check_expert_parallel
+from course_lib.layout.partition import piece_sizes
 from course_lib.memory.activations import PRECISIONS, Activations, block_terms, own_activations
 from course_lib.memory.formulas import ASSUMED_OVERHEADS, Budget, check_seq_len, temporary_bytes
 from course_lib.memory.states import (

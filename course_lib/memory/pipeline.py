@@ -22,17 +22,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from course_lib.config import ModelConfig
-from course_lib.conjugate import piece_sizes
-from course_lib.instructions import Instruction, Schedule
+from course_lib.layout.partition import check_layers, even_layers, piece_sizes
 from course_lib.memory.activations import PRECISIONS, Activations
 from course_lib.memory.context import filled_up_bytes, output_twice_bytes, tokens_of_rank
 from course_lib.memory.formulas import Budget
 from course_lib.memory.moe import moe_activations, narrow_experts
 from course_lib.memory.sharded import sharded_budget
-from course_lib.memory.stages import check_layers, even_layers, rank_tensors, rank_units, stage_config
+from course_lib.memory.stages import rank_tensors, rank_units, stage_config
 from course_lib.memory.states import Recipe, has_step_counters, recipe_of
 from course_lib.memory.tensor import narrow, tensor_parallel_activations, with_cut_vocabulary
 from course_lib.memory.zero import tensor_sizes
+from course_lib.schedules.instructions import Instruction, Schedule
 
 _TOKEN_ID = 8
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from course_lib.config import ModelConfig
+from course_lib.layout.partition import check_layers, check_num_stages
 from course_lib.memory.zero import buckets_of, layer_units, tensor_sizes_by_part
-from course_lib.partition import check_layers, check_num_stages
 from course_lib.timing import forward_flops_per_token, layer_matmul_parameters
 
 

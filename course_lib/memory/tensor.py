@@ -18,9 +18,9 @@ from dataclasses import replace
 from math import prod
 
 from course_lib.config import ModelConfig, require_dense
+from course_lib.layout.partition import check_heads, piece_sizes
 from course_lib.memory.activations import Activations, own_activations
 from course_lib.memory.states import parameter_shapes
-from course_lib.partition import check_heads, piece_sizes
 
 _WHOLE = (
     "positions", "token_type", "attention.o.bias", "mlp.down.bias", "attention.q_down", "attention.kv_down",

@@ -45,9 +45,10 @@ from torch.distributed.tensor.experimental._context_parallel._attention import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from course_lib import comm
-from course_lib.conjugate import Group, check_group
+from course_lib.comm.conjugate import Group, check_group
+from course_lib.layout.placement import check_context
 from course_lib.parallel.data import MicroBatches
-from course_lib.placement import check_context, positions
+from course_lib.parallel.positions import positions
 
 PLACEMENTS = ("contiguous", "zigzag")  # whether PyTorch balances the load
 ROTATE_METHODS = {"alltoall": _RotateMethod.ALL_TO_ALL, "allgather": _RotateMethod.ALL_GATHER}

@@ -24,8 +24,8 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.expert_layout import ExpertLayout, check_expert_parallel
-from course_lib.moe import MoE, Routing, balance_after_step, combine, count_load, dispatch, moe_layers, moe_losses
+from course_lib.layout.experts import ExpertLayout, check_expert_parallel
+from course_lib.model.moe import MoE, Routing, balance_after_step, combine, count_load, dispatch, moe_layers, moe_losses
 from course_lib.parallel.data import MicroBatches
 
 MATRICES = ("gate", "up", "down")

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.conjugate import Group
-from course_lib.instructions import Instruction, Schedule
+from course_lib.comm.conjugate import Group
+from course_lib.schedules.instructions import Instruction, Schedule
 
 Pair = tuple[int, int]  # (sender, receiver), counted inside the group
 Message = tuple[str, int, int]  # ("activation" | "gradient", micro-batch, the stage that needs it)

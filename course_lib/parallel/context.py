@@ -31,17 +31,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib import comm
-from course_lib.attention import CORES
-from course_lib.conjugate import Group, check_group
+from course_lib.comm.conjugate import Group, check_group
+from course_lib.layout.partition import check_method
+from course_lib.layout.placement import PLACEMENTS, check_context
+from course_lib.model.attention import CORES
 from course_lib.parallel.data import MicroBatches, Trace, compute_span
 from course_lib.parallel.gathered import Gathered
+from course_lib.parallel.positions import positions
 from course_lib.parallel.ring import Ring
 from course_lib.parallel.tensor import make_optimizer, sum_gradients
 from course_lib.parallel.tiles import Exchange, Plan, block_attention
 from course_lib.parallel.ulysses import check_ulysses, inner_positions, ulysses_core
-from course_lib.partition import check_method
-from course_lib.placement import PLACEMENTS, check_context, positions
-from course_lib.precision import clip_gradients, gradient_of, zero_gradients
+from course_lib.training.precision import clip_gradients, gradient_of, zero_gradients
 
 __all__ = [
     "Context", "accumulate_gradients", "build", "full_gradients", "full_parameters", "loss_of",

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib import comm
-from course_lib.timing import Span
+from course_lib.span import Span
 from course_lib.training import loss_of
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default, bucket_cap_mb=25

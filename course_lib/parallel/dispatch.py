@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from course_lib import comm
-from course_lib.conjugate import Group, check_group
-from course_lib.moe import Routing, apply_experts, combine, dispatch
+from course_lib.comm.conjugate import Group, check_group
+from course_lib.model.moe import Routing, apply_experts, combine, dispatch
 
 # --- rows to others, gradients back
 

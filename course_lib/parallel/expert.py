@@ -2,7 +2,7 @@
 
     parallel/dispatch.py         rows to the experts' ranks and back
     parallel/expert_tensor.py    every matrix of an expert cut over tp as well
-    this file                    a Llama with experts (course_lib/moe.py) cut from outside, its step, whole gradients
+    this file                    a Llama with experts (course_lib/model/moe.py) cut from outside, its step, whole gradients
 
     engine = build(model, group, ep_size=4)                 # keeps E / ep experts of each layer, in place
     loss = step(engine, micro_batches, optimizer)           # as in data parallelism each rank brings its own tokens
@@ -35,9 +35,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib import comm
-from course_lib.conjugate import Group, check_group
-from course_lib.expert_layout import ExpertLayout, check_ep, check_expert_parallel
-from course_lib.moe import MoE, balance_after_step, count_load, moe_layers, moe_losses
+from course_lib.comm.conjugate import Group, check_group
+from course_lib.layout.experts import ExpertLayout, check_ep, check_expert_parallel
+from course_lib.model.moe import MoE, balance_after_step, count_load, moe_layers, moe_losses
 from course_lib.parallel import tensor
 from course_lib.parallel.data import MicroBatches
 from course_lib.parallel.dispatch import run_once, run_once_per_node, run_plain
@@ -46,7 +46,7 @@ from course_lib.parallel.linear import WholeStream
 from course_lib.parallel.sequence import ShardedStream, of_my_tokens
 from course_lib.parallel.tensor import cuts_of, make_optimizer, sum_gradients
 from course_lib.parallel.vocabulary import vocab_cross_entropy
-from course_lib.precision import gradient_of, scale_gradients, zero_gradients
+from course_lib.training.precision import gradient_of, scale_gradients, zero_gradients
 
 __all__ = [
     "ExpertGroups", "accumulate_gradients", "build", "clip_gradients", "expert_groups", "full_gradients",

@@ -25,9 +25,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from course_lib.comm.conjugate import InFlight, copy_in, scatter_sum, sum_out
 from course_lib.config import ModelConfig
-from course_lib.conjugate import InFlight, copy_in, scatter_sum, sum_out
-from course_lib.moe import MoE, Routing
+from course_lib.model.moe import MoE, Routing
 from course_lib.parallel import tensor
 from course_lib.parallel.linear import ColumnLinear, WholeStream
 from course_lib.parallel.sequence import SEQUENCE, ShardedStream

@@ -33,15 +33,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib import comm
+from course_lib.comm.conjugate import Group
+from course_lib.comm.groups import Groups, make_all_groups
 from course_lib.config import ModelConfig
-from course_lib.conjugate import Group, piece_sizes
 from course_lib.devices import rank_device
-from course_lib.expert_layout import ExpertLayout
 from course_lib.layout import Layout
-from course_lib.mesh import Groups, make_all_groups
+from course_lib.layout.experts import ExpertLayout
+from course_lib.layout.partition import piece_sizes
 from course_lib.model import build as build_whole
 from course_lib.model import initial_weights
-from course_lib.moe import balance_after_step, moe_layers
+from course_lib.model.moe import balance_after_step, moe_layers
 from course_lib.parallel import pipeline, tensor, zero
 from course_lib.parallel.context import Context, core_of, cross_entropy
 from course_lib.parallel.data import MicroBatches
@@ -54,7 +55,7 @@ from course_lib.parallel.shards import ShardedAdamW
 from course_lib.parallel.stages import check_stages, skeleton
 from course_lib.parallel.sums import clip_gradients, sharing_of, sum_gradients
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
-from course_lib.precision import accumulate_in_fp32, zero_gradients
+from course_lib.training.precision import accumulate_in_fp32, zero_gradients
 
 # --- a model on a layout
 

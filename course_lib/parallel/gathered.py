@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from course_lib import comm
-from course_lib.conjugate import Group
+from course_lib.comm.conjugate import Group
 from course_lib.parallel.data import Trace
 from course_lib.parallel.tiles import Block, Plan, block_attention
 

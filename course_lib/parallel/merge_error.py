@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from course_lib.parallel.positions import positions
 from course_lib.parallel.tiles import Plan, backward_over, forward_over
-from course_lib.placement import positions
 
 
 @dataclass(frozen=True)

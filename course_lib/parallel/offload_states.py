@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from course_lib.precision import MasterAdamW, gradient_of
+from course_lib.training.precision import MasterAdamW, gradient_of
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
 STATE_BYTES = 4 * len(STATES)  # a parameter

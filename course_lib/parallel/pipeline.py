@@ -32,17 +32,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib import comm
-from course_lib.conjugate import Group, check_group
-from course_lib.instructions import Schedule
-from course_lib.moe import balance_after_step
+from course_lib.comm.conjugate import Group, check_group
+from course_lib.model.moe import balance_after_step
 from course_lib.parallel.channels import Pair, Step, connect, pairs_of, plan
 from course_lib.parallel.data import MicroBatches, Trace
 from course_lib.parallel.deferred import Deferral
 from course_lib.parallel.executor import Executor
 from course_lib.parallel.stages import check_stages, cut
-from course_lib.precision import MasterAdamW, gradient_of, scale_gradients, zero_gradients
-from course_lib.schedule_check import check
 from course_lib.schedules import make
+from course_lib.schedules.check import check
+from course_lib.schedules.instructions import Schedule
+from course_lib.training.precision import MasterAdamW, gradient_of, scale_gradients, zero_gradients
 
 AnySchedule = str | Schedule | Callable[[int], Schedule]  # a name, a schedule, or a function of the micro-batches
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from course_lib.placement import check_context
+from course_lib.layout.placement import check_context
 from course_lib.validate import Size, checked
 
 

@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.conjugate import Group
+from course_lib.comm.conjugate import Group
 from course_lib.parallel.data import Trace
 from course_lib.parallel.tiles import Block, Plan, block_attention
-from course_lib.timing import Span
+from course_lib.span import Span
 
 
 @dataclass(frozen=True)

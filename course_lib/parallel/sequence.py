@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.conjugate import (
+from course_lib.comm.conjugate import (
     Group,
     InFlight,
     gather_in,
@@ -47,7 +47,7 @@ from course_lib.parallel import tensor
 from course_lib.parallel.data import MicroBatches, Trace
 from course_lib.parallel.linear import communication_span, traced
 from course_lib.parallel.tensor import clip_gradients, full_gradients, full_parameters, loss_of, make_optimizer
-from course_lib.timing import Span
+from course_lib.span import Span
 
 __all__ = [
     "ShardedStream", "accumulate_gradients", "build", "clip_gradients", "full_gradients", "full_parameters", "loss_of",

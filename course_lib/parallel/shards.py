@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.parallel.data import NamedParameter, Pending, Trace, record_when_done
-from course_lib.precision import MasterAdamW, gradient_of, scale_gradients
-from course_lib.timing import Span
+from course_lib.span import Span
+from course_lib.training.precision import MasterAdamW, gradient_of, scale_gradients
 
 Load = Callable[[Sequence[str], int, Tensor], None]  # names laid end to end, first number, what to fill from there on
 

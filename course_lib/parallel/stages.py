@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.config import ModelConfig
-from course_lib.memory.stages import even_layers
+from course_lib.layout.partition import even_layers
 from course_lib.model import CLASSES, rope_tables
 
 FAMILIES = ("llama", "gpt")

@@ -19,7 +19,7 @@ from course_lib import comm
 from course_lib.parallel import pipeline, tensor
 from course_lib.parallel.expert import my_experts
 from course_lib.parallel.shards import Sharing
-from course_lib.precision import gradient_of, scale_gradients
+from course_lib.training.precision import gradient_of, scale_gradients
 
 KINDS = ("matrices", "norms", "kv", "tied", "experts")
 

@@ -25,14 +25,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib import comm
+from course_lib.comm.conjugate import Group, check_group
 from course_lib.config import ModelConfig
-from course_lib.conjugate import Group, check_group, piece_sizes
 from course_lib.devices import rank_device
-from course_lib.memory.tensor import check_heads, copies_of_kv
+from course_lib.layout.partition import check_heads, copies_of_kv, piece_sizes
 from course_lib.parallel.data import MicroBatches, Trace, compute_span
 from course_lib.parallel.linear import ColumnLinear, Cut, RowLinear, WholeStream, column_linears
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
-from course_lib.precision import MasterAdamW, gradient_of, scale_gradients, zero_gradients
+from course_lib.training.precision import MasterAdamW, gradient_of, scale_gradients, zero_gradients
 
 FAMILIES = ("llama", "gpt")
 MATRICES = {"q", "k", "v", "q_up", "kv_up", "o", "gate", "up", "down", "head"}  # names of the layers that are cut

@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.attention import fused_attention
-from course_lib.conjugate import Group, InFlight, check_group
-from course_lib.memory.context import check_ulysses
-from course_lib.placement import check_context, order, positions
+from course_lib.comm.conjugate import Group, InFlight, check_group
+from course_lib.layout.partition import check_ulysses
+from course_lib.layout.placement import check_context
+from course_lib.model.attention import fused_attention
+from course_lib.parallel.positions import order, positions
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 

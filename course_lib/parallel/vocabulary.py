@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib import comm
-from course_lib.conjugate import Group, check_group
+from course_lib.comm.conjugate import Group, check_group
 from course_lib.parallel.linear import Cut, WholeStream, cut_parameter
 
 

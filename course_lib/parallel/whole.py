@@ -14,7 +14,7 @@ from course_lib.model import build as build_whole
 from course_lib.parallel import zero
 from course_lib.parallel.five_d import cuts_of, named_parameters
 from course_lib.parallel.linear import Cut
-from course_lib.precision import gradient_of
+from course_lib.training.precision import gradient_of
 
 
 def full_parameters(engine: nn.Module) -> dict[str, Tensor]:

@@ -49,9 +49,9 @@ from course_lib.parallel.shards import (
     units_of,
     views_into,
 )
-from course_lib.precision import gradient_of
-from course_lib.timing import Span
+from course_lib.span import Span
 from course_lib.training import loss_of
+from course_lib.training.precision import gradient_of
 
 # --- stages 1 and 2: parameters stay whole
 

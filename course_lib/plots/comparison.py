@@ -57,7 +57,7 @@ def draw_comparison(axes, pairs: Sequence[PairOfBars], what: str = "largest of e
 def show_comparison(
     rows: Sequence, title: str = "Predicted beside measured", what: str = "largest of each kind"
 ) -> None:
-    """Show the rows of a `Comparison` (of `course_lib.memory.profile`) with each error; `what` names the axis."""
+    """Show the rows of a `Comparison` (of `course_lib.compare.profile`) with each error; `what` names the axis."""
     pairs = comparison_pairs(rows)
     with style():
         figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.0 + 0.45 * len(pairs)))

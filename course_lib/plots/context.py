@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
-from course_lib.context_work import all_pairs, idle_pairs, pairs, pairs_of_ranks, share_of_ideal, step_pairs
 from course_lib.hardware import GPU
-from course_lib.placement import PLACEMENTS, check_context, positions, tile
+from course_lib.layout.context_work import all_pairs, idle_pairs, pairs, pairs_of_ranks, share_of_ideal, step_pairs
+from course_lib.layout.placement import PLACEMENTS, check_context, tile
+from course_lib.parallel.positions import positions
 from course_lib.plots.curves import LINE_COLORS, LINE_STYLES, MARKERS
 from course_lib.plots.palette import LIMIT_COLOR, NEUTRAL_COLOR, RANK_COLORS, channels, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, style, three_digits

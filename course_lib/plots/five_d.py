@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 
 from course_lib.layout import Layout
-from course_lib.mesh import AXES, AxisLinks, links_of_axes
+from course_lib.layout.mesh import AXES, AxisLinks, links_of_axes
 from course_lib.plots.holdings import draw_boxes
 from course_lib.plots.palette import NEUTRAL_COLOR, RANK_COLORS, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, show_seconds, style

@@ -7,8 +7,7 @@ from itertools import accumulate
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
-from course_lib.conjugate import piece_sizes
-from course_lib.memory.tensor import check_heads
+from course_lib.layout.partition import check_heads, piece_sizes
 from course_lib.plots.palette import RANK_COLORS, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
 

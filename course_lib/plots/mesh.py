@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 
-from course_lib.mesh import Mesh
+from course_lib.layout.mesh import Mesh
 from course_lib.plots.palette import AXIS_COLORS, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
 

@@ -7,12 +7,12 @@ import matplotlib.pyplot as plt
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
-from course_lib.instructions import Schedule, read_instruction
 from course_lib.plots.palette import OKABE_ITO, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
 from course_lib.plots.timeline import merge, subtract
-from course_lib.simulator import Simulation
-from course_lib.timing import Span
+from course_lib.schedules.instructions import Schedule, read_instruction
+from course_lib.schedules.simulator import Simulation
+from course_lib.span import Span
 
 OP_COLORS = {
     "F": OKABE_ITO["sky"],

@@ -7,7 +7,6 @@ from statistics import median
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from course_lib.instructions import Schedule, read_instruction
 from course_lib.plots.palette import mix
 from course_lib.plots.pipeline import (
     OP_COLORS,
@@ -24,8 +23,9 @@ from course_lib.plots.pipeline import (
     schedule_picture,
 )
 from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, show_seconds, style, time_unit_for
-from course_lib.simulator import Costs, Simulation
-from course_lib.timing import Span
+from course_lib.schedules.instructions import Schedule, read_instruction
+from course_lib.schedules.simulator import Costs, Simulation
+from course_lib.span import Span
 
 OUTLINE_COLOR = "#444444"
 

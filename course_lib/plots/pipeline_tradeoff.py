@@ -9,7 +9,7 @@ from matplotlib.ticker import PercentFormatter
 from course_lib.plots.palette import OKABE_ITO
 from course_lib.plots.stages import peaks_of
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
-from course_lib.simulator import Simulation
+from course_lib.schedules.simulator import Simulation
 
 SAME = 0.004  # shares closer than this are one point
 

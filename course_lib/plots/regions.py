@@ -103,7 +103,7 @@ def _dims(name: str, mode: str) -> str:
 
 
 def block_borders(mode: str) -> list[Border]:
-    """The collectives of one block, into and out of attention and the MLP, named as in `course_lib.conjugate`.
+    """The collectives of one block, into and out of attention and the MLP, named as in `course_lib.comm.conjugate`.
 
     Source   Shoeybi et al. 2019 (arXiv:1909.08053), figure 3; Korthikanti et al. 2022, figures 4 and 5
     """

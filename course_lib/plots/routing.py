@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
-from course_lib.expert_layout import ExpertLayout
+from course_lib.layout.experts import ExpertLayout
 from course_lib.plots.palette import (
     COMMUNICATION_COLOR,
     COMPUTE_COLOR,

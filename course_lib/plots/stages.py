@@ -8,7 +8,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, NEUTRAL_COLOR, RANK_COLORS, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style, three_digits
-from course_lib.simulator import Simulation
+from course_lib.schedules.simulator import Simulation
 
 ALIVE_COLOR = KIND_COLORS["activations"]
 WAITING_COLOR = mix(ALIVE_COLOR, "#FFFFFF", 0.65)

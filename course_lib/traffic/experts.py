@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from course_lib.expert_layout import ExpertLayout
+from course_lib.layout.experts import ExpertLayout
 from course_lib.memory.context import tokens_of_rank
 from course_lib.memory.five_d import layers_of
 from course_lib.memory.stages import stage_config

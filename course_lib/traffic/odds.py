@@ -8,7 +8,7 @@ With skew, or a limit that follows the scores, draw a routing (synthetic_routing
 
 import math
 
-from course_lib.expert_layout import ExpertLayout, check_choice
+from course_lib.layout.experts import ExpertLayout, check_choice
 
 
 def expected_places(num_experts: int, places: int, top_k: int, max_places: int | None = None) -> float:

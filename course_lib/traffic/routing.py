@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from course_lib.expert_layout import METHODS, ExpertLayout
+from course_lib.layout.experts import METHODS, ExpertLayout
 
 ID_BYTES = 4  # an expert's number beside a row, int32
 COUNT_BYTES = 8  # how many rows will come, int64

@@ -7,12 +7,12 @@ import ipywidgets as widgets
 
 from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.context_timing import AttentionTime, attention_time, ring_link, tokens_that_hide_a_hop
-from course_lib.context_work import pairs, share_of_ideal
 from course_lib.hardware import GPUS, LINKS, gpu, link
+from course_lib.layout.context_work import pairs, share_of_ideal
+from course_lib.layout.partition import CP_METHODS
+from course_lib.layout.placement import PLACEMENTS
 from course_lib.memory.context import for_length, kv_block_bytes
 from course_lib.memory.sharded import sharded_budget
-from course_lib.partition import CP_METHODS
-from course_lib.placement import PLACEMENTS
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_step_times

@@ -10,7 +10,8 @@ from course_lib.hardware import GPUS, LINKS, gpu, link, peak_flops
 from course_lib.memory.formulas import count_parameters
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_overlap, overlap_picture
-from course_lib.timing import Span, collective_s, dp_spans, exposed_s, step_flops
+from course_lib.span import Span
+from course_lib.timing import collective_s, dp_spans, exposed_s, step_flops
 from course_lib.widgets import parts
 
 ASSUMED_MFU = 0.4  # of one GPU while it computes; published good runs on H100 reach 0.4 to 0.5

@@ -10,8 +10,9 @@ import ipywidgets as widgets
 import torch
 from matplotlib.figure import Figure
 
-from course_lib.expert_layout import ExpertLayout, check_choice
-from course_lib.moe import capacity_of, keep
+from course_lib.layout.experts import ExpertLayout, check_choice
+from course_lib.model.moe import capacity_of, keep
+from course_lib.model.synthetic_routing import synthetic_routing
 from course_lib.plots.experts import LoadPicture, draw_load, load_picture, load_title
 from course_lib.plots.routing import (
     TrafficPicture,
@@ -22,7 +23,6 @@ from course_lib.plots.routing import (
     traffic_title,
 )
 from course_lib.plots.style import FULL_WIDTH_IN, show_bytes, style, unit_for
-from course_lib.synthetic_routing import synthetic_routing
 from course_lib.traffic.routing import (
     MoeTraffic,
     Rows,

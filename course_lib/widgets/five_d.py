@@ -8,14 +8,14 @@ from io import BytesIO
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
+from course_lib.compare.five_d_profile import FiveDComparison, measure_five_d
 from course_lib.config import MOE_PRESETS, PRESETS, preset
-from course_lib.five_d_profile import FiveDComparison, measure_five_d
 from course_lib.five_d_timing import Overlap, StepTime, step_time
 from course_lib.hardware import GPUS, LINKS, gpu, link
 from course_lib.layout import Layout
+from course_lib.layout.mesh import AxisLinks, links_of_axes
+from course_lib.layout.partition import fewer_at_the_ends
 from course_lib.memory.five_d import five_d_budgets
-from course_lib.memory.stages import fewer_at_the_ends
-from course_lib.mesh import AxisLinks, links_of_axes
 from course_lib.plots.five_d_costs import (
     draw_pipeline,
     draw_sent_by_axis,

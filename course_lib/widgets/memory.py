@@ -6,10 +6,10 @@ from html import escape
 
 import ipywidgets as widgets
 
+from course_lib.compare.profile import Comparison, profile_step, scale_down
 from course_lib.config import PRESETS, preset
 from course_lib.hardware import GPUS, gpu
 from course_lib.memory.formulas import OPTIMIZERS, RECIPES, Budget, budget, count_parameters
-from course_lib.memory.profile import Comparison, profile_step, scale_down
 from course_lib.plots.comparison import comparison_pairs, draw_comparison, error_text
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes

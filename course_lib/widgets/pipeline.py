@@ -16,7 +16,7 @@ from course_lib.plots.stages import (
     short,
 )
 from course_lib.schedules import SCHEDULES, make, stages_per_rank
-from course_lib.simulator import Costs, Simulation, simulate
+from course_lib.schedules.simulator import Costs, Simulation, simulate
 from course_lib.widgets import parts
 
 MOST_BOXES = 2048  # more cannot be told apart in one chart

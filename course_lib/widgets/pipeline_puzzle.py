@@ -7,14 +7,14 @@ from html import escape
 
 import ipywidgets as widgets
 
-from course_lib.instructions import Instruction, Schedule, from_lists, loop_placement, needs
 from course_lib.plots.pipeline import SchedulePicture, chart_height_in, draw_chart, percent, picture_of
 from course_lib.plots.pipeline import boxes_of as boxes_of_rows
 from course_lib.plots.stages import short
-from course_lib.schedule_check import problems, runnable_order
 from course_lib.schedules import SCHEDULES, make, stages_per_rank
-from course_lib.simulator import Costs, Simulation, simulate
-from course_lib.timing import Span
+from course_lib.schedules.check import problems, runnable_order
+from course_lib.schedules.instructions import Instruction, Schedule, from_lists, loop_placement, needs
+from course_lib.schedules.simulator import Costs, Simulation, simulate
+from course_lib.span import Span
 from course_lib.widgets import parts
 
 MOST_RANKS, MOST_MICRO_BATCHES = 8, 12

@@ -5,6 +5,7 @@ from html import escape
 
 import ipywidgets as widgets
 
+from course_lib.compare.sharded_profile import ShardedComparison, measure_tensor
 from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.hardware import GPUS, LINKS, gpu, link
 from course_lib.layout import Layout
@@ -14,7 +15,6 @@ from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_li
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_step_times
 from course_lib.run import Run
-from course_lib.sharded_profile import ShardedComparison, measure_tensor
 from course_lib.sharded_timing import Cluster, TensorParallelStep, tensor_parallel_step
 from course_lib.traffic import calls, sent_bytes
 from course_lib.widgets import parts

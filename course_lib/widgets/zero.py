@@ -5,6 +5,7 @@ from html import escape
 
 import ipywidgets as widgets
 
+from course_lib.compare.sharded_profile import ShardedComparison, measure_zero
 from course_lib.config import PRESETS, preset
 from course_lib.hardware import GPUS, gpu, link
 from course_lib.layout import Layout
@@ -14,7 +15,6 @@ from course_lib.memory.zero import Offload, offload_link_bytes, zero_state_bytes
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.run import Run
-from course_lib.sharded_profile import ShardedComparison, measure_zero
 from course_lib.sharded_timing import offload_s
 from course_lib.traffic import calls, sent_bytes
 from course_lib.widgets import parts

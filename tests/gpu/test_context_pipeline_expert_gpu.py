@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 
 from course_lib import model
-from course_lib.attention import explicit_attention
 from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.launch import RankError, launch
+from course_lib.layout import PLACEMENTS
+from course_lib.model import explicit_attention
 from course_lib.native import context as native_context
 from course_lib.native import expert as native_expert
 from course_lib.native import pipeline as native_pipeline
 from course_lib.parallel import context, expert, pipeline, tiles
-from course_lib.placement import PLACEMENTS, positions
+from course_lib.parallel.positions import positions
 from course_lib.training import loss_of
 
 pytestmark = pytest.mark.gpu

@@ -10,13 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from course_lib import moe
 from course_lib.config import preset
-from course_lib.fake_cluster import dtypes_of, plan_choices, simulate_rank
 from course_lib.launch import launch
 from course_lib.layout import Layout
-from course_lib.memory.storages import replaced
+from course_lib.measure.storages import replaced
+from course_lib.model import moe
 from course_lib.parallel import five_d
+from course_lib.simulate import simulate_rank
+from course_lib.simulate.cluster import dtypes_of, plan_choices
 
 pytestmark = pytest.mark.gpu
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from course_lib.config import ModelConfig
-from course_lib.memory.cuda import cuda_memory, fragment, rounded_bytes
+from course_lib.measure import MemoryTracker, cuda_memory
+from course_lib.measure.cuda import fragment, rounded_bytes
 from course_lib.memory.formulas import budget
-from course_lib.memory.tracker import MemoryTracker
 from course_lib.model import build
 from course_lib.training import loss_of, make_optimizer, train_step
 

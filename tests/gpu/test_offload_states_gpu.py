@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from course_lib.parallel.offload_states import OffloadedAdamW
-from course_lib.precision import MasterAdamW
 from course_lib.sharded_timing import crossing_s
+from course_lib.training import MasterAdamW
 
 pytestmark = pytest.mark.gpu
 

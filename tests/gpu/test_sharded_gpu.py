@@ -13,7 +13,7 @@ import torch.distributed as dist
 from course_lib import model
 from course_lib.config import PRESETS
 from course_lib.launch import launch
-from course_lib.memory.tracker import MemoryTracker
+from course_lib.measure import MemoryTracker
 from course_lib.parallel import sequence, tensor, zero
 from course_lib.training import loss_of
 

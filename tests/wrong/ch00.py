@@ -7,10 +7,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.alpha_beta import check_crossover_bytes, check_faster_all_reduce
-from course_lib.checks.ranks import (
+from course_lib.checks.ch00 import (
     check_all_reduce_by_doubling,
     check_all_reduce_in_two_levels,
+    check_crossover_bytes,
+    check_faster_all_reduce,
     check_mean_of_unequal_shares,
     check_ring_all_gather,
     check_shift,

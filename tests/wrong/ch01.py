@@ -5,9 +5,10 @@ import math
 import torch
 import torch.nn.functional as F
 
-from course_lib.checks.fitting import check_first_failure, check_largest_micro_batch
-from course_lib.checks.single_gpu_memory import (
+from course_lib.checks.ch01 import (
     check_count_parameters,
+    check_first_failure,
+    check_largest_micro_batch,
     check_mlp_kept_bytes,
     check_state_bytes,
     check_swiglu,

@@ -3,8 +3,16 @@
 import torch
 import torch.nn.functional as F
 
-from course_lib.checks.rungs import check_first_fit, check_lora_bytes, check_merged_weight, check_utilisation
-from course_lib.checks.techniques import check_accumulate, check_merge, check_recompute, check_scaled_step
+from course_lib.checks.ch02 import (
+    check_accumulate,
+    check_first_fit,
+    check_lora_bytes,
+    check_merge,
+    check_merged_weight,
+    check_recompute,
+    check_scaled_step,
+    check_utilisation,
+)
 from course_lib.memory.formulas import budget
 from course_lib.timing import flops_per_token, step_flops
 

@@ -3,13 +3,14 @@
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.data_parallel import (
+from course_lib.checks.ch03 import (
+    check_accumulate,
     check_accumulation,
     check_average_and_clip,
     check_average_by_tokens,
     check_buckets,
+    check_overlap,
 )
-from course_lib.checks.dp_hooks import check_accumulate, check_overlap
 from course_lib.comm import all_gather, all_reduce
 
 

@@ -4,14 +4,14 @@ import math
 
 import torch
 
-from course_lib.checks.zero import (
+from course_lib.checks.ch04 import (
     check_clip_shards,
     check_flat_shard,
+    check_gather_use_free,
     check_held_bytes,
     check_sent_bytes,
     check_zero1_step,
 )
-from course_lib.checks.zero_units import check_gather_use_free
 from course_lib.comm import all_gather, all_reduce, reduce_scatter
 
 

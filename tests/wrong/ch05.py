@@ -4,10 +4,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from course_lib.checks.tensor_parallel import check_heads, check_row, check_share
-from course_lib.checks.tp_gradients import check_column_backward, check_copy_in, check_sum_out, check_vocab_loss
-from course_lib.comm import all_reduce
-from course_lib.conjugate import join, my_piece
+from course_lib.checks.ch05 import (
+    check_column_backward,
+    check_copy_in,
+    check_heads,
+    check_row,
+    check_share,
+    check_sum_out,
+    check_vocab_loss,
+)
+from course_lib.comm import all_reduce, join, my_piece
 
 
 # ------------------------------------------------------------------------------------ 1. heads by rank

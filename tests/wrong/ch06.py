@@ -3,10 +3,27 @@
 import torch
 import torch.nn.functional as F
 
-from course_lib.checks.sequence_parallel import check_choice, check_kept, check_shape
-from course_lib.checks.sp_gradients import check_gather_in, check_mlp_block, check_sum_of_my_tokens
-from course_lib.comm import all_gather, all_reduce, all_reduce_, reduce_scatter
-from course_lib.conjugate import gather_in, join, my_piece, piece_sizes, scatter_sum, split, sum_out
+from course_lib.checks.ch06 import (
+    check_choice,
+    check_gather_in,
+    check_kept,
+    check_mlp_block,
+    check_shape,
+    check_sum_of_my_tokens,
+)
+from course_lib.comm import (
+    all_gather,
+    all_reduce,
+    all_reduce_,
+    gather_in,
+    join,
+    my_piece,
+    reduce_scatter,
+    scatter_sum,
+    split,
+    sum_out,
+)
+from course_lib.layout import piece_sizes
 
 
 # ------------------------------------------------------------------------------------ 1. shapes of regions

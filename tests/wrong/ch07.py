@@ -3,10 +3,17 @@
 import torch
 from torch.nn import functional as F
 
-from course_lib.checks.context_parallel import check_bytes, check_merge, check_positions, check_tile
-from course_lib.checks.cp_ranks import check_heads_for_tokens, check_loss
+from course_lib.checks.ch07 import (
+    check_bytes,
+    check_heads_for_tokens,
+    check_loss,
+    check_merge,
+    check_positions,
+    check_tile,
+)
 from course_lib.comm import all_gather, all_reduce, all_to_all
-from course_lib.placement import positions, tile
+from course_lib.layout import tile
+from course_lib.parallel.positions import positions
 
 
 # ------------------------------------------------------------------------------------ 1. positions

@@ -3,9 +3,16 @@
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.pipeline_formulas import _rounded, _to_the_shortest, check_alive, check_bubble, check_layers
-from course_lib.checks.pipeline_ranks import check_exchange, check_split_backward
-from course_lib.checks.pipeline_schedules import check_one_f_one_b, check_shorter
+from course_lib.checks.ch08 import (
+    check_alive,
+    check_bubble,
+    check_exchange,
+    check_layers,
+    check_one_f_one_b,
+    check_shorter,
+    check_split_backward,
+)
+from course_lib.checks.ch08.pipeline_formulas import _rounded, _to_the_shortest
 from course_lib.schedules import make
 
 

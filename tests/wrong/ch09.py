@@ -4,11 +4,18 @@ import math
 
 import torch
 
-from course_lib import moe
-from course_lib.checks.expert_parallel import check_sent_bytes, check_sum_gradients
-from course_lib.checks.routing import check_bias_step, check_combine, check_dispatch, check_keep, check_route
+from course_lib.checks.ch09 import (
+    check_bias_step,
+    check_combine,
+    check_dispatch,
+    check_keep,
+    check_route,
+    check_sent_bytes,
+    check_sum_gradients,
+)
 from course_lib.comm import all_reduce_
-from course_lib.moe import scores
+from course_lib.model import moe
+from course_lib.model.moe import scores
 
 
 # ------------------------------------------------------------------------------------ 1. the router

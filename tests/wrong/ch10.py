@@ -2,16 +2,17 @@
 
 import math
 
-from course_lib.checks.five_d import (
+from course_lib.checks.ch10 import (
+    check_combined_sums,
     check_groups,
+    check_norm,
     check_pp_and_zero3,
     check_smallest_cut,
     check_summed_over,
-    smallest_cut,
 )
-from course_lib.checks.five_d_ranks import check_combined_sums, check_norm
+from course_lib.checks.ch10.five_d import smallest_cut
 from course_lib.comm import all_reduce, all_reduce_
-from course_lib.mesh import Mesh
+from course_lib.layout import Mesh
 
 
 # ------------------------------------------------------------------------------------ 1. who is in which group

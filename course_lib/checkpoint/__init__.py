@@ -1,0 +1,11 @@
+"""Checkpoints: an engine's state saved under one layout and loaded under any other, while training goes on.
+
+files.py         folders of checkpoints: complete or not there, and found to be whole
+storage.py       pieces to files through torch.distributed.checkpoint; no code is run from a file
+optimizer.py     what a checkpoint has of an optimizer: moments, masters, counts of steps, learning rates
+state.py         save, save_async, load
+export.py        checkpoints to the files of transformers, and an engine from them
+"""
+
+from course_lib.checkpoint.files import latest
+from course_lib.checkpoint.state import Restored, load, save, save_async, wait_for_earlier

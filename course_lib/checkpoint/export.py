@@ -1,0 +1,258 @@
+"""A checkpoint as the files that `transformers` loads, and an engine filled from such files: safetensors both ways.
+
+    export_safetensors(checkpoint, out)                     # one process; then from_pretrained(out) reads it
+    import_safetensors(engine, folder)                      # any layout: each rank reads its pieces of the files
+
+Neither holds the whole model: an export one file's tensors (max_file_bytes), an import nothing but its own.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from course_lib.checkpoint import files
+from course_lib.checkpoint.files import PARTIAL, everywhere
+from course_lib.checkpoint.state import wait_for_earlier
+from course_lib.checkpoint.storage import parameter_dtype, read, widest
+from course_lib.config import MlaConfig, ModelConfig, MoeConfig, RopeScaling
+from course_lib.model import build
+from course_lib.parallel.five_d import FiveD
+from course_lib.weights.hf_weights import name_in_transformers, naming_of, tensor_in_transformers
+from course_lib.weights.loading import Weights
+from course_lib.weights.pieces import Piece, parameters_of
+from course_lib.weights.tensor_files import INDEX, SINGLE
+
+# --- out
+
+
+@torch.no_grad()
+def export_safetensors(
+    checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = None, max_file_bytes: int = 2 * 2**30
+) -> Path:
+    """Writes the model of a checkpoint to the folder `out`, with its config.json. One process; ranks are not needed.
+
+    checkpoint   one, or a folder of them: then the last complete one
+    dtype        of the files; by default that of the parameters. In another the masters, if there are some, are cast
+
+    Bytes        held: the tensors of one file
+    Raises       ValueError if the checkpoint is torn, `out` is there, or `transformers` has no such architecture
+    """
+    out = Path(out)
+    if out.exists():
+        raise ValueError(f"{out} is there already; give a folder that is not")
+    path = files.find(Path(checkpoint))
+    manifest = files.read_manifest(path)
+    files.verify(path, manifest)
+    config = config_from_dict(manifest["model"])
+    dtype = dtype or parameter_dtype(manifest)
+    described = config_for_transformers(config, dtype)
+    partial = out.with_name(out.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_tensors(path, manifest, config, dtype, partial, max_file_bytes)
+    (partial / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
+    partial.rename(out)
+    return out
+
+
+def write_tensors(path: Path, manifest: dict, config: ModelConfig, dtype, out: Path, max_file_bytes: int) -> None:
+    """model.safetensors, or several files and their index."""
+    batches = list(batches_of(config, dtype, max_file_bytes))
+    weight_map, total = {}, 0
+    for number, batch in enumerate(batches):
+        file = SINGLE if len(batches) == 1 else f"model-{number + 1:05d}-of-{len(batches):05d}.safetensors"
+        tensors = {theirs: torch.empty(shape, dtype=dtype) for theirs, (shape, _) in batch.items()}
+        for ours in (name for _, names in batch.values() for name in names):
+            read_parameter(path, manifest, ours, tensor_in_transformers(tensors, ours, config))
+        tensors |= expert_biases(path, manifest, config, tensors)
+        save_file(tensors, out / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        total += sum(x.nbytes for x in tensors.values())
+    if len(batches) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (out / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def batches_of(config: ModelConfig, dtype: torch.dtype, max_bytes: int) -> Iterator[dict[str, tuple]]:
+    """Their tensors, {name: (shape, our names in it)}, as many at a time as fit into one file."""
+    theirs: dict[str, tuple[tuple[int, ...], list[str]]] = {}
+    for name, parameter in build(config, device="meta").named_parameters():
+        shape = shape_in_transformers(name, tuple(parameter.shape), config)
+        theirs.setdefault(name_in_transformers(name, naming_of(config)), (shape, []))[1].append(name)
+    batch, held = {}, 0
+    for name, (shape, names) in theirs.items():
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if batch and held + nbytes > max_bytes:
+            yield batch
+            batch, held = {}, 0
+        batch[name], held = (shape, names), held + nbytes
+    yield batch
+
+
+def shape_in_transformers(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
+    """The shape of their tensor that holds ours: GPT-2's are transposed, with q, k and v side by side."""
+    if config.family != "gpt" or not name.startswith("blocks.") or "norm" in name:
+        return shape
+    *before, last = reversed(shape)
+    return (*before, 3 * last if any(part in name for part in (".q.", ".k.", ".v.")) else last)
+
+
+def read_parameter(path: Path, manifest: dict, name: str, into: Tensor) -> None:
+    piece = Piece(f"model.{name}", tuple(into.shape), (0,) * into.dim(), into)
+    read(path, manifest, widest([piece], manifest))
+
+
+def expert_biases(path: Path, manifest: dict, config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """DeepSeek's biases that balance experts, beside the routers that are in this file."""
+    biases = {}
+    for layer in range(config.num_layers):
+        router = f"model.layers.{layer}.mlp.gate.weight"
+        if config.mla is not None and router in tensors:
+            steps_E = torch.empty(config.moe.num_experts, dtype=torch.int64)
+            read_parameter(path, manifest, f"blocks.{layer}.mlp.router.bias_steps_E", steps_E)
+            name = router.replace("gate.weight", "gate.e_score_correction_bias")
+            biases[name] = (steps_E * config.moe.bias_speed).float()
+    return biases
+
+
+# --- in
+
+
+@torch.no_grad()
+def import_safetensors(engine: FiveD, folder: str | Path) -> None:
+    """Fills the engine's parameters from files of `transformers`, before its first step. All ranks call it.
+
+    Bytes    read: each rank its own pieces; sent: with zero 1 and 2 an all-gather of the parameters
+    Raises   ValueError on every rank if one finds files missing, damaged, pickles, or of another model
+    """
+    everywhere(wait_for_earlier(engine), lambda: read_parameters(engine, folder))
+    for sharded in engine.zeros.values():
+        sharded.share_update()
+
+
+def read_parameters(engine: FiveD, folder: str | Path) -> None:
+    """Fills what this rank holds."""
+    weights = Weights(folder, engine.config)
+    for holding in parameters_of(engine):
+        for piece in holding.pieces(holding.tensor, ""):
+            ranges = [(low, low + size) for low, size in zip(piece.offsets, piece.tensor.shape)]
+            weights[piece.name].part(*ranges).read_into(piece.tensor)
+
+
+# --- configs
+
+
+def config_from_dict(values: dict) -> ModelConfig:
+    """Back from `dataclasses.asdict`, through JSON."""
+    parts = {"rope_scaling": RopeScaling, "moe": MoeConfig, "mla": MlaConfig}
+    return ModelConfig(**{key: parts[key](**x) if key in parts and x is not None else x for key, x in values.items()})
+
+
+def config_for_transformers(config: ModelConfig, dtype: torch.dtype) -> dict:
+    """What config.json says: the way back of `hf_weights.config_from_transformers`.
+
+    Raises   ValueError for a model whose like `transformers` does not have
+    """
+    common = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tied, "bos_token_id": 0,
+              "eos_token_id": 0, "torch_dtype": str(dtype).removeprefix("torch.")}  # fmt: skip
+    if config.family == "gpt":
+        return common | gpt_fields(config)
+    if config.family != "llama":
+        raise ValueError(f"family is {config.family!r}; exported are llama and gpt, which predict the next token")
+    if config.mla is not None and config.moe is not None:
+        kind, special = "deepseek_v3", deepseek_fields(config)
+    elif config.moe is not None:
+        kind, special = "mixtral", mixtral_fields(config)
+    else:
+        kind, special = "llama", {"head_dim": config.head_dim}
+    architecture = {"deepseek_v3": "DeepseekV3", "mixtral": "Mixtral", "llama": "Llama"}[kind] + "ForCausalLM"
+    return common | llama_fields(config) | special | {"model_type": kind, "architectures": [architecture]}
+
+
+def llama_fields(config: ModelConfig) -> dict:
+    scaling = None
+    if config.rope_scaling is not None:
+        scaling = asdict(config.rope_scaling) | {"rope_type": "llama3"}
+        scaling["original_max_position_embeddings"] = scaling.pop("original_max_seq_len")
+    return {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.d_model,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "intermediate_size": config.d_ff,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+    }
+
+
+def mixtral_fields(config: ModelConfig) -> dict:
+    """Raises ValueError for routers other than Mixtral's."""
+    moe = config.moe
+    plain = MoeConfig(moe.num_experts, moe.top_k, moe.d_expert)
+    decides = ("num_shared_experts", "score", "normalise_weights", "num_groups", "routed_scale", "first_dense_layers",
+               "capacity_factor")  # fmt: skip
+    different = {name: getattr(moe, name) for name in decides if getattr(moe, name) != getattr(plain, name)}
+    if different or moe.balancing == "bias":
+        raise ValueError(
+            f"{config.name} routes with {different or 'a balancing bias'}; transformers has such experts with latent "
+            "attention (mla) as DeepSeek-V3, and without it only Mixtral's"
+        )
+    return {
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "intermediate_size": moe.d_expert,
+        "head_dim": config.head_dim,
+        "sliding_window": None,
+    }
+
+
+def deepseek_fields(config: ModelConfig) -> dict:
+    """Raises ValueError for what is otherwise than DeepSeek-V3's, such as norms of latents, whose eps is a constant."""
+    moe, mla = config.moe, config.mla
+    if (moe.score, moe.balancing, moe.capacity_factor, config.norm_eps) != ("sigmoid", "bias", None, 1e-6):
+        raise ValueError(
+            f"{config.name} has score {moe.score!r}, balancing {moe.balancing!r}, capacity_factor "
+            f"{moe.capacity_factor}, norm_eps {config.norm_eps}; DeepSeek-V3 has 'sigmoid', 'bias', None, 1e-06"
+        )
+    return {
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.d_expert,
+        "n_shared_experts": moe.num_shared_experts,
+        "norm_topk_prob": moe.normalise_weights,
+        "n_group": moe.num_groups,
+        "topk_group": moe.max_groups,
+        "routed_scaling_factor": moe.routed_scale,
+        "first_k_dense_replace": moe.first_dense_layers,
+        "q_lora_rank": mla.q_rank,
+        "kv_lora_rank": mla.kv_rank,
+        "qk_nope_head_dim": mla.nope_dim,
+        "qk_rope_head_dim": mla.rope_dim,
+        "v_head_dim": mla.value_dim,
+        "rope_interleave": True,
+        "attention_bias": False,
+    }
+
+
+def gpt_fields(config: ModelConfig) -> dict:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": config.num_layers,
+        "n_embd": config.d_model,
+        "n_head": config.num_heads,
+        "n_inner": config.d_ff,
+        "n_positions": config.max_seq_len,
+        "layer_norm_epsilon": config.norm_eps,
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout,
+    }

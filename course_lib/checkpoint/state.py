@@ -1,0 +1,316 @@
+"""Checkpoints of an engine of parallel/five_d.py: saved under one layout, loaded under any other.
+
+    save(engine, optimizer, folder, step)                   # all ranks call it; then folder/step-00000120 is complete
+    saving = save_async(engine, optimizer, folder, step)    # copies to the host; files are written meanwhile
+    restored = load(engine, optimizer, folder)              # the last complete one, or the one that is named
+    load(engine, optimizer, folder, convert=True)           # one of another precision too: bf16 to fp32, or back
+    latest(folder)                                          # where that is, or None
+    wait_for_earlier(engine)                                # at the end of a run: until the last save_async is complete
+
+What is in it: parameters, AdamW's moments, FP32 masters, counts of steps, learning rates, balancing biases of experts;
+of each rank its random number generators, and what the caller gives as `extra`. All of it is in pieces of whole tensors
+(parallel/pieces.py), so that a layout is only a way to cut them; checkpoint_pieces.py makes files of them.
+
+A precision is a way to round them. A parameter of 16 bits has an FP32 master in the optimizer; one of 32 bits is its
+own. Going from one to the other, the wide numbers keep their bits; there and back again changes nothing:
+
+    saved                      an engine of fp32           an engine of bf16
+    fp32                       as saved                    masters: the parameters; parameters: those, rounded
+    bf16 with masters          parameters: the masters     as saved
+    moments (FP32)             as saved                    as saved
+
+float64, in comparisons, goes by the same rule, and is then rounded.
+
+Memory beside the engine's own: `save` one piece (64 MiB at most) at a time, `load` twice that; `save_async` a copy on
+the host of what this rank writes. All ranks together write everything once.
+"""
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from course_lib.checkpoint import files
+from course_lib.checkpoint import storage as stored_pieces
+from course_lib.checkpoint.files import everywhere, latest, together
+from course_lib.checkpoint.optimizer import STATES, load_optimizer, options_of, options_to_load, state_dtypes, steps_of
+from course_lib.checkpoint.storage import DTYPES, parameter_dtype, widest
+from course_lib.parallel.five_d import FiveD
+from course_lib.weights.pieces import Holding, Piece, buffers_of, parameters_of
+
+__all__ = ["Restored", "Saving", "latest", "load", "save", "save_async", "wait_for_earlier"]
+
+Optimizer = torch.optim.Optimizer
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint held besides the engine's numbers.
+
+    about        what the caller gave as `about`
+    extra        what this rank gave; in another mesh what rank 0 gave
+    same_mesh    the ranks stand as they stood: their random number generators go on where they were. In another mesh
+                 they are as before, to be seeded
+    """
+
+    path: Path
+    step: int
+    about: dict
+    extra: dict[str, Tensor]
+    same_mesh: bool
+
+
+class Saving:
+    """A save under way, or done."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+
+    def start(self, *arguments) -> None:
+        """Writes in a thread of its own."""
+
+        def run():
+            try:
+                stored_pieces.write(self.path, *arguments)
+            except BaseException as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=run, name=f"save {self.path.name}")
+        self.thread.start()
+
+    @property
+    def done(self) -> bool:
+        return self.thread is None or not self.thread.is_alive()
+
+    def wait(self) -> Path:
+        """Returns once the checkpoint is complete on all ranks; raises, once, what went wrong."""
+        if self.thread is not None:
+            self.thread.join()
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        return self.path
+
+
+# --- save
+
+
+def save(
+    engine: FiveD,
+    optimizer: Optimizer,
+    folder: str | Path,
+    step: int,
+    extra: Mapping[str, Tensor] | None = None,
+    about: dict | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Writes folder/step-..., of `step` steps done, and returns when it is complete. All ranks call it.
+
+    extra    tensors of this rank, such as its place in the data
+    about    of the whole run, of JSON's kinds; that of rank 0 counts
+    keep     how many checkpoints remain in the folder; None: all. The older go when the new one is complete
+
+    Raises   ValueError for arguments that cannot be, if the folder has this step or a later one, or is not the same for
+             all ranks; RuntimeError if a rank cannot write. On every rank, and the checkpoints before are as they were
+    """
+    saving, arguments = prepare(engine, optimizer, folder, step, extra, about, keep, copy=False)
+    with torch.device("cpu"):
+        stored_pieces.write(saving.path, *arguments)
+    return saving.path
+
+
+def save_async(
+    engine: FiveD,
+    optimizer: Optimizer,
+    folder: str | Path,
+    step: int,
+    extra: Mapping[str, Tensor] | None = None,
+    about: dict | None = None,
+    keep: int | None = None,
+) -> Saving:
+    """As `save`, but returns when all is copied to the host: the next step may change what was copied.
+
+    One save at a time: a second waits for the first. What goes wrong meanwhile is raised by the next `wait`, `save`,
+    `save_async` or `load` of this engine.
+    """
+    saving, arguments = prepare(engine, optimizer, folder, step, extra, about, keep, copy=True)
+    saving.start(*arguments)
+    return saving
+
+
+def prepare(engine, optimizer, folder, step, extra, about, keep, copy: bool) -> tuple[Saving, tuple]:
+    """What is done before files are written: (the save, the arguments of `checkpoint_pieces.write` behind the path)."""
+    group = wait_for_earlier(engine)
+    final = everywhere(group, lambda: begin(Path(folder), step, extra, about, keep, group.rank() == 0))
+    pieces = everywhere(group, lambda: pieces_to_write(engine, optimizer, group.rank(), extra, copy))
+    manifest = {
+        "step": step,
+        "layout": engine.layout.to_dict(),
+        "model": asdict(engine.config),
+        "optimizer": {"options": options_of(optimizer), "steps": steps_of(engine, optimizer, group)},
+        "about": about or {},
+    }
+    engine.saving = Saving(final)
+    return engine.saving, (pieces, manifest, group, keep)
+
+
+def wait_for_earlier(engine: FiveD) -> dist.ProcessGroup:
+    """Waits for the engine's save under way, raises its error; returns the group that checkpoints use, on the host."""
+    if getattr(engine, "saving", None) is not None:
+        engine.saving.wait()
+    if not hasattr(engine, "host_group"):
+        engine.host_group = dist.new_group(backend="gloo")
+    return engine.host_group
+
+
+def begin(
+    folder: Path, step: int, extra: Mapping[str, Tensor] | None, about: dict | None, keep: int | None, is_first: bool
+) -> Path:
+    """Where the checkpoint will be; the first rank makes way. Raises ValueError for what cannot be saved."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"step is {step!r}; give the number of steps done, 0 or more")
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep is {keep}; keep at least 1 checkpoint, or None to keep all")
+    for name, x in (extra or {}).items():
+        if not isinstance(x, Tensor) or x.dtype not in DTYPES.values():
+            what = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"extra {name!r} is {what}; give a tensor of one of {', '.join(DTYPES)}")
+    try:
+        json.dumps(about)
+    except TypeError as error:
+        raise ValueError(f"about cannot be said in JSON ({error}); give numbers, text, lists, dictionaries") from error
+    final = folder / files.name_of(step)
+    if is_first:
+        files.clear_way(final)
+    return final
+
+
+def tensors_of(engine: FiveD, optimizer: Optimizer) -> list[tuple[Holding, str, Tensor]]:
+    """(where it belongs, how its names begin, numbers) of all that this rank holds."""
+    found = [(holding, "model.", holding.tensor) for holding in [*parameters_of(engine), *buffers_of(engine)]]
+    for holding in parameters_of(engine):
+        state = optimizer.state.get(holding.tensor, {})
+        found += [(holding, f"{key}.", state[key]) for key in STATES if key in state]
+    return found
+
+
+def pieces_to_write(
+    engine: FiveD, optimizer: Optimizer, rank: int, extra: Mapping[str, Tensor] | None, copy: bool
+) -> list[Piece]:
+    """All that this rank writes; copy: on the host, in memory of their own, for which there may be no room."""
+    pieces = [piece for holding, name, x in tensors_of(engine, optimizer) for piece in holding.pieces_to_write(x, name)]
+    pieces += pieces_of_rank(rank, rng_states() | {f"extra.{name}": x for name, x in (extra or {}).items()})
+    return [replace(piece, tensor=piece.tensor.to("cpu", copy=True)) for piece in pieces] if copy else pieces
+
+
+def pieces_of_rank(rank: int, tensors: Mapping[str, Tensor]) -> list[Piece]:
+    """What is one rank's own, whole and under its number."""
+    return [Piece(f"rank.{rank}.{name}", tuple(x.shape), (0,) * x.dim(), x) for name, x in tensors.items()]
+
+
+def rng_states() -> dict[str, Tensor]:
+    """Torch's random number generators of this process: the CPU's, and that of its GPU if it uses one."""
+    states = {"rng.cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["rng.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+# --- load
+
+
+@torch.no_grad()
+def load(engine: FiveD, optimizer: Optimizer | None, folder: str | Path, convert: bool = False) -> Restored:
+    """Fills engine and optimizer from a checkpoint, whatever layout wrote it. All ranks call it.
+
+    folder      a checkpoint, or a folder of them: then the last complete one
+    optimizer   None: only the model's numbers are wanted
+    convert     one of another precision is taken too, by the table above
+
+    Bytes    read: each rank the stored pieces that it needs (FP32 parameters for 16-bit ones twice), and its share of
+             all for the checksums; sent: with zero 1 and 2 an all-gather of the parameters
+    Raises   ValueError on every rank if there is none, it is torn, or of another model, precision (see `convert`) or
+             optimizer: what, and what to do. The engine is then as before, unless a file was changed in a way that its
+             checksum did not show
+    """
+    group = wait_for_earlier(engine)
+    path = together(group, lambda: files.find(Path(folder)) if group.rank() == 0 else None)[0]
+    manifest = everywhere(group, lambda: open_checkpoint(engine, optimizer, path, group, convert))
+    restored = everywhere(group, lambda: fill(engine, optimizer, path, manifest, group.rank()))
+    for sharded in engine.zeros.values():
+        sharded.share_update()
+    return restored
+
+
+def open_checkpoint(
+    engine: FiveD, optimizer: Optimizer | None, path: Path, group: dist.ProcessGroup, convert: bool
+) -> dict:
+    """Its manifest, once it is found to be whole, each rank checking some of the files, and to fit."""
+    manifest = files.read_manifest(path)
+    files.verify(path, manifest, group.rank(), group.size())
+    check_model(engine, path, manifest)
+    if not convert:
+        check_precision(engine, optimizer, path, manifest)
+    if optimizer is not None:
+        options_to_load(parameters_of(engine), optimizer, manifest["optimizer"])
+    return manifest
+
+
+def fill(engine: FiveD, optimizer: Optimizer | None, path: Path, manifest: dict, rank: int) -> Restored:
+    """Reads what this rank holds."""
+    held = parameters_of(engine)
+    pieces = [piece for one in [*held, *buffers_of(engine)] for piece in one.pieces(one.tensor, "model.")]
+    stored_pieces.read(path, manifest, widest(pieces, manifest))
+    if optimizer is not None:
+        load_optimizer(held, optimizer, path, manifest)
+    return restore_rank(engine, path, manifest, rank)
+
+
+def check_model(engine: FiveD, path: Path, manifest: dict) -> None:
+    """Raises ValueError if the checkpoint is of a model with other shapes or another architecture."""
+    now, saved = asdict(engine.config), manifest["model"]
+    if different := [key for key in now if key != "name" and saved.get(key) != now[key]]:
+        values = ", ".join(f"{key} {saved.get(key)!r} (here {now[key]!r})" for key in different)
+        raise ValueError(f"{path} is of another model: {values}. Build the engine with that config")
+
+
+def check_precision(engine: FiveD, optimizer: Optimizer | None, path: Path, manifest: dict) -> None:
+    """Raises ValueError if parameters, or the optimizer's moments, have another dtype than those that were saved."""
+    here, saved = {"parameters": engine.pipeline.dtype}, {"parameters": parameter_dtype(manifest)}
+    moments = [DTYPES[stored["dtype"]] for name, stored in manifest["tensors"].items() if name.startswith("exp_avg.")]
+    if optimizer is not None and moments:
+        here["moments"], saved["moments"] = state_dtypes(optimizer, engine.pipeline.dtype)["exp_avg"], moments[0]
+    if different := [what for what in here if here[what] != saved[what]]:
+        values = ", ".join(f"{what} in {saved[what]} (here {here[what]})" for what in different)
+        raise ValueError(
+            f"{path} is of another precision: {values}. Build engine and optimizer in that one, or have the numbers "
+            "cast: load(..., convert=True)"
+        )
+
+
+def restore_rank(engine: FiveD, path: Path, manifest: dict, rank: int) -> Restored:
+    """This rank's own: generators and extras."""
+    now, before = engine.layout.to_dict(), manifest["layout"]
+    same_mesh = all(now[axis] == before[axis] for axis in ("dp", "cp", "tp", "pp", "ep", "order"))
+    begins = f"rank.{rank if same_mesh else 0}."
+    found = {
+        name.removeprefix(begins): torch.empty(stored["shape"], dtype=DTYPES[stored["dtype"]], device="cpu")
+        for name, stored in manifest["tensors"].items()
+        if name.startswith(begins)
+    }
+    stored_pieces.read(
+        path, manifest, [Piece(begins + name, tuple(x.shape), (0,) * x.dim(), x) for name, x in found.items()]
+    )
+    if same_mesh:
+        torch.set_rng_state(found["rng.cpu"])
+        if "rng.cuda" in found and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(found["rng.cuda"])
+    extra = {name.removeprefix("extra."): x for name, x in found.items() if name.startswith("extra.")}
+    return Restored(path, manifest["step"], manifest["about"], extra, same_mesh)

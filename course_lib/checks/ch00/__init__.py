@@ -1,0 +1,15 @@
+"""Graders of chapter 00: ranks and collectives.
+
+ranks.py                values, messages, ranks
+alpha_beta.py           its arithmetic
+"""
+
+from course_lib.checks.ch00.alpha_beta import check_crossover_bytes, check_faster_all_reduce
+from course_lib.checks.ch00.ranks import (
+    check_all_reduce_by_doubling,
+    check_all_reduce_in_two_levels,
+    check_mean_of_unequal_shares,
+    check_ring_all_gather,
+    check_shift,
+    check_tree_broadcast,
+)

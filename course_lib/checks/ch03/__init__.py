@@ -1,0 +1,13 @@
+"""Graders of chapter 03: data parallel.
+
+data_parallel.py        sizes, averages, buckets
+dp_hooks.py             hooks, accumulation under DDP
+"""
+
+from course_lib.checks.ch03.data_parallel import (
+    check_accumulation,
+    check_average_and_clip,
+    check_average_by_tokens,
+    check_buckets,
+)
+from course_lib.checks.ch03.dp_hooks import check_accumulate, check_overlap

@@ -1,0 +1,8 @@
+"""Graders of chapter 06: sequence parallel.
+
+sequence_parallel.py    shapes of regions, bytes kept, the cheapest way that fits
+sp_gradients.py         gather_in backward, the forgotten sum, half a block
+"""
+
+from course_lib.checks.ch06.sequence_parallel import check_choice, check_kept, check_shape
+from course_lib.checks.ch06.sp_gradients import check_gather_in, check_mlp_block, check_sum_of_my_tokens

@@ -1,0 +1,183 @@
+"""Graders of chapter 07, exercises 5 and 6: the loss of a shard, Ulysses' all-to-all; on real ranks."""
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from course_lib import model
+from course_lib.checks.core import expect_close, expect_shape, fail, fresh_seed, grader, run_ranks
+from course_lib.config import ModelConfig
+from course_lib.measure.meter import ByteMeter
+from course_lib.parallel import context
+from course_lib.traffic import all_to_all_bytes
+from course_lib.training import loss_of
+
+SMALL = ModelConfig("small", 1, d_model=16, num_heads=4, num_kv_heads=2, d_ff=24, vocab_size=29, max_seq_len=64)
+
+
+def _randn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------------ 5. the loss of a shard
+@dataclass(frozen=True)
+class Lost:
+    """What one rank returned, its gradient of the embedding, and what its believers would have returned."""
+
+    loss: Tensor
+    grad: Tensor | None
+    believed: dict[str, Tensor]
+    whole: Tensor
+    whole_grad: Tensor
+
+
+@grader
+def check_loss(answer, rng):
+    """The sum over ranks is one process's mean loss, and so are the gradients."""
+    for world_size in (2, rng.choice([3, 4])):
+        B, S = 3 if world_size != 3 else 2, 2 * world_size * rng.randrange(2, 5)
+        ranks = run_ranks(_lose, world_size, answer, fresh_seed(rng), B, S)
+        where = f"{world_size} ranks, {B} rows of {S} tokens"
+        for rank, lost in enumerate(ranks):
+            expect_shape(lost.loss, (), f"{where}, the loss of rank {rank}")
+        total = sum(lost.loss.double() for lost in ranks)  # float32 is right as well: the chapter's own loss is
+        believed = {message: sum(lost.believed[message] for lost in ranks) for message in ranks[0].believed}
+        expect_close(total, ranks[0].whole, f"{where}, the sum of the ranks' losses", believed, rtol=1e-5)
+        if any(lost.grad is None for lost in ranks):
+            fail(f"{where}: no gradient arrived at the model; do not detach the loss or take its .item()")
+        grad = sum(lost.grad for lost in ranks)
+        expect_close(grad, ranks[0].whole_grad, f"{where}, the sum of the ranks' gradients", rtol=1e-4, atol=1e-7)
+
+
+def _lose(answer, seed: int, B: int, S: int) -> Lost:
+    group = dist.group.WORLD
+    tokens_BS1 = torch.randint(29, (B, S + 1), generator=torch.Generator().manual_seed(seed))
+    whole = model.build(SMALL, seed % 1000, torch.float64)
+    for param in whole.parameters():
+        param.data *= 4 if param.dim() > 1 else 1  # so that attention, and positions with it, count
+    engine = context.build(copy.deepcopy(whole), group)
+    mine_s = engine.context.positions(S)
+    loss = answer(engine, tokens_BS1.clone(), mine_s.clone())
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        loss.backward()
+    want = loss_of(whole, tokens_BS1[:, :-1], tokens_BS1[:, 1:])
+    want.backward()
+    with torch.no_grad():
+        believed = _believed(engine, tokens_BS1, mine_s)
+    loss = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+    return Lost(loss, engine.embed.weight.grad, believed, want.detach(), whole.embed.weight.grad)
+
+
+def _believed(engine: torch.nn.Module, tokens_BS1: Tensor, mine_s: Tensor) -> dict[str, Tensor]:
+    x_BS, y_BS = tokens_BS1[:, :-1], tokens_BS1[:, 1:]
+    x_Bs, y_Bs = x_BS[:, mine_s], y_BS[:, mine_s]
+    world_size, rank, s = dist.get_world_size(), dist.get_rank(), len(mine_s)
+    neighbours_s = torch.arange(rank * s, (rank + 1) * s)
+
+    mean = partial(_mean, world_size=world_size)
+    right_BsV = engine(x_Bs, mine_s)
+    return {
+        "each rank divided by its own number of tokens; divide by that of all": mean(right_BsV, y_Bs) * world_size,
+        "divided by the number of ranks twice": mean(right_BsV, y_Bs) / world_size,
+        "this is a sum, divided by no number of tokens": mean(right_BsV, y_Bs) * y_BS.numel(),
+        "divided by the tokens of one row; there are B rows": mean(right_BsV, y_Bs) * y_BS.shape[0],
+        **_shifted(right_BsV, x_Bs, y_Bs, world_size),
+        "the labels are the inputs themselves; a token's label is the one after it": mean(right_BsV, x_Bs),
+        "positions were counted from 0; give the engine positions_s": mean(engine(x_Bs, torch.arange(s)), y_Bs),
+        "these are contiguous tokens; mine stand at positions_s": mean(
+            engine(x_BS[:, neighbours_s], mine_s), y_BS[:, neighbours_s]
+        ),
+    }
+
+
+def _mean(logits_BsV: Tensor, labels_Bs: Tensor, world_size: int) -> Tensor:
+    return F.cross_entropy(logits_BsV.flatten(0, 1), labels_Bs.flatten()).double() / world_size
+
+
+def _shifted(right_BsV: Tensor, x_Bs: Tensor, y_Bs: Tensor, world_size: int) -> dict[str, Tensor]:
+    """Labels from my own tokens, and what somebody may do with the last, which has none."""
+    told = "after the cut: the next of my tokens is not the next token"
+    lasts = {"shifted": y_Bs[:, -1:], "rolled": x_Bs[:, :1], "shifted, the last one twice,": x_Bs[:, -1:]}
+    labels = {name: torch.cat([x_Bs[:, 1:], last_B1], dim=1) for name, last_B1 in lasts.items()}
+    found = {
+        f"labels were {name} {told}": _mean(right_BsV, labels_Bs, world_size) for name, labels_Bs in labels.items()
+    }
+    without_last, kept = _mean(right_BsV[:, :-1], x_Bs[:, 1:], world_size), 1 - 1 / x_Bs.shape[1]
+    return found | {
+        "my last token has no label: shift labels before the cut": without_last * kept,
+        "my last token was left out, having no label: shift labels before the cut": without_last,
+    }
+
+
+# ------------------------------------------------------------------------------------ 6. tokens for heads
+@dataclass(frozen=True)
+class Crossed:
+    """What one rank saw of the exchange: its result and gradient, and what was sent each way."""
+
+    out: Tensor
+    grad: Tensor | None
+    sent_forward: int
+    sent_backward: int
+
+
+@grader
+def check_heads_for_tokens(answer, rng):
+    """My heads of all tokens in order; backward brings every number home; bytes both ways."""
+    for world_size in (2, rng.choice([3, 4])):
+        B, n, s, H = rng.choice([(2, 2, 3, 5), (3, 2, 4, 2), (2, 3, 5, 4)])
+        seed = fresh_seed(rng)
+        ranks = run_ranks(_cross, world_size, answer, seed, (B, n * world_size, s, H))
+        shards = [_randn(seed + rank, B, n * world_size, s, H) for rank in range(world_size)]
+        weights = [_randn(seed + 100 + rank, B, n, s * world_size, H) for rank in range(world_size)]
+        for rank, seen in enumerate(ranks):
+            _expect_crossed(seen, shards, weights, rank)
+
+
+def _cross(answer: type, seed: int, shape: tuple[int, int, int, int]) -> Crossed:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    B, N, s, H = shape
+    x_BNsH = _randn(seed + rank, *shape).requires_grad_()
+    with ByteMeter() as forward:
+        out = answer.apply(x_BNsH, dist.group.WORLD)
+    weight = _randn(seed + 100 + rank, B, N // world_size, s * world_size, H)
+    with ByteMeter() as backward:
+        if isinstance(out, Tensor) and out.shape == weight.shape and out.requires_grad:
+            (out * weight).sum().backward()
+    return Crossed(out, x_BNsH.grad, forward.sent_bytes, backward.sent_bytes)
+
+
+def _expect_crossed(seen: Crossed, shards: list[Tensor], weights: list[Tensor], rank: int) -> None:
+    world_size, (B, N, s, H) = len(shards), shards[0].shape
+    where, n = f"rank {rank} of {world_size}", N // world_size
+    mine = slice(rank * n, (rank + 1) * n)
+    heads = [shard[:, mine] for shard in shards]
+    dealt = [shard[:, rank::world_size] for shard in shards]
+    wrong = {
+        "tokens of the ranks are dealt out one by one; rank 0's come first, all of them": torch.stack(heads, 3).flatten(
+            2, 3
+        ),
+        "heads were dealt out one by one; rank j gets heads j n to (j + 1) n - 1": torch.cat(dealt, 2),
+        "pieces lie in reverse order": torch.cat(heads[::-1], 2),
+        "still every head of my tokens: nothing was exchanged": shards[rank],
+        "pieces were put side by side along heads; they are more tokens": torch.cat(heads, 1),
+    }
+    expect_close(seen.out, torch.cat(heads, 2), f"{where}, forward", wrong)
+    want = torch.cat([weight[:, :, rank * s : (rank + 1) * s] for weight in weights], 1)
+    wrong_grad = {
+        "averaged over ranks: each number went to one rank and comes back from it": want / world_size,
+        "the gradient's numbers are there, but cut into heads the way forward was; cut them by tokens": weights[
+            rank
+        ].reshape(B, N, s, H),
+    }
+    if seen.grad is None:
+        fail(f"{where}: no gradient arrived at x_BNsH; backward must return it first, and None for the group")
+    expect_close(seen.grad, want, f"{where}, gradient of x_BNsH", wrong_grad)
+    enough = all_to_all_bytes(shards[0].nbytes, world_size, rank, 8)
+    for way, sent in (("forward", seen.sent_forward), ("backward", seen.sent_backward)):
+        if sent > enough:
+            fail(f"{where}: it sent {sent:,} bytes {way}, and {enough:,} are enough: one all-to-all, no all-gather")

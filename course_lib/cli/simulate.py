@@ -1,0 +1,164 @@
+"""`course simulate`: what every stage of a layout holds, sends and computes, on a GPU that need not be here.
+
+course simulate --model llama-3-405b --gpu h100-80g --layout dp=128,tp=8,pp=16,recompute=full --seq 8192
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from json import dumps as as_json
+from typing import Annotated
+
+from tyro.conf import UseAppendAction, arg
+
+from course_lib.config import preset
+from course_lib.hardware import GPU
+from course_lib.hardware import gpu as gpu_named
+from course_lib.layout import Layout
+from course_lib.measure.timeline import KINDS
+from course_lib.training import peak_memory_bytes
+from course_lib.validate import number, whole
+
+GIB = 2**30
+
+
+def simulate(
+    model: str,
+    gpu: str,
+    layout: str,
+    seq: Annotated[int, arg(metavar="S")],
+    stage: UseAppendAction[tuple[int, ...]] = (),
+    precision: str = "bf16-master",
+    skew: float = 0.0,
+    json: bool = False,
+) -> int:
+    """Tell memory by kind, bytes sent and FLOPs of a layout of thousands of ranks; 0 also where it does not fit.
+
+    Args:
+        model: a preset, such as llama-3.1-70b
+        gpu: a GPU, such as h100
+        layout: such as dp=8,tp=8,pp=4,zero=1,recompute=full; without accumulation it fills the pipeline
+        seq: tokens of a sequence
+        stage: this pipeline stage alone; may be repeated; without it all stages
+        precision: fp32, bf16-master or bf16-master-fp32-grads
+        skew: share of tokens that all choose the first expert
+        json: all of it as JSON
+    """
+    from course_lib.simulate.cluster import simulate as run  # here: `course doctor` needs none of it
+
+    config, device = preset(model), gpu_named(gpu)
+    number("skew", skew, least=0, most=1)
+    whole("seq", seq)
+    found = report(run(config, layout_of(layout), seq, stage or "all", precision, skew=skew), device)
+    print(as_json(found, indent=2) if json else "\n".join(lines(found)))
+    return 0
+
+
+# --- from words to numbers
+
+
+def layout_of(text: str) -> Layout:
+    """The layout; without a word on accumulation it has as many micro-batches as fill the pipeline.
+
+    Raises   ValueError as `Layout.parse`
+    """
+    named = {part.partition("=")[0].strip(): part.partition("=")[2].strip() for part in text.split(",")}
+    if "accumulation" not in named and named.get("pp", "").isdecimal():
+        rounds = 2 if named.get("schedule") in ("zbv", "dualpipe_v") else 1
+        text += f",accumulation={max(1, int(named['pp'])) * rounds}"
+    return Layout.parse(text)
+
+
+# --- from numbers to words
+
+
+def report(simulation, device: GPU) -> dict:
+    """All that was found, as JSON can hold it; bytes are integers."""
+    layout, usable = simulation.layout, device.usable_bytes
+    ranks = [asdict(rank) | {"fits": rank.peak_bytes <= usable} for rank in simulation.ranks]
+    return {
+        "model": simulation.config.name,
+        "gpu": {"name": device.name, "usable_bytes": usable},
+        "layout": layout.to_dict(),
+        "layout_text": str(layout),
+        "world_size": layout.world_size,
+        "seq_len": simulation.seq_len,
+        "precision": simulation.precision,
+        "tokens_per_step": layout.sequences_per_step * simulation.seq_len,
+        "ranks": ranks,
+        "peak_bytes": simulation.peak_bytes,
+        "fits": simulation.peak_bytes <= usable,
+        "flops_of_all_ranks": sum(rank["flops"] for rank in ranks) * layout.world_size // layout.pp
+        if len(ranks) == layout.pp
+        else None,
+        "seconds": round(simulation.seconds, 3),
+        "host_peak_bytes": peak_memory_bytes(),
+    }
+
+
+def lines(found: dict) -> list[str]:
+    """The same for reading: memory by kind at the peak, bytes by axis, FLOPs, a line for each simulated rank."""
+    ranks, device = found["ranks"], found["gpu"]
+    text = [
+        f"{found['model']} on {found['world_size']:,} x {device['name']}, {found['precision']}",
+        f"layout {found['layout_text']}; {found['seq_len']:,} tokens a sequence, {found['tokens_per_step']:,} a step",
+        "",
+        f"GiB at the peak of a step; usable on this GPU: {device['usable_bytes'] / GIB:.2f}",
+    ]
+    memory = [[name_of(rank), rank["layers"], *(gib(rank["peak_by_kind"][kind]) for kind in KINDS)] for rank in ranks]
+    for row, rank in zip(memory, ranks):
+        row += [gib(rank["peak_bytes"]), "yes" if rank["fits"] else "NO"]
+    text += table(["stage", "layers", *KINDS, "peak", "fits"], memory)
+
+    axes = sorted({axis for rank in ranks for axis in rank["sent_by_axis"]})
+    text += ["", "GB sent by one rank in a step, by axis; its TFLOPs"]
+    sent = [[name_of(rank), *(f"{rank['sent_by_axis'].get(axis, 0) / 1e9:.2f}" for axis in axes)] for rank in ranks]
+    for row, rank in zip(sent, ranks):
+        row.append(f"{rank['flops'] / 1e12:,.1f}")
+    text += table(["stage", *axes, "TFLOPs"], sent)
+
+    return text + ["", verdict(found), *notes(found)]
+
+
+def verdict(found: dict) -> str:
+    largest = max(found["ranks"], key=lambda rank: rank["peak_bytes"])
+    peak, usable = largest["peak_bytes"] / GIB, found["gpu"]["usable_bytes"] / GIB
+    where = f"stage {name_of(largest)} needs {peak:.1f} GiB of {usable:.1f}"
+    if found["fits"]:
+        return f"fits: {where}, {usable - peak:.1f} GiB remain for what is no tensor (CUDA context, NCCL, fragments)"
+    return f"does NOT fit: {where}; {advice(found['layout'], largest['peak_by_kind'])}"
+
+
+def advice(layout: dict, by_kind: dict[str, int]) -> str:
+    """What to try, going by what is largest."""
+    if by_kind["activations"] >= by_kind["optimizer"]:
+        ways = [] if layout["recompute"] == "full" else ["recompute=full"]
+        if layout["tp"] > 1 and not (layout["sequence_parallel"] and layout["regather"]):
+            ways.append("regather=true" if layout["sequence_parallel"] else "sequence_parallel=true")
+        return f"activations are largest: try {' or '.join([*ways, 'more cp'])}"
+    ways = [] if layout["zero"] else ["zero=1"]
+    return f"states are largest: try {' or '.join([*ways, 'more pp', 'more tp'])}"
+
+
+def notes(found: dict) -> list[str]:
+    replayed = sum(rank["replayed"] for rank in found["ranks"])
+    taped = f"; {replayed} instructions of micro-batches noted from a tape" if replayed else ""
+    which = f"{len(found['ranks'])} of {found['layout']['pp']} ranks along pp"
+    return [
+        f"simulated {which}, at place 0 along dp, cp and tp{taped}",
+        f"{found['seconds']:.1f} s, {found['host_peak_bytes'] / GIB:.2f} GiB of this machine's memory",
+    ]
+
+
+def name_of(rank: dict) -> str:
+    return "+".join(map(str, rank["stages"]))
+
+
+def gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Columns, right-aligned."""
+    columns = list(zip(head, *rows))
+    widths = [max(len(str(cell)) for cell in column) for column in columns]
+    return ["  ".join(f"{cell!s:>{width}}" for cell, width in zip(row, widths)) for row in (head, *rows)]

@@ -1,0 +1,7 @@
+"""Predicted beside measured, and from scratch beside PyTorch's own.
+
+profile.py          memory of a step on one device
+sharded_profile.py  a toy on real ranks under ZeRO or tensor parallelism: bytes held and sent
+five_d_profile.py   any layout on real ranks: bytes held and sent
+bench.py            seconds of a step, from scratch and as PyTorch ships it
+"""

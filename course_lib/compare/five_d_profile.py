@@ -1,0 +1,156 @@
+"""A layout measured: a toy trained on real ranks, what each holds and sends beside the formulas."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from course_lib.compare.profile import Row
+from course_lib.config import ModelConfig
+from course_lib.launch import launch
+from course_lib.layout import Layout
+from course_lib.measure.meter import ByteMeter
+from course_lib.measure.tracker import KINDS, MemoryTracker
+from course_lib.memory.five_d import five_d_budgets, five_d_states
+from course_lib.model.moe import MoE
+from course_lib.parallel import five_d
+from course_lib.run import Run
+from course_lib.traffic import sent
+from course_lib.training import data
+
+STATES = ("parameters", "gradients", "optimizer")
+SENT_OVER = "sent over "  # and an axis
+MOST_RANKS = 8  # they share this machine's cores
+WIDEST = 128  # d_model: two steps on a CPU take seconds
+
+
+@dataclass(frozen=True)
+class FiveDComparison:
+    """Of each rank a row for each kind of memory at its own largest, then bytes sent along each axis in a step."""
+
+    what: str
+    of_ranks: tuple[tuple[Row, ...], ...]
+    seconds: float
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Those of rank 0."""
+        return self.of_ranks[0]
+
+    def row(self, kind: str, rank: int = 0) -> Row:
+        """The row of a kind of memory, or of "sent over <axis>".
+
+        Raises   ValueError if there is none
+        """
+        for row in self.of_ranks[rank]:
+            if row.kind == kind:
+                return row
+        raise ValueError(f"there is no row {kind!r}; choose from {', '.join(row.kind for row in self.of_ranks[rank])}")
+
+    @property
+    def unequal(self) -> list[tuple[int, Row]]:
+        """(rank, row) wherever states or sent bytes, which the formulas have to the byte, were measured otherwise."""
+        return [
+            (rank, row)
+            for rank, rows in enumerate(self.of_ranks)
+            for row in rows
+            if is_exact(row.kind) and row.predicted_bytes != row.measured_bytes
+        ]
+
+    def __str__(self) -> str:
+        ranks = len(self.of_ranks)
+        where = f"{ranks} ranks, rank 0 shown" if ranks > 1 else "one rank"
+        said = f"States and bytes sent are as the formulas say, to the byte{f', on all {ranks}' if ranks > 1 else ''}"
+        if self.unequal:
+            rank, row = self.unequal[0]
+            said = f"Rank {rank} differs, {row.kind}: {row.measured_bytes:,} bytes instead of {row.predicted_bytes:,}"
+        return (
+            f"Measured in {self.seconds:.1f} s on {where}: {self.what}. {said}. "
+            "Activations and temporary bytes are estimates."
+        )
+
+
+def is_exact(kind: str) -> bool:
+    """Whether the formula of a row has it to the byte."""
+    return kind in STATES or kind.startswith(SENT_OVER)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw: the largest of each kind, bytes sent by axis, and which experts its tokens chose."""
+
+    largest_bytes: dict[str, int]
+    sent_by_axis: dict[str, int]
+    choices: list[torch.Tensor]  # expert_Tk, -1 where dropped: of each micro-batch and layer, as they came
+
+
+def measure_five_d(config: ModelConfig, layout: Layout, seq_len: int = 64) -> FiveDComparison:
+    """Train two steps in FP32 on real ranks, and lay what each held and sent on the formulas.
+
+    Raises   ValueError if the model cannot lie so, or is too large to be measured here; before a rank starts
+    """
+    if layout.world_size > MOST_RANKS or config.d_model > WIDEST:
+        raise ValueError(
+            f"{config.name} on {layout.world_size:,} ranks is not measured here: at most {MOST_RANKS} ranks and a toy; "
+            "choose toy or toy-moe, and sizes whose product is small"
+        )
+    layout.check_model(config, seq_len)
+    start_s = time.perf_counter()
+    seen = launch(_one_rank, layout.world_size, config, layout, seq_len, quiet=True)
+    budgets = five_d_budgets(config, layout, seq_len, "fp32", device="cpu")
+    of_ranks = tuple(_rows(config, layout, seq_len, rank, seen, budgets) for rank in range(layout.world_size))
+    what = f"{config.name}, {layout}, fp32, sequences of {seq_len} tokens"
+    return FiveDComparison(what, of_ranks, time.perf_counter() - start_s)
+
+
+def _rows(config, layout, seq_len, rank, seen, budgets) -> tuple[Row, ...]:
+    here, routings = layout.mesh.coordinates(rank), None
+    if config.moe is not None:
+        members = layout.mesh.members(rank, layout.ep)["ep"]
+        routings = list(zip(*(seen[member].choices for member in members)))
+    states = five_d_states(config, layout, here["pp"], here["tp"], "fp32", step_counters=True)
+    predicted = budgets[here["pp"]].by_kind | {kind: getattr(states, kind) for kind in STATES}
+    rows = [Row(kind, predicted[kind], seen[rank].largest_bytes[kind]) for kind in KINDS]
+    listed = sent(Run(config, layout, seq_len, "fp32", device="cpu"), rank, routings=routings)
+    measured = seen[rank].sent_by_axis
+    axes = [axis for axis in listed | measured if listed.get(axis, 0) or measured.get(axis, 0)]
+    return (*rows, *(Row(SENT_OVER + axis, listed.get(axis, 0), measured.get(axis, 0)) for axis in axes))
+
+
+# ------------------------------------------------------------------------------------ on each rank
+
+
+def _one_rank(config: ModelConfig, layout: Layout, seq_len: int) -> Seen:
+    """One step under the tracker, one under the meter: each sees every operator, so they do not share a step."""
+    engine = five_d.build(config, layout)
+    optimizer = five_d.make_optimizer(engine)
+    text_T, choices = data.tokens(20_000), []
+    dp_rank = engine.groups.dp.rank()
+    micro_batches = [
+        data.batch(text_T, index * layout.dp + dp_rank, layout.micro_batch, seq_len)
+        for index in range(layout.accumulation)
+    ]
+    with MemoryTracker(engine, optimizer) as tracker:
+        five_d.step(engine, micro_batches, optimizer)
+    for moe in (module for module in engine.modules() if isinstance(module, MoE)):
+        moe.router.register_forward_hook(lambda *call: choices.append(call[-1]))
+    with ByteMeter(axes=engine.axes) as meter:
+        five_d.step(engine, micro_batches, optimizer)
+    kept = [torch.where(one.kept_Tk, one.expert_Tk, -1) for one in choices]
+    kept = first_times(kept) if layout.recompute == "full" else kept
+    columns = tracker.timeline.bytes_by_kind
+    sent = {axis: size for axis, size in meter.by_axis.items() if size}
+    return Seen({kind: max(columns[kind]) for kind in KINDS}, sent, kept)
+
+
+def first_times(choices: list[torch.Tensor]) -> list[torch.Tensor]:
+    """With full recomputation each router runs twice on the same tokens: the first of each two, in order."""
+    first, not_again = [], []
+    for chosen in choices:
+        again = next((i for i, earlier in enumerate(not_again) if torch.equal(earlier, chosen)), None)
+        if again is None:
+            first.append(chosen)
+            not_again.append(chosen)
+        else:
+            not_again.pop(again)
+    return first

@@ -1,0 +1,16 @@
+"""A world of N ranks from a notebook cell: `launch(fn, world_size, *args)` -> what each rank returned.
+
+launcher.py      launch, its results and its checks
+rendezvous.py    who am I, by what torchrun, accelerate or srun set, and the world joined
+_rank.py         inside one rank: prepare the process, call the function, report
+_processes.py    where ranks come from: a fork server, or spawn on Windows
+_fork_server.py  the process that ranks are forked from
+_watch.py        the notebook's side of a launch: listen until all are done, one failed, or time is up
+_failures.py     from what ranks reported to one readable error
+_accelerate.py   accelerate.notebook_launcher behind the same call
+_slurm.py        the same launch as a Slurm job: hand it in, wait, listen, cancel
+_slurm_node.py   what each task of that job does: be a rank's host, and the rank
+_file_link.py    messages through files that all nodes see
+"""
+
+from course_lib.launch.launcher import RankError, Results, Slurm, choose_backend, launch, progress

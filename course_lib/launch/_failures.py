@@ -1,0 +1,177 @@
+"""From what the ranks reported to one readable error in the cell."""
+
+import linecache
+import os
+import re
+import signal
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+
+from course_lib.launch._rank import Failure, Frame
+
+# What a rank says when *another* rank went away. It is never the one to blame.
+SECONDARY = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|Connection refused|Socket Timeout|Timed out waiting|failed to connect|"
+    r"remote process exited|communicator was aborted|Socket closed|DistNetworkError|connectFullMesh failed",
+    re.IGNORECASE,
+)
+_STACK_LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+_LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))
+
+
+class RankError(RuntimeError):
+    """A launch failed. The text names the rank that failed first, its node if there are several, and its traceback."""
+
+    def __init__(self, text: str, rank: int | None = None, node: str | None = None):
+        super().__init__(text)
+        self.rank = rank
+        self.node = node
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows instead of the launcher's own traceback."""
+        return [f"RankError: {self}"]
+
+
+def is_secondary(failure: Failure) -> bool:
+    """Whether this failure is only the echo of another rank's, who went away, perhaps while they still connected."""
+    return failure.kind in ("exception", "start") and any(SECONDARY.search(text) for _, text in failure.chain)
+
+
+def first_failure(failures: dict[int, Failure]) -> int:
+    """The rank to blame: the earliest failure that is not an echo."""
+    return min(failures, key=lambda rank: (is_secondary(failures[rank]), failures[rank].when))
+
+
+def failure_text(
+    rank: int,
+    world_size: int,
+    failures: dict[int, Failure],
+    places: dict[int, str],
+    stderr: str,
+    nodes: dict[int, str],
+) -> str:
+    """The whole error: which rank (on which node, if there are several), why, its traceback, what the others did."""
+    failure = failures[rank]
+    parts = [f"rank {rank} of {world_size}{_on_node(rank, nodes)} {_how(failure)}"]
+    for frames, text in failure.chain:
+        shown = format_frames(frames)
+        parts.append(shown + text if text else shown.rstrip("\n"))
+    if failure.kind == "died" and stderr.strip():
+        parts.append("the last that it wrote to stderr:\n" + _tail(stderr))
+    echoes = [str(other) for other in sorted(failures) if other != rank]
+    if echoes:
+        parts.append(
+            f"rank{'s' if len(echoes) > 1 else ''} {', '.join(echoes)} failed too, at the same time or because of it"
+        )
+    parts += place_lines(places, nodes)
+    return "\n".join(part for part in parts if part)
+
+
+def place_lines(places: dict[int, str], nodes: dict[int, str]) -> list[str]:
+    """Where ranks stood, a line each."""
+    return [f"rank {rank}{_on_node(rank, nodes)} {place}" for rank, place in sorted(places.items())]
+
+
+def _on_node(rank: int, nodes: dict[int, str]) -> str:
+    return f" on {nodes[rank]}" if rank in nodes else ""
+
+
+def hang_text(world_size: int, timeout: float, places: dict[int, str], nodes: dict[int, str]) -> str:
+    lines = [
+        f"time limit: after {timeout:g} s the launch of {world_size} ranks had not finished, and its ranks were ended"
+    ]
+    lines += place_lines(places, nodes)
+    lines.append(
+        "Do all ranks call the same collectives in the same order? If the work takes longer, pass a larger timeout=."
+    )
+    return "\n".join(lines)
+
+
+def _how(failure: Failure) -> str:
+    if failure.kind == "exit":
+        return "called sys.exit before its function returned:"
+    if failure.kind == "load":
+        return "could not load the function (what a function uses must be importable, or be defined in the notebook):"
+    if failure.kind == "result":
+        return (
+            "returned something that cannot be sent back (numbers, tensors, and lists, dicts, dataclasses of them can):"
+        )
+    if failure.kind == "start":
+        return "could not start:"
+    return "failed:" if failure.kind == "exception" else _death(failure.exit_code)
+
+
+def _death(code: int | None) -> str:
+    """How a process ended that could say nothing itself."""
+    if code is None:
+        return "was lost: the process that starts ranks has ended"
+    if code >= 0:
+        return f"ended with exit code {code} before its function returned (os._exit?)"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hints = {
+        "SIGKILL": "; often this is the system's out-of-memory killer: use a smaller model or batch, or fewer ranks",
+        "SIGABRT": "; in gloo often tensors of different shapes or types in one collective",
+        "SIGSEGV": "; a crash in native code",
+    }
+    return f"was killed by {name}{hints.get(name, '')}"
+
+
+def format_frames(frames: list[Frame]) -> str:
+    """Frames as Python shows them; those of notebook cells begin with `Cell`."""
+    summaries = []
+    for file, line, name in frames:
+        linecache.checkcache(file)
+        summaries.append(traceback.FrameSummary(file, line, name))
+    text = "".join(traceback.StackSummary.from_list(summaries).format())
+    for file in {frame[0] for frame in frames}:
+        text = text.replace(f'File "{file}"', cell_name(file) or f'File "{file}"')
+    return text
+
+
+def cell_name(file: str) -> str | None:
+    """`Cell` for the code of a notebook cell. Without its number: that changes when cells are run again."""
+    ipython = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    name = ipython.compile.format_code_name(file) if ipython is not None else None
+    return name[0] if name else None
+
+
+def describe_place(frames: list[Frame]) -> str:
+    """Where a rank stands, in the learner's terms: the innermost line of their code, and the call that it is inside."""
+    if not frames:
+        return "gave no answer (it is inside native code that holds the interpreter)"
+    own = [index for index, (file, _, _) in enumerate(frames) if not _is_library(file)]
+    here = own[-1] if own else len(frames) - 1
+    file, line, name = frames[here]
+    linecache.checkcache(file)
+    source = linecache.getline(file, line).strip()
+    callees = [callee for _, _, callee in frames[here + 1 :] if callee != "wrapper"]
+    inside = f" (inside {callees[0]})" if callees else ""
+    return f"stood at {cell_name(file) or file}, line {line}, in {name}: {source}{inside}"
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith("<") or os.path.abspath(file).startswith(_LIBRARIES)
+
+
+def frames_in_stack_file(text: str) -> list[Frame]:
+    """The main thread's frames in what faulthandler wrote, outermost first."""
+    blocks = re.split(r"(?m)^(?:Current thread|Thread) .*$", text)
+    frames: list[Frame] = []
+    for block in blocks[1:]:  # the main thread comes last; a thread without Python frames leaves its block empty
+        found = [(match["file"], int(match["line"]), match["name"]) for match in _STACK_LINE.finditer(block)]
+        if found:
+            frames = found[::-1]
+    return [
+        frame
+        for frame in frames
+        if not frame[0].endswith(("_rank.py", "_processes.py", "_fork_server.py")) and frame[0] != "<string>"
+    ]
+
+
+def _tail(text: str, lines: int = 8) -> str:
+    return "\n".join("  " + line[:500] for line in text.strip().splitlines()[-lines:])

@@ -1,0 +1,207 @@
+"""Where ranks come from: a fork server on Linux and macOS, `spawn` on Windows.
+
+The fork server is a second process that has imported torch, has touched no GPU and has started no thread. For every
+launch it forks one child per rank, which takes milliseconds. The notebook's own process is never forked: once it has
+used a GPU or OpenMP, its copies hang.
+"""
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Connection
+
+from course_lib.launch import _rank
+from course_lib.launch._fork_server import EXIT, kill_group
+
+PRELOAD_IF_USED = ("accelerate", "pytest", "transformers")  # slow as well, but not every notebook uses them
+NOT_FOR_RANKS = tuple(f"course_lib.{name}" for name in ("plots", "widgets", "checks", "authoring", "cli"))
+START_LIMIT_S = 120.0
+
+
+def start_method(platform: str) -> str:
+    """How ranks are started on `sys.platform`: Windows cannot fork."""
+    return "spawn" if platform == "win32" else "forkserver"
+
+
+def prepare(method: str) -> None:
+    """Have the fork server ready: only the first launch of a notebook waits here."""
+    if method == "forkserver":
+        teaching = [
+            name for name in sys.modules if name.startswith("course_lib.") and not name.startswith(NOT_FOR_RANKS)
+        ]
+        used = [name for name in PRELOAD_IF_USED if name in sys.modules]
+        _server_of_this_process().request(("prepare", used + teaching), [])
+
+
+def start_world(folder: str, world_size: int, method: str) -> "ForkedWorld | SpawnedWorld":
+    """Start `world_size` ranks on the launch described in `folder`."""
+    return SpawnedWorld(folder, world_size) if method == "spawn" else ForkedWorld(folder, world_size)
+
+
+class ForkedWorld:
+    """Ranks forked by this kernel's fork server."""
+
+    def __init__(self, folder: str, world_size: int):
+        pairs = [socket.socketpair() for _ in range(world_size)]
+        pipes = [os.pipe() for _ in range(world_size)]
+        self.connections = [Connection(ours.detach()) for ours, _ in pairs]
+        self.exits = [reader for reader, _ in pipes]
+        self._folder = folder
+        self._server = _server_of_this_process()
+        try:
+            descriptors = [theirs.fileno() for _, theirs in pairs] + [writer for _, writer in pipes]
+            self.pids = self._server.request(("start", folder, world_size), descriptors)
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+            for _, writer in pipes:
+                os.close(writer)
+
+    def exit_of(self, rank: int) -> tuple[int | None, float]:
+        """Exit code and time of a rank whose `exits` entry is ready; code None if the fork server itself is gone."""
+        record = os.read(self.exits[rank], EXIT.size)
+        return EXIT.unpack(record) if record else (None, time.monotonic())
+
+    def end(self) -> None:
+        """End every rank that is left, with the processes it started, and wait until they are gone."""
+        try:
+            # If the fork server has died, the ranks end themselves when their connections close.
+            with contextlib.suppress(RuntimeError):
+                if self._server.alive():
+                    self._server.request(("end", self._folder), [])
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for connection in self.connections:
+            connection.close()  # a rank that is still there sees this and ends itself
+        for reader in self.exits:
+            os.close(reader)
+
+
+class SpawnedWorld:
+    """Ranks as fresh interpreters: slower (seconds), but it works where there is no fork."""
+
+    def __init__(self, folder: str, world_size: int):
+        context = multiprocessing.get_context("spawn")
+        self.connections, self._processes = [], []
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_rank.run_rank, args=(rank, folder, theirs), daemon=True)
+                self.connections.append(ours)
+                process.start()
+                self._processes.append(process)
+                theirs.close()
+        except BaseException:
+            self.end()
+            raise
+        self.exits = [process.sentinel for process in self._processes]
+        self.pids = [process.pid for process in self._processes]
+
+    def exit_of(self, rank: int) -> tuple[int | None, float]:
+        self._processes[rank].join()
+        return self._processes[rank].exitcode, time.monotonic()
+
+    def end(self) -> None:
+        for process in self._processes:
+            if hasattr(os, "killpg"):
+                kill_group(process.pid)
+            process.kill()
+        for process in self._processes:
+            process.join(5)
+        for connection in self.connections:
+            connection.close()
+
+
+# --- the notebook's side of the fork server
+
+_server: "ForkServer | None" = None
+_server_lock = threading.Lock()
+
+
+def _server_of_this_process() -> "ForkServer":
+    """The one fork server of this kernel, started at the first launch, or again if it was lost."""
+    global _server
+    with _server_lock:
+        if _server is None or not _server.alive():
+            _server = ForkServer()
+        return _server
+
+
+class ForkServer:
+    """Handle on the second process. Requests are answered one at a time, so launches may come from several threads."""
+
+    def __init__(self):
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._last_words = ""
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server, to tell why it failed
+        self._socket, theirs = socket.socketpair()
+        code = (
+            f"import sys; sys.path[:] = {[str(path) for path in sys.path]!r}; "
+            f"from course_lib.launch._fork_server import serve; serve({theirs.fileno()}, {os.getpid()})"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._errors,
+            stderr=self._errors,
+            start_new_session=True,  # the interrupt button signals the kernel's whole process group
+            env={"OPENBLAS_NUM_THREADS": "1", **os.environ},  # numpy would start threads, which do not survive a fork
+        )
+        theirs.close()
+        atexit.register(self.close)
+
+    def alive(self) -> bool:
+        """Whether requests can be sent. A forked copy of the notebook process must not use its parent's server."""
+        return self._owner == os.getpid() and self._socket.fileno() >= 0 and self._process.poll() is None
+
+    def request(self, message: tuple, descriptors: list[int]):
+        """Send one request and wait for its answer."""
+        try:
+            with self._lock:
+                self._socket.settimeout(START_LIMIT_S)
+                socket.send_fds(self._socket, [pickle.dumps(message)], descriptors)
+                reply = self._socket.recv(1 << 16)
+        except ConnectionError:
+            reply = b""  # the server has just died
+        except BaseException:
+            self.close()  # interrupted between question and answer: the next answer would belong to the wrong question
+            raise
+        if not reply:
+            self.close()
+            raise RuntimeError(
+                f"the process that starts ranks has ended; launch again for a new one. {self._last_words}"
+            )
+        answer = pickle.loads(reply)
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        return answer
+
+    def close(self) -> None:
+        """End the server; it ends every rank it has started."""
+        atexit.unregister(self.close)
+        self._socket.close()
+        if self._owner == os.getpid():
+            try:
+                self._process.wait(3)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if not self._errors.closed:
+            self._errors.seek(0)
+            self._last_words = self._errors.read().decode(errors="replace")[-2000:].strip()
+            self._errors.close()

@@ -1,0 +1,208 @@
+"""Ranks on the nodes of a Slurm job: what each task of `srun` does, and how it talks to the notebook through files.
+
+Slurm starts one task for each rank. The task is the rank's host: it forks the rank, answers the notebook's questions,
+and says how the rank died if it can no longer say so itself. From here it does what a rank on one machine does, in the
+same functions of _rank.py.
+"""
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from course_lib.launch import _rank
+from course_lib.launch._failures import frames_in_stack_file
+from course_lib.launch._file_link import POLL_S, FileLink
+from course_lib.launch.rendezvous import Place, as_torchrun, place_of
+
+
+class RankLink(FileLink):
+    """What a rank has instead of a connection: launch.progress and nested launches look at it."""
+
+    def __init__(self, rank: int, path: Path):
+        super().__init__(path)
+        self.rank = rank
+
+
+def be_host(folder: str, timeout: float, lost_s: float) -> None:
+    """Be the host of this task's rank until the rank has ended. Called by submitit in every task."""
+    rank, ranks = int(os.environ["SLURM_PROCID"]), Path(folder)
+    to_notebook = RankLink(rank, ranks / f"{rank}.said")
+    to_notebook.send("node", os.environ["SLURMD_NODENAME"])
+    child = os.fork()  # torch is imported, but has no thread yet and has touched no GPU
+    if child == 0:
+        be_rank(ranks, timeout, to_notebook)
+    try:
+        code = attend(child, ranks, to_notebook, lost_s)
+    except BaseException:  # such as the folder gone, when the host of rank 0 has found the notebook lost
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        raise
+    if code is not None:
+        frames = stack(ranks / f"{rank}.stack")
+        to_notebook.send("failed", _rank.Failure("died", time.time(), [(frames, "")] if frames else [], code))
+        wait_for_the_end(ranks, lost_s)  # the notebook asks the other ranks where they stand, then it ends the job
+
+
+def attend(child: int, ranks: Path, to_notebook: RankLink, lost_s: float) -> int | None:
+    """Wait for the end of the rank, and answer for it. Its exit code if it ended without being asked to."""
+    asked_to_end = []
+
+    def pass_on(number, frame):
+        asked_to_end.append(number)  # by scancel, by the job's time limit, by preemption
+        os.kill(child, signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit's notice that the job's time is nearly over
+    place = ranks / f"{to_notebook.rank}.where"
+    questions, notebook = FileLink(ranks / f"{to_notebook.rank}.asked"), Notebook(ranks, lost_s)
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # what the rank has started and left behind
+            if asked_to_end[:1] == [signal.SIGTERM]:
+                to_notebook.send("where", stack(place))
+            return None if asked_to_end else os.waitstatus_to_exitcode(status)
+        for (question,) in questions.receive():
+            if question == "leave":
+                asked_to_end.append(question)
+            else:
+                os.kill(child, signal.SIGUSR1)
+                time.sleep(2 * POLL_S)  # faulthandler writes at once, whatever the rank is doing
+                to_notebook.send("where", stack(place))
+        if notebook.is_lost():
+            os.killpg(child, signal.SIGKILL)
+            notebook.end_job(to_notebook.rank)
+        time.sleep(POLL_S)
+
+
+class Notebook:
+    """Whether the notebook process is still there. It changes a file every few seconds; no clock is compared."""
+
+    def __init__(self, ranks: Path, lost_s: float):
+        self._ranks = ranks
+        self._lost_s = lost_s
+        self._seen = b""
+        self._seen_at = self._looked_at = time.monotonic()
+
+    def is_lost(self) -> bool:
+        now = time.monotonic()
+        if now - self._looked_at > self._lost_s / 10:
+            self._looked_at = now
+            with contextlib.suppress(FileNotFoundError):  # gone: nobody will change it again
+                content = (self._ranks / "alive").read_bytes()
+                if content != self._seen:
+                    self._seen, self._seen_at = content, now
+        return now - self._seen_at > self._lost_s
+
+    def end_job(self, rank: int) -> None:
+        """Nobody waits for this job any more: end it (srun ends all tasks when one fails), and leave no files."""
+        if rank == 0:
+            shutil.rmtree(self._ranks.parent, ignore_errors=True)
+        sys.exit(f"the notebook has given no sign of life for {self._lost_s:g} s")
+
+
+def wait_for_the_end(ranks: Path, lost_s: float) -> None:
+    notebook = Notebook(ranks, lost_s)
+    while not notebook.is_lost():
+        time.sleep(POLL_S)
+
+
+def be_rank(ranks: Path, timeout: float, to_notebook: RankLink) -> None:
+    """Be the rank: as `_rank.run_rank` on one machine. Never returns."""
+    rank = to_notebook.rank
+    os.setpgid(0, 0)  # it is ended with the processes that it has started
+    _rank.link = to_notebook
+    for number in (signal.SIGCONT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # submitit has handlers for them, which a fork inherits
+    places = (ranks / f"{rank}.where").open("w")
+    faulthandler.register(signal.SIGUSR1, file=places)
+    faulthandler.register(signal.SIGTERM, file=places, chain=True)  # writes where it stands, then ends it
+    try:
+        settings = pickle.loads((ranks / "settings.pkl").read_bytes())
+        place, store = meet(ranks, timeout)
+        settings = replace(
+            settings,
+            deadline=time.monotonic() + timeout,  # each machine has a clock of its own
+            environment=environment_here(settings.environment),
+            variables={"OMP_NUM_THREADS": str(settings.threads), "MPLBACKEND": "Agg", **as_torchrun(place)},
+            store=store,
+        )
+        _rank.prepare_process(rank, settings, ranks)
+        message = _rank.call(rank, settings, ranks)
+    except BaseException as error:
+        message = ("failed", _rank.describe(error, "start"))
+    _rank.flush_output()
+    if message[0] == "failed":
+        message = ("failed", replace(message[1], when=time.time()))
+    to_notebook.send(*message)
+    questions = FileLink(ranks / f"{rank}.asked")
+    while ("leave",) not in questions.receive():  # ranks leave together
+        time.sleep(POLL_S)
+    if dist.is_initialized() and settings.backend == "nccl":
+        dist.destroy_process_group()
+    os._exit(0)
+
+
+def environment_here(of_notebook: dict[str, str]) -> dict[str, str]:
+    """This task's environment: the notebook's, which sbatch passes on, with what Slurm and the node have added."""
+    environment = {**of_notebook, **os.environ}
+    environment.pop("PYTHONPATH", None)  # the launch set it, so that the course is found
+    if "PYTHONPATH" in of_notebook:
+        environment["PYTHONPATH"] = of_notebook["PYTHONPATH"]
+    return environment
+
+
+def meet(ranks: Path, timeout: float) -> tuple[Place, dist.Store]:
+    """This rank's place and the store through which all ranks meet: rank 0 opens it on a free port and tells where."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith("SLURM")}
+    place, link = place_of(variables), FileLink(ranks / "master")
+    limit = timedelta(seconds=timeout)
+    if place.rank == 0:
+        address = address_of_node(variables["SLURMD_NODENAME"])
+        store = dist.TCPStore(address, 0, place.world_size, is_master=True, wait_for_workers=False, timeout=limit)
+        link.send(address, store.port)
+        return replace(place, address=address, port=store.port), store
+    address, port = wait_for(link, timeout)
+    store = dist.TCPStore(address, port, place.world_size, is_master=False, timeout=limit)
+    return replace(place, address=address, port=port), store
+
+
+def address_of_node(name: str) -> str:
+    """By which address Slurm itself reaches a node; its name where Slurm does not say."""
+    with contextlib.suppress(OSError):  # no scontrol on this node
+        said = subprocess.run(["scontrol", "--oneliner", "show", "node", name], capture_output=True, text=True)
+        if match := re.search(r"\bNodeAddr=(\S+)", said.stdout):
+            return match.group(1)
+    return name
+
+
+def wait_for(link: FileLink, limit_s: float) -> tuple:
+    """The first message that comes through `link`."""
+    give_up = time.monotonic() + limit_s
+    while not (messages := link.receive()):
+        if time.monotonic() > give_up:
+            raise TimeoutError(f"rank 0 had not said after {limit_s:g} s where it is")
+        time.sleep(POLL_S)
+    return messages[0]
+
+
+def stack(path: Path) -> list[_rank.Frame]:
+    """The newest stack that faulthandler wrote to a file, without what Slurm's task had done before it was a rank."""
+    text = path.read_text(errors="replace") if path.exists() else ""
+    start = max(text.rfind("Current thread"), text.rfind("Fatal Python error"))
+    frames = frames_in_stack_file(text[max(start, 0) :])
+    own = [index for index, (file, _, _) in enumerate(frames) if Path(file).name == Path(__file__).name]
+    return frames[own[-1] + 1 :] if own else frames

@@ -1,0 +1,215 @@
+"""The notebook's side of one launch: listen to the ranks until all are done, one has failed, or the time is up."""
+
+import contextlib
+import math
+import os
+import sys
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm.std import tqdm  # plain text: the notebook's own bar needs ipywidgets
+
+from course_lib.launch import _failures
+from course_lib.launch._rank import Failure
+
+TICK_S = 0.1
+SETTLE_S = 0.1  # after a failure: how long to wait for one that happened even earlier
+ECHO_S = 1.2  # after a "connection closed by peer": how long to wait for the rank that is really to blame
+ANSWER_S = 0.3  # for the answer to "where do you stand?"
+MAX_OUTPUT_BYTES = 64 << 20  # of one rank: what an endless print loop wrote earlier is dropped
+MAX_SHOWN_LINES = 1000
+MAX_SHOWN_CHARS = 2000
+
+
+class Outcome(NamedTuple):
+    """How a launch went: of each rank at most one of these."""
+
+    done: dict[int, tuple[float, int]]  # rank -> (seconds, peak bytes)
+    failures: dict[int, Failure]
+    places: dict[int, str]  # where the others stood
+    nodes: dict[int, str]  # where ranks ran; empty on one machine
+
+
+class Watch:
+    """What is known of each rank of one world, whose files are in `folder`."""
+
+    answer_s = ANSWER_S
+
+    def __init__(self, world, world_size: int, output: "Output", folder: Path):
+        self.done: dict[int, tuple[float, int]] = {}
+        self.failures: dict[int, Failure] = {}
+        self.places: dict[int, str] = {}
+        self.nodes: dict[int, str] = {}
+        self._world = world
+        self._world_size = world_size
+        self._output = output
+        self._folder = folder
+        self._bar = None
+        self._settled_at = math.inf
+        self._talking = dict(enumerate(world.connections))
+        self._living = dict(enumerate(world.exits))
+
+    def unfinished(self) -> list[int]:
+        return [rank for rank in range(self._world_size) if rank not in self.done and rank not in self.failures]
+
+    def until(self, deadline: float) -> None:
+        """Listen until every rank has finished, a failure has settled, or the deadline has passed."""
+        try:
+            while self.unfinished() and (left := min(deadline, self._settled_at) - time.monotonic()) > 0:
+                self._listen(min(left, TICK_S))
+                self._output.poll()
+        finally:
+            if self._bar is not None:
+                self._bar.close()
+
+    def ask_where(self) -> None:
+        """Learn where every rank stands that has neither finished nor failed."""
+        asked = self.unfinished()
+        for rank in asked:
+            with contextlib.suppress(OSError):  # it has just died
+                self._world.connections[rank].send("where")
+        give_up = time.monotonic() + self.answer_s
+        while set(asked) - set(self.places) - set(self.failures) and time.monotonic() < give_up:
+            self._listen(0.05)
+        for rank in asked:
+            if rank not in self.places and rank not in self.failures:
+                frames = _failures.frames_in_stack_file(read_text(self._folder / f"{rank}.stack"))
+                self.places[rank] = _failures.describe_place(frames)
+        for rank in self.done:
+            self.places[rank] = "had returned"
+
+    def let_leave(self, limit_s: float) -> None:
+        """Tell all ranks to leave, and wait for them, but no longer than `limit_s`."""
+        for connection in self._world.connections:
+            with contextlib.suppress(OSError):  # gone already; its result is here
+                connection.send("leave")
+        give_up = time.monotonic() + limit_s
+        while self._living and (left := give_up - time.monotonic()) > 0:
+            for handle in wait(list(self._living.values()), timeout=left):
+                self._living = {rank: other for rank, other in self._living.items() if other != handle}
+
+    def _listen(self, timeout: float) -> None:
+        ranks = {handle: rank for rank, handle in [*self._talking.items(), *self._living.items()]}
+        ready = set(wait(list(ranks), timeout=timeout))
+        for handle in ready:
+            if handle in self._talking.values():
+                self._hear(ranks[handle])
+        for handle in ready:
+            if handle in self._living.values():
+                self._bury(ranks[handle])
+
+    def _hear(self, rank: int) -> None:
+        """Take every message that rank has sent."""
+        try:
+            while rank in self._talking and self._talking[rank].poll():
+                name, *content = self._talking[rank].recv()
+                if name == "done":
+                    self.done[rank] = tuple(content)
+                elif name == "failed" and rank in self.unfinished():
+                    self._fail(rank, content[0])
+                elif name == "where":
+                    self.places[rank] = _failures.describe_place(content[0])
+                elif name == "progress":
+                    self._draw(*content)
+                elif name == "node":
+                    self.nodes[rank] = content[0]
+        except (EOFError, OSError):
+            self._talking.pop(rank)  # it is ending; how, its exit will say
+
+    def _bury(self, rank: int) -> None:
+        code, when = self._world.exit_of(rank)
+        self._living.pop(rank)
+        self._hear(rank)
+        if rank not in self.done and rank not in self.failures:
+            frames = _failures.frames_in_stack_file(read_text(self._folder / f"{rank}.stack"))
+            self._fail(rank, Failure("died", when, [(frames, "")] if frames else [], code))
+
+    def _fail(self, rank: int, failure: Failure) -> None:
+        self.failures[rank] = failure
+        patience = ECHO_S if _failures.is_secondary(failure) else SETTLE_S
+        self._settled_at = min(self._settled_at, time.monotonic() + patience)
+
+    def _draw(self, description: str | None, count: int, total: int | None) -> None:
+        """One bar at a time, drawn here: a rank has no cell."""
+        if self._bar is not None and (count == 0 or self._bar.desc != (description or "")):
+            self._bar.close()
+            self._bar = None
+        if self._bar is None:
+            self._bar = tqdm(desc=description, total=total, file=sys.stderr)
+        self._bar.update(count - self._bar.n)
+
+
+class Output:
+    """What the ranks print. Each writes to files of its own, which can be neither blocked nor lost."""
+
+    def __init__(self, folder: Path, world_size: int, live: bool):
+        self._folder = folder
+        self._world_size = world_size
+        self._live = live
+        self._shown = [0] * world_size  # bytes of each rank's stdout already shown
+        self._dropped = [0] * world_size
+
+    def poll(self) -> None:
+        """Show new lines if live; keep a rank that prints without end from filling the disk."""
+        for rank in range(self._world_size):
+            path = self._folder / f"{rank}.out"
+            if not path.exists():
+                continue
+            if self._live:
+                self._show_new_lines(rank, path)
+            for file in (path, self._folder / f"{rank}.err"):
+                if file.exists() and (size := file.stat().st_size) > MAX_OUTPUT_BYTES:
+                    os.truncate(file, 0)  # the rank appends, so it goes on at the new end
+                    self._dropped[rank] += size
+                    self._shown[rank] = 0
+
+    def lines(self, rank: int, stream: str = "out") -> list[str]:
+        lines = split_lines(read_text(self._folder / f"{rank}.{stream}"))
+        if self._dropped[rank] and stream == "out":
+            lines.insert(0, f"... {self._dropped[rank]:,} bytes of earlier output dropped")
+        return lines
+
+    def show(self) -> None:
+        """Print each rank's lines, in rank order; its warnings go to stderr."""
+        for rank in range(self._world_size):
+            if self._live:
+                self._show_new_lines(rank, self._folder / f"{rank}.out", final=True)
+            else:
+                show_lines(rank, self.lines(rank), sys.stdout)
+            show_lines(rank, self.lines(rank, "err"), sys.stderr)
+
+    def _show_new_lines(self, rank: int, path: Path, final: bool = False) -> None:
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self._shown[rank])
+            new = file.read()
+        complete = new if final else new[: new.rfind(b"\n") + 1]
+        self._shown[rank] += len(complete)
+        show_lines(rank, split_lines(complete.decode(errors="replace")), sys.stdout)
+
+
+def read_text(path: Path) -> str:
+    return path.read_bytes().decode(errors="replace") if path.exists() else ""
+
+
+def split_lines(text: str) -> list[str]:
+    """Lines as a terminal would leave them: of a progress bar drawn over itself only the last state."""
+    lines = text.split("\n")
+    if lines[-1] == "":
+        lines.pop()
+    return [line.rstrip("\r").rpartition("\r")[2] for line in lines]
+
+
+def show_lines(rank: int, lines: list[str], stream) -> None:
+    if not lines:
+        return
+    shown = [
+        line if len(line) <= MAX_SHOWN_CHARS else line[:MAX_SHOWN_CHARS] + " ..." for line in lines[:MAX_SHOWN_LINES]
+    ]
+    if len(lines) > MAX_SHOWN_LINES:
+        shown.append(f"... {len(lines) - MAX_SHOWN_LINES:,} more lines")
+    stream.write("".join(f"[rank {rank}] {line}\n" for line in shown))
+    stream.flush()

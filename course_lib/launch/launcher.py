@@ -1,0 +1,291 @@
+"""Run a function on N real processes from a notebook cell, and get back what each of them returned."""
+
+import dataclasses
+import functools
+import importlib
+import io
+import linecache
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import cloudpickle
+import psutil
+import torch
+from tqdm.std import tqdm
+
+from course_lib.devices import BACKENDS
+from course_lib.launch import _accelerate, _failures, _processes, _rank, _slurm
+from course_lib.launch._failures import RankError
+from course_lib.launch._slurm import Slurm
+from course_lib.launch._watch import Outcome, Output, Watch
+
+__all__ = ["RankError", "Results", "Slurm", "choose_backend", "launch", "progress"]
+
+MAX_RANKS = 64
+RANK_BYTES = 150 << 20  # memory of a rank that does little; torch's own pages are shared between forked ranks
+MAX_TIMEOUT_S = 1_000_000
+LEAVE_S = {"gloo": 1.0, "shared-gpu": 1.0, "nccl": 10.0}  # gloo ranks leave at once; NCCL gives its GPU memory back
+
+
+@dataclasses.dataclass(frozen=True)
+class Results(Sequence):
+    """What the ranks of one launch returned: `results[rank]`, tensors on the CPU and detached.
+
+    lines         lines[rank]: what that rank printed, line by line
+    stderr        stderr[rank]: its warnings
+    seconds       of the whole launch, processes included;  rank_seconds[rank]: of the function alone
+    peak_bytes    peak_bytes[rank]: most memory of its GPU if it used one, else of the whole process, torch included
+    backend, why  "gloo", "nccl" or "shared-gpu", and the reason
+    nodes         nodes[rank]: the name of its node in a Slurm job; empty on one machine
+    """
+
+    values: list
+    lines: list[list[str]]
+    stderr: list[list[str]]
+    seconds: float
+    rank_seconds: list[float]
+    peak_bytes: list[int]
+    backend: str
+    why: str
+    nodes: tuple[str, ...] = ()
+
+    def __getitem__(self, rank):
+        return self.values[rank]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __repr__(self) -> str:
+        return repr(self.values)
+
+    def __eq__(self, other) -> bool:
+        return self.values == (other.values if isinstance(other, Results) else other)
+
+    __hash__ = None
+
+
+def launch(
+    fn: Callable,
+    world_size: int,
+    *args,
+    timeout: float = 120.0,
+    backend: str = "auto",
+    via: str = "processes",
+    live: bool = False,
+    threads: int = 1,
+    quiet: bool = False,
+    where: Slurm | None = None,
+) -> Results:
+    """Run `fn(*args)` on `world_size` processes that can talk to each other, and return what each of them returned.
+
+    `fn` may be defined in the cell: it travels with what it uses. Imported functions are imported again in each rank,
+    from the file as it is now. In a rank torch.distributed is initialised, and RANK, LOCAL_RANK and WORLD_SIZE are set
+    as torchrun sets them. What ranks print appears below the cell when all have finished, rank by rank. The notebook's
+    own process is never a rank. Keyword arguments: wrap `fn` with functools.partial.
+
+    timeout   seconds from the start of the ranks; then they are ended, and the error says where each of them stood
+    backend   "auto": NCCL and a GPU for each rank where there are as many, else gloo and the CPU; or "nccl", "gloo", or
+              "shared-gpu": ranks share the GPUs that are there, through gloo. `devices.rank_device()` is the rank's
+    via       "processes", or "accelerate": accelerate.notebook_launcher, see course_lib/launch/_accelerate.py for its limits
+    live      show printed lines as they come instead, in the order in which they come
+    threads   of each rank, for its matrix multiplications
+    quiet     show no printed lines; they are in `.lines` all the same
+    where     Slurm(...): a job there instead of this machine; the wait in its queue is not part of `timeout`, and when
+              the cell is interrupted the job is cancelled
+    Raises    ValueError for arguments that cannot work; RankError if a rank fails, naming the first one that did
+    """
+    if _rank.link is not None:
+        raise RuntimeError(
+            f"launch was called inside rank {_rank.link.rank}, and a rank cannot start ranks; call it in the notebook"
+        )
+    _check_arguments(fn, world_size, timeout, via, threads, where)
+    gpu_count = torch.cuda.device_count() if where is None else where.nodes * where.gpus_per_node
+    backend, why = choose_backend(backend, world_size, gpu_count)
+    payload = _dump_function(fn, args)
+    start = time.monotonic()
+    # Of mode 700: who can write there can run code as its owner.
+    folder = Path(tempfile.mkdtemp(prefix="course_launch_", dir=where and where.shared_folder()))
+    try:
+        ranks = folder / "ranks"
+        ranks.mkdir()
+        (ranks / "function.pkl").write_bytes(payload)
+        if where is None:
+            _processes.prepare(_processes.start_method(sys.platform))  # before the clock of the time limit starts
+        settings = _settings(world_size, timeout, backend, threads)
+        (ranks / "settings.pkl").write_bytes(pickle.dumps(settings))
+        output = Output(ranks, world_size, live)
+        run = _accelerate.run if via == "accelerate" else _run_processes
+        if where is not None:
+            run = functools.partial(_slurm.run, where, timeout)
+        outcome = run(folder, settings, output)
+        if not quiet:
+            output.show()
+        _raise_if_failed(world_size, timeout, outcome, output)
+        values = [_load_result(ranks, rank) for rank in range(world_size)]
+        lines, stderr = ([output.lines(rank, name) for rank in range(world_size)] for name in ("out", "err"))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    rank_seconds, peak_bytes = ([outcome.done[rank][i] for rank in range(world_size)] for i in (0, 1))
+    nodes = tuple(node for _, node in sorted(outcome.nodes.items()))
+    return Results(values, lines, stderr, time.monotonic() - start, rank_seconds, peak_bytes, backend, why, nodes)
+
+
+def progress(iterable: Iterable, desc: str | None = None) -> Iterator:
+    """Yield from `iterable` with a progress bar in the cell; in a launch rank 0 reports and the notebook draws."""
+    if _rank.link is None:
+        yield from tqdm(iterable, desc=desc)
+        return
+    if _rank.link.rank != 0:
+        yield from iterable
+        return
+    total = len(iterable) if hasattr(iterable, "__len__") else None
+    count, reported_at = 0, time.monotonic()
+    _rank.link.send("progress", desc, 0, total)
+    for item in iterable:
+        yield item
+        count += 1
+        if time.monotonic() - reported_at > 0.1:
+            _rank.link.send("progress", desc, count, total)
+            reported_at = time.monotonic()
+    _rank.link.send("progress", desc, count, total)
+
+
+def choose_backend(backend: str, world_size: int, gpu_count: int) -> tuple[str, str]:
+    """Return the backend of `devices.BACKENDS` to use, and a sentence that says why."""
+    enough = gpu_count >= world_size
+    gpus = (
+        f"{gpu_count or 'no'} GPU{'' if gpu_count == 1 else 's'} for {world_size} rank{'' if world_size == 1 else 's'}"
+    )
+    if backend == "auto":
+        if enough:
+            return "nccl", f"nccl: {gpus}"
+        return "gloo", f"gloo: {gpus}, and NCCL needs one for each rank"
+    if backend not in BACKENDS:
+        names = ", ".join(map(repr, ("auto", *BACKENDS)))
+        raise ValueError(f"backend must be one of {names}, got {backend!r}; use 'auto' if in doubt")
+    if backend == "shared-gpu" and not gpu_count:
+        raise ValueError("backend='shared-gpu' needs a GPU, got none; use backend='gloo'")
+    if backend == "shared-gpu":
+        return "shared-gpu", f"gloo: {gpus}, shared as asked for"
+    if backend == "gloo":
+        return "gloo", "gloo: asked for"
+    if not enough:
+        raise ValueError(f"backend='nccl' needs a GPU for every rank, got {gpus}; use backend='gloo' or fewer ranks")
+    return "nccl", "nccl: asked for"
+
+
+def most_ranks(available_bytes: int) -> int:
+    """How many ranks this machine's free memory allows, at most 64."""
+    return max(1, min(MAX_RANKS, available_bytes // RANK_BYTES))
+
+
+def _check_arguments(fn, world_size, timeout, via, threads, where) -> None:
+    if not callable(fn):
+        raise ValueError(
+            f"fn must be a function, got {fn!r}; pass the function itself and its arguments after world_size"
+        )
+    for name, value in (("world_size", world_size), ("threads", threads)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}; try {name}=2")
+    limit = most_ranks(psutil.virtual_memory().available)
+    if where is None and world_size > limit:
+        raise ValueError(
+            f"world_size ({world_size}) must be at most {limit} on this machine now ({MAX_RANKS} anywhere, and "
+            f"{RANK_BYTES >> 20} MiB of free memory for each rank); use fewer ranks"
+        )
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"timeout must be seconds, more than 0 and at most {MAX_TIMEOUT_S:,}, got {timeout!r}; try 120"
+        )
+    if via not in ("processes", "accelerate"):
+        raise ValueError(f"via must be 'processes' or 'accelerate', got {via!r}; use 'processes' if in doubt")
+    if via == "accelerate" and _processes.start_method(sys.platform) == "spawn":
+        raise ValueError(f"via='accelerate' needs a system that can fork, got {sys.platform}; use via='processes'")
+    if where is not None:
+        if not isinstance(where, Slurm):
+            raise ValueError(f"where must be None or Slurm(...), got {where!r}; leave it out for this machine")
+        if via != "processes":
+            raise ValueError(f"via must be 'processes' in a Slurm job, got {via!r}; leave it out")
+        where.check_launch(world_size, timeout)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Sends modules of a class of their own by name, too: a function that says `dist` and `.config` brings torch's."""
+
+    def reducer_override(self, obj):
+        of_own_class = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
+        if of_own_class and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
+
+
+def _dump_function(fn: Callable, args: tuple) -> bytes:
+    try:
+        file = io.BytesIO()
+        _Pickler(file).dump((fn, args))
+        return file.getvalue()
+    except Exception as error:  # pickling runs code of any class, which may raise anything
+        name = getattr(fn, "__name__", repr(fn))
+        raise ValueError(
+            f"{name} cannot be sent to the ranks ({type(error).__name__}: {error}). What it uses must be code or data; "
+            "create locks, open files, generators and process groups inside the function"
+        ) from error
+
+
+def _run_processes(folder: Path, settings: _rank.Settings, output: Output) -> Outcome:
+    """Start the ranks, watch them, end them."""
+    method = _processes.start_method(sys.platform)
+    world = _processes.start_world(str(folder / "ranks"), settings.world_size, method)
+    try:
+        watch = Watch(world, settings.world_size, output, folder / "ranks")
+        watch.until(settings.deadline)
+        if watch.unfinished() or watch.failures:
+            watch.ask_where()
+        else:
+            watch.let_leave(LEAVE_S[settings.backend])
+    finally:
+        world.end()
+    return Outcome(watch.done, watch.failures, watch.places, {})
+
+
+def _raise_if_failed(world_size: int, timeout: float, outcome: Outcome, output: Output) -> None:
+    _, failures, places, nodes = outcome
+    if failures:
+        rank = _failures.first_failure(failures)
+        stderr = "\n".join(output.lines(rank, "err"))
+        text = _failures.failure_text(rank, world_size, failures, places, stderr, nodes)
+        raise RankError(text, rank, nodes.get(rank))
+    if places:
+        raise RankError(_failures.hang_text(world_size, timeout, places, nodes))
+
+
+def _settings(world_size: int, timeout: float, backend: str | None, threads: int) -> _rank.Settings:
+    return _rank.Settings(
+        world_size=world_size,
+        backend=backend,
+        threads=threads,
+        deadline=time.monotonic() + timeout,
+        environment=dict(os.environ),
+        directory=os.getcwd(),
+        sys_path=list(sys.path),
+        cell_sources={
+            file: entry for file, entry in list(linecache.cache.items()) if len(entry) == 4 and entry[1] is None
+        },
+    )
+
+
+def _load_result(folder: Path, rank: int):
+    try:
+        return cloudpickle.loads((folder / f"{rank}.result").read_bytes())
+    except Exception as error:  # unpickling runs code of any class, which may raise anything
+        text = (
+            f"rank {rank} returned something that cannot be rebuilt in the notebook ({type(error).__name__}: {error})"
+        )
+        raise RankError(text + "; return numbers, tensors, or lists, dicts and dataclasses of them", rank) from error

@@ -1,0 +1,321 @@
+"""What a layout cannot be, and why: one small check for each reason, and the nearest numbers that would be possible.
+
+    check_layout(layout)                             what no model could do
+    check_layout_and_model(layout, config, seq_len)  what this model cannot do
+
+A check says which numbers do not fit. Which ones would is not written into each: it is looked for, by trying the fields
+that the check names, nearest values first, until one passes all checks.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from course_lib.config import ModelConfig
+from course_lib.layout.experts import check_expert_parallel
+from course_lib.layout.mesh import AXES, check_ep_size, check_order
+from course_lib.layout.partition import CP_METHODS, check_heads, check_layers, check_ulysses, even_layers, piece_sizes
+from course_lib.layout.placement import PLACEMENTS, check_context
+from course_lib.schedules import SCHEDULES, check_request, stages_per_rank
+
+if TYPE_CHECKING:  # layout.py imports this file
+    from course_lib.layout.record import Layout
+
+SIZES = ("dp", "cp", "tp", "pp", "ep", "v", "micro_batch", "accumulation")
+CHOICES = {
+    "zero": (0, 1, 2, 3),
+    "sequence_parallel": (False, True),
+    "regather": (False, True),
+    "schedule": tuple(SCHEDULES),
+    "recompute": ("none", "selective", "full"),
+    "cp_method": CP_METHODS,
+    "cp_placement": PLACEMENTS,
+    "expert_method": ("plain", "once_per_rank"),
+}
+SPLIT_BACKWARD = ("zb_h1", "zb_h2", "zbv", "dualpipe_v")
+FAMILIES = ("llama", "gpt")
+NEAREST = "; nearest: "
+FARTHEST = 16_384  # the largest number that is tried
+BETWEEN_ITEMS = "-"  # layers_of_stage=3-5, order=pp-dp-cp-tp: no shell takes it for something else
+
+
+def check_layout(layout: Layout) -> None:
+    """Raises ValueError if no model could lie so: what does not fit, why, and the nearest that would."""
+    _raise_first(layout, LAYOUT_CHECKS)
+
+
+def check_layout_and_model(layout: Layout, config: ModelConfig, seq_len: int | None = None) -> None:
+    """Raises ValueError if this model, or sequences of this length, cannot lie so."""
+    _raise_first(layout, LAYOUT_CHECKS + model_checks(config, seq_len), config)
+
+
+# --- what no model could do
+
+
+def _check_size(name: str, layout: Layout) -> None:
+    size = getattr(layout, name)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"{name} ({size!r}) must be a whole number, 1 or more")
+
+
+def _check_choice(name: str, layout: Layout) -> None:
+    choices, value = CHOICES[name], getattr(layout, name)
+    if type(value) is not type(choices[0]) or value not in choices:
+        why = ": it needs to know how many ranks share a node" if value == "once_per_node" else ""
+        raise ValueError(f"{name} ({value!r}) is none of {', '.join(map(str, choices))}{why}")
+
+
+def _check_order(layout: Layout) -> None:
+    check_order(layout.order)
+
+
+def _check_ep(layout: Layout) -> None:
+    check_ep_size(layout.dp, layout.cp, layout.ep)
+
+
+def _check_sequence_parallel(layout: Layout) -> None:
+    if layout.sequence_parallel and layout.tp == 1:
+        raise ValueError("sequence_parallel cuts norms and residual stream over the ranks of tp, but tp (1) has one")
+
+
+def _check_regather(layout: Layout) -> None:
+    if layout.regather and (not layout.sequence_parallel or layout.tp == 1):
+        raise ValueError(
+            "regather gathers in backward what sequence_parallel has cut over the ranks of tp, but sequence_parallel "
+            f"is {str(layout.sequence_parallel).lower()} and tp is {layout.tp}"
+        )
+
+
+def _check_stages_per_rank(layout: Layout) -> None:
+    check_request(layout.schedule, layout.pp, 2 * layout.pp, layout.v)  # so many micro-batches suit every schedule
+
+
+def _check_micro_batches(layout: Layout) -> None:
+    try:
+        check_request(layout.schedule, layout.pp, layout.accumulation, layout.v)
+    except ValueError as error:
+        raise ValueError(str(error).replace("num_micro_batches", "accumulation")) from None
+
+
+def _check_split_with_zero(layout: Layout) -> None:
+    if layout.zero > 1 and layout.schedule in SPLIT_BACKWARD:
+        raise ValueError(
+            f"zero ({layout.zero}) sums a layer's gradients when its backward is done, but {layout.schedule} does that "
+            "of the weights later"
+        )
+
+
+def _check_layers_of_stage(layout: Layout) -> None:
+    layers, stages = layout.layers_of_stage, layout.pp * stages_per_rank(layout.schedule, layout.v)
+    if layers is None:
+        return
+    if not isinstance(layers, tuple) or not layers or any(type(count) is not int or count < 1 for count in layers):
+        raise ValueError(f"layers_of_stage is {layers!r}; it must have one number, 1 or more, for each stage")
+    if len(layers) != stages:
+        raise ValueError(
+            f"layers_of_stage {list(layers)} has {len(layers)} stages, but pp ({layout.pp}) with {layout.schedule} has "
+            f"{stages}"
+        )
+
+
+Check = tuple[Callable[["Layout"], None], tuple[str, ...]]  # what raises, and fields that could be changed instead
+
+LAYOUT_CHECKS: list[Check] = [
+    *[(partial(_check_size, name), (name,)) for name in SIZES],
+    *[(partial(_check_choice, name), (name,)) for name in CHOICES],
+    (_check_order, ("order",)),
+    (_check_ep, ("ep",)),
+    (_check_regather, ("regather", "sequence_parallel")),
+    (_check_sequence_parallel, ("sequence_parallel", "tp")),
+    (_check_stages_per_rank, ("v", "schedule")),
+    (_check_micro_batches, ("accumulation",)),
+    (_check_split_with_zero, ("zero", "schedule")),
+    (_check_layers_of_stage, ("layers_of_stage",)),
+]
+
+
+# --- what this model cannot do
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The same for a model and a length."""
+
+    config: ModelConfig
+    seq_len: int | None
+
+    def family(self, layout: Layout) -> None:
+        if self.config.family not in FAMILIES:
+            raise ValueError(
+                f"{self.config.name} is of the {self.config.family} family; layouts know {', '.join(FAMILIES)}"
+            )
+
+    def heads(self, layout: Layout) -> None:
+        check_heads(self.config.num_heads, self.config.num_kv_heads, layout.tp)
+
+    def features(self, layout: Layout) -> None:
+        widths = {"d_ff": self.config.d_ff, "vocab_size": self.config.vocab_size}
+        if self.config.moe is not None:
+            widths["d_expert"] = self.config.moe.d_expert
+        for field, width in widths.items():
+            if min(piece_sizes(width, layout.tp)) == 0:
+                raise ValueError(f"{field} ({width}) leaves a rank of tp ({layout.tp}) with none")
+
+    def heads_for_ulysses(self, layout: Layout) -> None:
+        if layout.cp > 1 and layout.cp_method == "ulysses":
+            heads, kv_heads = self.config.num_heads // layout.tp, max(self.config.num_kv_heads // layout.tp, 1)
+            try:
+                check_ulysses(heads, kv_heads, layout.cp)
+            except ValueError as error:
+                of_rank = f" (with tp {layout.tp} a rank has {heads} heads, {kv_heads} of keys and values)"
+                raise ValueError(f"{error}{of_rank if layout.tp > 1 else ''}") from None
+
+    def dropout(self, layout: Layout) -> None:
+        if self.config.dropout > 0 and layout.cp > 1:
+            raise ValueError(
+                f"dropout ({self.config.dropout}) is not part of attention over blocks, which cp ({layout.cp}) uses; "
+                "give a config with dropout=0.0"
+            )
+
+    def experts(self, layout: Layout) -> None:
+        if self.config.moe is not None:
+            check_expert_parallel(self.config, layout.dp * layout.cp, layout.ep, layout.tp, None, layout.expert_method)
+        elif layout.ep > 1:
+            raise ValueError(f"ep ({layout.ep}) spreads experts, but {self.config.name} has 0 of them")
+
+    def stages_of_a_rank(self, layout: Layout) -> None:
+        each = stages_per_rank(layout.schedule, layout.v)
+        if each > self.config.num_layers:
+            raise ValueError(
+                f"{layout.schedule} with v ({layout.v}) has {each} stages a rank, but {self.config.name} has "
+                f"{self.config.num_layers} layers in all, and each stage needs one"
+            )
+
+    def stages(self, layout: Layout) -> None:
+        each = stages_per_rank(layout.schedule, layout.v)
+        if layout.pp * each > self.config.num_layers:
+            raise ValueError(
+                f"pp ({layout.pp}) x {each} stages a rank = {layout.pp * each} stages, but {self.config.name} has "
+                f"{self.config.num_layers} layers, and each stage needs one"
+            )
+
+    def layers_of_stage(self, layout: Layout) -> None:
+        if layout.layers_of_stage is not None:
+            check_layers(self.config, layout.layers_of_stage)
+
+    def tied_ends(self, layout: Layout) -> None:
+        each = stages_per_rank(layout.schedule, layout.v)
+        together = layout.schedule in ("zbv", "dualpipe_v") or (layout.pp == 1 and each > 1)
+        if self.config.tied and layout.zero and together:
+            raise ValueError(
+                f"{self.config.name} ties embedding and head, which {layout.schedule} with pp ({layout.pp}) puts into "
+                f"two stages of one rank: zero ({layout.zero}) would shard the weight they share twice"
+            )
+
+    def positions(self, layout: Layout) -> None:
+        if self.seq_len is not None and self.config.family == "gpt" and self.seq_len > self.config.max_seq_len:
+            raise ValueError(
+                f"seq_len ({self.seq_len}) exceeds the learned positions of {self.config.name} "
+                f"({self.config.max_seq_len}); choose at most {self.config.max_seq_len}"
+            )
+
+    def length(self, layout: Layout) -> None:
+        if self.seq_len is not None:
+            check_context(self.seq_len, layout.cp, layout.cp_placement if layout.cp > 1 else "contiguous")
+
+
+def model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]:
+    """What this model needs of a layout; what no other layout would mend comes first."""
+    of = _Model(config, seq_len)
+    return [
+        (of.family, ()),
+        (of.positions, ()),
+        (of.heads, ("tp",)),
+        (of.features, ("tp",)),
+        (of.heads_for_ulysses, ("cp", "cp_method")),
+        (of.dropout, ("cp",)),
+        (of.experts, ("ep",)),
+        (of.stages_of_a_rank, ("v", "schedule")),
+        (of.stages, ("pp", "v")),
+        (of.layers_of_stage, ("layers_of_stage",)),
+        (of.tied_ends, ("zero", "schedule")),
+        (of.length, ("cp",)),
+    ]
+
+
+# --- the first that fails, and what is nearest to it
+
+
+def _raise_first(layout: Layout, checks: Sequence[Check], config: ModelConfig | None = None) -> None:
+    for index, (check, names) in enumerate(checks):
+        try:
+            check(layout)
+        except ValueError as error:
+            if NEAREST in str(error):
+                raise
+            # what passes all, else what passes so far, so that who follows the advice comes further, else this one
+            for needed in (checks, checks[:index], []):
+                if nearest := _nearest(layout, names, [checks[index], *needed], config):
+                    raise ValueError(f"{error}{NEAREST}{' or '.join(nearest)}") from None
+            raise
+
+
+def _nearest(layout: Layout, names: Sequence[str], needed: Sequence[Check], config: ModelConfig | None) -> list[str]:
+    """One or two changes of a field after which the layout passes, such as "tp=2"."""
+    found = []
+    for name in names:
+        for values in _candidates(layout, name, config):
+            fitting = (value for value in values if _passes(_changed(layout, name, value), needed))
+            found += [f"{name}={as_text(value)}" for value in islice(fitting, 1)]
+    return found[:2]
+
+
+def _candidates(layout: Layout, name: str, config: ModelConfig | None) -> list[Iterable]:
+    """Other values of a field, nearest first: numbers in two directions, else one list."""
+    value = getattr(layout, name)
+    if name in SIZES or name == "zero":
+        value, lowest = _whole(value), int(name != "zero")
+        highest = min(2 * max(value, 0) + 2 * _whole(layout.pp) + _whole(layout.ep) + 8, FARTHEST)
+        return [range(min(value, FARTHEST), lowest - 1, -1), range(max(value + 1, lowest), highest + 1)]
+    if name == "order":
+        return [[AXES]]
+    if name == "layers_of_stage":
+        stages = layout.pp * stages_per_rank(layout.schedule, layout.v)
+        total = config.num_layers if config else sum(value) if isinstance(value, tuple) else 0
+        return [[tuple(even_layers(total, stages))] if total >= stages else [None]]
+    close = difflib.get_close_matches(str(value), map(str, CHOICES[name]), n=1)
+    return [sorted(CHOICES[name], key=lambda choice: (str(choice) not in close, choice != "1f1b"))]
+
+
+def _whole(value: object) -> int:
+    """A whole number near what was given, 1 where it is none."""
+    return int(value) if isinstance(value, int | float) and abs(value) < 2**63 else 1
+
+
+def _changed(layout: Layout, name: str, value: object) -> Layout:
+    """A copy with another value, unchecked."""
+    other = copy(layout)
+    object.__setattr__(other, name, value)
+    return other
+
+
+def _passes(layout: Layout, checks: Sequence[Check]) -> bool:
+    try:
+        for check, _ in checks:
+            check(layout)
+    except ValueError:
+        return False
+    return True
+
+
+def as_text(value: object) -> str:
+    """A value as `Layout.parse` reads it."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return BETWEEN_ITEMS.join(map(str, value)) if isinstance(value, tuple) else str(value)

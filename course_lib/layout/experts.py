@@ -1,0 +1,118 @@
+"""Which rank has which experts of a layer, and which sizes are possible.
+
+layout = ExpertLayout(num_experts=64, ep_size=16, ranks_per_node=8)
+layout.experts_per_rank, layout.node_of_rank(9), layout.relay(src=3, node=1)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from course_lib.config import ModelConfig
+from course_lib.layout.partition import check_heads, piece_sizes
+
+METHODS = ("plain", "once_per_rank", "once_per_node", "padded")  # how rows travel; traffic/routing.py has the bytes
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Which rank has which experts: E / ep neighbours each; ranks_per_node ranks share a node (None: all do).
+
+    Raises   ValueError where the sizes do not divide
+    """
+
+    num_experts: int
+    ep_size: int = 1
+    ranks_per_node: int | None = None
+
+    def __post_init__(self):
+        for field in ("num_experts", "ep_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        if self.num_experts % self.ep_size:
+            raise ValueError(
+                f"num_experts ({self.num_experts}) must be divisible by ep ({self.ep_size}); "
+                f"choose ep from {_divisors(self.num_experts)}"
+            )
+        if self.ranks_per_node is None:
+            object.__setattr__(self, "ranks_per_node", self.ep_size)
+        if self.ranks_per_node < 1 or self.ep_size % self.ranks_per_node:
+            raise ValueError(
+                f"ep ({self.ep_size}) must be divisible by ranks_per_node ({self.ranks_per_node}); "
+                f"choose ranks_per_node from {_divisors(self.ep_size)}"
+            )
+
+    @property
+    def experts_per_rank(self) -> int:
+        return self.num_experts // self.ep_size
+
+    @property
+    def num_nodes(self) -> int:
+        return self.ep_size // self.ranks_per_node
+
+    def rank_of_expert(self, expert: int) -> int:
+        return expert // self.experts_per_rank
+
+    def node_of_rank(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def relay(self, src: int, node: int) -> int:
+        """Where rank src's tokens enter a node: at the rank with src's place in its own node."""
+        return node * self.ranks_per_node + src % self.ranks_per_node
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
+
+
+# --- checks
+
+
+def check_choice(num_experts: int, top_k: int, num_groups: int = 1, max_groups: int | None = None) -> None:
+    """Raises ValueError if a token cannot choose that many experts, or not from that many groups (nodes)."""
+    max_groups = num_groups if max_groups is None else max_groups
+    if num_groups < 1 or num_experts % num_groups:
+        raise ValueError(
+            f"num_experts ({num_experts}) must be divisible by the number of groups ({num_groups}); "
+            f"choose from {_divisors(num_experts)}"
+        )
+    if not 1 <= max_groups <= num_groups:
+        raise ValueError(f"max_groups is {max_groups}; choose from 1 to the number of groups, {num_groups}")
+    reachable = num_experts // num_groups * max_groups
+    if not 1 <= top_k <= reachable:
+        raise ValueError(
+            f"top_k is {top_k}, but a token can choose from {reachable} experts "
+            f"({max_groups} of {num_groups} groups of {num_experts // num_groups}); choose 1 to {reachable}"
+        )
+
+
+def check_ep(dp_size: int, ep_size: int) -> None:
+    """Raises ValueError if ep neighbours each do not make up the ranks of dp."""
+    if ep_size < 1 or dp_size % ep_size:
+        raise ValueError(f"ep ({ep_size}) must divide the {dp_size} ranks of dp; choose ep from {_divisors(dp_size)}")
+
+
+def check_expert_parallel(
+    config: ModelConfig,
+    dp_size: int,
+    ep_size: int,
+    tp_size: int = 1,
+    ranks_per_node: int | None = None,
+    method: str = "plain",
+) -> ExpertLayout:
+    """How the experts of a config lie on dp = ep x expert_dp ranks, each matrix of an expert in tp parts.
+
+    Raises   ValueError for a model without experts, sizes or heads that do not divide, or a method that does not fit
+    """
+    if config.moe is None:
+        raise ValueError(
+            f"{config.name} has no experts (config.moe is None); use data parallelism, or a preset with moe"
+        )
+    check_ep(dp_size, ep_size)
+    layout = ExpertLayout(config.moe.num_experts, ep_size, ranks_per_node)
+    if method not in METHODS or method == "padded":
+        raise ValueError(f"method {method!r} is unknown; choose from {', '.join(METHODS[:-1])}")
+    check_heads(config.num_heads, config.num_kv_heads, tp_size)
+    if min(piece_sizes(config.moe.d_expert, tp_size)) == 0:
+        raise ValueError(f"d_expert ({config.moe.d_expert}) leaves a rank of tp ({tp_size}) with none; use fewer")
+    return layout

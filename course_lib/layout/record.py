@@ -1,0 +1,185 @@
+"""A layout: how a training run lies on its ranks, as one frozen record that is checked when it is made.
+
+    layout = Layout(dp=4, tp=2, pp=2, zero=1, schedule="interleaved", v=2, accumulation=4)
+    layout.world_size, layout.num_stages                # 16, 4
+    layout.check_model(preset("toy"), seq_len=64)       # whether this model can lie so
+    Layout.parse("dp=4,tp=2,zero=1"); str(layout)       # the form of a command line, there and back
+
+    ranks       pp x dp x cp x tp, in `order`; ep is carved out of data = dp x cp
+    data        what is not an expert has its gradients summed over data; ZeRO shards over the same ranks
+    expert_dp   data / ep ranks have the same experts: their gradients are summed over these
+    a step      dp x micro_batch x accumulation sequences; cp cuts each sequence, pp and tp see all of it
+
+What cannot be is a ValueError that names the numbers and the nearest ones that can be: layout_check.py says why.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from course_lib.config import ModelConfig
+from course_lib.layout.check import BETWEEN_ITEMS, as_text, check_layout, check_layout_and_model
+from course_lib.layout.mesh import AXES, Mesh
+from course_lib.schedules import stages_per_rank
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes and choices of a run; whatever is left out is the choice of one process.
+
+    dp, cp, tp, pp     ranks along each axis
+    ep                 over how many neighbours of data = dp x cp the experts of a layer are spread
+    zero               0 | 1 (optimizer) | 2 (gradients too) | 3 (parameters too), sharded over data
+    sequence_parallel  norms and residual stream cut over tp along the sequence
+    regather           with that: matrices keep this rank's tokens alone for backward, and gather the others again
+    schedule, v        of the pipeline, a name of `schedules.SCHEDULES`; v: stages a rank of "interleaved"
+    micro_batch        sequences that go through the model at once, on each dp rank
+    accumulation       micro-batches of a step, on each dp rank: also those of the pipeline
+    recompute          "none" | "selective" (the attention core again in backward) | "full" (each block)
+    cp_method          "ring" | "all_gather" | "ulysses"
+    cp_placement       "contiguous" | "zigzag" | "striped"
+    layers_of_stage    how many layers each stage has, in the model's order; None: evenly
+    expert_method      "plain" | "once_per_rank": a row for each choice, or one for each rank
+    order              the axes on the hardware, outermost first
+
+    Raises   ValueError that names the offending numbers and the nearest possible ones
+    """
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero: int = 0
+    sequence_parallel: bool = False
+    regather: bool = False
+    schedule: str = "1f1b"
+    v: int = 1
+    micro_batch: int = 1
+    accumulation: int = 1
+    recompute: str = "none"
+    cp_method: str = "ring"
+    cp_placement: str = "zigzag"
+    layers_of_stage: tuple[int, ...] | None = None
+    expert_method: str = "plain"
+    order: tuple[str, ...] = AXES
+
+    def __post_init__(self):
+        for name in ("layers_of_stage", "order"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_layout(self)
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, order=self.order)
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def data_size(self) -> int:
+        """Ranks over which gradients are summed, of all that is not an expert."""
+        return self.dp * self.cp
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks that have the same experts."""
+        return self.data_size // self.ep
+
+    @property
+    def stages_per_rank(self) -> int:
+        return stages_per_rank(self.schedule, self.v)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.pp * self.stages_per_rank
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of one step, of all ranks together."""
+        return self.dp * self.micro_batch * self.accumulation
+
+    def check_model(self, config: ModelConfig, seq_len: int | None = None) -> None:
+        """Raises ValueError unless this model, and sequences of this length, can lie so: what, why, what is nearest."""
+        check_layout_and_model(self, config, seq_len)
+
+    # --- as text, as a dictionary
+
+    def __str__(self) -> str:
+        """What differs from one process, as `parse` reads it: dp=4,tp=2,zero=1."""
+        different = [f"{name}={as_text(value)}" for name, value in self._values().items() if value != DEFAULTS[name]]
+        return ",".join(different) or "dp=1"
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """From "dp=2,tp=2,schedule=interleaved,v=2,sequence_parallel=true,layers_of_stage=3-5,order=pp-cp-dp-tp".
+
+        Raises   ValueError for an unknown or repeated name, or a value that cannot be read; then as `Layout`
+        """
+        values: dict[str, object] = {}
+        for part in text.split(","):
+            name, equals, value = (piece.strip() for piece in part.partition("="))
+            if not equals or not name or not value:
+                raise ValueError(f"{part.strip()!r} in layout {text!r} is not name=value; write dp=2,tp=2,zero=1")
+            _check_name(name)
+            if name in values:
+                raise ValueError(f"{name} stands twice in layout {text!r}; give it once")
+            values[name] = _from_text(name, value)
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, object]:
+        """All choices as JSON can hold them."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in self._values().items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Layout:
+        """From what `to_dict` gave; what is left out is the choice of one process.
+
+        Raises   ValueError for a name that a layout does not have; then as `Layout`
+        """
+        for name in values:
+            _check_name(name)
+        return cls(**values)
+
+    def _values(self) -> dict[str, object]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+DEFAULTS = {field.name: field.default for field in fields(Layout)}
+_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def _check_name(name: str) -> None:
+    if name not in DEFAULTS:
+        near = difflib.get_close_matches(str(name), DEFAULTS, n=1)
+        advice = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"a layout has no {name!r}; {advice}choose from {', '.join(DEFAULTS)}")
+
+
+def _from_text(name: str, text: str) -> object:
+    """The value of that name, of the type that it has in a layout."""
+    default = DEFAULTS[name]
+    if isinstance(default, bool):
+        if text.lower() not in _TRUTH:
+            raise ValueError(f"{name} is {text!r}; write true or false")
+        return _TRUTH[text.lower()]
+    if isinstance(default, int):
+        return _whole(name, text)
+    if name == "order":
+        return tuple(text.split(BETWEEN_ITEMS))
+    if name == "layers_of_stage":
+        return None if text.lower() == "none" else tuple(_whole(name, part) for part in text.split(BETWEEN_ITEMS))
+    return text
+
+
+def _whole(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        how = ", or several with - between them: 3-5" if name == "layers_of_stage" else f", like {name}=2"
+        raise ValueError(f"{name} is {text!r}; it must be a whole number{how}") from None

@@ -1,0 +1,287 @@
+"""Bytes on the wire: one meter for hand-written collectives and for PyTorch's own (DDP, FSDP2, DTensor, pipelining).
+
+    with ByteMeter() as meter:
+        ring_all_reduce(grad_P, group)
+    meter.sent_bytes, meter.by_collective, meter.calls, meter.records
+
+What is counted: the bytes that this rank sends, if every collective travels around a ring (N ranks, rank r, neighbours
+r - 1 and r + 1). The ring is a convention: NCCL may choose a tree, gloo has its own algorithms. Where pieces differ in
+size, a rank's count depends on its place; over all ranks the sums in the last column are always exact.
+
+    collective       rank r sends                                            all ranks together
+    all_reduce       all but piece r, then all but piece r + 1               2 (N - 1) payloads
+    reduce_scatter   all but piece r                                         N - 1
+    all_gather       all but piece r + 1                                     N - 1
+    all_to_all       what goes to others                                     -
+    broadcast        the payload, along a chain src, src + 1, ...            N - 1   (the last in it sends nothing)
+    reduce           the payload, along a chain to dst                       N - 1   (dst sends nothing)
+    gather           its own shard, straight to dst                          N - 1 shards
+    scatter          src alone: the pieces of the others                     N - 1 pieces
+    send, recv       the tensor, nothing
+    barrier          nothing                                                 (its messages carry no payload)
+
+A payload is the whole tensor: for all_gather the gathered result, for reduce_scatter the input. Pieces are cut as
+`tensor_split` cuts: the first numel % N of them hold one number more.
+
+How it sees them: each of these collectives is an operator in torch's dispatcher, and a TorchDispatchMode sees every
+operator that runs inside it. Autograd hands the mode on to its worker threads; threads that you start are not seen.
+An operator that the meter does not know raises: nothing is dropped silently.
+Seeing every operator costs some 20 microseconds each: measure bytes and seconds in separate runs.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_NAMESPACES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
+_NOT_COMMUNICATION = {"wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group"}
+OTHER_AXIS = "other"  # in by_axis: groups that were given no name
+
+
+@dataclass(frozen=True)
+class CommRecord:
+    """One call of one collective, as one rank saw it."""
+
+    collective: str
+    payload_bytes: int
+    group_size: int
+    sent_bytes: int
+    axis: str | None = None
+
+
+class ByteMeter(TorchDispatchMode):
+    """Counts what this rank sends while it is open.
+
+    axes: names for groups, such as `make_groups(mesh)`: {"dp": group, ...}; then `by_axis` tells them apart. A name may
+    stand for several groups: {"pp": [group, ...]}.
+    Raises   NotImplementedError at a collective that it has no rule for
+    """
+
+    def __init__(self, axes: Mapping[str, dist.ProcessGroup | Sequence[dist.ProcessGroup]] | None = None):
+        super().__init__()
+        self.records: list[CommRecord] = []
+        self._axis_of_group = {
+            group.group_name: axis
+            for axis, groups in (axes or {}).items()
+            for group in ([groups] if isinstance(groups, dist.ProcessGroup) else groups)
+        }
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sent."""
+        return sum(record.sent_bytes for record in self.records)
+
+    @property
+    def by_collective(self) -> dict[str, int]:
+        """Bytes sent by each collective that was called."""
+        return self._sent_by(lambda record: record.collective)
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """Bytes sent along each named axis; groups without a name are under "other"."""
+        return self._sent_by(lambda record: record.axis or OTHER_AXIS)
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """How often each collective was called."""
+        return dict(Counter(record.collective for record in self.records))
+
+    def _sent_by(self, key: Callable[[CommRecord], str]) -> dict[str, int]:
+        totals: dict[str, int] = {}
+        for record in self.records:
+            totals[key(record)] = totals.get(key(record), 0) + record.sent_bytes
+        return totals
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps __torch_dispatch__ in a guard that costs as much as the counting
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in _NAMESPACES:
+            self._count(func, args, kwargs or {})
+        elif any(_wraps_collectives(tensor_type) for tensor_type in types):
+            return NotImplemented  # let a DTensor take itself apart first: its collectives come back to us
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, func, args: tuple, kwargs: dict) -> None:
+        name = func._schema.name.split("::")[1]
+        if name in _NOT_COMMUNICATION:
+            return
+        if name not in _RULES:
+            raise NotImplementedError(
+                f"ByteMeter has no rule for the operator {func}; add one to course_lib.measure.meter._RULES"
+            )
+        arguments = {arg.name: value for arg, value in zip(func._schema.arguments, args)} | kwargs
+        group = _group_of(arguments)
+        axis = self._axis_of_group.get(group.group_name)
+        for collective, payload_bytes, sent_bytes in _RULES[name](arguments, group.size(), group.rank()):
+            self.records.append(CommRecord(collective, payload_bytes, group.size(), sent_bytes, axis))
+
+
+def _wraps_collectives(tensor_type: type) -> bool:
+    return tensor_type.__module__.startswith("torch.distributed.")
+
+
+def _group_of(arguments: dict) -> dist.ProcessGroup:
+    """The group of a call: c10d operators carry a boxed ProcessGroup, functional ones its name."""
+    group = arguments.get("process_group", arguments.get("group_name"))
+    if isinstance(group, str):
+        return dist.distributed_c10d._resolve_process_group(group)
+    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
+
+
+# -------------------------------------------------------------------------------------------- the ring's rules
+def _all_reduce_sent(tensor: torch.Tensor, size: int, rank: int) -> int:
+    skipped = _piece_bytes(tensor, size, rank) + _piece_bytes(tensor, size, (rank + 1) % size)
+    return 2 * tensor.nbytes - skipped
+
+
+def _piece_bytes(tensor: torch.Tensor, size: int, index: int) -> int:
+    quotient, remainder = divmod(tensor.numel(), size)
+    return (quotient + (index < remainder)) * tensor.element_size()
+
+
+def _nbytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+# -------------------------------------------------------------------------------------------- one rule an operator
+# rule(arguments of the operator by name, group size, my rank in the group) -> [(collective, payload_bytes, sent_bytes)]
+def _all_reduce(arguments, size, rank):
+    tensors = _as_list(arguments, "tensors", "inputs", "input")
+    return [("all_reduce", _nbytes(tensors), sum(_all_reduce_sent(tensor, size, rank) for tensor in tensors))]
+
+
+def _all_gather_one(arguments, size, rank):  # one tensor or several; equal shards
+    shard_bytes = _nbytes(_as_list(arguments, "input_tensor", "inputs", "input"))
+    return [("all_gather", shard_bytes * size, shard_bytes * (size - 1))]
+
+
+def _all_gather_list(arguments, size, rank):  # a list of shards, which may differ
+    shards = arguments["output_tensors"][0]
+    return [("all_gather", _nbytes(shards), _nbytes(shards) - shards[(rank + 1) % size].nbytes)]
+
+
+def _all_gather_coalesced(arguments, size, rank):
+    shard_bytes = _nbytes(arguments["input_list"])
+    return [("all_gather", shard_bytes * size, shard_bytes * (size - 1))]
+
+
+def _reduce_scatter_one(arguments, size, rank):  # one tensor or several; equal pieces
+    whole_bytes = _nbytes(_as_list(arguments, "input_tensor", "inputs", "input"))
+    return [("reduce_scatter", whole_bytes, whole_bytes - whole_bytes // size)]
+
+
+def _reduce_scatter_list(arguments, size, rank):  # a list of pieces, which may differ
+    pieces = arguments["input_tensors"][0]
+    return [("reduce_scatter", _nbytes(pieces), _nbytes(pieces) - pieces[rank].nbytes)]
+
+
+def _all_to_all_single(arguments, size, rank):
+    whole, rows = arguments["input"], arguments["input_split_sizes"]
+    kept = whole.nbytes * rows[rank] // max(1, sum(rows)) if rows else whole.nbytes // size
+    return [("all_to_all", whole.nbytes, whole.nbytes - kept)]
+
+
+def _all_to_all_list(arguments, size, rank):
+    pieces = arguments["input_tensors"]
+    return [("all_to_all", _nbytes(pieces), _nbytes(pieces) - pieces[rank].nbytes)]
+
+
+def _shard_dim_all_to_all(arguments, size, rank):
+    whole_bytes = arguments["input"].nbytes
+    return [("all_to_all", whole_bytes, whole_bytes - whole_bytes // size)]
+
+
+def _broadcast(arguments, size, rank):
+    payload_bytes = _nbytes(_as_list(arguments, "tensors", "input"))
+    src = arguments["root_rank"] if "root_rank" in arguments else arguments["src"]
+    is_last_of_chain = (rank + 1) % size == src
+    return [("broadcast", payload_bytes, 0 if is_last_of_chain else payload_bytes)]
+
+
+def _reduce(arguments, size, rank):
+    payload_bytes = _nbytes(arguments["tensors"])
+    return [("reduce", payload_bytes, 0 if rank == arguments["root_rank"] else payload_bytes)]
+
+
+def _gather(arguments, size, rank):
+    shard_bytes = _nbytes(_as_list(arguments, "input_tensors", "input_tensor"))
+    return [("gather", shard_bytes * size, 0 if rank == arguments["root_rank"] else shard_bytes)]
+
+
+def _scatter(arguments, size, rank):
+    piece_bytes = _nbytes(arguments["output_tensors"])
+    is_src = rank == arguments["root_rank"]
+    return [("scatter", piece_bytes * size, piece_bytes * (size - 1) if is_src else 0)]
+
+
+def _send(arguments, size, rank):
+    payload_bytes = _nbytes(_as_list(arguments, "tensors", "tensor"))
+    return [("send", payload_bytes, payload_bytes)]
+
+
+def _recv(arguments, size, rank):
+    return [("recv", _nbytes(_as_list(arguments, "tensors", "tensor")), 0)]
+
+
+def _batch_p2p(arguments, size, rank):
+    rules = {"isend": _send, "irecv": _recv}
+    pairs = zip(arguments["op_list"], arguments["tensors"])
+    return [rules[op]({"tensor": tensor}, size, rank)[0] for op, tensor in pairs]
+
+
+def _barrier(arguments, size, rank):
+    return [("barrier", 0, 0)]
+
+
+def _as_list(arguments: dict, *names: str) -> list[torch.Tensor]:
+    value = next(arguments[name] for name in names if name in arguments)
+    return [value] if isinstance(value, torch.Tensor) else list(value)
+
+
+_RULES = {
+    # c10d: what torch.distributed's functions, DDP's reducer and FSDP2 call
+    "allreduce_": _all_reduce,
+    "allreduce_coalesced_": _all_reduce,
+    "allgather_": _all_gather_list,
+    "allgather_coalesced_": _all_gather_coalesced,
+    "allgather_into_tensor_coalesced_": _all_gather_one,
+    "_allgather_base_": _all_gather_one,
+    "reduce_scatter_": _reduce_scatter_list,
+    "reduce_scatter_tensor_coalesced_": _reduce_scatter_one,
+    "_reduce_scatter_base_": _reduce_scatter_one,
+    "alltoall_": _all_to_all_list,
+    "alltoall_base_": _all_to_all_single,
+    "broadcast_": _broadcast,
+    "reduce_": _reduce,
+    "gather_": _gather,
+    "gather_into_tensor_": _gather,  # since torch 2.15
+    "scatter_": _scatter,
+    "send": _send,
+    "recv_": _recv,
+    "recv_any_source_": _recv,
+    "barrier": _barrier,
+    "monitored_barrier_": _barrier,
+    # _c10d_functional, _dtensor: what DTensor and traced code call
+    "all_reduce": _all_reduce,
+    "all_reduce_": _all_reduce,
+    "all_reduce_coalesced": _all_reduce,
+    "all_reduce_coalesced_": _all_reduce,
+    "all_gather_into_tensor": _all_gather_one,
+    "all_gather_into_tensor_out": _all_gather_one,
+    "all_gather_into_tensor_coalesced": _all_gather_one,
+    "reduce_scatter_tensor": _reduce_scatter_one,
+    "reduce_scatter_tensor_out": _reduce_scatter_one,
+    "reduce_scatter_tensor_coalesced": _reduce_scatter_one,
+    "all_to_all_single": _all_to_all_single,
+    "shard_dim_alltoall": _shard_dim_all_to_all,
+    "broadcast": _broadcast,
+    "isend": _send,
+    "irecv": _recv,
+    "batch_p2p_ops": _batch_p2p,
+}

@@ -1,0 +1,365 @@
+"""Measure tensors: which bytes are alive, of what kind, when. One tracker for a CPU, a GPU and for fake tensors.
+
+A TorchDispatchMode sees every operator that makes a tensor; a weak reference on the tensor's storage tells when its
+bytes are freed. What remains is to say of each storage what it is:
+
+- parameters, gradients: the storages of the model's parameters, and of their `.grad` and `.main_grad`
+- optimizer: its state, master parameters included
+- activations: made in a forward pass (or a recomputed one) and still there when the backward pass goes on
+- gathered: whole parameters put together from shards: FSDP's resized storages, or what `claim` says
+- temporary: the rest: what operators need and drop, gradients on their way, the optimizer's work space
+
+A storage has one kind for its whole life. The kind may become known after the birth, as with the optimizer's state of
+the first step, so the timeline is drawn from the recorded events when one asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from course_lib.measure.storages import is_dtensor, local_tensors, replaced, returns_fresh_storage, sharding_propagation
+from course_lib.measure.timeline import KINDS, Timeline
+
+__all__ = ["KINDS", "MemoryTracker", "Timeline"]
+
+_UNDECIDED = "undecided"  # made in a forward pass: an activation if a backward pass finds it alive, temporary if not
+_FORWARD, _BACKWARD, _RECOMPUTE, _OPTIMIZER = "forward", "backward", "recompute", "optimizer"
+
+
+class _StorageRef(weakref.ref):
+    """A weak reference that remembers where the storage was."""
+
+    __slots__ = ("address",)
+
+    def __new__(cls, storage: torch.UntypedStorage, callback: Callable) -> _StorageRef:
+        reference = super().__new__(cls, storage, callback)
+        reference.address = storage._cdata
+        return reference
+
+    def __init__(self, storage: torch.UntypedStorage, callback: Callable) -> None:
+        super().__init__(storage, callback)
+
+
+class _Block:
+    """One storage: its size now, its kind (perhaps undecided), and the stretch of forward computation that made it."""
+
+    __slots__ = ("episode", "kind", "nbytes", "reference")
+
+    def __init__(self, kind: str, nbytes: int, episode: int) -> None:
+        self.kind, self.nbytes, self.episode = kind, nbytes, episode
+        self.reference: _StorageRef | None = None
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Count the bytes of tensors alive, by kind, while the `with` block runs.
+
+    with MemoryTracker(model, optimizer) as tracker:
+        train_step(...)
+    tracker.peak_bytes, tracker.peak_by_kind, tracker.timeline
+
+    Counted are the model's and the optimizer's storages, and those made inside the block on the model's device.
+    Phases are marked by hooks, which are removed on leaving. Under FakeTensorMode, enter that mode first.
+
+    Raises   ValueError if the model has no parameters, or the optimizer offers no step hooks
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        super().__init__()
+        first = next(model.parameters(), None)
+        if first is None:
+            raise ValueError(
+                "model has no parameters, so there is nothing to classify; pass the module that is trained"
+            )
+        if optimizer is not None and not hasattr(optimizer, "register_step_pre_hook"):
+            raise ValueError(
+                f"optimizer is a {type(optimizer).__name__}, required: a torch.optim.Optimizer; pass that one"
+            )
+        self.model, self.optimizer, self.device_type = model, optimizer, first.device.type
+        self._blocks: dict[int, _Block] = {}  # address of the storage -> block
+        self._events: list[tuple[float, _Block, int]] = []
+        self._marks: list[tuple[float, str]] = []
+        self._start_bytes: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self._total = self._peak = 0
+        self._phase, self._episode, self._paused, self._in_optimizer = _FORWARD, 0, 0, False
+        self._start_s = time.perf_counter()
+        self._active = False  # inside the `with` block: later releases change totals, but not the record
+        self._cleanup: contextlib.ExitStack | None = None
+
+    # ---- what one asks it
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest number of bytes alive at once since the start or the last `reset`."""
+        return self._peak
+
+    @property
+    def peak_by_kind(self) -> dict[str, int]:
+        """What that peak was made of."""
+        return self.timeline.peak_by_kind
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes alive now."""
+        return self._total
+
+    @property
+    def timeline(self) -> Timeline:
+        """Replay the events, now that every storage's kind is known (undecided ones still alive: activations)."""
+        self._classify_known()
+        now = dict(self._start_bytes)
+        times_s: list[float] = []
+        columns: dict[str, list[int]] = {kind: [] for kind in KINDS}
+        for moment, block, change in list(self._events):
+            now["activations" if block.kind == _UNDECIDED else block.kind] += change
+            times_s.append(moment)
+            for kind in KINDS:
+                columns[kind].append(now[kind])
+        return Timeline(times_s, columns, list(self._marks))
+
+    def current(self, kind: str) -> int:
+        """Bytes of one kind that are alive now.
+
+        Raises   ValueError if kind is none of KINDS
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind {kind!r} is unknown; choose from {', '.join(KINDS)}")
+        return self.current_by_kind()[kind]
+
+    def current_by_kind(self) -> dict[str, int]:
+        """Bytes alive now, by kind."""
+        self._classify_known()
+        now = dict.fromkeys(KINDS, 0)
+        for block in list(self._blocks.values()):
+            now["activations" if block.kind == _UNDECIDED else block.kind] += block.nbytes
+        return now
+
+    def mark(self, name: str) -> None:
+        """Note that a phase begins; forward, backward and optimizer are noted by themselves."""
+        self._marks.append((self._now(), name))
+
+    def claim(self, tensor: torch.Tensor, kind: str) -> None:
+        """Say what a tensor is, where the tracker cannot know: parameters gathered by hand, or a buffer of gradients.
+
+        Raises   ValueError if kind is none of KINDS
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind {kind!r} is unknown; choose from {', '.join(KINDS)}")
+        for local in local_tensors(tensor):
+            if local.device.type == self.device_type or local.device.type == "meta":
+                self._set_kind(local.untyped_storage(), kind)
+
+    def reset(self) -> None:
+        """Forget the past: peak and timeline start from what is alive now. Long runs call it once a step."""
+        self._start_bytes = self.current_by_kind()
+        self._events, self._marks, self._peak = [], [], self._total
+
+    # ---- entering and leaving
+
+    def __enter__(self) -> MemoryTracker:
+        with contextlib.ExitStack() as stack:
+            self._active = True
+            stack.callback(self._deactivate)
+            self._classify_known()
+            self.reset()
+            self._start_s = time.perf_counter()
+            for handle in self._register_hooks():
+                stack.callback(handle.remove)
+            stack.enter_context(replaced(torch.UntypedStorage, "resize_", self._following_resize))
+            for owner, name in sharding_propagation():
+                stack.enter_context(replaced(owner, name, self._pausing))
+            super().__enter__()
+            self._cleanup = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        try:
+            super().__exit__(*exception)
+        finally:
+            self._classify_known()
+            self._cleanup.close()
+
+    def _deactivate(self) -> None:
+        self._active = False
+
+    def _register_hooks(self) -> list:
+        """Register the hooks that tell phases and gradients, and return their handles."""
+        handles = [
+            self.model.register_forward_pre_hook(self._before_forward),
+            *(
+                p.register_post_accumulate_grad_hook(self._after_grad)
+                for p in self.model.parameters()
+                if p.requires_grad and p.is_leaf
+            ),
+        ]
+        if self.optimizer is not None:
+            handles.append(self.optimizer.register_step_pre_hook(self._before_step))
+            handles.append(self.optimizer.register_step_post_hook(self._after_step))
+        return handles
+
+    def _before_forward(self, module: nn.Module, args: tuple) -> None:
+        if torch._C._current_graph_task_id() == -1:  # not when the whole model is recomputed
+            self.mark(_FORWARD)
+
+    def _after_grad(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.claim(parameter.grad, "gradients")
+
+    def _before_step(self, *args) -> None:
+        self._classify_known()
+        self._in_optimizer = True
+        self.mark(_OPTIMIZER)
+
+    def _after_step(self, *args) -> None:
+        self._in_optimizer = False
+        self._classify_known()
+        self.mark("end of step")
+
+    # ---- seeing operators
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps __torch_dispatch__ in a guard that costs as much as the counting
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for kind in types:
+            if is_dtensor(kind):
+                return NotImplemented  # DTensor turns it into operators on local tensors, which come here again
+        if self._paused:
+            return func(*args, **(kwargs or {}))
+        self._note_phase()
+        out = func(*args, **(kwargs or {}))
+        if returns_fresh_storage(func):
+            if isinstance(out, torch.Tensor):
+                self._see(out)
+            else:
+                for leaf in tree_leaves(out):
+                    if isinstance(leaf, torch.Tensor):
+                        self._see(leaf)
+        return out
+
+    def _note_phase(self) -> None:
+        if self._in_optimizer:
+            phase = _OPTIMIZER
+        elif torch._C._current_graph_task_id() == -1:
+            phase = _FORWARD
+        else:
+            phase = _RECOMPUTE if _is_recomputing() else _BACKWARD
+        if phase != self._phase:
+            if phase == _BACKWARD:
+                self._episode += 1
+            if self._phase in (_FORWARD, _OPTIMIZER) and phase in (_BACKWARD, _RECOMPUTE):
+                self.mark(_BACKWARD)
+            self._phase = phase
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        for local in local_tensors(tensor):
+            if local.device.type != self.device_type:
+                continue
+            storage = local.untyped_storage()
+            block = self._blocks.get(storage._cdata)
+            if block is None:
+                kind = _UNDECIDED if self._phase in (_FORWARD, _RECOMPUTE) else "temporary"
+                self._add(storage, kind)
+            elif block.nbytes != storage.nbytes():
+                self._resize(block, storage.nbytes())
+
+    def _add(self, storage: torch.UntypedStorage, kind: str) -> None:
+        nbytes = storage.nbytes()
+        block = _Block(kind, nbytes, self._episode)
+        block.reference = _StorageRef(storage, self._free)
+        self._blocks[block.reference.address] = block
+        self._event(block, nbytes)
+
+    def _free(self, reference: _StorageRef) -> None:
+        block = self._blocks.pop(reference.address, None)
+        if block is None:
+            return
+        if block.kind == _UNDECIDED:
+            block.kind = "temporary" if block.episode == self._episode else "activations"
+        self._event(block, -block.nbytes)
+        block.nbytes = 0
+
+    def _resize(self, block: _Block, nbytes: int) -> None:
+        change, block.nbytes = nbytes - block.nbytes, nbytes
+        self._event(block, change)
+
+    def _event(self, block: _Block, change: int) -> None:
+        self._total += change
+        if change and self._active:
+            self._peak = max(self._peak, self._total)
+            self._events.append((time.perf_counter() - self._start_s, block, change))
+
+    # ---- saying what a storage is
+
+    def _classify_known(self) -> None:
+        """Name the storages of parameters, gradients and optimizer state, which FSDP and optimizers replace at will."""
+        for parameter in self.model.parameters():
+            self.claim(parameter, "parameters")
+            for gradient in (
+                parameter.grad,
+                getattr(parameter, "main_grad", None),
+            ):  # main_grad: the FP32 sum beside it
+                if gradient is not None:
+                    self.claim(gradient, "gradients")
+        if self.optimizer is not None:
+            mine = {id(p) for p in self.model.parameters()}
+            for leaf in tree_leaves(list(self.optimizer.state.values())):
+                if isinstance(leaf, torch.Tensor) and id(leaf) not in mine:
+                    self.claim(leaf, "optimizer")
+            for group in self.optimizer.param_groups:
+                for leaf in group["params"]:
+                    if id(leaf) not in mine:
+                        self.claim(leaf, "optimizer")
+
+    def _set_kind(self, storage: torch.UntypedStorage, kind: str) -> None:
+        block = self._blocks.get(storage._cdata)
+        if block is None:
+            if self._active:
+                self._add(storage, kind)
+        elif block.kind != "gathered" or kind == "gathered":
+            block.kind = kind
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._start_s
+
+    # ---- two wrappers, in place only inside the `with` block
+
+    def _following_resize(self, resize: Callable) -> Callable:
+        """FSDP frees and refills whole parameters by resizing their storage, which no operator shows."""
+
+        def resize_and_note(storage: torch.UntypedStorage, nbytes: int):
+            out = resize(storage, nbytes)
+            block = self._blocks.get(storage._cdata)
+            if block is not None:
+                block.kind = "gathered"
+                self._resize(block, storage.nbytes())
+            elif storage.device.type == self.device_type:  # made empty before the tracker looked: in an earlier step
+                self._add(storage, "gathered")
+            return out
+
+        return resize_and_note
+
+    def _pausing(self, function: Callable) -> Callable:
+        """DTensor tries operators on global shapes to learn the output's shape: those tensors hold no bytes."""
+
+        def paused(*args, **kwargs):
+            self._paused += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._paused -= 1
+
+        return paused
+
+
+def _is_recomputing() -> bool:
+    """Inside a backward pass only a checkpoint records operators, or watches what unrecorded Functions save."""
+    return torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

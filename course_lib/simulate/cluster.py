@@ -1,0 +1,226 @@
+"""One rank of thousands, simulated: the code of parallel/ runs as it stands, in a world where nobody else exists.
+
+    simulation = simulate(preset("llama-3.1-405b"), Layout.parse("dp=128,tp=8,pp=16,accumulation=16"), seq_len=8192)
+    simulation.ranks[0].peak_bytes, .peak_by_kind, .sent_by_axis, .flops
+
+Nothing here knows how a layout works: the engine of parallel/five_d.py is built and takes a step, the memory tracker
+and the byte meter watch it. fake_world.py says what is real in it, tape.py why many micro-batches cost no more than
+three. What is built is this rank's stages alone, so cost grows with their layers and not with the number of ranks.
+
+Experts are chosen by a plan (`planned_choice`), since without numbers no router can: balanced, or with a given share of
+the choices on the first expert.
+
+A step here is one in the midst of training: the optimizer has its states already.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from course_lib.comm.groups import make_all_groups
+from course_lib.config import ModelConfig, MoeConfig
+from course_lib.layout import Layout
+from course_lib.measure.meter import ByteMeter
+from course_lib.measure.storages import replaced
+from course_lib.model import moe
+from course_lib.parallel import five_d
+from course_lib.parallel.executor import Executor
+from course_lib.schedules import make
+from course_lib.simulate.fake_world import fake_world
+from course_lib.simulate.tape import FlopMeter, Tape, TapeTracker
+from course_lib.training.precision import precision_named, zero_gradients
+
+STATES = ("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class SimulatedRank:
+    """What one step of one rank took.
+
+    peak_by_kind      what the peak was made of
+    states            parameters, gradients, optimizer: the most bytes of each at any time
+    sent_by_axis      bytes sent along each axis, as a ByteMeter with `engine.axes` counts them
+    flops             of matrix products and attention, recomputation included (tape.FlopMeter)
+    replayed          instructions that were taken from tape
+    """
+
+    rank: int
+    coordinates: dict[str, int]
+    stages: tuple[int, ...]
+    layers: int
+    peak_bytes: int
+    peak_by_kind: dict[str, int]
+    states: dict[str, int]
+    sent_by_axis: dict[str, int]
+    flops: int
+    replayed: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The ranks that hold the chosen stages, all at the first place along dp, cp and tp; `seconds` of all of them."""
+
+    config: ModelConfig
+    layout: Layout
+    seq_len: int
+    precision: str
+    ranks: list[SimulatedRank]
+    seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak of the simulated ranks: what a GPU must have."""
+        return max(rank.peak_bytes for rank in self.ranks)
+
+
+def simulate(
+    config: ModelConfig,
+    layout: Layout,
+    seq_len: int,
+    stages: str | Iterable[int] = "all",
+    precision: str = "bf16-master",
+    clip_norm: float | None = 1.0,
+    skew: float = 0.0,
+) -> Simulation:
+    """One step of the ranks that hold these stages, one rank after the other.
+
+    skew    share of all choices that fall on the first expert, instead of being spread evenly
+    Raises  ValueError if layout, model and length do not fit, a stage does not exist, or this process is a rank already
+    """
+    start_s = time.perf_counter()
+    layout.check_model(config, seq_len)
+    options = {"precision": precision, "clip_norm": clip_norm, "skew": skew}
+    ranks = [
+        simulate_rank(config, layout, seq_len, layout.mesh.rank(pp=pp_rank, dp=0, cp=0, tp=0), **options)
+        for pp_rank in pp_ranks_of(layout, stages)
+    ]
+    return Simulation(config, layout, seq_len, precision, ranks, time.perf_counter() - start_s)
+
+
+def pp_ranks_of(layout: Layout, stages: str | Iterable[int] = "all") -> list[int]:
+    """The places along pp that hold these stages, in order; a rank may hold several."""
+    rank_of_stage = make(layout.schedule, layout.pp, layout.accumulation, layout.v).rank_of_stage
+    if stages == "all":
+        return list(range(layout.pp))
+    stages = list(stages)
+    if wrong := [stage for stage in stages if stage not in range(len(rank_of_stage))]:
+        raise ValueError(f"stages {wrong} do not exist: the layout has stages 0..{len(rank_of_stage) - 1}")
+    return sorted({rank_of_stage[stage] for stage in stages})
+
+
+def simulate_rank(
+    config: ModelConfig,
+    layout: Layout,
+    seq_len: int,
+    rank: int,
+    precision: str = "bf16-master",
+    clip_norm: float | None = 1.0,
+    skew: float = 0.0,
+    replay: bool = True,
+) -> SimulatedRank:
+    """One step of any rank of the layout.
+
+    replay   False: run every micro-batch, none from tape
+    Raises   ValueError as `simulate`
+    """
+    start_s = time.perf_counter()
+    layout.check_model(config, seq_len)
+    dtype, grad_dtype = dtypes_of(precision)
+    with fake_world(rank, layout.world_size), replaced(moe, "choose", plan_choices(skew)):
+        groups = make_all_groups(layout.mesh, layout.ep, local_only=True)
+        engine = five_d.build(config, layout, dtype=dtype, groups=groups, grad_dtype=grad_dtype, fill=fill_with_nothing)
+        optimizer = five_d.make_optimizer(engine)
+        start_optimizer(optimizer)
+        tokens_BS = torch.zeros(layout.micro_batch, seq_len, dtype=torch.int64)
+        micro_batches = [(tokens_BS, tokens_BS)] * layout.accumulation
+        with (
+            TapeTracker(engine, optimizer) as tracker,
+            ByteMeter(axes=engine.axes) as meter,
+            FlopMeter() as flop_meter,
+        ):
+            tape = Tape(tracker, meter, flop_meter)
+            with replaced(Executor, "compute", tape.wrap) if replay else nullcontext():
+                five_d.step(engine, micro_batches, optimizer, clip_norm)
+        timeline = tracker.timeline
+    return SimulatedRank(
+        rank=rank,
+        coordinates=layout.mesh.coordinates(rank),
+        stages=tuple(int(name) for name in engine.stages),
+        layers=sum(len(stage.blocks) for stage in engine.stages.values()),
+        peak_bytes=timeline.peak_bytes,
+        peak_by_kind=timeline.peak_by_kind,
+        states={kind: max(timeline.bytes_by_kind[kind]) for kind in STATES},
+        sent_by_axis={axis: sent for axis, sent in meter.by_axis.items() if sent},
+        flops=flop_meter.flops,
+        replayed=tape.replayed,
+        seconds=time.perf_counter() - start_s,
+    )
+
+
+def dtypes_of(precision: str) -> tuple[torch.dtype, torch.dtype | None]:
+    """Dtypes of parameters, and of gradients where that differs.
+
+    Raises   ValueError for precisions that an engine cannot take
+    """
+    possible = ("fp32", "bf16-master", "bf16-master-fp32-grads")
+    if precision not in possible:
+        raise ValueError(f"precision is {precision!r}; choose from {', '.join(possible)}")
+    chosen = precision_named(precision)
+    return chosen.param_dtype, torch.float32 if chosen.fp32_grads == "only" else None
+
+
+def fill_with_nothing(engine: five_d.FiveD, seed: int) -> None:
+    """In place of weights: there are none. Counts start at zero, as always."""
+    for count in engine.buffers():
+        count.zero_()
+
+
+@torch.no_grad()
+def start_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the optimizer's states, as a first step would."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        if not hasattr(param, "main_grad"):
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+    zero_gradients(params)
+
+
+# --- which experts tokens choose, without a router's numbers
+
+
+def plan_choices(skew: float = 0.0) -> Callable[[Callable], Callable]:
+    """What takes the place of `moe.choose`: the router's own work, and then the plan's answer."""
+
+    def wrap(choose: Callable) -> Callable:
+        def planned(score_TE: Tensor, bias_E: Tensor | None, config: MoeConfig) -> Tensor:
+            choose(score_TE, bias_E, config)  # its memory counts
+            return planned_choice(len(score_TE), config, skew).to(score_TE.device)
+
+        return planned
+
+    return wrap
+
+
+def planned_choice(num_tokens: int, config: MoeConfig, skew: float = 0.0) -> Tensor:
+    """Experts for each token, all different, spread over as many groups as a token may reach; every expert its share.
+
+    skew    so great a share of the tokens have the first expert among theirs, in place of their first choice
+    Shapes  -> expert_Tk
+    """
+    E, G, M, k = config.num_experts, config.num_groups, config.max_groups, config.top_k
+    token_T1, choice_1k = torch.arange(num_tokens)[:, None], torch.arange(k)[None]
+    group_Tk = (token_T1 + choice_1k % M * (G // M)) % G
+    in_group = E // G
+    stride = in_group // -(-k // M)
+    expert_Tk = group_Tk * in_group + (token_T1 // G + choice_1k // M * stride) % in_group
+    if skew > 0:
+        has_first_T = (expert_Tk == 0).any(1)
+        hot_T = (torch.arange(num_tokens) < round(skew * num_tokens)) & ~has_first_T
+        expert_Tk[:, 0] = torch.where(hot_T, 0, expert_Tk[:, 0])
+    return expert_Tk

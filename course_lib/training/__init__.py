@@ -1,0 +1,23 @@
+"""Training on one device: the reference that every parallelism is compared with.
+
+data.py          real text, offline, one token a byte; each dp rank's share
+precision.py     number formats, and AdamW with FP32 masters
+offload.py       activations that wait on the host for backward
+loop.py          loss, accumulation, recomputation, steps
+moe_training.py  experts beside a dense model of equal FLOPs: load, drops, loss on text not seen
+"""
+
+from course_lib.training.loop import (
+    TrainConfig,
+    TrainRecord,
+    accumulate_gradients,
+    describe,
+    loss_of,
+    make_optimizer,
+    peak_memory_bytes,
+    train,
+    train_step,
+    wait_for,
+)
+from course_lib.training.offload import offload_activations
+from course_lib.training.precision import LossScaler, MasterAdamW, Precision, precision_named

@@ -1,0 +1,267 @@
+"""Weights to and from the models of the `transformers` library, which the tests hold ours against.
+
+One function knows where each of our tensors lies in theirs: `tensor_in_transformers` returns a view, and copying goes
+from it or into it. Known: LlamaForCausalLM, MixtralForCausalLM, DeepseekV3ForCausalLM (without YaRN and multi-token
+prediction), GPT2LMHeadModel, XLMRobertaXLModel (without pooler).
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from course_lib.config import MlaConfig, ModelConfig, MoeConfig, RopeScaling
+from course_lib.model import build
+from course_lib.model.moe import moe_layers
+
+# Ours -> theirs. Inside a block the name follows the prefix of that block.
+LLAMA_TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+LLAMA_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.o": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+    "mlp.router": "block_sparse_moe.gate",
+}
+DEEPSEEK_BLOCK = LLAMA_BLOCK | {
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.q_up": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
+    "mlp.router": "mlp.gate",
+    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+}
+MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}  # a matrix of one expert, as files have it
+GPT_TOP = {"embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"}
+GPT_BLOCK = {
+    "attention_norm": "ln_1",
+    "attention.q": "attn.c_attn",  # q, k and v side by side
+    "attention.k": "attn.c_attn",
+    "attention.v": "attn.c_attn",
+    "attention.o": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+XLMR_TOP = {
+    "embed": "embeddings.word_embeddings",
+    "positions": "embeddings.position_embeddings",
+    "token_type": "embeddings.token_type_embeddings",
+    "norm": "encoder.LayerNorm",
+}
+XLMR_BLOCK = {
+    "attention_norm": "attention.self_attn_layer_norm",
+    "attention.q": "attention.self.query",
+    "attention.k": "attention.self.key",
+    "attention.v": "attention.self.value",
+    "attention.o": "attention.output.dense",
+    "mlp_norm": "LayerNorm",
+    "mlp.up": "intermediate.dense",
+    "mlp.down": "output.dense",
+}
+NAMES = {
+    "llama": (LLAMA_TOP, "model.layers", LLAMA_BLOCK),
+    "deepseek": (LLAMA_TOP, "model.layers", DEEPSEEK_BLOCK),
+    "gpt": (GPT_TOP, "transformer.h", GPT_BLOCK),
+    "xlmr": (XLMR_TOP, "encoder.layer", XLMR_BLOCK),
+}
+
+
+def naming_of(config: ModelConfig) -> str:
+    """Which of NAMES a model follows: its family, or with latent attention "deepseek"."""
+    return "deepseek" if config.mla else config.family
+
+
+def name_in_transformers(name: str, naming: str) -> str:
+    """Their name of one of our parameters: blocks.3.attention.q.weight -> model.layers.3.self_attn.q_proj.weight."""
+    top, prefix, block = NAMES[naming]
+    module, _, kind = name.rpartition(".")
+    if module.startswith("blocks."):
+        _, index, inner = module.split(".", 2)
+        if inner.startswith("mlp.experts."):
+            _, _, expert, matrix = inner.split(".")
+            if naming == "deepseek":
+                return f"{prefix}.{index}.mlp.experts.{expert}.{matrix}_proj.{kind}"
+            return f"{prefix}.{index}.block_sparse_moe.experts.{expert}.{MIXTRAL_EXPERT[matrix]}.{kind}"
+        return f"{prefix}.{index}.{block[inner]}.{kind}"
+    return f"{top[module]}.{kind}"
+
+
+def tensor_in_transformers(state: Mapping[str, Tensor], name: str, config: ModelConfig) -> Tensor:
+    """A view of their tensor, in our shape. GPT-2 stores its matrices as (in, out), and q, k, v as one.
+
+    Experts lie one by one in files and in transformers 4; in memory transformers 5 holds them as one tensor.
+    """
+    theirs = name_in_transformers(name, naming_of(config))
+    if (".block_sparse_moe." in theirs or ".experts." in theirs) and theirs not in state:
+        return _joined_expert(state, name)
+    tensor = state[theirs]
+    if config.family != "gpt" or not name.startswith("blocks.") or "norm" in name:
+        return tensor
+    tensor = tensor.t() if tensor.dim() == 2 else tensor
+    for index, part in enumerate(("attention.q.", "attention.k.", "attention.v.")):
+        if part in name:
+            return tensor.chunk(3)[index]
+    return tensor
+
+
+def _joined_expert(state: Mapping[str, Tensor], name: str) -> Tensor:
+    """The router, or one matrix of one expert out of those of all: gate_up_proj (E, 2 F, D), down_proj (E, D, F)."""
+    _, index, _, *inner = name.split(".")
+    layer = f"model.layers.{index}.mlp"
+    if inner[0] == "router":
+        return state[f"{layer}.gate.weight"]
+    _, expert, matrix, _ = inner
+    if matrix == "down":
+        return state[f"{layer}.experts.down_proj"][int(expert)]
+    return state[f"{layer}.experts.gate_up_proj"][int(expert)].chunk(2)[matrix == "up"]
+
+
+def config_from_transformers(hf_config) -> ModelConfig:
+    """The same shape as a ModelConfig. How Mixtral is balanced in training is not carried over: balancing is "none".
+
+    Raises   ValueError if the model is none that this course has
+    """
+    kind = hf_config.model_type
+    if kind in ("llama", "mixtral", "deepseek_v3"):
+        return _llama_config(hf_config)
+    if kind not in ("gpt2", "xlm-roberta-xl"):
+        raise ValueError(
+            f"model_type is {kind!r}; this course has llama, mixtral, deepseek_v3, gpt2 and xlm-roberta-xl"
+        )
+    is_gpt = kind == "gpt2"
+    D, N = hf_config.hidden_size, hf_config.num_attention_heads
+    return ModelConfig(
+        name=kind,
+        num_layers=hf_config.num_hidden_layers,
+        d_model=D,
+        num_heads=N,
+        num_kv_heads=N,
+        d_ff=(hf_config.n_inner or 4 * D) if is_gpt else hf_config.intermediate_size,
+        vocab_size=hf_config.vocab_size,
+        max_seq_len=hf_config.max_position_embeddings - (0 if is_gpt else 2),
+        tied=hf_config.tie_word_embeddings,
+        family="gpt" if is_gpt else "xlmr",
+        norm_eps=hf_config.layer_norm_epsilon if is_gpt else hf_config.layer_norm_eps,
+        dropout=hf_config.resid_pdrop if is_gpt else hf_config.hidden_dropout_prob,
+    )
+
+
+def _llama_config(hf_config) -> ModelConfig:
+    rope = hf_config.rope_parameters if hasattr(hf_config, "rope_parameters") else hf_config.rope_scaling
+    rope = rope or {}
+    scaling = None
+    if rope.get("rope_type", "default") == "llama3":
+        scaling = RopeScaling(
+            rope["factor"],
+            rope["low_freq_factor"],
+            rope["high_freq_factor"],
+            rope["original_max_position_embeddings"],
+        )
+    elif rope.get("rope_type", "default") != "default":
+        raise ValueError(f"rope_type is {rope['rope_type']!r}; this course has default and llama3")
+    latent = hf_config.model_type == "deepseek_v3"
+    if getattr(hf_config, "sliding_window", None) is not None:
+        raise ValueError(
+            f"sliding_window is {hf_config.sliding_window}; this course's attention sees all: set it to None"
+        )
+    return ModelConfig(
+        name=hf_config.model_type,
+        num_layers=hf_config.num_hidden_layers,
+        d_model=hf_config.hidden_size,
+        num_heads=hf_config.num_attention_heads,
+        num_kv_heads=hf_config.num_key_value_heads,
+        d_ff=hf_config.intermediate_size,
+        vocab_size=hf_config.vocab_size,
+        max_seq_len=hf_config.max_position_embeddings,
+        tied=hf_config.tie_word_embeddings,
+        head_dim=None if latent else getattr(hf_config, "head_dim", None),
+        rope_theta=_rope_theta(hf_config, rope),
+        rope_scaling=scaling,
+        norm_eps=hf_config.rms_norm_eps,
+        moe={"mixtral": _mixtral_moe, "deepseek_v3": _deepseek_moe}.get(hf_config.model_type, lambda _: None)(
+            hf_config
+        ),
+        mla=_deepseek_mla(hf_config) if latent else None,
+    )
+
+
+def _mixtral_moe(hf_config) -> MoeConfig:
+    return MoeConfig(hf_config.num_local_experts, hf_config.num_experts_per_tok, d_expert=hf_config.intermediate_size)
+
+
+def _deepseek_moe(hf_config) -> MoeConfig:
+    return MoeConfig(
+        hf_config.n_routed_experts,
+        hf_config.num_experts_per_tok,
+        d_expert=hf_config.moe_intermediate_size,
+        num_shared_experts=hf_config.n_shared_experts,
+        score="sigmoid",
+        normalise_weights=hf_config.norm_topk_prob,
+        balancing="bias",
+        num_groups=hf_config.n_group,
+        max_groups=hf_config.topk_group,
+        routed_scale=hf_config.routed_scaling_factor,
+        first_dense_layers=hf_config.first_k_dense_replace,
+    )
+
+
+def _deepseek_mla(hf_config) -> MlaConfig:
+    if hf_config.q_lora_rank is None or not hf_config.rope_interleave or hf_config.attention_bias:
+        raise ValueError(
+            f"q_lora_rank is {hf_config.q_lora_rank}, rope_interleave {hf_config.rope_interleave}, attention_bias "
+            f"{hf_config.attention_bias}; this course has latent queries, pairs side by side, no biases: as DeepSeek-V3"
+        )
+    return MlaConfig(
+        hf_config.q_lora_rank,
+        hf_config.kv_lora_rank,
+        hf_config.qk_nope_head_dim,
+        hf_config.qk_rope_head_dim,
+        hf_config.v_head_dim,
+    )
+
+
+def _rope_theta(hf_config, rope: Mapping) -> float:
+    try:
+        return rope["rope_theta"]  # transformers 5
+    except KeyError:
+        return hf_config.rope_theta  # transformers 4
+
+
+@torch.no_grad()
+def from_transformers(hf_model: nn.Module, attention: str = "fused", recompute: str = "none") -> nn.Module:
+    """Our model with the weights of theirs, in the same dtype, on the same device."""
+    config, theirs = config_from_transformers(hf_model.config), hf_model.state_dict()
+    example = next(hf_model.parameters())
+    model = build(config, 0, example.dtype, example.device, attention, recompute)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(tensor_in_transformers(theirs, name, config))
+    for router, bias_E in _routers_and_biases(model, theirs):
+        router.bias_steps_E.copy_((bias_E / router.config.bias_speed).round())
+    return model
+
+
+@torch.no_grad()
+def into_transformers(model: nn.Module, hf_model: nn.Module) -> None:
+    """Copies our weights into their model of the same shape, in place."""
+    theirs = hf_model.state_dict()  # its tensors are those of the model
+    for name, parameter in model.named_parameters():
+        tensor_in_transformers(theirs, name, model.config).copy_(parameter)
+    for router, bias_E in _routers_and_biases(model, theirs):
+        bias_E.copy_(router.bias_E)
+
+
+def _routers_and_biases(model: nn.Module, state: Mapping[str, Tensor]) -> list[tuple[nn.Module, Tensor]]:
+    """DeepSeek's routers beside their biases in theirs: multiples of bias_speed, which ours counts."""
+    first = model.config.num_layers - model.config.num_moe_layers
+    names = (f"model.layers.{first + index}.mlp.gate.e_score_correction_bias" for index in range(len(model.blocks)))
+    return [(moe.router, state[name]) for moe, name in zip(moe_layers(model), names) if name in state]

@@ -1,0 +1,249 @@
+"""Loading a model onto N ranks: everybody reads everything, or each rank its own piece.
+
+The usual way (`load_whole`) builds the whole model on every rank and copies the whole state dict into it; then a rank
+keeps its shard and forgets the rest. With 8 ranks on a node, a model of 140 GB asks for over 1 TB of host memory.
+
+The other way builds the model on the meta device, which has shapes and no numbers, shards it there, and lets each rank
+read just its numbers from the files (`Weights`, by our names and in our shapes):
+
+    weights = Weights(folder)
+    config, model = weights.config, build(weights.config, device="meta")
+
+    ZeRO-3             zero.build(model, group, load=partial(read_flat, weights))
+                       numbers i to j of the parameters laid end to end, wherever rows begin
+    tensor parallel    model = tensor.build(model, group)
+                       load_pieces(model, weights, partial(tp_ranges, config=config, tp_rank=tp_rank, tp_size=tp_size))
+                       rows of q k v gate up, embedding and head; columns of o and down; norms whole
+
+`host_bytes` tells the two apart. Memory of the process's own (anonymous) is what must exist; pages of mapped files are
+counted as resident too, but all processes share one copy, and the system drops it when memory is short.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from course_lib.config import ModelConfig
+from course_lib.devices import rank_device
+from course_lib.layout.partition import check_heads, copies_of_kv
+from course_lib.model import build
+from course_lib.parallel.linear import Cut
+from course_lib.weights.hf_weights import (
+    config_from_transformers,
+    name_in_transformers,
+    naming_of,
+    tensor_in_transformers,
+)
+from course_lib.weights.tensor_files import FileTensor, Range, TensorFiles
+
+NOT_WEIGHTS = (".inv_freq", ".attn.bias", ".attn.masked_bias", "position_ids")  # tables that older files carry
+
+
+class Weights:
+    """A model's weights in the files of `transformers`, by our names and in our shapes; nothing is read yet.
+
+    config   by default what the folder's config.json says
+
+    Raises   ValueError if files are missing, damaged or pickles, or hold tensors that this config has no place for
+    """
+
+    def __init__(self, folder: str | Path, config: ModelConfig | None = None):
+        self.files = TensorFiles(folder)
+        self.config = read_config(folder) if config is None else config
+        meta = build(self.config, device="meta")
+        self.shapes = {name: parameter.shape for name, parameter in meta.named_parameters()}
+        used = {name_in_transformers(name, naming_of(self.config)) for name in self.shapes}
+        spare = {name for name in self.files if not name.endswith(NOT_WEIGHTS)} - used
+        if self.config.tied:
+            spare -= {"lm_head.weight"}
+        if spare:
+            raise ValueError(
+                f"{folder} holds {sorted(spare)[:3]}{' and more' if len(spare) > 3 else ''}, for which config "
+                f"{self.config.name} has no place; give the config of these files (num_layers, tied)"
+            )
+
+    def __getitem__(self, name: str) -> FileTensor:
+        """The tensor of one of our parameters, still in its file.
+
+        Raises   ValueError if it is not there, or has another shape than the config says
+        """
+        tensor = tensor_in_transformers(self.files, name, self.config)
+        if tensor.shape != self.shapes[name]:
+            raise ValueError(
+                f"{name} ({tensor.name} in {tensor.file}) has shape {tuple(tensor.shape)}; required by config "
+                f"{self.config.name}: {tuple(self.shapes[name])}. Give the config of these files"
+            )
+        return tensor
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """The ModelConfig of a folder's config.json, of a Llama or a GPT-2; without `transformers`.
+
+    Raises   ValueError if there is no such file, or it describes another kind of model
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} holds no config.json; required: the one of these weights. Fetch it, or give config="
+        )
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found.get("model_type") == "gpt2":
+        alias = {"hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+                 "max_position_embeddings": "n_positions"}  # fmt: skip
+        found = (
+            {"tie_word_embeddings": True, "n_inner": None} | found | {ours: found[key] for ours, key in alias.items()}
+        )
+    if found.get("model_type") == "llama":
+        heads = found["num_attention_heads"]
+        usual = {"tie_word_embeddings": False, "num_key_value_heads": heads, "rope_scaling": None,
+                 "rope_theta": 10_000.0, "head_dim": found["hidden_size"] // heads}  # fmt: skip
+        found = usual | {key: value for key, value in found.items() if value is not None}
+    return config_from_transformers(SimpleNamespace(**({"model_type": None} | found)))
+
+
+# --- everybody reads everything
+
+
+@torch.no_grad()
+def load_whole(folder: str | Path, config: ModelConfig | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+    """The usual way, on every rank: a whole model with initial numbers, and a whole state dict copied into it.
+
+    Raises   ValueError as Weights does
+    """
+    weights = Weights(folder, config)
+    state = {}
+    for file in {tensor.file for tensor in weights.files.values()}:
+        state |= load_file(file)
+    model = build(weights.config, dtype=dtype or weights["embed.weight"].dtype)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(tensor_in_transformers(state, name, weights.config))
+    return model
+
+
+# --- each rank reads its piece
+
+
+def load_pieces(
+    model: nn.Module,
+    weights: Weights,
+    ranges_of: Callable[[str, torch.Size], Sequence[Range]] = lambda name, shape: (),
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> nn.Module:
+    """Gives a model on the meta device its numbers, tensor by tensor: of each the piece that this rank holds.
+
+    The model may be sharded already, as long as parameters keep their names; a tied one is read once.
+    ranges_of(name, whole shape) -> (start, stop) along each dimension, those left out whole; by default all.
+
+    Bytes    read and held: those of the pieces, and at most one piece more at a time
+    Raises   ValueError if a piece has not the shape of the model's parameter, or that has numbers already
+    """
+    places: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(parameter, []).append(name)
+    for parameter, names in places.items():
+        if not parameter.is_meta:
+            raise ValueError(f"{names[0]} is on {parameter.device}; required: a model on the meta device (build there)")
+        stored = weights[names[0]]
+        piece = stored.part(*ranges_of(names[0], stored.shape))
+        if piece.shape != parameter.shape:
+            raise ValueError(
+                f"the piece of {names[0]} has shape {tuple(piece.shape)}, the model's has {tuple(parameter.shape)}; "
+                "cut the files by the rule by which the model is sharded"
+            )
+        loaded = nn.Parameter(piece.read(dtype).to(device or rank_device()), requires_grad=parameter.requires_grad)
+        for name in names:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, loaded)
+    return model
+
+
+def tp_ranges(name: str, shape: Sequence[int], config: ModelConfig, tp_rank: int, tp_size: int) -> tuple[Range, ...]:
+    """Which piece of a parameter one rank of tensor parallelism holds: its (start, stop) along each dimension.
+
+    Rows of q, k, v by heads (a key/value head is on several ranks if tp_size exceeds their number). Rows of gate, up,
+    embedding and head, and columns of o and down by ceil(size / tp_size), the last ranks fewer. All else whole.
+
+    Raises   ValueError if heads do not divide, or tp_rank is outside
+    Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3
+    """
+    check_heads(config.num_heads, config.num_kv_heads, tp_size)
+    if not 0 <= tp_rank < tp_size:
+        raise ValueError(f"tp_rank is {tp_rank}; required: 0 to {tp_size - 1}")
+    layer, _, kind = name.rpartition(".")
+    layer = layer.rpartition(".")[2]
+    if layer in ("q", "k", "v", "gate", "up", "embed", "head"):
+        cut = Cut(0, shape[0], tp_size, copies_of_kv(config, tp_size) if layer in ("k", "v") else 1)
+    elif layer in ("o", "down") and kind == "weight":
+        cut = Cut(1, shape[1], tp_size)
+    else:
+        return ()
+    start, length = cut.start_and_length(tp_rank)
+    return (*((0, whole) for whole in shape[: cut.dim]), (start, start + length))
+
+
+def read_flat(weights: Weights, names: Sequence[str], start: int, out_p: Tensor) -> None:
+    """Fills out_p with the numbers from `start` on of these parameters laid end to end; past their end with zeros.
+
+    A rank's shard of a padded flat unit is `read_flat(weights, names, rank * len(shard_p), shard_p)`.
+
+    Bytes    read: exactly those numbers
+    """
+    position, stop = 0, start + len(out_p)
+    out_p.data.zero_()
+    for name in names:
+        numel = prod(weights.shapes[name])
+        first, last = max(start, position), min(stop, position + numel)
+        if first < last:
+            weights[name].read_flat_into(out_p.data[first - start : last - start], first - position)
+        position += numel
+
+
+# --- what it costs in host memory
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """Memory of this process now, and its highest resident size so far.
+
+    resident       all pages in memory, those of mapped files too
+    anonymous      of these the process's own, which no file backs; None where the system does not tell (not Linux)
+    proportional   resident, with a page that k processes share counted as 1/k; None likewise
+    """
+
+    resident: int
+    peak_resident: int
+    anonymous: int | None
+    proportional: int | None
+
+
+def host_bytes() -> HostBytes:
+    """Measures this process. A launch forks its ranks, so torch's own pages are shared and part of every resident size.
+
+    Source   Linux: /proc/self/smaps_rollup
+    """
+    detail = {}
+    if os.path.exists("/proc/self/smaps_rollup"):
+        with open("/proc/self/smaps_rollup") as file:
+            pairs = [line.split() for line in file]
+        detail = {words[0]: int(words[1]) * 1024 for words in pairs if words[-1] == "kB"}
+    info = psutil.Process().memory_info()
+    return HostBytes(info.rss, _peak_resident(info), detail.get("Anonymous:"), detail.get("Pss:"))
+
+
+def _peak_resident(info) -> int:
+    if os.name != "posix":
+        return info.peak_wset
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
