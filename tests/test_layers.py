@@ -1,4 +1,4 @@
-"""Imports go strictly downward, along the map in course_lib/__init__.py, which names every file once."""
+"""The map in course_lib/__init__.py: it names every folder once, and imports go downward along it."""
 
 import ast
 import re
@@ -13,101 +13,107 @@ from course_lib.authoring import ROOT
 
 PACKAGE = ROOT / "course_lib"
 DRAWING = {"matplotlib", "ipywidgets"}
-DRAWING_LAYER = 6
+DRAWING_FOLDERS = {"plots", "widgets"}
+TIMINGS = {"sharded_timing.py", "context_timing.py", "pipeline_timing.py", "five_d_timing.py"}
 
 
 def read_map(text: str) -> dict[str, int]:
-    """File of the package -> number of its part, in reading order."""
-    layers, part = {}, 0
+    """Folder or file at the top of the package -> its floor."""
+    floors, floor = {}, -1
     for line in text.splitlines():
         if heading := re.match(r"(\d)\. ", line):
-            part = int(heading.group(1))
-        elif entry := re.match(r"    (\S+\.py)\s+\S", line):
-            assert entry.group(1) not in layers, f"{entry.group(1)} stands twice in the map"
-            layers[entry.group(1)] = part
-    return layers
+            floor = int(heading.group(1))
+        elif entry := re.match(r"    (\w+(?:/|\.py))\s+\S", line):
+            assert entry.group(1) not in floors, f"{entry.group(1)} stands twice in the map"
+            floors[entry.group(1)] = floor
+    return floors
 
 
-LAYERS = read_map(course_lib.__doc__)
+FLOORS = read_map(course_lib.__doc__)
 
 
-def file_of(module: str, package: Path) -> str | None:
-    """`course_lib.memory.states` -> `memory/states.py`; None for a name that is not a module of the package."""
-    inside = Path(*module.split(".")[1:])
-    for candidate in (inside.with_suffix(".py") if inside.name else inside, inside / "__init__.py"):
-        if candidate.suffix and (package / candidate).is_file():
-            return candidate.as_posix()
-    return None
-
-
-def imports_of(path: Path, package: Path) -> tuple[set[str], set[str]]:
-    """(files of the package, top-level names of other packages) that a file imports, functions' own imports too."""
+def imports_of(path: Path) -> tuple[set[str], set[str]]:
+    """(folders and files at the top of the package, other packages) that a file imports, functions' own imports too."""
     own, others = set(), set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are written from course_lib on"
-            names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
         for name in names:
-            if name.split(".")[0] == "course_lib":
-                own.add(file_of(name, package))
-            else:
-                others.add(name.split(".")[0])
-    return own - {None, "__init__.py"}, others
+            top, *rest = name.split(".")
+            (own.add(rest[0]) if rest else None) if top == "course_lib" else others.add(top)
+    return own, others
 
 
-def violations(package: Path, layers: dict[str, int]) -> list[str]:
-    """Each import that goes upward, or draws outside of the drawing part."""
+def floor_of(name: str, floors: dict[str, int]) -> int:
+    """The floor of a folder or file, by its name without an ending."""
+    return floors.get(f"{name}/", floors.get(f"{name}.py", 0))
+
+
+def violations(package: Path, floors: dict[str, int]) -> list[str]:
+    """Each import that goes upward, or draws outside of the folders that draw."""
     found = []
-    for name, layer in layers.items():
-        own, others = imports_of(package / name, package)
-        upward = [file for file in sorted(own) if layers.get(file, 0) > layer]
-        found += [f"{name} ({layer}) imports {file} ({layers[file]})" for file in upward]
-        if layer != DRAWING_LAYER:
-            found += [f"{name} ({layer}) imports {drawing}" for drawing in sorted(others & DRAWING)]
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).as_posix()
+        top = path.relative_to(package).parts[0].removesuffix(".py")
+        own, others = imports_of(path)
+        if top in ("__init__", "__main__"):
+            continue
+        found += [f"{name} imports {other}" for other in sorted(own) if floor_of(other, floors) > floor_of(top, floors)]
+        if top not in DRAWING_FOLDERS:
+            found += [f"{name} imports {drawing}" for drawing in sorted(others & DRAWING)]
     return found
 
 
-def test_the_map_names_every_file_of_the_package_and_no_other():
-    files = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")} - {"__init__.py"}
-    assert files - set(LAYERS) == set(), "give each a line in course_lib/__init__.py"
-    assert set(LAYERS) - files == set(), "these are in the map alone"
+def test_the_map_names_every_folder_and_file_at_the_top_and_no_other():
+    at_the_top = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py", "__main__.py"} - TIMINGS
+    at_the_top |= {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+    assert at_the_top == set(FLOORS)
+
+
+@pytest.mark.parametrize("init", sorted(PACKAGE.glob("*/**/__init__.py")), ids=lambda path: path.parent.name)
+def test_each_folder_names_its_files(init):
+    doc = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8")))
+    names = {path.name for path in init.parent.glob("*.py")} - {"__init__.py"}
+    assert {name for name in names if name not in doc} == set(), "give each a line in the folder's __init__.py"
+    assert set(re.findall(r"(?m)^ *(\w+\.py)\s", doc)) - names == set(), "these are in the map alone"
 
 
 def test_no_file_imports_upward_and_only_pictures_import_matplotlib():
-    assert violations(PACKAGE, LAYERS) == []
+    assert violations(PACKAGE, FLOORS) == []
 
 
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("from course_lib.measure.tracker import MemoryTracker", "low.py (1) imports memory/tracker.py (3)"),
-        ("import course_lib.measure.tracker", "low.py (1) imports memory/tracker.py (3)"),
-        ("from course_lib.memory import tracker", "low.py (1) imports memory/tracker.py (3)"),
-        ("def f():\n    from course_lib import memory", "low.py (1) imports memory/__init__.py (3)"),
-        ("import matplotlib.pyplot as plt", "low.py (1) imports matplotlib"),
+        ("from course_lib.high.tracker import MemoryTracker", "low.py imports high"),
+        ("import course_lib.high.tracker", "low.py imports high"),
+        ("def f():\n    from course_lib import high", "low.py imports high"),
+        ("import matplotlib.pyplot as plt", "low.py imports matplotlib"),
         ("import os", None),
     ],
 )
 def test_a_planted_import_is_found(tmp_path, line, found):
-    for name in ("__init__.py", "low.py", "memory/__init__.py", "memory/tracker.py"):
+    for name in ("__init__.py", "low.py", "high/__init__.py", "high/tracker.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     (tmp_path / "low.py").write_text(line)
-    layers = read_map("1. Low\n    low.py  text\n3. High\n    memory/__init__.py  text\n    memory/tracker.py  text")
-    assert (found in violations(tmp_path, layers)) if found else violations(tmp_path, layers) == []
+    floors = read_map("1. Low\n    low.py  text\n3. High\n    high/  text")
+    assert violations(tmp_path, floors) == ([found] if found else [])
 
 
 def test_everything_but_the_widgets_imports_without_jupyter():
     """In a process where ipywidgets, IPython and JupyterLab cannot be imported."""
-    no_test_extra = {"authoring/", "hf_weights.py"}  # they need nbformat and transformers, which are extras
+    no_test_extra = ("widgets/", "authoring/")  # they need ipywidgets, and nbformat, which is an extra
+    files = [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")]
     modules = [
         "course_lib." + name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-        for name in LAYERS
-        if not name.startswith(("widgets/", *no_test_extra)) and "__main__" not in name
+        for name in files
+        if "/" in name and not name.startswith(no_test_extra) and "__main__" not in name
     ]
     code = "import importlib, sys\n"
     code += "for name in ('ipywidgets', 'IPython', 'jupyterlab', 'nbformat', 'nbclient'): sys.modules[name] = None\n"

@@ -1,6 +1,13 @@
 """Notebooks as source code: one normal form, cells that mirror the package, exercises made from solutions.
 
 CONTRIBUTING.md says how a chapter is made; tests/test_notebooks.py holds every notebook to `notebook_problems`.
+
+form.py       the one form in which a notebook is stored
+mirrors.py    cells held to the package
+exercises.py  exercises from solutions
+rules.py      what a notebook must satisfy
+readme.py     the map that you are reading, copied into the README
+__main__.py   fmt, mirrors, exercises, check, badges
 """
 
 from course_lib.authoring.exercises import (

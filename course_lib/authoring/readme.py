@@ -9,9 +9,9 @@ START, STOP = "<!-- map: written by make fmt from course_lib/__init__.py -->\n",
 
 
 def package_map(root: Path = ROOT) -> str:
-    """The parts and files of course_lib, one line a file, as its docstring lists them."""
+    """The parts and files of course_lib, one line a folder, as its docstring lists them."""
     doc = ast.get_docstring(ast.parse((root / "course_lib" / "__init__.py").read_text(encoding="utf-8")))
-    return doc[doc.index("\n1. ") + 1 :].rstrip("\n")
+    return doc[doc.index("\n0. ") + 1 :].rstrip("\n")
 
 
 def with_map(readme: str, root: Path = ROOT) -> str:

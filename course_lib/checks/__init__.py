@@ -1,1 +1,6 @@
-"""The graders of the exercises: one file a chapter, on the small framework of core.py."""
+"""The graders of the exercises: a folder for each chapter, on a small framework.
+
+core.py          fresh numbers, real ranks, named misconceptions
+observe.py       an answer at work on real ranks: what it returned, sent and received
+ch00/ ... ch10/  the graders of a chapter; `from course_lib.checks.ch00 import check_...`
+"""

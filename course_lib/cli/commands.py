@@ -20,7 +20,7 @@ from tyro.extras import SubcommandApp
 from course_lib.cli.simulate import simulate
 from course_lib.launch import RankError, launch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "accelerate", "numpy", "matplotlib", "ipywidgets", "jupyterlab", "nbval", "transformers")
 LAUNCH_SECONDS = 60.0
 

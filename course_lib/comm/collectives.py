@@ -5,7 +5,7 @@ told, and can be waited for later: `all_reduce_` changes its input, `reduce_scat
 their first argument, which may be a part of the input, or hold it.
 Ranks are counted inside the group (0 .. size - 1), as in `tp_rank`: `src`, `dst` and pieces mean these.
 All ranks of a group call the same function in the same order with the same shapes; nobody can check that from one rank.
-Bytes are what one rank sends if the messages travel around a ring (see course_lib.measure.meter); N = size of the group.
+Bytes are what one rank sends if the messages travel around a ring (see measure/meter.py); N = size of the group.
 """
 
 from collections.abc import Callable

@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 
 from course_lib.launch import _rank
 
+# The launcher itself is as it was when the server started; the course's other files are imported again after an edit.
+OWN = "course_lib.launch"
 # Slow to import. Without torch._dynamo and fsdp each launch with DDP takes 4 s longer.
 PRELOAD = (
     "torch.distributed",
@@ -27,23 +29,8 @@ PRELOAD = (
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "course_lib.launch",
+    OWN,
 )
-# The launcher itself is as it was when the server started; the course's other files are imported again after an edit.
-OWN_MODULES = {
-    f"course_lib.{name}"
-    for name in (
-        "launch",
-        "_accelerate",
-        "_failures",
-        "_file_link",
-        "_fork_server",
-        "_processes",
-        "_rank",
-        "_slurm",
-        "_watch",
-    )
-}
 EXIT = struct.Struct("qd")  # exit code as in subprocess (negative: signal), time of death on time.monotonic()
 
 
@@ -112,8 +99,12 @@ def _refresh(names: list[str], stamps: dict[str, int]) -> None:
     new = [name for name in names if name not in sys.modules]
     if new:
         _preload(new)
-        teaching = (name for name in sys.modules if name.startswith("course_lib.") and name not in OWN_MODULES)
+        teaching = (name for name in sys.modules if name.startswith("course_lib.") and not _is_own(name))
         stamps.update({name: _stamp(name) for name in teaching})
+
+
+def _is_own(name: str) -> bool:
+    return f"{name}.".startswith(f"{OWN}.")
 
 
 def _stamp(name: str) -> int:

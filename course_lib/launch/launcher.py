@@ -93,7 +93,7 @@ def launch(
     timeout   seconds from the start of the ranks; then they are ended, and the error says where each of them stood
     backend   "auto": NCCL and a GPU for each rank where there are as many, else gloo and the CPU; or "nccl", "gloo", or
               "shared-gpu": ranks share the GPUs that are there, through gloo. `devices.rank_device()` is the rank's
-    via       "processes", or "accelerate": accelerate.notebook_launcher, see course_lib/launch/_accelerate.py for its limits
+    via       "processes", or "accelerate": accelerate.notebook_launcher; _accelerate.py has its limits
     live      show printed lines as they come instead, in the order in which they come
     threads   of each rank, for its matrix multiplications
     quiet     show no printed lines; they are in `.lines` all the same

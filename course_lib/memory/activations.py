@@ -14,7 +14,7 @@ What one block keeps of each token, in numbers (D, F, N, K, H, S as everywhere):
     norm's output, input of the MLP            D                          D
     MLP                                        4 F: gate, up, silu, down  2 F: before and after GELU
 
-Latent attention (course_lib/model/latent.py) keeps latents before and after their norms besides, and whole heads: N H of
+Latent attention (model/latent.py) keeps latents before and after their norms besides, and whole heads: N H of
 queries and of keys, N W of values. Where values and keys differ in length, the fused core fills all up to M, the
 longer: it keeps 3 N M, and N M of output beside the N W that o takes.
 

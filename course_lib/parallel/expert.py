@@ -2,7 +2,7 @@
 
     parallel/dispatch.py         rows to the experts' ranks and back
     parallel/expert_tensor.py    every matrix of an expert cut over tp as well
-    this file                    a Llama with experts (course_lib/model/moe.py) cut from outside, its step, whole gradients
+    this file                    a Llama with experts (model/moe.py) cut from outside, its step, whole gradients
 
     engine = build(model, group, ep_size=4)                 # keeps E / ep experts of each layer, in place
     loss = step(engine, micro_batches, optimizer)           # as in data parallelism each rank brings its own tokens

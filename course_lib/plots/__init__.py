@@ -3,6 +3,10 @@
 palette.py       one colour for one kind of memory and one mesh axis
 style.py         sizes, fonts, units; nothing outside a picture is changed
 memory.py        show_memory_timeline, show_budgets
+context.py       show_mask, show_work, show_travel, show_memory_by_length
+comparison.py    show_comparison: predicted beside measured, with the error
+holdings.py      which share of each part of a model the ranks of a layout hold
+pipeline_tradeoff.py  bubble against memory, a point for each schedule
 ladder.py        show_ladder
 collectives.py   show_collective, show_ring_all_reduce
 mesh.py          show_mesh

@@ -1,7 +1,7 @@
 """The bytes of one collective: what a rank sends if every collective travels around a ring, to the byte.
 
     ring_all_reduce_bytes(payload_bytes, world_size=8)          # one all-reduce
-    sent_bytes(calls, rank=3); by_collective(calls, rank=3)     # a list of calls, as course_lib.measure.meter counts them
+    sent_bytes(calls, rank=3); by_collective(calls, rank=3)     # a list of calls, as measure/meter.py counts them
 
 A payload is the full tensor: the gathered result of an all-gather, the input of a reduce-scatter. What one rank sends
 to another is a "send"; the matching receive sends nothing and is not listed. Where the elements do not divide into

@@ -16,7 +16,7 @@ from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.validate import Amount, Index, Positive, Seed, Size, check_fields, checked
 
-# Dtype of parameters, and of gradients where it is another. Names as in course_lib.training.precision; fp64 is for comparing.
+# Dtype of parameters, and of gradients where it is another. Names as in training/precision.py; fp64 is for comparing.
 PRECISIONS = {
     "fp32": (torch.float32, None),
     "bf16-master": (torch.bfloat16, None),

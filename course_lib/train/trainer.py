@@ -32,7 +32,6 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from course_lib import checkpoint
 from course_lib.checkpoint.files import read_manifest, together
@@ -254,7 +253,3 @@ def wait_for_rank_0() -> int:
     """An engine ends all ranks when one has ended, so the others wait until the first has said why."""
     time.sleep(WAIT_FOR_RANK_0_S)
     return 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(record(main)())  # torchrun's summary then shows the traceback of the rank that failed first

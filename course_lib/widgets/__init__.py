@@ -1,16 +1,17 @@
 """Things to play with in a notebook. Behind each stands a pure function from choices to a record.
 
-memory_explorer       what training needs, against GPUs; measured on a small model at the press of a button
-collective_explorer   alpha-beta time of a collective
-precision_explorer    what each number format makes of a weight and its update
-dp_explorer           batch, step time and exposed communication of data parallelism
-zero_explorer         what each stage of ZeRO leaves on a GPU, what it sends, what offload moves; measured on a toy
-context_explorer      context parallelism: memory by length, and one layer's attention by each method
-tensor_explorer       tensor and sequence parallelism: memory, and the share of communication; measured on a toy
-pipeline_explorer     schedules of a pipeline on the clock: chart, bubble by both definitions, activations kept alive
-pipeline_puzzle       place the blocks of a pipeline by hand; a checker answers
-expert_explorer       experts, their load and drops, and the bytes within and between nodes
-five_d_explorer       a whole layout: who holds what, memory, bytes by axis, modelled step; measured on a toy
+parts.py            the pieces that every explorer is made of
+collectives.py      message, ranks, link, and the time they take
+memory.py           a model, how it is trained, and the GPUs that hold it
+precision.py        what a format makes of a weight and of an update
+data_parallel.py    batch, step time, and communication left uncovered
+zero.py             stages, offload and precision: what a GPU holds and sends
+tensor.py           tp, SP and links: memory, and the share of communication
+context.py          sequence, cp and placement: memory, and one layer's attention by each method
+pipeline.py         schedule, ranks, micro-batches, times: the chart, its bubble, what is kept alive
+pipeline_puzzle.py  place the blocks of a pipeline by hand; a checker answers
+experts.py          experts, skew and nodes: load, drops, bytes within and between nodes
+five_d.py           a whole layout: who holds what, memory, bytes by axis, modelled step; a toy measured
 """
 
 try:
