@@ -113,7 +113,7 @@ def held_by(engine):
     """(what the optimizer updates, its names in the whole model, over whom it is sharded if it is a flat)."""
     if not engine.layout.zero:
         return [(param, [name], None) for name, param in five_d.named_parameters(engine).items()]
-    flats = [flat for sharded in engine.zeros.values() for flat in sharded.flats]
+    flats = [flat for sharded in engine.data_engines.values() for flat in sharded.flats]
     tied = {"head.weight": "embed.weight"} if engine.config.tied else {}
     return [(flat.shard_p, [tied.get(name, name) for name in flat.names], flat.group) for flat in flats]
 

@@ -1,6 +1,7 @@
 """The five-dimensional trainer against one process: gradients, losses, norms, parameters after two clipped steps."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import combinations
 from unittest.mock import patch
 
@@ -11,14 +12,17 @@ from five_d_cases import CONFIGS, SEQ_LEN, distances, micro_batches, on_ranks, o
 from course_lib import model
 from course_lib.launch import launch
 from course_lib.layout import Layout
+from course_lib.measure import MemoryTracker
 from course_lib.memory.states import FP64
-from course_lib.parallel import executor, expert_tensor, five_d, linear, shards, sums, tensor, whole
+from course_lib.parallel import data, executor, expert_tensor, five_d, linear, shards, sums, tensor, whole
 from course_lib.run import Run
 from course_lib.traffic import sent
+from course_lib.training.precision import gradient_of
 
 # (model, layout): every pair of techniques that can be combined is in one of them, see the next test
 TWO = [
     ("llama", "dp=2,micro_batch=2"),
+    ("tied", "dp=2,schedule=interleaved,v=2,accumulation=2"),  # one weight in two stages of a rank
     ("tied", "dp=2,zero=1,accumulation=2,recompute=full"),
     ("tied", "dp=2,zero=2,accumulation=2,recompute=full"),
     ("tied", "dp=2,zero=3,accumulation=2,recompute=selective"),
@@ -44,6 +48,7 @@ FOUR = [
     ("llama", "tp=4,sequence_parallel=true"),  # two key/value heads on four ranks
     ("tied", "tp=4,zero=3"),
     ("tied", "pp=2,dp=2,zero=1,accumulation=4"),
+    ("tied", "pp=2,dp=2,schedule=zbv,accumulation=3"),
     ("llama", "pp=2,dp=2,zero=2,accumulation=2,schedule=interleaved,v=2"),
     ("tied", "pp=2,dp=2,zero=3,accumulation=3,schedule=interleaved,v=1"),
     ("llama", "pp=2,dp=2,zero=3,accumulation=2,schedule=interleaved,v=2"),
@@ -215,11 +220,11 @@ def averages_experts_like_everything():
 
 @contextmanager
 def forgets_norms_over_tp():
-    sum_unless_alone = sums.sum_unless_alone
+    sum_gradients = tensor.sum_gradients
     with patch.object(
-        sums,
-        "sum_unless_alone",
-        lambda params, group: None if group.group_name == TP[0] else sum_unless_alone(params, group),
+        tensor,
+        "sum_gradients",
+        lambda params, group: None if group.group_name == TP[0] else sum_gradients(params, group),
     ):
         yield
 
@@ -233,6 +238,18 @@ def takes_the_mean_over_data():
         collect(flat, param)
 
     with patch.object(shards.FlatShard, "collect", wrong):
+        yield
+
+
+@contextmanager
+def divides_buckets():
+    collect = data.Bucket.collect
+
+    def wrong(bucket, param, is_last):
+        bucket.divisor = bucket.group.size()
+        collect(bucket, param, is_last)
+
+    with patch.object(data.Bucket, "collect", wrong):
         yield
 
 
@@ -281,6 +298,7 @@ PLANTED = [
     (averages_experts_like_everything, "experts", "dp=2,tp=2,ep=2,zero=0,accumulation=2"),
     (forgets_norms_over_tp, "llama", "dp=2,tp=2,sequence_parallel=true"),
     (takes_the_mean_over_data, "llama", "dp=2,tp=2,zero=1"),
+    (divides_buckets, "llama", "dp=2,tp=2"),
     (forgets_where_tokens_stand, "llama", "cp=2,tp=2"),
     (counts_balancing_tp_times, "experts", "tp=2,dp=2,ep=2,sequence_parallel=true"),
     (drops_balancing_of_inner_stages, "experts", "pp=2,dp=2,ep=2"),
@@ -308,6 +326,40 @@ def test_planted_bugs_are_found():
             _, _, expected, _ = one_process(name, layout.dp, layout.micro_batch, layout.accumulation)
             far = max((gradients[key] - expected[key]).abs().max().item() for key in expected)
             assert far > 1e-6, f"{bug.__name__} was not seen on rank {rank}"
+
+
+# --- without ZeRO: buckets that are sent while backward runs
+
+TWO_BUCKETS = replace(CONFIGS["llama"], d_model=256, head_dim=64, d_ff=512, vocab_size=9_000, num_layers=2)
+
+
+def without_zero():
+    """Of dp 2: spans of the second step, the most bytes of tensors in the third, and bytes of the parameters."""
+    layout, trace = Layout.parse("dp=2,accumulation=2"), []
+    engine = five_d.build(TWO_BUCKETS, layout, dtype=torch.float64, trace=trace)
+    optimizer = five_d.make_optimizer(engine)
+    batches = micro_batches(layout, engine.groups.coordinates["dp"], TWO_BUCKETS)
+    five_d.step(engine, batches, optimizer)
+    trace.clear()
+    five_d.step(engine, batches, optimizer)
+    spans = list(trace)
+    with MemoryTracker(engine, optimizer) as tracker:
+        five_d.accumulate_gradients(engine, batches)
+        peak_bytes = tracker.peak_bytes
+    five_d.update(engine, optimizer)
+    freed = all(gradient_of(param) is None for param in engine.parameters())
+    return spans, peak_bytes, sum(param.nbytes for param in engine.parameters()), freed
+
+
+def test_gradients_leave_while_backward_runs_and_no_copy_of_all_is_made():
+    for spans, peak_bytes, parameter_bytes, freed in launch(without_zero, 2, quiet=True):
+        backwards = [span for span in spans if span.name.startswith("B")]
+        sums = sorted((span for span in spans if span.lane == "communication"), key=lambda span: span.start_s)
+        assert [span.name for span in sums] == ["bucket 0", "bucket 1"] and len(backwards) == 2
+        assert backwards[0].stop_s < sums[0].start_s < backwards[1].stop_s  # in the last micro-batch, before its end
+        # parameters, moments and gradients are 4, the embedding's gradient on its way 0.4; a copy of all is 1 more
+        assert peak_bytes < 4.6 * parameter_bytes
+        assert freed
 
 
 # --- frozen parameters

@@ -42,7 +42,7 @@ LAYOUTS = [
 
 def held_bytes(engine, optimizer):
     """Parameters and optimizer states of one rank, as they lie in memory."""
-    flats = [flat for sharded in engine.zeros.values() for flat in sharded.flats]
+    flats = [flat for sharded in engine.data_engines.values() for flat in sharded.flats] if engine.layout.zero else []
     if engine.layout.zero in (1, 2):
         parameters = sum(flat.whole_P.nbytes for flat in flats)
     elif engine.layout.zero == 3:

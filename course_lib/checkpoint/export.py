@@ -132,7 +132,7 @@ def import_safetensors(engine: FiveD, folder: str | Path) -> None:
     Raises   ValueError on every rank if one finds files missing, damaged, pickles, or of another model
     """
     everywhere(wait_for_earlier(engine), lambda: read_parameters(engine, folder))
-    for sharded in engine.zeros.values():
+    for sharded in engine.data_engines.values():
         sharded.share_update()
 
 

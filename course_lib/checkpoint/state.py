@@ -244,7 +244,7 @@ def load(engine: FiveD, optimizer: Optimizer | None, folder: str | Path, convert
     path = together(group, lambda: files.find(Path(folder)) if group.rank() == 0 else None)[0]
     manifest = everywhere(group, lambda: open_checkpoint(engine, optimizer, path, group, convert))
     restored = everywhere(group, lambda: fill(engine, optimizer, path, manifest, group.rank()))
-    for sharded in engine.zeros.values():
+    for sharded in engine.data_engines.values():
         sharded.share_update()
     return restored
 

@@ -7,8 +7,10 @@ It is the sum of the other files of this folder:
                     each kind by itself, each padded by ranks - 1 numbers at most
     activations     of S / cp tokens, as many micro-batches as the schedule keeps (pipeline.py)
     temporary       what a step works with: others' keys (context.py), messages, gradients on their way; or, if that
-                    is more than all that backward keeps and works with, what comes after it: the message in which
-                    gradients are summed, or what the optimizer needs to update its largest tensor
+                    is more than all that backward keeps and works with, what comes after it: what the optimizer needs
+                    to update its largest tensor
+
+Gradients are summed over data in the buckets in which they lie: no copy. A bucket is there from its first gradient on.
 
 Whole tensors stay on the ranks of a tp group (norms, routers), of a data group (parameters below ZeRO 3), and on two
 ends of a pipeline (tied embeddings): these are the copies that no axis takes away.
@@ -35,7 +37,6 @@ from course_lib.memory.states import Recipe, Shapes, StateBytes, has_step_counte
 from course_lib.memory.zero import (
     bucketed,
     padded,
-    wire_grad_bytes,
     zero_gathered_bytes,
     zero_reduced_bytes,
     zero_state_bytes,
@@ -114,7 +115,7 @@ class Flat:
 def flats_of(
     config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0, itemsize: int = 2
 ) -> tuple[Flat, ...]:
-    """What ZeRO shards on a rank, by stage and kind: buckets in stages 1 and 2, units in stage 3; in 0 all at once.
+    """What is summed over data, and sharded by ZeRO, on a rank, by stage and kind: buckets, and in stage 3 units.
 
     itemsize   bytes of a parameter: a bucket closes once it has its size
     """
@@ -127,7 +128,7 @@ def flats_of(
             for kind in KINDS:
                 ranks = layout.expert_dp if kind == "experts" else layout.data_size
                 sizes = [size for unit in group for size in tensor_sizes(unit, kind, config, layout)]
-                buckets = bucketed(sizes, itemsize) if layout.zero in (1, 2) else [sizes] if sizes else []
+                buckets = bucketed(sizes, itemsize) if layout.zero < 3 else [sizes] if sizes else []
                 flats += [Flat(stage, label, kind, tuple(bucket), ranks) for bucket in buckets]
     return tuple(flats)
 
@@ -233,9 +234,8 @@ def five_d_budgets(
         work = _work_bytes(config, layout, seq_len, attention, recipe, tp_rank, has_last, load)
         work += zero_reduced_bytes(units, layout.zero, 1, recipe) + num_neighbours(schedule, rank) * message
         gathered = zero_gathered_bytes(units, layout.zero, 1, recipe, tied=config.tied and layout.pp == 1)
-        summed = _message_bytes(flats, layout, recipe)
-        later = max(summed, _update_bytes(flats, layout, recipe)) - activations - logits - gathered
-        always_there = recipe.grad_bytes > recipe.param_bytes
+        later = _update_bytes(flats, layout, recipe) - activations - logits - gathered
+        always_there = recipe.grad_bytes > recipe.param_bytes and not _in_buckets(layout)
         budgets.append(
             Budget(
                 parameters=states.parameters,
@@ -244,23 +244,25 @@ def five_d_budgets(
                 activations=activations,
                 logits=logits,
                 temporary=max(work, later),
-                gradients_at_start=states.gradients if always_there else beside,
+                gradients_at_start=states.gradients
+                if always_there
+                else max(beside, _bucket_bytes(flats, layout, recipe)),
                 overheads={} if device == "cpu" else dict(ASSUMED_OVERHEADS),
-                message=summed,
                 gathered=gathered,
             )
         )
     return budgets
 
 
-def _message_bytes(flats: Sequence[Flat], layout: Layout, recipe: Recipe) -> int:
-    """Without ZeRO all gradients leave in one message, those of experts in another: the larger of the two."""
-    groups = {"experts": layout.expert_dp, "others": layout.data_size}
-    numel = dict.fromkeys(groups, 0)
-    for flat in flats:
-        numel["experts" if flat.kind == "experts" else "others"] += flat.numel
-    summed = [numel[name] for name, ranks in groups.items() if ranks > 1 and layout.zero == 0]
-    return wire_grad_bytes(recipe) * max(summed, default=0)
+def _in_buckets(layout: Layout) -> bool:
+    """Whether gradients lie in buckets that are made anew in each step: without ZeRO, on several ranks of data."""
+    return layout.zero == 0 and layout.data_size > 1
+
+
+def _bucket_bytes(flats: Sequence[Flat], layout: Layout, recipe: Recipe) -> int:
+    """The bucket of the last stage's last layers: there when backward begins, before activations are freed."""
+    last = [flat for flat in flats if flat.stage == flats[-1].stage and flat.ranks > 1]
+    return recipe.grad_bytes * last[0].numel if _in_buckets(layout) and last else 0
 
 
 def _update_bytes(flats: Sequence[Flat], layout: Layout, recipe: Recipe) -> int:

@@ -14,8 +14,9 @@ The volume does not depend on the engine: averaging P numbers costs each rank 2 
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch import nn
 from course_lib import comm
 from course_lib.span import Span
 from course_lib.training import loss_of
+from course_lib.training.precision import gradient_of, set_gradient
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default, bucket_cap_mb=25
 FIRST_BUCKET_BYTES = 2**20  # DDP's as well: a small first bucket starts the network early
@@ -51,12 +53,12 @@ def trainable(model: nn.Module) -> list[NamedParameter]:
     return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
 
 
-def hook_gradients(model: nn.Module, when_ready: Callable[[nn.Parameter], None]) -> list:
+def hook_gradients(parameters: Iterable[nn.Parameter], when_ready: Callable[[nn.Parameter], None]) -> list:
     """Calls `when_ready(param)` during backward as soon as `param.grad` is complete; returns the hooks' handles.
 
     A tied parameter's hook runs once, after both contributions are summed.
     """
-    return [param.register_post_accumulate_grad_hook(when_ready) for _, param in trainable(model)]
+    return [param.register_post_accumulate_grad_hook(when_ready) for param in parameters]
 
 
 def start_all_reduce(x: torch.Tensor, group: dist.ProcessGroup, name: str, trace: Trace | None) -> Pending:
@@ -136,7 +138,7 @@ class OverlappedDP(nn.Module):
         self.in_flight: dict[nn.Parameter, Pending] = {}
         self.syncing = True
         broadcast_parameters(module, group)
-        self.handles = hook_gradients(module, self._start)
+        self.handles = hook_gradients(self.names, self._start)
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         return self.module(*inputs)
@@ -206,38 +208,94 @@ def assign_buckets(
     return closed + list(filling.values())
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """Who has the same parameters, where not all are alike: experts, say, have fewer ranks than the rest.
+
+    kind_of   a name for each parameter: what has the same lies in one bucket; None: not this engine's
+    groups    of each kind, the ranks over which its gradients are summed
+    divisor   of the sum of the ranks' gradients; 1 if each rank's loss is its share of the mean already
+    """
+
+    kind_of: Callable[[nn.Parameter], str | None]
+    groups: Mapping[str, dist.ProcessGroup]
+    divisor: int = 1
+
+    @classmethod
+    def over(cls, group: dist.ProcessGroup) -> "Sharing":
+        """All parameters alike; gradients become the mean of the ranks'."""
+        return cls(lambda param: "all", {"all": group}, group.size())
+
+
 class Bucket:
-    """Gradients side by side in one flat buffer; each parameter's `.grad` is a view into it.
+    """Gradients side by side in one flat buffer; each parameter's gradient is a view into it.
+
+    The buffer is there from the first gradient on, until `free`.
 
     Shapes   views[param] has the parameter's shape; flat_P holds them all, P numbers
     """
 
-    def __init__(self, members: list[NamedParameter], label: str) -> None:
+    def __init__(self, members: list[NamedParameter], sharing: Sharing, label: str, grad_dtype: torch.dtype | None):
         self.label = label
         self.params = [param for _, param in members]
-        sizes = [param.numel() for param in self.params]
-        self.flat_P = torch.zeros(sum(sizes), dtype=self.params[0].dtype, device=self.params[0].device)
-        pieces = self.flat_P.split(sizes)
-        self.views = {param: piece.view(param.shape) for param, piece in zip(self.params, pieces)}
+        self.group, self.divisor = sharing.groups[sharing.kind_of(self.params[0])], sharing.divisor
+        self.dtype = grad_dtype or self.params[0].dtype
+        self.flat_P: torch.Tensor | None = None
+        self.views: dict[nn.Parameter, torch.Tensor] = {}
         self.waiting_for = set(self.params)
         self.sent_P: torch.Tensor | None = None  # what is on the network: flat_P, or a compressed copy
         self.work: Pending | None = None
 
-    def collect(self, param: nn.Parameter, divisor: int) -> None:
-        """Moves the gradient into the buffer and divides it, in one pass; autograd adds later gradients in place."""
-        view = self.views[param]
-        if param.grad is not view or divisor != 1:
-            torch.div(param.grad, divisor, out=view)
+    def view_of(self, param: nn.Parameter) -> torch.Tensor:
+        """The parameter's place in the buffer, which is made when first it is asked for."""
+        if self.flat_P is None:
+            sizes = [member.numel() for member in self.params]
+            self.flat_P = torch.empty(sum(sizes), dtype=self.dtype, device=param.device)
+            pieces = zip(self.params, self.flat_P.split(sizes), strict=True)
+            self.views = {member: piece.view(member.shape) for member, piece in pieces}
+        return self.views[param]
+
+    def collect(self, param: nn.Parameter, is_last: bool) -> None:
+        """Moves the gradient into the buffer; the last time divides it, before the sum: 16 bits could overflow.
+
+        Autograd adds later gradients in place, unless the buffer is of another dtype.
+        """
+        view, gradient = self.view_of(param), param.grad
+        divisor = self.divisor if is_last else 1
+        if self.dtype != param.dtype:
+            self._collect_converted(param, view)
+            if divisor != 1:
+                view.div_(divisor)
+        elif gradient is not view or divisor != 1:
+            torch.div(gradient, divisor, out=view)  # one pass
             param.grad = view
 
-    def start(self, group: dist.ProcessGroup, wire_dtype: torch.dtype | None, trace: Trace | None) -> None:
+    def _collect_converted(self, param: nn.Parameter, view: torch.Tensor) -> None:
+        if param.grad is None:  # it is in the buffer already
+            return
+        if gradient_of(param) is view:
+            view.add_(param.grad)
+        else:
+            view.copy_(param.grad)
+        param.grad, param.main_grad = None, view
+
+    def start(self, wire_dtype: torch.dtype | None, trace: Trace | None) -> None:
         self.sent_P = self.flat_P if wire_dtype is None else self.flat_P.to(wire_dtype)
-        self.work = start_all_reduce(self.sent_P, group, self.label, trace)
+        self.work = start_all_reduce(self.sent_P, self.group, self.label, trace)
 
     def wait(self) -> None:
         self.work.wait()
         if self.sent_P is not self.flat_P:
             self.flat_P.copy_(self.sent_P)
+        self.waiting_for, self.sent_P, self.work = set(self.params), None, None
+
+    def free(self) -> None:
+        """Forgets the gradients, and gives their memory back."""
+        if self.work is not None:
+            self.work.wait()
+        for param in self.params:
+            set_gradient(param, None)
+        self.flat_P, self.views = None, {}
         self.waiting_for, self.sent_P, self.work = set(self.params), None, None
 
 
@@ -246,6 +304,9 @@ class BucketedDP(nn.Module):
 
     Buckets start in one fixed order on every rank, however the gradients arrive: ranks always agree what they sum.
 
+    sharing      where parameters differ in who has them: then nothing is broadcast, ranks bring the same numbers, and
+                 all buckets are of one size
+    grad_dtype   in which gradients are summed, such as torch.float32 beside bfloat16 parameters; then in `.main_grad`
     Bytes    sent per rank and step: 2 (N - 1) / N * P * itemsize (itemsize of `wire_dtype` if given), one call a bucket
     """
 
@@ -257,19 +318,25 @@ class BucketedDP(nn.Module):
         allow_unused: bool = False,
         wire_dtype: torch.dtype | None = None,
         trace: Trace | None = None,
+        sharing: Sharing | None = None,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.module, self.group, self.trace = module, group, trace
         self.allow_unused, self.wire_dtype = allow_unused, wire_dtype
-        self.names = {param: name for name, param in trainable(module)}
-        plan = assign_buckets(trainable(module), bucket_bytes)
-        self.buckets = [Bucket(members, f"bucket {index}") for index, members in enumerate(plan)]
+        first_bucket_bytes = FIRST_BUCKET_BYTES if sharing is None else bucket_bytes
+        if sharing is None:
+            broadcast_parameters(module, group)
+        sharing = sharing or Sharing.over(group)
+        members = [(name, param) for name, param in trainable(module) if sharing.kind_of(param) is not None]
+        self.names = {param: name for name, param in members}
+        plan = assign_buckets(members, bucket_bytes, first_bucket_bytes, sharing.kind_of)
+        self.buckets = [Bucket(m, sharing, f"bucket {index}", grad_dtype) for index, m in enumerate(plan)]
         self.bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
         self.used: set[nn.Parameter] = set()  # in any micro-batch of this step
         self.num_started = 0
         self.syncing = True
-        broadcast_parameters(module, group)
-        self.handles = hook_gradients(module, self._ready)
+        self.handles = hook_gradients(self.names, self._ready)
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         return self.module(*inputs)
@@ -288,16 +355,14 @@ class BucketedDP(nn.Module):
         if bucket.work is not None or (self.syncing and param not in bucket.waiting_for):
             raise RuntimeError(arrived_twice(self.names[param]))
         self.used.add(param)
-        bucket.collect(
-            param, divisor=self.group.size() if self.syncing else 1
-        )  # before the sum: 16 bits could overflow
+        bucket.collect(param, is_last=self.syncing)
         if self.syncing:
             bucket.waiting_for.remove(param)
             self._start_full_buckets()
 
     def _start_full_buckets(self) -> None:
         while self.num_started < len(self.buckets) and not self.buckets[self.num_started].waiting_for:
-            self.buckets[self.num_started].start(self.group, self.wire_dtype, self.trace)
+            self.buckets[self.num_started].start(self.wire_dtype, self.trace)
             self.num_started += 1
 
     def finish(self) -> None:
@@ -321,8 +386,8 @@ class BucketedDP(nn.Module):
         for bucket in self.buckets[self.num_started :]:
             for param in bucket.waiting_for:
                 if param not in self.used:  # zeros here; other ranks may have used it
-                    param.grad = bucket.views[param].zero_()
-                bucket.collect(param, divisor=self.group.size())
+                    set_gradient(param, bucket.view_of(param).zero_())
+                bucket.collect(param, is_last=True)
             bucket.waiting_for.clear()
         self._start_full_buckets()
 
@@ -331,9 +396,19 @@ class BucketedDP(nn.Module):
         device = self.buckets[0].flat_P.device
         used_by = torch.tensor([param in self.used for param in self.names], dtype=torch.int32, device=device)
         comm.all_reduce_(used_by, self.group)
-        for param, count in zip(self.names, used_by.tolist()):
+        for param, count in zip(self.names, used_by.tolist(), strict=True):
             if count == 0:
-                param.grad = None
+                set_gradient(param, None)
+
+    def share_update(self) -> None:
+        """Nothing to share: every rank updates the same numbers."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients, and gives their memory back."""
+        for bucket in self.buckets:
+            bucket.free()
+        self.used.clear()
+        self.num_started = 0
 
 
 # --- build and step: the same two calls as in native/data.py

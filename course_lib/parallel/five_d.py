@@ -4,7 +4,7 @@
     2. ep        of each layer's experts a rank keeps its own
     3. tp, sp    matrices of what is left are cut, and with sp the stream between them
     4. cp        attention becomes a ring, or all-to-alls; tokens, positions and labels are cut
-    5. zero      what one rank has now is sharded over data = dp x cp; gradients are summed over the same ranks
+    5. data      gradients are summed over data = dp x cp in buckets while backward runs; ZeRO shards what a rank has
 
     layout = Layout(dp=2, tp=2, pp=2, zero=1, accumulation=4)
     engine = build(preset("toy"), layout)
@@ -45,7 +45,7 @@ from course_lib.model import initial_weights
 from course_lib.model.moe import balance_after_step, moe_layers
 from course_lib.parallel import pipeline, tensor, zero
 from course_lib.parallel.context import Context, core_of, cross_entropy
-from course_lib.parallel.data import MicroBatches
+from course_lib.parallel.data import BucketedDP, MicroBatches, Sharing, Trace
 from course_lib.parallel.executor import Executor, Work
 from course_lib.parallel.expert import keep_my_experts, runner, sum_over
 from course_lib.parallel.expert_tensor import cut_block
@@ -63,7 +63,8 @@ from course_lib.training.precision import accumulate_in_fp32, zero_gradients
 class FiveD(nn.Module):
     """One rank's part of a model: its stages, cut further, and what shards them. `build` makes one.
 
-    zeros   of each stage its ZeRO engine; none with zero 0
+    data_engines   of each stage what sums its gradients over data: ZeRO, or with zero 0 buckets; none where the layout
+                   gives a stage to one rank alone
     """
 
     def __init__(self, config: ModelConfig, layout: Layout, groups: Groups, stages: pipeline.Pipeline):
@@ -73,7 +74,7 @@ class FiveD(nn.Module):
         self.stream = (sharded if layout.sequence_parallel else WholeStream)(groups.tp)
         self.context = Context(groups.cp, layout.cp_method, layout.cp_placement)
         self.replica_group = tensor.replica_group_of(config, groups.tp) if layout.tp > 1 else None
-        self.zeros = nn.ModuleDict()
+        self.data_engines = nn.ModuleDict()
 
     @property
     def stages(self) -> nn.ModuleDict:
@@ -104,6 +105,7 @@ def build(
     groups: Groups | None = None,
     grad_dtype: torch.dtype | None = None,
     fill: Callable[["FiveD", int], None] | None = None,
+    trace: Trace | None = None,
 ) -> FiveD:
     """This rank's part of the model, with the weights that `model.build(config, seed)` gives, whatever the layout.
 
@@ -127,7 +129,7 @@ def build(
     mine = schedule.stages_of_rank(groups.pp.rank())
     model = skeleton(config, mine, layers_of_stage, attention, layout.recompute).to(dtype)
     stages = pipeline.build(
-        model, groups.pp, layout.schedule, layout.v, layers_of_stage, num_micro_batches=layout.accumulation
+        model, groups.pp, layout.schedule, layout.v, layers_of_stage, trace, num_micro_batches=layout.accumulation
     )
     engine = FiveD(config, layout, groups, stages)
     for stage in engine.stages.values():
@@ -181,17 +183,25 @@ def cut_over_cp(engine: FiveD, stage: nn.Module) -> None:
 
 
 def shard_over_data(engine: FiveD, grad_dtype: torch.dtype | None) -> None:
-    """ZeRO over data, experts over expert_dp: one engine a stage, for each stage has a backward of its own."""
-    stage_of_zero = engine.layout.zero
-    if stage_of_zero == 0:
-        if grad_dtype is not None and grad_dtype != engine.pipeline.dtype:
-            accumulate_in_fp32(list(engine.parameters()))
-        return
-    sharing = sharing_of(engine)
+    """Sums gradients over data, experts' over expert_dp: one engine a stage, for each has a backward of its own.
+
+    With zero 0 these are chapter 3's buckets; from 1 on ZeRO shards as well.
+    """
+    layout, group, sharing = engine.layout, engine.groups.data, sharing_of(engine)
+    summed: set[nn.Parameter] = set()  # a weight that two stages here share: by the first one's buckets
     for name, stage in engine.stages.items():
-        engine.zeros[name] = zero.build(
-            stage, engine.groups.data, stage_of_zero, grad_dtype=grad_dtype, sharing=sharing
-        )
+        if layout.zero:
+            engine.data_engines[name] = zero.build(stage, group, layout.zero, grad_dtype=grad_dtype, sharing=sharing)
+        elif layout.data_size > 1:
+            mine = {p for p in stage.parameters() if p not in summed and sharing.groups[sharing.kind_of(p)].size() > 1}
+            of_stage = Sharing(lambda p, mine=mine: sharing.kind_of(p) if p in mine else None, sharing.groups)
+            engine.data_engines[name] = BucketedDP(
+                stage, group, trace=engine.pipeline.trace, sharing=of_stage, grad_dtype=grad_dtype
+            )
+            engine.data_engines[name].syncing = False  # `before_backward` says when
+            summed |= mine
+    if layout.zero == 0 and grad_dtype not in (None, engine.pipeline.dtype):
+        accumulate_in_fp32([param for param in engine.pipeline.parameters() if param not in summed])
 
 
 # --- the numbers in it
@@ -251,7 +261,7 @@ class CutWork(Work):
         if self.engine.layout.sequence_parallel:
             self.engine.stream.seq_len = len(positions_s)
         name = str(stage)
-        run = self.engine.zeros[name] if self.engine.layout.zero else self.engine.stages[name]
+        run = self.engine.data_engines[name] if name in self.engine.data_engines else self.engine.stages[name]
         return run(self.mine(x) if stage == 0 else x, positions_s)
 
     def share_of_loss(self, logits: Tensor, y_BS: Tensor) -> Tensor:
@@ -266,12 +276,18 @@ class CutWork(Work):
         return super().share_of_balancing(stage, self.mine(y_BS))
 
     def before_backward(self, stage: int, is_last: bool) -> None:
-        if self.engine.layout.zero == 1:
-            self.engine.zeros[str(stage)].syncing = is_last
+        """What is summed once a step goes out during a stage's last backward.
+
+        A tied weight of two stages on this rank is the first stage's, whose last backward comes after the other's.
+        """
+        if str(stage) in self.engine.data_engines and self.engine.layout.zero < 2:
+            self.engine.data_engines[str(stage)].syncing = is_last
 
     def after_backward(self, stage: int, is_last: bool) -> None:
         if self.engine.layout.zero > 1:
-            self.engine.zeros[str(stage)].finish()
+            self.engine.data_engines[str(stage)].finish()
+        elif str(stage) in self.engine.data_engines:
+            self.engine.data_engines[str(stage)].syncing = False
 
 
 def accumulate_gradients(engine: FiveD, micro_batches: MicroBatches) -> Tensor:
@@ -288,9 +304,9 @@ def accumulate_gradients(engine: FiveD, micro_batches: MicroBatches) -> Tensor:
     executor = Executor(engine.pipeline, micro_batches, work)
     loss_partial = executor.run()
     engine.pipeline.peak_live, engine.pipeline.peak_waiting = executor.peak_live, executor.peak_waiting
-    if engine.layout.zero == 1:
-        for sharded in engine.zeros.values():
-            sharded.finish()
+    if engine.layout.zero < 2:
+        for data_engine in engine.data_engines.values():
+            data_engine.finish()
     sum_gradients(engine)
     return comm.all_reduce(loss_partial / engine.layout.tp, engine.groups.world)  # tp ranks have the same
 
@@ -341,7 +357,7 @@ def make_optimizer(engine: FiveD, lr: float = 3e-3, weight_decay: float = 0.01) 
     """AdamW over what this rank updates: its shards, or all its parameters with zero 0; FP32 masters for 16 bits."""
     if engine.layout.zero == 0:
         return pipeline.make_optimizer(engine.pipeline, lr, weight_decay)
-    shards = [flat.shard_p for sharded in engine.zeros.values() for flat in sharded.flats if flat.trains]
+    shards = [flat.shard_p for sharded in engine.data_engines.values() for flat in sharded.flats if flat.trains]
     return ShardedAdamW(shards, lr, (0.9, 0.95), weight_decay=weight_decay)
 
 
@@ -359,8 +375,8 @@ def step(
 def update(engine: FiveD, optimizer: torch.optim.Optimizer) -> None:
     """What follows the gradients: the optimizer, sharing what it made of shards, forgetting gradients, balancing."""
     optimizer.step()
-    for sharded in engine.zeros.values():
-        sharded.share_update()
-        sharded.zero_grad()
+    for data_engine in engine.data_engines.values():
+        data_engine.share_update()
+        data_engine.zero_grad()
     zero_gradients(engine.pipeline.parameters())
     balance_after_step(engine)

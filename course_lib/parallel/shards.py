@@ -10,17 +10,16 @@ optimizer one tensor instead of many. AdamW does not mind: it treats each number
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib import comm
-from course_lib.parallel.data import NamedParameter, Pending, Trace, record_when_done
+from course_lib.parallel.data import NamedParameter, Pending, Sharing, Trace, record_when_done
 from course_lib.span import Span
-from course_lib.training.precision import MasterAdamW, gradient_of, scale_gradients
+from course_lib.training.precision import MasterAdamW, gradient_of, scale_gradients, set_gradient
 
 Load = Callable[[Sequence[str], int, Tensor], None]  # names laid end to end, first number, what to fill from there on
 
@@ -68,25 +67,6 @@ def hollow_out(model: nn.Module) -> None:
             twins[param] = nn.Parameter(twin, requires_grad=param.requires_grad)
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, twins[param])
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """Who has the same parameters, where not all are alike: experts, say, have fewer ranks than the rest.
-
-    kind_of   a name for each parameter: what has the same lies in one flat
-    groups    of each kind, the ranks over which it is sharded
-    divisor   of the sum of the ranks' gradients; 1 if each rank's loss is its share of the mean already
-    """
-
-    kind_of: Callable[[nn.Parameter], str]
-    groups: Mapping[str, dist.ProcessGroup]
-    divisor: int = 1
-
-    @classmethod
-    def over(cls, group: dist.ProcessGroup) -> "Sharing":
-        """All parameters alike; gradients become the mean of the ranks'."""
-        return cls(lambda param: "all", {"all": group}, group.size())
 
 
 class FlatShard:
@@ -207,16 +187,6 @@ class FlatShard:
         set_gradient(self.shard_p, self.piece_p if before_p is None else before_p.add_(self.piece_p))
         self.reduction = self.grad_P = self.piece_p = self.grad_views = None
         self.arrived.clear()
-
-
-def set_gradient(shard_p: nn.Parameter, grad_p: Tensor | None) -> None:
-    """Puts the gradient where optimizers look: `.grad`, which must have the shard's dtype, or else `.main_grad`."""
-    if grad_p is not None and grad_p.dtype != shard_p.dtype:
-        shard_p.main_grad = grad_p
-        return
-    shard_p.grad = grad_p
-    if hasattr(shard_p, "main_grad"):
-        del shard_p.main_grad
 
 
 # --- the units of stage 3

@@ -7,7 +7,7 @@
     tied         embedding and head as copies on two stages        data, on both stages       data, and the two stages
     experts      this rank's experts                               expert_dp                  expert_dp
 
-With ZeRO a flat holds one kind only, and what is summed further is the shard of it: 1 / data of the bytes.
+A bucket, or a flat of ZeRO, holds one kind only. With ZeRO what is summed further is a shard: 1 / data of the bytes.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.parallel import pipeline, tensor
+from course_lib.parallel.data import Sharing
 from course_lib.parallel.expert import my_experts
-from course_lib.parallel.shards import Sharing
 from course_lib.training.precision import gradient_of, scale_gradients
 
 KINDS = ("matrices", "norms", "kv", "tied", "experts")
@@ -43,7 +43,7 @@ def kind_function(engine: nn.Module) -> Callable[[nn.Parameter], str]:
 
 
 def sharing_of(engine: nn.Module) -> Sharing:
-    """Over whom ZeRO shards each kind. Losses are shares of the mean: sums are not divided."""
+    """Over whom each kind is summed, and sharded by ZeRO. Losses are shares of the mean: sums are not divided."""
     groups = {kind: engine.groups.data for kind in KINDS} | {"experts": engine.groups.expert_dp}
     return Sharing(kind_function(engine), groups)
 
@@ -51,7 +51,7 @@ def sharing_of(engine: nn.Module) -> Sharing:
 def owned(engine: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(kind, what this rank's optimizer updates): parameters, or with ZeRO shards of them."""
     if engine.layout.zero:
-        for sharded in engine.zeros.values():
+        for sharded in engine.data_engines.values():
             yield from ((flat.kind, flat.shard_p) for flat in sharded.flats if flat.trains)
     else:
         kind_of = kind_function(engine)
@@ -59,7 +59,7 @@ def owned(engine: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def sum_gradients(engine: nn.Module) -> None:
-    """What ZeRO has not summed: over data where there is none, over tp and between the two stages of a tied weight.
+    """What is not summed over data: over tp, and between the two stages of a tied weight.
 
     Bytes    sent per rank: an all-reduce of each kind in one message, over each group of the table
     """
@@ -67,22 +67,12 @@ def sum_gradients(engine: nn.Module) -> None:
     of_kind: dict[str, list[nn.Parameter]] = {kind: [] for kind in KINDS}
     for kind, param in owned(engine):
         of_kind[kind].append(param)
-    if layout.zero == 0:
-        everywhere = [param for kind in KINDS if kind != "experts" for param in of_kind[kind]]
-        sum_unless_alone(everywhere, groups.data)
-        sum_unless_alone(of_kind["experts"], groups.expert_dp)
     if layout.sequence_parallel:
-        sum_unless_alone(of_kind["norms"], groups.tp)
+        tensor.sum_gradients(of_kind["norms"], groups.tp)
     if engine.replica_group is not None:
-        sum_unless_alone(of_kind["kv"], engine.replica_group)
+        tensor.sum_gradients(of_kind["kv"], engine.replica_group)
     if of_kind["tied"]:
-        sum_unless_alone(of_kind["tied"], engine.pipeline.channels[engine.pipeline.tied_ranks])
-
-
-def sum_unless_alone(parameters: list[nn.Parameter], group: tensor.Group) -> None:
-    """`tensor.sum_gradients`, which an axis of one rank does not need."""
-    if group.size() > 1:
-        tensor.sum_gradients(parameters, group)
+        tensor.sum_gradients(of_kind["tied"], engine.pipeline.channels[engine.pipeline.tied_ranks])
 
 
 @torch.no_grad()

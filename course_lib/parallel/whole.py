@@ -35,7 +35,7 @@ def full_gradients(engine: nn.Module) -> dict[str, Tensor]:
 
 def _from_shards(engine: nn.Module, piece_of) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for sharded in engine.zeros.values():
+    for sharded in engine.data_engines.values():
         found |= zero.whole_tensors(sharded, piece_of)
     if engine.config.tied and "head.weight" in found:
         found["embed.weight"] = found.pop("head.weight")

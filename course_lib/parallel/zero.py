@@ -87,7 +87,7 @@ class ZeroBuckets(nn.Module):
         self.shards = nn.ParameterList(flat.shard_p for flat in self.flats)
         self.used: set[nn.Parameter] = set()
         self.num_started = 0
-        self.handles = hook_gradients(module, self._ready)
+        self.handles = hook_gradients((param for _, param in trainable(module)), self._ready)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.module(*inputs)
@@ -197,7 +197,7 @@ class ZeroUnits(nn.Module):
         self.in_backward = False
         self.lowest = 0  # the first unit that backward will reach
         self.computing: tuple[str, float] | None = None  # what the trace's open span is called, when it began
-        self.handles = hook_gradients(module, self._ready)
+        self.handles = hook_gradients((param for _, param in trainable(module)), self._ready)
         for index, (_, modules) in enumerate(self.units):
             self.handles.append(modules[0].register_forward_pre_hook(before(self._before_forward, index)))
 

@@ -2,7 +2,7 @@
 
 In units of P (N - 1) / N elements, with m micro-batches:
 
-    zero 0    2          an all-reduce of gradients at the end
+    zero 0    2          an all-reduce of gradients at the end, bucket by bucket
     zero 1    2          reduce-scatter at the end, all-gather of new parameters
     zero 2    m + 1      reduce-scatter after each micro-batch: no rank could keep the sum of all gradients
     zero 3    3 m        parameters gathered for the forward and for the backward pass of each micro-batch
@@ -30,15 +30,9 @@ LOAD_BYTES = 8  # how many tokens chose an expert, int64
 def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
     """List the sums of gradients and the gathers of parameters of one step, by axis: "data" and "expert_dp"."""
     calls: dict[str, list[Call]] = {"data": [], "expert_dp": []}
-    for axis, of_axis in calls.items():
-        mine = [flat for flat in flats if (flat.kind == "experts") == (axis == "expert_dp")]
-        if run.layout.zero == 0:
-            numel = sum(flat.numel for flat in mine)  # in one message
-            ranks = run.layout.expert_dp if axis == "expert_dp" else run.layout.data_size
-            of_axis += flat_calls(run, numel, ranks) if numel else []
-            continue
-        for flat in mine:
-            of_axis += flat_calls(run, flat.padded, flat.ranks)
+    for flat in flats:
+        numel = flat.padded if run.layout.zero else flat.numel
+        calls["expert_dp" if flat.kind == "experts" else "data"] += flat_calls(run, numel, flat.ranks)
     return calls
 
 

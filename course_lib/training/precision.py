@@ -146,6 +146,16 @@ def gradient_of(parameter: nn.Parameter) -> Tensor | None:
     return getattr(parameter, "main_grad", parameter.grad)
 
 
+def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """Puts the gradient where optimizers look: `.grad`, which must have the parameter's dtype, or else `.main_grad`."""
+    if gradient is not None and gradient.dtype != parameter.dtype:
+        parameter.main_grad = gradient
+        return
+    parameter.grad = gradient
+    if hasattr(parameter, "main_grad"):
+        del parameter.main_grad
+
+
 def zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Forgets the gradients: frees ordinary ones, zeroes FP32 buffers, which stay."""
     for parameter in parameters:

@@ -107,7 +107,8 @@ def _gradients_by_layout(answer: Callable, seed: int) -> list[dict[str, dict[str
 
 def _gradients(layout: Layout, seed: int, rules: dict[str, Callable]) -> dict[str, dict[str, Tensor]]:
     """One backward pass; each rule sums a copy of what it left."""
-    engine = five_d.build(SMALL, layout, seed=seed % 1000, dtype=torch.float64)
+    with patch.object(five_d, "shard_over_data", lambda *args: None):
+        engine = five_d.build(SMALL, layout, seed=seed % 1000, dtype=torch.float64)
     with patch.object(five_d, "sum_gradients", lambda engine: None):
         five_d.accumulate_gradients(engine, _data(SMALL, layout, engine.groups.coordinates["dp"], seed))
     params = [param for _, param in sums.owned(engine)]
