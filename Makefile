@@ -51,7 +51,7 @@ lint: setup  ## ruff, for the package, the tests and the notebooks
 	$(RUN) -m ruff format --check .
 
 unit: setup  ## the tests of the package
-	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --ignore=tests/gpu --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/test_deepspeed.py
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --ignore=tests/gpu --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py
 
 nbval: setup  ## every notebook and solution runs, and prints what it stores
 	@if [ -n "$(NOTEBOOKS)" ]; then env -u MPLBACKEND OMP_NUM_THREADS=1 $(RUN) -m pytest $(NBVAL) $(NOTEBOOKS); else echo "no notebooks yet"; fi
@@ -100,7 +100,7 @@ test-grading: setup  ## nbgrader takes the solutions as its source
 
 test-deepspeed: setup  ## ZeRO by DeepSpeed, stages 0 to 3, against one process
 	@$(RUN) -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("deepspeed"))' || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,deepspeed]"
-	$(RUN) -m pytest -rs tests/test_deepspeed.py
+	$(RUN) -m pytest -rs tests/native/test_deepspeed.py
 
 test-slurm: setup  ## launches and the trainer on a real Slurm of two virtual nodes (Debian or Ubuntu, as root)
 	@$(RUN) -c 'import submitit' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,slurm]"

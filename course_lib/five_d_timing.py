@@ -4,8 +4,8 @@
     time = step_time(preset("llama-3.1-405b"), layout, 8192, cluster, utilisation=0.6)
     time.total_s, time.mfu, time.parts          # {"compute": ..., "tp": ..., "bubble": ..., ...}
 
-It is a model: nothing here is measured, and its error beside published runs is in tests/test_five_d_timing.py. What it
-puts together are the models of the chapters:
+It is a model: nothing here is measured, and a test has its error beside published runs. What it puts together are
+the models of the chapters:
 
     compute     FLOPs of a rank's stages (pipeline_timing.py) at `utilisation` of the GPU's peak, however narrow
     tp, sp      their calls (traffic/) by alpha-beta, less what weight gradients hide (sharded_timing.py)

@@ -176,13 +176,6 @@ class _Model:
                 of_rank = f" (with tp {layout.tp} a rank has {heads} heads, {kv_heads} of keys and values)"
                 raise ValueError(f"{error}{of_rank if layout.tp > 1 else ''}") from None
 
-    def dropout(self, layout: Layout) -> None:
-        if self.config.dropout > 0 and layout.cp > 1:
-            raise ValueError(
-                f"dropout ({self.config.dropout}) is not part of attention over blocks, which cp ({layout.cp}) uses; "
-                "give a config with dropout=0.0"
-            )
-
     def experts(self, layout: Layout) -> None:
         if self.config.moe is not None:
             check_expert_parallel(self.config, layout.dp * layout.cp, layout.ep, layout.tp, None, layout.expert_method)
@@ -239,7 +232,6 @@ def model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]
         (of.heads, ("tp",)),
         (of.features, ("tp",)),
         (of.heads_for_ulysses, ("cp", "cp_method")),
-        (of.dropout, ("cp",)),
         (of.experts, ("ep",)),
         (of.stages_of_a_rank, ("v", "schedule")),
         (of.stages, ("pp", "v")),

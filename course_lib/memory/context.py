@@ -114,3 +114,13 @@ def filled_up_bytes(config: ModelConfig, batch_size: int, num_tokens: int, items
     H, W = local.head_dim, local.value_dim
     numbers = 0 if H == W else 4 * max(H, W) - 2 * H - W
     return batch_size * num_tokens * local.num_heads * numbers * itemsize
+
+
+def written_out_bytes(config: ModelConfig, batch_size: int, num_tokens: int, itemsize: int, tp: int = 1) -> int:
+    """Count what one rank's own block works with in backward where attention over blocks drops weights.
+
+    Its scores are written out, in FP32 at least: weights, masks, dropped weights and their gradients, and a product.
+    """
+    if config.dropout == 0:
+        return 0
+    return 5 * batch_size * narrow(config, tp).num_heads * num_tokens**2 * max(itemsize, 4)

@@ -27,7 +27,7 @@ from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.layout.experts import check_expert_parallel
 from course_lib.layout.partition import check_layers, copies_of_kv, even_layers
-from course_lib.memory.context import check_exchange, exchange_bytes, tokens_of_rank
+from course_lib.memory.context import check_exchange, exchange_bytes, tokens_of_rank, written_out_bytes
 from course_lib.memory.formulas import ASSUMED_OVERHEADS, Budget, check_seq_len
 from course_lib.memory.moe import expert_work_bytes, narrow_experts
 from course_lib.memory.pipeline import boundary_bytes, held_by_rank, num_neighbours, stage_activations
@@ -298,4 +298,6 @@ def _work_bytes(config, layout, seq_len, attention, recipe, tp_rank, has_last, l
     exchanged = exchange_bytes(
         dense, layout.micro_batch, seq_len, layout.cp, layout.cp_method, True, recipe.compute_bytes, tp=layout.tp
     )
+    if layout.cp > 1 and layout.cp_method != "ulysses":
+        exchanged += written_out_bytes(dense, layout.micro_batch, tokens, recipe.compute_bytes, layout.tp)
     return max(work, exchanged)

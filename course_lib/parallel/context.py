@@ -39,7 +39,7 @@ from course_lib.parallel.data import MicroBatches, Trace, compute_span
 from course_lib.parallel.gathered import Gathered
 from course_lib.parallel.positions import positions
 from course_lib.parallel.ring import Ring
-from course_lib.parallel.tensor import make_optimizer, sum_gradients
+from course_lib.parallel.tensor import make_optimizer, share_seed, sum_gradients
 from course_lib.parallel.tiles import Exchange, Plan, block_attention
 from course_lib.parallel.ulysses import check_ulysses, inner_positions, ulysses_core
 from course_lib.training.precision import clip_gradients, gradient_of, zero_gradients
@@ -101,6 +101,7 @@ def build(
     outer          for "ulysses": ranks of a ring around it, each of which is group.size() / outer ranks of Ulysses
     merge_dtype    of sums over blocks: float32 if not given (ring.py). Ulysses without a ring has none
     token_losses   (logits, y_Bs) -> loss_Bs, for logits that are in pieces
+    Bytes          with dropout a seed, from which each rank draws for its own tokens; otherwise none
     Raises         ValueError if model or group cannot do it, before anything is sent or changed
     """
     check_cuttable(model, group, method, placement, outer, merge_dtype)
@@ -108,6 +109,8 @@ def build(
     model.context = Context(group, method, placement, inner_group, outer_group, token_losses, trace)
     for block in model.blocks:
         block.attention.core = core_of(block.attention.core, model.context, merge_dtype)
+    if model.config.dropout > 0:
+        share_seed(group, apart=True)
     return model
 
 
@@ -158,8 +161,6 @@ def check_cuttable(
     config, cp_size = model.config, check_group(group, "build").size()
     if config.family not in FAMILIES:
         raise ValueError(f"family is {config.family!r}; context parallelism here knows {', '.join(FAMILIES)}")
-    if config.dropout > 0:
-        raise ValueError(f"dropout is {config.dropout}; attention over blocks has none: use a config with 0")
     if config.moe is not None:
         raise ValueError("the model has experts, whose balance would be that of a part of the tokens; use a dense one")
     check_method(method)

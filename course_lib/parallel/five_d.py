@@ -134,8 +134,8 @@ def build(
     engine = FiveD(config, layout, groups, stages)
     for stage in engine.stages.values():
         keep_experts(engine, stage)
-        cut_over_tp(engine, stage)
         cut_over_cp(engine, stage)
+        cut_over_tp(engine, stage)
     engine.to_empty(device=device)
     engine.pipeline.tie()
     (fill or fill_from_seed)(engine, seed)

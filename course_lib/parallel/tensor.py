@@ -136,13 +136,14 @@ def check_shardable(model: nn.Module, group: Group) -> None:
 # --- random numbers
 
 
-def share_seed(group: Group) -> None:
+def share_seed(group: Group, apart: bool = False) -> None:
     """Gives all ranks the random numbers of the group's first: where the stream is whole they must drop the same.
 
+    apart    each rank its own instead, which follow from the first's: where ranks have different tokens
     Bytes    sent per rank: 8
     """
     seed = torch.randint(2**62, (1,), device="cpu").to(rank_device())
-    torch.manual_seed(comm.broadcast(seed, src=0, group=group).item())
+    torch.manual_seed(comm.broadcast(seed, src=0, group=group).item() + apart * group.rank())
 
 
 @contextmanager

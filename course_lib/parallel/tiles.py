@@ -47,9 +47,10 @@ def keys_and_values(kv_BKsU: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
 def scores_of(q_BNqH: Tensor, k_BNkH: Tensor, causal: bool) -> Tensor:
     """Scaled scores in float32 at least; a causal tile is square, and row i sees columns 0 .. i."""
     dtype = torch.promote_types(q_BNqH.dtype, torch.float32)
-    scores_BNqk = q_BNqH.to(dtype) @ k_BNkH.to(dtype).transpose(-2, -1) / math.sqrt(q_BNqH.shape[-1])
+    scores_BNqk = (q_BNqH.to(dtype) @ k_BNkH.to(dtype).transpose(-2, -1)).div_(math.sqrt(q_BNqH.shape[-1]))
     if causal:
-        scores_BNqk = scores_BNqk.masked_fill(torch.ones_like(scores_BNqk, dtype=torch.bool).triu(1), -math.inf)
+        future_qk = torch.ones(scores_BNqk.shape[-2:], dtype=torch.bool, device=scores_BNqk.device).triu(1)
+        scores_BNqk.masked_fill_(future_qk, -math.inf)
     return scores_BNqk
 
 
@@ -64,7 +65,7 @@ def explicit_forward(
     copies = q_BNqH.shape[1] // k_BKkH.shape[1]
     scores_BNqk = scores_of(q_BNqH, k_BKkH.repeat_interleave(copies, 1), causal)
     lse_BNq = scores_BNqk.logsumexp(-1)
-    weights_BNqk = (scores_BNqk - lse_BNq.unsqueeze(-1)).exp()
+    weights_BNqk = (scores_BNqk - lse_BNq.unsqueeze(-1)).exp_()
     weights_BNqk = weights_BNqk if keep_BNqk is None else weights_BNqk * keep_BNqk
     return (weights_BNqk @ v_BKkW.repeat_interleave(copies, 1).to(weights_BNqk.dtype)).to(q_BNqH.dtype), lse_BNq
 
@@ -83,12 +84,12 @@ def explicit_backward(
     copies, dtype = q_BNqH.shape[1] // k_BKkH.shape[1], torch.promote_types(q_BNqH.dtype, torch.float32)
     k_BNkH, v_BNkW = (x_BKk.repeat_interleave(copies, 1).to(dtype) for x_BKk in (k_BKkH, v_BKkW))
     grad_BNqW = grad_BNqW.to(dtype)
-    weights_BNqk = (scores_of(q_BNqH, k_BNkH, causal) - lse_BNq.unsqueeze(-1)).exp()
+    weights_BNqk = scores_of(q_BNqH, k_BNkH, causal).sub_(lse_BNq.unsqueeze(-1)).exp_()
     along_out_BNq1 = (grad_BNqW * out_BNqW.to(dtype)).sum(-1, keepdim=True)
     dweights_BNqk, dropped_BNqk = grad_BNqW @ v_BNkW.transpose(-2, -1), weights_BNqk
     if keep_BNqk is not None:
-        dweights_BNqk, dropped_BNqk = dweights_BNqk * keep_BNqk, weights_BNqk * keep_BNqk
-    dscores_BNqk = weights_BNqk * (dweights_BNqk - along_out_BNq1) / math.sqrt(q_BNqH.shape[-1])
+        dweights_BNqk, dropped_BNqk = dweights_BNqk.mul_(keep_BNqk), weights_BNqk * keep_BNqk
+    dscores_BNqk = dweights_BNqk.sub_(along_out_BNq1).mul_(weights_BNqk).div_(math.sqrt(q_BNqH.shape[-1]))
     dk_BNkH = dscores_BNqk.transpose(-2, -1) @ q_BNqH.to(dtype)
     dv_BNkW = dropped_BNqk.transpose(-2, -1) @ grad_BNqW
     dk_BKkH, dv_BKkW = (x_BNk.unflatten(1, (-1, copies)).sum(2) for x_BNk in (dk_BNkH, dv_BNkW))
@@ -200,7 +201,7 @@ class Plan:
         shape, device = (*q_BNqH.shape[:3], k_BKkH.shape[2]), q_BNqH.device
         generator = torch.Generator(device).manual_seed(self.seed + key_rank)
         kept_BNqk = torch.rand(shape, generator=generator, device=device) >= self.dropout
-        return kept_BNqk.to(torch.promote_types(q_BNqH.dtype, torch.float32)) / (1 - self.dropout)
+        return kept_BNqk.to(torch.promote_types(q_BNqH.dtype, torch.float32)).div_(1 - self.dropout)
 
 
 def forward_over(q_BNsH: Tensor, blocks: Iterable[Block], rank: int, plan: Plan) -> tuple[Tensor, Tensor]:

@@ -1,17 +1,19 @@
 """Ring attention: tiles against their written-out twin, merging, overlap, work done, rounding."""
 
 import dataclasses
+import itertools
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from course_lib import comm
 from course_lib.launch import launch
 from course_lib.layout import PLACEMENTS, tile
 from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.model import explicit_attention
-from course_lib.parallel import tiles
+from course_lib.parallel import gathered, ring, tiles
 from course_lib.parallel.gathered import gathered_attention
 from course_lib.parallel.merge_error import inputs_of, merge_errors, ring_in_one_process
 from course_lib.parallel.positions import positions
@@ -85,6 +87,47 @@ def largest_difference(method, placement, causal, kernel):
     out.backward(inputs[3][:, :, where])
     pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(mine, whole))]
     return max((a - b[:, :, where]).abs().max().item() for a, b in pairs), out.detach()
+
+
+def dropped(exchange, placement, kernel):
+    """With dropout: distance from one process that is given the masks of all ranks, and the share that is kept."""
+    group, inputs = dist.group.WORLD, whole_inputs()
+    where = [positions(placement, S, group.size(), rank) for rank in range(group.size())]
+    plan, mine = Plan(placement, kernel=kernel, dropout=0.3, seed=1000 * group.rank()), where[group.rank()]
+    q, k, v = (x[:, :, mine].clone().requires_grad_() for x in inputs[:3])
+    out = tiles.block_attention(q, k, v, exchange(group), plan)
+    out.backward(inputs[3][:, :, mine])
+    keep_BNsS = torch.zeros(B, N, len(mine), S, dtype=torch.float64)
+    for key_rank, keys in enumerate(where):
+        if (part := plan.tile(q, group.rank(), key_rank)) is not None:
+            rows, columns = torch.arange(len(mine))[part.queries], keys[part.keys]
+            drawn = plan.keep(q[:, :, part.queries], k[:, :, part.keys], key_rank)
+            keep_BNsS[:, :, rows[:, None], columns] = drawn
+    keep_BNSS = torch.empty(B, N, S, S, dtype=torch.float64)
+    keep_BNSS[:, :, torch.cat(where)] = comm.all_gather(keep_BNsS.unsqueeze(0), group).movedim(0, 2).flatten(2, 3)
+    *whole, grad = [x.clone().requires_grad_() for x in inputs]
+    out_BNSH, _ = tiles.explicit_forward(*whole, True, keep_BNSS)
+    out_BNSH.backward(grad.detach())
+    pairs = [(out, out_BNSH), *((a.grad, b.grad) for a, b in zip((q, k, v), whole, strict=True))]
+    past = torch.ones(S, S, dtype=torch.bool).tril()
+    kept = (keep_BNSS[..., past] > 0).double().mean().item()
+    return max((a - b[:, :, mine]).abs().max().item() for a, b in pairs), kept
+
+
+def all_dropped():
+    found = [
+        dropped(exchange, placement, kernel)
+        for exchange in (ring.Ring, gathered.Gathered)
+        for placement in PLACEMENTS
+        for kernel in KERNELS
+    ]
+    drawn, count = Plan.keep, itertools.count()
+
+    def draw_anew(plan, *args):
+        return drawn(dataclasses.replace(plan, seed=plan.seed + next(count)), *args)
+
+    with patch.object(Plan, "keep", draw_anew):
+        return found, dropped(ring.Ring, "zigzag", "fused")
 
 
 def tiles_computed(placement, causal=True):
@@ -183,6 +226,12 @@ def in_ranks():
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request):
     return launch(in_ranks, request.param)
+
+
+def test_dropout_equals_one_process_that_is_given_the_masks_of_all_ranks():
+    for found, forgets_its_masks in launch(all_dropped, 2):
+        assert len(found) == 12 and all(apart < 1e-13 and 0.6 < kept < 0.8 for apart, kept in found)
+        assert forgets_its_masks[0] > 1e-3
 
 
 def test_output_and_gradients_equal_one_process_in_every_placement_by_ring_and_gathered(ranks):

@@ -85,7 +85,6 @@ def faults_of_model(given: dict, config: ModelConfig, seq_len: int) -> list[tupl
         (not heads_divide(config, tp), (tp, "tp")),
         (any(len(range(0, width, -(-width // tp))) < tp for width in widths), (tp, "none")),
         (ulysses, ("Ulysses", cp)),
-        (config.dropout > 0 and cp > 1, ("dropout", cp)),
         (config.moe is None and ep > 1, ("experts", ep)),
         (config.moe and num_experts % ep, (num_experts, ep)),
         (each > config.num_layers, (each, config.num_layers)),

@@ -466,7 +466,6 @@ def refusals():
     attempt("divisor", lambda: context.build(whole, group, "ulysses", outer=3))
     attempt("merge", lambda: context.build(whole, group, "ulysses", merge_dtype=torch.float32))
     attempt("heads", lambda: context.build(model.build(config_of(LLAMA, num_kv_heads=1)), group, "ulysses"))
-    attempt("dropout", lambda: context.build(model.build(config_of(GPT, dropout=0.1)), group))
     attempt("family", lambda: context.build(model.build(config_of(GPT, family="xlmr")), group))
     engine = context.build(whole, group)
     attempt("twice", lambda: context.build(engine, group))
@@ -489,7 +488,6 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_sent():
         "divisor": "outer (3) must be a divisor of cp (2)",
         "merge": "merge_dtype is torch.float32, but Ulysses without a ring merges nothing",
         "heads": "num_kv_heads (1) must be divisible by cp (2)",
-        "dropout": "dropout is 0.1",
         "family": "family is 'xlmr'",
         "twice": "replaced already",
         "length": "seq_len (18) must be a multiple of 2 x cp (4)",
