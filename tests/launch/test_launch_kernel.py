@@ -10,6 +10,8 @@ import psutil
 import pytest
 from kernels import Kernel, remaining, slowness, still_there
 
+pytestmark = pytest.mark.launches
+
 SETUP = """
 import os, sys, time, signal, threading, subprocess, dataclasses
 import torch, torch.distributed as dist
