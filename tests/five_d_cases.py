@@ -10,7 +10,6 @@ from course_lib import model
 from course_lib.config import PRESETS, MlaConfig, MoeConfig
 from course_lib.layout import Layout
 from course_lib.measure import ByteMeter
-from course_lib.memory.states import Recipe
 from course_lib.model import moe_layers, with_moe
 from course_lib.model.moe import balance_after_step, recomputing
 from course_lib.parallel import five_d, whole
@@ -18,7 +17,6 @@ from course_lib.training import loss_of
 from course_lib.training.precision import gradient_of
 
 SEQ_LEN = 16
-FLOAT64 = Recipe("float64", 8, 8, 0, 16, 8)
 SMALL = replace(
     PRESETS["toy"], num_layers=4, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=50, vocab_size=61
 )  # features and vocabulary do not divide by 4
