@@ -9,7 +9,7 @@ the models of the chapters:
 
     compute     FLOPs of a rank's stages (pipeline_timing.py): products at one share of the GPU's peak, however narrow,
                 attention's scores at their kernel's own
-    tp, sp      their calls (traffic_5d.py) as NCCL would do them, less what weight gradients hide (sharded_timing.py)
+    tp, sp      their calls (traffic/) as NCCL would do them, less what weight gradients hide (sharded_timing.py)
     cp          of each layer what the ring does not hide, and what the busiest rank waits (context_timing.py)
     ep          all-to-alls of expected rows, less what `Overlap` hides
     bubble      what the busiest rank waits for others, by the simulator, all of the above counted into the stages
@@ -35,7 +35,7 @@ from course_lib.context_timing import BACKWARD_FLOPS, attention_time
 from course_lib.hardware import Cluster, peak_flops
 from course_lib.layout import Layout
 from course_lib.memory.context import tokens_of_rank
-from course_lib.memory.five_d import flats_of, layers_of, schedule_of
+from course_lib.memory.five_d import layers_of, schedule_of
 from course_lib.memory.stages import stage_config
 from course_lib.memory.states import Recipe, recipe_of
 from course_lib.pipeline_timing import stage_flops, transfer_s
@@ -44,8 +44,7 @@ from course_lib.schedules.simulator import Costs, simulate
 from course_lib.sharded_timing import tensor_parallel_step
 from course_lib.timing import attention_flops_per_token, collective_s, flops_per_token
 from course_lib.timing import mfu as mfu_of
-from course_lib.traffic import Call
-from course_lib.traffic_5d import gradient_calls, stage_calls
+from course_lib.traffic import Call, calls, stage_calls
 from course_lib.validate import Share, check_fields, instance
 
 
@@ -155,7 +154,7 @@ def step_time(
         for name in ("compute_s", "tp_s", "cp_s", "ep_s")
     }
     data_s = max(
-        _exposed_data_s(config, layout, cluster, recipe, overlap, rank, _of(stages, schedule.stages_of_rank(rank)))
+        _exposed_data_s(run, cluster, overlap, rank, _of(stages, schedule.stages_of_rank(rank)))
         for rank in range(layout.pp)
     )
     num_tokens = layout.sequences_per_step * seq_len
@@ -202,7 +201,7 @@ def _stage_times(run: Run, cluster: Cluster, utilisation: Utilisation, overlap: 
 
 
 def _stage_time(run: Run, cluster: Cluster, utilisation: Utilisation, overlap: Overlap, stage: int) -> _StageTime:
-    config, layout, seq_len, recipe = run.config, run.layout, run.seq_len, recipe_of(run.recipe)
+    config, layout, seq_len = run.config, run.layout, run.seq_len
     layers = layers_of(config, layout)
     part, tokens = stage_config(config, layers, stage), layout.micro_batch * seq_len
     peak = layout.cp * layout.tp * peak_flops(cluster.gpu)
@@ -216,14 +215,14 @@ def _stage_time(run: Run, cluster: Cluster, utilisation: Utilisation, overlap: O
     head_s = tokens * 2 * config.vocab_size * config.d_model / (utilisation.matmul * peak) if on_last else 0.0
     input_s += {"none": 0.0, "selective": scores_s, "full": forward_s - head_s}[layout.recompute]
 
-    calls = stage_calls(config, layout, seq_len, stage, recipe.compute_bytes)
-    tp_forward_s, tp_backward_s = _by_pass(calls["tp"], layout, cluster, "tp")
+    listed = stage_calls(run, stage)
+    tp_forward_s, tp_backward_s = _by_pass(listed["tp"], layout, cluster, "tp")
     if overlap.tp and layout.tp > 1 and part.moe is None:
         tp_backward_s -= _hidden_tp_s(part, run, cluster, utilisation)
     cp_s = part.num_layers * _exposed_cp_s(part, run, cluster, utilisation)
     cp_forward_s = cp_s / (1 + BACKWARD_FLOPS)
     cp_s += cp_forward_s if layout.recompute != "none" else 0.0
-    ep_forward_s, ep_backward_s = _by_pass(calls["ep"], layout, cluster, "ep")
+    ep_forward_s, ep_backward_s = _by_pass(listed["ep"], layout, cluster, "ep")
     if layout.recompute == "full":  # rows go out and back again: half of these are in backward
         again_s = ep_forward_s / 2
         ep_forward_s, ep_backward_s = ep_forward_s - again_s, ep_backward_s + again_s
@@ -242,10 +241,10 @@ def _stage_time(run: Run, cluster: Cluster, utilisation: Utilisation, overlap: O
 _IN_BACKWARD = ("layers backward", "recomputation", "weights of experts", "combine backward", "dispatch backward")
 
 
-def _by_pass(calls: Sequence[Call], layout: Layout, cluster: Cluster, axis: str) -> tuple[float, float]:
+def _by_pass(listed: Sequence[Call], layout: Layout, cluster: Cluster, axis: str) -> tuple[float, float]:
     """Seconds of these calls in forward, and in backward."""
-    backward_s = sum((_call_s(call, layout, cluster, axis) for call in calls if call.place in _IN_BACKWARD), 0.0)
-    return sum((_call_s(call, layout, cluster, axis) for call in calls), 0.0) - backward_s, backward_s
+    backward_s = sum((_call_s(call, layout, cluster, axis) for call in listed if call.place in _IN_BACKWARD), 0.0)
+    return sum((_call_s(call, layout, cluster, axis) for call in listed), 0.0) - backward_s, backward_s
 
 
 def _hidden_tp_s(part: ModelConfig, run: Run, cluster: Cluster, utilisation: Utilisation) -> float:
@@ -304,13 +303,14 @@ def _of(stages: Sequence[_StageTime], mine: Sequence[int]) -> tuple[float, float
     return forward_s, sum(stages[stage].input_s + stages[stage].weight_s for stage in mine)
 
 
-def _exposed_data_s(config, layout, cluster, recipe, overlap, pp_rank, computing_s) -> float:
+def _exposed_data_s(run: Run, cluster: Cluster, overlap: Overlap, pp_rank: int, computing_s) -> float:
     """What a rank waits for gradients and parameters: what neither forward nor backward of a micro-batch hides."""
-    flats = flats_of(config, layout, pp_rank, 0, recipe.param_bytes)
+    layout = run.layout
+    listed = calls(run, layout.mesh.rank(pp=pp_rank, dp=0, cp=0, tp=0))
     seconds = {"gradients": 0.0, "parameters": 0.0}
-    for axis, calls in gradient_calls(layout, flats, recipe).items():
-        for call in calls:
-            if call.group_size > 1:
+    for axis in ("data", "expert_dp"):
+        for call in listed[axis]:
+            if call.place in seconds:
                 seconds[call.place] += _call_s(call, layout, cluster, axis)
     if not overlap.data:
         return sum(seconds.values())
