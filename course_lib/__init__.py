@@ -12,7 +12,6 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     memory/        bytes that training holds
     traffic/       bytes that ranks send
     timing.py      seconds of collectives, FLOPs of a step
-    traffic_5d.py  bytes of a whole layout, axis by axis
     sharded_timing.py, context_timing.py, pipeline_timing.py, five_d_timing.py   seconds of a step, by technique
     run.py         a model, its layout and its numbers in one record that every formula takes
 1. A world of N ranks
