@@ -427,7 +427,7 @@ def partly_frozen():
         engine = five_d.build(config, layout, dtype=torch.float64, fill=fill_and_freeze)
         five_d.make_optimizer(engine)
         five_d.accumulate_gradients(engine, micro_batches(layout, engine.groups.coordinates["dp"], config))
-        found.append((whole.full_gradients(engine), sums.clip_gradients(engine, 0.1), whole.full_parameters(engine)))
+        found.append((whole.full_gradients(engine), five_d.clip_gradients(engine, 0.1), whole.full_parameters(engine)))
     return found
 
 
