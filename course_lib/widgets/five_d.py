@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from html import escape
 from io import BytesIO
+from typing import Literal
 
 import ipywidgets as widgets
 from matplotlib.figure import Figure
@@ -33,7 +34,7 @@ from course_lib.plots.style import FULL_WIDTH_IN, show_bytes, show_seconds, styl
 from course_lib.run import Run
 from course_lib.schedules import SCHEDULES
 from course_lib.traffic import sent
-from course_lib.validate import checked
+from course_lib.validate import Size, check_fields, checked
 from course_lib.widgets import parts
 
 UTILISATION = Utilisation(matmul=0.55, attention=0.65)  # with it the modelled step of Llama 3 405B is near its MFU
@@ -51,24 +52,24 @@ class FiveDChoice:
 
     model: str = "llama-3.1-8b"
     gpu_key: str = "h100"
-    ranks_per_node: int = 8
+    ranks_per_node: Size = 8
     inside: str = "nvlink4"
     between: str = "ib-ndr400"
-    dp: int = 4
-    cp: int = 1
-    tp: int = 4
-    pp: int = 2
-    ep: int = 1
-    zero: int = 1
+    dp: Size = 4
+    cp: Size = 1
+    tp: Size = 4
+    pp: Size = 2
+    ep: Size = 1
+    zero: Literal[0, 1, 2, 3] = 1
     sequence_parallel: bool = True
     regather: bool = False
     schedule: str = "1f1b"
-    v: int = 1
+    v: Size = 1
     fewer_at_ends: bool = False
-    micro_batch: int = 1
-    accumulation: int = 8
+    micro_batch: Size = 1
+    accumulation: Size = 8
     recompute: str = "none"
-    seq_len: int = 8192
+    seq_len: Size = 8192
 
     @property
     def layout(self) -> Layout:
@@ -79,6 +80,9 @@ class FiveDChoice:
             return layout
         layers = fewer_at_the_ends(preset(self.model).num_layers, layout.num_stages)
         return Layout(**sizes, layers_of_stage=tuple(layers))
+
+    def __post_init__(self):
+        check_fields(self)
 
 
 _OF_LAYOUT = (
