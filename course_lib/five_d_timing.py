@@ -256,7 +256,7 @@ def _transfer_s(config: ModelConfig, layout: Layout, seq_len: int, cluster: Clus
 @lru_cache(maxsize=64)
 def ranks_in_a_node(layout: Layout, cluster: Cluster, axis: str) -> int:
     """How many ranks of rank 0's group along `axis` share its node; 1 where nodes would have unequal numbers."""
-    members = layout.mesh.members(0, layout.ep)[axis]
+    members = layout.members(0)[axis]
     here = sum(rank < cluster.gpus_per_node for rank in members)
     return here if len(members) % here == 0 else 1
 
@@ -283,18 +283,19 @@ def _of(stages: Sequence[_StageTime], mine: Sequence[int]) -> tuple[float, float
 def _exposed_data_s(config, layout, cluster, recipe, overlap, pp_rank, computing_s) -> float:
     """What a rank waits for gradients and parameters: what neither forward nor backward of a micro-batch hides."""
     flats = flats_of(config, layout, pp_rank, 0, recipe.param_bytes)
-    seconds = {"gradients": 0.0, "parameters": 0.0}
+    seconds = {"gradients": 0.0, "parameters": 0.0, "gradients of replicas": 0.0}
     for axis, calls in gradient_calls(layout, flats, recipe).items():
         for call in calls:
             if call.group_size > 1:
                 seconds[call.place] += _call_s(call, layout, cluster, axis)
     if not overlap.data:
         return sum(seconds.values())
+    replicas_s = seconds["gradients of replicas"]  # summed after backward, which hides nothing of it
     forward_s, backward_s = computing_s
     times = layout.accumulation
     if layout.zero == 3:
         gather_s, reduce_s = seconds["parameters"] / (2 * times), seconds["gradients"] / times
-        return times * (max(0.0, gather_s - forward_s) + max(0.0, gather_s + reduce_s - backward_s))
+        return replicas_s + times * (max(0.0, gather_s - forward_s) + max(0.0, gather_s + reduce_s - backward_s))
     rounds = times if layout.zero == 2 else 1
     exposed_s = rounds * max(0.0, seconds["gradients"] / rounds - backward_s)
-    return exposed_s + max(0.0, seconds["parameters"] - forward_s)
+    return replicas_s + exposed_s + max(0.0, seconds["parameters"] - forward_s)

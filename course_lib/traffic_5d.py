@@ -12,6 +12,8 @@
     ep          rows to their experts and back, of my layers with experts   routing.moe_traffic
     data        gradients, and with ZeRO parameters; the experts' load      traffic.zero_calls
     expert_dp   the same of experts                                         traffic.zero_calls
+    shard       both over the ranks of one replica, where there are         traffic.zero_calls
+    replicate   several; then the shards' gradients once a step; of experts over expert_shard and expert_replicate
     world       the lengths of micro-batches, the loss, and one number to clip
 
 What SP and ZeRO have in common: with ZeRO a rank holds shards, so what is summed beyond ZeRO's own sums is a shard.
@@ -28,6 +30,7 @@ from torch import Tensor
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.layout.experts import ExpertLayout
+from course_lib.layout.mesh import REPLICA_AXES
 from course_lib.layout.partition import copies_of_kv
 from course_lib.memory.context import tokens_of_rank
 from course_lib.memory.five_d import Flat, flats_of, layers_of, schedule_of
@@ -39,7 +42,7 @@ from course_lib.traffic.odds import expected_places
 from course_lib.traffic.routing import COUNT_BYTES, ID_BYTES, moe_traffic
 from course_lib.traffic.step import attention_calls, pipeline_calls, tensor_parallel_calls, zero_calls
 
-AXES = ("pp", "tp", "cp", "ep", "data", "expert_dp", "world")
+AXES = ("pp", "tp", "cp", "ep", "data", "expert_dp", *REPLICA_AXES, "world")
 LENGTH_BYTES = 8  # of a micro-batch, int64, as the longest and as the shortest of all ranks
 LOAD_BYTES = 8  # how many tokens chose an expert, int64
 
@@ -99,7 +102,7 @@ def five_d_sent(
 ) -> dict[str, int]:
     """Bytes that a rank sends in one step, by axis, as `ByteMeter(axes=engine.axes).by_axis` has them."""
     calls = five_d_calls(config, layout, seq_len, rank, recipe, clip, routings)
-    places = {axis: ranks.index(rank) for axis, ranks in layout.mesh.members(rank, layout.ep).items()}
+    places = {axis: ranks.index(rank) for axis, ranks in layout.members(rank).items()}
     places["world"] = rank
     return {axis: sum(_sent(call, axis, places, layout) for call in each) for axis, each in calls.items() if each}
 
@@ -196,11 +199,16 @@ def boundary_calls(
 
 
 def gradient_calls(layout: Layout, flats: Sequence[Flat], recipe: Recipe) -> Calls:
-    """Gradients and ZeRO's parameters: over data, and of experts over expert_dp."""
+    """Gradients and ZeRO's parameters: over data, and of experts over expert_dp; with replicas over theirs."""
     calls: Calls = {}
-    for axis, ranks in (("data", layout.data_size), ("expert_dp", layout.expert_dp)):
-        mine = [flat.numel for flat in flats if (flat.kind == "experts") == (axis == "expert_dp")]
-        calls[axis] = zero_calls(mine, layout.zero, ranks, recipe, layout.accumulation)
+    itemsize, replicas = wire_grad_bytes(recipe), layout.dp_replicate
+    sizes = (layout.shard_size, layout.expert_shard_size)
+    for axis, replicate, ranks in zip(layout.shard_axes, ("replicate", "expert_replicate"), sizes, strict=True):
+        mine = [flat for flat in flats if (flat.kind == "experts") == axis.startswith("expert")]
+        calls[axis] = zero_calls([flat.numel for flat in mine], layout.zero, ranks, recipe, layout.accumulation)
+        if replicas > 1 and mine:
+            summed = itemsize * sum(flat.padded // flat.ranks for flat in mine)
+            calls[replicate] = [Call("gradients of replicas", "all_reduce", summed, replicas, itemsize)]
     return calls
 
 
