@@ -5,6 +5,9 @@ SHELL := /bin/bash
 
 VENV ?= .venv
 WORKERS ?= 2
+# Another torch than the pinned one, in an environment of its own: make quick TORCH=2.11.0 VENV=.venv-torch-2.11.0
+PINNED_TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH ?= $(PINNED_TORCH)
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
             $$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -20,9 +23,10 @@ ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 LAB_FLAGS ?=
 FIRST := notebooks/00_ranks_and_collectives.ipynb
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
+UNIT := --ignore=tests/gpu --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup lab test lint unit nbval demo bench doctor fmt notebooks exercises mirrors check badges \
+.PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check badges \
         test-gpu test-browser test-grading test-deepspeed test-slurm clean
 
 help:  ## list the targets
@@ -35,7 +39,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c '$(SUPPORTED)' || { echo "make: PYTHON=$(PYTHON) is not a Python 3.11 to 3.13 with venv and ensurepip" >&2; exit 1; }
 	@test -x $(VENV)/bin/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing the course into $(VENV) (some minutes the first time)"
-	@$(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test]"
+	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	@$(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[lab,test]"
 	@touch $@
 
 lab: setup  ## open JupyterLab at chapter 00, on this machine only
@@ -46,12 +51,15 @@ test: setup  ## everything: lint, unit tests, every notebook and solution under 
 	@$(MAKE) --no-print-directory unit
 	@$(MAKE) --no-print-directory nbval
 
+quick: setup  ## the tests that start no process; under a minute
+	$(RUN) -m pytest -m "not launches" -n $(WORKERS) --dist loadfile $(UNIT)
+
 lint: setup  ## ruff, for the package, the tests and the notebooks
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
 unit: setup  ## the tests of the package
-	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --ignore=tests/gpu --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/test_deepspeed.py
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(UNIT)
 
 nbval: setup  ## every notebook and solution runs, and prints what it stores
 	@if [ -n "$(NOTEBOOKS)" ]; then env -u MPLBACKEND OMP_NUM_THREADS=1 $(RUN) -m pytest $(NBVAL) $(NOTEBOOKS); else echo "no notebooks yet"; fi
@@ -100,7 +108,7 @@ test-grading: setup  ## nbgrader takes the solutions as its source
 
 test-deepspeed: setup  ## ZeRO by DeepSpeed, stages 0 to 3, against one process
 	@$(RUN) -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("deepspeed"))' || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,deepspeed]"
-	$(RUN) -m pytest -rs tests/test_deepspeed.py
+	$(RUN) -m pytest -rs tests/native/test_deepspeed.py
 
 test-slurm: setup  ## launches and the trainer on a real Slurm of two virtual nodes (Debian or Ubuntu, as root)
 	@$(RUN) -c 'import submitit' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,slurm]"

@@ -1,7 +1,8 @@
 """Modelled time of context parallelism: what its messages cost, and from which length on computing hides them.
 
-As in `sharded_timing` nothing is measured: computing runs at one share of the peak, messages take alpha-beta time, the
-two do not slow each other down. What a ring needs in order to hide is a matter of one proportion:
+As in `sharded_timing` nothing is measured: computing runs at one share of the peak, a message takes a latency and its
+bytes at the rate that a link achieves, and the two do not slow each other down. What a ring needs in order to hide is a
+matter of one proportion:
 
     computing with a block    4 s^2 N H FLOPs, half of them under a causal mask shared out evenly
     handing it on             2 s K H numbers
@@ -20,13 +21,13 @@ from dataclasses import dataclass
 from math import sqrt
 
 from course_lib.config import ModelConfig
-from course_lib.hardware import GPU, Link, peak_flops
+from course_lib.hardware import GPU, Cluster, Link, peak_flops
 from course_lib.layout.context_work import pairs, pairs_of_ranks, step_pairs
 from course_lib.layout.partition import check_method
 from course_lib.memory.context import kv_block_bytes
 from course_lib.memory.tensor import narrow
-from course_lib.sharded_timing import Cluster, spanning_s
 from course_lib.span import Span
+from course_lib.timing import collective_s
 from course_lib.traffic import Call
 from course_lib.traffic.step import attention_calls
 
@@ -55,7 +56,7 @@ def tokens_that_hide_a_hop(
     pair_share = 0.5 if causal else 1.0
     flops = 4 * pair_share * queries_per_key * (BACKWARD_FLOPS if backward else 1)
     per_pair_s = flops / (utilisation * peak_flops(gpu))
-    per_token_s = 2 * (itemsize + (sum_itemsize if backward else 0)) / link.bytes_per_s
+    per_token_s = 2 * (itemsize + (sum_itemsize if backward else 0)) / link.achieved_bytes_per_s
     latency_s = link.latency_s / head_numbers if head_numbers else 0.0
     return (per_token_s + sqrt(per_token_s**2 + 4 * per_pair_s * latency_s)) / (2 * per_pair_s)
 
@@ -149,7 +150,7 @@ def ring_spans(
         spans.append(Span(0, lane, name, start_s, start_s + seconds))
         return start_s + seconds
 
-    hop_s, grad_hop_s = (link.latency_s + size / link.bytes_per_s for size in (kv_bytes, grad_bytes))
+    hop_s, grad_hop_s = (collective_s("send", size, 2, link) for size in (kv_bytes, grad_bytes))
     now_s, last = 0.0, len(forward_s) - 1
     for step, seconds in enumerate(forward_s):
         arrived_s = add("communication", f"kv{step + 1}", now_s, hop_s) if step < last else 0.0
@@ -169,17 +170,5 @@ def ring_spans(
 
 def _call_s(call: Call, cp: int, cluster: Cluster, per_node: int | None) -> float:
     if call.to_one:
-        hop = ring_link(cp, cluster, per_node)
-        return call.count * (hop.latency_s + call.payload_bytes / hop.bytes_per_s)
-    if call.collective == "all_to_all":
-        return call.count * all_to_all_s(call.payload_bytes, call.group_size, cluster, per_node)
-    return call.count * spanning_s(call.collective, call.payload_bytes, call.group_size, cluster, per_node)
-
-
-def all_to_all_s(payload_bytes: float, group_size: int, cluster: Cluster, per_node: int | None = None) -> float:
-    """Seconds of an all-to-all: pieces for other nodes leave by the port, the others inside at the same time."""
-    here = min(per_node or cluster.gpus_per_node, group_size)
-    piece = payload_bytes / group_size
-    inside_s = (here - 1) * (cluster.inside.latency_s + piece / cluster.inside.bytes_per_s)
-    between_s = (group_size - here) * (cluster.between.latency_s + piece / cluster.between.bytes_per_s)
-    return max(inside_s, between_s)
+        return call.count * collective_s("send", call.payload_bytes, 2, ring_link(cp, cluster, per_node))
+    return call.count * collective_s(call.collective, call.payload_bytes, call.group_size, cluster, per_node)

@@ -11,12 +11,16 @@ A process that is no rank, such as a notebook's own, computes on the CPU unless 
 """
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 BACKENDS = {  # -> what torch.distributed is asked for; with NCCL a tensor on the CPU still travels, through gloo
     "gloo": "gloo",
     "nccl": "cpu:gloo,cuda:nccl",
     "shared-gpu": "gloo",
 }
+
+DRAWING = {torch.rand, torch.randn, torch.randint, torch.randperm}
 
 _of_this_process = torch.device("cpu")
 
@@ -46,3 +50,31 @@ def set_rank_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_default_device(device)
+        DrawOnCpu().__enter__()  # for as long as the process lives
+
+
+class DrawOnCpu(TorchFunctionMode):
+    """Draws random elements with the CPU's generators and moves them: a seed gives the same ones on every device.
+
+    A call that names a device draws there. Dropout and the initial weights of layers are not touched.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in DRAWING or kwargs.get("device") is not None or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        requires_grad = kwargs.pop("requires_grad", False)
+        drawn = func(*args, **kwargs, device="cpu")
+        return drawn.to(rank_device()).requires_grad_(requires_grad)
+
+
+def pack(tensor: Tensor) -> tuple:
+    """Return a tensor as the arguments with which `unpack` makes it again in a rank."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return bytearray(flat.view(torch.uint8).numpy()), tensor.dtype, tuple(tensor.shape), tensor.requires_grad
+
+
+def unpack(elements: bytearray, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Tensor:
+    """Return the tensor on the device of this rank: what a function brings along from the notebook arrives there."""
+    flat = torch.frombuffer(elements, dtype=dtype) if elements else torch.empty(0, dtype=dtype, device="cpu")
+    return flat.view(shape).to(rank_device()).requires_grad_(requires_grad)

@@ -4,21 +4,21 @@
     time = step_time(preset("llama-3.1-405b"), layout, 8192, cluster, utilisation=0.6)
     time.total_s, time.mfu, time.parts          # {"compute": ..., "tp": ..., "bubble": ..., ...}
 
-It is a model: nothing here is measured, and its error beside published runs is in tests/test_five_d_timing.py. What it
-puts together are the models of the chapters:
+It is a model: nothing here is measured, and a test has its error beside published runs. What it puts together are
+the models of the chapters:
 
     compute     FLOPs of a rank's stages (pipeline_timing.py) at `utilisation` of the GPU's peak, however narrow
-    tp, sp      their calls (traffic_5d.py) by alpha-beta, less what weight gradients hide (sharded_timing.py)
+    tp, sp      their calls (traffic_5d.py) as NCCL would do them, less what weight gradients hide (sharded_timing.py)
     cp          of each layer what the ring does not hide, and what the busiest rank waits (context_timing.py)
     ep          all-to-alls of expected rows, less what `Overlap` hides
     bubble      what the busiest rank waits for others, by the simulator, all of the above counted into the stages
     transfer    what the same step takes longer since messages between stages take time
     data        gradients and parameters of ZeRO, less what computing hides
 
-Assumed, once for all: a group talks over the slowest of its links, in two levels where it has several ranks in a node;
-each GPU has its own port to the network, and its groups do not disturb each other; computing and communicating do not
-slow each other down; no rank is late, no expert is more popular than others. Left out: the optimizer's own work, data
-from disk, the two numbers of the whole world, kernels' launches. So a modelled step is a fast one.
+Assumed, once for all: a collective takes the time of the fastest algorithm and protocol of NCCL's own model; each GPU
+has its own port to the network, and its groups do not disturb each other; computing and communicating do not slow each
+other down; no rank is late, no expert is more popular than others. Left out: the optimizer's own work, data from disk,
+the two numbers of the whole world, kernels' launches. So a modelled step is a fast one.
 
 Source   Narayanan et al. 2021 (arXiv:2104.04473), section 3; Llama Team 2024 (arXiv:2407.21783), table 4
 """
@@ -30,8 +30,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from course_lib.config import ModelConfig
-from course_lib.context_timing import BACKWARD_FLOPS, all_to_all_s, attention_time
-from course_lib.hardware import peak_flops
+from course_lib.context_timing import BACKWARD_FLOPS, attention_time
+from course_lib.hardware import Cluster, peak_flops
 from course_lib.layout import Layout
 from course_lib.memory.context import tokens_of_rank
 from course_lib.memory.five_d import flats_of, layers_of, schedule_of
@@ -39,8 +39,8 @@ from course_lib.memory.stages import stage_config
 from course_lib.memory.states import Recipe, recipe_of
 from course_lib.pipeline_timing import stage_flops, transfer_s
 from course_lib.schedules.simulator import Costs, simulate
-from course_lib.sharded_timing import Cluster, spanning_s, tensor_parallel_step
-from course_lib.timing import attention_flops_per_token, flops_per_token
+from course_lib.sharded_timing import tensor_parallel_step
+from course_lib.timing import attention_flops_per_token, collective_s, flops_per_token
 from course_lib.timing import mfu as mfu_of
 from course_lib.traffic import Call
 from course_lib.traffic_5d import gradient_calls, stage_calls
@@ -268,9 +268,7 @@ def _seen_by(layout: Layout, cluster: Cluster, axis: str) -> Cluster:
 
 def _call_s(call: Call, layout: Layout, cluster: Cluster, axis: str) -> float:
     per_node = ranks_in_a_node(layout, cluster, axis)
-    if call.collective == "all_to_all":
-        return call.count * all_to_all_s(call.payload_bytes, call.group_size, cluster, per_node)
-    return call.count * spanning_s(call.collective, call.payload_bytes, call.group_size, cluster, per_node)
+    return call.count * collective_s(call.collective, call.payload_bytes, call.group_size, cluster, per_node)
 
 
 # ------------------------------------------------------------------------------------ gradients and ZeRO

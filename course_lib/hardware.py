@@ -8,6 +8,9 @@ Three habits of datasheets to know:
 """
 
 from dataclasses import dataclass
+from typing import Literal
+
+from course_lib.validate import Amount, Positive, Size, check_fields
 
 GB = 10**9
 GIB = 2**30
@@ -33,14 +36,43 @@ class GPU:
 
 @dataclass(frozen=True)
 class Link:
-    """One way from GPU to GPU: a message of n bytes takes latency_s + n / bytes_per_s."""
+    """One way from GPU to GPU, with what it is sold as, and what a collective reaches on it.
+
+    kind    "nvlink" | "pci" | "network": what NCCL's tuning tells apart; "plain": a link that it does not know, over
+            which every collective is a ring whose steps cost latency_s each
+    """
 
     name: str
-    latency_s: float  # of one step of a ring
-    bytes_per_s: float  # one direction, for each GPU
-    both_directions_bytes_per_s: float  # as the datasheet prints it
+    latency_s: Amount  # of one message, or of one step of a ring with the Simple protocol
+    bytes_per_s: Positive  # the line rate of one direction, for each GPU
+    both_directions_bytes_per_s: Positive  # as the datasheet prints it
     source: str
     latency_source: str
+    kind: Literal["nvlink", "pci", "network", "plain"] = "plain"
+    achieved_share: Positive = 1.0  # of the line rate: what a ring's bus bandwidth is at best
+    low_latency_bytes_per_s: Positive | None = None  # the most that the LL protocol gives
+    switch_share: Positive | None = None  # of the line rate: an all-reduce's bus bandwidth where the switch sums
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def achieved_bytes_per_s(self) -> float:
+        """What a ring or a large message gets of the line rate."""
+        return self.achieved_share * self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal GPUs: the link inside a node, and the port of each GPU to the network between nodes."""
+
+    gpu: GPU
+    inside: Link
+    between: Link
+    gpus_per_node: Size = 8
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def _gpu(name, memory_gib, usable_gib, memory_gb_per_s, fp32, tf32, fp16, bf16, fp8, link, source):  # peaks in TFLOP/s
@@ -77,33 +109,56 @@ _NCCL = "NCCL src/graph/tuning.cc, hwLatencies, ring with the Simple protocol: {
 _ASSUMED = "the course's own assumption"
 
 
-def _link(name, latency_us, gb_per_s, both_gb_per_s, source, latency_source):
-    return Link(name, latency_us * 1e-6, gb_per_s * GB, both_gb_per_s * GB, source, latency_source.format(latency_us))
+def _link(name, latency_us, gb_per_s, both_gb_per_s, source, latency_source=_NCCL, **nccl):
+    latency_source = latency_source.format(latency_us)
+    return Link(name, latency_us * 1e-6, gb_per_s * GB, both_gb_per_s * GB, source, latency_source, **nccl)
 
+
+# What NCCL counts on, from src/graph/topo.h: GB/s of one NVLink of each generation (sold as 25, 50 from Blackwell on),
+# 12 GB/s of PCIe 3.0 x16 and twice that for each later one, the whole line rate of a network port. From llMaxBws in
+# tuning.cc: the most that LL gives, in one node by GPU, between nodes by CPU (Intel, more than two nodes).
+# An all-reduce in the switch: 480 GB/s of bus bandwidth are measured on 8 H100 (nccl-tests); for Blackwell scaled by
+# nvlsEfficiency of tuning.cc, 0.74 where Hopper has 0.85.
+def _nvlink(achieved_gb_per_s, sold_gb_per_s, low_latency_gb_per_s, switch_share=None):
+    share = achieved_gb_per_s / sold_gb_per_s
+    return {"kind": "nvlink", "achieved_share": share, "low_latency_bytes_per_s": low_latency_gb_per_s * GB,
+            "switch_share": switch_share}
+
+
+_PCI = {"kind": "pci", "achieved_share": 12 / 15.75}
+_NETWORK = {"kind": "network", "low_latency_bytes_per_s": 20.4 * GB}
 
 LINKS: dict[str, Link] = {
-    "nvlink2": _link("NVLink 2", 3.4, 150, 300, "NVIDIA V100 datasheet: 300 GB/s, 6 links x 25 GB/s each way", _NCCL),
-    "nvlink3": _link("NVLink 3", 3.4, 300, 600, "NVIDIA A100 datasheet: 600 GB/s, 12 links x 25 GB/s each way", _NCCL),
-    "nvlink4": _link("NVLink 4", 3.4, 450, 900, "NVIDIA H100 datasheet: 900 GB/s, 18 links x 25 GB/s each way", _NCCL),
-    "nvlink5": _link("NVLink 5", 3.4, 900, 1800, "NVIDIA B200 datasheet: 1.8 TB/s, 18 links x 50 GB/s each way", _NCCL),
-    "nvlink-h800": _link("NVLink of the H800", 3.4, 160, 400, "DeepSeek-V3 report (arXiv:2412.19437): 160 GB/s", _NCCL),
+    "nvlink2": _link("NVLink 2", 3.4, 150, 300, "NVIDIA V100 datasheet: 300 GB/s, 6 links x 25 GB/s each way",
+                     **_nvlink(20.0, 25, 39)),
+    "nvlink3": _link("NVLink 3", 3.4, 300, 600, "NVIDIA A100 datasheet: 600 GB/s, 12 links x 25 GB/s each way",
+                     **_nvlink(20.0, 25, 87.7)),
+    "nvlink4": _link("NVLink 4", 3.4, 450, 900, "NVIDIA H100 datasheet: 900 GB/s, 18 links x 25 GB/s each way",
+                     **_nvlink(20.6, 25, 141, 480 / 450)),
+    "nvlink5": _link("NVLink 5", 3.4, 900, 1800, "NVIDIA B200 datasheet: 1.8 TB/s, 18 links x 50 GB/s each way",
+                     **_nvlink(40.1, 50, 282, 480 / 450 * 0.74 / 0.85)),
+    "nvlink-h800": _link("NVLink of the H800", 3.4, 200, 400,
+                         "8 links x 25 GB/s each way; DeepSeek-V3 report (arXiv:2412.19437): 160 GB/s are reached",
+                         **_nvlink(20.0, 25, 141)),
     "infinity-fabric3": _link("Infinity Fabric (MI300X)", 3.4, 448, 896,
-                              "AMD MI300X platform data sheet: 896 GB/s to 7 peers", _ASSUMED + ": as NVLink"),
-    "pcie3": _link("PCIe 3.0 x16", 5.7, 15.75, 31.5, "PCI-SIG: 8 GT/s x 16 lanes x 128/130 / 8 bits", _NCCL),
-    "pcie4": _link("PCIe 4.0 x16", 5.7, 31.5, 63.0, "PCI-SIG: 16 GT/s x 16 lanes x 128/130 / 8 bits", _NCCL),
-    "pcie5": _link("PCIe 5.0 x16", 5.7, 63.0, 126.0, "PCI-SIG: 32 GT/s x 16 lanes x 128/130 / 8 bits", _NCCL),
-    "ib-hdr200": _link("InfiniBand HDR", 14, 25, 50, "200 Gb/s a port, one port a GPU", _NCCL),
-    "ib-ndr400": _link("InfiniBand NDR", 14, 50, 100, "400 Gb/s a port, one port a GPU", _NCCL),
-    "roce-400": _link("RoCE 400G", 14, 50, 100, "Llama 3 paper (arXiv:2407.21783): 400 Gb/s a GPU", _NCCL),
-    "efa": _link("EFA v2 (p5.48xlarge)", 14, 50, 100, "AWS EC2 guide: 3,200 Gb/s a node of 8 GPUs", _NCCL),
-    "ethernet-100g": _link("Ethernet 100G", 30, 12.5, 25, "100 Gb/s", _ASSUMED),
+                              "AMD MI300X platform data sheet: 896 GB/s to 7 peers", _ASSUMED + ": as NVLink 4",
+                              **_nvlink(20.6, 25, 141)),
+    "pcie3": _link("PCIe 3.0 x16", 5.7, 15.75, 31.5, "PCI-SIG: 8 GT/s x 16 lanes x 128/130 / 8 bits", **_PCI),
+    "pcie4": _link("PCIe 4.0 x16", 5.7, 31.5, 63.0, "PCI-SIG: 16 GT/s x 16 lanes x 128/130 / 8 bits", **_PCI),
+    "pcie5": _link("PCIe 5.0 x16", 5.7, 63.0, 126.0, "PCI-SIG: 32 GT/s x 16 lanes x 128/130 / 8 bits", **_PCI),
+    "ib-hdr200": _link("InfiniBand HDR", 14, 25, 50, "200 Gb/s a port, one port a GPU", **_NETWORK),
+    "ib-ndr400": _link("InfiniBand NDR", 14, 50, 100, "400 Gb/s a port, one port a GPU", **_NETWORK),
+    "roce-400": _link("RoCE 400G", 14, 50, 100, "Llama 3 paper (arXiv:2407.21783): 400 Gb/s a GPU", **_NETWORK),
+    "efa": _link("EFA v2 (p5.48xlarge)", 14, 50, 100, "AWS EC2 guide: 3,200 Gb/s a node of 8 GPUs", **_NETWORK),
+    "ethernet-100g": _link("Ethernet 100G", 14, 12.5, 25, "100 Gb/s", **_NETWORK),
     "nvme": _link("NVMe SSD, PCIe 4.0 x4", 100, 7, 7, _ASSUMED + "; PCIe 4.0 x4 allows 7.9 GB/s", _ASSUMED),
 }
 # fmt: on
 
 # Measured on nodes of 8 H100, EFA between nodes, messages of 256 MB: collective -> {nodes: bytes per second}.
 # Source: Ultra-Scale Playbook, data of its figure of bandwidth over nodes. It does not say whether these are bus or
-# algorithm bandwidth; the course reads them as bus bandwidth, since 436 GB/s is just below NVLink 4's 450.
+# algorithm bandwidth; the course reads them as bus bandwidth. 436 GB/s is then more than a ring's 370: the NVSwitch
+# sums. As algorithm bandwidth it would be 763 GB/s of bus bandwidth, which nobody has measured on NVLink 4.
 PUBLISHED_BUS_BANDWIDTH: dict[str, dict[int, float]] = {
     "all_reduce": {
         1: 435.9668e9, 2: 361.7492e9, 4: 160.1395e9, 8: 99.5643e9, 16: 84.7405e9, 32: 64.9254e9, 64: 32.9378e9,

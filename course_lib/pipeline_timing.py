@@ -19,14 +19,14 @@ from course_lib.memory.pipeline import boundary_bytes
 from course_lib.memory.stages import stage_config
 from course_lib.schedules.bubbles import bubble
 from course_lib.schedules.simulator import Costs
-from course_lib.timing import attention_flops_per_token, matmul_parameters
+from course_lib.timing import attention_flops_per_token, collective_s, matmul_parameters
 
 
 def transfer_s(
     config: ModelConfig, batch_size: int, seq_len: int, link: Link, itemsize: int = 2, cp: int = 1, tp: int = 1
 ) -> float:
     """Seconds in which one micro-batch's activations, or their gradient, go from a stage to the next."""
-    return link.latency_s + boundary_bytes(config, batch_size, seq_len, itemsize, cp, tp) / link.bytes_per_s
+    return collective_s("send", boundary_bytes(config, batch_size, seq_len, itemsize, cp, tp), 2, link)
 
 
 def stage_flops(

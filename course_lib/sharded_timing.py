@@ -2,7 +2,7 @@
 
 Everything here is modelled, nothing measured. The assumptions, once for all functions:
 - computing runs at one share of the GPU's peak (`utilisation`), however narrow the matrices become;
-- a collective takes its alpha-beta time; beyond one node it runs in two levels, inside the nodes and between them;
+- a collective takes the time of the fastest algorithm and protocol, as NCCL's own model has it;
 - computing and communicating do not slow each other down, and no rank is late.
 Real clusters are slower; next to published figures the gap is what these assumptions leave out.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from course_lib.config import ModelConfig
-from course_lib.hardware import GPU, Link, link, peak_flops
+from course_lib.hardware import GPU, Cluster, link, peak_flops
 from course_lib.memory.states import Recipe, recipe_of
 from course_lib.memory.zero import wire_grad_bytes
 from course_lib.span import Span
@@ -22,47 +22,11 @@ from course_lib.traffic import Call
 from course_lib.traffic.step import tensor_parallel_calls
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Nodes of equal GPUs: the link inside a node, and the port of each GPU to the network between nodes."""
-
-    gpu: GPU
-    inside: Link
-    between: Link
-    gpus_per_node: int = 8
-
-    def __post_init__(self) -> None:
-        if self.gpus_per_node < 1:
-            raise ValueError(f"gpus_per_node is {self.gpus_per_node}, required: 1 or more")
-
-
-# ------------------------------------------------------------------------------------ collectives over nodes
-def spanning_s(
-    collective: str, payload_bytes: float, group_size: int, cluster: Cluster, per_node: int | None = None
-) -> float:
-    """Seconds of a collective whose group has `per_node` ranks in each node (by default as many as fit).
-
-    A reduce-scatter over nodes is one inside each, then one of the remaining 1 / per_node between them; an all-gather
-    the reverse; an all-reduce both.
-
-    Raises   ValueError if the group does not fill its nodes
-    """
-    if collective == "all_reduce":
-        return sum(spanning_s(half, payload_bytes, group_size, cluster, per_node) for half in _HALVES)
-    per_node = min(per_node or cluster.gpus_per_node, group_size)
-    if group_size % per_node:
-        raise ValueError(f"group_size ({group_size}) must be a multiple of the ranks in a node ({per_node})")
-    inside_s = collective_s(collective, payload_bytes, per_node, cluster.inside)
-    return inside_s + collective_s(collective, payload_bytes / per_node, group_size // per_node, cluster.between)
-
-
-_HALVES = ("reduce_scatter", "all_gather")
-
-
+# ------------------------------------------------------------------------------------ collectives
 def calls_s(calls: Iterable[Call], cluster: Cluster, per_node: int | None = None) -> float:
     """Seconds of all these calls, one after the other."""
     return sum(
-        call.count * spanning_s(call.collective, call.payload_bytes, call.group_size, cluster, per_node)
+        call.count * collective_s(call.collective, call.payload_bytes, call.group_size, cluster, per_node)
         for call in calls
     )
 
@@ -116,9 +80,9 @@ def tensor_parallel_step(
     comm_s, hidden_s = calls_s(calls, cluster), 0.0
     if overlap and tp > 1:
         payload_bytes = batch_size * seq_len * config.d_model * itemsize
-        hideable_s = [spanning_s("reduce_scatter" if sequence_parallel else "all_reduce", payload_bytes, tp, cluster)]
+        hideable_s = [collective_s("reduce_scatter" if sequence_parallel else "all_reduce", payload_bytes, tp, cluster)]
         if regather:
-            hideable_s.append(spanning_s("all_gather", payload_bytes, tp, cluster))
+            hideable_s.append(collective_s("all_gather", payload_bytes, tp, cluster))
         parts = _layer_parts_s(config, batch_size, seq_len, tp, cluster, utilisation)
         hidden_s = config.num_layers * sum(min(each_s, part.column_s) for part in parts for each_s in hideable_s)
     return TensorParallelStep(batch_size * seq_len, tp, compute_s, comm_s, hidden_s)
@@ -168,9 +132,9 @@ def tensor_parallel_layer_spans(
     parallelism a sum is a reduce-scatter, and what the next part reads is gathered first.
     """
     payload_bytes = batch_size * seq_len * config.d_model * itemsize
-    gather_s = spanning_s("all_gather", payload_bytes, tp, cluster)
-    scatter_s = spanning_s("reduce_scatter", payload_bytes, tp, cluster)
-    sum_s = scatter_s if sequence_parallel else gather_s + scatter_s
+    gather_s = collective_s("all_gather", payload_bytes, tp, cluster)
+    scatter_s = collective_s("reduce_scatter", payload_bytes, tp, cluster)
+    sum_s = scatter_s if sequence_parallel else collective_s("all_reduce", payload_bytes, tp, cluster)
     parts = _layer_parts_s(config, batch_size, seq_len, tp, cluster, utilisation)
     spans, now_s = [], 0.0
 
@@ -236,8 +200,8 @@ def zero3_layer(
     return ZeroLayer(
         forward_s,
         2 * forward_s,
-        spanning_s("all_gather", numel * recipe.param_bytes, dp_size, cluster, per_node),
-        spanning_s("reduce_scatter", numel * wire_grad_bytes(recipe), dp_size, cluster, per_node),
+        collective_s("all_gather", numel * recipe.param_bytes, dp_size, cluster, per_node),
+        collective_s("reduce_scatter", numel * wire_grad_bytes(recipe), dp_size, cluster, per_node),
     )
 
 

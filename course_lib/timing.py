@@ -1,59 +1,246 @@
 """Arithmetic of time: seconds a collective takes, FLOPs of a step, MFU and HFU, overlap.
 
 Plain functions of numbers: nothing here runs or measures anything. Two models carry it:
-- alpha-beta: a message of n bytes takes alpha + n * beta seconds (latency, and the inverse of bandwidth);
+- alpha-beta: n bytes take alpha + n * beta seconds (latency, and the inverse of bandwidth), for each of the ways in
+  which NCCL can do a collective; the fastest way counts;
 - roofline: work takes as long as its FLOPs at peak, or its bytes at memory bandwidth, whichever is longer.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
 
 from course_lib.config import ModelConfig, require_dense
-from course_lib.hardware import GPU, Link, peak_flops
+from course_lib.hardware import GPU, Cluster, Link, peak_flops
 from course_lib.memory.moe import active_matmul_parameters
 from course_lib.span import Span
 
 
 # ------------------------------------------------------------------------------------ seconds of a collective
+# What a collective costs depends on how it is done. NCCL chooses among algorithms and protocols for each call, by a
+# model of its own; this is that model, for what the course needs of it. An algorithm says which way the bytes go:
+# around a ring, up and down a tree, or through a switch that sums (NVLink SHARP, "nvls"). A protocol says how they are
+# sent: LL flags every 4 bytes and costs half of the bandwidth, LL128 flags every 120, Simple waits for whole pieces.
+#
+# Left out: corrections for measured dips (trees of medium messages, rings of several nodes), PAT, CollNet, and NVLS
+# for all-gathers and reduce-scatters, which NCCL's own model has behind the ring at every size.
+# Source: NCCL, src/graph/tuning.cc: baseLatencies, hwLatencies, and how steps between nodes are charged.
+@dataclass(frozen=True)
+class Tuning:
+    """What NCCL assumes of one algorithm with one protocol: microseconds, and a share of the ring's bandwidth."""
+
+    launch_us: float
+    nvlink_us: float  # of one step over NVLink ...
+    pci_us: float | None
+    network_us: float
+    bandwidth_share: float | None = None
+
+
+TUNING: dict[tuple[str, str], Tuning] = {
+    ("ring", "LL"): Tuning(6.6, 0.6, 1.0, 2.7, 1 / 2),
+    ("ring", "LL128"): Tuning(14.0, 1.9, 2.5, 4.0, 0.92),
+    ("ring", "Simple"): Tuning(8.4, 3.4, 5.7, 14.0, 1.0),
+    ("tree", "LL"): Tuning(6.8, 0.6, 1.0, 5.0, 0.92 / 3.8),
+    ("tree", "LL128"): Tuning(14.0, 1.25, 1.9, 8.5, 0.92 * 120 / 128),
+    ("tree", "Simple"): Tuning(8.4, 4.0, 4.0, 14.0, 0.92),
+    ("nvls", "Simple"): Tuning(0.0, 25.0, None, 20.9),
+}
+_NETWORK_CALL_US = {"LL": 1.0, "LL128": 1.0, "Simple": 3.0}  # the least that any step costs once a network takes part
+_RINGS = ("all_reduce", "ring_all_reduce", "reduce_scatter", "all_gather")
+_CHAINS = ("broadcast", "reduce")
+_MESSAGES = ("all_to_all", "gather", "scatter", "send")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One way to do a collective: a latency, and a rate at which the payload passes."""
+
+    algorithm: str
+    protocol: str
+    latency_s: float
+    payload_bytes_per_s: float
+
+    def seconds(self, payload_bytes: float) -> float:
+        return self.latency_s + payload_bytes / self.payload_bytes_per_s
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Where the ranks of a group are: `per_node` in each of `nodes` nodes, over two links or the same link twice."""
+
+    size: int
+    per_node: int
+    inside: Link
+    between: Link
+
+    @property
+    def nodes(self) -> int:
+        return self.size // self.per_node
+
+    @property
+    def ring_bytes_per_s(self) -> float:
+        """Bus bandwidth of rings, one through each GPU's port; the slowest link on the way sets it."""
+        if self.nodes == 1:
+            return self.inside.achieved_bytes_per_s
+        ports = self.per_node * self.between.achieved_bytes_per_s
+        return ports if self.per_node == 1 else min(self.inside.achieved_bytes_per_s, ports)
+
+    @property
+    def outermost(self) -> Link:
+        return self.inside if self.nodes == 1 else self.between
+
+
+def _group(world_size: int, network: Link | Cluster, per_node: int | None) -> _Group:
+    _check_world(world_size)
+    if isinstance(network, Link):
+        alone = network.kind == "network"  # a network joins nodes, so each of its ranks is in one of its own
+        return _Group(world_size, 1 if alone else world_size, network, network)
+    here = min(per_node or network.gpus_per_node, world_size)
+    if world_size % here:
+        raise ValueError(f"world_size ({world_size}) must be a multiple of the ranks in a node ({here})")
+    return _Group(world_size, here, network.inside, network.between)
+
+
 def collective_steps(name: str, world_size: int) -> int:
     """How many messages follow one another in a ring of world_size ranks."""
     _check_world(world_size)
     if name in ("all_reduce", "ring_all_reduce"):
         return 2 * (world_size - 1)
-    if name in ("reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter"):
-        return world_size - 1
     if name == "send":
         return 1
+    if name in (*_RINGS, *_CHAINS, *_MESSAGES):
+        return world_size - 1
     raise ValueError(f"collective {name!r} is unknown; choose all_reduce, reduce_scatter, all_gather, all_to_all, ...")
 
 
 def bus_factor(name: str, world_size: int) -> float:
-    """Payloads that cross one link: 2 (N - 1) / N for all_reduce, (N - 1) / N for its halves, 1 for a chain."""
+    """Payloads that cross one link: 2 (N - 1) / N for all_reduce, (N - 1) / N for its phases, 1 for a chain."""
     steps = collective_steps(name, world_size)
-    if name in ("broadcast", "reduce", "send"):  # a chain passes the whole payload on, in small pieces at once
+    if name in (*_CHAINS, "send"):  # a chain passes the whole payload on, in small pieces at once
         return 1.0 if steps else 0.0
     return steps / world_size
 
 
-def collective_s(name: str, payload_bytes: float, world_size: int, link: Link) -> float:
-    """Alpha-beta time of a ring: steps * alpha + bus_factor * payload * beta.
+def collective_costs(name: str, world_size: int, network: Link | Cluster, per_node: int | None = None) -> list[Cost]:
+    """Every way to do a collective on these ranks, with what it costs.
 
-    Source   Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH"
+    network    a link that joins all ranks (a network link: one rank in each node), or a cluster
+    per_node   ranks of the group in each node of the cluster, as many as fit unless given
+    Raises     ValueError if the collective is unknown, or the group does not fill its nodes
     """
-    latency_s = collective_steps(name, world_size) * link.latency_s
-    return latency_s + bus_factor(name, world_size) * payload_bytes / link.bytes_per_s
+    group, steps = _group(world_size, network, per_node), collective_steps(name, world_size)
+    if not steps or world_size == 1:
+        return [Cost("none", "none", 0.0, inf)]
+    if name in _MESSAGES:
+        return [_messages(name, group)]
+    costs = [_ring(name, group, protocol) for protocol in _protocols(group, "ring")]
+    if name == "all_reduce" and "plain" not in (group.inside.kind, group.between.kind):
+        costs += [_tree(group, protocol) for protocol in _protocols(group, "tree")]
+        costs += _in_the_switch(group)
+    return costs
 
 
-def hierarchical_all_reduce_s(
-    payload_bytes: float, num_nodes: int, gpus_per_node: int, inside: Link, between: Link
+def fastest(
+    name: str, payload_bytes: float, world_size: int, network: Link | Cluster, per_node: int | None = None
+) -> Cost:
+    """The way to do a collective that takes least time for this payload, as NCCL chooses it."""
+    costs = collective_costs(name, world_size, network, per_node)
+    return min(costs, key=lambda cost: cost.seconds(payload_bytes))
+
+
+def collective_s(
+    name: str, payload_bytes: float, world_size: int, network: Link | Cluster, per_node: int | None = None
 ) -> float:
-    """All-reduce over nodes: reduce-scatter inside each, all-reduce of 1 / gpus_per_node between, all-gather inside.
+    """Seconds of a collective by the fastest algorithm and protocol; arguments as `collective_costs` has them."""
+    return fastest(name, payload_bytes, world_size, network, per_node).seconds(payload_bytes)
 
-    All GPUs of a node use their own port to the network at the same time.
+
+def _protocols(group: _Group, algorithm: str) -> list[str]:
+    if "plain" in (group.inside.kind, group.between.kind):
+        return ["plain"]
+    return [protocol for known, protocol in TUNING if known == algorithm]
+
+
+def _step_s(group: _Group, link: Link, algorithm: str, protocol: str) -> float:
+    """Seconds of one step over a link: as NCCL's table has it, or the link's own latency."""
+    if protocol == "plain":
+        return link.latency_s
+    step_us = getattr(TUNING[algorithm, protocol], f"{link.kind}_us")
+    if group.nodes > 1:
+        step_us = max(step_us, _NETWORK_CALL_US[protocol])
+    return step_us * 1e-6
+
+
+def _launch_s(algorithm: str, protocol: str) -> float:
+    return 0.0 if protocol == "plain" else TUNING[algorithm, protocol].launch_us * 1e-6
+
+
+def _rate(group: _Group, algorithm: str, protocol: str) -> float:
+    """Bus bandwidth: a share of the ring's, with LL at most what the link allows it."""
+    if protocol == "plain":
+        return group.ring_bytes_per_s
+    share = TUNING[algorithm, protocol].bandwidth_share
+    if (algorithm, protocol, group.nodes) == ("tree", "LL128", 1):
+        share = 0.92 * 7 / 9
+    most = group.outermost.low_latency_bytes_per_s if protocol == "LL" else None
+    return min(share * group.ring_bytes_per_s, most or inf)
+
+
+def _ring(name: str, group: _Group, protocol: str) -> Cost:
+    """A ring of N ranks crosses from node to node once a node; every other step stays inside.
+
+    With one rank in each node nothing else hides a step between nodes, and NCCL charges what a tree's costs.
     """
-    reduce_scatter_s = collective_s("reduce_scatter", payload_bytes, gpus_per_node, inside)
-    between_s = collective_s("all_reduce", payload_bytes / gpus_per_node, num_nodes, between)
-    all_gather_s = collective_s("all_gather", payload_bytes, gpus_per_node, inside)
-    return reduce_scatter_s + between_s + all_gather_s
+    steps = collective_steps(name, group.size)
+    crossing = 0 if group.nodes == 1 else steps * (group.nodes - 1) // (group.size - 1)
+    exposed = "tree" if group.per_node == 1 and protocol != "plain" else "ring"
+    latency_s = _launch_s("ring", protocol) + (steps - crossing) * _step_s(group, group.inside, "ring", protocol)
+    if crossing:
+        latency_s += crossing * _step_s(group, group.between, exposed, protocol)
+    return Cost("ring", protocol, latency_s, _rate(group, "ring", protocol) / bus_factor(name, group.size))
+
+
+def _tree(group: _Group, protocol: str) -> Cost:
+    """Up a tree of nodes and down again, and through each node as a chain; every rank passes the payload on twice."""
+    latency_s = (group.per_node - 1) * _step_s(group, group.inside, "tree", protocol) if group.per_node > 1 else 0.0
+    if group.nodes > 1:
+        latency_s += _depth(group.nodes) * _step_s(group, group.between, "tree", protocol)
+    return Cost("tree", protocol, _launch_s("tree", protocol) + 2 * latency_s, _rate(group, "tree", protocol) / 2)
+
+
+def _in_the_switch(group: _Group) -> list[Cost]:
+    """An all-reduce that the NVSwitch of each node sums and hands out, over nodes with a tree between them.
+
+    A GPU gives its own payload to the switch and 1 / N of the sum, so no group of two gains. Two nodes exchange both
+    ways at once.
+    """
+    link, ranks = group.inside, group.per_node
+    if link.switch_share is None or ranks == 1:
+        return []
+    rate = link.switch_share * link.bytes_per_s
+    rate = min(rate, link.achieved_bytes_per_s * 2 * (ranks - 1) / (ranks + 1))
+    latency_s = _step_s(group, link, "nvls", "Simple")
+    if group.nodes > 1:
+        ports = ranks * group.between.achieved_bytes_per_s
+        rate = min(rate, ports * (2 if group.nodes == 2 else 1))
+        latency_s += 2 * _depth(group.nodes) * _step_s(group, group.between, "nvls", "Simple")
+    return [Cost("nvls", "Simple", latency_s, rate / bus_factor("all_reduce", group.size))]
+
+
+def _depth(nodes: int) -> int:
+    return nodes.bit_length() - 1
+
+
+def _messages(name: str, group: _Group) -> Cost:
+    """Messages from each to each, one after the other; those inside a node pass while others leave by the port.
+
+    NCCL's model has no numbers for them: each is charged one step of a ring and the rate that a ring achieves.
+    """
+    link = group.outermost
+    if name == "send":
+        return Cost("message", "Simple", link.latency_s, link.achieved_bytes_per_s)
+    others = group.size - (1 if group.nodes == 1 else group.per_node)
+    return Cost("message", "Simple", others * link.latency_s, link.achieved_bytes_per_s * group.size / others)
 
 
 def bus_bandwidth(name: str, payload_bytes: float, seconds: float, world_size: int) -> float:
@@ -209,7 +396,7 @@ def dp_throughput(
     overlap: bool = True,
     num_buckets: int = 25,
 ) -> float:
-    """Tokens per second and GPU of data parallelism, by alpha-beta.
+    """Return tokens per second and GPU of data parallelism.
 
     Assumes: compute_s does not depend on dp_size; a third of it is forward, two thirds backward; `link` is the slowest
     of the ring, at the bandwidth it really gives at this size (see hardware.published_link); no rank is late; the

@@ -134,12 +134,24 @@ Share = Annotated[float, partial(number, least=0, most=1)]
 # --- from annotations
 
 
-def checked(function: Callable) -> Callable:
-    """Check a function's arguments by its annotations at each call; what is left out and None by default is not."""
+def checked(function: Callable | None = None, /, **hints: object) -> Callable:
+    """Check a function's arguments by its annotations at each call; what is left out and None by default is not.
+
+    hints    annotations beside the function's own, for code that a lesson shows with plain ones: @checked(top_k=Size)
+    """
+    if function is None:
+        return partial(_checked, hints=hints)
+    return _checked(function, hints)
+
+
+def _checked(function: Callable, hints: dict) -> Callable:
+    checks: list = []
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        in_order, by_name = _checks_of(function)
+        if not checks:  # at the first call, when all names that annotations use exist
+            checks.extend(_checks_of(function, hints))
+        in_order, by_name = checks
         for (name, check), value in zip(in_order, args, strict=False):  # fewer where defaults are left out
             check(name, value)
         for name, value in kwargs.items():
@@ -156,10 +168,9 @@ def check_fields(record: object) -> None:
         check(name, getattr(record, name))
 
 
-@functools.cache
-def _checks_of(function: Callable) -> tuple[list[tuple[str, Check]], dict[str, Check]]:
+def _checks_of(function: Callable, hints: dict) -> tuple[list[tuple[str, Check]], dict[str, Check]]:
     """Of a function: the checks of what can be passed by position, and of all parameters by name."""
-    hints = typing.get_type_hints(function, include_extras=True)
+    hints = typing.get_type_hints(function, include_extras=True) | hints
     checks = {}
     positional = []
     for parameter in inspect.signature(function).parameters.values():
@@ -194,6 +205,8 @@ def _check_of(hint: object) -> Check:
         return _anything
     if kind is collections.abc.Callable:
         return _callable
+    if kind is collections.abc.Iterable:
+        return _iterable
     if isinstance(kind, type) and issubclass(kind, collections.abc.Mapping):
         return partial(_mapping, of=_check_of(inner[1]) if inner else _anything)
     if kind is tuple and inner and inner[-1] is not Ellipsis:
@@ -233,6 +246,11 @@ def _any_of(arms: Sequence[Check], none: bool) -> Check:
 def _callable(name: str, value: object) -> None:
     if not callable(value):
         raise TypeError(f"{name} is {show(value)}; give a function")
+
+
+def _iterable(name: str, value: object) -> None:
+    if not hasattr(value, "__iter__") or isinstance(value, str):
+        raise TypeError(f"{name} is {show(value)}; give a list")
 
 
 def _is_row(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""What all tests share: no display, one thread a process, and tests marked gpu say why they are skipped."""
+"""What all tests share: no display, one thread a process, why gpu tests are skipped, which tests start processes."""
 
 import os
 
@@ -6,15 +6,39 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # Two test processes with two threads each on two cores wait for each other: small steps took thirty times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
+from course_lib import launch
+
 
 def pytest_collection_modifyitems(items):
-    """Skip what needs a GPU where there is none; the reason names what was looked for."""
+    """Mark the tests of files that start processes, and skip what needs a GPU where there is none."""
+    for item in items:
+        if STARTERS & {id(value) for value in vars(item.module).values()}:
+            item.add_marker(pytest.mark.launches)
     if torch.cuda.is_available():
         return
     reason = f"needs a CUDA GPU; torch {torch.__version__} sees none on this machine"
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+STARTERS = {id(launch.launch), id(subprocess)}  # what a test file imports to start processes
+
+
+@pytest.fixture(autouse=True)
+def _only_marked_tests_start_processes(request, monkeypatch):
+    """`make quick` leaves out what is marked; so a test that is not marked may not start a process."""
+    if request.node.get_closest_marker("launches"):
+        return
+
+    def refuse(*args, **options):
+        raise AssertionError(f"{Path(request.node.path).name} starts a process: mark its tests with launches")
+
+    monkeypatch.setattr("course_lib.launch._processes.start_world", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)

@@ -112,7 +112,7 @@ def test_every_claim_has_an_id_of_its_own_a_known_topic_and_a_known_verdict():
 
 def test_every_claim_that_a_test_names_is_in_the_list():
     ids = {claim["id"] for claim in CLAIMS}
-    for path in (ROOT / "tests").glob("test_*.py"):
+    for path in (ROOT / "tests").rglob("test_*.py"):
         if path.name != "test_claims.py":
             assert set(CLAIM.findall(path.read_text(encoding="utf-8").replace("_", " "))) <= ids, path.name
 
@@ -126,12 +126,12 @@ def test_every_claim_that_a_test_names_is_in_the_list():
         ({"where": "notebooks/03_data_parallel.ipynb#no-such-cell"}, "is no cell"),
         ({"where": "notebooks/99_no_such_chapter.ipynb#title"}, "is no cell"),
         ({"where": "notebooks/03_data_parallel.ipynb#bucketed"}, "shows nothing and asserts nothing"),
-        ({"where": "tests/test_timing.py::test_no_such_test"}, "is no test"),
+        ({"where": "tests/timing/test_timing.py::test_no_such_test"}, "is no test"),
         ({"where": "tests/test_no_such_file.py::test_it"}, "is no test"),
         ({"where": "tests/gpu/test_memory_gpu.py::test_the_cuda_context_is_measured"}, "nothing recomputes it"),
         ({"where": "chapter 3"}, "is neither"),
         (
-            {"where": "tests/test_timing.py::test_a_line_is_found_back", "recomputed_value": "436.0"},
+            {"where": "tests/timing/test_timing.py::test_a_line_is_found_back", "recomputed_value": "436.0"},
             "none of its numbers",
         ),
         ({"topic": "ops", "where": "notebooks/03_data_parallel.ipynb#no-such-cell"}, "is no cell"),

@@ -28,6 +28,8 @@ import pytest
 from course_lib.authoring import ROOT, code_cells, load_solution, notebook_paths, read, without_magics
 from course_lib.checks.core import CheckFailed
 
+pytestmark = pytest.mark.launches
+
 
 def check_calls(stem: str) -> list[tuple[str, str]]:
     """(name of the check, name of the answer) for each check cell of a solution notebook."""

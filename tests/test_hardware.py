@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from course_lib.hardware import (
@@ -6,6 +8,7 @@ from course_lib.hardware import (
     LINKS,
     PUBLISHED_BUS_BANDWIDTH,
     PUBLISHED_DP_THROUGHPUT,
+    Cluster,
     gpu,
     gpu_of_device,
     link,
@@ -45,8 +48,19 @@ def test_links_count_one_direction_and_datasheets_both():
     assert LINKS["nvlink3"].both_directions_bytes_per_s == 600e9 == 12 * 50e9
     assert LINKS["nvlink4"].bytes_per_s == 450e9 == 18 * 25e9  # claims C138, C162
     assert LINKS["nvlink4"].both_directions_bytes_per_s == 900e9
-    duplex = [one for key, one in LINKS.items() if key not in ("nvme", "nvlink-h800")]
+    duplex = [one for key, one in LINKS.items() if key != "nvme"]
     assert all(one.both_directions_bytes_per_s == 2 * one.bytes_per_s for one in duplex)
+
+
+def test_a_ring_achieves_less_than_the_line_rate_and_a_switch_more():
+    nvlink = LINKS["nvlink4"]
+    assert nvlink.achieved_bytes_per_s == pytest.approx(370.8e9) and nvlink.switch_share == 480 / 450
+    assert LINKS["pcie3"].achieved_bytes_per_s == pytest.approx(12e9)
+    assert LINKS["pcie5"].achieved_bytes_per_s == pytest.approx(48e9)
+    assert 800e9 < LINKS["nvlink5"].switch_share * LINKS["nvlink5"].bytes_per_s < 850e9
+    for key, one in LINKS.items():
+        assert (one.switch_share is not None) == (key in ("nvlink4", "nvlink5"))
+        assert 0.7 < one.achieved_share <= 1 and (one.kind == "plain") == (key == "nvme")
 
 
 @pytest.mark.parametrize(("key", "transfers_per_s"), [("pcie3", 8e9), ("pcie4", 16e9), ("pcie5", 32e9)])
@@ -56,7 +70,7 @@ def test_pcie_is_its_lanes_times_its_rate(key, transfers_per_s):
 
 def test_networks_between_nodes():
     assert 8 * LINKS["efa"].bytes_per_s == 400e9 == 3.2e12 / 8  # claim C196: 8 x 400 Gb/s = 3.2 Tb/s = 400 GB/s
-    assert LINKS["ib-ndr400"].bytes_per_s == 50e9 and LINKS["nvlink-h800"].bytes_per_s == 160e9  # claim C164
+    assert LINKS["ib-ndr400"].bytes_per_s == 50e9 and LINKS["nvlink-h800"].achieved_bytes_per_s == 160e9  # claim C164
     assert LINKS["ib-hdr200"].bytes_per_s == 25e9
 
 
@@ -113,6 +127,9 @@ def test_gpus_are_recognised_by_the_name_cuda_gives_them(name, gib, key):
         (lambda: peak_flops(GPUS["t4"], "bf16"), "T4 has no bf16 units; choose from fp32, fp16"),
         (lambda: peak_flops(GPUS["t4"], "int4"), "precision 'int4' is not one of"),
         (lambda: published_link(3), "3 nodes were not measured; choose from 1, 2, 4"),
+        (lambda: replace(LINKS["efa"], bytes_per_s=-1.0), "bytes_per_s is -1.0; give a finite number above 0"),
+        (lambda: replace(LINKS["efa"], kind="nvlnk"), "kind is 'nvlnk'; did you mean 'nvlink'"),
+        (lambda: Cluster(GPUS["h100"], LINKS["nvlink4"], LINKS["efa"], 0), "gpus_per_node is 0; give a whole number"),
     ],
 )
 def test_mistakes_are_named(call, message):

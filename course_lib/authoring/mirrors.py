@@ -64,7 +64,7 @@ def _decorators(node: ast.stmt) -> list[ast.expr]:
     return [
         decorator
         for decorator in getattr(node, "decorator_list", [])
-        if not (isinstance(decorator, ast.Name) and decorator.id == "checked")
+        if getattr(getattr(decorator, "func", decorator), "id", "") != "checked"
     ]
 
 

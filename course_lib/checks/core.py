@@ -81,12 +81,9 @@ def fresh_generator(rng: random.Random) -> torch.Generator:
 
 
 def run_ranks(fn: Callable, world_size: int, *args, timeout: float = RANK_SECONDS) -> Results:
-    """`launch`, for graders: nothing printed; a rank that fails is the answer's failure, told with its rank.
-
-    Always gloo: graders use tensors on the CPU, which NCCL would refuse on a machine with a GPU for every rank.
-    """
+    """`launch`, for graders: nothing printed; a rank that fails is the answer's failure, told with its rank."""
     try:
-        return launch(fn, world_size, *args, timeout=timeout, backend="gloo", quiet=True)
+        return launch(fn, world_size, *args, timeout=timeout, quiet=True)
     except RankError as error:
         missing = NOT_WRITTEN.search(str(error))
         if missing:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from course_lib.launch import _failures, _rank
@@ -56,7 +56,7 @@ class Slurm:
 
     nodes, ntasks_per_node   ranks are their product
     partition, account       as your cluster names them; None: its defaults
-    gpus_per_node            0: ranks use gloo
+    gpus_per_node            None: one for each rank where the partition's nodes have as many; 0: none, ranks use gloo
     time_min                 minutes after which Slurm ends the job, whatever it does
     options                  more of sbatch's, by their long names: {"mem": "8G", "exclusive": True}
     folder                   seen under this path by this machine and by all nodes; for each launch a folder of mode 700
@@ -66,7 +66,7 @@ class Slurm:
     nodes: int = 2
     ntasks_per_node: int = 2
     partition: str | None = None
-    gpus_per_node: int = 0
+    gpus_per_node: int | None = None
     time_min: int = 10
     account: str | None = None
     options: dict[str, str | int | bool] = field(default_factory=dict)
@@ -75,6 +75,8 @@ class Slurm:
     def __post_init__(self):
         for name, least in (("nodes", 1), ("ntasks_per_node", 1), ("gpus_per_node", 0), ("time_min", 1)):
             value = getattr(self, name)
+            if value is None and name == "gpus_per_node":
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
         if not isinstance(self.options, dict):
@@ -94,6 +96,14 @@ class Slurm:
     @property
     def num_ranks(self) -> int:
         return self.nodes * self.ntasks_per_node
+
+    def with_gpus(self) -> "Slurm":
+        """Return the allocation with its GPUs in numbers, after a look at what the partition's nodes have."""
+        if self.gpus_per_node is not None:
+            return self
+        said = _ask("sinfo", "--noheader", "--format=%P|%G") if shutil.which("sinfo") else None
+        found = gpus_of_a_node(said or "", self.partition)
+        return replace(self, gpus_per_node=self.ntasks_per_node if found >= self.ntasks_per_node else 0)
 
     def check_launch(self, world_size: int, timeout: float) -> None:
         """Whether this machine can hand in such a job. Nothing is sent yet."""
@@ -130,6 +140,16 @@ class Slurm:
                 f"files in place of the launch's; use one of your own, or chmod go-w {folder}"
             )
         return str(folder)
+
+
+def gpus_of_a_node(said: str, partition: str | None) -> int:
+    """Return the most GPUs of one node in the partition, or in the default one, from sinfo's lines `name*|gres`."""
+    most = 0
+    for line in said.splitlines():
+        name, _, gres = line.strip().partition("|")
+        if name.rstrip("*") == partition or (partition is None and name.endswith("*")):
+            most = max(most, sum(int(count) for count in re.findall(r"\bgpu:(?:[^:,()]+:)?(\d+)", gres)))
+    return most
 
 
 def _check_value(name: str, value) -> None:

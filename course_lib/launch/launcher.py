@@ -20,7 +20,7 @@ import psutil
 import torch
 from tqdm.std import tqdm
 
-from course_lib.devices import BACKENDS
+from course_lib.devices import BACKENDS, pack, unpack
 from course_lib.launch import _accelerate, _failures, _processes, _rank, _slurm
 from course_lib.launch._failures import RankError
 from course_lib.launch._slurm import Slurm
@@ -85,10 +85,11 @@ def launch(
 ) -> Results:
     """Run `fn(*args)` on `world_size` processes that can talk to each other, and return what each of them returned.
 
-    `fn` may be defined in the cell: it travels with what it uses. Imported functions are imported again in each rank,
-    from the file as it is now. In a rank torch.distributed is initialised, and RANK, LOCAL_RANK and WORLD_SIZE are set
-    as torchrun sets them. What ranks print appears below the cell when all have finished, rank by rank. The notebook's
-    own process is never a rank. Keyword arguments: wrap `fn` with functools.partial.
+    `fn` may be defined in the cell: it travels with what it uses, and tensors arrive on the rank's device. Imported
+    functions are imported again in each rank, from the file as it is now. In a rank torch.distributed is initialised,
+    and RANK, LOCAL_RANK and WORLD_SIZE are set as torchrun sets them. What ranks print appears below the cell when all
+    have finished, rank by rank. The notebook's own process is never a rank. Keyword arguments: wrap `fn` with
+    functools.partial.
 
     timeout   seconds from the start of the ranks; then they are ended, and the error says where each of them stood
     backend   "auto": NCCL and a GPU for each rank where there are as many, else gloo and the CPU; or "nccl", "gloo", or
@@ -106,6 +107,7 @@ def launch(
             f"launch was called inside rank {_rank.link.rank}, and a rank cannot start ranks; call it in the notebook"
         )
     _check_arguments(fn, world_size, timeout, via, threads, where)
+    where = where and where.with_gpus()
     gpu_count = torch.cuda.device_count() if where is None else where.nodes * where.gpus_per_node
     backend, why = choose_backend(backend, world_size, gpu_count)
     payload = _dump_function(fn, args)
@@ -217,9 +219,14 @@ def _check_arguments(fn, world_size, timeout, via, threads, where) -> None:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Sends modules of a class of their own by name, too: a function that says `dist` and `.config` brings torch's."""
+    """Sends tensors so that they arrive on the rank's device, and modules of a class of their own by name.
+
+    A function that says `dist` and `.config` brings such a module of torch's.
+    """
 
     def reducer_override(self, obj):
+        if type(obj) is torch.Tensor and obj.layout == torch.strided and not obj.is_meta:
+            return unpack, pack(obj)
         of_own_class = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
         if of_own_class and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)

@@ -15,7 +15,7 @@ Source   Liu et al. 2023 (arXiv:2310.01889), ring attention; Brandon et al. 2023
 from dataclasses import dataclass
 from typing import Literal
 
-from course_lib.validate import Size, checked
+from course_lib.validate import Index, Size, checked
 
 PLACEMENTS = ("contiguous", "zigzag", "striped")
 
@@ -46,7 +46,7 @@ class Tile:
         return rows * (rows + 1) // 2 if self.causal else rows * columns
 
 
-@checked
+@checked(placement=Literal[PLACEMENTS], shard_len=Size, query_rank=Index, key_rank=Index)
 def tile(placement: str, shard_len: int, query_rank: int, key_rank: int, causal: bool = True) -> Tile | None:
     """What of one rank's keys another rank's queries see; None if nothing. shard_len: tokens a rank.
 

@@ -22,13 +22,14 @@ Expert parallelism is applied from outside. It keeps a part of `moe.experts`, an
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.config import ModelConfig, MoeConfig
-from course_lib.validate import Size, checked
+from course_lib.config import SCORES, ModelConfig, MoeConfig
+from course_lib.validate import Index, Positive, Size, checked
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,13 @@ class Routing:
 # ---------------------------------------------------------------- the router, one step a function
 
 
-@checked
+@checked(score=Literal[SCORES])
 def scores(logits_TE: Tensor, score: str) -> Tensor:
     """Affinity of each token to each expert, from 0 to 1: one softmax over the experts, or a sigmoid of each."""
     return logits_TE.softmax(-1) if score == "softmax" else logits_TE.sigmoid()
 
 
-@checked
+@checked(num_groups=Size, max_groups=Size, top_k=Size)
 def limit_groups(choice_TE: Tensor, num_groups: int, max_groups: int, top_k: int) -> Tensor:
     """The same affinities, minus infinity outside each token's `max_groups` best groups.
 
@@ -116,7 +117,7 @@ def capacity(num_tokens: Size, config: MoeConfig) -> int | None:
     return capacity_of(num_tokens, config.top_k, config.num_experts, config.capacity_factor)
 
 
-@checked
+@checked(num_tokens=Size, top_k=Size, num_experts=Size, capacity_factor=Positive)
 def capacity_of(num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
     """Rows that an expert accepts from num_tokens tokens: factor times its fair share, rounded up.
 
@@ -129,7 +130,7 @@ def capacity_of(num_tokens: int, top_k: int, num_experts: int, capacity_factor: 
     return math.ceil(round(share, 9))  # 1.1 x 40 is 44.00000000000001 in floating point
 
 
-@checked
+@checked(num_experts=Size, room=Index | None)
 def keep(expert_Tk: Tensor, num_experts: int, room: int | None) -> Tensor:
     """Which choices fit: each expert takes its first `room`; all first choices come before any second one.
 

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from course_lib.layout.placement import check_context
-from course_lib.validate import Size, checked
+from course_lib.validate import Index, Size, checked
 
 
-@checked
+@checked(seq_len=Size, cp_size=Size, cp_rank=Index)
 def positions(placement: str, seq_len: int, cp_size: int, cp_rank: int) -> Tensor:
     """Where this rank's tokens stand in the whole sequence, in ascending order.
 

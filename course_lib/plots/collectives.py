@@ -8,6 +8,7 @@ from matplotlib.patches import Rectangle
 
 from course_lib.plots.palette import NEUTRAL_COLOR, OKABE_ITO, RANK_COLORS, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.validate import checked
 
 MIXED = -1  # the origin of a value that no single rank had before: a sum, a mean, a maximum
 MIXED_COLOR = "#333333"
@@ -23,6 +24,7 @@ class Cell:
     origin: int | None
 
 
+@checked
 def rows_of(values) -> list[list]:
     """One list of numbers per rank, from tensors, arrays, lists or None (nothing there)."""
     rows = []
@@ -32,6 +34,7 @@ def rows_of(values) -> list[list]:
     return rows
 
 
+@checked
 def origin_of(value: float, before: Sequence[Sequence]) -> int | None:
     """The only rank that held the value before; MIXED if none did; None if several did, so that nobody can tell."""
     holders = [rank for rank, row in enumerate(before) if value in row]
@@ -40,6 +43,7 @@ def origin_of(value: float, before: Sequence[Sequence]) -> int | None:
     return holders[0] if len(holders) == 1 else None
 
 
+@checked
 def collective_cells(before, after) -> tuple[list[Cell], list[Cell]]:
     """The cells before and after a collective, each with the rank that its value came from.
 
@@ -83,6 +87,7 @@ def _grid(axes, columns: int, ranks: int, title: str, label_ranks: bool = True) 
         )
 
 
+@checked
 def show_collective(before, after, title: str = "What each rank holds before and after") -> None:
     """Show one collective: each rank's numbers before and after, coloured by the rank that they came from."""
     left, right = collective_cells(before, after)
@@ -133,6 +138,7 @@ class RingStep:
     received: list[int | None]
 
 
+@checked
 def ring_all_reduce_steps(values) -> list[RingStep]:
     """Every state of a ring all-reduce of N ranks with N pieces each: the start, then 2 (N - 1) steps.
 
@@ -182,6 +188,7 @@ def _draw_ring_step(axes, step: RingStep, label_ranks: bool) -> None:
             axes.add_patch(Rectangle((piece, rank), 1, 1, facecolor="none", edgecolor="black", linewidth=2.2, zorder=3))
 
 
+@checked
 def show_ring_all_reduce(
     values, title: str = "Ring all-reduce: every piece is summed on its first trip, copied on its second"
 ) -> None:

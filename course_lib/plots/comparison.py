@@ -7,6 +7,7 @@ import matplotlib.pyplot as plt
 
 from course_lib.plots.palette import MEASURED_COLOR, PREDICTED_COLOR
 from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, style, three_digits, unit_for
+from course_lib.validate import checked
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,14 @@ class PairOfBars:
     error_percent: float
 
 
+@checked
 def comparison_pairs(rows: Sequence) -> list[PairOfBars]:
     """The rows of a `Comparison` that are not empty on both sides."""
     pairs = [PairOfBars(row.kind, row.predicted_bytes, row.measured_bytes, row.error_percent) for row in rows]
     return [pair for pair in pairs if pair.predicted_bytes or pair.measured_bytes]
 
 
+@checked
 def error_text(error_percent: float) -> str:
     """Such as `+1.2 %`; an error too small to be seen is called exact only if it is zero."""
     if error_percent == 0:
@@ -34,6 +37,7 @@ def error_text(error_percent: float) -> str:
     return f"{error_percent:+.2f} %".replace("-", "−")
 
 
+@checked
 def draw_comparison(axes, pairs: Sequence[PairOfBars], what: str = "largest of each kind") -> None:
     """Two bars a kind; the numbers and the error stand beside them."""
     largest = max(max(pair.predicted_bytes, pair.measured_bytes) for pair in pairs)
@@ -54,6 +58,7 @@ def draw_comparison(axes, pairs: Sequence[PairOfBars], what: str = "largest of e
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncol=2)
 
 
+@checked
 def show_comparison(
     rows: Sequence, title: str = "Predicted beside measured", what: str = "largest of each kind"
 ) -> None:

@@ -13,6 +13,7 @@ from course_lib.parallel.positions import positions
 from course_lib.plots.curves import LINE_COLORS, LINE_STYLES, MARKERS
 from course_lib.plots.palette import LIMIT_COLOR, NEUTRAL_COLOR, RANK_COLORS, channels, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, style, three_digits
+from course_lib.validate import Amount, Size, checked
 
 MASKED_COLOR = "#F4F4F4"
 MOST_RANKS = len(RANK_COLORS)
@@ -20,7 +21,8 @@ MOST_RANKS = len(RANK_COLORS)
 # ---------------------------------------------------------------- the mask, shared out
 
 
-def mask_ranks(placement: str, seq_len: int, cp_size: int, causal: bool = True) -> list[list[int | None]]:
+@checked
+def mask_ranks(placement: str, seq_len: Size, cp_size: Size, causal: bool = True) -> list[list[int | None]]:
     """Which rank computes each pair: [query][key], None where the mask forbids it. A pair is its query's rank's.
 
     Raises   ValueError as `placement.check_context`
@@ -30,7 +32,8 @@ def mask_ranks(placement: str, seq_len: int, cp_size: int, causal: bool = True) 
     return [[owner[q] if not causal or k <= q else None for k in range(seq_len)] for q in range(seq_len)]
 
 
-def mask_steps(placement: str, seq_len: int, cp_size: int, causal: bool = True) -> list[list[int | None]]:
+@checked
+def mask_steps(placement: str, seq_len: Size, cp_size: Size, causal: bool = True) -> list[list[int | None]]:
     """At which step of a ring each pair is computed: the distance from the key's rank to the query's."""
     ranks = mask_ranks(placement, seq_len, cp_size, causal=False)
     owner = [row[0] for row in ranks]
@@ -40,13 +43,15 @@ def mask_steps(placement: str, seq_len: int, cp_size: int, causal: bool = True) 
     ]
 
 
-def mask_caption(placement: str, seq_len: int, cp_size: int, causal: bool = True) -> str:
+@checked
+def mask_caption(placement: str, seq_len: Size, cp_size: Size, causal: bool = True) -> str:
     """What a panel shows, in one line: how many pairs a rank has."""
     totals = pairs_of_ranks(pairs(placement, seq_len, cp_size, causal))
     each = f"{totals[0]:,} pairs each" if len(set(totals)) == 1 else f"{min(totals):,} to {max(totals):,} pairs a rank"
     return f"{placement}\n{each}"
 
 
+@checked
 def draw_mask(axes, cells: Sequence[Sequence[int | None]], caption: str, steps: bool = False) -> None:
     """A square for each pair, queries downwards, keys to the right, coloured by rank (or by step, numbered)."""
     size = len(cells)
@@ -67,9 +72,10 @@ def draw_mask(axes, cells: Sequence[Sequence[int | None]], caption: str, steps: 
     axes.set_title(caption, fontsize=9.5, fontweight="normal", loc="center")
 
 
+@checked
 def show_mask(
-    cp_size: int = 4,
-    seq_len: int = 16,
+    cp_size: Size = 4,
+    seq_len: Size = 16,
     placements: Sequence[str] = PLACEMENTS,
     causal: bool = True,
     by: str = "rank",
@@ -113,6 +119,7 @@ class WorkBar:
     idle: int
 
 
+@checked
 def work_bars(table: Sequence[Sequence[int]]) -> list[WorkBar]:
     """A table of `context_work.pairs` as bars on a clock that counts pairs."""
     idle, lengths = idle_pairs(table), step_pairs(table)
@@ -124,11 +131,13 @@ def work_bars(table: Sequence[Sequence[int]]) -> list[WorkBar]:
     ]
 
 
+@checked
 def work_caption(placement: str, table: Sequence[Sequence[int]]) -> str:
     """What a panel shows, in one line: the share of ideal speed."""
     return f"{placement}: {100 * share_of_ideal(table):.1f} % of the ideal speed"
 
 
+@checked
 def draw_work(axes, bars: Sequence[WorkBar], caption: str, end: int) -> None:
     """Ranks downwards, pairs to the right: what each computes at each step, and hatched how long it waits."""
     for bar in bars:
@@ -149,9 +158,10 @@ def draw_work(axes, bars: Sequence[WorkBar], caption: str, end: int) -> None:
     axes.set_title(caption, fontsize=9.5, fontweight="normal", loc="left")
 
 
+@checked
 def show_work(
-    cp_size: int = 4,
-    seq_len: int = 4096,
+    cp_size: Size = 4,
+    seq_len: Size = 4096,
     placements: Sequence[str] = PLACEMENTS,
     causal: bool = True,
     title: str = "",
@@ -188,7 +198,8 @@ class Held:
     pairs: int
 
 
-def travel(cp_size: int, placement: str = "zigzag", shard_len: int = 2, causal: bool = True) -> list[list[Held]]:
+@checked
+def travel(cp_size: Size, placement: str = "zigzag", shard_len: Size = 2, causal: bool = True) -> list[list[Held]]:
     """What each rank has at each step of a ring, [rank][step]: at step t the block of rank r - t."""
     check_context(shard_len * cp_size, cp_size, placement)
 
@@ -199,6 +210,7 @@ def travel(cp_size: int, placement: str = "zigzag", shard_len: int = 2, causal: 
     return [[held(rank, step) for step in range(cp_size)] for rank in range(cp_size)]
 
 
+@checked
 def draw_travel(axes, table: Sequence[Sequence[Held]]) -> None:
     """Steps to the right, ranks downwards: a cell in the colour of its keys' rank; pale where nothing may be seen."""
     size = len(table)
@@ -219,7 +231,8 @@ def draw_travel(axes, table: Sequence[Sequence[Held]]) -> None:
     axes.spines[:].set_visible(False)
 
 
-def show_travel(cp_size: int = 4, placement: str = "contiguous", causal: bool = True, title: str = "") -> None:
+@checked
+def show_travel(cp_size: Size = 4, placement: str = "contiguous", causal: bool = True, title: str = "") -> None:
     """Show whose keys and values each rank has at each step; hatched where its queries may see none of them.
 
     Raises   ValueError for more ranks than there are colours
@@ -244,12 +257,14 @@ def _check_ranks(cp_size: int) -> None:
 # ---------------------------------------------------------------- memory by length
 
 
-def longest_drawn(curve: Mapping[int, float], limit_bytes: float) -> int | None:
+@checked
+def longest_drawn(curve: Mapping[int, float], limit_bytes: Amount) -> int | None:
     """The longest of the drawn sequences that fits; None if none does."""
     return max((seq_len for seq_len, size in curve.items() if size <= limit_bytes), default=None)
 
 
-def show_length(seq_len: int) -> str:
+@checked
+def show_length(seq_len: Size) -> str:
     """Tokens as one says them: 16k, 128k, 1M."""
     millions, thousands = divmod(seq_len, 2**20), divmod(seq_len, 1024)
     if millions[0] and not millions[1]:
@@ -257,7 +272,8 @@ def show_length(seq_len: int) -> str:
     return f"{thousands[0]}k" if thousands[0] and not thousands[1] else str(seq_len)
 
 
-def line_label(name: str, curve: Mapping[int, float], limit_bytes: float | None) -> str:
+@checked
+def line_label(name: str, curve: Mapping[int, float], limit_bytes: Amount | None) -> str:
     """A line's name, the longest of its lengths that fits, and the next one."""
     if limit_bytes is None:
         return name
@@ -267,6 +283,7 @@ def line_label(name: str, curve: Mapping[int, float], limit_bytes: float | None)
     return f"{name}: {fits}" + (f", {show_length(too_long)} does not" if longest and too_long else "")
 
 
+@checked
 def show_memory_by_length(
     curves: Mapping[str, Mapping[int, float]], gpu: GPU | None = None, title: str = "", unit: str = "GiB"
 ) -> None:

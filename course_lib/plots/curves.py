@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
+import numpy as np
 
 from course_lib.hardware import Link
 from course_lib.plots.palette import NEUTRAL_COLOR, OKABE_ITO
 from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, show_bytes, show_seconds, style, three_digits
-from course_lib.timing import bus_factor, collective_s, collective_steps
+from course_lib.timing import collective_costs, collective_s, fastest
+from course_lib.validate import Size, checked
 
 LINE_COLORS = [OKABE_ITO[name] for name in ("blue", "vermillion", "green", "purple", "orange", "sky")]
 LINE_STYLES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1))]
@@ -17,6 +19,7 @@ MARKERS = ["o", "s", "^", "D", "v", "P"]
 Curve = Mapping[float, float]
 
 
+@checked
 def draw_curves(axes, lines: Mapping[str, Curve], points: Mapping[str, Curve], value_labels: bool = True) -> None:
     """Lines for models, markers for measurements; measurements carry their numbers."""
     for index, (name, curve) in enumerate(lines.items()):
@@ -44,6 +47,7 @@ def draw_curves(axes, lines: Mapping[str, Curve], points: Mapping[str, Curve], v
     axes.legend(loc="best")
 
 
+@checked
 def value_labels_of(
     curves: Sequence[Curve], nearest: float = 0.09, lines: Sequence[Curve] = ()
 ) -> list[tuple[float, float, bool]]:
@@ -84,6 +88,7 @@ def _side(above: bool) -> int:
     return 1 if above else -1
 
 
+@checked
 def show_curves(
     lines: Mapping[str, Curve],
     points: Mapping[str, Curve],
@@ -119,6 +124,7 @@ def _scale(axes, xs: Sequence[float], log_x: bool, log_y: bool) -> None:
     axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
 
 
+@checked
 def show_bandwidth(published: Mapping[str, Curve], models: Mapping[str, Curve], title: str) -> None:
     """Show bytes per second over nodes: published as points, models as lines; all `{nodes: bytes/s}`."""
     show_curves(
@@ -130,6 +136,7 @@ def show_bandwidth(published: Mapping[str, Curve], models: Mapping[str, Curve], 
     )
 
 
+@checked
 def show_throughput(
     published: Curve,
     model: Curve,
@@ -147,44 +154,54 @@ def show_throughput(
 
 @dataclass(frozen=True)
 class AlphaBetaPicture:
-    """Times over message sizes, and the size at which latency and bandwidth cost the same."""
+    """Times of the fastest way over message sizes, and its two limits: a latency alone, and bytes at the best rate."""
 
     sizes_bytes: list[float]
     total_s: list[float]
     latency_s: float
     bandwidth_s: list[float]
     crossover_bytes: float
+    ways: list[tuple[float, str]]  # the size from which on a way is the fastest, and what it is
 
 
-def crossover_bytes(collective: str, world_size: int, link: Link) -> float:
-    """The message size at which a collective spends as long on latency as on moving bytes."""
+@checked
+def crossover_bytes(collective: str, world_size: Size, link: Link) -> float:
+    """The message size at which the latency of the smallest message is as long as moving bytes at the best rate."""
     if world_size < 2:
         raise ValueError(f"world_size is {world_size}; a collective that costs something needs at least 2 ranks")
-    return (
-        collective_steps(collective, world_size)
-        * link.latency_s
-        * link.bytes_per_s
-        / bus_factor(collective, world_size)
-    )
+    costs = collective_costs(collective, world_size, link)
+    return min(cost.latency_s for cost in costs) * max(cost.payload_bytes_per_s for cost in costs)
 
 
+@checked
 def alpha_beta_picture(
-    collective: str, world_size: int, link: Link, lowest: float = 1e3, highest: float = 1e10
+    collective: str, world_size: Size, link: Link, lowest: float = 1e3, highest: float = 1e10
 ) -> AlphaBetaPicture:
-    """Alpha-beta times of messages from `lowest` to `highest` bytes, eight to a decade."""
+    """Times of messages from `lowest` to `highest` bytes, eight to a decade, each by the fastest way."""
     ratio = 10 ** (1 / 8)
     sizes = [lowest]
     while sizes[-1] < highest:
         sizes.append(min(sizes[-1] * ratio, highest))
-    total = [collective_s(collective, size, world_size, link) for size in sizes]
+    best = [fastest(collective, size, world_size, link) for size in sizes]
+    crossover = crossover_bytes(collective, world_size, link)
     latency_s = collective_s(collective, 0, world_size, link)
-    return AlphaBetaPicture(
-        sizes, total, latency_s, [t - latency_s for t in total], crossover_bytes(collective, world_size, link)
-    )
+    ways = [(size, f"{cost.algorithm}, {cost.protocol}") for size, cost in zip(sizes, best, strict=True)]
+    first = [way for index, way in enumerate(ways) if index == 0 or ways[index - 1][1] != way[1]]
+    total = [cost.seconds(size) for size, cost in zip(sizes, best, strict=True)]
+    return AlphaBetaPicture(sizes, total, latency_s, [latency_s * size / crossover for size in sizes], crossover, first)
 
 
+def interpolated(picture: AlphaBetaPicture, at_bytes: float) -> float:
+    """Return the time of a message between two sizes of the picture, on the line that is drawn."""
+    return float(np.interp(at_bytes, picture.sizes_bytes, picture.total_s))
+
+
+@checked
 def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = None) -> None:
-    """Log-log: flat where latency rules, a straight slope where bandwidth rules; `at_bytes` marks one message."""
+    """Log-log: flat where latency rules, a slope where bandwidth rules, and where the fastest way changes.
+
+    at_bytes   one message to mark
+    """
     scale = TIME_UNITS["ms"]
     axes.loglog(
         picture.sizes_bytes, [t / scale for t in picture.total_s], color=OKABE_ITO["blue"], label="time", zorder=3
@@ -211,8 +228,13 @@ def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = No
             axes.annotate(
                 text, (picture.crossover_bytes, 0.97), xycoords=("data", "axes fraction"), ha=side, va="top", fontsize=9
             )
+    for index, (size, way) in enumerate(picture.ways):  # the first below the flat part, later ones above the slope
+        at = size, picture.total_s[picture.sizes_bytes.index(size)] / scale
+        axes.plot(*at, "|", color=OKABE_ITO["blue"], markersize=9, zorder=4)
+        look = {"xytext": (-3, 8), "ha": "right", "va": "bottom"} if index else {"xytext": (3, -6), "va": "top"}
+        axes.annotate(way, at, textcoords="offset points", fontsize=8.5, **look)
     if at_bytes:
-        total = picture.latency_s + at_bytes * picture.bandwidth_s[-1] / high
+        total = interpolated(picture, at_bytes)
         axes.plot(at_bytes, total / scale, "o", color=OKABE_ITO["vermillion"], markersize=10, zorder=4)
         box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}
         label, here = f"{show_bytes(at_bytes)}: {show_seconds(total)}", (at_bytes, total / scale)
@@ -221,7 +243,8 @@ def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = No
     axes.set(xlabel="message (bytes)", ylabel="time (ms)")
 
 
-def show_alpha_beta(world_size: int, link: Link, collective: str = "all_reduce", title: str = "") -> None:
+@checked
+def show_alpha_beta(world_size: Size, link: Link, collective: str = "all_reduce", title: str = "") -> None:
     """Show a collective's modelled time over message size, with its latency and its bandwidth regime."""
     picture = alpha_beta_picture(collective, world_size, link)
     crossover = picture.crossover_bytes

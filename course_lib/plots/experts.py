@@ -14,6 +14,7 @@ from course_lib.plots.palette import (
     OKABE_ITO,
 )
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style, three_digits
+from course_lib.validate import Size, checked
 
 MOST_BARS = 64  # more experts are drawn as one outline
 MOST_BORDERS = 32  # between ranks
@@ -34,7 +35,10 @@ class LoadPicture:
     drop_rate: float
 
 
-def load_picture(load: Sequence[int], capacity: int | None = None, dropped: Sequence[int] | None = None) -> LoadPicture:
+@checked
+def load_picture(
+    load: Sequence[int], capacity: Size | None = None, dropped: Sequence[int] | None = None
+) -> LoadPicture:
     """Split each expert's load in what it computes and what it drops.
 
     Without `dropped`, what exceeds the capacity is dropped. Give it where ranks have capacities of their own: then
@@ -54,13 +58,15 @@ def load_picture(load: Sequence[int], capacity: int | None = None, dropped: Sequ
     return LoadPicture(kept, dropped, mean, capacity, max(kept) / mean, sum(dropped) / sum(load))
 
 
+@checked
 def load_title(picture: LoadPicture) -> str:
     """What the bars show: how much longer the fullest expert computes than the mean, and what is lost."""
     said = f"The fullest of {len(picture.kept)} experts computes {three_digits(picture.largest)} times the mean load"
     return said + (f"; {100 * picture.drop_rate:.1f} % of all choices are dropped" if picture.capacity else "")
 
 
-def draw_load(axes, picture: LoadPicture, experts_per_rank: int | None = None) -> None:
+@checked
+def draw_load(axes, picture: LoadPicture, experts_per_rank: Size | None = None) -> None:
     """A bar for each expert, drops hatched on top, lines for mean and capacity; borders between ranks dotted."""
     experts = range(len(picture.kept))
     whole = [kept + lost for kept, lost in zip(picture.kept, picture.dropped)]
@@ -110,7 +116,8 @@ def _label_lines(axes, lines: Sequence[tuple[float, str]], top: float) -> None:
         )
 
 
-def show_load(load: Sequence[int], capacity: int | None = None, title: str = "", experts_per_rank=None) -> None:
+@checked
+def show_load(load: Sequence[int], capacity: Size | None = None, title: str = "", experts_per_rank=None) -> None:
     """Show the load of experts: choices that fell on each, with the mean, and with what a capacity drops."""
     picture = load_picture(load, capacity)
     with style():
@@ -132,6 +139,7 @@ class BalancePicture:
     last_steps: int
 
 
+@checked
 def balance_picture(loads: Sequence[Sequence[float]]) -> BalancePicture:
     """From loads[step][expert], choices that fell on each expert, to multiples of the step's mean.
 
@@ -144,6 +152,7 @@ def balance_picture(loads: Sequence[Sequence[float]]) -> BalancePicture:
     return BalancePicture([list(expert) for expert in zip(*relative)], sum(map(max, last)) / len(last), len(last))
 
 
+@checked
 def draw_balance(axes, picture: BalancePicture, top: float) -> None:
     """A thin line for each expert, the largest and the smallest of each step thick, and where all would be even."""
     steps = range(1, len(picture.relative[0]) + 1)
@@ -158,6 +167,7 @@ def draw_balance(axes, picture: BalancePicture, top: float) -> None:
     axes.set(xlim=(1, max(len(steps), 2)), ylim=(0, top), xlabel="training step")
 
 
+@checked
 def show_balance(loads: Mapping[str, Sequence[Sequence[float]]], title: str = "") -> None:
     """Show the load of experts while training, `{label: loads[step][expert]}`, side by side on one scale."""
     pictures = {label: balance_picture(steps) for label, steps in loads.items()}
@@ -183,6 +193,7 @@ def show_balance(loads: Mapping[str, Sequence[Sequence[float]]], title: str = ""
 # ---------------------------------------------------------------- total and active parameters
 
 
+@checked
 def parameters_title(parameters: Mapping[str, tuple[float, float]]) -> str:
     """How large the part is that computes for one token."""
     shares = [
@@ -191,6 +202,7 @@ def parameters_title(parameters: Mapping[str, tuple[float, float]]) -> str:
     return "A token passes through " + (" and ".join(shares) or "every parameter")
 
 
+@checked
 def draw_parameters(axes, parameters: Mapping[str, tuple[float, float]]) -> None:
     """`{model: (total, active)}` as bars: what is stored, and within it what computes for one token."""
     longest = max(total for total, _ in parameters.values())
@@ -210,6 +222,7 @@ def draw_parameters(axes, parameters: Mapping[str, tuple[float, float]]) -> None
     axes.legend(handles=handles, ncol=2, borderaxespad=4.0, **BELOW)
 
 
+@checked
 def show_parameters(parameters: Mapping[str, tuple[float, float]], title: str = "") -> None:
     """Show total and active parameters, `{model: (total, active)}`."""
     with style():

@@ -12,6 +12,7 @@ from course_lib.layout.mesh import AXES, AxisLinks, links_of_axes
 from course_lib.plots.holdings import draw_boxes
 from course_lib.plots.palette import NEUTRAL_COLOR, RANK_COLORS, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, show_seconds, style
+from course_lib.validate import Index, Positive, Size, checked
 
 # ---------------------------------------------------------------- ranks on nodes
 
@@ -45,7 +46,8 @@ class RankMap:
         return by_node
 
 
-def rank_map(layout: Layout, axis: str = "tp", ranks_per_node: int = 8) -> RankMap:
+@checked
+def rank_map(layout: Layout, axis: str = "tp", ranks_per_node: Size = 8) -> RankMap:
     """Place the ranks of a layout on nodes, and group them along pp, dp, cp, tp or ep.
 
     Raises   ValueError if the axis is unknown, or there are more ranks than the picture has room for
@@ -61,6 +63,7 @@ def rank_map(layout: Layout, axis: str = "tp", ranks_per_node: int = 8) -> RankM
     return RankMap(axis, ranks_per_node, coordinates, [list(group) for group in groups], links)
 
 
+@checked
 def links_text(picture: RankMap) -> str:
     """How a group of this axis lies: inside a node, or over how many."""
     links = picture.links
@@ -85,12 +88,14 @@ def _places(picture: RankMap) -> tuple[dict[int, tuple[float, float]], int, int]
     return at, min(across, nodes), -(-nodes // across)
 
 
-def group_color(number: int) -> str:
+@checked
+def group_color(number: Index) -> str:
     """Eight colours, then the same, lighter, and again from the start."""
     color = RANK_COLORS[number % len(RANK_COLORS)]
     return mix(color, "#FFFFFF", 0.5) if number // len(RANK_COLORS) % 2 else color
 
 
+@checked
 def draw_rank_map(axes, picture: RankMap, coordinates: bool = True, numbers: bool = True) -> None:
     """Nodes as frames, ranks as boxes in the colour of their group; lines in a node solid, between nodes dashed."""
     at, across, rows = _places(picture)
@@ -150,13 +155,15 @@ def _line_below(axes, boxes: Sequence[tuple[float, float]], used: dict, look: Ma
         axes.plot([x, x], [row + BOX / 2, y], zorder=2, **look)
 
 
+@checked
 def free_level(lines: Sequence[tuple[float, float, int]], left: float, right: float) -> int:
     """The first level on which no line (left, right, level) meets this one."""
     taken = {level for a, b, level in lines if a <= right and left <= b}
     return next(level for level in range(len(taken) + 1) if level not in taken)
 
 
-def map_height_in(picture: RankMap, width_in: float) -> float:
+@checked
+def map_height_in(picture: RankMap, width_in: Positive) -> float:
     """The height at which boxes are as wide as high, of a panel of this width."""
     _, across, rows = _places(picture)
     columns = across * (min(picture.ranks_per_node, len(picture.coordinates)) + 0.5)
@@ -197,7 +204,8 @@ def _show_maps(titled: Sequence[tuple[str, RankMap]], title: str) -> None:
         finish(figure)
 
 
-def show_ranks(layout: Layout, ranks_per_node: int = 8, axes: Sequence[str] | None = None, title: str = "") -> None:
+@checked
+def show_ranks(layout: Layout, ranks_per_node: Size = 8, axes: Sequence[str] | None = None, title: str = "") -> None:
     """Show the ranks of a layout on nodes, a panel an axis: who talks to whom, inside a node and between nodes.
 
     axes     of MAP_AXES; by default those with more than one rank
@@ -215,10 +223,11 @@ def show_ranks(layout: Layout, ranks_per_node: int = 8, axes: Sequence[str] | No
     _show_maps(pictures, title or said)
 
 
+@checked
 def show_orders(
     layouts: Mapping[str, Layout],
     axis: str = "tp",
-    ranks_per_node: int = 8,
+    ranks_per_node: Size = 8,
     seconds: Mapping[str, float] | None = None,
     title: str = "",
 ) -> None:

@@ -34,10 +34,12 @@ from course_lib.plots.style import (
     unit_for,
 )
 from course_lib.traffic_5d import five_d_sent
+from course_lib.validate import Size, checked
 
 # ---------------------------------------------------------------- memory along the pipeline
 
 
+@checked
 def pipeline_bars(of_ranks, limits_bytes: Mapping[str, int] | None = None) -> list[BudgetBar]:
     """Bytes by kind of each rank of a pipeline, in order.
 
@@ -50,6 +52,7 @@ def pipeline_bars(of_ranks, limits_bytes: Mapping[str, int] | None = None) -> li
     return budget_bars({f"pp {label}": each for label, each in zip(labels, by_kind)}, limits_bytes or {})
 
 
+@checked
 def pipeline_title(bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], unit: str | None = None) -> str:
     """The fullest rank, and whether the GPU holds it."""
     fullest = max(bars, key=lambda bar: bar.total_bytes)
@@ -62,12 +65,14 @@ def pipeline_title(bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], u
     return f"{said}, {'which fits' if name in fullest.fits else 'too much for'} one {name}"
 
 
+@checked
 def visible_kinds(bars: Sequence[BudgetBar]) -> list[str]:
     """Kinds that are seen somewhere: more than one per cent of the tallest column."""
     tallest = max(bar.total_bytes for bar in bars)
     return [kind for kind in KINDS if any(bar.bytes_by_kind.get(kind, 0) > 0.01 * tallest for bar in bars)]
 
 
+@checked
 def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], unit: str = "GB") -> None:
     """A column for each rank, its kinds stacked; what stands above a GPU's line does not fit."""
     size, places = UNITS[unit], range(len(bars))
@@ -102,6 +107,7 @@ def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, in
     axes.legend(handles=handles, ncol=len(handles), columnspacing=1.0, handlelength=1.4, handletextpad=0.5, **below)
 
 
+@checked
 def show_pipeline_memory(of_ranks, gpus=(), title: str = "", unit: str | None = None) -> None:
     """Show the memory of each rank of a pipeline by kind, against GPUs (of `hardware.GPUS`, or `{name: bytes}`).
 
@@ -132,6 +138,7 @@ PART_COLORS = AXIS_COLORS | {
 PART_HATCHES = {"bubble": "////", "transfer": ".."}
 
 
+@checked
 def sent_rows(sent_bytes: Mapping[str, int]) -> dict[str, int]:
     """Bytes by axis in a fixed order, those of which nothing is sent left out."""
     if unknown := set(sent_bytes) - set(SENT_ORDER):
@@ -139,6 +146,7 @@ def sent_rows(sent_bytes: Mapping[str, int]) -> dict[str, int]:
     return {axis: sent_bytes[axis] for axis in SENT_ORDER if sent_bytes.get(axis, 0)}
 
 
+@checked
 def sent_title(sent_bytes: Mapping[str, int]) -> str:
     """All bytes, and the axis that sends most of them."""
     rows, total = sent_rows(sent_bytes), sum(sent_bytes.values())
@@ -148,17 +156,20 @@ def sent_title(sent_bytes: Mapping[str, int]) -> str:
     return f"{show_bytes(total)} sent in a step, {100 * rows[most] / total:.0f} % over {most}"
 
 
+@checked
 def time_rows(seconds: Mapping[str, float]) -> dict[str, float]:
     """Seconds by part in the order given, those of which there is nothing left out."""
     return {part: value for part, value in seconds.items() if value > 0}
 
 
+@checked
 def time_title(seconds: Mapping[str, float]) -> str:
     """The whole step, and how much of it computes."""
     total = sum(seconds.values())
     return f"{show_seconds(total)} modelled, {100 * seconds.get('compute', 0.0) / total:.0f} % computing"
 
 
+@checked
 def draw_sent_by_axis(axes, sent_bytes: Mapping[str, int]) -> None:
     """A bar for each axis with its bytes, on a log axis where they differ too much to be seen beside each other."""
     rows = sent_rows(sent_bytes)
@@ -170,6 +181,7 @@ def draw_sent_by_axis(axes, sent_bytes: Mapping[str, int]) -> None:
         _log_bytes(axes, list(rows.values()))
 
 
+@checked
 def sent_on_log_axis(rows: Mapping[str, int]) -> bool:
     """Whether the largest is more than `MOST_RATIO` times the smallest."""
     return bool(rows) and max(rows.values()) > MOST_RATIO * min(rows.values())
@@ -191,6 +203,7 @@ def _log_bytes(axes, sent_bytes: Sequence[int]) -> None:
     axes.set_xlabel("sent by one rank in a step, log axis")
 
 
+@checked
 def draw_time_by_part(axes, seconds: Mapping[str, float]) -> None:
     """A bar for each part of a step with its seconds."""
     rows = time_rows(seconds)
@@ -211,6 +224,7 @@ def _bars(axes, widths: Mapping[str, float], labels: Mapping[str, str], colors, 
     axes.set(xlim=(0, longest * 1.32), ylim=(max(len(widths), 1) - 0.4, -0.6))
 
 
+@checked
 def show_costs(sent_bytes: Mapping[str, int], seconds: Mapping[str, float], title: str = "") -> None:
     """Show bytes by axis, of `traffic_5d.five_d_sent` or a meter, beside seconds by part, of `StepTime.parts`."""
     rows = max(len(sent_rows(sent_bytes)), len(time_rows(seconds)))
@@ -230,8 +244,9 @@ def show_costs(sent_bytes: Mapping[str, int], seconds: Mapping[str, float], titl
 Curve = Mapping[int, float]
 
 
+@checked
 def pp_and_zero3(
-    config: ModelConfig, num_ranks: int, seq_len: int, micro_batches: Sequence[int], recipe: str = "bf16-master"
+    config: ModelConfig, num_ranks: Size, seq_len: Size, micro_batches: Sequence[int], recipe: str = "bf16-master"
 ) -> dict[str, dict[int, int]]:
     """Bytes that the busiest rank sends in a step, `{label: {micro-batches of the step: bytes}}`.
 
@@ -261,6 +276,7 @@ def pp_and_zero3(
 LARGE = "ZeRO-3, each rank's sequences in one micro-batch"
 
 
+@checked
 def draw_pp_against_zero3(axes, curves: Mapping[str, Curve]) -> None:
     """A line for each record, with its name at its end."""
     unit = unit_for(max(max(curve.values()) for curve in curves.values()))
@@ -280,6 +296,7 @@ def draw_pp_against_zero3(axes, curves: Mapping[str, Curve]) -> None:
     axes.legend(ncol=len(curves), columnspacing=1.2, **below)
 
 
+@checked
 def pp_zero3_title(curves: Mapping[str, Curve]) -> str:
     """How many times as much the second record sends as the first, at the right end."""
     (first, one), (second, other), *_ = curves.items()
@@ -289,6 +306,7 @@ def pp_zero3_title(curves: Mapping[str, Curve]) -> str:
     return f"At {last:,} micro-batches {more} sends {three_digits(ratio)} times the bytes of {less}"
 
 
+@checked
 def show_pp_against_zero3(curves: Mapping[str, Curve], title: str = "") -> None:
     """Show what a pipeline and ZeRO-3 send over micro-batches, `{label: {micro-batches: bytes}}` of `pp_and_zero3`."""
     with style():

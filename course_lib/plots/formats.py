@@ -9,6 +9,7 @@ from matplotlib.patches import Rectangle
 
 from course_lib.plots.palette import OKABE_ITO, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.validate import checked
 
 BIT_COLORS = {"sign": OKABE_ITO["black"], "exponent": OKABE_ITO["orange"], "mantissa": OKABE_ITO["sky"]}
 
@@ -69,11 +70,13 @@ FORMATS = {
 }
 
 
+@checked
 def format_cells(formats: Sequence[FloatFormat]) -> list[list[str]]:
     """For each format the part that each of its bits belongs to, from the left."""
     return [["sign"] + ["exponent"] * f.exponent_bits + ["mantissa"] * f.mantissa_bits for f in formats]
 
 
+@checked
 def show_float_formats(
     names: Sequence[str] = ("fp32", "bf16", "fp16"), title: str = "bf16 keeps fp32's range, fp16 keeps more digits"
 ) -> None:
@@ -120,6 +123,7 @@ def _draw_format(axes, row: int, fmt: FloatFormat, cells: Sequence[str], widest:
     axes.text(0, top + 0.85, facts, ha="left", va="top", fontsize=8.5)
 
 
+@checked
 def draw_ranges(axes, formats: Sequence[FloatFormat], marks: Mapping[str, float]) -> None:
     """Each format's range as a bar over magnitudes, subnormal numbers pale, and lines at the values of interest."""
     for row, fmt in enumerate(formats):

@@ -7,6 +7,7 @@ import matplotlib.pyplot as plt
 
 from course_lib.plots.palette import KIND_COLORS, LIMIT_COLOR, NEUTRAL_COLOR
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style, three_digits
+from course_lib.validate import checked
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Rung:
     gain_percent: float
 
 
+@checked
 def ladder_rungs(steps: Mapping[str, float]) -> list[Rung]:
     """Each rung's gain over the one above it; the first rung is where one starts."""
     values = list(steps.values())
@@ -33,6 +35,7 @@ def _percent(value: float) -> str:
     return f"{value:.1f}" if value < 10 else f"{value:.0f}"
 
 
+@checked
 def draw_ladder(axes, rungs: Sequence[Rung], unit: str, limits: Mapping[str, float]) -> None:
     """Horizontal bars from the start downward; the ghost of a bar is what this rung saved."""
     extent = max([rung.value + max(rung.gain, 0) for rung in rungs] + list(limits.values())) * 1.42
@@ -81,6 +84,7 @@ def draw_ladder(axes, rungs: Sequence[Rung], unit: str, limits: Mapping[str, flo
     axes.set(xlim=(0, extent), ylim=(len(rungs) - 0.4, -0.6))
 
 
+@checked
 def show_ladder(
     steps: Mapping[str, float],
     title: str,

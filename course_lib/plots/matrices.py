@@ -10,12 +10,14 @@ from matplotlib.patches import Rectangle
 from course_lib.layout.partition import check_heads, piece_sizes
 from course_lib.plots.palette import RANK_COLORS, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.validate import Size, checked
 
 MOST_RANKS = 8
 WHOLE_COLOR = "#E6E6E6"  # the same numbers on every rank
 
 
-def chunk_bounds(size: int, num_ranks: int) -> list[tuple[int, int]]:
+@checked
+def chunk_bounds(size: Size, num_ranks: Size) -> list[tuple[int, int]]:
     """Where `size` is cut for each rank, as `piece_sizes` has it: (start, stop).
 
     Raises   ValueError if size or num_ranks is below 1
@@ -52,7 +54,8 @@ class MatrixPiece:
         return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
 
 
-def linear_pair_pieces(tokens: int, d_model: int, d_ff: int, tp_size: int) -> list[MatrixPiece]:
+@checked
+def linear_pair_pieces(tokens: Size, d_model: Size, d_ff: Size, tp_size: Size) -> list[MatrixPiece]:
     """Who holds what in Y = X A, Z = Y B when A is cut by columns and B by rows: Z is the first thing to be summed.
 
     Shapes   X (tokens, D) on all ranks · A (D, f) · Y (tokens, f) · B (f, D) · Z (tokens, D) partial on each
@@ -76,6 +79,7 @@ _SIZES = {"T": 1.5, "D": 1.5, "F": 2.7}
 _GAP, _LIFT = 0.8, 0.16
 
 
+@checked
 def draw_linear_pair(axes, pieces: Sequence[MatrixPiece]) -> None:
     """X A = Y, Y B = Z from left to right; each rank's pieces in its colour, partial sums as a stack of sheets."""
     tp_size = sum(piece.matrix == "A" for piece in pieces)
@@ -141,8 +145,9 @@ def _name_matrix(axes, name: str, x: float, pieces: Sequence[MatrixPiece]) -> No
     axes.text(x, 1.63, MATRIX_NOTES[name], ha="center", va="top", fontsize=8.5)
 
 
+@checked
 def show_linear_pair(
-    tokens: int = 4096, d_model: int = 4096, d_ff: int = 14_336, tp_size: int = 2, title: str = ""
+    tokens: Size = 4096, d_model: Size = 4096, d_ff: Size = 14_336, tp_size: Size = 2, title: str = ""
 ) -> None:
     """Show Y = X A, Z = Y B cut by columns, then by rows, with the shape that one rank holds of each matrix."""
     pieces = linear_pair_pieces(tokens, d_model, d_ff, tp_size)
@@ -166,7 +171,8 @@ class RankHeads:
     replicas: int
 
 
-def heads_by_rank(num_heads: int, num_kv_heads: int, tp_size: int) -> list[RankHeads]:
+@checked
+def heads_by_rank(num_heads: Size, num_kv_heads: Size, tp_size: Size) -> list[RankHeads]:
     """Which heads each rank computes; with more ranks than key/value heads, several ranks hold the same ones.
 
     Raises   ValueError if the heads cannot be dealt out evenly
@@ -181,6 +187,7 @@ def heads_by_rank(num_heads: int, num_kv_heads: int, tp_size: int) -> list[RankH
     return ranks
 
 
+@checked
 def draw_heads(axes, ranks: Sequence[RankHeads]) -> None:
     """Query heads above, the key/value heads that they read below; a rank is a frame of its colour."""
     x, width = 0.0, len(ranks[0].q_heads)
@@ -204,6 +211,7 @@ def _head_box(axes, x: float, y: float, width: float, text: str, color: str, hat
     axes.text(x + width / 2, y + 0.5, text, ha="center", va="center", fontsize=8.5, color=text_on(color), bbox=ground)
 
 
+@checked
 def heads_title(ranks: Sequence[RankHeads]) -> str:
     """What the picture shows, in one sentence."""
     first = ranks[0]
@@ -212,8 +220,9 @@ def heads_title(ranks: Sequence[RankHeads]) -> str:
     return f"{len(first.q_heads)} query and {len(first.kv_heads)} key/value heads a rank, none held twice"
 
 
+@checked
 def show_heads(
-    num_heads: int = 8, num_kv_heads: int = 4, tp_size: int | Sequence[int] = (2, 8), title: str = ""
+    num_heads: Size = 8, num_kv_heads: Size = 4, tp_size: Size | Sequence[int] = (2, 8), title: str = ""
 ) -> None:
     """Show which heads each rank computes, for one tp size or one below the other for several."""
     sizes = [tp_size] if isinstance(tp_size, int) else list(tp_size)
@@ -243,7 +252,8 @@ class VocabularyRows:
     answers: tuple[bool, ...]
 
 
-def vocabulary_rows(vocab_size: int, tp_size: int, token_ids: Sequence[int] = ()) -> list[VocabularyRows]:
+@checked
+def vocabulary_rows(vocab_size: Size, tp_size: Size, token_ids: Sequence[int] = ()) -> list[VocabularyRows]:
     """The rows of each rank, and who answers which token: exactly one rank each, so that the sum is the embedding.
 
     Raises   ValueError if a token is outside the vocabulary
@@ -257,6 +267,7 @@ def vocabulary_rows(vocab_size: int, tp_size: int, token_ids: Sequence[int] = ()
     ]
 
 
+@checked
 def draw_vocabulary(axes, rows: Sequence[VocabularyRows], token_ids: Sequence[int]) -> None:
     """Left the table cut into rows, right what each rank gives for each token: a row, or zeros; below their sum."""
     left, ranks = 3.2, len(rows)
@@ -290,9 +301,10 @@ def _token_box(axes, x: float, y: float, color: str, text: str) -> None:
     )
 
 
+@checked
 def show_vocabulary(
-    vocab_size: int = 128_256,
-    tp_size: int = 4,
+    vocab_size: Size = 128_256,
+    tp_size: Size = 4,
     token_ids: Sequence[int] = (9906, 40_000, 70_123, 127_999, 11),
     title: str = "",
 ) -> None:

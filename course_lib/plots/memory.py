@@ -18,6 +18,7 @@ from course_lib.plots.style import (
     three_digits,
     unit_for,
 )
+from course_lib.validate import Size, checked
 
 # ---------------------------------------------------------------- memory over time
 
@@ -35,7 +36,8 @@ class TimelinePicture:
     peak_by_kind: dict[str, int]
 
 
-def timeline_picture(timeline, over: str = "events", max_points: int = 1500) -> TimelinePicture:
+@checked
+def timeline_picture(timeline, over: str = "events", max_points: Size = 1500) -> TimelinePicture:
     """Turn a tracker's `Timeline` into what is drawn: kinds in their fixed order, phases between marks, and the peak.
 
     over="events" counts allocations and releases: the same picture on every machine. "time" takes seconds.
@@ -79,6 +81,7 @@ def _phases(marks: Sequence[tuple[float, str]], end: float) -> list[tuple[str, f
     return [(name, start, stop) for (start, name), stop in zip(marks, ends) if stop > start]
 
 
+@checked
 def draw_memory_timeline(axes, picture: TimelinePicture, unit: str) -> None:
     """Stack the kinds, with the phases as a strip above and the peak labelled."""
     floor = [0.0] * len(picture.xs)
@@ -119,6 +122,7 @@ def _draw_phases(axes, picture: TimelinePicture, peak: float) -> None:
     axes.annotate(key, (1, 1), ha="right", va="bottom", fontsize=8, **above)
 
 
+@checked
 def show_memory_timeline(
     timeline,
     title: str = "Memory alive over the first steps of training",
@@ -151,6 +155,7 @@ class BudgetBar:
     fits: tuple[str, ...]
 
 
+@checked
 def kinds_of(budget) -> dict[str, int]:
     """Bytes by kind, in the fixed order and without zeros, of a mapping or of a `Budget`."""
     if isinstance(budget, Mapping):
@@ -163,6 +168,7 @@ def kinds_of(budget) -> dict[str, int]:
     return {kind: int(given[kind]) for kind in KINDS if kind != "free" and given.get(kind, 0)}
 
 
+@checked
 def budget_bars(budgets, limits_bytes: Mapping[str, int]) -> list[BudgetBar]:
     """The numbers of `show_budgets`: each budget's kinds, its total, and the limits that hold it."""
     if not isinstance(budgets, Mapping) or set(budgets) & set(KINDS):
@@ -175,11 +181,13 @@ def budget_bars(budgets, limits_bytes: Mapping[str, int]) -> list[BudgetBar]:
     return bars
 
 
+@checked
 def gpu_limits(gpus) -> dict[str, int]:
     """What fits on each GPU, as `{name: usable bytes}`; from records of `course_lib.hardware`, or a mapping already."""
     return dict(gpus) if isinstance(gpus, Mapping) else {gpu.name: gpu.usable_bytes for gpu in gpus}
 
 
+@checked
 def merge_limits(limits_bytes: Mapping[str, int], tolerance: float = 0.02) -> list[tuple[str, int]]:
     """Limits that would be drawn on top of each other become one line that names them all, at the smallest of them."""
     merged: list[tuple[list[str], int]] = []
@@ -191,6 +199,7 @@ def merge_limits(limits_bytes: Mapping[str, int], tolerance: float = 0.02) -> li
     return [(", ".join(names), limit) for names, limit in merged]
 
 
+@checked
 def draw_budgets(
     axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], unit: str = "GB", title: str = ""
 ) -> None:
@@ -270,6 +279,7 @@ def _limit_label(name: str, limit: int, unit: str) -> str:
     return f"{name}: {three_digits(limit / UNITS[unit])} {unit}"
 
 
+@checked
 def label_levels(labels: Sequence[tuple[float, str]], extent: float) -> list[int]:
     """On which line above the axes each (x, text) goes, so that no two touch: the lowest line with room."""
     ends: list[float] = []
@@ -296,6 +306,7 @@ def _draw_limit(axes, x: float, label: str, level: int) -> None:
     )
 
 
+@checked
 def show_budgets(budgets, gpus=(), title: str = "What training needs, and what a GPU has", unit: str = "GB") -> None:
     """Show one budget, or several as `{label: budget}`, against GPUs (of `hardware.GPUS`, or `{name: bytes}`)."""
     limits = gpu_limits(gpus)

@@ -9,6 +9,7 @@ from matplotlib.lines import Line2D
 from course_lib.layout.mesh import Mesh
 from course_lib.plots.palette import AXIS_COLORS, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.validate import checked
 
 DRAWN_AXES = ("tp", "dp", "pp")  # across, into the depth, down
 
@@ -22,6 +23,7 @@ class MeshPicture:
     groups: dict[str, list[tuple[int, ...]]]
 
 
+@checked
 def mesh_picture(mesh: Mesh) -> MeshPicture:
     """Place the ranks of a dp x tp x pp mesh in a slanted cube, and list who talks to whom along each axis."""
     if mesh.cp != 1 or mesh.world_size > 32:
@@ -46,6 +48,7 @@ AXIS_MEANING = {
 }
 
 
+@checked
 def draw_mesh(axes, picture: MeshPicture, highlight: Sequence[str] = ()) -> None:
     """Ranks as discs with their number and coordinates, a line in the axis's colour between neighbours of a group."""
     for axis, groups in picture.groups.items():
@@ -107,6 +110,7 @@ def _groups_text(groups: Sequence[tuple[int, ...]], most: int = 4) -> str:
     return "groups " + text + (" ..." if len(groups) > most else "")
 
 
+@checked
 def show_mesh(mesh: Mesh, title: str = "", highlight: Sequence[str] = ()) -> None:
     """Show the ranks of a mesh and the groups along dp, tp and pp; `highlight` names the axes to draw strongly."""
     picture = mesh_picture(mesh)

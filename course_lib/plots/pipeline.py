@@ -13,6 +13,7 @@ from course_lib.plots.timeline import merge, subtract
 from course_lib.schedules.instructions import Schedule, read_instruction
 from course_lib.schedules.simulator import Simulation
 from course_lib.span import Span
+from course_lib.validate import Amount, Index, Positive, Size, checked
 
 OP_COLORS = {
     "F": OKABE_ITO["sky"],
@@ -61,6 +62,7 @@ class SchedulePicture:
     bubble_of_total: float
 
 
+@checked
 def schedule_picture(simulation: Simulation) -> SchedulePicture:
     """The boxes of a simulated schedule, and each rank's idle time until the last one is done."""
     boxes = boxes_of(simulation.schedule, simulation.rows)
@@ -71,6 +73,7 @@ def schedule_picture(simulation: Simulation) -> SchedulePicture:
     return picture_of(simulation.schedule, boxes)
 
 
+@checked
 def at_once(boxes: list[Box], starts_pair: Sequence[bool]) -> list[Box]:
     """The same boxes, but each that starts a pair lies above the one behind it, both as long as the pair."""
     drawn = list(boxes)
@@ -82,6 +85,7 @@ def at_once(boxes: list[Box], starts_pair: Sequence[bool]) -> list[Box]:
     return drawn
 
 
+@checked
 def picture_of(schedule: Schedule, boxes: list[Box]) -> SchedulePicture:
     """Boxes with what lies between them: idle time from the first moment to the last, and its two shares."""
     end_s = max(box.stop_s for box in boxes)
@@ -92,6 +96,7 @@ def picture_of(schedule: Schedule, boxes: list[Box]) -> SchedulePicture:
     return SchedulePicture(*sizes, boxes, idle, end_s, idle_s / (total_s - idle_s), idle_s / total_s)
 
 
+@checked
 def boxes_of(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> list[Box]:
     """Boxes from each rank's spans, simulated or measured; a span's name is the instruction as text, such as F3@1."""
     chunk_of = {stage: c for rank in range(schedule.pp) for c, stage in enumerate(schedule.stages_of_rank(rank))}
@@ -103,6 +108,7 @@ def boxes_of(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> list[Box]:
     return boxes
 
 
+@checked
 def chart_title(picture: SchedulePicture) -> str:
     """What the chart shows, in one sentence: the bubble by both definitions."""
     ranks = f"{picture.num_ranks} rank{'s' if picture.num_ranks > 1 else ''}"
@@ -113,12 +119,14 @@ def chart_title(picture: SchedulePicture) -> str:
     )
 
 
-def percent(share: float) -> str:
+@checked
+def percent(share: Amount) -> str:
     """A share as a reader wants it: 27.3 %, 75 %, 0 %."""
     return f"{100 * share:.1f}".removesuffix(".0") + " %"
 
 
-def shade(op: str, chunk: int, num_chunks: int) -> str:
+@checked
+def shade(op: str, chunk: Index, num_chunks: Size) -> str:
     """The colour of an operation, lighter for each later chunk of the rank."""
     return mix(OP_COLORS[op], "#FFFFFF", LIGHTEST * chunk / max(num_chunks - 1, 1))
 
@@ -135,7 +143,8 @@ class Label:
     size: float
 
 
-def labels_of(picture: SchedulePicture, end_s: float | None = None, height: float = BOX_HEIGHT) -> dict[str, Label]:
+@checked
+def labels_of(picture: SchedulePicture, end_s: Amount | None = None, height: Positive = BOX_HEIGHT) -> dict[str, Label]:
     """The largest readable label for the narrowest box of each operation; an operation without room has none.
 
     All operations have their letters, or none has: a lone number is explained by the legend's colours.
@@ -164,8 +173,9 @@ def labels_of(picture: SchedulePicture, end_s: float | None = None, height: floa
 # ---------------------------------------------------------------- one chart
 
 
+@checked
 def draw_schedule(
-    axes, picture: SchedulePicture, end_s: float | None = None, scale: float = 1.0, height: float = BOX_HEIGHT
+    axes, picture: SchedulePicture, end_s: Amount | None = None, scale: Positive = 1.0, height: Positive = BOX_HEIGHT
 ) -> None:
     """A row for each rank, idle time grey behind its boxes. `end_s`: where the time axis ends; `scale`: its unit."""
     end_s = end_s or picture.end_s
@@ -183,7 +193,8 @@ def draw_schedule(
     axes.spines["left"].set_visible(False)
 
 
-def draw_boxes(axes, spans: Sequence[tuple[float, float, float]], scale: float, height: float, **look) -> None:
+@checked
+def draw_boxes(axes, spans: Sequence[tuple[float, float, float]], scale: Positive, height: Positive, **look) -> None:
     """Many boxes, (row, start, stop), as one collection: a chart has up to two thousand."""
     half = height / 2
     corners = [
@@ -211,7 +222,8 @@ def _number_boxes(axes, picture: SchedulePicture, labels: Mapping[str, Label], s
         text.set_in_layout(False)  # the layout need not measure a thousand numbers that lie inside the axes
 
 
-def dpi_of(pictures: Sequence[SchedulePicture], end_s: float) -> float | None:
+@checked
+def dpi_of(pictures: Sequence[SchedulePicture], end_s: Amount) -> float | None:
     """More dots where numbers are small or left out, the style's own otherwise."""
     for picture in pictures:
         labels = labels_of(picture, end_s)
@@ -220,6 +232,7 @@ def dpi_of(pictures: Sequence[SchedulePicture], end_s: float) -> float | None:
     return None
 
 
+@checked
 def legend_of(pictures: Sequence[SchedulePicture]) -> list[Patch]:
     """What the colours and shades mean, as far as these pictures use them."""
     used = {box.op for picture in pictures for box in picture.boxes}
@@ -231,12 +244,14 @@ def legend_of(pictures: Sequence[SchedulePicture]) -> list[Patch]:
     return handles
 
 
+@checked
 def chart_height_in(picture: SchedulePicture) -> float:
     """The height of one chart with its title and its time axis."""
     return 0.62 + ROW_IN * picture.num_ranks
 
 
-def draw_chart(axes, picture: SchedulePicture, title: str | None = None, end_s: float | None = None) -> None:
+@checked
+def draw_chart(axes, picture: SchedulePicture, title: str | None = None, end_s: Amount | None = None) -> None:
     """One chart by itself, with title, time axis and legend."""
     draw_schedule(axes, picture, end_s)
     axes.set_title(chart_title(picture) if title is None else title, fontsize=9.5)
@@ -244,17 +259,20 @@ def draw_chart(axes, picture: SchedulePicture, title: str | None = None, end_s: 
     legend_below(axes, legend_of([picture]))
 
 
+@checked
 def legend_below(axes, handles: Sequence[Patch]) -> None:
     look = {"handlelength": 1.2, "columnspacing": 1.2, "handletextpad": 0.5, "fontsize": 8.5}
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 4.1}
     axes.legend(handles=handles, ncol=len(handles), **below, **look)
 
 
+@checked
 def show_schedule(simulation: Simulation, title: str = "") -> None:
     """Show a simulated schedule as a chart, with its bubble in both definitions as the title."""
     show_schedules([simulation], title)
 
 
+@checked
 def show_schedules(simulations: Sequence[Simulation], title: str = "") -> None:
     """Show several simulated schedules one above the other, on one time axis; each says its bubbles.
 

@@ -26,6 +26,7 @@ from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, show_secon
 from course_lib.schedules.instructions import Schedule, read_instruction
 from course_lib.schedules.simulator import Costs, Simulation
 from course_lib.span import Span
+from course_lib.validate import checked
 
 OUTLINE_COLOR = "#444444"
 
@@ -43,6 +44,7 @@ class MeasuredPicture:
         return max(self.measured.end_s, self.simulated.end_s)
 
 
+@checked
 def measured_picture(simulation: Simulation, traces: Sequence[Sequence[Span]]) -> MeasuredPicture:
     """Lay each rank's measured spans, as a pipeline's trace has them, on the simulated schedule.
 
@@ -62,6 +64,7 @@ def _earlier(span: Span, seconds: float) -> Span:
     return replace(span, start_s=span.start_s - seconds, stop_s=span.stop_s - seconds)
 
 
+@checked
 def measured_title(picture: MeasuredPicture) -> str:
     """Whether the order is the schedule's, and how long it took beside how long it should."""
     order = "Executed in the order drawn" if picture.in_order else "NOT executed in the order drawn"
@@ -72,6 +75,7 @@ def measured_title(picture: MeasuredPicture) -> str:
     )
 
 
+@checked
 def draw_measured(axes, picture: MeasuredPicture) -> None:
     """The simulated boxes as outlines, the measured ones filled and narrower, so that both ends of each are seen."""
     unit = time_unit_for(picture.end_s)
@@ -84,6 +88,7 @@ def draw_measured(axes, picture: MeasuredPicture) -> None:
     axes.set_xlabel(f"time ({unit})")
 
 
+@checked
 def show_measured(simulation: Simulation, traces: Sequence[Sequence[Span]], title: str = "") -> None:
     """Show what ranks did and when, with the simulated schedule as outlines; simulate with the measured costs."""
     picture = measured_picture(simulation, traces)
@@ -97,6 +102,7 @@ def show_measured(simulation: Simulation, traces: Sequence[Sequence[Span]], titl
         finish(figure)
 
 
+@checked
 def measured_costs(schedule: Schedule, traces: Sequence[Sequence[Span]]) -> Costs:
     """What to simulate a measured step with: for each stage the median seconds of its forwards and backwards.
 

@@ -10,6 +10,7 @@ from course_lib.plots.palette import OKABE_ITO
 from course_lib.plots.stages import peaks_of
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
 from course_lib.schedules.simulator import Simulation
+from course_lib.validate import checked
 
 SAME = 0.004  # shares closer than this are one point
 
@@ -24,6 +25,7 @@ class Point:
     step_to_step: float
 
 
+@checked
 def tradeoff_points(simulations: Sequence[Simulation]) -> list[Point]:
     """Where each schedule lies; memory is that of the rank which keeps most."""
     return [
@@ -32,6 +34,7 @@ def tradeoff_points(simulations: Sequence[Simulation]) -> list[Point]:
     ]
 
 
+@checked
 def names_left(points: Sequence[Point]) -> list[bool]:
     """Whether a point's name stands left of it: there is another close to its right."""
     near = 0.3 * (max(point.alive for point in points) or 1.0)
@@ -40,6 +43,7 @@ def names_left(points: Sequence[Point]) -> list[bool]:
     ]
 
 
+@checked
 def show_tradeoff(simulations: Sequence[Simulation], title: str = "") -> None:
     """Show bubble against memory; an arrow leads to the bubble that is left without a barrier between steps.
 

@@ -9,6 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 from course_lib.config import ModelConfig
 from course_lib.plots.palette import AXIS_COLORS, NEUTRAL_COLOR, OKABE_ITO, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, show_bytes, style, three_digits, unit_for
+from course_lib.validate import Size, checked
 
 MODES = ("none", "tp", "tp+sp")
 MODE_NAMES = {"none": "one GPU", "tp": "TP", "tp+sp": "TP + SP"}
@@ -63,11 +64,12 @@ class Border:
     backward: str
 
 
+@checked
 def block_regions(
     config: ModelConfig,
-    batch_size: int,
-    seq_len: int,
-    tp_size: int,
+    batch_size: Size,
+    seq_len: Size,
+    tp_size: Size,
     mode: str = "tp+sp",
     scores: bool = True,
     regather: bool = True,
@@ -102,6 +104,7 @@ def _dims(name: str, mode: str) -> str:
     return "s × D" if mode == "tp+sp" else "S × D"
 
 
+@checked
 def block_borders(mode: str) -> list[Border]:
     """The collectives of one block, into and out of attention and the MLP, named as in `course_lib.comm.conjugate`.
 
@@ -119,6 +122,7 @@ _BARS_FROM, _TALLEST = 1.0, 1.6
 _WIDTHS = (0.85, 1.55, 1.25, 0.85, 1.55, 1.25)
 
 
+@checked
 def draw_regions(axes, regions: Sequence[Region], borders: Sequence[Border], highest: float, label: str) -> None:
     """A strip of regions, bars of bytes above it, and below each border what is sent there."""
     unit, x = unit_for(highest), 0.0
@@ -158,7 +162,8 @@ def _ylim(regions: Sequence[Region], borders: Sequence[Border], highest: float) 
     return -1.0 if borders else -0.1, _BARS_FROM + max(tallest + 0.35, 0.75)
 
 
-def regions_title(totals: dict[str, float], tp_size: int) -> str:
+@checked
+def regions_title(totals: dict[str, float], tp_size: Size) -> str:
     """What the picture shows, in one sentence: how many times less each step of sharding makes a rank keep."""
     if not {"tp", "tp+sp"} <= set(totals):
         return "What each region of a block keeps"
@@ -166,11 +171,12 @@ def regions_title(totals: dict[str, float], tp_size: int) -> str:
     return f"Sharding the rest along the sequence: {ratio:.1f} times less than TP {tp_size} alone keeps"
 
 
+@checked
 def show_regions(
     config: ModelConfig,
-    batch_size: int = 1,
-    seq_len: int = 2048,
-    tp_size: int = 8,
+    batch_size: Size = 1,
+    seq_len: Size = 2048,
+    tp_size: Size = 8,
     modes: Sequence[str] = MODES,
     scores: bool = False,
     regather: bool = True,

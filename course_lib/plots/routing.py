@@ -18,6 +18,7 @@ from course_lib.plots.palette import (
     text_on,
 )
 from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, show_bytes, style, unit_for
+from course_lib.validate import Index, Size, checked
 
 WITHIN_COLOR, BETWEEN_COLOR = COMPUTE_COLOR, COMMUNICATION_COLOR
 BETWEEN_HATCH = "////"
@@ -39,6 +40,7 @@ class Route:
     link: str
 
 
+@checked
 def token_routes(experts: Sequence, layout: ExpertLayout, weights: Sequence | None = None) -> list[Route]:
     """Every choice of a routing: one expert_Tk a rank (-1 where it was dropped on the way), and weight_Tk if known.
 
@@ -62,7 +64,8 @@ def token_routes(experts: Sequence, layout: ExpertLayout, weights: Sequence | No
     return routes
 
 
-def within_capacity(routes: Sequence[Route], capacity: int) -> list[Route]:
+@checked
+def within_capacity(routes: Sequence[Route], capacity: Size) -> list[Route]:
     """The same routes, of which each expert takes the first `capacity`; the others are dropped."""
     taken: dict[int, int] = {}
     limited = []
@@ -79,7 +82,8 @@ CROSSED_AT = 0.9  # of the way: where a dropped choice is crossed out
 ROUTE_NAMES = {"home": "stays on its rank", "within": "to a rank of its node", "between": "to another node"}
 
 
-def draw_routes(axes, routes: Sequence[Route], layout: ExpertLayout, num_tokens: int) -> None:
+@checked
+def draw_routes(axes, routes: Sequence[Route], layout: ExpertLayout, num_tokens: Size) -> None:
     """Tokens on the left by rank, experts on the right by rank, a line for each choice, thick where it weighs much."""
     tokens_per_rank = num_tokens // layout.ep_size
     height = layout.ep_size * max(tokens_per_rank, layout.experts_per_rank) * 1.0
@@ -138,6 +142,7 @@ def _column(axes, x: float, count: int, num_ranks: int, height: float, letter: s
     return middle
 
 
+@checked
 def routes_title(routes: Sequence[Route]) -> str:
     """How many rows stay, and how many leave their rank or node."""
     counts = {link: sum(route.kept and route.link == link for route in routes) for link in ROUTE_COLORS}
@@ -146,11 +151,12 @@ def routes_title(routes: Sequence[Route]) -> str:
     return said + f", {counts['between']} on another node" + (f", {lost} dropped" if lost else "")
 
 
+@checked
 def show_routes(
     experts: Sequence,
     layout: ExpertLayout,
     weights: Sequence | None = None,
-    capacity: int | None = None,
+    capacity: Size | None = None,
     title: str = "",
 ) -> None:
     """Show the way of a few tokens: from their ranks to their experts. One expert_Tk a rank, equally many tokens each.
@@ -193,7 +199,10 @@ class TrafficPicture:
         return "within" if src // self.ranks_per_node == dst // self.ranks_per_node else "between"
 
 
-def traffic_picture(rows: Sequence[Sequence[int]], row_bytes: int, ranks_per_node: int | None = None) -> TrafficPicture:
+@checked
+def traffic_picture(
+    rows: Sequence[Sequence[int]], row_bytes: Index, ranks_per_node: Size | None = None
+) -> TrafficPicture:
     """Bytes from each rank to each other, from rows[src][dst] of row_bytes; the diagonal stays at home.
 
     Raises   ValueError if the table is not square, or there are more ranks than the picture has room for
@@ -210,6 +219,7 @@ def traffic_picture(rows: Sequence[Sequence[int]], row_bytes: int, ranks_per_nod
     return TrafficPicture(sent, empty.ranks_per_node, sums["within"], sums["between"])
 
 
+@checked
 def traffic_title(picture: TrafficPicture) -> str:
     """Bytes of all ranks together, and how many of them leave their node, if there are several."""
     within, between = sum(picture.within_bytes), sum(picture.between_bytes)
@@ -221,6 +231,7 @@ def traffic_title(picture: TrafficPicture) -> str:
     return f"{show_bytes(within + between)} sent by all ranks, {share:.0f} % of it between nodes"
 
 
+@checked
 def draw_traffic(axes, picture: TrafficPicture, unit: str) -> None:
     """Sender downwards, receiver to the right: the fuller the colour, the more bytes; frames around nodes."""
     ranks = len(picture.bytes_sent)
@@ -262,6 +273,7 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 9.95 else f"{value:.1f}"
 
 
+@checked
 def draw_sent(axes, picture: TrafficPicture, unit: str) -> None:
     """What each rank sends, beside its row of the matrix: within its node, and between nodes (hatched)."""
     ranks = range(len(picture.bytes_sent))
@@ -283,13 +295,15 @@ def draw_sent(axes, picture: TrafficPicture, unit: str) -> None:
     axes.legend(handles=handles, ncol=2, borderaxespad=4.0, **BELOW)
 
 
+@checked
 def traffic_size_in(picture: TrafficPicture) -> float:
     """The height that keeps the matrix' cells square enough to read."""
     return min(4.6, 1.7 + 0.33 * len(picture.bytes_sent))
 
 
+@checked
 def show_traffic(
-    rows: Sequence[Sequence[int]], row_bytes: int, ranks_per_node: int | None = None, title: str = ""
+    rows: Sequence[Sequence[int]], row_bytes: Index, ranks_per_node: Size | None = None, title: str = ""
 ) -> None:
     """Show who sends how many bytes to whom, from rows[src][dst] of row_bytes each, and what crosses between nodes."""
     picture = traffic_picture(rows, row_bytes, ranks_per_node)

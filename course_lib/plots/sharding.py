@@ -9,6 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 from course_lib.plots.memory import budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, NEUTRAL_COLOR, RANK_COLORS, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- who holds what
 
@@ -26,7 +27,8 @@ class Piece:
     stop: float
 
 
-def zero_pieces(stage: int, num_ranks: int) -> list[Piece]:
+@checked
+def zero_pieces(stage: Index, num_ranks: Size) -> list[Piece]:
     """What each rank holds of parameters, gradients and optimizer states at a ZeRO stage.
 
     Raises   ValueError if stage is not 0 to 3, or num_ranks below 1
@@ -45,11 +47,13 @@ def zero_pieces(stage: int, num_ranks: int) -> list[Piece]:
     ]
 
 
-def held_bytes(pieces: Sequence[Piece], bytes_by_kind: Mapping[str, float], rank: int = 0) -> float:
+@checked
+def held_bytes(pieces: Sequence[Piece], bytes_by_kind: Mapping[str, float], rank: Index = 0) -> float:
     """Bytes of one rank's pieces, from the bytes of each kind as a whole."""
     return sum((p.stop - p.start) * bytes_by_kind[p.kind] for p in pieces if p.rank == rank)
 
 
+@checked
 def draw_zero_pieces(axes, pieces: Sequence[Piece], title: str, label_ranks: bool = True) -> None:
     """A frame for every rank and kind; what the rank holds of it is filled."""
     ranks = 1 + max(piece.rank for piece in pieces)
@@ -67,13 +71,15 @@ def draw_zero_pieces(axes, pieces: Sequence[Piece], title: str, label_ranks: boo
     axes.set_title(title, fontsize=9.5, fontweight="normal", loc="center")
 
 
-def zero_title(bytes_by_kind: Mapping[str, float], num_ranks: int) -> str:
+@checked
+def zero_title(bytes_by_kind: Mapping[str, float], num_ranks: Size) -> str:
     """What the picture shows, in one sentence: bytes of a rank at stage 0 and at stage 3."""
     first, last = (held_bytes(zero_pieces(stage, num_ranks), bytes_by_kind) for stage in (0, 3))
     return f"Each stage cuts one more kind into {num_ranks}: from {first:.4g} bytes a parameter down to {last:.4g}"
 
 
-def show_zero_stages(num_ranks: int = 4, bytes_by_kind: Mapping[str, float] | None = None, title: str = "") -> None:
+@checked
+def show_zero_stages(num_ranks: Size = 4, bytes_by_kind: Mapping[str, float] | None = None, title: str = "") -> None:
     """Show who holds what at stages 0 to 3; `bytes_by_kind` are bytes a parameter (BF16 with FP32 masters: 2, 2, 12).
 
     Raises   ValueError if there are more ranks than the picture has room for
@@ -109,6 +115,7 @@ def _kind_label(kind: str, bytes_by_kind: Mapping[str, float]) -> str:
 # ---------------------------------------------------------------- bytes of a GPU at each stage
 
 
+@checked
 def stages_title(fits: Mapping[str, bool], gpu_name: str) -> str:
     """What the bars show, in one sentence: which of them the GPU holds."""
     fitting = [label for label, fit in fits.items() if fit]
@@ -122,6 +129,7 @@ def stages_title(fits: Mapping[str, bool], gpu_name: str) -> str:
     )
 
 
+@checked
 def show_stages(budgets: Mapping[str, Mapping[str, int]], gpus=(), title: str = "", unit: str = "GB") -> None:
     """Show bytes by kind of one GPU side by side, `{"stage 0": {kind: bytes}, ...}`, with each GPU's limit as a line.
 
@@ -153,7 +161,8 @@ class FlatPiece:
     stop: int
 
 
-def flat_pieces(sizes: Mapping[str, int], num_ranks: int) -> list[FlatPiece]:
+@checked
+def flat_pieces(sizes: Mapping[str, int], num_ranks: Size) -> list[FlatPiece]:
     """Tensors laid end to end, padded to a multiple of `num_ranks`, and cut into equal shards.
 
     `sizes` are numbers in each tensor. A tensor that crosses a cut becomes several pieces.
@@ -175,7 +184,8 @@ def flat_pieces(sizes: Mapping[str, int], num_ranks: int) -> list[FlatPiece]:
     return pieces
 
 
-def draw_flat_shards(axes, pieces: Sequence[FlatPiece], num_ranks: int) -> None:
+@checked
+def draw_flat_shards(axes, pieces: Sequence[FlatPiece], num_ranks: Size) -> None:
     """Above the whole flat buffer by tensor, below it each rank's shard where it was cut."""
     total = pieces[-1].stop
     shard = total // num_ranks
@@ -218,7 +228,8 @@ def _flat_box(axes, start: int, stop: int, y: float, color: str, total: int, nam
         )
 
 
-def show_flat_shards(sizes: Mapping[str, int], num_ranks: int = 4, title: str = "") -> None:
+@checked
+def show_flat_shards(sizes: Mapping[str, int], num_ranks: Size = 4, title: str = "") -> None:
     """Show tensors laid into one flat buffer and cut into equal shards, one for each rank, with the padding.
 
     Raises   ValueError if there are more ranks than the picture has room for
@@ -247,7 +258,8 @@ class GatherStep:
     alive: tuple[int, ...]
 
 
-def gather_steps(num_units: int, prefetch: bool = True) -> list[GatherStep]:
+@checked
+def gather_steps(num_units: Size, prefetch: bool = True) -> list[GatherStep]:
     """Which units are whole while each one computes: it and, with prefetch, the next one in line.
 
     Forward goes from the first unit to the last, backward returns. A unit's turn over, it is freed.
@@ -265,6 +277,7 @@ def gather_steps(num_units: int, prefetch: bool = True) -> list[GatherStep]:
     return steps
 
 
+@checked
 def draw_gathered(axes, steps: Sequence[GatherStep], names: Sequence[str]) -> None:
     """Moments to the right, units downwards: whole and computing, whole and waiting, or only its shard."""
     gathered, waiting = KIND_COLORS["gathered"], mix(KIND_COLORS["gathered"], "#FFFFFF", 0.6)
@@ -289,6 +302,7 @@ def draw_gathered(axes, steps: Sequence[GatherStep], names: Sequence[str]) -> No
     axes.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=2.2, ncol=3)
 
 
+@checked
 def show_gathered(names: Sequence[str], prefetch: bool = True, title: str = "") -> None:
     """Show which units of a model are whole at each moment of a stage 3 step; `names` are the units in order."""
     steps = gather_steps(len(names), prefetch)

@@ -9,6 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, NEUTRAL_COLOR, RANK_COLORS, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style, three_digits
 from course_lib.schedules.simulator import Simulation
+from course_lib.validate import Amount, checked
 
 ALIVE_COLOR = KIND_COLORS["activations"]
 WAITING_COLOR = mix(ALIVE_COLOR, "#FFFFFF", 0.65)
@@ -35,6 +36,7 @@ class LivePicture:
     end_s: float
 
 
+@checked
 def live_picture(simulation: Simulation) -> LivePicture:
     """The simulation's counts, a stage of v counting 1 / v."""
     v = simulation.schedule.v
@@ -43,6 +45,7 @@ def live_picture(simulation: Simulation) -> LivePicture:
     return LivePicture(*scaled, *peaks, simulation.makespan_s)
 
 
+@checked
 def live_title(picture: LivePicture) -> str:
     """The largest peak and the smallest."""
     most, least = max(picture.peak_alive), min(picture.peak_alive)
@@ -52,12 +55,14 @@ def live_title(picture: LivePicture) -> str:
     return f"rank {most_at} keeps up to {short(most)} micro-batches alive, rank {least_at} at most {short(least)}"
 
 
+@checked
 def short(value: float) -> str:
     """Three digits, without zeros behind the point: 4, 4.5, 12.3."""
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
-def draw_live(axes, picture: LivePicture, end_s: float | None = None) -> None:
+@checked
+def draw_live(axes, picture: LivePicture, end_s: Amount | None = None) -> None:
     """A strip for each rank: how much it keeps, with its peak at the right."""
     top = 1.1 * max(peaks_together(picture))
     for rank, (alive, waiting) in enumerate(zip(picture.alive, picture.waiting)):
@@ -81,7 +86,8 @@ def draw_live(axes, picture: LivePicture, end_s: float | None = None) -> None:
     axes.legend(handles=live_legend(picture), ncol=2, **below)
 
 
-def stacked(alive: Steps, waiting: Steps, end_s: float) -> tuple[list[float], list[float], list[float]]:
+@checked
+def stacked(alive: Steps, waiting: Steps, end_s: Amount) -> tuple[list[float], list[float], list[float]]:
     """Times of all changes, and from each of them on what is alive, and alive and waiting together."""
     times, low, high = [0.0], [0.0], [0.0]
     counts = [0.0, 0.0]
@@ -95,11 +101,13 @@ def stacked(alive: Steps, waiting: Steps, end_s: float) -> tuple[list[float], li
     return [*times, end_s], [*low, low[-1]], [*high, high[-1]]
 
 
+@checked
 def peaks_together(picture: LivePicture) -> list[float]:
     """Most that each rank keeps at one time, alive and waiting together: less than the sum of the two peaks."""
     return [max(stacked(*row, picture.end_s)[2]) for row in zip(picture.alive, picture.waiting)]
 
 
+@checked
 def live_legend(picture: LivePicture) -> list[Patch]:
     handles = [Patch(facecolor=ALIVE_COLOR, label="alive: from F to B (or I)")]
     if any(picture.peak_waiting):
@@ -108,11 +116,13 @@ def live_legend(picture: LivePicture) -> list[Patch]:
     return handles
 
 
+@checked
 def live_height_in(picture: LivePicture) -> float:
     """The height of the strips with title, time axis and legend."""
     return 1.15 + 0.34 * len(picture.alive)
 
 
+@checked
 def show_live(simulation: Simulation, title: str = "") -> None:
     """Show how many micro-batches' activations each rank keeps over time."""
     picture = live_picture(simulation)
@@ -126,6 +136,7 @@ def show_live(simulation: Simulation, title: str = "") -> None:
 # ---------------------------------------------------------------- peaks, rank by rank
 
 
+@checked
 def peaks_of(simulation: Simulation) -> list[float]:
     """Most micro-batches alive at once on each rank; 1 is one micro-batch through all of the rank's layers."""
     return live_picture(simulation).peak_alive
@@ -146,6 +157,7 @@ class StageBlock:
     head: bool
 
 
+@checked
 def stage_blocks(layers_of_stage: Sequence[int], rank_of_stage: Sequence[int] | None = None) -> list[StageBlock]:
     """The stages along a model, from how many layers each has; without `rank_of_stage` stage s is on rank s.
 
@@ -164,6 +176,7 @@ def stage_blocks(layers_of_stage: Sequence[int], rank_of_stage: Sequence[int] | 
     return blocks
 
 
+@checked
 def stages_title(blocks: Sequence[StageBlock]) -> str:
     """How many layers, stages and ranks; and whether the first rank has the last stage too."""
     ranks = 1 + max(block.rank for block in blocks)
@@ -174,6 +187,7 @@ def stages_title(blocks: Sequence[StageBlock]) -> str:
     return f"{said}: {ends}"
 
 
+@checked
 def draw_stages(axes, blocks: Sequence[StageBlock]) -> None:
     """The model from left to right, each layer in the row of its rank; embedding and head at its ends."""
     layers = blocks[-1].stop
@@ -223,6 +237,7 @@ def _layer_box(axes, x: float, width: float, rank: int, color: str, label: str, 
     axes.text(x + width / 2, rank + 0.63, label, **text)
 
 
+@checked
 def draw_held(axes, bytes_by_kind: Sequence[Mapping[str, float]], unit: str, unit_size: float) -> None:
     """What each rank holds, by kind, as bars beside its row."""
     kinds = [kind for kind in KIND_COLORS if any(held.get(kind) for held in bytes_by_kind)]
@@ -239,6 +254,7 @@ def draw_held(axes, bytes_by_kind: Sequence[Mapping[str, float]], unit: str, uni
     axes.set(xlim=(0, longest * 1.25), ylim=(len(bytes_by_kind) + 0.02, -0.02), xlabel=unit)
 
 
+@checked
 def show_stages_of_model(
     layers_of_stage: Sequence[int],
     rank_of_stage: Sequence[int] | None = None,

@@ -3,6 +3,8 @@
 import matplotlib
 import matplotlib.pyplot as plt
 
+from course_lib.validate import Amount, checked
+
 FULL_WIDTH_IN = 8.5
 
 _STYLE = {
@@ -28,12 +30,14 @@ def style():
     return matplotlib.rc_context(_STYLE)
 
 
+@checked
 def finish(figure) -> None:
     """Show the figure, then free it; a figure that stays open is memory that a long notebook never gets back."""
     plt.show()
     plt.close(figure)
 
 
+@checked
 def three_digits(value: float) -> str:
     """A number as a reader wants it: 0.0123, 1.23, 12.3, 123, 1,234."""
     if value == 0:
@@ -60,14 +64,16 @@ UNITS = {
 }
 
 
-def unit_for(value_bytes: float, binary: bool = False) -> str:
+@checked
+def unit_for(value_bytes: Amount, binary: bool = False) -> str:
     """The largest unit in which the value is at least one: decimal (MB, GB) or binary (MiB, GiB)."""
     names = ("B", "KiB", "MiB", "GiB", "TiB") if binary else ("B", "KB", "MB", "GB", "TB")
     fitting = [name for name in names if value_bytes >= UNITS[name]]
     return fitting[-1] if fitting else "B"
 
 
-def show_bytes(value_bytes: float, unit: str | None = None) -> str:
+@checked
+def show_bytes(value_bytes: Amount, unit: str | None = None) -> str:
     """Bytes with a named unit, such as `16.1 GB`; without `unit` the largest decimal one that fits."""
     unit = unit or unit_for(value_bytes)
     return f"{three_digits(value_bytes / UNITS[unit])} {unit}"
@@ -76,12 +82,14 @@ def show_bytes(value_bytes: float, unit: str | None = None) -> str:
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 
 
-def time_unit_for(value_s: float) -> str:
+@checked
+def time_unit_for(value_s: Amount) -> str:
     """s, ms or µs: the largest in which the value is at least one."""
     return next((name for name, size in TIME_UNITS.items() if value_s >= size), "µs")
 
 
-def show_seconds(value_s: float) -> str:
+@checked
+def show_seconds(value_s: Amount) -> str:
     """Seconds with a fitting unit, such as `2.34 ms`."""
     unit = time_unit_for(value_s)
     return f"{three_digits(value_s / TIME_UNITS[unit])} {unit}"

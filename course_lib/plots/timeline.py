@@ -9,6 +9,7 @@ from matplotlib.patches import Patch
 
 from course_lib.plots.palette import COMMUNICATION_COLOR, COMPUTE_COLOR, EXPOSED_COLOR, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, show_seconds, style, time_unit_for
+from course_lib.validate import Amount, Share, Size, checked
 
 COMPUTE_LANE = "compute"
 
@@ -35,6 +36,7 @@ class OverlapPicture:
     end_s: float
 
 
+@checked
 def subtract(interval: tuple[float, float], busy: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The parts of `interval` that no interval of `busy` covers."""
     start, stop = interval
@@ -50,6 +52,7 @@ def subtract(interval: tuple[float, float], busy: Sequence[tuple[float, float]])
     return [(a, b) for a, b in left if b > a]
 
 
+@checked
 def merge(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The same moments as intervals that do not overlap."""
     merged: list[list[float]] = []
@@ -61,7 +64,8 @@ def merge(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return [(start, stop) for start, stop in merged]
 
 
-def joined(exposed: Sequence[tuple[int, float, float]], gap_s: float) -> list[tuple[int, float, float]]:
+@checked
+def joined(exposed: Sequence[tuple[int, float, float]], gap_s: Amount) -> list[tuple[int, float, float]]:
     """Intervals of one row that lie closer than `gap_s`, as one: frames around many short ones would hide them."""
     together: list[tuple[int, float, float]] = []
     for row, start, stop in sorted(exposed):
@@ -72,6 +76,7 @@ def joined(exposed: Sequence[tuple[int, float, float]], gap_s: float) -> list[tu
     return together
 
 
+@checked
 def overlap_picture(spans: Sequence) -> OverlapPicture:
     """Turn `Span`s into rows, one for each rank and lane, and find each rank's exposed communication."""
     if not spans:
@@ -98,6 +103,7 @@ def overlap_picture(spans: Sequence) -> OverlapPicture:
     )
 
 
+@checked
 def draw_overlap(axes, picture: OverlapPicture, keys: Mapping[str, str] | None = None) -> None:
     """Draw the lanes; exposed communication is hatched and its sum is written. `keys`: what stands for which name."""
     unit = time_unit_for(picture.end_s)
@@ -132,7 +138,8 @@ def draw_overlap(axes, picture: OverlapPicture, keys: Mapping[str, str] | None =
     )
 
 
-def label_for(name: str, share: float) -> str:
+@checked
+def label_for(name: str, share: Share) -> str:
     """As much of a name as a bar of that share of the width has room for: all, its last word, or nothing."""
     fitting = [text for text in (name, name.rpartition(" ")[2]) if _has_room(text, share)]
     return fitting[0] if fitting else ""
@@ -142,6 +149,7 @@ def _has_room(text: str, share: float) -> bool:
     return len(text) <= int((share - 0.008) / 0.0105)
 
 
+@checked
 def keys_for(pictures: Sequence[OverlapPicture]) -> dict[str, str]:
     """What stands in the bars of each name: the name, if all its bars have room for it, or else a letter."""
     shares: dict[str, float] = {}
@@ -180,7 +188,10 @@ def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float, label: str) ->
         )
 
 
-def show_overlap(spans: Sequence, title: str = "Computation and communication of one step", keys: bool = False) -> None:
+@checked
+def show_overlap(
+    spans: Sequence | Mapping, title: str = "Computation and communication of one step", keys: bool = False
+) -> None:
     """Show `Span`s as lanes, one for each rank and lane; give a mapping `{label: spans}` to compare several steps.
 
     With `keys`, a name for which its bars have no room becomes a letter, and a list below says what the letters mean.
@@ -212,7 +223,8 @@ def show_overlap(spans: Sequence, title: str = "Computation and communication of
         finish(figure)
 
 
-def wrap_entries(entries: Sequence[str], columns: int = 124) -> list[str]:
+@checked
+def wrap_entries(entries: Sequence[str], columns: Size = 124) -> list[str]:
     """The entries in lines of at most that many columns, none of them broken."""
     lines: list[str] = []
     for entry in entries:
@@ -226,6 +238,7 @@ def wrap_entries(entries: Sequence[str], columns: int = 124) -> list[str]:
 # ---------------------------------------------------------------- the same step under several layouts
 
 
+@checked
 def draw_step_times(axes, seconds: Mapping[str, tuple[float, float]]) -> None:
     """A bar for each label, `{label: (computing, waiting for communication)}`, with its share of communication."""
     longest = max(sum(both) for both in seconds.values())
@@ -251,6 +264,7 @@ def draw_step_times(axes, seconds: Mapping[str, tuple[float, float]]) -> None:
     axes.legend(handles=handles, ncol=2, **below)
 
 
+@checked
 def show_step_times(seconds: Mapping[str, tuple[float, float]], title: str) -> None:
     """Show modelled steps side by side: `{label: (seconds computing, seconds waiting for communication)}`."""
     with style():

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from course_lib.validate import Index, Size, checked
+from course_lib.validate import Index, Size, check_fields, checked
 
 OPS = ("F", "B", "I", "W")
 
@@ -42,11 +42,14 @@ class Schedule:
     """
 
     name: str
-    pp: int
-    num_micro_batches: int
+    pp: Size
+    num_micro_batches: Size
     rank_of_stage: tuple[int, ...]
     instructions: tuple[tuple[Instruction, ...], ...] = field(repr=False)
     pairs: frozenset[Instruction] = field(default=frozenset(), repr=False)
+
+    def __post_init__(self):
+        check_fields(self)
 
     @property
     def num_stages(self) -> int:

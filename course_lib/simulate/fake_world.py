@@ -115,7 +115,8 @@ def _all_reduce(call: dict, rank: int, size: int) -> None:
 
 
 def _all_gather(call: dict, rank: int, size: int) -> None:
-    call["output_tensor"].view(size, -1).copy_(call["input_tensor"].reshape(1, -1))
+    mine = call["input_tensor"].reshape(1, -1).clone()  # it may be a piece of the output
+    call["output_tensor"].view(size, -1).copy_(mine)
 
 
 def _reduce_scatter(call: dict, rank: int, size: int) -> None:

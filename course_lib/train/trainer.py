@@ -4,7 +4,7 @@
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --max-restarts 3 \\
         -m course_lib.train --layout dp=2,tp=2 ...               on each of two machines
     accelerate launch --multi_gpu --num_processes 4 -m course_lib.train --layout dp=2,tp=2 ...
-    srun --ntasks 4 python -m course_lib.train --layout dp=2,tp=2 ...
+    srun --ntasks 4 --gpus-per-task 1 python -m course_lib.train --layout dp=2,tp=2 ...     without the GPUs: on CPUs
     python -m course_lib.train ...                               one process alone
 
 and in a notebook `launch(train, 4, config, layout, plan)`: every rank calls the same function.

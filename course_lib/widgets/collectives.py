@@ -1,4 +1,4 @@
-"""The collective explorer: message, ranks and link, and what the alpha-beta model says of them."""
+"""The collective explorer: message, ranks and link, the way that NCCL's model chooses, and what it costs."""
 
 from dataclasses import dataclass
 from html import escape
@@ -8,7 +8,8 @@ import ipywidgets as widgets
 from course_lib.hardware import LINKS, link
 from course_lib.plots.curves import alpha_beta_picture, crossover_bytes, draw_alpha_beta
 from course_lib.plots.style import show_bytes, show_seconds
-from course_lib.timing import bus_factor, collective_s, collective_steps
+from course_lib.timing import bus_factor, fastest
+from course_lib.validate import Size, checked
 from course_lib.widgets import parts
 
 COLLECTIVES = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
@@ -17,9 +18,9 @@ SIZES = [(show_bytes(size), size) for exponent in range(3, 10) for size in (10**
 
 @dataclass(frozen=True)
 class CollectiveView:
-    """One collective, modelled: seconds and their two parts, bytes that a rank sends, and what rules."""
+    """One collective, modelled: the way it is done, seconds and their two parts, and bytes that a ring's rank sends."""
 
-    steps: int
+    way: str
     latency_s: float
     bandwidth_s: float
     sent_bytes: float
@@ -32,32 +33,34 @@ class CollectiveView:
         return self.latency_s + self.bandwidth_s
 
 
-def explore_collective(collective: str, payload_bytes: int, world_size: int, link_key: str) -> CollectiveView:
+@checked
+def explore_collective(collective: str, payload_bytes: int, world_size: Size, link_key: str) -> CollectiveView:
     """Turn choices into the numbers shown. `sent_bytes` is what a rank in the middle of the ring or chain sends."""
     wire = link(link_key)
-    total_s = collective_s(collective, payload_bytes, world_size, wire)
-    latency_s = collective_s(collective, 0, world_size, wire)
-    crossover = crossover_bytes(collective, world_size, wire)
+    cost = fastest(collective, payload_bytes, world_size, wire)
+    bandwidth_s = cost.seconds(payload_bytes) - cost.latency_s
     return CollectiveView(
-        steps=collective_steps(collective, world_size),
-        latency_s=latency_s,
-        bandwidth_s=total_s - latency_s,
+        way=f"{cost.algorithm}, {cost.protocol}",
+        latency_s=cost.latency_s,
+        bandwidth_s=bandwidth_s,
         sent_bytes=bus_factor(collective, world_size) * payload_bytes,
-        crossover_bytes=crossover,
-        regime="latency" if payload_bytes < crossover else "bandwidth",
+        crossover_bytes=crossover_bytes(collective, world_size, wire),
+        regime="latency" if bandwidth_s < cost.latency_s else "bandwidth",
     )
 
 
+@checked
 def describe_collective(view: CollectiveView) -> str:
     """The numbers in one line."""
     return (
-        f"{show_seconds(view.total_s)} = {show_seconds(view.latency_s)} of latency ({view.steps} steps) "
-        f"+ {show_seconds(view.bandwidth_s)} to send {show_bytes(view.sent_bytes)} a rank. "
-        f"{view.regime.capitalize()} rules; the two are equal at {show_bytes(view.crossover_bytes)}."
+        f"{show_seconds(view.total_s)} = {show_seconds(view.latency_s)} of latency + {show_seconds(view.bandwidth_s)} "
+        f"of moving bytes ({view.way}; a ring sends {show_bytes(view.sent_bytes)} a rank). "
+        f"{view.regime.capitalize()} rules; the two limits meet at {show_bytes(view.crossover_bytes)}."
     )
 
 
-def collective_explorer(link_key: str = "nvlink4", world_size: int = 8) -> widgets.VBox:
+@checked
+def collective_explorer(link_key: str = "nvlink4", world_size: Size = 8) -> widgets.VBox:
     """Sliders over message size and ranks: the modelled time on its curve."""
     collective = parts.choice("collective", COLLECTIVES, "all_reduce")
     size = parts.slider("message", SIZES, 10**6)

@@ -7,7 +7,7 @@ import ipywidgets as widgets
 
 from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.context_timing import AttentionTime, attention_time, ring_link, tokens_that_hide_a_hop
-from course_lib.hardware import GPUS, LINKS, gpu, link
+from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
 from course_lib.layout.context_work import pairs, share_of_ideal
 from course_lib.layout.partition import CP_METHODS
 from course_lib.layout.placement import PLACEMENTS
@@ -16,7 +16,7 @@ from course_lib.memory.sharded import sharded_budget
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_step_times
-from course_lib.sharded_timing import Cluster
+from course_lib.validate import Share, checked
 from course_lib.widgets import parts
 
 ASSUMED_UTILISATION = 0.5  # of the GPU's peak, by the attention kernel
@@ -50,6 +50,7 @@ class ContextView:
     text: str
 
 
+@checked
 def explore_context(chosen: ContextChoice) -> ContextView:
     """Turn choices into what is shown.
 
@@ -94,7 +95,8 @@ def _time(config: ModelConfig, chosen: ContextChoice, method: str) -> AttentionT
     return attention_time(*sizes, method, chosen.placement, **where)
 
 
-def describe_context(config: ModelConfig, chosen: ContextChoice, times: dict[str, AttentionTime], share: float) -> str:
+@checked
+def describe_context(config: ModelConfig, chosen: ContextChoice, times: dict[str, AttentionTime], share: Share) -> str:
     """What a ring hands on and whether it hides, and what each method takes."""
     if chosen.cp == 1:
         return "One rank has the whole sequence: nothing is sent. States are BF16 with FP32 masters."
@@ -112,6 +114,7 @@ def describe_context(config: ModelConfig, chosen: ContextChoice, times: dict[str
     )
 
 
+@checked
 def context_explorer(start: ContextChoice | None = None) -> widgets.VBox:
     """Sliders over model, sequence, tp, cp, placement, GPU and links."""
     start = start or ContextChoice()
@@ -136,6 +139,7 @@ def context_explorer(start: ContextChoice | None = None) -> widgets.VBox:
     return parts.picture_panel(list(fields.values()), predict)
 
 
+@checked
 def context_png(view: ContextView) -> bytes:
     """Memory of one GPU, and below it one layer's attention by each method."""
 

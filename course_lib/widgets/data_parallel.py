@@ -12,6 +12,7 @@ from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_overlap, overlap_picture
 from course_lib.span import Span
 from course_lib.timing import collective_s, dp_spans, exposed_s, step_flops
+from course_lib.validate import checked
 from course_lib.widgets import parts
 
 ASSUMED_MFU = 0.4  # of one GPU while it computes; published good runs on H100 reach 0.4 to 0.5
@@ -49,6 +50,7 @@ class DPView:
     spans: list[Span]
 
 
+@checked
 def explore_dp(chosen: DPChoice) -> DPView:
     """Turn choices into what is shown.
 
@@ -91,6 +93,7 @@ def _after_accumulation(spans: list[Span], micro_s: float, chosen: DPChoice) -> 
     return [Span(0, "compute", name, 0.0, shift), *later]
 
 
+@checked
 def describe_dp(view: DPView) -> str:
     """The numbers in one line."""
     return (
@@ -101,6 +104,7 @@ def describe_dp(view: DPView) -> str:
     )
 
 
+@checked
 def dp_explorer(start: DPChoice | None = None) -> widgets.VBox:
     """Controls over one data-parallel step: who waits for what, and for how long."""
     start = start or DPChoice()

@@ -33,6 +33,7 @@ from course_lib.traffic.routing import (
     padded_rows,
     plain_rows,
 )
+from course_lib.validate import checked
 from course_lib.widgets import parts
 
 METHODS = [
@@ -74,6 +75,7 @@ class ExpertView:
     text: str
 
 
+@checked
 def explore_experts(chosen: ExpertChoice) -> ExpertView:
     """Draw a routing, drop what exceeds each expert's capacity for each rank, and count the bytes of the rest.
 
@@ -130,6 +132,7 @@ def _dispatch_picture(
     return traffic_picture(rows, all_bytes // max(travelling, 1), layout.ranks_per_node)
 
 
+@checked
 def describe_experts(chosen: ExpertChoice, layout: ExpertLayout, load: LoadPicture, traffic: MoeTraffic) -> str:
     """Ranks' load, and bytes of one layer for one micro-batch: of the rank that sends most, and of all."""
     width = layout.experts_per_rank
@@ -154,6 +157,7 @@ def describe_experts(chosen: ExpertChoice, layout: ExpertLayout, load: LoadPictu
     )
 
 
+@checked
 def experts_png(view: ExpertView) -> bytes:
     """The load above; below it who sends what to whom, and what each rank sends."""
     below_in = traffic_size_in(view.dispatch) if view.layout.ep_size > 1 else 0.0
@@ -179,6 +183,7 @@ def _draw_dispatch(matrix, bars, picture: TrafficPicture) -> None:
     draw_sent(bars, picture, unit)
 
 
+@checked
 def expert_explorer(start: ExpertChoice | None = None) -> widgets.VBox:
     """Sliders over experts, k, capacity, ranks, nodes, limit and skew; load, drops and bytes follow."""
     start = start or ExpertChoice()

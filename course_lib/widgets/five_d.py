@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from course_lib.compare.five_d_profile import FiveDComparison, measure_five_d
 from course_lib.config import MOE_PRESETS, PRESETS, preset
 from course_lib.five_d_timing import Overlap, StepTime, step_time
-from course_lib.hardware import GPUS, LINKS, gpu, link
+from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AxisLinks, links_of_axes
 from course_lib.layout.partition import fewer_at_the_ends
@@ -31,8 +31,8 @@ from course_lib.plots.holdings import Holdings, draw_holdings, holdings, holding
 from course_lib.plots.memory import BudgetBar, gpu_limits
 from course_lib.plots.style import FULL_WIDTH_IN, show_bytes, show_seconds, style, unit_for
 from course_lib.schedules import SCHEDULES
-from course_lib.sharded_timing import Cluster
 from course_lib.traffic_5d import five_d_sent
+from course_lib.validate import checked
 from course_lib.widgets import parts
 
 UTILISATION = 0.55  # of the peak while computing: with it the modelled step of Llama 3 405B is near its published MFU
@@ -142,6 +142,7 @@ class FiveDView:
     text: str = field(repr=False)
 
 
+@checked
 @lru_cache(maxsize=16)
 def explore_five_d(chosen: FiveDChoice) -> FiveDView:
     """Turn choices into what is shown.
@@ -166,6 +167,7 @@ def explore_five_d(chosen: FiveDChoice) -> FiveDView:
     return FiveDView(layout, holdings(config, layout), bars, limits, fullest, sent, links, time, text)
 
 
+@checked
 def describe_five_d(chosen, layout, fullest, limits, links, time) -> str:
     """The layout, where its groups lie, what the fullest rank needs, and what a step takes by the model."""
     nodes = -(-layout.world_size // chosen.ranks_per_node)
@@ -189,6 +191,7 @@ def describe_five_d(chosen, layout, fullest, limits, links, time) -> str:
 SHOWN_AXES = ("pp", "dp", "cp", "tp", "ep")
 
 
+@checked
 @lru_cache(maxsize=16)
 def five_d_png(chosen: FiveDChoice) -> bytes:
     """The picture of a choice."""
@@ -198,6 +201,7 @@ def five_d_png(chosen: FiveDChoice) -> bytes:
     return buffer.getvalue()
 
 
+@checked
 def five_d_figure(view: FiveDView) -> Figure:
     """Who holds what; below it memory along the pipeline; below that bytes by axis and seconds by part.
 
@@ -232,6 +236,7 @@ def _panel(figure: Figure, left_in: float, bottom_in: float, width_in: float, he
     return figure.add_axes((left_in / width, bottom_in / height, width_in / width, height_in / height))
 
 
+@checked
 def measure_five_d_choice(chosen: FiveDChoice) -> FiveDComparison:
     """Train a toy for real in the chosen layout, and lay measured on predicted.
 
@@ -241,6 +246,7 @@ def measure_five_d_choice(chosen: FiveDChoice) -> FiveDComparison:
     return measure_five_d(preset(chosen.model), chosen.layout, chosen.seq_len)
 
 
+@checked
 def sizes_up_to(last: int, *others: int) -> list[tuple[str, int]]:
     """(label, value) pairs: powers of two and three times these, and a few more."""
     powers = [2**i for i in range(last.bit_length())]
@@ -248,6 +254,7 @@ def sizes_up_to(last: int, *others: int) -> list[tuple[str, int]]:
     return [(f"{value:,}", value) for value in sorted(values) if value <= last]
 
 
+@checked
 def five_d_explorer(start: FiveDChoice | None = None) -> widgets.VBox:
     """Controls for a whole layout, a menu of known ones, and a button that measures a toy on real ranks."""
     start = start or FiveDChoice()

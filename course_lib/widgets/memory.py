@@ -13,6 +13,7 @@ from course_lib.memory.formulas import OPTIMIZERS, RECIPES, Budget, budget, coun
 from course_lib.plots.comparison import comparison_pairs, draw_comparison, error_text
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes
+from course_lib.validate import Size, checked
 from course_lib.widgets import parts
 
 ATTENTION_LABELS = [("fused (FlashAttention)", "fused"), ("explicit score matrix", "explicit")]
@@ -44,6 +45,7 @@ class MemoryView:
     text: str
 
 
+@checked
 def explore_memory(chosen: MemoryChoice, gpus: Sequence[str]) -> MemoryView:
     """Turn choices into what is shown.
 
@@ -86,7 +88,8 @@ def _list_of_fits(bar: BudgetBar, limits_bytes: dict[str, int]) -> str:
     return " ".join(part for part in said if part)
 
 
-def measure_memory(chosen: MemoryChoice, d_model: int = 128, num_layers: int = 4) -> Comparison:
+@checked
+def measure_memory(chosen: MemoryChoice, d_model: Size = 128, num_layers: Size = 4) -> Comparison:
     """Train a scaled-down model of the same kind for real on this CPU, and lay what was measured on what is predicted.
 
     Raises   ValueError if the recipe or the optimizer cannot be run here
@@ -102,6 +105,7 @@ def measure_memory(chosen: MemoryChoice, d_model: int = 128, num_layers: int = 4
     )
 
 
+@checked
 def describe_measurement(result: Comparison) -> str:
     """One line: what was trained, and how far the predicted peak is from the measured one."""
     config, peak = result.config, result.row("peak")
@@ -112,6 +116,7 @@ def describe_measurement(result: Comparison) -> str:
     )
 
 
+@checked
 def memory_explorer(
     start: MemoryChoice | None = None, gpus: Sequence[str] = ("t4", "a100-40", "h100", "h200")
 ) -> widgets.VBox:

@@ -13,18 +13,21 @@ from matplotlib.figure import Figure
 
 from course_lib.plots.comparison import comparison_pairs, draw_comparison
 from course_lib.plots.style import FULL_WIDTH_IN, style
+from course_lib.validate import Positive, Size, checked
 
 LABEL = {"description_width": "110px"}
 WIDTH = "390px"
 WIDGET_DPI = 110  # the page stretches the picture to its width
 
 
-def figure_png(draw: Callable, height_in: float, width_in: float = FULL_WIDTH_IN) -> bytes:
+@checked
+def figure_png(draw: Callable, height_in: Positive, width_in: Positive = FULL_WIDTH_IN) -> bytes:
     """Draw with `draw(axes)` and return the picture as PNG. No pyplot, so nothing stays open."""
     return stacked_png([(draw, height_in)], width_in)
 
 
-def stacked_png(drawings: Sequence[tuple[Callable, float]], width_in: float = FULL_WIDTH_IN) -> bytes:
+@checked
+def stacked_png(drawings: Sequence[tuple[Callable, float]], width_in: Positive = FULL_WIDTH_IN) -> bytes:
     """Several `(draw, height in inches)`, one below the other, as one PNG."""
     heights = [height_in for _, height_in in drawings]
     with style():
@@ -42,6 +45,7 @@ def picture() -> widgets.Image:
     return widgets.Image(format="png", layout=widgets.Layout(max_width="100%", display="none"))
 
 
+@checked
 def set_picture(image: widgets.Image, png: bytes | None) -> None:
     """Replace the picture; None hides it."""
     image.layout.display = "none" if png is None else None
@@ -49,14 +53,16 @@ def set_picture(image: widgets.Image, png: bytes | None) -> None:
         image.value = png
 
 
-def choice(description: str, options: Sequence, value) -> widgets.Dropdown:
+@checked
+def choice(description: str, options: Sequence | Mapping, value) -> widgets.Dropdown:
     """A list to choose from; options are values or (label, value) pairs."""
     return widgets.Dropdown(
         description=description, options=list(options), value=value, style=LABEL, layout=widgets.Layout(width=WIDTH)
     )
 
 
-def slider(description: str, options: Sequence, value) -> widgets.SelectionSlider:
+@checked
+def slider(description: str, options: Sequence | Mapping, value) -> widgets.SelectionSlider:
     """A slider over given values, such as powers of two; it reports when it is released."""
     return widgets.SelectionSlider(
         description=description,
@@ -68,6 +74,7 @@ def slider(description: str, options: Sequence, value) -> widgets.SelectionSlide
     )
 
 
+@checked
 def powers_of_two(first: int, last: int) -> list[tuple[str, int]]:
     """(label, value) pairs from `first` to `last`, doubling."""
     values = [first]
@@ -76,11 +83,13 @@ def powers_of_two(first: int, last: int) -> list[tuple[str, int]]:
     return [(f"{value:,}", value) for value in values]
 
 
+@checked
 def note(message: widgets.HTML, html: str) -> None:
     """Write text (HTML) under the controls; lines as close as a page's, not as far apart as controls are."""
     message.value = f'<div style="line-height: 1.5; overflow-wrap: anywhere">{html}</div>' if html else ""
 
 
+@checked
 def attempt(message: widgets.HTML, action: Callable[[], None]) -> bool:
     """Run an action; what it raises is shown in the widget, since a callback's error is seen nowhere else."""
     try:
@@ -92,6 +101,7 @@ def attempt(message: widgets.HTML, action: Callable[[], None]) -> bool:
     return True
 
 
+@checked
 def follow(controls: Sequence[widgets.Widget], update: Callable[[], None]) -> None:
     """Call `update` now and whenever one of the controls changes."""
     for control in controls:
@@ -99,6 +109,7 @@ def follow(controls: Sequence[widgets.Widget], update: Callable[[], None]) -> No
     update()
 
 
+@checked
 def panel(controls: Sequence[widgets.Widget], *below: widgets.Widget) -> widgets.VBox:
     """Controls in two columns, everything else below them."""
     half = -(-len(controls) // 2)
@@ -106,11 +117,13 @@ def panel(controls: Sequence[widgets.Widget], *below: widgets.Widget) -> widgets
     return widgets.VBox([widgets.HBox(columns, layout=widgets.Layout(flex_flow="row wrap")), *below])
 
 
+@checked
 def values_of(fields: Mapping[str, widgets.Widget]) -> dict:
     """What each control says, by its name."""
     return {name: control.value for name, control in fields.items()}
 
 
+@checked
 def show_in(image: widgets.Image, message: widgets.HTML, made: Callable[[], tuple[bytes, str]]) -> None:
     """Show what `made` returns, (PNG, HTML); or why it cannot, and no picture: the last one was of another choice."""
 
@@ -123,6 +136,7 @@ def show_in(image: widgets.Image, message: widgets.HTML, made: Callable[[], tupl
         set_picture(image, None)
 
 
+@checked
 def picture_panel(controls: Sequence[widgets.Widget], predict: Callable[[], tuple[bytes, str]]) -> widgets.VBox:
     """Controls, and a line and a picture that follow them. `predict` returns (PNG, HTML)."""
     image, text = picture(), widgets.HTML()
@@ -130,12 +144,14 @@ def picture_panel(controls: Sequence[widgets.Widget], predict: Callable[[], tupl
     return panel(controls, text, image)
 
 
-def stands_for(model: str, num_gpus: int, num_ranks: int) -> str:
+@checked
+def stands_for(model: str, num_gpus: Size, num_ranks: Size) -> str:
     """What a toy measured on a few ranks stands for; nothing to say where that is what was chosen."""
     gpus = f"{num_gpus:,} GPUs" if num_gpus > 1 else "1 GPU"
     return "" if (model, num_gpus) == ("toy", num_ranks) else f"A small stand-in for {model} on {gpus}."
 
 
+@checked
 def comparison_png(rows: Sequence) -> bytes:
     """Predicted beside measured, row by row, as PNG."""
     pairs = comparison_pairs(rows)
@@ -145,6 +161,7 @@ def comparison_png(rows: Sequence) -> bytes:
     )
 
 
+@checked
 def measured_panel(
     controls: Sequence[widgets.Widget],
     predict: Callable[[], tuple[bytes, str]],

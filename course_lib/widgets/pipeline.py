@@ -17,6 +17,7 @@ from course_lib.plots.stages import (
 )
 from course_lib.schedules import SCHEDULES, make, stages_per_rank
 from course_lib.schedules.simulator import Costs, Simulation, simulate
+from course_lib.validate import checked
 from course_lib.widgets import parts
 
 MOST_BOXES = 2048  # more cannot be told apart in one chart
@@ -58,6 +59,7 @@ class PipelineView:
     text: str
 
 
+@checked
 def explore_pipeline(chosen: PipelineChoice) -> PipelineView:
     """Clock the chosen schedule with the chosen times.
 
@@ -77,6 +79,7 @@ def explore_pipeline(chosen: PipelineChoice) -> PipelineView:
     return PipelineView(simulation, schedule_picture(simulation), live, describe_pipeline(simulation, live))
 
 
+@checked
 def describe_pipeline(simulation: Simulation, live: LivePicture) -> str:
     """The times, both bubbles with their meaning, and the activations of rank 0 as a share of the whole model's."""
     pp, most = simulation.schedule.pp, max(live.peak_alive)
@@ -96,6 +99,7 @@ def describe_pipeline(simulation: Simulation, live: LivePicture) -> str:
     )
 
 
+@checked
 def describe_waiting(live: LivePicture) -> str:
     """How many each rank keeps at once with those that wait for weight gradients; nothing where none waits."""
     if not any(live.peak_waiting):
@@ -105,6 +109,7 @@ def describe_waiting(live: LivePicture) -> str:
     return f" With those that wait for weight gradients, at most {said} at once."
 
 
+@checked
 def pipeline_png(view: PipelineView) -> bytes:
     """The chart, and below it on the same time axis what each rank keeps alive."""
 
@@ -120,6 +125,7 @@ def pipeline_png(view: PipelineView) -> bytes:
     )
 
 
+@checked
 def pipeline_explorer(start: PipelineChoice | None = None) -> widgets.VBox:
     """Sliders over schedule, stages, micro-batches, chunks and times; the chart and what is kept alive follow."""
     start = start or PipelineChoice()

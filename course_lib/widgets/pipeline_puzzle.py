@@ -15,6 +15,7 @@ from course_lib.schedules.check import problems, runnable_order
 from course_lib.schedules.instructions import Instruction, Schedule, from_lists, loop_placement, needs
 from course_lib.schedules.simulator import Costs, Simulation, simulate
 from course_lib.span import Span
+from course_lib.validate import Size, checked
 from course_lib.widgets import parts
 
 MOST_RANKS, MOST_MICRO_BATCHES = 8, 12
@@ -52,7 +53,8 @@ class PuzzleAnswer:
         return self.simulation is not None
 
 
-def check_puzzle(rows: Sequence[str], num_micro_batches: int) -> PuzzleAnswer:
+@checked
+def check_puzzle(rows: Sequence[str], num_micro_batches: Size) -> PuzzleAnswer:
     """Judge what is placed: a text for each rank, such as "F0 F1 B0 B1"; I and W together do the work of one B.
 
     Mistakes are told at once, what is merely not placed yet is not a mistake.
@@ -186,7 +188,8 @@ def _circle(schedule: Schedule, reached: Sequence[int]) -> list[str]:
 # ---------------------------------------------------------------- how good
 
 
-def best_known(pp: int, num_micro_batches: int, split: bool) -> Best:
+@checked
+def best_known(pp: Size, num_micro_batches: Size, split: bool) -> Best:
     """The best of the course's schedules with one stage a rank, with whole backwards or with split ones.
 
     With whole backwards nothing is shorter: the last rank starts after pp - 1 forwards, and behind its last backward
@@ -202,6 +205,7 @@ def best_known(pp: int, num_micro_batches: int, split: bool) -> Best:
     return min(found, key=lambda best: (best.makespan_s, sum(best.peaks)))
 
 
+@checked
 def describe_puzzle(answer: PuzzleAnswer) -> str:
     """The answer as HTML: mistakes, or what is missing, or the score."""
     if answer.wrong:
@@ -256,7 +260,8 @@ RULES = (
 )
 
 
-def pipeline_puzzle(pp: int = 3, num_micro_batches: int = 4) -> widgets.VBox:
+@checked
+def pipeline_puzzle(pp: Size = 3, num_micro_batches: Size = 4) -> widgets.VBox:
     """Place the blocks of every rank, typed or by buttons; the checker answers after each.
 
     Raises   ValueError for sizes that the puzzle has no room for

@@ -7,6 +7,7 @@ import ipywidgets as widgets
 import torch
 
 from course_lib.plots.formats import FORMATS, draw_ranges
+from course_lib.validate import checked
 from course_lib.widgets import parts
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,6 +24,7 @@ class PrecisionRow:
     verdict: str
 
 
+@checked
 def explore_precision(weight: float, update: float) -> list[PrecisionRow]:
     """Store a weight and an update in each format, add them there, and say what is lost."""
     rows = []
@@ -48,6 +50,7 @@ def _verdict(weight: float, update: float, after: float) -> str:
     return "kept" if abs(kept - 1) < 0.05 else f"{100 * kept:.0f} % of the update arrive"
 
 
+@checked
 def precision_table(rows: list[PrecisionRow]) -> str:
     """The rows as an HTML table."""
     cells = "".join(

@@ -7,15 +7,16 @@ import ipywidgets as widgets
 
 from course_lib.compare.sharded_profile import ShardedComparison, measure_tensor
 from course_lib.config import PRESETS, ModelConfig, preset
-from course_lib.hardware import GPUS, LINKS, gpu, link
+from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
 from course_lib.memory.formulas import Budget
 from course_lib.memory.sharded import sharded_budget
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_step_times
-from course_lib.sharded_timing import Cluster, TensorParallelStep, tensor_parallel_step
+from course_lib.sharded_timing import TensorParallelStep, tensor_parallel_step
 from course_lib.traffic import sent_bytes
 from course_lib.traffic.step import tensor_parallel_calls
+from course_lib.validate import checked
 from course_lib.widgets import parts
 
 ASSUMED_MFU = 0.4  # of one GPU while it computes; published good runs on H100 reach 0.4 to 0.5
@@ -62,6 +63,7 @@ class TensorView:
     text: str
 
 
+@checked
 def explore_tensor(chosen: TensorChoice) -> TensorView:
     """Turn choices into what is shown.
 
@@ -95,6 +97,7 @@ def explore_tensor(chosen: TensorChoice) -> TensorView:
     return replace(view, title=_title(chosen, view), text=describe_tensor(chosen, view))
 
 
+@checked
 def possible_tp(config: ModelConfig) -> list[int]:
     """The powers of two up to LARGEST_TP into which the model's heads can be dealt out."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
@@ -102,6 +105,7 @@ def possible_tp(config: ModelConfig) -> list[int]:
     return [tp for tp in sizes if heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)]
 
 
+@checked
 def step_times(view: TensorView) -> dict[str, tuple[float, float]]:
     """`{label: (seconds computing, seconds waiting for communication)}` for the picture."""
     return {f"tp {tp}": (step.compute_s, step.comm_s - step.hidden_s) for tp, step in view.steps.items()}
@@ -126,6 +130,7 @@ def _title(chosen: TensorChoice, view: TensorView) -> str:
     return f"{view.bars[-1].label} {fits}; modelled: {100 * view.steps[chosen.tp].comm_share:.0f} % communication"
 
 
+@checked
 def describe_tensor(chosen: TensorChoice, view: TensorView) -> str:
     """What each GPU holds and sends, and what a step takes by the model."""
     kept = view.budget.activations + view.budget.logits
@@ -152,6 +157,7 @@ def describe_tensor(chosen: TensorChoice, view: TensorView) -> str:
     )
 
 
+@checked
 def measure_tensor_choice(chosen: TensorChoice) -> ShardedComparison:
     """Train a toy for real under the chosen parallelism, and lay measured on predicted.
 
@@ -162,6 +168,7 @@ def measure_tensor_choice(chosen: TensorChoice) -> ShardedComparison:
     return measure_tensor(ranks, chosen.sequence_parallel, chosen.regather, recompute=chosen.recompute)
 
 
+@checked
 def tensor_explorer(start: TensorChoice | None = None) -> widgets.VBox:
     """Sliders over model, tp, SP, sequence, GPU and links, and a button that measures a toy on real ranks."""
     start = start or TensorChoice()

@@ -16,6 +16,7 @@ from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.sharded_timing import offload_s
 from course_lib.traffic import sent_bytes
 from course_lib.traffic.step import zero_calls
+from course_lib.validate import checked
 from course_lib.widgets import parts
 
 OFFLOADS = {
@@ -61,6 +62,7 @@ class ZeroView:
     text: str
 
 
+@checked
 def explore_zero(chosen: ZeroChoice) -> ZeroView:
     """Turn choices into what is shown.
 
@@ -104,6 +106,7 @@ def _title(chosen: ZeroChoice, view: ZeroView) -> str:
     return f"{chosen.model}, stage {chosen.stage} on {gpus}: {fits} on {gpu(chosen.gpu_key).name}"
 
 
+@checked
 def describe_zero(chosen: ZeroChoice, view: ZeroView) -> str:
     """What each GPU holds, what waits elsewhere, and what a step moves; seconds are modelled."""
     states = view.budget.states_bytes
@@ -128,6 +131,7 @@ def describe_zero(chosen: ZeroChoice, view: ZeroView) -> str:
     return " ".join(lines)
 
 
+@checked
 def measure_zero_choice(chosen: ZeroChoice) -> ShardedComparison:
     """Train a toy for real at the chosen stage and precision, and lay measured on predicted.
 
@@ -139,6 +143,7 @@ def measure_zero_choice(chosen: ZeroChoice) -> ShardedComparison:
     return measure_zero(chosen.stage, min(chosen.dp_size, MEASURED_RANKS), chosen.recipe, recompute=chosen.recompute)
 
 
+@checked
 def zero_explorer(start: ZeroChoice | None = None) -> widgets.VBox:
     """Sliders over model, GPUs, stage, precision and offload, and a button that measures a toy on real ranks."""
     start = start or ZeroChoice()

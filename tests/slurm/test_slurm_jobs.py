@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_launch_kernel import Kernel, remaining, slowness
+from kernels import Kernel, remaining, slowness
 
 from course_lib.authoring import ROOT
 

@@ -8,6 +8,8 @@ from course_lib import cli
 from course_lib.compare import bench as bench_module
 from course_lib.compare.bench import bench, main, summarise, table
 
+pytestmark = pytest.mark.launches
+
 RECORD = {
     "technique": "data",
     "ranks": 2,

@@ -290,14 +290,17 @@ def test_a_mesh_picture_has_the_groups_of_the_mesh():
         mesh.mesh_picture(Mesh(dp=64))
 
 
-def test_latency_and_bandwidth_cost_the_same_at_the_crossover():
+def test_the_two_limits_meet_at_the_crossover_and_the_time_lies_above_both():
     link = LINKS["nvlink4"]
     size = curves.crossover_bytes("all_reduce", 8, link)
-    latency_s = collective_s("all_reduce", 0, 8, link)
-    assert collective_s("all_reduce", size, 8, link) == pytest.approx(2 * latency_s)
+    assert size == pytest.approx(15e-6 * 480e9 * 8 / 14)  # ring with LL for the smallest, the switch for the largest
     picture = curves.alpha_beta_picture("all_reduce", 8, link)
     assert picture.sizes_bytes[0] == 1e3 and picture.sizes_bytes[-1] == 1e10
-    assert picture.total_s[-1] == pytest.approx(picture.latency_s + picture.bandwidth_s[-1])
+    assert [way for _, way in picture.ways] == ["ring, LL", "nvls, Simple"]
+    for total, bandwidth in zip(picture.total_s, picture.bandwidth_s, strict=True):
+        assert total > max(picture.latency_s, bandwidth)
+    assert picture.total_s[-1] == pytest.approx(picture.bandwidth_s[-1], rel=0.01)
+    assert curves.interpolated(picture, 1e9) == pytest.approx(collective_s("all_reduce", 1e9, 8, link), rel=0.01)
     with pytest.raises(ValueError, match="at least 2 ranks"):
         curves.crossover_bytes("all_reduce", 1, link)
 

@@ -12,12 +12,11 @@ from course_lib.compare import five_d_profile
 from course_lib.compare.five_d_profile import first_times, measure_five_d
 from course_lib.config import preset
 from course_lib.five_d_timing import step_time
-from course_lib.hardware import gpu, link
+from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.five_d import five_d_budgets
 from course_lib.plots.memory import kinds_of
 from course_lib.plots.style import style
-from course_lib.sharded_timing import Cluster
 from course_lib.traffic_5d import five_d_sent
 from course_lib.widgets import five_d
 from course_lib.widgets.five_d import KNOWN, NOTHING, FiveDChoice, explore_five_d, five_d_explorer, five_d_figure
@@ -130,6 +129,7 @@ def test_what_cannot_be_is_answered_with_the_nearest_in_place_of_the_picture(mon
 # ---------------------------------------------------------------- real ranks
 
 
+@pytest.mark.launches
 def test_measure_runs_the_layout_and_every_rank_equals_the_formulas():
     choice = replace(LAPTOP, tp=1, sequence_parallel=False, recompute="full")
     explorer = five_d_explorer(choice)
@@ -140,6 +140,7 @@ def test_measure_runs_the_layout_and_every_rank_equals_the_formulas():
     assert len(shown(explorer)) == 1 and "Measured in" not in texts(explorer)  # it was of another choice
 
 
+@pytest.mark.launches
 def test_a_wrong_formula_is_seen(monkeypatch):
     sent = five_d_profile.five_d_sent
     monkeypatch.setattr(five_d_profile, "five_d_sent", lambda *a, **k: sent(*a, **k) | {"pp": 5})

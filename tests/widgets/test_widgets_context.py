@@ -4,10 +4,9 @@ from widget_tree import control, shown, texts
 
 from course_lib.config import preset
 from course_lib.context_timing import attention_time
-from course_lib.hardware import gpu, link
+from course_lib.hardware import Cluster, gpu, link
 from course_lib.memory.context import for_length
 from course_lib.memory.sharded import sharded_budget
-from course_lib.sharded_timing import Cluster
 from course_lib.widgets.context import ContextChoice, context_explorer, explore_context
 
 LLAMA_8B = preset("llama-3.1-8b")

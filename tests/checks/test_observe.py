@@ -11,6 +11,8 @@ from course_lib.checks.observe import Call, broadcast_rounds, run_calls
 from course_lib.comm import all_reduce, recv, send
 from course_lib.layout import Mesh
 
+pytestmark = pytest.mark.launches
+
 cloudpickle.register_pickle_by_value(__import__(__name__))  # ranks do not have tests/ on their path
 
 

@@ -5,73 +5,18 @@ import re
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
-from jupyter_client import KernelManager
+from kernels import Kernel, remaining, slowness, still_there
+
+pytestmark = pytest.mark.launches
 
 SETUP = """
 import os, sys, time, signal, threading, subprocess, dataclasses
 import torch, torch.distributed as dist
 from course_lib.launch import launch, progress
 """
-ANSI = re.compile(r"\x1b\[[0-9;]*m")
-
-
-class Kernel:
-    """A notebook kernel, and what a reader would see below a cell."""
-
-    def __init__(self):
-        self.manager = KernelManager()
-        self.manager.start_kernel()
-        self.client = self.manager.client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
-        self.process = psutil.Process(self.manager.provisioner.pid)
-
-    def start(self, code):
-        return self.client.execute(code.strip())
-
-    def finish(self, message_id, timeout=60):
-        out, err, error = [], [], ""
-        while True:
-            message = self.client.get_iopub_msg(timeout=timeout)
-            if message["parent_header"].get("msg_id") != message_id:
-                continue
-            kind, content = message["msg_type"], message["content"]
-            if kind == "stream":
-                (out if content["name"] == "stdout" else err).append(content["text"])
-            elif kind == "error":
-                error = ANSI.sub("", "\n".join(content["traceback"]))
-            elif kind == "status" and content["execution_state"] == "idle":
-                return SimpleNamespace(out="".join(out), err="".join(err), error=error)
-
-    def run(self, code, timeout=60):
-        start = time.monotonic()
-        cell = self.finish(self.start(code), timeout)
-        cell.seconds = time.monotonic() - start
-        return cell
-
-    def show(self, code):
-        cell = self.run(code)
-        assert not cell.error, cell.error
-        return cell
-
-    def fail(self, code):
-        """Run a cell that must fail, and prove that the next launch works."""
-        cell = self.run(code)
-        assert cell.error, cell.out
-        assert self.show("print(list(launch(lambda: dist.get_rank(), 2, quiet=True)))").out == "[0, 1]\n"
-        return cell
-
-    def helpers(self):
-        """Every process below the kernel."""
-        return self.process.children(recursive=True)
-
-    def stop(self):
-        self.client.stop_channels()
-        self.manager.shutdown_kernel(now=True)
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +25,6 @@ def kernel():
     kernel.show(SETUP)
     yield kernel
     kernel.stop()
-
-
-def remaining(processes, within_s=3.0):
-    """Those of `processes` that are still there after a moment."""
-    _, alive = psutil.wait_procs(processes, timeout=within_s)
-    return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-
-
-def still_there(pid, within_s=2.0):
-    """Whether a process lives, after a moment for its end; it may have a new parent, so its number is all there is."""
-    try:
-        return bool(remaining([psutil.Process(pid)], within_s))
-    except psutil.NoSuchProcess:
-        return False
 
 
 TRAIN = """
@@ -124,11 +55,6 @@ print(statistics.median(launch(train, 4, 1.0).seconds for _ in range(9)))
     )
     print(f"first {first.seconds:.2f} s, later median {float(later.out):.3f} s, load {os.getloadavg()[0]:.1f}")
     assert float(later.out) < 0.3 * slowness()
-
-
-def slowness():
-    """Allowance for a machine on which other work runs: 1 when it has its cores to itself."""
-    return max(1.0, os.getloadavg()[0] / os.cpu_count())
 
 
 def test_objects_lines_and_measurements_of_every_rank_come_back(kernel):

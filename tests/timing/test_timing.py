@@ -4,7 +4,15 @@ import pytest
 
 from course_lib import timing
 from course_lib.config import ModelConfig, preset
-from course_lib.hardware import GPUS, LINKS, PUBLISHED_DP_THROUGHPUT, Link, published_link
+from course_lib.hardware import (
+    GPUS,
+    LINKS,
+    PUBLISHED_BUS_BANDWIDTH,
+    PUBLISHED_DP_THROUGHPUT,
+    Cluster,
+    Link,
+    published_link,
+)
 from course_lib.traffic import ring_all_reduce_bytes
 
 H100, A100 = GPUS["h100"], GPUS["a100-80"]
@@ -36,15 +44,19 @@ def test_10_gb_over_8_gpus_on_nvlink_and_on_pcie():
     assert timing.collective_s("all_reduce", 10e9, 8, _link(32e9)) == pytest.approx(0.547, rel=1e-3)
 
 
-def test_alpha_beta_adds_a_latency_for_every_step():
+def test_a_link_that_nccl_does_not_know_is_a_ring_of_its_own_latency():
     link = _link(1e9, latency_s=1e-3)
     assert timing.collective_s("all_reduce", 4e9, 4, link) == pytest.approx(6e-3 + 6)
     assert timing.collective_s("all_gather", 4e9, 4, link) == pytest.approx(3e-3 + 3)
     assert timing.collective_s("broadcast", 4e9, 4, link) == pytest.approx(3e-3 + 4)
     assert timing.collective_s("send", 4e9, 2, link) == pytest.approx(1e-3 + 4)
     assert timing.collective_s("all_reduce", 4e9, 1, link) == 0
+    both = Cluster(H100, link, _link(1e8, latency_s=1e-2))  # 2 nodes of 8: two steps of 30 cross
+    assert timing.collective_s("all_reduce", 16e9, 16, both) == pytest.approx(28e-3 + 2e-2 + 30 / 8e8 * 1e9)
     with pytest.raises(ValueError, match="collective 'allreduce' is unknown"):
         timing.collective_s("allreduce", 1, 2, link)
+    with pytest.raises(ValueError, match=r"world_size \(12\) must be a multiple of the ranks in a node \(8\)"):
+        timing.collective_s("all_reduce", 1e9, 12, NODES)
 
 
 def test_bus_bandwidth_gives_the_link_back():
@@ -52,14 +64,106 @@ def test_bus_bandwidth_gives_the_link_back():
     assert timing.bus_bandwidth("all_reduce", 1e9, seconds, 8) == pytest.approx(450e9)
 
 
-def test_hierarchical_all_reduce_is_flat_at_its_two_ends_and_better_between():
-    inside, between = LINKS["nvlink4"], LINKS["ib-ndr400"]
-    flat_inside = timing.collective_s("all_reduce", 1e9, 8, inside)
-    assert timing.hierarchical_all_reduce_s(1e9, 1, 8, inside, between) == pytest.approx(flat_inside)
-    flat_between = timing.collective_s("all_reduce", 1e9, 8, between)
-    assert timing.hierarchical_all_reduce_s(1e9, 8, 1, inside, between) == pytest.approx(flat_between)
-    flat = timing.collective_s("all_reduce", 1e9, 64, between)
-    assert timing.hierarchical_all_reduce_s(1e9, 8, 8, inside, between) < flat / 4
+def _way(name, world_size, network, algorithm, protocol, per_node=None):
+    costs = timing.collective_costs(name, world_size, network, per_node)
+    return next(cost for cost in costs if (cost.algorithm, cost.protocol) == (algorithm, protocol))
+
+
+NODES = Cluster(H100, LINKS["nvlink4"], LINKS["efa"])
+MEASURED = PUBLISHED_BUS_BANDWIDTH
+
+
+def _bus_gb_per_s(name, cost, world_size, payload_bytes=256e6):
+    return timing.bus_bandwidth(name, payload_bytes, cost.seconds(payload_bytes), world_size) / 1e9
+
+
+def test_latencies_are_nccls_microseconds_by_hand():
+    """NCCL src/graph/tuning.cc: launch + steps, of which only those between nodes cost what a network costs."""
+    inside = {
+        ("ring", "LL"): 6.6 + 14 * 0.6,
+        ("ring", "LL128"): 14 + 14 * 1.9,
+        ("ring", "Simple"): 8.4 + 14 * 3.4,
+        ("tree", "LL"): 6.8 + 2 * 7 * 0.6,
+        ("tree", "Simple"): 8.4 + 2 * 7 * 4.0,
+        ("nvls", "Simple"): 25,
+    }
+    for way, us in inside.items():
+        assert _way("all_reduce", 8, LINKS["nvlink4"], *way).latency_s == pytest.approx(us * 1e-6)
+    over_4_nodes = {
+        ("ring", "LL"): 6.6 + 56 * 1.0 + 6 * 2.7,  # the network's call costs 1 us, more than NVLink's 0.6
+        ("ring", "Simple"): 8.4 + 56 * 3.4 + 6 * 14,
+        ("tree", "LL128"): 14 + 2 * (7 * 1.25 + 2 * 8.5),
+        ("nvls", "Simple"): 25 + 2 * 2 * 20.9,
+    }
+    for way, us in over_4_nodes.items():
+        assert _way("all_reduce", 32, NODES, *way).latency_s == pytest.approx(us * 1e-6)
+    one_a_node = _way("all_gather", 32, NODES, "ring", "LL", per_node=1)
+    assert one_a_node.latency_s == pytest.approx((6.6 + 31 * 5.0) * 1e-6)  # nothing else hides a step: a tree's 5.0
+    assert _way("all_reduce", 8, LINKS["pcie5"], "ring", "LL128").latency_s == pytest.approx((14 + 14 * 2.5) * 1e-6)
+
+
+def test_the_way_changes_with_the_message():
+    def ways(name, world_size, network):
+        best = [timing.fastest(name, 10**k, world_size, network) for k in range(3, 11)]
+        return [f"{cost.algorithm} {cost.protocol}" for cost in best]
+
+    assert ways("all_reduce", 8, LINKS["nvlink4"]) == ["ring LL"] * 4 + ["nvls Simple"] * 4
+    assert ways("all_reduce", 8, LINKS["nvlink3"])[-1] == "ring Simple"  # no switch that sums
+    assert (
+        ways("all_reduce", 64, LINKS["efa"])
+        == ["tree LL"] * 3 + ["tree LL128"] * 2 + ["tree Simple"] + ["ring Simple"] * 2
+    )
+    assert set(ways("all_gather", 64, NODES)) == {"ring LL", "ring LL128", "ring Simple"}
+
+
+def test_436_gb_per_s_is_no_ring():
+    rings = [_way("all_reduce", 8, NODES, "ring", protocol) for protocol in ("LL", "LL128", "Simple")]
+    best = max(_bus_gb_per_s("all_reduce", ring, 8) for ring in rings)
+    assert best < 371 < MEASURED["all_reduce"][1] / 1e9 < 450  # below the line rate, and yet more than any ring
+    switch = timing.fastest("all_reduce", 256e6, 8, NODES)
+    assert switch.algorithm == "nvls"
+    assert _bus_gb_per_s("all_reduce", switch, 8) == pytest.approx(468, abs=1)  # measured: 436
+    assert _bus_gb_per_s("all_reduce", switch, 8, 1e11) == pytest.approx(480, abs=1)
+    pair = timing.fastest("all_reduce", 1e9, 2, LINKS["nvlink4"])
+    assert pair.algorithm == "ring"  # a switch saves two GPUs nothing
+
+
+def test_latency_does_not_explain_33_gb_per_s_over_64_nodes():
+    every_step = 2 * 511 * 14e-6
+    assert every_step == pytest.approx(14.3e-3, abs=1e-5)  # if each step of the ring crossed the network
+    ring = _way("all_reduce", 512, NODES, "ring", "Simple")
+    assert ring.latency_s == pytest.approx(4.8e-3, abs=0.05e-3)  # 126 steps do, 896 stay on NVLink
+    assert _bus_gb_per_s("all_reduce", ring, 512) == pytest.approx(82.5, abs=0.5)
+    chosen = timing.fastest("all_reduce", 256e6, 512, NODES)
+    assert (chosen.algorithm, chosen.latency_s) == ("nvls", pytest.approx(276e-6, abs=1e-6))
+    modelled = {nodes: _bus_gb_per_s("all_reduce", timing.fastest("all_reduce", 256e6, 8 * nodes, NODES), 8 * nodes)
+                for nodes in MEASURED["all_reduce"]}  # fmt: skip
+    assert modelled[64] > 300 > 9 * MEASURED["all_reduce"][64] / 1e9  # ten times what was measured
+    gaps = [modelled[nodes] / (rate / 1e9) for nodes, rate in MEASURED["all_reduce"].items()]
+    assert gaps == sorted(gaps) and gaps[0] < 1.1  # it grows with every doubling
+
+
+def test_two_phases_cost_an_all_reduce_by_ring_and_up_to_1_75_times_it_in_the_switch():
+    def phases_s(size, network):
+        return sum(timing.collective_s(name, size, 8, network) for name in ("reduce_scatter", "all_gather"))
+
+    for size in (1e8, 1e10):
+        by_ring = _way("all_reduce", 8, LINKS["nvlink3"], "ring", "Simple").seconds(size)
+        assert phases_s(size, LINKS["nvlink3"]) / by_ring == pytest.approx(1, abs=0.02)
+        assert phases_s(size, LINKS["efa"]) / timing.collective_s("all_reduce", size, 8, LINKS["efa"]) < 1.06
+    in_switch = [phases_s(size, NODES) / timing.collective_s("all_reduce", size, 8, NODES) for size in (1e7, 1e8, 1e10)]
+    assert in_switch == pytest.approx([1.72, 1.38, 1.30], abs=0.01)
+    measured = MEASURED["all_reduce"][1] / MEASURED["all_gather"][1]  # seconds go as 1 / bandwidth
+    assert measured == pytest.approx(1.745, abs=0.001)
+    gathered = _bus_gb_per_s("all_gather", timing.fastest("all_gather", 256e6, 8, NODES), 8)
+    assert gathered / (MEASURED["all_gather"][1] / 1e9) == pytest.approx(1.41, abs=0.01)  # the model is too fast here
+
+
+def test_pieces_for_other_nodes_leave_by_the_port():
+    nvlink, port = LINKS["nvlink4"], LINKS["efa"]
+    inside = timing.collective_s("all_to_all", 8e9, 8, NODES)
+    assert inside == pytest.approx(7 * (nvlink.latency_s + 1e9 / nvlink.achieved_bytes_per_s))
+    assert timing.collective_s("all_to_all", 16e9, 16, NODES) == pytest.approx(8 * (port.latency_s + 1e9 / 50e9))
 
 
 def test_tensor_parallel_traffic_is_a_fifth_of_the_compute_not_3_percent():
@@ -226,6 +330,27 @@ def test_buckets_overlap_the_backward_until_communication_is_the_longer():
     assert timing.exposed_s(timing.dp_spans(1.0, 2.0, [])) == 0.0
 
 
+def test_with_trees_many_buckets_are_nearly_free():
+    """Chapter 3's model: 1B in FP32 gradients, one H100 in each node. By rings alone 256 GPUs want 4 pieces."""
+    grad_bytes, compute_s = 4 * 1_235_814_400, 0.187
+
+    def step_s(num_buckets, dp_size, by):
+        comm_s = num_buckets * by(grad_bytes / num_buckets, dp_size)
+        return timing.dp_step_s(compute_s / 3, 2 * compute_s / 3, comm_s, num_buckets)
+
+    def fastest(size, dp_size):
+        return timing.collective_s("all_reduce", size, dp_size, LINKS["efa"])
+
+    def ring(size, dp_size):
+        return _way("all_reduce", dp_size, LINKS["efa"], "ring", "Simple").seconds(size)
+
+    counts = [2**k for k in range(7)]
+    by_ring, chosen = ({count: step_s(count, 256, by) for count in counts} for by in (ring, fastest))
+    assert min(by_ring, key=by_ring.get) == 4 and by_ring[64] == pytest.approx(0.72, abs=0.01)
+    assert min(chosen, key=chosen.get) in (16, 32)
+    assert 0.287 < min(chosen.values()) < chosen[64] < 0.295
+
+
 def test_more_buckets_expose_less_but_pay_more_latency():
     exposed = [timing.dp_step_s(1, 2, 1.0, num_buckets=count) - 3 for count in (1, 4, 20)]
     assert exposed == pytest.approx([1.0, 0.25, 0.05])
@@ -264,6 +389,6 @@ def test_where_throughput_falls_depends_on_the_network_and_the_micro_batch():
         return on_dp / on_8
 
     assert PUBLISHED_DP_THROUGHPUT[16] < PUBLISHED_DP_THROUGHPUT[8]  # measured: it falls from the second node on
-    assert left(64, 4096, "efa") < 0.8 and left(512, 4096, "efa") < 0.4
-    assert left(512, 4096, "nvlink4") < 0.75  # bandwidth alone does not mend latency
-    assert left(512, 16 * 4096, "efa") > 0.98  # larger micro-batches do
+    assert 0.83 < left(512, 4096, "efa") < left(64, 4096, "efa") < 0.84  # of a ring's or a tree's bytes, not of steps
+    assert PUBLISHED_DP_THROUGHPUT[64] / PUBLISHED_DP_THROUGHPUT[8] < 0.78  # measured: less is left
+    assert left(512, 16 * 4096, "efa") > 0.99  # larger micro-batches hide them

@@ -11,13 +11,13 @@ from pictures import look, overlapping_texts
 
 from course_lib import model
 from course_lib.config import preset
-from course_lib.hardware import gpu, link
+from course_lib.hardware import Cluster, gpu, link
 from course_lib.launch import launch
 from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.memory.zero import padded, zero_bytes_per_parameter, zero_gathered_bytes
 from course_lib.parallel import zero
 from course_lib.plots import curves, matrices, regions, sharding, timeline
-from course_lib.sharded_timing import Cluster, tensor_parallel_layer_spans
+from course_lib.sharded_timing import tensor_parallel_layer_spans
 from course_lib.span import Span
 
 BYTES = {"parameters": 2, "gradients": 2, "optimizer": 12}
@@ -41,7 +41,7 @@ def test_pieces_of_a_stage_weigh_what_the_formula_says_and_cover_each_kind(stage
 def test_a_stage_and_a_number_of_ranks_that_do_not_exist_are_refused():
     with pytest.raises(ValueError, match="choose 0"):
         sharding.zero_pieces(4, 2)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="give a whole number from 1"):
         sharding.zero_pieces(1, 0)
     with pytest.raises(ValueError, match="room for 16"):
         sharding.show_zero_stages(32)

@@ -6,10 +6,10 @@ from widget_tree import control, shown, texts
 
 from course_lib.compare.sharded_profile import SENT, Row, ShardedComparison, Sizes, measure_tensor, measure_zero
 from course_lib.config import preset
-from course_lib.hardware import gpu, link
+from course_lib.hardware import Cluster, gpu, link
 from course_lib.memory.formulas import count_parameters
 from course_lib.memory.sharded import sharded_budget
-from course_lib.sharded_timing import Cluster, tensor_parallel_step
+from course_lib.sharded_timing import tensor_parallel_step
 from course_lib.widgets import tensor, zero
 from course_lib.widgets.tensor import TensorChoice, explore_tensor, step_times, tensor_explorer
 from course_lib.widgets.zero import ZeroChoice, explore_zero, zero_explorer
@@ -100,6 +100,7 @@ SMALL = Sizes(batch_size=1, seq_len=64)
 
 
 @pytest.mark.parametrize(("stage", "recipe"), [(0, "fp32"), (1, "fp32"), (2, "bf16-master"), (3, "bf16-master")])
+@pytest.mark.launches
 def test_what_ranks_hold_and_send_under_zero_is_the_formula_to_the_byte(stage, recipe):
     result = measure_zero(stage, 2, recipe, sizes=SMALL)
     for kind in ("parameters", "gradients", "optimizer", "gathered", SENT):
@@ -109,6 +110,7 @@ def test_what_ranks_hold_and_send_under_zero_is_the_formula_to_the_byte(stage, r
 
 
 @pytest.mark.parametrize("how", [(False, False), (True, False), (True, True)])
+@pytest.mark.launches
 def test_what_ranks_hold_and_send_under_tensor_parallelism_is_the_formula(how):
     result = measure_tensor(2, *how, sizes=SMALL)
     for kind in ("parameters", "gradients", "optimizer", "gathered", SENT):

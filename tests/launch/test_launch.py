@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from course_lib import devices
 from course_lib.launch import RankError, _failures, _processes, _rank, _watch, choose_backend, launch, progress
 from course_lib.launch.launcher import MAX_RANKS, RANK_BYTES, most_ranks
 
@@ -248,3 +249,11 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 print(list(launch(lambda: 8, 2)))
 """
     assert output_of("-c", code) == "[8, 8]\n"
+
+
+def test_tensors_that_a_function_brings_along_arrive_whole():
+    x_DS = torch.arange(6, dtype=torch.bfloat16).view(2, 3).t().requires_grad_()  # neither contiguous nor plain
+    got_DS, empty_S, trains = launch(lambda y_S: (x_DS, y_S, x_DS.is_leaf and x_DS.requires_grad), 1, torch.ones(0))[0]
+    assert torch.equal(got_DS, x_DS.detach()) and got_DS.dtype == torch.bfloat16 and trains
+    assert empty_S.shape == (0,)
+    assert devices.unpack(*devices.pack(torch.tensor(True))).item() is True

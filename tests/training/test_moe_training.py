@@ -19,6 +19,8 @@ from course_lib.training.moe_training import (
     warm_then_cosine,
 )
 
+pytestmark = pytest.mark.launches
+
 TOY = dataclasses.replace(preset("toy-moe"), num_layers=2)
 PLAN = TrainConfig(steps=6, batch_size=4, seq_len=32)
 

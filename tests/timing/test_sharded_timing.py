@@ -11,6 +11,7 @@ from course_lib.hardware import (
     LINKS,
     PUBLISHED_TP_SP_THROUGHPUT,
     PUBLISHED_TP_THROUGHPUT,
+    Cluster,
     Link,
     published_link,
 )
@@ -18,12 +19,10 @@ from course_lib.memory.formulas import fits
 from course_lib.memory.sharded import sharded_budget
 from course_lib.memory.zero import Offload, layer_units, offload_link_bytes, zero_state_bytes
 from course_lib.sharded_timing import (
-    Cluster,
     ZeroLayer,
     calls_s,
     crossing_s,
     offload_s,
-    spanning_s,
     tensor_parallel_layer_spans,
     tensor_parallel_step,
     tokens_that_hide_a_gather,
@@ -38,24 +37,6 @@ EFA = Cluster(H100, LINKS["nvlink4"], LINKS["efa"])
 LLAMA_8B, LLAMA_70B = preset("llama-3.1-8b"), preset("llama-3.1-70b")
 PLAYBOOK_3B = preset("playbook-3b")
 PLAYBOOK_TP = {False: PUBLISHED_TP_THROUGHPUT, True: PUBLISHED_TP_SP_THROUGHPUT}
-
-
-# ---- collectives over nodes
-
-
-def test_inside_a_node_a_collective_takes_its_usual_time():
-    for name in ("all_reduce", "all_gather", "reduce_scatter"):
-        assert spanning_s(name, 1e9, 8, EFA) == pytest.approx(timing.collective_s(name, 1e9, 8, EFA.inside))
-        assert spanning_s(name, 1e9, 4, EFA, per_node=1) == pytest.approx(
-            timing.collective_s(name, 1e9, 4, EFA.between)
-        )
-
-
-def test_over_nodes_it_is_the_hierarchical_all_reduce():
-    expected = timing.hierarchical_all_reduce_s(1e9, 4, 8, EFA.inside, EFA.between)
-    assert spanning_s("all_reduce", 1e9, 32, EFA) == pytest.approx(expected)
-    with pytest.raises(ValueError, match=r"group_size \(12\) must be a multiple of the ranks in a node \(8\)"):
-        spanning_s("all_reduce", 1e9, 12, EFA)
 
 
 # ---- tensor parallelism
@@ -75,7 +56,7 @@ def test_a_step_is_its_computing_and_what_is_not_hidden():
     assert plain.compute_s == pytest.approx(flops / 8 / (0.45 * 989e12))
     assert plain.comm_s == calls_s(tensor_parallel_calls(LLAMA_70B, 1, 4096, 8), EFA)
     assert plain.hidden_s == 0 < hidden.hidden_s < hidden.comm_s / 2  # forward sums cannot be hidden
-    assert 0.10 < hidden.comm_share < 0.11 < 0.16 < plain.comm_share < 0.165
+    assert 0.085 < hidden.comm_share < 0.09 < 0.14 < plain.comm_share < 0.145
     one = tensor_parallel_step(LLAMA_70B, 1, 4096, 1, EFA, 0.45, overlap=True)
     assert one.comm_s == one.hidden_s == one.comm_share == 0
 
@@ -103,11 +84,12 @@ def test_C079_the_model_falls_with_the_published_scaling(sp):
     assert 0.36 < utilisation < 0.40
     ours = {tp: speed(tp, utilisation) for tp in published}
     errors = {tp: ours[tp] / published[tp][0] - 1 for tp in published}
-    assert max(abs(errors[tp]) for tp in (2, 4, 8, 16)) < 0.15
+    assert max(abs(errors[tp]) for tp in (2, 4, 8)) < 0.08
     fall = ours[16] / ours[8] - 1
-    assert fall == pytest.approx(-0.36 if not sp else -0.39, abs=0.02)  # published: -42.7 and -43.4 %
-    if not sp:
-        assert errors[32] > 0.8  # four nodes: the model leaves out too much
+    assert fall == pytest.approx(-0.22 if not sp else -0.28, abs=0.01)  # published: -42.7 and -43.4 %
+    # between nodes EFA was measured far below what NCCL's model counts on, and matrices become narrow
+    assert errors[16] == pytest.approx(0.41 if not sp else 0.17, abs=0.01)
+    assert errors[32] > 1.5 or sp
 
 
 def test_C080_the_largest_micro_batch_grows_with_tp_and_more_with_sequence_parallelism():
@@ -136,7 +118,7 @@ def test_C181_full_recomputation_took_a_third_longer():
 def test_the_layer_s_timeline_hides_only_backward_sums():
     args = (LLAMA_70B, 1, 4096, 8, EFA, 0.45)
     plain, hidden = (tensor_parallel_layer_spans(*args, overlap=overlap) for overlap in (False, True))
-    sum_s = spanning_s("all_reduce", 4096 * 8192 * 2, 8, EFA)
+    sum_s = timing.collective_s("all_reduce", 4096 * 8192 * 2, 8, EFA)
     assert waiting_s(plain) == pytest.approx(4 * sum_s)
     whole = tensor_parallel_step(*args, overlap=True)
     assert waiting_s(plain) - waiting_s(hidden) == pytest.approx(whole.hidden_s / 80)
@@ -157,8 +139,9 @@ def test_sequence_parallelism_has_twice_the_calls_and_regather_hides_its_own():
     sp, again = (tensor_parallel_layer_spans(*args, sequence_parallel=True, regather=r) for r in (False, True))
     assert [len(sent(spans)) for spans in (tp, sp, again)] == [4, 8, 10]
     seconds = [sum(span.seconds for span in sent(spans)) for spans in (tp, sp, again)]
-    assert seconds[0] == pytest.approx(seconds[1]) and seconds[2] > 1.2 * seconds[0]
-    half_s = spanning_s("all_gather", 4096 * 8192 * 2, 8, EFA)
+    assert seconds[1] / seconds[0] == pytest.approx(1.41, abs=0.01)  # the switch sums an all-reduce, not its phases
+    assert seconds[2] / seconds[1] == pytest.approx(1.25)
+    half_s = timing.collective_s("all_gather", 4096 * 8192 * 2, 8, EFA)
     column_s = next(span.seconds for span in sp if span.name == "attention's weight gradients")
     assert half_s < column_s and waiting_s(sp) == pytest.approx(6 * half_s)  # those that stand before a computation
     assert waiting_s(again) == pytest.approx(waiting_s(sp))

@@ -49,7 +49,8 @@ def test_a_collective_view_adds_up_and_names_the_regime():
     view = explore_collective("all_reduce", 10**6, 8, "nvlink4")
     assert view.total_s == pytest.approx(collective_s("all_reduce", 10**6, 8, LINKS["nvlink4"]))
     assert view.sent_bytes == ring_all_reduce_bytes(10**6, 8)
-    assert view.steps == 14 and view.regime == "latency"
+    assert view.way == "ring, LL" and view.regime == "latency"
+    assert explore_collective("all_reduce", 10**9, 8, "nvlink4").way == "nvls, Simple"
     assert explore_collective("all_reduce", 10**9, 8, "nvlink4").regime == "bandwidth"
     assert "1.75 MB a rank" in describe_collective(view)
 

@@ -1,0 +1,307 @@
+"""Nonsense is refused where it enters: every public function and record, one wrong argument at a time.
+
+A call that works is changed in one argument: another type, an unknown word, nan, infinity, a number that is negative,
+zero or absurdly large. What comes back must be a ValueError or TypeError in one sentence, raised by the package, at
+once. What may be zero, or any text, is accepted.
+"""
+
+import dataclasses
+import inspect
+import linecache
+import math
+import re
+import signal
+import traceback
+from collections import Counter
+from importlib import import_module
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+
+from course_lib.config import preset
+from course_lib.hardware import gpu, link
+from course_lib.layout import Layout, Mesh
+from course_lib.model import build, moe_layers
+from course_lib.model.moe import route
+from course_lib.schedules import Costs, make, simulate
+from course_lib.train import TrainPlan
+
+LIMIT_S = 2.0  # refused, or done; a quiet machine takes milliseconds
+HUGE = 10**15
+FREE = re.compile(
+    r"name|title|text|label|what|where|caption|unit|source|note|folder|path|\w*_ip|why|kind|[xy]label|field|nvme_path|"
+    r"deepspeed_json"
+)
+NEVER_ZERO = re.compile(
+    r"dp|cp|tp|pp|v|d_\w+|num_(?!shared)\w+|\w+_size|\w*seq_len|top_k|accumulation\w*|itemsize|ranks_per_node|every|keep"
+)
+
+SCHEDULE = make("1f1b", 2, 4)
+MIXTURE = preset("toy-moe")
+ROUTING = route(torch.randn(6, 8), MIXTURE.moe)
+
+
+def routed():
+    """A layer of experts that has routed some tokens."""
+    model = build(MIXTURE)
+    model(torch.zeros(1, 8, dtype=torch.long))
+    return moe_layers(model)[0]
+
+
+# What a parameter of that name is in a call that works.
+VALUES = {
+    "attention": "fused",
+    "axis": "tp",
+    "batch_size": 4,
+    "config": preset("toy"),
+    "costs": Costs(),
+    "count": 2,
+    "cp": 2,
+    "cp_rank": 0,
+    "cp_size": 2,
+    "d_expert": 64,
+    "d_ff": 64,
+    "d_model": 64,
+    "dp": 2,
+    "dp_rank": 0,
+    "dp_size": 2,
+    "ep_size": 2,
+    "folder": "runs",
+    "gpu": gpu("h100"),
+    "index": 0,
+    "instruction": SCHEDULE.instructions[0][0],
+    "key": "h100",
+    "key_rank": 1,
+    "layout": Layout(dp=2),
+    "link": link("efa"),
+    "max_seq_len": 64,
+    "mesh": Mesh(dp=2),
+    "micro_batch_size": 1,
+    "model": build(preset("toy")),
+    "name": "1f1b",
+    "num_experts": 8,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "num_layers": 2,
+    "num_micro_batches": 4,
+    "num_processes": 8,
+    "num_ranks": 2,
+    "placement": "zigzag",
+    "plan": TrainPlan(),
+    "pp": 2,
+    "precision": "bf16",
+    "query_rank": 0,
+    "rank": 0,
+    "ranks_per_node": 2,
+    "recompute": "none",
+    "routing": ROUTING,
+    "rows": ["F0 B0"],
+    "schedule": SCHEDULE,
+    "seq_len": 64,
+    "shard_len": 8,
+    "simulation": simulate(SCHEDULE),
+    "stage": 0,
+    "step": 3,
+    "table": [[1, 2], [3, 4]],
+    "text": "F0 B0",
+    "tokens_T": torch.zeros(500, dtype=torch.long),
+    "top_k": 2,
+    "tp_size": 2,
+    "v": 1,
+    "vocab_size": 256,
+    "word": "F0",
+    "world_size": 4,
+    "where": "here",
+    "x_BS": torch.zeros(4, 8, dtype=torch.long),
+    "y_BS": torch.zeros(4, 8, dtype=torch.long),
+}
+
+# The modules, and of each function or record what the table above does not say; a text says why one is left out.
+MODULES: dict[str, dict[str, dict | str]] = {
+    "config": {
+        "ModelConfig": {"name": "tiny"},
+        "MlaConfig": {"q_rank": 8, "kv_rank": 8, "nope_dim": 8, "rope_dim": 8, "value_dim": 8},
+        "RopeScaling": {"factor": 8.0},
+        "preset": {"name": "toy"},
+        "require_dense": {"what": "it"},
+    },
+    "schedules.builders": {"check_interleaved": {"v": 2}},
+    "schedules.instructions": {
+        "Schedule": {"rank_of_stage": (0, 1), "instructions": SCHEDULE.instructions},
+        "from_lists": {"rows": [["F0", "B0"]]},
+        "is_idle": "any word is idle or not",
+    },
+    "schedules.bubbles": {"Bubble": "made by bubble"},
+    "schedules.check": {"chart_problems": {"chart": "F0 B0"}},
+    "schedules.simulator": {"Simulation": "made by simulate"},
+    "layout.mesh": {
+        "AxisLinks": "made by links_of_axes",
+        "check_order": {"order": ("pp", "dp", "cp", "tp")},
+    },
+    "layout.placement": {"Tile": "made by tile"},
+    "layout.context_work": {},
+    "train.plan": {
+        "check_settings": {"saved": {"model": {}, "decay": "none"}, "now": {"model": {}, "decay": "none"}},
+        "seed_step": {"coordinates": {"dp": 0}},
+    },
+    "training.data": {"decode": {"tokens_S": torch.zeros(3, dtype=torch.long)}, "stream_dataset": "needs the network"},
+    "model.lora": {"apply_lora": {"model": build(preset("toy"))}},
+    "training.offload": {"OffloadRecord": "made by offload_activations"},
+    "model.moe": {
+        "Routing": "made by route",
+        "scores": {"logits_TE": torch.randn(6, 8), "score": "softmax"},
+        "limit_groups": {"choice_TE": torch.randn(6, 8), "num_groups": 4, "max_groups": 2},
+        "choose": {"score_TE": torch.rand(6, 8), "bias_E": None, "config": MIXTURE.moe},
+        "weigh": {"score_TE": torch.rand(6, 8), "expert_Tk": ROUTING.expert_Tk, "config": MIXTURE.moe},
+        "capacity": {"num_tokens": 8, "config": MIXTURE.moe},
+        "capacity_of": {"num_tokens": 8, "capacity_factor": 1.0},
+        "keep": {"expert_Tk": ROUTING.expert_Tk, "room": 2},
+        "route": {"logits_TE": torch.randn(6, 8), "config": MIXTURE.moe},
+        "dispatch": {"x_TD": torch.randn(6, 4)},
+        "apply_experts": {"experts": [torch.nn.Identity()], "x_RD": torch.randn(2, 4), "rows": [2]},
+        "combine": {"y_RD": torch.randn(12, 4), "choice_R": torch.arange(12)},
+        "run_experts": {"experts": torch.nn.ModuleList([torch.nn.Identity()] * 8), "x_TD": torch.randn(6, 4)},
+        "alone": {"x": torch.zeros(2)},
+        "balance_loss": {"share_TE": torch.rand(6, 8), "tokens_E": torch.ones(8)},
+        "aux_loss": {"moe": routed()},
+        "add_balancing": {"loss": torch.zeros(())},
+        "with_moe": {"config": MIXTURE, "changes": None},
+    },
+    "train.export": {
+        "accelerate_fsdp2": {"wrap": ["Block"], "precision": "bf16"},
+        "accelerate_deepspeed_file": {"deepspeed_json": "zero3.json"},
+        "accelerate_world": {"kind": "FSDP", "machines": import_module("course_lib.train.export").Machines()},
+        "offload_to": {"device": "cpu", "nvme_path": None},
+        "write": "writes a file",
+        "deepspeed": {"stage": 3},
+        "accelerate_deepspeed": {"stage": 3},
+    },
+}
+
+
+def public(module) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and getattr(value, "__module__", "") == module.__name__
+        and (inspect.isfunction(value) or dataclasses.is_dataclass(value))
+        and inspect.signature(value).parameters
+    ]
+
+
+def cases() -> list[tuple[str, str]]:
+    return [
+        (module, name)
+        for module, table in MODULES.items()
+        for name in public(import_module(f"course_lib.{module}"))
+        if not isinstance(table.get(name), str)
+    ]
+
+
+def working_call(module: str, name: str) -> dict:
+    """Arguments with which the function works."""
+    function, own = getattr(import_module(f"course_lib.{module}"), name), MODULES[module].get(name, {})
+    arguments = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in own:
+            arguments[parameter.name] = own[parameter.name]
+        elif parameter.default is not parameter.empty:
+            arguments[parameter.name] = parameter.default
+        elif parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            arguments[parameter.name] = VALUES[parameter.name]
+    return {key: value for key, value in arguments.items() if key != "changes"}
+
+
+class Nonsense:
+    """Of a type that nothing takes."""
+
+
+def wrong_values(name: str, value: object) -> list:
+    """What cannot be meant in place of that value."""
+    wrong = [Nonsense()]
+    if isinstance(value, bool):
+        return [*wrong, "text"]
+    if isinstance(value, int | float):
+        wrong += ["text", -1, math.nan, math.inf, HUGE]
+        wrong += [2.5] if isinstance(value, int) else []
+        return wrong + ([0] if NEVER_ZERO.fullmatch(name) else [])
+    if isinstance(value, str):
+        return [*wrong, 3] + ([] if FREE.fullmatch(name) else ["nonsense"])
+    return wrong if value is None else [*wrong, 3, "nonsense", None]
+
+
+def outcome(function, arguments: dict, changed: str) -> str:
+    """ "refused", "accepted", or what came instead of a refusal."""
+    try:
+        with time_limit():
+            result = function(**arguments)
+            if hasattr(result, "__enter__"):
+                result.__enter__()
+    except (TypeError, ValueError) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raised_here = "course_lib" in frame.filename and linecache.getline(frame.filename, frame.lineno).strip()
+        if raised_here and raised_here.startswith("raise ") and str(error) and "\n" not in str(error):
+            return "refused"
+        return f"stack: {frame.name}, line {frame.lineno}: {error!r}"
+    except BaseException as error:
+        return f"stack: {error!r}"
+    finally:
+        plt.close("all")
+    return "accepted"
+
+
+class time_limit:
+    """A block that takes longer than LIMIT_S ends with an error that is no Exception, so that nothing catches it."""
+
+    def __enter__(self):
+        signal.signal(signal.SIGALRM, self.stop)
+        signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+
+    def __exit__(self, *_):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    @staticmethod
+    def stop(*_):
+        raise SystemExit(f"it took longer than {LIMIT_S} s")
+
+
+def verdicts(module: str, name: str) -> dict[tuple[str, str], str]:
+    """(parameter, wrong value as text) -> outcome, of every wrong call of a function."""
+    function, arguments = getattr(import_module(f"course_lib.{module}"), name), working_call(module, name)
+    found = {}
+    for parameter, value in arguments.items():
+        for wrong in wrong_values(parameter, value):
+            what = outcome(function, arguments | {parameter: wrong}, parameter)
+            if what == "accepted" and wrong == HUGE:
+                what = "refused"  # that is: done at once
+            found[parameter, repr(wrong)[:20]] = what
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    monkeypatch.setattr(plt, "show", lambda: None)
+
+
+@pytest.mark.parametrize(("module", "name"), cases(), ids=".".join)
+def test_nonsense_is_refused_in_one_sentence(module, name):
+    assert outcome(getattr(import_module(f"course_lib.{module}"), name), working_call(module, name), "") == "accepted"
+    found = verdicts(module, name)
+    assert {key: what for key, what in found.items() if what != "refused"} == {}
+
+
+if __name__ == "__main__":  # counts: python tests/test_nonsense.py
+    counts: Counter = Counter()
+    plt.show = lambda: None
+    for module, name in cases():
+        worked = outcome(getattr(import_module(f"course_lib.{module}"), name), working_call(module, name), "")
+        if worked != "accepted":
+            print("NO WORKING CALL", module, name, worked)
+            continue
+        for key, what in verdicts(module, name).items():
+            counts[what.split(":")[0]] += 1
+            if what != "refused":
+                print(module, name, *key, what)
+    print(dict(counts), len(cases()), "functions and records")
