@@ -114,8 +114,8 @@ def _check_micro_batches(layout: Layout) -> None:
 def _check_split_with_zero(layout: Layout) -> None:
     if layout.zero > 1 and layout.schedule in SPLIT_BACKWARD:
         raise ValueError(
-            f"zero ({layout.zero}) sums a layer's gradients when its backward is done; this engine does not do so where "
-            f"weight gradients come later, as with {layout.schedule}"
+            f"zero ({layout.zero}) sums a layer's gradients when its backward is done; this engine does not do so with "
+            f"{layout.schedule}, whose weight gradients come later"
         )
 
 
