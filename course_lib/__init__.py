@@ -11,7 +11,8 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     layout/        how a run lies on its ranks: mesh, sequence order, heads, layers, experts
     memory/        bytes that training holds
     traffic/       bytes that ranks send
-    timing.py      seconds of collectives and of a step (and the files *_timing.py)
+    timing.py      seconds of collectives, FLOPs of a step
+    sharded_timing.py, context_timing.py, pipeline_timing.py, five_d_timing.py   seconds of a step, by technique
     run.py         a model, its layout and its numbers in one record that every formula takes
 1. A world of N ranks
     compat.py      every difference between torch versions

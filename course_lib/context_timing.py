@@ -22,14 +22,15 @@ from math import sqrt
 
 from course_lib.config import ModelConfig
 from course_lib.hardware import GPU, Cluster, Link, peak_flops
+from course_lib.layout import Layout
 from course_lib.layout.context_work import pairs, pairs_of_ranks, step_pairs
 from course_lib.layout.partition import check_method
-from course_lib.memory.context import kv_block_bytes
+from course_lib.memory.context import for_length, kv_block_bytes
 from course_lib.memory.tensor import narrow
+from course_lib.run import Run
 from course_lib.span import Span
 from course_lib.timing import collective_s
-from course_lib.traffic import Call
-from course_lib.traffic.step import attention_calls
+from course_lib.traffic import Call, attention_calls
 
 BACKWARD_FLOPS = 2.5  # a flash kernel's backward, of its forward: five products in place of two, the scores made again
 
@@ -99,7 +100,6 @@ def attention_time(
     causal: bool = True,
     per_node: int | None = None,
     tp: int = 1,
-    outer: int = 1,
     itemsize: int = 2,
 ) -> AttentionTime:
     """Model forward and backward of one layer's attention core, its projections left out.
@@ -114,9 +114,10 @@ def attention_time(
     each_s = pair_s(config, batch_size, cluster, utilisation, tp)
     table = pairs(placement, seq_len, cp, causal)
     ideal_s = each_s * (1 + BACKWARD_FLOPS) * sum(pairs_of_ranks(table)) / cp
-    calls = attention_calls(config, batch_size, seq_len, cp, method, outer, "none", itemsize, tp=tp)
-    comm_s = sum(_call_s(call, cp, cluster, per_node) for call in calls)
-    if method == "ulysses":  # heads are equal; a ring outside is modelled as uncovered
+    layout = Layout(cp=cp, tp=tp, micro_batch=batch_size, cp_method=method, cp_placement=placement)
+    run = Run(for_length(config, seq_len), layout, seq_len, {2: "bf16-master", 4: "fp32"}[itemsize])
+    comm_s = sum(_call_s(call, cp, cluster, per_node) for call in attention_calls(run))
+    if method == "ulysses":  # heads are equal
         return AttentionTime(ideal_s, 0.0, comm_s, comm_s)
     if method == "all_gather":
         busiest_s = each_s * (1 + BACKWARD_FLOPS) * max(pairs_of_ranks(table))

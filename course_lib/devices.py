@@ -25,6 +25,30 @@ DRAWING = {torch.rand, torch.randn, torch.randint, torch.randperm}
 _of_this_process = torch.device("cpu")
 
 
+def choose_backend(backend: str, world_size: int, gpu_count: int) -> tuple[str, str]:
+    """Return the backend of BACKENDS to use, and a sentence that says why."""
+    enough = gpu_count >= world_size
+    gpus = (
+        f"{gpu_count or 'no'} GPU{'' if gpu_count == 1 else 's'} for {world_size} rank{'' if world_size == 1 else 's'}"
+    )
+    if backend == "auto":
+        if enough:
+            return "nccl", f"nccl: {gpus}"
+        return "gloo", f"gloo: {gpus}, and NCCL needs one for each rank"
+    if backend not in BACKENDS:
+        names = ", ".join(map(repr, ("auto", *BACKENDS)))
+        raise ValueError(f"backend must be one of {names}, got {backend!r}; use 'auto' if in doubt")
+    if backend == "shared-gpu" and not gpu_count:
+        raise ValueError("backend='shared-gpu' needs a GPU, got none; use backend='gloo'")
+    if backend == "shared-gpu":
+        return "shared-gpu", f"gloo: {gpus}, shared as asked for"
+    if backend == "gloo":
+        return "gloo", "gloo: asked for"
+    if not enough:
+        raise ValueError(f"backend='nccl' needs a GPU for every rank, got {gpus}; use backend='gloo' or fewer ranks")
+    return "nccl", "nccl: asked for"
+
+
 def rank_device() -> torch.device:
     """Return the device of this rank: its GPU if the world has one for each rank, else the CPU."""
     return _of_this_process

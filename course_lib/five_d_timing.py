@@ -8,7 +8,7 @@ It is a model: nothing here is measured, and a test has its error beside publish
 the models of the chapters:
 
     compute     FLOPs of a rank's stages (pipeline_timing.py) at `utilisation` of the GPU's peak, however narrow
-    tp, sp      their calls (traffic_5d.py) as NCCL would do them, less what weight gradients hide (sharded_timing.py)
+    tp, sp      their calls (traffic/) as NCCL would do them, less what weight gradients hide (sharded_timing.py)
     cp          of each layer what the ring does not hide, and what the busiest rank waits (context_timing.py)
     ep          all-to-alls of expected rows, less what `Overlap` hides
     bubble      what the busiest rank waits for others, by the simulator, all of the above counted into the stages
@@ -34,16 +34,16 @@ from course_lib.context_timing import BACKWARD_FLOPS, attention_time
 from course_lib.hardware import Cluster, peak_flops
 from course_lib.layout import Layout
 from course_lib.memory.context import tokens_of_rank
-from course_lib.memory.five_d import flats_of, layers_of, schedule_of
+from course_lib.memory.five_d import layers_of, schedule_of
 from course_lib.memory.stages import stage_config
 from course_lib.memory.states import Recipe, recipe_of
 from course_lib.pipeline_timing import stage_flops, transfer_s
+from course_lib.run import Run
 from course_lib.schedules.simulator import Costs, simulate
 from course_lib.sharded_timing import tensor_parallel_step
 from course_lib.timing import attention_flops_per_token, collective_s, flops_per_token
 from course_lib.timing import mfu as mfu_of
-from course_lib.traffic import Call
-from course_lib.traffic_5d import gradient_calls, stage_calls
+from course_lib.traffic import Call, calls, stage_calls
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,9 @@ def step_time(
         for name in ("compute_s", "tp_s", "cp_s", "ep_s")
     }
     data_s = max(
-        _exposed_data_s(config, layout, cluster, recipe, overlap, rank, _of(stages, schedule.stages_of_rank(rank)))
+        _exposed_data_s(
+            config, layout, seq_len, cluster, recipe, overlap, rank, _of(stages, schedule.stages_of_rank(rank))
+        )
         for rank in range(layout.pp)
     )
     num_tokens = layout.sequences_per_step * seq_len
@@ -193,14 +195,14 @@ def _stage_time(config, layout, seq_len, cluster, utilisation, recipe, overlap, 
     head_s = tokens * 2 * config.vocab_size * config.d_model / rate if stage == len(layers) - 1 else 0.0
     input_s += {"none": 0.0, "selective": scores_s, "full": forward_s - head_s}[layout.recompute]
 
-    calls = stage_calls(config, layout, seq_len, stage, recipe.compute_bytes)
-    tp_forward_s, tp_backward_s = _by_pass(calls["tp"], layout, cluster, "tp")
+    listed = stage_calls(Run(config, layout, seq_len, recipe), stage)
+    tp_forward_s, tp_backward_s = _by_pass(listed["tp"], layout, cluster, "tp")
     if overlap.tp and layout.tp > 1 and part.moe is None:
         tp_backward_s -= _hidden_tp_s(part, layout, seq_len, cluster, utilisation, recipe)
     cp_s = part.num_layers * _exposed_cp_s(part, layout, seq_len, cluster, utilisation, recipe)
     cp_forward_s = cp_s / (1 + BACKWARD_FLOPS)
     cp_s += cp_forward_s if layout.recompute != "none" else 0.0
-    ep_forward_s, ep_backward_s = _by_pass(calls["ep"], layout, cluster, "ep")
+    ep_forward_s, ep_backward_s = _by_pass(listed["ep"], layout, cluster, "ep")
     if layout.recompute == "full":  # rows go out and back again: half of these are in backward
         again_s = ep_forward_s / 2
         ep_forward_s, ep_backward_s = ep_forward_s - again_s, ep_backward_s + again_s
@@ -219,10 +221,10 @@ def _stage_time(config, layout, seq_len, cluster, utilisation, recipe, overlap, 
 _IN_BACKWARD = ("layers backward", "recomputation", "weights of experts", "combine backward", "dispatch backward")
 
 
-def _by_pass(calls: Sequence[Call], layout: Layout, cluster: Cluster, axis: str) -> tuple[float, float]:
+def _by_pass(listed: Sequence[Call], layout: Layout, cluster: Cluster, axis: str) -> tuple[float, float]:
     """Seconds of these calls in forward, and in backward."""
-    backward_s = sum((_call_s(call, layout, cluster, axis) for call in calls if call.place in _IN_BACKWARD), 0.0)
-    return sum((_call_s(call, layout, cluster, axis) for call in calls), 0.0) - backward_s, backward_s
+    backward_s = sum((_call_s(call, layout, cluster, axis) for call in listed if call.place in _IN_BACKWARD), 0.0)
+    return sum((_call_s(call, layout, cluster, axis) for call in listed), 0.0) - backward_s, backward_s
 
 
 def _hidden_tp_s(part, layout, seq_len, cluster, utilisation, recipe) -> float:
@@ -278,13 +280,13 @@ def _of(stages: Sequence[_StageTime], mine: Sequence[int]) -> tuple[float, float
     return forward_s, sum(stages[stage].input_s + stages[stage].weight_s for stage in mine)
 
 
-def _exposed_data_s(config, layout, cluster, recipe, overlap, pp_rank, computing_s) -> float:
+def _exposed_data_s(config, layout, seq_len, cluster, recipe, overlap, pp_rank, computing_s) -> float:
     """What a rank waits for gradients and parameters: what neither forward nor backward of a micro-batch hides."""
-    flats = flats_of(config, layout, pp_rank, 0, recipe.param_bytes)
+    listed = calls(Run(config, layout, seq_len, recipe), layout.mesh.rank(pp=pp_rank, dp=0, cp=0, tp=0))
     seconds = {"gradients": 0.0, "parameters": 0.0, "gradients of replicas": 0.0}
-    for axis, calls in gradient_calls(layout, flats, recipe).items():
-        for call in calls:
-            if call.group_size > 1:
+    for axis in (*layout.shard_axes, "replicate", "expert_replicate"):
+        for call in listed[axis]:
+            if call.place in seconds:
                 seconds[call.place] += _call_s(call, layout, cluster, axis)
     if not overlap.data:
         return sum(seconds.values())

@@ -13,13 +13,20 @@ from collections.abc import Mapping, Sequence
 
 from course_lib.config import ModelConfig
 from course_lib.hardware import GPU, Link, peak_flops
-from course_lib.layout.partition import check_layers
+from course_lib.layout.partition import check_layers, check_num_stages
 from course_lib.memory.context import tokens_of_rank
 from course_lib.memory.pipeline import boundary_bytes
-from course_lib.memory.stages import stage_config
+from course_lib.memory.stages import stage_config, tied_copy
+from course_lib.memory.zero import layer_units
 from course_lib.schedules.bubbles import bubble
 from course_lib.schedules.simulator import Costs
-from course_lib.timing import attention_flops_per_token, collective_s, matmul_parameters
+from course_lib.timing import (
+    attention_flops_per_token,
+    collective_s,
+    forward_flops_per_token,
+    layer_matmul_parameters,
+    matmul_parameters,
+)
 
 
 def transfer_s(
@@ -87,3 +94,29 @@ def bubble_alone(published: Mapping[int, float], label: str) -> dict[int, float]
     first = min(published)
     without_bubble = published[first] / busy_share(first, micro_batches_of(label, first))
     return {pp: without_bubble * busy_share(pp, micro_batches_of(label, pp)) for pp in published}
+
+
+def balanced_layers(config: ModelConfig, num_stages: int, by: str = "parameters", seq_len: int = 4096) -> list[int]:
+    """Layers of each stage such that the largest stage is as small as can be, embedding and head counted.
+
+    by       "parameters", or "flops": an embedding costs no multiplication, a head as much as its matrix
+    Raises   ValueError if a stage would have no layer, or for another word
+    """
+    check_num_stages(config.num_layers, num_stages)
+    embed, layer, *_, end = layer_units(config)
+    end += tied_copy(config, num_stages)
+    if by == "flops":
+        embed, end = 0, 2 * config.vocab_size * config.d_model
+        layer = 2 * layer_matmul_parameters(config) + 4 * config.num_heads * config.head_dim * seq_len
+        assert end + config.num_layers * layer == forward_flops_per_token(config, seq_len)
+    elif by != "parameters":
+        raise ValueError(f"by is {by!r}; choose from parameters, flops")
+    layers = [1] * num_stages
+    weights = [layer] * num_stages
+    weights[0] += embed
+    weights[-1] += end
+    for _ in range(config.num_layers - num_stages):
+        lightest = weights.index(min(weights))
+        layers[lightest] += 1
+        weights[lightest] += layer
+    return layers

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 from course_lib.config import ModelConfig
 from course_lib.hardware import GPU, Cluster, link, peak_flops
+from course_lib.layout import Layout
 from course_lib.memory.states import Recipe, recipe_of
 from course_lib.memory.zero import wire_grad_bytes
+from course_lib.run import Run
 from course_lib.span import Span
 from course_lib.timing import collective_s, layer_matmul_parameters, step_flops
-from course_lib.traffic import Call
-from course_lib.traffic.step import tensor_parallel_calls
+from course_lib.traffic import Call, calls
 
 
 # ------------------------------------------------------------------------------------ collectives
@@ -76,8 +77,15 @@ def tensor_parallel_step(
     """
     flops = step_flops(config, batch_size * seq_len, seq_len, recompute)
     compute_s = flops / tp / (utilisation * peak_flops(cluster.gpu))
-    calls = tensor_parallel_calls(config, batch_size, seq_len, tp, sequence_parallel, regather, recompute, itemsize)
-    comm_s, hidden_s = calls_s(calls, cluster), 0.0
+    layout = Layout(
+        tp=tp,
+        sequence_parallel=sequence_parallel and tp > 1,
+        regather=regather and tp > 1,
+        micro_batch=batch_size,
+        recompute=recompute,
+    )
+    run = Run(config, layout, seq_len, {2: "bf16-master", 4: "fp32"}[itemsize])
+    comm_s, hidden_s = calls_s(calls(run)["tp"], cluster), 0.0
     if overlap and tp > 1:
         payload_bytes = batch_size * seq_len * config.d_model * itemsize
         hideable_s = [collective_s("reduce_scatter" if sequence_parallel else "all_reduce", payload_bytes, tp, cluster)]

@@ -10,15 +10,13 @@ from course_lib import model
 from course_lib.config import PRESETS, MlaConfig, MoeConfig
 from course_lib.layout import Layout
 from course_lib.measure import ByteMeter
-from course_lib.memory.states import Recipe
 from course_lib.model import moe_layers, with_moe
 from course_lib.model.moe import balance_after_step, recomputing
-from course_lib.parallel import five_d, sums, whole
+from course_lib.parallel import five_d, whole
 from course_lib.training import loss_of
 from course_lib.training.precision import gradient_of
 
 SEQ_LEN = 16
-FLOAT64 = Recipe("float64", 8, 8, 0, 16, 8)
 SMALL = replace(
     PRESETS["toy"], num_layers=4, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=50, vocab_size=61
 )  # features and vocabulary do not divide by 4
@@ -98,7 +96,7 @@ def on_ranks(name, text, steps=2, clip_norm=0.1):
             first, apart = whole.full_gradients(engine), 0.0
             if layout.zero == 0:
                 apart = distance_of_mine(engine, first)
-            norms.append(sums.clip_gradients(engine, clip_norm).item())
+            norms.append(five_d.clip_gradients(engine, clip_norm).item())
             five_d.update(engine, optimizer)
         else:
             with meter, listening(engine, routings):

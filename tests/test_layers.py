@@ -1,9 +1,11 @@
-"""The map in course_lib/__init__.py: it names every folder once, and imports go downward along it."""
+"""The map in course_lib/__init__.py names every folder once, import-linter's contracts hold, arithmetic is quick."""
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,67 +14,36 @@ import course_lib
 from course_lib.authoring import ROOT
 
 PACKAGE = ROOT / "course_lib"
-DRAWING = {"matplotlib", "ipywidgets"}
-DRAWING_FOLDERS = {"plots", "widgets"}
-TIMINGS = {"sharded_timing.py", "context_timing.py", "pipeline_timing.py", "five_d_timing.py", "traffic_5d.py"}
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
 
 
-def read_map(text: str) -> dict[str, int]:
-    """Folder or file at the top of the package -> its floor."""
-    floors, floor = {}, -1
+def read_map(text: str) -> dict[str, set[str]]:
+    """Number of a floor -> its folders and files, without an ending."""
+    floors = {}
     for line in text.splitlines():
         if heading := re.match(r"(\d)\. ", line):
-            floor = int(heading.group(1))
-        elif entry := re.match(r"    (\w+(?:/|\.py))\s+\S", line):
-            assert entry.group(1) not in floors, f"{entry.group(1)} stands twice in the map"
-            floors[entry.group(1)] = floor
+            floors[heading.group(1)] = set()
+        elif entry := re.match(r"    ((?:\w+(?:/|\.py)[, ] *)+)\S", line):
+            floors[max(floors)] |= set(re.findall(r"(\w+)(?:/|\.py)", entry.group(1)))
     return floors
 
 
 FLOORS = read_map(course_lib.__doc__)
 
 
-def imports_of(path: Path) -> tuple[set[str], set[str]]:
-    """(folders and files at the top of the package, other packages) that a file imports, functions' own imports too."""
-    own, others = set(), set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are written from course_lib on"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            top, *rest = name.split(".")
-            (own.add(rest[0]) if rest else None) if top == "course_lib" else others.add(top)
-    return own, others
-
-
-def floor_of(name: str, floors: dict[str, int]) -> int:
-    """The floor of a folder or file, by its name without an ending."""
-    return floors.get(f"{name}/", floors.get(f"{name}.py", 0))
-
-
-def violations(package: Path, floors: dict[str, int]) -> list[str]:
-    """Each import that goes upward, or draws outside of the folders that draw."""
-    found = []
-    for path in sorted(package.rglob("*.py")):
-        name = path.relative_to(package).as_posix()
-        top = path.relative_to(package).parts[0].removesuffix(".py")
-        own, others = imports_of(path)
-        if top in ("__init__", "__main__"):
-            continue
-        found += [f"{name} imports {other}" for other in sorted(own) if floor_of(other, floors) > floor_of(top, floors)]
-        if top not in DRAWING_FOLDERS:
-            found += [f"{name} imports {drawing}" for drawing in sorted(others & DRAWING)]
-    return found
+def lint(root: Path) -> str:
+    """What import-linter says of the package in a folder."""
+    code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=root).stdout
 
 
 def test_the_map_names_every_folder_and_file_at_the_top_and_no_other():
-    at_the_top = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py", "__main__.py"} - TIMINGS
-    at_the_top |= {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
-    assert at_the_top == set(FLOORS)
+    at_the_top = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+    at_the_top |= {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert at_the_top == set().union(*FLOORS.values())
+    layers = CONTRACTS[0]["layers"]
+    assert [set(re.findall(r"course_lib\.(\w+)", layer)) for layer in reversed(layers)] == list(FLOORS.values())
+    assert {name.removeprefix("course_lib.") for name in CONTRACTS[2]["source_modules"]} == FLOORS["0"]
 
 
 @pytest.mark.parametrize("init", sorted(PACKAGE.glob("*/**/__init__.py")), ids=lambda path: path.parent.name)
@@ -83,27 +54,36 @@ def test_each_folder_names_its_files(init):
     assert set(re.findall(r"(?m)^ *(\w+\.py)\s", doc)) - names == set(), "these are in the map alone"
 
 
-def test_no_file_imports_upward_and_only_pictures_import_matplotlib():
-    assert violations(PACKAGE, FLOORS) == []
+def test_every_contract_on_imports_is_kept():
+    said = lint(ROOT)
+    assert f"Contracts: {len(CONTRACTS)} kept, 0 broken." in said, said[-3000:]
 
 
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("from course_lib.high.tracker import MemoryTracker", "low.py imports high"),
-        ("import course_lib.high.tracker", "low.py imports high"),
-        ("def f():\n    from course_lib import high", "low.py imports high"),
-        ("import matplotlib.pyplot as plt", "low.py imports matplotlib"),
-        ("import os", None),
-    ],
-)
-def test_a_planted_import_is_found(tmp_path, line, found):
-    for name in ("__init__.py", "low.py", "high/__init__.py", "high/tracker.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("")
-    (tmp_path / "low.py").write_text(line)
-    floors = read_map("1. Low\n    low.py  text\n3. High\n    high/  text")
-    assert violations(tmp_path, floors) == ([found] if found else [])
+def test_a_planted_import_breaks_each_contract(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "course_lib", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for file, line in [
+        ("config.py", "def up():\n    from course_lib import launch"),
+        ("layout/partition.py", "from course_lib.layout.mesh import Mesh\nfrom course_lib.layout import check"),
+        ("hardware.py", "import torch"),
+        ("model/lora.py", "import matplotlib.pyplot as plt"),
+    ]:
+        path = tmp_path / "course_lib" / file
+        path.write_text(f"{path.read_text(encoding='utf-8')}\n{line}\n", encoding="utf-8")
+    said = lint(tmp_path)
+    assert f"Contracts: 0 kept, {len(CONTRACTS)} broken." in said, said[-3000:]
+
+
+def test_arithmetic_imports_without_torch_and_layouts_in_a_fifth_of_a_second():
+    """In processes of their own; CPU seconds, so that other work on the machine does not count."""
+    names = [f"course_lib.{name}" for name in sorted(FLOORS["0"])]
+    blocked = f"import sys, importlib; sys.modules['torch'] = None; [importlib.import_module(n) for n in {names}]"
+    run = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert run.returncode == 0, run.stderr[-3000:]
+    timed = "import time; start = time.process_time(); import course_lib.layout; print(time.process_time() - start)"
+    command = [sys.executable, "-c", timed]
+    runs = [subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT) for _ in range(3)]
+    assert min(float(run.stdout) for run in runs) < 0.2
 
 
 def test_everything_but_the_widgets_imports_without_jupyter():

@@ -14,7 +14,8 @@ from course_lib.measure.tracker import KINDS, MemoryTracker
 from course_lib.memory.five_d import five_d_budgets, five_d_states
 from course_lib.model.moe import MoE
 from course_lib.parallel import five_d
-from course_lib.traffic_5d import five_d_sent
+from course_lib.run import Run
+from course_lib.traffic import sent
 from course_lib.training import data
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -110,10 +111,10 @@ def _rows(config, layout, seq_len, rank, seen, budgets) -> tuple[Row, ...]:
     states = five_d_states(config, layout, here["pp"], here["tp"], "fp32", step_counters=True)
     predicted = budgets[here["pp"]].by_kind | {kind: getattr(states, kind) for kind in STATES}
     rows = [Row(kind, predicted[kind], seen[rank].largest_bytes[kind]) for kind in KINDS]
-    sent = five_d_sent(config, layout, seq_len, rank, "fp32", routings=routings)
+    listed = sent(Run(config, layout, seq_len, "fp32", device="cpu"), rank, routings=routings)
     measured = seen[rank].sent_by_axis
-    axes = [axis for axis in sent | measured if sent.get(axis, 0) or measured.get(axis, 0)]
-    return (*rows, *(Row(SENT_OVER + axis, sent.get(axis, 0), measured.get(axis, 0)) for axis in axes))
+    axes = [axis for axis in listed | measured if listed.get(axis, 0) or measured.get(axis, 0)]
+    return (*rows, *(Row(SENT_OVER + axis, listed.get(axis, 0), measured.get(axis, 0)) for axis in axes))
 
 
 # ------------------------------------------------------------------------------------ on each rank

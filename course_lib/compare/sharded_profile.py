@@ -10,15 +10,15 @@ from course_lib import model
 from course_lib.compare.profile import Row
 from course_lib.config import ModelConfig, preset
 from course_lib.launch import launch
+from course_lib.layout import Layout
 from course_lib.measure.meter import ByteMeter
 from course_lib.measure.tracker import KINDS, MemoryTracker
-from course_lib.memory.formulas import Budget, recipe_of
+from course_lib.memory.formulas import Budget
 from course_lib.memory.sharded import sharded_budget
-from course_lib.memory.zero import zero_units
 from course_lib.parallel import data as dp
 from course_lib.parallel import sequence, tensor, zero
-from course_lib.traffic import sent_bytes
-from course_lib.traffic.step import tensor_parallel_calls, zero_calls
+from course_lib.run import Run
+from course_lib.traffic import calls, sent_bytes
 from course_lib.training import data, make_optimizer
 from course_lib.training.precision import precision_named
 
@@ -85,7 +85,6 @@ def measure_zero(
         )
     config, start_s = config or preset("toy"), time.perf_counter()
     seen = launch(_zero_rank, num_ranks, config, stage, recipe, sizes, recompute, quiet=True)[0]
-    units = zero_units(config, stage, recipe_of(recipe).param_bytes)
     needed = sharded_budget(
         config,
         sizes.batch_size,
@@ -96,7 +95,8 @@ def measure_zero(
         zero_stage=stage,
         dp_size=num_ranks,
     )
-    sent = sent_bytes(zero_calls(units, stage, num_ranks, recipe))
+    layout = Layout(dp=num_ranks, zero=stage, micro_batch=sizes.batch_size, recompute=recompute)
+    sent = sent_bytes(calls(Run(config, layout, sizes.seq_len, recipe, device="cpu"))["data"])
     what = f"{config.name}, ZeRO stage {stage}, {recipe}, {sizes.batch_size} x {sizes.seq_len} tokens a rank"
     return _compare(what, num_ranks, seen, needed, sent, start_s)
 
@@ -127,7 +127,10 @@ def measure_tensor(
         sequence_parallel=sequence_parallel,
         regather=regather,
     )
-    sent = sent_bytes(tensor_parallel_calls(config, sizes.batch_size, sizes.seq_len, tp, *how, recompute, itemsize=4))
+    layout = Layout(
+        tp=tp, sequence_parallel=sequence_parallel, regather=regather, micro_batch=sizes.batch_size, recompute=recompute
+    )
+    sent = sent_bytes(calls(Run(config, layout, sizes.seq_len, "fp32", device="cpu"))["tp"])
     name = "TP + SP" if sequence_parallel else "TP"
     what = f"{config.name}, {name} {tp}, fp32, {sizes.batch_size} x {sizes.seq_len} tokens"
     return _compare(what, tp, seen, needed, sent, start_s)

@@ -13,4 +13,5 @@ _slurm_node.py   what each task of that job does: be a rank's host, and the rank
 _file_link.py    messages through files that all nodes see
 """
 
-from course_lib.launch.launcher import RankError, Results, Slurm, choose_backend, launch, progress
+from course_lib.devices import choose_backend
+from course_lib.launch.launcher import RankError, Results, Slurm, launch, progress

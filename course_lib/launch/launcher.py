@@ -20,13 +20,13 @@ import psutil
 import torch
 from tqdm.std import tqdm
 
-from course_lib.devices import BACKENDS, pack, unpack
+from course_lib.devices import choose_backend, pack, unpack
 from course_lib.launch import _accelerate, _failures, _processes, _rank, _slurm
 from course_lib.launch._failures import RankError
 from course_lib.launch._slurm import Slurm
 from course_lib.launch._watch import Outcome, Output, Watch
 
-__all__ = ["RankError", "Results", "Slurm", "choose_backend", "launch", "progress"]
+__all__ = ["RankError", "Results", "Slurm", "launch", "progress"]
 
 MAX_RANKS = 64
 RANK_BYTES = 150 << 20  # memory of a rank that does little; torch's own pages are shared between forked ranks
@@ -157,30 +157,6 @@ def progress(iterable: Iterable, desc: str | None = None) -> Iterator:
             _rank.link.send("progress", desc, count, total)
             reported_at = time.monotonic()
     _rank.link.send("progress", desc, count, total)
-
-
-def choose_backend(backend: str, world_size: int, gpu_count: int) -> tuple[str, str]:
-    """Return the backend of `devices.BACKENDS` to use, and a sentence that says why."""
-    enough = gpu_count >= world_size
-    gpus = (
-        f"{gpu_count or 'no'} GPU{'' if gpu_count == 1 else 's'} for {world_size} rank{'' if world_size == 1 else 's'}"
-    )
-    if backend == "auto":
-        if enough:
-            return "nccl", f"nccl: {gpus}"
-        return "gloo", f"gloo: {gpus}, and NCCL needs one for each rank"
-    if backend not in BACKENDS:
-        names = ", ".join(map(repr, ("auto", *BACKENDS)))
-        raise ValueError(f"backend must be one of {names}, got {backend!r}; use 'auto' if in doubt")
-    if backend == "shared-gpu" and not gpu_count:
-        raise ValueError("backend='shared-gpu' needs a GPU, got none; use backend='gloo'")
-    if backend == "shared-gpu":
-        return "shared-gpu", f"gloo: {gpus}, shared as asked for"
-    if backend == "gloo":
-        return "gloo", "gloo: asked for"
-    if not enough:
-        raise ValueError(f"backend='nccl' needs a GPU for every rank, got {gpus}; use backend='gloo' or fewer ranks")
-    return "nccl", "nccl: asked for"
 
 
 def most_ranks(available_bytes: int) -> int:

@@ -25,9 +25,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from course_lib.devices import BACKENDS, device_for, set_rank_device
+from course_lib.devices import BACKENDS, choose_backend, device_for, set_rank_device
 from course_lib.launch._rank import loopback_interface
-from course_lib.launch.launcher import choose_backend
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 STARTED_BY_ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # set by `accelerate launch`, whatever it starts

@@ -11,35 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from course_lib.config import ModelConfig
-from course_lib.layout.partition import check_layers, check_num_stages
+from course_lib.layout.partition import check_layers
 from course_lib.memory.zero import buckets_of, layer_units, tensor_sizes_by_part
-from course_lib.timing import forward_flops_per_token, layer_matmul_parameters
-
-
-def balanced_layers(config: ModelConfig, num_stages: int, by: str = "parameters", seq_len: int = 4096) -> list[int]:
-    """Layers of each stage such that the largest stage is as small as can be, embedding and head counted.
-
-    by       "parameters", or "flops": an embedding costs no multiplication, a head as much as its matrix
-    Raises   ValueError if a stage would have no layer, or for another word
-    """
-    check_num_stages(config.num_layers, num_stages)
-    embed, layer, *_, end = layer_units(config)
-    end += _tied_copy(config, num_stages)
-    if by == "flops":
-        embed, end = 0, 2 * config.vocab_size * config.d_model
-        layer = 2 * layer_matmul_parameters(config) + 4 * config.num_heads * config.head_dim * seq_len
-        assert end + config.num_layers * layer == forward_flops_per_token(config, seq_len)
-    elif by != "parameters":
-        raise ValueError(f"by is {by!r}; choose from parameters, flops")
-    layers = [1] * num_stages
-    weights = [layer] * num_stages
-    weights[0] += embed
-    weights[-1] += end
-    for _ in range(config.num_layers - num_stages):
-        lightest = weights.index(min(weights))
-        layers[lightest] += 1
-        weights[lightest] += layer
-    return layers
 
 
 def stage_config(config: ModelConfig, layers: Sequence[int], stage: int) -> ModelConfig:
@@ -63,7 +36,7 @@ def stage_units(config: ModelConfig, layers: Sequence[int], stage: int) -> list[
     check_layers(config, layers)
     embed, block, *_, end = layer_units(config)
     first, last = stage == 0, stage == len(layers) - 1
-    before, after = [embed] * first, [end + _tied_copy(config, len(layers))] * last
+    before, after = [embed] * first, [end + tied_copy(config, len(layers))] * last
     return [*before, *[block] * layers[stage], *after]
 
 
@@ -72,7 +45,8 @@ def stage_parameters(config: ModelConfig, layers: Sequence[int]) -> list[int]:
     return [sum(stage_units(config, layers, stage)) for stage in range(len(layers))]
 
 
-def _tied_copy(config: ModelConfig, num_stages: int) -> int:
+def tied_copy(config: ModelConfig, num_stages: int) -> int:
+    """Count the parameters of a tied embedding's second copy, on the last of several stages."""
     return config.vocab_size * config.d_model if config.tied and num_stages > 1 else 0
 
 
@@ -80,7 +54,7 @@ def rank_tensors(local: ModelConfig, layers: Sequence[int], stages: Sequence[int
     """Numbers in each tensor of a rank. Both ends of a tied model on one rank share their weight."""
     before, block, after = tensor_sizes_by_part(local)
     first, last = 0 in stages, len(layers) - 1 in stages
-    copy = [_tied_copy(local, len(layers))] if last and not first and local.tied else []
+    copy = [tied_copy(local, len(layers))] if last and not first and local.tied else []
     return before * first + block * sum(layers[stage] for stage in stages) + (after + copy) * last
 
 

@@ -178,6 +178,8 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 
+FP64 = Recipe("fp64", 8, 8, 0, 16, 8, "everything in FP64, in which equality to one process is tested")
+
 OPTIMIZERS = ("adamw", "adamw-8bit", "adafactor", "sgd-momentum", "sgd")
 
 

@@ -12,14 +12,18 @@ fills the shorter up with zeros, and keeps them so, its output too.
 """
 
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from course_lib.validate import Share, Size, checked
 
+
+@checked
 def fused_attention(
-    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, causal: bool = True, dropout: float = 0.0
+    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, causal: bool = True, dropout: Share = 0.0
 ) -> Tensor:
     """Attention in one kernel that never writes the score matrix down (FlashAttention, where the device has it).
 
@@ -37,13 +41,15 @@ def fused_attention(
     return out_BNSH[..., :value_dim] if key_dim != value_dim else out_BNSH
 
 
-def filled_up(x: Tensor, width: int) -> Tensor:
+@checked
+def filled_up(x: Tensor, width: Size) -> Tensor:
     """x with zeros behind it, up to that width."""
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
+@checked
 def explicit_attention(
-    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, causal: bool = True, dropout: float = 0.0
+    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, causal: bool = True, dropout: Share = 0.0
 ) -> Tensor:
     """Attention written out. The score matrix exists, and the backward pass keeps it.
 
@@ -63,13 +69,15 @@ def explicit_attention(
     return weights_BNSS @ v_BNSH
 
 
+@checked
 def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
     """RoPE: turns the pair (x[i], x[i + H/2]) by its position's angle. Only the tables are kept for backward."""
     first, second = x_BNSH.chunk(2, dim=-1)
     return x_BNSH * cos_SH + torch.cat((-second, first), dim=-1) * sin_SH
 
 
-def drop(x: Tensor, probability: float) -> Tensor:
+@checked
+def drop(x: Tensor, probability: Share) -> Tensor:
     """Dropout that keeps one byte an element (a bool mask) for backward, on every device.
 
     `F.dropout` does so on a GPU; on a CPU it keeps a mask as wide as the data.
@@ -81,9 +89,6 @@ CORES = {"fused": fused_attention, "explicit": explicit_attention}
 RECOMPUTE = ("none", "selective", "full")
 
 
-def check_choices(attention: str, recompute: str) -> None:
-    """Raises ValueError unless both are words that the models know."""
-    if attention not in CORES:
-        raise ValueError(f"attention is {attention!r}; choose from {', '.join(CORES)}")
-    if recompute not in RECOMPUTE:
-        raise ValueError(f"recompute is {recompute!r}; choose from {', '.join(RECOMPUTE)}")
+@checked
+def check_choices(attention: Literal[tuple(CORES)], recompute: Literal[RECOMPUTE]) -> None:
+    """Refuse words that the models do not know."""

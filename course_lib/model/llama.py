@@ -36,6 +36,7 @@ from course_lib.model.attention import CORES, check_choices, rotate
 from course_lib.model.gpt import GPT, Encoder
 from course_lib.model.latent import LatentAttention
 from course_lib.model.moe import MoE
+from course_lib.validate import Seed, checked
 
 __all__ = ["PRESETS", "Llama", "ModelConfig", "RMSNorm", "RopeScaling", "build", "preset", "rope_tables"]
 
@@ -79,6 +80,7 @@ class RMSNorm(nn.Module):
         return _RMSNorm.apply(x_BSD, self.weight, self.eps)
 
 
+@checked
 def rope_frequencies(config: ModelConfig, device=None) -> Tensor:
     """Angle per position of each of the H/2 pairs: theta^(-2i/H); `rope_scaling` slows the slow ones further."""
     exponents = torch.arange(0, config.rope_dim, 2, dtype=torch.float32, device=device) / config.rope_dim
@@ -92,6 +94,7 @@ def rope_frequencies(config: ModelConfig, device=None) -> Tensor:
     return (1 - share_kept) * frequencies / scaling.factor + share_kept * frequencies
 
 
+@checked
 def rope_tables(config: ModelConfig, positions_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, computed in float32.
 
@@ -228,9 +231,10 @@ class Llama(nn.Module):
 CLASSES = {"llama": Llama, "gpt": GPT, "xlmr": Encoder}
 
 
+@checked
 def build(
     config: ModelConfig,
-    seed: int = 0,
+    seed: Seed = 0,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device | None = None,
     attention: str = "fused",
@@ -250,8 +254,9 @@ def build(
     return model
 
 
+@checked
 @torch.no_grad()
-def init_weights(model: nn.Module, seed: int) -> None:
+def init_weights(model: nn.Module, seed: Seed) -> None:
     """Matrices from a normal distribution of deviation 0.02, norms one, biases zero.
 
     In the gpt family the two layers that write into the residual get 0.02 / sqrt(2 num_layers).
@@ -264,7 +269,8 @@ def init_weights(model: nn.Module, seed: int) -> None:
         parameter.copy_(numbers)
 
 
-def initial_weights(model: nn.Module, seed: int) -> Iterator[Tensor]:
+@checked
+def initial_weights(model: nn.Module, seed: Seed) -> Iterator[Tensor]:
     """What `init_weights` gives each parameter in turn, in float32. The model may be on the meta device."""
     generator = torch.Generator("cpu").manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -21,7 +21,8 @@ stages.py          a model cut into stages of consecutive layers
 channels.py        pipeline: who sends what to whom, and why nobody waits for ever
 deferred.py        backward in two parts: weight gradients that wait
 executor.py        does a rank's list of a pipeline schedule, one instruction after the other
-pipeline.py        pipeline parallel: any schedule in one call, its step, whole gradients
+pipeline.py        pipeline parallel: any schedule in one call
+engine.py          what an engine is, and the one step of pipelines and layouts
 sums.py            whose gradients are summed over whom, when all parallelisms meet
 five_d.py          all five at once: a layout applied by calling the files above
 whole.py           whole tensors from all ranks of a layout

@@ -9,7 +9,7 @@
     layout = Layout(dp=2, tp=2, pp=2, zero=1, accumulation=4)
     engine = build(preset("toy"), layout)
     optimizer = make_optimizer(engine)
-    loss = step(engine, micro_batches, optimizer)           # the same calls as of each technique alone
+    loss = step(engine, micro_batches, optimizer)           # of engine.py
 
 Each dp rank brings its own micro-batches of whole sequences; ranks that differ in pp, cp or tp alone bring the same.
 Each rank's loss is its tokens' share of the mean over all tokens of the step, so every sum of gradients is a sum and
@@ -25,7 +25,7 @@ nothing is divided. Who sums what with whom is in parallel/sums.py. On the wire 
 Source   Narayanan et al. 2021 (arXiv:2104.04473); Llama Team 2024 (arXiv:2407.21783), section 3.3.2
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -42,25 +42,43 @@ from course_lib.layout.experts import ExpertLayout
 from course_lib.layout.partition import piece_sizes
 from course_lib.model import build as build_whole
 from course_lib.model import initial_weights
-from course_lib.model.moe import balance_after_step, moe_layers
+from course_lib.model.moe import moe_layers
 from course_lib.parallel import pipeline, tensor, zero
 from course_lib.parallel.context import Context, core_of, cross_entropy
-from course_lib.parallel.data import BucketedDP, MicroBatches, Sharing, Trace
-from course_lib.parallel.executor import Executor, Work
+from course_lib.parallel.data import BucketedDP, Sharing
+from course_lib.parallel.engine import (
+    Engine,
+    MicroBatches,
+    Trace,
+    accumulate_gradients,
+    clip_gradients,
+    full_gradients,
+    full_parameters,
+    make_optimizer,
+    step,
+    update,
+)
+from course_lib.parallel.executor import Work
 from course_lib.parallel.expert import keep_my_experts, runner, sum_over
 from course_lib.parallel.expert_tensor import cut_block
 from course_lib.parallel.linear import ColumnLinear, WholeStream
 from course_lib.parallel.sequence import MyPositions, ShardedStream
-from course_lib.parallel.shards import ShardedAdamW
 from course_lib.parallel.stages import check_stages, skeleton
-from course_lib.parallel.sums import clip_gradients, sharing_of, sum_gradients
+from course_lib.parallel.sums import copies_of, owned, sharing_of, sum_gradients
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
-from course_lib.training.precision import accumulate_in_fp32, zero_gradients
+from course_lib.parallel.whole import put_together
+from course_lib.training.precision import accumulate_in_fp32
+
+__all__ = [
+    "CutWork", "FiveD", "accumulate_gradients", "build", "check_micro_batches", "clip_gradients", "cuts_of",
+    "fill_from_seed", "full_gradients", "full_parameters", "keep_experts", "make_optimizer", "named_parameters",
+    "reduce_gradients", "run_layout", "seed_dropout", "shard_over_data", "step", "update",
+]  # fmt: skip
 
 # --- a model on a layout
 
 
-class FiveD(nn.Module):
+class FiveD(nn.Module, Engine):
     """One rank's part of a model: its stages, cut further, and what shards them. `build` makes one.
 
     data_engines   of each stage what sums its gradients over data: ZeRO, or with zero 0 buckets; none where the layout
@@ -70,6 +88,7 @@ class FiveD(nn.Module):
     def __init__(self, config: ModelConfig, layout: Layout, groups: Groups, stages: pipeline.Pipeline):
         super().__init__()
         self.config, self.layout, self.groups, self.pipeline = config, layout, groups, stages
+        self.norm_groups, self.is_sharded, self.trace = (groups.world,), layout.zero > 0, stages.trace
         sharded = partial(ShardedStream, regather=layout.regather)
         self.stream = (sharded if layout.sequence_parallel else WholeStream)(groups.tp)
         self.context = Context(groups.cp, layout.cp_method, layout.cp_placement)
@@ -84,6 +103,38 @@ class FiveD(nn.Module):
     def positions(self, seq_len: int) -> Tensor:
         """Where this rank's tokens stand in a sequence."""
         return self.context.positions(seq_len) if self.layout.cp > 1 else torch.arange(seq_len)
+
+    def run(self, micro_batches: MicroBatches) -> Tensor:
+        return run_layout(self, micro_batches)
+
+    def reduce_gradients(self) -> None:
+        reduce_gradients(self)
+
+    def mean_loss(self, share: Tensor) -> Tensor:
+        return comm.all_reduce(share / self.layout.tp, self.groups.world)  # tp ranks have the same
+
+    def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
+        return ((param, copies_of(self, kind)) for kind, param in owned(self))
+
+    def share_update(self) -> None:
+        for data_engine in self.data_engines.values():
+            data_engine.share_update()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for data_engine in self.data_engines.values():
+            data_engine.zero_grad()
+
+    def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
+        tensors = {name: tensor_of(param) for name, param in named_parameters(self).items()}
+        if self.layout.zero:  # below stage 3 what is frozen is in no flat
+            in_flats = {name for each in self.data_engines.values() for flat in each.flats for name in flat.names}
+            tensors = {name: x for name, x in tensors.items() if name not in in_flats}
+            for data_engine in self.data_engines.values():
+                tensors |= zero.whole_tensors(data_engine, lambda flat: tensor_of(flat.shard_p))
+        if self.config.tied and "head.weight" in tensors:
+            tensors["embed.weight"] = tensors.pop("head.weight")
+        found = {name: x for name, x in tensors.items() if x is not None}
+        return put_together(self.config, found, cuts_of(self), self.groups.world, self.groups.tp.rank())
 
     @property
     def axes(self) -> dict[str, list[Group]]:
@@ -291,25 +342,24 @@ class CutWork(Work):
             self.engine.data_engines[str(stage)].syncing = False
 
 
-def accumulate_gradients(engine: FiveD, micro_batches: MicroBatches) -> Tensor:
-    """Leaves the gradient of all ranks' tokens in each rank's parameters, or shards; returns their mean loss.
+def run_layout(engine: FiveD, micro_batches: MicroBatches) -> Tensor:
+    """Executes the layout's schedule; returns this rank's share of the mean loss.
 
     micro_batches   `layout.accumulation` pairs (x_BS, y_BS) of `layout.micro_batch` whole sequences, of this dp rank;
                     those of all ranks are as long
-    Give all in one call: a second one before `update` sums norms, shared heads and tied weights twice
-    Raises   ValueError if they are not so many, not so large, or their length does not divide
+    Raises          ValueError if they are not so many, not so large, or their length does not divide
     """
     check_micro_batches(engine, micro_batches)
     num_tokens = engine.layout.dp * sum(y_BS.numel() for _, y_BS in micro_batches)
-    work = CutWork(engine, num_tokens)
-    executor = Executor(engine.pipeline, micro_batches, work)
-    loss_partial = executor.run()
-    engine.pipeline.peak_live, engine.pipeline.peak_waiting = executor.peak_live, executor.peak_waiting
+    return pipeline.execute(engine.pipeline, micro_batches, CutWork(engine, num_tokens))
+
+
+def reduce_gradients(engine: FiveD) -> None:
+    """Waits for what is summed over data once a step, then sums what the table of sums.py says beyond it."""
     if engine.layout.zero < 2:
         for data_engine in engine.data_engines.values():
             data_engine.finish()
     sum_gradients(engine)
-    return comm.all_reduce(loss_partial / engine.layout.tp, engine.groups.world)  # tp ranks have the same
 
 
 def check_micro_batches(engine: FiveD, micro_batches: MicroBatches) -> None:
@@ -352,32 +402,3 @@ def check_lengths(engine: FiveD, lengths: list[int]) -> None:
         f"rank {odd} brings micro-batches of {of_ranks[odd]} tokens a sequence, rank 0 of {of_ranks[0]}; "
         "all ranks must bring the same lengths, in the same order"
     )
-
-
-def make_optimizer(engine: FiveD, lr: float = 3e-3, weight_decay: float = 0.01) -> torch.optim.Optimizer:
-    """AdamW over what this rank updates: its shards, or all its parameters with zero 0; FP32 masters for 16 bits."""
-    if engine.layout.zero == 0:
-        return pipeline.make_optimizer(engine.pipeline, lr, weight_decay)
-    shards = [flat.shard_p for sharded in engine.data_engines.values() for flat in sharded.flats if flat.trains]
-    return ShardedAdamW(shards, lr, (0.9, 0.95), weight_decay=weight_decay)
-
-
-def step(
-    engine: FiveD, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
-) -> Tensor:
-    """One training step; returns the mean loss of all ranks' tokens, on every rank."""
-    loss = accumulate_gradients(engine, micro_batches)
-    if clip_norm is not None:
-        clip_gradients(engine, clip_norm)
-    update(engine, optimizer)
-    return loss
-
-
-def update(engine: FiveD, optimizer: torch.optim.Optimizer) -> None:
-    """What follows the gradients: the optimizer, sharing what it made of shards, forgetting gradients, balancing."""
-    optimizer.step()
-    for data_engine in engine.data_engines.values():
-        data_engine.share_update()
-        data_engine.zero_grad()
-    zero_gradients(engine.pipeline.parameters())
-    balance_after_step(engine)

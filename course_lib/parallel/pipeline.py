@@ -5,10 +5,10 @@
     parallel/channels.py     who sends what to whom, and why nobody waits for ever
     parallel/deferred.py     weight gradients that wait for W
     parallel/executor.py     does a rank's list, one instruction after the other
-    this file                a whole Llama or GPT, its step, whole gradients
+    this file                a whole Llama or GPT, whole gradients
 
     engine = build(model, group, "1f1b")                    # keeps this rank's stages of the model
-    loss = step(engine, micro_batches, optimizer)           # the same calls as in native/pipeline.py
+    loss = step(engine, micro_batches, optimizer)           # of engine.py; the same calls as in native/pipeline.py
 
 All ranks bring the same micro-batches. The first stage takes tokens from them, the last one targets, the others only
 sizes: micro-batches may differ in them.
@@ -25,7 +25,7 @@ have come.
 Source   Huang et al. 2019 (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,16 +33,44 @@ from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
-from course_lib.model.moe import balance_after_step
 from course_lib.parallel.channels import Pair, Step, connect, pairs_of, plan
-from course_lib.parallel.data import MicroBatches, Trace
 from course_lib.parallel.deferred import Deferral
-from course_lib.parallel.executor import Executor
+from course_lib.parallel.engine import (
+    Engine,
+    MicroBatches,
+    Trace,
+    accumulate_gradients,
+    clip_gradients,
+    full_gradients,
+    full_parameters,
+    make_optimizer,
+    step,
+)
+from course_lib.parallel.executor import Executor, Work
 from course_lib.parallel.stages import check_stages, cut
 from course_lib.schedules import make
 from course_lib.schedules.check import check
 from course_lib.schedules.instructions import Schedule
-from course_lib.training.precision import MasterAdamW, gradient_of, scale_gradients, zero_gradients
+from course_lib.training.precision import gradient_of
+
+__all__ = [
+    "AnySchedule",
+    "Pipeline",
+    "accumulate_gradients",
+    "build",
+    "check_micro_batches",
+    "checked_schedule",
+    "clip_gradients",
+    "execute",
+    "full_gradients",
+    "full_parameters",
+    "make_optimizer",
+    "named_parameters",
+    "run_schedule",
+    "step",
+    "sum_tied",
+    "tied_weight",
+]  # fmt: skip
 
 AnySchedule = str | Schedule | Callable[[int], Schedule]  # a name, a schedule, or a function of the micro-batches
 
@@ -50,7 +78,7 @@ AnySchedule = str | Schedule | Callable[[int], Schedule]  # a name, a schedule, 
 # --- a model
 
 
-class Pipeline(nn.Module):
+class Pipeline(nn.Module, Engine):
     """This rank's stages, under the model's names, and what it needs to run them. `build` makes one.
 
     peak_live, peak_waiting   of the last step: most micro-batches kept at once (F done, B or I not yet), and most that
@@ -71,7 +99,7 @@ class Pipeline(nn.Module):
     ):
         super().__init__()
         self.config, self.group, self.channels, self.trace, self.ahead = model.config, group, channels, trace, ahead
-        self.schedule, self.v = schedule, v
+        self.schedule, self.v, self.norm_groups, self.is_sharded = schedule, v, (group,), False
         self.rank_of_stage, self.layers_of_stage = first.rank_of_stage, tuple(layers_of_stage)
         self.dtype = next(model.parameters()).dtype
         self.names = [name for name, _ in model.named_parameters()]  # of the whole model, in its order
@@ -80,6 +108,33 @@ class Pipeline(nn.Module):
         self.deferrals: dict[int, Deferral] = {}
         self.plans: dict[int, list[Step]] = {}  # by number of micro-batches
         self.peak_live = self.peak_waiting = 0
+
+    def run(self, micro_batches: MicroBatches) -> Tensor:
+        return run_schedule(self, micro_batches)
+
+    def reduce_gradients(self) -> None:
+        sum_tied(self)
+
+    def share_update(self) -> None:
+        """Nothing to share: each parameter is updated where it is used."""
+
+    def mean_loss(self, share: Tensor) -> Tensor:
+        if self.config.moe is not None:  # each stage has its experts' auxiliary losses
+            return comm.all_reduce(share, self.group)
+        return comm.broadcast(share, src=self.rank_of_stage[-1], group=self.group)
+
+    def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
+        tied = tied_weight(self)
+        return ((param, 2 if param is tied else 1) for param in self.parameters() if param.requires_grad)
+
+    def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
+        """All ranks' tensors, pickled and gathered: the slow and simple way."""
+        tensors = {name: tensor_of(param) for name, param in named_parameters(self).items()}
+        gathered: list[dict[str, Tensor] | None] = [None] * self.group.size()
+        dist.all_gather_object(gathered, {n: x.cpu() for n, x in tensors.items() if x is not None}, group=self.group)
+        device = next(self.parameters()).device
+        together = {name: x.to(device) for of_rank in gathered for name, x in of_rank.items()}
+        return {name: together[name] for name in self.names if name in together}
 
     @property
     def num_stages(self) -> int:
@@ -182,23 +237,25 @@ def checked_schedule(schedule: AnySchedule, pp: int, num_micro_batches: int, v: 
     return made
 
 
-# --- step: the same calls as in native/pipeline.py
+# --- micro-batches, and tied embeddings
 
 
-def accumulate_gradients(engine: Pipeline, micro_batches: MicroBatches) -> Tensor:
-    """Leaves the gradients of this rank's stages in `.grad`, empty before; returns the mean loss, on every rank.
+def run_schedule(engine: Pipeline, micro_batches: MicroBatches) -> Tensor:
+    """Executes the schedule of so many micro-batches; returns this rank's share of the mean loss.
 
     All ranks bring the same micro-batches. Each one's mean counts by its share of the tokens.
     Raises   ValueError if there is no schedule for so many micro-batches, before anything is sent
     """
     check_micro_batches(engine, micro_batches)
-    executor = Executor(engine, micro_batches)
+    return execute(engine, micro_batches, Work(engine, sum(y_BS.numel() for _, y_BS in micro_batches)))
+
+
+def execute(engine: Pipeline, micro_batches: MicroBatches, work: Work) -> Tensor:
+    """Runs this rank's list; `work` says what is done with a stage. Returns the sum of its shares of the loss."""
+    executor = Executor(engine, micro_batches, work)
     loss = executor.run()
     engine.peak_live, engine.peak_waiting = executor.peak_live, executor.peak_waiting
-    sum_tied(engine)
-    if engine.config.moe is not None:  # each stage has its experts' auxiliary losses
-        return comm.all_reduce(loss, engine.group)
-    return comm.broadcast(loss, src=engine.rank_of_stage[-1], group=engine.group)
+    return loss
 
 
 def check_micro_batches(engine: Pipeline, micro_batches: MicroBatches) -> None:
@@ -238,56 +295,7 @@ def tied_weight(engine: Pipeline) -> nn.Parameter | None:
     return engine.stages["0"].embed.weight if is_first else engine.stages[str(engine.num_stages - 1)].head.weight
 
 
-def make_optimizer(engine: Pipeline, lr: float = 3e-3, weight_decay: float = 0.01) -> torch.optim.Optimizer:
-    """AdamW over this rank's stages, with FP32 masters where parameters have 16 bits. All may be frozen."""
-    params = [param for param in engine.parameters() if param.requires_grad]
-    optimizer_class = MasterAdamW if any(param.element_size() == 2 for param in params) else torch.optim.AdamW
-    return optimizer_class([{"params": params}], lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
-
-
-@torch.no_grad()
-def clip_gradients(engine: Pipeline, max_norm: float) -> Tensor:
-    """Shortens all gradients together to max_norm where they are longer; returns the length of the whole gradient.
-
-    Bytes    an all-reduce of one number. Tied embeddings count once
-    """
-    is_copy = engine.tied_ranks is not None and engine.group.rank() == engine.tied_ranks[1]
-    skipped = tied_weight(engine) if is_copy else None
-    dtype = torch.promote_types(engine.dtype, torch.float32)
-    total = torch.zeros((), dtype=dtype, device=next(engine.parameters()).device)
-    for param in engine.parameters():
-        if param is not skipped and (grad := gradient_of(param)) is not None:
-            total += grad.to(dtype).square().sum()
-    norm = comm.all_reduce(total, engine.group).sqrt()
-    scale_gradients(engine.parameters(), (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
-
-
-def step(
-    engine: Pipeline, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
-) -> Tensor:
-    """One training step; returns the mean loss, on every rank."""
-    loss = accumulate_gradients(engine, micro_batches)
-    if clip_norm is not None:
-        clip_gradients(engine, clip_norm)
-    optimizer.step()
-    zero_gradients(engine.parameters())
-    balance_after_step(engine)
-    return loss
-
-
-# --- whole tensors, for tests and for looking
-
-
-def full_parameters(engine: Pipeline) -> dict[str, Tensor]:
-    """Every parameter of the model, on each rank."""
-    return _everybodys(engine, {name: param.detach() for name, param in named_parameters(engine).items()})
-
-
-def full_gradients(engine: Pipeline) -> dict[str, Tensor]:
-    """Every gradient of the model, on each rank."""
-    grads = {name: gradient_of(param) for name, param in named_parameters(engine).items()}
-    return _everybodys(engine, {name: grad for name, grad in grads.items() if grad is not None})
+# --- names
 
 
 def named_parameters(engine: Pipeline) -> dict[str, nn.Parameter]:
@@ -298,12 +306,3 @@ def named_parameters(engine: Pipeline) -> dict[str, nn.Parameter]:
     if engine.config.tied and "head.weight" in named:
         named["embed.weight"] = named.pop("head.weight")
     return named
-
-
-def _everybodys(engine: Pipeline, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All ranks' tensors, pickled and gathered: the slow and simple way."""
-    gathered: list[dict[str, Tensor] | None] = [None] * engine.group.size()
-    dist.all_gather_object(gathered, {name: x.cpu() for name, x in mine.items()}, group=engine.group)
-    device = next(engine.parameters()).device
-    together = {name: x.to(device) for of_rank in gathered for name, x in of_rank.items()}
-    return {name: together[name] for name in engine.names if name in together}

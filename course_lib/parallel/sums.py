@@ -13,14 +13,11 @@ With replicas (HSDP) ZeRO sums over the ranks of one replica, and shards are sum
 
 from collections.abc import Callable, Iterator
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from course_lib import comm
 from course_lib.parallel import pipeline, tensor
 from course_lib.parallel.data import Sharing
 from course_lib.parallel.expert import my_experts
-from course_lib.training.precision import gradient_of, scale_gradients
 
 KINDS = ("matrices", "norms", "kv", "tied", "experts")
 
@@ -80,32 +77,13 @@ def sum_gradients(engine: nn.Module) -> None:
         tensor.sum_gradients(of_kind["tied"], engine.pipeline.channels[engine.pipeline.tied_ranks])
 
 
-@torch.no_grad()
-def clip_gradients(engine: nn.Module, max_norm: float) -> Tensor:
-    """Shortens all gradients together to max_norm where they are longer; returns the length of the whole gradient.
-
-    Bytes    an all-reduce of one number over all ranks. What several ranks have is divided among them
-    """
-    layout, stages = engine.layout, engine.pipeline
-    is_second_copy = stages.tied_ranks is not None and stages.group.rank() == stages.tied_ranks[1]
-    copies_over_tp = {"norms": layout.tp}
-    if engine.replica_group is not None:
-        copies_over_tp["kv"] = engine.replica_group.size()
-    total = torch.zeros((), dtype=torch.promote_types(stages.dtype, torch.float32), device=_device(engine))
-    params = []
-    for kind, param in owned(engine):
-        if (grad := gradient_of(param)) is None:
-            continue
-        params.append(param)
-        copies = copies_over_tp.get(kind, 1) * layout.dp_replicate
-        if layout.zero == 0:
-            copies *= layout.expert_dp if kind == "experts" else layout.data_size
-        if not (kind == "tied" and is_second_copy):
-            total += grad.to(total.dtype).square().sum() / copies
-    norm = comm.all_reduce(total, engine.groups.world).sqrt()
-    scale_gradients(params, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
-
-
-def _device(engine: nn.Module) -> torch.device:
-    return next(engine.parameters()).device
+def copies_of(engine: nn.Module, kind: str) -> int:
+    """How many of all ranks hold what this rank owns of a kind: in the norm of all gradients it counts once."""
+    layout = engine.layout
+    copies = {"norms": layout.tp, "tied": 2}.get(kind, 1)
+    if kind == "kv":
+        copies = engine.replica_group.size()
+    copies *= layout.dp_replicate
+    if layout.zero == 0:
+        copies *= layout.expert_dp if kind == "experts" else layout.data_size
+    return copies

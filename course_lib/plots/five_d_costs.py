@@ -33,7 +33,8 @@ from course_lib.plots.style import (
     time_unit_for,
     unit_for,
 )
-from course_lib.traffic_5d import five_d_sent
+from course_lib.run import Run
+from course_lib.traffic import sent
 from course_lib.validate import Size, checked
 
 # ---------------------------------------------------------------- memory along the pipeline
@@ -226,7 +227,7 @@ def _bars(axes, widths: Mapping[str, float], labels: Mapping[str, str], colors, 
 
 @checked
 def show_costs(sent_bytes: Mapping[str, int], seconds: Mapping[str, float], title: str = "") -> None:
-    """Show bytes by axis, of `traffic_5d.five_d_sent` or a meter, beside seconds by part, of `StepTime.parts`."""
+    """Show bytes by axis, of `traffic.sent` or a meter, beside seconds by part, of `StepTime.parts`."""
     rows = max(len(sent_rows(sent_bytes)), len(time_rows(seconds)))
     with style():
         figure, (left, right) = plt.subplots(1, 2, figsize=(FULL_WIDTH_IN, 1.25 + 0.27 * rows + 0.25 * bool(title)))
@@ -267,7 +268,7 @@ def pp_and_zero3(
         )
         for curve, layout in zip(curves.values(), layouts):
             curve[m] = max(
-                sum(five_d_sent(config, layout, seq_len, rank, recipe).values())
+                sum(sent(Run(config, layout, seq_len, recipe), rank).values())
                 for rank in (range(num_ranks) if layout.pp > 1 else (0,))
             )
     return curves

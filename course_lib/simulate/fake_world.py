@@ -16,6 +16,7 @@ each rank sends me what I send to the rank at my place. Of all other tensors onl
 Source   the fake process group of torch.testing and FakeTensorMode, as PyTorch's own tests use them
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -44,12 +45,14 @@ def fake_world(rank: int, world_size: int) -> Iterator[FakeTensorMode]:
         raise ValueError(f"rank ({rank}) must be one of 0..{world_size - 1}: the world has {world_size} ranks")
     from torch.testing._internal.distributed.fake_pg import FakeStore  # its import makes the backend known
 
+    hook = sys.excepthook  # torch puts its own there, which names the rank
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True) as mode, WholeNumbers():
             yield mode
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 class WholeNumbers(TorchDispatchMode):

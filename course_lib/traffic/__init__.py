@@ -1,9 +1,18 @@
-"""Which bytes: what a rank sends in one step, before it is run.
+"""Which bytes: every collective that a rank calls in one training step, listed before anything runs.
 
+run = Run(preset("llama-3.1-8b"), Layout(dp=8, tp=8, zero=1), seq_len=8192)
+calls(run, rank=0)["tp"]        # every collective over tp, with payload and count
+sent(run, rank=0)               # bytes by axis, as ByteMeter(axes=engine.axes) counts them
+
+step.py          calls, sent: everything, by axis; stage_calls: one micro-batch on one stage
+data.py          gradients, and parameters with ZeRO
+tensor.py        tensor and sequence parallelism
+context.py       attention over context-parallel ranks
+pipeline.py      boundaries between stages
+experts.py       rows to experts, expected or of real choices
+routing.py       rows and bytes of one layer with experts, from rank to rank, within and between nodes
+odds.py          rows of tokens that choose uniformly, in closed form
 collectives.py   the bytes of one collective, and of a list of calls
-step.py          which collectives a step of each technique calls
-routing.py       rows and bytes of a mixture of experts, from whom the tokens chose
-odds.py          the same, expected, of tokens that choose uniformly
 """
 
 from course_lib.traffic.collectives import (
@@ -20,18 +29,26 @@ from course_lib.traffic.collectives import (
     scatter_bytes,
     sent_bytes,
 )
+from course_lib.traffic.context import attention_calls
+from course_lib.traffic.step import AXES, Calls, calls, sent, stage_calls
 
 __all__ = [
+    "AXES",
     "Call",
+    "Calls",
     "all_gather_bytes",
     "all_to_all_bytes",
+    "attention_calls",
     "broadcast_bytes",
     "by_collective",
     "call_counts",
+    "calls",
     "gather_bytes",
     "reduce_bytes",
     "reduce_scatter_bytes",
     "ring_all_reduce_bytes",
     "scatter_bytes",
+    "sent",
     "sent_bytes",
+    "stage_calls",
 ]

@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from course_lib.model import build
 from course_lib.model.moe import add_balancing, balance_after_step
 from course_lib.training.data import batch, micro_batches, tokens
 from course_lib.training.precision import (
+    PRECISIONS,
     LossScaler,
     MasterAdamW,
     Precision,
@@ -29,6 +31,7 @@ from course_lib.training.precision import (
     precision_named,
     zero_gradients,
 )
+from course_lib.validate import Amount, Index, Positive, Seed, Size, check_fields, checked
 
 __all__ = [
     "LossScaler", "MasterAdamW", "TrainConfig", "TrainRecord", "accumulate_gradients", "clip_gradients", "loss_of",
@@ -43,26 +46,23 @@ class TrainConfig:
     Raises   ValueError where a number makes no sense
     """
 
-    steps: int = 50
-    batch_size: int = 8
-    seq_len: int = 64
-    micro_batches: int = 1
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.01
-    clip_norm: float | None = 1.0
-    precision: str = "fp32"
-    seed: int = 0
+    steps: Size = 50
+    batch_size: Size = 8
+    seq_len: Size = 64
+    micro_batches: Size = 1
+    learning_rate: Positive = 3e-3
+    weight_decay: Amount = 0.01
+    clip_norm: Positive | None = 1.0
+    precision: Literal[tuple(PRECISIONS)] = "fp32"
+    seed: Seed = 0
 
     def __post_init__(self):
-        for field in ("steps", "batch_size", "seq_len", "micro_batches"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        check_fields(self)
         if self.micro_batches > self.batch_size:
             raise ValueError(
                 f"micro_batches ({self.micro_batches}) must not exceed batch_size ({self.batch_size}): "
                 "each part needs a sequence"
             )
-        precision_named(self.precision)
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class TrainRecord:
     mfu: float | None = None
 
 
+@checked
 def loss_of(model: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Tensor:
     """Mean cross-entropy of the next token, computed in FP32 at least.
 
@@ -92,6 +93,7 @@ def loss_of(model: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Tensor:
     return add_balancing(model, loss) if model.training else loss
 
 
+@checked(count=Size, scale=Positive)
 def accumulate_gradients(
     model: nn.Module, x_BS: Tensor, y_BS: Tensor, count: int = 1, precision: Precision | None = None, scale: float = 1.0
 ) -> float:
@@ -109,8 +111,9 @@ def accumulate_gradients(
     return total.item()
 
 
+@checked
 def make_optimizer(
-    model: nn.Module, precision: str = "fp32", learning_rate: float = 3e-3, weight_decay: float = 0.01
+    model: nn.Module, precision: str = "fp32", learning_rate: Amount = 3e-3, weight_decay: Amount = 0.01
 ) -> torch.optim.Optimizer:
     """AdamW over the parameters that train, as the precision asks: torch's own, or with masters and FP32 gradients."""
     chosen = precision_named(precision)
@@ -121,13 +124,14 @@ def make_optimizer(
     return optimizer_class(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay)
 
 
+@checked
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     x_BS: Tensor,
     y_BS: Tensor,
-    micro_batches: int = 1,
-    clip_norm: float | None = 1.0,
+    micro_batches: Size = 1,
+    clip_norm: Positive | None = 1.0,
     precision: str = "fp32",
     scaler: LossScaler | None = None,
 ) -> float:
@@ -150,14 +154,15 @@ def train_step(
     return loss
 
 
+@checked
 def train(
     model_config: ModelConfig,
     train_config: TrainConfig,
     attention: str = "fused",
     recompute: str = "none",
     device: str | torch.device | None = None,
-    flops_per_token: float | None = None,
-    peak_flops: float | None = None,
+    flops_per_token: Positive | None = None,
+    peak_flops: Positive | None = None,
     progress: bool = True,
 ) -> TrainRecord:
     """Builds the model of that config and trains it on the standard library's text, under a progress bar.
@@ -195,6 +200,7 @@ def _record(losses, step_s, plan, device, flops_per_token, peak_flops) -> TrainR
     return TrainRecord(list(losses), list(step_s), tokens_per_s, peak_memory_bytes(device), mfu)
 
 
+@checked
 def describe(record: TrainRecord) -> str:
     """The last loss, speed, memory and MFU in one line, as the bar shows them."""
     parts = [
@@ -205,7 +211,8 @@ def describe(record: TrainRecord) -> str:
     return ", ".join(parts + ([f"MFU {record.mfu:.1%}"] if record.mfu is not None else []))
 
 
-def progress_bar(total: int, shown: bool = True) -> tqdm_std.tqdm:
+@checked
+def progress_bar(total: Index, shown: bool = True) -> tqdm_std.tqdm:
     """A tqdm bar: a widget in a notebook that has ipywidgets, plain text elsewhere."""
     if importlib.util.find_spec("ipywidgets") is None:
         return tqdm_std.tqdm(total=total, disable=not shown)
@@ -214,12 +221,14 @@ def progress_bar(total: int, shown: bool = True) -> tqdm_std.tqdm:
     return tqdm(total=total, disable=not shown)
 
 
+@checked
 def wait_for(device: str | torch.device) -> None:
     """Returns when the device has done its work, so that a clock read next tells the truth."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
+@checked
 def peak_memory_bytes(device: str | torch.device = "cpu") -> int:
     """On a GPU the allocator's peak since its last reset; on a CPU the most memory that this process ever held."""
     if torch.device(device).type == "cuda":

@@ -16,9 +16,12 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+from course_lib.validate import Positive, check_fields, checked, one_of
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,12 @@ class Precision:
 
     param_dtype: torch.dtype = torch.bfloat16
     master: bool = True
-    fp32_grads: str = "no"
+    fp32_grads: Literal["no", "only", "both"] = "no"
     autocast: bool = False
     loss_scaling: bool = False
+
+    def __post_init__(self):
+        check_fields(self)
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -43,16 +49,17 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
+@checked
 def precision_named(name: str) -> Precision:
     """The precision of that name.
 
     Raises   ValueError naming those that exist
     """
-    if name not in PRECISIONS:
-        raise ValueError(f"there is no precision {name!r}; choose from {', '.join(PRECISIONS)}")
+    one_of("precision", name, tuple(PRECISIONS))
     return PRECISIONS[name]
 
 
+@checked
 def autocast_for(precision: Precision, device: torch.device) -> AbstractContextManager:
     """The context in which the forward pass runs: bf16 autocast, or nothing."""
     return torch.autocast(device.type, torch.bfloat16) if precision.autocast else nullcontext()
@@ -120,6 +127,7 @@ class MasterAdamW(torch.optim.Optimizer):
             self.state[parameter] = {key: value.to(parameter.device, copy=True) for key, value in tensors.items()}
 
 
+@checked
 def accumulate_in_fp32(parameters: Iterable[nn.Parameter], keep_low: bool = False) -> list:
     """Gives each parameter an FP32 `main_grad`, into which every backward pass adds. Returns the hooks' handles.
 
@@ -141,11 +149,13 @@ def accumulate_in_fp32(parameters: Iterable[nn.Parameter], keep_low: bool = Fals
     return [parameter.register_post_accumulate_grad_hook(add_to_main) for parameter in trainable]
 
 
+@checked
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
     """The gradient that counts: the FP32 one where it exists."""
     return getattr(parameter, "main_grad", parameter.grad)
 
 
+@checked
 def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     """Puts the gradient where optimizers look: `.grad`, which must have the parameter's dtype, or else `.main_grad`."""
     if gradient is not None and gradient.dtype != parameter.dtype:
@@ -156,6 +166,7 @@ def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
         del parameter.main_grad
 
 
+@checked
 def zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Forgets the gradients: frees ordinary ones, zeroes FP32 buffers, which stay."""
     for parameter in parameters:
@@ -165,6 +176,7 @@ def zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = None
 
 
+@checked
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Length of all gradients taken as one vector, added up in FP32 at least."""
@@ -175,8 +187,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.stack(norms).norm()
 
 
+@checked
 @torch.no_grad()
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Positive | Tensor) -> None:
     """Multiplies every gradient by one number, in place."""
     for parameter in parameters:
         gradient = gradient_of(parameter)
@@ -184,6 +197,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float | Tensor) 
             gradient.mul_(factor)
 
 
+@checked(max_norm=Positive)
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Shortens all gradients together to the length max_norm where they are longer. Returns the length they had.
 

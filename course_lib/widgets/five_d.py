@@ -30,8 +30,9 @@ from course_lib.plots.five_d_costs import (
 from course_lib.plots.holdings import Holdings, draw_holdings, holdings, holdings_title, row_label
 from course_lib.plots.memory import BudgetBar, gpu_limits
 from course_lib.plots.style import FULL_WIDTH_IN, show_bytes, show_seconds, style, unit_for
+from course_lib.run import Run
 from course_lib.schedules import SCHEDULES
-from course_lib.traffic_5d import five_d_sent
+from course_lib.traffic import sent
 from course_lib.validate import checked
 from course_lib.widgets import parts
 
@@ -158,13 +159,14 @@ def explore_five_d(chosen: FiveDChoice) -> FiveDView:
     limits = {} if toy else gpu_limits([gpu(chosen.gpu_key)])
     bars = pipeline_bars(budgets, limits)
     fullest = max(range(layout.pp), key=lambda place: bars[place].total_bytes)
-    sent = five_d_sent(config, layout, chosen.seq_len, layout.mesh.rank(pp=fullest, dp=0, cp=0, tp=0), recipe)
+    run = Run(config, layout, chosen.seq_len, recipe, device=device)
+    by_axis = sent(run, layout.mesh.rank(pp=fullest, dp=0, cp=0, tp=0))
     cluster = Cluster(gpu(chosen.gpu_key), link(chosen.inside), link(chosen.between), chosen.ranks_per_node)
     overlap = Overlap(ep=layout.schedule == "dualpipe_v")
     time = step_time(config, layout, chosen.seq_len, cluster, UTILISATION, recipe, overlap)
     links = links_of_axes(layout.mesh, chosen.ranks_per_node, layout.ep)
     text = describe_five_d(chosen, layout, bars[fullest], limits, links, time)
-    return FiveDView(layout, holdings(config, layout), bars, limits, fullest, sent, links, time, text)
+    return FiveDView(layout, holdings(config, layout), bars, limits, fullest, by_axis, links, time, text)
 
 
 @checked

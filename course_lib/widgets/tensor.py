@@ -8,14 +8,15 @@ import ipywidgets as widgets
 from course_lib.compare.sharded_profile import ShardedComparison, measure_tensor
 from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
+from course_lib.layout import Layout
 from course_lib.memory.formulas import Budget
 from course_lib.memory.sharded import sharded_budget
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_step_times
+from course_lib.run import Run
 from course_lib.sharded_timing import TensorParallelStep, tensor_parallel_step
-from course_lib.traffic import sent_bytes
-from course_lib.traffic.step import tensor_parallel_calls
+from course_lib.traffic import calls, sent_bytes
 from course_lib.validate import checked
 from course_lib.widgets import parts
 
@@ -87,7 +88,7 @@ def explore_tensor(chosen: TensorChoice) -> TensorView:
         labelled[f"TP {chosen.tp} + SP"] = needed
     bars = budget_bars(labelled, limits)
     how = (chosen.sequence_parallel, chosen.regather, chosen.recompute)
-    sent = sent_bytes(tensor_parallel_calls(config, chosen.batch_size, chosen.seq_len, chosen.tp, *how))
+    sent = sent_bytes(calls(_run(chosen))["tp"])
     cluster = Cluster(gpu(chosen.gpu_key), link(chosen.inside), link(chosen.between), GPUS_PER_NODE)
     steps = {
         tp: tensor_parallel_step(config, chosen.batch_size, chosen.seq_len, tp, cluster, ASSUMED_MFU, *how)
@@ -95,6 +96,18 @@ def explore_tensor(chosen: TensorChoice) -> TensorView:
     }
     view = TensorView(needed, bars, limits, sent, steps, "", "")
     return replace(view, title=_title(chosen, view), text=describe_tensor(chosen, view))
+
+
+def _run(chosen: TensorChoice) -> Run:
+    sharded = chosen.sequence_parallel and chosen.tp > 1
+    layout = Layout(
+        tp=chosen.tp,
+        sequence_parallel=sharded,
+        regather=sharded and chosen.regather,
+        recompute=chosen.recompute,
+        micro_batch=chosen.batch_size,
+    )
+    return Run(preset(chosen.model), layout, chosen.seq_len)
 
 
 @checked

@@ -8,14 +8,15 @@ import ipywidgets as widgets
 from course_lib.compare.sharded_profile import ShardedComparison, measure_zero
 from course_lib.config import PRESETS, preset
 from course_lib.hardware import GPUS, gpu, link
+from course_lib.layout import Layout
 from course_lib.memory.formulas import RECIPES, Budget, count_parameters
 from course_lib.memory.sharded import sharded_budget
 from course_lib.memory.zero import Offload, offload_link_bytes, zero_state_bytes, zero_units
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds
+from course_lib.run import Run
 from course_lib.sharded_timing import offload_s
-from course_lib.traffic import sent_bytes
-from course_lib.traffic.step import zero_calls
+from course_lib.traffic import calls, sent_bytes
 from course_lib.validate import checked
 from course_lib.widgets import parts
 
@@ -78,7 +79,8 @@ def explore_zero(chosen: ZeroChoice) -> ZeroView:
     limits = gpu_limits([gpu(chosen.gpu_key)])
     bars = budget_bars({"plain DP": plain, f"stage {chosen.stage}": needed}, limits)
     units = zero_units(config, chosen.stage, recipe.param_bytes)
-    sent = sent_bytes(zero_calls(units, chosen.stage, chosen.dp_size, recipe))
+    layout = Layout(dp=chosen.dp_size, zero=chosen.stage, micro_batch=chosen.batch_size)
+    sent = sent_bytes(calls(Run(config, layout, chosen.seq_len, chosen.recipe))["data"])
     one_trip = count_parameters(config) * recipe.param_bytes * (chosen.dp_size - 1) / chosen.dp_size
     shards = zero_state_bytes(units, chosen.stage, chosen.dp_size, recipe)
     moved = offload_link_bytes(shards, offload)

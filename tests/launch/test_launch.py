@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from course_lib import devices
-from course_lib.launch import RankError, _failures, _processes, _rank, _watch, choose_backend, launch, progress
+from course_lib.devices import choose_backend
+from course_lib.launch import RankError, _failures, _processes, _rank, _watch, launch, progress
 from course_lib.launch.launcher import MAX_RANKS, RANK_BYTES, most_ranks
 
 

@@ -17,12 +17,13 @@ from course_lib import model, training
 from course_lib.comm import make_groups
 from course_lib.config import ModelConfig
 from course_lib.launch import launch
-from course_lib.layout import Mesh
+from course_lib.layout import Layout, Mesh
 from course_lib.measure import ByteMeter
+from course_lib.memory.states import FP64
 from course_lib.parallel import context, gathered, ring, sequence, tensor, tiles
 from course_lib.parallel.vocabulary import vocab_cross_entropy
-from course_lib.traffic import all_gather_bytes, by_collective, reduce_scatter_bytes, ring_all_reduce_bytes
-from course_lib.traffic.step import context_calls
+from course_lib.run import Run
+from course_lib.traffic import all_gather_bytes, by_collective, calls, reduce_scatter_bytes, ring_all_reduce_bytes
 
 LLAMA = ModelConfig("llama", 2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=24, vocab_size=29, max_seq_len=32)
 GPT = dataclasses.replace(LLAMA, name="gpt", family="gpt", num_kv_heads=4)
@@ -178,6 +179,18 @@ def test_gathering_sends_as_many_bytes_in_three_calls_a_layer(measured):
         assert both["all_gather"] + both["reduce_scatter"] == ring_sent
 
 
+def calls_of(case, cp, rows, seq_len, rank):
+    """Collectives by axis; Ulysses inside a ring: the ring's ranks have heads / inner, as after tp = inner."""
+    how = {"cp_method": case.method, "recompute": case.recompute, "micro_batch": rows}
+    inner = cp // case.outer
+    if case.outer == 1 or cp == 1:
+        return calls(Run(case.config, Layout(cp=cp, **how), seq_len, FP64), rank)
+    every = calls(Run(case.config, Layout(cp=cp, **(how | {"cp_method": "ring"})), seq_len, FP64), rank)
+    inside = calls(Run(case.config, Layout(cp=inner, **how), seq_len // case.outer, FP64))["cp"]
+    around = calls(Run(case.config, Layout(cp=case.outer, tp=inner, **(how | {"cp_method": "ring"})), seq_len, FP64))
+    return every | {"cp": inside + around["cp"]}
+
+
 def test_traffic_knows_the_same_bytes_before_anything_runs(measured):
     cp = len(measured)
     for r, rank in enumerate(measured):
@@ -186,13 +199,10 @@ def test_traffic_knows_the_same_bytes_before_anything_runs(measured):
             if case.frozen:
                 continue
             for index, (B, S) in enumerate(zip(ROWS, LENGTHS)):
-                calls = context_calls(case.config, B, S, cp, case.method, case.outer, case.recompute, itemsize=8)
-                once = [call for call in calls if call.place in ("gradients", "loss")]
-                expected.update(by_collective([call for call in calls if index == 0 or call not in once], r))
-            sent = Counter({key: value for key, value in of_case["sent"].items() if value})
-            if not any(call.place == "loss" for call in calls):
-                sent["all_reduce"] -= ring_all_reduce_bytes(8, cp, r, 8)
-            assert sent == expected, name
+                listed = calls_of(case, cp, B, S, r)
+                once = [*listed["data"], *(call for call in listed["world"] if call.place == "loss")]
+                expected.update(by_collective([*listed["cp"], *(once if index == 0 else [])], r))
+            assert Counter({key: value for key, value in of_case["sent"].items() if value}) == expected, name
 
 
 # --- wrong engines: each must be found out

@@ -7,14 +7,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from five_d_cases import CONFIGS, FLOAT64, SEQ_LEN, distances, micro_batches, on_ranks, one_process
+from five_d_cases import CONFIGS, SEQ_LEN, distances, micro_batches, on_ranks, one_process
 
 from course_lib import model
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure import MemoryTracker
+from course_lib.memory.states import FP64
 from course_lib.parallel import data, executor, expert_tensor, five_d, linear, shards, sums, tensor, whole
-from course_lib.traffic_5d import five_d_sent
+from course_lib.run import Run
+from course_lib.traffic import sent
 from course_lib.training.precision import gradient_of, zero_gradients
 
 # (model, layout): every pair of techniques that can be combined is in one of them, see the next test
@@ -192,7 +194,7 @@ def check_sent(config, layout, found):
         if config.moe is not None:
             members = layout.mesh.members(rank, layout.ep)["ep"]
             routings = list(zip(*(found[member].routings for member in members), strict=True))
-        formula = five_d_sent(config, layout, SEQ_LEN, rank, FLOAT64, clip=True, routings=routings)
+        formula = sent(Run(config, layout, SEQ_LEN, FP64), rank, clip=True, routings=routings)
         assert {axis: size for axis, size in formula.items() if size} == {a: s for a, s in of_rank.sent.items() if s}
 
 
@@ -446,7 +448,7 @@ def partly_frozen():
         engine = five_d.build(config, layout, dtype=torch.float64, fill=fill_and_freeze)
         five_d.make_optimizer(engine)
         five_d.accumulate_gradients(engine, micro_batches(layout, engine.groups.coordinates["dp"], config))
-        found.append((whole.full_gradients(engine), sums.clip_gradients(engine, 0.1), whole.full_parameters(engine)))
+        found.append((whole.full_gradients(engine), five_d.clip_gradients(engine, 0.1), whole.full_parameters(engine)))
     return found
 
 

@@ -606,7 +606,7 @@ REFUSED = [
     (dict(layers_of_stage=[2]), 4, "layers_of_stage is [2]; it must be one number of at least 1 for each of 2 stages"),
     (dict(layers_of_stage=[2, 0]), 4, "layers_of_stage is [2, 0]"),
     (dict(layers_of_stage=[2, 1]), 4, "layers_of_stage is [2, 1]"),
-    (dict(schedule="2f2b"), 4, "schedule '2f2b' is unknown"),
+    (dict(schedule="2f2b"), 4, "name is '2f2b'"),
     (dict(schedule=backwards_too_early, num_micro_batches=1), 1, "schedule 'handmade' cannot be run"),
     (dict(schedule=three_ranks), 4, "schedule 'naive' is for 3 ranks and 4 micro-batches, but there are 2 and 4"),
     (dict(schedule=lambda m: [["F0"]]), 4, "schedule gave a list"),

@@ -14,14 +14,15 @@ from course_lib import model
 from course_lib.comm import my_piece
 from course_lib.config import ModelConfig
 from course_lib.launch import launch
+from course_lib.layout import Layout
 from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.memory.tensor import tensor_parallel_activations
 from course_lib.model import attention, gpt
 from course_lib.parallel import sequence, tensor
 from course_lib.parallel.data import Trace
-from course_lib.traffic import by_collective, call_counts
-from course_lib.traffic.step import tensor_parallel_calls
+from course_lib.run import Run
+from course_lib.traffic import by_collective, call_counts, calls
 from course_lib.training import loss_of
 from course_lib.training.precision import clip_gradients
 
@@ -341,9 +342,9 @@ def traffic():
             module = tensor if mode == "tp" else sequence
             with ByteMeter() as meter:
                 module.accumulate_gradients(engine, some_batches(config, [seq_len, seq_len]))
-            step = {"recompute": recompute, "itemsize": 4, "micro_batches": 2}
-            calls = tensor_parallel_calls(config, B, seq_len, world_size, **words, **step)
-            predicted = by_collective(calls, dist.get_rank()), call_counts(calls)
+            layout = Layout(tp=world_size, recompute=recompute, micro_batch=B, accumulation=2, **words)
+            listed = calls(Run(config, layout, seq_len, "fp32"), dist.get_rank())["tp"]
+            predicted = by_collective(listed, dist.get_rank()), call_counts(listed)
             found[config.family, seq_len, recompute, mode] = (meter.by_collective, meter.calls), predicted
     return found
 

@@ -1,5 +1,7 @@
 """A fake world: what is real in it, what arrives, and that nothing of it remains."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -70,3 +72,16 @@ def test_a_rank_of_a_real_world_cannot_enter_one():
     assert all("can be in one world only" in said for said in launch(inside_a_real_world, 2))
     with pytest.raises(ValueError, match=r"rank \(8\) must be one of 0..7"), fake_world(rank=8, world_size=8):
         pass
+
+
+def test_the_hook_for_exceptions_is_the_one_from_before_also_after_an_error(monkeypatch):
+    def hook(*error):
+        pass
+
+    monkeypatch.setattr(sys, "excepthook", hook)
+    with fake_world(rank=0, world_size=2):
+        assert sys.excepthook is not hook, "if torch no longer replaces it, fake_world need not put it back"
+    assert sys.excepthook is hook
+    with pytest.raises(KeyError), fake_world(rank=0, world_size=2):
+        raise KeyError
+    assert sys.excepthook is hook

@@ -5,8 +5,7 @@ import pytest
 from course_lib.config import ModelConfig, preset
 from course_lib.hardware import PUBLISHED_1F1B_THROUGHPUT, gpu, link
 from course_lib.layout import even_layers
-from course_lib.memory.stages import balanced_layers
-from course_lib.pipeline_timing import bubble_alone, busy_share, stage_costs, stage_flops, transfer_s
+from course_lib.pipeline_timing import balanced_layers, bubble_alone, busy_share, stage_costs, stage_flops, transfer_s
 from course_lib.schedules import one_f_one_b, simulate
 from course_lib.timing import step_flops
 

@@ -15,9 +15,11 @@ from course_lib.hardware import (
     Link,
     published_link,
 )
+from course_lib.layout import Layout
 from course_lib.memory.formulas import fits
 from course_lib.memory.sharded import sharded_budget
 from course_lib.memory.zero import Offload, layer_units, offload_link_bytes, zero_state_bytes
+from course_lib.run import Run
 from course_lib.sharded_timing import (
     ZeroLayer,
     calls_s,
@@ -30,7 +32,7 @@ from course_lib.sharded_timing import (
     zero3_layer,
     zero3_spans,
 )
-from course_lib.traffic.step import tensor_parallel_calls
+from course_lib.traffic import calls
 
 H100 = GPUS["h100"]
 EFA = Cluster(H100, LINKS["nvlink4"], LINKS["efa"])
@@ -54,7 +56,7 @@ def test_a_step_is_its_computing_and_what_is_not_hidden():
     plain, hidden = (tensor_parallel_step(*args, overlap=overlap) for overlap in (False, True))
     flops = timing.step_flops(LLAMA_70B, 4096, 4096)
     assert plain.compute_s == pytest.approx(flops / 8 / (0.45 * 989e12))
-    assert plain.comm_s == calls_s(tensor_parallel_calls(LLAMA_70B, 1, 4096, 8), EFA)
+    assert plain.comm_s == calls_s(calls(Run(LLAMA_70B, Layout(tp=8), 4096))["tp"], EFA)
     assert plain.hidden_s == 0 < hidden.hidden_s < hidden.comm_s / 2  # forward sums cannot be hidden
     assert 0.085 < hidden.comm_share < 0.09 < 0.14 < plain.comm_share < 0.145
     one = tensor_parallel_step(LLAMA_70B, 1, 4096, 1, EFA, 0.45, overlap=True)

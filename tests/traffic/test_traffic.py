@@ -6,22 +6,25 @@ import torch.distributed as dist
 
 from course_lib.config import ModelConfig, preset
 from course_lib.launch import launch
+from course_lib.layout import Layout
 from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.memory.context import exchange_bytes
 from course_lib.memory.pipeline import boundary_bytes, pipeline_budgets
 from course_lib.memory.sharded import sharded_budget
 from course_lib.memory.zero import zero_units
 from course_lib.model import build
+from course_lib.run import Run
 from course_lib.schedules import make
-from course_lib.schedules.instructions import loop_placement, v_placement
-from course_lib.traffic import all_to_all_bytes, by_collective, call_counts, ring_all_reduce_bytes, sent_bytes
-from course_lib.traffic.step import (
+from course_lib.traffic import (
+    all_to_all_bytes,
     attention_calls,
-    context_calls,
-    pipeline_calls,
-    tensor_parallel_calls,
-    zero_calls,
+    by_collective,
+    call_counts,
+    calls,
+    ring_all_reduce_bytes,
+    sent_bytes,
 )
+from course_lib.traffic.data import flat_calls
 
 TOY, LLAMA_70B, TIED = preset("toy"), preset("llama-3.1-70b"), preset("llama-3.2-1b")
 
@@ -29,9 +32,14 @@ TOY, LLAMA_70B, TIED = preset("toy"), preset("llama-3.1-70b"), preset("llama-3.2
 # ---- ZeRO
 
 
-def _in_parameters(stage, dp_size=4, numel=4000, **how):
-    """Bytes sent, in units of P (N - 1) / N numbers of 2 bytes."""
-    return sent_bytes(zero_calls([numel], stage, dp_size, **how)) / (2 * numel * (dp_size - 1) / dp_size)
+def zero_calls(numel, zero, dp=4, recipe="bf16-master", accumulation=1):
+    """Collectives of one step for a flat parameter of so many elements."""
+    return flat_calls(Run(TOY, Layout(dp=dp, zero=zero, accumulation=accumulation), 64, recipe), numel, dp)
+
+
+def _in_parameters(zero, dp=4, numel=4000, **how):
+    """Bytes sent, in units of P (N - 1) / N elements of 2 bytes."""
+    return sent_bytes(zero_calls(numel, zero, dp, **how)) / (2 * numel * (dp - 1) / dp)
 
 
 def by_place(calls):
@@ -43,60 +51,63 @@ def test_C057_C067_C069_C071_C131_stages_send_2_2_2_and_3_times_the_parameters()
     assert _in_parameters(3) / _in_parameters(0) == 1.5  # C131: not 3 times
 
 
-def test_C129_the_all_reduce_form_of_stage_1_sends_3():
-    assert _in_parameters(1, all_reduce=True) == 3
-    with pytest.raises(ValueError, match="all_reduce is a form of stage 1, but stage is 2"):
-        zero_calls([8], 2, 4, all_reduce=True)
+def test_C129_stage_1_with_an_all_reduce_of_gradients_would_send_3():
+    all_reduce, all_gather = by_place(zero_calls(4000, 0))["gradients"], by_place(zero_calls(4000, 1))["parameters"]
+    assert all_reduce + all_gather == 3 * 2 * 4000 * 3 // 4
 
 
 def test_accumulation_costs_stages_2_and_3_more():
-    sent = {stage: [_in_parameters(stage, micro_batches=m) for m in (1, 2, 4)] for stage in (0, 1, 2, 3)}
+    sent = {stage: [_in_parameters(stage, accumulation=m) for m in (1, 2, 4)] for stage in (0, 1, 2, 3)}
     assert sent == {0: [2, 2, 2], 1: [2, 2, 2], 2: [2, 3, 5], 3: [3, 6, 12]}
 
 
 def test_C058_C064_C068_C133_which_collective_carries_what():
     def kinds(stage):
-        return {(call.place, call.collective): call.count for call in zero_calls([8], stage, 4)}
+        return {(call.place, call.collective): call.count for call in zero_calls(8, stage)}
 
     assert kinds(0) == {("gradients", "all_reduce"): 1}
     assert kinds(1) == kinds(2) == {("gradients", "reduce_scatter"): 1, ("parameters", "all_gather"): 1}
     assert kinds(3) == {("gradients", "reduce_scatter"): 1, ("parameters", "all_gather"): 2}  # C133: forward as well
-    halves = by_collective(zero_calls([4000], 2, 4))
-    assert 2 * halves["reduce_scatter"] == by_collective(zero_calls([4000], 0, 4))["all_reduce"]  # C064: 2x, in bytes
+    halves = by_collective(zero_calls(4000, 2))
+    assert 2 * halves["reduce_scatter"] == by_collective(zero_calls(4000, 0))["all_reduce"]  # C064: 2x, in bytes
 
 
 def test_padding_is_sent_and_fp32_gradients_cost_twice():
     units = zero_units(TOY, 3, 4)
     padded = sum(-(-unit // 3) * 3 for unit in units)
     assert sum(units) < padded
-    assert sent_bytes(zero_calls(units, 3, 3, "fp32")) == 3 * padded * 4 * 2 // 3
-    assert sent_bytes(zero_calls(units, 0, 3, "fp32"), rank=1) == sum(
-        ring_all_reduce_bytes(4 * unit, 3, 1) for unit in units
-    )
-    kept_in_fp32 = by_place(zero_calls([4000], 1, 4, "bf16-master-fp32-grads"))
+    sharded, replicated = (calls(Run(TOY, Layout(dp=3, zero=zero), 64, "fp32"), 1)["data"] for zero in (3, 0))
+    assert sent_bytes(sharded) == 3 * padded * 4 * 2 // 3
+    assert sent_bytes(replicated, rank=1) == ring_all_reduce_bytes(4 * sum(units), 3, 1)
+    kept_in_fp32 = by_place(zero_calls(4000, 1, recipe="bf16-master-fp32-grads"))
     assert kept_in_fp32["gradients"] == 2 * kept_in_fp32["parameters"]
 
 
 # ---- tensor and sequence parallelism
 
 
+def tp_calls(config, seq_len, tp, rank=0, recipe="bf16-master", **layout):
+    return calls(Run(config, Layout(tp=tp, **layout), seq_len, recipe), rank)["tp"]
+
+
 def test_C075_C076_C136_a_layer_has_two_all_reduces_forward_and_two_backward():
-    calls = {call.place: call for call in tensor_parallel_calls(LLAMA_70B, 1, 4096, 8)}
+    listed = tp_calls(LLAMA_70B, 4096, 8)
+    counts = {call.place: call.count for call in listed}
     layers = LLAMA_70B.num_layers
-    assert calls["layers forward"].count == calls["layers backward"].count == 2 * layers
-    per_layer = 4 * ring_all_reduce_bytes(calls["layers forward"].payload_bytes, 8, itemsize=2)
+    assert counts["layers forward"] == counts["layers backward"] == 2 * layers
     b, s, h, t = 1, 4096, LLAMA_70B.d_model, 8
+    per_layer = 4 * ring_all_reduce_bytes(b * s * h * 2, t, itemsize=2)
     assert per_layer == 2 * 8 * b * s * h * (t - 1) // t  # C136: 8 b s h (t - 1) / t numbers (Narayanan et al. 2021)
-    whole = by_place(calls.values())
+    whole = by_place(listed)
     assert whole["layers forward"] + whole["layers backward"] == layers * per_layer
     assert whole["embedding"] == whole["head"] == per_layer // 4
     assert whole["loss"] < 0.001 * whole["head"]
-    assert set(call_counts(calls.values())) == {"all_reduce"}  # C075: nothing is gathered, nothing broadcast
-    assert tensor_parallel_calls(LLAMA_70B, 1, 4096, 1) == []
+    assert set(call_counts(listed)) == {"all_reduce"}  # C075: nothing is gathered, nothing broadcast
+    assert tp_calls(LLAMA_70B, 4096, 1) == []
 
 
 def test_C084_C179_sequence_parallelism_sends_the_same_bytes_in_twice_the_calls():
-    both = [tensor_parallel_calls(TOY, 2, 64, 4, sequence_parallel=sp) for sp in (False, True)]
+    both = [tp_calls(TOY, 64, 4, micro_batch=2, sequence_parallel=sp) for sp in (False, True)]
     tp, tp_sp = ({k: v for k, v in by_place(calls).items() if k != "gradients of whole parameters"} for calls in both)
     assert tp == tp_sp
     counts = [
@@ -109,7 +120,9 @@ def test_C084_C179_sequence_parallelism_sends_the_same_bytes_in_twice_the_calls(
 
 
 def test_gathering_again_adds_one_all_gather_for_each_column_parallel_input():
-    plain, again = (tensor_parallel_calls(TOY, 2, 64, 4, True, regather) for regather in (False, True))
+    plain, again = (
+        tp_calls(TOY, 64, 4, micro_batch=2, sequence_parallel=True, regather=regather) for regather in (False, True)
+    )
     assert call_counts(again)["all_gather"] - call_counts(plain)["all_gather"] == 2 * TOY.num_layers + 1
     assert call_counts(again)["reduce_scatter"] == call_counts(plain)["reduce_scatter"]
 
@@ -117,22 +130,20 @@ def test_gathering_again_adds_one_all_gather_for_each_column_parallel_input():
 def test_full_recomputation_repeats_a_layer_s_sums_up_to_the_last_tensor_that_backward_needs():
     gpt = ModelConfig("gpt", 2, 64, 4, 4, 256, 256, 64, family="gpt", dropout=0.1)
     for config, sums in ((TOY, 1), (gpt, 2)):  # dropout's mask comes after the MLP's sum
-        calls = [c for c in tensor_parallel_calls(config, 1, 64, 4, recompute="full") if c.place == "recomputation"]
-        assert call_counts(calls) == {"all_reduce": sums * config.num_layers}
+        again = [call for call in tp_calls(config, 64, 4, recompute="full") if call.place == "recomputation"]
+        assert call_counts(again) == {"all_reduce": sums * config.num_layers}
 
 
 def test_more_ranks_than_key_value_heads_sum_the_gradients_of_their_copies():
     config = ModelConfig("few", 2, 32, 8, 2, 64, 256, 64)
-    assert "key/value gradients" not in by_place(tensor_parallel_calls(config, 1, 64, 2))
-    calls = [c for c in tensor_parallel_calls(config, 1, 64, 8) if c.place == "key/value gradients"]
-    assert [(c.group_size, c.count, c.payload_bytes) for c in calls] == [(4, 1, 2 * 2 * 2 * 4 * 32)]
+    assert "key/value gradients" not in by_place(tp_calls(config, 64, 2))
+    sums = [call for call in tp_calls(config, 64, 8) if call.place == "key/value gradients"]
+    assert [(c.group_size, c.count, c.payload_bytes) for c in sums] == [(4, 1, 2 * 2 * 2 * 4 * 32)]
 
 
 def test_an_uneven_sequence_is_padded_in_the_message():
-    even, uneven = (tensor_parallel_calls(TOY, 1, s, 4, sequence_parallel=True) for s in (64, 61))
+    even, uneven = (tp_calls(TOY, s, 4, sequence_parallel=True) for s in (64, 61))
     assert by_place(even)["layers forward"] == by_place(uneven)["layers forward"]
-    with pytest.raises(ValueError, match="num_heads"):
-        tensor_parallel_calls(TOY, 1, 64, 3)
 
 
 # ---- along the sequence, before chapter 07 takes it up
@@ -197,9 +208,10 @@ def test_real_ranks_hold_and_send_what_the_formulas_say():
     size, how = 4, {"seq_len": 31, "micro_batches": 2}
     ranks = launch(_train_all, size, cases, how, quiet=True)
     for rank in (0, size - 1):
-        for (config, recompute, split, again), (held, sent, calls) in zip(cases, ranks[rank]):
-            expected = tensor_parallel_calls(config, 2, 31, size, split, again, recompute, 4, micro_batches=2)
-            assert (by_collective(expected, rank), call_counts(expected)) == (sent, calls)
+        for (config, recompute, split, again), (held, sent, counts) in zip(cases, ranks[rank]):
+            how = {"sequence_parallel": split, "regather": again, "recompute": recompute}
+            expected = tp_calls(config, 31, size, rank, "fp32", micro_batch=2, accumulation=2, **how)
+            assert (by_collective(expected, rank), call_counts(expected)) == (sent, counts)
             plan = sharded_budget(
                 config, 2, 31, "fp32", "adamw", "explicit", recompute, 2, "cpu",
                 tp=size, sequence_parallel=split, regather=again, tp_rank=rank,
@@ -217,9 +229,13 @@ WAYS = (  # (method, ranks of a ring around it, recomputation)
 )  # fmt: skip
 
 
+def cp_run(config, seq_len, cp, method="ring", **layout):
+    return Run(config, Layout(cp=cp, cp_method=method, **layout), seq_len)
+
+
 def test_C091_a_ring_sends_as_much_as_an_all_gather():
     """(P - 1) / P of all keys and values either way: what differs is memory, overlap and the number of calls."""
-    ring, gathered = (context_calls(LLAMA_70B, 1, 65_536, 8, method) for method in ("ring", "all_gather"))
+    ring, gathered = (calls(cp_run(LLAMA_70B, 65_536, 8, method))["cp"] for method in ("ring", "all_gather"))
     assert sent_bytes(ring) == sent_bytes(gathered)
     all_keys = 2 * 65_536 * 8 * 128 * 2
     forward = sum(by_collective(c for c in ring if c.place == "attention forward").values())
@@ -227,57 +243,52 @@ def test_C091_a_ring_sends_as_much_as_an_all_gather():
     backward = sum(by_collective(c for c in ring if c.place == "attention backward").values())
     assert backward == 3 * forward  # keys again, and gradients in FP32
     layers = LLAMA_70B.num_layers
-    assert call_counts(ring) == {"all_to_all": 3 * 7 * layers, "all_reduce": 2}
-    assert call_counts(gathered) == {"all_gather": 2 * layers, "reduce_scatter": layers, "all_reduce": 2}
+    assert call_counts(ring) == {"all_to_all": 3 * 7 * layers}
+    assert call_counts(gathered) == {"all_gather": 2 * layers, "reduce_scatter": layers}
 
 
 def test_C150_ulysses_sends_4_n_h_over_p_and_grouped_queries_less():
     mha = preset("playbook-3b")  # as many key heads as query heads
     tokens, p = 4096, 8
     forward = sum(
-        by_collective(c for c in attention_calls(mha, 1, tokens, p, "ulysses") if "forward" in c.place).values()
+        by_collective(c for c in attention_calls(cp_run(mha, tokens, p, "ulysses")) if "forward" in c.place).values()
     )
     assert forward == 4 * tokens * mha.d_model // p * (p - 1) // p * 2  # C150, times what stays
-    grouped = attention_calls(LLAMA_70B, 1, tokens, p, "ulysses")
+    grouped = attention_calls(cp_run(LLAMA_70B, tokens, p, "ulysses"))
     assert sent_bytes(grouped) == 2 * (2 * 64 + 2 * 8) * 128 * tokens // p * (p - 1) // p * 2
-    rings = [sent_bytes(attention_calls(LLAMA_70B, 1, tokens, p, "ring")) for p in (2, 8)]
-    heads = [sent_bytes(attention_calls(LLAMA_70B, 1, tokens, p, "ulysses")) for p in (2, 8)]
+    rings = [sent_bytes(attention_calls(cp_run(LLAMA_70B, tokens, p, "ring"))) for p in (2, 8)]
+    heads = [sent_bytes(attention_calls(cp_run(LLAMA_70B, tokens, p, "ulysses"))) for p in (2, 8)]
     assert rings[1] / rings[0] == 7 / 4 and heads[1] / heads[0] == 7 / 16  # a ring's grow with p, Ulysses' fall
 
 
-def test_both_methods_together_send_heads_inside_and_blocks_outside():
-    both = attention_calls(LLAMA_70B, 1, 4096, 16, "ulysses", outer=2)
-    inside = [c for c in both if not c.to_one]
-    outside = [c for c in both if c.to_one]
-    assert {c.group_size for c in inside} == {8} and {c.group_size for c in outside} == {2}
-    assert sum(c.count * c.payload_bytes for c in outside) == 2 * 4096 // 16 * 8 * 128 * (2 + 2 + 4)  # one hop each
+def test_recomputation_sends_the_keys_of_forward_once_more():
+    plain, again = (cp_run(LLAMA_70B, 4096, 8, recompute=recompute) for recompute in ("none", "full"))
+    assert sent_bytes(attention_calls(again)) == sent_bytes(attention_calls(plain)) * 5 // 4
+    assert attention_calls(cp_run(LLAMA_70B, 4096, 1)) == []
     with pytest.raises(ValueError, match=r"num_kv_heads \(8\).*a ring over 2 outside"):
-        attention_calls(LLAMA_70B, 1, 4096, 16, "ulysses")
-    with pytest.raises(ValueError, match="choose ulysses"):
-        attention_calls(LLAMA_70B, 1, 4096, 16, "ring", outer=2)
-    with pytest.raises(ValueError, match="must divide"):
-        attention_calls(LLAMA_70B, 1, 4096, 16, "ulysses", outer=3)
-    again = attention_calls(LLAMA_70B, 1, 4096, 8, recompute="full")
-    assert sent_bytes(again) == sent_bytes(attention_calls(LLAMA_70B, 1, 4096, 8)) * 5 // 4
+        cp_run(LLAMA_70B, 4096, 16, "ulysses")
 
 
 # ---- pipelines
 
 
+def pp_calls(config, seq_len, layout, rank, recipe="bf16-master"):
+    return calls(Run(config, Layout.parse(layout), seq_len, recipe), rank)["pp"]
+
+
 def test_C112_a_pipeline_sends_the_stream_and_v_times_as_often_with_v_stages_a_rank():
     payload = 4096 * 8192 * 2
     plain, looped, folded = (
-        [sent_bytes(pipeline_calls(LLAMA_70B, 1, 4096, placement, rank, 8), rank) for rank in range(4)]
-        for placement in (loop_placement(4, 1), loop_placement(4, 2), v_placement(4))
+        [sent_bytes(pp_calls(LLAMA_70B, 4096, f"pp=4,accumulation=8,{schedule}", rank)) for rank in range(4)]
+        for schedule in ("schedule=1f1b", "schedule=interleaved,v=2", "schedule=zbv")
     )
-    told = [4, 4, 0, 4]  # the loss, along a chain from the last rank on
-    assert plain == [8 * payload * n + loss for n, loss in zip((1, 2, 2, 1), told)]
-    assert looped == [8 * payload * n + loss for n, loss in zip((3, 4, 4, 3), told)]
-    assert folded == [8 * payload * n + loss for n, loss in zip((2, 4, 4, 2), [4, 4, 4, 0])]  # the turn stays on a rank
-    tied = pipeline_calls(TIED, 1, 64, loop_placement(4, 1), 0, 1)
+    assert plain == [8 * payload * n for n in (1, 2, 2, 1)]
+    assert looped == [8 * payload * n for n in (3, 4, 4, 3)]
+    assert folded == [8 * payload * n for n in (2, 4, 4, 2)]  # the turn stays on a rank
+    tied = pp_calls(TIED, 64, "pp=4,accumulation=4", 0)
     assert by_place(tied)["tied weight"] == TIED.vocab_size * TIED.d_model * 2
-    assert "tied weight" not in by_place(pipeline_calls(TIED, 1, 64, v_placement(4), 0, 1))
-    assert pipeline_calls(TOY, 1, 64, (0,), 0, 4) == []
+    assert "tied weight" not in by_place(pp_calls(TIED, 64, "pp=4,accumulation=4,schedule=zbv", 0))
+    assert pp_calls(TOY, 64, "accumulation=4", 0) == []
 
 
 # ---- beside real ranks
@@ -314,14 +325,28 @@ def _context_and_pipeline(config, schedules):
     return seen
 
 
+def context_calls(config, method, outer, recompute, rank):
+    """Two micro-batches of 2 x 32 tokens on 4 ranks: attention, and once the gradients and the loss.
+
+    Ulysses inside a ring: the ring's ranks have half of the heads, as after tp 2; Ulysses' ranks half of the sequence.
+    """
+    how = {"cp_method": method, "recompute": recompute, "accumulation": 2, "micro_batch": 2}
+    every = calls(Run(config, Layout(cp=4, **how), 32, "fp32"), rank)
+    attention = every["cp"]
+    if outer > 1:
+        attention = calls(Run(config, Layout(cp=2, **how), 16, "fp32"))["cp"]
+        attention += calls(Run(config, Layout(cp=2, tp=2, **(how | {"cp_method": "ring"})), 32, "fp32"))["cp"]
+    return [*attention, *every["data"], *(call for call in every["world"] if call.place == "loss")]
+
+
 def test_real_ranks_of_context_and_pipeline_hold_and_send_what_the_formulas_say():
     config = ModelConfig("odd", 4, 32, num_heads=8, num_kv_heads=4, d_ff=50, vocab_size=101, max_seq_len=64, tied=True)
     schedules, states = ("naive", "1f1b"), ("parameters", "gradients", "optimizer")
     ranks = launch(_context_and_pipeline, 4, config, schedules, quiet=True)
     for rank, seen in enumerate(ranks):
-        for (method, outer, recompute), (held, sent, calls) in zip(WAYS, seen):
-            expected = context_calls(config, 2, 32, 4, method, outer, recompute, 4, micro_batches=2)
-            assert (by_collective(expected, rank), call_counts(expected)) == (sent, calls), (method, outer)
+        for (method, outer, recompute), (held, sent, counts) in zip(WAYS, seen):
+            expected = context_calls(config, method, outer, recompute, rank)
+            assert (by_collective(expected, rank), call_counts(expected)) == (sent, counts), (method, outer)
             plan = sharded_budget(config, 2, 32, "fp32", recompute=recompute, device="cpu", cp=4, method=method).by_kind
             assert [plan[kind] for kind in states] == [held[kind] for kind in states]
             if recompute == "none":
@@ -330,10 +355,11 @@ def test_real_ranks_of_context_and_pipeline_hold_and_send_what_the_formulas_say(
                     method,
                     outer,
                 )
-        for name, (held, sent, calls) in zip(schedules, seen[len(WAYS) :]):
+        for name, (held, sent, counts) in zip(schedules, seen[len(WAYS) :]):
             schedule = make(name, 4, 5)
-            expected = pipeline_calls(config, 2, 32, schedule.rank_of_stage, rank, 5, 4)
-            assert (by_collective(expected, rank), call_counts(expected)) == (sent, calls), name
+            expected = pp_calls(config, 32, f"pp=4,schedule={name},accumulation=5,micro_batch=2", rank, "fp32")
+            for of_step, of_pp in ((sent, by_collective(expected, rank // 3)), (counts, call_counts(expected))):
+                assert {kind: of_step[kind] for kind in of_step if kind != "broadcast"} == of_pp, name  # of the loss
             plan = pipeline_budgets(config, 2, 32, schedule, recipe="fp32", device="cpu")[rank]
             assert [plan.by_kind[kind] for kind in states] == [held[kind] for kind in states]
             kept, messages = plan.by_kind["activations"], 2 * boundary_bytes(config, 2, 32, 4)

@@ -159,7 +159,7 @@ def test_an_overflow_halves_the_scale_and_good_steps_double_it():
 
 
 def test_errors_say_what_to_do():
-    with pytest.raises(ValueError, match="no precision 'fp8'; choose from fp32, autocast"):
+    with pytest.raises(ValueError, match="precision is 'fp8'; choose from fp32, autocast"):
         precision_named("fp8")
     with pytest.raises(ValueError, match="call backward"):
         clip_gradients([nn.Parameter(torch.ones(1))], 1.0)

@@ -150,9 +150,11 @@ def test_the_bar_is_plain_text_without_ipywidgets(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": 0}, "steps is 0; it must be at least 1"),
+        ({"steps": 0}, "steps is 0; give a whole number"),
         ({"batch_size": 2, "micro_batches": 3}, "micro_batches .3. must not exceed batch_size .2."),
-        ({"precision": "fp8"}, "no precision 'fp8'"),
+        ({"precision": "fp8"}, "precision is 'fp8'; choose from fp32, autocast"),
+        ({"clip_norm": -1}, "clip_norm is -1; give a finite number above 0, or None"),
+        ({"clip_norm": 0}, "clip_norm is 0; give a finite number above 0, or None"),
     ],
 )
 def test_a_wrong_plan_is_refused(change, message):

@@ -17,7 +17,8 @@ from course_lib.layout import Layout
 from course_lib.memory.five_d import five_d_budgets
 from course_lib.plots.memory import kinds_of
 from course_lib.plots.style import style
-from course_lib.traffic_5d import five_d_sent
+from course_lib.run import Run
+from course_lib.traffic import sent
 from course_lib.widgets import five_d
 from course_lib.widgets.five_d import KNOWN, NOTHING, FiveDChoice, explore_five_d, five_d_explorer, five_d_figure
 
@@ -34,7 +35,7 @@ def test_the_view_is_what_the_formulas_say():
     budgets = five_d_budgets(config, layout, 4096)
     assert [bar.bytes_by_kind for bar in view.bars] == [kinds_of(budget) for budget in budgets]
     assert view.limits_bytes == {gpu("a100-80").name: gpu("a100-80").usable_bytes}
-    assert view.fullest == 0 and view.sent_bytes == five_d_sent(config, layout, 4096, 0, "bf16-master")
+    assert view.fullest == 0 and view.sent_bytes == sent(Run(config, layout, 4096))
     cluster = Cluster(gpu("a100-80"), link("nvlink3"), link("ib-hdr200"), 8)
     assert view.time == step_time(config, layout, 4096, cluster, five_d.UTILISATION, "bf16-master")
     assert f"MFU {100 * view.time.mfu:.2g} %" in view.text and "Modelled, not measured" in view.text
@@ -46,7 +47,7 @@ def test_the_fullest_stage_is_the_one_whose_bytes_are_shown():
     view = explore_five_d(choice)
     totals = [bar.total_bytes for bar in view.bars]
     assert view.fullest == totals.index(max(totals)) > 0  # the last one has the head and its logits
-    of_ranks = [five_d_sent(preset(choice.model), choice.layout, 1024, rank, "bf16-master") for rank in (0, 2, 4, 6)]
+    of_ranks = [sent(Run(preset(choice.model), choice.layout, 1024), rank) for rank in (0, 2, 4, 6)]
     assert view.sent_bytes == of_ranks[view.fullest] != of_ranks[0]
 
 
@@ -142,8 +143,7 @@ def test_measure_runs_the_layout_and_every_rank_equals_the_formulas():
 
 @pytest.mark.launches
 def test_a_wrong_formula_is_seen(monkeypatch):
-    sent = five_d_profile.five_d_sent
-    monkeypatch.setattr(five_d_profile, "five_d_sent", lambda *a, **k: sent(*a, **k) | {"pp": 5})
+    monkeypatch.setattr(five_d_profile, "sent", lambda *a, **k: sent(*a, **k) | {"pp": 5})
     result = measure_five_d(preset("toy"), Layout(tp=2, zero=0), 32)
     assert [(rank, row.kind) for rank, row in result.unequal] == [(0, "sent over pp"), (1, "sent over pp")]
     assert "Rank 0 differs, sent over pp: 0 bytes instead of 5" in str(result)

@@ -1,4 +1,4 @@
-"""Bytes of a whole layout, by formula: against the formulas of single techniques, and against real ranks by axis."""
+"""Bytes of every axis of a run, by formula: against real ranks, against simulated ones, and by hand."""
 
 from dataclasses import replace
 
@@ -12,10 +12,9 @@ from course_lib.measure import ByteMeter
 from course_lib.memory.five_d import five_d_states
 from course_lib.model import MoE, with_moe
 from course_lib.parallel import five_d
+from course_lib.run import Run
 from course_lib.simulate import simulate
-from course_lib.traffic import sent_bytes
-from course_lib.traffic.step import context_calls, pipeline_calls, tensor_parallel_calls, zero_calls
-from course_lib.traffic_5d import five_d_calls, five_d_sent
+from course_lib.traffic import sent
 
 TOY, MOE = preset("toy"), preset("toy-moe")
 UNEVEN = replace(TOY, name="uneven", num_heads=8, num_kv_heads=1, head_dim=8, d_ff=190, vocab_size=255)
@@ -82,8 +81,8 @@ def test_real_ranks_send_along_each_axis_and_hold_what_the_formulas_say():
             routings = None
             if config.moe:
                 members = layout.mesh.members(rank, layout.ep)["ep"]
-                routings = list(zip(*(results[member][index][1] for member in members)))
-            predicted = five_d_sent(config, layout, seq_len, rank, clip=True, routings=routings)
+                routings = list(zip(*(results[member][index][1] for member in members), strict=True))
+            predicted = sent(Run(config, layout, seq_len, "fp32"), rank, clip=True, routings=routings)
             measured = {axis: size for axis, size in results[rank][index][0].items() if size}
             assert {axis: size for axis, size in predicted.items() if size} == measured, (text, rank)
             here = layout.mesh.coordinates(rank)
@@ -102,68 +101,23 @@ def test_real_ranks_send_along_each_axis_and_hold_what_the_formulas_say():
 def test_a_rank_of_hundreds_sends_and_holds_what_the_formulas_say(config, text):
     layout = Layout.parse(text)
     for rank in simulate(config, layout, 64, stages=[0, layout.pp - 1], precision="fp32").ranks:
-        predicted = five_d_sent(config, layout, 64, rank.rank, clip=True)
+        predicted = sent(Run(config, layout, 64, "fp32"), rank.rank, clip=True)
         assert predicted == {axis: size for axis, size in rank.sent_by_axis.items() if size}
         states = five_d_states(config, layout, rank.coordinates["pp"], 0, "fp32")
         assert (states.parameters, states.gradients) == (rank.states["parameters"], rank.states["gradients"])
 
 
-# ---- one axis alone is its chapter's formula
-
-
-def in_all(calls):
-    return sorted((call.place, call.collective, call.payload_bytes, call.group_size, call.count) for call in calls)
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize(("sequence_parallel", "regather"), [(False, False), (True, False), (True, True)])
-def test_tp_alone_is_the_formula_of_tensor_parallelism(sequence_parallel, regather, recompute):
-    layout = Layout(
-        tp=4, sequence_parallel=sequence_parallel, regather=regather, recompute=recompute, accumulation=3, micro_batch=2
-    )
-    for config in (TOY, UNEVEN):
-        found = five_d_calls(config, layout, 64)["tp"]
-        expected = tensor_parallel_calls(config, 2, 64, 4, sequence_parallel, regather, recompute, 4, 3)
-        if config is TOY or not sequence_parallel:
-            assert in_all(found) == in_all(expected)
-        assert sent_bytes(found) == sent_bytes(expected)
-
-
-@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
-def test_cp_alone_is_the_formula_of_context_parallelism(method):
-    calls = five_d_calls(TOY, Layout(cp=4, cp_method=method, accumulation=2, recompute="full"), 64)
-    expected = context_calls(TOY, 1, 64, 4, method, 1, "full", 4, 2)
-    world = [call for call in calls["world"] if call.place != "lengths"]
-    assert in_all([*calls["cp"], *calls["data"], *world]) == in_all(expected)  # cp ranks sum gradients as dp's
-
-
-@pytest.mark.parametrize("text", ["pp=4", "pp=2,schedule=interleaved,v=2", "pp=2,schedule=zbv"])
-def test_pp_alone_is_the_formula_of_pipelines(text):
-    layout = Layout.parse(text + ",accumulation=4")
-    rank_of_stage = (0, 1, 2, 3) if layout.pp == 4 else (0, 1, 1, 0) if layout.schedule == "zbv" else (0, 1, 0, 1)
-    for config in (TOY, TIED):
-        for rank in range(layout.pp):
-            found = five_d_calls(config, layout, 64, rank)["pp"]
-            expected = pipeline_calls(config, 1, 64, rank_of_stage, rank, 4, 4)
-            assert in_all(found) == in_all(call for call in expected if call.place != "loss")
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_dp_alone_is_the_formula_of_zero(zero):
-    found = five_d_calls(TOY, Layout(dp=4, zero=zero, accumulation=2), 64)["data"]
-    whole, block = 2 * 256 * 64 + 64, 2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 192 + 2 * 64
-    units = [256 * 64, *[block] * 4, 256 * 64 + 64] if zero == 3 else [whole + 4 * block]
-    assert in_all(found) == in_all(zero_calls(units, zero, 4, "fp32", 2))
+# ---- by hand
 
 
 def test_expected_rows_of_experts_by_hand():
     """toy-moe: 64 tokens choose 2 of 8 experts each, on 4 ranks: 3 of 4 rows leave, each way forward and backward."""
     layout = Layout(dp=4, ep=4, accumulation=2)
-    sent = five_d_sent(MOE, layout, 64)["ep"]
+    plain = sent(Run(MOE, layout, 64, "fp32"))["ep"]
     rows, counts = 4 * (64 * 2 * 3 // 4) * 64 * 4, 8 * 8 * 3 // 4
-    assert sent == MOE.num_layers * 2 * (rows + counts)
-    once = five_d_sent(MOE, replace(layout, expert_method="once_per_rank"), 64)["ep"]
-    assert once < 1.1 * sent  # fewer rows, but choices and weights travel with them
+    assert plain == MOE.num_layers * 2 * (rows + counts)
+    once = sent(Run(MOE, replace(layout, expert_method="once_per_rank"), 64, "fp32"))["ep"]
+    assert once < 1.1 * plain  # fewer rows, but choices and weights travel with them
 
 
 def test_a_middle_stage_of_llama_405b_by_hand():
@@ -172,16 +126,11 @@ def test_a_middle_stage_of_llama_405b_by_hand():
         dp=128, tp=8, pp=16, zero=1, sequence_parallel=True, accumulation=16, layers_of_stage=(7, *[8] * 14, 7)
     )
     rank = layout.mesh.rank(pp=5, dp=3, tp=2, cp=0)
-    sent = five_d_sent(preset("llama-3.1-405b"), layout, 8192, rank, "bf16-master-fp32-grads")
+    by_axis = sent(Run(preset("llama-3.1-405b"), layout, 8192, "bf16-master-fp32-grads"), rank)
     stream = 8192 * 16_384 * 2
-    assert sent["pp"] == 16 * 2 * stream // 8
+    assert by_axis["pp"] == 16 * 2 * stream // 8
     norms = 2 * 8 * 16_384 * 4 // 128  # the shard of them that ZeRO leaves, in FP32
-    assert sent["tp"] == 16 * 8 * 4 * 2 * 7 * stream // 8 + 2 * 7 * norms // 8
+    assert by_axis["tp"] == 16 * 8 * 4 * 2 * 7 * stream // 8 + 2 * 7 * norms // 8
     matrices = (2 * 16_384**2 + 2 * 1024 * 16_384 + 3 * 16_384 * 53_248) // 8
-    assert sent["data"] == (8 * matrices + 8 * 2 * 16_384) * 127 // 128 * (4 + 2)
-    assert "cp" not in sent and "ep" not in sent
-
-
-def test_a_layout_that_the_model_cannot_have_is_refused():
-    with pytest.raises(ValueError, match="num_heads"):
-        five_d_calls(TOY, Layout(tp=3), 64)
+    assert by_axis["data"] == (8 * matrices + 8 * 2 * 16_384) * 127 // 128 * (4 + 2)
+    assert "cp" not in by_axis and "ep" not in by_axis

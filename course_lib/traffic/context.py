@@ -1,0 +1,71 @@
+"""What context parallelism sends: keys and values of other ranks' tokens, and their gradients, for one layer.
+
+A block is the keys and values of one rank's tokens: 2 B s K H elements.
+
+    ring         (cp - 1) blocks forward and again backward, and (cp - 1) blocks of gradients
+    all_gather   the same bytes in three calls: gathered forward and again backward, gradients reduce-scattered
+    ulysses      four all-to-alls forward (q, k, v, out), four backward: 2 (N + K) B s H elements each way, of which
+                 each rank keeps a share of 1 / cp
+
+Where values are W long, a block has B K s (H + W) elements, and Ulysses' each way (N + K) B s (H + W).
+Gradients that are summed on the way travel in FP32 at least.
+
+Source   Liu et al. 2023 (arXiv:2310.01889); Llama Team 2024 (arXiv:2407.21783), section 3.3.2;
+         Jacobs et al. 2023 (arXiv:2309.14509)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from course_lib.memory.context import kv_block_bytes, tokens_of_rank
+from course_lib.memory.states import recipe_of
+from course_lib.memory.tensor import narrow
+from course_lib.run import Run
+from course_lib.traffic.collectives import Call
+
+
+def attention_calls(run: Run) -> list[Call]:
+    """List what the attention of one layer sends for one micro-batch over cp.
+
+    Ulysses inside a ring is the sum of two runs: Ulysses over `inner` ranks on a sequence of S / outer tokens, and a
+    ring over `outer` ranks that have heads / inner, as after tp = inner.
+    """
+    if run.layout.cp == 1:
+        return []
+    return _ulysses(run) if run.layout.cp_method == "ulysses" else _blocks(run)
+
+
+def _passes(run: Run) -> list[tuple[str, int]]:
+    return [("attention forward", 1 if run.layout.recompute == "none" else 2), ("attention backward", 1)]
+
+
+def _ulysses(run: Run) -> list[Call]:
+    layout, itemsize = run.layout, recipe_of(run.recipe).compute_bytes
+    local = narrow(replace(run.config, moe=None), layout.tp)
+    token_bytes = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp) * itemsize
+    (N, K), (H, W) = (local.num_heads, local.num_kv_heads), (local.head_dim, local.value_dim)
+    calls = []
+    for place, count in _passes(run):
+        outputs = count
+        if layout.recompute == "selective" and place == "attention forward":
+            outputs -= 1  # a core that is run again ends before its outputs are sent
+        of_each = ((N * H, count), (K * H, count), (K * W, count), (N * W, outputs))  # q, k, v, out
+        for width, times in of_each:
+            calls.append(Call(place, "all_to_all", width * token_bytes, layout.cp, itemsize, times))
+    return calls
+
+
+def _blocks(run: Run) -> list[Call]:
+    layout, itemsize = run.layout, recipe_of(run.recipe).compute_bytes
+    cp, sum_bytes = layout.cp, max(itemsize, 4)
+    dense = replace(run.config, moe=None)
+    block = kv_block_bytes(dense, layout.micro_batch, run.seq_len, cp, itemsize, layout.tp)
+    summed = block // itemsize * sum_bytes
+    if layout.cp_method == "all_gather":
+        calls = [Call(place, "all_gather", cp * block, cp, itemsize, count) for place, count in _passes(run)]
+        return [*calls, Call("attention backward", "reduce_scatter", cp * summed, cp, sum_bytes)]
+    calls = [
+        Call(place, "all_to_all", block, cp, itemsize, (cp - 1) * count, to_one=True) for place, count in _passes(run)
+    ]
+    return [*calls, Call("attention backward", "all_to_all", summed, cp, sum_bytes, cp - 1, to_one=True)]

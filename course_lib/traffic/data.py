@@ -1,0 +1,76 @@
+"""What data parallelism and ZeRO send once a step, or once a micro-batch: gradients, and with ZeRO parameters.
+
+In units of P (N - 1) / N elements, with m micro-batches:
+
+    zero 0    2          an all-reduce of gradients at the end, bucket by bucket
+    zero 1    2          reduce-scatter at the end, all-gather of new parameters
+    zero 2    m + 1      reduce-scatter after each micro-batch: no rank could keep the sum of all gradients
+    zero 3    3 m        parameters gathered for the forward and for the backward pass of each micro-batch
+
+Gradients of experts are summed over the ranks that have the same experts, all others over data.
+
+Source   Rajbhandari et al. 2020 (arXiv:1910.02054), section 7
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from course_lib.layout import Layout
+from course_lib.memory.five_d import Flat, layers_of
+from course_lib.memory.stages import stage_config
+from course_lib.memory.states import recipe_of
+from course_lib.memory.zero import wire_grad_bytes
+from course_lib.run import Run
+from course_lib.traffic.collectives import Call
+
+LOAD_BYTES = 8  # how many tokens chose an expert, int64
+
+
+def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
+    """List the sums of gradients and the gathers of parameters of one step, by axis: "data" and "expert_dp".
+
+    With replicas (HSDP) both are over the ranks of one replica, "shard" and "expert_shard", and the gradients of shards
+    are summed over "replicate" and "expert_replicate" once a step.
+    """
+    layout, grad_bytes = run.layout, wire_grad_bytes(recipe_of(run.recipe))
+    calls: dict[str, list[Call]] = {axis: [] for axis in layout.shard_axes}
+    summed = {"replicate": 0, "expert_replicate": 0}
+    for flat in flats:
+        numel = flat.padded if layout.zero else flat.numel
+        calls[layout.shard_axes[flat.kind == "experts"]] += flat_calls(run, numel, flat.ranks)
+        summed["expert_replicate" if flat.kind == "experts" else "replicate"] += numel // flat.ranks
+    for axis, numel in summed.items():
+        if layout.dp_replicate > 1 and numel:
+            call = Call("gradients of replicas", "all_reduce", numel * grad_bytes, layout.dp_replicate, grad_bytes)
+            calls[axis] = [call]
+    return calls
+
+
+def flat_calls(run: Run, numel: int, ranks: int) -> list[Call]:
+    """List the collectives of one step for a flat parameter of so many elements."""
+    recipe, zero, m = recipe_of(run.recipe), run.layout.zero, run.layout.accumulation
+    grad_bytes = wire_grad_bytes(recipe)
+    if zero == 0:
+        return [Call("gradients", "all_reduce", numel * grad_bytes, ranks, grad_bytes)]
+    scatters, gathers = {1: (1, 1), 2: (m, 1), 3: (m, 2 * m)}[zero]
+    return [
+        Call("gradients", "reduce_scatter", numel * grad_bytes, ranks, grad_bytes, scatters),
+        Call("parameters", "all_gather", numel * recipe.param_bytes, ranks, recipe.param_bytes, gathers),
+    ]
+
+
+def held(flats: Sequence[Flat], kind: str, layout: Layout) -> int:
+    """Count the elements of one kind whose gradients this rank has after ZeRO's sums."""
+    return sum(flat.padded // flat.ranks if layout.zero else flat.numel for flat in flats if flat.kind == kind)
+
+
+def load_calls(run: Run, stages: Sequence[int]) -> list[Call]:
+    """List the sums of the experts' load over data: for each auxiliary loss, or once a step for biases."""
+    moe, layout = run.config.moe, run.layout
+    times = {"aux_loss": layout.accumulation, "bias": 1}.get(moe.balancing, 0) if moe else 0
+    layers = layers_of(run.config, layout)
+    count = times * sum(stage_config(run.config, layers, stage).num_moe_layers for stage in stages)
+    if not count:
+        return []
+    return [Call("load of experts", "all_reduce", LOAD_BYTES * moe.num_experts, layout.data_size, LOAD_BYTES, count)]

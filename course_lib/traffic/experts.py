@@ -1,0 +1,62 @@
+"""What experts on ep ranks send: rows of tokens to their experts and back, expected or of real choices.
+
+plain            k rows per token
+once_per_rank    a row for each rank that a token reaches: on the way there with k ids and weights, back with none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from course_lib.layout.experts import ExpertLayout
+from course_lib.memory.context import tokens_of_rank
+from course_lib.memory.five_d import layers_of
+from course_lib.memory.stages import stage_config
+from course_lib.memory.states import recipe_of
+from course_lib.run import Run
+from course_lib.traffic.collectives import Call
+from course_lib.traffic.odds import expected_places
+from course_lib.traffic.routing import COUNT_BYTES, ID_BYTES, Routing, moe_traffic
+
+
+def expected_calls(run: Run, stage: int) -> list[Call]:
+    """List what one micro-batch makes a rank of one stage send on average, if tokens choose evenly."""
+    layout, moe, itemsize = run.layout, run.config.moe, recipe_of(run.recipe).compute_bytes
+    if layout.ep == 1:
+        return []
+    num_layers = stage_config(run.config, layers_of(run.config, layout), stage).num_moe_layers
+    tokens, row = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp), run.config.d_model * itemsize
+    plain = layout.expert_method == "plain"
+    weights = 0 if plain else moe.top_k * max(4, itemsize)
+    ids = 0 if plain else moe.top_k * ID_BYTES
+    rows = tokens * (moe.top_k if plain else expected_places(moe.num_experts, layout.ep, moe.top_k))
+    again = 2 if layout.recompute == "full" else 1
+
+    def call(place: str, row_bytes: int, count: int) -> Call:
+        payload = round(rows * row_bytes / itemsize) * itemsize
+        return Call(place, "all_to_all", payload, layout.ep, itemsize, count * num_layers)
+
+    counts = COUNT_BYTES * (moe.num_experts if plain else layout.ep)
+    calls = [
+        Call("counts", "all_to_all", counts, layout.ep, COUNT_BYTES, again * num_layers),
+        call("dispatch", row + weights + ids, again),
+        call("combine", row, again),
+        call("combine backward", row, 1),
+        call("dispatch backward", row + weights, 1),
+    ]
+    return calls if num_layers else []
+
+
+def routed_calls(run: Run, routings: Sequence[Routing], ep_rank: int) -> list[Call]:
+    """List what leaves a rank, to the byte, layer by layer and micro-batch by micro-batch of these choices."""
+    layout, calls = run.layout, []
+    if layout.ep == 1:
+        return []
+    experts = ExpertLayout(run.config.moe.num_experts, layout.ep)
+    for routing in routings:
+        itemsize = recipe_of(run.recipe).compute_bytes
+        traffic = moe_traffic(routing, experts, run.config.d_model, layout.expert_method, itemsize)
+        forward = traffic.forward(ep_rank).total_bytes * (2 if layout.recompute == "full" else 1)
+        for place, size in (("experts forward", forward), ("experts backward", traffic.backward(ep_rank).total_bytes)):
+            calls.append(Call(place, "all_to_all", size, layout.ep, 1, to_one=True))  # all of it leaves
+    return calls
