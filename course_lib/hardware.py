@@ -10,7 +10,7 @@ Three habits of datasheets to know:
 from dataclasses import dataclass
 from typing import Literal
 
-from course_lib.validate import Amount, Positive, Size, check_fields
+from course_lib.validate import Amount, Positive, Size, check_fields, checked, one_of
 
 GB = 10**9
 GIB = 2**30
@@ -22,16 +22,19 @@ class GPU:
     """One GPU. Peaks are dense FLOP/s of a matrix multiplication; None where the GPU has no such units."""
 
     name: str
-    memory_bytes: int  # what is built in
-    usable_bytes: int  # what CUDA reports as total capacity (typical; it varies a little with driver and ECC)
-    memory_bytes_per_s: float
-    fp32_flops: float
-    tf32_flops: float | None
-    fp16_flops: float
-    bf16_flops: float | None
-    fp8_flops: float | None
+    memory_bytes: Positive  # what is built in
+    usable_bytes: Positive  # what CUDA reports as total capacity (typical; it varies a little with driver and ECC)
+    memory_bytes_per_s: Positive
+    fp32_flops: Positive
+    tf32_flops: Positive | None
+    fp16_flops: Positive
+    bf16_flops: Positive | None
+    fp8_flops: Positive | None
     link: str  # to its neighbours in the node: a key of LINKS
     source: str
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -208,34 +211,41 @@ PUBLISHED_RING_SHARE: dict[str, dict[str, float]] = {
     "8 A100": {"contiguous": 0.525, "zigzag": 0.898, "striped": 0.826},
 }
 
+# Context parallelism of Llama 3.1 8B with 32,768 tokens for each of 8 H100, FSDP over the other ranks, Float8 linear
+# layers, torch.compile, full recomputation: cp -> tokens per second and GPU. On the same machines, without CP, without
+# recomputation of more than every second operator, and with 2 sequences of 8,192 tokens: 8,532.
+# Source: torchtitan, docs/performance.md, tables 1 and 2 (Liang et al. 2024, arXiv:2410.06511).
+PUBLISHED_CP_THROUGHPUT: dict[int, float] = {1: 3890, 2: 2540, 4: 1071, 8: 548}
+
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
 
 OTHER_KEYS = {"h100-80g": "h100", "a100-40g": "a100-40", "a100-80g": "a100-80", "v100-32g": "v100-32"}
 
 
+@checked
 def gpu(key: str) -> GPU:
     """The GPU of that key.
 
     Raises   ValueError naming the keys that exist
     """
     key = OTHER_KEYS.get(key, key)
-    if key not in GPUS:
-        raise ValueError(f"there is no GPU {key!r}; choose from {', '.join(GPUS)}")
+    one_of("GPU", key, tuple(GPUS))
     return GPUS[key]
 
 
+@checked
 def link(key: str) -> Link:
     """The link of that key.
 
     Raises   ValueError naming the keys that exist
     """
-    if key not in LINKS:
-        raise ValueError(f"there is no link {key!r}; choose from {', '.join(LINKS)}")
+    one_of("link", key, tuple(LINKS))
     return LINKS[key]
 
 
-def published_link(num_nodes: int, collective: str = "all_reduce") -> Link:
+@checked
+def published_link(num_nodes: Size, collective: Literal[tuple(PUBLISHED_BUS_BANDWIDTH)] = "all_reduce") -> Link:
     """The bandwidth that PUBLISHED_BUS_BANDWIDTH measured over that many nodes of 8 H100, as a Link.
 
     Raises   ValueError naming the numbers of nodes that were measured
@@ -253,13 +263,12 @@ def published_link(num_nodes: int, collective: str = "all_reduce") -> Link:
     )
 
 
-def peak_flops(gpu: GPU, precision: str = "bf16") -> float:
+@checked
+def peak_flops(gpu: GPU, precision: Literal[PRECISIONS] = "bf16") -> float:
     """Dense peak of a matrix multiplication in FLOP/s.
 
     Raises   ValueError if the precision is unknown, or the GPU has no units for it
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
     peak = getattr(gpu, f"{precision}_flops")
     if peak is None:
         possible = [p for p in PRECISIONS if getattr(gpu, f"{p}_flops") is not None]
@@ -267,7 +276,8 @@ def peak_flops(gpu: GPU, precision: str = "bf16") -> float:
     return peak
 
 
-def gpu_of_device(device_name: str, total_bytes: int | None = None) -> GPU | None:
+@checked
+def gpu_of_device(device_name: str, total_bytes: Positive | None = None) -> GPU | None:
     """The GPU that CUDA calls `device_name` ("NVIDIA H100 80GB HBM3"); None if the course has no numbers for it.
 
     total_bytes (of torch.cuda.get_device_properties) tells sizes apart where the name does not.

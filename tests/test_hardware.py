@@ -122,10 +122,10 @@ def test_gpus_are_recognised_by_the_name_cuda_gives_them(name, gib, key):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: gpu("h1000"), "no GPU 'h1000'; choose from t4, l4"),
-        (lambda: link("nvlink"), "no link 'nvlink'; choose from nvlink2"),
+        (lambda: gpu("h1000"), "GPU is 'h1000'; did you mean 'h100'. choose from t4, l4"),
+        (lambda: link("nvlink"), "link is 'nvlink'; did you mean .* choose from nvlink2"),
         (lambda: peak_flops(GPUS["t4"], "bf16"), "T4 has no bf16 units; choose from fp32, fp16"),
-        (lambda: peak_flops(GPUS["t4"], "int4"), "precision 'int4' is not one of"),
+        (lambda: peak_flops(GPUS["t4"], "int4"), "precision is 'int4'; choose from"),
         (lambda: published_link(3), "3 nodes were not measured; choose from 1, 2, 4"),
         (lambda: replace(LINKS["efa"], bytes_per_s=-1.0), "bytes_per_s is -1.0; give a finite number above 0"),
         (lambda: replace(LINKS["efa"], kind="nvlnk"), "kind is 'nvlnk'; did you mean 'nvlink'"),

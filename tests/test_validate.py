@@ -103,7 +103,6 @@ def cost(
     *,
     label: str | int = "",
     itemsize: Annotated[int, lambda name, value: one_of(name, value, (2, 4))] = 4,
-    untold=None,
 ) -> float:
     """Give a number."""
     return moved_bytes * sum(times_s)
@@ -112,7 +111,7 @@ def cost(
 def test_a_function_checks_its_arguments_by_its_annotations():
     machine = Machine(1)
     assert cost(machine, 2.0) == 2.0
-    assert cost(machine, moved_bytes=2, times_s=np.ones(3), label=3, untold=object()) == 6.0
+    assert cost(machine, moved_bytes=2, times_s=np.ones(3), label=3) == 6.0
     assert cost.__doc__ == "Give a number."
     wrong = {
         "machine": ("h100", "machine is 'h100'; give a Machine"),

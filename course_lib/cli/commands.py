@@ -41,18 +41,19 @@ class Chapter:
     on_gpu: str
 
 
+ON_GPUS = "each rank computes on its own, through NCCL"
 CHAPTERS = (
-    Chapter("00_ranks_and_collectives", 8, 2 << 30, "ranks use NCCL where there is a GPU for each"),
-    Chapter("01_single_gpu_memory", 1, 2 << 30, "the allocator's figures appear beside the tracker's"),
-    Chapter("02_single_gpu_techniques", 1, 2 << 30, "bf16, offload and peak memory are measured on the GPU too"),
-    Chapter("03_data_parallel", 4, 2 << 30, "ranks use NCCL where there is a GPU for each"),
-    Chapter("04_zero", 4, 2 << 30, "ranks use NCCL where there is a GPU for each"),
-    Chapter("05_tensor_parallel", 4, 2 << 30, "ranks stay on the CPU, with gloo"),
-    Chapter("06_sequence_parallel", 4, 2 << 30, "ranks stay on the CPU, with gloo"),
-    Chapter("07_context_parallel", 4, 2 << 30, "ranks stay on the CPU, with gloo"),
-    Chapter("08_pipeline_parallel", 4, 2 << 30, "ranks stay on the CPU, with gloo"),
-    Chapter("09_expert_parallel", 4, 2 << 30, "ranks stay on the CPU, with gloo"),
-    Chapter("10_five_d", 8, 2 << 30, "ranks stay on the CPU, with gloo"),
+    Chapter("00_ranks_and_collectives", 8, 2 << 30, f"{ON_GPUS}; three launches that look at gloo itself ask for it"),
+    Chapter("01_single_gpu_memory", 1, 2 << 30, "the notebook computes on the CPU; one cell asks the GPU's allocator"),
+    Chapter("02_single_gpu_techniques", 1, 2 << 30, "the notebook computes on the CPU"),
+    Chapter("03_data_parallel", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU"),
+    Chapter("04_zero", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU"),
+    Chapter("05_tensor_parallel", 4, 2 << 30, ON_GPUS),
+    Chapter("06_sequence_parallel", 4, 2 << 30, ON_GPUS),
+    Chapter("07_context_parallel", 4, 2 << 30, ON_GPUS),
+    Chapter("08_pipeline_parallel", 4, 2 << 30, ON_GPUS),
+    Chapter("09_expert_parallel", 4, 2 << 30, f"{ON_GPUS}; models that are compared train on the CPU"),
+    Chapter("10_five_d", 8, 2 << 30, ON_GPUS),
 )
 
 
@@ -134,7 +135,7 @@ def verdict(chapter: Chapter, machine: Machine) -> tuple[bool, str]:
         need, have = chapter.memory_bytes / 2**30, machine.memory_bytes / 2**30
         return False, f"needs {need:.0f} GiB of memory, and here are {have:.1f} GiB"
     if len(machine.gpus) >= chapter.ranks:
-        return True, f"on {'the GPU' if chapter.ranks == 1 else f'{chapter.ranks} GPUs'}: {chapter.on_gpu}"
+        return True, f"with {chapter.ranks} GPU{'s' * (chapter.ranks > 1)}: {chapter.on_gpu}"
     if chapter.ranks == 1:
         return True, "on the CPU"
     sharing = f", sharing {machine.cores} cores" if machine.cores < chapter.ranks else ""

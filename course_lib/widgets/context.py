@@ -16,7 +16,7 @@ from course_lib.memory.sharded import sharded_budget
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_step_times
-from course_lib.validate import Share, checked
+from course_lib.validate import Share, Size, check_fields, checked
 from course_lib.widgets import parts
 
 ASSUMED_UTILISATION = 0.5  # of the GPU's peak, by the attention kernel
@@ -28,14 +28,17 @@ class ContextChoice:
     """What the controls say; `inside` and `between` are keys of LINKS: within a node, and between nodes."""
 
     model: str = "llama-3.1-8b"
-    seq_len: int = 131_072
-    tp: int = 8
-    cp: int = 4
+    seq_len: Size = 131_072
+    tp: Size = 8
+    cp: Size = 4
     placement: str = "zigzag"
     recompute: str = "none"
     gpu_key: str = "h100"
     inside: str = "nvlink4"
     between: str = "ib-ndr400"
+
+    def __post_init__(self):
+        check_fields(self)
 
 
 @dataclass(frozen=True)

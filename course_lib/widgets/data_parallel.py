@@ -12,7 +12,7 @@ from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_overlap, overlap_picture
 from course_lib.span import Span
 from course_lib.timing import collective_s, dp_spans, exposed_s, step_flops
-from course_lib.validate import checked
+from course_lib.validate import Size, check_fields, checked
 from course_lib.widgets import parts
 
 ASSUMED_MFU = 0.4  # of one GPU while it computes; published good runs on H100 reach 0.4 to 0.5
@@ -26,13 +26,16 @@ class DPChoice:
     """What the controls say."""
 
     model: str = "llama-3.2-1b"
-    dp_size: int = 8
-    batch_size: int = 2
-    seq_len: int = 4096
-    accumulation: int = 1
+    dp_size: Size = 8
+    batch_size: Size = 2
+    seq_len: Size = 4096
+    accumulation: Size = 1
     link_key: str = "efa"
     gpu_key: str = "h100"
     overlap: bool = True
+
+    def __post_init__(self):
+        check_fields(self)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from html import escape
 from io import BytesIO
+from typing import Literal
 
 import ipywidgets as widgets
 import torch
@@ -33,7 +34,7 @@ from course_lib.traffic.routing import (
     padded_rows,
     plain_rows,
 )
-from course_lib.validate import checked
+from course_lib.validate import Amount, Count, Positive, Size, check_fields, checked
 from course_lib.widgets import parts
 
 METHODS = [
@@ -52,16 +53,19 @@ MOST_SCORES = 2**21  # what a slider can wait for
 class ExpertChoice:
     """What the controls say. capacity_factor inf drops nothing; max_nodes 0 sets no limit; nodes have equal ranks."""
 
-    num_experts: int = 64
-    top_k: int = 4
-    capacity_factor: float = DROPLESS
-    ep_size: int = 16
-    num_nodes: int = 2
-    max_nodes: int = NO_LIMIT
-    skew: float = 0.5
+    num_experts: Size = 64
+    top_k: Size = 4
+    capacity_factor: Positive | Literal[DROPLESS] = DROPLESS
+    ep_size: Size = 16
+    num_nodes: Size = 2
+    max_nodes: Count = NO_LIMIT
+    skew: Amount = 0.5
     method: str = "plain"
-    tokens_per_rank: int = 128
-    d_model: int = 4096
+    tokens_per_rank: Size = 128
+    d_model: Size = 4096
+
+    def __post_init__(self):
+        check_fields(self)
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from html import escape
 from io import BytesIO
+from typing import Literal
 
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
 from course_lib.compare.five_d_profile import FiveDComparison, measure_five_d
 from course_lib.config import MOE_PRESETS, PRESETS, preset
-from course_lib.five_d_timing import Overlap, StepTime, step_time
+from course_lib.five_d_timing import Overlap, StepTime, Utilisation, step_time
 from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AxisLinks, links_of_axes
@@ -33,10 +34,10 @@ from course_lib.plots.style import FULL_WIDTH_IN, show_bytes, show_seconds, styl
 from course_lib.run import Run
 from course_lib.schedules import SCHEDULES
 from course_lib.traffic import sent
-from course_lib.validate import checked
+from course_lib.validate import Size, check_fields, checked
 from course_lib.widgets import parts
 
-UTILISATION = 0.55  # of the peak while computing: with it the modelled step of Llama 3 405B is near its published MFU
+UTILISATION = Utilisation(matmul=0.55, attention=0.65)  # with it the modelled step of Llama 3 405B is near its MFU
 RECIPE = "bf16-master"  # on GPUs
 TOYS = ("toy", "toy-moe")  # predicted in FP32 on a CPU, as they are measured
 RECOMPUTE = ["none", "selective", "full"]
@@ -51,24 +52,24 @@ class FiveDChoice:
 
     model: str = "llama-3.1-8b"
     gpu_key: str = "h100"
-    ranks_per_node: int = 8
+    ranks_per_node: Size = 8
     inside: str = "nvlink4"
     between: str = "ib-ndr400"
-    dp: int = 4
-    cp: int = 1
-    tp: int = 4
-    pp: int = 2
-    ep: int = 1
-    zero: int = 1
+    dp: Size = 4
+    cp: Size = 1
+    tp: Size = 4
+    pp: Size = 2
+    ep: Size = 1
+    zero: Literal[0, 1, 2, 3] = 1
     sequence_parallel: bool = True
     regather: bool = False
     schedule: str = "1f1b"
-    v: int = 1
+    v: Size = 1
     fewer_at_ends: bool = False
-    micro_batch: int = 1
-    accumulation: int = 8
+    micro_batch: Size = 1
+    accumulation: Size = 8
     recompute: str = "none"
-    seq_len: int = 8192
+    seq_len: Size = 8192
 
     @property
     def layout(self) -> Layout:
@@ -79,6 +80,9 @@ class FiveDChoice:
             return layout
         layers = fewer_at_the_ends(preset(self.model).num_layers, layout.num_stages)
         return Layout(**sizes, layers_of_stage=tuple(layers))
+
+    def __post_init__(self):
+        check_fields(self)
 
 
 _OF_LAYOUT = (
@@ -163,7 +167,7 @@ def explore_five_d(chosen: FiveDChoice) -> FiveDView:
     by_axis = sent(run, layout.mesh.rank(pp=fullest, dp=0, cp=0, tp=0))
     cluster = Cluster(gpu(chosen.gpu_key), link(chosen.inside), link(chosen.between), chosen.ranks_per_node)
     overlap = Overlap(ep=layout.schedule == "dualpipe_v")
-    time = step_time(config, layout, chosen.seq_len, cluster, UTILISATION, recipe, overlap)
+    time = step_time(Run(config, layout, chosen.seq_len, recipe), cluster, UTILISATION, overlap)
     links = links_of_axes(layout.mesh, chosen.ranks_per_node, layout.ep)
     text = describe_five_d(chosen, layout, bars[fullest], limits, links, time)
     return FiveDView(layout, holdings(config, layout), bars, limits, fullest, by_axis, links, time, text)

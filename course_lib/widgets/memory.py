@@ -13,7 +13,7 @@ from course_lib.memory.formulas import OPTIMIZERS, RECIPES, Budget, budget, coun
 from course_lib.plots.comparison import comparison_pairs, draw_comparison, error_text
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes
-from course_lib.validate import Size, checked
+from course_lib.validate import Size, check_fields, checked
 from course_lib.widgets import parts
 
 ATTENTION_LABELS = [("fused (FlashAttention)", "fused"), ("explicit score matrix", "explicit")]
@@ -26,12 +26,15 @@ class MemoryChoice:
     """What the controls say."""
 
     model: str = "llama-3.1-8b"
-    seq_len: int = 4096
-    batch_size: int = 1
+    seq_len: Size = 4096
+    batch_size: Size = 1
     recipe: str = "bf16-master"
     optimizer: str = "adamw"
     attention: str = "fused"
     recompute: str = "none"
+
+    def __post_init__(self):
+        check_fields(self)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from course_lib.plots.stages import (
 )
 from course_lib.schedules import SCHEDULES, make, stages_per_rank
 from course_lib.schedules.simulator import Costs, Simulation, simulate
-from course_lib.validate import checked
+from course_lib.validate import Amount, Size, check_fields, checked
 from course_lib.widgets import parts
 
 MOST_BOXES = 2048  # more cannot be told apart in one chart
@@ -40,13 +40,16 @@ class PipelineChoice:
     """What the controls say. Times are of all layers of a rank, for one micro-batch; v: stages a rank (interleaved)."""
 
     schedule: str = "1f1b"
-    pp: int = 4
-    num_micro_batches: int = 8
-    v: int = 1
-    forward_s: float = 1.0
-    input_backward_s: float = 1.0
-    weight_backward_s: float = 1.0
-    transfer_s: float = 0.0
+    pp: Size = 4
+    num_micro_batches: Size = 8
+    v: Size = 1
+    forward_s: Amount = 1.0
+    input_backward_s: Amount = 1.0
+    weight_backward_s: Amount = 1.0
+    transfer_s: Amount = 0.0
+
+    def __post_init__(self):
+        check_fields(self)
 
 
 @dataclass(frozen=True)

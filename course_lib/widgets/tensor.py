@@ -17,7 +17,7 @@ from course_lib.plots.timeline import draw_step_times
 from course_lib.run import Run
 from course_lib.sharded_timing import TensorParallelStep, tensor_parallel_step
 from course_lib.traffic import calls, sent_bytes
-from course_lib.validate import checked
+from course_lib.validate import Size, check_fields, checked
 from course_lib.widgets import parts
 
 ASSUMED_MFU = 0.4  # of one GPU while it computes; published good runs on H100 reach 0.4 to 0.5
@@ -33,10 +33,10 @@ class TensorChoice:
     """What the controls say; `inside` and `between` are keys of LINKS: within a node, and between nodes."""
 
     model: str = "llama-3.1-8b"
-    tp: int = 8
+    tp: Size = 8
     mode: str = "tp+sp"
-    seq_len: int = 4096
-    batch_size: int = 1
+    seq_len: Size = 4096
+    batch_size: Size = 1
     recompute: str = "none"
     gpu_key: str = "h100"
     inside: str = "nvlink4"
@@ -49,6 +49,9 @@ class TensorChoice:
     @property
     def regather(self) -> bool:
         return self.mode == "tp+sp regather"
+
+    def __post_init__(self):
+        check_fields(self)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from html import escape
+from typing import Literal
 
 import ipywidgets as widgets
 
@@ -17,7 +18,7 @@ from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.run import Run
 from course_lib.sharded_timing import offload_s
 from course_lib.traffic import calls, sent_bytes
-from course_lib.validate import checked
+from course_lib.validate import Size, check_fields, checked
 from course_lib.widgets import parts
 
 OFFLOADS = {
@@ -38,14 +39,17 @@ class ZeroChoice:
     """What the controls say; `batch_size` is one GPU's micro-batch."""
 
     model: str = "llama-3.1-8b"
-    dp_size: int = 8
+    dp_size: Size = 8
     gpu_key: str = "h100"
-    stage: int = 3
+    stage: Literal[0, 1, 2, 3] = 3
     recipe: str = "bf16-master"
     offload: str = "none"
-    batch_size: int = 1
-    seq_len: int = 4096
+    batch_size: Size = 1
+    seq_len: Size = 4096
     recompute: str = "none"
+
+    def __post_init__(self):
+        check_fields(self)
 
 
 @dataclass(frozen=True)

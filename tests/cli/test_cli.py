@@ -49,8 +49,8 @@ def test_a_verdict_tells_memory_cores_and_gpus(machine):
     assert cli.verdict(chapter, small) == (False, "needs 3 GiB of memory, and here are 1.0 GiB")
     large = replace(machine, memory_bytes=8 << 30, cores=2, gpus=[GPU])
     assert cli.verdict(chapter, large) == (True, "on 4 CPU ranks (gloo), sharing 2 cores")
-    assert cli.verdict(chapter, replace(large, gpus=[GPU] * 4)) == (True, "on 4 GPUs: ranks use NCCL")
-    assert cli.verdict(replace(chapter, ranks=1), large) == (True, "on the GPU: ranks use NCCL")
+    assert cli.verdict(chapter, replace(large, gpus=[GPU] * 4)) == (True, "with 4 GPUs: ranks use NCCL")
+    assert cli.verdict(replace(chapter, ranks=1), large) == (True, "with 1 GPU: ranks use NCCL")
 
 
 def test_the_doctor_knows_every_chapter_and_no_other():

@@ -1,0 +1,193 @@
+"""One chapter on fake GPUs: every function that it launches runs as rank 0 of its world, in this process.
+
+    python tests/fake_cuda_chapter.py notebooks/03_data_parallel.ipynb        # -> a JSON line a launch, on stdout
+
+Of the cells only those statements run on which a launch depends: its own, and what defines the names that it uses.
+What a launch returns is what rank 0 returned, for all ranks.
+"""
+
+import ast
+import contextlib
+import io
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+
+os.environ.setdefault("MPLBACKEND", "Agg")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import cloudpickle
+import fake_cuda
+import nbformat
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
+
+import course_lib.launch as launch_folder
+from course_lib.checks import core
+from course_lib.launch import RankError, launcher
+
+DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+FILLING = ("save_pretrained",)  # methods that change what they are called for
+
+
+# --- which statements of a notebook a launch needs
+
+
+def statements(path: str | Path) -> Iterator[tuple[int, ast.stmt]]:
+    """(cell, statement) of all code cells."""
+    for index, cell in enumerate(nbformat.read(path, as_version=4).cells):
+        if cell.cell_type == "code":
+            source = "\n".join("" if line.startswith(("%", "!")) else line for line in cell.source.splitlines())
+            yield from ((index, statement) for statement in ast.parse(source).body)
+
+
+def names(node: ast.AST, context: type) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, context)}
+
+
+def made_by(statement: ast.stmt) -> set[str]:
+    """Names that a statement binds, or whose attributes and items it sets."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return {statement.name}
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return {(alias.asname or alias.name).split(".")[0] for alias in statement.names}
+    changed = {
+        name
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store)
+        for name in names(node, ast.Load)
+    }
+    inner = [node for node in ast.walk(statement) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return names(statement, ast.Store) | changed | {node.name for node in inner}
+
+
+def needed(path: str | Path, launchers: set[str]) -> list[tuple[int, ast.stmt]]:
+    """The statements that call a launcher, or a function that does, and all on which they depend."""
+    everything, calling = list(statements(path)), set(launchers)
+    for _, statement in everything:
+        if isinstance(statement, ast.FunctionDef) and names(statement, ast.Load) & calling:
+            calling.add(statement.name)
+    chosen, wanted, before = set(), set(), -1
+    while len(chosen) > before:  # a function may use what is defined below it
+        before = len(chosen)
+        for number, (_, statement) in enumerate(everything):
+            uses = names(statement, ast.Load)
+            starts = not isinstance(statement, DEFINITIONS) and uses & calling
+            if starts or made_by(statement) & wanted or fills(statement, wanted):
+                chosen.add(number)
+                wanted |= uses
+    return [everything[number] for number in sorted(chosen)]
+
+
+class WithoutAsserts(ast.NodeTransformer):
+    """What cells assert of numbers is not so where no other rank exists."""
+
+    def visit_Assert(self, node: ast.Assert) -> ast.Pass:
+        return ast.copy_location(ast.Pass(), node)
+
+
+def fills(statement: ast.stmt, wanted: set[str]) -> bool:
+    """Whether a statement is a call for its effect on something wanted: not one that prints or draws it."""
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        return False
+    called = ast.unparse(statement.value.func).split(".")
+    return called[-1] in FILLING and bool(names(statement, ast.Load) & wanted)
+
+
+# --- running them
+
+
+class FakeLaunch:
+    """`launch` for one process: rank 0 runs here on a fake GPU, and its answer stands for all ranks."""
+
+    def __init__(self):
+        self.cell, self.answers = None, {}
+
+    def __call__(self, fn, world_size, *args, backend="auto", **options):
+        key = (kind_of(fn), tuple(map(kind_of, args)), world_size > 1)
+        if key not in self.answers:
+            self.answers[key] = self.run(fn, world_size, args, backend)
+        value, lines = self.answers[key]
+        if isinstance(value, Exception):
+            raise RankError(str(value)) from value
+        of_ranks = [[answer] * world_size for answer in (value, lines, lines, 1.0, 1)]
+        return launcher.Results(*of_ranks[:3], 1.0, *of_ranks[3:], "nccl", "")
+
+    def run(self, fn, world_size: int, args: tuple, backend: str) -> tuple[object, list[str]]:
+        """What rank 0 answers and prints, or the exception that it raises; a line on stdout says how it went."""
+        record = {"cell": self.cell, "function": getattr(getattr(fn, "func", fn), "__name__", repr(fn))}
+        start_s, said = time.process_time(), io.StringIO()
+        try:
+            if backend == "gloo":
+                raise fake_cuda.NotFaked("it asks for the CPU by name")
+            payload = launcher._dump_function(fn, args)
+            with fake_cuda.cuda_rank(0, world_size), contextlib.redirect_stdout(said):
+                function, arguments = cloudpickle.loads(payload)
+                value = tree_map(on_the_cpu, function(*arguments))
+        except Exception as error:
+            value, kind = error, "left_out" if isinstance(error, fake_cuda.NotFaked) else "error"
+            record |= {kind: f"{type(error).__name__}: {error}"[:600], "where": where(error)}
+        report(record | {"seconds": round(time.process_time() - start_s, 2)})
+        return value, said.getvalue().splitlines()
+
+
+def report(record: dict) -> None:
+    print(json.dumps(record), file=sys.__stdout__, flush=True)
+
+
+def kind_of(argument) -> object:
+    """What makes a launch another one: functions by where they stand, other arguments by what they are, sizes not."""
+    if isinstance(argument, partial):
+        return kind_of(argument.func), *map(kind_of, argument.args), *map(kind_of, argument.keywords.values())
+    if isinstance(argument, FunctionType):
+        cells = [cell.cell_contents for cell in argument.__closure__ or ()]
+        return argument.__code__.co_filename, argument.__code__.co_firstlineno, *map(kind_of, cells)
+    if isinstance(argument, float) or (isinstance(argument, int) and argument > 3):  # below: a stage, a choice
+        return type(argument)
+    if isinstance(argument, list | tuple):
+        return tuple(map(kind_of, argument))
+    return repr(argument)
+
+
+def on_the_cpu(leaf):
+    return fake_cuda.numbers_of_tensor(leaf) if isinstance(leaf, FakeTensor) else leaf
+
+
+def where(error: Exception) -> list[str]:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    return [f"{Path(frame.filename).name}:{frame.lineno} {frame.line}" for frame in frames[-4:]]
+
+
+def run(path: str) -> None:
+    """Report each launch, and each statement that could not go on after its launches."""
+    fake = FakeLaunch()
+    for module in (launch_folder, launcher, core):
+        module.launch = fake
+    space = {"__name__": "__main__"}
+    for cell, statement in needed(path, {"launch"} | {name for name in names_of(path) if name.startswith("check_")}):
+        fake.cell = cell
+        module = ast.fix_missing_locations(ast.Module([WithoutAsserts().visit(statement)], []))
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(module, f"cell {cell}", "exec"), space)
+        except Exception as error:
+            report({"cell": cell, "after": f"{type(error).__name__}: {error}"[:300], "where": where(error)})
+
+
+def names_of(path: str) -> set[str]:
+    """Names that a notebook of solutions uses: its graders launch ranks, too."""
+    used = (names(statement, ast.Load) for _, statement in statements(path))
+    return set().union(*used) if "solutions" in path else set()
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    run(sys.argv[1])
+    os._exit(0)  # the threads of the stand-in's autograd do not end by themselves
