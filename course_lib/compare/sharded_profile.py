@@ -84,21 +84,21 @@ def measure_zero(
             f"recipe {recipe!r} has a formula, but is not measured here; choose from {', '.join(MEASURABLE)}"
         )
     config, start_s = config or preset("toy"), time.perf_counter()
-    seen = launch(_zero_rank, num_ranks, config, stage, recipe, sizes, recompute, quiet=True)[0]
+    ranks = launch(_zero_rank, num_ranks, config, stage, recipe, sizes, recompute, quiet=True)
     needed = sharded_budget(
         config,
         sizes.batch_size,
         sizes.seq_len,
         recipe,
         recompute=recompute,
-        device="cpu",
+        device=ranks.device_type,
         zero_stage=stage,
         dp_size=num_ranks,
     )
     layout = Layout(dp=num_ranks, zero=stage, micro_batch=sizes.batch_size, recompute=recompute)
-    sent = sent_bytes(calls(Run(config, layout, sizes.seq_len, recipe, device="cpu"))["data"])
+    sent = sent_bytes(calls(Run(config, layout, sizes.seq_len, recipe, device=ranks.device_type))["data"])
     what = f"{config.name}, ZeRO stage {stage}, {recipe}, {sizes.batch_size} x {sizes.seq_len} tokens a rank"
-    return _compare(what, num_ranks, seen, needed, sent, start_s)
+    return _compare(what, num_ranks, ranks[0], needed, sent, start_s)
 
 
 def measure_tensor(
@@ -115,14 +115,14 @@ def measure_tensor(
     """
     config, start_s = config or preset("toy"), time.perf_counter()
     how = (sequence_parallel, regather)
-    seen = launch(_tensor_rank, tp, config, *how, sizes, recompute, quiet=True)[0]
+    ranks = launch(_tensor_rank, tp, config, *how, sizes, recompute, quiet=True)
     needed = sharded_budget(
         config,
         sizes.batch_size,
         sizes.seq_len,
         "fp32",
         recompute=recompute,
-        device="cpu",
+        device=ranks.device_type,
         tp=tp,
         sequence_parallel=sequence_parallel,
         regather=regather,
@@ -130,10 +130,10 @@ def measure_tensor(
     layout = Layout(
         tp=tp, sequence_parallel=sequence_parallel, regather=regather, micro_batch=sizes.batch_size, recompute=recompute
     )
-    sent = sent_bytes(calls(Run(config, layout, sizes.seq_len, "fp32", device="cpu"))["tp"])
+    sent = sent_bytes(calls(Run(config, layout, sizes.seq_len, "fp32", device=ranks.device_type))["tp"])
     name = "TP + SP" if sequence_parallel else "TP"
     what = f"{config.name}, {name} {tp}, fp32, {sizes.batch_size} x {sizes.seq_len} tokens"
-    return _compare(what, tp, seen, needed, sent, start_s)
+    return _compare(what, tp, ranks[0], needed, sent, start_s)
 
 
 def _compare(what: str, num_ranks: int, seen: Seen, needed: Budget, sent: int, start_s: float) -> ShardedComparison:
