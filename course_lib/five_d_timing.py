@@ -281,7 +281,7 @@ def _transfer_s(run: Run, cluster: Cluster, recipe: Recipe) -> float:
 @lru_cache(maxsize=64)
 def ranks_in_a_node(layout: Layout, cluster: Cluster, axis: str) -> int:
     """How many ranks of rank 0's group along `axis` share its node; 1 where nodes would have unequal numbers."""
-    members = layout.mesh.members(0, layout.ep)[axis]
+    members = layout.members(0)[axis]
     here = sum(rank < cluster.gpus_per_node for rank in members)
     return here if len(members) % here == 0 else 1
 
@@ -307,18 +307,19 @@ def _exposed_data_s(run: Run, cluster: Cluster, overlap: Overlap, pp_rank: int, 
     """What a rank waits for gradients and parameters: what neither forward nor backward of a micro-batch hides."""
     layout = run.layout
     listed = calls(run, layout.mesh.rank(pp=pp_rank, dp=0, cp=0, tp=0))
-    seconds = {"gradients": 0.0, "parameters": 0.0}
-    for axis in ("data", "expert_dp"):
+    seconds = {"gradients": 0.0, "parameters": 0.0, "gradients of replicas": 0.0}
+    for axis in (*layout.shard_axes, "replicate", "expert_replicate"):
         for call in listed[axis]:
             if call.place in seconds:
                 seconds[call.place] += _call_s(call, layout, cluster, axis)
     if not overlap.data:
         return sum(seconds.values())
+    replicas_s = seconds["gradients of replicas"]  # summed after backward, which hides nothing of it
     forward_s, backward_s = computing_s
     times = layout.accumulation
     if layout.zero == 3:
         gather_s, reduce_s = seconds["parameters"] / (2 * times), seconds["gradients"] / times
-        return times * (max(0.0, gather_s - forward_s) + max(0.0, gather_s + reduce_s - backward_s))
+        return replicas_s + times * (max(0.0, gather_s - forward_s) + max(0.0, gather_s + reduce_s - backward_s))
     rounds = times if layout.zero == 2 else 1
     exposed_s = rounds * max(0.0, seconds["gradients"] / rounds - backward_s)
-    return exposed_s + max(0.0, seconds["parameters"] - forward_s)
+    return replicas_s + exposed_s + max(0.0, seconds["parameters"] - forward_s)

@@ -37,6 +37,7 @@ from course_lib.memory.states import Recipe, Shapes, StateBytes, has_step_counte
 from course_lib.memory.zero import (
     bucketed,
     padded,
+    wire_grad_bytes,
     zero_gathered_bytes,
     zero_reduced_bytes,
     zero_state_bytes,
@@ -126,7 +127,7 @@ def flats_of(
         groups = {label: [unit] for label, unit in units.items()} if layout.zero == 3 else {"all": units.values()}
         for label, group in groups.items():
             for kind in KINDS:
-                ranks = layout.expert_dp if kind == "experts" else layout.data_size
+                ranks = layout.expert_shard_size if kind == "experts" else layout.shard_size
                 sizes = [size for unit in group for size in tensor_sizes(unit, kind, config, layout)]
                 buckets = bucketed(sizes, itemsize) if layout.zero < 3 else [sizes] if sizes else []
                 flats += [Flat(stage, label, kind, tuple(bucket), ranks) for bucket in buckets]
@@ -234,7 +235,12 @@ def five_d_budgets(
         work = _work_bytes(config, layout, seq_len, attention, recipe, tp_rank, has_last, load)
         work += zero_reduced_bytes(units, layout.zero, 1, recipe) + num_neighbours(schedule, rank) * message
         gathered = zero_gathered_bytes(units, layout.zero, 1, recipe, tied=config.tied and layout.pp == 1)
-        later = _update_bytes(flats, layout, recipe) - activations - logits - gathered
+        later = (
+            max(_update_bytes(flats, layout, recipe), _replicas_bytes(flats, layout, recipe))
+            - activations
+            - logits
+            - gathered
+        )
         always_there = recipe.grad_bytes > recipe.param_bytes and not _in_buckets(layout)
         budgets.append(
             Budget(
@@ -252,6 +258,14 @@ def five_d_budgets(
             )
         )
     return budgets
+
+
+def _replicas_bytes(flats: Sequence[Flat], layout: Layout, recipe: Recipe) -> int:
+    """The message in which gradients of shards are summed over replicas: of experts, or of all others, the larger."""
+    held = [0, 0]
+    for flat in flats:
+        held[flat.kind == "experts"] += flat.padded // flat.ranks
+    return wire_grad_bytes(recipe) * max(held) if layout.dp_replicate > 1 else 0
 
 
 def _in_buckets(layout: Layout) -> bool:
