@@ -36,7 +36,7 @@ FREE = re.compile(
     r"deepspeed_json|latency_source|device_name"
 )
 NEVER_ZERO = re.compile(
-    r"dp|cp|tp|pp|v|d_\w+|num_(?!shared)\w+|\w+_size|\w*seq_len|top_k|accumulation\w*|itemsize|ranks_per_node|every|keep"
+    r"dp|cp|tp|pp|v|d_\w+|num_(?!shared|tokens)\w+|\w+_size|\w*seq_len|top_k|accumulation\w*|itemsize|ranks_per_node|every|keep"
 )
 
 SCHEDULE = make("1f1b", 2, 4)
@@ -153,6 +153,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "layout.mesh": {
         "AxisLinks": "made by links_of_axes",
         "check_order": {"order": ("pp", "dp", "cp", "tp")},
+        "check_replicas": {"replicas": 1},
     },
     "layout.placement": {"Tile": "made by tile"},
     "layout.context_work": {},
@@ -199,6 +200,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     },
     "training.precision": {
         "LossScaler": "starts as it is",
+        "adamw_": "called by optimizers, once a tensor",
         "precision_named": {"name": "fp32"},
         "autocast_for": {"precision": Precision(), "device": torch.device("cpu")},
         "accumulate_in_fp32": PARAMETERS,
@@ -214,7 +216,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "describe": {"record": TrainRecord([1.0], [1.0], 1.0, 1)},
         "make_optimizer": {"precision": "fp32"},
         "train": {"model_config": preset("toy"), "train_config": TrainConfig(1, 1, 8), "device": ..., "progress": ...},
-        "train_step": {"optimizer": torch.optim.SGD(LINEAR.parameters()), "precision": "fp32", "scaler": None},
+        "train_step": {"optimizer": torch.optim.SGD(LINEAR.parameters()), "precision": "fp32", "scaler": ...},
         "accumulate_gradients": {"precision": None},
         "progress_bar": {"total": 2, "shown": False},
         "wait_for": "devices are torch's to read",

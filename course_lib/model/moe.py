@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib.config import SCORES, ModelConfig, MoeConfig
-from course_lib.validate import Index, Positive, Size, checked
+from course_lib.validate import Count, Index, Positive, Size, checked
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,14 @@ def weigh(score_TE: Tensor, expert_Tk: Tensor, config: MoeConfig) -> Tensor:
 
 
 @checked
-def capacity(num_tokens: Size, config: MoeConfig) -> int | None:
+def capacity(num_tokens: Count, config: MoeConfig) -> int | None:
     """How many choices one expert takes; None: all of them."""
     if config.capacity_factor is None:
         return None
     return capacity_of(num_tokens, config.top_k, config.num_experts, config.capacity_factor)
 
 
-@checked(num_tokens=Size, top_k=Size, num_experts=Size, capacity_factor=Positive)
+@checked(num_tokens=Count, top_k=Size, num_experts=Size, capacity_factor=Positive)
 def capacity_of(num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
     """Rows that an expert accepts from num_tokens tokens: factor times its fair share, rounded up.
 

@@ -131,6 +131,7 @@ def adamw_(master_p: Tensor, grad_p: Tensor, exp_avg_p: Tensor, exp_avg_sq_p: Te
     master_p.addcdiv_(exp_avg_p, denominator_p, value=-options["lr"] / (1 - beta1**count))
 
 
+@checked
 def accumulate_in_fp32(parameters: Iterable[nn.Parameter], keep_low: bool = False) -> list:
     """Gives each parameter an FP32 `main_grad`, into which every backward pass adds. Returns the hooks' handles.
 

@@ -18,6 +18,8 @@ from course_lib.checks.core import (
     run_ranks,
 )
 
+pytestmark = pytest.mark.launches
+
 
 @grader
 def check_double(student, rng):

@@ -81,4 +81,4 @@ def test_an_error_of_the_answer_is_shown_without_the_graders_own_lines():
     with pytest.raises(CheckFailed) as failure:
         run_calls(breaks, [Call([torch.zeros(1)] * 2)], "")
     assert "in breaks" in str(failure.value) and "KeyError: 'my key'" in str(failure.value)
-    assert "checks/" not in str(failure.value)
+    assert "course_lib/checks/" not in str(failure.value)

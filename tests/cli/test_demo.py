@@ -7,6 +7,8 @@ import torch
 
 from course_lib.cli.demo import Row, Run, agrees, compare, demo, formula_bytes, table
 
+pytestmark = pytest.mark.launches
+
 
 def test_a_short_demo_agrees_with_one_process_and_with_the_formula(capsys):
     assert demo(ranks=(2,), steps=2) == 0

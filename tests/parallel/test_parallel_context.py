@@ -20,6 +20,7 @@ from course_lib.launch import launch
 from course_lib.layout import Layout, Mesh
 from course_lib.measure import ByteMeter
 from course_lib.memory.states import FP64
+from course_lib.model import llama
 from course_lib.parallel import context, gathered, ring, sequence, tensor, tiles
 from course_lib.parallel.vocabulary import vocab_cross_entropy
 from course_lib.run import Run
@@ -211,8 +212,8 @@ def test_traffic_knows_the_same_bytes_before_anything_runs(measured):
 @contextmanager
 def counts_positions_from_zero():
     """Each rank as if its tokens began the sequence: RoPE's angles are wrong."""
-    rope = model.rope_tables
-    with patch.object(model, "rope_tables", lambda c, p, d: rope(c, torch.arange(len(p)), d)):
+    rope = llama.rope_tables
+    with patch.object(llama, "rope_tables", lambda c, p, d: rope(c, torch.arange(len(p)), d)):
         yield
 
 

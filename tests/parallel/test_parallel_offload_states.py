@@ -266,5 +266,5 @@ def test_modelled_seconds_are_bytes_over_the_links_rates():
     assert crossing_s(crossings, ranks_per_drive=8)["disk to host"] == pytest.approx(8 * seconds["disk to host"])
     with pytest.raises(ValueError, match="ranks_per_drive is 0"):
         offload_s(crossings, ranks_per_drive=0)
-    with pytest.raises(ValueError, match="no link 'sata'"):
+    with pytest.raises(ValueError, match="link is 'sata'; choose from nvlink2"):
         offload_s(crossings, drive="sata")
