@@ -3,20 +3,16 @@
 A folder imports from its own floor and from the floors below it. Each folder's `__init__.py` is the map of its files.
 
 0. Plain arithmetic, without torch
-    config.py      ModelConfig, and presets with the exact shapes of published models
-    hardware.py    GPUs and links: every number with its unit and source
-    validate.py    one sentence for each kind of wrong argument
-    span.py        what a lane of a rank was busy with, for how long
+    config.py, hardware.py   models with their exact shapes; GPUs and links with their sources
+    validate.py, span.py     refusals in one sentence; what a lane was busy with
     schedules/     pipeline schedules as lists: built, checked, clocked
     layout/        how a run lies on its ranks: mesh, sequence order, heads, layers, experts
     memory/        bytes that training holds
     traffic/       bytes that ranks send
-    timing.py      seconds of collectives, FLOPs of a step
-    sharded_timing.py, context_timing.py, pipeline_timing.py, five_d_timing.py   seconds of a step, by technique
+    timing.py, sharded_timing.py, context_timing.py, pipeline_timing.py, five_d_timing.py  seconds of a step
     run.py         a model, its layout and its numbers in one record that every formula takes
 1. A world of N ranks
-    compat.py      every difference between torch versions
-    devices.py     the device of this rank, one rule for everything
+    compat.py, devices.py    differences between torch versions; the device of this rank
     launch/        launch(fn, world_size, *args) -> what each rank returned
     comm/          collectives, process groups, operators with a gradient across ranks
     measure/       bytes on the wire and in memory, counted
@@ -24,8 +20,7 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     model/         Llama, GPT, experts, latent attention
     training/      the reference on one device: text, precision, offload, loop
 3. In parallel; the same names in both folders
-    parallel/      from scratch
-    native/        as PyTorch ships it
+    parallel/, native/       from scratch; as PyTorch ships it
 4. What a run leaves, and runs without hardware
     weights/       weights in files, and which boxes of them a rank holds
     checkpoint/    an engine's state saved under one layout and loaded under any other
@@ -33,8 +28,7 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     compare/       predicted beside measured
     train/         the trainer
 5. What people see and learn with
-    plots/         pictures from plain records
-    widgets/       sliders on the same pictures
+    plots/, widgets/         pictures from plain records; sliders on the same pictures
     checks/        graders of the exercises, a folder a chapter
     authoring/     notebooks as source code
     cli/           the command `course`; __main__.py is python -m course_lib

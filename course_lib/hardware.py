@@ -211,6 +211,12 @@ PUBLISHED_RING_SHARE: dict[str, dict[str, float]] = {
     "8 A100": {"contiguous": 0.525, "zigzag": 0.898, "striped": 0.826},
 }
 
+# Context parallelism of Llama 3.1 8B with 32,768 tokens for each of 8 H100, FSDP over the other ranks, Float8 linear
+# layers, torch.compile, full recomputation: cp -> tokens per second and GPU. On the same machines, without CP, without
+# recomputation of more than every second operator, and with 2 sequences of 8,192 tokens: 8,532.
+# Source: torchtitan, docs/performance.md, tables 1 and 2 (Liang et al. 2024, arXiv:2410.06511).
+PUBLISHED_CP_THROUGHPUT: dict[int, float] = {1: 3890, 2: 2540, 4: 1071, 8: 548}
+
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
 

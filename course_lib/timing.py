@@ -14,6 +14,7 @@ from course_lib.config import ModelConfig, require_dense
 from course_lib.hardware import GPU, Cluster, Link, peak_flops
 from course_lib.memory.moe import active_matmul_parameters
 from course_lib.span import Span
+from course_lib.validate import Amount, Positive, Share, Size, checked
 
 
 # ------------------------------------------------------------------------------------ seconds of a collective
@@ -101,7 +102,8 @@ def _group(world_size: int, network: Link | Cluster, per_node: int | None) -> _G
     return _Group(world_size, here, network.inside, network.between)
 
 
-def collective_steps(name: str, world_size: int) -> int:
+@checked
+def collective_steps(name: str, world_size: Size) -> int:
     """How many messages follow one another in a ring of world_size ranks."""
     _check_world(world_size)
     if name in ("all_reduce", "ring_all_reduce"):
@@ -121,7 +123,8 @@ def bus_factor(name: str, world_size: int) -> float:
     return steps / world_size
 
 
-def collective_costs(name: str, world_size: int, network: Link | Cluster, per_node: int | None = None) -> list[Cost]:
+@checked
+def collective_costs(name: str, world_size: Size, network: Link | Cluster, per_node: Size | None = None) -> list[Cost]:
     """Every way to do a collective on these ranks, with what it costs.
 
     network    a link that joins all ranks (a network link: one rank in each node), or a cluster
@@ -140,8 +143,9 @@ def collective_costs(name: str, world_size: int, network: Link | Cluster, per_no
     return costs
 
 
+@checked
 def fastest(
-    name: str, payload_bytes: float, world_size: int, network: Link | Cluster, per_node: int | None = None
+    name: str, payload_bytes: Amount, world_size: Size, network: Link | Cluster, per_node: Size | None = None
 ) -> Cost:
     """The way to do a collective that takes least time for this payload, as NCCL chooses it."""
     costs = collective_costs(name, world_size, network, per_node)
@@ -243,7 +247,8 @@ def _messages(name: str, group: _Group) -> Cost:
     return Cost("message", "Simple", others * link.latency_s, link.achieved_bytes_per_s * group.size / others)
 
 
-def bus_bandwidth(name: str, payload_bytes: float, seconds: float, world_size: int) -> float:
+@checked
+def bus_bandwidth(name: str, payload_bytes: Amount, seconds: Positive, world_size: Size) -> float:
     """Bytes per second over one link, as nccl-tests prints it: comparable with the link, whatever the world size."""
     return bus_factor(name, world_size) * payload_bytes / seconds
 
@@ -318,30 +323,35 @@ def step_flops(
     return num_tokens * (flops_per_token(config, seq_len, causal) + again[recompute])
 
 
-def mfu(model_flops: float, seconds: float, num_gpus: int, peak_flops_per_s: float) -> float:
+@checked
+def mfu(model_flops: Amount, seconds: Positive, num_gpus: Size, peak_flops_per_s: Positive) -> float:
     """Model FLOPs utilisation: FLOPs that the model needs, over what the GPUs could have done in that time (0 to 1)."""
     return model_flops / (seconds * num_gpus * peak_flops_per_s)
 
 
-def hfu(hardware_flops: float, seconds: float, num_gpus: int, peak_flops_per_s: float) -> float:
+@checked
+def hfu(hardware_flops: Amount, seconds: Positive, num_gpus: Size, peak_flops_per_s: Positive) -> float:
     """Hardware FLOPs utilisation: as MFU, with the FLOPs of recomputation counted too."""
     return hardware_flops / (seconds * num_gpus * peak_flops_per_s)
 
 
-def tokens_per_s(flops_a_token: float, num_gpus: int, peak_flops_per_s: float, utilisation: float) -> float:
+@checked
+def tokens_per_s(flops_a_token: Positive, num_gpus: Size, peak_flops_per_s: Positive, utilisation: Share) -> float:
     """Tokens per second of all GPUs together at that MFU (utilisation, 0 to 1)."""
     return num_gpus * peak_flops_per_s * utilisation / flops_a_token
 
 
+@checked
 def training_s(
-    num_tokens: float, flops_a_token: float, num_gpus: int, peak_flops_per_s: float, utilisation: float
+    num_tokens: Amount, flops_a_token: Positive, num_gpus: Size, peak_flops_per_s: Positive, utilisation: Share
 ) -> float:
     """Seconds to train on num_tokens."""
     return num_tokens / tokens_per_s(flops_a_token, num_gpus, peak_flops_per_s, utilisation)
 
 
 # ------------------------------------------------------------------------------------ roofline
-def roofline_s(flops: float, moved_bytes: float, gpu: GPU, precision: str = "bf16") -> float:
+@checked
+def roofline_s(flops: Amount, moved_bytes: Amount, gpu: GPU, precision: str = "bf16") -> float:
     """At least this long: the FLOPs at peak or the bytes at memory bandwidth, whichever takes longer."""
     return max(flops / peak_flops(gpu, precision), moved_bytes / gpu.memory_bytes_per_s)
 
@@ -351,7 +361,8 @@ def ridge_flops_per_byte(gpu: GPU, precision: str = "bf16") -> float:
     return peak_flops(gpu, precision) / gpu.memory_bytes_per_s
 
 
-def matmul_s(rows: int, inner: int, columns: int, gpu: GPU, precision: str = "bf16", itemsize: int = 2) -> float:
+@checked
+def matmul_s(rows: Size, inner: Size, columns: Size, gpu: GPU, precision: str = "bf16", itemsize: Size = 2) -> float:
     """Roofline time of (rows x inner) @ (inner x columns), each matrix moved once."""
     moved_bytes = itemsize * (rows * inner + inner * columns + rows * columns)
     return roofline_s(2 * rows * inner * columns, moved_bytes, gpu, precision)
@@ -407,7 +418,8 @@ def dp_throughput(
     return tokens_per_gpu / step_s
 
 
-def accumulation_steps(global_batch_size: int, micro_batch_size: int, dp_size: int) -> int:
+@checked
+def accumulation_steps(global_batch_size: Size, micro_batch_size: Size, dp_size: Size) -> int:
     """Micro-batches that each rank runs before the optimizer steps: global batch / (micro-batch * dp_size).
 
     Raises   ValueError if that is not a whole number

@@ -149,7 +149,7 @@ def kind_of(argument) -> object:
     if isinstance(argument, FunctionType):
         cells = [cell.cell_contents for cell in argument.__closure__ or ()]
         return argument.__code__.co_filename, argument.__code__.co_firstlineno, *map(kind_of, cells)
-    if isinstance(argument, int | float) and not isinstance(argument, bool):
+    if isinstance(argument, float) or (isinstance(argument, int) and argument > 3):  # below: a stage, a choice
         return type(argument)
     if isinstance(argument, list | tuple):
         return tuple(map(kind_of, argument))

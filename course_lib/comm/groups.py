@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 import torch.distributed as dist
 
-from course_lib.layout.mesh import ALL_AXES, AXES, Mesh, check_ep_size
+from course_lib.layout.mesh import ALL_AXES, AXES, REPLICA_AXES, Mesh
 from course_lib.validate import Size, checked
 
 
@@ -39,6 +39,10 @@ class Groups:
     world: dist.ProcessGroup
     mesh: Mesh
     ep_size: int
+    shard: dist.ProcessGroup | None = None  # these four with replicas alone
+    replicate: dist.ProcessGroup | None = None
+    expert_shard: dist.ProcessGroup | None = None
+    expert_replicate: dist.ProcessGroup | None = None
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -48,37 +52,37 @@ class Groups:
     @property
     def by_axis(self) -> dict[str, dist.ProcessGroup]:
         """Each group by its axis, for `ByteMeter(axes=...)`: no two are one, even where their ranks are the same."""
-        return {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("mesh", "ep_size")
-        }
+        groups = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {axis: group for axis, group in groups.items() if isinstance(group, dist.ProcessGroup)}
 
 
 @checked
-def make_all_groups(mesh: Mesh, ep_size: Size = 1, local_only: bool = False) -> Groups:
+def make_all_groups(mesh: Mesh, ep_size: Size = 1, local_only: bool = False, replicas: Size = 1) -> Groups:
     """My process groups along each axis, data, ep and expert_dp. Every rank of the world must call it.
+
+    With replicas also those of ZeRO's shards and of their replicas.
 
     Each rank makes all groups in the same order, its own or not. With local_only it makes only its own, and waits only
     for their members: the cost does not grow with the number of ranks, and a fake world needs no other rank.
-    Raises   ValueError if the world has another size than the mesh, or ep_size does not divide dp x cp
+    Raises   ValueError if the world has another size than the mesh, or ep_size or replicas do not divide dp x cp
     """
-    check_ep_size(mesh.dp, mesh.cp, ep_size)
     _check_world(mesh)
-    mine = mesh.members(dist.get_rank(), ep_size)
+    mine = mesh.members(dist.get_rank(), ep_size, replicas)
     made = {}
-    for axis in ALL_AXES:
+    for axis in (*ALL_AXES, *(REPLICA_AXES if replicas > 1 else ())):
         if local_only:
             made[axis] = dist.new_group(mine[axis], use_local_synchronization=True)
             continue
-        for ranks in _all_members(mesh, axis, ep_size):
+        for ranks in _all_members(mesh, axis, ep_size, replicas):
             group = dist.new_group(ranks)
             if ranks == mine[axis]:
                 made[axis] = group
     return Groups(**made, world=dist.group.WORLD, mesh=mesh, ep_size=ep_size)
 
 
-def _all_members(mesh: Mesh, axis: str, ep_size: int) -> list[list[int]]:
-    """Every group of an axis of ALL_AXES, in order of their first ranks."""
-    members = (mesh.members(rank, ep_size)[axis] for rank in range(mesh.world_size))
+def _all_members(mesh: Mesh, axis: str, ep_size: int, replicas: int) -> list[list[int]]:
+    """Every group of an axis, in order of their first ranks."""
+    members = (mesh.members(rank, ep_size, replicas)[axis] for rank in range(mesh.world_size))
     return [ranks for rank, ranks in enumerate(members) if ranks[0] == rank]
 
 

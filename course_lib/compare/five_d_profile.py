@@ -98,7 +98,7 @@ def measure_five_d(config: ModelConfig, layout: Layout, seq_len: int = 64) -> Fi
     layout.check_model(config, seq_len)
     start_s = time.perf_counter()
     seen = launch(_one_rank, layout.world_size, config, layout, seq_len, quiet=True)
-    predicted = budgets(Run(config, layout, seq_len, "fp32", device="cpu"))
+    predicted = budgets(Run(config, layout, seq_len, "fp32", device=seen.device_type))
     of_ranks = tuple(_rows(config, layout, seq_len, rank, seen, predicted) for rank in range(layout.world_size))
     what = f"{config.name}, {layout}, fp32, sequences of {seq_len} tokens"
     return FiveDComparison(what, of_ranks, time.perf_counter() - start_s)
@@ -109,10 +109,10 @@ def _rows(config, layout, seq_len, rank, seen, budgets) -> tuple[Row, ...]:
     if config.moe is not None:
         members = layout.mesh.members(rank, layout.ep)["ep"]
         routings = list(zip(*(seen[member].choices for member in members)))
-    states = five_d_states(config, layout, here["pp"], here["tp"], "fp32", step_counters=True)
+    states = five_d_states(config, layout, here["pp"], here["tp"], "fp32", step_counters=seen.device_type == "cpu")
     predicted = budgets[here["pp"]].by_kind | {kind: getattr(states, kind) for kind in STATES}
     rows = [Row(kind, predicted[kind], seen[rank].largest_bytes[kind]) for kind in KINDS]
-    listed = sent(Run(config, layout, seq_len, "fp32", device="cpu"), rank, routings=routings)
+    listed = sent(Run(config, layout, seq_len, "fp32", device=seen.device_type), rank, routings=routings)
     measured = seen[rank].sent_by_axis
     axes = [axis for axis in listed | measured if listed.get(axis, 0) or measured.get(axis, 0)]
     return (*rows, *(Row(SENT_OVER + axis, listed.get(axis, 0), measured.get(axis, 0)) for axis in axes))

@@ -83,13 +83,13 @@ def measure_zero(
             f"recipe {recipe!r} has a formula, but is not measured here; choose from {', '.join(MEASURABLE)}"
         )
     config, start_s = config or preset("toy"), time.perf_counter()
-    seen = launch(_zero_rank, num_ranks, config, stage, recipe, sizes, recompute, quiet=True)[0]
+    ranks = launch(_zero_rank, num_ranks, config, stage, recipe, sizes, recompute, quiet=True)
     layout = Layout(dp=num_ranks, zero=stage, micro_batch=sizes.batch_size, recompute=recompute)
-    run = Run(config, layout, sizes.seq_len, recipe, device="cpu")
+    run = Run(config, layout, sizes.seq_len, recipe, device=ranks.device_type)
     (needed,) = budgets(run)
     sent = sent_bytes(calls(run)["data"])
     what = f"{config.name}, ZeRO stage {stage}, {recipe}, {sizes.batch_size} x {sizes.seq_len} tokens a rank"
-    return _compare(what, num_ranks, seen, needed, sent, start_s)
+    return _compare(what, num_ranks, ranks[0], needed, sent, start_s)
 
 
 def measure_tensor(
@@ -106,7 +106,7 @@ def measure_tensor(
     """
     config, start_s = config or preset("toy"), time.perf_counter()
     how = (sequence_parallel, regather)
-    seen = launch(_tensor_rank, tp, config, *how, sizes, recompute, quiet=True)[0]
+    ranks = launch(_tensor_rank, tp, config, *how, sizes, recompute, quiet=True)
     layout = Layout(
         tp=tp,
         sequence_parallel=sequence_parallel,
@@ -114,12 +114,12 @@ def measure_tensor(
         micro_batch=sizes.batch_size,
         recompute=recompute,
     )
-    run = Run(config, layout, sizes.seq_len, "fp32", device="cpu")
+    run = Run(config, layout, sizes.seq_len, "fp32", device=ranks.device_type)
     (needed,) = budgets(run)
     sent = sent_bytes(calls(run)["tp"])
     name = "TP + SP" if sequence_parallel else "TP"
     what = f"{config.name}, {name} {tp}, fp32, {sizes.batch_size} x {sizes.seq_len} tokens"
-    return _compare(what, tp, seen, needed, sent, start_s)
+    return _compare(what, tp, ranks[0], needed, sent, start_s)
 
 
 def _compare(what: str, num_ranks: int, seen: Seen, needed: Budget, sent: int, start_s: float) -> ShardedComparison:

@@ -56,6 +56,11 @@ class Results(Sequence):
     why: str
     nodes: tuple[str, ...] = ()
 
+    @property
+    def device_type(self) -> str:
+        """Return where the ranks computed: "cuda" or "cpu"."""
+        return "cpu" if self.backend == "gloo" else "cuda"
+
     def __getitem__(self, rank):
         return self.values[rank]
 

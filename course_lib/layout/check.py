@@ -1,7 +1,7 @@
-"""What a layout cannot be, and why: one small check for each reason, and the nearest numbers that would be possible.
+"""Which layouts are refused, and why: one small check for each reason, and the nearest numbers that would be possible.
 
     check_layout(layout)                             what no model could do
-    check_layout_and_model(layout, config, seq_len)  what this model cannot do
+    check_layout_and_model(layout, config, seq_len)  what this model does not allow, or this engine does not do
 
 A check says which numbers do not fit. Which ones would is not written into each: it is looked for, by trying the fields
 that the check names, nearest values first, until one passes all checks.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from course_lib.config import ModelConfig
 from course_lib.layout.experts import check_expert_parallel
-from course_lib.layout.mesh import AXES, check_ep_size, check_order
+from course_lib.layout.mesh import AXES, check_ep_size, check_order, check_replicas
 from course_lib.layout.partition import CP_METHODS, check_heads, check_layers, check_ulysses, even_layers, piece_sizes
 from course_lib.layout.placement import PLACEMENTS, check_context
 from course_lib.schedules import SCHEDULES, check_request, stages_per_rank
@@ -27,7 +27,7 @@ from course_lib.schedules import SCHEDULES, check_request, stages_per_rank
 if TYPE_CHECKING:  # layout.py imports this file
     from course_lib.layout.record import Layout
 
-SIZES = ("dp", "cp", "tp", "pp", "ep", "v", "micro_batch", "accumulation")
+SIZES = ("dp", "cp", "tp", "pp", "ep", "dp_replicate", "v", "micro_batch", "accumulation")
 CHOICES = {
     "zero": (0, 1, 2, 3),
     "sequence_parallel": (False, True),
@@ -79,6 +79,14 @@ def _check_ep(layout: Layout) -> None:
     check_ep_size(layout.dp, layout.cp, layout.ep)
 
 
+def _check_replicas(layout: Layout) -> None:
+    check_replicas(layout.dp, layout.cp, layout.ep, layout.dp_replicate)
+    if layout.dp_replicate > 1 and layout.zero == 0:
+        raise ValueError(
+            f"dp_replicate ({layout.dp_replicate}) makes replicas of what ZeRO shards, but zero (0) shards nothing"
+        )
+
+
 def _check_sequence_parallel(layout: Layout) -> None:
     if layout.sequence_parallel and layout.tp == 1:
         raise ValueError("sequence_parallel cuts norms and residual stream over the ranks of tp, but tp (1) has one")
@@ -106,8 +114,8 @@ def _check_micro_batches(layout: Layout) -> None:
 def _check_split_with_zero(layout: Layout) -> None:
     if layout.zero > 1 and layout.schedule in SPLIT_BACKWARD:
         raise ValueError(
-            f"zero ({layout.zero}) sums a layer's gradients when its backward is done, but {layout.schedule} does that "
-            "of the weights later"
+            f"zero ({layout.zero}) sums a layer's gradients when its backward is done; this engine does not do so with "
+            f"{layout.schedule}, whose weight gradients come later"
         )
 
 
@@ -131,6 +139,7 @@ LAYOUT_CHECKS: list[Check] = [
     *[(partial(_check_choice, name), (name,)) for name in CHOICES],
     (_check_order, ("order",)),
     (_check_ep, ("ep",)),
+    (_check_replicas, ("dp_replicate", "zero")),
     (_check_regather, ("regather", "sequence_parallel")),
     (_check_sequence_parallel, ("sequence_parallel", "tp")),
     (_check_stages_per_rank, ("v", "schedule")),
@@ -140,7 +149,7 @@ LAYOUT_CHECKS: list[Check] = [
 ]
 
 
-# --- what this model cannot do
+# --- what this model does not allow, or this engine does not do for it
 
 
 @dataclass(frozen=True)
@@ -208,7 +217,7 @@ class _Model:
         if self.config.tied and layout.zero and together:
             raise ValueError(
                 f"{self.config.name} ties embedding and head, which {layout.schedule} with pp ({layout.pp}) puts into "
-                f"two stages of one rank: zero ({layout.zero}) would shard the weight they share twice"
+                f"two stages of one rank: this engine does not shard with zero ({layout.zero}) a weight that both share"
             )
 
     def positions(self, layout: Layout) -> None:

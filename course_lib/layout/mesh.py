@@ -5,6 +5,8 @@
     data            ranks that differ from me in dp and cp only: gradients of all but the experts are summed over them
     ep              ep_size neighbours inside data, who have all experts of a layer together
     expert_dp       ranks of data at my place in the other ep groups, who have the same experts as I
+    shard           with replicas (HSDP): neighbours in data who have one replica together, each a shard of it
+    replicate       and the ranks at my place in the other replicas, who have the same shard; of experts likewise
 
 Where a rank sits is pure arithmetic, for 16,384 ranks as for 8. `groups.py` makes the groups of processes.
 By default the tensor axis is innermost: tp talks most, so its ranks are neighbours, on one node's NVLink. The pipeline
@@ -20,6 +22,7 @@ from course_lib.validate import Size, check_fields, checked
 
 AXES = ("pp", "dp", "cp", "tp")  # outermost to innermost, unless a mesh says otherwise
 ALL_AXES = (*AXES, "data", "ep", "expert_dp")  # what data is made of, and what it is cut into
+REPLICA_AXES = ("shard", "replicate", "expert_shard", "expert_replicate")  # and what ZeRO makes of it with replicas
 
 
 @dataclass(frozen=True)
@@ -100,19 +103,25 @@ class Mesh:
         inner, outer = sorted(("dp", "cp"), key=lambda axis: self.strides[axis])
         return [other for first in self.ranks_along(outer, rank) for other in self.ranks_along(inner, first)]
 
-    def members(self, rank: int, ep_size: int = 1) -> dict[str, list[int]]:
-        """The ranks of each group that `rank` is in, by axis of ALL_AXES.
+    def members(self, rank: int, ep_size: int = 1, replicas: int = 1) -> dict[str, list[int]]:
+        """The ranks of each group that `rank` is in, by axis of ALL_AXES, with replicas also of REPLICA_AXES.
 
-        Raises   ValueError if ep_size does not divide dp x cp
+        Raises   ValueError if ep_size does not divide dp x cp, or what remains is not divided by replicas
         """
         check_ep_size(self.dp, self.cp, ep_size)
+        check_replicas(self.dp, self.cp, ep_size, replicas)
         data = self.data_ranks(rank)
         run, place = divmod(data.index(rank), ep_size)
-        return {axis: self.ranks_along(axis, rank) for axis in AXES} | {
+        groups = {axis: self.ranks_along(axis, rank) for axis in AXES} | {
             "data": data,
             "ep": data[run * ep_size : (run + 1) * ep_size],
             "expert_dp": data[place::ep_size],
         }
+        if replicas > 1:
+            groups["shard"], groups["replicate"] = _neighbours_and_peers(data, rank, replicas)
+            expert_groups = _neighbours_and_peers(groups["expert_dp"], rank, replicas)
+            groups["expert_shard"], groups["expert_replicate"] = expert_groups
+        return groups
 
     def all_ranks_along(self, axis: str) -> list[list[int]]:
         """Every group of `axis`, in order of their first ranks: together they hold each rank once."""
@@ -146,6 +155,23 @@ def check_order(order: Sequence[str]) -> None:
     """Raises ValueError unless `order` names each of the four axes once."""
     if not isinstance(order, list | tuple) or sorted(map(str, order)) != sorted(AXES):
         raise ValueError(f"order is {order!r}; name each of {', '.join(AXES)} once, the outermost first")
+
+
+def _neighbours_and_peers(ranks: list[int], rank: int, parts: int) -> tuple[list[int], list[int]]:
+    """The part of the list, cut into equal runs, that has the rank; and the ranks at its place in every run."""
+    size = len(ranks) // parts
+    run, place = divmod(ranks.index(rank), size)
+    return ranks[run * size : (run + 1) * size], ranks[place::size]
+
+
+@checked
+def check_replicas(dp: Size, cp: Size, ep_size: Size, replicas: Size) -> None:
+    """Raises ValueError unless the ranks that have the same experts make up so many equal groups."""
+    if dp * cp // ep_size % replicas:
+        raise ValueError(
+            f"dp_replicate ({replicas}) must divide dp x cp / ep = {dp} x {cp} / {ep_size} = {dp * cp // ep_size}: "
+            "each replica has all shards of every parameter, experts included"
+        )
 
 
 @checked

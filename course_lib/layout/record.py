@@ -32,6 +32,7 @@ class Layout:
     dp, cp, tp, pp     ranks along each axis
     ep                 over how many neighbours of data = dp x cp the experts of a layer are spread
     zero               0 | 1 (optimizer) | 2 (gradients too) | 3 (parameters too), sharded over data
+    dp_replicate       HSDP: ZeRO shards over data / dp_replicate neighbours; so many replicas sum gradients of shards
     sequence_parallel  norms and residual stream cut over tp along the sequence
     regather           with that: matrices keep this rank's tokens alone for backward, and gather the others again
     schedule, v        of the pipeline, a name of `schedules.SCHEDULES`; v: stages a rank of "interleaved"
@@ -53,6 +54,7 @@ class Layout:
     pp: int = 1
     ep: int = 1
     zero: int = 0
+    dp_replicate: int = 1
     sequence_parallel: bool = False
     regather: bool = False
     schedule: str = "1f1b"
@@ -89,6 +91,25 @@ class Layout:
     def expert_dp(self) -> int:
         """Ranks that have the same experts."""
         return self.data_size // self.ep
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks over which ZeRO shards all that is not an expert."""
+        return self.data_size // self.dp_replicate
+
+    @property
+    def expert_shard_size(self) -> int:
+        """Ranks over which ZeRO shards experts."""
+        return self.expert_dp // self.dp_replicate
+
+    @property
+    def shard_axes(self) -> tuple[str, str]:
+        """The axes over which gradients are summed first, and ZeRO shards: of all but experts, and of experts."""
+        return ("shard", "expert_shard") if self.dp_replicate > 1 else ("data", "expert_dp")
+
+    def members(self, rank: int) -> dict[str, list[int]]:
+        """The ranks of each group that `rank` is in, by axis."""
+        return self.mesh.members(rank, self.ep, self.dp_replicate)
 
     @property
     def stages_per_rank(self) -> int:

@@ -353,8 +353,10 @@ class RankOnLedger:
         return Units(shards, units, uses)
 
     def ranks_of(self, kind: str) -> int:
-        """How many ranks sum the gradients of that kind."""
-        return self.layout.expert_dp if kind == "experts" else self.layout.data_size
+        """How many ranks sum the gradients of that kind during backward; ZeRO shards over the same."""
+        if self.layout.zero == 0:
+            return self.layout.expert_dp if kind == "experts" else self.layout.data_size
+        return self.layout.expert_shard_size if kind == "experts" else self.layout.shard_size
 
     def shard(self, group: list[Named], ranks: int | None = None) -> Shard:
         """A flat, which ZeRO pads for its ranks; a bucket is not cut."""
@@ -416,6 +418,11 @@ class RankOnLedger:
         found = {}
         for kinds in self.summed_kinds():
             found[f"sum of gradients: {', '.join(kinds)}"] = e * sum(size for one, size in pieces if one in kinds)
+        if self.layout.dp_replicate > 1:  # shards' gradients, of experts and of all others, over the replicas
+            of_kind = Counter()
+            for kind, size in pieces:
+                of_kind[kind == "experts"] += size
+            found["sum over replicas"] = e * max(of_kind.values())
         largest = max((size for _, size in pieces), default=0)
         wide = 4 * largest
         found["clipping"] = wide * (2 if e < 4 else 1)

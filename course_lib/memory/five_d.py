@@ -118,7 +118,7 @@ def flats_of(
         groups = {label: [unit] for label, unit in units.items()} if layout.zero == 3 else {"all": units.values()}
         for label, group in groups.items():
             for kind in KINDS:
-                ranks = layout.expert_dp if kind == "experts" else layout.data_size
+                ranks = layout.expert_shard_size if kind == "experts" else layout.shard_size
                 sizes = [size for unit in group for size in tensor_sizes(unit, kind, config, layout)]
                 buckets = bucketed(sizes, itemsize) if layout.zero < 3 else [sizes] if sizes else []
                 flats += [Flat(stage, label, kind, tuple(bucket), ranks) for bucket in buckets]

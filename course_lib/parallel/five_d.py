@@ -170,7 +170,7 @@ def build(
     Raises       ValueError if the model cannot lie so, before anything is sent
     """
     layout.check_model(config)
-    groups = groups or make_all_groups(layout.mesh, layout.ep)
+    groups = groups or make_all_groups(layout.mesh, layout.ep, replicas=layout.dp_replicate)
     device = torch.device(device or rank_device())
     if layout.pp > 1:
         comm.check_point_to_point(device, groups.pp, "a pipeline")
@@ -236,9 +236,10 @@ def cut_over_cp(engine: FiveD, stage: nn.Module) -> None:
 def shard_over_data(engine: FiveD, grad_dtype: torch.dtype | None) -> None:
     """Sums gradients over data, experts' over expert_dp: one engine a stage, for each has a backward of its own.
 
-    With zero 0 these are chapter 3's buckets; from 1 on ZeRO shards as well.
+    With zero 0 these are chapter 3's buckets; from 1 on ZeRO shards as well, with replicas over one replica's ranks.
     """
-    layout, group, sharing = engine.layout, engine.groups.data, sharing_of(engine)
+    layout, sharing = engine.layout, sharing_of(engine)
+    group = sharing.groups["matrices"]
     summed: set[nn.Parameter] = set()  # a weight that two stages here share: by the first one's buckets
     for name, stage in engine.stages.items():
         if layout.zero:

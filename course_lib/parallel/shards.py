@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.parallel.data import NamedParameter, Pending, Sharing, Trace, record_when_done
 from course_lib.span import Span
-from course_lib.training.precision import MasterAdamW, gradient_of, scale_gradients, set_gradient
+from course_lib.training.precision import MasterAdamW, adamw_, gradient_of, scale_gradients, set_gradient
 
 Load = Callable[[Sequence[str], int, Tensor], None]  # names laid end to end, first number, what to fill from there on
 
@@ -290,16 +290,6 @@ class ShardedAdamW(MasterAdamW):
         adamw_(master_p, grad_p.to(dtype), state["exp_avg"], state["exp_avg_sq"], options)
         if master_p is not shard_p:
             shard_p.copy_(master_p)
-
-
-def adamw_(master_p: Tensor, grad_p: Tensor, exp_avg_p: Tensor, exp_avg_sq_p: Tensor, options: dict) -> None:
-    """One AdamW update in place, of any piece of the numbers: each is treated by itself."""
-    (beta1, beta2), count = options["betas"], options["step"]
-    exp_avg_p.lerp_(grad_p, 1 - beta1)
-    exp_avg_sq_p.mul_(beta2).addcmul_(grad_p, grad_p, value=1 - beta2)
-    denominator_p = exp_avg_sq_p.sqrt().div_(math.sqrt(1 - beta2**count)).add_(options["eps"])
-    master_p.mul_(1 - options["lr"] * options["weight_decay"])
-    master_p.addcdiv_(exp_avg_p, denominator_p, value=-options["lr"] / (1 - beta1**count))
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@
     experts      this rank's experts                               expert_dp                  expert_dp
 
 A bucket, or a flat of ZeRO, holds one kind only. With ZeRO what is summed further is a shard: 1 / data of the bytes.
+With replicas (HSDP) ZeRO sums over the ranks of one replica, and shards are summed over the replicas once a step.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +42,8 @@ def kind_function(engine: nn.Module) -> Callable[[nn.Parameter], str]:
 
 def sharing_of(engine: nn.Module) -> Sharing:
     """Over whom each kind is summed, and sharded by ZeRO. Losses are shares of the mean: sums are not divided."""
-    groups = {kind: engine.groups.data for kind in KINDS} | {"experts": engine.groups.expert_dp}
+    others, experts = (engine.groups.by_axis[axis] for axis in engine.layout.shard_axes)
+    groups = dict.fromkeys(KINDS, others) | {"experts": experts}
     return Sharing(kind_function(engine), groups)
 
 
@@ -56,7 +58,7 @@ def owned(engine: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def sum_gradients(engine: nn.Module) -> None:
-    """What is not summed over data: over tp, and between the two stages of a tied weight.
+    """What is not summed over data: over tp, between the two stages of a tied weight, and shards over replicas.
 
     Bytes    sent per rank: an all-reduce of each kind in one message, over each group of the table
     """
@@ -64,6 +66,9 @@ def sum_gradients(engine: nn.Module) -> None:
     of_kind: dict[str, list[nn.Parameter]] = {kind: [] for kind in KINDS}
     for kind, param in owned(engine):
         of_kind[kind].append(param)
+    if layout.dp_replicate > 1:
+        tensor.sum_gradients([p for kind in KINDS if kind != "experts" for p in of_kind[kind]], groups.replicate)
+        tensor.sum_gradients(of_kind["experts"], groups.expert_replicate)
     if layout.sequence_parallel:
         tensor.sum_gradients(of_kind["norms"], groups.tp)
     if engine.replica_group is not None:
@@ -78,6 +83,7 @@ def copies_of(engine: nn.Module, kind: str) -> int:
     copies = {"norms": layout.tp, "tied": 2}.get(kind, 1)
     if kind == "kv":
         copies = engine.replica_group.size()
+    copies *= layout.dp_replicate
     if layout.zero == 0:
         copies *= layout.expert_dp if kind == "experts" else layout.data_size
     return copies

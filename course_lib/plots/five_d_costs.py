@@ -8,6 +8,7 @@ from matplotlib.patches import Patch
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
+from course_lib.layout.mesh import REPLICA_AXES
 from course_lib.plots.holdings import draw_boxes
 from course_lib.plots.memory import BudgetBar, budget_bars, gpu_limits, merge_limits
 from course_lib.plots.palette import (
@@ -126,8 +127,9 @@ def show_pipeline_memory(of_ranks, gpus=(), title: str = "", unit: str | None = 
 # ---------------------------------------------------------------- bytes by axis, seconds by part
 
 MOST_RATIO = 50  # of the longest bar to the shortest that is still seen
-SENT_ORDER = ("tp", "cp", "ep", "pp", "data", "expert_dp", "world")
+SENT_ORDER = ("tp", "cp", "ep", "pp", "data", "expert_dp", *REPLICA_AXES, "world")
 SENT_COLORS = AXIS_COLORS | {"data": AXIS_COLORS["dp"], "expert_dp": "#666666", "world": NEUTRAL_COLOR}
+SENT_COLORS |= {axis: SENT_COLORS["expert_dp" if axis.startswith("expert") else "data"] for axis in REPLICA_AXES}
 PART_COLORS = AXIS_COLORS | {
     "compute": COMPUTE_COLOR,
     "bubble": NEUTRAL_COLOR,

@@ -111,7 +111,7 @@ def parts_of(config: ModelConfig, layout: Layout) -> list[Part]:
 
 
 def _shares_of(layout: Layout, parts: Sequence[Part], rank: int) -> list[Share]:
-    here, members = layout.mesh.coordinates(rank), layout.mesh.members(rank, layout.ep)
+    here, members = layout.mesh.coordinates(rank), layout.members(rank)
     mine = schedule_of(layout).stages_of_rank(here["pp"])
     shares = []
     for index, part in enumerate(parts):
@@ -120,7 +120,7 @@ def _shares_of(layout: Layout, parts: Sequence[Part], rank: int) -> list[Share]:
         left, width = Fraction(here["tp"], layout.tp), Fraction(1, layout.tp)
         if part.has_experts:  # first to the ranks of ep, then each expert over tp
             left, width = (members["ep"].index(rank) + left) / layout.ep, width / layout.ep
-        over = members["expert_dp" if part.has_experts else "data"]
+        over = members[layout.shard_axes[part.has_experts]]
         shard = (Fraction(over.index(rank), len(over)), Fraction(over.index(rank) + 1, len(over)))
         whole = (Fraction(0), Fraction(1))
         cut = [shard if layout.zero >= stage else whole for stage in (3, 1)]

@@ -132,7 +132,7 @@ def simulate_rank(
     layout.check_model(config, seq_len)
     dtype, grad_dtype = dtypes_of(precision)
     with fake_world(rank, layout.world_size), replaced(moe, "choose", plan_choices(skew)):
-        groups = make_all_groups(layout.mesh, layout.ep, local_only=True)
+        groups = make_all_groups(layout.mesh, layout.ep, True, layout.dp_replicate)
         engine = five_d.build(config, layout, dtype=dtype, groups=groups, grad_dtype=grad_dtype, fill=fill_with_nothing)
         optimizer = five_d.make_optimizer(engine)
         start_optimizer(optimizer)

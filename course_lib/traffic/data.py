@@ -28,11 +28,22 @@ LOAD_BYTES = 8  # how many tokens chose an expert, int64
 
 
 def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
-    """List the sums of gradients and the gathers of parameters of one step, by axis: "data" and "expert_dp"."""
-    calls: dict[str, list[Call]] = {"data": [], "expert_dp": []}
+    """List the sums of gradients and the gathers of parameters of one step, by axis: "data" and "expert_dp".
+
+    With replicas (HSDP) both are over the ranks of one replica, "shard" and "expert_shard", and the gradients of shards
+    are summed over "replicate" and "expert_replicate" once a step.
+    """
+    layout, grad_bytes = run.layout, wire_grad_bytes(recipe_of(run.recipe))
+    calls: dict[str, list[Call]] = {axis: [] for axis in layout.shard_axes}
+    summed = {"replicate": 0, "expert_replicate": 0}
     for flat in flats:
-        numel = flat.padded if run.layout.zero else flat.numel
-        calls["expert_dp" if flat.kind == "experts" else "data"] += flat_calls(run, numel, flat.ranks)
+        numel = flat.padded if layout.zero else flat.numel
+        calls[layout.shard_axes[flat.kind == "experts"]] += flat_calls(run, numel, flat.ranks)
+        summed["expert_replicate" if flat.kind == "experts" else "replicate"] += numel // flat.ranks
+    for axis, numel in summed.items():
+        if layout.dp_replicate > 1 and numel:
+            call = Call("gradients of replicas", "all_reduce", numel * grad_bytes, layout.dp_replicate, grad_bytes)
+            calls[axis] = [call]
     return calls
 
 

@@ -9,6 +9,7 @@
     ep          rows to their experts and back, of my layers with experts   experts.py
     data        gradients, and with ZeRO parameters; the experts' load      data.py
     expert_dp   gradients and parameters of experts                         data.py
+    shard, replicate, expert_shard, expert_replicate: with replicas (HSDP)  data.py
     world       the lengths of micro-batches, the loss, and one number to clip
 
 All sizes are those of one rank: S / cp tokens (with SP / tp between stages), heads and features / tp, experts / ep.
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from course_lib.layout.mesh import REPLICA_AXES
 from course_lib.memory.five_d import flats_of, layers_of, schedule_of
 from course_lib.memory.stages import stage_config
 from course_lib.memory.states import recipe_of
@@ -32,7 +34,7 @@ from course_lib.traffic.pipeline import boundary_calls, tied_calls
 from course_lib.traffic.routing import Routing
 from course_lib.traffic.tensor import partial_gradient_calls, tensor_calls
 
-AXES = ("pp", "tp", "cp", "ep", "data", "expert_dp", "world")
+AXES = ("pp", "tp", "cp", "ep", "data", "expert_dp", *REPLICA_AXES, "world")
 LENGTH_BYTES = 8  # of a micro-batch, int64, as the longest and as the shortest of all ranks
 
 Calls = dict[str, list[Call]]
@@ -68,7 +70,7 @@ def calls(run: Run, rank: int = 0, clip: bool = False, routings: Sequence[Routin
 
 def sent(run: Run, rank: int = 0, clip: bool = False, routings: Sequence[Routing] | None = None) -> dict[str, int]:
     """Count the bytes that a rank sends in one step, by axis, as `ByteMeter(axes=engine.axes).by_axis` has them."""
-    places = {axis: ranks.index(rank) for axis, ranks in run.layout.mesh.members(rank, run.layout.ep).items()}
+    places = {axis: ranks.index(rank) for axis, ranks in run.layout.members(rank).items()}
     places["world"] = rank
     listed = calls(run, rank, clip, routings).items()
     return {axis: sum(_sent(call, axis, places[axis]) for call in of_axis) for axis, of_axis in listed if of_axis}

@@ -124,7 +124,7 @@ def make_optimizer(
     return optimizer_class(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay)
 
 
-@checked
+@checked(scaler=object)  # a lesson brings the class that it shows
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -107,15 +107,8 @@ class MasterAdamW(torch.optim.Optimizer):
             state["master"] = parameter.detach().clone().float()
             state["exp_avg"] = torch.zeros_like(state["master"])
             state["exp_avg_sq"] = torch.zeros_like(state["master"])
-        master, exp_avg, exp_avg_sq = state["master"], state["exp_avg"], state["exp_avg_sq"]
-        beta1, beta2 = group["betas"]
-        exp_avg.lerp_(gradient, 1 - beta1)
-        exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        correction1, correction2 = 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
-        denominator = exp_avg_sq.sqrt().div_(math.sqrt(correction2)).add_(group["eps"])
-        master.mul_(1 - group["lr"] * group["weight_decay"])
-        master.addcdiv_(exp_avg, denominator, value=-group["lr"] / correction1)
-        parameter.copy_(master)
+        adamw_(state["master"], gradient, state["exp_avg"], state["exp_avg_sq"], group)
+        parameter.copy_(state["master"])
 
     def load_state_dict(self, state_dict: dict) -> None:
         """As usual, but masters and moments stay FP32: torch would cast them to the parameter's dtype."""
@@ -128,6 +121,16 @@ class MasterAdamW(torch.optim.Optimizer):
 
 
 @checked
+def adamw_(master_p: Tensor, grad_p: Tensor, exp_avg_p: Tensor, exp_avg_sq_p: Tensor, options: dict) -> None:
+    """One AdamW update in place, of any piece of the numbers: each is treated by itself."""
+    (beta1, beta2), count = options["betas"], options["step"]
+    exp_avg_p.lerp_(grad_p, 1 - beta1)
+    exp_avg_sq_p.mul_(beta2).addcmul_(grad_p, grad_p, value=1 - beta2)
+    denominator_p = exp_avg_sq_p.sqrt().div_(math.sqrt(1 - beta2**count)).add_(options["eps"])
+    master_p.mul_(1 - options["lr"] * options["weight_decay"])
+    master_p.addcdiv_(exp_avg_p, denominator_p, value=-options["lr"] / (1 - beta1**count))
+
+
 def accumulate_in_fp32(parameters: Iterable[nn.Parameter], keep_low: bool = False) -> list:
     """Gives each parameter an FP32 `main_grad`, into which every backward pass adds. Returns the hooks' handles.
 

@@ -131,7 +131,8 @@ def parameters_of(engine: FiveD) -> list[Holding]:
         flats = engine.data_engines[number].flats if engine.layout.zero else []
         for flat in flats:
             places = tuple(place_in(engine, cuts, name, param) for name, param in zip(flat.names, flat.params))
-            held.append(Holding(flat.shard_p, places, flat.group.rank() * len(flat.shard_p)))
+            copy = replica_of(engine, is_expert=flat.kind == "experts")
+            held.append(Holding(flat.shard_p, places, flat.group.rank() * len(flat.shard_p), *copy))
             seen.update(flat.params)
         experts = my_experts(stage)
         for name, param in stage.named_parameters():
@@ -141,6 +142,14 @@ def parameters_of(engine: FiveD) -> list[Holding]:
                 held.append(Holding(param, (place,), 0, group.rank(), group.size()))
                 seen.add(param)
     return held
+
+
+def replica_of(engine: FiveD, is_expert: bool) -> tuple[int, int]:
+    """Which replica of ZeRO's shards this rank has, of how many."""
+    if engine.layout.dp_replicate == 1:
+        return 0, 1
+    group = engine.groups.expert_replicate if is_expert else engine.groups.replicate
+    return group.rank(), group.size()
 
 
 def buffers_of(engine: FiveD) -> list[Holding]:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from course_lib.compare.five_d_profile import FiveDComparison, measure_five_d
 from course_lib.config import MOE_PRESETS, PRESETS, preset
-from course_lib.five_d_timing import Overlap, StepTime, step_time
+from course_lib.five_d_timing import Overlap, StepTime, Utilisation, step_time
 from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AxisLinks, links_of_axes
@@ -37,7 +37,7 @@ from course_lib.traffic import sent
 from course_lib.validate import Size, check_fields, checked
 from course_lib.widgets import parts
 
-UTILISATION = 0.55  # of the peak while computing: with it the modelled step of Llama 3 405B is near its published MFU
+UTILISATION = Utilisation(matmul=0.55, attention=0.65)  # with it the modelled step of Llama 3 405B is near its MFU
 RECIPE = "bf16-master"  # on GPUs
 TOYS = ("toy", "toy-moe")  # predicted in FP32 on a CPU, as they are measured
 RECOMPUTE = ["none", "selective", "full"]
@@ -167,7 +167,7 @@ def explore_five_d(chosen: FiveDChoice) -> FiveDView:
     by_axis = sent(run, layout.mesh.rank(pp=fullest, dp=0, cp=0, tp=0))
     cluster = Cluster(gpu(chosen.gpu_key), link(chosen.inside), link(chosen.between), chosen.ranks_per_node)
     overlap = Overlap(ep=layout.schedule == "dualpipe_v")
-    time = step_time(config, layout, chosen.seq_len, cluster, UTILISATION, recipe, overlap)
+    time = step_time(Run(config, layout, chosen.seq_len, recipe), cluster, UTILISATION, overlap)
     links = links_of_axes(layout.mesh, chosen.ranks_per_node, layout.ep)
     text = describe_five_d(chosen, layout, bars[fullest], limits, links, time)
     return FiveDView(layout, holdings(config, layout), bars, limits, fullest, by_axis, links, time, text)

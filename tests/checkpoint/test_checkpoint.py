@@ -47,6 +47,7 @@ SOURCES = {
     "tied": (DENSE, F32, "pp=2,dp=2,accumulation=4"),
     "gpt": (GPT, F32, "dp=2,tp=2,sequence_parallel=true,zero=3"),
     "moe": (MOE, F32, "dp=2,tp=2,ep=2,sequence_parallel=true,zero=2"),
+    "replicas": (MOE, F32, "dp=4,ep=2,zero=3,dp_replicate=2"),
 }
 # (saved by, layout that loads)
 PAIRS = [
@@ -58,6 +59,7 @@ PAIRS = [
     ("tied", "dp=2,cp=2,zero=2"),
     ("gpt", "dp=4,zero=1"),
     ("moe", "dp=2,pp=2,ep=2,accumulation=2,zero=1"),
+    ("replicas", "dp=2,tp=2,zero=2,dp_replicate=2"),
     ("zero1", "dp=2,zero=2"),
     ("bf16", "pp=2,accumulation=2"),
     ("gpt", "tp=2,sequence_parallel=true"),

@@ -9,10 +9,12 @@ import os
 import subprocess
 import sys
 
+import nbformat
 import pytest
 
 from course_lib.authoring import ROOT
 from course_lib.compare.gpu_timings import CHAPTERS, on_gpus
+from course_lib.layout import Layout
 
 CHAPTER = ROOT / "tests" / "fake_cuda_chapter.py"
 NOTEBOOKS = [next((ROOT / "notebooks").glob(f"{chapter}_*.ipynb")) for chapter in ("00", "05")]
@@ -36,10 +38,33 @@ def test_every_function_that_a_chapter_launches_keeps_to_the_device_of_its_rank(
     assert [record for record in found if "error" in record and record["function"] not in UNFAKED] == []
 
 
-def test_a_tensor_on_the_wrong_device_is_found(tmp_path):
-    """Otherwise the test above could pass for any cell."""
-    import nbformat
+def notebook_of(folder, cells: list[str]):
+    path = folder / "cells.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells]), path)
+    return path
 
+
+def test_engines_and_measure_buttons_keep_to_the_device_of_their_rank(tmp_path):
+    head = """from course_lib.compare.five_d_profile import _one_rank
+from course_lib.compare.sharded_profile import Sizes, _tensor_rank, _zero_rank
+from course_lib.config import preset
+from course_lib.launch import launch
+from course_lib.layout import Layout"""
+    layouts = ("pp=2,dp=2,tp=2,sequence_parallel=true,zero=1,accumulation=2", "cp=2,dp=2,zero=3", "dp=2,cp=2,zero=2")
+    cells = [f"launch(_zero_rank, 2, preset('toy'), {stage}, 'fp32', Sizes(), 'none')" for stage in range(4)]
+    cells += [f"launch(_tensor_rank, 2, preset('toy'), {sp}, False, Sizes(), 'none')" for sp in (False, True)]
+    cells += [
+        f"launch(_one_rank, {Layout.parse(text).world_size}, preset('toy'), Layout.parse('{text}'), 64)"
+        for text in layouts
+    ]
+    cells.append("launch(_one_rank, 4, preset('toy-moe'), Layout.parse('dp=2,tp=2,ep=2'), 64)")
+    found = launches(notebook_of(tmp_path, [head, *cells]))
+    assert {record["function"] for record in found} == {"_zero_rank", "_tensor_rank", "_one_rank"}
+    assert [record for record in found if "error" in record] == []
+
+
+def test_a_tensor_on_the_wrong_device_is_found(tmp_path):
+    """Otherwise the tests above could pass for any cell."""
     slips = {
         "model_on_the_cpu": "build(preset('toy'), device='cpu')(torch.zeros(1, 4, dtype=torch.int64))",
         "index_on_the_gpu": "torch.zeros(3, device='cpu')[torch.arange(2)]",
@@ -49,9 +74,7 @@ def test_a_tensor_on_the_wrong_device_is_found(tmp_path):
     head = "import torch\nfrom course_lib.config import preset\nfrom course_lib.launch import launch\n"
     head += "from course_lib.model import build\n"
     cells = [f"def {name}():\n    return {slip}\nlaunch({name}, 2)" for name, slip in slips.items()]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in [head, *cells]])
-    nbformat.write(notebook, tmp_path / "slips.ipynb")
-    wrong = {record["function"] for record in launches(tmp_path / "slips.ipynb") if "error" in record}
+    wrong = {record["function"] for record in launches(notebook_of(tmp_path, [head, *cells])) if "error" in record}
     assert wrong == set(slips) - {"right"}
 
 

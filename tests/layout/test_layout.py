@@ -256,6 +256,13 @@ def test_sizes_follow_from_the_axes():
     assert (layout.world_size, layout.mesh.world_size, layout.mesh.sizes["cp"]) == (32, 32, 2)
     assert (layout.data_size, layout.expert_dp, layout.num_stages, layout.sequences_per_step) == (8, 2, 6, 120)
     assert Layout(pp=2, schedule="zbv").num_stages == 4
+    replicas = Layout.parse("dp=4,cp=2,ep=2,zero=3,dp_replicate=2")
+    assert (replicas.shard_size, replicas.expert_shard_size, str(replicas)) == (
+        4,
+        2,
+        "dp=4,cp=2,ep=2,zero=3,dp_replicate=2",
+    )
+    assert Layout.from_dict(replicas.to_dict()) == replicas
     assert Layout(order=["tp", "pp", "dp", "cp"], tp=2, dp=2).mesh.ranks_along("tp", 0) == [0, 2]
 
 
@@ -282,6 +289,8 @@ def test_layouts_of_published_runs_are_possible():
             "two stages of one rank.*; nearest: zero=0 or",
         ),
         (lambda: Layout(schedule="interleaved", v=2, zero=1).check_model(TIED), r"interleaved with pp \(1\)"),
+        (lambda: Layout(dp=4, dp_replicate=2), r"zero \(0\) shards nothing; nearest: dp_replicate=1 or zero=1"),
+        (lambda: Layout(dp=4, zero=1, dp_replicate=3), r"= 4 x 1 / 1 = 4: .*; nearest: dp_replicate=2 or"),
         (lambda: Layout(expert_method="once_per_node"), "how many ranks share a node"),
         (lambda: Layout.parse(""), "'' in layout '' is not name=value; write dp=2"),
         (lambda: Layout.parse("dp=2,tp"), "'tp' in layout 'dp=2,tp' is not name=value"),

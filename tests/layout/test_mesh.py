@@ -102,6 +102,20 @@ def test_members_of_every_group_are_those_who_differ_along_its_axes_only():
             assert {axis: [ranks] for axis, ranks in mesh.members(rank, ep_size).items()} == found
 
 
+def test_replicas_cut_data_into_equal_runs_with_all_experts_in_each():
+    mesh = Mesh(dp=4, cp=2, tp=2)
+    for rank in range(mesh.world_size):
+        groups = mesh.members(rank, 2, 2)
+        shard, replicate = groups["shard"], groups["replicate"]
+        assert len(shard) == 4 and len(replicate) == 2 and set(shard) & set(replicate) == {rank}
+        assert set(groups["ep"]) <= set(shard) <= set(groups["data"])
+        assert groups["expert_shard"] == [other for other in groups["expert_dp"] if other in shard]
+        assert groups["expert_replicate"] == [other for other in groups["expert_dp"] if other in replicate]
+    assert mesh.members(0, 8, 1).keys() == set(ALL_AXES)
+    with pytest.raises(ValueError, match=r"dp_replicate \(4\) must divide dp x cp / ep = 4 x 2 / 4 = 2"):
+        mesh.members(0, 4, 4)
+
+
 def test_links_are_those_that_a_look_at_every_rank_finds():
     for mesh, ep_size in some_meshes():
         for ranks_per_node in (1, 2, 3, 4, 8):

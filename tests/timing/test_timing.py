@@ -392,3 +392,27 @@ def test_where_throughput_falls_depends_on_the_network_and_the_micro_batch():
     assert 0.83 < left(512, 4096, "efa") < left(64, 4096, "efa") < 0.84  # of a ring's or a tree's bytes, not of steps
     assert PUBLISHED_DP_THROUGHPUT[64] / PUBLISHED_DP_THROUGHPUT[8] < 0.78  # measured: less is left
     assert left(512, 16 * 4096, "efa") > 0.99  # larger micro-batches hide them
+
+
+# ------------------------------------------------------------------------------------ nonsense
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: timing.mfu(1e15, 1.0, 0, 1e15), ValueError, "num_gpus is 0; give a whole number"),
+        (lambda: timing.mfu(1e15, -1.0, 8, 1e15), ValueError, "seconds is -1.0; give a finite number above 0"),
+        (lambda: timing.hfu(float("nan"), 1.0, 8, 1e15), ValueError, "hardware_flops is nan"),
+        (lambda: timing.tokens_per_s(6e9, 8, 1e15, 45), ValueError, "utilisation is 45"),
+        (lambda: timing.training_s("15T", 6e9, 8, 1e15, 0.4), TypeError, "num_tokens is '15T'"),
+        (lambda: timing.collective_s("all_reduce", -1, 8, LINKS["efa"]), ValueError, "payload_bytes is -1"),
+        (
+            lambda: timing.collective_s("all_reduce", 1e6, 10**15, LINKS["efa"]),
+            ValueError,
+            "world_size is 10000000",
+        ),
+        (lambda: timing.collective_s("all_reduce", 1e6, 8, "efa"), TypeError, "network is 'efa'"),
+        (lambda: timing.collective_s("all_reduce", 1e6, 8, NODES, per_node=0), ValueError, "per_node is 0"),
+    ],
+)
+def test_nonsense_is_refused_in_one_sentence(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
