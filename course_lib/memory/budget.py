@@ -197,7 +197,8 @@ def overheads_of(run: Run) -> dict[str, int]:
 def states_of(run: Run, pp_rank: int = 0, tp_rank: int = 0) -> StateBytes:
     """Parameters, gradients and optimizer states of one rank, to the byte."""
     counters = run.device == "cpu" and has_step_counters(run.recipe, run.optimizer)
-    if run.lora is not None or (run.config.family == "xlmr" and not run.layout.zero):
+    not_flat = run.lora is not None or run.optimizer == "adafactor" or run.config.family == "xlmr"
+    if not_flat and run.layout.zero == 0 and run.layout.world_size == run.layout.dp:
         return state_bytes(run.config, run.recipe, run.optimizer, run.lora, step_counters=counters)
     return five_d_states(run.config, run.layout, pp_rank, tp_rank, run.recipe, run.optimizer, counters)
 
