@@ -535,12 +535,12 @@ def route(L: Ledger, x: Tensor, weight: Weight, moe: MoeConfig, tokens: int) -> 
     weight32 = L.make(weight.numel, wide) if narrow else None
     saved = [x32, *([weight32] if narrow else [])]
     logits = output(L, tokens * experts, wide, weight.name, [x32, weight], saved, backward)
-    shares = 2 if moe.score == "sigmoid" and not L.runs_again else 1
+    shares = 0 if moe.score != "sigmoid" or L.runs_again else tokens * experts
     held = 8 if L.runs_again else 8 + 4 + 1  # ids; of a first run the module holds weights and what fits as well
     scores = output(
         L, tokens * experts, wide, "scores", [logits], [], lambda saved, grads: [L.make(tokens * experts, wide)]
     )
-    saved = [scores, *(L.make(tokens * experts, wide) for _ in range(shares - 1))]
+    saved = [scores, L.make(shares, wide)]
     saved.append(L.make(tokens * (k * held + (k + 1) * FP32 * moe.normalise_weights), 1))
     chosen = output(
         L, tokens * k, wide, "choice", [scores], saved, lambda saved, grads: [L.make(tokens * experts, wide)]

@@ -216,7 +216,7 @@ def test_real_ranks_hold_and_send_what_the_formulas_say():
             states = ("parameters", "gradients", "optimizer")
             assert [plan[kind] for kind in states] == [held[kind] for kind in states]
             if recompute == "none":  # with "full", gloo's threads may still hold messages of the block run again
-                assert held["activations"] == pytest.approx(plan["activations"], rel=0.01)
+                assert held["activations"] == pytest.approx(plan["activations"], rel=0.015)
 
 
 # ---- context parallelism
@@ -360,5 +360,5 @@ def test_real_ranks_of_context_and_pipeline_hold_and_send_what_the_formulas_say(
                 assert {kind: of_step[kind] for kind in of_step if kind != "broadcast"} == of_pp, name  # of the loss
             plan = budgets(Run(config, Layout.parse(text), 32, "fp32", device="cpu"))[rank]
             assert [plan.by_kind[kind] for kind in states] == [held[kind] for kind in states]
-            kept, messages = plan.by_kind["activations"], 2 * boundary_bytes(config, 2, 32, 4)
+            kept, messages = plan.by_kind["activations"], 4 * boundary_bytes(config, 2, 32, 4)  # sent, and still there
             assert 0.97 * kept < held["activations"] < 1.01 * kept + messages, (name, rank)
