@@ -11,7 +11,8 @@ from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure.meter import ByteMeter
 from course_lib.measure.tracker import KINDS, MemoryTracker
-from course_lib.memory.five_d import five_d_budgets, five_d_states
+from course_lib.memory.budget import budgets
+from course_lib.memory.five_d import five_d_states
 from course_lib.model.moe import MoE
 from course_lib.parallel import five_d
 from course_lib.run import Run
@@ -97,8 +98,8 @@ def measure_five_d(config: ModelConfig, layout: Layout, seq_len: int = 64) -> Fi
     layout.check_model(config, seq_len)
     start_s = time.perf_counter()
     seen = launch(_one_rank, layout.world_size, config, layout, seq_len, quiet=True)
-    budgets = five_d_budgets(config, layout, seq_len, "fp32", device=seen.device_type)
-    of_ranks = tuple(_rows(config, layout, seq_len, rank, seen, budgets) for rank in range(layout.world_size))
+    predicted = budgets(Run(config, layout, seq_len, "fp32", device=seen.device_type))
+    of_ranks = tuple(_rows(config, layout, seq_len, rank, seen, predicted) for rank in range(layout.world_size))
     what = f"{config.name}, {layout}, fp32, sequences of {seq_len} tokens"
     return FiveDComparison(what, of_ranks, time.perf_counter() - start_s)
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import nn
 
 from course_lib.config import ModelConfig, require_dense
+from course_lib.layout import Layout
 from course_lib.measure.tracker import KINDS, MemoryTracker, Timeline
-from course_lib.memory.formulas import Recipe, budget, recipe_of
-from course_lib.memory.moe import expert_parallel_budget
+from course_lib.memory.budget import budgets
+from course_lib.memory.states import Recipe, recipe_of
 from course_lib.model import build
+from course_lib.run import Run
 from course_lib.training import make_optimizer, train_step
 from course_lib.training.data import batch, tokens
 from course_lib.training.precision import precision_named
@@ -146,8 +147,8 @@ def profile_step(
         )
     start_s = time.perf_counter()
     timeline = profile_steps(config, 2, batch_size, seq_len, recipe, optimizer, attention, recompute)
-    predict = partial(expert_parallel_budget if config.moe else budget, config, batch_size, seq_len, device="cpu")
-    predicted = predict(recipe=recipe, optimizer=optimizer, attention=attention, recompute=recompute)
+    layout = Layout(micro_batch=batch_size, recompute=recompute)
+    (predicted,) = budgets(Run(config, layout, seq_len, recipe_of(recipe).name, attention, "cpu", optimizer))
     rows = [Row(kind, predicted.by_kind[kind], max(timeline.bytes_by_kind[kind])) for kind in KINDS]
     rows.append(Row("peak", predicted.peak_bytes, timeline.peak_bytes))
     return Comparison(config, batch_size, seq_len, tuple(rows), timeline, time.perf_counter() - start_s)

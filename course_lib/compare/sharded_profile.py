@@ -13,8 +13,7 @@ from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure.meter import ByteMeter
 from course_lib.measure.tracker import KINDS, MemoryTracker
-from course_lib.memory.formulas import Budget
-from course_lib.memory.sharded import sharded_budget
+from course_lib.memory.budget import Budget, budgets
 from course_lib.parallel import data as dp
 from course_lib.parallel import sequence, tensor, zero
 from course_lib.run import Run
@@ -85,18 +84,10 @@ def measure_zero(
         )
     config, start_s = config or preset("toy"), time.perf_counter()
     ranks = launch(_zero_rank, num_ranks, config, stage, recipe, sizes, recompute, quiet=True)
-    needed = sharded_budget(
-        config,
-        sizes.batch_size,
-        sizes.seq_len,
-        recipe,
-        recompute=recompute,
-        device=ranks.device_type,
-        zero_stage=stage,
-        dp_size=num_ranks,
-    )
     layout = Layout(dp=num_ranks, zero=stage, micro_batch=sizes.batch_size, recompute=recompute)
-    sent = sent_bytes(calls(Run(config, layout, sizes.seq_len, recipe, device=ranks.device_type))["data"])
+    run = Run(config, layout, sizes.seq_len, recipe, device=ranks.device_type)
+    (needed,) = budgets(run)
+    sent = sent_bytes(calls(run)["data"])
     what = f"{config.name}, ZeRO stage {stage}, {recipe}, {sizes.batch_size} x {sizes.seq_len} tokens a rank"
     return _compare(what, num_ranks, ranks[0], needed, sent, start_s)
 
@@ -116,21 +107,16 @@ def measure_tensor(
     config, start_s = config or preset("toy"), time.perf_counter()
     how = (sequence_parallel, regather)
     ranks = launch(_tensor_rank, tp, config, *how, sizes, recompute, quiet=True)
-    needed = sharded_budget(
-        config,
-        sizes.batch_size,
-        sizes.seq_len,
-        "fp32",
-        recompute=recompute,
-        device=ranks.device_type,
+    layout = Layout(
         tp=tp,
         sequence_parallel=sequence_parallel,
         regather=regather,
+        micro_batch=sizes.batch_size,
+        recompute=recompute,
     )
-    layout = Layout(
-        tp=tp, sequence_parallel=sequence_parallel, regather=regather, micro_batch=sizes.batch_size, recompute=recompute
-    )
-    sent = sent_bytes(calls(Run(config, layout, sizes.seq_len, "fp32", device=ranks.device_type))["tp"])
+    run = Run(config, layout, sizes.seq_len, "fp32", device=ranks.device_type)
+    (needed,) = budgets(run)
+    sent = sent_bytes(calls(run)["tp"])
     name = "TP + SP" if sequence_parallel else "TP"
     what = f"{config.name}, {name} {tp}, fp32, {sizes.batch_size} x {sizes.seq_len} tokens"
     return _compare(what, tp, ranks[0], needed, sent, start_s)

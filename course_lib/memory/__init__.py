@@ -1,15 +1,20 @@
 """Memory of training, as formulas.
 
-states.py       parameters, gradients, optimizer states, by precision recipe
-activations.py  activations of the course's own models, term by term
-papers.py       activations as the papers count them
-formulas.py     the whole budget before running
-zero.py         ZeRO's units, what a rank holds of each kind, offload
-tensor.py       tensor and sequence parallelism as a narrower model
-context.py      context parallelism: fewer tokens of each sequence, and others' keys for a moment
-moe.py          a mixture of experts: total and active parameters, memory by EP x DP x TP
-sharded.py      the whole budget of one rank among many
-stages.py       a model cut into pipeline stages: layers, parameters, balance with embedding and head
-pipeline.py     how many micro-batches a rank of a pipeline keeps, and its whole budget
-five_d.py       the memory of each rank of a pipeline under a whole layout
+states.py        parameters, gradients, optimizer: bytes a parameter, recipe by recipe
+activations.py   what the course's own models keep for the backward pass, term by term
+papers.py        the published activation formulas: Korthikanti, Megatron-Core, ZeRO
+formulas.py      the formulas of one GPU, from one place
+zero.py          ZeRO: units, what a rank holds of each kind, offload
+tensor.py        tensor and sequence parallelism as a narrower model
+moe.py           mixtures of experts: total and active parameters, rows routed, EP x DP x TP
+context.py       context parallelism: fewer tokens, and the keys and values of others
+stages.py        a model cut into pipeline stages: layers, parameters, balance
+pipeline.py      how many micro-batches a rank of a pipeline keeps
+five_d.py        the parameters of each rank of a layout, and how ZeRO lays them
+run.py           a run as one record: model, layout, recipe, device, optimizer
+ledger.py        the peak needs the order of events: a ledger of what is made, saved and freed
+operators.py     what each operator makes, saves and frees
+blocks.py        one stage of a model on one rank: the order of its operators
+moments.py       what an instruction of a schedule changes; gradients without ZeRO and with it
+budget.py        budgets(run): all of it together, for each rank of a pipeline
 """

@@ -18,28 +18,19 @@ ends of a pipeline (tied embeddings): these are the copies that no axis takes aw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.layout.experts import check_expert_parallel
 from course_lib.layout.partition import check_layers, copies_of_kv, even_layers
-from course_lib.memory.context import check_exchange, exchange_bytes, tokens_of_rank, written_out_bytes
-from course_lib.memory.formulas import ASSUMED_OVERHEADS, Budget, check_seq_len
-from course_lib.memory.moe import expert_work_bytes, narrow_experts
-from course_lib.memory.pipeline import boundary_bytes, held_by_rank, num_neighbours, stage_activations
-from course_lib.memory.sharded import dense_work_bytes
+from course_lib.memory.moe import narrow_experts
 from course_lib.memory.stages import stage_config
-from course_lib.memory.states import Recipe, Shapes, StateBytes, has_step_counters, parameter_shapes, recipe_of
+from course_lib.memory.states import Recipe, Shapes, StateBytes, parameter_shapes, recipe_of
 from course_lib.memory.zero import (
     bucketed,
     padded,
-    wire_grad_bytes,
-    zero_gathered_bytes,
-    zero_reduced_bytes,
     zero_state_bytes,
 )
 from course_lib.schedules import make
@@ -188,130 +179,3 @@ _STATES = ("parameters", "gradients", "optimizer")
 def _as_sharded(flat: Flat, layout: Layout) -> list[int]:
     """ZeRO's units: the flat, or where nothing is sharded its tensors."""
     return [flat.numel] if layout.zero else list(flat.sizes)
-
-
-# ------------------------------------------------------------------------------------ the whole budget
-def five_d_budgets(
-    config: ModelConfig,
-    layout: Layout,
-    seq_len: int,
-    recipe: Recipe | str = "bf16-master",
-    optimizer: str = "adamw",
-    attention: str = "fused",
-    device: str = "cuda",
-    tp_rank: int = 0,
-    load: float = 1.0,
-    output_kept: bool = True,
-) -> list[Budget]:
-    """Predict the memory of each rank of the pipeline; ranks that differ in dp, cp and tp have as much, or a bit less.
-
-    load          rows that reach this rank's experts over a fair share
-    output_kept   as in `memory.pipeline.stage_activations`
-    Raises        ValueError if a word is unknown, sizes do not divide, or seq_len exceeds the model's
-    """
-    check_seq_len(config, seq_len)
-    if config.moe is not None or layout.ep > 1:
-        check_expert_parallel(config, layout.data_size, layout.ep, layout.tp)
-    check_exchange(attention, layout.cp, layout.cp_method)
-    recipe, schedule, layers = recipe_of(recipe), schedule_of(layout), layers_of(config, layout)
-    each = [
-        stage_activations(
-            config, layout.micro_batch, seq_len, layers, stage, attention, layout.recompute, recipe.name, device,
-            layout.tp, layout.sequence_parallel, layout.cp, output_kept and layout.pp > 1, layout.cp_method, load,
-            layout.regather,
-        )
-        for stage in range(len(layers))
-    ]  # fmt: skip
-    counters = device == "cpu" and has_step_counters(recipe, optimizer)
-    share = layout.tp if layout.sequence_parallel else 1
-    message = boundary_bytes(config, layout.micro_batch, seq_len, recipe.compute_bytes, layout.cp, share)
-    budgets = []
-    for rank, row in enumerate(schedule.instructions):
-        states = five_d_states(config, layout, rank, tp_rank, recipe, optimizer, counters)
-        flats = flats_of(config, layout, rank, tp_rank, recipe.param_bytes)
-        activations, logits, beside = held_by_rank(row, each, states.gradients)
-        units = _whole_units(flats, layout)
-        has_last = schedule.num_stages - 1 in schedule.stages_of_rank(rank)
-        work = _work_bytes(config, layout, seq_len, attention, recipe, tp_rank, has_last, load)
-        work += zero_reduced_bytes(units, layout.zero, 1, recipe) + num_neighbours(schedule, rank) * message
-        gathered = zero_gathered_bytes(units, layout.zero, 1, recipe, tied=config.tied and layout.pp == 1)
-        later = (
-            max(_update_bytes(flats, layout, recipe), _replicas_bytes(flats, layout, recipe))
-            - activations
-            - logits
-            - gathered
-        )
-        always_there = recipe.grad_bytes > recipe.param_bytes and not _in_buckets(layout)
-        budgets.append(
-            Budget(
-                parameters=states.parameters,
-                gradients=states.gradients,
-                optimizer=states.optimizer,
-                activations=activations,
-                logits=logits,
-                temporary=max(work, later),
-                gradients_at_start=states.gradients
-                if always_there
-                else max(beside, _bucket_bytes(flats, layout, recipe)),
-                overheads={} if device == "cpu" else dict(ASSUMED_OVERHEADS),
-                gathered=gathered,
-            )
-        )
-    return budgets
-
-
-def _replicas_bytes(flats: Sequence[Flat], layout: Layout, recipe: Recipe) -> int:
-    """The message in which gradients of shards are summed over replicas: of experts, or of all others, the larger."""
-    held = [0, 0]
-    for flat in flats:
-        held[flat.kind == "experts"] += flat.padded // flat.ranks
-    return wire_grad_bytes(recipe) * max(held) if layout.dp_replicate > 1 else 0
-
-
-def _in_buckets(layout: Layout) -> bool:
-    """Whether gradients lie in buckets that are made anew in each step: without ZeRO, on several ranks of data."""
-    return layout.zero == 0 and layout.data_size > 1
-
-
-def _bucket_bytes(flats: Sequence[Flat], layout: Layout, recipe: Recipe) -> int:
-    """The bucket of the last stage's last layers: there when backward begins, before activations are freed."""
-    last = [flat for flat in flats if flat.stage == flats[-1].stage and flat.ranks > 1]
-    return recipe.grad_bytes * last[0].numel if _in_buckets(layout) and last else 0
-
-
-def _update_bytes(flats: Sequence[Flat], layout: Layout, recipe: Recipe) -> int:
-    """What AdamW makes of its largest tensor, or shard: an FP32 root, and a gradient of 16 bits in FP32.
-
-    torch's own AdamW, which FP32 has without ZeRO, makes two roots.
-    """
-    pieces = [flat.padded // flat.ranks if layout.zero else max(flat.sizes) for flat in flats]
-    copies = 1 if recipe.grad_bytes >= 4 and (layout.zero or recipe.master_bytes) else 2
-    return 4 * copies * max(pieces, default=0)
-
-
-def _whole_units(flats: Sequence[Flat], layout: Layout) -> list[int]:
-    """A rank's units of ZeRO, each kind padded for its own ranks; what is gathered at once counts together."""
-    if layout.zero < 3:
-        return [flat.padded for flat in flats]
-    units: dict[tuple[int, str], int] = {}
-    for flat in flats:
-        units[flat.stage, flat.label] = units.get((flat.stage, flat.label), 0) + flat.padded
-    return list(units.values())
-
-
-def _work_bytes(config, layout, seq_len, attention, recipe, tp_rank, has_last, load) -> int:
-    """What a step works with beside what it keeps: the larger of a matrix's gradients and attention's other keys."""
-    if not has_last:  # no logits: a vocabulary of one row each
-        config = replace(config, vocab_size=layout.tp)
-    local, tokens = narrow_experts(config, layout.tp, tp_rank), tokens_of_rank(seq_len, layout.cp)
-    dense = replace(config, moe=None)
-    args = (layout.micro_batch, tokens, attention, recipe)
-    work = dense_work_bytes(replace(local, moe=None, mla=None), *args, layout.tp)
-    if config.moe is not None:
-        work = max(work, expert_work_bytes(local, *args, load * config.moe.top_k))
-    exchanged = exchange_bytes(
-        dense, layout.micro_batch, seq_len, layout.cp, layout.cp_method, True, recipe.compute_bytes, tp=layout.tp
-    )
-    if layout.cp > 1 and layout.cp_method != "ulysses":
-        exchanged += written_out_bytes(dense, layout.micro_batch, tokens, recipe.compute_bytes, layout.tp)
-    return max(work, exchanged)

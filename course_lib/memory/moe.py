@@ -30,12 +30,10 @@ from course_lib.config import ModelConfig, MoeConfig
 from course_lib.layout.experts import check_expert_parallel
 from course_lib.layout.partition import piece_sizes
 from course_lib.memory.activations import PRECISIONS, Activations, block_terms, own_activations
-from course_lib.memory.formulas import ASSUMED_OVERHEADS, Budget, check_seq_len, temporary_bytes
 from course_lib.memory.states import (
     Recipe,
     Shapes,
     StateBytes,
-    has_step_counters,
     moments_bytes,
     parameter_shapes,
     recipe_of,
@@ -228,56 +226,3 @@ def _whole_states(shapes: Shapes, recipe: Recipe, optimizer: str, step_counters:
     return StateBytes(
         recipe.param_bytes * numel, recipe.grad_bytes * numel, recipe.master_bytes * numel + moments + counters
     )
-
-
-def expert_parallel_budget(
-    config: ModelConfig,
-    batch_size: int,
-    seq_len: int,
-    dp_size: int = 1,
-    ep_size: int = 1,
-    tp_size: int = 1,
-    load: float = 1.0,
-    recipe: Recipe | str = "bf16-master",
-    optimizer: str = "adamw",
-    attention: str = "fused",
-    recompute: str = "none",
-    zero_stage: int = 0,
-    micro_batches: int = 1,
-    device: str = "cuda",
-) -> Budget:
-    """Predict the memory of one GPU of dp_size * tp_size that trains a model with experts; `batch_size` is its own.
-
-    load     rows that reach this rank's experts over a fair share: 1 in balance, at most ep_size. What a rank keeps is
-             not in its own hands: with a capacity factor it is at most that
-    Raises   ValueError if a word is unknown, sizes do not divide, load is impossible, or seq_len exceeds the model's
-    """
-    check_seq_len(config, seq_len)
-    check_expert_parallel(config, dp_size, ep_size, tp_size)
-    if not 0 <= load <= ep_size:
-        raise ValueError(f"load is {load}; required: 0 to ep ({ep_size}), where all rows reach this rank")
-    recipe, local = recipe_of(recipe), narrow_experts(config, tp_size)
-    counters = device == "cpu" and zero_stage == 0 and has_step_counters(recipe, optimizer)
-    states = expert_parallel_states(config, dp_size, ep_size, tp_size, recipe, optimizer, zero_stage, counters)
-    rows = load * config.moe.top_k
-    kept = moe_activations(local, batch_size, seq_len, attention, recompute, recipe.name, device, rows)
-    return Budget(
-        parameters=states.parameters,
-        gradients=states.gradients,
-        optimizer=states.optimizer,
-        activations=kept.peak_bytes - kept.logits,
-        logits=kept.logits,
-        temporary=expert_work_bytes(local, batch_size, seq_len, attention, recipe, rows),
-        gradients_at_start=states.gradients if micro_batches > 1 or recipe.grad_bytes > recipe.param_bytes else 0,
-        overheads={} if device == "cpu" else dict(ASSUMED_OVERHEADS),
-    )
-
-
-def expert_work_bytes(
-    local: ModelConfig, batch_size: int, seq_len: int, attention: str, recipe: Recipe, rows: float
-) -> int:
-    """A rule: the dense model's work space, or four times the rows: gradients of outputs, of rows, and their copies."""
-    shared = local.moe.num_shared_experts * local.moe.d_expert
-    dense = replace(local, moe=None, mla=None, d_ff=max(shared, local.d_ff if local.moe.first_dense_layers else 1))
-    routed = 4 * rows * batch_size * seq_len * local.d_model * recipe.compute_bytes
-    return round(max(temporary_bytes(dense, batch_size, seq_len, attention, recipe), routed))

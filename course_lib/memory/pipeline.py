@@ -22,16 +22,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from course_lib.config import ModelConfig
-from course_lib.layout.partition import check_layers, even_layers, piece_sizes
+from course_lib.layout.partition import piece_sizes
 from course_lib.memory.activations import PRECISIONS, Activations
 from course_lib.memory.context import filled_up_bytes, output_twice_bytes, tokens_of_rank
-from course_lib.memory.formulas import Budget
 from course_lib.memory.moe import moe_activations, narrow_experts
-from course_lib.memory.sharded import sharded_budget
-from course_lib.memory.stages import rank_tensors, rank_units, stage_config
-from course_lib.memory.states import Recipe, has_step_counters, recipe_of
-from course_lib.memory.tensor import narrow, tensor_parallel_activations, with_cut_vocabulary
-from course_lib.memory.zero import tensor_sizes
+from course_lib.memory.stages import stage_config
+from course_lib.memory.states import recipe_of
+from course_lib.memory.tensor import tensor_parallel_activations, with_cut_vocabulary
 from course_lib.schedules.instructions import Instruction, Schedule
 
 _TOKEN_ID = 8
@@ -191,94 +188,3 @@ def peak_held(
 def live_layers(schedule: Schedule, layers: Sequence[int]) -> list[int]:
     """For each rank the layers whose activations it keeps at once, one micro-batch each: compare with num_layers."""
     return [peak_held(row, layers) for row in schedule.instructions]
-
-
-def held_by_rank(
-    row: Sequence[Instruction], each: Sequence[StageActivations], gradients: int = 0
-) -> tuple[int, int, int]:
-    """The most bytes of activations of one rank without those of the loss, those of the loss, and more by gradients.
-
-    Where a rank has the most before its first backward, gradients may make no peak of their own: then 0.
-    """
-    parts = [[getattr(one, part) for one in each] for part in ("kept", "turn", "waiting")]
-    held, logits = peak_held(row, *parts), peak_held(row, [one.logits for one in each])
-    together = peak_held(row, *parts, gradients)
-    return held - logits, logits, together - held if together > max(held, gradients) else 0
-
-
-def num_neighbours(schedule: Schedule, rank: int) -> int:
-    """With how many other ranks this one's stages exchange messages."""
-    around = [stage + step for stage in schedule.stages_of_rank(rank) for step in (-1, 1)]
-    return len({schedule.rank_of_stage[stage] for stage in around if 0 <= stage < schedule.num_stages} - {rank})
-
-
-def pipeline_budgets(
-    config: ModelConfig,
-    batch_size: int,
-    seq_len: int,
-    schedule: Schedule,
-    layers: Sequence[int] | None = None,
-    recipe: Recipe | str = "bf16-master",
-    optimizer: str = "adamw",
-    attention: str = "fused",
-    recompute: str = "none",
-    device: str = "cuda",
-    zero_stage: int = 0,
-    dp_size: int = 1,
-    tp: int = 1,
-    sequence_parallel: bool = False,
-    cp: int = 1,
-    output_kept: bool = True,
-) -> list[Budget]:
-    """Predict the memory of each rank of a pipeline, of pp * dp_size * cp * tp GPUs in all.
-
-    `layers` of each stage are even unless given; `batch_size` is a micro-batch's. Messages on their way, one for each
-    neighbour, are temporary. `output_kept` as in `stage_activations`.
-    Raises   ValueError as `sharded_budget`, and unless layers fit the schedule's stages
-    """
-    layers = even_layers(config.num_layers, schedule.num_stages) if layers is None else list(layers)
-    if len(layers) != schedule.num_stages:
-        raise ValueError(
-            f"layers has {len(layers)} stages, the schedule {schedule.num_stages}; give one number a stage"
-        )
-    check_layers(config, layers)
-    recipe = recipe_of(recipe)
-    each = [
-        stage_activations(
-            config, batch_size, seq_len, layers, stage, attention, recompute, recipe.name, device, tp,
-            sequence_parallel, cp, output_kept,
-        )
-        for stage in range(len(layers))
-    ]  # fmt: skip
-    budgets = []
-    for rank, row in enumerate(schedule.instructions):
-        mine = schedule.stages_of_rank(rank)
-        ends = (0 in mine, len(layers) - 1 in mine)
-        local, num_blocks = narrow(config, tp), sum(layers[stage] for stage in mine)
-        tensors = rank_tensors(local, layers, mine)
-        units = rank_units(tensors, local, num_blocks, ends, zero_stage, recipe.param_bytes)
-        cut = replace(
-            config,
-            num_layers=num_blocks,
-            vocab_size=config.vocab_size if ends[1] else tp,
-            tied=config.tied and all(ends),
-        )
-        states = sharded_budget(
-            cut, batch_size, seq_len, recipe, optimizer, attention, recompute, schedule.num_micro_batches, device,
-            zero_stage, dp_size, tp, sequence_parallel, units=units, cp=cp,
-        )  # fmt: skip
-        activations, logits, _ = held_by_rank(row, each)
-        counters = 0
-        if device == "cpu" and has_step_counters(recipe, optimizer) and zero_stage == 0:
-            counters = 4 * (len(tensors) - len(tensor_sizes(cut)))
-        message = boundary_bytes(config, batch_size, seq_len, recipe.compute_bytes, cp, tp if sequence_parallel else 1)
-        budgets.append(
-            replace(
-                states,
-                activations=activations,
-                logits=logits,
-                optimizer=states.optimizer + counters,
-                temporary=states.temporary + num_neighbours(schedule, rank) * message,
-            )
-        )
-    return budgets

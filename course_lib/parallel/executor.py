@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib.model.moe import count_load, moe_losses
-from course_lib.parallel.channels import Message, Step, receive, send
+from course_lib.parallel.channels import receive, send
 from course_lib.parallel.data import MicroBatches
 from course_lib.parallel.deferred import WeightQueue
 from course_lib.schedules.instructions import Instruction
+from course_lib.schedules.messages import Message, Step
 from course_lib.span import Span
 from course_lib.training import wait_for
 

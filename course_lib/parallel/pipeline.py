@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
-from course_lib.parallel.channels import Pair, Step, connect, pairs_of, plan
+from course_lib.parallel.channels import Pair, connect, pairs_of
 from course_lib.parallel.deferred import Deferral
 from course_lib.parallel.engine import (
     Engine,
@@ -51,6 +51,7 @@ from course_lib.parallel.stages import check_stages, cut
 from course_lib.schedules import make
 from course_lib.schedules.check import check
 from course_lib.schedules.instructions import Schedule
+from course_lib.schedules.messages import Step, plan
 from course_lib.training.precision import gradient_of
 
 __all__ = [

@@ -44,7 +44,7 @@ from course_lib.validate import Size, checked
 def pipeline_bars(of_ranks, limits_bytes: Mapping[str, int] | None = None) -> list[BudgetBar]:
     """Bytes by kind of each rank of a pipeline, in order.
 
-    of_ranks   budgets of `memory.five_d.five_d_budgets`; or a simulation, whose ranks have `peak_by_kind`; or
+    of_ranks   budgets of `memory.budget.budgets`; or a simulation, whose ranks have `peak_by_kind`; or
                {kind: bytes} of each rank
     """
     ranks = getattr(of_ranks, "ranks", of_ranks)
@@ -112,7 +112,7 @@ def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, in
 def show_pipeline_memory(of_ranks, gpus=(), title: str = "", unit: str | None = None) -> None:
     """Show the memory of each rank of a pipeline by kind, against GPUs (of `hardware.GPUS`, or `{name: bytes}`).
 
-    of_ranks   budgets of `five_d_budgets`, a simulation of `fake_cluster.simulate`, or {kind: bytes} of each rank
+    of_ranks   budgets of a run, a simulation of `fake_cluster.simulate`, or {kind: bytes} of each rank
     """
     limits = gpu_limits(gpus)
     bars = pipeline_bars(of_ranks, limits)

@@ -157,11 +157,11 @@ class BudgetBar:
 
 @checked
 def kinds_of(budget) -> dict[str, int]:
-    """Bytes by kind, in the fixed order and without zeros, of a mapping or of a `Budget`."""
+    """Bytes by kind, in the fixed order and without zeros, of a mapping or of a `Budget`'s largest moment."""
     if isinstance(budget, Mapping):
         given = dict(budget)
     else:
-        given = {kind: getattr(budget, kind, 0) for kind in KINDS}
+        given = dict(budget.at_peak)
         given["overhead"] = sum(getattr(budget, "overheads", {}).values())
     if unknown := set(given) - set(KINDS):
         raise ValueError(f"kinds {sorted(unknown)} have no colour; use {', '.join(KINDS)}")

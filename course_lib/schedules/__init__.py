@@ -4,6 +4,7 @@ instructions.py  what a schedule is made of, and what each instruction needs
 builders.py      1F1B, interleaved, Zero Bubble, DualPipeV, and simpler schedules
 check.py         whether a schedule can run: what is wrong, where, what would be right
 bubbles.py       closed forms: what is waited, what is kept, and when they hold
+messages.py      who sends what to whom, and when it has come
 simulator.py     a clock for schedules: who waits, and what is kept meanwhile
 """
 

@@ -9,6 +9,7 @@ is that of the whole run, and time to find it does not grow with accumulation; t
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ class Tape:
     def __init__(self, tracker: TapeTracker, meter: ByteMeter, flop_meter: FlopMeter):
         self.tracker, self.meter, self.flop_meter = tracker, meter, flop_meter
         self.stretches: dict[tuple[int, str], Stretch] = {}  # by stage and op: the last that ran
-        self.running: dict[Executor, dict[int, set[int]]] = {}
+        self.running: WeakKeyDictionary[Executor, dict[int, set[int]]] = WeakKeyDictionary()
         self.held: dict[int, Tensor] = {}  # by stage: as large as what modules held of the last forward that ran
         self.replayed = 0
 
@@ -109,7 +110,7 @@ class Tape:
 
         def run_or_replay(executor: Executor, one: Instruction, came: Tensor | None) -> Tensor | None:
             if executor not in self.running:
-                self.running = {executor: micro_batches_to_run(executor)}
+                self.running[executor] = micro_batches_to_run(executor)
             if one.micro_batch in self.running[executor][one.stage]:
                 return self.record(compute, executor, one, came)
             self.replayed += 1

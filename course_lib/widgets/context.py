@@ -8,14 +8,16 @@ import ipywidgets as widgets
 from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.context_timing import AttentionTime, attention_time, ring_link, tokens_that_hide_a_hop
 from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
+from course_lib.layout import Layout
 from course_lib.layout.context_work import pairs, share_of_ideal
 from course_lib.layout.partition import CP_METHODS
 from course_lib.layout.placement import PLACEMENTS
+from course_lib.memory.budget import Budget, budgets
 from course_lib.memory.context import for_length, kv_block_bytes
-from course_lib.memory.sharded import sharded_budget
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_step_times
+from course_lib.run import Run
 from course_lib.validate import Share, Size, check_fields, checked
 from course_lib.widgets import parts
 
@@ -78,9 +80,9 @@ def explore_context(chosen: ContextChoice) -> ContextView:
     return ContextView(bars, limits, times, share, title, describe_context(config, chosen, times, share))
 
 
-def _budget(config: ModelConfig, chosen: ContextChoice, cp: int):
-    states = {"zero_stage": 1, "dp_size": cp, "tp": chosen.tp, "sequence_parallel": chosen.tp > 1}
-    return sharded_budget(config, 1, chosen.seq_len, recompute=chosen.recompute, cp=cp, **states)
+def _budget(config: ModelConfig, chosen: ContextChoice, cp: int) -> Budget:
+    layout = Layout(cp=cp, tp=chosen.tp, sequence_parallel=chosen.tp > 1, zero=1, recompute=chosen.recompute)
+    return budgets(Run(config, layout, chosen.seq_len))[0]
 
 
 def _ranks_in_a_node(chosen: ContextChoice) -> int:

@@ -16,7 +16,7 @@ from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AxisLinks, links_of_axes
 from course_lib.layout.partition import fewer_at_the_ends
-from course_lib.memory.five_d import five_d_budgets
+from course_lib.memory.budget import budgets
 from course_lib.plots.five_d_costs import (
     draw_pipeline,
     draw_sent_by_axis,
@@ -159,9 +159,9 @@ def explore_five_d(chosen: FiveDChoice) -> FiveDView:
     config, layout, toy = preset(chosen.model), chosen.layout, chosen.model in TOYS
     layout.check_model(config, chosen.seq_len)
     recipe, device = ("fp32", "cpu") if toy else (RECIPE, "cuda")
-    budgets = five_d_budgets(config, layout, chosen.seq_len, recipe, device=device)
+    of_ranks = budgets(Run(config, layout, chosen.seq_len, recipe, device=device))
     limits = {} if toy else gpu_limits([gpu(chosen.gpu_key)])
-    bars = pipeline_bars(budgets, limits)
+    bars = pipeline_bars(of_ranks, limits)
     fullest = max(range(layout.pp), key=lambda place: bars[place].total_bytes)
     run = Run(config, layout, chosen.seq_len, recipe, device=device)
     by_axis = sent(run, layout.mesh.rank(pp=fullest, dp=0, cp=0, tp=0))

@@ -9,10 +9,12 @@ import ipywidgets as widgets
 from course_lib.compare.profile import Comparison, profile_step, scale_down
 from course_lib.config import PRESETS, preset
 from course_lib.hardware import GPUS, gpu
-from course_lib.memory.formulas import OPTIMIZERS, RECIPES, Budget, budget, count_parameters
+from course_lib.layout import Layout
+from course_lib.memory.formulas import OPTIMIZERS, RECIPES, Budget, budgets, count_parameters
 from course_lib.plots.comparison import comparison_pairs, draw_comparison, error_text
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes
+from course_lib.run import Run
 from course_lib.validate import Size, check_fields, checked
 from course_lib.widgets import parts
 
@@ -55,15 +57,15 @@ def explore_memory(chosen: MemoryChoice, gpus: Sequence[str]) -> MemoryView:
     Raises   ValueError if a name is unknown, or the sequence is longer than the model reads
     """
     config = preset(chosen.model)
-    needed = budget(
-        config, chosen.batch_size, chosen.seq_len, chosen.recipe, chosen.optimizer, chosen.attention, chosen.recompute
-    )
+    layout = Layout(micro_batch=chosen.batch_size, recompute=chosen.recompute)
+    run = Run(config, layout, chosen.seq_len, chosen.recipe, chosen.attention, optimizer=chosen.optimizer)
+    (needed,) = budgets(run)
     limits = gpu_limits([gpu(key) for key in gpus])
     (bar,) = budget_bars(needed, limits)
     states = needed.states_bytes
     text = (
-        f"{bar.total_bytes / 1e9:,.1f} GB = {bar.total_bytes / 2**30:,.1f} GiB in all, each kind at its own largest; "
-        f"{states / 1e9:,.1f} GB ({states / 2**30:,.1f} GiB) of it for {count_parameters(config):,} parameters, "
+        f"{bar.total_bytes / 1e9:,.1f} GB = {bar.total_bytes / 2**30:,.1f} GiB at the largest moment of a step; "
+        f"{states / 1e9:,.1f} GB ({states / 2**30:,.1f} GiB) for {count_parameters(config):,} parameters, "
         f"their gradients and the optimizer. "
     )
     return MemoryView(

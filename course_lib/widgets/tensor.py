@@ -9,8 +9,7 @@ from course_lib.compare.sharded_profile import ShardedComparison, measure_tensor
 from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
 from course_lib.layout import Layout
-from course_lib.memory.formulas import Budget
-from course_lib.memory.sharded import sharded_budget
+from course_lib.memory.budget import Budget, budgets
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_step_times
@@ -128,15 +127,14 @@ def step_times(view: TensorView) -> dict[str, tuple[float, float]]:
 
 
 def _budget(chosen: TensorChoice) -> Budget:
-    return sharded_budget(
-        preset(chosen.model),
-        chosen.batch_size,
-        chosen.seq_len,
-        recompute=chosen.recompute,
+    layout = Layout(
         tp=chosen.tp,
-        sequence_parallel=chosen.sequence_parallel,
-        regather=chosen.regather,
+        sequence_parallel=chosen.sequence_parallel and chosen.tp > 1,
+        regather=chosen.regather and chosen.sequence_parallel and chosen.tp > 1,
+        micro_batch=chosen.batch_size,
+        recompute=chosen.recompute,
     )
+    return budgets(Run(preset(chosen.model), layout, chosen.seq_len))[0]
 
 
 def _title(chosen: TensorChoice, view: TensorView) -> str:

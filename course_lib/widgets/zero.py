@@ -10,8 +10,8 @@ from course_lib.compare.sharded_profile import ShardedComparison, measure_zero
 from course_lib.config import PRESETS, preset
 from course_lib.hardware import GPUS, gpu, link
 from course_lib.layout import Layout
-from course_lib.memory.formulas import RECIPES, Budget, count_parameters
-from course_lib.memory.sharded import sharded_budget
+from course_lib.memory.budget import Budget, budgets
+from course_lib.memory.formulas import RECIPES, count_parameters
 from course_lib.memory.zero import Offload, offload_link_bytes, zero_state_bytes, zero_units
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds
@@ -94,16 +94,9 @@ def explore_zero(chosen: ZeroChoice) -> ZeroView:
 
 
 def _budget(chosen: ZeroChoice) -> Budget:
-    return sharded_budget(
-        preset(chosen.model),
-        chosen.batch_size,
-        chosen.seq_len,
-        chosen.recipe,
-        recompute=chosen.recompute,
-        zero_stage=chosen.stage,
-        dp_size=chosen.dp_size,
-        offload=OFFLOADS[chosen.offload],
-    )
+    layout = Layout(dp=chosen.dp_size, zero=chosen.stage, micro_batch=chosen.batch_size, recompute=chosen.recompute)
+    offload = OFFLOADS[chosen.offload]
+    return budgets(Run(preset(chosen.model), layout, chosen.seq_len, chosen.recipe, offload=offload))[0]
 
 
 def _title(chosen: ZeroChoice, view: ZeroView) -> str:

@@ -4,8 +4,11 @@ import pytest
 
 from course_lib.compare.profile import MEASURABLE_OPTIMIZERS, Row, profile_step, profile_steps, scale_down
 from course_lib.config import ModelConfig, preset
+from course_lib.layout import Layout
 from course_lib.measure.tracker import KINDS
-from course_lib.memory.formulas import budget, state_bytes
+from course_lib.memory.budget import budgets
+from course_lib.memory.formulas import state_bytes
+from course_lib.run import Run
 
 SMALL = ModelConfig("small", 2, 64, num_heads=4, num_kv_heads=2, d_ff=192, vocab_size=256, max_seq_len=256)
 
@@ -42,9 +45,8 @@ def test_the_peak_of_fp32_gradient_sums_is_predicted_too():
 def test_optimizer_states_equal_the_formula_to_the_byte(optimizer):
     comparison = profile_step(SMALL, batch_size=1, seq_len=32, optimizer=optimizer)
     assert comparison.row("optimizer").error_percent == 0
-    assert (
-        comparison.row("optimizer").predicted_bytes == budget(SMALL, 1, 32, "fp32", optimizer, device="cpu").optimizer
-    )
+    run = Run(SMALL, Layout(), 32, "fp32", device="cpu", optimizer=optimizer)
+    assert comparison.row("optimizer").predicted_bytes == budgets(run)[0].optimizer
 
 
 def test_four_steps_show_states_appearing_in_the_first_and_gradients_coming_and_going():

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from course_lib.config import ModelConfig
+from course_lib.layout import Layout
 from course_lib.measure import MemoryTracker, cuda_memory
 from course_lib.measure.cuda import fragment, rounded_bytes
-from course_lib.memory.formulas import budget
+from course_lib.memory.budget import budgets
 from course_lib.model import build
+from course_lib.run import Run
 from course_lib.training import loss_of, make_optimizer, train_step
 
 pytestmark = pytest.mark.gpu
@@ -69,7 +71,8 @@ def test_the_tracker_s_peak_is_the_allocator_s_within_5_percent(recipe, record):
 )
 def test_formulas_agree_with_tensors_alive_on_the_gpu(recipe, attention, recompute, record):
     tracker, _ = measured_step(LLAMA, 2, 1024, recipe, attention, recompute)
-    predicted = budget(LLAMA, 2, 1024, recipe, "adamw", attention, recompute, device="cuda").by_kind
+    layout = Layout(micro_batch=2, recompute=recompute)
+    predicted = budgets(Run(LLAMA, layout, 1024, recipe, attention))[0].by_kind
     measured = {kind: max(column) for kind, column in tracker.timeline.bytes_by_kind.items()}
     record(recipe=recipe, attention=attention, recompute=recompute, predicted=predicted, measured=measured)
     for kind in ("parameters", "gradients", "optimizer"):

@@ -10,12 +10,13 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig,
 from course_lib import timing
 from course_lib.compare.profile import profile_step, scale_down
 from course_lib.config import MOE_PRESETS, preset
+from course_lib.layout import Layout
 from course_lib.memory import moe as arithmetic
+from course_lib.memory.budget import budgets
 from course_lib.memory.formulas import budget, count_parameters, count_tensors, own_activations, state_bytes
 from course_lib.memory.moe import (
     active_parameters,
     dense_twin,
-    expert_parallel_budget,
     expert_parallel_states,
     moe_terms,
     rank_shapes,
@@ -24,6 +25,7 @@ from course_lib.memory.papers import megatron_activation_bytes
 from course_lib.memory.tensor import narrow
 from course_lib.memory.zero import zero_units
 from course_lib.model import build, with_moe
+from course_lib.run import Run
 
 TOY, MIXTRAL, DEEPSEEK = (preset(name) for name in ("toy-moe", "mixtral-8x7b", "deepseek-v3"))
 
@@ -155,18 +157,18 @@ def test_zero_shards_experts_over_those_that_hold_the_same_ones():
 
 
 def test_what_a_rank_keeps_grows_with_the_rows_that_others_send():
-    even, crowded = (expert_parallel_budget(MIXTRAL, 1, 4096, 8, 8, load=load) for load in (1.0, 2.0))
-    row_bytes = (4096 + 4 * 14_336) * 2  # input of gate and up; gate, up, silu, product
+    even, crowded = (budgets(Run(MIXTRAL, Layout(dp=8, ep=8), 4096), load=load)[0] for load in (1.0, 2.0))
+    row_bytes = (4096 + 4 * 14_336) * 2 + 2 * 8  # input of gate and up; gate, up, silu, product; two places of a row
     assert crowded.activations - even.activations == 32 * 4096 * 2 * row_bytes
     assert crowded.states_bytes == even.states_bytes
-    divided = expert_parallel_budget(MIXTRAL, 1, 4096, 8, 8, tp_size=8)
+    divided = budgets(Run(MIXTRAL, Layout(dp=8, ep=8, tp=8), 4096))[0]
     terms = moe_terms(MIXTRAL.moe, 4096, "bf16")
     assert divided.activations < even.activations
     assert even.activations - divided.activations > 32 * 4096 * terms["experts"] * 7 / 8 * 0.99
 
 
 def test_a_rank_of_64_has_four_of_deepseek_v3s_experts_in_each_layer():
-    whole = expert_parallel_budget(DEEPSEEK, 1, 4096, 64, 64, recipe="bf16-master", recompute="full", zero_stage=1)
+    whole = budgets(Run(DEEPSEEK, Layout(dp=64, ep=64, zero=1, recompute="full"), 4096))[0]
     experts = sum(shape[0] * shape[1] * n for shape, n in rank_shapes(DEEPSEEK, 64, 64)[0].values())
     assert experts == 58 * 4 * 3 * 7168 * 2048
     assert whole.parameters == 2 * (experts + count_parameters(DEEPSEEK) - 64 * experts)
@@ -189,7 +191,7 @@ def test_formulas_of_dense_models_refuse_experts(use):
     for config in (TOY, DEEPSEEK, dataclasses.replace(DEEPSEEK, moe=None)):
         with pytest.raises(ValueError, match=r"knows no (experts|latent attention), but .* has; use a dense model, or"):
             use(config)
-    for use in (lambda: budget(TOY, 1, 64), lambda: own_activations(DEEPSEEK, 1, 64), lambda: narrow(TOY, 2)):
+    for use in (lambda: own_activations(DEEPSEEK, 1, 64), lambda: narrow(TOY, 2)):
         with pytest.raises(ValueError, match="knows no experts, but .* has"):
             use()
 
@@ -202,8 +204,8 @@ def test_formulas_of_dense_models_refuse_experts(use):
         (lambda: expert_parallel_states(preset("toy"), 2, 2), "toy has no experts"),
         (lambda: expert_parallel_states(TOY, 2, 2, zero_stage=3), "zero_stage is 3; with experts choose from 0, 1, 2"),
         (lambda: expert_parallel_states(TOY, tp_size=3), "num_heads .8. must be divisible by tp .3."),
-        (lambda: expert_parallel_budget(TOY, 1, 64, 4, 4, load=5.0), "load is 5.0; required: 0 to ep .4."),
-        (lambda: expert_parallel_budget(TOY, 1, 512), "reads at most 256 tokens"),
+        (lambda: budgets(Run(TOY, Layout(dp=4, ep=4), 64), load=5.0), "load is 5.0; required: 0 to ep .4."),
+        (lambda: budget(TOY, 1, 512), "reads at most 256 tokens"),
         (lambda: moe_terms(TOY.moe, 64, "autocast"), "precision is 'autocast'; with experts choose one without casts"),
         (lambda: own_activations(dataclasses.replace(DEEPSEEK, moe=None), 1, 64, precision="autocast"),
          "precision is 'autocast'; with latent attention choose one without casts"),

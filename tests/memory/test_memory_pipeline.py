@@ -10,22 +10,21 @@ from kept_bytes import kept_bytes
 from course_lib import model, training
 from course_lib.config import ModelConfig, preset
 from course_lib.hardware import PUBLISHED_1F1B_FALLS, PUBLISHED_1F1B_THROUGHPUT
-from course_lib.layout import even_layers, fewer_at_the_ends
+from course_lib.layout import Layout, even_layers, fewer_at_the_ends
 from course_lib.memory.activations import own_activations
-from course_lib.memory.formulas import budget
+from course_lib.memory.budget import budget, budgets
 from course_lib.memory.pipeline import (
     boundary_bytes,
     live_layers,
     peak_held,
-    pipeline_budgets,
     stage_activations,
 )
-from course_lib.memory.sharded import sharded_budget
 from course_lib.memory.stages import stage_parameters, stage_units
 from course_lib.memory.states import count_parameters
 from course_lib.parallel.deferred import Deferral, WeightQueue
 from course_lib.parallel.stages import cut
 from course_lib.pipeline_timing import balanced_layers
+from course_lib.run import Run
 from course_lib.schedules import (
     SCHEDULES,
     all_forward_all_backward,
@@ -148,29 +147,16 @@ def test_a_real_stage_keeps_what_is_predicted_and_what_waits_for_w_too(config):
         assert sum(waiting.values()) == said.waiting, stage
 
 
-def test_one_rank_is_the_budget_of_one_gpu():
-    for recompute in ("none", "selective", "full"):
-        for config in (TOY, TIED, preset("gpt2")):
-            choices = {"recompute": recompute, "recipe": "fp32", "device": "cpu"}
-            [ours] = pipeline_budgets(config, 2, 64, one_f_one_b(1, 3), **choices)
-            assert ours == budget(config, 2, 64, micro_batches=3, **choices)
-    pieces = {"tp": 2, "sequence_parallel": True, "zero_stage": 1, "dp_size": 4, "cp": 2}
-    [ours] = pipeline_budgets(TOY, 2, 64, one_f_one_b(1, 3), **pieces)
-    assert ours == sharded_budget(TOY, 2, 64, micro_batches=3, **pieces)
-
-
 def test_ranks_of_a_pipeline_hold_different_amounts():
-    ranks = pipeline_budgets(LLAMA_8B, 1, 4096, one_f_one_b(8, 16))
+    ranks = budgets(Run(LLAMA_8B, Layout(pp=8, accumulation=16), 4096))
     assert [rank.parameters for rank in ranks] == [2 * n for n in stage_parameters(LLAMA_8B, even_layers(32, 8))]
     kept = [rank.activations for rank in ranks]
     assert kept[:7] == sorted(kept[:7], reverse=True) and kept[0] / kept[6] == pytest.approx(4, rel=0.01)
     assert [rank.logits > 0 for rank in ranks] == [False] * 7 + [True]
     total = sum(rank.states_bytes for rank in ranks)
     assert total == budget(LLAMA_8B, 1, 4096).states_bytes
-    zero = pipeline_budgets(TIED, 1, 4096, one_f_one_b(4, 8), zero_stage=3, dp_size=8)
+    zero = budgets(Run(TIED, Layout(pp=4, accumulation=8, zero=3, dp=8), 4096))
     assert sum(rank.optimizer for rank in zero) * 8 == 12 * sum(stage_parameters(TIED, even_layers(16, 4)))
-    with pytest.raises(ValueError, match="give one number a stage"):
-        pipeline_budgets(TOY, 1, 64, one_f_one_b(2, 2), layers=[1, 1, 2])
 
 
 def test_what_crosses_a_boundary_is_the_stream_alone():

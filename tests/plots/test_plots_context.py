@@ -11,11 +11,12 @@ from pictures import look
 
 from course_lib.config import preset
 from course_lib.hardware import gpu
-from course_lib.layout import PLACEMENTS
+from course_lib.layout import PLACEMENTS, Layout
 from course_lib.layout.context_work import pairs, pairs_of_ranks, share_of_ideal
+from course_lib.memory.budget import budgets
 from course_lib.memory.context import for_length
-from course_lib.memory.sharded import sharded_budget
 from course_lib.plots import context
+from course_lib.run import Run
 
 LLAMA_8B = preset("llama-3.1-8b")
 
@@ -91,12 +92,12 @@ def _curves():
     lengths = [1024 * thousands for thousands in (16, 32, 64, 128, 256, 512, 1024)]
     return {
         f"cp {cp}": {
-            s: sharded_budget(
-                for_length(LLAMA_8B, s), 1, s, tp=8, sequence_parallel=True, zero_stage=1, dp_size=cp, cp=cp
-            ).total_bytes
+            s: budgets(Run(for_length(LLAMA_8B, s), Layout(tp=8, sequence_parallel=True, zero=1, cp=cp), s))[
+                0
+            ].total_bytes
             for s in lengths
         }
-        for cp in (1, 2, 4, 8, 16)
+        for cp, layout in {cp: Layout(tp=8, sequence_parallel=True, zero=1, cp=cp) for cp in (1, 2, 4, 8, 16)}.items()
     }
 
 

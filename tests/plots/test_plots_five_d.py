@@ -14,11 +14,13 @@ from pictures import look
 from course_lib.config import preset
 from course_lib.hardware import gpu
 from course_lib.layout import Layout
-from course_lib.memory.five_d import five_d_budgets, five_d_states
+from course_lib.memory.budget import budgets
+from course_lib.memory.five_d import five_d_states
 from course_lib.memory.states import count_parameters, parameter_shapes
 from course_lib.plots import five_d, five_d_costs
 from course_lib.plots import holdings as who_holds
 from course_lib.plots.memory import kinds_of
+from course_lib.run import Run
 
 TOY, MOE, LLAMA = preset("toy"), preset("toy-moe"), preset("llama-3.1-8b")
 FULL = Layout(dp=2, cp=2, tp=4, pp=4, ep=2, accumulation=4)
@@ -154,10 +156,10 @@ def test_the_legend_says_which_share_of_the_pale_is_strong():
 
 def test_a_column_is_a_ranks_budget_or_what_was_simulated():
     layout, limits = Layout(pp=4, accumulation=8), {"a GPU": 10**11, "a small one": 10**10}
-    budgets = five_d_budgets(LLAMA, layout, 4096)
-    bars = five_d_costs.pipeline_bars(budgets, limits)
-    assert [bar.bytes_by_kind for bar in bars] == [kinds_of(budget) for budget in budgets]
-    assert [bar.total_bytes for bar in bars] == [budget.total_bytes for budget in budgets]
+    of_ranks = budgets(Run(LLAMA, layout, 4096))
+    bars = five_d_costs.pipeline_bars(of_ranks, limits)
+    assert [bar.bytes_by_kind for bar in bars] == [kinds_of(rank) for rank in of_ranks]
+    assert [bar.total_bytes for bar in bars] == [rank.total_bytes for rank in of_ranks]
     assert bars[0].label == "pp 0" and bars[0].fits == ("a GPU",)
     assert five_d_costs.pipeline_title(bars, limits).startswith("pp 0 is fullest with")
     assert five_d_costs.pipeline_title(bars, {"a small one": 10**10}).endswith("too much for one a small one")
@@ -225,7 +227,7 @@ PICTURES = {
     "holdings of 16": lambda: who_holds.show_holdings(MOE, Layout.parse(LAYOUTS[3][1])),
     "holdings by stage": lambda: who_holds.show_holdings(LLAMA, Layout.parse(LAYOUTS[5][1])),
     "memory of 2": lambda: five_d_costs.show_pipeline_memory(
-        five_d_budgets(LLAMA, Layout(pp=2, accumulation=2), 4096), [gpu("h100"), gpu("a100-80"), gpu("a100-40")]
+        budgets(Run(LLAMA, Layout(pp=2, accumulation=2), 4096)), [gpu("h100"), gpu("a100-80"), gpu("a100-40")]
     ),
     "memory of 16": lambda: five_d_costs.show_pipeline_memory([{"parameters": 10**10, "logits": p} for p in range(16)]),
     "costs": lambda: five_d_costs.show_costs(SENT, SECONDS, "Llama"),

@@ -29,7 +29,7 @@ def test_the_memory_view_is_the_budget_against_the_gpus():
     assert view.budget == needed and view.bar.total_bytes == needed.total_bytes
     assert set(view.bar.fits) == {"B200 (HGX) 180 GB"} and fits(needed, "b200") and not fits(needed, "h100")
     assert f"{needed.total_bytes / 1e9:.1f} GB = {needed.total_bytes / 2**30:.1f} GiB" in view.text
-    assert "128.5 GB (119.7 GiB) of it for 8,030,261,248 parameters" in view.text
+    assert "128.5 GB (119.7 GiB) for 8,030,261,248 parameters" in view.text
     assert "Out of memory: T4, H100 SXM 80 GB" in view.text
     assert "fit 1 of 3 GPUs" in view.title
 
@@ -41,7 +41,7 @@ def test_a_memory_choice_changes_the_kind_that_it_should():
     assert explore_memory(MemoryChoice(optimizer="sgd"), []).budget.optimizer < plain.optimizer
     assert explore_memory(MemoryChoice(attention="explicit"), []).budget.activations > plain.activations
     assert explore_memory(MemoryChoice(recipe="fp32"), []).budget.parameters == 2 * plain.parameters
-    with pytest.raises(ValueError, match="at most 1024 tokens"):
+    with pytest.raises(ValueError, match="choose at most 1024"):
         explore_memory(MemoryChoice(model="gpt2", seq_len=2048), [])
 
 
@@ -94,7 +94,7 @@ def test_a_measurement_trains_for_real_and_lays_states_on_the_formula_to_the_byt
 @pytest.mark.parametrize(
     ("explorer", "description", "value", "said"),
     [
-        (memory_explorer, "micro-batch", 8, "GiB in all, each kind at its own largest"),
+        (memory_explorer, "micro-batch", 8, "GiB at the largest moment of a step"),
         (collective_explorer, "message", 10**9, "Bandwidth rules"),
         (precision_explorer, "update", 1e-12, "underflows"),
         (dp_explorer, "accumulation", 4, "Global batch 262,144 tokens"),
@@ -114,7 +114,7 @@ def test_moving_a_slider_replaces_the_picture_and_the_text(explorer, description
 def test_an_impossible_choice_is_told_in_the_widget_and_the_next_one_works():
     box = memory_explorer(MemoryChoice(model="gpt2", seq_len=1024))
     control(box, "sequence").value = 2048
-    assert "Not possible" in texts(box) and "at most 1024 tokens" in texts(box) and shown(box) == []
+    assert "Not possible" in texts(box) and "choose at most 1024" in texts(box) and shown(box) == []
     control(box, "sequence").value = 512
     assert "Not possible" not in texts(box) and len(shown(box)) == 1
 

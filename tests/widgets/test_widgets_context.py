@@ -5,8 +5,10 @@ from widget_tree import control, shown, texts
 from course_lib.config import preset
 from course_lib.context_timing import attention_time
 from course_lib.hardware import Cluster, gpu, link
+from course_lib.layout import Layout
+from course_lib.memory.budget import budgets
 from course_lib.memory.context import for_length
-from course_lib.memory.sharded import sharded_budget
+from course_lib.run import Run
 from course_lib.widgets.context import ContextChoice, context_explorer, explore_context
 
 LLAMA_8B = preset("llama-3.1-8b")
@@ -14,8 +16,8 @@ LLAMA_8B = preset("llama-3.1-8b")
 
 def test_the_view_is_the_budget_and_the_modelled_layer():
     view = explore_context(ContextChoice(tp=2))
-    how = {"tp": 2, "sequence_parallel": True, "zero_stage": 1}
-    totals = [sharded_budget(LLAMA_8B, 1, 131_072, cp=cp, dp_size=cp, **how).total_bytes for cp in (1, 4)]
+    layouts = [Layout(cp=cp, tp=2, sequence_parallel=True, zero=1) for cp in (1, 4)]
+    totals = [budgets(Run(LLAMA_8B, layout, 131_072))[0].total_bytes for layout in layouts]
     assert [bar.total_bytes for bar in view.bars] == totals
     cluster = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
     ring = attention_time(LLAMA_8B, 1, 131_072, 4, cluster, 0.5, per_node=4, tp=2)

@@ -14,7 +14,7 @@ from course_lib.config import preset
 from course_lib.five_d_timing import step_time
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
-from course_lib.memory.five_d import five_d_budgets
+from course_lib.memory.budget import budgets
 from course_lib.plots.memory import kinds_of
 from course_lib.plots.style import style
 from course_lib.run import Run
@@ -32,8 +32,8 @@ def test_the_view_is_what_the_formulas_say():
     view, config = explore_five_d(LLAMA_70B), preset("llama-3.1-70b")
     layout = Layout(dp=2, tp=8, pp=2, zero=1, sequence_parallel=True, accumulation=16)
     assert view.layout == layout
-    budgets = five_d_budgets(config, layout, 4096)
-    assert [bar.bytes_by_kind for bar in view.bars] == [kinds_of(budget) for budget in budgets]
+    of_ranks = budgets(Run(config, layout, 4096))
+    assert [bar.bytes_by_kind for bar in view.bars] == [kinds_of(rank) for rank in of_ranks]
     assert view.limits_bytes == {gpu("a100-80").name: gpu("a100-80").usable_bytes}
     assert view.fullest == 0 and view.sent_bytes == sent(Run(config, layout, 4096))
     cluster = Cluster(gpu("a100-80"), link("nvlink3"), link("ib-hdr200"), 8)

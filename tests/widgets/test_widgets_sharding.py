@@ -7,8 +7,10 @@ from widget_tree import control, shown, texts
 from course_lib.compare.sharded_profile import SENT, Row, ShardedComparison, Sizes, measure_tensor, measure_zero
 from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
+from course_lib.layout import Layout
+from course_lib.memory.budget import budgets
 from course_lib.memory.formulas import count_parameters
-from course_lib.memory.sharded import sharded_budget
+from course_lib.run import Run
 from course_lib.sharded_timing import tensor_parallel_step
 from course_lib.widgets import tensor, zero
 from course_lib.widgets.tensor import TensorChoice, explore_tensor, step_times, tensor_explorer
@@ -22,9 +24,9 @@ P8 = count_parameters(preset("llama-3.1-8b"))
 
 def test_the_zero_view_is_the_budget_beside_plain_data_parallelism():
     view = explore_zero(ZeroChoice())
-    assert view.budget == sharded_budget(preset("llama-3.1-8b"), 1, 4096, zero_stage=3, dp_size=8)
+    assert view.budget == budgets(Run(preset("llama-3.1-8b"), Layout(zero=3, dp=8), 4096))[0]
     assert view.budget.states_bytes == 16 * P8 // 8 and view.bars[1].total_bytes == view.budget.total_bytes
-    assert view.bars[0].total_bytes == sharded_budget(preset("llama-3.1-8b"), 1, 4096).total_bytes
+    assert view.bars[0].total_bytes == budgets(Run(preset("llama-3.1-8b"), Layout(dp=8), 4096))[0].total_bytes
     assert view.limits_bytes == {gpu("h100").name: gpu("h100").usable_bytes}
     assert view.title == "llama-3.1-8b, stage 3 on 8 GPUs: fits on H100 SXM 80 GB"
     assert "fits on" not in explore_zero(ZeroChoice(stage=1, gpu_key="a100-40")).title
@@ -56,7 +58,7 @@ def test_offload_moves_bytes_away_and_over_the_links():
 def test_the_tensor_view_is_the_budget_and_the_modelled_step():
     view = explore_tensor(TensorChoice())
     config, cluster = preset("llama-3.1-8b"), Cluster(gpu("h100"), link("nvlink4"), link("efa"), 8)
-    assert view.budget == sharded_budget(config, 1, 4096, tp=8, sequence_parallel=True)
+    assert view.budget == budgets(Run(config, Layout(tp=8, sequence_parallel=True), 4096))[0]
     assert [bar.label for bar in view.bars] == ["one GPU", "TP 8", "TP 8 + SP"]
     assert view.bars[2].total_bytes < view.bars[1].total_bytes < view.bars[0].total_bytes
     step = tensor_parallel_step(config, 1, 4096, 8, cluster, tensor.ASSUMED_MFU, True)

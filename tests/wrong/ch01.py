@@ -196,12 +196,12 @@ def at_least_one(*case):
 
 
 def no_overheads(*case):
-    return largest(*case, needed="tensor_bytes")
+    return largest(*case, needed="peak_bytes")
 
 
 def no_states(config, seq_len, recipe, memory_bytes):
     one = budget(config, 1, seq_len, recipe)
-    return memory_bytes // (one.tensor_bytes - one.states_bytes)
+    return memory_bytes // (one.peak_bytes - one.between_steps_bytes)
 
 
 def powers_of_two(*case):

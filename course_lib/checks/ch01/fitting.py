@@ -51,7 +51,7 @@ def _all_grows(config: ModelConfig, seq_len: int, recipe: str, memory_bytes: int
 
 def _without_states(config: ModelConfig, seq_len: int, recipe: str, memory_bytes: int) -> int:
     one = budget(config, 1, seq_len, recipe)
-    return memory_bytes // (one.tensor_bytes - one.states_bytes)
+    return memory_bytes // (one.peak_bytes - one.between_steps_bytes)
 
 
 def _without_logits(config: ModelConfig, seq_len: int, recipe: str, memory_bytes: int) -> int:
@@ -67,7 +67,7 @@ FIT_BELIEFS: dict[str, Callable[..., int]] = {
         1, _largest(*case)
     ),
     "context and work space of the libraries are left out (`budget(...).overheads`)": lambda *case: _largest(
-        *case, needed="tensor_bytes"
+        *case, needed="peak_bytes"
     ),
     "the whole memory is given to activations: the states lie there too": _without_states,
     "logits and temporary bytes grow with the batch as well": _without_logits,

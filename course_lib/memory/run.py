@@ -1,0 +1,110 @@
+"""A training run as one frozen record: which model, how it lies on its ranks, and in which numbers it computes.
+
+    run = Run(preset("llama-3.1-8b"), Layout.parse("dp=8,zero=1"), seq_len=8192)
+    memory.budget.budgets(run)      # how much memory each rank of the pipeline needs
+
+Every formula of the package takes this record. It is checked when it is made, so no formula checks it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from course_lib.config import ModelConfig
+from course_lib.layout import Layout
+from course_lib.memory.activations import check_attention
+from course_lib.memory.context import check_exchange
+from course_lib.memory.states import OPTIMIZERS, LoRA, lora_shapes, recipe_of
+from course_lib.memory.zero import Offload
+
+DEVICES = ("cuda", "cpu")
+IMPLEMENTATIONS = (None, "for-loop", "foreach", "fused")
+_PARALLEL = ("cp", "tp", "pp", "ep")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model, its layout and the numbers it computes in.
+
+    seq_len     tokens of a whole sequence, of which a rank has seq_len / cp
+    recipe      dtypes of the states, a name of `memory.states.RECIPES`
+    attention   "fused" | "explicit" (the score matrices are materialized)
+    device      "cuda" | "cpu": what every rank computes on
+    optimizer   a name of `memory.states.OPTIMIZERS`
+    optimizer_implementation   "for-loop" | "foreach" | "fused"; None: what torch chooses on that device
+    lora        adapters beside frozen weights; None: all weights are trained
+    offload     which states wait outside the device, and whether activations do
+
+    Raises   TypeError if config or layout are no such records, ValueError for what does not fit together
+    """
+
+    config: ModelConfig
+    layout: Layout
+    seq_len: int
+    recipe: str = "bf16-master"
+    attention: str = "fused"
+    device: str = "cuda"
+    optimizer: str = "adamw"
+    optimizer_implementation: str | None = None
+    lora: LoRA | None = None
+    offload: Offload = field(default_factory=Offload)
+
+    def __post_init__(self):
+        for name, kind in (("config", ModelConfig), ("layout", Layout), ("offload", Offload)):
+            if not isinstance(getattr(self, name), kind):
+                got = type(getattr(self, name)).__name__
+                raise TypeError(f"{name} is of type {got}, required: {kind.__name__}; make one with {kind.__name__}")
+        if isinstance(self.seq_len, bool) or not isinstance(self.seq_len, int) or self.seq_len < 1:
+            raise ValueError(f"seq_len is {self.seq_len!r}, required: a whole number, 1 or more; give it in tokens")
+        _check_words(self)
+        _check_layout(self)
+        check_exchange(self.attention, self.layout.cp, self.layout.cp_method)
+        _check_optimizer(self)
+        if self.lora is not None:
+            _check_lora(self)
+        if self.offload.parameters != "device" and self.layout.zero != 3:
+            raise ValueError(
+                f"offload.parameters is {self.offload.parameters!r}, but zero is {self.layout.zero}; choose zero 3"
+            )
+
+
+def _check_words(run: Run) -> None:
+    recipe_of(run.recipe)
+    check_attention(run.attention)
+    for name, words in (("device", DEVICES), ("optimizer", OPTIMIZERS), ("optimizer_implementation", IMPLEMENTATIONS)):
+        if getattr(run, name) not in words:
+            raise ValueError(f"{name} is {getattr(run, name)!r}; choose from {', '.join(map(str, words))}")
+
+
+def _check_layout(run: Run) -> None:
+    """An encoder has a budget, but no engine cuts it: then only its data can be divided."""
+    if run.config.family != "xlmr":
+        run.layout.check_model(run.config, run.seq_len)
+        return
+    _check_undivided(run, f"{run.config.name} is of the xlmr family, which no engine cuts")
+    if run.seq_len > run.config.max_seq_len:
+        raise ValueError(
+            f"seq_len ({run.seq_len}) exceeds the positions of {run.config.name}; choose at most "
+            f"{run.config.max_seq_len}"
+        )
+
+
+def _check_optimizer(run: Run) -> None:
+    if run.optimizer == "adafactor" and run.layout.zero:
+        raise ValueError(
+            f"optimizer 'adafactor' keeps sums of a matrix's rows and columns, which the flat shards of zero "
+            f"({run.layout.zero}) cut apart; choose zero 0, or another of {', '.join(OPTIMIZERS)}"
+        )
+
+
+def _check_lora(run: Run) -> None:
+    lora_shapes(run.config, run.lora)
+    _check_undivided(run, "the engines do not cut adapters")
+    if run.layout.zero:
+        raise ValueError(f"the engines do not shard adapters, but zero is {run.layout.zero}; choose zero 0")
+
+
+def _check_undivided(run: Run, why: str) -> None:
+    for axis in _PARALLEL:
+        if getattr(run.layout, axis) > 1:
+            raise ValueError(f"{why}, but {axis} is {getattr(run.layout, axis)}; choose {axis} 1")
