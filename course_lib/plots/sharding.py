@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
+from course_lib.memory.budget import Budget
 from course_lib.plots.memory import budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, NEUTRAL_COLOR, RANK_COLORS, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
@@ -130,8 +131,8 @@ def stages_title(fits: Mapping[str, bool], gpu_name: str) -> str:
 
 
 @checked
-def show_stages(budgets: Mapping[str, Mapping[str, int]], gpus=(), title: str = "", unit: str = "GB") -> None:
-    """Show bytes by kind of one GPU side by side, `{"stage 0": {kind: bytes}, ...}`, with each GPU's limit as a line.
+def show_stages(budgets: Mapping[str, Mapping[str, int] | Budget], gpus=(), title: str = "", unit: str = "GB") -> None:
+    """Show bytes by kind of one GPU side by side, `{"stage 0": {kind: bytes} or a Budget, ...}`, with each GPU's limit as a line.
 
     `gpus` are records of `hardware.GPUS`, or `{name: bytes}`. Without a title, the first GPU's verdict is the title.
     """
