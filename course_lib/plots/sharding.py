@@ -132,7 +132,7 @@ def stages_title(fits: Mapping[str, bool], gpu_name: str) -> str:
 
 @checked
 def show_stages(budgets: Mapping[str, Mapping[str, int] | Budget], gpus=(), title: str = "", unit: str = "GB") -> None:
-    """Show bytes by kind of one GPU side by side, `{"stage 0": {kind: bytes} or a Budget, ...}`, with each GPU's limit as a line.
+    """Show bytes by kind of one GPU side by side, a Budget or {kind: bytes} for each label; each limit is a line.
 
     `gpus` are records of `hardware.GPUS`, or `{name: bytes}`. Without a title, the first GPU's verdict is the title.
     """
