@@ -156,7 +156,7 @@ class StageProgram:
         del x
         out = self.L.run_checkpoint(self.core, q, k, v) if self.layout.recompute == "selective" else self.core(q, k, v)
         del q, k, v
-        if self.config.mla and self.config.mla.value_dim < self.config.head_dim:
+        if self.config.mla and self.config.mla.value_dim != self.config.head_dim:
             width = self.part.rows * self.config.num_heads * self.config.mla.value_dim
             out = op.pick(self.L, out, width, 0, "values' part of the output")
         return self.row(out, f"{block}.attention.o")
