@@ -20,7 +20,8 @@ from course_lib.launch import launch
 from course_lib.layout import Mesh
 from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.parallel import channels, deferred, executor, pipeline, stages
-from course_lib.schedules import Costs, messages, simulate
+from course_lib.schedules import Costs, simulate
+from course_lib.schedules.messages import plan as plan_of
 from course_lib.training import MasterAdamW
 
 LLAMA = ModelConfig("llama", 5, d_model=8, num_heads=2, num_kv_heads=1, d_ff=13, vocab_size=19, max_seq_len=16)
@@ -647,7 +648,7 @@ def test_what_cannot_be_is_refused_before_anything_is_sent():
 
 def deliver_as_late_as_possible(made, ahead):
     """Runs all plans; a message arrives only when somebody waits for it. Returns who still waits at the end."""
-    plans = [messages.plan(made, rank, ahead) for rank in range(made.pp)]
+    plans = [plan_of(made, rank, ahead) for rank in range(made.pp)]
     place = [0] * made.pp
     sent, posted, delivered = {}, {}, set()
     progress = True
@@ -691,7 +692,7 @@ def test_receives_are_posted_one_instruction_early_and_sends_are_forgotten_soon(
     for name in NAMES:
         made = Case(name, 8).schedule(4)
         for rank in range(4):
-            plan = messages.plan(made, rank)
+            plan = plan_of(made, rank)
             posted_at = {message: place for place, step in enumerate(plan) for message, _ in step.post}
             in_hand = most = 0
             for place, step in enumerate(plan):
