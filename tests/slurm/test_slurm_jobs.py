@@ -173,7 +173,7 @@ def test_a_job_that_waits_says_why_and_one_that_would_wait_for_ever_does_not(ker
 
 def test_the_job_of_a_notebook_that_is_gone_ends_itself(folder):
     kernel = Kernel()
-    kernel.show(SETUP.format(folder=str(folder)) + "from course_lib import _slurm; _slurm.LOST_S = 4.0")
+    kernel.show(SETUP.format(folder=str(folder)) + "from course_lib.launch import _slurm; _slurm.LOST_S = 4.0")
     kernel.start(
         "launch(lambda: (print('up'), time.sleep(100)), 2, where=dataclasses.replace(where, nodes=1), live=True)"
     )
