@@ -230,15 +230,15 @@ def _any_of(arms: Sequence[Check], none: bool) -> Check:
     def check(name: str, value: object) -> None:
         if none and value is None:
             return
-        errors = []
+        said = []  # kinds and texts: an error that were kept would keep its frames, and every tensor in them
         for arm in arms:
             try:
                 return arm(name, value)
             except (TypeError, ValueError) as error:
-                errors.append(error)
-        best = next((error for error in errors if isinstance(error, ValueError)), errors[0])
-        others = [str(error).partition("; ")[2] for error in errors if error is not best]
-        raise type(best)("; or ".join([str(best), *others]) + (", or None" if none else "")) from None
+                said.append((type(error), str(error)))
+        best = next((entry for entry in said if issubclass(entry[0], ValueError)), said[0])
+        others = [text.partition("; ")[2] for kind, text in said if (kind, text) != best]
+        raise best[0]("; or ".join([best[1], *others]) + (", or None" if none else "")) from None
 
     return check
 

@@ -1,8 +1,10 @@
 """Sizes, numbers, words and records that cannot be meant are refused in one sentence."""
 
+import gc
 import math
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -133,3 +135,24 @@ def test_a_function_checks_its_arguments_by_its_annotations():
 def test_it_loads_without_torch():
     code = "import sys, course_lib.validate; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def test_a_check_keeps_nothing_of_what_it_was_given():
+    """A failed arm of a union must not keep its error, whose frames hold the caller's tensors."""
+
+    class Thing:
+        pass
+
+    @checked
+    def take(x: float | Thing) -> None:
+        pass
+
+    gc.disable()
+    try:
+        thing = Thing()
+        gone = weakref.ref(thing)
+        take(thing)
+        del thing
+        assert gone() is None
+    finally:
+        gc.enable()
