@@ -181,3 +181,14 @@ def test_processes_that_srun_describes_find_each_other_without_torchruns_variabl
     assert "started by srun" in said[0] and said[1] == ""
     losses = train_log.losses_of(tmp_path / "run" / "log.jsonl")
     assert [loss for of_step in losses.values() for loss in of_step] == uninterrupted(4, "tp=2")
+
+
+def test_the_script_ends_without_python_s_shutdown(tmp_path):
+    """Gloo's threads outlive their groups; one that asks Python for its lock while it shuts down ends in SIGABRT."""
+    (tmp_path / "sitecustomize.py").write_text("import atexit, os\natexit.register(os.abort)\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    script = [sys.executable, "-m", "course_lib.train", *options(tmp_path / "run", steps=4, layout="accumulation=8")]
+    with children() as seen:
+        run = start(seen, script, tmp_path / "out.txt", PYTHONPATH=path)
+        wait_until(lambda: run.poll() is not None, seen)
+    assert run.returncode == 0 and "step 4 of 4" in (tmp_path / "out.txt").read_text()
