@@ -18,7 +18,7 @@ from tyro.conf import FlagCreatePairsOff, Positional
 from tyro.extras import SubcommandApp
 
 from course_lib.cli.simulate import simulate
-from course_lib.launch import RankError, launch
+from course_lib.launch import RankError, launch, usable_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "accelerate", "numpy", "matplotlib", "ipywidgets", "jupyterlab", "nbval", "transformers")
@@ -76,15 +76,15 @@ class Machine:
 
 def look_at_machine() -> Machine:
     """Versions, cores, memory, GPUs, and a launch of two ranks."""
-    memory = psutil.virtual_memory()
+    memory_bytes, available_bytes = usable_memory()
     seconds, backend, error = _try_launch()
     return Machine(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
         packages={name: _version(name) for name in PACKAGES},
         cores=_usable_cores(),
-        memory_bytes=memory.total,
-        available_bytes=memory.available,
+        memory_bytes=memory_bytes,
+        available_bytes=available_bytes,
         gpus=[_gpu(index) for index in range(torch.cuda.device_count())],
         backends=[
             name for name, here in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if here

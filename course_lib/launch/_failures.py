@@ -160,7 +160,7 @@ def describe_place(frames: list[Frame]) -> str:
 
 
 def _is_library(file: str) -> bool:
-    return cell_name(file) is None and file.startswith("<") or os.path.abspath(file).startswith(_LIBRARIES)
+    return (cell_name(file) is None and file.startswith("<")) or os.path.abspath(file).startswith(_LIBRARIES)
 
 
 def frames_in_stack_file(text: str) -> list[Frame]:
