@@ -19,6 +19,7 @@ from tyro.extras import SubcommandApp
 
 from course_lib.cli.simulate import simulate
 from course_lib.launch import RankError, launch, usable_memory
+from course_lib.validate import writable
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "accelerate", "numpy", "matplotlib", "ipywidgets", "jupyterlab", "nbval", "transformers")
@@ -205,6 +206,8 @@ def run_chapter(path: Path, timeout: float, save: bool) -> int:
         from tqdm import tqdm
     except ModuleNotFoundError as error:
         raise ValueError(f'course run needs {error.name}; install the extra: pip install -e ".[lab,test]"') from error
+    if save:
+        writable("the notebook's folder", path.parent)
     nb = nbformat.read(path, as_version=4)
     total = sum(cell.cell_type == "code" for cell in nb.cells)
     at = {"cell": None, "number": 0}
