@@ -64,8 +64,8 @@ test: setup  ## everything: lint, unit tests, every notebook and solution under 
 	@$(MAKE) --no-print-directory unit
 	@$(MAKE) --no-print-directory nbval
 
-quick: setup  ## the tests that start no process; under a minute
-	$(RUN) -m pytest -m "not launches" -n $(WORKERS) --dist loadfile $(UNIT)
+quick: setup  ## the tests that start no process and simulate no random layouts; about a minute
+	$(RUN) -m pytest -m "not launches and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
 
 lint: setup  ## ruff, for the package, the tests and the notebooks
 	$(RUN) -m ruff check .
