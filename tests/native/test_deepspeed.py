@@ -108,7 +108,7 @@ def measure_all():
 
 @pytest.fixture(scope="module")
 def results():
-    return {size: launch(measure_all, size, quiet=True) for size in (2, 4)}
+    return {size: launch(measure_all, size, quiet=True, timeout=900) for size in (2, 4)}
 
 
 SIZES = pytest.mark.parametrize("size", [2, 4])
