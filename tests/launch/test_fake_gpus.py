@@ -18,18 +18,18 @@ from course_lib.layout import Layout
 CHAPTER = ROOT / "tests" / "fake_cuda_chapter.py"
 LIMIT_S = 1200  # on a machine that does much else; alone it takes under a minute
 LAYOUTS = [
-    "pp=2,dp=2,tp=2,sequence_parallel=true,zero=1,accumulation=2",
-    "cp=2,dp=2,zero=3",
-    "cp=2,dp=2,zero=2",
+    "pp=2,dp=2,tp=2,sequence_parallel=true,zero_stage=1,micro_batches=2",
+    "cp=2,dp=2,zero_stage=3",
+    "cp=2,dp=2,zero_stage=2",
     "cp=2,cp_method=all_gather",
     "cp=2,cp_method=ulysses,recompute=full",
-    "dp=4,dp_replicate=2,zero=3",
-    "pp=2,schedule=afab,accumulation=2",
-    "pp=2,schedule=interleaved,v=2,accumulation=2",
-    "pp=2,schedule=zb_h1,accumulation=4",
-    "pp=2,schedule=zb_h2,accumulation=4",
-    "pp=2,schedule=zbv,v=2,accumulation=4",
-    "pp=2,schedule=dualpipe_v,v=2,accumulation=4",
+    "dp=4,dp_replicate=2,zero_stage=3",
+    "pp=2,schedule=afab,micro_batches=2",
+    "pp=2,schedule=interleaved,v=2,micro_batches=2",
+    "pp=2,schedule=zb_h1,micro_batches=4",
+    "pp=2,schedule=zb_h2,micro_batches=4",
+    "pp=2,schedule=zbv,v=2,micro_batches=4",
+    "pp=2,schedule=dualpipe_v,v=2,micro_batches=4",
 ]
 BENCHED = {"zero": "", "tensor": "", "sequence": "", "context": "", "expert": "", "data": "DDP's", "pipeline": "shapes"}
 
