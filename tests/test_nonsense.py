@@ -36,6 +36,7 @@ from course_lib.run import Run
 from course_lib.schedules import Costs, make, simulate
 from course_lib.span import Span
 from course_lib.train import TrainPlan
+from course_lib.train.options import Options
 from course_lib.training.loop import TrainConfig, TrainRecord
 from course_lib.training.precision import Precision
 from course_lib.widgets.context import ContextChoice, explore_context
@@ -47,7 +48,7 @@ from course_lib.widgets.pipeline import PipelineChoice, explore_pipeline
 from course_lib.widgets.tensor import TensorChoice, explore_tensor
 from course_lib.widgets.zero import ZeroChoice, explore_zero
 
-LIMIT_S = 2.0  # refused, or done; a quiet machine takes milliseconds
+LIMIT_S = 2.0  # of CPU time, refused or done; usually milliseconds
 HUGE = 10**15
 FREE = re.compile(
     r"place|name|published_name|model_name|title|text|label|what|where|caption|unit|source|note|folder|path|\w*_ip|why|kind|[xy]label|field|nvme_path|"
@@ -247,6 +248,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "model_named": {"text": "toy"},
         "layout_for": {"text": "dp=2", "batch_size": None},
         "check_world": {"world_size": 2, "engine": ...},
+        "check_folders": {"options": Options()},
     },
     "train.plan": {
         "check_settings": {"saved": {"model": {}, "decay": "none"}, "now": {"model": {}, "decay": "none"}},
@@ -481,11 +483,11 @@ class time_limit:
     """A block that takes longer than LIMIT_S ends with an error that is no Exception, so that nothing catches it."""
 
     def __enter__(self):
-        signal.signal(signal.SIGALRM, self.stop)
-        signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+        signal.signal(signal.SIGVTALRM, self.stop)
+        signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
 
     def __exit__(self, *_):
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
     @staticmethod
     def stop(*_):
