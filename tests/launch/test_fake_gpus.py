@@ -31,7 +31,15 @@ LAYOUTS = [
     "pp=2,schedule=zbv,v=2,micro_batches=4",
     "pp=2,schedule=dualpipe_v,v=2,micro_batches=4",
 ]
-BENCHED = {"zero": "", "tensor": "", "sequence": "", "context": "", "expert": "", "data": "DDP's", "pipeline": "shapes"}
+BENCHED = {  # -> what of PyTorch's own cannot run on fake tensors; the test fails if it does
+    "zero": "",
+    "tensor": "",
+    "sequence": "",
+    "expert": "",
+    "data": "DDP's reducer is written in C++",
+    "pipeline": "PyTorch's pipelines ask their neighbours for shapes",
+    "context": "mixed torch.Tensor and DTensor",  # which attention it takes is chosen in C++, for the stand-in
+}
 
 
 def launches(notebook) -> list[dict]:
@@ -72,9 +80,9 @@ def test_the_bench_keeps_to_the_device_of_its_ranks(tmp_path):
 from course_lib.launch import launch
 bench.WARM_UP_ROUNDS = 0"""
     found = launches(notebook_of(tmp_path, [head, *(f"launch(bench.times, 2, '{name}', 1)" for name in BENCHED)]))
-    assert [record for record in found if "error" in record] == []
-    for record, why in zip(found, BENCHED.values(), strict=True):  # what of PyTorch's own cannot run on fake tensors
-        assert bool(why) == ("left_out" in record) and why in record.get("left_out", ""), record
+    for record, why in zip(found, BENCHED.values(), strict=True):
+        ended = record.get("error") or record.get("left_out", "")
+        assert bool(why) == bool(ended) and why in ended, record
 
 
 def test_cells_for_gpus_keep_to_the_device_of_their_ranks(tmp_path):
@@ -82,7 +90,8 @@ def test_cells_for_gpus_keep_to_the_device_of_their_ranks(tmp_path):
 from course_lib.config import preset
 from course_lib.launch import launch
 gpu_timings.DENSE, gpu_timings.SEQ_LEN, gpu_timings.PAYLOAD_BYTES = preset('toy'), 64, 1 << 12
-gpu_timings.ROUNDS, gpu_timings.WARM_UP = 1, 0"""
+gpu_timings.ROUNDS, gpu_timings.WARM_UP = 1, 0
+gpu_timings.profiled = lambda action: []  # the profiler needs a GPU"""
     cells = [
         f"launch(gpu_timings.time_on_rank, {min(timed.most, 4)}, gpu_timings.CHAPTERS['{chapter}'], "
         f"{timed.layout and timed.layout.format(n=4, half=2)!r})"
