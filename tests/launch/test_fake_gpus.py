@@ -35,7 +35,7 @@ BENCHED = {  # -> what of PyTorch's own cannot run on fake tensors; the test fai
     "zero": "",
     "tensor": "",
     "sequence": "",
-    "expert": "",
+    "expert": "DDP's reducer is written in C++",  # for what is not an expert
     "data": "DDP's reducer is written in C++",
     "pipeline": "PyTorch's pipelines ask their neighbours for shapes",
     "context": "mixed torch.Tensor and DTensor",  # which attention it takes is chosen in C++, for the stand-in
