@@ -71,7 +71,7 @@ def stage_costs(
     tokens_of_rank(seq_len, cp)
     rate = cp * tp * utilisation * peak_flops(gpu)
     each = [stage_flops(config, batch_size, seq_len, layers, stage) for stage in range(len(layers))]
-    forward_s, input_s, weight_s = (tuple(flops / rate for flops in column) for column in zip(*each))
+    forward_s, input_s, weight_s = (tuple(flops / rate for flops in column) for column in zip(*each, strict=True))
     return Costs(forward_s, input_s, weight_s, transfer_s(config, batch_size, seq_len, link, cp=cp, tp=tp))
 
 

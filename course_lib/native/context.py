@@ -219,7 +219,7 @@ def sum_gradients(engine: nn.Module) -> None:
     grads = [param.grad for param in engine.parameters() if param.grad is not None]
     flat_P = torch.cat([grad.flatten() for grad in grads])
     comm.all_reduce_(flat_P, engine.cp_group)
-    for grad, summed in zip(grads, flat_P.split([grad.numel() for grad in grads])):
+    for grad, summed in zip(grads, flat_P.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(summed.view_as(grad))
 
 

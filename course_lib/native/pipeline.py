@@ -195,7 +195,7 @@ def accumulate_gradients(engine: Engine, micro_batches: MicroBatches) -> Tensor:
     Raises   ValueError for micro-batches that the schedule cannot take, before anything is sent
     """
     check_micro_batches(engine.schedule, engine.group.size(), micro_batches)
-    x_BS, y_BS = (torch.cat(tensors) for tensors in zip(*micro_batches))
+    x_BS, y_BS = (torch.cat(tensors) for tensors in zip(*micro_batches, strict=True))
     losses = []
     inputs = (x_BS,) if engine.has_first else ()
     outputs = {"target": y_BS, "losses": losses} if engine.has_last else {}

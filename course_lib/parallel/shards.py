@@ -45,7 +45,7 @@ def views_into(flat_P: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The way back: for each tensor a view of its place, in its shape. The padding is nobody's."""
     sizes = [tensor.numel() for tensor in tensors]
     places = flat_P[: sum(sizes)].split(sizes)
-    return [place.view(tensor.shape) for place, tensor in zip(places, tensors)]
+    return [place.view(tensor.shape) for place, tensor in zip(places, tensors, strict=True)]
 
 
 def my_shard(flat_P: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -96,7 +96,7 @@ class FlatShard:
         self.trains = self.params[0].requires_grad
         tensors = [param.detach() for param in self.params]
         self.whole_P = flatten_and_pad(tensors, group.size()) if load is None else room_for(tensors, group.size())
-        for param, view in zip(self.params, views_into(self.whole_P, self.params)):
+        for param, view in zip(self.params, views_into(self.whole_P, self.params), strict=True):
             param.data = view
         mine_p = my_shard(self.whole_P, group)
         if load is not None:
@@ -156,7 +156,7 @@ class FlatShard:
         """Adds the gradient, over the divisor of its sum, to its place in grad_P, and drops it."""
         if self.grad_P is None:
             self.grad_P = torch.zeros_like(self.whole_P, dtype=self.grad_dtype)
-            self.grad_views = dict(zip(self.params, views_into(self.grad_P, self.params)))
+            self.grad_views = dict(zip(self.params, views_into(self.grad_P, self.params), strict=True))
         self.grad_views[param].add_(param.grad, alpha=1 / self.divisor)  # before the sum: 16 bits could overflow
         param.grad = None
 

@@ -213,7 +213,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
         return
     flat_P = torch.cat([grad.flatten() for grad in grads])
     comm.all_reduce_(flat_P, group)
-    for grad, summed in zip(grads, flat_P.split([grad.numel() for grad in grads])):
+    for grad, summed in zip(grads, flat_P.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(summed.view_as(grad))
 
 

@@ -444,5 +444,5 @@ def whole_tensors(engine: nn.Module, piece_of: Callable[[FlatShard], Tensor | No
     for flat in engine.flats:
         if (piece_p := piece_of(flat)) is not None:
             whole_P = comm.all_gather(piece_p.contiguous(), flat.group)
-            found |= zip(flat.names, views_into(whole_P, flat.params))
+            found |= zip(flat.names, views_into(whole_P, flat.params), strict=True)
     return found

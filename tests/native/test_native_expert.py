@@ -42,7 +42,9 @@ def built(experts, dtype, tied):
 
 
 def one_process(whole, batches):
-    parts = [tuple(torch.cat(pieces) for pieces in zip(*of_ranks)) for of_ranks in zip(*batches)]
+    parts = [
+        tuple(torch.cat(pieces) for pieces in zip(*of_ranks, strict=True)) for of_ranks in zip(*batches, strict=True)
+    ]
     total = sum(y.numel() for _, y in parts)
     loss = sum(training.loss_of(whole, x, y) * (y.numel() / total) for x, y in parts)
     loss.backward()
@@ -81,7 +83,7 @@ def trained():
     optimizers = [module.make_optimizer(engine, lr=0.01) for module, engine in engines]
     norms = []
     for _ in range(3):
-        for (module, engine), optimizer in zip(engines, optimizers):
+        for (module, engine), optimizer in zip(engines, optimizers, strict=True):
             module.step(engine, mine, optimizer, clip_norm=0.5)
     for module, engine in engines:
         module.accumulate_gradients(engine, mine)
