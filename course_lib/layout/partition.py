@@ -1,6 +1,7 @@
 """How the parts of a model are divided over ranks: elements, heads, layers, and which numbers of ranks suit them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from course_lib.config import ModelConfig
 
@@ -71,6 +72,18 @@ def check_num_stages(num_layers: int, num_stages: int) -> None:
         raise ValueError(
             f"{num_stages} stages for {num_layers} layers: each stage needs one layer or more; choose 1 to {num_layers}"
         )
+
+
+def stage_config(config: ModelConfig, layers: Sequence[int], stage: int) -> ModelConfig:
+    """The layers of a stage as a model of their own: dense ones first, where the model's first layers are dense.
+
+    Both ends are in it, whatever the stage. A stage of dense layers alone has no experts.
+    """
+    moe = config.moe
+    if moe is not None:
+        dense = max(0, moe.first_dense_layers - sum(layers[:stage]))
+        moe = replace(moe, first_dense_layers=dense) if dense < layers[stage] else None
+    return replace(config, num_layers=layers[stage], moe=moe)
 
 
 # --- keys and values over ranks of cp
