@@ -263,7 +263,7 @@ def _exposed_data_s(run: Run, cluster: Cluster, overlap: Overlap, pp_rank: int, 
     for axis in (*layout.shard_axes, "replicate", "expert_replicate", "tp", "pp"):
         for call in listed[axis]:
             name = "after backward" if call.place in _AFTER_BACKWARD else call.place
-            if name in seconds:
+            if name in seconds and call.collective != "send":  # between stages gradients of activations are sent
                 seconds[name] += calls_s([call], layout, cluster, axis)
     if not overlap.data:
         return sum(seconds.values())

@@ -72,7 +72,7 @@ def test_equal_stages_wait_as_the_closed_form_says():
         time = step_time(_run(config, layout), far, HALF)
         expected = bubble(name, 4, 8, v).of_ideal
         assert time.bubble_s / time.compute_s == pytest.approx(expected, rel=1e-3)
-        assert time.transfer_s == pytest.approx(0, abs=1e-6)
+        assert time.transfer_s == pytest.approx(0, abs=1e-6) and time.data_s == 0
     slow = step_time(_run(config, layout), replace(H100, gpus_per_node=1), HALF)
     assert slow.transfer_s > 0
 
