@@ -1,6 +1,6 @@
 """How long: modelled seconds of collectives, of overlap, and of a whole step.
 
-time = step_time(Run(preset("llama-3.1-8b"), Layout(dp=8, tp=8, zero=1), 8192), cluster)
+time = step_time(Run(preset("llama-3.1-8b"), Layout(dp=8, tp=8, zero_stage=1), 8192), cluster)
 time.total_s, time.mfu, time.parts          # {"compute": ..., "tp": ..., "bubble": ..., ...}
 
 step.py          step_time: everything; stage_costs: one micro-batch on each stage, for the simulator

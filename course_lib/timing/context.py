@@ -6,8 +6,8 @@ needs in order to hide is a matter of one proportion:
     computing with a block    4 s^2 N H FLOPs, half of them under a causal mask shared out evenly
     handing it on             2 s K H numbers
 
-The first grows with the square of a rank's tokens s, the second with s: from some s on each hop hides, whatever the
-number of ranks. With K = N and no mask this is Ring Attention's condition: bytes a number times s at least
+The first grows with the square of a rank's tokens s, the second with s: from some s on each ring step hides, whatever
+the number of ranks. With K = N and no mask this is Ring Attention's condition: bytes a number times s at least
 FLOPs / bandwidth. Grouped queries hand on N / K times less, and so hide that much sooner.
 
 Source   Liu et al. 2023 (arXiv:2310.01889), section 3.1
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from course_lib.flops import attention_flops_per_token
 from course_lib.hardware import Cluster, Link
-from course_lib.layout.context_work import pairs, pairs_of_ranks, step_pairs
+from course_lib.layout.block_pairs import pairs, pairs_of_ranks, step_pairs
 from course_lib.run import Run
 from course_lib.span import Span
 from course_lib.timing.collectives import calls_s, collective_s, ring_link
@@ -34,7 +34,7 @@ KV_BYTES, GRAD_BYTES = 2, 4  # of an element: keys and values travel in BF16, th
 def tokens_that_hide_a_hop(
     flops_per_s: float, link: Link, queries_per_key: float = 1, backward: bool = False, causal: bool = True
 ) -> float:
-    """Return the tokens of a rank from which on a hop of a ring takes no longer than computing with a block.
+    """Return the tokens of a rank from which on a ring step of a ring takes no longer than computing with a block.
 
     Latency is left out, and so the number of ranks, of heads and of features cancels.
 
@@ -65,15 +65,15 @@ class AttentionTime:
 def attention_time(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation()) -> AttentionTime:
     """Model forward and backward of one layer's attention core, its projections and recomputation left out.
 
-    A ring hides each hop behind the step that computes meanwhile, as far as that takes; the last step has no hop,
-    and the last gradients travel home uncovered. Gathered keys and exchanged heads hide behind nothing.
+    A ring hides each ring step behind the step that computes meanwhile, as far as that takes; the last step has no ring
+    step, and the last gradients travel home uncovered. Gathered keys and exchanged heads hide behind nothing.
 
-    Raises   ValueError as `context_work.pairs`
+    Raises   ValueError as `block_pairs.pairs`
     """
     layout, once = run.layout, replace(run, layout=replace(run.layout, recompute="none"))
     pair_flops = layout.micro_batch * attention_flops_per_token(replace(run.config, num_layers=1), 1)
     pair_s = pair_flops / layout.tp / utilisation.attention_flops_per_s(cluster)
-    table = pairs(layout.cp_placement, run.seq_len, layout.cp, utilisation.causal)
+    table = pairs(layout.cp_sharding, run.seq_len, layout.cp, utilisation.causal)
     ideal_s = pair_s * (1 + FUSED_BACKWARD) * sum(pairs_of_ranks(table)) / layout.cp
     listed = attention_calls(once)
     comm_s = calls_s(listed, layout, cluster, "cp")
@@ -97,8 +97,8 @@ def ring_spans(
 
     While a step computes, the next keys and values arrive; backward also the gradients of the block before. All ranks
     are taken to be as far as this one, with the seconds of the busiest at each step. Messages leave one after the
-    other, so the gradients that a step adds to have come before the keys that the next one needs. kv1 is the first hop
-    of keys and values, dkv1 that of their gradients.
+    other, so the gradients that a step adds to have come before the keys that the next one needs. kv1 is the first ring
+    step of keys and values, dkv1 that of their gradients.
     """
     spans: list[Span] = []
 

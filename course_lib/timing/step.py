@@ -122,7 +122,7 @@ def step_time(
     makespan_s = simulate(schedule, costs).makespan_s if layout.pp > 1 else without_transfers.makespan_s
     busiest = max(range(layout.pp), key=lambda rank: without_transfers.busy_s[rank])
     spent = {
-        name: layout.accumulation * sum(getattr(stages[stage], name) for stage in schedule.stages_of_rank(busiest))
+        name: layout.micro_batches * sum(getattr(stages[stage], name) for stage in schedule.stages_of_rank(busiest))
         for name in ("compute_s", "tp_s", "cp_s", "ep_s")
     }
     data_s = max(
@@ -269,10 +269,10 @@ def _exposed_data_s(run: Run, cluster: Cluster, overlap: Overlap, pp_rank: int, 
         return sum(seconds.values())
     later_s = seconds["after backward"]
     forward_s, backward_s = computing_s
-    times = layout.accumulation
-    if layout.zero == 3:
+    times = layout.micro_batches
+    if layout.zero_stage == 3:
         gather_s, reduce_s = seconds["parameters"] / (2 * times), seconds["gradients"] / times
         return later_s + times * (max(0.0, gather_s - forward_s) + max(0.0, gather_s + reduce_s - backward_s))
-    rounds = times if layout.zero == 2 else 1
+    rounds = times if layout.zero_stage == 2 else 1
     exposed_s = rounds * max(0.0, seconds["gradients"] / rounds - backward_s)
     return later_s + exposed_s + max(0.0, seconds["parameters"] - forward_s)

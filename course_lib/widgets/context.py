@@ -8,9 +8,9 @@ import ipywidgets as widgets
 from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
 from course_lib.layout import Layout
-from course_lib.layout.context_work import pairs, share_of_ideal
+from course_lib.layout.block_pairs import pairs, share_of_ideal
 from course_lib.layout.partition import CP_METHODS
-from course_lib.layout.placement import PLACEMENTS
+from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS
 from course_lib.memory.budget import budgets
 from course_lib.memory.context import for_length, kv_block_bytes
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
@@ -33,7 +33,7 @@ class ContextChoice:
     seq_len: Size = 131_072
     tp: Size = 8
     cp: Size = 4
-    placement: str = "zigzag"
+    sequence_sharding: str = "zigzag"
     recompute: str = "none"
     gpu_key: str = "h100"
     inside: str = "nvlink4"
@@ -60,7 +60,7 @@ def explore_context(chosen: ContextChoice) -> ContextView:
     """Turn choices into what is shown.
 
     Assumes: tp ranks with sequence parallelism side by side in nodes of 8, cp around them; ZeRO-1 over the cp ranks;
-    BF16 with FP32 masters; attention's kernels at UTILISATION of the GPU's peak, only a ring's messages hidden.
+    BF16 with FP32 master weights; attention's kernels at UTILISATION of the GPU's peak, only a ring's messages hidden.
 
     Raises   ValueError if the model's heads or the sequence do not divide
     """
@@ -74,7 +74,7 @@ def explore_context(chosen: ContextChoice) -> ContextView:
             times[method] = attention_time(_run(config, chosen, chosen.cp, method), _cluster(chosen), UTILISATION)
         except ValueError:  # Ulysses without heads enough: said in the text
             continue
-    share = share_of_ideal(pairs(chosen.placement, chosen.seq_len, chosen.cp))
+    share = share_of_ideal(pairs(chosen.sequence_sharding, chosen.seq_len, chosen.cp))
     fits = f"{'fits' if bars[-1].fits else 'does not fit'} on {gpu(chosen.gpu_key).name}"
     title = f"{chosen.model}, {chosen.seq_len:,} tokens on {chosen.tp * chosen.cp} GPUs {fits}"
     return ContextView(bars, limits, times, share, title, describe_context(config, chosen, times, share))
@@ -82,8 +82,8 @@ def explore_context(chosen: ContextChoice) -> ContextView:
 
 def _run(config: ModelConfig, chosen: ContextChoice, cp: int, method: str = "ring") -> Run:
     layout = Layout(
-        cp=cp, tp=chosen.tp, sequence_parallel=chosen.tp > 1, zero=1, recompute=chosen.recompute, cp_method=method,
-        cp_placement=chosen.placement,
+        cp=cp, tp=chosen.tp, sequence_parallel=chosen.tp > 1, zero_stage=1, recompute=chosen.recompute, cp_method=method,
+        cp_sharding=chosen.sequence_sharding,
     )  # fmt: skip
     return Run(config, layout, chosen.seq_len)
 
@@ -96,7 +96,7 @@ def _cluster(chosen: ContextChoice) -> Cluster:
 def describe_context(config: ModelConfig, chosen: ContextChoice, times: dict[str, AttentionTime], share: Share) -> str:
     """What a ring hands on and whether it hides, and what each method takes."""
     if chosen.cp == 1:
-        return "One rank has the whole sequence: nothing is sent. States are BF16 with FP32 masters."
+        return "One rank has the whole sequence: nothing is sent. States are BF16 with FP32 master weights."
     cluster = _cluster(chosen)
     on, rate = ring_link(_run(config, chosen, chosen.cp).layout, cluster), UTILISATION.attention_flops_per_s(cluster)
     copies = config.num_heads / config.num_kv_heads
@@ -106,7 +106,7 @@ def describe_context(config: ModelConfig, chosen: ContextChoice, times: dict[str
     layer = ", ".join(f"{method} {show_seconds(time.total_s)}" for method, time in times.items())
     return (
         f"Predicted: a rank has {chosen.seq_len // chosen.cp:,} tokens and hands on {show_bytes(block)} a hop over "
-        f"{on.name}; counted: {chosen.placement} allows {100 * share:.1f} % of the ideal speed. "
+        f"{on.name}; counted: {chosen.sequence_sharding} allows {100 * share:.1f} % of the ideal speed. "
         f"Modelled, not measured: a hop hides from {needed:,.0f} tokens a rank; "
         f"one layer's attention, forward and backward: {layer}.{missing}"
     )
@@ -114,7 +114,7 @@ def describe_context(config: ModelConfig, chosen: ContextChoice, times: dict[str
 
 @checked
 def context_explorer(start: ContextChoice | None = None) -> widgets.VBox:
-    """Sliders over model, sequence, tp, cp, placement, GPU and links."""
+    """Sliders over model, sequence, tp, cp, sequence sharding, GPU and links."""
     start = start or ContextChoice()
     links = [(known.name, key) for key, known in LINKS.items() if key != "nvme"]
     gpus = [(known.name, key) for key, known in GPUS.items() if known.bf16_flops]
@@ -123,7 +123,7 @@ def context_explorer(start: ContextChoice | None = None) -> widgets.VBox:
         "seq_len": parts.slider("sequence", parts.powers_of_two(1024, 2**20), start.seq_len),
         "tp": parts.slider("tp", parts.powers_of_two(1, 8), start.tp),
         "cp": parts.slider("cp", parts.powers_of_two(1, 64), start.cp),
-        "placement": parts.choice("placement", PLACEMENTS, start.placement),
+        "sequence_sharding": parts.choice("sequence sharding", SEQUENCE_SHARDINGS, start.sequence_sharding),
         "recompute": parts.choice("recomputation", ["none", "selective", "full"], start.recompute),
         "gpu_key": parts.choice("GPU", gpus, start.gpu_key),
         "inside": parts.choice("inside a node", links, start.inside),

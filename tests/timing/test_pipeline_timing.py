@@ -32,7 +32,7 @@ def test_zero_bubble_s_table_1():
 
 
 def _costs(layers, between="ib-ndr400", tp=1, **how):
-    layout = Layout(pp=8, tp=tp, accumulation=32, layers_of_stage=tuple(layers), **how)
+    layout = Layout(pp=8, tp=tp, micro_batches=32, layers_of_stage=tuple(layers), **how)
     cluster = Cluster(gpu("h100"), link("nvlink4"), link(between), gpus_per_node=tp)
     return stage_costs(Run(LLAMA_8B, layout, 4096), cluster, Utilisation(0.45))
 

@@ -203,12 +203,12 @@ def test_C072_whether_prefetch_hides_a_gather_depends_on_tokens_and_bandwidth():
     cluster = Cluster(H100, network, network, gpus_per_node=1)
     limit = tokens_that_hide_a_gather(64, 50e9, H100, 0.45)
     for factor, hidden in ((0.85, False), (1.05, True)):  # scores of attention, left out there, hide a little more
-        layout = Layout(dp=64, zero=3, micro_batch=round(factor * limit / 256))
+        layout = Layout(dp=64, zero_stage=3, micro_batch=round(factor * limit / 256))
         assert zero3_layer(Run(LLAMA_8B, layout, 256), cluster, UTILISATION).hidden is hidden
 
 
 def test_a_layer_s_times_are_those_of_its_bytes_and_flops():
-    run = Run(LLAMA_8B, Layout(dp=8, zero=3), 8192)
+    run = Run(LLAMA_8B, Layout(dp=8, zero_stage=3), 8192)
     layer = zero3_layer(run, EFA)
     numel = layer_units(LLAMA_8B)[1] - 2 * 4096
     assert layer.gather_s == pytest.approx(timing.collective_s("all_gather", 2 * numel, 8, EFA.inside))
