@@ -82,9 +82,14 @@ def explore_context(chosen: ContextChoice) -> ContextView:
 
 def _run(config: ModelConfig, chosen: ContextChoice, cp: int, method: str = "ring") -> Run:
     layout = Layout(
-        cp=cp, tp=chosen.tp, sequence_parallel=chosen.tp > 1, zero_stage=1, recompute=chosen.recompute, cp_method=method,
+        cp=cp,
+        tp=chosen.tp,
+        sequence_parallel=chosen.tp > 1,
+        zero_stage=1,
+        recompute=chosen.recompute,
+        cp_method=method,
         cp_sharding=chosen.sequence_sharding,
-    )  # fmt: skip
+    )
     return Run(config, layout, chosen.seq_len)
 
 
