@@ -54,7 +54,6 @@ def cut_over_tp(model: nn.Module, stream: Stream) -> None:
         cut_block(block, stream, model.config)
     model.head = ColumnLinear(model.head, stream)
     model.tie()
-    model.stream, model.replica_group = stream, tensor.replica_group_of(model.config, stream.group)
 
 
 def cut_block(block: nn.Module, stream: Stream, config: ModelConfig) -> None:

@@ -107,7 +107,7 @@ class FiveD(nn.Module, Engine):
     def run(self, micro_batches: MicroBatches) -> Tensor:
         return run_layout(self, micro_batches)
 
-    def reduce_gradients(self) -> None:
+    def finish(self) -> None:
         reduce_gradients(self)
 
     def mean_loss(self, share: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class FiveD(nn.Module, Engine):
             in_flats = {name for each in self.data_engines.values() for flat in each.flats for name in flat.names}
             tensors = {name: x for name, x in tensors.items() if name not in in_flats}
             for data_engine in self.data_engines.values():
-                tensors |= zero.whole_tensors(data_engine, lambda flat: tensor_of(flat.shard_p))
+                tensors |= zero.whole_tensors(data_engine.flats, tensor_of)
         if self.config.tied and "head.weight" in tensors:
             tensors["embed.weight"] = tensors.pop("head.weight")
         found = {name: x for name, x in tensors.items() if x is not None}
