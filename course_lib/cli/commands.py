@@ -42,17 +42,18 @@ class Chapter:
 
 
 ON_GPUS = "each rank computes on its own, through NCCL"
+ALONE = "the notebook computes on the CPU; its cell for GPUs times a step there"
 CHAPTERS = (
-    Chapter("00_ranks_and_collectives", 8, 2 << 30, f"{ON_GPUS}; three launches that look at gloo itself ask for it"),
-    Chapter("01_single_gpu_memory", 1, 2 << 30, "the notebook computes on the CPU; one cell asks the GPU's allocator"),
-    Chapter("02_single_gpu_techniques", 1, 2 << 30, "the notebook computes on the CPU"),
+    Chapter("00_ranks_and_collectives", 8, 2 << 30, f"{ON_GPUS}; launches that look at gloo itself ask for it"),
+    Chapter("01_single_gpu_memory", 1, 2 << 30, f"{ALONE}, one asks the allocator"),
+    Chapter("02_single_gpu_techniques", 1, 2 << 30, ALONE),
     Chapter("03_data_parallel", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU"),
     Chapter("04_zero", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU"),
     Chapter("05_tensor_parallel", 4, 2 << 30, ON_GPUS),
     Chapter("06_sequence_parallel", 4, 2 << 30, ON_GPUS),
     Chapter("07_context_parallel", 4, 2 << 30, ON_GPUS),
     Chapter("08_pipeline_parallel", 4, 2 << 30, ON_GPUS),
-    Chapter("09_expert_parallel", 4, 2 << 30, f"{ON_GPUS}; models that are compared train on the CPU"),
+    Chapter("09_expert_parallel", 4, 2 << 30, f"{ON_GPUS}; what the notebook trains itself stays on the CPU"),
     Chapter("10_five_d", 8, 2 << 30, ON_GPUS),
 )
 
@@ -134,12 +135,16 @@ def verdict(chapter: Chapter, machine: Machine) -> tuple[bool, str]:
     if machine.memory_bytes < chapter.memory_bytes:
         need, have = chapter.memory_bytes / 2**30, machine.memory_bytes / 2**30
         return False, f"needs {need:.0f} GiB of memory, and here are {have:.1f} GiB"
-    if len(machine.gpus) >= chapter.ranks:
+    gpus = len(machine.gpus)
+    if gpus >= chapter.ranks:
         return True, f"with {chapter.ranks} GPU{'s' * (chapter.ranks > 1)}: {chapter.on_gpu}"
     if chapter.ranks == 1:
         return True, "on the CPU"
     sharing = f", sharing {machine.cores} cores" if machine.cores < chapter.ranks else ""
-    return True, f"on {chapter.ranks} CPU ranks (gloo){sharing}"
+    on_cpu = f"on up to {chapter.ranks} CPU ranks (gloo){sharing}"
+    if gpus < 2:
+        return True, on_cpu
+    return True, f"launches of up to {gpus} ranks with {gpus} GPUs: {chapter.on_gpu}; larger ones {on_cpu}"
 
 
 def doctor(as_json: bool) -> int:

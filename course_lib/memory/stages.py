@@ -13,6 +13,7 @@ from dataclasses import replace
 from course_lib.config import ModelConfig
 from course_lib.layout.partition import check_layers
 from course_lib.memory.zero import buckets_of, layer_units, tensor_sizes_by_part
+from course_lib.validate import one_of
 
 
 def stage_config(config: ModelConfig, layers: Sequence[int], stage: int) -> ModelConfig:
@@ -20,6 +21,7 @@ def stage_config(config: ModelConfig, layers: Sequence[int], stage: int) -> Mode
 
     Both ends are in it, whatever the stage. A stage of dense layers alone has no experts.
     """
+    one_of("stage", stage, range(len(layers)))
     moe = config.moe
     if moe is not None:
         dense = max(0, moe.first_dense_layers - sum(layers[:stage]))
