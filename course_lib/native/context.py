@@ -47,7 +47,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.layout.placement import check_context
-from course_lib.parallel.data import MicroBatches
+from course_lib.parallel.engine import MicroBatches
 from course_lib.parallel.positions import positions
 
 PLACEMENTS = ("contiguous", "zigzag")  # whether PyTorch balances the load

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from course_lib.layout.experts import ExpertLayout, check_expert_parallel
 from course_lib.model.moe import MoE, Routing, balance_after_step, combine, count_load, dispatch, moe_layers, moe_losses
-from course_lib.parallel.data import MicroBatches
+from course_lib.parallel.engine import MicroBatches
 
 MATRICES = ("gate", "up", "down")
 

@@ -39,7 +39,7 @@ from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.compat import PIPELINE_WARMS_UP_ON_GLOO
 from course_lib.config import ModelConfig
-from course_lib.parallel.data import MicroBatches
+from course_lib.parallel.engine import MicroBatches
 from course_lib.parallel.stages import check_stages, cut
 
 SCHEDULES = {

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from course_lib.model.moe import count_load, moe_losses
 from course_lib.parallel.channels import receive, send
-from course_lib.parallel.data import MicroBatches
 from course_lib.parallel.deferred import WeightQueue
+from course_lib.parallel.engine import MicroBatches
 from course_lib.schedules.instructions import Instruction
 from course_lib.schedules.messages import Message, Step
 from course_lib.span import Span

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.comm.conjugate import Group
-from course_lib.parallel.data import Trace
+from course_lib.parallel.engine import Trace
 from course_lib.parallel.tiles import Block, Plan, block_attention
 from course_lib.span import Span
 
@@ -121,7 +121,6 @@ def ring_attention(
     causal: bool = True,
     merge_dtype: torch.dtype | None = None,
     kernel: str = "fused",
-    trace: Trace | None = None,
 ) -> Tensor:
     """Attention over a sequence shared out by `placement`: every rank brings equally many tokens, and gets theirs.
 
@@ -133,5 +132,4 @@ def ring_attention(
              as many again backward, and (N - 1) * 2 B K s H * (itemsize of merge_dtype). N: ranks
     Raises   ValueError for shapes or words that do not fit, before anything is sent
     """
-    plan = Plan(placement, causal, kernel, merge_dtype, trace)
-    return block_attention(q_BNsH, k_BKsH, v_BKsH, Ring(group, trace), plan)
+    return block_attention(q_BNsH, k_BKsH, v_BKsH, Ring(group), Plan(placement, causal, kernel, merge_dtype))
