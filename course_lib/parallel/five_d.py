@@ -243,7 +243,8 @@ def shard_over_data(engine: FiveD, grad_dtype: torch.dtype | None) -> None:
     summed: set[nn.Parameter] = set()  # a weight that two stages here share: by the first one's buckets
     for name, stage in engine.stages.items():
         if layout.zero:
-            engine.data_engines[name] = zero.build(stage, group, layout.zero, grad_dtype=grad_dtype, sharing=sharing)
+            sharded = zero.ZeroUnits if layout.zero == 3 else partial(zero.ZeroBuckets, stage=layout.zero)
+            engine.data_engines[name] = sharded(stage, group, grad_dtype=grad_dtype, sharing=sharing)
         elif layout.data_size > 1:
             mine = {p for p in stage.parameters() if p not in summed and sharing.groups[sharing.kind_of(p)].size() > 1}
             of_stage = Sharing(lambda p, mine=mine: sharing.kind_of(p) if p in mine else None, sharing.groups)

@@ -349,23 +349,19 @@ def build(
     group: dist.ProcessGroup,
     stage: int = 3,
     bucket_bytes: int = BUCKET_BYTES,
-    prefetch: bool = True,
     allow_unused: bool = False,
     grad_dtype: torch.dtype | None = None,
     trace: Trace | None = None,
     load: Load | None = None,
-    sharing: Sharing | None = None,
 ) -> ZeroBuckets | ZeroUnits:
     """Shards what `stage` shards of the model, in place, over the group; broadcasts the first rank's parameters.
 
     bucket_bytes   stages 1 and 2: parameters of one reduce-scatter and one all-gather
-    prefetch       stage 3: gather the next unit while one computes; without it one unit is whole at a time
     allow_unused   parameters without a gradient count as zeros; by default they are an error
     grad_dtype     in which gradients are summed and sent, such as torch.float32 beside bfloat16 parameters. They are
                    then in `.main_grad`: MasterAdamW reads it, torch's own optimizers would find nothing to do
     load           stage 3, with a model on the meta device: brings this rank's numbers, and nobody ever holds the whole
                    (`partial(read_flat, Weights(folder))` of parallel/loading.py)
-    sharing        where parameters differ in who has them: then nothing is broadcast, ranks bring the same numbers
 
     Raises   ValueError for another stage, a missing group, a model without numbers, that an engine has already or
              without trainable parameters, or `load` in another stage
@@ -387,8 +383,8 @@ def build(
     if taken := [name for name, param in trainable(model) if has_engine(param)]:
         raise ValueError(f"an engine has this model already: its hook takes the gradient of {taken[0]}; build it anew")
     if stage == 3:
-        return ZeroUnits(model, group, prefetch, allow_unused, grad_dtype, trace, load, sharing)
-    return ZeroBuckets(model, group, stage, bucket_bytes, allow_unused, grad_dtype, trace, sharing)
+        return ZeroUnits(model, group, allow_unused=allow_unused, grad_dtype=grad_dtype, trace=trace, load=load)
+    return ZeroBuckets(model, group, stage, bucket_bytes, allow_unused, grad_dtype, trace)
 
 
 def has_engine(param: nn.Parameter) -> bool:

@@ -224,7 +224,10 @@ def memory(recipe, stage, prefetch=True, config=TOY, recompute="none"):
         "bf16-master-fp32-grads": (torch.bfloat16, torch.float32),
     }[recipe]
     built = model.build(config, dtype=dtype, recompute=recompute)
-    engine = zero.build(built, dist.group.WORLD, stage, 100_000, prefetch, grad_dtype=grad_dtype)
+    if prefetch:
+        engine = zero.build(built, dist.group.WORLD, stage, 100_000, grad_dtype=grad_dtype)
+    else:
+        engine = zero.ZeroUnits(built, dist.group.WORLD, prefetch=False, grad_dtype=grad_dtype)
     optimizer = zero.make_optimizer(engine)
     batches = [(torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.int64))] * 2
     zero.step(engine, batches, optimizer)
