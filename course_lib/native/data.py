@@ -129,7 +129,7 @@ def accelerated_step(
 ) -> torch.Tensor:
     """One training step; `accumulate` decides when to average, `backward` divides by the number of micro-batches.
 
-    Micro-batches must hold equally many tokens: here the mean over them is of their means.
+    Micro-batches must hold equally many tokens: here the mean over them, and over ranks, is of their means.
     """
     losses = []
     for x_BS, y_BS in micro_batches:
@@ -139,4 +139,4 @@ def accelerated_step(
             optimizer.step()  # does nothing but after the last micro-batch
             optimizer.zero_grad()
         losses.append(loss.detach())
-    return torch.stack(losses).mean()
+    return accelerator.reduce(torch.stack(losses).mean(), reduction="mean")
