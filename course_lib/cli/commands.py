@@ -18,7 +18,8 @@ from tyro.conf import FlagCreatePairsOff, Positional
 from tyro.extras import SubcommandApp
 
 from course_lib.cli.simulate import simulate
-from course_lib.launch import RankError, launch
+from course_lib.launch import RankError, launch, usable_memory
+from course_lib.validate import writable
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "accelerate", "numpy", "matplotlib", "ipywidgets", "jupyterlab", "nbval", "transformers")
@@ -77,15 +78,15 @@ class Machine:
 
 def look_at_machine() -> Machine:
     """Versions, cores, memory, GPUs, and a launch of two ranks."""
-    memory = psutil.virtual_memory()
+    memory_bytes, available_bytes = usable_memory()
     seconds, backend, error = _try_launch()
     return Machine(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
         packages={name: _version(name) for name in PACKAGES},
         cores=_usable_cores(),
-        memory_bytes=memory.total,
-        available_bytes=memory.available,
+        memory_bytes=memory_bytes,
+        available_bytes=available_bytes,
         gpus=[_gpu(index) for index in range(torch.cuda.device_count())],
         backends=[
             name for name, here in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if here
@@ -210,6 +211,8 @@ def run_chapter(path: Path, timeout: float, save: bool) -> int:
         from tqdm import tqdm
     except ModuleNotFoundError as error:
         raise ValueError(f'course run needs {error.name}; install the extra: pip install -e ".[lab,test]"') from error
+    if save:
+        writable("the notebook's folder", path.parent)
     nb = nbformat.read(path, as_version=4)
     total = sum(cell.cell_type == "code" for cell in nb.cells)
     at = {"cell": None, "number": 0}

@@ -40,6 +40,7 @@ def largest_error(config, layout):
     return 0.02 if config.moe and layout.ep > 1 and layout.expert_method == "once_per_rank" else 0.01
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MODELS)
 def test_every_stage_of_random_layouts_peaks_where_the_engine_does(name):
     """States to the byte; the peak to 1 %, but for two exchanges that are estimated."""
@@ -54,6 +55,7 @@ def test_every_stage_of_random_layouts_peaks_where_the_engine_does(name):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", MODELS)
 def test_one_gpu_peaks_where_the_engine_does(name, recompute):

@@ -26,6 +26,7 @@ def routings_of(config, layout, stages):
     return [[choice_Tk] * layout.ep] * (num_layers * layout.accumulation)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MODELS)
 def test_a_simulated_rank_sends_along_each_axis_what_the_formula_says(name):
     config, draw = MODELS[name], random.Random(name)
