@@ -52,8 +52,8 @@ from course_lib.parallel.engine import (
     trainable,
 )
 from course_lib.parallel.expert_tensor import cut_over_tp
-from course_lib.parallel.linear import WholeStream
-from course_lib.parallel.sequence import ShardedStream, of_my_tokens
+from course_lib.parallel.linear import ReplicatedResidual
+from course_lib.parallel.sequence import ShardedResidual, of_my_tokens
 from course_lib.parallel.tensor import cuts_of, sum_gradients
 from course_lib.parallel.vocabulary import vocab_cross_entropy
 
@@ -111,12 +111,16 @@ class ExpertParallel(ModelEngine):
     """
 
     def __init__(
-        self, module: nn.Module, groups: ExpertGroups, layout: ExpertLayout, stream: WholeStream | ShardedStream | None
+        self,
+        module: nn.Module,
+        groups: ExpertGroups,
+        layout: ExpertLayout,
+        residual: ReplicatedResidual | ShardedResidual | None,
     ) -> None:
         super().__init__(module)
-        self.groups, self.layout, self.stream = groups, layout, stream
+        self.groups, self.layout, self.residual = groups, layout, residual
         self.norm_groups = (groups.dp,) if groups.tp is None else (groups.dp, groups.tp)
-        self.replica_group = None if stream is None else tensor.replica_group_of(module.config, stream.group)
+        self.replica_group = None if residual is None else tensor.replica_group_of(module.config, residual.group)
 
     def count_tokens(self, micro_batches: MicroBatches) -> int:
         return count_tokens(self, micro_batches)
@@ -188,11 +192,11 @@ def build(
         keep_my_experts(moe, layout, groups.ep.rank())
         moe.run_experts = runner(method, groups)
         moe.sum_load = partial(sum_over, group=group)
-    stream = None
+    residual = None
     if tp_group is not None:
-        stream = ShardedStream(tp_group) if sequence_parallel else WholeStream(tp_group)
-        cut_over_tp(model, stream)
-    return ExpertParallel(model, groups, layout, stream)
+        residual = ShardedResidual(tp_group) if sequence_parallel else ReplicatedResidual(tp_group)
+        cut_over_tp(model, residual)
+    return ExpertParallel(model, groups, layout, residual)
 
 
 def check_experts(model: nn.Module) -> None:
@@ -282,7 +286,7 @@ def sum_over_ranks(engine: ExpertParallel) -> None:
     groups, experts = engine.groups, my_experts(engine)
     if groups.tp is not None:
         tensor.sum_replicas(engine)
-        if isinstance(engine.stream, ShardedStream):
+        if isinstance(engine.residual, ShardedResidual):
             sum_gradients(of_my_tokens(engine), groups.tp)
     sum_gradients([param for param in engine.parameters() if param not in experts], groups.dp)
     if groups.expert_dp.size() > 1:
@@ -294,7 +298,7 @@ def sum_over_ranks(engine: ExpertParallel) -> None:
 
 @torch.no_grad()
 def routing_load(engine: ExpertParallel) -> list[tuple[Tensor, Tensor]]:
-    """For each layer with experts (tokens_E, dropped_E): the choices of the last micro-batch, of all ranks."""
+    """For each layer with experts (tokens_E, dropped_E): the assignments of the last micro-batch, of all ranks."""
     return [
         (
             comm.all_reduce(moe.routing.tokens_E, engine.groups.dp),

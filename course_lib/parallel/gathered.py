@@ -37,7 +37,7 @@ class Gathered:
             key_rank = (rank - step) % size
             yield key_rank, of_ranks[key_rank]
 
-    def home(self, kv_BKsU: Tensor) -> "SumAtOnce":
+    def dkv_sum(self, kv_BKsU: Tensor) -> "SumAtOnce":
         return SumAtOnce(self.group)
 
 
@@ -62,7 +62,7 @@ def gathered_attention(
     k_BKsH: Tensor,
     v_BKsH: Tensor,
     group: Group,
-    placement: str = "zigzag",
+    sequence_sharding: str = "zigzag",
     causal: bool = True,
     merge_dtype: torch.dtype | None = None,
     kernel: str = "fused",
@@ -74,4 +74,6 @@ def gathered_attention(
              as many again backward, and (N - 1) * 2 B K s H * (itemsize of merge_dtype). N: ranks
     Raises   ValueError for shapes or words that do not fit, before anything is sent
     """
-    return block_attention(q_BNsH, k_BKsH, v_BKsH, Gathered(group), Plan(placement, causal, kernel, merge_dtype))
+    return block_attention(
+        q_BNsH, k_BKsH, v_BKsH, Gathered(group), Plan(sequence_sharding, causal, kernel, merge_dtype)
+    )

@@ -1,6 +1,6 @@
 """Tensor parallelism from scratch: a model cut over the ranks of one group, all of which work on the same tokens.
 
-    parallel/linear.py       a matrix: column and row linear, and the stream of activations between them
+    parallel/linear.py       a matrix: column and row linear, and the residual stream of activations between them
     parallel/vocabulary.py   both ends: embedding and loss
     this file                a whole Llama or GPT, from outside and in one call
 
@@ -28,7 +28,7 @@ from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.config import ModelConfig
 from course_lib.devices import rank_device
-from course_lib.layout.partition import check_heads, copies_of_kv, piece_sizes
+from course_lib.layout.partition import check_heads, kv_replication, piece_sizes
 from course_lib.parallel.engine import (
     ModelEngine,
     Trace,
@@ -40,7 +40,7 @@ from course_lib.parallel.engine import (
     step,
     trainable,
 )
-from course_lib.parallel.linear import ColumnLinear, Cut, RowLinear, WholeStream, column_linears
+from course_lib.parallel.linear import ColumnLinear, Cut, ReplicatedResidual, RowLinear, column_linears
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
 from course_lib.training.precision import gradient_of
 
@@ -51,11 +51,11 @@ __all__ = [
     "build",
     "check_shardable",
     "clip_gradients",
-    "copies_of_kv",
     "cut_attention",
     "cuts_of",
     "full_gradients",
     "full_parameters",
+    "kv_replication",
     "loss_of",
     "make_optimizer",
     "rank_rng",
@@ -85,10 +85,10 @@ class TensorParallel(ModelEngine):
     replica_group   the ranks that have this rank's key/value head, if there are others
     """
 
-    def __init__(self, module: nn.Module, stream: WholeStream) -> None:
-        super().__init__(module, stream.trace)
-        self.stream, self.replica_group = stream, replica_group_of(module.config, stream.group)
-        self.norm_groups = (stream.group,)
+    def __init__(self, module: nn.Module, residual: ReplicatedResidual) -> None:
+        super().__init__(module, residual.trace)
+        self.residual, self.replica_group = residual, replica_group_of(module.config, residual.group)
+        self.norm_groups = (residual.group,)
 
     def share_of_loss(self, x_BS: Tensor, y_BS: Tensor, num_tokens: int) -> Tensor:
         return loss_of(self, x_BS, y_BS) * (y_BS.numel() / num_tokens)
@@ -97,12 +97,12 @@ class TensorParallel(ModelEngine):
         sum_replicas(self)
 
     def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
-        cuts, tp_size = cuts_of(self.module), self.stream.group.size()
+        cuts, tp_size = cuts_of(self.module), self.residual.group.size()
         return ((param, cuts[name].copies if name in cuts else tp_size) for name, param in trainable(self.module))
 
     def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
         cuts, found = cuts_of(self.module), super().whole(tensor_of)
-        return {name: cuts[name].whole(x, self.stream.group) if name in cuts else x for name, x in found.items()}
+        return {name: cuts[name].whole(x, self.residual.group) if name in cuts else x for name, x in found.items()}
 
 
 def build(model: nn.Module, group: Group, overlap: bool = True, trace: Trace | None = None) -> TensorParallel:
@@ -115,68 +115,68 @@ def build(model: nn.Module, group: Group, overlap: bool = True, trace: Trace | N
     check_shardable(model, group)
     if model.config.dropout > 0:
         share_seed(group)
-    stream = WholeStream(group, overlap, trace)
-    shard_model(model, stream)
-    return TensorParallel(model, stream)
+    residual = ReplicatedResidual(group, overlap, trace)
+    shard_model(model, residual)
+    return TensorParallel(model, residual)
 
 
-def shard_model(model: nn.Module, stream: WholeStream) -> None:
+def shard_model(model: nn.Module, residual: ReplicatedResidual) -> None:
     """Replaces each matrix by this rank's part of it. Norms, positions and biases of rows stay whole."""
-    model.embed = VocabEmbedding(model.embed, stream)
+    model.embed = VocabEmbedding(model.embed, residual)
     for block in model.blocks:
-        shard_block(block, stream, model.config)
-    model.head = ColumnLinear(model.head, stream)
+        shard_block(block, residual, model.config)
+    model.head = ColumnLinear(model.head, residual)
     model.tie()
 
 
-def shard_block(block: nn.Module, stream: WholeStream, config: ModelConfig) -> None:
+def shard_block(block: nn.Module, residual: ReplicatedResidual, config: ModelConfig) -> None:
     """The matrices of one block without experts."""
-    cut_attention(block.attention, stream, config)
-    shard_mlp(block.mlp, stream)
+    cut_attention(block.attention, residual, config)
+    shard_mlp(block.mlp, residual)
 
 
-def shard_attention(attention: nn.Module, stream: WholeStream, config: ModelConfig) -> None:
+def shard_attention(attention: nn.Module, residual: ReplicatedResidual, config: ModelConfig) -> None:
     """By heads: N / tp query heads a rank; key/value heads likewise, or one for tp / K ranks together."""
-    copies = copies_of_kv(config, stream.group.size())
-    attention.q = ColumnLinear(attention.q, stream)
-    attention.k, attention.v = ColumnLinear(attention.k, stream, copies), ColumnLinear(attention.v, stream, copies)
-    attention.o = RowLinear(attention.o, stream)
-    attention.project = lambda x: column_linears(x, [attention.q, attention.k, attention.v], stream)
+    copies = kv_replication(config, residual.group.size())
+    attention.q = ColumnLinear(attention.q, residual)
+    attention.k, attention.v = ColumnLinear(attention.k, residual, copies), ColumnLinear(attention.v, residual, copies)
+    attention.o = RowLinear(attention.o, residual)
+    attention.project = lambda x: column_linears(x, [attention.q, attention.k, attention.v], residual)
     if config.dropout > 0:
-        attention.core = with_rank_rng(attention.core, stream.group)
+        attention.core = with_rank_rng(attention.core, residual.group)
 
 
-def cut_attention(attention: nn.Module, stream: WholeStream, config: ModelConfig) -> None:
+def cut_attention(attention: nn.Module, residual: ReplicatedResidual, config: ModelConfig) -> None:
     """Cut attention of either kind by heads."""
     if config.mla is None:
-        shard_attention(attention, stream, config)
+        shard_attention(attention, residual, config)
     else:
-        shard_latent_attention(attention, stream)
+        shard_latent_attention(attention, residual)
 
 
-def shard_latent_attention(attention: nn.Module, stream: WholeStream) -> None:
+def shard_latent_attention(attention: nn.Module, residual: ReplicatedResidual) -> None:
     """Cut what makes heads of latent vectors; what makes the latent vectors is small, and every rank does all of it.
 
-    A latent vector enters its columns as x enters those of q, k and v: where the stream is cut along the sequence, each
-    rank makes its own tokens' vectors, and these are gathered, not x.
+    A latent vector enters its columns as x enters those of q, k and v: where the residual stream is cut along the
+    sequence, each rank makes its own tokens' vectors, and these are gathered, not x.
     """
-    attention.o = RowLinear(attention.o, stream)
-    attention.q_up, attention.kv_up = ColumnLinear(attention.q_up, stream), ColumnLinear(attention.kv_up, stream)
-    attention.share_key = stream.enter
+    attention.o = RowLinear(attention.o, residual)
+    attention.q_up, attention.kv_up = ColumnLinear(attention.q_up, residual), ColumnLinear(attention.kv_up, residual)
+    attention.share_key = residual.enter
 
 
-def shard_mlp(mlp: nn.Module, stream: WholeStream) -> None:
+def shard_mlp(mlp: nn.Module, residual: ReplicatedResidual) -> None:
     """By features: gate and up (or up alone) are columns, down is the row."""
     names = [name for name, _ in mlp.named_children() if name != "down"]
     for name in names:
-        setattr(mlp, name, ColumnLinear(getattr(mlp, name), stream))
-    mlp.down = RowLinear(mlp.down, stream)
-    mlp.project = lambda x: column_linears(x, [getattr(mlp, name) for name in names], stream)
+        setattr(mlp, name, ColumnLinear(getattr(mlp, name), residual))
+    mlp.down = RowLinear(mlp.down, residual)
+    mlp.project = lambda x: column_linears(x, [getattr(mlp, name) for name in names], residual)
 
 
 def replica_group_of(config: ModelConfig, group: Group) -> Group | None:
     """The ranks that have this rank's key/value head; None if no other has it."""
-    copies = copies_of_kv(config, group.size())
+    copies = kv_replication(config, group.size())
     if copies == 1:
         return None
     start = group.rank() // copies * copies
@@ -201,7 +201,8 @@ def check_shardable(model: nn.Module, group: Group) -> None:
 
 
 def share_seed(group: Group, apart: bool = False) -> None:
-    """Gives all ranks the random numbers of the group's first: where the stream is whole they must drop the same.
+    """Gives all ranks the random numbers of the group's first: where the residual stream is whole they must drop the
+    same.
 
     apart    each rank its own instead, which follow from the first's: where ranks have different tokens
     Bytes    sent per rank: 8
@@ -237,7 +238,7 @@ def with_rank_rng(core: Callable, group: Group) -> Callable:
 
 def loss_of(engine: TensorParallel, x_BS: Tensor, y_BS: Tensor) -> Tensor:
     """Mean cross-entropy of the next token, from logits in pieces."""
-    return vocab_cross_entropy(engine(x_BS), y_BS, engine.module.embed.first, engine.stream.group).mean()
+    return vocab_cross_entropy(engine(x_BS), y_BS, engine.module.embed.first, engine.residual.group).mean()
 
 
 def sum_replicas(engine: ModelEngine) -> None:
