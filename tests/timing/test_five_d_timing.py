@@ -164,8 +164,8 @@ def test_long_sequences_on_cp_ranks_beside_published_throughput():
 
     alike, own = Utilisation(0.476, 0.476), Utilisation(0.476, 0.35)
     errors = {
-        name: [speed(utilisation, cp, sequence_sharding) / published - 1 for cp, published in PUBLISHED_CP_THROUGHPUT.items()]
-        for name, utilisation, sequence_sharding in (
+        name: [speed(utilisation, cp, sharding) / published - 1 for cp, published in PUBLISHED_CP_THROUGHPUT.items()]
+        for name, utilisation, sharding in (
             ("alike", alike, "zigzag"), ("own", own, "zigzag"), ("waiting", own, "contiguous"),
         )
     }  # fmt: skip

@@ -185,7 +185,7 @@ def _expect_bytes(answer: Callable, method: str, c: int, B: int, s: int, N: int,
             * (itemsize + 4),
             "keys and values: that is 2 tensors": want // 2,
             "that is the forward pass; backward is asked for as well": (c - 1) * block * itemsize,
-            "a gradient is home after c - 1 ring steps: its first share is the next rank's, the home's own never travels": (
+            "a gradient is home after c - 1 ring steps: the first share is the next rank's, the home's never travels": (
                 block * ((c - 1) * 2 * itemsize + c * 4)
             ),
             "backward has c - 1 ring steps, as forward: of keys and values, and of their gradients": (
