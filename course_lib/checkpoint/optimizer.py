@@ -3,7 +3,7 @@
 Moments and master weights are as long as their parameter and are stored in the same pieces of whole tensors, under the
 names exp_avg., exp_avg_sq. and master. before the parameter's. Counts and options are a few numbers, in the manifest.
 
-AdamW counts steps for each parameter, MasterAdamW and ShardedAdamW once for all: `options_to_load` refuses counts
+AdamW counts steps for each parameter, MasterAdamW once for all: `options_to_load` refuses counts
 that one number cannot say.
 """
 

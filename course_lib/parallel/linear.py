@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from course_lib.comm.conjugate import Group, InFlight, copy_in, my_piece, start_all_reduce, start_gather, sum_out
 from course_lib.layout.partition import piece_sizes
-from course_lib.parallel.data import Trace, compute_span, record_when_done
+from course_lib.parallel.data import record_when_done
+from course_lib.parallel.engine import Trace, compute_span
 from course_lib.span import Span
 
 # --- where the columns begin and the rows end

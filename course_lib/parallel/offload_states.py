@@ -210,8 +210,8 @@ class OffloadedAdamW(MasterAdamW):
         for index, saved in state_dict["state"].items():
             for start, stop in self._pieces(order[index]):
                 with self._where[order[index]].piece(start, stop) as states:
-                    for key in STATES:
-                        states[key].copy_(saved[key].reshape(-1)[start:stop])
+                    for key in STATES:  # a 32-bit parameter is its own master
+                        states[key].copy_(saved.get(key, order[index]).reshape(-1)[start:stop])
         if self.place == "host":
             self.state.update((parameter, self._where[parameter].tensors) for parameter in order)
 

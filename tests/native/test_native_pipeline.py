@@ -76,7 +76,8 @@ def clipped_steps(config):
     """Largest difference from one process after two steps; the sum of squares is that of the whole model."""
     engine = native.build(model.build(config, dtype=torch.float64), dist.group.WORLD)
     whole = model.build(config, dtype=torch.float64)
-    ours, theirs = native.make_optimizer(engine, lr=0.01), native.make_optimizer(whole, lr=0.01)
+    ours = native.make_optimizer(engine, lr=0.01)
+    theirs = torch.optim.AdamW(whole.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     for _ in range(2):
         native.step(engine, micro_batches(4), ours, clip_norm=0.1)
         for x_BS, y_BS in micro_batches(4):

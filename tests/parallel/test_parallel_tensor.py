@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import distance, one_process
 from kept_bytes import kept_bytes
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,23 +74,6 @@ def micro_batches(vocab_size, rows=(2, 1), seed=0):
     return [torch.randint(vocab_size, (2, B, S), generator=generator).unbind(0) for B in rows]
 
 
-def one_process(whole, batches):
-    """Mean loss of all tokens, and gradients by name."""
-    total = sum(y_BS.numel() for _, y_BS in batches)
-    loss = sum(training.loss_of(whole, x, y) * (y.numel() / total) for x, y in batches)
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
-
-
-def distance(engine, loss, expected_loss, expected):
-    """Largest difference from one process, of the loss and of each gradient. Infinite where names differ."""
-    gradients = tensor.full_gradients(engine)
-    if gradients.keys() != expected.keys():
-        return {"names": float("inf")}
-    apart = {name: (gradients[name] - expected[name]).abs().max().item() for name in expected}
-    return apart | {"loss": abs(loss - expected_loss).item()}
-
-
 def measure(case, group=None):
     group = group or dist.group.WORLD
     whole = built(case)
@@ -101,13 +85,13 @@ def measure(case, group=None):
         loss = tensor.accumulate_gradients(engine, batches)
     expected_loss, expected = one_process(reference, batches)
     return {
-        "apart": distance(engine, loss, expected_loss, expected),
+        "apart": distance(tensor.full_gradients(engine), loss, expected_loss, expected),
         "same start": all(torch.equal(start[name], p) for name, p in reference.named_parameters()),
         "shapes": {name: tuple(p.shape) for name, p in engine.named_parameters()},
         "records": Counter((r.collective, r.payload_bytes, r.group_size) for r in meter.records),
         "sent": [(record.payload_bytes, record.group_size, record.sent_bytes) for record in meter.records],
-        "tied": engine.head.weight is engine.embed.weight,
-        "kv bytes": sum(layer.weight.nbytes for b in engine.blocks for layer in (b.attention.k, b.attention.v)),
+        "tied": engine.module.head.weight is engine.module.embed.weight,
+        "kv bytes": sum(layer.weight.nbytes for b in engine.module.blocks for layer in (b.attention.k, b.attention.v)),
     }
 
 
@@ -280,7 +264,7 @@ def planted():
                 except RuntimeError as error:
                     found[bug.__name__, name] = str(error)
                     continue
-            found[bug.__name__, name] = distance(engine, loss, *one_process(reference, batches))
+            found[bug.__name__, name] = distance(tensor.full_gradients(engine), loss, *one_process(reference, batches))
     return found
 
 
@@ -462,7 +446,7 @@ def in_bfloat16():
     engine = tensor.build(model.build(LLAMA, dtype=torch.bfloat16), dist.group.WORLD)
     optimizer = tensor.make_optimizer(engine, lr=0.01)
     losses = [tensor.step(engine, micro_batches(39), optimizer, 1.0).item() for _ in range(8)]
-    return isinstance(optimizer, MasterAdamW), losses[0] - losses[-1], engine.embed.weight.dtype
+    return isinstance(optimizer, MasterAdamW), losses[0] - losses[-1], engine.module.embed.weight.dtype
 
 
 def under_autocast():
@@ -660,7 +644,7 @@ REFUSED = {
 def refusals():
     group, messages = dist.group.WORLD, []
     untouched = []
-    twice = tensor.build(model.build(LLAMA), group)
+    twice = tensor.build(model.build(LLAMA), group).module
     attempts = [(model.build(config), group) for config in REFUSED.values()]
     attempts += [(model.build(LLAMA), None), (twice, group)]
     with ByteMeter() as meter:

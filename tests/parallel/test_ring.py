@@ -154,7 +154,7 @@ def traced():
     group, trace = dist.group.WORLD, []
     where = positions("zigzag", S, group.size(), group.rank())
     q, k, v, grad = (x[:, :, where].requires_grad_() for x in whole_inputs())
-    out = ring_attention(q, k, v, group, trace=trace)
+    out = tiles.block_attention(q, k, v, ring.Ring(group, trace), tiles.Plan("zigzag", trace=trace))
     forward = list(trace)
     out.backward(grad)
     return forward, trace[len(forward) :]
