@@ -24,9 +24,8 @@ from math import prod
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.layout.partition import check_layers, even_layers, kv_replication
+from course_lib.layout.partition import check_layers, even_layers, kv_replication, stage_config
 from course_lib.memory.moe import narrow_experts
-from course_lib.memory.stages import stage_config
 from course_lib.memory.states import Recipe, Shapes, StateBytes, parameter_shapes, recipe_of
 from course_lib.memory.zero import (
     bucketed,

@@ -19,11 +19,10 @@ from course_lib.memory.pipeline import (
     peak_held,
     stage_activations,
 )
-from course_lib.memory.stages import stage_parameters, stage_units
+from course_lib.memory.stages import balanced_layers, stage_parameters, stage_units
 from course_lib.memory.states import count_parameters
 from course_lib.parallel.stages import cut
 from course_lib.parallel.weight_gradients import DelayedWeightGradients, WeightGradientStore
-from course_lib.pipeline_timing import balanced_layers
 from course_lib.run import Run
 from course_lib.schedules import (
     SCHEDULES,

@@ -9,8 +9,8 @@ import random
 import pytest
 from random_layouts import MODELS, SEQ_LEN, random_layouts
 
+from course_lib.layout.partition import stage_config
 from course_lib.memory.five_d import layers_of
-from course_lib.memory.stages import stage_config
 from course_lib.run import Run
 from course_lib.simulate.cluster import planned_assignment, simulate_rank
 from course_lib.traffic import sent

@@ -7,8 +7,8 @@ import torch
 
 from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader
 from course_lib.config import preset
+from course_lib.flops import flops_per_token, forward_flops_per_token, step_flops
 from course_lib.memory.formulas import LoRA, budget
-from course_lib.timing import flops_per_token, forward_flops_per_token, step_flops
 
 
 # ------------------------------------------------------------------------------------ 5. LoRA
@@ -122,7 +122,9 @@ def _totals(config, ladder_steps, batch_size: int, seq_len: int, added: bool = T
 
 
 def _choose(totals: list[int], limit: int, strict: bool = False, last: bool = False) -> str | None:
-    fitting = [name for (name, _), total in zip(LADDER, totals) if (total < limit if strict else total <= limit)]
+    fitting = [
+        name for (name, _), total in zip(LADDER, totals, strict=True) if (total < limit if strict else total <= limit)
+    ]
     return None if not fitting else fitting[-1 if last else 0]
 
 

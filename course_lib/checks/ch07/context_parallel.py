@@ -73,12 +73,12 @@ def _expect_merged(answer: Callable, generator: torch.Generator, scale: float, c
     sizes = [*torch.randint(4, 8, (count - 1,), generator=generator).tolist(), 1]  # the last is never the heaviest
     k, v = (torch.randn(B, N, sum(sizes), H, generator=generator, dtype=torch.float64) for _ in range(2))
     want, want_lse = standard_forward(queries, k, v, causal=False)
-    blocks = zip(k.split(sizes, dim=2), v.split(sizes, dim=2))
+    blocks = zip(k.split(sizes, dim=2), v.split(sizes, dim=2), strict=True)
     parts = [standard_forward(queries, k_part, v_part, causal=False) for k_part, v_part in blocks]
     got = answer([(out.clone(), lse.clone()) for out, lse in parts])
     if not isinstance(got, tuple) or len(got) != 2:
         fail(f"a pair (out, lse) is asked for, got {type(got).__name__}")
-    outs, lses = (torch.stack(column) for column in zip(*parts))
+    outs, lses = (torch.stack(column) for column in zip(*parts, strict=True))
     where = f"{count} parts" + (", scores in the thousands" if scale > 1 else "")
     if isinstance(got[0], Tensor) and not got[0].isfinite().all():
         fail(f"{where}: out has inf or nan: exp of a large score overflows; take the difference of two lse first")
@@ -161,7 +161,7 @@ def check_bytes(answer, rng):
             c = rng.choice([3, 5])
             B, s, H = rng.randrange(2, 5), rng.randrange(6, 30), 8 * rng.randrange(1, 5)
             K = c * rng.randrange(1, 3)
-            _expect_bytes(answer, method, c, B, s, K * rng.choice([2, 4]), K, H, itemsize)
+            _expect_bytes(answer, method, (c, B, s, K * rng.choice([2, 4]), K, H, itemsize))
 
 
 def _sent(method: str, c: int, B: int, s: int, N: int, K: int, H: int, itemsize: int) -> int:
@@ -170,8 +170,9 @@ def _sent(method: str, c: int, B: int, s: int, N: int, K: int, H: int, itemsize:
     return 2 * (2 * N + 2 * K) * B * s * H * itemsize * (c - 1) // c
 
 
-def _expect_bytes(answer: Callable, method: str, c: int, B: int, s: int, N: int, K: int, H: int, itemsize: int) -> None:
-    want, block = _sent(method, c, B, s, N, K, H, itemsize), 2 * B * s * K * H
+def _expect_bytes(answer: Callable, method: str, sizes: tuple[int, ...]) -> None:
+    c, B, s, N, K, H, itemsize = sizes
+    want, block = _sent(method, *sizes), 2 * B * s * K * H
     head_bytes = B * s * H * itemsize
     believed = {
         "ring": {
@@ -203,6 +204,6 @@ def _expect_bytes(answer: Callable, method: str, c: int, B: int, s: int, N: int,
         },
     }[method]
     where = f"{method!r}, c={c}, B={B}, s={s}, N={N}, K={K}, H={H}, itemsize={itemsize}"
-    got = answer(method, c, B, s, N, K, H, itemsize)
+    got = answer(method, *sizes)
     got = round(got) if isinstance(got, float) and abs(got - round(got)) < 1e-6 else got
     expect_equal(got, want, where, {message: value for message, value in believed.items() if value != want})
