@@ -45,7 +45,7 @@ def parity(module, config, recompute="none", seq_len=SEQ_LEN, clip_norm=0.1):
             engine.zero_grad()
         else:
             loss = module.step(engine, batches, optimizer, clip_norm)
-        expected_loss = loss_of(reference, *(torch.cat(parts) for parts in zip(*batches)))
+        expected_loss = loss_of(reference, *(torch.cat(parts) for parts in zip(*batches, strict=True)))
         expected_loss.backward()
         found["loss"] = max(found["loss"], abs(loss.item() - expected_loss.item()))
         if index == 0:

@@ -98,7 +98,7 @@ def formula_bytes(ranks: int) -> int:
 
 def compare(reference: Run, runs: Sequence[Run]) -> Row:
     """One row: the mean of the ranks' losses; the worst gradient, and the most bytes, of any step."""
-    losses = [sum(of_ranks) / len(runs) for of_ranks in zip(*(run.losses for run in runs))]
+    losses = [sum(of_ranks) / len(runs) for of_ranks in zip(*(run.losses for run in runs), strict=True)]
     pairs = zip(runs[0].gradients_P, reference.gradients_P, strict=True)
     worst = max((ours_P - theirs_P).abs().max().item() for ours_P, theirs_P in pairs)
     most_bytes = max(sent for run in runs for sent in run.sent_bytes)

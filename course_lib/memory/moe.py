@@ -203,7 +203,7 @@ def expert_parallel_states(
     else:
         held = [
             zero_state_bytes([_numel(shapes)], zero_stage, ranks, recipe, optimizer)
-            for shapes, ranks in zip(kinds, (dp_size // ep_size, dp_size))
+            for shapes, ranks in zip(kinds, (dp_size // ep_size, dp_size), strict=True)
         ]
     return StateBytes(*(sum(getattr(part, kind) for part in held) for kind in ("parameters", "gradients", "optimizer")))
 

@@ -73,7 +73,9 @@ def products(x_RD: Tensor, w_eFD: Tensor, rows_e: Tensor) -> Tensor:
     """Each expert's matrix times its own rows."""
     if can_group(w_eFD):
         return F.grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=rows_e.cumsum(0, dtype=torch.int32))
-    return torch.cat([F.linear(part_RD, w_FD) for part_RD, w_FD in zip(x_RD.split(rows_e.tolist()), w_eFD)])
+    return torch.cat(
+        [F.linear(part_RD, w_FD) for part_RD, w_FD in zip(x_RD.split(rows_e.tolist()), w_eFD, strict=True)]
+    )
 
 
 def can_group(w_eFD: Tensor) -> bool:

@@ -268,7 +268,7 @@ def fill_from_seed(engine: FiveD, seed: int) -> None:
         count.zero_()
     mine, cuts, tp_rank = named_parameters(engine), cuts_of(engine), engine.groups.tp.rank()
     whole = build_whole(engine.config, device="meta")
-    for (name, _), numbers in zip(whole.named_parameters(), initial_weights(whole, seed)):
+    for (name, _), numbers in zip(whole.named_parameters(), initial_weights(whole, seed), strict=True):
         if name in mine:
             mine[name].copy_(cuts[name].part(numbers, tp_rank) if name in cuts else numbers)
 

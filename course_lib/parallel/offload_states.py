@@ -76,7 +76,7 @@ class OnDisk:
         )
         states = self.buffer[: mapped.numel()].view(shape).copy_(mapped)
         self.link_bytes["disk to host"] += states.nbytes
-        yield dict(zip(STATES, states))
+        yield dict(zip(STATES, states, strict=True))
         mapped.copy_(states)
         self.link_bytes["host to disk"] += states.nbytes
 

@@ -46,7 +46,7 @@ def views_into(flat_P: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The way back: for each tensor a view of its place, in its shape. The padding is nobody's."""
     sizes = [tensor.numel() for tensor in tensors]
     places = flat_P[: sum(sizes)].split(sizes)
-    return [place.view(tensor.shape) for place, tensor in zip(places, tensors)]
+    return [place.view(tensor.shape) for place, tensor in zip(places, tensors, strict=True)]
 
 
 def my_shard(flat_P: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -82,7 +82,7 @@ def unused_parameters():
         module.accumulate_gradients(engine, micro_batches(0, 1))
         gradients.append([param.grad for param in engine.parameters()])
     same_nones = [g is None for g in gradients[0]] == [g is None for g in gradients[1]]
-    return same_nones, max((a - b).abs().max().item() for a, b in zip(*gradients) if a is not None)
+    return same_nones, max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True) if a is not None)
 
 
 def bfloat16_on_the_wire():

@@ -44,7 +44,9 @@ def built(experts, dtype, tied):
 
 def joined(batches):
     """What one process gets: each micro-batch that of all ranks, one below the other."""
-    return [tuple(torch.cat(pieces) for pieces in zip(*of_ranks)) for of_ranks in zip(*batches)]
+    return [
+        tuple(torch.cat(pieces) for pieces in zip(*of_ranks, strict=True)) for of_ranks in zip(*batches, strict=True)
+    ]
 
 
 def measure(experts, ep_size, dtype, tied):
@@ -79,7 +81,7 @@ def trained():
     optimizers = [module.make_optimizer(engine, lr=0.01) for module, engine in engines]
     norms = []
     for _ in range(3):
-        for (module, engine), optimizer in zip(engines, optimizers):
+        for (module, engine), optimizer in zip(engines, optimizers, strict=True):
             module.step(engine, mine, optimizer, clip_norm=0.5)
     for module, engine in engines:
         module.accumulate_gradients(engine, mine)

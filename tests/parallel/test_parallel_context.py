@@ -81,7 +81,7 @@ def built(case):
 
 def micro_batches(vocab_size, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    rows = [torch.randint(vocab_size, (B, S + 1), generator=generator) for B, S in zip(ROWS, LENGTHS)]
+    rows = [torch.randint(vocab_size, (B, S + 1), generator=generator) for B, S in zip(ROWS, LENGTHS, strict=True)]
     return [(tokens_BS[:, :-1], tokens_BS[:, 1:]) for tokens_BS in rows]
 
 
@@ -122,7 +122,7 @@ def test_loss_and_gradients_equal_one_process(measured):
 
 def block_bytes(case, cp):
     """Keys and values of one rank, in each micro-batch: 2 B K s H numbers of 8 bytes."""
-    return [2 * B * case.config.num_kv_heads * (S // cp) * 4 * 8 for B, S in zip(ROWS, LENGTHS)]
+    return [2 * B * case.config.num_kv_heads * (S // cp) * 4 * 8 for B, S in zip(ROWS, LENGTHS, strict=True)]
 
 
 def test_a_ring_sends_keys_values_and_their_gradients_around_and_nothing_else(measured):
@@ -184,7 +184,7 @@ def test_traffic_knows_the_same_bytes_before_anything_runs(measured):
             case, expected = CASES[name], Counter()
             if case.frozen:
                 continue
-            for index, (B, S) in enumerate(zip(ROWS, LENGTHS)):
+            for index, (B, S) in enumerate(zip(ROWS, LENGTHS, strict=True)):
                 listed = calls_of(case, cp, B, S, r)
                 once = [*listed["data"], *(call for call in listed["world"] if call.place == "loss")]
                 expected.update(by_collective([*listed["cp"], *(once if index == 0 else [])], r))
@@ -227,7 +227,7 @@ def merges_without_shrinking():
 @contextmanager
 def leaves_gradients_on_the_way():
     """What other ranks added to dk and dv of my keys never comes home."""
-    with patch.object(ring.DKVRotation, "total", lambda home: (home.hop.wait(), home.own_BKsU)[1]):
+    with patch.object(ring.DKVRotation, "total", lambda home: (home.ring_step.wait(), home.own_BKsU)[1]):
         yield
 
 
@@ -239,9 +239,9 @@ def forgets_what_arrives_on_the_way():
         if home.own_BKsU is None:
             home.own_BKsU = dkv_BKsU
             return
-        if home.hop is not None:
-            home.hop.wait()
-        home.hop = ring.start_hop(dkv_BKsU, home.group)
+        if home.ring_step is not None:
+            home.ring_step.wait()
+        home.ring_step = ring.start_ring_step(dkv_BKsU, home.group)
 
     with patch.object(ring.DKVRotation, "add", add):
         yield
@@ -360,7 +360,7 @@ def test_a_model_cut_by_tensor_parallelism_takes_the_ring_from_outside():
         for apart, hops, axes in rank:
             assert apart < 1e-12
             assert axes == {"cp"}  # 1 key/value head of 4 numbers, over 2 ranks of cp
-            assert Counter(hops) == {2 * B * 1 * (S // 2) * 4 * 8: 2 * 3 for B, S in zip(ROWS, LENGTHS)}
+            assert Counter(hops) == {2 * B * 1 * (S // 2) * 4 * 8: 2 * 3 for B, S in zip(ROWS, LENGTHS, strict=True)}
 
 
 # --- steps, memory
@@ -418,7 +418,7 @@ def test_parameters_after_clipped_steps_equal_one_process(other):
 def test_in_bfloat16_the_loss_falls_and_gradients_travel_in_float32(other):
     for fell, hops, dtype in (rank[1] for rank in other):
         assert fell > 0.1 and dtype == torch.bfloat16
-        numbers = [2 * B * 2 * (S // 2) * 4 for B, S in zip(ROWS, LENGTHS)]
+        numbers = [2 * B * 2 * (S // 2) * 4 for B, S in zip(ROWS, LENGTHS, strict=True)]
         kv, gradients = (
             Counter({size * count: 6 * 2 * trips for count in numbers}) for size, trips in ((2, 2), (4, 1))
         )

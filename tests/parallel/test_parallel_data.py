@@ -308,7 +308,7 @@ def unused_parameters():
         for other in range(2):
             reference.layer = (other + turn) % 2
             (loss_of(reference, *some_batches(1, seed=other)[0]) / 2).backward()
-    pairs = list(zip(branches.parameters(), reference.parameters()))
+    pairs = list(zip(branches.parameters(), reference.parameters(), strict=True))
     same_nones = all((p.grad is None) == (q.grad is None) for p, q in pairs)
     difference = max((p.grad - q.grad).abs().max().item() for p, q in pairs if q.grad is not None)
     return refused, overlapped, same_nones, branches.layers[2].weight.grad is None, difference
@@ -377,7 +377,7 @@ def mixed_dtypes():
     engine = bucketed(mixed, dist.group.WORLD)
     for each in (naive, engine):
         parallel.accumulate_gradients(each, some_batches(2, seed=dist.get_rank()))
-    same = all(torch.equal(p.grad, q.grad) for p, q in zip(naive.parameters(), engine.parameters()))
+    same = all(torch.equal(p.grad, q.grad) for p, q in zip(naive.parameters(), engine.parameters(), strict=True))
     return same, [bucket.flat_P.dtype for bucket in engine.buckets]
 
 
@@ -506,7 +506,7 @@ def different_seeds_then_columns():
 def test_only_the_ranks_of_the_group_are_made_equal_and_averaged():
     of_rank = launch(different_seeds_then_columns, 4)
     for first, second in [(0, 2), (1, 3)]:
-        assert all(torch.equal(a, b) for a, b in zip(of_rank[first], of_rank[second]))
+        assert all(torch.equal(a, b) for a, b in zip(of_rank[first], of_rank[second], strict=True))
     assert not torch.equal(of_rank[0][0], of_rank[1][0]) and not torch.equal(of_rank[0][1], of_rank[1][1])
 
 

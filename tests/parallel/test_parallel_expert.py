@@ -138,7 +138,7 @@ def batches_of(case, vocab_size=39, seed=0):
 
 def joined(batches):
     """What one process gets: each micro-batch that of all ranks, one below the other."""
-    return [tuple(torch.cat(parts) for parts in zip(*of_ranks)) for of_ranks in zip(*batches)]
+    return [tuple(torch.cat(parts) for parts in zip(*of_ranks, strict=True)) for of_ranks in zip(*batches, strict=True)]
 
 
 def parts_of(case, batches):
@@ -320,7 +320,7 @@ def trained(case, clip_norm):
             reference.step(), reference.zero_grad(), moe.balance_after_step(whole)
     parameters = expert.full_parameters(engine)
     apart = max((parameters[name] - param).abs().max().item() for name, param in whole.named_parameters())
-    pairs = list(zip(moe.moe_layers(engine), moe.moe_layers(whole)))
+    pairs = list(zip(moe.moe_layers(engine), moe.moe_layers(whole), strict=True))
     same_bias = all(torch.equal(mine.router.bias_steps_E, one.router.bias_steps_E) for mine, one in pairs)
     counted = max(layer.load_E.sum().item() for layer, _ in pairs)
     return apart, norms, same_bias and counted == 0

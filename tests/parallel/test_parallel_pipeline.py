@@ -193,7 +193,7 @@ def test_as_many_micro_batches_are_kept_as_the_simulator_says(measured):
     for case, *of_ranks in zip(given, *ranks, strict=True):
         simulation = simulate(case.schedule(len(ranks)), Costs())
         waiting = [max((count for _, count in row), default=0) for row in simulation.waiting]
-        assert [of_rank["peaks"] for of_rank in of_ranks] == list(zip(simulation.peak_live, waiting)), case
+        assert [of_rank["peaks"] for of_rank in of_ranks] == list(zip(simulation.peak_live, waiting, strict=True)), case
 
 
 def test_each_rank_has_the_layers_that_were_given_or_an_even_share(measured):
@@ -226,7 +226,7 @@ def test_on_the_wire_are_activations_gradients_the_loss_the_tied_gradient_and_no
         for case, of_case in zip(given, rank, strict=True):
             if of_case["records"]:
                 assert of_case["records"] == expected_records(case, len(ranks), r), case
-    counted = {case.name for case, of_case in zip(given, ranks[0]) if of_case["records"]}
+    counted = {case.name for case, of_case in zip(given, ranks[0], strict=True) if of_case["records"]}
     assert counted == set(NAMES)
 
 

@@ -333,8 +333,8 @@ def test_dropout_masks_are_equal_where_all_is_whole_and_differ_between_heads(dro
     whole, of_heads = [masks[3] for masks in drawn], [masks[4] for masks in drawn]
     assert len(whole[0]) == 1 + 2 * 2 and len(of_heads[0]) == 2
     for rank in (1, 2, 3):
-        assert all(torch.equal(a, b) for a, b in zip(whole[0], whole[rank]))
-        assert not any(torch.equal(a, b) for a, b in zip(of_heads[0], of_heads[rank]))
+        assert all(torch.equal(a, b) for a, b in zip(whole[0], whole[rank], strict=True))
+        assert not any(torch.equal(a, b) for a, b in zip(of_heads[0], of_heads[rank], strict=True))
     assert not torch.equal(of_heads[0][0], of_heads[0][1])  # layers differ as well
 
 
@@ -363,7 +363,7 @@ def kept(tp_size, config):
 def largest_tensor(engine, batches):
     with MemoryTracker(engine) as tracker:
         tensor.accumulate_gradients(engine, batches)
-    total = [sum(column) for column in zip(*tracker.timeline.bytes_by_kind.values())]
+    total = [sum(column) for column in zip(*tracker.timeline.bytes_by_kind.values(), strict=True)]
     return max(after - before for before, after in itertools.pairwise(total))
 
 
@@ -460,7 +460,7 @@ def under_autocast():
     tensor.sum_replicas(engine)
     full = tensor.full_gradients(engine)
     pairs = [(full[name] - param.grad, param.grad) for name, param in whole.named_parameters()]
-    lengths = [torch.cat([x.flatten() for x in side]).norm() for side in zip(*pairs)]
+    lengths = [torch.cat([x.flatten() for x in side]).norm() for side in zip(*pairs, strict=True)]
     return (lengths[0] / lengths[1]).item(), {param.grad.dtype for param in engine.parameters()}
 
 
@@ -601,9 +601,9 @@ def test_with_overlap_the_sum_of_the_input_gradient_begins_before_the_weight_gra
             assert len([span for span in of_run if span.name == "sum of outputs"]) == 2 * 2 + 1
             assert {span.lane for span in sums} == {"communication"}
             sums, weights = (sorted(each, key=lambda span: span.start_s) for each in (sums, weights))
-            assert all(s.start_s < w.start_s for s, w in zip(sums, weights))
+            assert all(s.start_s < w.start_s for s, w in zip(sums, weights, strict=True))
             if not overlap:
-                assert all(s.stop_s <= w.start_s + 1e-3 for s, w in zip(sums, weights))
+                assert all(s.stop_s <= w.start_s + 1e-3 for s, w in zip(sums, weights, strict=True))
 
 
 def test_a_model_without_numbers_tells_each_ranks_slices(rest):

@@ -78,7 +78,7 @@ def attention_alone(sequence_sharding):
         out = ulysses.ulysses_core(group, sequence_sharding)(*parts, causal)
         (expected * weights).sum().backward()
         (out * weights[:, :, mine]).sum().backward()
-        pairs = [(out, expected), *((part.grad, one.grad) for part, one in zip(parts, whole))]
+        pairs = [(out, expected), *((part.grad, one.grad) for part, one in zip(parts, whole, strict=True))]
         apart += [(ours - one[:, :, mine]).abs().max().item() for ours, one in pairs]
     return max(apart)
 
