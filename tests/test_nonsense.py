@@ -201,6 +201,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "fewer_at_the_ends": {"num_layers": 6, "num_stages": 2},
         "check_num_stages": {"num_stages": 2},
         "check_layers": {"layers": [2, 2]},
+        "stage_config": "called for each layer of a model, with layers that check_layers has seen",
         "check_method": {"method": "ring"},
     },
     "layout.experts": {
@@ -245,6 +246,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "train.options": {
         "Options": {"model": ..., "layout": ..., "resume": ..., "backend": ...},  # texts that become records, checked
         "read": "reads the command line",
+        "check_folders": "of options that are checked; what it says of folders is tested in tests/train",
         "model_named": {"text": "toy"},
         "layout_for": {"text": "dp=2", "batch_size": None},
         "check_world": {"world_size": 2, "engine": ...},
