@@ -246,7 +246,6 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "train.options": {
         "Options": {"model": ..., "layout": ..., "resume": ..., "backend": ...},  # texts that become records, checked
         "read": "reads the command line",
-        "check_folders": "of options that are checked; what it says of folders is tested in tests/train",
         "model_named": {"text": "toy"},
         "layout_for": {"text": "dp=2", "batch_size": None},
         "check_world": {"world_size": 2, "engine": ...},
