@@ -1,9 +1,9 @@
-"""What a checkpoint has of an optimizer: moments, masters, counts of steps and learning rates, under any layout.
+"""What a checkpoint has of an optimizer: moments, master weights, counts of steps and learning rates, under any layout.
 
-Moments and masters are as long as their parameter and are stored in the same pieces of whole tensors, under the names
-exp_avg., exp_avg_sq. and master. before the parameter's. Counts and options are a few numbers, in the manifest.
+Moments and master weights are as long as their parameter and are stored in the same pieces of whole tensors, under the
+names exp_avg., exp_avg_sq. and master. before the parameter's. Counts and options are a few numbers, in the manifest.
 
-AdamW counts steps for each parameter, MasterAdamW and ShardedAdamW once for all: `options_to_load` refuses counts
+AdamW counts steps for each parameter, MasterAdamW once for all: `options_to_load` refuses counts
 that one number cannot say.
 """
 
@@ -51,14 +51,14 @@ def options_to_load(held: list[Holding], optimizer: Optimizer, saved: dict) -> l
         options = options[:1] * len(groups)
     names = {holding.tensor: [place.name for place in holding.places] for holding in held}
     found = []
-    for group, one in zip(groups, options):
+    for group, one in zip(groups, options, strict=True):
         found.append({key: tuple(value) if isinstance(value, list) else value for key, value in one.items()})
         if isinstance(optimizer, MasterAdamW):
             counts = {saved["steps"][n] for param in group["params"] for n in names[param] if n in saved["steps"]}
             if len(counts) > 1:
                 raise ValueError(
                     f"parameters have taken {sorted(counts)} steps each, and this optimizer counts once for all; load "
-                    "with zero=0 and 32-bit parameters"
+                    "with zero_stage=0 and 32-bit parameters"
                 )
             found[-1]["step"] = counts.pop() if counts else 0
     return found
@@ -73,7 +73,9 @@ def state_dtypes(optimizer: Optimizer, dtype: torch.dtype) -> dict[str, torch.dt
 
 
 def load_optimizer(held: list[Holding], optimizer: Optimizer, path: Path, manifest: dict) -> None:
-    """Moments, masters, counts of steps, learning rates. What has no state in the checkpoint has none afterwards.
+    """Moments, master weights, counts of steps, learning rates.
+
+    What has no state in the checkpoint has none afterwards.
 
     Only a parameter narrower than what was saved has one all the same: its master keeps what rounding would lose.
     """
@@ -97,5 +99,7 @@ def load_optimizer(held: list[Holding], optimizer: Optimizer, path: Path, manife
             pieces += holding.pieces(state[key], f"{key}.")
     pieces = [piece for piece in widest(pieces, manifest) if piece.name in manifest["tensors"]]
     stored_pieces.read(path, manifest, pieces)
-    for group, options in zip(optimizer.param_groups, options_to_load(held, optimizer, manifest["optimizer"])):
+    for group, options in zip(
+        optimizer.param_groups, options_to_load(held, optimizer, manifest["optimizer"]), strict=True
+    ):
         group.update(options)

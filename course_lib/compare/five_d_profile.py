@@ -108,7 +108,7 @@ def _rows(config, layout, seq_len, rank, seen, budgets) -> tuple[Row, ...]:
     here, routings = layout.mesh.coordinates(rank), None
     if config.moe is not None:
         members = layout.mesh.members(rank, layout.ep)["ep"]
-        routings = list(zip(*(seen[member].choices for member in members)))
+        routings = list(zip(*(seen[member].choices for member in members), strict=True))
     states = five_d_states(config, layout, here["pp"], here["tp"], "fp32", step_counters=seen.device_type == "cpu")
     predicted = budgets[here["pp"]].by_kind | {kind: getattr(states, kind) for kind in STATES}
     rows = [Row(kind, predicted[kind], seen[rank].largest_bytes[kind]) for kind in KINDS]
@@ -129,7 +129,7 @@ def _one_rank(config: ModelConfig, layout: Layout, seq_len: int) -> Seen:
     dp_rank = engine.groups.dp.rank()
     micro_batches = [
         data.batch(text_T, index * layout.dp + dp_rank, layout.micro_batch, seq_len)
-        for index in range(layout.accumulation)
+        for index in range(layout.micro_batches)
     ]
     with MemoryTracker(engine, optimizer) as tracker:
         five_d.step(engine, micro_batches, optimizer)

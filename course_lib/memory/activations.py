@@ -7,7 +7,7 @@ What one block keeps of each token, in numbers (D, F, N, K, H, S as everywhere):
     norm's output, input of q, k and v         D                          D
     q, k, v                                    (N + 2 K) H                3 N H
     fused core: log-sum-exp, in FP32           N                          N
-    explicit core: scores after softmax        N S, k and v N H each      N S, with dropout 2 N S and a mask
+    standard core: scores after softmax        N S, k and v N H each      N S, with dropout 2 N S and a mask
     core's output, input of o                  N H                        N H
     dropout masks, one byte each               none                       2 D
     residual, kept by the second norm          D, 1 statistic             D, 2 statistics
@@ -127,9 +127,9 @@ def block_terms(
 def core_terms(
     config: ModelConfig, seq_len: int, attention: str = "fused", precision: str = "fp32", device: str = "cpu"
 ) -> dict[str, float]:
-    """List what the attention core keeps for each token, in bytes, by name; the explicit core's scores grow with S.
+    """List what the attention core keeps for each token, in bytes, by name; the standard core's scores grow with S.
 
-    The explicit core keeps k and v repeated to N heads. Autocast on a GPU computes the softmax in FP32, so that it is
+    The standard core keeps k and v repeated to N heads. Autocast on a GPU computes the softmax in FP32, so that it is
     kept besides its BF16 copy; on a CPU it stays in BF16.
     """
     p = _precision(precision)
@@ -167,7 +167,7 @@ def _attention_inputs(config: ModelConfig, copies: int, p: Precision) -> dict[st
 
 def _latent_core_terms(config: ModelConfig, seq_len: int, attention: str, p: Precision) -> dict[str, float]:
     N, e, H, W = config.num_heads, p.matmul_bytes, config.head_dim, config.mla.value_dim
-    if attention == "explicit":
+    if attention == "standard":
         return {"q": N * H * e, "k": N * H * e, "v": N * W * e, "scores after softmax": N * seq_len * e}
     M = max(H, W)
     terms = {"q": N * M * e, "k": N * M * e, "v": N * M * e, "log-sum-exp": N * _FP32}
@@ -263,7 +263,7 @@ def _fused_output(config: ModelConfig, attention: str, p: Precision) -> float:
     """A fused core run again makes its output anew, but q, k, v are the checkpoint's: add one, take off the other."""
     if config.mla:
         return _latent_output(config, attention, p)
-    if attention == "explicit":
+    if attention == "standard":
         return 0
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     shared = (K if p.casts and config.family == "llama" else N + 2 * K) * H * p.matmul_bytes
@@ -273,7 +273,7 @@ def _fused_output(config: ModelConfig, attention: str, p: Precision) -> float:
 def _latent_output(config: ModelConfig, attention: str, p: Precision) -> float:
     """The same of latent attention: an output filled up is among the core's terms, and what was filled up is new."""
     N, H, W, e = config.num_heads, config.head_dim, config.mla.value_dim, p.matmul_bytes
-    if attention == "explicit":
+    if attention == "standard":
         return 0
     return -N * (W if W > H else 2 * H) * e
 
@@ -325,8 +325,8 @@ def _precision(name: str) -> Precision:
 
 def check_attention(attention: str) -> None:
     """Raises ValueError unless the models know this kind of attention."""
-    if attention not in ("fused", "explicit"):
-        raise ValueError(f"attention is {attention!r}; choose from fused, explicit")
+    if attention not in ("fused", "standard"):
+        raise ValueError(f"attention is {attention!r}; choose from fused, standard")
 
 
 def _check(batch_size: int, seq_len: int, recompute: str) -> None:

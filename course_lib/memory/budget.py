@@ -139,7 +139,7 @@ def budget(
     lora: LoRA | None = None,
 ) -> Budget:
     """The budget of one GPU that trains the whole model; `batch_size` is one micro-batch's."""
-    layout = Layout(micro_batch=batch_size, accumulation=micro_batches, recompute=recompute)
+    layout = Layout(micro_batch=batch_size, micro_batches=micro_batches, recompute=recompute)
     return budgets(Run(config, layout, seq_len, recipe, attention, lora=lora))[0]
 
 
@@ -198,7 +198,7 @@ def states_of(run: Run, pp_rank: int = 0, tp_rank: int = 0) -> StateBytes:
     """Parameters, gradients and optimizer states of one rank, to the byte."""
     counters = run.device == "cpu" and has_step_counters(run.recipe, run.optimizer)
     not_flat = run.lora is not None or run.optimizer == "adafactor" or run.config.family == "xlmr"
-    if not_flat and run.layout.zero == 0 and run.layout.world_size == run.layout.dp:
+    if not_flat and run.layout.zero_stage == 0 and run.layout.world_size == run.layout.dp:
         return state_bytes(run.config, run.recipe, run.optimizer, run.lora, step_counters=counters)
     return five_d_states(run.config, run.layout, pp_rank, tp_rank, run.recipe, run.optimizer, counters)
 
@@ -258,7 +258,7 @@ class RankOnLedger:
         self.schedule, self.L = schedule_of(run.layout), Ledger()
         self.L.offloads = run.offload.activations != "device"
         self.tensors = tensors_of(run, pp_rank, tp_rank)
-        alone = run.layout.zero == 0 and run.layout.data_size == 1
+        alone = run.layout.zero_stage == 0 and run.layout.data_size == 1
         self.grads_always = alone and self.recipe.grad_bytes > self.recipe.param_bytes
         self.kept = Plain(keeps=not self.grads_always)
         self.shards: list[Shard] = []
@@ -278,7 +278,7 @@ class RankOnLedger:
             self.moved_at_once += self.L.moved_bytes
             self.L.moved_bytes = 0
             self.later[stage] = {}
-            for in_two in ways if run.layout.accumulation > 1 else ():
+            for in_two in ways if run.layout.micro_batches > 1 else ():
                 self.later[stage] |= on_ledger.run(in_two)
 
     def stage_on_ledger(self, stage: int) -> StageOnLedger:
@@ -326,14 +326,14 @@ class RankOnLedger:
         return round(self.moved_at_once / len(self.first) * most)
 
     def keeper(self, stage: int, mine: list[Named]) -> Plain | Buckets | Units:
-        zero = self.layout.zero
-        if zero == 0 and self.layout.data_size == 1:
+        zero_stage = self.layout.zero_stage
+        if zero_stage == 0 and self.layout.data_size == 1:
             return self.kept
-        if zero == 0:  # chapter 3's buckets; what no other rank has stays as it is
+        if zero_stage == 0:  # chapter 3's buckets; what no other rank has stays as it is
             shared = [one for one in mine if self.ranks_of(one.kind) > 1]
             groups = buckets_of_stage(shared, self.recipe.param_bytes)
             return Buckets([self.shard(group, 1) for group in groups], 1, self.kept)
-        if zero < 3:
+        if zero_stage < 3:
             groups = buckets_of_stage(mine, self.recipe.param_bytes)
         else:
             by_unit: dict[tuple[str, str], list[Named]] = {}
@@ -342,8 +342,8 @@ class RankOnLedger:
             groups = list(by_unit.values())
         shards = [self.shard(group) for group in groups]
         self.shards += shards
-        if zero < 3:
-            return Buckets(shards, zero, self.kept)
+        if zero_stage < 3:
+            return Buckets(shards, zero_stage, self.kept)
         units = list(dict.fromkeys(one.unit for one in mine))
         uses = {}
         for place, group in enumerate(groups):
@@ -355,7 +355,7 @@ class RankOnLedger:
 
     def ranks_of(self, kind: str) -> int:
         """How many ranks sum the gradients of that kind during backward; ZeRO shards over the same."""
-        if self.layout.zero == 0:
+        if self.layout.zero_stage == 0:
             return self.layout.expert_dp if kind == "experts" else self.layout.data_size
         return self.layout.expert_shard_size if kind == "experts" else self.layout.shard_size
 
@@ -364,7 +364,7 @@ class RankOnLedger:
         ranks = ranks or self.ranks_of(group[0].kind)
         sizes = (self.recipe.param_bytes, wire_grad_bytes(self.recipe))
         numel = padded(sum(one.numel for one in group), ranks)
-        return Shard(self.L, numel, ranks, tuple(one.name for one in group), sizes, max(self.layout.zero, 1))
+        return Shard(self.L, numel, ranks, tuple(one.name for one in group), sizes, max(self.layout.zero_stage, 1))
 
     # --- the walk
 
@@ -431,7 +431,7 @@ class RankOnLedger:
         return found
 
     def owned_sizes(self) -> list[tuple[str, int]]:
-        if self.layout.zero == 0:
+        if self.layout.zero_stage == 0:
             trained = self.adapters().values() if self.run.lora is not None else ()
             return [("matrices", one.numel) for one in trained] or [(one.kind, one.numel) for one in self.tensors]
         kinds = {one.name: one.kind for one in self.tensors}
@@ -450,7 +450,7 @@ class RankOnLedger:
         largest = max(sizes, default=0)
         if self.run.optimizer != "adamw" or self.run.offload.optimizer != "device":
             return 0
-        if self.layout.zero or recipe.master_bytes:  # the course's own, a tensor at a time
+        if self.layout.zero_stage or recipe.master_bytes:  # the course's own, a tensor at a time
             return 4 * largest * (2 if recipe.grad_bytes < 4 else 1)
         how = self.run.optimizer_implementation or ("foreach" if self.run.device == "cuda" else "for-loop")
         itemsize = recipe.param_bytes

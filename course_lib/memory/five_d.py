@@ -24,9 +24,8 @@ from math import prod
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.layout.partition import check_layers, copies_of_kv, even_layers
+from course_lib.layout.partition import check_layers, even_layers, kv_replication, stage_config
 from course_lib.memory.moe import narrow_experts
-from course_lib.memory.stages import stage_config
 from course_lib.memory.states import Recipe, Shapes, StateBytes, parameter_shapes, recipe_of
 from course_lib.memory.zero import (
     bucketed,
@@ -43,7 +42,7 @@ KINDS = ("matrices", "norms", "kv", "tied", "experts")  # in a flat of ZeRO all 
 @lru_cache(maxsize=8)
 def schedule_of(layout: Layout) -> Schedule:
     """The pipeline of a layout; without one it has one rank."""
-    return make(layout.schedule, layout.pp, layout.accumulation, layout.v)
+    return make(layout.schedule, layout.pp, layout.micro_batches, layout.v)
 
 
 def layers_of(config: ModelConfig, layout: Layout) -> list[int]:
@@ -115,12 +114,12 @@ def flats_of(
     flats = []
     for stage in mine:
         units = unit_shapes(config, layout, stage, tp_rank, tied_copy=0 not in mine)
-        groups = {label: [unit] for label, unit in units.items()} if layout.zero == 3 else {"all": units.values()}
+        groups = {label: [unit] for label, unit in units.items()} if layout.zero_stage == 3 else {"all": units.values()}
         for label, group in groups.items():
             for kind in KINDS:
                 ranks = layout.expert_shard_size if kind == "experts" else layout.shard_size
                 sizes = [size for unit in group for size in tensor_sizes(unit, kind, config, layout)]
-                buckets = bucketed(sizes, itemsize) if layout.zero < 3 else [sizes] if sizes else []
+                buckets = bucketed(sizes, itemsize) if layout.zero_stage < 3 else [sizes] if sizes else []
                 flats += [Flat(stage, label, kind, tuple(bucket), ranks) for bucket in buckets]
     return tuple(flats)
 
@@ -141,7 +140,7 @@ def kind_of(name: str, config: ModelConfig, layout: Layout) -> str:
     if layout.tp > 1 and whole:
         return "norms"
     is_kv = name.startswith(("attention.k", "attention.v")) and config.mla is None
-    return "kv" if is_kv and copies_of_kv(config, layout.tp) > 1 else "matrices"
+    return "kv" if is_kv and kv_replication(config, layout.tp) > 1 else "matrices"
 
 
 _WHOLE = ("positions", "moe.router", "attention.q_down", "attention.kv_down")
@@ -167,10 +166,12 @@ def five_d_states(
     step_counters   torch's 4 bytes a tensor, where nothing is sharded
     """
     flats = flats_of(config, layout, pp_rank, tp_rank, recipe_of(recipe).param_bytes)
-    each = [zero_state_bytes(_as_sharded(flat, layout), layout.zero, flat.ranks, recipe, optimizer) for flat in flats]
+    each = [
+        zero_state_bytes(_as_sharded(flat, layout), layout.zero_stage, flat.ranks, recipe, optimizer) for flat in flats
+    ]
     states = StateBytes(*(sum(getattr(one, kind) for one in each) for kind in _STATES))
     tensors = sum(len(flat.sizes) for flat in flats)
-    return replace(states, optimizer=states.optimizer + 4 * tensors * (step_counters and layout.zero == 0))
+    return replace(states, optimizer=states.optimizer + 4 * tensors * (step_counters and layout.zero_stage == 0))
 
 
 _STATES = ("parameters", "gradients", "optimizer")
@@ -178,4 +179,4 @@ _STATES = ("parameters", "gradients", "optimizer")
 
 def _as_sharded(flat: Flat, layout: Layout) -> list[int]:
     """ZeRO's units: the flat, or where nothing is sharded its tensors."""
-    return [flat.numel] if layout.zero else list(flat.sizes)
+    return [flat.numel] if layout.zero_stage else list(flat.sizes)

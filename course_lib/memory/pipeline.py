@@ -22,11 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from course_lib.config import ModelConfig
-from course_lib.layout.partition import piece_sizes
+from course_lib.layout.partition import piece_sizes, stage_config
 from course_lib.memory.activations import PRECISIONS, Activations
 from course_lib.memory.context import filled_up_bytes, output_twice_bytes, tokens_of_rank
 from course_lib.memory.moe import moe_activations, narrow_experts
-from course_lib.memory.stages import stage_config
 from course_lib.memory.states import recipe_of
 from course_lib.memory.tensor import tensor_parallel_activations, with_cut_vocabulary
 from course_lib.schedules.instructions import Instruction, Schedule
@@ -40,7 +39,7 @@ def boundary_bytes(
 ) -> int:
     """What crosses from stage to stage for each micro-batch, and as a gradient back: B S D numbers.
 
-    tp       divides it where sequence parallelism cuts the stream; without, every tp rank sends all of it
+    tp       divides it where sequence parallelism cuts the residual stream; without, every tp rank sends all of it
     """
     return batch_size * piece_sizes(tokens_of_rank(seq_len, cp), tp)[tp_rank] * config.d_model * itemsize
 

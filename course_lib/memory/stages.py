@@ -8,25 +8,11 @@ as 2.4 layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from course_lib.config import ModelConfig
-from course_lib.layout.partition import check_layers
+from course_lib.flops import forward_flops_per_token, head_parameters
+from course_lib.layout.partition import check_layers, check_num_stages
 from course_lib.memory.zero import buckets_of, layer_units, tensor_sizes_by_part
-from course_lib.validate import one_of
-
-
-def stage_config(config: ModelConfig, layers: Sequence[int], stage: int) -> ModelConfig:
-    """The layers of a stage as a model of their own: dense ones first, where the model's first layers are dense.
-
-    Both ends are in it, whatever the stage. A stage of dense layers alone has no experts.
-    """
-    one_of("stage", stage, range(len(layers)))
-    moe = config.moe
-    if moe is not None:
-        dense = max(0, moe.first_dense_layers - sum(layers[:stage]))
-        moe = replace(moe, first_dense_layers=dense) if dense < layers[stage] else None
-    return replace(config, num_layers=layers[stage], moe=moe)
 
 
 def stage_units(config: ModelConfig, layers: Sequence[int], stage: int) -> list[int]:
@@ -50,6 +36,30 @@ def stage_parameters(config: ModelConfig, layers: Sequence[int]) -> list[int]:
 def tied_copy(config: ModelConfig, num_stages: int) -> int:
     """Count the parameters of a tied embedding's second copy, on the last of several stages."""
     return config.vocab_size * config.d_model if config.tied and num_stages > 1 else 0
+
+
+def balanced_layers(config: ModelConfig, num_stages: int, by: str = "parameters", seq_len: int = 4096) -> list[int]:
+    """Divide layers so that the largest stage is as small as possible, embedding and head counted.
+
+    by       "parameters", or "flops": an embedding costs no multiplication, a head as much as its matrix
+    Raises   ValueError if a stage would have no layer, or for another word
+    """
+    check_num_stages(config.num_layers, num_stages)
+    embed, layer, *_, end = layer_units(config)
+    end += tied_copy(config, num_stages)
+    if by == "flops":
+        embed, end = 0, 2 * head_parameters(config)
+        layer = (forward_flops_per_token(config, seq_len) - end) // config.num_layers
+    elif by != "parameters":
+        raise ValueError(f"by is {by!r}; choose from parameters, flops")
+    layers, weights = [1] * num_stages, [layer] * num_stages
+    weights[0] += embed
+    weights[-1] += end
+    for _ in range(config.num_layers - num_stages):
+        lightest = weights.index(min(weights))
+        layers[lightest] += 1
+        weights[lightest] += layer
+    return layers
 
 
 def rank_tensors(local: ModelConfig, layers: Sequence[int], stages: Sequence[int]) -> list[int]:

@@ -9,7 +9,7 @@ elsewhere, and the update runs where they are brought: on the host's processor, 
     optimizer = OffloadedAdamW(shards, place="disk", folder="/nvme/scratch")
     optimizer.step()
     optimizer.link_bytes           # {"device to host": ..., ...}: counted where the copies are made
-    sharded_timing.offload_s(optimizer.link_bytes)      # modelled: what the links alone would take
+    timing.offload_s(optimizer.link_bytes)      # modelled: what the links alone would take
 
 It takes any parameters; sharded ones make it ZeRO-Infinity: N ranks use N PCIe links at once, each for 1/N of the model
 (`parallel.zero`'s engines hand out shards). What else the paper moves, stage 3's parameters, is in the formula
@@ -76,7 +76,7 @@ class OnDisk:
         )
         states = self.buffer[: mapped.numel()].view(shape).copy_(mapped)
         self.link_bytes["disk to host"] += states.nbytes
-        yield dict(zip(STATES, states))
+        yield dict(zip(STATES, states, strict=True))
         mapped.copy_(states)
         self.link_bytes["host to disk"] += states.nbytes
 
@@ -84,7 +84,7 @@ class OnDisk:
 class OffloadedAdamW(MasterAdamW):
     """MasterAdamW whose states wait in place="host" or "disk": the same arithmetic, run on the host, piece by piece.
 
-    Make it when the parameters have their values: the masters are copied from them then. States on disk are in a
+    Make it when the parameters have their values: the master weights are copied from them then. States on disk are in a
     nameless file of `folder` (the system's for temporary files by default; useless if that is a disk in memory), which
     vanishes with `close()` or with the process, however that ends.
 
@@ -210,8 +210,8 @@ class OffloadedAdamW(MasterAdamW):
         for index, saved in state_dict["state"].items():
             for start, stop in self._pieces(order[index]):
                 with self._where[order[index]].piece(start, stop) as states:
-                    for key in STATES:
-                        states[key].copy_(saved[key].reshape(-1)[start:stop])
+                    for key in STATES:  # a 32-bit parameter is its own master
+                        states[key].copy_(saved.get(key, order[index]).reshape(-1)[start:stop])
         if self.place == "host":
             self.state.update((parameter, self._where[parameter].tensors) for parameter in order)
 
@@ -234,7 +234,7 @@ def _check_parameter(parameter: nn.Parameter) -> None:
     found = f"a parameter of shape {tuple(parameter.shape)}"
     if parameter.dtype not in DTYPES:
         raise ValueError(
-            f"{found} has dtype {parameter.dtype}; required: {DTYPES}, as the masters are FP32. Convert it"
+            f"{found} has dtype {parameter.dtype}; required: {DTYPES}, as the master weights are FP32. Convert it"
         )
     if parameter.device.type == "meta":
         raise ValueError(f"{found} has no values yet (device meta); load them before making the optimizer")

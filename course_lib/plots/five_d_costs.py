@@ -1,12 +1,13 @@
 """What a layout costs, in pictures: memory along the pipeline, bytes by axis, seconds by part, PP against ZeRO-3."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from course_lib.config import ModelConfig
+from course_lib.hardware import GPU
 from course_lib.layout import Layout
 from course_lib.layout.mesh import REPLICA_AXES
 from course_lib.plots.holdings import draw_boxes
@@ -50,20 +51,20 @@ def pipeline_bars(of_ranks, limits_bytes: Mapping[str, int] | None = None) -> li
     ranks = getattr(of_ranks, "ranks", of_ranks)
     labels = [getattr(rank, "coordinates", {}).get("pp", place) for place, rank in enumerate(ranks)]
     by_kind = [getattr(rank, "peak_by_kind", rank) for rank in ranks]
-    return budget_bars({f"pp {label}": each for label, each in zip(labels, by_kind)}, limits_bytes or {})
+    return budget_bars({f"pp {label}": each for label, each in zip(labels, by_kind, strict=True)}, limits_bytes or {})
 
 
 @checked
 def pipeline_title(bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], unit: str | None = None) -> str:
-    """The fullest rank, and whether the GPU holds it."""
-    fullest = max(bars, key=lambda bar: bar.total_bytes)
-    who = f"{fullest.label} is fullest with" if len(bars) > 1 else "A rank needs"
-    size = fullest.total_bytes
+    """The most loaded rank, and whether the GPU holds it."""
+    largest = max(bars, key=lambda bar: bar.total_bytes)
+    who = f"{largest.label} is the most loaded with" if len(bars) > 1 else "A rank needs"
+    size = largest.total_bytes
     said = f"{who} {show_bytes(size) if unit is None else f'{three_digits(size / UNITS[unit])} {unit}'}"
     if not limits_bytes:
         return said
     name = next(iter(limits_bytes))
-    return f"{said}, {'which fits' if name in fullest.fits else 'too much for'} one {name}"
+    return f"{said}, {'which fits' if name in largest.fits else 'too much for'} one {name}"
 
 
 @checked
@@ -82,11 +83,13 @@ def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, in
     for kind in shown:
         heights = [bar.bytes_by_kind.get(kind, 0) / size for bar in bars]
         look = {"facecolor": KIND_COLORS[kind], "hatch": KIND_HATCHES[kind], "edgecolor": "white", "linewidth": 0.6}
-        draw_boxes(axes, [(x - 0.37, low, 0.74, height) for x, low, height in zip(places, floor, heights)], **look)
-        floor = [low + height for low, height in zip(floor, heights)]
+        draw_boxes(
+            axes, [(x - 0.37, low, 0.74, height) for x, low, height in zip(places, floor, heights, strict=True)], **look
+        )
+        floor = [low + height for low, height in zip(floor, heights, strict=True)]
     top = 1.14 * max([*floor, *(limit / size for limit in limits_bytes.values())])
     if len(bars) <= 16:
-        for place, total in zip(places, floor):
+        for place, total in zip(places, floor, strict=True):
             text = {"ha": "center", "va": "bottom", "fontsize": 8.5}
             axes.text(place, total + 0.01 * top, three_digits(total), **text).set_bbox(
                 {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
@@ -109,7 +112,9 @@ def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, in
 
 
 @checked
-def show_pipeline_memory(of_ranks, gpus=(), title: str = "", unit: str | None = None) -> None:
+def show_pipeline_memory(
+    of_ranks: Iterable, gpus: Mapping[str, float] | Iterable[GPU] = (), title: str = "", unit: str | None = None
+) -> None:
     """Show the memory of each rank of a pipeline by kind, against GPUs (of `hardware.GPUS`, or `{name: bytes}`).
 
     of_ranks   budgets of a run, a simulation of `fake_cluster.simulate`, or {kind: bytes} of each rank
@@ -262,11 +267,11 @@ def pp_and_zero3(
     for m in micro_batches:
         of_rank = m // num_ranks
         layouts = (
-            Layout(pp=num_ranks, accumulation=m),
-            Layout(dp=num_ranks, zero=3, accumulation=of_rank),
-            Layout(dp=num_ranks, zero=3, micro_batch=of_rank),
+            Layout(pp=num_ranks, micro_batches=m),
+            Layout(dp=num_ranks, zero_stage=3, micro_batches=of_rank),
+            Layout(dp=num_ranks, zero_stage=3, micro_batch=of_rank),
         )
-        for curve, layout in zip(curves.values(), layouts):
+        for curve, layout in zip(curves.values(), layouts, strict=True):
             curve[m] = max(
                 sum(sent(Run(config, layout, seq_len, recipe), rank).values())
                 for rank in (range(num_ranks) if layout.pp > 1 else (0,))
@@ -283,7 +288,7 @@ def draw_pp_against_zero3(axes, curves: Mapping[str, Curve]) -> None:
     unit = unit_for(max(max(curve.values()) for curve in curves.values()))
     looks = [(OKABE_ITO["purple"], "D", "-"), (OKABE_ITO["blue"], "o", "-"), (OKABE_ITO["sky"], "o", "--")]
     xs = sorted({x for curve in curves.values() for x in curve})
-    for (name, curve), (color, marker, line) in zip(curves.items(), looks):
+    for (name, curve), (color, marker, line) in zip(curves.items(), looks, strict=False):  # curves may be fewer
         values = [curve[x] / UNITS[unit] for x in sorted(curve)]
         axes.plot(sorted(curve), values, color=color, marker=marker, linestyle=line, label=name, markersize=5)
     axes.set_xscale("log", base=2)

@@ -123,7 +123,7 @@ def _shares_of(layout: Layout, parts: Sequence[Part], rank: int) -> list[Share]:
         over = members[layout.shard_axes[part.has_experts]]
         shard = (Fraction(over.index(rank), len(over)), Fraction(over.index(rank) + 1, len(over)))
         whole = (Fraction(0), Fraction(1))
-        cut = [shard if layout.zero >= stage else whole for stage in (3, 1)]
+        cut = [shard if layout.zero_stage >= stage else whole for stage in (3, 1)]
         shares.append(Share(rank, index, left, left + width, *cut))
     return shares
 
@@ -137,7 +137,7 @@ def _of_model(config: ModelConfig, layout: Layout, rank: int) -> tuple[float, fl
 
 @checked
 def holdings_title(picture: Holdings) -> str:
-    """How much of the model the fullest of these ranks has."""
+    """How much of the model the most loaded of these ranks has."""
     parameters = max(parameters for parameters, _ in picture.of_model)
     states = max(states for _, states in picture.of_model)
     return (
@@ -172,7 +172,7 @@ def draw_holdings(axes, picture: Holdings) -> None:
             paints.append(paint)
     draw_boxes(axes, boxes, facecolor=paints, linewidth=0)
     end = edges[-1][1]
-    for rank, (parameters, states) in zip(picture.ranks, picture.of_model):
+    for rank, (parameters, states) in zip(picture.ranks, picture.of_model, strict=True):
         for x, value in ((end + 0.1, parameters), (end + 0.2, states)):
             axes.text(x, rows[rank] + 0.5, _percent(value).removesuffix(" %"), ha="right", va="center", fontsize=8)
     _label_parts(axes, picture.parts, edges)
@@ -186,11 +186,11 @@ def draw_holdings(axes, picture: Holdings) -> None:
     shards = {1: "optimizer states", 2: "gradients, optimizer states"}
     handles = [
         Patch(facecolor=mix(base, "#FFFFFF", PALE), label="parameters"),
-        Patch(facecolor=base, label=shards.get(picture.layout.zero, "parameters, gradients, optimizer states")),
+        Patch(facecolor=base, label=shards.get(picture.layout.zero_stage, "parameters, gradients, optimizer states")),
     ]
-    if picture.layout.zero in (1, 2):
+    if picture.layout.zero_stage in (1, 2):
         handles[1].set_label(f"of these with {handles[1].get_label()}: {strong_in_pale(picture)}")
-    handles = handles[1:] if picture.layout.zero in (0, 3) else handles
+    handles = handles[1:] if picture.layout.zero_stage in (0, 3) else handles
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 0.4}
     axes.legend(handles=handles, ncol=2, fontsize=8.5, **below)
 
@@ -242,7 +242,7 @@ def _label_parts(axes, parts: Sequence[Part], edges: Sequence[tuple[float, float
             short = "E" if block == "embed" else "H"
         axes.text(at, -0.12 if not (roomy and inner) else -0.52, short, **text)
     if roomy:
-        for part, (left, right) in zip(parts, edges):
+        for part, (left, right) in zip(parts, edges, strict=True):
             if part.name not in ("embed", "head"):
                 axes.text(0.5 * (left + right), -0.12, part.name, ha="center", va="bottom", fontsize=7.5)
 

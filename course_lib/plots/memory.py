@@ -1,13 +1,15 @@
 """Memory in pictures: over the first steps of training, and as budgets against the sizes of GPUs."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
+from course_lib.hardware import GPU
+from course_lib.memory.budget import Budget
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, KINDS, LIMIT_COLOR, text_on
 from course_lib.plots.style import (
     FULL_WIDTH_IN,
@@ -78,7 +80,9 @@ def _highest_of_each_slice(totals: Sequence[int], max_points: int) -> list[int]:
 def _phases(marks: Sequence[tuple[float, str]], end: float) -> list[tuple[str, float, float]]:
     """Marks say where a phase begins; it lasts until the next one, the last until the end."""
     ends = [start for start, _ in marks[1:]] + [end]
-    return [(name, start, stop) for (start, name), stop in zip(marks, ends) if stop > start]
+    return [
+        (name, start, stop) for (start, name), stop in zip(marks, ends, strict=False) if stop > start
+    ]  # without marks there is an end alone
 
 
 @checked
@@ -86,7 +90,7 @@ def draw_memory_timeline(axes, picture: TimelinePicture, unit: str) -> None:
     """Stack the kinds, with the phases as a strip above and the peak labelled."""
     floor = [0.0] * len(picture.xs)
     for kind, values in picture.bytes_by_kind.items():
-        top = [low + value / UNITS[unit] for low, value in zip(floor, values)]
+        top = [low + value / UNITS[unit] for low, value in zip(floor, values, strict=True)]
         look = {"facecolor": KIND_COLORS[kind], "hatch": KIND_HATCHES[kind], "edgecolor": "white", "linewidth": 0}
         axes.fill_between(picture.xs, floor, top, step="post", **look)
         axes.step(picture.xs, top, where="post", color="white", linewidth=0.4)
@@ -182,7 +186,7 @@ def budget_bars(budgets, limits_bytes: Mapping[str, int]) -> list[BudgetBar]:
 
 
 @checked
-def gpu_limits(gpus) -> dict[str, int]:
+def gpu_limits(gpus: Mapping[str, float] | Iterable[GPU]) -> dict[str, int]:
     """What fits on each GPU, as `{name: usable bytes}`; from records of `course_lib.hardware`, or a mapping already."""
     return dict(gpus) if isinstance(gpus, Mapping) else {gpu.name: gpu.usable_bytes for gpu in gpus}
 
@@ -222,7 +226,7 @@ def draw_budgets(
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # a limit's line stops before it
         )
     levels = label_levels([(limit / size, _limit_label(name, limit, unit)) for name, limit in limits], extent)
-    for (name, limit), level in zip(limits, levels):
+    for (name, limit), level in zip(limits, levels, strict=True):
         _draw_limit(axes, limit / size, _limit_label(name, limit, unit), level)
     axes.set_title(title, pad=8 + 13 * (max(levels, default=-1) + 1))
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
@@ -307,7 +311,12 @@ def _draw_limit(axes, x: float, label: str, level: int) -> None:
 
 
 @checked
-def show_budgets(budgets, gpus=(), title: str = "What training needs, and what a GPU has", unit: str = "GB") -> None:
+def show_budgets(
+    budgets: Budget | Mapping,
+    gpus: Mapping[str, float] | Iterable[GPU] = (),
+    title: str = "What training needs, and what a GPU has",
+    unit: str = "GB",
+) -> None:
     """Show one budget, or several as `{label: budget}`, against GPUs (of `hardware.GPUS`, or `{name: bytes}`)."""
     limits = gpu_limits(gpus)
     bars = budget_bars(budgets, limits)

@@ -1,11 +1,12 @@
 """ZeRO in pictures: who holds what, a flat buffer cut by rank, and parameters that are gathered for a moment."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
+from course_lib.hardware import GPU
 from course_lib.memory.budget import Budget
 from course_lib.plots.memory import budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, NEUTRAL_COLOR, RANK_COLORS, mix, text_on
@@ -81,7 +82,8 @@ def zero_title(bytes_by_kind: Mapping[str, float], num_ranks: Size) -> str:
 
 @checked
 def show_zero_stages(num_ranks: Size = 4, bytes_by_kind: Mapping[str, float] | None = None, title: str = "") -> None:
-    """Show who holds what at stages 0 to 3; `bytes_by_kind` are bytes a parameter (BF16 with FP32 masters: 2, 2, 12).
+    """Show who holds what at stages 0 to 3; `bytes_by_kind` are bytes a parameter (BF16 with FP32 master weights: 2,
+    2, 12).
 
     Raises   ValueError if there are more ranks than the picture has room for
     """
@@ -131,7 +133,12 @@ def stages_title(fits: Mapping[str, bool], gpu_name: str) -> str:
 
 
 @checked
-def show_stages(budgets: Mapping[str, Mapping[str, int] | Budget], gpus=(), title: str = "", unit: str = "GB") -> None:
+def show_stages(
+    budgets: Mapping[str, Mapping[str, int] | Budget],
+    gpus: Mapping[str, float] | Iterable[GPU] = (),
+    title: str = "",
+    unit: str = "GB",
+) -> None:
     """Show bytes by kind of one GPU side by side, a Budget or {kind: bytes} for each label; each limit is a line.
 
     `gpus` are records of `hardware.GPUS`, or `{name: bytes}`. Without a title, the first GPU's verdict is the title.

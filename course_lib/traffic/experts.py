@@ -1,4 +1,4 @@
-"""What experts on ep ranks send: rows of tokens to their experts and back, expected or of real choices.
+"""What experts on ep ranks send: rows of tokens to their experts and back, expected or of real assignments.
 
 plain            k rows per token
 once_per_rank    a row for each rank that a token reaches: on the way there with k ids and weights, back with none
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from course_lib.layout.experts import ExpertLayout
+from course_lib.layout.partition import stage_config
 from course_lib.memory.context import tokens_of_rank
 from course_lib.memory.five_d import layers_of
-from course_lib.memory.stages import stage_config
 from course_lib.memory.states import recipe_of
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
@@ -51,7 +51,7 @@ def expected_calls(run: Run, stage: Index) -> list[Call]:
 
 @checked
 def routed_calls(run: Run, routings: Sequence[Routing], ep_rank: Index) -> list[Call]:
-    """List what leaves a rank, to the byte, layer by layer and micro-batch by micro-batch of these choices."""
+    """List what leaves a rank, to the byte, layer by layer and micro-batch by micro-batch of these assignments."""
     layout, calls = run.layout, []
     if layout.ep == 1:
         return []

@@ -115,7 +115,9 @@ def accumulate_gradients(
 def make_optimizer(
     model: nn.Module, precision: str = "fp32", learning_rate: Amount = 3e-3, weight_decay: Amount = 0.01
 ) -> torch.optim.Optimizer:
-    """AdamW over the parameters that train, as the precision asks: torch's own, or with masters and FP32 gradients."""
+    """AdamW over the parameters that train, as the precision asks: torch's own, or with master weights and FP32
+    gradients.
+    """
     chosen = precision_named(precision)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if chosen.fp32_grads != "no":
@@ -168,7 +170,7 @@ def train(
     """Builds the model of that config and trains it on the standard library's text, under a progress bar.
 
     MFU is shown and recorded if both `flops_per_token` (of the model, forward and backward) and `peak_flops` (of the
-    device, per second) are given; `course_lib.timing` and `course_lib.hardware` know them.
+    device, per second) are given; `course_lib.flops` and `course_lib.hardware` know them.
     """
     plan, precision, device = train_config, precision_named(train_config.precision), device or rank_device()
     model = build(model_config, plan.seed, precision.param_dtype, device, attention, recompute)

@@ -16,7 +16,7 @@ from course_lib.memory.zero import Offload, offload_link_bytes, zero_state_bytes
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.run import Run
-from course_lib.sharded_timing import offload_s
+from course_lib.timing import offload_s
 from course_lib.traffic import calls, sent_bytes
 from course_lib.validate import Size, check_fields, checked
 from course_lib.widgets import parts
@@ -42,8 +42,8 @@ class ZeroChoice:
     dp_size: Size = 8
     gpu_key: str = "h100"
     stage: Literal[0, 1, 2, 3] = 3
-    recipe: str = "bf16-master"
-    offload: str = "none"
+    recipe: Literal[tuple(RECIPES)] = "bf16-master"
+    offload: Literal[tuple(OFFLOADS)] = "none"
     batch_size: Size = 1
     seq_len: Size = 4096
     recompute: str = "none"
@@ -83,7 +83,7 @@ def explore_zero(chosen: ZeroChoice) -> ZeroView:
     limits = gpu_limits([gpu(chosen.gpu_key)])
     bars = budget_bars({"plain DP": plain, f"stage {chosen.stage}": needed}, limits)
     units = zero_units(config, chosen.stage, recipe.param_bytes)
-    layout = Layout(dp=chosen.dp_size, zero=chosen.stage, micro_batch=chosen.batch_size)
+    layout = Layout(dp=chosen.dp_size, zero_stage=chosen.stage, micro_batch=chosen.batch_size)
     sent = sent_bytes(calls(Run(config, layout, chosen.seq_len, chosen.recipe))["data"])
     one_trip = count_parameters(config) * recipe.param_bytes * (chosen.dp_size - 1) / chosen.dp_size
     shards = zero_state_bytes(units, chosen.stage, chosen.dp_size, recipe)
@@ -94,7 +94,9 @@ def explore_zero(chosen: ZeroChoice) -> ZeroView:
 
 
 def _budget(chosen: ZeroChoice) -> Budget:
-    layout = Layout(dp=chosen.dp_size, zero=chosen.stage, micro_batch=chosen.batch_size, recompute=chosen.recompute)
+    layout = Layout(
+        dp=chosen.dp_size, zero_stage=chosen.stage, micro_batch=chosen.batch_size, recompute=chosen.recompute
+    )
     offload = OFFLOADS[chosen.offload]
     return budgets(Run(preset(chosen.model), layout, chosen.seq_len, chosen.recipe, offload=offload))[0]
 

@@ -163,14 +163,14 @@ def test_a_chapter_runs_in_the_browser_and_its_picture_follows_a_slider(lab, pag
     move_slider(page, label)
     after = wait_for_other_pictures(page, before)
     screenshot(page, f"{stem}_after")
-    assert len(after) == len(before) and sum(a != b for a, b in zip(after, before)) == 1
+    assert len(after) == len(before) and sum(a != b for a, b in zip(after, before, strict=True)) == 1
 
 
 def test_the_explorer_of_layouts_follows_each_kind_of_control_and_measures(lab, page):
     notebook = nbformat.read(ROOT / "notebooks" / "10_five_d.ipynb", as_version=4)
     notebook.cells = [cell for cell in notebook.cells if cell.id in ("setup", "widget")]
     run_all_cells(page, lab, put_notebook(lab, notebook), limit_s=60)
-    page.wait_for_selector("text=/Predicted: the fullest rank needs/")
+    page.wait_for_selector("text=/Predicted: the most loaded rank needs/")
     before = wait_for_other_pictures(page, [])
     assert len(before) == 1 and before[0]["width"] > 800
     assert page.locator(".widget-label").evaluate_all(CUT_OFF) == []

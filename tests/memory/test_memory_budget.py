@@ -60,13 +60,13 @@ def test_every_stage_of_random_layouts_peaks_where_the_engine_does(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_one_gpu_peaks_where_the_engine_does(name, recompute):
     for micro_batches in (1, 2):
-        layout = Layout(micro_batch=2, accumulation=micro_batches, recompute=recompute)
+        layout = Layout(micro_batch=2, micro_batches=micro_batches, recompute=recompute)
         found, predicted = simulated_and_predicted(MODELS[name], layout, 0)
         assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=0.005), predicted.moment
 
 
 def test_8b_on_four_gpus_of_40_gb_fits_with_full_recomputation():
-    (budget,) = budgets(Run(LLAMA_8B, Layout(dp=4, zero=3, recompute="full"), 4096))
+    (budget,) = budgets(Run(LLAMA_8B, Layout(dp=4, zero_stage=3, recompute="full"), 4096))
     assert round(budget.peak_bytes / GIB, 1) == 33.1 and fits(budget, "a100-40")
     assert budget.between_steps_bytes / count_parameters(LLAMA_8B) == pytest.approx(3.5)  # no gradients
 

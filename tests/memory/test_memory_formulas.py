@@ -283,11 +283,11 @@ def test_megatron_s_estimator_is_korthikanti_s_for_an_mlp_of_four_h():
 
 def test_gpt_block_in_bf16_is_korthikanti_s_formula_but_for_layernorm_statistics():
     config, s = replace(preset("gpt2"), max_seq_len=2048), 2048
-    terms = block_terms(config, s, "explicit", "bf16")
+    terms = block_terms(config, s, "standard", "bf16")
     statistics = terms["first norm's statistics"] + terms["second norm's statistics"]
     assert sum(terms.values()) - statistics == korthikanti_layer_bytes(config, 1, s) / s
     fused = sum(core_terms(config, s, "fused", "bf16").values())
-    assert sum(core_terms(config, s, "explicit", "bf16").values()) - fused == config.num_heads * (5 * s - 4)
+    assert sum(core_terms(config, s, "standard", "bf16").values()) - fused == config.num_heads * (5 * s - 4)
 
 
 def llama(layers, d, heads, kv, ff, vocab, tied=False):
@@ -300,44 +300,44 @@ def gpt(layers, d, heads, ff, vocab, dropout):
 
 GRID = [  # config, batch, sequence, attention, recomputation, precision
     (llama(2, 64, 8, 4, 192, 256), 4, 64, "fused", "none", "fp32"),
-    (llama(2, 64, 8, 4, 192, 256), 4, 64, "explicit", "none", "fp32"),
+    (llama(2, 64, 8, 4, 192, 256), 4, 64, "standard", "none", "fp32"),
     (llama(3, 64, 8, 2, 192, 256, tied=True), 4, 64, "fused", "full", "fp32"),
-    (llama(3, 64, 8, 4, 192, 256), 2, 96, "explicit", "full", "bf16-master"),
+    (llama(3, 64, 8, 4, 192, 256), 2, 96, "standard", "full", "bf16-master"),
     (llama(1, 128, 4, 4, 512, 512), 2, 128, "fused", "none", "bf16"),
-    (llama(2, 128, 4, 1, 344, 512), 2, 128, "explicit", "selective", "bf16"),
+    (llama(2, 128, 4, 1, 344, 512), 2, 128, "standard", "selective", "bf16"),
     (llama(4, 96, 6, 2, 256, 300), 3, 96, "fused", "selective", "fp32"),
-    (llama(4, 96, 6, 2, 256, 300), 3, 96, "explicit", "selective", "fp32"),
-    (llama(2, 64, 4, 1, 128, 256), 2, 256, "explicit", "selective", "fp32"),
+    (llama(4, 96, 6, 2, 256, 300), 3, 96, "standard", "selective", "fp32"),
+    (llama(2, 64, 4, 1, 128, 256), 2, 256, "standard", "selective", "fp32"),
     (llama(2, 64, 4, 1, 128, 256), 2, 256, "fused", "full", "bf16"),
     (llama(2, 64, 8, 8, 256, 1024), 1, 128, "fused", "none", "bf16-master-fp32-grads"),
     (llama(2, 64, 8, 4, 192, 256), 4, 64, "fused", "none", "autocast"),
-    (llama(2, 64, 8, 4, 192, 256), 4, 64, "explicit", "none", "autocast"),
+    (llama(2, 64, 8, 4, 192, 256), 4, 64, "standard", "none", "autocast"),
     (llama(3, 64, 8, 2, 192, 256), 4, 64, "fused", "full", "autocast"),
-    (llama(3, 64, 4, 2, 192, 256), 2, 192, "explicit", "selective", "autocast"),
+    (llama(3, 64, 4, 2, 192, 256), 2, 192, "standard", "selective", "autocast"),
     (llama(6, 32, 4, 2, 96, 256), 8, 32, "fused", "none", "fp32"),
-    (llama(6, 32, 4, 2, 96, 256), 8, 32, "explicit", "full", "fp32"),
+    (llama(6, 32, 4, 2, 96, 256), 8, 32, "standard", "full", "fp32"),
     (llama(1, 64, 8, 4, 192, 256), 16, 16, "fused", "full", "fp32"),
     (llama(2, 160, 10, 5, 480, 256), 2, 64, "fused", "none", "fp32"),
-    (llama(2, 160, 10, 5, 480, 256), 2, 64, "explicit", "none", "bf16"),
-    (gpt(2, 64, 4, 256, 256, 0.1), 4, 64, "explicit", "none", "fp32"),
-    (gpt(2, 64, 4, 256, 256, 0.1), 4, 64, "explicit", "none", "bf16"),
-    (gpt(3, 64, 4, 256, 256, 0.1), 4, 64, "explicit", "full", "fp32"),
-    (gpt(3, 64, 4, 256, 256, 0.1), 2, 192, "explicit", "selective", "fp32"),
-    (gpt(3, 64, 4, 256, 256, 0.1), 2, 192, "explicit", "selective", "bf16"),
-    (gpt(2, 128, 8, 512, 300, 0.1), 2, 128, "explicit", "none", "autocast"),
-    (gpt(2, 128, 8, 512, 300, 0.1), 2, 128, "explicit", "full", "bf16-master"),
+    (llama(2, 160, 10, 5, 480, 256), 2, 64, "standard", "none", "bf16"),
+    (gpt(2, 64, 4, 256, 256, 0.1), 4, 64, "standard", "none", "fp32"),
+    (gpt(2, 64, 4, 256, 256, 0.1), 4, 64, "standard", "none", "bf16"),
+    (gpt(3, 64, 4, 256, 256, 0.1), 4, 64, "standard", "full", "fp32"),
+    (gpt(3, 64, 4, 256, 256, 0.1), 2, 192, "standard", "selective", "fp32"),
+    (gpt(3, 64, 4, 256, 256, 0.1), 2, 192, "standard", "selective", "bf16"),
+    (gpt(2, 128, 8, 512, 300, 0.1), 2, 128, "standard", "none", "autocast"),
+    (gpt(2, 128, 8, 512, 300, 0.1), 2, 128, "standard", "full", "bf16-master"),
     (gpt(2, 128, 8, 512, 300, 0.0), 2, 128, "fused", "none", "fp32"),
     (gpt(2, 128, 8, 512, 300, 0.0), 2, 128, "fused", "full", "bf16"),
     (gpt(2, 128, 8, 512, 300, 0.0), 2, 128, "fused", "selective", "fp32"),
     (gpt(2, 128, 8, 512, 300, 0.0), 2, 128, "fused", "none", "autocast"),
-    (gpt(4, 96, 6, 384, 256, 0.2), 3, 96, "explicit", "none", "fp32"),
-    (gpt(4, 96, 6, 192, 256, 0.2), 3, 96, "explicit", "full", "fp32"),
-    (gpt(1, 64, 4, 256, 512, 0.1), 8, 32, "explicit", "none", "bf16"),
-    (gpt(1, 64, 2, 256, 512, 0.0), 1, 256, "explicit", "none", "fp32"),
-    (gpt(6, 32, 4, 128, 256, 0.1), 8, 32, "explicit", "none", "fp32"),
-    (gpt(6, 32, 4, 128, 256, 0.1), 8, 32, "explicit", "selective", "fp32"),
-    (gpt(2, 160, 10, 640, 256, 0.1), 2, 64, "explicit", "full", "fp32"),
-    (gpt(2, 160, 10, 640, 256, 0.1), 2, 64, "explicit", "none", "bf16-master"),
+    (gpt(4, 96, 6, 384, 256, 0.2), 3, 96, "standard", "none", "fp32"),
+    (gpt(4, 96, 6, 192, 256, 0.2), 3, 96, "standard", "full", "fp32"),
+    (gpt(1, 64, 4, 256, 512, 0.1), 8, 32, "standard", "none", "bf16"),
+    (gpt(1, 64, 2, 256, 512, 0.0), 1, 256, "standard", "none", "fp32"),
+    (gpt(6, 32, 4, 128, 256, 0.1), 8, 32, "standard", "none", "fp32"),
+    (gpt(6, 32, 4, 128, 256, 0.1), 8, 32, "standard", "selective", "fp32"),
+    (gpt(2, 160, 10, 640, 256, 0.1), 2, 64, "standard", "full", "fp32"),
+    (gpt(2, 160, 10, 640, 256, 0.1), 2, 64, "standard", "none", "bf16-master"),
     (gpt(2, 160, 10, 640, 256, 0.0), 2, 64, "fused", "none", "bf16"),
 ]
 
@@ -359,21 +359,21 @@ def test_activations_measured_are_within_2_percent_of_the_formula(case):
     for kind in ("parameters", "gradients", "optimizer"):
         assert predicted.by_kind[kind] == measured[kind], kind
     assert predicted.by_kind["activations"] == pytest.approx(
-        measured["activations"], rel=0.05 if (recipe, attention) == ("autocast", "explicit") else 0.005
+        measured["activations"], rel=0.05 if (recipe, attention) == ("autocast", "standard") else 0.005
     )
 
 
 def test_the_encoder_s_activations_are_within_2_percent_too():
     config = ModelConfig("encoder", 3, 64, 4, 4, 256, 300, 128, tied=True, family="xlmr", dropout=0.1)
     for recompute in ("none", "full"):
-        model = build(config, attention="explicit", recompute=recompute)
+        model = build(config, attention="standard", recompute=recompute)
         with MemoryTracker(model) as tracker:
             model(torch.randint(0, 300, (4, 64))).square().mean().backward()
         measured = max(tracker.timeline.bytes_by_kind["activations"])
         output = (
             4 * 64 * 64 * 4 if recompute == "none" else 0
         )  # the loss here keeps the output, which a head would keep
-        assert activation_bytes(config, 4, 64, "explicit", recompute) == pytest.approx(measured, rel=0.02, abs=output)
+        assert activation_bytes(config, 4, 64, "standard", recompute) == pytest.approx(measured, rel=0.02, abs=output)
 
 
 # ---- budgets
@@ -412,11 +412,11 @@ def test_C225_an_h100_shows_79_gib():
 
 def test_selective_recomputation_brings_explicit_attention_down_to_the_fused_one():
     """C039: one or the other, they save the same."""
-    explicit, fused = (
+    standard, fused = (
         own_activations(LLAMA_8B, 1, 4096, attention, recompute, "bf16").blocks
-        for attention, recompute in (("explicit", "selective"), ("fused", "none"))
+        for attention, recompute in (("standard", "selective"), ("fused", "none"))
     )
-    assert explicit == pytest.approx(fused, rel=0.01)
+    assert standard == pytest.approx(fused, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -427,7 +427,7 @@ def test_selective_recomputation_brings_explicit_attention_down_to_the_fused_one
         (lambda: state_bytes(LLAMA_8B, lora=LoRA(8, ("query",))), "choose from"),
         (lambda: LoRA(0), "1 or more"),
         (lambda: activation_bytes(LLAMA_8B, 0, 8), "batch_size is 0"),
-        (lambda: activation_bytes(LLAMA_8B, 1, 8, attention="flash"), "choose from fused, explicit"),
+        (lambda: activation_bytes(LLAMA_8B, 1, 8, attention="flash"), "choose from fused, standard"),
         (lambda: activation_bytes(LLAMA_8B, 1, 8, recompute="all"), "choose from none, selective, full"),
         (lambda: activation_bytes(LLAMA_8B, 1, 8, precision="fp8"), "choose from fp32"),
         (lambda: korthikanti_layer_bytes(LLAMA_8B, 1, 8, tp=0), "tp is 0"),

@@ -168,7 +168,7 @@ def test_what_a_rank_keeps_grows_with_the_rows_that_others_send():
 
 
 def test_a_rank_of_64_has_four_of_deepseek_v3s_experts_in_each_layer():
-    whole = budgets(Run(DEEPSEEK, Layout(dp=64, ep=64, zero=1, recompute="full"), 4096))[0]
+    whole = budgets(Run(DEEPSEEK, Layout(dp=64, ep=64, zero_stage=1, recompute="full"), 4096))[0]
     experts = sum(shape[0] * shape[1] * n for shape, n in rank_shapes(DEEPSEEK, 64, 64)[0].values())
     assert experts == 58 * 4 * 3 * 7168 * 2048
     assert whole.parameters == 2 * (experts + count_parameters(DEEPSEEK) - 64 * experts)

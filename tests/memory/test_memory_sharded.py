@@ -8,7 +8,7 @@ import torch
 from course_lib.config import ModelConfig, preset
 from course_lib.hardware import GPUS
 from course_lib.layout import Layout
-from course_lib.layout.partition import copies_of_kv
+from course_lib.layout.partition import kv_replication
 from course_lib.memory.activations import own_activations
 from course_lib.memory.formulas import budgets, count_parameters, fits
 from course_lib.memory.papers import korthikanti_bytes, korthikanti_layer_bytes
@@ -60,7 +60,9 @@ def test_zero_paper_s_table_1(model, billions):
     for dp_size, printed in ZERO_TABLE_1[model].items():
         ours = [billions * zero_bytes_per_parameter(stage, dp_size) for stage in (1, 2, 3)]
         # the paper rounds some entries and cuts others off: 2218.75 became 2218, 41.25 became 41.3
-        assert all(abs(a - b) < max(0.06 if b < 100 else 0.8, 0.001 * b) for a, b in zip(ours, printed)), dp_size
+        assert all(abs(a - b) < max(0.06 if b < 100 else 0.8, 0.001 * b) for a, b in zip(ours, printed, strict=True)), (
+            dp_size
+        )
 
 
 def rank(config, seq_len, recipe="bf16-master", offload=None, optimizer="adamw", **layout):
@@ -121,7 +123,7 @@ def test_C065_C066_four_weights_on_two_gpus_by_sgd_and_by_adam():
     w = torch.tensor([1.0, 2.0, 3.0, 4.0])
     outputs = [(w * x).sum() for x in (1.0, 2.0)]
     assert outputs == [10, 20]
-    grads = [output * x * torch.ones(4) for output, x in zip(outputs, (1.0, 2.0))]
+    grads = [output * x * torch.ones(4) for output, x in zip(outputs, (1.0, 2.0), strict=True)]
     assert [g.tolist() for g in grads] == [[10] * 4, [40] * 4]
     mean = sum(grads) / 2
     assert mean.tolist() == [25] * 4
@@ -193,7 +195,7 @@ def test_C063_C132_stage_3_gathers_two_neighbouring_units_not_the_model():
     assert zero_gathered_bytes(units, 3, 4, tied=True) == 2 * (52 + 12 + 32)  # the embedding beside the last two
     tied = preset("llama-3.2-1b")
     held = zero_gathered_bytes(layer_units(tied), 3, 8, tied=True)
-    assert rank(tied, 64, zero=3, dp=8).gathered == held
+    assert rank(tied, 64, zero_stage=3, dp=8).gathered == held
     layers = layer_units(LLAMA_8B)
     assert zero_gathered_bytes(layers, 3, 8) < 2 * (max(layers) + sorted(layers)[-2]) < 2 * sum(layers) / 7
 
@@ -241,7 +243,7 @@ def test_ranks_together_hold_every_matrix_once_and_what_is_replicated_tp_times(c
     times = {name: sum(prod(r[name][0]) for r in ranks) / prod(shape) for name, (shape, _) in shapes.items()}
     whole = {name for name in shapes if "norm" in name or name in ("positions", "attention.o.bias", "mlp.down.bias")}
     copied = {name for name in shapes if name.startswith(("attention.k", "attention.v"))}
-    copies = copies_of_kv(config, tp)
+    copies = kv_replication(config, tp)
     assert times == {name: tp if name in whole else copies if name in copied else 1 for name in shapes}
     assert whole_parameters(config) == sum(prod(shapes[name][0]) * shapes[name][1] for name in whole)
     assert narrow(config, 1) == config
@@ -249,7 +251,7 @@ def test_ranks_together_hold_every_matrix_once_and_what_is_replicated_tp_times(c
 
 def test_C078_heads_must_divide_and_key_value_heads_are_copied_above_their_number():
     assert [t for t in (1, 2, 3, 4, 8, 16, 32, 64) if _allowed(LLAMA_8B, t)] == [1, 2, 4, 8, 16, 32]
-    assert [copies_of_kv(LLAMA_8B, t) for t in (4, 8, 16, 32)] == [1, 1, 2, 4]  # 8 key/value heads
+    assert [kv_replication(LLAMA_8B, t) for t in (4, 8, 16, 32)] == [1, 1, 2, 4]  # 8 key/value heads
     with pytest.raises(ValueError, match=r"num_heads \(6\) must be divisible by tp \(4\); choose tp from 1, 2, 6"):
         narrow(ODD, 4)
     with pytest.raises(ValueError, match=r"num_kv_heads \(2\) must be divisible by tp \(3\), or divide it"):
@@ -267,7 +269,7 @@ def _allowed(config, tp):
 
 def test_C077_columns_are_cut_by_outputs_and_rows_by_inputs():
     whole, local = parameter_shapes(LLAMA_8B), parameter_shapes(narrow(LLAMA_8B, 4))
-    cut = {name: [4 * b == a for a, b in zip(whole[name][0], local[name][0])] for name in whole}
+    cut = {name: [4 * b == a for a, b in zip(whole[name][0], local[name][0], strict=True)] for name in whole}
     columns = {name.split(".")[1] for name, dims in cut.items() if dims == [True, False] and "." in name}
     rows = {name.split(".")[1] for name, dims in cut.items() if dims == [False, True]}
     assert columns == {"q", "k", "v", "gate", "up"} and rows == {"o", "down"}  # stored as (out, in)
@@ -304,7 +306,7 @@ def test_korthikanti_table_2_in_all_its_rows():
 def test_the_course_s_gpt_keeps_table_2_but_for_statistics(tp, sp):
     """With the input gathered again; the paper leaves out LayerNorm's mean and deviation (8 bytes a token here)."""
     s = 2048
-    for recompute, attention in (("none", "explicit"), ("none", "fused")):
+    for recompute, attention in (("none", "standard"), ("none", "fused")):
         ours = tensor_parallel_activations(GPT3, 1, s, tp, sp, sp, attention, recompute, "bf16").blocks
         papers = korthikanti_layer_bytes(GPT3, 1, s, "selective" if attention == "fused" else "none", tp, sp)
         statistics = s * 8 / (tp if sp else 1)
@@ -353,7 +355,7 @@ def test_C083_C086_C177_C178_what_sequence_parallelism_divides():
 
 
 def test_C011_zero_shards_no_activation():
-    stages = [rank(LLAMA_8B, 4096, zero=stage, dp=8) for stage in (0, 1, 2, 3)]
+    stages = [rank(LLAMA_8B, 4096, zero_stage=stage, dp=8) for stage in (0, 1, 2, 3)]
     assert len({(b.activations, b.logits) for b in stages}) == 1
     assert [b.states_bytes for b in stages] == sorted((b.states_bytes for b in stages), reverse=True)
 
@@ -365,7 +367,7 @@ def test_C010_8b_on_four_gpus_of_40_gb():
     gpu = GPUS["a100-40"]
 
     def plan(seq_len=4096, **how):
-        return rank(LLAMA_8B, seq_len, zero=3, dp=4, **how)
+        return rank(LLAMA_8B, seq_len, zero_stage=3, dp=4, **how)
 
     states = plan().states_bytes
     assert round(states / GB, 1) == 32.1 and 40 * GB - states < 8 * GB  # not 30 GB left
@@ -441,8 +443,8 @@ def test_C192_32k_tokens_of_70b_do_not_fit_a_tp_group_of_8():
 
 
 def test_parameters_wait_elsewhere_only_in_stage_3():
-    with pytest.raises(ValueError, match=r"offload.parameters is 'host', but zero is 2; choose zero 3"):
-        rank(TOY, 64, zero=2, dp=2, offload=Offload(parameters="host"))
-    plan = rank(TOY, 64, zero=3, dp=2, offload=Offload("disk", "host"))
+    with pytest.raises(ValueError, match=r"offload.parameters is 'host', but zero_stage is 2; choose zero_stage 3"):
+        rank(TOY, 64, zero_stage=2, dp=2, offload=Offload(parameters="host"))
+    plan = rank(TOY, 64, zero_stage=3, dp=2, offload=Offload("disk", "host"))
     assert plan.parameters == plan.optimizer == 0 and set(plan.elsewhere) == {"host", "disk"}
     assert plan.by_kind["gathered"] == plan.gathered > 0

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from harness import one_process
 
 from course_lib import model
 from course_lib.comm import my_piece
@@ -39,8 +40,8 @@ DROPPING = dataclasses.replace(GPT, dropout=0.3)
 CASES = {  # config, attention, recompute, regather, S of each micro-batch
     "gqa": (GQA, "fused", "none", False, [8]),
     "gqa, uneven": (GQA, "fused", "selective", True, [7, 5, 6]),  # of 5 tokens the last of 4 ranks gets none
-    "tied, recomputed": (TIED, "explicit", "full", True, [5, 7]),
-    "gpt": (GPT, "explicit", "none", True, [7]),
+    "tied, recomputed": (TIED, "standard", "full", True, [5, 7]),
+    "gpt": (GPT, "standard", "none", True, [7]),
     "gpt, recomputed": (GPT, "fused", "full", False, [6, 5]),
 }
 
@@ -59,13 +60,6 @@ def noisy_model(config, attention="fused", recompute="none"):
     return whole
 
 
-def one_process(whole, batches):
-    num_tokens = sum(y_BS.numel() for _, y_BS in batches)
-    losses = [loss_of(whole, x_BS, y_BS) * (y_BS.numel() / num_tokens) for x_BS, y_BS in batches]
-    torch.stack(losses).sum().backward()
-    return sum(loss.item() for loss in losses)
-
-
 def differences(ours, whole, of):
     theirs = {name: of(parameter) for name, parameter in whole.named_parameters()}
     assert set(ours) == set(theirs)
@@ -77,9 +71,9 @@ def of_gradients(config, attention, recompute, regather, lengths):
     whole, batches = noisy_model(config, attention, recompute), some_batches(config, lengths)
     engine = sequence.build(copy.deepcopy(whole), dist.group.WORLD, regather)
     loss = sequence.accumulate_gradients(engine, batches)
-    expected = one_process(whole, batches)
+    expected, _ = one_process(whole, batches)
     gradients = differences(sequence.full_gradients(engine), whole, lambda parameter: parameter.grad)
-    return gradients | {"loss": abs(loss.item() - expected)}
+    return gradients | {"loss": abs(loss - expected).item()}
 
 
 def of_evaluation_between_forward_and_backward(regather):
@@ -127,7 +121,7 @@ def sum_after_each_micro_batch(engine, batches):
     for x_BS, y_BS in batches:
         loss = tensor.loss_of(engine, x_BS, y_BS)
         (loss / len(batches)).backward()
-        tensor.sum_gradients(ALL_MINE(engine), engine.stream.group)
+        tensor.sum_gradients(ALL_MINE(engine), engine.residual.group)
     return loss.detach()
 
 
@@ -143,7 +137,7 @@ def of_mistakes():
     found = {}
     for name, mistake in WRONG.items():
         with mistake:
-            found[name] = of_gradients(GPT, "explicit", "none", False, [8, 8])
+            found[name] = of_gradients(GPT, "standard", "none", False, [8, 8])
     return found
 
 
@@ -152,7 +146,7 @@ def of_mistakes():
 
 def dropped_like_one_process():
     """Masks recorded on every rank, put together (tokens or heads: dimension 1 both times), given to one process."""
-    whole, batches = noisy_model(DROPPING, "explicit"), some_batches(DROPPING, [8])
+    whole, batches = noisy_model(DROPPING, "standard"), some_batches(DROPPING, [8])
     engine = sequence.build(copy.deepcopy(whole), dist.group.WORLD, regather=True)
     mine, joined = [], iter(())
 
@@ -181,7 +175,7 @@ def recomputed_with_the_same_masks():
     gradients = []
     for recompute in ("none", "selective", "full"):
         torch.manual_seed(7 + dist.get_rank())
-        engine = sequence.build(noisy_model(DROPPING, "explicit", recompute), dist.group.WORLD)
+        engine = sequence.build(noisy_model(DROPPING, "standard", recompute), dist.group.WORLD)
         sequence.accumulate_gradients(engine, some_batches(DROPPING, [8, 6]))
         gradients.append(torch.cat([grad.flatten() for grad in sequence.full_gradients(engine).values()]))
         common = torch.rand(4)
@@ -241,8 +235,8 @@ def regions():
     }
     found = {}
     for name, build in builds.items():
-        engine = build(model.build(SHAPED, attention="explicit"), dist.group.WORLD)
-        found[name] = kept_by_region(engine, torch.zeros(B, S, dtype=torch.long), shapes)
+        engine = build(model.build(SHAPED, attention="standard"), dist.group.WORLD)
+        found[name] = kept_by_region(engine.module, torch.zeros(B, S, dtype=torch.long), shapes)
     return found
 
 
@@ -280,7 +274,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 def after_forward(config, mode, recompute):
     """Activation bytes of this rank between forward and backward, in 16 bits."""
-    whole = model.build(config, dtype=torch.bfloat16, attention="explicit", recompute=recompute)
+    whole = model.build(config, dtype=torch.bfloat16, attention="standard", recompute=recompute)
     engine = MODES[mode][0](whole, dist.group.WORLD)
     with MemoryTracker(engine) as tracker:
         x_BS, y_BS = some_batches(config, [LENGTH])[0]
@@ -309,7 +303,7 @@ def kept_bytes():
 def peak_bytes(mode, recompute):
     """The most activation bytes of a step, of two layers. The least of four steps: see `after_forward`."""
     config = dataclasses.replace(GPT_BLOCK, num_layers=2)
-    whole = model.build(config, dtype=torch.bfloat16, attention="explicit", recompute=recompute)
+    whole = model.build(config, dtype=torch.bfloat16, attention="standard", recompute=recompute)
     engine, peaks = MODES[mode][0](whole, dist.group.WORLD), []
     for _ in range(4):
         with MemoryTracker(engine) as tracker:
@@ -317,7 +311,7 @@ def peak_bytes(mode, recompute):
             tensor.loss_of(engine, x_BS, y_BS).backward()
         peaks.append(max(tracker.timeline.bytes_by_kind["activations"]))
         engine.zero_grad()
-    words = {"attention": "explicit", "recompute": recompute, "precision": "bf16"} | MODES[mode][1]
+    words = {"attention": "standard", "recompute": recompute, "precision": "bf16"} | MODES[mode][1]
     return min(peaks), tensor_parallel_activations(config, B, LENGTH, dist.get_world_size(), **words).peak_bytes
 
 
@@ -342,7 +336,7 @@ def traffic():
             module = tensor if mode == "tp" else sequence
             with ByteMeter() as meter:
                 module.accumulate_gradients(engine, some_batches(config, [seq_len, seq_len]))
-            layout = Layout(tp=world_size, recompute=recompute, micro_batch=B, accumulation=2, **words)
+            layout = Layout(tp=world_size, recompute=recompute, micro_batch=B, micro_batches=2, **words)
             listed = calls(Run(config, layout, seq_len, "fp32"), dist.get_rank())["tp"]
             predicted = by_collective(listed, dist.get_rank()), call_counts(listed)
             found[config.family, seq_len, recompute, mode] = (meter.by_collective, meter.calls), predicted
@@ -486,7 +480,7 @@ def test_both_families_keep_what_the_own_formula_predicts(of_size, tp_size):
             config, words = GPT_BLOCK if family == "gpt" else LLAMA_BLOCK, MODES[mode][1]
             predicted = tensor_parallel_activations(
                 config, B, LENGTH, 1 if mode == "none" else tp_size, **words,
-                attention="explicit", recompute=recompute, precision="bf16",
+                attention="standard", recompute=recompute, precision="bf16",
             )  # fmt: skip
             assert second_layer == pytest.approx(predicted.blocks, rel=0.02), (family, mode, recompute)
             assert one_layer == pytest.approx(predicted.start_of_backward_bytes, rel=0.02), (family, mode, recompute)

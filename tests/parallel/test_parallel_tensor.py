@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import distance, one_process
 from kept_bytes import kept_bytes
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,7 +51,7 @@ CASES = {
     "tied llama, 2 key/value heads": Case(config_of(LLAMA, tied=True)),
     "llama, 4 key/value heads, recompute": Case(config_of(LLAMA, num_kv_heads=4), recompute="full"),
     "llama, 1 key/value head, no overlap": Case(config_of(LLAMA, num_kv_heads=1), overlap=False),
-    "llama, explicit, selective": Case(LLAMA, recompute="selective", attention="explicit"),
+    "llama, standard, selective": Case(LLAMA, recompute="selective", attention="standard"),
     "frozen llama": Case(LLAMA, frozen=("embed.weight", "attention.v.weight", "mlp.down.weight", "mlp_norm.weight")),
     "tied gpt": Case(config_of(GPT, tied=True)),
     "gpt, recompute, no overlap": Case(GPT, overlap=False, recompute="full"),
@@ -73,23 +74,6 @@ def micro_batches(vocab_size, rows=(2, 1), seed=0):
     return [torch.randint(vocab_size, (2, B, S), generator=generator).unbind(0) for B in rows]
 
 
-def one_process(whole, batches):
-    """Mean loss of all tokens, and gradients by name."""
-    total = sum(y_BS.numel() for _, y_BS in batches)
-    loss = sum(training.loss_of(whole, x, y) * (y.numel() / total) for x, y in batches)
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
-
-
-def distance(engine, loss, expected_loss, expected):
-    """Largest difference from one process, of the loss and of each gradient. Infinite where names differ."""
-    gradients = tensor.full_gradients(engine)
-    if gradients.keys() != expected.keys():
-        return {"names": float("inf")}
-    apart = {name: (gradients[name] - expected[name]).abs().max().item() for name in expected}
-    return apart | {"loss": abs(loss - expected_loss).item()}
-
-
 def measure(case, group=None):
     group = group or dist.group.WORLD
     whole = built(case)
@@ -101,13 +85,13 @@ def measure(case, group=None):
         loss = tensor.accumulate_gradients(engine, batches)
     expected_loss, expected = one_process(reference, batches)
     return {
-        "apart": distance(engine, loss, expected_loss, expected),
+        "apart": distance(tensor.full_gradients(engine), loss, expected_loss, expected),
         "same start": all(torch.equal(start[name], p) for name, p in reference.named_parameters()),
         "shapes": {name: tuple(p.shape) for name, p in engine.named_parameters()},
         "records": Counter((r.collective, r.payload_bytes, r.group_size) for r in meter.records),
         "sent": [(record.payload_bytes, record.group_size, record.sent_bytes) for record in meter.records],
-        "tied": engine.head.weight is engine.embed.weight,
-        "kv bytes": sum(layer.weight.nbytes for b in engine.blocks for layer in (b.attention.k, b.attention.v)),
+        "tied": engine.module.head.weight is engine.module.embed.weight,
+        "kv bytes": sum(layer.weight.nbytes for b in engine.module.blocks for layer in (b.attention.k, b.attention.v)),
     }
 
 
@@ -184,14 +168,14 @@ def test_on_the_wire_are_two_all_reduces_a_layer_and_direction_the_two_ends_and_
 
 @contextmanager
 def forgets_the_backward_sum():
-    with patch.object(linear.WholeStream, "start_sum", lambda stream, x: InFlight(None, lambda: x)):
+    with patch.object(linear.ReplicatedResidual, "start_sum", lambda residual, x: InFlight(None, lambda: x)):
         yield
 
 
 @contextmanager
 def adds_row_biases_everywhere():
     def forward(row, x):
-        return row.stream.leave(F.linear(x, row.weight, row.bias))
+        return row.residual.leave(F.linear(x, row.weight, row.bias))
 
     with patch.object(linear.RowLinear, "forward", forward):
         yield
@@ -223,7 +207,9 @@ def does_not_mask_targets():
 @contextmanager
 def sums_backward_twice():
     """As if the row's sum were an all-reduce in both directions."""
-    with patch.object(linear.WholeStream, "leave", lambda stream, x: copy_in(sum_out(x, stream.group), stream.group)):
+    with patch.object(
+        linear.ReplicatedResidual, "leave", lambda residual, x: copy_in(sum_out(x, residual.group), residual.group)
+    ):
         yield
 
 
@@ -231,10 +217,10 @@ def sums_backward_twice():
 def cuts_rows_along_the_outputs():
     init = linear.RowLinear.__init__
 
-    def wrong(row, layer, stream):
-        init(row, layer, stream)
-        outputs = linear.Cut(0, layer.out_features, stream.group.size())
-        row.weight = linear.cut_parameter(layer.weight, outputs, stream.group)
+    def wrong(row, layer, residual):
+        init(row, layer, residual)
+        outputs = linear.Cut(0, layer.out_features, residual.group.size())
+        row.weight = linear.cut_parameter(layer.weight, outputs, residual.group)
 
     with patch.object(linear.RowLinear, "__init__", wrong):
         yield
@@ -244,10 +230,10 @@ def cuts_rows_along_the_outputs():
 def takes_the_neighbours_rows():
     init = linear.RowLinear.__init__
 
-    def wrong(row, layer, stream):
+    def wrong(row, layer, residual):
         rolled = copy.deepcopy(layer)
-        rolled.weight.data = layer.weight.data.roll(layer.in_features // stream.group.size(), 1)
-        init(row, rolled, stream)
+        rolled.weight.data = layer.weight.data.roll(layer.in_features // residual.group.size(), 1)
+        init(row, rolled, residual)
 
     with patch.object(linear.RowLinear, "__init__", wrong):
         yield
@@ -278,7 +264,7 @@ def planted():
                 except RuntimeError as error:
                     found[bug.__name__, name] = str(error)
                     continue
-            found[bug.__name__, name] = distance(engine, loss, *one_process(reference, batches))
+            found[bug.__name__, name] = distance(tensor.full_gradients(engine), loss, *one_process(reference, batches))
     return found
 
 
@@ -326,7 +312,7 @@ class Masks(TorchDispatchMode):
 
 def dropout_run(recompute):
     torch.manual_seed(100 + dist.get_rank())  # ranks begin with different generators
-    case = Case(config_of(GPT, dropout=0.3), recompute=recompute, attention="explicit")
+    case = Case(config_of(GPT, dropout=0.3), recompute=recompute, attention="standard")
     engine = tensor.build(built(case), dist.group.WORLD)
     with Masks() as masks:
         loss = tensor.accumulate_gradients(engine, micro_batches(39, rows=(2,)))
@@ -347,8 +333,8 @@ def test_dropout_masks_are_equal_where_all_is_whole_and_differ_between_heads(dro
     whole, of_heads = [masks[3] for masks in drawn], [masks[4] for masks in drawn]
     assert len(whole[0]) == 1 + 2 * 2 and len(of_heads[0]) == 2
     for rank in (1, 2, 3):
-        assert all(torch.equal(a, b) for a, b in zip(whole[0], whole[rank]))
-        assert not any(torch.equal(a, b) for a, b in zip(of_heads[0], of_heads[rank]))
+        assert all(torch.equal(a, b) for a, b in zip(whole[0], whole[rank], strict=True))
+        assert not any(torch.equal(a, b) for a, b in zip(of_heads[0], of_heads[rank], strict=True))
     assert not torch.equal(of_heads[0][0], of_heads[0][1])  # layers differ as well
 
 
@@ -377,7 +363,7 @@ def kept(tp_size, config):
 def largest_tensor(engine, batches):
     with MemoryTracker(engine) as tracker:
         tensor.accumulate_gradients(engine, batches)
-    total = [sum(column) for column in zip(*tracker.timeline.bytes_by_kind.values())]
+    total = [sum(column) for column in zip(*tracker.timeline.bytes_by_kind.values(), strict=True)]
     return max(after - before for before, after in itertools.pairwise(total))
 
 
@@ -460,7 +446,7 @@ def in_bfloat16():
     engine = tensor.build(model.build(LLAMA, dtype=torch.bfloat16), dist.group.WORLD)
     optimizer = tensor.make_optimizer(engine, lr=0.01)
     losses = [tensor.step(engine, micro_batches(39), optimizer, 1.0).item() for _ in range(8)]
-    return isinstance(optimizer, MasterAdamW), losses[0] - losses[-1], engine.embed.weight.dtype
+    return isinstance(optimizer, MasterAdamW), losses[0] - losses[-1], engine.module.embed.weight.dtype
 
 
 def under_autocast():
@@ -474,7 +460,7 @@ def under_autocast():
     tensor.sum_replicas(engine)
     full = tensor.full_gradients(engine)
     pairs = [(full[name] - param.grad, param.grad) for name, param in whole.named_parameters()]
-    lengths = [torch.cat([x.flatten() for x in side]).norm() for side in zip(*pairs)]
+    lengths = [torch.cat([x.flatten() for x in side]).norm() for side in zip(*pairs, strict=True)]
     return (lengths[0] / lengths[1]).item(), {param.grad.dtype for param in engine.parameters()}
 
 
@@ -527,8 +513,8 @@ def by_hand():
     group = dist.group.WORLD
     torch.manual_seed(0)
     up, down, x = nn.Linear(6, 10).double(), nn.Linear(10, 6).double(), torch.randn(3, 6).double()
-    stream = linear.WholeStream(group)
-    column, row = linear.ColumnLinear(up, stream), linear.RowLinear(down, stream)
+    residual = linear.ReplicatedResidual(group)
+    column, row = linear.ColumnLinear(up, residual), linear.RowLinear(down, residual)
     mine, plain, whole = (x.clone().requires_grad_() for _ in range(3))
     row(torch.tanh(column(mine))).square().sum().backward()
     composed = F.linear(torch.tanh(F.linear(copy_in(plain, group), column.weight, column.bias)), row.weight)
@@ -615,9 +601,9 @@ def test_with_overlap_the_sum_of_the_input_gradient_begins_before_the_weight_gra
             assert len([span for span in of_run if span.name == "sum of outputs"]) == 2 * 2 + 1
             assert {span.lane for span in sums} == {"communication"}
             sums, weights = (sorted(each, key=lambda span: span.start_s) for each in (sums, weights))
-            assert all(s.start_s < w.start_s for s, w in zip(sums, weights))
+            assert all(s.start_s < w.start_s for s, w in zip(sums, weights, strict=True))
             if not overlap:
-                assert all(s.stop_s <= w.start_s + 1e-3 for s, w in zip(sums, weights))
+                assert all(s.stop_s <= w.start_s + 1e-3 for s, w in zip(sums, weights, strict=True))
 
 
 def test_a_model_without_numbers_tells_each_ranks_slices(rest):
@@ -658,7 +644,7 @@ REFUSED = {
 def refusals():
     group, messages = dist.group.WORLD, []
     untouched = []
-    twice = tensor.build(model.build(LLAMA), group)
+    twice = tensor.build(model.build(LLAMA), group).module
     attempts = [(model.build(config), group) for config in REFUSED.values()]
     attempts += [(model.build(LLAMA), None), (twice, group)]
     with ByteMeter() as meter:

@@ -9,21 +9,21 @@ import random
 import pytest
 from random_layouts import MODELS, SEQ_LEN, random_layouts
 
+from course_lib.layout.partition import stage_config
 from course_lib.memory.five_d import layers_of
-from course_lib.memory.stages import stage_config
 from course_lib.run import Run
-from course_lib.simulate.cluster import planned_choice, simulate_rank
+from course_lib.simulate.cluster import planned_assignment, simulate_rank
 from course_lib.traffic import sent
 
 COUNT = int(os.environ.get("COURSE_LAYOUTS", "2"))
 
 
 def routings_of(config, layout, stages):
-    """The choices that simulated tokens make: the same ones on every rank, in every layer and micro-batch."""
+    """The assignments that simulated tokens make: the same ones on every rank, in every layer and micro-batch."""
     layers = layers_of(config, layout)
     num_layers = sum(stage_config(config, layers, stage).num_moe_layers for stage in stages)
-    choice_Tk = planned_choice(layout.micro_batch * SEQ_LEN // layout.cp, config.moe)
-    return [[choice_Tk] * layout.ep] * (num_layers * layout.accumulation)
+    choice_Tk = planned_assignment(layout.micro_batch * SEQ_LEN // layout.cp, config.moe)
+    return [[choice_Tk] * layout.ep] * (num_layers * layout.micro_batches)
 
 
 @pytest.mark.exhaustive
