@@ -35,8 +35,7 @@ from course_lib.context_timing import BACKWARD_FLOPS, attention_time
 from course_lib.hardware import Cluster, peak_flops
 from course_lib.layout import Layout
 from course_lib.memory.context import tokens_of_rank
-from course_lib.memory.five_d import layers_of, schedule_of
-from course_lib.memory.stages import stage_config
+from course_lib.memory.flats import layers_of, schedule_of, stage_config
 from course_lib.memory.states import Recipe, recipe_of
 from course_lib.pipeline_timing import stage_flops, transfer_s
 from course_lib.run import Run

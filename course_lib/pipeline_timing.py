@@ -15,8 +15,8 @@ from course_lib.config import ModelConfig
 from course_lib.hardware import GPU, Link, peak_flops
 from course_lib.layout.partition import check_layers, check_num_stages
 from course_lib.memory.context import tokens_of_rank
+from course_lib.memory.flats import stage_config
 from course_lib.memory.pipeline import boundary_bytes
-from course_lib.memory.stages import stage_config, tied_copy
 from course_lib.memory.zero import layer_units
 from course_lib.schedules.bubbles import bubble
 from course_lib.schedules.simulator import Costs
@@ -104,7 +104,7 @@ def balanced_layers(config: ModelConfig, num_stages: int, by: str = "parameters"
     """
     check_num_stages(config.num_layers, num_stages)
     embed, layer, *_, end = layer_units(config)
-    end += tied_copy(config, num_stages)
+    end += config.vocab_size * config.d_model if config.tied and num_stages > 1 else 0  # a tied head is a copy there
     if by == "flops":
         embed, end = 0, 2 * config.vocab_size * config.d_model
         layer = 2 * layer_matmul_parameters(config) + 4 * config.num_heads * config.head_dim * seq_len

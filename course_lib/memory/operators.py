@@ -104,23 +104,24 @@ def layer_norm(L: Ledger, x: Tensor, weight: Weight, bias: Weight, rows: int) ->
 
 
 def rotate(L: Ledger, x: Tensor, tables: Tensor) -> Tensor:
-    """RoPE. Saves the tables alone."""
+    """RoPE. Saves the tables alone, in whose dtype the output is if that is the wider."""
     n, e = x.numel, x.itemsize
+    wide = max(e, tables.itemsize)
 
     def backward(saved, grads):
-        by_sine, turned, by_cosine = L.make(n, e), L.make(n // 2, e), L.make(n, e)
+        by_sine, turned, by_cosine = L.make(n, wide), L.make(n // 2, e), L.make(n, wide)
         grads.clear()
         grad_x = L.make(n, e)
         del by_sine, turned, by_cosine
         return [grad_x]
 
     node = L.node("RoPE", [x], [tables], backward)
-    by_cosine, turned = L.make(n, e), L.make(n // 2, e)
+    by_cosine, turned = L.make(n, wide), L.make(n // 2, e)
     joined = L.make(n, e)
     turned = None
-    by_sine = L.make(n, e)
+    by_sine = L.make(n, wide)
     joined = None
-    y = L.make(n, e)
+    y = L.make(n, wide)
     y.node = node
     del by_cosine, by_sine, turned, joined
     return y
@@ -297,7 +298,7 @@ def ring_core(L: Ledger, q: Tensor, k: Tensor, v: Tensor, heads: Heads, exchange
     q_numel, k_numel, rows = q.numel, k.numel, heads.rows
 
     def backward(saved, grads):
-        home, dq, held = exchange.home(L, kv_numel, wide), None, None
+        home, dq, held, dkv = exchange.home(L, kv_numel, wide), None, None, None
         blocks = exchange.blocks(L, saved[1])
         for block, (queries, keys) in zip(blocks, exchange.tiles, strict=True):
             if queries == 0:
@@ -315,9 +316,9 @@ def ring_core(L: Ledger, q: Tensor, k: Tensor, v: Tensor, heads: Heads, exchange
                 dkv = padded
                 del padded
             home.add(dkv)
-            del dkv, part, block
+            del part, block  # the last block's dkv is there until the next one's takes its name
         total = home.total()
-        del home, blocks, held
+        del home, blocks, held, dkv
         if wide == e:
             return [dq, L.make(k_numel, e), L.make(k_numel, e)] if total else []
         made = [L.make(q_numel, e), L.make(k_numel, e), L.make(k_numel, e)]
@@ -375,8 +376,7 @@ class Exchange:
         sent = None  # what the last step sent, there until the next one sends
         for step in range(size):
             came = L.make(kv.numel, kv.itemsize) if step < size - 1 else None
-            if came is not None:
-                sent = kv
+            sent = kv if came is not None else None
             yield kv
             kv = came if came is not None else kv
         del sent
