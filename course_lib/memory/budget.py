@@ -421,7 +421,6 @@ class RankOnLedger:
             return 0
         if self.layout.zero or recipe.master_bytes:  # the course's own, a tensor at a time
             return 4 * largest * (2 if recipe.grad_bytes < 4 else 1)
-        how = self.run.optimizer_implementation or ("foreach" if self.run.device == "cuda" else "for-loop")
         itemsize = recipe.param_bytes
         one_by_one = max(before + 2 * size for before, size in pairwise([0, *sizes]))  # the last root is still there
-        return itemsize * {"fused": 0, "foreach": sum(sizes), "for-loop": one_by_one}[how]
+        return itemsize * {"fused": 0, "foreach": sum(sizes), "for-loop": one_by_one}[self.run.implementation]

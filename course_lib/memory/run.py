@@ -67,6 +67,11 @@ class Run:
                 f"offload.parameters is {self.offload.parameters!r}, but zero is {self.layout.zero}; choose zero 3"
             )
 
+    @property
+    def implementation(self) -> str:
+        """How AdamW goes over its tensors: as asked for, or as torch chooses on that device."""
+        return self.optimizer_implementation or ("foreach" if self.device == "cuda" else "for-loop")
+
 
 def _check_words(run: Run) -> None:
     recipe_of(run.recipe)

@@ -36,7 +36,7 @@ def differences(run, place):
     """What the formulas and one simulated rank disagree about; of the peak also by how much."""
     config, layout = run.config, run.layout
     rank = layout.mesh.rank(**place)
-    simulated = simulate_rank(config, layout, run.seq_len, rank)
+    simulated = simulate_rank(run, rank)
     predicted = budgets(run, place["tp"])[place["pp"]]
     routings = routings_of(config, layout, simulated.stages) if config.moe else None
     by_axis = {axis: size for axis, size in sent(run, rank, clip=True, routings=routings).items() if size}
