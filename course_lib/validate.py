@@ -125,6 +125,7 @@ def _article(noun: str) -> str:
 Size = Annotated[int, partial(whole, least=1, most=LARGEST_SIZE)]  # looped over or allocated
 Count = Annotated[int, partial(whole, least=0, most=LARGEST_SIZE)]  # the same, 0 included
 Index = Annotated[int, partial(whole, least=0)]  # a rank, a stage, a step
+Bytes = Index  # or elements: only multiplied
 Seed = Annotated[int, partial(whole, least=0, most=2**32 - 1)]
 Amount = Annotated[float, partial(number, least=0)]  # bytes, FLOPs, seconds, tokens
 Positive = Annotated[float, partial(number, above=0)]  # the same, where one divides by it

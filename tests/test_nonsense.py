@@ -19,11 +19,15 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
+from course_lib import traffic
 from course_lib.config import preset
 from course_lib.hardware import gpu, link
 from course_lib.layout import Layout, Mesh
+from course_lib.layout.experts import ExpertLayout
 from course_lib.model import build, moe_layers
 from course_lib.model.moe import route
+from course_lib.model.synthetic_routing import synthetic_routing
+from course_lib.run import Run
 from course_lib.schedules import Costs, make, simulate
 from course_lib.train import TrainPlan
 from course_lib.training.loop import TrainConfig, TrainRecord
@@ -32,7 +36,7 @@ from course_lib.training.precision import Precision
 LIMIT_S = 2.0  # refused, or done; a quiet machine takes milliseconds
 HUGE = 10**15
 FREE = re.compile(
-    r"name|title|text|label|what|where|caption|unit|source|note|folder|path|\w*_ip|why|kind|[xy]label|field|nvme_path|"
+    r"place|name|title|text|label|what|where|caption|unit|source|note|folder|path|\w*_ip|why|kind|[xy]label|field|nvme_path|"
     r"deepspeed_json|latency_source|device_name"
 )
 NEVER_ZERO = re.compile(
@@ -41,6 +45,12 @@ NEVER_ZERO = re.compile(
 
 SCHEDULE = make("1f1b", 2, 4)
 MIXTURE = preset("toy-moe")
+RUN = Run(preset("toy"), Layout.parse("dp=2,pp=2,accumulation=2"), seq_len=16)
+MIXTURE_RUN = Run(MIXTURE, Layout.parse("dp=2,ep=2"), seq_len=16)
+EXPERTS = ExpertLayout(num_experts=8, ep_size=2)
+ROUTES = synthetic_routing(EXPERTS, tokens_per_rank=4, top_k=2)
+ROWS = [[1, 2], [3, 4]]
+CALLS = traffic.step.calls(RUN)["data"]
 ROUTING = route(torch.randn(6, 8), MIXTURE.moe)
 
 
@@ -75,6 +85,8 @@ VALUES = {
     "cp": 2,
     "cp_rank": 0,
     "cp_size": 2,
+    "capacity": 2,
+    "clip": False,
     "d_expert": 64,
     "d_ff": 64,
     "d_model": 64,
@@ -82,9 +94,11 @@ VALUES = {
     "dp_rank": 0,
     "dp_size": 2,
     "ep_size": 2,
+    "flats": [],
     "folder": "runs",
     "gpu": gpu("h100"),
     "index": 0,
+    "itemsize": 4,
     "instruction": SCHEDULE.instructions[0][0],
     "key": "h100",
     "key_rank": 1,
@@ -103,6 +117,7 @@ VALUES = {
     "num_processes": 8,
     "num_ranks": 2,
     "placement": "zigzag",
+    "payload_bytes": 64,
     "plan": TrainPlan(),
     "pp": 2,
     "precision": "bf16",
@@ -111,12 +126,14 @@ VALUES = {
     "ranks_per_node": 2,
     "recompute": "none",
     "routing": ROUTING,
+    "run": RUN,
     "rows": ["F0 B0"],
     "schedule": SCHEDULE,
     "seq_len": 64,
     "shard_len": 8,
     "simulation": simulate(SCHEDULE),
     "stage": 0,
+    "stages": [0],
     "step": 3,
     "table": [[1, 2], [3, 4]],
     "text": "F0 B0",
@@ -157,6 +174,61 @@ MODULES: dict[str, dict[str, dict | str]] = {
     },
     "layout.placement": {"Tile": "made by tile"},
     "layout.context_work": {},
+    "layout.partition": {
+        "piece_sizes": {"size": 5, "parts": 2},
+        "check_heads": {"tp": 2},
+        "even_layers": {"num_stages": 2},
+        "fewer_at_the_ends": {"num_layers": 6, "num_stages": 2},
+        "check_num_stages": {"num_stages": 2},
+        "check_layers": {"layers": [2, 2]},
+        "check_method": {"method": "ring"},
+    },
+    "layout.experts": {
+        "check_expert_parallel": {"config": MIXTURE},
+    },
+    "layout.record": {},
+    "layout.check": dict.fromkeys(
+        ("check_layout", "check_layout_and_model", "model_checks", "as_text"), "called by Layout and its check_model"
+    ),
+    "model.synthetic_routing": {"synthetic_routing": {"layout": EXPERTS, "tokens_per_rank": 4}},
+    "traffic.collectives": {
+        "Call": {"place": "gradients", "collective": "all_reduce", "group_size": 2},
+        **{name: {"calls": CALLS} for name in ("sent_bytes", "by_collective", "call_counts")},
+    },
+    "traffic.context": {},
+    "traffic.data": {"flat_calls": {"numel": 8, "ranks": 2}, "held": {"kind": "matrices"}},
+    "traffic.experts": {
+        "expected_calls": {"run": MIXTURE_RUN},
+        "routed_calls": {"run": MIXTURE_RUN, "routings": [ROUTES], "ep_rank": 0},
+    },
+    "traffic.odds": {
+        "expected_places": {"places": 2},
+        "expected_crossings": {"layout": EXPERTS},
+    },
+    "traffic.pipeline": {"boundary_calls": {"pp_rank": 0, "tp_rank": 0}},
+    "traffic.routing": {
+        "counts_of": {"experts": ROUTES},
+        "plain_rows": {"counts": ROWS, "layout": EXPERTS},
+        "padded_rows": {"layout": EXPERTS},
+        "once_per_rank_rows": {"experts": ROUTES, "layout": EXPERTS},
+        "once_per_node_rows": {"experts": ROUTES, "layout": EXPERTS},
+        "sent": {"rows": ROWS, "layout": EXPERTS, "row_bytes": 8},
+        "way_back": {"rows": ROWS},
+        "Sent": "made by sent",
+        "MoeTraffic": "made by moe_traffic",
+        "moe_traffic": {"experts": ROUTES, "layout": EXPERTS},
+        "dropped": {"counts": ROWS},
+        "imbalance": {"load": [1, 2]},
+    },
+    "traffic.step": {},
+    "traffic.tensor": {},
+    "train.options": {
+        "Options": {"model": ..., "layout": ..., "resume": ..., "backend": ...},  # texts that become records, checked
+        "read": "reads the command line",
+        "model_named": {"text": "toy"},
+        "layout_for": {"text": "dp=2", "batch_size": None},
+        "check_world": {"world_size": 2, "engine": ...},
+    },
     "train.plan": {
         "check_settings": {"saved": {"model": {}, "decay": "none"}, "now": {"model": {}, "decay": "none"}},
         "seed_step": {"coordinates": {"dp": 0}},
@@ -248,7 +320,7 @@ def public(module) -> list[str]:
         for name, value in vars(module).items()
         if not name.startswith("_")
         and getattr(value, "__module__", "") == module.__name__
-        and (inspect.isfunction(value) or dataclasses.is_dataclass(value))
+        and (inspect.isfunction(value) or (inspect.isclass(value) and dataclasses.is_dataclass(value)))
         and inspect.signature(value).parameters
     ]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from course_lib.config import ModelConfig
 from course_lib.layout.partition import check_heads, piece_sizes
+from course_lib.validate import Size, check_fields, checked
 
 METHODS = ("plain", "once_per_rank", "once_per_node", "padded")  # how rows travel; traffic/routing.py has the bytes
 
@@ -21,14 +22,12 @@ class ExpertLayout:
     Raises   ValueError where the sizes do not divide
     """
 
-    num_experts: int
-    ep_size: int = 1
-    ranks_per_node: int | None = None
+    num_experts: Size
+    ep_size: Size = 1
+    ranks_per_node: Size | None = None
 
     def __post_init__(self):
-        for field in ("num_experts", "ep_size"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        check_fields(self)
         if self.num_experts % self.ep_size:
             raise ValueError(
                 f"num_experts ({self.num_experts}) must be divisible by ep ({self.ep_size}); "
@@ -36,7 +35,7 @@ class ExpertLayout:
             )
         if self.ranks_per_node is None:
             object.__setattr__(self, "ranks_per_node", self.ep_size)
-        if self.ranks_per_node < 1 or self.ep_size % self.ranks_per_node:
+        if self.ep_size % self.ranks_per_node:
             raise ValueError(
                 f"ep ({self.ep_size}) must be divisible by ranks_per_node ({self.ranks_per_node}); "
                 f"choose ranks_per_node from {_divisors(self.ep_size)}"
@@ -68,10 +67,11 @@ def _divisors(number: int) -> str:
 # --- checks
 
 
-def check_choice(num_experts: int, top_k: int, num_groups: int = 1, max_groups: int | None = None) -> None:
+@checked
+def check_choice(num_experts: Size, top_k: Size, num_groups: Size = 1, max_groups: Size | None = None) -> None:
     """Raises ValueError if a token cannot choose that many experts, or not from that many groups (nodes)."""
     max_groups = num_groups if max_groups is None else max_groups
-    if num_groups < 1 or num_experts % num_groups:
+    if num_experts % num_groups:
         raise ValueError(
             f"num_experts ({num_experts}) must be divisible by the number of groups ({num_groups}); "
             f"choose from {_divisors(num_experts)}"
@@ -86,18 +86,20 @@ def check_choice(num_experts: int, top_k: int, num_groups: int = 1, max_groups: 
         )
 
 
-def check_ep(dp_size: int, ep_size: int) -> None:
+@checked
+def check_ep(dp_size: Size, ep_size: Size) -> None:
     """Raises ValueError if ep neighbours each do not make up the ranks of dp."""
-    if ep_size < 1 or dp_size % ep_size:
+    if dp_size % ep_size:
         raise ValueError(f"ep ({ep_size}) must divide the {dp_size} ranks of dp; choose ep from {_divisors(dp_size)}")
 
 
+@checked
 def check_expert_parallel(
     config: ModelConfig,
-    dp_size: int,
-    ep_size: int,
-    tp_size: int = 1,
-    ranks_per_node: int | None = None,
+    dp_size: Size,
+    ep_size: Size,
+    tp_size: Size = 1,
+    ranks_per_node: Size | None = None,
     method: str = "plain",
 ) -> ExpertLayout:
     """How the experts of a config lie on dp = ep x expert_dp ranks, each matrix of an expert in tp parts.

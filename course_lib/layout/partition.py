@@ -1,22 +1,24 @@
 """How the parts of a model are divided over ranks: elements, heads, layers, and which numbers of ranks suit them."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from course_lib.config import ModelConfig
+from course_lib.validate import Count, Size, checked
 
 CP_METHODS = ("ring", "all_gather", "ulysses")  # how ranks of cp exchange keys and values
 
 
-def piece_sizes(size: int, parts: int) -> list[int]:
+@checked
+def piece_sizes(size: Count, parts: Size) -> list[int]:
     """How `size` things are cut into parts: ceil(size / parts) each, as long as there are any."""
     width = -(-size // parts)
     return [max(0, min(width, size - part * width)) for part in range(parts)]
 
 
-def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
+@checked
+def check_heads(num_heads: Size, num_kv_heads: Size, tp: Size) -> None:
     """Raises ValueError unless query heads divide, and key/value heads divide or are copied evenly."""
-    if tp < 1:
-        raise ValueError(f"tp is {tp}, required: 1 or more")
     N, K = num_heads, num_kv_heads
     fitting = [size for size in range(1, N + 1) if N % size == 0 and (K % size == 0 or size % K == 0)]
     advice = f"choose tp from {', '.join(map(str, fitting))}"
@@ -26,6 +28,7 @@ def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
         raise ValueError(f"num_kv_heads ({K}) must be divisible by tp ({tp}), or divide it; {advice}")
 
 
+@checked(tp_size=Size)
 def copies_of_kv(config: ModelConfig, tp_size: int) -> int:
     """How many ranks have the same key/value head: more than one where there are more ranks than heads."""
     return max(1, tp_size // config.num_kv_heads)
@@ -34,7 +37,8 @@ def copies_of_kv(config: ModelConfig, tp_size: int) -> int:
 # --- layers over stages of a pipeline
 
 
-def even_layers(num_layers: int, num_stages: int) -> list[int]:
+@checked
+def even_layers(num_layers: Size, num_stages: Size) -> list[int]:
     """Layers of each stage, as equal as can be; where they do not divide, the first stages have one more.
 
     Raises   ValueError if a stage would have none
@@ -43,7 +47,8 @@ def even_layers(num_layers: int, num_stages: int) -> list[int]:
     return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
 
 
-def fewer_at_the_ends(num_layers: int, num_stages: int) -> list[int]:
+@checked
+def fewer_at_the_ends(num_layers: Size, num_stages: Size) -> list[int]:
     """One layer less on the first and on the last stage, which have the embedding and the head: 405B's 126 over 16.
 
     Raises   ValueError if that does not come out even
@@ -59,13 +64,15 @@ def fewer_at_the_ends(num_layers: int, num_stages: int) -> list[int]:
     return [each - 1, *[each] * (num_stages - 2), each - 1]
 
 
-def check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
+@checked
+def check_layers(config: ModelConfig, layers: Sequence[Count]) -> None:
     """Raises ValueError unless each stage has a layer, and all together have the model's."""
     if sum(layers) != config.num_layers or min(layers) < 1:
         raise ValueError(f"layers {list(layers)} must each be 1 or more, and {config.num_layers} together")
 
 
-def check_num_stages(num_layers: int, num_stages: int) -> None:
+@checked
+def check_num_stages(num_layers: Size, num_stages: Size) -> None:
     """Raises ValueError unless each stage can have a layer."""
     if not 1 <= num_stages <= num_layers:
         raise ValueError(
@@ -76,13 +83,13 @@ def check_num_stages(num_layers: int, num_stages: int) -> None:
 # --- keys and values over ranks of cp
 
 
-def check_method(method: str) -> None:
+@checked
+def check_method(method: Literal[CP_METHODS]) -> None:
     """Raises ValueError unless it is a way to exchange keys and values."""
-    if method not in CP_METHODS:
-        raise ValueError(f"method is {method!r}; choose from {', '.join(CP_METHODS)}")
 
 
-def check_ulysses(num_heads: int, num_kv_heads: int, cp_size: int) -> None:
+@checked
+def check_ulysses(num_heads: Size, num_kv_heads: Size, cp_size: Size) -> None:
     """Raises ValueError unless every rank gets whole heads, of queries and of keys and values."""
     for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
         if heads % cp_size:

@@ -23,6 +23,7 @@ from course_lib.config import ModelConfig
 from course_lib.layout.check import BETWEEN_ITEMS, as_text, check_layout, check_layout_and_model
 from course_lib.layout.mesh import AXES, Mesh
 from course_lib.schedules import stages_per_rank
+from course_lib.validate import Size, checked
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ class Layout:
         """Sequences of one step, of all ranks together."""
         return self.dp * self.micro_batch * self.accumulation
 
-    def check_model(self, config: ModelConfig, seq_len: int | None = None) -> None:
+    @checked
+    def check_model(self, config: ModelConfig, seq_len: Size | None = None) -> None:
         """Raises ValueError unless this model, and sequences of this length, can lie so: what, why, what is nearest."""
         check_layout_and_model(self, config, seq_len)
 

@@ -22,6 +22,7 @@ from course_lib.memory.states import Shapes, parameter_shapes
 from course_lib.memory.tensor import is_replicated
 from course_lib.schedules import make
 from course_lib.schedules.instructions import Schedule
+from course_lib.validate import one_of
 
 BUCKET_BYTES = 25 * 2**20
 _BEFORE_BLOCKS, _AFTER_BLOCKS = ("embed", "positions", "token_type"), ("norm", "norm.bias", "head")
@@ -48,6 +49,7 @@ def stage_config(config: ModelConfig, layers: Sequence[int], stage: int) -> Mode
 
     Both ends are in it, whatever the stage. A stage of dense layers alone has no experts.
     """
+    one_of("stage", stage, range(len(layers)))
     moe = config.moe
     if moe is not None:
         dense = max(0, moe.first_dense_layers - sum(layers[:stage]))

@@ -9,27 +9,30 @@ from torch import Tensor
 
 from course_lib.layout.experts import ExpertLayout, check_choice
 from course_lib.model.moe import limit_groups
+from course_lib.validate import Amount, Seed, Size, checked
 
 
-def popularity(num_experts: int, skew: float = 0.0, seed: int | None = None) -> list[float]:
+@checked
+def popularity(num_experts: Size, skew: Amount = 0.0, seed: Seed | None = None) -> list[float]:
     """How likely each expert is a token's first choice: 1 / place^skew (Zipf). 0 is uniform, 1 already strong.
 
     Without a seed expert 0 is the most popular, so neighbours, which share a rank, are popular together. A seed mixes.
     """
-    weights = [1.0 / (place + 1) ** skew for place in range(num_experts)]
+    weights = [(place + 1.0) ** -skew for place in range(num_experts)]
     if seed is not None:
         order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(seed)).tolist()
         weights = [weights[place] for place in order]
     return [weight / sum(weights) for weight in weights]
 
 
+@checked
 def synthetic_routing(
     layout: ExpertLayout,
-    tokens_per_rank: int,
-    top_k: int,
-    skew: float = 0.0,
-    max_nodes: int | None = None,
-    seed: int = 0,
+    tokens_per_rank: Size,
+    top_k: Size,
+    skew: Amount = 0.0,
+    max_nodes: Size | None = None,
+    seed: Seed = 0,
     mixed: bool = True,
 ) -> list[Tensor]:
     """For each rank expert_Tk: k different experts a token, drawn by popularity one after the other.

@@ -24,7 +24,7 @@ def put_together(
     """
     first = next(iter(mine.values()), torch.empty(0))
     places = [(name, tp_rank, cuts.get(name), x.shape) for name, x in mine.items()]
-    flat_P = torch.cat([torch.empty(0, dtype=first.dtype), *(x.cpu().flatten() for x in mine.values())])
+    flat_P = torch.cat([torch.empty(0, dtype=first.dtype, device="cpu"), *(x.cpu().flatten() for x in mine.values())])
     gathered: list[tuple | None] = [None] * group.size()
     dist.all_gather_object(gathered, (places, flat_P), group=group)
     parts: dict[str, dict[int, Tensor]] = {}  # by name and tp rank

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
+
+from course_lib.validate import Bytes, Count, Index, Size, check_fields, checked
 
 # --- one collective
 
 
-def ring_all_reduce_bytes(payload_bytes: int, world_size: int, rank: int = 0, itemsize: int = 4) -> int:
+@checked
+def ring_all_reduce_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
     """Count what a rank sends in a ring all-reduce: 2 (N - 1) / N of the payload.
 
     Each of the two phases leaves out one piece: the reduce-scatter piece r, the all-gather piece r + 1.
@@ -25,48 +29,50 @@ def ring_all_reduce_bytes(payload_bytes: int, world_size: int, rank: int = 0, it
     return scattered + all_gather_bytes(payload_bytes, world_size, rank, itemsize)
 
 
-def reduce_scatter_bytes(payload_bytes: int, world_size: int, rank: int = 0, itemsize: int = 4) -> int:
+@checked
+def reduce_scatter_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
     """Count what a rank sends in a reduce-scatter: (N - 1) / N of its input, all but the piece that it keeps."""
     return payload_bytes - _piece_bytes(payload_bytes, world_size, rank, itemsize)
 
 
-def all_gather_bytes(payload_bytes: int, world_size: int, rank: int = 0, itemsize: int = 4) -> int:
+@checked
+def all_gather_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
     """Count what a rank sends in an all-gather: (N - 1) / N of the result, all but its right neighbour's piece."""
     return payload_bytes - _piece_bytes(payload_bytes, world_size, rank + 1, itemsize)
 
 
-def all_to_all_bytes(payload_bytes: int, world_size: int, rank: int = 0, itemsize: int = 4) -> int:
+@checked
+def all_to_all_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
     """Count what a rank sends in an all-to-all of equal pieces: (N - 1) / N of its input."""
     return payload_bytes - _piece_bytes(payload_bytes, world_size, rank, itemsize)
 
 
-def broadcast_bytes(payload_bytes: int, world_size: int, rank: int = 0, src: int = 0) -> int:
+@checked
+def broadcast_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, src: Index = 0) -> int:
     """Count what a rank sends in a broadcast along the chain src, src + 1, ...: the payload; the last sends nothing."""
-    _check_world(world_size)
     return 0 if (rank + 1) % world_size == src else payload_bytes
 
 
-def reduce_bytes(payload_bytes: int, world_size: int, rank: int = 0, dst: int = 0) -> int:
+@checked
+def reduce_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, dst: Index = 0) -> int:
     """Count what a rank sends in a reduce along a chain that ends at dst: the payload; dst sends nothing."""
-    _check_world(world_size)
     return 0 if rank == dst else payload_bytes
 
 
-def gather_bytes(payload_bytes: int, world_size: int, rank: int = 0, dst: int = 0) -> int:
+@checked
+def gather_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, dst: Index = 0) -> int:
     """Count what a rank sends in a gather: its shard, 1 / N of the gathered result; dst sends nothing."""
-    _check_world(world_size)
     return 0 if rank == dst else payload_bytes // world_size
 
 
-def scatter_bytes(payload_bytes: int, world_size: int, rank: int = 0, src: int = 0) -> int:
+@checked
+def scatter_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, src: Index = 0) -> int:
     """Count what a rank sends in a scatter: src sends (N - 1) / N of what it holds, the other ranks nothing."""
-    _check_world(world_size)
     return payload_bytes - payload_bytes // world_size if rank == src else 0
 
 
 def _piece_bytes(payload_bytes: int, world_size: int, index: int, itemsize: int) -> int:
     """Piece `index` of world_size, cut as `tensor_split` cuts: the first ones have one element more."""
-    _check_world(world_size)
     if payload_bytes % itemsize != 0:
         raise ValueError(
             f"payload_bytes ({payload_bytes}) must be a multiple of itemsize ({itemsize}); "
@@ -74,11 +80,6 @@ def _piece_bytes(payload_bytes: int, world_size: int, index: int, itemsize: int)
         )
     quotient, remainder = divmod(payload_bytes // itemsize, world_size)
     return (quotient + (index % world_size < remainder)) * itemsize
-
-
-def _check_world(world_size: int) -> None:
-    if world_size < 1:
-        raise ValueError(f"world_size ({world_size}) must be 1 or more")
 
 
 # --- a list of calls
@@ -93,21 +94,26 @@ class Call:
     """
 
     place: str
-    collective: str
-    payload_bytes: int
-    group_size: int
-    itemsize: int
-    count: int = 1
-    src: int = 0
+    collective: Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send"]
+    payload_bytes: Bytes
+    group_size: Size
+    itemsize: Size
+    count: Count = 1
+    src: Index = 0
     to_one: bool = False
 
+    def __post_init__(self):
+        check_fields(self)
 
-def sent_bytes(calls: Iterable[Call], rank: int = 0) -> int:
+
+@checked
+def sent_bytes(calls: Iterable[Call], rank: Index = 0) -> int:
     """Add up the bytes that a rank sends; `rank` is its place in the calls' group."""
     return sum(by_collective(calls, rank).values())
 
 
-def by_collective(calls: Iterable[Call], rank: int = 0) -> dict[str, int]:
+@checked
+def by_collective(calls: Iterable[Call], rank: Index = 0) -> dict[str, int]:
     """Add up the bytes that a rank sends, by collective, as `ByteMeter.by_collective` has them."""
     totals: dict[str, int] = {}
     for call in calls:
@@ -115,6 +121,7 @@ def by_collective(calls: Iterable[Call], rank: int = 0) -> dict[str, int]:
     return totals
 
 
+@checked
 def call_counts(calls: Iterable[Call]) -> dict[str, int]:
     """Count the calls of each collective, as `ByteMeter.calls` has them."""
     counts: dict[str, int] = {}

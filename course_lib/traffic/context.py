@@ -23,8 +23,10 @@ from course_lib.memory.states import recipe_of
 from course_lib.memory.tensor import narrow
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
+from course_lib.validate import checked
 
 
+@checked
 def attention_calls(run: Run) -> list[Call]:
     """List what the attention of one layer sends for one micro-batch over cp.
 

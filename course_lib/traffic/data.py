@@ -22,10 +22,12 @@ from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import wire_grad_bytes
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
+from course_lib.validate import Bytes, Size, checked
 
 LOAD_BYTES = 8  # how many tokens chose an expert, int64
 
 
+@checked
 def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
     """List the sums of gradients and the gathers of parameters of one step, by axis: "data" and "expert_dp".
 
@@ -46,7 +48,8 @@ def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
     return calls
 
 
-def flat_calls(run: Run, numel: int, ranks: int) -> list[Call]:
+@checked
+def flat_calls(run: Run, numel: Bytes, ranks: Size) -> list[Call]:
     """List the collectives of one step for a flat parameter of so many elements."""
     recipe, zero, m = recipe_of(run.recipe), run.layout.zero, run.layout.accumulation
     grad_bytes = wire_grad_bytes(recipe)
@@ -59,11 +62,13 @@ def flat_calls(run: Run, numel: int, ranks: int) -> list[Call]:
     ]
 
 
+@checked
 def held(flats: Sequence[Flat], kind: str, layout: Layout) -> int:
     """Count the elements of one kind whose gradients this rank has after ZeRO's sums."""
     return sum(flat.padded // flat.ranks if layout.zero else flat.numel for flat in flats if flat.kind == kind)
 
 
+@checked
 def load_calls(run: Run, stages: Sequence[int]) -> list[Call]:
     """List the sums of the experts' load over data: for each auxiliary loss, or once a step for biases."""
     moe, layout = run.config.moe, run.layout

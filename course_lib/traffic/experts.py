@@ -16,9 +16,11 @@ from course_lib.run import Run
 from course_lib.traffic.collectives import Call
 from course_lib.traffic.odds import expected_places
 from course_lib.traffic.routing import COUNT_BYTES, ID_BYTES, Routing, moe_traffic
+from course_lib.validate import Index, checked, one_of
 
 
-def expected_calls(run: Run, stage: int) -> list[Call]:
+@checked
+def expected_calls(run: Run, stage: Index) -> list[Call]:
     """List what one micro-batch makes a rank of one stage send on average, if tokens choose evenly."""
     layout, moe, itemsize = run.layout, run.config.moe, recipe_of(run.recipe).compute_bytes
     if layout.ep == 1:
@@ -46,12 +48,14 @@ def expected_calls(run: Run, stage: int) -> list[Call]:
     return calls if num_layers else []
 
 
-def routed_calls(run: Run, routings: Sequence[Routing], ep_rank: int) -> list[Call]:
+@checked
+def routed_calls(run: Run, routings: Sequence[Routing], ep_rank: Index) -> list[Call]:
     """List what leaves a rank, to the byte, layer by layer and micro-batch by micro-batch of these choices."""
     layout, calls = run.layout, []
     if layout.ep == 1:
         return []
     experts = ExpertLayout(run.config.moe.num_experts, layout.ep)
+    one_of("ep_rank", ep_rank, range(layout.ep))
     for routing in routings:
         itemsize = recipe_of(run.recipe).compute_bytes
         traffic = moe_traffic(routing, experts, run.config.d_model, layout.expert_method, itemsize)

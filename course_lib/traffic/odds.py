@@ -7,11 +7,14 @@ With skew, or a limit that follows the scores, draw a routing (synthetic_routing
 """
 
 import math
+from typing import Literal
 
 from course_lib.layout.experts import ExpertLayout, check_choice
+from course_lib.validate import Size, checked
 
 
-def expected_places(num_experts: int, places: int, top_k: int, max_places: int | None = None) -> float:
+@checked
+def expected_places(num_experts: Size, places: Size, top_k: Size, max_places: Size | None = None) -> float:
     """How many of `places` (nodes, or ranks) with equally many experts a token reaches on average, routed uniformly.
 
     A place is missed if all k choices fall elsewhere. max_places: from so many places only, taken at random. Places
@@ -24,14 +27,18 @@ def expected_places(num_experts: int, places: int, top_k: int, max_places: int |
     return reachable * (1 - missed)
 
 
-def expected_crossings(layout: ExpertLayout, top_k: int, method: str = "plain", max_nodes: int | None = None) -> float:
+@checked
+def expected_crossings(
+    layout: ExpertLayout,
+    top_k: Size,
+    method: Literal["plain", "once_per_node"] = "plain",
+    max_nodes: Size | None = None,
+) -> float:
     """Rows between nodes for one token on average, routed uniformly: of its choices or nodes, those not at home."""
     nodes = layout.num_nodes
     if method == "plain":
         check_choice(layout.num_experts, top_k, nodes, max_nodes)
         reached = float(top_k)
-    elif method == "once_per_node":
-        reached = expected_places(layout.num_experts, nodes, top_k, max_nodes)
     else:
-        raise ValueError(f'method {method!r} has no closed form here; choose "plain" or "once_per_node"')
+        reached = expected_places(layout.num_experts, nodes, top_k, max_nodes)
     return reached * (nodes - 1) / nodes

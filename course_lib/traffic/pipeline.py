@@ -11,9 +11,11 @@ from course_lib.memory.zero import wire_grad_bytes
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
 from course_lib.traffic.data import held
+from course_lib.validate import Index, checked
 
 
-def boundary_calls(run: Run, pp_rank: int, tp_rank: int) -> list[Call]:
+@checked
+def boundary_calls(run: Run, pp_rank: Index, tp_rank: Index) -> list[Call]:
     """List what a rank sends of each micro-batch: activations to the next stage, gradients to the one before.
 
     Two consecutive stages on the same rank send nothing. Of the schedule only v matters: with v stages per rank, v
@@ -30,6 +32,7 @@ def boundary_calls(run: Run, pp_rank: int, tp_rank: int) -> list[Call]:
     return [Call(place, "send", payload, 2, itemsize, count) for place, count in counts.items() if count]
 
 
+@checked
 def tied_calls(run: Run, flats: Sequence[Flat]) -> list[Call]:
     """List the sum of a tied weight's gradient between the two ranks that have a copy of it."""
     numel, itemsize = held(flats, "tied", run.layout), wire_grad_bytes(recipe_of(run.recipe))

@@ -26,11 +26,13 @@ Source   DeepSeek-AI 2024 (arXiv:2412.19437), sections 2.1.2 and 3.2.2; Lepikhin
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from course_lib.layout.experts import METHODS, ExpertLayout
+from course_lib.validate import Bytes, Count, Size, checked
 
 ID_BYTES = 4  # an expert's number beside a row, int32
 COUNT_BYTES = 8  # how many rows will come, int64
@@ -40,28 +42,33 @@ Routing = Sequence[ArrayLike]  # expert_Tk of each rank
 
 
 # ------------------------------------------------------------------------------------ rows
-def counts_of(experts: Routing, num_experts: int) -> list[list[int]]:
+@checked
+def counts_of(experts: Routing, num_experts: Size) -> list[list[int]]:
     """counts[src][expert]: how many of a rank's choices fall on each expert; dropped ones do not count."""
     chosen = [np.asarray(expert_Tk) for expert_Tk in experts]
     return [np.bincount(e[e >= 0], minlength=num_experts).tolist() for e in chosen]
 
 
+@checked
 def plain_rows(counts: Sequence[Sequence[int]], layout: ExpertLayout) -> Rows:
     """One row for every choice: rows[src][dst] is the sum over dst's experts."""
     width = layout.experts_per_rank
     return [[sum(row[dst * width : (dst + 1) * width]) for dst in range(layout.ep_size)] for row in counts]
 
 
-def padded_rows(capacity: int, layout: ExpertLayout) -> Rows:
+@checked
+def padded_rows(capacity: Size, layout: ExpertLayout) -> Rows:
     """`capacity` rows to every expert from every rank, whatever the routing."""
     return [[capacity * layout.experts_per_rank] * layout.ep_size for _ in range(layout.ep_size)]
 
 
+@checked
 def once_per_rank_rows(experts: Routing, layout: ExpertLayout) -> Rows:
     """One row to each rank that has an expert of the token."""
     return [_tokens_touching(e, layout.experts_per_rank, layout.ep_size) for e in experts]
 
 
+@checked
 def once_per_node_rows(experts: Routing, layout: ExpertLayout) -> tuple[Rows, Rows]:
     """(across, inside): first once to each node, at its relay; from there once to each rank with an expert.
 
@@ -92,8 +99,8 @@ def _tokens_touching(expert_Tk: ArrayLike, width: int, places: int) -> list[int]
 class Sent:
     """What one rank sends, to ranks of its own node and to those of other nodes."""
 
-    within_bytes: int = 0
-    between_bytes: int = 0
+    within_bytes: Bytes = 0
+    between_bytes: Bytes = 0
 
     @property
     def total_bytes(self) -> int:
@@ -103,7 +110,8 @@ class Sent:
         return Sent(self.within_bytes + other.within_bytes, self.between_bytes + other.between_bytes)
 
 
-def sent(rows: Rows, layout: ExpertLayout, row_bytes: int) -> list[Sent]:
+@checked
+def sent(rows: Rows, layout: ExpertLayout, row_bytes: Bytes) -> list[Sent]:
     """What each rank sends if rows[src][dst] rows of row_bytes travel; the diagonal stays at home."""
     return [
         Sent(
@@ -114,6 +122,7 @@ def sent(rows: Rows, layout: ExpertLayout, row_bytes: int) -> list[Sent]:
     ]
 
 
+@checked
 def way_back(rows: Rows) -> Rows:
     """The same rows, returning: what src sent to dst, dst sends to src."""
     return [list(column) for column in zip(*rows, strict=True)]
@@ -144,14 +153,15 @@ class MoeTraffic:
         return (self.forward(rank) + self.backward(rank)).total_bytes
 
 
+@checked
 def moe_traffic(
     experts: Routing,
     layout: ExpertLayout,
-    d_model: int,
-    method: str = "plain",
-    itemsize: int = 2,
-    combine_itemsize: int | None = None,
-    capacity: int | None = None,
+    d_model: Size,
+    method: Literal[METHODS] = "plain",
+    itemsize: Size = 2,
+    combine_itemsize: Size | None = None,
+    capacity: Size | None = None,
 ) -> MoeTraffic:
     """Exact bytes of one MoE layer for one micro-batch, from its routing.
 
@@ -160,8 +170,6 @@ def moe_traffic(
     capacity: rows an expert gets from each rank, for "padded".
     Raises   ValueError for an unknown method, a routing of another number of ranks, or a missing capacity
     """
-    if method not in METHODS:
-        raise ValueError(f"method {method!r} is unknown; choose from {', '.join(METHODS)}")
     if len(experts) != layout.ep_size:
         raise ValueError(f"the routing has {len(experts)} ranks, ep is {layout.ep_size}; give one expert_Tk a rank")
     back_itemsize = itemsize if combine_itemsize is None else combine_itemsize
@@ -169,7 +177,7 @@ def moe_traffic(
     if method == "plain":
         hops, extra, counts = [plain_rows(counts_of(experts, layout.num_experts), layout)], (0, 0), None
     elif method == "padded":
-        if capacity is None or capacity < 1:
+        if capacity is None:
             raise ValueError(
                 f'method "padded" needs a capacity, 1 row or more that an expert gets from each rank, got {capacity}; '
                 "see capacity_of"
@@ -211,11 +219,13 @@ def _sum(layout: ExpertLayout, hops: list[list[Sent]]) -> list[Sent]:
 
 
 # ------------------------------------------------------------------------------------ capacity
-def dropped(counts: Sequence[Sequence[int]], capacity: int) -> int:
+@checked
+def dropped(counts: Sequence[Sequence[int]], capacity: Count) -> int:
     """Choices beyond the capacity that each expert has for each rank."""
     return sum(max(0, count - capacity) for row in counts for count in row)
 
 
+@checked
 def imbalance(load: Sequence[int]) -> float:
     """The largest load over the mean: 1 is even; experts run as long as the largest takes."""
     return max(load) * len(load) / sum(load) if sum(load) else 1.0

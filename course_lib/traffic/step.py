@@ -32,6 +32,7 @@ from course_lib.traffic.experts import expected_calls, routed_calls
 from course_lib.traffic.pipeline import boundary_calls, tied_calls
 from course_lib.traffic.routing import Routing
 from course_lib.traffic.tensor import partial_gradient_calls, tensor_calls
+from course_lib.validate import Index, checked
 
 AXES = ("pp", "tp", "cp", "ep", "data", "expert_dp", *REPLICA_AXES, "world")
 LENGTH_BYTES = 8  # of a micro-batch, int64, as the longest and as the shortest of all ranks
@@ -39,7 +40,8 @@ LENGTH_BYTES = 8  # of a micro-batch, int64, as the longest and as the shortest 
 Calls = dict[str, list[Call]]
 
 
-def calls(run: Run, rank: int = 0, clip: bool = False, routings: Sequence[Routing] | None = None) -> Calls:
+@checked
+def calls(run: Run, rank: Index = 0, clip: bool = False, routings: Sequence[Routing] | None = None) -> Calls:
     """List every collective that a rank calls in one step, by axis; an axis of one rank has none.
 
     rank       of the layout's mesh: `layout.mesh.rank(pp=1, tp=0, ...)` finds it by its coordinates
@@ -67,7 +69,8 @@ def calls(run: Run, rank: int = 0, clip: bool = False, routings: Sequence[Routin
     return {axis: [call for call in of_axis if call.group_size > 1] for axis, of_axis in by_axis.items()}
 
 
-def sent(run: Run, rank: int = 0, clip: bool = False, routings: Sequence[Routing] | None = None) -> dict[str, int]:
+@checked
+def sent(run: Run, rank: Index = 0, clip: bool = False, routings: Sequence[Routing] | None = None) -> dict[str, int]:
     """Count the bytes that a rank sends in one step, by axis, as `ByteMeter(axes=engine.axes).by_axis` has them."""
     places = {axis: ranks.index(rank) for axis, ranks in run.layout.members(rank).items()}
     places["world"] = rank
@@ -82,7 +85,8 @@ def _sent(call: Call, axis: str, place: int) -> int:
     return sent_bytes([call], place)
 
 
-def stage_calls(run: Run, stage: int) -> Calls:
+@checked
+def stage_calls(run: Run, stage: Index) -> Calls:
     """List what one micro-batch makes a rank of one stage send inside it, forward and backward: over tp, cp and ep."""
     num_layers = stage_config(run.config, layers_of(run.config, run.layout), stage).num_layers
     return {

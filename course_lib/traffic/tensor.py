@@ -29,11 +29,13 @@ from course_lib.memory.zero import wire_grad_bytes
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
 from course_lib.traffic.data import held
+from course_lib.validate import Index, checked
 
 Sums = list[tuple[str, str, int, int]]  # place, collective, elements per token, how often
 
 
-def tensor_calls(run: Run, stage: int) -> list[Call]:
+@checked
+def tensor_calls(run: Run, stage: Index) -> list[Call]:
     """List what one micro-batch makes a rank of one stage send over tp, forward and backward."""
     layout, itemsize = run.layout, recipe_of(run.recipe).compute_bytes
     if layout.tp == 1:
@@ -114,6 +116,7 @@ def _last_sums(part: ModelConfig) -> int:
     return part.num_layers if part.dropout else 0
 
 
+@checked
 def partial_gradient_calls(run: Run, flats: Sequence[Flat]) -> list[Call]:
     """List the sums of weight gradients of which each tp rank has a part, once a step.
 

@@ -12,7 +12,7 @@ from tyro.conf import OmitArgPrefixes
 from course_lib.config import ModelConfig, preset
 from course_lib.layout import Layout
 from course_lib.train.plan import Checkpoints, TrainPlan
-from course_lib.validate import Size, checked
+from course_lib.validate import Size, check_fields, checked
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,18 @@ class Options:
     # None may begin one of torchrun's options: it would take `--log`, behind the script's name, for two of its own.
     model: str = "toy"  # a preset, with changes behind it: "toy,num_layers=2"
     layout: str = "dp=1"  # such as "dp=2,tp=2,zero=1"; dp=1 is one process
-    batch: int | None = None  # sequences per step under any layout; sets accumulation
+    batch: Size | None = None  # sequences per step under any layout; sets accumulation
     plan: OmitArgPrefixes[TrainPlan] = field(default_factory=TrainPlan)
     checkpoint: str | None = None  # the folder of checkpoints, on a disk that all machines see; None: no checkpoints
-    every: int = Checkpoints.every  # steps between two checkpoints
-    keep: int = Checkpoints.keep  # how many checkpoints remain
+    every: Size = Checkpoints.every  # steps between two checkpoints
+    keep: Size = Checkpoints.keep  # how many checkpoints remain
     resume: str = Checkpoints.resume  # auto: from the last checkpoint if there is one; never: the folder must have none
     in_background: bool = Checkpoints.in_background  # write checkpoints while training goes on
     log_file: str | None = None  # a file that gets a JSON line for each step
     backend: str = "auto"  # auto: NCCL if each rank has a GPU of its own, else gloo on the CPU; nccl, gloo, shared-gpu
+
+    def __post_init__(self):
+        check_fields(self)
 
 
 @checked

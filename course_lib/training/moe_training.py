@@ -122,9 +122,9 @@ def train_each(configs: dict[str, ModelConfig], plan: TrainConfig | None = None)
 def train_side_by_side(configs: dict[str, ModelConfig], plan: TrainConfig | None = None) -> dict[str, MoeRun]:
     """The same as `train_each`, with `warm_then_cosine`, each model in a process of its own, all at once.
 
-    The ranks do not talk: two models on two idle cores need the time of the slower one.
+    The ranks do not talk: two models on two idle cores or GPUs need the time of the slower one.
     """
-    runs = launch(_train_own, len(configs), configs, plan, backend="gloo", timeout=600)
+    runs = launch(_train_own, len(configs), configs, plan, timeout=600)
     return {run.name: run for run in runs}
 
 
@@ -139,23 +139,24 @@ class LoadWatch:
 
     def __init__(self, model: nn.Module):
         self.layers = moe_layers(model)
-        self.load = [torch.zeros(moe.config.num_experts) for moe in self.layers]
-        self.dropped = [torch.zeros(moe.config.num_experts) for moe in self.layers]
+        self.load = [torch.zeros_like(moe.router.bias_steps_E, dtype=torch.float32) for moe in self.layers]
+        self.dropped = [torch.zeros_like(load_E) for load_E in self.load]
         self.handles = [
             moe.router.register_forward_hook(lambda _, args, routing, layer=layer: self._count(layer, routing))
             for layer, moe in enumerate(self.layers)
         ]
 
     def _count(self, layer: int, routing) -> None:
-        self.load[layer] += routing.tokens_E.cpu()
-        self.dropped[layer] += routing.dropped_E.cpu()
+        self.load[layer] += routing.tokens_E
+        self.dropped[layer] += routing.dropped_E
 
     def stop(self) -> tuple[Tensor, Tensor]:
         """Ends the watch: load and dropped choices, layers x experts."""
         for handle in self.handles:
             handle.remove()
-        empty = torch.zeros(0, 1)
-        return (torch.stack(self.load), torch.stack(self.dropped)) if self.layers else (empty, empty)
+        if not self.layers:
+            return torch.zeros(0, 1), torch.zeros(0, 1)
+        return torch.stack(self.load).cpu(), torch.stack(self.dropped).cpu()
 
 
 @checked

@@ -51,6 +51,7 @@ def differences(run, place):
     return wrong, error
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
 def test_every_stage_of_random_layouts_holds_and_sends_what_the_formulas_say(name):
     """States and bytes sent to the byte, the peak to 1 %; one simulation of each rank gives all of it."""
