@@ -156,9 +156,8 @@ class StageProgram:
         del x
         out = self.L.run_checkpoint(self.core, q, k, v) if self.layout.recompute == "selective" else self.core(q, k, v)
         del q, k, v
-        if self.config.mla and self.config.mla.value_dim != self.config.head_dim:
-            width = self.part.rows * self.config.num_heads * self.config.mla.value_dim
-            out = op.pick(self.L, out, width, 0, "values' part of the output")
+        if self.fills_up and self.layout.cp == 1:
+            out = op.pick(self.L, out, self.heads_numel(self.config.value_dim), 0, "values' part of the output")
         return self.row(out, f"{block}.attention.o")
 
     def heads(self, name: str, x: Tensor, tables: Tensor | None) -> list[Tensor]:
@@ -197,16 +196,31 @@ class StageProgram:
         if self.part.attention == "explicit":
             softmax = self.part.softmax_itemsize or self.part.itemsize
             return op.explicit_core(L, q, k, v, rows * self.part.tokens, softmax, bool(config.dropout))
-        if config.mla and config.mla.value_dim != config.head_dim:
-            width = self.part.rows * config.num_heads * max(config.mla.value_dim, config.head_dim)
-            q, k, v = (x if x.numel == width else op.pick(L, x, width, 0, "filled up") for x in (q, k, v))
         if layout.cp == 1:
-            return op.fused_core(L, q, k, v, rows)
+            return op.fused_core(L, *self.filled_up(q, k, v), rows)
         if layout.cp_method == "ulysses":
             orders = layout.cp_placement != "contiguous"
             q, k, v = op.tokens_for_heads(L, [q, k, v], orders, layout.micro_batch)
-            return op.heads_for_tokens(L, op.fused_core(L, q, k, v, rows), orders, layout.micro_batch)
+            out = op.fused_core(L, *self.filled_up(q, k, v), rows)
+            if self.fills_up:
+                out = op.part_of(L, out, self.heads_numel(config.value_dim))
+            return op.heads_for_tokens(L, out, orders, layout.micro_batch)
         return op.ring_core(L, q, k, v, op.Heads(rows), op.Exchange(layout.cp_method, self.tiles()))
+
+    @property
+    def fills_up(self) -> bool:
+        """Whether values and keys differ in length, so that a flash kernel wants the shorter filled up."""
+        return self.config.value_dim != self.config.head_dim
+
+    def heads_numel(self, width: int) -> int:
+        return self.part.rows * self.config.num_heads * width
+
+    def filled_up(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Queries, keys and values, the shorter of them as long as the longer."""
+        if not self.fills_up:
+            return [q, k, v]
+        width = self.heads_numel(max(self.config.value_dim, self.config.head_dim))
+        return [x if x.numel == width else op.pick(self.L, x, width, 0, "filled up") for x in (q, k, v)]
 
     def tiles(self) -> list[tuple[float, float]]:
         """Of every rank's keys, mine first: the shares of queries and keys that meet."""
