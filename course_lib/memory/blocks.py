@@ -152,8 +152,7 @@ class StageProgram:
 
     def attention(self, block: str, x: Tensor, tables: Tensor | None) -> Tensor:
         make = self.latent_heads if self.config.mla else self.heads
-        q, k, v = make(f"{block}.attention", x, tables)
-        del x
+        q, k, v = make(f"{block}.attention", x, tables)  # a module's call holds its input to the end
         out = self.L.run_checkpoint(self.core, q, k, v) if self.layout.recompute == "selective" else self.core(q, k, v)
         del q, k, v
         if self.fills_up and self.layout.cp == 1:
@@ -248,8 +247,9 @@ class StageProgram:
 
     def experts(self, block: str, x: Tensor) -> Tensor:
         L, moe, sharded = self.L, self.config.moe, self.layout.sequence_parallel
+        piece = x  # a module's call holds its input to the end
         if sharded:
-            x = op.gather_in(L, x, self.stream)
+            x = op.gather_in(L, piece, self.stream)
         weights = op.route(L, x, self.weight(f"{block}.moe.router"), moe, self.part.rows)
         if self.layout.recompute == "full" and not L.runs_again:  # the module holds its routing until the next one
             per_token = moe.num_experts * 4 + moe.top_k * (8 + 4 + 1)
@@ -283,21 +283,26 @@ class StageProgram:
 
     def run_once(self, block: str, x: Tensor, weights: Tensor) -> Tensor:
         """A token goes to each rank once, however many of its experts are there."""
-        L, D, tokens, k = self.L, self.config.d_model, self.part.rows, self.config.moe.top_k
-        copies, rows_here = tokens * min(k, self.layout.ep), round(tokens * k * self.part.load)
-        numel, arrived = x.numel, round(tokens * min(k, self.layout.ep) * self.part.load)
-        chosen = op.pick(L, x, copies * D, copies, "dispatch")
-        of_copies = op.pick(L, weights, copies * k, copies, "weights of copies")
+        L, D, tokens, moe, ep = self.L, self.config.d_model, self.part.rows, self.config.moe, self.layout.ep
+        k, numel = moe.top_k, x.numel
+        copies, rows_here = tokens * min(k, ep), round(tokens * k * self.part.load)
+        arrived = round(tokens * min(k, ep) * self.part.load)
+        places = L.make(copies, 16)  # of copies: to which rank, of which token
+        # experts and places of choices, the ranks of a token, experts of copies here and as they arrive
+        numbers = [L.make(2 * tokens * k, 4), L.make(tokens, ep + 1), L.make(copies * k, 1 + 4), L.make(arrived * k, 4)]
+        chosen = op.pick(L, x, copies * D, 0, "dispatch", places)
+        of_copies = op.pick(L, weights, copies * k, 0, "weights of copies", places)
         came = op.exchange_rows(L, chosen, arrived * D, "rows to experts")
         del chosen
         of_copies = op.exchange_rows(L, of_copies, arrived * k, "weights to experts")
+        numbers += [L.make(arrived * k, 1 + 8), L.make(arrived * moe.num_experts // ep, x.itemsize)]
         rows = op.pick(L, came, rows_here * D, rows_here, "dispatch on the rank")
         y = self.apply_experts(block, rows, rows_here)
         part = op.weigh_and_add(L, y, of_copies, arrived * D, rows_here)
-        del rows, y
+        del rows, y, numbers[-2:]
         back = op.exchange_rows(L, part, copies * D, "rows back")
         zeros = L.make(numel, x.itemsize)
-        total = op.pick(L, back, numel, copies, "sum of copies")
+        total = op.pick(L, back, numel, 0, "sum of copies", places)
         del zeros
         return total
 

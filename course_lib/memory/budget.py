@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
 
@@ -313,12 +313,12 @@ class RankOnLedger:
         zero = self.layout.zero
         if zero == 0 and self.layout.data_size == 1:
             return self.kept
+        if zero < 2:  # a tied weight's gradients from both ends are in one bucket
+            return self.buckets
         flats = [flat for flat in self.flats if flat.stage == stage]
-        if zero == 0:  # chapter 3's buckets; what no other rank has stays as it is
-            return Buckets([self.shard(flat, 1) for flat in flats if flat.ranks > 1], 1, self.kept)
         shards = [self.shard(flat, flat.ranks) for flat in flats]
         self.shards += shards
-        if zero < 3:
+        if zero == 2:
             return Buckets(shards, zero, self.kept)
         units = list(dict.fromkeys(flat.unit for flat in flats))
         uses = {}
@@ -328,6 +328,14 @@ class RankOnLedger:
                 last = len(units) - 1
             uses[place] = (first, last)
         return Units(shards, units, uses)
+
+    @cached_property
+    def buckets(self) -> Buckets:
+        """Of all stages, without ZeRO chapter 3's; what no other rank has stays as it is."""
+        if self.layout.zero == 0:
+            return Buckets([self.shard(flat, 1) for flat in self.flats if flat.ranks > 1], 1, self.kept)
+        self.shards = [self.shard(flat, flat.ranks) for flat in self.flats]
+        return Buckets(self.shards, 1, self.kept)
 
     def shard(self, flat: Flat, ranks: int) -> Shard:
         """A flat, which ZeRO pads for its ranks; a bucket is not cut."""

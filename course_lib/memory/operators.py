@@ -283,9 +283,10 @@ def vocab_cross_entropy(L: Ledger, logits: Tensor, rows: int) -> Tensor:
     copy = L.make(n, wide) if e != wide else None
     mine, place = L.make(rows, 1), L.make(rows, 8)
     probability = L.make(n, wide, "logits")
+    of_rows = [L.make(rows, wide) for _ in range(5)]  # maxima, my target's logit, sums over ranks, a logarithm
     loss = L.make(rows, wide)
     loss.node = L.node("loss", [logits], [probability, mine, place], backward)
-    del copy
+    del copy, of_rows
     return loss
 
 
@@ -490,10 +491,11 @@ def copy(L: Ledger, x: Tensor, name: str, saved_bytes: int = 0, itemsize: int | 
     return output(L, n, itemsize or e, name, [x], saved, lambda saved, grads: [L.make(n, e)])
 
 
-def pick(L: Ledger, x: Tensor, numel: int, places: int, name: str) -> Tensor:
+def pick(L: Ledger, x: Tensor, numel: int, num_places: int, name: str, places: Tensor | None = None) -> Tensor:
     """Rows of x by their places. Saves the places; backward adds the rows' gradients into zeros like x."""
     n, e = x.numel, x.itemsize
-    return output(L, numel, e, name, [x], [L.make(places, 8)], lambda saved, grads: [L.make(n, e)])
+    places = L.make(num_places, 8) if places is None else places
+    return output(L, numel, e, name, [x], [places], lambda saved, grads: [L.make(n, e)])
 
 
 def part_of(L: Ledger, x: Tensor, numel: int) -> Tensor:
