@@ -8,17 +8,23 @@ WORKERS ?= 2
 # Another torch than the pinned one, in an environment of its own: make quick TORCH=2.11.0 VENV=.venv-torch-2.11.0
 PINNED_TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED_TORCH)
-SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
-PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+SUPPORTED := import sys, venv, ensurepip; sys.exit(not sys.version_info >= (3, 11))
+PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 python3.11 python3; do \
             $$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 # VENV= (empty) runs a target with PYTHON itself and installs nothing.
 ifeq ($(strip $(VENV)),)
   RUN := $(PYTHON)
   STAMP :=
+  LAB_STAMP :=
 else
   RUN := $(VENV)/bin/python
   STAMP := $(VENV)/.installed
+  LAB_STAMP := $(VENV)/.installed-lab
 endif
+# make lab CPU=1: PyTorch without CUDA, 0.2 GB in place of some 5 GB on Linux.
+CPU ?=
+FROM := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
+PIP := $(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt $(FROM)
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 LAB_FLAGS ?=
 FIRST := notebooks/00_ranks_and_collectives.ipynb
@@ -32,18 +38,25 @@ NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovide
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-setup: $(STAMP)  ## make .venv and install the course into it; a second call does nothing
+setup: $(STAMP)  ## make .venv and install the course and its tools into it; a second call does nothing
 
-$(VENV)/.installed: pyproject.toml constraints.txt
-	@if [ -z "$(PYTHON)" ]; then echo "make: no Python 3.11, 3.12 or 3.13 with venv found; install one, or name it: make setup PYTHON=/path/to/python3.12" >&2; exit 1; fi
-	@$(PYTHON) -c '$(SUPPORTED)' || { echo "make: PYTHON=$(PYTHON) is not a Python 3.11 to 3.13 with venv and ensurepip" >&2; exit 1; }
+$(VENV)/constraints.txt: constraints.txt
+	@if [ -z "$(PYTHON)" ]; then echo "make: no Python 3.11 or newer with venv found; install one, or name it: make setup PYTHON=/path/to/python3.12" >&2; exit 1; fi
+	@$(PYTHON) -c '$(SUPPORTED)' || { echo "make: PYTHON=$(PYTHON) is not a Python 3.11 or newer with venv and ensurepip" >&2; exit 1; }
 	@test -x $(VENV)/bin/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/constraints.txt
+	@echo "installing the course and what its tests need into $(VENV) (some minutes the first time)"
+	@$(PIP) -e ".[lab,test]"
+	@touch $@ $(LAB_STAMP)
+
+$(VENV)/.installed-lab: pyproject.toml $(VENV)/constraints.txt
 	@echo "installing the course into $(VENV) (some minutes the first time)"
-	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
-	@$(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[lab,test]"
+	@$(PIP) -e ".[lab]"
 	@touch $@
 
-lab: setup  ## open JupyterLab at chapter 00, on this machine only
+lab: $(LAB_STAMP)  ## open JupyterLab at chapter 00, on this machine only; CPU=1 for a machine without a GPU
 	$(RUN) -m jupyterlab --ip=127.0.0.1 $(ROOT_FLAG) --ServerApp.root_dir='$(CURDIR)' --LabApp.default_url=/lab/tree/$(FIRST) $(LAB_FLAGS)
 
 test: setup  ## everything: lint, unit tests, every notebook and solution under strict nbval
@@ -51,8 +64,8 @@ test: setup  ## everything: lint, unit tests, every notebook and solution under 
 	@$(MAKE) --no-print-directory unit
 	@$(MAKE) --no-print-directory nbval
 
-quick: setup  ## the tests that start no process; under a minute
-	$(RUN) -m pytest -m "not launches" -n $(WORKERS) --dist loadfile $(UNIT)
+quick: setup  ## the tests that start no process and simulate no random layouts; about a minute
+	$(RUN) -m pytest -m "not launches and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
 
 lint: setup  ## ruff, for the package, the tests and the notebooks
 	$(RUN) -m ruff check .
@@ -64,13 +77,13 @@ unit: setup  ## the tests of the package
 nbval: setup  ## every notebook and solution runs, and prints what it stores
 	@if [ -n "$(NOTEBOOKS)" ]; then env -u MPLBACKEND OMP_NUM_THREADS=1 $(RUN) -m pytest $(NBVAL) $(NOTEBOOKS); else echo "no notebooks yet"; fi
 
-demo: setup  ## one table: the same tiny Llama trained by 1, 2 and 4 ranks
+demo: $(LAB_STAMP)  ## one table: the same tiny Llama trained by 1, 2 and 4 ranks
 	$(RUN) -m course_lib demo
 
 bench: setup  ## the course's own implementations against PyTorch's, in one run
 	$(RUN) -m course_lib bench
 
-doctor: setup  ## what this machine can run, chapter by chapter
+doctor: $(LAB_STAMP)  ## what this machine can run, chapter by chapter
 	$(RUN) -m course_lib doctor
 
 fmt: setup  ## ruff format and fixes; notebooks in their normal form

@@ -24,10 +24,12 @@ import functools
 import inspect
 import math
 import numbers
+import tempfile
 import types
 import typing
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 LARGEST_SIZE = 2**24  # of what is looped over or allocated: ranks, layers, tokens of a sequence
@@ -130,6 +132,16 @@ Seed = Annotated[int, partial(whole, least=0, most=2**32 - 1)]
 Amount = Annotated[float, partial(number, least=0)]  # bytes, FLOPs, seconds, tokens
 Positive = Annotated[float, partial(number, above=0)]  # the same, where one divides by it
 Share = Annotated[float, partial(number, least=0, most=1)]
+
+
+def writable(name: str, folder: Path) -> None:
+    """Make a folder where there is none, and raise ValueError unless a file can be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        raise ValueError(f"{name} is {str(folder)!r}, and cannot be written: {error.strerror}; give another") from None
 
 
 # --- from annotations

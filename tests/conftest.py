@@ -18,7 +18,8 @@ from course_lib import launch
 def pytest_collection_modifyitems(items):
     """Mark the tests of files that start processes, and skip what needs a GPU where there is none."""
     for item in items:
-        if STARTERS & {id(value) for value in vars(item.module).values()}:
+        folder = Path(item.path).relative_to(Path(__file__).parent).parts[0]
+        if folder in STARTING_FOLDERS or STARTERS & {id(value) for value in vars(item.module).values()}:
             item.add_marker(pytest.mark.launches)
     if torch.cuda.is_available():
         return
@@ -29,6 +30,7 @@ def pytest_collection_modifyitems(items):
 
 
 STARTERS = {id(launch.launch), id(subprocess)}  # what a test file imports to start processes
+STARTING_FOLDERS = ("browser", "gpu", "slurm")
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,7 @@ from course_lib.validate import (
     one_of,
     truth,
     whole,
+    writable,
 )  # fmt: skip
 
 
@@ -156,3 +157,13 @@ def test_a_check_keeps_nothing_of_what_it_was_given():
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_folder_is_made_or_refused_in_one_sentence(tmp_path):
+    writable("checkpoint", tmp_path / "new" / "deep")
+    assert list((tmp_path / "new" / "deep").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ValueError, match=r"checkpoint is '.*/file/below', and cannot be written: Not a directory; give"
+    ):
+        writable("checkpoint", tmp_path / "file" / "below")

@@ -18,7 +18,8 @@ from tyro.conf import FlagCreatePairsOff, Positional
 from tyro.extras import SubcommandApp
 
 from course_lib.cli.simulate import simulate
-from course_lib.launch import RankError, launch
+from course_lib.launch import RankError, launch, usable_memory
+from course_lib.validate import writable
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "accelerate", "numpy", "matplotlib", "ipywidgets", "jupyterlab", "nbval", "transformers")
@@ -42,17 +43,18 @@ class Chapter:
 
 
 ON_GPUS = "each rank computes on its own, through NCCL"
+ALONE = "the notebook computes on the CPU; its cell for GPUs times a step there"
 CHAPTERS = (
-    Chapter("00_ranks_and_collectives", 8, 2 << 30, f"{ON_GPUS}; three launches that look at gloo itself ask for it"),
-    Chapter("01_single_gpu_memory", 1, 2 << 30, "the notebook computes on the CPU; one cell asks the GPU's allocator"),
-    Chapter("02_single_gpu_techniques", 1, 2 << 30, "the notebook computes on the CPU"),
+    Chapter("00_ranks_and_collectives", 8, 2 << 30, f"{ON_GPUS}; launches that look at gloo itself ask for it"),
+    Chapter("01_single_gpu_memory", 1, 2 << 30, f"{ALONE}, one asks the allocator"),
+    Chapter("02_single_gpu_techniques", 1, 2 << 30, ALONE),
     Chapter("03_data_parallel", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU"),
     Chapter("04_zero", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU"),
     Chapter("05_tensor_parallel", 4, 2 << 30, ON_GPUS),
     Chapter("06_sequence_parallel", 4, 2 << 30, ON_GPUS),
     Chapter("07_context_parallel", 4, 2 << 30, ON_GPUS),
     Chapter("08_pipeline_parallel", 4, 2 << 30, ON_GPUS),
-    Chapter("09_expert_parallel", 4, 2 << 30, f"{ON_GPUS}; models that are compared train on the CPU"),
+    Chapter("09_expert_parallel", 4, 2 << 30, f"{ON_GPUS}; what the notebook trains itself stays on the CPU"),
     Chapter("10_five_d", 8, 2 << 30, ON_GPUS),
 )
 
@@ -76,15 +78,15 @@ class Machine:
 
 def look_at_machine() -> Machine:
     """Versions, cores, memory, GPUs, and a launch of two ranks."""
-    memory = psutil.virtual_memory()
+    memory_bytes, available_bytes = usable_memory()
     seconds, backend, error = _try_launch()
     return Machine(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
         packages={name: _version(name) for name in PACKAGES},
         cores=_usable_cores(),
-        memory_bytes=memory.total,
-        available_bytes=memory.available,
+        memory_bytes=memory_bytes,
+        available_bytes=available_bytes,
         gpus=[_gpu(index) for index in range(torch.cuda.device_count())],
         backends=[
             name for name, here in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if here
@@ -134,12 +136,16 @@ def verdict(chapter: Chapter, machine: Machine) -> tuple[bool, str]:
     if machine.memory_bytes < chapter.memory_bytes:
         need, have = chapter.memory_bytes / 2**30, machine.memory_bytes / 2**30
         return False, f"needs {need:.0f} GiB of memory, and here are {have:.1f} GiB"
-    if len(machine.gpus) >= chapter.ranks:
+    gpus = len(machine.gpus)
+    if gpus >= chapter.ranks:
         return True, f"with {chapter.ranks} GPU{'s' * (chapter.ranks > 1)}: {chapter.on_gpu}"
     if chapter.ranks == 1:
         return True, "on the CPU"
     sharing = f", sharing {machine.cores} cores" if machine.cores < chapter.ranks else ""
-    return True, f"on {chapter.ranks} CPU ranks (gloo){sharing}"
+    on_cpu = f"on up to {chapter.ranks} CPU ranks (gloo){sharing}"
+    if gpus < 2:
+        return True, on_cpu
+    return True, f"launches of up to {gpus} ranks with {gpus} GPUs: {chapter.on_gpu}; larger ones {on_cpu}"
 
 
 def doctor(as_json: bool) -> int:
@@ -205,6 +211,8 @@ def run_chapter(path: Path, timeout: float, save: bool) -> int:
         from tqdm import tqdm
     except ModuleNotFoundError as error:
         raise ValueError(f'course run needs {error.name}; install the extra: pip install -e ".[lab,test]"') from error
+    if save:
+        writable("the notebook's folder", path.parent)
     nb = nbformat.read(path, as_version=4)
     total = sum(cell.cell_type == "code" for cell in nb.cells)
     at = {"cell": None, "number": 0}

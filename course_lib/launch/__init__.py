@@ -1,6 +1,7 @@
 """A world of N ranks from a notebook cell: `launch(fn, world_size, *args)` -> what each rank returned.
 
 launcher.py      launch, its results and its checks
+limits.py        the memory that this process may use
 rendezvous.py    who am I, by what torchrun, accelerate or srun set, and the world joined
 _rank.py         inside one rank: prepare the process, call the function, report
 _processes.py    where ranks come from: a fork server, or spawn on Windows
@@ -15,3 +16,4 @@ _file_link.py    messages through files that all nodes see
 
 from course_lib.devices import choose_backend
 from course_lib.launch.launcher import RankError, Results, Slurm, launch, progress
+from course_lib.launch.limits import usable_memory

@@ -136,7 +136,12 @@ def format_frames(frames: list[Frame]) -> str:
 def cell_name(file: str) -> str | None:
     """`Cell` for the code of a notebook cell. Without its number: that changes when cells are run again."""
     ipython = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    name = ipython.compile.format_code_name(file) if ipython is not None else None
+    if ipython is None:
+        return None
+    format_code_name = getattr(ipython.compile, "format_code_name", None)
+    if format_code_name is None:  # IPython 7, as on Colab and Kaggle
+        return "Cell" if Path(file).parent.name.startswith("ipykernel_") or "<ipython-input" in file else None
+    name = format_code_name(file)
     return name[0] if name else None
 
 
@@ -155,7 +160,7 @@ def describe_place(frames: list[Frame]) -> str:
 
 
 def _is_library(file: str) -> bool:
-    return file.startswith("<") or os.path.abspath(file).startswith(_LIBRARIES)
+    return (cell_name(file) is None and file.startswith("<")) or os.path.abspath(file).startswith(_LIBRARIES)
 
 
 def frames_in_stack_file(text: str) -> list[Frame]:

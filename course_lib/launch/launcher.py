@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import cloudpickle
-import psutil
 import torch
 from tqdm.std import tqdm
 
@@ -25,6 +24,7 @@ from course_lib.launch import _accelerate, _failures, _processes, _rank, _slurm
 from course_lib.launch._failures import RankError
 from course_lib.launch._slurm import Slurm
 from course_lib.launch._watch import Outcome, Output, Watch
+from course_lib.launch.limits import usable_memory
 
 __all__ = ["RankError", "Results", "Slurm", "launch", "progress"]
 
@@ -177,7 +177,7 @@ def _check_arguments(fn, world_size, timeout, via, threads, where) -> None:
     for name, value in (("world_size", world_size), ("threads", threads)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}; try {name}=2")
-    limit = most_ranks(psutil.virtual_memory().available)
+    limit = most_ranks(usable_memory()[1])
     if where is None and world_size > limit:
         raise ValueError(
             f"world_size ({world_size}) must be at most {limit} on this machine now ({MAX_RANKS} anywhere, and "

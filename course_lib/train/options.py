@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 
 import tyro
 from tyro.conf import OmitArgPrefixes
@@ -12,7 +13,7 @@ from tyro.conf import OmitArgPrefixes
 from course_lib.config import ModelConfig, preset
 from course_lib.layout import Layout
 from course_lib.train.plan import Checkpoints, TrainPlan
-from course_lib.validate import Size, check_fields, checked
+from course_lib.validate import Size, check_fields, checked, writable
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,14 @@ def read(
     layout, config = layout_for(options.layout, options.batch), model_named(options.model)
     layout.check_model(config, options.plan.seq_len)
     return config, layout, options.plan, checkpoints, options
+
+
+def check_folders(options: Options) -> None:
+    """Raises ValueError if checkpoints or the log cannot be written; called before any rank waits for another."""
+    if options.checkpoint:
+        writable("checkpoint", Path(options.checkpoint))
+    if options.log_file:
+        writable("the folder of log_file", Path(options.log_file).parent)
 
 
 # --- texts that stand for records

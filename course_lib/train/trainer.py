@@ -41,7 +41,7 @@ from course_lib.launch.rendezvous import Place, join_world, place_of, restart_hi
 from course_lib.layout import Layout
 from course_lib.parallel import five_d
 from course_lib.train import log as train_log
-from course_lib.train.options import check_world, read
+from course_lib.train.options import check_folders, check_world, read
 from course_lib.train.plan import Checkpoints, TrainPlan, check_settings, learning_rate_of, seed_step, settings_of
 from course_lib.train.stop import Stop, agreed, exit_code, stop_text
 from course_lib.training import data, peak_memory_bytes, wait_for
@@ -222,6 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = place_of(os.environ)
         config, layout, plan, checkpoints, options = read(argv, aloud=place.rank == 0)
         check_world(layout, place.world_size, place.engine)
+        if place.rank == 0:
+            check_folders(options)
         why = join_world(place, options.backend)
     except SystemExit as told:
         return told.code if place.rank == 0 else wait_for_rank_0()

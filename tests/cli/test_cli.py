@@ -48,7 +48,10 @@ def test_a_verdict_tells_memory_cores_and_gpus(machine):
     small = replace(machine, memory_bytes=1 << 30, gpus=[])
     assert cli.verdict(chapter, small) == (False, "needs 3 GiB of memory, and here are 1.0 GiB")
     large = replace(machine, memory_bytes=8 << 30, cores=2, gpus=[GPU])
-    assert cli.verdict(chapter, large) == (True, "on 4 CPU ranks (gloo), sharing 2 cores")
+    assert cli.verdict(chapter, large) == (True, "on up to 4 CPU ranks (gloo), sharing 2 cores")
+    larger = "larger ones on up to 4 CPU ranks (gloo), sharing 2 cores"
+    two = f"launches of up to 2 ranks with 2 GPUs: ranks use NCCL; {larger}"
+    assert cli.verdict(chapter, replace(large, gpus=[GPU] * 2)) == (True, two)
     assert cli.verdict(chapter, replace(large, gpus=[GPU] * 4)) == (True, "with 4 GPUs: ranks use NCCL")
     assert cli.verdict(replace(chapter, ranks=1), large) == (True, "with 1 GPU: ranks use NCCL")
 

@@ -13,7 +13,6 @@ import nbformat
 import pytest
 
 from course_lib.authoring import ROOT
-from course_lib.compare.gpu_timings import CHAPTERS, on_gpus
 from course_lib.layout import Layout
 
 CHAPTER = ROOT / "tests" / "fake_cuda_chapter.py"
@@ -75,10 +74,3 @@ def test_a_tensor_on_the_wrong_device_is_found(tmp_path):
     cells = [f"def {name}():\n    return {slip}\nlaunch({name}, 2)" for name, slip in slips.items()]
     wrong = {record["function"] for record in launches(notebook_of(tmp_path, [head, *cells])) if "error" in record}
     assert wrong == set(slips) - {"right"}
-
-
-@pytest.mark.parametrize("chapter", CHAPTERS)
-def test_without_gpus_a_chapter_says_in_one_line_what_it_would_time(chapter, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    said = on_gpus(chapter)
-    assert said.startswith("Here no GPUs; with ") and "\n" not in said

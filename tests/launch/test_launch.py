@@ -4,6 +4,7 @@ import functools
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -258,3 +259,13 @@ def test_tensors_that_a_function_brings_along_arrive_whole():
     assert torch.equal(got_DS, x_DS.detach()) and got_DS.dtype == torch.bfloat16 and trains
     assert empty_S.shape == (0,)
     assert devices.unpack(*devices.pack(torch.tensor(True))).item() is True
+
+
+@pytest.mark.parametrize("file", ["/tmp/ipykernel_7/123456.py", "<ipython-input-3-abcdef>"])
+def test_a_cell_of_ipython_7_has_its_name_in_an_error(monkeypatch, file):
+    """Colab and Kaggle have IPython 7.34, whose compiler cannot name a cell."""
+    old = SimpleNamespace(get_ipython=lambda: SimpleNamespace(compile=object()))
+    monkeypatch.setitem(sys.modules, "IPython", old)
+    text = _failures.format_frames([(__file__, 1, "launch"), (file, 2, "broken")])
+    assert "  Cell, line 2, in broken" in text and "test_launch.py" in text
+    assert _failures.describe_place([(file, 2, "broken"), (threading.__file__, 9, "wait")]).startswith("stood at Cell")

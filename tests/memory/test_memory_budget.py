@@ -24,6 +24,7 @@ LLAMA_8B = preset("llama-3.1-8b")
 GIB = 2**30
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", MODELS)
 def test_one_gpu_peaks_where_the_engine_does(name, recompute):

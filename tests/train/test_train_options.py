@@ -7,7 +7,7 @@ from torch.distributed.run import get_args_parser
 
 from course_lib.config import preset
 from course_lib.layout import Layout
-from course_lib.train import Checkpoints, TrainPlan
+from course_lib.train import Checkpoints, TrainPlan, trainer
 from course_lib.train.options import check_world, layout_for, model_named, read
 
 
@@ -108,3 +108,13 @@ def test_a_wrong_number_of_ranks_names_commands_that_start_the_right_one():
     assert "--nproc-per-node 8" in text
     with pytest.raises(ValueError, match="--multi_gpu --num_processes 2 .*--cpu starts one"):
         check_world(Layout(tp=2), 1, "accelerate")
+
+
+@pytest.mark.parametrize("option", ["--checkpoint {}", "--log-file {}/log.jsonl"])
+def test_a_folder_that_cannot_be_written_is_one_line_before_the_first_step(tmp_path, capsys, monkeypatch, option):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(trainer, "join_world", lambda *_: pytest.fail("ranks were joined before the folder was tried"))
+    assert trainer.main(option.format(tmp_path / "file" / "below").split()) == 2
+    assert re.fullmatch(
+        r"train: .* is '.*', and cannot be written: Not a directory; give another\n", capsys.readouterr().err
+    )
