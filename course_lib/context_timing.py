@@ -7,8 +7,8 @@ matter of one proportion:
     computing with a block    4 s^2 N H FLOPs, half of them under a causal mask shared out evenly
     handing it on             2 s K H numbers
 
-The first grows with the square of a rank's tokens s, the second with s: from some s on each hop hides, whatever the
-number of ranks. With K = N and no mask this is Ring Attention's condition: bytes a number times s at least
+The first grows with the square of a rank's tokens s, the second with s: from some s on each ring step hides, whatever
+the number of ranks. With K = N and no mask this is Ring Attention's condition: bytes a number times s at least
 FLOPs / bandwidth. Grouped queries hand on N / K times less, and so hide that much sooner.
 
 Source   Liu et al. 2023 (arXiv:2310.01889), section 3.1
@@ -23,7 +23,7 @@ from math import sqrt
 from course_lib.config import ModelConfig
 from course_lib.hardware import GPU, Cluster, Link, peak_flops
 from course_lib.layout import Layout
-from course_lib.layout.context_work import pairs, pairs_of_ranks, step_pairs
+from course_lib.layout.block_pairs import pairs, pairs_of_ranks, step_pairs
 from course_lib.layout.partition import check_method
 from course_lib.memory.context import for_length, kv_block_bytes
 from course_lib.memory.tensor import narrow
@@ -35,7 +35,7 @@ from course_lib.traffic import Call, attention_calls
 BACKWARD_FLOPS = 2.5  # a flash kernel's backward, of its forward: five products in place of two, the scores made again
 
 
-# ------------------------------------------------------------------------------------ from which length on a hop hides
+# ------------------------------------------------------------------------------- from which length on a ring step hides
 def tokens_that_hide_a_hop(
     gpu: GPU,
     link: Link,
@@ -47,12 +47,13 @@ def tokens_that_hide_a_hop(
     sum_itemsize: int = 4,
     head_numbers: float | None = None,
 ) -> float:
-    """Tokens of a rank from which on a hop of a ring takes no longer than computing with a block; times cp, in all.
+    """Tokens of a rank from which on a ring step of a ring takes no longer than computing with a block; times cp, in
+    all.
 
     queries_per_key   N / K of grouped queries
     backward          a block's gradients travel too, in sum_itemsize, beside 2.5 times the FLOPs
     causal            half of each block's pairs, as zigzag and nearly striped have it at every step
-    head_numbers      B K H, to take the latency of a hop into account; without it only bandwidth counts
+    head_numbers      B K H, to take the latency of a ring step into account; without it only bandwidth counts
     """
     pair_share = 0.5 if causal else 1.0
     flops = 4 * pair_share * queries_per_key * (BACKWARD_FLOPS if backward else 1)
@@ -69,7 +70,9 @@ def pair_s(config: ModelConfig, batch_size: int, cluster: Cluster, utilisation: 
 
 
 def ring_link(cp: int, cluster: Cluster, per_node: int | None = None) -> Link:
-    """The slowest link of a ring of cp ranks, `per_node` of them in a node: all wait for the hop that crosses nodes."""
+    """The slowest link of a ring of cp ranks, `per_node` of them in a node: all wait for the ring step that crosses
+    nodes.
+    """
     return cluster.inside if cp <= (per_node or cluster.gpus_per_node) else cluster.between
 
 
@@ -96,7 +99,7 @@ def attention_time(
     cluster: Cluster,
     utilisation: float,
     method: str = "ring",
-    placement: str = "zigzag",
+    sequence_sharding: str = "zigzag",
     causal: bool = True,
     per_node: int | None = None,
     tp: int = 1,
@@ -104,17 +107,17 @@ def attention_time(
 ) -> AttentionTime:
     """Model forward and backward of one layer's attention core, its projections left out.
 
-    A ring hides each hop behind the step that computes meanwhile, as far as that takes; the last step has no hop,
-    and the last gradients travel home uncovered. Gathered keys and exchanged heads hide behind nothing.
+    A ring hides each ring step behind the step that computes meanwhile, as far as that takes; the last step has no ring
+    step, and the last gradients travel home uncovered. Gathered keys and exchanged heads hide behind nothing.
 
     per_node   ranks of the cp group in one node, as many as fit unless given (with tp = 8 inside a node: 1)
-    Raises     ValueError as `traffic.attention_calls` and `context_work.pairs`
+    Raises     ValueError as `traffic.attention_calls` and `block_pairs.pairs`
     """
     check_method(method)
     each_s = pair_s(config, batch_size, cluster, utilisation, tp)
-    table = pairs(placement, seq_len, cp, causal)
+    table = pairs(sequence_sharding, seq_len, cp, causal)
     ideal_s = each_s * (1 + BACKWARD_FLOPS) * sum(pairs_of_ranks(table)) / cp
-    layout = Layout(cp=cp, tp=tp, micro_batch=batch_size, cp_method=method, cp_placement=placement)
+    layout = Layout(cp=cp, tp=tp, micro_batch=batch_size, cp_method=method, cp_sharding=sequence_sharding)
     run = Run(for_length(config, seq_len), layout, seq_len, {2: "bf16-master", 4: "fp32"}[itemsize])
     comm_s = sum(_call_s(call, cp, cluster, per_node) for call in attention_calls(run))
     if method == "ulysses":  # heads are equal
@@ -142,8 +145,8 @@ def ring_spans(
 
     While a step computes, the next keys and values arrive; backward also the gradients of the block before. All ranks
     are taken to be as far as this one, with the seconds of the busiest at each step. Messages leave one after the
-    other, so the gradients that a step adds to have come before the keys that the next one needs. kv1 is the first hop
-    of keys and values, dkv1 that of their gradients.
+    other, so the gradients that a step adds to have come before the keys that the next one needs. kv1 is the first ring
+    step of keys and values, dkv1 that of their gradients.
     """
     spans: list[Span] = []
 

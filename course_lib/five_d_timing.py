@@ -149,7 +149,7 @@ def step_time(
     makespan_s = simulate(schedule, costs).makespan_s if layout.pp > 1 else without_transfers.makespan_s
     busiest = max(range(layout.pp), key=lambda rank: without_transfers.busy_s[rank])
     spent = {
-        name: layout.accumulation * sum(getattr(stages[stage], name) for stage in schedule.stages_of_rank(busiest))
+        name: layout.micro_batches * sum(getattr(stages[stage], name) for stage in schedule.stages_of_rank(busiest))
         for name in ("compute_s", "tp_s", "cp_s", "ep_s")
     }
     data_s = max(
@@ -263,7 +263,7 @@ def _exposed_cp_s(part: ModelConfig, run: Run, cluster: Cluster, utilisation: Ut
         return 0.0
     time = attention_time(
         replace(part, moe=None, mla=None), layout.micro_batch, run.seq_len, layout.cp, cluster, utilisation.attention,
-        layout.cp_method, layout.cp_placement, per_node=ranks_in_a_node(layout, cluster, "cp"), tp=layout.tp,
+        layout.cp_method, layout.cp_sharding, per_node=ranks_in_a_node(layout, cluster, "cp"), tp=layout.tp,
         itemsize=recipe_of(run.recipe).compute_bytes,
     )  # fmt: skip
     return time.waiting_s + time.exposed_s
@@ -315,10 +315,10 @@ def _exposed_data_s(run: Run, cluster: Cluster, overlap: Overlap, pp_rank: int, 
         return sum(seconds.values())
     replicas_s = seconds["gradients of replicas"]  # summed after backward, which hides nothing of it
     forward_s, backward_s = computing_s
-    times = layout.accumulation
-    if layout.zero == 3:
+    times = layout.micro_batches
+    if layout.zero_stage == 3:
         gather_s, reduce_s = seconds["parameters"] / (2 * times), seconds["gradients"] / times
         return replicas_s + times * (max(0.0, gather_s - forward_s) + max(0.0, gather_s + reduce_s - backward_s))
-    rounds = times if layout.zero == 2 else 1
+    rounds = times if layout.zero_stage == 2 else 1
     exposed_s = rounds * max(0.0, seconds["gradients"] / rounds - backward_s)
     return replicas_s + exposed_s + max(0.0, seconds["parameters"] - forward_s)

@@ -204,7 +204,7 @@ PUBLISHED_1F1B_FALLS: dict[str, dict[int, float]] = {
 
 # Ring attention, forward and backward, causal, over 8 GPUs with NVLink, the attention of llama-3.1-8b: speed as a share
 # of a flash kernel's on one GPU that has an eighth of the pairs. Measured on a whole attention layer: kernels on small
-# blocks, merging and the network are in it, so it is not the share that counting pairs allows (context_work.py).
+# blocks, merging and the network are in it, so it is not the share that counting pairs allows (block_pairs.py).
 # Source: README of github.com/zhuzilin/ring-flash-attention, batch API, forward + backward.
 PUBLISHED_RING_SHARE: dict[str, dict[str, float]] = {
     "8 H800": {"contiguous": 0.539, "zigzag": 0.902, "striped": 0.829},

@@ -37,7 +37,7 @@ CONFIGS["biased experts"] = with_moe(CONFIGS["experts"], balancing="bias", score
 def micro_batches(layout, dp_rank, config, step=0):
     """What one dp rank brings to a step."""
     made = []
-    for index in range(layout.accumulation):
+    for index in range(layout.micro_batches):
         generator = torch.Generator().manual_seed(1000 * step + 100 * dp_rank + index)
         tokens_BS = torch.randint(config.vocab_size, (layout.micro_batch, SEQ_LEN + 1), generator=generator)
         made.append((tokens_BS[:, :-1], tokens_BS[:, 1:]))
@@ -45,18 +45,18 @@ def micro_batches(layout, dp_rank, config, step=0):
 
 
 @lru_cache
-def one_process(name, dp, micro_batch, accumulation, steps=2, clip_norm=0.1):
+def one_process(name, dp, micro_batch, micro_batches, steps=2, clip_norm=0.1):
     """Losses and norms of some clipped steps, the first gradients and the last parameters, of all dp ranks' batches."""
-    config, layout = CONFIGS[name], Layout(dp=dp, micro_batch=micro_batch, accumulation=accumulation)
+    config, layout = CONFIGS[name], Layout(dp=dp, micro_batch=micro_batch, micro_batches=micro_batches)
     reference = model.build(config, dtype=torch.float64)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     losses, norms, first = [], [], {}
     for step in range(steps):
         of_ranks = [micro_batches(layout, rank, config, step) for rank in range(dp)]
         loss = 0.0
-        for index in range(accumulation):
+        for index in range(micro_batches):
             x_BS, y_BS = (torch.cat([batches[index][which] for batches in of_ranks]) for which in (0, 1))
-            share = loss_of(reference, x_BS, y_BS) / accumulation
+            share = loss_of(reference, x_BS, y_BS) / micro_batches
             share.backward()
             loss += share.item()
         first = first or {name: param.grad.clone() for name, param in reference.named_parameters()}
@@ -94,7 +94,7 @@ def on_ranks(name, text, steps=2, clip_norm=0.1):
         if step == 0:  # a step in its parts, to see the gradients before they are clipped
             losses.append(five_d.accumulate_gradients(engine, batches).item())
             first, apart = whole.full_gradients(engine), 0.0
-            if layout.zero == 0:
+            if layout.zero_stage == 0:
                 apart = distance_of_mine(engine, first)
             norms.append(five_d.clip_gradients(engine, clip_norm).item())
             five_d.update(engine, optimizer)

@@ -1,4 +1,4 @@
-"""Cells that mirror the package: drift is found, and `make mirrors` mends it."""
+"""Cells that mirror the package: drift is found, and `make mirrors` fixes it."""
 
 import ast
 

@@ -45,7 +45,7 @@ NEVER_ZERO = re.compile(
 
 SCHEDULE = make("1f1b", 2, 4)
 MIXTURE = preset("toy-moe")
-RUN = Run(preset("toy"), Layout.parse("dp=2,pp=2,accumulation=2"), seq_len=16)
+RUN = Run(preset("toy"), Layout.parse("dp=2,pp=2,micro_batches=2"), seq_len=16)
 MIXTURE_RUN = Run(MIXTURE, Layout.parse("dp=2,ep=2"), seq_len=16)
 EXPERTS = ExpertLayout(num_experts=8, ep_size=2)
 ROUTES = synthetic_routing(EXPERTS, tokens_per_rank=4, top_k=2)
@@ -116,7 +116,7 @@ VALUES = {
     "num_micro_batches": 4,
     "num_processes": 8,
     "num_ranks": 2,
-    "placement": "zigzag",
+    "sequence_sharding": "zigzag",
     "payload_bytes": 64,
     "plan": TrainPlan(),
     "pp": 2,
@@ -172,8 +172,8 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "check_order": {"order": ("pp", "dp", "cp", "tp")},
         "check_replicas": {"replicas": 1},
     },
-    "layout.placement": {"Tile": "made by tile"},
-    "layout.context_work": {},
+    "layout.sequence_sharding": {"Tile": "made by tile"},
+    "layout.block_pairs": {},
     "layout.partition": {
         "piece_sizes": {"size": 5, "parts": 2},
         "check_heads": {"tp": 2},
@@ -248,7 +248,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "route": {"logits_TE": torch.randn(6, 8), "config": MIXTURE.moe},
         "dispatch": {"x_TD": torch.randn(6, 4)},
         "apply_experts": {"experts": [torch.nn.Identity()], "x_RD": torch.randn(2, 4), "rows": [2]},
-        "combine": {"y_RD": torch.randn(12, 4), "choice_R": torch.arange(12)},
+        "combine": {"y_RD": torch.randn(12, 4), "assignment_R": torch.arange(12)},
         "run_experts": {"experts": torch.nn.ModuleList([torch.nn.Identity()] * 8), "x_TD": torch.randn(6, 4)},
         "alone": {"x": torch.zeros(2)},
         "balance_loss": {"share_TE": torch.rand(6, 8), "tokens_E": torch.ones(8)},
@@ -258,7 +258,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     },
     "model.attention": {
         "fused_attention": HEADS,
-        "explicit_attention": HEADS,
+        "standard_attention": HEADS,
         "filled_up": {"x": torch.zeros(2), "width": 4},
         "rotate": {"x_BNSH": torch.zeros(1, 1, 2, 4), "cos_SH": torch.ones(2, 4), "sin_SH": torch.ones(2, 4)},
         "drop": {"x": torch.zeros(2), "probability": 0.5},

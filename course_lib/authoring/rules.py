@@ -62,7 +62,7 @@ def cell_problems(cell) -> list[str]:
     if "widget" in tags and not tags & UNCOMPARED_TAGS:
         problems.append(f"cell {name}: a widget's output differs at each run; tag it nbval-ignore-output as well")
     if "raises-exception" not in tags and any(output.output_type == "error" for output in cell.outputs):
-        problems.append(f"cell {name}: stores an error; mend the cell, or tag it raises-exception if it teaches one")
+        problems.append(f"cell {name}: stores an error; fix the cell, or tag it raises-exception if it teaches one")
     if not tags & UNCOMPARED_TAGS and any(ADDRESS.search(text) for text in _texts(cell)):
         problems.append(f"cell {name}: prints a memory address, which differs at each run")
     if "nbval-skip" not in tags and prints_at_top(cell) and not cell.outputs:
@@ -83,7 +83,7 @@ def notebook_problems(path: Path, root: Path = ROOT) -> list[str]:
         problems.append("not in its normal form; `make fmt` writes it")
     if f"({colab_address(path, root)})" not in (nb.cells[0].source if nb.cells else ""):
         problems.append(
-            f"the first cell has no badge that leads to {colab_address(path, root)}; `make fmt` mends a link"
+            f"the first cell has no badge that leads to {colab_address(path, root)}; `make fmt` fixes a link"
         )
     if sum("setup" in tags_of(cell) for cell in code_cells(nb)) != 1:
         problems.append("exactly one cell must carry the tag setup")

@@ -2,7 +2,7 @@
 
 files.py         folders of checkpoints: complete or not there, and found to be whole
 storage.py       pieces to files through torch.distributed.checkpoint; no code is run from a file
-optimizer.py     what a checkpoint has of an optimizer: moments, masters, counts of steps, learning rates
+optimizer.py     what a checkpoint has of an optimizer: moments, master weights, counts of steps, learning rates
 state.py         save, save_async, load
 export.py        checkpoints to the files of transformers, and an engine from them
 """

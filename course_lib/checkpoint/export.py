@@ -38,7 +38,8 @@ def export_safetensors(
     """Writes the model of a checkpoint to the folder `out`, with its config.json. One process; ranks are not needed.
 
     checkpoint   one, or a folder of them: then the last complete one
-    dtype        of the files; by default that of the parameters. In another the masters, if there are some, are cast
+    dtype        of the files; by default that of the parameters. In another the master weights, if there are some, are
+                 cast
 
     Bytes        held: the tensors of one file
     Raises       ValueError if the checkpoint is torn, `out` is there, or `transformers` has no such architecture
@@ -128,7 +129,7 @@ def expert_biases(path: Path, manifest: dict, config: ModelConfig, tensors: dict
 def import_safetensors(engine: FiveD, folder: str | Path) -> None:
     """Fills the engine's parameters from files of `transformers`, before its first step. All ranks call it.
 
-    Bytes    read: each rank its own pieces; sent: with zero 1 and 2 an all-gather of the parameters
+    Bytes    read: each rank its own pieces; sent: with zero_stage 1 and 2 an all-gather of the parameters
     Raises   ValueError on every rank if one finds files missing, damaged, pickles, or of another model
     """
     everywhere(wait_for_earlier(engine), lambda: read_parameters(engine, folder))

@@ -1,7 +1,7 @@
-"""What a checkpoint has of an optimizer: moments, masters, counts of steps and learning rates, under any layout.
+"""What a checkpoint has of an optimizer: moments, master weights, counts of steps and learning rates, under any layout.
 
-Moments and masters are as long as their parameter and are stored in the same pieces of whole tensors, under the names
-exp_avg., exp_avg_sq. and master. before the parameter's. Counts and options are a few numbers, in the manifest.
+Moments and master weights are as long as their parameter and are stored in the same pieces of whole tensors, under the
+names exp_avg., exp_avg_sq. and master. before the parameter's. Counts and options are a few numbers, in the manifest.
 
 AdamW counts steps for each parameter, MasterAdamW and ShardedAdamW once for all: `options_to_load` refuses counts
 that one number cannot say.
@@ -58,7 +58,7 @@ def options_to_load(held: list[Holding], optimizer: Optimizer, saved: dict) -> l
             if len(counts) > 1:
                 raise ValueError(
                     f"parameters have taken {sorted(counts)} steps each, and this optimizer counts once for all; load "
-                    "with zero=0 and 32-bit parameters"
+                    "with zero_stage=0 and 32-bit parameters"
                 )
             found[-1]["step"] = counts.pop() if counts else 0
     return found
@@ -73,7 +73,9 @@ def state_dtypes(optimizer: Optimizer, dtype: torch.dtype) -> dict[str, torch.dt
 
 
 def load_optimizer(held: list[Holding], optimizer: Optimizer, path: Path, manifest: dict) -> None:
-    """Moments, masters, counts of steps, learning rates. What has no state in the checkpoint has none afterwards.
+    """Moments, master weights, counts of steps, learning rates.
+
+    What has no state in the checkpoint has none afterwards.
 
     Only a parameter narrower than what was saved has one all the same: its master keeps what rounding would lose.
     """

@@ -7,16 +7,17 @@
     latest(folder)                                          # where that is, or None
     wait_for_earlier(engine)                                # at the end of a run: until the last save_async is complete
 
-What is in it: parameters, AdamW's moments, FP32 masters, counts of steps, learning rates, balancing biases of experts;
-of each rank its random number generators, and what the caller gives as `extra`. All of it is in pieces of whole tensors
-(parallel/pieces.py), so that a layout is only a way to cut them; checkpoint_pieces.py makes files of them.
+What is in it: parameters, AdamW's moments, FP32 master weights, counts of steps, learning rates, balancing biases of
+experts; of each rank its random number generators, and what the caller gives as `extra`. All of it is in pieces of
+whole tensors (parallel/pieces.py), so that a layout is only a way to cut them; checkpoint_pieces.py makes files of
+them.
 
 A precision is a way to round them. A parameter of 16 bits has an FP32 master in the optimizer; one of 32 bits is its
 own. Going from one to the other, the wide numbers keep their bits; there and back again changes nothing:
 
     saved                      an engine of fp32           an engine of bf16
-    fp32                       as saved                    masters: the parameters; parameters: those, rounded
-    bf16 with masters          parameters: the masters     as saved
+    fp32                       as saved                    master weights: the parameters; parameters: those, rounded
+    bf16 with master weights   parameters: the master weights     as saved
     moments (FP32)             as saved                    as saved
 
 float64, in comparisons, goes by the same rule, and is then rounded.
@@ -235,7 +236,7 @@ def load(engine: FiveD, optimizer: Optimizer | None, folder: str | Path, convert
     convert     one of another precision is taken too, by the table above
 
     Bytes    read: each rank the stored pieces that it needs (FP32 parameters for 16-bit ones twice), and its share of
-             all for the checksums; sent: with zero 1 and 2 an all-gather of the parameters
+             all for the checksums; sent: with zero_stage 1 and 2 an all-gather of the parameters
     Raises   ValueError on every rank if there is none, it is torn, or of another model, precision (see `convert`) or
              optimizer: what, and what to do. The engine is then as before, unless a file was changed in a way that its
              checksum did not show

@@ -186,7 +186,7 @@ def check_pieces(checkpoint: Path, manifest: dict, pieces: Iterable[Piece]) -> N
 
 
 def widest(pieces: Iterable[Piece], manifest: dict) -> list[Piece]:
-    """Pieces of parameters and masters by the names of the stored tensors with the most exact numbers for them.
+    """Pieces of parameters and master weights by the names of the stored tensors with the most exact numbers for them.
 
     A parameter of another dtype than the stored one is to be that one's master, cast; a master that was not stored is
     the parameter.

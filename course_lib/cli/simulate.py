@@ -37,7 +37,7 @@ def simulate(
     Args:
         model: a preset, such as llama-3.1-70b
         gpu: a GPU, such as h100
-        layout: such as dp=8,tp=8,pp=4,zero=1,recompute=full; without accumulation it fills the pipeline
+        layout: such as dp=8,tp=8,pp=4,zero_stage=1,recompute=full; without micro_batches it fills the pipeline
         seq: tokens of a sequence
         stage: this pipeline stage alone; may be repeated; without it all stages
         precision: fp32, bf16-master or bf16-master-fp32-grads
@@ -58,14 +58,14 @@ def simulate(
 
 
 def layout_of(text: str) -> Layout:
-    """The layout; without a word on accumulation it has as many micro-batches as fill the pipeline.
+    """The layout; without a word on micro_batches it has as many micro-batches as fill the pipeline.
 
     Raises   ValueError as `Layout.parse`
     """
     named = {part.partition("=")[0].strip(): part.partition("=")[2].strip() for part in text.split(",")}
-    if "accumulation" not in named and named.get("pp", "").isdecimal():
+    if "micro_batches" not in named and named.get("pp", "").isdecimal():
         rounds = 2 if named.get("schedule") in ("zbv", "dualpipe_v") else 1
-        text += f",accumulation={max(1, int(named['pp'])) * rounds}"
+        text += f",micro_batches={max(1, int(named['pp'])) * rounds}"
     return Layout.parse(text)
 
 
@@ -136,7 +136,7 @@ def advice(layout: dict, by_kind: dict[str, int]) -> str:
         if layout["tp"] > 1 and not (layout["sequence_parallel"] and layout["regather"]):
             ways.append("regather=true" if layout["sequence_parallel"] else "sequence_parallel=true")
         return f"activations are largest: try {' or '.join([*ways, 'more cp'])}"
-    ways = [] if layout["zero"] else ["zero=1"]
+    ways = [] if layout["zero_stage"] else ["zero_stage=1"]
     return f"states are largest: try {' or '.join([*ways, 'more pp', 'more tp'])}"
 
 

@@ -129,7 +129,7 @@ def _one_rank(config: ModelConfig, layout: Layout, seq_len: int) -> Seen:
     dp_rank = engine.groups.dp.rank()
     micro_batches = [
         data.batch(text_T, index * layout.dp + dp_rank, layout.micro_batch, seq_len)
-        for index in range(layout.accumulation)
+        for index in range(layout.micro_batches)
     ]
     with MemoryTracker(engine, optimizer) as tracker:
         five_d.step(engine, micro_batches, optimizer)

@@ -49,12 +49,12 @@ CHAPTERS = {
     "01": Timed(recipe="fp32", most=1),
     "02": Timed(recipe="bf16", most=1),
     "03": Timed("all-reduce", "dp={n}"),
-    "04": Timed("reduce-scatter", "dp={n},zero=3"),
+    "04": Timed("reduce-scatter", "dp={n},zero_stage=3"),
     "05": Timed("all-reduce", "tp={n}"),
     "06": Timed("all-gather", "tp={n},sequence_parallel=true"),
     "07": Timed("all-gather", "cp={n}"),
-    "08": Timed(layout="pp={n},accumulation=8"),
-    "09": Timed("all-gather", "dp={n},zero=1"),
+    "08": Timed(layout="pp={n},micro_batches=8"),
+    "09": Timed("all-gather", "dp={n},zero_stage=1"),
     "10": Timed("all-reduce", "dp=2,tp={half},sequence_parallel=true", most=8),
 }
 
@@ -126,7 +126,7 @@ def time_layout(layout: Layout) -> str:
     engine = five_d.build(DENSE, layout, dtype=torch.bfloat16)
     optimizer = five_d.make_optimizer(engine)
     tokens_BS = torch.zeros(layout.micro_batch, SEQ_LEN, dtype=torch.int64, device=rank_device())
-    micro_batches = [(tokens_BS, tokens_BS)] * layout.accumulation
+    micro_batches = [(tokens_BS, tokens_BS)] * layout.micro_batches
     seconds = median_s(lambda: five_d.step(engine, micro_batches, optimizer))
     spans = profiled(lambda: five_d.step(engine, micro_batches, optimizer))
     return f"{speed(f'{layout}', seconds, layout.sequences_per_step * SEQ_LEN)}; {overlap(spans)}"

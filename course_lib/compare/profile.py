@@ -143,7 +143,7 @@ def profile_step(
     if attention == "fused" and config.dropout:
         raise ValueError(
             f"dropout is {config.dropout}, but a CPU has no fused attention with dropout; "
-            "use attention='explicit' or scale_down"
+            "use attention='standard' or scale_down"
         )
     start_s = time.perf_counter()
     timeline = profile_steps(config, 2, batch_size, seq_len, recipe, optimizer, attention, recompute)
@@ -155,7 +155,7 @@ def profile_step(
 
 
 def build_optimizer(model: nn.Module, recipe_name: str, optimizer: str) -> torch.optim.Optimizer:
-    """The optimizer of that name; with FP32 masters there is AdamW alone.
+    """The optimizer of that name; with FP32 master weights there is AdamW alone.
 
     Raises   ValueError naming what can be run
     """

@@ -84,7 +84,7 @@ def measure_zero(
         )
     config, start_s = config or preset("toy"), time.perf_counter()
     ranks = launch(_zero_rank, num_ranks, config, stage, recipe, sizes, recompute, quiet=True)
-    layout = Layout(dp=num_ranks, zero=stage, micro_batch=sizes.batch_size, recompute=recompute)
+    layout = Layout(dp=num_ranks, zero_stage=stage, micro_batch=sizes.batch_size, recompute=recompute)
     run = Run(config, layout, sizes.seq_len, recipe, device=ranks.device_type)
     (needed,) = budgets(run)
     sent = sent_bytes(calls(run)["data"])

@@ -21,21 +21,21 @@ from course_lib.config import ModelConfig
 from course_lib.layout.experts import check_expert_parallel
 from course_lib.layout.mesh import AXES, check_ep_size, check_order, check_replicas
 from course_lib.layout.partition import CP_METHODS, check_heads, check_layers, check_ulysses, even_layers, piece_sizes
-from course_lib.layout.placement import PLACEMENTS, check_context
+from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
 from course_lib.schedules import SCHEDULES, check_request, stages_per_rank
 
 if TYPE_CHECKING:  # layout.py imports this file
     from course_lib.layout.record import Layout
 
-SIZES = ("dp", "cp", "tp", "pp", "ep", "dp_replicate", "v", "micro_batch", "accumulation")
+SIZES = ("dp", "cp", "tp", "pp", "ep", "dp_replicate", "v", "micro_batch", "micro_batches")
 CHOICES = {
-    "zero": (0, 1, 2, 3),
+    "zero_stage": (0, 1, 2, 3),
     "sequence_parallel": (False, True),
     "regather": (False, True),
     "schedule": tuple(SCHEDULES),
     "recompute": ("none", "selective", "full"),
     "cp_method": CP_METHODS,
-    "cp_placement": PLACEMENTS,
+    "cp_sharding": SEQUENCE_SHARDINGS,
     "expert_method": ("plain", "once_per_rank"),
 }
 SPLIT_BACKWARD = ("zb_h1", "zb_h2", "zbv", "dualpipe_v")
@@ -81,9 +81,9 @@ def _check_ep(layout: Layout) -> None:
 
 def _check_replicas(layout: Layout) -> None:
     check_replicas(layout.dp, layout.cp, layout.ep, layout.dp_replicate)
-    if layout.dp_replicate > 1 and layout.zero == 0:
+    if layout.dp_replicate > 1 and layout.zero_stage == 0:
         raise ValueError(
-            f"dp_replicate ({layout.dp_replicate}) makes replicas of what ZeRO shards, but zero (0) shards nothing"
+            f"dp_replicate ({layout.dp_replicate}) makes replicas of what ZeRO shards, but zero_stage (0) shards nothing"
         )
 
 
@@ -106,15 +106,15 @@ def _check_stages_per_rank(layout: Layout) -> None:
 
 def _check_micro_batches(layout: Layout) -> None:
     try:
-        check_request(layout.schedule, layout.pp, layout.accumulation, layout.v)
+        check_request(layout.schedule, layout.pp, layout.micro_batches, layout.v)
     except ValueError as error:
-        raise ValueError(str(error).replace("num_micro_batches", "accumulation")) from None
+        raise ValueError(str(error).replace("num_micro_batches", "micro_batches")) from None
 
 
 def _check_split_with_zero(layout: Layout) -> None:
-    if layout.zero > 1 and layout.schedule in SPLIT_BACKWARD:
+    if layout.zero_stage > 1 and layout.schedule in SPLIT_BACKWARD:
         raise ValueError(
-            f"zero ({layout.zero}) sums a layer's gradients when its backward is done; this engine does not do so with "
+            f"zero_stage ({layout.zero_stage}) sums a layer's gradients when its backward is done; this engine does not do so with "
             f"{layout.schedule}, whose weight gradients come later"
         )
 
@@ -139,12 +139,12 @@ LAYOUT_CHECKS: list[Check] = [
     *[(partial(_check_choice, name), (name,)) for name in CHOICES],
     (_check_order, ("order",)),
     (_check_ep, ("ep",)),
-    (_check_replicas, ("dp_replicate", "zero")),
+    (_check_replicas, ("dp_replicate", "zero_stage")),
     (_check_regather, ("regather", "sequence_parallel")),
     (_check_sequence_parallel, ("sequence_parallel", "tp")),
     (_check_stages_per_rank, ("v", "schedule")),
-    (_check_micro_batches, ("accumulation",)),
-    (_check_split_with_zero, ("zero", "schedule")),
+    (_check_micro_batches, ("micro_batches",)),
+    (_check_split_with_zero, ("zero_stage", "schedule")),
     (_check_layers_of_stage, ("layers_of_stage",)),
 ]
 
@@ -214,10 +214,10 @@ class _Model:
     def tied_ends(self, layout: Layout) -> None:
         each = stages_per_rank(layout.schedule, layout.v)
         together = layout.schedule in ("zbv", "dualpipe_v") or (layout.pp == 1 and each > 1)
-        if self.config.tied and layout.zero and together:
+        if self.config.tied and layout.zero_stage and together:
             raise ValueError(
                 f"{self.config.name} ties embedding and head, which {layout.schedule} with pp ({layout.pp}) puts into "
-                f"two stages of one rank: this engine does not shard with zero ({layout.zero}) a weight that both share"
+                f"two stages of one rank: this engine does not shard with zero_stage ({layout.zero_stage}) a weight that both share"
             )
 
     def positions(self, layout: Layout) -> None:
@@ -229,11 +229,11 @@ class _Model:
 
     def length(self, layout: Layout) -> None:
         if self.seq_len is not None:
-            check_context(self.seq_len, layout.cp, layout.cp_placement if layout.cp > 1 else "contiguous")
+            check_context(self.seq_len, layout.cp, layout.cp_sharding if layout.cp > 1 else "contiguous")
 
 
 def model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]:
-    """What this model needs of a layout; what no other layout would mend comes first."""
+    """What this model needs of a layout; what no other layout would fix comes first."""
     of = _Model(config, seq_len)
     return [
         (of.family, ()),
@@ -245,7 +245,7 @@ def model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]
         (of.stages_of_a_rank, ("v", "schedule")),
         (of.stages, ("pp", "v")),
         (of.layers_of_stage, ("layers_of_stage",)),
-        (of.tied_ends, ("zero", "schedule")),
+        (of.tied_ends, ("zero_stage", "schedule")),
         (of.length, ("cp",)),
     ]
 
@@ -280,8 +280,8 @@ def _nearest(layout: Layout, names: Sequence[str], needed: Sequence[Check], conf
 def _candidates(layout: Layout, name: str, config: ModelConfig | None) -> list[Iterable]:
     """Other values of a field, nearest first: numbers in two directions, else one list."""
     value = getattr(layout, name)
-    if name in SIZES or name == "zero":
-        value, lowest = _whole(value), int(name != "zero")
+    if name in SIZES or name == "zero_stage":
+        value, lowest = _whole(value), int(name != "zero_stage")
         highest = min(2 * max(value, 0) + 2 * _whole(layout.pp) + _whole(layout.ep) + 8, FARTHEST)
         return [range(min(value, FARTHEST), lowest - 1, -1), range(max(value + 1, lowest), highest + 1)]
     if name == "order":

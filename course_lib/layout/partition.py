@@ -29,7 +29,7 @@ def check_heads(num_heads: Size, num_kv_heads: Size, tp: Size) -> None:
 
 
 @checked(tp_size=Size)
-def copies_of_kv(config: ModelConfig, tp_size: int) -> int:
+def kv_replication(config: ModelConfig, tp_size: int) -> int:
     """How many ranks have the same key/value head: more than one where there are more ranks than heads."""
     return max(1, tp_size // config.num_kv_heads)
 

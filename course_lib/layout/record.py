@@ -1,14 +1,14 @@
 """A layout: how a training run lies on its ranks, as one frozen record that is checked when it is made.
 
-    layout = Layout(dp=4, tp=2, pp=2, zero=1, schedule="interleaved", v=2, accumulation=4)
+    layout = Layout(dp=4, tp=2, pp=2, zero_stage=1, schedule="interleaved", v=2, micro_batches=4)
     layout.world_size, layout.num_stages                # 16, 4
     layout.check_model(preset("toy"), seq_len=64)       # whether this model can lie so
-    Layout.parse("dp=4,tp=2,zero=1"); str(layout)       # the form of a command line, there and back
+    Layout.parse("dp=4,tp=2,zero_stage=1"); str(layout)       # the form of a command line, there and back
 
     ranks       pp x dp x cp x tp, in `order`; ep is carved out of data = dp x cp
     data        what is not an expert has its gradients summed over data; ZeRO shards over the same ranks
     expert_dp   data / ep ranks have the same experts: their gradients are summed over these
-    a step      dp x micro_batch x accumulation sequences; cp cuts each sequence, pp and tp see all of it
+    a step      dp x micro_batch x micro_batches sequences; cp cuts each sequence, pp and tp see all of it
 
 What cannot be is a ValueError that names the numbers and the nearest ones that can be: layout_check.py says why.
 """
@@ -32,16 +32,16 @@ class Layout:
 
     dp, cp, tp, pp     ranks along each axis
     ep                 over how many neighbours of data = dp x cp the experts of a layer are spread
-    zero               0 | 1 (optimizer) | 2 (gradients too) | 3 (parameters too), sharded over data
+    zero_stage         0 | 1 (optimizer) | 2 (gradients too) | 3 (parameters too), sharded over data
     dp_replicate       HSDP: ZeRO shards over data / dp_replicate neighbours; so many replicas sum gradients of shards
     sequence_parallel  norms and residual stream cut over tp along the sequence
     regather           with that: matrices keep this rank's tokens alone for backward, and gather the others again
     schedule, v        of the pipeline, a name of `schedules.SCHEDULES`; v: stages a rank of "interleaved"
     micro_batch        sequences that go through the model at once, on each dp rank
-    accumulation       micro-batches of a step, on each dp rank: also those of the pipeline
+    micro_batches      micro-batches of a step, on each dp rank: also those of the pipeline
     recompute          "none" | "selective" (the attention core again in backward) | "full" (each block)
     cp_method          "ring" | "all_gather" | "ulysses"
-    cp_placement       "contiguous" | "zigzag" | "striped"
+    cp_sharding        "contiguous" | "zigzag" | "striped"
     layers_of_stage    how many layers each stage has, in the model's order; None: evenly
     expert_method      "plain" | "once_per_rank": a row for each choice, or one for each rank
     order              the axes on the hardware, outermost first
@@ -54,17 +54,17 @@ class Layout:
     tp: int = 1
     pp: int = 1
     ep: int = 1
-    zero: int = 0
+    zero_stage: int = 0
     dp_replicate: int = 1
     sequence_parallel: bool = False
     regather: bool = False
     schedule: str = "1f1b"
     v: int = 1
     micro_batch: int = 1
-    accumulation: int = 1
+    micro_batches: int = 1
     recompute: str = "none"
     cp_method: str = "ring"
-    cp_placement: str = "zigzag"
+    cp_sharding: str = "zigzag"
     layers_of_stage: tuple[int, ...] | None = None
     expert_method: str = "plain"
     order: tuple[str, ...] = AXES
@@ -124,7 +124,7 @@ class Layout:
     @property
     def sequences_per_step(self) -> int:
         """Sequences of one step, of all ranks together."""
-        return self.dp * self.micro_batch * self.accumulation
+        return self.dp * self.micro_batch * self.micro_batches
 
     @checked
     def check_model(self, config: ModelConfig, seq_len: Size | None = None) -> None:
@@ -134,7 +134,7 @@ class Layout:
     # --- as text, as a dictionary
 
     def __str__(self) -> str:
-        """What differs from one process, as `parse` reads it: dp=4,tp=2,zero=1."""
+        """What differs from one process, as `parse` reads it: dp=4,tp=2,zero_stage=1."""
         different = [f"{name}={as_text(value)}" for name, value in self._values().items() if value != DEFAULTS[name]]
         return ",".join(different) or "dp=1"
 
@@ -148,7 +148,7 @@ class Layout:
         for part in text.split(","):
             name, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or not name or not value:
-                raise ValueError(f"{part.strip()!r} in layout {text!r} is not name=value; write dp=2,tp=2,zero=1")
+                raise ValueError(f"{part.strip()!r} in layout {text!r} is not name=value; write dp=2,tp=2,zero_stage=1")
             _check_name(name)
             if name in values:
                 raise ValueError(f"{name} stands twice in layout {text!r}; give it once")

@@ -61,7 +61,8 @@ def rounded_bytes(nbytes: int) -> int:
 def fragment(piece_bytes: int = 16 * 2**20, pieces: int = 32, device: str = "cuda") -> tuple[CudaMemory, CudaMemory]:
     """Show fragmentation: fill memory with pieces, free every second one, then ask for two pieces at once.
 
-    Returns a look at the holes, and one after the larger tensor: half of the memory is idle, yet more is reserved.
+    Returns a look at the fragmented memory, and one after the larger tensor: half of the memory is idle, yet more is
+    reserved.
 
     Raises   ValueError without a CUDA GPU
     """
@@ -72,6 +73,6 @@ def fragment(piece_bytes: int = 16 * 2**20, pieces: int = 32, device: str = "cud
     del whole
     held = [torch.empty(piece_bytes, dtype=torch.uint8, device=device) for _ in range(pieces)]
     del held[::2]
-    holes = cuda_memory(device)
+    fragmented = cuda_memory(device)
     held.append(torch.empty(2 * piece_bytes, dtype=torch.uint8, device=device))
-    return holes, cuda_memory(device)
+    return fragmented, cuda_memory(device)

@@ -7,7 +7,7 @@ Elements that one block saves per token (D, F, N, K, H, S as everywhere):
     norm's output, input of q, k and v         D                          D
     q, k, v                                    (N + 2 K) H                3 N H
     fused core: log-sum-exp, in FP32           N                          N
-    explicit core: scores after softmax        N S, k and v N H each      N S, with dropout 2 N S and a mask
+    standard core: scores after softmax        N S, k and v N H each      N S, with dropout 2 N S and a mask
     core's output, input of o                  N H                        N H
     dropout masks, one byte each               none                       2 D
     residual, saved by the second norm         D, 1 statistic             D, 2 statistics
@@ -98,5 +98,5 @@ def logits_bytes(config: ModelConfig, batch_size: int, seq_len: int) -> int:
 
 def check_attention(attention: str) -> None:
     """Raises ValueError unless the models know this kind of attention."""
-    if attention not in ("fused", "explicit"):
-        raise ValueError(f"attention is {attention!r}; choose from fused, explicit")
+    if attention not in ("fused", "standard"):
+        raise ValueError(f"attention is {attention!r}; choose from fused, standard")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.layout.partition import piece_sizes
-from course_lib.layout.placement import tile
+from course_lib.layout.sequence_sharding import tile
 from course_lib.memory import operators as op
 from course_lib.memory.ledger import Ledger, Node, Tensor, Weight
 
@@ -62,8 +62,12 @@ class StageProgram:
         self.routings: dict[str, Tensor] = {}  # what modules hold of the last forward pass
         self.wide = part.residual_itemsize or part.itemsize
         layout = part.layout
-        self.stream = op.Stream(layout.micro_batch, part.rows, part.own_rows, layout.sequence_parallel, layout.regather)
-        self.inside = op.Stream(layout.micro_batch, part.rows, part.rows, False, False)  # of an expert: nothing is sent
+        self.residual = op.Residual(
+            layout.micro_batch, part.rows, part.own_rows, layout.sequence_parallel, layout.regather
+        )
+        self.inside = op.Residual(
+            layout.micro_batch, part.rows, part.rows, False, False
+        )  # of an expert: nothing is sent
 
     def forward(self, x: Tensor | None) -> tuple[Tensor | None, Node]:
         """(what goes to the next stage, where backward starts)."""
@@ -108,7 +112,7 @@ class StageProgram:
         self.keeper.before_unit("embed", None)
         if self.layout.tp > 1:
             x = op.embed_mine(L, self.weight("embed"), part.rows, part.rows * config.d_model, part.itemsize)
-            x = self.stream.leave(L, x)
+            x = self.residual.leave(L, x)
         else:
             x = op.embedding(L, self.weight("embed"), L.make(part.rows, 8), part.rows * config.d_model, self.wide)
         if config.family != "llama":
@@ -183,7 +187,7 @@ class StageProgram:
         parts = [rows * N * mla.nope_dim, rows * N * mla.value_dim]
         nope, v = op.split(L, *self.columns(normal, [f"{name}.kv_up"]), parts, "keys and values")
         if self.layout.tp > 1:
-            rope = op.gather_in(L, rope, self.stream) if self.layout.sequence_parallel else op.copy_in(L, rope)
+            rope = op.gather_in(L, rope, self.residual) if self.layout.sequence_parallel else op.copy_in(L, rope)
         turned = op.rotate(L, op.copy(L, rope, "pairs"), tables)
         k = op.join(L, [nope, op.repeated(L, turned, N)], "keys")
         return [q, k, op.copy(L, v, "values")]
@@ -192,13 +196,13 @@ class StageProgram:
         L, layout, config = self.L, self.layout, self.config
         rows = self.part.rows * config.num_heads
         q, k, v = (op.cast(L, x, self.part.itemsize) for x in (q, k, v))
-        if self.part.attention == "explicit":
+        if self.part.attention == "standard":
             softmax = self.part.softmax_itemsize or self.part.itemsize
-            return op.explicit_core(L, q, k, v, rows * self.part.tokens, softmax, bool(config.dropout))
+            return op.standard_core(L, q, k, v, rows * self.part.tokens, softmax, bool(config.dropout))
         if layout.cp == 1:
             return op.fused_core(L, *self.filled_up(q, k, v), rows)
         if layout.cp_method == "ulysses":
-            orders = layout.cp_placement != "contiguous"
+            orders = layout.cp_sharding != "contiguous"
             q, k, v = op.tokens_for_heads(L, [q, k, v], orders, layout.micro_batch)
             out = op.fused_core(L, *self.filled_up(q, k, v), rows)
             if self.fills_up:
@@ -226,22 +230,22 @@ class StageProgram:
         tokens, cp = self.part.tokens, self.layout.cp
         shares = []
         for step in range(cp):
-            part = tile(self.layout.cp_placement, tokens, cp - 1, (cp - 1 - step) % cp)
+            part = tile(self.layout.cp_sharding, tokens, cp - 1, (cp - 1 - step) % cp)
             met = () if part is None else (part.queries, part.keys)
             shares.append(tuple((one.stop - one.start) / tokens for one in met) or (0, 0))
         return shares
 
     def mlp(self, block: str, x: Tensor) -> Tensor:
-        return self.stream_mlp(f"{block}.mlp", x, self.stream)
+        return self.residual_mlp(f"{block}.mlp", x, self.residual)
 
-    def stream_mlp(self, name: str, x: Tensor, stream: op.Stream, suffix: str = "") -> Tensor:
+    def residual_mlp(self, name: str, x: Tensor, residual: op.Residual, suffix: str = "") -> Tensor:
         L, two = self.L, self.config.family == "llama"
         names = [f"{name}.{part}{suffix}" for part in (("gate", "up") if two else ("up",))]
-        made = self.columns(x, names, stream=stream)
+        made = self.columns(x, names, residual=residual)
         inner = op.product(L, op.pointwise(L, made[0], "SiLU"), made[1], "SiLU x up") if two else None
         inner = inner or op.pointwise(L, made[0], "GELU")
         del made
-        return self.row(inner, f"{name}.down{suffix}", stream)
+        return self.row(inner, f"{name}.down{suffix}", residual)
 
     # --- experts (moe.py, parallel/dispatch.py, parallel/expert_tensor.py)
 
@@ -249,7 +253,7 @@ class StageProgram:
         L, moe, sharded = self.L, self.config.moe, self.layout.sequence_parallel
         piece = x  # a module's call holds its input to the end
         if sharded:
-            x = op.gather_in(L, piece, self.stream)
+            x = op.gather_in(L, piece, self.residual)
         weights = op.route(L, x, self.weight(f"{block}.moe.router"), moe, self.part.rows)
         if self.layout.recompute == "full" and not L.runs_again:  # the module holds its routing until the next one
             per_token = moe.num_experts * 4 + moe.top_k * (8 + 4 + 1)
@@ -257,11 +261,11 @@ class StageProgram:
         cut = self.layout.tp > 1 and not sharded
         y = self.run_experts(block, op.copy_in(L, x) if cut else x, op.copy_in(L, weights) if cut else weights)
         if cut:
-            y = self.stream.leave(L, y)
+            y = self.residual.leave(L, y)
         if moe.num_shared_experts:
-            shared = self.stream_mlp(f"{block}.moe.shared", x, self.inside if sharded else self.stream)
+            shared = self.residual_mlp(f"{block}.moe.shared", x, self.inside if sharded else self.residual)
             y = op.residual(L, y, shared)
-        return self.stream.leave(L, y) if sharded else y
+        return self.residual.leave(L, y) if sharded else y
 
     def run_experts(self, block: str, x: Tensor, weights: Tensor) -> Tensor:
         """Rows to the experts, here or on other ranks, and back."""
@@ -317,8 +321,8 @@ class StageProgram:
 
     def expert(self, name: str, x: Tensor, rows: int, suffix: str) -> Tensor:
         L = self.L
-        stream = op.Stream(1, rows, rows, False, False)
-        gate, up = self.columns(x, [f"{name}.gate{suffix}", f"{name}.up{suffix}"], rows=rows, stream=stream)
+        residual = op.Residual(1, rows, rows, False, False)
+        gate, up = self.columns(x, [f"{name}.gate{suffix}", f"{name}.up{suffix}"], rows=rows, residual=residual)
         inner = op.product(L, op.pointwise(L, gate, "SiLU"), up, "SiLU x up")
         return op.linear(L, inner, self.weight(f"{name}.down{suffix}"), None, rows)
 
@@ -348,7 +352,12 @@ class StageProgram:
             return None
 
     def columns(
-        self, x: Tensor, names: list[str], biased: bool = True, rows: int | None = None, stream: op.Stream | None = None
+        self,
+        x: Tensor,
+        names: list[str],
+        biased: bool = True,
+        rows: int | None = None,
+        residual: op.Residual | None = None,
     ) -> list[Tensor]:
         """Products of one input: a matrix each, or cut over tp in one node."""
         rows = self.part.rows if rows is None else rows
@@ -356,13 +365,13 @@ class StageProgram:
         if self.layout.tp == 1:
             return [self.linear(x, name, bias, rows) for name, bias in zip(names, biases, strict=True)]
         weights = [self.weight(name) for name in names]
-        return op.columns(self.L, x, weights, [bias for bias in biases if bias], rows, stream or self.stream)
+        return op.columns(self.L, x, weights, [bias for bias in biases if bias], rows, residual or self.residual)
 
-    def row(self, x: Tensor, name: str, stream: op.Stream | None = None) -> Tensor:
-        L, rows, stream = self.L, self.part.rows, stream or self.stream
+    def row(self, x: Tensor, name: str, residual: op.Residual | None = None) -> Tensor:
+        L, rows, residual = self.L, self.part.rows, residual or self.residual
         if self.layout.tp == 1:
             return self.linear(x, name, self.bias(name), rows)
         y = op.linear(L, x, self.weight(name), None, rows)
-        if stream is not self.inside:
-            y = stream.leave(L, y)
+        if residual is not self.inside:
+            y = residual.leave(L, y)
         return op.biased(L, y, self.bias(name)) if self.bias(name) else y

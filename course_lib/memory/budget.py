@@ -140,7 +140,7 @@ def budget(
     lora: LoRA | None = None,
 ) -> Budget:
     """The budget of one GPU that trains the whole model; `batch_size` is one micro-batch's."""
-    layout = Layout(micro_batch=batch_size, accumulation=micro_batches, recompute=recompute)
+    layout = Layout(micro_batch=batch_size, micro_batches=micro_batches, recompute=recompute)
     return budgets(Run(config, layout, seq_len, recipe, attention, lora=lora))[0]
 
 
@@ -227,7 +227,7 @@ def states_of(run: Run, pp_rank: int = 0, tp_rank: int = 0) -> StateBytes:
     """Parameters, gradients and optimizer states of one rank, to the byte."""
     counters = run.device == "cpu" and has_step_counters(run.recipe, run.optimizer)
     not_flat = run.lora is not None or run.optimizer == "adafactor" or run.config.family == "xlmr"
-    if not_flat and run.layout.zero == 0 and run.layout.world_size == run.layout.dp:
+    if not_flat and run.layout.zero_stage == 0 and run.layout.world_size == run.layout.dp:
         return state_bytes(run.config, run.recipe, run.optimizer, run.lora, step_counters=counters)
     return five_d_states(run.config, run.layout, pp_rank, tp_rank, run.recipe, run.optimizer, counters)
 
@@ -242,7 +242,7 @@ class RankOnLedger:
         self.L.offloads = run.offload.activations != "device"
         self.tensors = tensors_of(run.config, run.layout, pp_rank, tp_rank)
         self.flats = flats_of(run.config, run.layout, pp_rank, tp_rank, self.recipe.param_bytes)
-        alone = run.layout.zero == 0 and run.layout.data_size == 1
+        alone = run.layout.zero_stage == 0 and run.layout.data_size == 1
         self.grads_always = alone and self.recipe.grad_bytes > self.recipe.param_bytes
         self.kept = Plain(keeps=not self.grads_always)
         self.shards: list[Shard] = []
@@ -262,7 +262,7 @@ class RankOnLedger:
             self.moved_at_once += self.L.moved_bytes
             self.L.moved_bytes = 0
             self.later[stage] = {}
-            for in_two in ways if run.layout.accumulation > 1 else ():
+            for in_two in ways if run.layout.micro_batches > 1 else ():
                 self.later[stage] |= on_ledger.run(in_two)
 
     def stage_on_ledger(self, stage: int) -> StageOnLedger:
@@ -310,16 +310,16 @@ class RankOnLedger:
         return round(self.moved_at_once / len(self.first) * most)
 
     def keeper(self, stage: int) -> Plain | Buckets | Units:
-        zero = self.layout.zero
-        if zero == 0 and self.layout.data_size == 1:
+        zero_stage = self.layout.zero_stage
+        if zero_stage == 0 and self.layout.data_size == 1:
             return self.kept
-        if zero < 2:  # a tied weight's gradients from both ends are in one bucket
+        if zero_stage < 2:  # a tied weight's gradients from both ends are in one bucket
             return self.buckets
         flats = [flat for flat in self.flats if flat.stage == stage]
         shards = [self.shard(flat, flat.ranks) for flat in flats]
         self.shards += shards
-        if zero == 2:
-            return Buckets(shards, zero, self.kept)
+        if zero_stage == 2:
+            return Buckets(shards, zero_stage, self.kept)
         units = list(dict.fromkeys(flat.unit for flat in flats))
         uses = {}
         for place, flat in enumerate(flats):
@@ -332,7 +332,7 @@ class RankOnLedger:
     @cached_property
     def buckets(self) -> Buckets:
         """Of all stages, without ZeRO chapter 3's; what no other rank has stays as it is."""
-        if self.layout.zero == 0:
+        if self.layout.zero_stage == 0:
             return Buckets([self.shard(flat, 1) for flat in self.flats if flat.ranks > 1], 1, self.kept)
         self.shards = [self.shard(flat, flat.ranks) for flat in self.flats]
         return Buckets(self.shards, 1, self.kept)
@@ -341,7 +341,7 @@ class RankOnLedger:
         """A flat, which ZeRO pads for its ranks; a bucket is not cut."""
         sizes = (self.recipe.param_bytes, wire_grad_bytes(self.recipe))
         names = tuple(one.name for one in flat.tensors)
-        return Shard(self.L, padded(flat.numel, ranks), ranks, names, sizes, max(self.layout.zero, 1))
+        return Shard(self.L, padded(flat.numel, ranks), ranks, names, sizes, max(self.layout.zero_stage, 1))
 
     # --- the walk
 
@@ -408,7 +408,7 @@ class RankOnLedger:
         return found
 
     def owned_sizes(self) -> list[tuple[str, int]]:
-        if self.layout.zero == 0:
+        if self.layout.zero_stage == 0:
             trained = self.adapters().values() if self.run.lora is not None else ()
             return [("matrices", one.numel) for one in trained] or [(one.kind, one.numel) for one in self.tensors]
         kinds = {one.name: one.kind for one in self.tensors}
@@ -427,7 +427,7 @@ class RankOnLedger:
         largest = max(sizes, default=0)
         if self.run.optimizer != "adamw" or self.run.offload.optimizer != "device":
             return 0
-        if self.layout.zero or recipe.master_bytes:  # the course's own, a tensor at a time
+        if self.layout.zero_stage or recipe.master_bytes:  # the course's own, a tensor at a time
             return 4 * largest * (2 if recipe.grad_bytes < 4 else 1)
         itemsize = recipe.param_bytes
         one_by_one = max(before + 2 * size for before, size in pairwise([0, *sizes]))  # the last root is still there

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from course_lib.config import ModelConfig
 from course_lib.layout.partition import check_method
-from course_lib.layout.placement import check_context
+from course_lib.layout.sequence_sharding import check_context
 from course_lib.memory.tensor import narrow
 
 
@@ -34,12 +34,12 @@ def check_exchange(attention: str, cp: int, method: str) -> None:
         )
 
 
-def tokens_of_rank(seq_len: int, cp: int, placement: str = "contiguous") -> int:
+def tokens_of_rank(seq_len: int, cp: int, sequence_sharding: str = "contiguous") -> int:
     """Tokens of one sequence that a rank has: S / cp.
 
-    Raises   ValueError as `placement.check_context`
+    Raises   ValueError as `sequence_sharding.check_context`
     """
-    check_context(seq_len, cp, placement)
+    check_context(seq_len, cp, sequence_sharding)
     return seq_len // cp
 
 

@@ -34,12 +34,14 @@ def five_d_states(
     """
     flats = flats_of(config, layout, pp_rank, tp_rank, recipe_of(recipe).param_bytes)
     each = [
-        zero_state_bytes([flat.numel] if layout.zero else flat.sizes, layout.zero, flat.ranks, recipe, optimizer)
+        zero_state_bytes(
+            [flat.numel] if layout.zero_stage else flat.sizes, layout.zero_stage, flat.ranks, recipe, optimizer
+        )
         for flat in flats
     ]
     states = StateBytes(*(sum(getattr(one, kind) for one in each) for kind in _STATES))
     tensors = sum(len(flat.sizes) for flat in flats)
-    return replace(states, optimizer=states.optimizer + 4 * tensors * (step_counters and layout.zero == 0))
+    return replace(states, optimizer=states.optimizer + 4 * tensors * (step_counters and layout.zero_stage == 0))
 
 
 _STATES = ("parameters", "gradients", "optimizer")

@@ -16,7 +16,7 @@ from math import prod
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.layout.partition import check_layers, copies_of_kv, even_layers
+from course_lib.layout.partition import check_layers, even_layers, kv_replication
 from course_lib.memory.moe import narrow_experts
 from course_lib.memory.states import Shapes, parameter_shapes
 from course_lib.memory.tensor import is_replicated
@@ -34,7 +34,7 @@ _BEFORE_BLOCKS, _AFTER_BLOCKS = ("embed", "positions", "token_type"), ("norm", "
 @lru_cache(maxsize=8)
 def schedule_of(layout: Layout) -> Schedule:
     """The pipeline of a layout; without one it has one rank."""
-    return make(layout.schedule, layout.pp, layout.accumulation, layout.v)
+    return make(layout.schedule, layout.pp, layout.micro_batches, layout.v)
 
 
 def layers_of(config: ModelConfig, layout: Layout) -> list[int]:
@@ -144,7 +144,7 @@ def kind_of(name: str, config: ModelConfig, layout: Layout) -> str:
     if layout.tp > 1 and is_replicated(name):
         return "norms"
     is_kv = name.startswith(("attention.k", "attention.v")) and config.mla is None
-    return "kv" if is_kv and copies_of_kv(config, layout.tp) > 1 else "matrices"
+    return "kv" if is_kv and kv_replication(config, layout.tp) > 1 else "matrices"
 
 
 # ---- flats
@@ -200,7 +200,7 @@ def flats_of(
     flats = []
     for stage in schedule_of(layout).stages_of_rank(pp_rank):
         mine = [one for one in tensors_of(config, layout, pp_rank, tp_rank) if one.stage == stage]
-        for tensors in units_of(mine) if layout.zero == 3 else buckets_of(mine, itemsize):
+        for tensors in units_of(mine) if layout.zero_stage == 3 else buckets_of(mine, itemsize):
             ranks = layout.expert_shard_size if tensors[0].kind == "experts" else layout.shard_size
             flats.append(Flat(tuple(tensors), ranks))
     return tuple(flats)

@@ -24,7 +24,7 @@ def output(L: Ledger, numel: int, itemsize: int, name: str, inputs: Sequence, sa
 
 
 def linear(L: Ledger, x: Tensor, weight: Weight, bias: Weight | None, rows: int) -> Tensor:
-    """y = x w + b. Saves x; in a backward of two parts (deferred.py) x and the gradient wait for the second."""
+    """y = x w + b. Saves x; in a backward of two parts (weight_gradients.py) x and the gradient wait for the second."""
     wants_x, numel, biases = x.node is not None, x.numel, [bias] if bias else []
     if weight.frozen:  # its gradient, which alone would need x, is not wanted
         y = L.make(rows * (weight.numel * rows // x.numel), x.itemsize)
@@ -177,22 +177,25 @@ def cross_entropy(L: Ledger, logits: Tensor, targets: Tensor, rows: int) -> Tens
 
 
 def columns(
-    L: Ledger, x: Tensor, weights: list[Weight], biases: list[Weight], full_rows: int, stream: Stream
+    L: Ledger, x: Tensor, weights: list[Weight], biases: list[Weight], full_rows: int, residual: Residual
 ) -> list[Tensor]:
-    """Products of one input, in one node (parallel/linear.py). Saves x, or what the stream gathered of it, once."""
-    regather, e, width = stream.regather, x.itemsize, x.numel // stream.own_rows
-    entered = stream.enter(L, x)
+    """Products of one input, in one node (parallel/linear.py).
+
+    Saves x, or what the residual stream gathered of it, once.
+    """
+    regather, e, width = residual.regather, x.itemsize, x.numel // residual.own_rows
+    entered = residual.enter(L, x)
     sizes, all_weights = [full_rows * (weight.numel // width) for weight in weights], [*weights, *biases]
     place = L.place_in_queue(all_weights)
 
     def backward(saved, grads):
         x, grads_of = saved[0], grads
-        pieces = stream.start_enter(L, x) if regather else None
+        pieces = residual.start_enter(L, x) if regather else None
         partial = L.make(full_rows * width, e)
         for _ in weights[1:]:
             L.make(full_rows * width, e)
-        piece = stream.sum_input_gradient(L, partial)
-        x_full = stream.end_enter(L, pieces) if regather else x
+        piece = residual.sum_input_gradient(L, partial)
+        x_full = residual.end_enter(L, pieces) if regather else x
         if place is not None:
             L.wait_in(place, [x_full, *grads_of])
             return [piece, *[None] * len(all_weights)]
@@ -208,7 +211,7 @@ def columns(
     return outputs
 
 
-class Stream:
+class Residual:
     """Activations between blocks on a rank of tp: whole (`sharded` False), or each rank's tokens (True)."""
 
     def __init__(self, batch: int, rows: int, own_rows: int, sharded: bool, regather: bool):
@@ -250,10 +253,10 @@ class Stream:
         return y
 
 
-def gather_in(L: Ledger, x: Tensor, stream: Stream) -> Tensor:
+def gather_in(L: Ledger, x: Tensor, residual: Residual) -> Tensor:
     """All tokens; backward sums and keeps this rank's."""
-    y = stream.enter(L, x)
-    y.node = L.node("gather", [x], [], lambda saved, grads: [stream.scatter(L, grads[0])])
+    y = residual.enter(L, x)
+    y.node = L.node("gather", [x], [], lambda saved, grads: [residual.scatter(L, grads[0])])
     return y
 
 
@@ -400,11 +403,11 @@ class Exchange:
             kv = came if came is not None else kv
         del sent
 
-    def home(self, L: Ledger, kv_numel: int, itemsize: int) -> TravelHome:
-        return TravelHome(L, self.method, len(self.tiles), kv_numel, itemsize)
+    def home(self, L: Ledger, kv_numel: int, itemsize: int) -> DKVRotation:
+        return DKVRotation(L, self.method, len(self.tiles), kv_numel, itemsize)
 
 
-class TravelHome:
+class DKVRotation:
     """Gradients of other ranks' keys and values: from rank to rank, or side by side."""
 
     def __init__(self, L: Ledger, method: str, size: int, kv_numel: int, itemsize: int):
@@ -630,7 +633,7 @@ def dropout(L: Ledger, x: Tensor) -> Tensor:
     return output(L, n, e, "dropout", [x], [L.make(n, 1)], lambda saved, grads: [L.make(n, e)])
 
 
-def explicit_core(
+def standard_core(
     L: Ledger, q: Tensor, k: Tensor, v: Tensor, scores: int, softmax_itemsize: int, drops: bool
 ) -> Tensor:
     """Standard attention, which materializes the scores. Saves them after the softmax, and q, k and v of every head."""

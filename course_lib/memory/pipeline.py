@@ -28,7 +28,7 @@ def boundary_bytes(
 ) -> int:
     """What crosses from stage to stage for each micro-batch, and as a gradient back: B S D numbers.
 
-    tp       divides it where sequence parallelism cuts the stream; without, every tp rank sends all of it
+    tp       divides it where sequence parallelism cuts the residual stream; without, every tp rank sends all of it
     """
     return batch_size * piece_sizes(tokens_of_rank(seq_len, cp), tp)[tp_rank] * config.d_model * itemsize
 

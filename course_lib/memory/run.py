@@ -1,6 +1,6 @@
 """A training run as one frozen record: which model, how it lies on its ranks, and in which numbers it computes.
 
-    run = Run(preset("llama-3.1-8b"), Layout.parse("dp=8,zero=1"), seq_len=8192)
+    run = Run(preset("llama-3.1-8b"), Layout.parse("dp=8,zero_stage=1"), seq_len=8192)
     memory.budget.budgets(run)      # how much memory each rank of the pipeline needs
 
 Every formula of the package takes this record. It is checked when it is made, so no formula checks it again.
@@ -28,7 +28,7 @@ class Run:
 
     seq_len     tokens of a whole sequence, of which a rank has seq_len / cp
     recipe      dtypes of the states, a name of `memory.states.RECIPES`
-    attention   "fused" | "explicit" (the score matrices are materialized)
+    attention   "fused" | "standard" (the score matrices are materialized)
     device      "cuda" | "cpu": what every rank computes on
     optimizer   a name of `memory.states.OPTIMIZERS`
     optimizer_implementation   "for-loop" | "foreach" | "fused"; None: what torch chooses on that device
@@ -62,9 +62,9 @@ class Run:
         _check_optimizer(self)
         if self.lora is not None:
             _check_lora(self)
-        if self.offload.parameters != "device" and self.layout.zero != 3:
+        if self.offload.parameters != "device" and self.layout.zero_stage != 3:
             raise ValueError(
-                f"offload.parameters is {self.offload.parameters!r}, but zero is {self.layout.zero}; choose zero 3"
+                f"offload.parameters is {self.offload.parameters!r}, but zero_stage is {self.layout.zero_stage}; choose zero_stage 3"
             )
 
     @property
@@ -95,18 +95,20 @@ def _check_layout(run: Run) -> None:
 
 
 def _check_optimizer(run: Run) -> None:
-    if run.optimizer == "adafactor" and run.layout.zero:
+    if run.optimizer == "adafactor" and run.layout.zero_stage:
         raise ValueError(
             f"optimizer 'adafactor' keeps sums of a matrix's rows and columns, which the flat shards of zero "
-            f"({run.layout.zero}) cut apart; choose zero 0, or another of {', '.join(OPTIMIZERS)}"
+            f"({run.layout.zero_stage}) cut apart; choose zero_stage 0, or another of {', '.join(OPTIMIZERS)}"
         )
 
 
 def _check_lora(run: Run) -> None:
     lora_shapes(run.config, run.lora)
     _check_undivided(run, "the engines do not cut adapters")
-    if run.layout.zero:
-        raise ValueError(f"the engines do not shard adapters, but zero is {run.layout.zero}; choose zero 0")
+    if run.layout.zero_stage:
+        raise ValueError(
+            f"the engines do not shard adapters, but zero_stage is {run.layout.zero_stage}; choose zero_stage 0"
+        )
 
 
 def _check_undivided(run: Run, why: str) -> None:

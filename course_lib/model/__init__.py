@@ -1,6 +1,6 @@
 """The models that are parallelised; they know nothing of ranks.
 
-attention.py     the attention core, explicit and fused
+attention.py     the attention core, standard and fused
 flash.py         FlashAttention's idea in PyTorch: attention block by block
 latent.py        multi-head latent attention: DeepSeek's queries, keys and values through narrow vectors
 moe.py           a mixture of experts: router, dispatch, experts, combine, balancing
@@ -10,7 +10,7 @@ llama.py         Llama, and `build` for all families
 lora.py          frozen weights and thin trained products beside them
 """
 
-from course_lib.model.attention import explicit_attention, fused_attention
+from course_lib.model.attention import fused_attention, standard_attention
 from course_lib.model.gpt import GPT, Encoder
 from course_lib.model.llama import CLASSES, MLP, Llama, RMSNorm, build, initial_weights, rope_frequencies, rope_tables
 from course_lib.model.lora import LoRALinear, apply_lora, merge_lora, trainable_parameters

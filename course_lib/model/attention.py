@@ -4,7 +4,7 @@ Both take the query heads and the (fewer) key/value heads: q_BNSH, k_BKSH, v_BKS
 key/value head n // (N / K). What each keeps for the backward pass, in elements of one layer:
 
     fused       q, k, v, out, and one float32 number a row (log-sum-exp, B N S)          linear in S
-    explicit    q, k and v repeated to N heads, the scores after softmax (B N S S)       quadratic in S
+    standard    q, k and v repeated to N heads, the scores after softmax (B N S S)       quadratic in S
                 with dropout also its mask (B N S S, one byte each) and its output (B N S S)
 
 Latent attention (latent.py) has values of another length than keys. Flash kernels want one length: there the fused way
@@ -48,7 +48,7 @@ def filled_up(x: Tensor, width: Size) -> Tensor:
 
 
 @checked
-def explicit_attention(
+def standard_attention(
     q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, causal: bool = True, dropout: Share = 0.0
 ) -> Tensor:
     """Attention written out. The score matrix exists, and the backward pass keeps it.
@@ -85,7 +85,7 @@ def drop(x: Tensor, probability: Share) -> Tensor:
     return torch.native_dropout(x, probability, train=True)[0] if probability > 0.0 else x
 
 
-CORES = {"fused": fused_attention, "explicit": explicit_attention}
+CORES = {"fused": fused_attention, "standard": standard_attention}
 RECOMPUTE = ("none", "selective", "full")
 
 

@@ -4,7 +4,7 @@ Names are those of `course_lib.model`, but `model.blocks[i].mlp` has only `up` (
 bias, and positions are learned (`model.positions`).
 
 Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1) count what one such block keeps for backward in 16 bits:
-s b h (34 + 5 a s / h) bytes, with s = S, b = B, h = D, a = N. With `attention="explicit"` and dropout above 0 this
+s b h (34 + 5 a s / h) bytes, with s = S, b = B, h = D, a = N. With `attention="standard"` and dropout above 0 this
 block keeps these, term by term:
 
     attention   11 s b h      2 shared input of q, k, v · 4 q and k · 2 v · 2 input of o · 1 dropout mask (one byte)

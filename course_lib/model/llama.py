@@ -181,7 +181,7 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Tokens in, logits out. `build` makes one with the usual initial weights; the bare constructor leaves PyTorch's.
 
-    attention   "fused" | "explicit" (course_lib/model/attention.py)
+    attention   "fused" | "standard" (course_lib/model/attention.py)
     recompute   "none" | "selective" (the attention core runs again in backward) | "full" (each block does)
     layers      which blocks are made; in place of the others stands nothing, for whoever has a part of the model
     Shapes      tokens_BS -> logits_BSV; `positions_S` where the tokens are not 0, 1, 2, ...

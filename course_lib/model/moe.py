@@ -3,8 +3,8 @@
     x_TD -> scores -> choose (groups, top-k) -> weigh -> drop         a Routing: who goes where, with what weight
          -> dispatch -> each expert on its own rows -> combine        y_TD, beside the shared experts' output
 
-`T` tokens (B S of them) · `k` choices a token (top_k) · `A` all choices (T k) · `R` rows: the choices that are kept ·
-`E` experts · `G` groups of experts.
+`T` tokens (B S of them) · `k` assignments a token (top_k) · `A` all assignments (T k) · `R` rows: the assignments that
+are kept · `E` experts · `G` groups of experts.
 
     model.blocks[i].mlp.router.weight               E x D
     model.blocks[i].mlp.experts[e].gate .up .down   D -> F, D -> F, F -> D with F = d_expert
@@ -14,7 +14,8 @@ Expert parallelism is applied from outside. It keeps a part of `moe.experts`, an
 
     moe.run_experts(experts, x_TD, routing) -> y_TD
     moe.sum_load(tokens_E) -> tokens_E      adds up the load of all ranks (here there is one)
-    moe.enter(x_BsD) -> x_BSD               all tokens from each rank's own, where the stream between blocks is cut
+    moe.enter(x_BsD) -> x_BSD               all tokens from each rank's own, where the residual stream between blocks is
+                                            cut
     moe.leave(y_BSD) -> y_BsD               and back
     moe.aux_share                           of the auxiliary loss's gradient, where several ranks compute the same one
 """
@@ -53,7 +54,7 @@ class Routing:
 
     @property
     def tokens_E(self) -> Tensor:
-        """The load: how many choices fell on each expert, dropped ones included."""
+        """The load: how many assignments fell on each expert, dropped ones included."""
         return self.expert_Tk.flatten().bincount(minlength=self.share_TE.shape[1])
 
     @property
@@ -111,7 +112,7 @@ def weigh(score_TE: Tensor, expert_Tk: Tensor, config: MoeConfig) -> Tensor:
 
 @checked
 def capacity(num_tokens: Count, config: MoeConfig) -> int | None:
-    """How many choices one expert takes; None: all of them."""
+    """How many assignments one expert takes; None: all of them."""
     if config.capacity_factor is None:
         return None
     return capacity_of(num_tokens, config.top_k, config.num_experts, config.capacity_factor)
@@ -132,14 +133,14 @@ def capacity_of(num_tokens: int, top_k: int, num_experts: int, capacity_factor: 
 
 @checked(num_experts=Size, room=Index | None)
 def keep(expert_Tk: Tensor, num_experts: int, room: int | None) -> Tensor:
-    """Which choices fit: each expert takes its first `room`; all first choices come before any second one.
+    """Which assignments fit: each expert takes its first `room`; all first assignments come before any second one.
 
     Shapes   expert_Tk -> kept_Tk
     Source   Lepikhin et al. 2020 (arXiv:2006.16668), algorithm 1
     """
     if room is None:
         return torch.ones_like(expert_Tk, dtype=torch.bool)
-    expert_A = expert_Tk.t().flatten()  # all first choices, then all second ones
+    expert_A = expert_Tk.t().flatten()  # all first assignments, then all second ones
     order_A = expert_A.argsort(stable=True)
     tokens_E = expert_A.bincount(minlength=num_experts)
     first_E = tokens_E.cumsum(0) - tokens_E
@@ -188,15 +189,15 @@ class Router(nn.Module):
 
 @checked
 def dispatch(x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
-    """One row for each kept choice, sorted by expert.
+    """One row for each kept assignment, sorted by expert.
 
-    Shapes   x_TD -> x_RD, choice_R, rows_E     (choice_R: t k + slot of each row; rows_E: rows of each expert)
+    Shapes   x_TD -> x_RD, assignment_R, rows_E     (assignment_R: t k + slot of each row; rows_E: rows of each expert)
     """
     expert_A = routing.expert_Tk.flatten()
     order_A = expert_A.argsort(stable=True)
-    choice_R = order_A[routing.kept_Tk.flatten()[order_A]]
-    rows_E = expert_A[choice_R].bincount(minlength=routing.share_TE.shape[1])
-    return x_TD[choice_R // routing.expert_Tk.shape[1]], choice_R, rows_E
+    assignment_R = order_A[routing.kept_Tk.flatten()[order_A]]
+    rows_E = expert_A[assignment_R].bincount(minlength=routing.share_TE.shape[1])
+    return x_TD[assignment_R // routing.expert_Tk.shape[1]], assignment_R, rows_E
 
 
 @checked
@@ -206,23 +207,25 @@ def apply_experts(experts: Iterable[nn.Module], x_RD: Tensor, rows: list[int]) -
 
 
 @checked
-def combine(y_RD: Tensor, choice_R: Tensor, routing: Routing) -> Tensor:
+def combine(y_RD: Tensor, assignment_R: Tensor, routing: Routing) -> Tensor:
     """Each token's sum of its experts' outputs, times their weights; a token dropped everywhere gets zero.
 
     Shapes   y_RD -> y_TD
     """
     num_tokens, top_k = routing.weight_Tk.shape
-    weight_R1 = routing.weight_Tk.flatten()[choice_R].to(y_RD.dtype).unsqueeze(1)
+    weight_R1 = routing.weight_Tk.flatten()[assignment_R].to(y_RD.dtype).unsqueeze(1)
     y_TD = torch.zeros(num_tokens, y_RD.shape[1], dtype=y_RD.dtype, device=y_RD.device)
-    return y_TD.index_put((choice_R // top_k,), y_RD * weight_R1, accumulate=True)  # index_add would keep its addends
+    return y_TD.index_put(
+        (assignment_R // top_k,), y_RD * weight_R1, accumulate=True
+    )  # index_add would keep its addends
 
 
 @checked
 def run_experts(experts: nn.ModuleList, x_TD: Tensor, routing: Routing) -> Tensor:
     """Dispatch, experts, combine, where all experts are here. Expert parallelism puts its own in this one's place."""
-    x_RD, choice_R, rows_E = dispatch(x_TD, routing)
+    x_RD, assignment_R, rows_E = dispatch(x_TD, routing)
     y_RD = apply_experts(experts, x_RD, rows_E.tolist())
-    return combine(y_RD, choice_R, routing)
+    return combine(y_RD, assignment_R, routing)
 
 
 def recomputing() -> bool:
@@ -272,9 +275,10 @@ class MoE(nn.Module):
 
 @checked
 def balance_loss(share_TE: Tensor, tokens_E: Tensor) -> Tensor:
-    """E x sum over experts of (share of choices) x (mean share of scores): 1 in balance, up to E when all go to one.
+    """E x sum over experts of (share of assignments) x (mean share of scores): 1 in balance, up to E when all go to
+    one.
 
-    The choices are counted and have no gradient; it flows through the scores. `tokens_E` may be of more tokens than
+    The assignments are counted and have no gradient; it flows through the scores. `tokens_E` may be of more tokens than
     `share_TE`: of all ranks.
 
     Source   Fedus et al. 2021 (arXiv:2101.03961), equations 4 to 6, where top_k is 1. transformers' is top_k times it.

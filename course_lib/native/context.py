@@ -9,20 +9,22 @@ Two ways in, both still experimental in PyTorch:
 
 What its options are in the from-scratch code:
 
-    enable_load_balance      placement="zigzag"; without it "contiguous", where blocks wholly masked are skipped
-    rotate_method            "alltoall": method="ring", a hop as an all-to-all in which each rank sends to one other;
-                             "allgather", PyTorch's default: method="all_gather" for keys and values. Gradients of keys
-                             and values travel in hops under both
+    enable_load_balance      sequence_sharding="zigzag"; without it "contiguous", where blocks wholly masked are skipped
+    rotate_method            "alltoall": method="ring", a ring step as an all-to-all in which each rank sends to one
+                             other; "allgather", PyTorch's default: method="all_gather" for keys and values. Gradients
+                             of keys and values travel in ring steps under both
     convert_to_f32           merge_dtype: parts are merged, and gradients travel, in float32. Off here for float64
 
 What differs from scratch:
 
-    gradients of k and v     travel all the way home, cp hops: with them goes what the home rank adds itself (cp - 1)
+    gradients of k and v     travel all the way home, cp ring steps: with them goes what the home rank adds itself (cp -
+                             1)
     fewer key/value heads    on a CPU they travel as they are; on a GPU they are repeated first, since not every kernel
                              that `context_parallel` may choose takes fewer
-    next block               asynchronous as well; PyTorch joins key and value into one message, a copy at every hop
+    next block               asynchronous as well; PyTorch joins key and value into one message, a copy at every ring
+                             step
     gradients of weights     nothing is shipped: one all-reduce, as from scratch
-    striped placement, heads exchanged for tokens (Ulysses), a mesh of both: not there
+    striped sequence sharding, heads exchanged for tokens (Ulysses), a mesh of both: not there
 
 Bytes    a layer, k and v of 2 B K s H elements together: cp - 1 times that forward; backward cp - 1 times again, and cp
          times in the dtype in which gradients are summed
@@ -46,11 +48,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
-from course_lib.layout.placement import check_context
+from course_lib.layout.sequence_sharding import check_context
 from course_lib.parallel.data import MicroBatches
 from course_lib.parallel.positions import positions
 
-PLACEMENTS = ("contiguous", "zigzag")  # whether PyTorch balances the load
+SEQUENCE_SHARDINGS = ("contiguous", "zigzag")  # whether PyTorch balances the load
 ROTATE_METHODS = {"alltoall": _RotateMethod.ALL_TO_ALL, "allgather": _RotateMethod.ALL_GATHER}
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -60,21 +62,23 @@ GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]  # th
 # --- build
 
 
-def build(model: nn.Module, group: Group, placement: str = "zigzag", rotate_method: str = "alltoall") -> nn.Module:
+def build(
+    model: nn.Module, group: Group, sequence_sharding: str = "zigzag", rotate_method: str = "alltoall"
+) -> nn.Module:
     """Sets each block's attention core, in place; every rank must bring the same weights.
 
     Bytes    none
-    Raises   ValueError for a model, placement or rotate_method that PyTorch's ring does not know
+    Raises   ValueError for a model, sequence sharding or rotate_method that PyTorch's ring does not know
     """
     check_group(group, "build")
-    check_model(model, placement, rotate_method)
-    model.cp_group, model.placement, model.rotate_method = group, placement, rotate_method
+    check_model(model, sequence_sharding, rotate_method)
+    model.cp_group, model.sequence_sharding, model.rotate_method = group, sequence_sharding, rotate_method
     for block in model.blocks:
         block.attention.core = on_a_gpu if model.embed.weight.is_cuda else ring_core(model)
     return model
 
 
-def check_model(model: nn.Module, placement: str, rotate_method: str) -> None:
+def check_model(model: nn.Module, sequence_sharding: str, rotate_method: str) -> None:
     """Raises ValueError for what this engine does not know, before anything is changed."""
     if model.config.family not in ("llama", "gpt"):
         raise ValueError(f"family is {model.config.family!r}; context parallelism here knows llama and gpt")
@@ -84,8 +88,10 @@ def check_model(model: nn.Module, placement: str, rotate_method: str) -> None:
         raise ValueError("the model has experts, whose balance would be that of a part of the tokens; use a dense one")
     if model.config.mla is not None:
         raise ValueError("the model has latent attention (mla), whose values this ring does not pad; use another model")
-    if placement not in PLACEMENTS:
-        raise ValueError(f"placement is {placement!r}; PyTorch has {', '.join(PLACEMENTS)} (or parallel/context.py)")
+    if sequence_sharding not in SEQUENCE_SHARDINGS:
+        raise ValueError(
+            f"sequence_sharding is {sequence_sharding!r}; PyTorch has {', '.join(SEQUENCE_SHARDINGS)} (or parallel/context.py)"
+        )
     if rotate_method not in ROTATE_METHODS:
         raise ValueError(f"rotate_method is {rotate_method!r}; choose from {', '.join(ROTATE_METHODS)}")
 
@@ -97,8 +103,10 @@ def ring_core(engine: nn.Module):
     """The core of one block: causal attention of my tokens to those of all ranks. Dropout was refused."""
 
     def core(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, causal: bool = True, dropout: float = 0.0) -> Tensor:
-        with ring_options(engine.placement, engine.rotate_method, q_BNsH.dtype):
-            return _RingAttention.apply(q_BNsH, k_BKsH, v_BKsH, engine.cp_group, engine.placement, engine.rotate_method)
+        with ring_options(engine.sequence_sharding, engine.rotate_method, q_BNsH.dtype):
+            return _RingAttention.apply(
+                q_BNsH, k_BKsH, v_BKsH, engine.cp_group, engine.sequence_sharding, engine.rotate_method
+            )
 
     return core
 
@@ -107,10 +115,10 @@ class _RingAttention(torch.autograd.Function):
     """What PyTorch registers for the kernels of GPUs, for the one of a CPU."""
 
     @staticmethod
-    def forward(ctx, q_BNsH, k_BKsH, v_BKsH, group, placement, rotate_method):
+    def forward(ctx, q_BNsH, k_BKsH, v_BKsH, group, sequence_sharding, rotate_method):
         out_BNsH, lse_BNs = _templated_ring_attention(group, 2, FLASH, q_BNsH, k_BKsH, v_BKsH, is_causal=True)
         ctx.save_for_backward(q_BNsH, k_BKsH, v_BKsH, out_BNsH, lse_BNs)
-        ctx.group, ctx.options = group, (placement, rotate_method)
+        ctx.group, ctx.options = group, (sequence_sharding, rotate_method)
         return out_BNsH
 
     @staticmethod
@@ -125,10 +133,10 @@ class _RingAttention(torch.autograd.Function):
 
 
 @contextmanager
-def ring_options(placement: str, rotate_method: str, dtype: torch.dtype = torch.float32) -> Iterator[None]:
+def ring_options(sequence_sharding: str, rotate_method: str, dtype: torch.dtype = torch.float32) -> Iterator[None]:
     """PyTorch's options are global: set inside, as before outside."""
     options = {
-        "enable_load_balance": placement == "zigzag",
+        "enable_load_balance": sequence_sharding == "zigzag",
         "rotate_method": ROTATE_METHODS[rotate_method],
         "convert_to_f32": dtype != torch.float64,
     }
@@ -159,7 +167,7 @@ def cut_by_pytorch(engine: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Iterator[tu
     buffers = [x_BS.clone(), y_BS.clone(), torch.arange(x_BS.shape[1], device=x_BS.device)]
     mesh = DeviceMesh.from_group(engine.cp_group, x_BS.device.type, mesh_dim_names=("cp",))
     with (
-        ring_options(engine.placement, engine.rotate_method),
+        ring_options(engine.sequence_sharding, engine.rotate_method),
         sdpa_kernel(GPU_KERNELS),
         context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], no_restore_buffers=set(buffers)),
     ):
@@ -169,7 +177,7 @@ def cut_by_pytorch(engine: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Iterator[tu
 @contextmanager
 def cut_by_hand(engine: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """This rank's inputs, targets and positions."""
-    mine_s = positions(engine.placement, x_BS.shape[1], engine.cp_group.size(), engine.cp_group.rank())
+    mine_s = positions(engine.sequence_sharding, x_BS.shape[1], engine.cp_group.size(), engine.cp_group.rank())
     yield x_BS[:, mine_s], y_BS[:, mine_s], mine_s
 
 
@@ -186,7 +194,7 @@ def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tens
     if not micro_batches:
         raise ValueError("there are no micro-batches; give at least one (x_BS, y_BS)")
     for x_BS, _ in micro_batches:
-        check_context(x_BS.shape[1], engine.cp_group.size(), engine.placement)
+        check_context(x_BS.shape[1], engine.cp_group.size(), engine.sequence_sharding)
     num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
     losses = []
     for x_BS, y_BS in micro_batches:

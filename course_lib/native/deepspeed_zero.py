@@ -10,8 +10,8 @@ In stages 1 and 2 it all-reduces gradients (0.19.8: `use_multi_rank_bucket_allre
 the sum and gathers parameters: 2 P + P where reduce-scatter and gather would be P + P. With that option off each part
 is reduced to its owner alone, which is P + P again, in more calls. Stage 3 reduce-scatters.
 
-Without a GPU: DS_ACCELERATOR=cpu, and torch's AdamW, since DeepSpeed's own would have to be compiled. Masters are FP32
-here whatever the model is: float64 gradients are rounded to it.
+Without a GPU: DS_ACCELERATOR=cpu, and torch's AdamW, since DeepSpeed's own would have to be compiled. Master weights
+are FP32 here whatever the model is: float64 gradients are rounded to it.
 """
 
 import os
@@ -52,7 +52,7 @@ def build(
 ) -> nn.Module:
     """Lets DeepSpeed shard model and AdamW's states over all ranks, as `config` says. Returns its engine.
 
-    Bytes    a rank holds: stage 1 its share of masters and moments, 2 of gradients too, 3 of parameters too
+    Bytes    a rank holds: stage 1 its share of master weights and moments, 2 of gradients too, 3 of parameters too
     Raises   ValueError if the group is not all ranks
     """
     if group.size() != dist.get_world_size():
@@ -110,7 +110,8 @@ def is_sharded(engine: nn.Module) -> bool:
 
 
 def partition_numel(engine: nn.Module) -> int:
-    """How many numbers of masters, and of each moment, this rank holds: all of them divided by N, once rounded up.
+    """How many numbers of master weights, and of each moment, this rank holds: all of them divided by N, once rounded
+    up.
 
     Raises   RuntimeError if DeepSpeed's optimizer has no partitions: then nothing was sharded
     """

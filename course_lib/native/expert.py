@@ -101,7 +101,7 @@ def keep_my_experts(moe: MoE, layout: ExpertLayout, ep_rank: int) -> None:
 
 def run_grouped(group: dist.ProcessGroup, experts: GroupedExperts, x_TD: Tensor, routing: Routing) -> Tensor:
     """`moe.run_experts` over a group: a row for every choice."""
-    x_RD, choice_R, rows_E = dispatch(x_TD, routing)
+    x_RD, assignment_R, rows_E = dispatch(x_TD, routing)
     to_rank_Ne = rows_E.view(group.size(), -1)
     from_rank_Ne = torch.empty_like(to_rank_Ne)
     dist.all_to_all_single(from_rank_Ne, to_rank_Ne, group=group)
@@ -112,7 +112,7 @@ def run_grouped(group: dist.ProcessGroup, experts: GroupedExperts, x_TD: Tensor,
     order_R = expert_R.repeat_interleave(from_rank_Ne.flatten()).argsort(stable=True)
     y_RD = experts(received_RD[order_R], from_rank_Ne.sum(0))
     returned_RD = all_to_all_single_autograd(y_RD[order_R.argsort()], sent_rows, received_rows, group)
-    return combine(returned_RD, choice_R, routing)
+    return combine(returned_RD, assignment_R, routing)
 
 
 def sum_over(tokens_E: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,10 +1,12 @@
-"""Sequence parallelism as PyTorch ships it: native/tensor.py's plan, with the stream between layers in pieces along S.
+"""Sequence parallelism as PyTorch ships it: native/tensor.py's plan, with the residual stream between layers in pieces
+along S.
 
 Read beside parallel/sequence.py. What the plan's entries are in the from-scratch code:
 
     output_layouts=Shard(1)       scatter_sum, where sum_out was: the Partial result of embed, o and down is
                                   reduce-scattered along S; backward all-gathers the gradient
-    use_local_output=False        the stream x_BsD stays a DTensor of the whole shape: uneven S need it, see below
+    use_local_output=False        the residual stream x_BsD stays a DTensor of the whole shape: uneven S need it, see
+                                  below
     SequenceParallel() on norms   their weights become Replicate DTensors, input and output Shard(1). The weight's
                                   gradient is then Partial: each rank saw s positions. The course's RMSNorm needs no
                                   rule of its own: DTensor passes through an autograd.Function whose forward and

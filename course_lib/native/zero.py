@@ -23,7 +23,7 @@ What FSDP2's options are in the from-scratch engine:
     set_requires_gradient_sync       what no_sync() is to DDP. Gradients then add up whole, not sharded.
     set_modules_to_forward_prefetch  the next unit is gathered while this one computes; in backward that is the default.
     MixedPrecisionPolicy             param_dtype is gathered and computed with, reduce_dtype reduced. Shards keep the
-                                     model's dtype: they are the FP32 masters, and there is no second copy.
+                                     model's dtype: they are the FP32 master weights, and there is no second copy.
     CPUOffloadPolicy                 shards, gradients and optimizer states on the host, moved unit by unit.
     meta device                      fully_shard first, then `fill`: no rank ever holds the whole model.
 

@@ -12,14 +12,14 @@ dispatch.py        tokens to the ranks of their experts and back: uneven all-to-
 expert_tensor.py   experts whose matrices are cut over tp as well
 expert.py          expert parallel: experts spread over ranks, gradients summed over the right ones
 tiles.py           attention over blocks of other ranks: kernels of a tile, parts merged
-ring.py            ring attention: keys and values travel, their gradients travel home
+ring.py            ring attention: keys and values travel, their gradients follow (dKV rotation)
 gathered.py        the same by all-gather and reduce-scatter
 merge_error.py     what 16-bit sums cost a ring: its error by ranks and dtype
 ulysses.py         context parallel by heads: all-to-all, alone or inside a ring
 context.py         context parallel: a Llama or GPT whose sequences are cut in one call, its step
 stages.py          a model cut into stages of consecutive layers
 channels.py        pipeline: who sends what to whom, and why nobody waits for ever
-deferred.py        backward in two parts: weight gradients that wait
+weight_gradients.py backward in two parts: weight gradients that wait
 executor.py        does a rank's list of a pipeline schedule, one instruction after the other
 pipeline.py        pipeline parallel: any schedule in one call
 engine.py          what an engine is, and the one step of pipelines and layouts

@@ -1,10 +1,10 @@
 """Context parallelism from scratch: every rank has the whole model and a part of each sequence.
 
     parallel/ring.py, gathered.py, ulysses.py    attention, the one place where tokens meet
-    placement.py                                 which tokens are whose
+    sequence_sharding.py                         which tokens are whose
     this file                                    a whole Llama or GPT, from outside and in one call, and its step
 
-    engine = build(model, group, method="ring", placement="zigzag")
+    engine = build(model, group, method="ring", sequence_sharding="zigzag")
     loss = step(engine, micro_batches, optimizer)           # the same calls as in native/context.py
 
 Everything else in a model treats each token by itself and stays as it is. Three things must follow the cut: positions
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.layout.partition import check_method
-from course_lib.layout.placement import PLACEMENTS, check_context
+from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
 from course_lib.model.attention import CORES
 from course_lib.parallel.data import MicroBatches, Trace, compute_span
 from course_lib.parallel.gathered import Gathered
@@ -68,7 +68,7 @@ class Context:
 
     group: Group
     method: str
-    placement: str
+    sequence_sharding: str
     inner_group: Group | None = None
     outer_group: Group | None = None
     token_losses: TokenLosses = cross_entropy
@@ -77,16 +77,16 @@ class Context:
     def positions(self, seq_len: int) -> Tensor:
         """Where this rank's tokens stand in a sequence of seq_len."""
         if self.outer_group is None:
-            return positions(self.placement, seq_len, self.group.size(), self.group.rank())
+            return positions(self.sequence_sharding, seq_len, self.group.size(), self.group.rank())
         inner, outer = ((group.size(), group.rank()) for group in (self.inner_group, self.outer_group))
-        return inner_positions(self.placement, seq_len, inner, outer)
+        return inner_positions(self.sequence_sharding, seq_len, inner, outer)
 
 
 def build(
     model: nn.Module,
     group: Group,
     method: str = "ring",
-    placement: str = "zigzag",
+    sequence_sharding: str = "zigzag",
     outer: int = 1,
     merge_dtype: torch.dtype | None = None,
     token_losses: TokenLosses = cross_entropy,
@@ -104,9 +104,9 @@ def build(
     Bytes          with dropout a seed, from which each rank draws for its own tokens; otherwise none
     Raises         ValueError if model or group cannot do it, before anything is sent or changed
     """
-    check_cuttable(model, group, method, placement, outer, merge_dtype)
+    check_cuttable(model, group, method, sequence_sharding, outer, merge_dtype)
     inner_group, outer_group = inner_and_outer(group, outer) if outer > 1 else (None, None)
-    model.context = Context(group, method, placement, inner_group, outer_group, token_losses, trace)
+    model.context = Context(group, method, sequence_sharding, inner_group, outer_group, token_losses, trace)
     for block in model.blocks:
         block.attention.core = core_of(block.attention.core, model.context, merge_dtype)
     if model.config.dropout > 0:
@@ -115,14 +115,14 @@ def build(
 
 
 def core_of(core: Callable, context: Context, merge_dtype: torch.dtype | None = None) -> Callable:
-    """What takes the place of a block's own core, with its kernel: fused or explicit."""
+    """What takes the place of a block's own core, with its kernel: fused or standard."""
     kernel = next(name for name, function in CORES.items() if function is core)
-    plan = Plan(context.placement, kernel=kernel, merge_dtype=merge_dtype, trace=context.trace)
+    plan = Plan(context.sequence_sharding, kernel=kernel, merge_dtype=merge_dtype, trace=context.trace)
     if context.outer_group is not None:
         around = core_over(Ring(context.outer_group, context.trace), plan)
         return ulysses_core(context.inner_group, "contiguous", around)
     if context.method == "ulysses":
-        return ulysses_core(context.group, context.placement, core)
+        return ulysses_core(context.group, context.sequence_sharding, core)
     exchange = Ring(context.group, context.trace) if context.method == "ring" else Gathered(context.group)
     return core_over(exchange, plan)
 
@@ -153,7 +153,7 @@ def check_cuttable(
     model: nn.Module,
     group: Group,
     method: str,
-    placement: str,
+    sequence_sharding: str,
     outer: int = 1,
     merge_dtype: torch.dtype | None = None,
 ) -> None:
@@ -164,8 +164,8 @@ def check_cuttable(
     if config.moe is not None:
         raise ValueError("the model has experts, whose balance would be that of a part of the tokens; use a dense one")
     check_method(method)
-    if placement not in PLACEMENTS:
-        raise ValueError(f"placement is {placement!r}; choose from {', '.join(PLACEMENTS)}")
+    if sequence_sharding not in SEQUENCE_SHARDINGS:
+        raise ValueError(f"sequence_sharding is {sequence_sharding!r}; choose from {', '.join(SEQUENCE_SHARDINGS)}")
     if outer < 1 or cp_size % outer:
         raise ValueError(f"outer ({outer}) must be a divisor of cp ({cp_size})")
     if outer > 1 and method != "ulysses":
@@ -205,7 +205,7 @@ def check_micro_batches(engine: nn.Module, micro_batches: MicroBatches) -> None:
             )
         seq_len, limit = x_BS.shape[1], engine.config.max_seq_len
         if engine.context.outer_group is None:
-            check_context(seq_len, engine.context.group.size(), engine.context.placement)
+            check_context(seq_len, engine.context.group.size(), engine.context.sequence_sharding)
         else:
             engine.context.positions(seq_len)
         if engine.config.family == "gpt" and seq_len > limit:

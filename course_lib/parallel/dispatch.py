@@ -2,7 +2,7 @@
 
 Each function here has the signature of `moe.run_experts`, with the group before it, and takes its place:
 
-    run_plain            a row for every choice, to the rank of its expert; weights are applied at home
+    run_plain            a row for every assignment, to the rank of its expert; weights are applied at home
     run_once             a row to each rank that has an expert of the token; weights travel, and rows return added up
     run_once_per_node    a row to each node, at the rank with the sender's place there; then run_once inside the node
 
@@ -61,12 +61,12 @@ def exchange_counts(counts: Tensor, group: Group) -> Tensor:
     return comm.all_to_all(counts.contiguous(), check_group(group, "exchange_counts"))
 
 
-# --- a row for every choice
+# --- a row for every assignment
 
 
 def run_plain(group: Group, experts: nn.Module, x_TD: Tensor, routing: Routing) -> Tensor:
     """What `moe.run_experts` does alone, here over a group: each row travels. My experts are E / N neighbours."""
-    x_RD, choice_R, rows_E = dispatch(x_TD, routing)
+    x_RD, assignment_R, rows_E = dispatch(x_TD, routing)
     to_rank_Ne = rows_E.view(group.size(), -1)
     from_rank_Ne = exchange_counts(to_rank_Ne, group)
     sent_rows, received_rows = to_rank_Ne.sum(1).tolist(), from_rank_Ne.sum(1).tolist()
@@ -75,7 +75,7 @@ def run_plain(group: Group, experts: nn.Module, x_TD: Tensor, routing: Routing) 
     order_R = by_expert(from_rank_Ne)
     y_RD = apply_experts(experts.values(), received_RD[order_R], from_rank_Ne.sum(0).tolist())
     (returned_RD,) = exchange([y_RD[inverse(order_R)]], group, received_rows, sent_rows)
-    return combine(returned_RD, choice_R, routing)
+    return combine(returned_RD, assignment_R, routing)
 
 
 def by_expert(from_rank_Ne: Tensor) -> Tensor:
@@ -96,19 +96,19 @@ def inverse(order_R: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Choices:
+class Assignments:
     """What travels beside rows: each one's k experts, counted from the first of the place where it is; -1 for none."""
 
     expert_Rk: Tensor
     weight_Rk: Tensor
 
 
-Inner = Callable[[Tensor, Choices], Tensor]  # (x_RD, choices) -> y_RD, weighted and added up
+Inner = Callable[[Tensor, Assignments], Tensor]  # (x_RD, assignments) -> y_RD, weighted and added up
 
 
 def run_once(group: Group, experts: nn.Module, x_TD: Tensor, routing: Routing) -> Tensor:
     """`moe.run_experts` over a group: a token travels to a rank once, however many experts it has there."""
-    return to_places(group, len(experts), x_TD, choices_of(routing), lambda x, c: run_here(experts, x, c))
+    return to_places(group, len(experts), x_TD, assignments_of(routing), lambda x, c: run_here(experts, x, c))
 
 
 def run_once_per_node(across: Group, inside: Group, experts: nn.Module, x_TD: Tensor, routing: Routing) -> Tensor:
@@ -117,23 +117,23 @@ def run_once_per_node(across: Group, inside: Group, experts: nn.Module, x_TD: Te
     across: the ranks with my place in every node; inside: the ranks of my node
     """
 
-    def in_node(x_RD: Tensor, choices: Choices) -> Tensor:
-        return to_places(inside, len(experts), x_RD, choices, lambda x, c: run_here(experts, x, c))
+    def in_node(x_RD: Tensor, assignments: Assignments) -> Tensor:
+        return to_places(inside, len(experts), x_RD, assignments, lambda x, c: run_here(experts, x, c))
 
-    return to_places(across, len(experts) * inside.size(), x_TD, choices_of(routing), in_node)
-
-
-def choices_of(routing: Routing) -> Choices:
-    """Experts and weights of a routing, its dropped choices as -1."""
-    return Choices(torch.where(routing.kept_Tk, routing.expert_Tk, -1).to(torch.int32), routing.weight_Tk)
+    return to_places(across, len(experts) * inside.size(), x_TD, assignments_of(routing), in_node)
 
 
-def to_places(group: Group, width: int, x_RD: Tensor, choices: Choices, inner: Inner) -> Tensor:
+def assignments_of(routing: Routing) -> Assignments:
+    """Experts and weights of a routing, its dropped assignments as -1."""
+    return Assignments(torch.where(routing.kept_Tk, routing.expert_Tk, -1).to(torch.int32), routing.weight_Tk)
+
+
+def to_places(group: Group, width: int, x_RD: Tensor, assignments: Assignments, inner: Inner) -> Tensor:
     """Each row to every place (rank of the group, with `width` experts) that it chose; there `inner`; back, and added.
 
     Shapes   x_RD -> y_RD
     """
-    place_Rk = torch.where(choices.expert_Rk < 0, group.size(), choices.expert_Rk // width)
+    place_Rk = torch.where(assignments.expert_Rk < 0, group.size(), assignments.expert_Rk // width)
     goes_RN = torch.zeros(len(x_RD), group.size() + 1, dtype=torch.bool, device=x_RD.device)
     goes_RN = goes_RN.scatter_(1, place_Rk.long(), True)[:, :-1]
     place_C, row_C = goes_RN.t().nonzero().unbind(1)  # copies, sorted by place
@@ -141,19 +141,21 @@ def to_places(group: Group, width: int, x_RD: Tensor, choices: Choices, inner: I
     received_rows, sent_rows = exchange_counts(to_place_N, group).tolist(), to_place_N.tolist()
 
     here_Ck = place_Rk[row_C] == place_C[:, None]
-    expert_Ck = torch.where(here_Ck, choices.expert_Rk[row_C] - (place_C * width).to(torch.int32)[:, None], -1)
+    expert_Ck = torch.where(here_Ck, assignments.expert_Rk[row_C] - (place_C * width).to(torch.int32)[:, None], -1)
     arrived_expert_Ck = comm.all_to_all(expert_Ck, group, sent_rows, received_rows)
-    arrived_CD, arrived_weight_Ck = exchange([x_RD[row_C], choices.weight_Rk[row_C]], group, sent_rows, received_rows)
-    y_CD = inner(arrived_CD, Choices(arrived_expert_Ck, arrived_weight_Ck))
+    arrived_CD, arrived_weight_Ck = exchange(
+        [x_RD[row_C], assignments.weight_Rk[row_C]], group, sent_rows, received_rows
+    )
+    y_CD = inner(arrived_CD, Assignments(arrived_expert_Ck, arrived_weight_Ck))
     (returned_CD,) = exchange([y_CD], group, received_rows, sent_rows)
     zeros_RD = torch.zeros_like(x_RD, dtype=returned_CD.dtype)
     return zeros_RD.index_put((row_C,), returned_CD, accumulate=True)
 
 
-def run_here(experts: nn.Module, x_RD: Tensor, choices: Choices) -> Tensor:
+def run_here(experts: nn.Module, x_RD: Tensor, assignments: Assignments) -> Tensor:
     """My experts on rows that have arrived: the weighted sum of those that each row chose."""
-    kept_Rk = choices.expert_Rk >= 0
+    kept_Rk = assignments.expert_Rk >= 0
     no_share_RE = x_RD.new_empty(len(x_RD), len(experts))
-    routing = Routing(choices.expert_Rk.clamp(min=0).long(), choices.weight_Rk, kept_Rk, no_share_RE)
-    part_RD, choice_R, rows_e = dispatch(x_RD, routing)
-    return combine(apply_experts(experts.values(), part_RD, rows_e.tolist()), choice_R, routing)
+    routing = Routing(assignments.expert_Rk.clamp(min=0).long(), assignments.weight_Rk, kept_Rk, no_share_RE)
+    part_RD, assignment_R, rows_e = dispatch(x_RD, routing)
+    return combine(apply_experts(experts.values(), part_RD, rows_e.tolist()), assignment_R, routing)

@@ -2,10 +2,11 @@
 
     F     take the input that has come, run the stage, send its output on; keep what backward needs
     B     take the gradient that has come, run autograd, send the input's gradient back; forget what was kept
-    I, W  the same in two parts: see deferred.py
+    I, W  the same in two parts: see weight_gradients.py
 
 It knows nothing of any schedule: order, receives and sends are in the list of `channels.plan`. Nor of what is done with
-a stage: that is its `Work`. Here a stage takes whole sequences; where these are cut too, another Work says how.
+a stage: that is its `StageRunner`. Here a stage takes whole sequences; where these are cut too, another StageRunner
+says how.
 """
 
 import time
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from course_lib.model.moe import count_load, moe_losses
 from course_lib.parallel.channels import receive, send
 from course_lib.parallel.data import MicroBatches
-from course_lib.parallel.deferred import WeightQueue
+from course_lib.parallel.weight_gradients import WeightGradientStore
 from course_lib.schedules.instructions import Instruction
 from course_lib.schedules.messages import Message, Step
 from course_lib.span import Span
@@ -34,10 +35,10 @@ class Kept:
 
     x: Tensor | None  # the input, which collects its gradient; None: tokens
     roots: list[Tensor | torch.autograd.graph.GradientEdge]  # where backward starts; none: nothing here trains
-    queue: WeightQueue | None  # where weight gradients will wait, if the backward is in two parts
+    queue: WeightGradientStore | None  # where weight gradients will wait, if the backward is in two parts
 
 
-class Work:
+class StageRunner:
     """What one pass does with stages and micro-batches. Losses are shares of the mean over num_tokens."""
 
     def __init__(self, engine: nn.Module, num_tokens: int):
@@ -75,9 +76,9 @@ class Work:
 class Executor:
     """One pass over the list of a rank's `pipeline.Pipeline`. It holds what is on its way and what waits."""
 
-    def __init__(self, engine: nn.Module, micro_batches: MicroBatches, work: Work | None = None):
+    def __init__(self, engine: nn.Module, micro_batches: MicroBatches, runner: StageRunner | None = None):
         self.engine, self.micro_batches = engine, micro_batches
-        self.work = work or Work(engine, sum(y_BS.numel() for _, y_BS in micro_batches))
+        self.runner = runner or StageRunner(engine, sum(y_BS.numel() for _, y_BS in micro_batches))
         self.steps = engine.plan_for(len(micro_batches))
         self.in_two = {(s.instruction.stage, s.instruction.micro_batch) for s in self.steps if s.instruction.op == "W"}
         self.to_come = Counter(s.instruction.stage for s in self.steps if s.instruction.op != "F")
@@ -87,7 +88,7 @@ class Executor:
         self.inbox: dict[Message, tuple[dist.Work | None, Tensor]] = {}
         self.outbox: dict[Message, tuple[dist.Work, Tensor]] = {}
         self.kept: dict[tuple[int, int], Kept] = {}
-        self.waiting: dict[tuple[int, int], WeightQueue] = {}
+        self.waiting: dict[tuple[int, int], WeightGradientStore] = {}
         self.peak_live = self.peak_waiting = 0
 
     def run(self) -> Tensor:
@@ -104,7 +105,7 @@ class Executor:
         """Posts the receives that are due, waits for what the instruction needs, forgets sends that have come."""
         for message, src in step.post:
             x_BS = self.micro_batches[message[1]][0]
-            x_BSD = torch.empty(self.work.shape_between(x_BS), dtype=self.engine.dtype, device=self.device)
+            x_BSD = torch.empty(self.runner.shape_between(x_BS), dtype=self.engine.dtype, device=self.device)
             self.inbox[message] = receive(x_BSD, self.engine.channels[src, self.engine.group.rank()]), x_BSD
         if step.needs is None:
             return None
@@ -145,14 +146,14 @@ class Executor:
     def forward(self, stage: int, micro_batch: int, x_BSD: Tensor | None) -> Tensor | None:
         """F: the stage's output, or nothing and the loss counted."""
         x_BS, y_BS = self.micro_batches[micro_batch]
-        queue = WeightQueue() if (stage, micro_batch) in self.in_two else None
+        queue = WeightGradientStore() if (stage, micro_batch) in self.in_two else None
         if x_BSD is not None:
             x_BSD = x_BSD.requires_grad_()
-        with self.deferring(stage, queue):
-            out = self.work.forward(stage, x_BS if x_BSD is None else x_BSD, x_BS)
-            balancing = self.work.share_of_balancing(stage, y_BS)
+        with self.delaying(stage, queue):
+            out = self.runner.forward(stage, x_BS if x_BSD is None else x_BSD, x_BS)
+            balancing = self.runner.share_of_balancing(stage, y_BS)
             if stage == self.engine.num_stages - 1:
-                out = self.work.share_of_loss(out, y_BS)
+                out = self.runner.share_of_loss(out, y_BS)
                 self.loss += out.detach()
                 roots, result = [out], None
             else:
@@ -168,13 +169,13 @@ class Executor:
         """B, or I where the weights' part waits: the gradient of the stage's input."""
         kept = self.kept.pop((stage, micro_batch))
         is_last = self.is_last_backward(stage)
-        self.work.before_backward(stage, is_last)
+        self.runner.before_backward(stage, is_last)
         if kept.roots:
             grads = [None if isinstance(root, Tensor) else grad_BSD for root in kept.roots]  # a loss needs none
-            with self.deferring(stage, None if kept.queue is None else WeightQueue()):  # for recomputation
+            with self.delaying(stage, None if kept.queue is None else WeightGradientStore()):  # for recomputation
                 torch.autograd.backward(kept.roots, grads)
         if kept.queue is None:
-            self.work.after_backward(stage, is_last)
+            self.runner.after_backward(stage, is_last)
         else:
             self.waiting[stage, micro_batch] = kept.queue
             self.peak_waiting = max(self.peak_waiting, len(self.waiting))
@@ -183,18 +184,18 @@ class Executor:
     def weights(self, stage: int, micro_batch: int) -> None:
         """W: the gradients of the weights."""
         is_last = self.is_last_backward(stage)
-        self.work.before_backward(stage, is_last)
+        self.runner.before_backward(stage, is_last)
         self.waiting.pop((stage, micro_batch)).run()
-        self.work.after_backward(stage, is_last)
+        self.runner.after_backward(stage, is_last)
 
     def is_last_backward(self, stage: int) -> bool:
         """Whether no B, I or W of the stage follows the one that begins."""
         self.to_come[stage] -= 1
         return self.to_come[stage] == 0
 
-    def deferring(self, stage: int, queue: WeightQueue | None) -> AbstractContextManager:
+    def delaying(self, stage: int, queue: WeightGradientStore | None) -> AbstractContextManager:
         """Inside, the stage's weight gradients wait in the queue, if there is one."""
-        return nullcontext() if queue is None else self.engine.deferrals[stage].into(queue)
+        return nullcontext() if queue is None else self.engine.delayed[stage].into(queue)
 
 
 def edge_of(out: Tensor) -> torch.autograd.graph.GradientEdge | None:

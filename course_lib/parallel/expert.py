@@ -42,8 +42,8 @@ from course_lib.parallel import tensor
 from course_lib.parallel.data import MicroBatches
 from course_lib.parallel.dispatch import run_once, run_once_per_node, run_plain
 from course_lib.parallel.expert_tensor import cut_over_tp
-from course_lib.parallel.linear import WholeStream
-from course_lib.parallel.sequence import ShardedStream, of_my_tokens
+from course_lib.parallel.linear import ReplicatedResidual
+from course_lib.parallel.sequence import ShardedResidual, of_my_tokens
 from course_lib.parallel.tensor import cuts_of, make_optimizer, sum_gradients
 from course_lib.parallel.vocabulary import vocab_cross_entropy
 from course_lib.training.precision import gradient_of, scale_gradients, zero_gradients
@@ -130,7 +130,7 @@ def build(
         moe.run_experts = runner(method, groups)
         moe.sum_load = partial(sum_over, group=group)
     if tp_group is not None:
-        cut_over_tp(model, ShardedStream(tp_group) if sequence_parallel else WholeStream(tp_group))
+        cut_over_tp(model, ShardedResidual(tp_group) if sequence_parallel else ReplicatedResidual(tp_group))
     model.groups, model.layout = groups, layout
     return model
 
@@ -239,7 +239,7 @@ def sum_over_ranks(engine: nn.Module) -> None:
     groups, experts = engine.groups, my_experts(engine)
     if groups.tp is not None:
         tensor.sum_replicas(engine)
-        if isinstance(engine.stream, ShardedStream):
+        if isinstance(engine.residual, ShardedResidual):
             sum_gradients(of_my_tokens(engine), groups.tp)
     sum_gradients([param for param in engine.parameters() if param not in experts], groups.dp)
     if groups.expert_dp.size() > 1:
@@ -288,7 +288,7 @@ def step(
 
 @torch.no_grad()
 def routing_load(engine: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """For each layer with experts (tokens_E, dropped_E): the choices of the last micro-batch, of all ranks."""
+    """For each layer with experts (tokens_E, dropped_E): the assignments of the last micro-batch, of all ranks."""
     return [
         (
             comm.all_reduce(moe.routing.tokens_E, engine.groups.dp),

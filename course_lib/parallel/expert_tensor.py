@@ -7,10 +7,10 @@ tp and whole experts, sends it once; it needs experts enough for ep = dp x tp.
 What a rank computes of an expert's output is one term of a sum over tp. So is its part of all outputs combined: one
 sum, after combine, serves all experts. The router is whole on each rank, as norms are.
 
-Where the stream between blocks is cut along the sequence (parallel/sequence.py), the whole layer lies between one
-all-gather and one reduce-scatter, and nothing inside is summed:
+Where the residual stream between blocks is cut along the sequence (parallel/sequence.py), the whole layer lies between
+one all-gather and one reduce-scatter, and nothing inside is summed:
 
-                          whole stream                           sharded stream
+                          whole residual stream                           sharded residual stream
     tokens                x_BSD as it is                         all-gather x_BsD to x_BSD; backward reduce-scatter
     outputs               all-reduce after combine               reduce-scatter at the end; backward all-gather
     shared experts        an all-reduce of their own             in the same sum
@@ -29,15 +29,15 @@ from course_lib.comm.conjugate import InFlight, copy_in, scatter_sum, sum_out
 from course_lib.config import ModelConfig
 from course_lib.model.moe import MoE, Routing
 from course_lib.parallel import tensor
-from course_lib.parallel.linear import ColumnLinear, WholeStream
-from course_lib.parallel.sequence import SEQUENCE, ShardedStream
+from course_lib.parallel.linear import ColumnLinear, ReplicatedResidual
+from course_lib.parallel.sequence import SEQUENCE, ShardedResidual
 from course_lib.parallel.vocabulary import VocabEmbedding
 
-Stream = WholeStream | ShardedStream
+Residual = ReplicatedResidual | ShardedResidual
 
 
 @dataclass(frozen=True)
-class PartialStream(WholeStream):
+class PartialResidual(ReplicatedResidual):
     """Inside an expert nothing is summed: what comes out is a part of a sum, and stays so until after combine."""
 
     def leave(self, x_partial: Tensor) -> Tensor:
@@ -47,34 +47,34 @@ class PartialStream(WholeStream):
         return InFlight(None, lambda: grad_partial)
 
 
-def cut_over_tp(model: nn.Module, stream: Stream) -> None:
+def cut_over_tp(model: nn.Module, residual: Residual) -> None:
     """`tensor.shard_model`, with experts for MLPs. The router stays whole on each rank, as norms do."""
-    model.embed = VocabEmbedding(model.embed, stream)
+    model.embed = VocabEmbedding(model.embed, residual)
     for block in model.blocks:
-        cut_block(block, stream, model.config)
-    model.head = ColumnLinear(model.head, stream)
+        cut_block(block, residual, model.config)
+    model.head = ColumnLinear(model.head, residual)
     model.tie()
-    model.stream, model.replica_group = stream, tensor.replica_group_of(model.config, stream.group)
+    model.residual, model.replica_group = residual, tensor.replica_group_of(model.config, residual.group)
 
 
-def cut_block(block: nn.Module, stream: Stream, config: ModelConfig) -> None:
+def cut_block(block: nn.Module, residual: Residual, config: ModelConfig) -> None:
     """The matrices of one block, with experts or without."""
-    tensor.cut_attention(block.attention, stream, config)
+    tensor.cut_attention(block.attention, residual, config)
     if not isinstance(block.mlp, MoE):
-        tensor.shard_mlp(block.mlp, stream)
-    elif isinstance(stream, ShardedStream):
-        cut_experts_sharded(block.mlp, stream)
+        tensor.shard_mlp(block.mlp, residual)
+    elif isinstance(residual, ShardedResidual):
+        cut_experts_sharded(block.mlp, residual)
     else:
-        cut_experts(block.mlp, stream)
+        cut_experts(block.mlp, residual)
 
 
-def cut_experts(moe: MoE, stream: WholeStream) -> None:
+def cut_experts(moe: MoE, residual: ReplicatedResidual) -> None:
     """One sum of inputs' gradients and one of outputs for all experts together, outside of dispatch and combine."""
     for expert in moe.experts.children():
-        tensor.shard_mlp(expert, PartialStream(stream.group))
+        tensor.shard_mlp(expert, PartialResidual(residual.group))
     if moe.shared is not None:
-        tensor.shard_mlp(moe.shared, stream)
-    run, tp_group = moe.run_experts, stream.group
+        tensor.shard_mlp(moe.shared, residual)
+    run, tp_group = moe.run_experts, residual.group
 
     def run_parts(experts: nn.Module, x_TD: Tensor, routing: Routing) -> Tensor:
         """The weights enter as x does: each rank's gradient of them comes from its part of the outputs."""
@@ -84,16 +84,16 @@ def cut_experts(moe: MoE, stream: WholeStream) -> None:
     moe.run_experts = run_parts
 
 
-def cut_experts_sharded(moe: MoE, stream: ShardedStream) -> None:
+def cut_experts_sharded(moe: MoE, residual: ShardedResidual) -> None:
     """My tokens become all, and the layer's outputs mine again; between, everything is a part of a sum.
 
     Bytes    sent per rank: (N - 1) / N of B S D (S padded), twice forward and twice backward
     """
-    inside = PartialStream(stream.group)
+    inside = PartialResidual(residual.group)
     for mlp in moe.experts.children():
         tensor.shard_mlp(mlp, inside)
     if moe.shared is not None:
         tensor.shard_mlp(moe.shared, inside)
-    moe.enter = stream.enter
-    moe.leave = partial(scatter_sum, group=stream.group, dim=SEQUENCE)
-    moe.aux_share = 1 / stream.group.size()
+    moe.enter = residual.enter
+    moe.leave = partial(scatter_sum, group=residual.group, dim=SEQUENCE)
+    moe.aux_share = 1 / residual.group.size()

@@ -2,11 +2,11 @@
 
     1. pp        the layers are cut into stages; one executor runs them, also where there is one stage
     2. ep        of each layer's experts a rank keeps its own
-    3. tp, sp    matrices of what is left are cut, and with sp the stream between them
+    3. tp, sp    matrices of what is left are cut, and with sp the residual stream between them
     4. cp        attention becomes a ring, or all-to-alls; tokens, positions and labels are cut
     5. data      gradients are summed over data = dp x cp in buckets while backward runs; ZeRO shards what a rank has
 
-    layout = Layout(dp=2, tp=2, pp=2, zero=1, accumulation=4)
+    layout = Layout(dp=2, tp=2, pp=2, zero_stage=1, micro_batches=4)
     engine = build(preset("toy"), layout)
     optimizer = make_optimizer(engine)
     loss = step(engine, micro_batches, optimizer)           # of engine.py
@@ -58,11 +58,11 @@ from course_lib.parallel.engine import (
     step,
     update,
 )
-from course_lib.parallel.executor import Work
+from course_lib.parallel.executor import StageRunner
 from course_lib.parallel.expert import keep_my_experts, runner, sum_over
 from course_lib.parallel.expert_tensor import cut_block
-from course_lib.parallel.linear import ColumnLinear, WholeStream
-from course_lib.parallel.sequence import MyPositions, ShardedStream
+from course_lib.parallel.linear import ColumnLinear, ReplicatedResidual
+from course_lib.parallel.sequence import MyPositions, ShardedResidual
 from course_lib.parallel.stages import check_stages, skeleton
 from course_lib.parallel.sums import copies_of, owned, sharing_of, sum_gradients
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
@@ -70,7 +70,7 @@ from course_lib.parallel.whole import put_together
 from course_lib.training.precision import accumulate_in_fp32
 
 __all__ = [
-    "CutWork", "FiveD", "accumulate_gradients", "build", "check_micro_batches", "clip_gradients", "cuts_of",
+    "CutStageRunner", "FiveD", "accumulate_gradients", "build", "check_micro_batches", "clip_gradients", "cuts_of",
     "fill_from_seed", "full_gradients", "full_parameters", "keep_experts", "make_optimizer", "named_parameters",
     "reduce_gradients", "run_layout", "seed_dropout", "shard_over_data", "step", "update",
 ]  # fmt: skip
@@ -81,17 +81,17 @@ __all__ = [
 class FiveD(nn.Module, Engine):
     """One rank's part of a model: its stages, cut further, and what shards them. `build` makes one.
 
-    data_engines   of each stage what sums its gradients over data: ZeRO, or with zero 0 buckets; none where the layout
-                   gives a stage to one rank alone
+    data_engines   of each stage what sums its gradients over data: ZeRO, or with zero_stage 0 buckets; none where the
+                   layout gives a stage to one rank alone
     """
 
     def __init__(self, config: ModelConfig, layout: Layout, groups: Groups, stages: pipeline.Pipeline):
         super().__init__()
         self.config, self.layout, self.groups, self.pipeline = config, layout, groups, stages
-        self.norm_groups, self.is_sharded, self.trace = (groups.world,), layout.zero > 0, stages.trace
-        sharded = partial(ShardedStream, regather=layout.regather)
-        self.stream = (sharded if layout.sequence_parallel else WholeStream)(groups.tp)
-        self.context = Context(groups.cp, layout.cp_method, layout.cp_placement)
+        self.norm_groups, self.is_sharded, self.trace = (groups.world,), layout.zero_stage > 0, stages.trace
+        sharded = partial(ShardedResidual, regather=layout.regather)
+        self.residual = (sharded if layout.sequence_parallel else ReplicatedResidual)(groups.tp)
+        self.context = Context(groups.cp, layout.cp_method, layout.cp_sharding)
         self.replica_group = tensor.replica_group_of(config, groups.tp) if layout.tp > 1 else None
         self.data_engines = nn.ModuleDict()
 
@@ -126,7 +126,7 @@ class FiveD(nn.Module, Engine):
 
     def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
         tensors = {name: tensor_of(param) for name, param in named_parameters(self).items()}
-        if self.layout.zero:  # below stage 3 what is frozen is in no flat
+        if self.layout.zero_stage:  # below stage 3 what is frozen is in no flat
             in_flats = {name for each in self.data_engines.values() for flat in each.flats for name in flat.names}
             tensors = {name: x for name, x in tensors.items() if name not in in_flats}
             for data_engine in self.data_engines.values():
@@ -175,12 +175,12 @@ def build(
     if layout.pp > 1:
         comm.check_point_to_point(device, groups.pp, "a pipeline")
 
-    schedule = pipeline.checked_schedule(layout.schedule, layout.pp, layout.accumulation, layout.v)
+    schedule = pipeline.checked_schedule(layout.schedule, layout.pp, layout.micro_batches, layout.v)
     layers_of_stage = check_stages(config, schedule.num_stages, layout.layers_of_stage)
     mine = schedule.stages_of_rank(groups.pp.rank())
     model = skeleton(config, mine, layers_of_stage, attention, layout.recompute).to(dtype)
     stages = pipeline.build(
-        model, groups.pp, layout.schedule, layout.v, layers_of_stage, trace, num_micro_batches=layout.accumulation
+        model, groups.pp, layout.schedule, layout.v, layers_of_stage, trace, num_micro_batches=layout.micro_batches
     )
     engine = FiveD(config, layout, groups, stages)
     for stage in engine.stages.values():
@@ -208,22 +208,22 @@ def keep_experts(engine: FiveD, stage: nn.Module) -> None:
 
 def cut_over_tp(engine: FiveD, stage: nn.Module) -> None:
     """Tensor parallel, and sequence parallel: both ends of the model, and each block."""
-    stream, config = engine.stream, engine.config
+    residual, config = engine.residual, engine.config
     if engine.layout.tp == 1:
         return
     if stage.is_first:
-        stage.embed = VocabEmbedding(stage.embed, stream)
+        stage.embed = VocabEmbedding(stage.embed, residual)
     for block in stage.blocks.values():
-        cut_block(block, stream, config)
+        cut_block(block, residual, config)
     if stage.is_last:
-        stage.head = ColumnLinear(stage.head, stream)
+        stage.head = ColumnLinear(stage.head, residual)
     if not engine.layout.sequence_parallel:
         return
     if stage.is_first and config.family == "gpt":
-        stage.positions = MyPositions(stage.positions, stream.group)
+        stage.positions = MyPositions(stage.positions, residual.group)
     if config.dropout > 0:
         for owner in [*([stage] if stage.is_first else []), *stage.blocks.values()]:
-            owner.dropout.forward = tensor.with_rank_rng(owner.dropout.forward, stream.group)
+            owner.dropout.forward = tensor.with_rank_rng(owner.dropout.forward, residual.group)
 
 
 def cut_over_cp(engine: FiveD, stage: nn.Module) -> None:
@@ -236,14 +236,17 @@ def cut_over_cp(engine: FiveD, stage: nn.Module) -> None:
 def shard_over_data(engine: FiveD, grad_dtype: torch.dtype | None) -> None:
     """Sums gradients over data, experts' over expert_dp: one engine a stage, for each has a backward of its own.
 
-    With zero 0 these are chapter 3's buckets; from 1 on ZeRO shards as well, with replicas over one replica's ranks.
+    With zero_stage 0 these are chapter 3's buckets; from 1 on ZeRO shards as well, with replicas over one replica's
+    ranks.
     """
     layout, sharing = engine.layout, sharing_of(engine)
     group = sharing.groups["matrices"]
     summed: set[nn.Parameter] = set()  # a weight that two stages here share: by the first one's buckets
     for name, stage in engine.stages.items():
-        if layout.zero:
-            engine.data_engines[name] = zero.build(stage, group, layout.zero, grad_dtype=grad_dtype, sharing=sharing)
+        if layout.zero_stage:
+            engine.data_engines[name] = zero.build(
+                stage, group, layout.zero_stage, grad_dtype=grad_dtype, sharing=sharing
+            )
         elif layout.data_size > 1:
             mine = {p for p in stage.parameters() if p not in summed and sharing.groups[sharing.kind_of(p)].size() > 1}
             of_stage = Sharing(lambda p, mine=mine: sharing.kind_of(p) if p in mine else None, sharing.groups)
@@ -252,7 +255,7 @@ def shard_over_data(engine: FiveD, grad_dtype: torch.dtype | None) -> None:
             )
             engine.data_engines[name].syncing = False  # `before_backward` says when
             summed |= mine
-    if layout.zero == 0 and grad_dtype not in (None, engine.pipeline.dtype):
+    if layout.zero_stage == 0 and grad_dtype not in (None, engine.pipeline.dtype):
         accumulate_in_fp32([param for param in engine.pipeline.parameters() if param not in summed])
 
 
@@ -294,8 +297,8 @@ def seed_dropout(engine: FiveD, seed: int) -> None:
 # --- step
 
 
-class CutWork(Work):
-    """What the executor does with a stage whose tokens are cut over cp, and whose stream is cut over tp."""
+class CutStageRunner(StageRunner):
+    """What the executor does with a stage whose tokens are cut over cp, and whose residual stream is cut over tp."""
 
     def shape_between(self, x_BS: Tensor) -> tuple[int, ...]:
         layout, (batch_size, seq_len) = self.engine.layout, x_BS.shape
@@ -311,7 +314,7 @@ class CutWork(Work):
     def forward(self, stage: int, x: Tensor, x_BS: Tensor) -> Tensor:
         positions_s = self.engine.positions(x_BS.shape[1]).to(x_BS.device)
         if self.engine.layout.sequence_parallel:
-            self.engine.stream.seq_len = len(positions_s)
+            self.engine.residual.seq_len = len(positions_s)
         name = str(stage)
         run = self.engine.data_engines[name] if name in self.engine.data_engines else self.engine.stages[name]
         return run(self.mine(x) if stage == 0 else x, positions_s)
@@ -332,11 +335,11 @@ class CutWork(Work):
 
         A tied weight of two stages on this rank is the first stage's, whose last backward comes after the other's.
         """
-        if str(stage) in self.engine.data_engines and self.engine.layout.zero < 2:
+        if str(stage) in self.engine.data_engines and self.engine.layout.zero_stage < 2:
             self.engine.data_engines[str(stage)].syncing = is_last
 
     def after_backward(self, stage: int, is_last: bool) -> None:
-        if self.engine.layout.zero > 1:
+        if self.engine.layout.zero_stage > 1:
             self.engine.data_engines[str(stage)].finish()
         elif str(stage) in self.engine.data_engines:
             self.engine.data_engines[str(stage)].syncing = False
@@ -345,18 +348,18 @@ class CutWork(Work):
 def run_layout(engine: FiveD, micro_batches: MicroBatches) -> Tensor:
     """Executes the layout's schedule; returns this rank's share of the mean loss.
 
-    micro_batches   `layout.accumulation` pairs (x_BS, y_BS) of `layout.micro_batch` whole sequences, of this dp rank;
+    micro_batches   `layout.micro_batches` pairs (x_BS, y_BS) of `layout.micro_batch` whole sequences, of this dp rank;
                     those of all ranks are as long
     Raises          ValueError if they are not so many, not so large, or their length does not divide
     """
     check_micro_batches(engine, micro_batches)
     num_tokens = engine.layout.dp * sum(y_BS.numel() for _, y_BS in micro_batches)
-    return pipeline.execute(engine.pipeline, micro_batches, CutWork(engine, num_tokens))
+    return pipeline.execute(engine.pipeline, micro_batches, CutStageRunner(engine, num_tokens))
 
 
 def reduce_gradients(engine: FiveD) -> None:
     """Waits for what is summed over data once a step, then sums what the table of sums.py says beyond it."""
-    if engine.layout.zero < 2:
+    if engine.layout.zero_stage < 2:
         for data_engine in engine.data_engines.values():
             data_engine.finish()
     sum_gradients(engine)
@@ -365,9 +368,9 @@ def reduce_gradients(engine: FiveD) -> None:
 def check_micro_batches(engine: FiveD, micro_batches: MicroBatches) -> None:
     """Raises ValueError for what the layout does not expect, or if ranks bring different lengths."""
     layout = engine.layout
-    if len(micro_batches) != layout.accumulation:
+    if len(micro_batches) != layout.micro_batches:
         raise ValueError(
-            f"there are {len(micro_batches)} micro-batches, the layout has accumulation={layout.accumulation}"
+            f"there are {len(micro_batches)} micro-batches, the layout has micro_batches={layout.micro_batches}"
         )
     pipeline.check_micro_batches(engine.pipeline, micro_batches)
     for index, (x_BS, _) in enumerate(micro_batches):

@@ -38,7 +38,7 @@ class Gathered:
             key_rank = (rank - step) % size
             yield key_rank, of_ranks[key_rank]
 
-    def home(self, kv_BKsU: Tensor) -> "SumAtOnce":
+    def dkv_sum(self, kv_BKsU: Tensor) -> "SumAtOnce":
         return SumAtOnce(self.group)
 
 
@@ -63,7 +63,7 @@ def gathered_attention(
     k_BKsH: Tensor,
     v_BKsH: Tensor,
     group: Group,
-    placement: str = "zigzag",
+    sequence_sharding: str = "zigzag",
     causal: bool = True,
     merge_dtype: torch.dtype | None = None,
     kernel: str = "fused",
@@ -76,5 +76,5 @@ def gathered_attention(
              as many again backward, and (N - 1) * 2 B K s H * (itemsize of merge_dtype). N: ranks
     Raises   ValueError for shapes or words that do not fit, before anything is sent
     """
-    plan = Plan(placement, causal, kernel, merge_dtype, trace)
+    plan = Plan(sequence_sharding, causal, kernel, merge_dtype, trace)
     return block_attention(q_BNsH, k_BKsH, v_BKsH, Gathered(group), plan)

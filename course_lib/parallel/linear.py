@@ -7,13 +7,14 @@ The names are those of y = x w, where w is D x F. `nn.Linear` stores the transpo
 dimension 0, a row's is w_Df, cut along dimension 1.
 
 Between a column and a row nothing is sent, whatever works on each head or feature by itself. Both ends of that stretch
-are in one object, the *stream* (here `WholeStream`; sequence parallelism brings another, which keeps the activations
-between blocks in shards, and nothing else changes):
+are in one object, the *residual* (here `ReplicatedResidual`; sequence parallelism brings another, which keeps the
+activations between blocks in shards, and nothing else changes):
 
     into columns     forward nothing, backward all-reduce      the pair copy_in
     out of a row     forward all-reduce, backward nothing      the pair sum_out
 
-Both let weight gradients wait (deferred.py): a row's `product` is replaced, columns ask their `deferral` for a queue.
+Both let weight gradients wait (weight_gradients.py): a row's `product` is replaced, columns ask their `delayed` for a
+queue.
 
 Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3
 """
@@ -37,7 +38,7 @@ from course_lib.span import Span
 
 
 @dataclass(frozen=True)
-class WholeStream:
+class ReplicatedResidual:
     """The activations between blocks, whole on every rank.
 
     enter, leave             what goes in, and what comes out of a row, for autograd
@@ -126,17 +127,17 @@ class ColumnLinear(nn.Module):
     Shapes   weight w_fD, bias b_f; x_BSD -> y_BSf
     """
 
-    def __init__(self, linear: nn.Linear, stream: WholeStream, copies: int = 1):
+    def __init__(self, linear: nn.Linear, residual: ReplicatedResidual, copies: int = 1):
         super().__init__()
-        self.stream = stream
-        cut = Cut(0, linear.out_features, stream.group.size(), copies)
-        self.weight = cut_parameter(linear.weight, cut, stream.group)
-        self.bias = None if linear.bias is None else cut_parameter(linear.bias, cut, stream.group)
+        self.residual = residual
+        cut = Cut(0, linear.out_features, residual.group.size(), copies)
+        self.weight = cut_parameter(linear.weight, cut, residual.group)
+        self.bias = None if linear.bias is None else cut_parameter(linear.bias, cut, residual.group)
         self.cuts = {"weight": cut, "bias": cut}
-        self.deferral = None  # whose queue, while there is one, takes the weights' gradients
+        self.delayed = None  # whose queue, while there is one, takes the weights' gradients
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return column_linears(x_BSD, [self], self.stream)[0]
+        return column_linears(x_BSD, [self], self.residual)[0]
 
 
 class RowLinear(nn.Module):
@@ -145,21 +146,21 @@ class RowLinear(nn.Module):
     Shapes   weight w_Df, bias b_D; x_BSf -> y_BSD
     """
 
-    def __init__(self, linear: nn.Linear, stream: WholeStream):
+    def __init__(self, linear: nn.Linear, residual: ReplicatedResidual):
         super().__init__()
-        self.stream = stream
-        cut = Cut(1, linear.in_features, stream.group.size())
-        self.weight = cut_parameter(linear.weight, cut, stream.group)
+        self.residual = residual
+        cut = Cut(1, linear.in_features, residual.group.size())
+        self.weight = cut_parameter(linear.weight, cut, residual.group)
         self.bias = linear.bias
         self.cuts = {"weight": cut}
         self.product = F.linear
 
     def forward(self, x_BSf: Tensor) -> Tensor:
-        y_BSD = self.stream.leave(self.product(x_BSf, self.weight))
+        y_BSD = self.residual.leave(self.product(x_BSf, self.weight))
         return y_BSD if self.bias is None else y_BSD + self.bias
 
 
-def column_linears(x: Tensor, layers: Sequence[ColumnLinear], stream: WholeStream) -> tuple[Tensor, ...]:
+def column_linears(x: Tensor, layers: Sequence[ColumnLinear], residual: ReplicatedResidual) -> tuple[Tensor, ...]:
     """The products of one input: it is kept once, and its gradient is summed once, however many they are.
 
     To autograd it is `x = copy_in(x, group)`, then `F.linear(x, w_fD, b_f)` for each layer. Backward is written out for
@@ -174,32 +175,32 @@ def column_linears(x: Tensor, layers: Sequence[ColumnLinear], stream: WholeStrea
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weights = x.to(dtype), [w_fD.to(dtype) for w_fD in weights]
         biases = [None if b_f is None else b_f.to(dtype) for b_f in biases]
-    deferral = layers[0].deferral
-    products = deferral and deferral.products(weights, biases)
+    delayed = layers[0].delayed
+    products = delayed and delayed.products(weights, biases)
     if products and x.requires_grad:
         weights, biases = ([None if one is None else one.detach() for one in each] for each in (weights, biases))
-    return _ColumnLinears.apply(x, stream, products, *weights, *biases)
+    return _ColumnLinears.apply(x, residual, products, *weights, *biases)
 
 
 class _ColumnLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, stream, products, *weights_and_biases):
+    def forward(ctx, x, residual, products, *weights_and_biases):
         count = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
-        x_BSD = stream.start_enter(x).wait()
-        ctx.stream, ctx.seq_len, ctx.products = stream, x_BSD.shape[-2], products
-        ctx.save_for_backward(x if stream.regather else x_BSD, *weights)
+        x_BSD = residual.start_enter(x).wait()
+        ctx.residual, ctx.seq_len, ctx.products = residual, x_BSD.shape[-2], products
+        ctx.save_for_backward(x if residual.regather else x_BSD, *weights)
         return tuple(F.linear(x_BSD, w_fD, b_f) for w_fD, b_f in zip(weights, biases))
 
     @staticmethod
     def backward(ctx, *grads_BSf):
-        stream, (x, *weights) = ctx.stream, ctx.saved_tensors
-        entering = stream.start_enter(x, ctx.seq_len) if stream.regather else InFlight(None, lambda: x)
+        residual, (x, *weights) = ctx.residual, ctx.saved_tensors
+        entering = residual.start_enter(x, ctx.seq_len) if residual.regather else InFlight(None, lambda: x)
         grad_BSD_partial = grads_BSf[0] @ weights[0]
         for grad_BSf, w_fD in zip(grads_BSf[1:], weights[1:]):
             grad_BSD_partial += grad_BSf @ w_fD
-        summing = stream.start_sum(grad_BSD_partial)
-        if not stream.overlap:
+        summing = residual.start_sum(grad_BSD_partial)
+        if not residual.overlap:
             grad_x = summing.wait()
             summing = InFlight(None, lambda: grad_x)
         x_BSD = entering.wait()
@@ -208,7 +209,7 @@ class _ColumnLinears(torch.autograd.Function):
                 product.x, product.grad = x_BSD.detach(), grad_BSf
             return summing.wait(), *[None] * (2 + 2 * len(weights))
         wanted = ctx.needs_input_grad[3:]  # of weights, then of biases: none of what is frozen or absent
-        with compute_span(stream.trace, "weight gradients"):
+        with compute_span(residual.trace, "weight gradients"):
             grad_weights = [rows(grad).t() @ rows(x_BSD) if want else None for grad, want in zip(grads_BSf, wanted)]
             grad_biases = [rows(grad).sum(0) if want else None for grad, want in zip(grads_BSf, wanted[len(weights) :])]
         return summing.wait(), None, None, *grad_weights, *grad_biases

@@ -49,7 +49,7 @@ def ring_in_one_process(
 
     Shapes   -> out_BNSH, dq_BNSH, dk_BKSH, dv_BKSH in the dtype of the inputs, in the sequence's order
     """
-    where = [positions(plan.placement, q_BNSH.shape[2], ranks, rank) for rank in range(ranks)]
+    where = [positions(plan.sequence_sharding, q_BNSH.shape[2], ranks, rank) for rank in range(ranks)]
     kv = [torch.cat([k_BKSH[:, :, at], v_BKSH[:, :, at]], -1) for at in where]
     results, shares = [torch.empty_like(x) for x in (q_BNSH, q_BNSH, k_BKSH, v_BKSH)], []
     for rank, at in enumerate(where):
@@ -79,12 +79,12 @@ def merge_errors(
     merge_dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
     seq_len: int = 840,
     causal: bool = False,
-    kernel: str = "explicit",
+    kernel: str = "standard",
 ) -> list[MergeError]:
     """The error of bfloat16 attention on rings of several sizes. One rank is the kernel alone, nothing merged.
 
     seq_len is a multiple of each number of ranks. Tokens lie in contiguous blocks: with `causal` the last rank merges
-    all of them, the first none. The explicit kernel rounds nothing but its results; the CPU's flash kernel also rounds
+    all of them, the first none. The standard kernel rounds nothing but its results; the CPU's flash kernel also rounds
     softmax weights and, in backward, its own running sums.
     Raises   ValueError if seq_len does not divide
     """

@@ -84,7 +84,7 @@ class OnDisk:
 class OffloadedAdamW(MasterAdamW):
     """MasterAdamW whose states wait in place="host" or "disk": the same arithmetic, run on the host, piece by piece.
 
-    Make it when the parameters have their values: the masters are copied from them then. States on disk are in a
+    Make it when the parameters have their values: the master weights are copied from them then. States on disk are in a
     nameless file of `folder` (the system's for temporary files by default; useless if that is a disk in memory), which
     vanishes with `close()` or with the process, however that ends.
 
@@ -234,7 +234,7 @@ def _check_parameter(parameter: nn.Parameter) -> None:
     found = f"a parameter of shape {tuple(parameter.shape)}"
     if parameter.dtype not in DTYPES:
         raise ValueError(
-            f"{found} has dtype {parameter.dtype}; required: {DTYPES}, as the masters are FP32. Convert it"
+            f"{found} has dtype {parameter.dtype}; required: {DTYPES}, as the master weights are FP32. Convert it"
         )
     if parameter.device.type == "meta":
         raise ValueError(f"{found} has no values yet (device meta); load them before making the optimizer")

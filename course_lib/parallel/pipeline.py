@@ -3,7 +3,7 @@
     schedules.py             what each rank computes, in order, as a list; schedule_check.py: whether that can run
     parallel/stages.py       the model cut into stages
     parallel/channels.py     who sends what to whom, and why nobody waits for ever
-    parallel/deferred.py     weight gradients that wait for W
+    parallel/weight_gradients.py     weight gradients that wait for W
     parallel/executor.py     does a rank's list, one instruction after the other
     this file                a whole Llama or GPT, whole gradients
 
@@ -18,9 +18,9 @@ backward; once a step the loss (one number), the gradient of tied embeddings who
 all-reduce between these two) and one number to clip.
 
 What a rank keeps of a micro-batch from F to its B (or I), for each of its stages: what autograd saves there, the
-received input included. After B it is freed; after I there is kept until W what deferred.py says. Beside it there are
-messages of B S D: one received ahead, the gradient at hand, and outputs that were sent until it is certain that they
-have come.
+received input included. After B it is freed; after I there is kept until W what weight_gradients.py says. Beside it
+there are messages of B S D: one received ahead, the gradient at hand, and outputs that were sent until it is certain
+that they have come.
 
 Source   Huang et al. 2019 (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473)
 """
@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.parallel.channels import Pair, connect, pairs_of
-from course_lib.parallel.deferred import Deferral
 from course_lib.parallel.engine import (
     Engine,
     MicroBatches,
@@ -46,8 +45,9 @@ from course_lib.parallel.engine import (
     make_optimizer,
     step,
 )
-from course_lib.parallel.executor import Executor, Work
+from course_lib.parallel.executor import Executor, StageRunner
 from course_lib.parallel.stages import check_stages, cut
+from course_lib.parallel.weight_gradients import DelayedWeightGradients
 from course_lib.schedules import make
 from course_lib.schedules.check import check
 from course_lib.schedules.instructions import Schedule
@@ -106,7 +106,7 @@ class Pipeline(nn.Module, Engine):
         self.names = [name for name, _ in model.named_parameters()]  # of the whole model, in its order
         mine = first.stages_of_rank(group.rank())
         self.stages = nn.ModuleDict({str(stage): cut(model, stage, layers_of_stage) for stage in mine})
-        self.deferrals: dict[int, Deferral] = {}
+        self.delayed: dict[int, DelayedWeightGradients] = {}
         self.plans: dict[int, list[Step]] = {}  # by number of micro-batches
         self.peak_live = self.peak_waiting = 0
 
@@ -171,8 +171,8 @@ class Pipeline(nn.Module, Engine):
 
     def _prepare_to_split(self, schedule: Schedule) -> None:
         for one in schedule.instructions[self.group.rank()]:
-            if one.op == "W" and one.stage not in self.deferrals:
-                self.deferrals[one.stage] = Deferral(self.stages[str(one.stage)])
+            if one.op == "W" and one.stage not in self.delayed:
+                self.delayed[one.stage] = DelayedWeightGradients(self.stages[str(one.stage)])
 
 
 def build(
@@ -248,12 +248,12 @@ def run_schedule(engine: Pipeline, micro_batches: MicroBatches) -> Tensor:
     Raises   ValueError if there is no schedule for so many micro-batches, before anything is sent
     """
     check_micro_batches(engine, micro_batches)
-    return execute(engine, micro_batches, Work(engine, sum(y_BS.numel() for _, y_BS in micro_batches)))
+    return execute(engine, micro_batches, StageRunner(engine, sum(y_BS.numel() for _, y_BS in micro_batches)))
 
 
-def execute(engine: Pipeline, micro_batches: MicroBatches, work: Work) -> Tensor:
-    """Runs this rank's list; `work` says what is done with a stage. Returns the sum of its shares of the loss."""
-    executor = Executor(engine, micro_batches, work)
+def execute(engine: Pipeline, micro_batches: MicroBatches, runner: StageRunner) -> Tensor:
+    """Runs this rank's list; `runner` says what is done with a stage. Returns the sum of its shares of the loss."""
+    executor = Executor(engine, micro_batches, runner)
     loss = executor.run()
     engine.peak_live, engine.peak_waiting = executor.peak_live, executor.peak_waiting
     return loss

@@ -8,7 +8,7 @@
 
 At any time a rank holds two blocks, one in use and one arriving. Backward sends keys and values around once more, and
 behind them the gradients: each rank adds its share to a block's dk and dv and passes them on, until they are home. The
-home rank's own share never travels, so that is N - 1 hops as well.
+home rank's own share never travels, so that is N - 1 ring steps as well.
 
 On the wire, per attention, with N ranks of s tokens; a block is 2 B K s H numbers, K key/value heads and not N:
 
@@ -35,7 +35,7 @@ from course_lib.span import Span
 
 
 @dataclass(frozen=True)
-class Hop:
+class RingStep:
     """A tensor on its way to my right neighbour, and one like it from my left. Neither may be touched before wait()."""
 
     outgoing: Tensor
@@ -53,7 +53,7 @@ class Hop:
         return self.incoming
 
 
-def start_hop(outgoing: Tensor, group: Group, name: str = "hop", trace: Trace | None = None) -> Hop:
+def start_ring_step(outgoing: Tensor, group: Group, name: str = "ring step", trace: Trace | None = None) -> RingStep:
     """Starts to pass a tensor on to the right neighbour; all ranks of the group do, with tensors of one shape.
 
     An all-to-all in which each rank has rows for one other only. A send and a receive would do the same; on gloo they
@@ -66,7 +66,7 @@ def start_hop(outgoing: Tensor, group: Group, name: str = "hop", trace: Trace | 
     to_right = [rows if other == (rank + 1) % size else 0 for other in range(size)]
     from_left = [rows if other == (rank - 1) % size else 0 for other in range(size)]
     work = dist.all_to_all_single(incoming, outgoing, from_left, to_right, group=group, async_op=True)
-    return Hop(outgoing, incoming, work, name, start_s, trace)
+    return RingStep(outgoing, incoming, work, name, start_s, trace)
 
 
 @dataclass(frozen=True)
@@ -81,34 +81,36 @@ class Ring:
         rank, size = self.group.rank(), self.group.size()
         for step in range(size):
             is_last = step == size - 1
-            hop = None if is_last else start_hop(kv_BKsU, self.group, f"k v of {(rank - step) % size}", self.trace)
+            ring_step = (
+                None if is_last else start_ring_step(kv_BKsU, self.group, f"k v of {(rank - step) % size}", self.trace)
+            )
             yield (rank - step) % size, kv_BKsU
-            if hop is not None:
-                kv_BKsU = hop.wait()
+            if ring_step is not None:
+                kv_BKsU = ring_step.wait()
 
-    def home(self, kv_BKsU: Tensor) -> "TravelHome":
-        return TravelHome(self.group, self.trace)
+    def dkv_sum(self, kv_BKsU: Tensor) -> "DKVRotation":
+        return DKVRotation(self.group, self.trace)
 
 
-class TravelHome:
+class DKVRotation:
     """dk and dv of each block go from rank to rank behind it, a share added at each, and from the last one home."""
 
     def __init__(self, group: Group, trace: Trace | None = None):
         self.group, self.trace = group, trace
         self.own_BKsU: Tensor | None = None  # my share of my own block: it stays here
-        self.hop: Hop | None = None
+        self.ring_step: RingStep | None = None
 
     def add(self, key_rank: int, dkv_BKsU: Tensor) -> None:
         if self.own_BKsU is None:
             self.own_BKsU = dkv_BKsU
             return
-        if self.hop is not None:  # this block's shares of the ranks between its home and me
-            dkv_BKsU += self.hop.wait()
-        self.hop = start_hop(dkv_BKsU, self.group, f"dk dv of {key_rank}", self.trace)
+        if self.ring_step is not None:  # this block's shares of the ranks between its home and me
+            dkv_BKsU += self.ring_step.wait()
+        self.ring_step = start_ring_step(dkv_BKsU, self.group, f"dk dv of {key_rank}", self.trace)
 
     def total(self) -> Tensor:
-        if self.hop is not None:
-            self.own_BKsU += self.hop.wait()
+        if self.ring_step is not None:
+            self.own_BKsU += self.ring_step.wait()
         return self.own_BKsU
 
 
@@ -117,21 +119,22 @@ def ring_attention(
     k_BKsH: Tensor,
     v_BKsH: Tensor,
     group: Group,
-    placement: str = "zigzag",
+    sequence_sharding: str = "zigzag",
     causal: bool = True,
     merge_dtype: torch.dtype | None = None,
     kernel: str = "fused",
     trace: Trace | None = None,
 ) -> Tensor:
-    """Attention over a sequence shared out by `placement`: every rank brings equally many tokens, and gets theirs.
+    """Attention over a sequence shared out by `sequence_sharding`: every rank brings equally many tokens, and gets
+    theirs.
 
     merge_dtype   of outputs and gradients while parts are added up: float32 if not given, float64 for float64 inputs.
                   The log-sum-exp has float32 at least, always
-    kernel        "fused" | "explicit" (tiles.py)
+    kernel        "fused" | "standard" (tiles.py)
     Shapes   q_BNsH, k_BKsH, v_BKsH -> out_BNsH            (query head n reads key/value head n // (N / K))
     Bytes    sent per rank: (N - 1) * 2 B K s H * itemsize forward;
              as many again backward, and (N - 1) * 2 B K s H * (itemsize of merge_dtype). N: ranks
     Raises   ValueError for shapes or words that do not fit, before anything is sent
     """
-    plan = Plan(placement, causal, kernel, merge_dtype, trace)
+    plan = Plan(sequence_sharding, causal, kernel, merge_dtype, trace)
     return block_attention(q_BNsH, k_BKsH, v_BKsH, Ring(group, trace), plan)

@@ -3,7 +3,7 @@
 Between a row and the next column stand dropout, residual sum and norm. Tensor parallelism does them on every rank with
 the same B S D numbers. But they treat each token by itself, so here a rank does them for its own tokens, x_BsD:
 
-    region                    tensor parallel (WholeStream)    with sequence parallel (ShardedStream)
+    region                    tensor parallel (ReplicatedResidual)    with sequence parallel (ShardedResidual)
     enter, into columns       x_BSD as it is                   x_BsD, all-gather to x_BSD
     between column and row    heads or features cut, all S     the same
     leave, out of a row       all-reduce, y_BSD                reduce-scatter, y_BsD
@@ -14,7 +14,7 @@ An all-reduce is a reduce-scatter and then an all-gather: the same bytes on the 
 
 Two things change with it. A weight used for my tokens alone (norms, biases behind a row, learned positions) gets the
 gradient of my tokens alone: `accumulate_gradients` sums those over the group, once a step. Forget it and nothing fails:
-ranks that should hold one norm hold several. And dropout of the stream must draw other numbers on every rank.
+ranks that should hold one norm hold several. And dropout of the residual stream must draw other numbers on every rank.
 
 What columns keep for their weights' gradients is a choice:
 
@@ -50,7 +50,7 @@ from course_lib.parallel.tensor import clip_gradients, full_gradients, full_para
 from course_lib.span import Span
 
 __all__ = [
-    "ShardedStream", "accumulate_gradients", "build", "clip_gradients", "full_gradients", "full_parameters", "loss_of",
+    "ShardedResidual", "accumulate_gradients", "build", "clip_gradients", "full_gradients", "full_parameters", "loss_of",
     "make_optimizer", "step",
 ]  # fmt: skip
 
@@ -58,7 +58,7 @@ SEQUENCE = 1  # the dimension of x_BSD that is cut
 
 
 @dataclass
-class ShardedStream:
+class ShardedResidual:
     """The activations between blocks, each rank with its own tokens: ceil(S / tp) of them, the last with fewer.
 
     A shard does not tell how long the whole is: the last to leave does, the embedding first of all; columns remember it
@@ -124,7 +124,7 @@ class MyPositions(nn.Module):
 def build(
     model: nn.Module, group: Group, regather: bool = False, overlap: bool = True, trace: Trace | None = None
 ) -> nn.Module:
-    """Cuts the model's matrices and its stream in place, and returns it. Every rank brings the same weights.
+    """Cuts the model's matrices and its residual stream in place, and returns it. Every rank brings the same weights.
 
     Every rank is given all tokens_BS, and gives logits_BSv, its part of the vocabulary.
 
@@ -132,7 +132,7 @@ def build(
     Raises   ValueError if model or group cannot be cut so, before anything is sent or changed
     """
     tensor.check_shardable(model, group)
-    tensor.shard_model(model, ShardedStream(group, overlap, trace, regather))
+    tensor.shard_model(model, ShardedResidual(group, overlap, trace, regather))
     if model.config.family == "gpt":
         model.positions = MyPositions(model.positions, group)
     if model.config.dropout > 0:
@@ -156,7 +156,7 @@ def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tens
     """
     loss = tensor.accumulate_gradients(engine, micro_batches)
     if params := of_my_tokens(engine):
-        tensor.sum_gradients(params, engine.stream.group)
+        tensor.sum_gradients(params, engine.residual.group)
     return loss
 
 

@@ -250,7 +250,7 @@ class ShardedAdamW(MasterAdamW):
     """AdamW on this rank's shards. A 16-bit shard gets an FP32 copy, its master; a wider one is its own master.
 
     Bytes    state per number: 8 for the moments of an FP32 shard, 4 + 8 for a 16-bit one; nothing else
-    Source   Loshchilov and Hutter 2019 (arXiv:1711.05101); masters, and loading them again, as in MasterAdamW
+    Source   Loshchilov and Hutter 2019 (arXiv:1711.05101); master weights, and loading them again, as in MasterAdamW
     """
 
     def __init__(

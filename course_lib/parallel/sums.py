@@ -49,7 +49,7 @@ def sharing_of(engine: nn.Module) -> Sharing:
 
 def owned(engine: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(kind, what this rank's optimizer updates): parameters, or with ZeRO shards of them."""
-    if engine.layout.zero:
+    if engine.layout.zero_stage:
         for sharded in engine.data_engines.values():
             yield from ((flat.kind, flat.shard_p) for flat in sharded.flats if flat.trains)
     else:
@@ -84,6 +84,6 @@ def copies_of(engine: nn.Module, kind: str) -> int:
     if kind == "kv":
         copies = engine.replica_group.size()
     copies *= layout.dp_replicate
-    if layout.zero == 0:
+    if layout.zero_stage == 0:
         copies *= layout.expert_dp if kind == "experts" else layout.data_size
     return copies

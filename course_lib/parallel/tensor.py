@@ -1,6 +1,6 @@
 """Tensor parallelism from scratch: a model cut over the ranks of one group, all of which work on the same tokens.
 
-    parallel/linear.py       a matrix: column and row linear, and the stream of activations between them
+    parallel/linear.py       a matrix: column and row linear, and the residual stream of activations between them
     parallel/vocabulary.py   both ends: embedding and loss
     this file                a whole Llama or GPT, from outside and in one call, and its step
 
@@ -28,9 +28,9 @@ from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.config import ModelConfig
 from course_lib.devices import rank_device
-from course_lib.layout.partition import check_heads, copies_of_kv, piece_sizes
+from course_lib.layout.partition import check_heads, kv_replication, piece_sizes
 from course_lib.parallel.data import MicroBatches, Trace, compute_span
-from course_lib.parallel.linear import ColumnLinear, Cut, RowLinear, WholeStream, column_linears
+from course_lib.parallel.linear import ColumnLinear, Cut, ReplicatedResidual, RowLinear, column_linears
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
 from course_lib.training.precision import MasterAdamW, gradient_of, scale_gradients, zero_gradients
 
@@ -51,68 +51,68 @@ def build(model: nn.Module, group: Group, overlap: bool = True, trace: Trace | N
     check_shardable(model, group)
     if model.config.dropout > 0:
         share_seed(group)
-    return shard_model(model, WholeStream(group, overlap, trace))
+    return shard_model(model, ReplicatedResidual(group, overlap, trace))
 
 
-def shard_model(model: nn.Module, stream: WholeStream) -> nn.Module:
+def shard_model(model: nn.Module, residual: ReplicatedResidual) -> nn.Module:
     """Replaces each matrix by this rank's part of it. Norms, positions and biases of rows stay whole."""
-    model.embed = VocabEmbedding(model.embed, stream)
+    model.embed = VocabEmbedding(model.embed, residual)
     for block in model.blocks:
-        shard_block(block, stream, model.config)
-    model.head = ColumnLinear(model.head, stream)
+        shard_block(block, residual, model.config)
+    model.head = ColumnLinear(model.head, residual)
     model.tie()
-    model.stream, model.replica_group = stream, replica_group_of(model.config, stream.group)
+    model.residual, model.replica_group = residual, replica_group_of(model.config, residual.group)
     return model
 
 
-def shard_block(block: nn.Module, stream: WholeStream, config: ModelConfig) -> None:
+def shard_block(block: nn.Module, residual: ReplicatedResidual, config: ModelConfig) -> None:
     """The matrices of one block without experts."""
-    cut_attention(block.attention, stream, config)
-    shard_mlp(block.mlp, stream)
+    cut_attention(block.attention, residual, config)
+    shard_mlp(block.mlp, residual)
 
 
-def shard_attention(attention: nn.Module, stream: WholeStream, config: ModelConfig) -> None:
+def shard_attention(attention: nn.Module, residual: ReplicatedResidual, config: ModelConfig) -> None:
     """By heads: N / tp query heads a rank; key/value heads likewise, or one for tp / K ranks together."""
-    copies = copies_of_kv(config, stream.group.size())
-    attention.q = ColumnLinear(attention.q, stream)
-    attention.k, attention.v = ColumnLinear(attention.k, stream, copies), ColumnLinear(attention.v, stream, copies)
-    attention.o = RowLinear(attention.o, stream)
-    attention.project = lambda x: column_linears(x, [attention.q, attention.k, attention.v], stream)
+    copies = kv_replication(config, residual.group.size())
+    attention.q = ColumnLinear(attention.q, residual)
+    attention.k, attention.v = ColumnLinear(attention.k, residual, copies), ColumnLinear(attention.v, residual, copies)
+    attention.o = RowLinear(attention.o, residual)
+    attention.project = lambda x: column_linears(x, [attention.q, attention.k, attention.v], residual)
     if config.dropout > 0:
-        attention.core = with_rank_rng(attention.core, stream.group)
+        attention.core = with_rank_rng(attention.core, residual.group)
 
 
-def cut_attention(attention: nn.Module, stream: WholeStream, config: ModelConfig) -> None:
+def cut_attention(attention: nn.Module, residual: ReplicatedResidual, config: ModelConfig) -> None:
     """Cut attention of either kind by heads."""
     if config.mla is None:
-        shard_attention(attention, stream, config)
+        shard_attention(attention, residual, config)
     else:
-        shard_latent_attention(attention, stream)
+        shard_latent_attention(attention, residual)
 
 
-def shard_latent_attention(attention: nn.Module, stream: WholeStream) -> None:
+def shard_latent_attention(attention: nn.Module, residual: ReplicatedResidual) -> None:
     """Cut what makes heads of latent vectors; what makes the latent vectors is small, and every rank does all of it.
 
-    A latent vector enters its columns as x enters those of q, k and v: where the stream is cut along the sequence, each
-    rank makes its own tokens' vectors, and these are gathered, not x.
+    A latent vector enters its columns as x enters those of q, k and v: where the residual stream is cut along the
+    sequence, each rank makes its own tokens' vectors, and these are gathered, not x.
     """
-    attention.o = RowLinear(attention.o, stream)
-    attention.q_up, attention.kv_up = ColumnLinear(attention.q_up, stream), ColumnLinear(attention.kv_up, stream)
-    attention.share_key = stream.enter
+    attention.o = RowLinear(attention.o, residual)
+    attention.q_up, attention.kv_up = ColumnLinear(attention.q_up, residual), ColumnLinear(attention.kv_up, residual)
+    attention.share_key = residual.enter
 
 
-def shard_mlp(mlp: nn.Module, stream: WholeStream) -> None:
+def shard_mlp(mlp: nn.Module, residual: ReplicatedResidual) -> None:
     """By features: gate and up (or up alone) are columns, down is the row."""
     names = [name for name, _ in mlp.named_children() if name != "down"]
     for name in names:
-        setattr(mlp, name, ColumnLinear(getattr(mlp, name), stream))
-    mlp.down = RowLinear(mlp.down, stream)
-    mlp.project = lambda x: column_linears(x, [getattr(mlp, name) for name in names], stream)
+        setattr(mlp, name, ColumnLinear(getattr(mlp, name), residual))
+    mlp.down = RowLinear(mlp.down, residual)
+    mlp.project = lambda x: column_linears(x, [getattr(mlp, name) for name in names], residual)
 
 
 def replica_group_of(config: ModelConfig, group: Group) -> Group | None:
     """The ranks that have this rank's key/value head; None if no other has it."""
-    copies = copies_of_kv(config, group.size())
+    copies = kv_replication(config, group.size())
     if copies == 1:
         return None
     start = group.rank() // copies * copies
@@ -137,7 +137,8 @@ def check_shardable(model: nn.Module, group: Group) -> None:
 
 
 def share_seed(group: Group, apart: bool = False) -> None:
-    """Gives all ranks the random numbers of the group's first: where the stream is whole they must drop the same.
+    """Gives all ranks the random numbers of the group's first: where the residual stream is whole they must drop the
+    same.
 
     apart    each rank its own instead, which follow from the first's: where ranks have different tokens
     Bytes    sent per rank: 8
@@ -173,7 +174,7 @@ def with_rank_rng(core: Callable, group: Group) -> Callable:
 
 def loss_of(engine: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Tensor:
     """Mean cross-entropy of the next token, from logits in pieces."""
-    return vocab_cross_entropy(engine(x_BS), y_BS, engine.embed.first, engine.stream.group).mean()
+    return vocab_cross_entropy(engine(x_BS), y_BS, engine.embed.first, engine.residual.group).mean()
 
 
 def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
@@ -185,9 +186,9 @@ def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tens
     num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
     losses = []
     for x_BS, y_BS in micro_batches:
-        with compute_span(engine.stream.trace, "forward"):
+        with compute_span(engine.residual.trace, "forward"):
             loss = loss_of(engine, x_BS, y_BS) * (y_BS.numel() / num_tokens)
-        with compute_span(engine.stream.trace, "backward"):
+        with compute_span(engine.residual.trace, "backward"):
             loss.backward()
         losses.append(loss.detach())
     sum_replicas(engine)
@@ -217,7 +218,10 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
 
 
 def make_optimizer(engine: nn.Module, lr: float = 3e-3, weight_decay: float = 0.01) -> torch.optim.Optimizer:
-    """AdamW over what this rank has, with FP32 masters where parameters have 16 bits. Its states are cut likewise."""
+    """AdamW over what this rank has, with FP32 master weights where parameters have 16 bits.
+
+    Its states are cut likewise.
+    """
     params = [param for param in engine.parameters() if param.requires_grad]
     optimizer_class = MasterAdamW if any(param.element_size() == 2 for param in params) else torch.optim.AdamW
     return optimizer_class(params, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
@@ -231,7 +235,7 @@ def clip_gradients(engine: nn.Module, max_norm: float) -> Tensor:
     Bytes    an all-reduce of one number
     Raises   ValueError if there is no gradient
     """
-    cuts, group, squares = cuts_of(engine), engine.stream.group, []
+    cuts, group, squares = cuts_of(engine), engine.residual.group, []
     for name, param in engine.named_parameters():
         if (grad := gradient_of(param)) is not None:
             copies = cuts[name].copies if name in cuts else group.size()
@@ -256,7 +260,7 @@ def update(engine: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float
     """What follows the gradients in a step: clipping, the optimizer, and forgetting them."""
     if clip_norm is not None:
         clip_gradients(engine, clip_norm)
-    with compute_span(engine.stream.trace, "optimizer"):
+    with compute_span(engine.residual.trace, "optimizer"):
         optimizer.step()
         zero_gradients(engine.parameters())
 
@@ -287,5 +291,5 @@ def full_gradients(engine: nn.Module) -> dict[str, Tensor]:
 
 
 def _whole(engine: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    cuts, group = cuts_of(engine), engine.stream.group
+    cuts, group = cuts_of(engine), engine.residual.group
     return {name: cuts[name].whole(x, group) if name in cuts else x.clone() for name, x in tensors.items()}

@@ -1,7 +1,7 @@
 """Attention whose keys and values come block by block from other ranks: kernels of one block, and how parts are merged.
 
 A rank has queries of its s tokens and meets the keys and values of every rank, one block after the other. Of each block
-it computes a tile (placement.py) and gets that part's output and its rows' log-sum-exp:
+it computes a tile (sequence_sharding.py) and gets that part's output and its rows' log-sum-exp:
 
     lse = log(exp(lse_1) + exp(lse_2))        out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
 
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from course_lib.comm.conjugate import Group, check_group
-from course_lib.layout.placement import PLACEMENTS, Tile, tile
+from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, Tile, tile
 from course_lib.model.attention import filled_up
 from course_lib.parallel.data import Trace, compute_span
 
@@ -41,7 +41,7 @@ def keys_and_values(kv_BKsU: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
     return kv_BKsU[..., :key_dim], kv_BKsU[..., key_dim:]
 
 
-# --- one tile: an explicit kernel and a fused one, the same numbers
+# --- one tile: an standard kernel and a fused one, the same numbers
 
 
 def scores_of(q_BNqH: Tensor, k_BNkH: Tensor, causal: bool) -> Tensor:
@@ -54,7 +54,7 @@ def scores_of(q_BNqH: Tensor, k_BNkH: Tensor, causal: bool) -> Tensor:
     return scores_BNqk
 
 
-def explicit_forward(
+def standard_forward(
     q_BNqH: Tensor, k_BKkH: Tensor, v_BKkW: Tensor, causal: bool, keep_BNqk: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute one tile written out.
@@ -70,7 +70,7 @@ def explicit_forward(
     return (weights_BNqk @ v_BKkW.repeat_interleave(copies, 1).to(weights_BNqk.dtype)).to(q_BNqH.dtype), lse_BNq
 
 
-def explicit_backward(
+def standard_backward(
     grad_BNqW: Tensor,
     q_BNqH: Tensor,
     k_BKkH: Tensor,
@@ -105,7 +105,7 @@ def fused_forward(
     Where values are of another length than keys, the shorter are filled up with zeros for the kernel.
     """
     if keep_BNqk is not None or not has_kernel(q_BNqH, v_BKkW):
-        return explicit_forward(q_BNqH, k_BKkH, v_BKkW, causal, keep_BNqk)
+        return standard_forward(q_BNqH, k_BKkH, v_BKkW, causal, keep_BNqk)
     (key_dim, value_dim), options = (q_BNqH.shape[-1], v_BKkW.shape[-1]), {"scale": 1 / math.sqrt(q_BNqH.shape[-1])}
     tensors = [filled_up(x, max(key_dim, value_dim)) for x in (q_BNqH, k_BKkH, v_BKkW)]
     if not q_BNqH.is_cuda:
@@ -129,7 +129,7 @@ def fused_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the kernel's own backward, given the rows' final output and log-sum-exp."""
     if keep_BNqk is not None or not has_kernel(q_BNqH, v_BKkW):
-        return explicit_backward(grad_BNqW, q_BNqH, k_BKkH, v_BKkW, out_BNqW, lse_BNq, causal, keep_BNqk)
+        return standard_backward(grad_BNqW, q_BNqH, k_BKkH, v_BKkW, out_BNqW, lse_BNq, causal, keep_BNqk)
     (key_dim, value_dim), options = (q_BNqH.shape[-1], v_BKkW.shape[-1]), {"scale": 1 / math.sqrt(q_BNqH.shape[-1])}
     width = max(key_dim, value_dim)
     tensors = [*(filled_up(x, width) for x in (grad_BNqW, q_BNqH, k_BKkH, v_BKkW, out_BNqW)), lse_BNq]
@@ -158,7 +158,7 @@ class Kernel:
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-KERNELS = {"fused": Kernel(fused_forward, fused_backward), "explicit": Kernel(explicit_forward, explicit_backward)}
+KERNELS = {"fused": Kernel(fused_forward, fused_backward), "standard": Kernel(standard_forward, standard_backward)}
 
 
 # --- all tiles of my queries
@@ -179,7 +179,7 @@ class Plan:
     dropout, seed   probability that a weight is dropped, and of what this rank draws its masks
     """
 
-    placement: str = "zigzag"
+    sequence_sharding: str = "zigzag"
     causal: bool = True
     kernel: str = "fused"
     merge_dtype: torch.dtype | None = None
@@ -188,7 +188,7 @@ class Plan:
     seed: int = 0
 
     def tile(self, q_BNsH: Tensor, query_rank: int, key_rank: int) -> Tile | None:
-        return tile(self.placement, q_BNsH.shape[2], query_rank, key_rank, self.causal)
+        return tile(self.sequence_sharding, q_BNsH.shape[2], query_rank, key_rank, self.causal)
 
     def sum_dtype(self, x: Tensor) -> torch.dtype:
         """float32 unless chosen otherwise; float64 for inputs in float64."""
@@ -227,7 +227,7 @@ def forward_over(q_BNsH: Tensor, blocks: Iterable[Block], rank: int, plan: Plan)
     return out_BNsH, lse_BNs1.squeeze(-1)
 
 
-class Home(Protocol):
+class DKVSum(Protocol):
     """Where gradients of keys and values go."""
 
     def add(self, key_rank: int, dkv_BKsU: Tensor) -> None:
@@ -238,9 +238,14 @@ class Home(Protocol):
 
 
 def backward_over(
-    saved: tuple[Tensor, Tensor, Tensor], grad_BNsH: Tensor, blocks: Iterable[Block], rank: int, plan: Plan, home: Home
+    saved: tuple[Tensor, Tensor, Tensor],
+    grad_BNsH: Tensor,
+    blocks: Iterable[Block],
+    rank: int,
+    plan: Plan,
+    dkv_sum: DKVSum,
 ) -> tuple[Tensor, Tensor]:
-    """dq of my queries, and by way of `home` dk and dv of my keys and values. saved: q_BNsH, out_BNsH, lse_BNs.
+    """dq of my queries, and by way of `dkv_sum` dk and dv of my keys and values. saved: q_BNsH, out_BNsH, lse_BNs.
 
     Shapes   -> dq_BNsH, dkv_BKsU (both in the dtype of the sums)
     """
@@ -249,7 +254,7 @@ def backward_over(
     dq_BNsH = None
     for key_rank, kv_BKsU in blocks:
         if (part := plan.tile(q_BNsH, rank, key_rank)) is None:
-            home.add(key_rank, torch.zeros_like(kv_BKsU, dtype=dtype))
+            dkv_sum.add(key_rank, torch.zeros_like(kv_BKsU, dtype=dtype))
             continue
         with compute_span(plan.trace, f"backward, keys of {key_rank}"):
             rows = (slice(None), slice(None), part.queries)
@@ -264,8 +269,8 @@ def backward_over(
             around = (part.keys.start, kv_BKsU.shape[2] - part.keys.stop)  # keys that I do not see: zeros
             dkv_BKsU = torch.cat(dkv, -1).to(dtype)
             dkv_BKsU = F.pad(dkv_BKsU, (0, 0, *around)) if any(around) else dkv_BKsU
-        home.add(key_rank, dkv_BKsU)
-    return dq_BNsH, home.total()
+        dkv_sum.add(key_rank, dkv_BKsU)
+    return dq_BNsH, dkv_sum.total()
 
 
 class Exchange(Protocol):
@@ -276,7 +281,7 @@ class Exchange(Protocol):
     def blocks(self, kv_BKsU: Tensor) -> Iterator[Block]:
         """Every rank's keys and values: first mine, then those of the ranks before me, around the group."""
 
-    def home(self, kv_BKsU: Tensor) -> Home:
+    def dkv_sum(self, kv_BKsU: Tensor) -> DKVSum:
         """The way of one backward pass's gradients."""
 
 
@@ -293,9 +298,9 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_BNsH):
         q_BNsH, kv_BKsU, out_BNsH, lse_BNs = ctx.saved_tensors
-        blocks, home, rank = ctx.exchange.blocks(kv_BKsU), ctx.exchange.home(kv_BKsU), ctx.exchange.group.rank()
+        blocks, dkv_sum, rank = ctx.exchange.blocks(kv_BKsU), ctx.exchange.dkv_sum(kv_BKsU), ctx.exchange.group.rank()
         saved = (q_BNsH, out_BNsH, lse_BNs)
-        dq_BNsH, dkv_BKsU = backward_over(saved, grad_BNsH, blocks, rank, ctx.plan, home)
+        dq_BNsH, dkv_BKsU = backward_over(saved, grad_BNsH, blocks, rank, ctx.plan, dkv_sum)
         grads = (dq_BNsH, *keys_and_values(dkv_BKsU, q_BNsH.shape[-1]))
         return *(x.to(q_BNsH.dtype) for x in grads), None, None
 
@@ -314,8 +319,10 @@ def block_attention(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, exchange: Ex
 
 def check_inputs(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, plan: Plan) -> None:
     """Raises ValueError for words that are not known, and shapes that do not belong together."""
-    if plan.placement not in PLACEMENTS:
-        raise ValueError(f"placement is {plan.placement!r}; choose from {', '.join(PLACEMENTS)}")
+    if plan.sequence_sharding not in SEQUENCE_SHARDINGS:
+        raise ValueError(
+            f"sequence_sharding is {plan.sequence_sharding!r}; choose from {', '.join(SEQUENCE_SHARDINGS)}"
+        )
     if plan.kernel not in KERNELS:
         raise ValueError(f"kernel is {plan.kernel!r}; choose from {', '.join(KERNELS)}")
     shapes = [tuple(x.shape) for x in (q_BNsH, k_BKsH, v_BKsH)]
@@ -324,5 +331,5 @@ def check_inputs(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, plan: Plan) -> 
         raise ValueError(
             f"q, k, v have shapes {shapes}; they must be (B, N, s, H), (B, K, s, H) and (B, K, s, W), K dividing N"
         )
-    if plan.placement == "zigzag" and s % 2:
+    if plan.sequence_sharding == "zigzag" and s % 2:
         raise ValueError(f"each rank has {s} tokens; zigzag needs two chunks of equal length: an even number")

@@ -5,8 +5,8 @@
     attention                                   out_BnSH
     all-to-all  every head of my tokens again   out_BNsH
 
-Tokens are put into the sequence's order on arrival, so the causal mask is the usual one whatever the placement, and
-work is equal on all ranks. The limit is the number of heads: each rank needs whole ones, of queries and of keys.
+Tokens are put into the sequence's order on arrival, so the causal mask is the usual one whatever the sequence sharding,
+and work is equal on all ranks. The limit is the number of heads: each rank needs whole ones, of queries and of keys.
 
 Beyond it, both methods together on a mesh: Ulysses inside, among neighbours, and a ring outside. The inner ranks share
 the tokens that one rank of the ring would have; after the first all-to-all each has all of these for its heads, and
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from course_lib.comm.conjugate import Group, InFlight, check_group
 from course_lib.layout.partition import check_ulysses
-from course_lib.layout.placement import check_context
+from course_lib.layout.sequence_sharding import check_context
 from course_lib.model.attention import fused_attention
 from course_lib.parallel.positions import order, positions
 
@@ -35,7 +35,7 @@ Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def ulysses_attention(
-    q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, group: Group, placement: str, core: Core = fused_attention
+    q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, group: Group, sequence_sharding: str, core: Core = fused_attention
 ) -> Tensor:
     """Causal attention of my tokens to the whole sequence: tokens for heads, `core`, heads for tokens.
 
@@ -46,18 +46,18 @@ def ulysses_attention(
     """
     size = check_group(group, "ulysses_attention").size()
     check_ulysses(q_BNsH.shape[1], k_BKsH.shape[1], size)
-    check_context(q_BNsH.shape[2] * size, size, placement)
-    order_S = order_on(placement, q_BNsH.shape[2] * size, size, q_BNsH.device)
+    check_context(q_BNsH.shape[2] * size, size, sequence_sharding)
+    order_S = order_on(sequence_sharding, q_BNsH.shape[2] * size, size, q_BNsH.device)
     heads = _TokensForHeads.apply(group, order_S, q_BNsH, k_BKsH, v_BKsH)
     return _HeadsForTokens.apply(group, order_S, core(*heads))
 
 
-def ulysses_core(group: Group, placement: str, core: Core = fused_attention) -> Core:
+def ulysses_core(group: Group, sequence_sharding: str, core: Core = fused_attention) -> Core:
     """An attention core, for a block's `attention.core`."""
 
     def exchanged(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, causal: bool = True, dropout: float = 0.0) -> Tensor:
         on_whole_heads = partial(core, causal=causal, dropout=dropout)
-        return ulysses_attention(q_BNsH, k_BKsH, v_BKsH, group, placement, on_whole_heads)
+        return ulysses_attention(q_BNsH, k_BKsH, v_BKsH, group, sequence_sharding, on_whole_heads)
 
     return exchanged
 
@@ -65,16 +65,16 @@ def ulysses_core(group: Group, placement: str, core: Core = fused_attention) -> 
 # --- both together
 
 
-def inner_positions(placement: str, seq_len: int, inner: tuple[int, int], outer: tuple[int, int]) -> Tensor:
+def inner_positions(sequence_sharding: str, seq_len: int, inner: tuple[int, int], outer: tuple[int, int]) -> Tensor:
     """My tokens on a mesh with Ulysses inside and a ring outside; each pair is (size, my rank).
 
-    The ring's placement counts; what one of its ranks has is cut among the inner ranks in order.
+    The ring's sequence sharding counts; what one of its ranks has is cut among the inner ranks in order.
     Shapes   -> positions_s              (s = seq_len / inner size / outer size)
     Raises   ValueError if the sequence does not divide so
     """
-    ring_positions = positions(placement, seq_len, *outer)
+    ring_positions = positions(sequence_sharding, seq_len, *outer)
     if len(ring_positions) % inner[0]:
-        parts = (2 if placement == "zigzag" else 1) * inner[0] * outer[0]
+        parts = (2 if sequence_sharding == "zigzag" else 1) * inner[0] * outer[0]
         raise ValueError(
             f"seq_len ({seq_len}) over a ring of {outer[0]} leaves {len(ring_positions)} tokens, which Ulysses over "
             f"{inner[0]} does not divide; choose a multiple of {parts}"
@@ -138,6 +138,10 @@ def finish(in_flight: list[InFlight]) -> tuple[Tensor, ...]:
 
 
 @lru_cache(maxsize=8)
-def order_on(placement: str, seq_len: int, cp_size: int, device: torch.device) -> Tensor | None:
+def order_on(sequence_sharding: str, seq_len: int, cp_size: int, device: torch.device) -> Tensor | None:
     """Where arriving tokens stand in the sequence; None if they arrive in order."""
-    return None if placement == "contiguous" or cp_size == 1 else order(placement, seq_len, cp_size).to(device)
+    return (
+        None
+        if sequence_sharding == "contiguous" or cp_size == 1
+        else order(sequence_sharding, seq_len, cp_size).to(device)
+    )

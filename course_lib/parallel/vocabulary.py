@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
-from course_lib.parallel.linear import Cut, WholeStream, cut_parameter
+from course_lib.parallel.linear import Cut, ReplicatedResidual, cut_parameter
 
 
 def place_among_mine(tokens_BS: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -40,16 +40,16 @@ class VocabEmbedding(nn.Module):
     Shapes   weight w_vD; tokens_BS -> x_BSD
     """
 
-    def __init__(self, embedding: nn.Embedding, stream: WholeStream):
+    def __init__(self, embedding: nn.Embedding, residual: ReplicatedResidual):
         super().__init__()
-        self.stream = stream
-        cut = Cut(0, embedding.num_embeddings, stream.group.size())
-        self.weight = cut_parameter(embedding.weight, cut, stream.group)
-        self.first, _ = cut.start_and_length(stream.group.rank())
+        self.residual = residual
+        cut = Cut(0, embedding.num_embeddings, residual.group.size())
+        self.weight = cut_parameter(embedding.weight, cut, residual.group)
+        self.first, _ = cut.start_and_length(residual.group.rank())
         self.cuts = {"weight": cut}
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        return self.stream.leave(embed_mine(tokens_BS, self.weight, self.first))
+        return self.residual.leave(embed_mine(tokens_BS, self.weight, self.first))
 
 
 class _VocabCrossEntropy(torch.autograd.Function):

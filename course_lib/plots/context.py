@@ -7,8 +7,8 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
 from course_lib.hardware import GPU
-from course_lib.layout.context_work import all_pairs, idle_pairs, pairs, pairs_of_ranks, share_of_ideal, step_pairs
-from course_lib.layout.placement import PLACEMENTS, check_context, tile
+from course_lib.layout.block_pairs import all_pairs, idle_pairs, pairs, pairs_of_ranks, share_of_ideal, step_pairs
+from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context, tile
 from course_lib.parallel.positions import positions
 from course_lib.plots.curves import LINE_COLORS, LINE_STYLES, MARKERS
 from course_lib.plots.palette import LIMIT_COLOR, NEUTRAL_COLOR, RANK_COLORS, channels, text_on
@@ -22,20 +22,24 @@ MOST_RANKS = len(RANK_COLORS)
 
 
 @checked
-def mask_ranks(placement: str, seq_len: Size, cp_size: Size, causal: bool = True) -> list[list[int | None]]:
+def mask_ranks(sequence_sharding: str, seq_len: Size, cp_size: Size, causal: bool = True) -> list[list[int | None]]:
     """Which rank computes each pair: [query][key], None where the mask forbids it. A pair is its query's rank's.
 
-    Raises   ValueError as `placement.check_context`
+    Raises   ValueError as `sequence_sharding.check_context`
     """
-    check_context(seq_len, cp_size, placement)
-    owner = {place: rank for rank in range(cp_size) for place in positions(placement, seq_len, cp_size, rank).tolist()}
+    check_context(seq_len, cp_size, sequence_sharding)
+    owner = {
+        place: rank
+        for rank in range(cp_size)
+        for place in positions(sequence_sharding, seq_len, cp_size, rank).tolist()
+    }
     return [[owner[q] if not causal or k <= q else None for k in range(seq_len)] for q in range(seq_len)]
 
 
 @checked
-def mask_steps(placement: str, seq_len: Size, cp_size: Size, causal: bool = True) -> list[list[int | None]]:
+def mask_steps(sequence_sharding: str, seq_len: Size, cp_size: Size, causal: bool = True) -> list[list[int | None]]:
     """At which step of a ring each pair is computed: the distance from the key's rank to the query's."""
-    ranks = mask_ranks(placement, seq_len, cp_size, causal=False)
+    ranks = mask_ranks(sequence_sharding, seq_len, cp_size, causal=False)
     owner = [row[0] for row in ranks]
     return [
         [(owner[q] - owner[k]) % cp_size if not causal or k <= q else None for k in range(seq_len)]
@@ -44,11 +48,11 @@ def mask_steps(placement: str, seq_len: Size, cp_size: Size, causal: bool = True
 
 
 @checked
-def mask_caption(placement: str, seq_len: Size, cp_size: Size, causal: bool = True) -> str:
+def mask_caption(sequence_sharding: str, seq_len: Size, cp_size: Size, causal: bool = True) -> str:
     """What a panel shows, in one line: how many pairs a rank has."""
-    totals = pairs_of_ranks(pairs(placement, seq_len, cp_size, causal))
+    totals = pairs_of_ranks(pairs(sequence_sharding, seq_len, cp_size, causal))
     each = f"{totals[0]:,} pairs each" if len(set(totals)) == 1 else f"{min(totals):,} to {max(totals):,} pairs a rank"
-    return f"{placement}\n{each}"
+    return f"{sequence_sharding}\n{each}"
 
 
 @checked
@@ -76,12 +80,13 @@ def draw_mask(axes, cells: Sequence[Sequence[int | None]], caption: str, steps: 
 def show_mask(
     cp_size: Size = 4,
     seq_len: Size = 16,
-    placements: Sequence[str] = PLACEMENTS,
+    shardings: Sequence[str] = SEQUENCE_SHARDINGS,
     causal: bool = True,
     by: str = "rank",
     title: str = "",
 ) -> None:
-    """Show which rank computes which (query, key) pair under each placement; with by="step" at which step of a ring.
+    """Show which rank computes which (query, key) pair under each sequence sharding; with by="step" at which step of a
+    ring.
 
     Raises   ValueError for more ranks than there are colours, more tokens than there is room for, or another word
     """
@@ -92,10 +97,10 @@ def show_mask(
         raise ValueError(f"seq_len is {seq_len}; the picture has room for 64, the pattern is the same")
     cells_of = mask_ranks if by == "rank" else mask_steps
     with style():
-        figure, panels = plt.subplots(1, len(placements), figsize=(FULL_WIDTH_IN, 3.9), squeeze=False)
-        for axes, placement in zip(panels[0], placements):
-            caption = mask_caption(placement, seq_len, cp_size, causal)
-            draw_mask(axes, cells_of(placement, seq_len, cp_size, causal), caption, by == "step")
+        figure, panels = plt.subplots(1, len(shardings), figsize=(FULL_WIDTH_IN, 3.9), squeeze=False)
+        for axes, sequence_sharding in zip(panels[0], shardings):
+            caption = mask_caption(sequence_sharding, seq_len, cp_size, causal)
+            draw_mask(axes, cells_of(sequence_sharding, seq_len, cp_size, causal), caption, by == "step")
         handles = [Patch(facecolor=RANK_COLORS[index], label=f"{by} {index}") for index in range(cp_size)]
         if causal:
             handles.append(Patch(facecolor=MASKED_COLOR, label="masked"))
@@ -121,7 +126,7 @@ class WorkBar:
 
 @checked
 def work_bars(table: Sequence[Sequence[int]]) -> list[WorkBar]:
-    """A table of `context_work.pairs` as bars on a clock that counts pairs."""
+    """A table of `block_pairs.pairs` as bars on a clock that counts pairs."""
     idle, lengths = idle_pairs(table), step_pairs(table)
     starts = [sum(lengths[:step]) for step in range(len(lengths))]
     return [
@@ -132,9 +137,9 @@ def work_bars(table: Sequence[Sequence[int]]) -> list[WorkBar]:
 
 
 @checked
-def work_caption(placement: str, table: Sequence[Sequence[int]]) -> str:
+def work_caption(sequence_sharding: str, table: Sequence[Sequence[int]]) -> str:
     """What a panel shows, in one line: the share of ideal speed."""
-    return f"{placement}: {100 * share_of_ideal(table):.1f} % of the ideal speed"
+    return f"{sequence_sharding}: {100 * share_of_ideal(table):.1f} % of the ideal speed"
 
 
 @checked
@@ -162,7 +167,7 @@ def draw_work(axes, bars: Sequence[WorkBar], caption: str, end: int) -> None:
 def show_work(
     cp_size: Size = 4,
     seq_len: Size = 4096,
-    placements: Sequence[str] = PLACEMENTS,
+    shardings: Sequence[str] = SEQUENCE_SHARDINGS,
     causal: bool = True,
     title: str = "",
 ) -> None:
@@ -171,13 +176,13 @@ def show_work(
     Raises   ValueError for more ranks than there are colours
     """
     _check_ranks(cp_size)
-    tables = {placement: pairs(placement, seq_len, cp_size, causal) for placement in placements}
+    tables = {sequence_sharding: pairs(sequence_sharding, seq_len, cp_size, causal) for sequence_sharding in shardings}
     end = max(sum(step_pairs(table)) for table in tables.values())
     with style():
-        height = (0.5 + 0.24 * cp_size) * len(placements) + 0.9
-        figure, panels = plt.subplots(len(placements), 1, figsize=(FULL_WIDTH_IN, height), sharex=True, squeeze=False)
-        for axes, (placement, table) in zip(panels[:, 0], tables.items()):
-            draw_work(axes, work_bars(table), work_caption(placement, table), end)
+        height = (0.5 + 0.24 * cp_size) * len(shardings) + 0.9
+        figure, panels = plt.subplots(len(shardings), 1, figsize=(FULL_WIDTH_IN, height), sharex=True, squeeze=False)
+        for axes, (sequence_sharding, table) in zip(panels[:, 0], tables.items()):
+            draw_work(axes, work_bars(table), work_caption(sequence_sharding, table), end)
         in_millions = end >= 10**6
         axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}" if in_millions else f"{x:,.0f}")
         unit = "million pairs" if in_millions else "pairs"
@@ -199,12 +204,14 @@ class Held:
 
 
 @checked
-def travel(cp_size: Size, placement: str = "zigzag", shard_len: Size = 2, causal: bool = True) -> list[list[Held]]:
+def travel(
+    cp_size: Size, sequence_sharding: str = "zigzag", shard_len: Size = 2, causal: bool = True
+) -> list[list[Held]]:
     """What each rank has at each step of a ring, [rank][step]: at step t the block of rank r - t."""
-    check_context(shard_len * cp_size, cp_size, placement)
+    check_context(shard_len * cp_size, cp_size, sequence_sharding)
 
     def held(rank: int, step: int) -> Held:
-        seen = tile(placement, shard_len, rank, (rank - step) % cp_size, causal)
+        seen = tile(sequence_sharding, shard_len, rank, (rank - step) % cp_size, causal)
         return Held((rank - step) % cp_size, seen.pairs if seen else 0)
 
     return [[held(rank, step) for step in range(cp_size)] for rank in range(cp_size)]
@@ -232,15 +239,15 @@ def draw_travel(axes, table: Sequence[Sequence[Held]]) -> None:
 
 
 @checked
-def show_travel(cp_size: Size = 4, placement: str = "contiguous", causal: bool = True, title: str = "") -> None:
+def show_travel(cp_size: Size = 4, sequence_sharding: str = "contiguous", causal: bool = True, title: str = "") -> None:
     """Show whose keys and values each rank has at each step; hatched where its queries may see none of them.
 
     Raises   ValueError for more ranks than there are colours
     """
     _check_ranks(cp_size)
-    table = travel(cp_size, placement, causal=causal)
+    table = travel(cp_size, sequence_sharding, causal=causal)
     idle = sum(held.pairs == 0 for row in table for held in row)
-    said = f"{cp_size - 1} hops bring every block to every rank"
+    said = f"{cp_size - 1} ring steps bring every block to every rank"
     said += f"; in {idle} of {cp_size**2} places it is of no use there" if idle else ""
     with style():
         figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.1 + 0.42 * cp_size))

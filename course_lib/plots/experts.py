@@ -25,7 +25,7 @@ BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4,
 
 @dataclass(frozen=True)
 class LoadPicture:
-    """Choices that each expert computes and drops; `largest` is its share of the mean that sets the pace."""
+    """Assignments that each expert computes and drops; `largest` is its share of the mean that sets the pace."""
 
     kept: list[int]
     dropped: list[int]
@@ -47,7 +47,7 @@ def load_picture(
     """
     load = [int(tokens) for tokens in load]
     if not load or sum(load) == 0:
-        raise ValueError(f"the load of {len(load)} experts is empty; give how many choices fell on each expert")
+        raise ValueError(f"the load of {len(load)} experts is empty; give how many assignments fell on each expert")
     if dropped is None:
         dropped = [max(0, tokens - capacity) if capacity is not None else 0 for tokens in load]
     dropped = [int(tokens) for tokens in dropped]
@@ -60,9 +60,11 @@ def load_picture(
 
 @checked
 def load_title(picture: LoadPicture) -> str:
-    """What the bars show: how much longer the fullest expert computes than the mean, and what is lost."""
-    said = f"The fullest of {len(picture.kept)} experts computes {three_digits(picture.largest)} times the mean load"
-    return said + (f"; {100 * picture.drop_rate:.1f} % of all choices are dropped" if picture.capacity else "")
+    """What the bars show: how much longer the most loaded expert computes than the mean, and what is lost."""
+    said = (
+        f"The most loaded of {len(picture.kept)} experts computes {three_digits(picture.largest)} times the mean load"
+    )
+    return said + (f"; {100 * picture.drop_rate:.1f} % of all assignments are dropped" if picture.capacity else "")
 
 
 @checked
@@ -95,7 +97,10 @@ def draw_load(axes, picture: LoadPicture, experts_per_rank: Size | None = None) 
     axes.set_xticks(range(0, len(experts), step))
     ranks = ", grey lines between ranks" if 1 <= borders < MOST_BORDERS else ""
     axes.set(
-        xlim=(-0.6, len(experts) - 0.4), ylim=(0, top * 1.1), xlabel=f"expert{ranks}", ylabel="choices (token, slot)"
+        xlim=(-0.6, len(experts) - 0.4),
+        ylim=(0, top * 1.1),
+        xlabel=f"expert{ranks}",
+        ylabel="assignments (token, slot)",
     )
     if any(picture.dropped):
         handles = [
@@ -118,7 +123,7 @@ def _label_lines(axes, lines: Sequence[tuple[float, str]], top: float) -> None:
 
 @checked
 def show_load(load: Sequence[int], capacity: Size | None = None, title: str = "", experts_per_rank=None) -> None:
-    """Show the load of experts: choices that fell on each, with the mean, and with what a capacity drops."""
+    """Show the load of experts: assignments that fell on each, with the mean, and with what a capacity drops."""
     picture = load_picture(load, capacity)
     with style():
         figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 3.2))
@@ -132,7 +137,7 @@ def show_load(load: Sequence[int], capacity: Size | None = None, title: str = ""
 
 @dataclass(frozen=True)
 class BalancePicture:
-    """The load of each expert over the mean, step by step; the fullest of a step, meaned over the last quarter."""
+    """The load of each expert over the mean, step by step; the most loaded of a step, meaned over the last quarter."""
 
     relative: list[list[float]]  # [expert][step]
     largest_at_end: float
@@ -141,7 +146,7 @@ class BalancePicture:
 
 @checked
 def balance_picture(loads: Sequence[Sequence[float]]) -> BalancePicture:
-    """From loads[step][expert], choices that fell on each expert, to multiples of the step's mean.
+    """From loads[step][expert], assignments that fell on each expert, to multiples of the step's mean.
 
     Raises   ValueError if there is no step, or one without load
     """
@@ -159,7 +164,7 @@ def draw_balance(axes, picture: BalancePicture, top: float) -> None:
     for line in picture.relative:
         axes.plot(steps, line, color=NEUTRAL_COLOR, linewidth=0.8)
     by_step = list(zip(*picture.relative))
-    axes.plot(steps, list(map(max, by_step)), color=OKABE_ITO["vermillion"], linewidth=1.8, label="fullest expert")
+    axes.plot(steps, list(map(max, by_step)), color=OKABE_ITO["vermillion"], linewidth=1.8, label="most loaded expert")
     axes.plot(
         steps, list(map(min, by_step)), color=OKABE_ITO["blue"], linewidth=1.8, linestyle="--", label="emptiest expert"
     )

@@ -55,15 +55,15 @@ def pipeline_bars(of_ranks, limits_bytes: Mapping[str, int] | None = None) -> li
 
 @checked
 def pipeline_title(bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], unit: str | None = None) -> str:
-    """The fullest rank, and whether the GPU holds it."""
-    fullest = max(bars, key=lambda bar: bar.total_bytes)
-    who = f"{fullest.label} is fullest with" if len(bars) > 1 else "A rank needs"
-    size = fullest.total_bytes
+    """The most loaded rank, and whether the GPU holds it."""
+    largest = max(bars, key=lambda bar: bar.total_bytes)
+    who = f"{largest.label} is the most loaded with" if len(bars) > 1 else "A rank needs"
+    size = largest.total_bytes
     said = f"{who} {show_bytes(size) if unit is None else f'{three_digits(size / UNITS[unit])} {unit}'}"
     if not limits_bytes:
         return said
     name = next(iter(limits_bytes))
-    return f"{said}, {'which fits' if name in fullest.fits else 'too much for'} one {name}"
+    return f"{said}, {'which fits' if name in largest.fits else 'too much for'} one {name}"
 
 
 @checked
@@ -262,9 +262,9 @@ def pp_and_zero3(
     for m in micro_batches:
         of_rank = m // num_ranks
         layouts = (
-            Layout(pp=num_ranks, accumulation=m),
-            Layout(dp=num_ranks, zero=3, accumulation=of_rank),
-            Layout(dp=num_ranks, zero=3, micro_batch=of_rank),
+            Layout(pp=num_ranks, micro_batches=m),
+            Layout(dp=num_ranks, zero_stage=3, micro_batches=of_rank),
+            Layout(dp=num_ranks, zero_stage=3, micro_batch=of_rank),
         )
         for curve, layout in zip(curves.values(), layouts):
             curve[m] = max(

@@ -124,7 +124,7 @@ def _shares_of(layout: Layout, parts: Sequence[Part], rank: int) -> list[Share]:
         over = members[layout.shard_axes[part.has_experts]]
         shard = (Fraction(over.index(rank), len(over)), Fraction(over.index(rank) + 1, len(over)))
         whole = (Fraction(0), Fraction(1))
-        cut = [shard if layout.zero >= stage else whole for stage in (3, 1)]
+        cut = [shard if layout.zero_stage >= stage else whole for stage in (3, 1)]
         shares.append(Share(rank, index, left, left + width, *cut))
     return shares
 
@@ -138,7 +138,7 @@ def _of_model(config: ModelConfig, layout: Layout, rank: int) -> tuple[float, fl
 
 @checked
 def holdings_title(picture: Holdings) -> str:
-    """How much of the model the fullest of these ranks has."""
+    """How much of the model the most loaded of these ranks has."""
     parameters = max(parameters for parameters, _ in picture.of_model)
     states = max(states for _, states in picture.of_model)
     return (
@@ -187,11 +187,11 @@ def draw_holdings(axes, picture: Holdings) -> None:
     shards = {1: "optimizer states", 2: "gradients, optimizer states"}
     handles = [
         Patch(facecolor=mix(base, "#FFFFFF", PALE), label="parameters"),
-        Patch(facecolor=base, label=shards.get(picture.layout.zero, "parameters, gradients, optimizer states")),
+        Patch(facecolor=base, label=shards.get(picture.layout.zero_stage, "parameters, gradients, optimizer states")),
     ]
-    if picture.layout.zero in (1, 2):
+    if picture.layout.zero_stage in (1, 2):
         handles[1].set_label(f"of these with {handles[1].get_label()}: {strong_in_pale(picture)}")
-    handles = handles[1:] if picture.layout.zero in (0, 3) else handles
+    handles = handles[1:] if picture.layout.zero_stage in (0, 3) else handles
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 0.4}
     axes.legend(handles=handles, ncol=2, fontsize=8.5, **below)
 

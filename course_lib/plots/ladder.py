@@ -11,8 +11,8 @@ from course_lib.validate import checked
 
 
 @dataclass(frozen=True)
-class Rung:
-    """One rung: the value after this measure was taken, and how much it took away from the rung above."""
+class LadderStep:
+    """One step: the value after this measure was taken, and how much it took away from the step above."""
 
     label: str
     value: float
@@ -21,12 +21,12 @@ class Rung:
 
 
 @checked
-def ladder_rungs(steps: Mapping[str, float]) -> list[Rung]:
-    """Each rung's gain over the one above it; the first rung is where one starts."""
+def gains_of_steps(steps: Mapping[str, float]) -> list[LadderStep]:
+    """Each step's gain over the one above it; the first step is where one starts."""
     values = list(steps.values())
     above = [values[0], *values[:-1]]
     return [
-        Rung(label, value, before - value, 100 * (before - value) / before if before else 0.0)
+        LadderStep(label, value, before - value, 100 * (before - value) / before if before else 0.0)
         for (label, value), before in zip(steps.items(), above)
     ]
 
@@ -36,12 +36,15 @@ def _percent(value: float) -> str:
 
 
 @checked
-def draw_ladder(axes, rungs: Sequence[Rung], unit: str, limits: Mapping[str, float]) -> None:
-    """Horizontal bars from the start downward; the ghost of a bar is what this rung saved."""
-    extent = max([rung.value + max(rung.gain, 0) for rung in rungs] + list(limits.values())) * 1.42
+def draw_ladder(axes, ladder_steps: Sequence[LadderStep], unit: str, limits: Mapping[str, float]) -> None:
+    """Horizontal bars from the start downward; the ghost of a bar is what this step saved."""
+    extent = (
+        max([ladder_step.value + max(ladder_step.gain, 0) for ladder_step in ladder_steps] + list(limits.values()))
+        * 1.42
+    )
     lowest = min(limits.values(), default=float("inf"))
-    for row, rung in enumerate(rungs):
-        fits = rung.value <= lowest
+    for row, ladder_step in enumerate(ladder_steps):
+        fits = ladder_step.value <= lowest
         color = (
             KIND_COLORS["optimizer"]
             if limits and fits
@@ -49,24 +52,28 @@ def draw_ladder(axes, rungs: Sequence[Rung], unit: str, limits: Mapping[str, flo
             if limits
             else KIND_COLORS["parameters"]
         )
-        axes.barh(row, rung.value, height=0.6, color=color)
-        if rung.gain > 0:
+        axes.barh(row, ladder_step.value, height=0.6, color=color)
+        if ladder_step.gain > 0:
             axes.barh(
                 row,
-                rung.gain,
-                left=rung.value,
+                ladder_step.gain,
+                left=ladder_step.value,
                 height=0.6,
                 color="white",
                 edgecolor=NEUTRAL_COLOR,
                 hatch="///",
                 linewidth=0.8,
             )
-        text = f" {three_digits(rung.value)} {unit}" + (
-            f"  (−{_percent(rung.gain_percent)} %)" if rung.gain > 0 else ""
+        text = f" {three_digits(ladder_step.value)} {unit}" + (
+            f"  (−{_percent(ladder_step.gain_percent)} %)" if ladder_step.gain > 0 else ""
         )
-        text = text if rung.gain >= 0 else f" {three_digits(rung.value)} {unit}  (+{_percent(-rung.gain_percent)} %)"
+        text = (
+            text
+            if ladder_step.gain >= 0
+            else f" {three_digits(ladder_step.value)} {unit}  (+{_percent(-ladder_step.gain_percent)} %)"
+        )
         verdict = ("  fits" if fits else "  does not fit") if limits else ""
-        axes.text(rung.value + max(rung.gain, 0), row, text + verdict, va="center", fontsize=9)
+        axes.text(ladder_step.value + max(ladder_step.gain, 0), row, text + verdict, va="center", fontsize=9)
     for name, limit in limits.items():
         axes.axvline(limit, color=LIMIT_COLOR, linestyle="--", linewidth=1.4)
         axes.annotate(
@@ -79,9 +86,9 @@ def draw_ladder(axes, rungs: Sequence[Rung], unit: str, limits: Mapping[str, flo
             va="bottom",
             fontsize=9,
         )
-    axes.set_yticks(range(len(rungs)), [rung.label for rung in rungs])
+    axes.set_yticks(range(len(ladder_steps)), [ladder_step.label for ladder_step in ladder_steps])
     axes.tick_params(axis="y", length=0)
-    axes.set(xlim=(0, extent), ylim=(len(rungs) - 0.4, -0.6))
+    axes.set(xlim=(0, extent), ylim=(len(ladder_steps) - 0.4, -0.6))
 
 
 @checked
@@ -92,11 +99,11 @@ def show_ladder(
     unit: str = "GB",
     limits: Mapping[str, float] | None = None,
 ) -> None:
-    """Show `{measure: value}` as rungs, each with its gain over the one above; all numbers are in `unit`."""
-    rungs = ladder_rungs(steps)
+    """Show `{measure: value}` as steps, each with its gain over the one above; all numbers are in `unit`."""
+    ladder_steps = gains_of_steps(steps)
     with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.3 + 0.4 * len(rungs)))
-        draw_ladder(axes, rungs, unit, limits or {})
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.3 + 0.4 * len(ladder_steps)))
+        draw_ladder(axes, ladder_steps, unit, limits or {})
         axes.set_xlabel(xlabel)
         axes.set_title(title, pad=18 if limits else 6)
         finish(figure)

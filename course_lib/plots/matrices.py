@@ -40,7 +40,7 @@ def _check_ranks(num_ranks: int) -> None:
 class MatrixPiece:
     """A part of a matrix on one rank (None: the same on all), with its rows and columns as (start, stop).
 
-    `partial` marks a summand: right shape, but the ranks' pieces have yet to be added.
+    `partial` marks a partial sum: right shape, but the ranks' pieces have yet to be added.
     """
 
     matrix: str

@@ -31,7 +31,7 @@ BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4,
 
 @dataclass(frozen=True)
 class Route:
-    """One choice of one token: from its rank to an expert's, with its weight; crosses home, within, between."""
+    """One assignment of one token: from its rank to an expert's, with its weight; crosses home, within, between."""
 
     token: int
     expert: int
@@ -78,13 +78,13 @@ def within_capacity(routes: Sequence[Route], capacity: Size) -> list[Route]:
 
 ROUTE_COLORS = {"home": "#777777", "within": OKABE_ITO["blue"], "between": OKABE_ITO["vermillion"]}
 ROUTE_STYLES = {"home": "-", "within": "-", "between": (0, (5, 1.5))}
-CROSSED_AT = 0.9  # of the way: where a dropped choice is crossed out
+CROSSED_AT = 0.9  # of the way: where a dropped assignment is crossed out
 ROUTE_NAMES = {"home": "stays on its rank", "within": "to a rank of its node", "between": "to another node"}
 
 
 @checked
 def draw_routes(axes, routes: Sequence[Route], layout: ExpertLayout, num_tokens: Size) -> None:
-    """Tokens on the left by rank, experts on the right by rank, a line for each choice, thick where it weighs much."""
+    """Tokens on the left by rank, experts on the right by rank, a line for each assignment, thick where it weighs much."""
     tokens_per_rank = num_tokens // layout.ep_size
     height = layout.ep_size * max(tokens_per_rank, layout.experts_per_rank) * 1.0
     token_at = _column(axes, -0.9, num_tokens, layout.ep_size, height, "t", left=True)
@@ -147,7 +147,7 @@ def routes_title(routes: Sequence[Route]) -> str:
     """How many rows stay, and how many leave their rank or node."""
     counts = {link: sum(route.kept and route.link == link for route in routes) for link in ROUTE_COLORS}
     lost = sum(not route.kept for route in routes)
-    said = f"{len(routes)} choices: {counts['home']} on the token's own rank, {counts['within']} within its node"
+    said = f"{len(routes)} assignments: {counts['home']} on the token's own rank, {counts['within']} within its node"
     return said + f", {counts['between']} on another node" + (f", {lost} dropped" if lost else "")
 
 

@@ -81,7 +81,8 @@ def zero_title(bytes_by_kind: Mapping[str, float], num_ranks: Size) -> str:
 
 @checked
 def show_zero_stages(num_ranks: Size = 4, bytes_by_kind: Mapping[str, float] | None = None, title: str = "") -> None:
-    """Show who holds what at stages 0 to 3; `bytes_by_kind` are bytes a parameter (BF16 with FP32 masters: 2, 2, 12).
+    """Show who holds what at stages 0 to 3; `bytes_by_kind` are bytes a parameter (BF16 with FP32 master weights: 2,
+    2, 12).
 
     Raises   ValueError if there are more ranks than the picture has room for
     """

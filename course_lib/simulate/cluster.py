@@ -1,6 +1,6 @@
 """One rank of thousands, simulated: the code of parallel/ runs as it stands, in a world where nobody else exists.
 
-    run = Run(preset("llama-3.1-405b"), Layout.parse("dp=128,tp=8,pp=16,accumulation=16"), seq_len=8192)
+    run = Run(preset("llama-3.1-405b"), Layout.parse("dp=128,tp=8,pp=16,micro_batches=16"), seq_len=8192)
     simulation = simulate(run)
     simulation.ranks[0].peak_bytes, .peak_by_kind, .sent_by_axis, .flops
 
@@ -8,8 +8,8 @@ Nothing here knows how a layout works: the engine of parallel/five_d.py is built
 and the byte meter watch it. fake_world.py says what is real in it, tape.py why many micro-batches cost no more than
 three. What is built is this rank's stages alone, so cost grows with their layers and not with the number of ranks.
 
-Experts are chosen by a plan (`planned_choice`), since without numbers no router can: balanced, or with a given share of
-the choices on the first expert.
+Experts are chosen by a plan (`planned_assignment`), since without numbers no router can: balanced, or with a given
+share of the assignments on the first expert.
 
 A step here is one in the midst of training: the optimizer has its states already.
 """
@@ -83,7 +83,7 @@ def simulate(
 ) -> Simulation:
     """One step of the ranks that hold these stages, one rank after the other.
 
-    skew    share of all choices that fall on the first expert, instead of being spread evenly
+    skew    share of all assignments that fall on the first expert, instead of being spread evenly
     Raises  ValueError if a stage does not exist, no engine takes the run, or this process is a rank already
     """
     start_s = time.perf_counter()
@@ -97,7 +97,7 @@ def simulate(
 
 def pp_ranks_of(layout: Layout, stages: str | Iterable[int] = "all") -> list[int]:
     """The places along pp that hold these stages, in order; a rank may hold several."""
-    rank_of_stage = make(layout.schedule, layout.pp, layout.accumulation, layout.v).rank_of_stage
+    rank_of_stage = make(layout.schedule, layout.pp, layout.micro_batches, layout.v).rank_of_stage
     if stages == "all":
         return list(range(layout.pp))
     stages = list(stages)
@@ -118,7 +118,7 @@ def simulate_rank(
     config, layout, (dtype, grad_dtype) = run.config, run.layout, dtypes_of(run.recipe)
     if run.lora is not None or run.optimizer != "adamw" or run.offload != Offload():
         raise ValueError("the engines train all weights by AdamW on their device; choose no lora, offload or optimizer")
-    with fake_world(rank, layout.world_size), replaced(moe, "choose", plan_choices(skew)):
+    with fake_world(rank, layout.world_size), replaced(moe, "choose", plan_assignments(skew)):
         groups = make_all_groups(layout.mesh, layout.ep, True, layout.dp_replicate)
         options = {"dtype": dtype, "grad_dtype": grad_dtype, "device": "cpu", "attention": run.attention}
         engine = five_d.build(config, layout, groups=groups, fill=fill_with_nothing, **options)
@@ -127,7 +127,7 @@ def simulate_rank(
             group |= {"foreach": run.implementation == "foreach", "fused": run.implementation == "fused"}
         start_optimizer(optimizer)
         tokens_BS = torch.zeros(layout.micro_batch, run.seq_len, dtype=torch.int64)
-        micro_batches = [(tokens_BS, tokens_BS)] * layout.accumulation
+        micro_batches = [(tokens_BS, tokens_BS)] * layout.micro_batches
         with (
             TapeTracker(engine, optimizer) as tracker,
             ByteMeter(axes=engine.axes) as meter,
@@ -184,23 +184,23 @@ def start_optimizer(optimizer: torch.optim.Optimizer) -> None:
 # --- which experts tokens choose, without a router's numbers
 
 
-def plan_choices(skew: float = 0.0) -> Callable[[Callable], Callable]:
+def plan_assignments(skew: float = 0.0) -> Callable[[Callable], Callable]:
     """What takes the place of `moe.choose`: the router's own work, and then the plan's answer."""
 
     def wrap(choose: Callable) -> Callable:
         def planned(score_TE: Tensor, bias_E: Tensor | None, config: MoeConfig) -> Tensor:
             choose(score_TE, bias_E, config)  # its memory counts
-            return planned_choice(len(score_TE), config, skew).to(score_TE.device)
+            return planned_assignment(len(score_TE), config, skew).to(score_TE.device)
 
         return planned
 
     return wrap
 
 
-def planned_choice(num_tokens: int, config: MoeConfig, skew: float = 0.0) -> Tensor:
+def planned_assignment(num_tokens: int, config: MoeConfig, skew: float = 0.0) -> Tensor:
     """Experts for each token, all different, spread over as many groups as a token may reach; every expert its share.
 
-    skew    so great a share of the tokens have the first expert among theirs, in place of their first choice
+    skew    so great a share of the tokens have the first expert among theirs, in place of their first assignment
     Shapes  -> expert_Tk
     """
     E, G, M, k = config.num_experts, config.num_groups, config.max_groups, config.top_k

@@ -1,6 +1,6 @@
 """Which bytes: every collective that a rank calls in one training step, listed before anything runs.
 
-run = Run(preset("llama-3.1-8b"), Layout(dp=8, tp=8, zero=1), seq_len=8192)
+run = Run(preset("llama-3.1-8b"), Layout(dp=8, tp=8, zero_stage=1), seq_len=8192)
 calls(run, rank=0)["tp"]        # every collective over tp, with payload and count
 sent(run, rank=0)               # bytes by axis, as ByteMeter(axes=engine.axes) counts them
 

@@ -2,10 +2,10 @@
 
 In units of P (N - 1) / N elements, with m micro-batches:
 
-    zero 0    2          an all-reduce of gradients at the end, bucket by bucket
-    zero 1    2          reduce-scatter at the end, all-gather of new parameters
-    zero 2    m + 1      reduce-scatter after each micro-batch: no rank could keep the sum of all gradients
-    zero 3    3 m        parameters gathered for the forward and for the backward pass of each micro-batch
+    zero_stage 0    2          an all-reduce of gradients at the end, bucket by bucket
+    zero_stage 1    2          reduce-scatter at the end, all-gather of new parameters
+    zero_stage 2    m + 1      reduce-scatter after each micro-batch: no rank could keep the sum of all gradients
+    zero_stage 3    3 m        parameters gathered for the forward and for the backward pass of each micro-batch
 
 Gradients of experts are summed over the ranks that have the same experts, all others over data.
 
@@ -38,7 +38,7 @@ def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
     calls: dict[str, list[Call]] = {axis: [] for axis in layout.shard_axes}
     summed = {"replicate": 0, "expert_replicate": 0}
     for flat in flats:
-        numel = flat.padded if layout.zero else flat.numel
+        numel = flat.padded if layout.zero_stage else flat.numel
         calls[layout.shard_axes[flat.kind == "experts"]] += flat_calls(run, numel, flat.ranks)
         summed["expert_replicate" if flat.kind == "experts" else "replicate"] += numel // flat.ranks
     for axis, numel in summed.items():
@@ -51,11 +51,11 @@ def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
 @checked
 def flat_calls(run: Run, numel: Bytes, ranks: Size) -> list[Call]:
     """List the collectives of one step for a flat parameter of so many elements."""
-    recipe, zero, m = recipe_of(run.recipe), run.layout.zero, run.layout.accumulation
+    recipe, zero_stage, m = recipe_of(run.recipe), run.layout.zero_stage, run.layout.micro_batches
     grad_bytes = wire_grad_bytes(recipe)
-    if zero == 0:
+    if zero_stage == 0:
         return [Call("gradients", "all_reduce", numel * grad_bytes, ranks, grad_bytes)]
-    scatters, gathers = {1: (1, 1), 2: (m, 1), 3: (m, 2 * m)}[zero]
+    scatters, gathers = {1: (1, 1), 2: (m, 1), 3: (m, 2 * m)}[zero_stage]
     return [
         Call("gradients", "reduce_scatter", numel * grad_bytes, ranks, grad_bytes, scatters),
         Call("parameters", "all_gather", numel * recipe.param_bytes, ranks, recipe.param_bytes, gathers),
@@ -65,14 +65,14 @@ def flat_calls(run: Run, numel: Bytes, ranks: Size) -> list[Call]:
 @checked
 def held(flats: Sequence[Flat], kind: str, layout: Layout) -> int:
     """Count the elements of one kind whose gradients this rank has after ZeRO's sums."""
-    return sum(flat.padded // flat.ranks if layout.zero else flat.numel for flat in flats if flat.kind == kind)
+    return sum(flat.padded // flat.ranks if layout.zero_stage else flat.numel for flat in flats if flat.kind == kind)
 
 
 @checked
 def load_calls(run: Run, stages: Sequence[int]) -> list[Call]:
     """List the sums of the experts' load over data: for each auxiliary loss, or once a step for biases."""
     moe, layout = run.config.moe, run.layout
-    times = {"aux_loss": layout.accumulation, "bias": 1}.get(moe.balancing, 0) if moe else 0
+    times = {"aux_loss": layout.micro_batches, "bias": 1}.get(moe.balancing, 0) if moe else 0
     layers = layers_of(run.config, layout)
     count = times * sum(stage_config(run.config, layers, stage).num_moe_layers for stage in stages)
     if not count:

@@ -1,4 +1,4 @@
-"""What experts on ep ranks send: rows of tokens to their experts and back, expected or of real choices.
+"""What experts on ep ranks send: rows of tokens to their experts and back, expected or of real assignments.
 
 plain            k rows per token
 once_per_rank    a row for each rank that a token reaches: on the way there with k ids and weights, back with none
@@ -50,7 +50,7 @@ def expected_calls(run: Run, stage: Index) -> list[Call]:
 
 @checked
 def routed_calls(run: Run, routings: Sequence[Routing], ep_rank: Index) -> list[Call]:
-    """List what leaves a rank, to the byte, layer by layer and micro-batch by micro-batch of these choices."""
+    """List what leaves a rank, to the byte, layer by layer and micro-batch by micro-batch of these assignments."""
     layout, calls = run.layout, []
     if layout.ep == 1:
         return []

@@ -17,7 +17,7 @@ from course_lib.validate import Size, checked
 def expected_places(num_experts: Size, places: Size, top_k: Size, max_places: Size | None = None) -> float:
     """How many of `places` (nodes, or ranks) with equally many experts a token reaches on average, routed uniformly.
 
-    A place is missed if all k choices fall elsewhere. max_places: from so many places only, taken at random. Places
+    A place is missed if all k assignments fall elsewhere. max_places: from so many places only, taken at random. Places
     taken by their best scores, as `limit_groups` does, are nearly all used: draw a routing and count.
     """
     check_choice(num_experts, top_k, places, max_places)
@@ -34,7 +34,7 @@ def expected_crossings(
     method: Literal["plain", "once_per_node"] = "plain",
     max_nodes: Size | None = None,
 ) -> float:
-    """Rows between nodes for one token on average, routed uniformly: of its choices or nodes, those not at home."""
+    """Rows between nodes for one token on average, routed uniformly: of its assignments or nodes, those not at home."""
     nodes = layout.num_nodes
     if method == "plain":
         check_choice(layout.num_experts, top_k, nodes, max_nodes)

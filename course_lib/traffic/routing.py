@@ -44,14 +44,14 @@ Routing = Sequence[ArrayLike]  # expert_Tk of each rank
 # ------------------------------------------------------------------------------------ rows
 @checked
 def counts_of(experts: Routing, num_experts: Size) -> list[list[int]]:
-    """counts[src][expert]: how many of a rank's choices fall on each expert; dropped ones do not count."""
+    """counts[src][expert]: how many of a rank's assignments fall on each expert; dropped ones do not count."""
     chosen = [np.asarray(expert_Tk) for expert_Tk in experts]
     return [np.bincount(e[e >= 0], minlength=num_experts).tolist() for e in chosen]
 
 
 @checked
 def plain_rows(counts: Sequence[Sequence[int]], layout: ExpertLayout) -> Rows:
-    """One row for every choice: rows[src][dst] is the sum over dst's experts."""
+    """One row for every assignment: rows[src][dst] is the sum over dst's experts."""
     width = layout.experts_per_rank
     return [[sum(row[dst * width : (dst + 1) * width]) for dst in range(layout.ep_size)] for row in counts]
 
@@ -221,7 +221,7 @@ def _sum(layout: ExpertLayout, hops: list[list[Sent]]) -> list[Sent]:
 # ------------------------------------------------------------------------------------ capacity
 @checked
 def dropped(counts: Sequence[Sequence[int]], capacity: Count) -> int:
-    """Choices beyond the capacity that each expert has for each rank."""
+    """Assignments beyond the capacity that each expert has for each rank."""
     return sum(max(0, count - capacity) for row in counts for count in row)
 
 

@@ -55,11 +55,11 @@ def calls(run: Run, rank: Index = 0, clip: bool = False, routings: Sequence[Rout
     by_axis: Calls = {axis: [] for axis in AXES}
     for stage in stages:
         for axis, of_stage in stage_calls(run, stage).items():
-            by_axis[axis] += [replace(call, count=call.count * layout.accumulation) for call in of_stage]
+            by_axis[axis] += [replace(call, count=call.count * layout.micro_batches) for call in of_stage]
     if routings is not None:
         by_axis["ep"] = routed_calls(run, routings, layout.mesh.members(rank, layout.ep)["ep"].index(rank))
     for call in boundary_calls(run, place["pp"], place["tp"]):
-        by_axis["pp"].append(replace(call, count=call.count * layout.accumulation))
+        by_axis["pp"].append(replace(call, count=call.count * layout.micro_batches))
     by_axis["pp"] += tied_calls(run, flats)
     by_axis["tp"] += partial_gradient_calls(run, flats)
     by_axis["data"] += load_calls(run, stages)
@@ -99,5 +99,5 @@ def stage_calls(run: Run, stage: Index) -> Calls:
 def _world_calls(run: Run, clip: bool) -> list[Call]:
     world_size, number = run.layout.world_size, max(recipe_of(run.recipe).compute_bytes, 4)
     names = ["loss", "norm of gradients"] if clip else ["loss"]
-    lengths = Call("lengths", "all_reduce", 2 * LENGTH_BYTES * run.layout.accumulation, world_size, LENGTH_BYTES)
+    lengths = Call("lengths", "all_reduce", 2 * LENGTH_BYTES * run.layout.micro_batches, world_size, LENGTH_BYTES)
     return [*(Call(name, "all_reduce", number, world_size, number) for name in names), lengths]

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.layout.partition import copies_of_kv, piece_sizes
+from course_lib.layout.partition import kv_replication, piece_sizes
 from course_lib.memory.context import tokens_of_rank
 from course_lib.memory.flats import Flat, layers_of, stage_config
 from course_lib.memory.states import recipe_of
@@ -127,6 +127,6 @@ def partial_gradient_calls(run: Run, flats: Sequence[Flat]) -> list[Call]:
     if layout.sequence_parallel and (numel := held(flats, "norms", layout)):
         calls.append(Call("gradients of whole parameters", "all_reduce", numel * itemsize, layout.tp, itemsize))
     if numel := held(flats, "kv", layout):
-        copies = copies_of_kv(run.config, layout.tp)
+        copies = kv_replication(run.config, layout.tp)
         calls.append(Call("key/value gradients", "all_reduce", numel * itemsize, copies, itemsize))
     return calls

@@ -174,7 +174,7 @@ def deepspeed(
 
 @checked
 def deepspeed_precision(precision: Precision) -> dict:
-    """In 16 bits DeepSpeed keeps FP32 masters by itself; fp16 gets a loss scale that adapts (0)."""
+    """In 16 bits DeepSpeed keeps FP32 master weights by itself; fp16 gets a loss scale that adapts (0)."""
     if precision == "fp16":
         return {"fp16": {"enabled": True, "loss_scale": 0}}
     return {"bf16": {"enabled": precision == "bf16"}}

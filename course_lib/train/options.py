@@ -22,8 +22,8 @@ class Options:
 
     # None may begin one of torchrun's options: it would take `--log`, behind the script's name, for two of its own.
     model: str = "toy"  # a preset, with changes behind it: "toy,num_layers=2"
-    layout: str = "dp=1"  # such as "dp=2,tp=2,zero=1"; dp=1 is one process
-    batch: Size | None = None  # sequences per step under any layout; sets accumulation
+    layout: str = "dp=1"  # such as "dp=2,tp=2,zero_stage=1"; dp=1 is one process
+    batch: Size | None = None  # sequences per step under any layout; sets micro_batches
     plan: OmitArgPrefixes[TrainPlan] = field(default_factory=TrainPlan)
     checkpoint: str | None = None  # the folder of checkpoints, on a disk that all machines see; None: no checkpoints
     every: Size = Checkpoints.every  # steps between two checkpoints
@@ -104,7 +104,7 @@ def _like(default: object, field: str, text: str) -> object:
 def layout_for(text: str, batch_size: int | None) -> Layout:
     """The layout that the text describes; with a batch size it accumulates until a step has so many sequences.
 
-    Raises   ValueError if the layout's own numbers give another batch, or no accumulation gives this one
+    Raises   ValueError if the layout's own numbers give another batch, or no micro_batches gives this one
     """
     if batch_size is None:
         return Layout.parse(text)
@@ -114,13 +114,13 @@ def layout_for(text: str, batch_size: int | None) -> Layout:
         low = max(batch_size, 0) // together * together
         nearest = f"{low} or {low + together}" if low else together
         raise ValueError(f"batch ({batch_size}) must be a multiple of dp x micro_batch ({together}); choose {nearest}")
-    if "accumulation" not in text:
-        return Layout.parse(f"{text},accumulation={batch_size // together}")
+    if "micro_batches" not in text:
+        return Layout.parse(f"{text},micro_batches={batch_size // together}")
     layout = Layout.parse(text)
     if layout.sequences_per_step != batch_size:
         raise ValueError(
             f"batch is {batch_size}, but layout {text} has {layout.sequences_per_step} sequences a step; "
-            "leave out accumulation, or batch"
+            "leave out micro_batches, or batch"
         )
     return layout
 

@@ -90,7 +90,8 @@ def learning_rate_of(plan: TrainPlan, step: Index) -> float:
 def seed_step(plan: TrainPlan, step: Index, coordinates: Mapping[str, int]) -> None:
     """Seeds this rank's random numbers, dropout's, for one step: another seed for each step and each place but tp.
 
-    The ranks of tp share a seed: where the stream is whole they must drop the same; the engine separates the rest.
+    The ranks of tp share a seed: where the residual stream is whole they must drop the same; the engine separates the
+    rest.
     """
     place = " ".join(f"{axis}={index}" for axis, index in sorted(coordinates.items()) if axis != "tp")
     digest = hashlib.blake2b(f"{plan.seed} {step} {place}".encode(), digest_size=4).digest()

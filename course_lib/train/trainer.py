@@ -140,7 +140,7 @@ def train_step(engine: five_d.FiveD, optimizer: Optimizer, plan: TrainPlan, step
     x_BS, y_BS = data.batch(
         text_T, step, layout.sequences_per_step, plan.seq_len, here["dp"], layout.dp, seed=plan.seed
     )
-    micro_batches = data.micro_batches(x_BS, y_BS, layout.accumulation)
+    micro_batches = data.micro_batches(x_BS, y_BS, layout.micro_batches)
     seed_step(plan, step, here)
     for options in optimizer.param_groups:
         options["lr"] = learning_rate_of(plan, step)

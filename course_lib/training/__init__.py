@@ -1,7 +1,7 @@
 """Training on one device: the reference that every parallelism is compared with.
 
 data.py          real text, offline, one token a byte; each dp rank's share
-precision.py     number formats, and AdamW with FP32 masters
+precision.py     number formats, and AdamW with FP32 master weights
 offload.py       activations that wait on the host for backward
 loop.py          loss, accumulation, recomputation, steps
 moe_training.py  experts beside a dense model of equal FLOPs: load, drops, loss on text not seen

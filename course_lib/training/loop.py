@@ -115,7 +115,9 @@ def accumulate_gradients(
 def make_optimizer(
     model: nn.Module, precision: str = "fp32", learning_rate: Amount = 3e-3, weight_decay: Amount = 0.01
 ) -> torch.optim.Optimizer:
-    """AdamW over the parameters that train, as the precision asks: torch's own, or with masters and FP32 gradients."""
+    """AdamW over the parameters that train, as the precision asks: torch's own, or with master weights and FP32
+    gradients.
+    """
     chosen = precision_named(precision)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if chosen.fp32_grads != "no":

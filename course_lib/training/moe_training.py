@@ -44,7 +44,7 @@ CONTEST_PLAN = TrainConfig(steps=1200, batch_size=16, seq_len=64, learning_rate=
 
 @dataclass(frozen=True)
 class MoeRun:
-    """What training a model left. `load` and `dropped` count choices by step, layer and expert; dense: no layers.
+    """What training a model left. `load` and `dropped` count assignments by step, layer and expert; dense: no layers.
 
     losses   of each step, auxiliary losses included; `held_out_loss` is the cross-entropy alone, on text not seen
     """
@@ -57,16 +57,16 @@ class MoeRun:
     seconds: float
 
     def imbalance(self, steps: int = 20) -> list[float]:
-        """The fullest expert over the mean, layer by layer, over the last `steps`: 1 is even, E all on one."""
+        """The most loaded expert over the mean, layer by layer, over the last `steps`: 1 is even, E all on one."""
         late_LE = self.load[-steps:].sum(0).double()
         return (late_LE.amax(-1) / late_LE.mean(-1)).tolist()
 
     def dropped_share(self, steps: int = 20) -> float:
-        """Share of choices that were dropped in the last `steps`; 0 where nothing has a capacity."""
+        """Share of assignments that were dropped in the last `steps`; 0 where nothing has a capacity."""
         return (self.dropped[-steps:].sum() / self.load[-steps:].sum()).item() if self.load.numel() else 0.0
 
     def drop_share(self, capacity_factor: float, steps: int = 20) -> float:
-        """Share of choices that a capacity of that factor would have dropped in the last `steps`, at this load.
+        """Share of assignments that a capacity of that factor would have dropped in the last `steps`, at this load.
 
         Assumes one micro-batch a step, on one rank: capacity is counted where the tokens are.
         """
@@ -135,7 +135,7 @@ def _train_own(configs: dict[str, ModelConfig], plan: TrainConfig | None) -> Moe
 
 
 class LoadWatch:
-    """Counts choices of every mixture of experts, over all forward passes until `stop`."""
+    """Counts assignments of every mixture of experts, over all forward passes until `stop`."""
 
     def __init__(self, model: nn.Module):
         self.layers = moe_layers(model)
@@ -151,7 +151,7 @@ class LoadWatch:
         self.dropped[layer] += routing.dropped_E
 
     def stop(self) -> tuple[Tensor, Tensor]:
-        """Ends the watch: load and dropped choices, layers x experts."""
+        """Ends the watch: load and dropped assignments, layers x experts."""
         for handle in self.handles:
             handle.remove()
         if not self.layers:

@@ -111,7 +111,7 @@ class MasterAdamW(torch.optim.Optimizer):
         parameter.copy_(state["master"])
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """As usual, but masters and moments stay FP32: torch would cast them to the parameter's dtype."""
+        """As usual, but master weights and moments stay FP32: torch would cast them to the parameter's dtype."""
         super().load_state_dict(state_dict)
         saved = state_dict["state"]
         order = [parameter for group in self.param_groups for parameter in group["params"]]

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from course_lib.config import ModelConfig
 from course_lib.devices import rank_device
-from course_lib.layout.partition import check_heads, copies_of_kv
+from course_lib.layout.partition import check_heads, kv_replication
 from course_lib.model import build
 from course_lib.parallel.linear import Cut
 from course_lib.weights.hf_weights import (
@@ -183,7 +183,7 @@ def tp_ranges(name: str, shape: Sequence[int], config: ModelConfig, tp_rank: int
     layer, _, kind = name.rpartition(".")
     layer = layer.rpartition(".")[2]
     if layer in ("q", "k", "v", "gate", "up", "embed", "head"):
-        cut = Cut(0, shape[0], tp_size, copies_of_kv(config, tp_size) if layer in ("k", "v") else 1)
+        cut = Cut(0, shape[0], tp_size, kv_replication(config, tp_size) if layer in ("k", "v") else 1)
     elif layer in ("o", "down") and kind == "weight":
         cut = Cut(1, shape[1], tp_size)
     else:

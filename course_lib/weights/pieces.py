@@ -128,7 +128,7 @@ def parameters_of(engine: FiveD) -> list[Holding]:
     """What this rank's optimizer updates, and what is frozen: shards under ZeRO, else parameters."""
     held, seen, cuts = [], set(), cuts_of(engine)
     for number, stage in engine.stages.items():
-        flats = engine.data_engines[number].flats if engine.layout.zero else []
+        flats = engine.data_engines[number].flats if engine.layout.zero_stage else []
         for flat in flats:
             places = tuple(place_in(engine, cuts, name, param) for name, param in zip(flat.names, flat.params))
             copy = replica_of(engine, is_expert=flat.kind == "experts")

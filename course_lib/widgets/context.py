@@ -9,9 +9,9 @@ from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.context_timing import AttentionTime, attention_time, ring_link, tokens_that_hide_a_hop
 from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
 from course_lib.layout import Layout
-from course_lib.layout.context_work import pairs, share_of_ideal
+from course_lib.layout.block_pairs import pairs, share_of_ideal
 from course_lib.layout.partition import CP_METHODS
-from course_lib.layout.placement import PLACEMENTS
+from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS
 from course_lib.memory.budget import Budget, budgets
 from course_lib.memory.context import for_length, kv_block_bytes
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
@@ -33,7 +33,7 @@ class ContextChoice:
     seq_len: Size = 131_072
     tp: Size = 8
     cp: Size = 4
-    placement: str = "zigzag"
+    sequence_sharding: str = "zigzag"
     recompute: str = "none"
     gpu_key: str = "h100"
     inside: str = "nvlink4"
@@ -60,7 +60,7 @@ def explore_context(chosen: ContextChoice) -> ContextView:
     """Turn choices into what is shown.
 
     Assumes: tp ranks with sequence parallelism side by side in nodes of 8, cp around them; ZeRO-1 over the cp ranks;
-    BF16 with FP32 masters; attention kernels at half of the GPU's peak, only a ring's messages hidden.
+    BF16 with FP32 master weights; attention kernels at half of the GPU's peak, only a ring's messages hidden.
 
     Raises   ValueError if the model's heads or the sequence do not divide
     """
@@ -74,14 +74,14 @@ def explore_context(chosen: ContextChoice) -> ContextView:
             times[method] = _time(config, chosen, method)
         except ValueError:  # Ulysses without heads enough: said in the text
             continue
-    share = share_of_ideal(pairs(chosen.placement, chosen.seq_len, chosen.cp))
+    share = share_of_ideal(pairs(chosen.sequence_sharding, chosen.seq_len, chosen.cp))
     fits = f"{'fits' if bars[-1].fits else 'does not fit'} on {gpu(chosen.gpu_key).name}"
     title = f"{chosen.model}, {chosen.seq_len:,} tokens on {chosen.tp * chosen.cp} GPUs {fits}"
     return ContextView(bars, limits, times, share, title, describe_context(config, chosen, times, share))
 
 
 def _budget(config: ModelConfig, chosen: ContextChoice, cp: int) -> Budget:
-    layout = Layout(cp=cp, tp=chosen.tp, sequence_parallel=chosen.tp > 1, zero=1, recompute=chosen.recompute)
+    layout = Layout(cp=cp, tp=chosen.tp, sequence_parallel=chosen.tp > 1, zero_stage=1, recompute=chosen.recompute)
     return budgets(Run(config, layout, chosen.seq_len))[0]
 
 
@@ -97,14 +97,14 @@ def _time(config: ModelConfig, chosen: ContextChoice, method: str) -> AttentionT
     where = {"per_node": _ranks_in_a_node(chosen), "tp": chosen.tp}
     cluster = _cluster(chosen)
     sizes = (config, 1, chosen.seq_len, chosen.cp, cluster, ASSUMED_UTILISATION)
-    return attention_time(*sizes, method, chosen.placement, **where)
+    return attention_time(*sizes, method, chosen.sequence_sharding, **where)
 
 
 @checked
 def describe_context(config: ModelConfig, chosen: ContextChoice, times: dict[str, AttentionTime], share: Share) -> str:
     """What a ring hands on and whether it hides, and what each method takes."""
     if chosen.cp == 1:
-        return "One rank has the whole sequence: nothing is sent. States are BF16 with FP32 masters."
+        return "One rank has the whole sequence: nothing is sent. States are BF16 with FP32 master weights."
     on = ring_link(chosen.cp, _cluster(chosen), _ranks_in_a_node(chosen))
     copies = config.num_heads / config.num_kv_heads
     needed = max(tokens_that_hide_a_hop(gpu(chosen.gpu_key), on, ASSUMED_UTILISATION, copies, way) for way in (0, 1))
@@ -113,7 +113,7 @@ def describe_context(config: ModelConfig, chosen: ContextChoice, times: dict[str
     layer = ", ".join(f"{method} {show_seconds(time.total_s)}" for method, time in times.items())
     return (
         f"Predicted: a rank has {chosen.seq_len // chosen.cp:,} tokens and hands on {show_bytes(block)} a hop over "
-        f"{on.name}; counted: {chosen.placement} allows {100 * share:.1f} % of the ideal speed. "
+        f"{on.name}; counted: {chosen.sequence_sharding} allows {100 * share:.1f} % of the ideal speed. "
         f"Modelled, not measured: a hop hides from {needed:,.0f} tokens a rank; "
         f"one layer's attention, forward and backward: {layer}.{missing}"
     )
@@ -121,7 +121,7 @@ def describe_context(config: ModelConfig, chosen: ContextChoice, times: dict[str
 
 @checked
 def context_explorer(start: ContextChoice | None = None) -> widgets.VBox:
-    """Sliders over model, sequence, tp, cp, placement, GPU and links."""
+    """Sliders over model, sequence, tp, cp, sequence sharding, GPU and links."""
     start = start or ContextChoice()
     links = [(known.name, key) for key, known in LINKS.items() if key != "nvme"]
     gpus = [(known.name, key) for key, known in GPUS.items() if known.bf16_flops]
@@ -130,7 +130,7 @@ def context_explorer(start: ContextChoice | None = None) -> widgets.VBox:
         "seq_len": parts.slider("sequence", parts.powers_of_two(1024, 2**20), start.seq_len),
         "tp": parts.slider("tp", parts.powers_of_two(1, 8), start.tp),
         "cp": parts.slider("cp", parts.powers_of_two(1, 64), start.cp),
-        "placement": parts.choice("placement", PLACEMENTS, start.placement),
+        "sequence_sharding": parts.choice("sequence sharding", SEQUENCE_SHARDINGS, start.sequence_sharding),
         "recompute": parts.choice("recomputation", ["none", "selective", "full"], start.recompute),
         "gpu_key": parts.choice("GPU", gpus, start.gpu_key),
         "inside": parts.choice("inside a node", links, start.inside),

@@ -29,7 +29,7 @@ class DPChoice:
     dp_size: Size = 8
     batch_size: Size = 2
     seq_len: Size = 4096
-    accumulation: Size = 1
+    micro_batches: Size = 1
     link_key: str = "efa"
     gpu_key: str = "h100"
     overlap: bool = True
@@ -70,8 +70,8 @@ def explore_dp(chosen: DPChoice) -> DPView:
     spans = dp_spans(micro_s / 3, 2 * micro_s / 3, [comm_s / buckets] * buckets, chosen.overlap) if comm_s else []
     spans = _after_accumulation(spans or [Span(0, "compute", "forward and backward", 0.0, micro_s)], micro_s, chosen)
     step_s = max(span.stop_s for span in spans)
-    compute_s = chosen.accumulation * micro_s
-    tokens = chosen.dp_size * chosen.batch_size * chosen.seq_len * chosen.accumulation
+    compute_s = chosen.micro_batches * micro_s
+    tokens = chosen.dp_size * chosen.batch_size * chosen.seq_len * chosen.micro_batches
     return DPView(
         global_batch_tokens=tokens,
         grad_bytes=grad_bytes,
@@ -87,7 +87,7 @@ def explore_dp(chosen: DPChoice) -> DPView:
 
 def _after_accumulation(spans: list[Span], micro_s: float, chosen: DPChoice) -> list[Span]:
     """Earlier micro-batches communicate nothing (`no_sync`): they come first, as one block."""
-    earlier = chosen.accumulation - 1
+    earlier = chosen.micro_batches - 1
     if not earlier:
         return spans
     shift = earlier * micro_s
@@ -116,7 +116,7 @@ def dp_explorer(start: DPChoice | None = None) -> widgets.VBox:
         "dp_size": parts.slider("dp ranks", parts.powers_of_two(1, 1024), start.dp_size),
         "batch_size": parts.slider("micro-batch", parts.powers_of_two(1, 64), start.batch_size),
         "seq_len": parts.slider("sequence", parts.powers_of_two(128, 131_072), start.seq_len),
-        "accumulation": parts.slider("accumulation", parts.powers_of_two(1, 64), start.accumulation),
+        "micro_batches": parts.slider("micro-batches", parts.powers_of_two(1, 64), start.micro_batches),
         "link_key": parts.choice("slowest link", [(known.name, key) for key, known in LINKS.items()], start.link_key),
         "gpu_key": parts.choice("GPU", [(known.name, key) for key, known in GPUS.items()], start.gpu_key),
         "overlap": widgets.Checkbox(description="overlap with the backward pass", value=start.overlap),

@@ -38,7 +38,7 @@ from course_lib.validate import Amount, Count, Positive, Size, check_fields, che
 from course_lib.widgets import parts
 
 METHODS = [
-    ("once for every choice", "plain"),
+    ("once for every assignment", "plain"),
     ("once to each rank", "once_per_rank"),
     ("once to each node", "once_per_node"),
     ("capacity rows to every expert", "padded"),
@@ -149,8 +149,8 @@ def describe_experts(chosen: ExpertChoice, layout: ExpertLayout, load: LoadPictu
     said = f"The busiest rank computes {max(by_rank) / mean:.2f} times the mean. " if layout.ep_size > 1 else ""
     if load.capacity is not None:
         said += (
-            f"Each expert takes {load.capacity // layout.ep_size} choices of each rank's {chosen.tokens_per_rank} "
-            f"tokens; {100 * load.drop_rate:.1f} % of the choices are dropped. "
+            f"Each expert takes {load.capacity // layout.ep_size} assignments of each rank's {chosen.tokens_per_rank} "
+            f"tokens; {100 * load.drop_rate:.1f} % of the assignments are dropped. "
         )
     if both == 0:
         return said + "One rank alone sends nothing."

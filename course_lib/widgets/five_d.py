@@ -60,14 +60,14 @@ class FiveDChoice:
     tp: Size = 4
     pp: Size = 2
     ep: Size = 1
-    zero: Literal[0, 1, 2, 3] = 1
+    zero_stage: Literal[0, 1, 2, 3] = 1
     sequence_parallel: bool = True
     regather: bool = False
     schedule: str = "1f1b"
     v: Size = 1
     fewer_at_ends: bool = False
     micro_batch: Size = 1
-    accumulation: Size = 8
+    micro_batches: Size = 8
     recompute: str = "none"
     seq_len: Size = 8192
 
@@ -86,8 +86,8 @@ class FiveDChoice:
 
 
 _OF_LAYOUT = (
-    "dp", "cp", "tp", "pp", "ep", "zero", "sequence_parallel", "regather", "schedule", "v", "micro_batch",
-    "accumulation", "recompute",
+    "dp", "cp", "tp", "pp", "ep", "zero_stage", "sequence_parallel", "regather", "schedule", "v", "micro_batch",
+    "micro_batches", "recompute",
 )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ KNOWN = {
     "Llama 3 405B, 16,384 GPUs": Known(
         FiveDChoice(
             "llama-3.1-405b", between="roce-400", dp=128, tp=8, pp=16, schedule="interleaved", v=4,
-            fewer_at_ends=True, accumulation=16,
+            fewer_at_ends=True, micro_batches=16,
         ),
         "Published: MFU 41 %, nothing recomputed (arXiv:2407.21783, table 4). The paper does not tell how many stages "
         "a GPU has; 4 are the course's choice. The course's layers keep more for backward than Llama's own: here it "
@@ -112,7 +112,7 @@ KNOWN = {
     "DeepSeek-V3, 2,048 GPUs": Known(
         FiveDChoice(
             "deepseek-v3", inside="nvlink-h800", dp=128, tp=1, pp=16, ep=64, sequence_parallel=False,
-            schedule="dualpipe_v", accumulation=120, recompute="full", seq_len=4096,
+            schedule="dualpipe_v", micro_batches=120, recompute="full", seq_len=4096,
         ),
         "Published: 180,000 H800 hours for 10¹² tokens, 1,543 tokens per second and GPU, computing in FP8 and "
         "recomputing a little (arXiv:2412.19437). Here all is BF16, whole blocks are recomputed, and weight gradients "
@@ -120,13 +120,13 @@ KNOWN = {
     ),
     "70B on 32 A100": Known(
         FiveDChoice(
-            "llama-3.1-70b", "a100-80", inside="nvlink3", between="ib-hdr200", dp=2, tp=8, pp=2, accumulation=16,
+            "llama-3.1-70b", "a100-80", inside="nvlink3", between="ib-hdr200", dp=2, tp=8, pp=2, micro_batches=16,
             seq_len=4096,
         ),
         "tp fills a node; two nodes are a pipeline, and there are two of these.",
     ),
     "one laptop (toy), 8 ranks": Known(
-        FiveDChoice("toy-moe", ranks_per_node=8, dp=2, tp=2, pp=2, ep=2, accumulation=4, seq_len=64),
+        FiveDChoice("toy-moe", ranks_per_node=8, dp=2, tp=2, pp=2, ep=2, micro_batches=4, seq_len=64),
         "Small enough to be run here: press Measure.",
     ),
 }  # fmt: skip
@@ -140,7 +140,7 @@ class FiveDView:
     holdings: Holdings
     bars: list[BudgetBar]  # of each rank of the pipeline
     limits_bytes: dict[str, int]
-    fullest: int  # place along pp
+    largest: int  # place along pp
     sent_bytes: dict[str, int]  # by axis, of a rank there
     links: dict[str, AxisLinks]
     time: StepTime
@@ -153,7 +153,7 @@ def explore_five_d(chosen: FiveDChoice) -> FiveDView:
     """Turn choices into what is shown.
 
     Assumes: computing at UTILISATION of the GPU's peak; `Overlap()`, with DualPipeV also of experts' rows; BF16 with
-    FP32 masters, a toy in FP32.
+    FP32 master weights, a toy in FP32.
     Raises   ValueError if the layout cannot be, or the model cannot lie so: with the nearest that can
     """
     config, layout, toy = preset(chosen.model), chosen.layout, chosen.model in TOYS
@@ -162,20 +162,20 @@ def explore_five_d(chosen: FiveDChoice) -> FiveDView:
     of_ranks = budgets(Run(config, layout, chosen.seq_len, recipe, device=device))
     limits = {} if toy else gpu_limits([gpu(chosen.gpu_key)])
     bars = pipeline_bars(of_ranks, limits)
-    fullest = max(range(layout.pp), key=lambda place: bars[place].total_bytes)
+    largest = max(range(layout.pp), key=lambda place: bars[place].total_bytes)
     run = Run(config, layout, chosen.seq_len, recipe, device=device)
-    by_axis = sent(run, layout.mesh.rank(pp=fullest, dp=0, cp=0, tp=0))
+    by_axis = sent(run, layout.mesh.rank(pp=largest, dp=0, cp=0, tp=0))
     cluster = Cluster(gpu(chosen.gpu_key), link(chosen.inside), link(chosen.between), chosen.ranks_per_node)
     overlap = Overlap(ep=layout.schedule == "dualpipe_v")
     time = step_time(Run(config, layout, chosen.seq_len, recipe), cluster, UTILISATION, overlap)
     links = links_of_axes(layout.mesh, chosen.ranks_per_node, layout.ep)
-    text = describe_five_d(chosen, layout, bars[fullest], limits, links, time)
-    return FiveDView(layout, holdings(config, layout), bars, limits, fullest, by_axis, links, time, text)
+    text = describe_five_d(chosen, layout, bars[largest], limits, links, time)
+    return FiveDView(layout, holdings(config, layout), bars, limits, largest, by_axis, links, time, text)
 
 
 @checked
-def describe_five_d(chosen, layout, fullest, limits, links, time) -> str:
-    """The layout, where its groups lie, what the fullest rank needs, and what a step takes by the model."""
+def describe_five_d(chosen, layout, largest, limits, links, time) -> str:
+    """The layout, where its groups lie, what the most loaded rank needs, and what a step takes by the model."""
     nodes = -(-layout.world_size // chosen.ranks_per_node)
     inside = [axis for axis in SHOWN_AXES if links[axis].kind == "node"]
     outside = [axis for axis in SHOWN_AXES if links[axis].kind in ("network", "both")]
@@ -183,12 +183,12 @@ def describe_five_d(chosen, layout, fullest, limits, links, time) -> str:
     where += f" Over the network: {', '.join(outside)}." if outside else ""
     fits = ""
     if limits:
-        fits = f", which {'fits on' if fullest.fits else 'does not fit on'} {gpu(chosen.gpu_key).name}"
+        fits = f", which {'fits on' if largest.fits else 'does not fit on'} {gpu(chosen.gpu_key).name}"
     shown = f"{replace(layout, layers_of_stage=None)}" + (" (one layer less at both ends)" * chosen.fewer_at_ends)
     return (
         f"{shown}: {layout.world_size:,} ranks on {nodes:,} node{'s' if nodes > 1 else ''}, "
-        f"{time.num_tokens:,} tokens a step.{where} Predicted: the fullest rank needs "
-        f"{show_bytes(fullest.total_bytes)}{fits}. Modelled, not measured: {show_seconds(time.total_s)} a step, "
+        f"{time.num_tokens:,} tokens a step.{where} Predicted: the most loaded rank needs "
+        f"{show_bytes(largest.total_bytes)}{fits}. Modelled, not measured: {show_seconds(time.total_s)} a step, "
         f"{time.tokens_per_s_per_gpu:,.0f} tokens per second and GPU, MFU {100 * time.mfu:.2g} % "
         f"({100 * time.causal_mfu:.2g} % if half of attention counts)."
     )
@@ -275,7 +275,7 @@ def five_d_explorer(start: FiveDChoice | None = None) -> widgets.VBox:
         "between": parts.choice("between nodes", links, start.between),
         "seq_len": parts.slider("sequence", parts.powers_of_two(64, 131_072), start.seq_len),
         "micro_batch": parts.slider("micro-batch", parts.powers_of_two(1, 16), start.micro_batch),
-        "accumulation": parts.slider("accumulation", sizes_up_to(512, 120), start.accumulation),
+        "micro_batches": parts.slider("micro-batches", sizes_up_to(512, 120), start.micro_batches),
         "recompute": parts.choice("recomputation", RECOMPUTE, start.recompute),
         "regather": parts.choice("inputs kept", KEPT, start.regather),
         "dp": parts.slider("dp", sizes_up_to(2048), start.dp),
@@ -287,7 +287,7 @@ def five_d_explorer(start: FiveDChoice | None = None) -> widgets.VBox:
         "v": parts.slider("stages a rank", range(1, 9), start.v),
         "fewer_at_ends": parts.choice("layers", LAYERS, start.fewer_at_ends),
         "ep": parts.slider("ep", sizes_up_to(256), start.ep),
-        "zero": parts.slider("ZeRO stage", [(f"{stage}", stage) for stage in range(4)], start.zero),
+        "zero_stage": parts.slider("ZeRO stage", [(f"{stage}", stage) for stage in range(4)], start.zero_stage),
     }
     menu = parts.choice("layout of", [NOTHING, *KNOWN], NOTHING)
     settling = _connect(menu, controls)

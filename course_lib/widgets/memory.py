@@ -18,7 +18,7 @@ from course_lib.run import Run
 from course_lib.validate import Size, check_fields, checked
 from course_lib.widgets import parts
 
-ATTENTION_LABELS = [("fused (FlashAttention)", "fused"), ("explicit score matrix", "explicit")]
+ATTENTION_LABELS = [("fused (FlashAttention)", "fused"), ("standard (materialized scores)", "standard")]
 RECOMPUTE = ["none", "selective", "full"]
 MEASURED_BATCH, MEASURED_SEQ_LEN = 4, 256  # at most: a matter of seconds
 

@@ -104,7 +104,7 @@ def _left(row: Sequence[Instruction], rank: int, num_micro_batches: int) -> list
 
 
 def _mistakes(schedule: Schedule) -> list[str]:
-    """What no further block can mend: strangers, repetitions, and what stands before something that it needs."""
+    """What no further block can fix: strangers, repetitions, and what stands before something that it needs."""
     found = []
     for rank, row in enumerate(schedule.instructions):
         times = Counter((one.op, one.micro_batch) for one in row)

@@ -71,7 +71,7 @@ def explore_tensor(chosen: TensorChoice) -> TensorView:
     """Turn choices into what is shown.
 
     Assumes: computing at ASSUMED_MFU of the GPU's peak; nodes of 8 GPUs, filled one after the other; communication
-    waits for nothing and nothing hides it; BF16 with FP32 masters; the optimizer's time is left out.
+    waits for nothing and nothing hides it; BF16 with FP32 master weights; the optimizer's time is left out.
 
     Raises   ValueError if the model's heads do not divide, or the sequence is longer than the model reads
     """
@@ -157,7 +157,7 @@ def describe_tensor(chosen: TensorChoice, view: TensorView) -> str:
     )
     needs = (
         f"{show_bytes(view.bars[-1].total_bytes)} a GPU, {show_bytes(kept)} of it activations and logits; "
-        f"states BF16 with FP32 masters"
+        f"states BF16 with FP32 master weights"
     )
     sends = "One GPU alone sends nothing."
     if chosen.tp > 1:

@@ -83,7 +83,7 @@ def explore_zero(chosen: ZeroChoice) -> ZeroView:
     limits = gpu_limits([gpu(chosen.gpu_key)])
     bars = budget_bars({"plain DP": plain, f"stage {chosen.stage}": needed}, limits)
     units = zero_units(config, chosen.stage, recipe.param_bytes)
-    layout = Layout(dp=chosen.dp_size, zero=chosen.stage, micro_batch=chosen.batch_size)
+    layout = Layout(dp=chosen.dp_size, zero_stage=chosen.stage, micro_batch=chosen.batch_size)
     sent = sent_bytes(calls(Run(config, layout, chosen.seq_len, chosen.recipe))["data"])
     one_trip = count_parameters(config) * recipe.param_bytes * (chosen.dp_size - 1) / chosen.dp_size
     shards = zero_state_bytes(units, chosen.stage, chosen.dp_size, recipe)
@@ -94,7 +94,9 @@ def explore_zero(chosen: ZeroChoice) -> ZeroView:
 
 
 def _budget(chosen: ZeroChoice) -> Budget:
-    layout = Layout(dp=chosen.dp_size, zero=chosen.stage, micro_batch=chosen.batch_size, recompute=chosen.recompute)
+    layout = Layout(
+        dp=chosen.dp_size, zero_stage=chosen.stage, micro_batch=chosen.batch_size, recompute=chosen.recompute
+    )
     offload = OFFLOADS[chosen.offload]
     return budgets(Run(preset(chosen.model), layout, chosen.seq_len, chosen.recipe, offload=offload))[0]
 

@@ -172,7 +172,7 @@ def test_a_notebook_out_of_form_and_a_badge_of_another_notebook_are_found(root):
     found = "\n".join(authoring.notebook_problems(path, root))
     assert "not in its normal form" in found and "no badge that leads to" in found
     assert authoring.format_notebooks(root) == [path] and authoring.format_notebooks(root) == []
-    assert "badge" not in "\n".join(authoring.notebook_problems(path, root)), "make fmt mends the link"
+    assert "badge" not in "\n".join(authoring.notebook_problems(path, root)), "make fmt fixes the link"
     assert BADGE_PICTURE in authoring.read(path).cells[0].source, "and leaves the picture"
 
 

@@ -170,7 +170,7 @@ def test_the_explorer_of_layouts_follows_each_kind_of_control_and_measures(lab, 
     notebook = nbformat.read(ROOT / "notebooks" / "10_five_d.ipynb", as_version=4)
     notebook.cells = [cell for cell in notebook.cells if cell.id in ("setup", "widget")]
     run_all_cells(page, lab, put_notebook(lab, notebook), limit_s=60)
-    page.wait_for_selector("text=/Predicted: the fullest rank needs/")
+    page.wait_for_selector("text=/Predicted: the most loaded rank needs/")
     before = wait_for_other_pictures(page, [])
     assert len(before) == 1 and before[0]["width"] > 800
     assert page.locator(".widget-label").evaluate_all(CUT_OFF) == []

@@ -42,47 +42,47 @@ STATES = ("exp_avg", "exp_avg_sq", "master")
 # name: (model, dtype, layout that saves)
 SOURCES = {
     "alone": (DENSE, F32, "dp=1"),
-    "zero1": (DENSE, F32, "dp=2,tp=2,zero=1"),
+    "zero1": (DENSE, F32, "dp=2,tp=2,zero_stage=1"),
     "bf16": (DENSE, BF16, "tp=4"),
-    "tied": (DENSE, F32, "pp=2,dp=2,accumulation=4"),
-    "gpt": (GPT, F32, "dp=2,tp=2,sequence_parallel=true,zero=3"),
-    "moe": (MOE, F32, "dp=2,tp=2,ep=2,sequence_parallel=true,zero=2"),
-    "replicas": (MOE, F32, "dp=4,ep=2,zero=3,dp_replicate=2"),
+    "tied": (DENSE, F32, "pp=2,dp=2,micro_batches=4"),
+    "gpt": (GPT, F32, "dp=2,tp=2,sequence_parallel=true,zero_stage=3"),
+    "moe": (MOE, F32, "dp=2,tp=2,ep=2,sequence_parallel=true,zero_stage=2"),
+    "replicas": (MOE, F32, "dp=4,ep=2,zero_stage=3,dp_replicate=2"),
 }
 # (saved by, layout that loads)
 PAIRS = [
-    ("alone", "tp=2,pp=2,accumulation=2"),
-    ("zero1", "pp=4,accumulation=4"),
+    ("alone", "tp=2,pp=2,micro_batches=2"),
+    ("zero1", "pp=4,micro_batches=4"),
     ("zero1", "tp=4"),
-    ("zero1", "dp=4,zero=3"),
-    ("bf16", "dp=2,tp=2,zero=3"),
-    ("tied", "dp=2,cp=2,zero=2"),
-    ("gpt", "dp=4,zero=1"),
-    ("moe", "dp=2,pp=2,ep=2,accumulation=2,zero=1"),
-    ("replicas", "dp=2,tp=2,zero=2,dp_replicate=2"),
-    ("zero1", "dp=2,zero=2"),
-    ("bf16", "pp=2,accumulation=2"),
+    ("zero1", "dp=4,zero_stage=3"),
+    ("bf16", "dp=2,tp=2,zero_stage=3"),
+    ("tied", "dp=2,cp=2,zero_stage=2"),
+    ("gpt", "dp=4,zero_stage=1"),
+    ("moe", "dp=2,pp=2,ep=2,micro_batches=2,zero_stage=1"),
+    ("replicas", "dp=2,tp=2,zero_stage=2,dp_replicate=2"),
+    ("zero1", "dp=2,zero_stage=2"),
+    ("bf16", "pp=2,micro_batches=2"),
     ("gpt", "tp=2,sequence_parallel=true"),
     ("moe", "dp=2,ep=2"),
     ("zero1", "dp=1"),
-    ("bf16", "dp=1,zero=1"),
+    ("bf16", "dp=1,zero_stage=1"),
     ("tied", "dp=1"),
-    ("gpt", "dp=1,zero=2"),
+    ("gpt", "dp=1,zero_stage=2"),
     ("moe", "dp=1"),
 ]
 # (saved by, layout that loads, in which precision)
 CONVERSIONS = [
-    ("bf16", "pp=4,accumulation=4", F32),
-    ("bf16", "dp=4,zero=3", F32),
-    ("zero1", "dp=2,tp=2,zero=1", BF16),
-    ("tied", "pp=2,tp=2,accumulation=4", BF16),
-    ("moe", "dp=2,pp=2,ep=2,accumulation=2", BF16),
+    ("bf16", "pp=4,micro_batches=4", F32),
+    ("bf16", "dp=4,zero_stage=3", F32),
+    ("zero1", "dp=2,tp=2,zero_stage=1", BF16),
+    ("tied", "pp=2,tp=2,micro_batches=4", BF16),
+    ("moe", "dp=2,pp=2,ep=2,micro_batches=2", BF16),
     ("bf16", "tp=2", F32),
-    ("moe", "dp=2,ep=2,zero=2", BF16),
-    ("bf16", "dp=1,zero=1", F32),
+    ("moe", "dp=2,ep=2,zero_stage=2", BF16),
+    ("bf16", "dp=1,zero_stage=1", F32),
     ("bf16", "dp=1", F64),
     ("alone", "dp=1", BF16),
-    ("alone", "dp=1,zero=1", F64),
+    ("alone", "dp=1,zero_stage=1", F64),
 ]
 
 
@@ -97,7 +97,7 @@ def built(config, text, dtype=F32, seed=0):
 def micro_batches(engine, step):
     layout = engine.layout
     chance = torch.Generator().manual_seed(100 * step + engine.groups.coordinates["dp"])
-    tokens = torch.randint(97, (layout.accumulation, 2, 1, 16), generator=chance)
+    tokens = torch.randint(97, (layout.micro_batches, 2, 1, 16), generator=chance)
     return list(tokens.unbind(0))
 
 
@@ -113,7 +113,7 @@ def train(engine, optimizer, steps):
 
 def held_by(engine):
     """(what the optimizer updates, its names in the whole model, over whom it is sharded if it is a flat)."""
-    if not engine.layout.zero:
+    if not engine.layout.zero_stage:
         return [(param, [name], None) for name, param in five_d.named_parameters(engine).items()]
     flats = [flat for sharded in engine.data_engines.values() for flat in sharded.flats]
     tied = {"head.weight": "embed.weight"} if engine.config.tied else {}
@@ -160,7 +160,7 @@ def assert_holds(engine, optimizer, whole):
             wanted = parts[0] if group is None else my_shard(flatten_and_pad(parts, group.size()), group)
             assert x.dtype == wanted.dtype and torch.equal(x, wanted), (key, names)
     assert {key.partition(".")[0] for key in whole} == {"model", *states_of(optimizer, param)}
-    if engine.layout.zero < 3:  # whole on each rank, besides the shards
+    if engine.layout.zero_stage < 3:  # whole on each rank, besides the shards
         for name, param in five_d.named_parameters(engine).items():
             assert torch.equal(param, part(f"model.{name}")), name
 
@@ -187,7 +187,7 @@ def load_some(folder, pairs):
     for name, text in pairs:
         config, dtype, saved_as = SOURCES[name]
         engine, optimizer = built(config, text, dtype, seed=1)
-        if "zero" not in text:
+        if "zero_stage" not in text:
             train(engine, optimizer, range(1))  # what was there before leaves no trace
         restored = checkpoint.load(engine, optimizer, folder / name)
         assert (restored.step, restored.about, restored.same_mesh) == (2, {"model": name}, text == saved_as)
@@ -201,7 +201,9 @@ def load_some(folder, pairs):
 
 
 def converted(whole, dtype):
-    """What a checkpoint is in another precision, tensor by tensor: the masters, or what is its own master, decide."""
+    """What a checkpoint is in another precision, tensor by tensor: the master weights, or what is its own master,
+    decide.
+    """
     wide = {name: whole.get(f"master.{name}", whole[f"model.{name}"]) for name in of(whole, "model")}
     found = {f"model.{name}": x.float().to(dtype) if dtype == BF16 else x.to(dtype) for name, x in wide.items()}
     if dtype == BF16:
@@ -273,24 +275,24 @@ def on_four_ranks(folder):
     save_some(folder, [name for name in SOURCES if name != "alone"])
     load_some(folder, [pair for pair in PAIRS if Layout.parse(pair[1]).world_size == 4])
     convert_some(folder, [one for one in CONVERSIONS if Layout.parse(one[1]).world_size == 4])
-    there_and_back(folder / "dense", DENSE, "dp=2,tp=2,zero=1", "pp=4,accumulation=4")
-    there_and_back(folder / "experts", TIED_MOE, "pp=2,dp=2,ep=2,accumulation=2", "dp=2,tp=2,ep=2,zero=3")
-    go_on(folder, GPT, "dp=2,tp=2,zero=1")
-    go_on(folder, replace(GPT, tied=True), "pp=2,dp=2,zero=2,accumulation=2")
-    go_on(folder, MOE, "dp=2,pp=2,ep=2,accumulation=2")
+    there_and_back(folder / "dense", DENSE, "dp=2,tp=2,zero_stage=1", "pp=4,micro_batches=4")
+    there_and_back(folder / "experts", TIED_MOE, "pp=2,dp=2,ep=2,micro_batches=2", "dp=2,tp=2,ep=2,zero_stage=3")
+    go_on(folder, GPT, "dp=2,tp=2,zero_stage=1")
+    go_on(folder, replace(GPT, tied=True), "pp=2,dp=2,zero_stage=2,micro_batches=2")
+    go_on(folder, MOE, "dp=2,pp=2,ep=2,micro_batches=2")
 
 
 def on_two_ranks(folder):
     load_some(folder, [pair for pair in PAIRS if Layout.parse(pair[1]).world_size == 2])
     convert_some(folder, [one for one in CONVERSIONS if Layout.parse(one[1]).world_size == 2])
-    go_on(folder, DENSE, "dp=2,zero=3", BF16)
+    go_on(folder, DENSE, "dp=2,zero_stage=3", BF16)
     saved_meanwhile(folder / "meanwhile")
     failing(folder / "failing")
 
 
 def saved_meanwhile(folder):
     """Files are written after two further steps: they hold what was there when save_async was called."""
-    engine, optimizer = built(DENSE, "dp=2,zero=1")
+    engine, optimizer = built(DENSE, "dp=2,zero_stage=1")
     train(engine, optimizer, range(1))
     wanted, may_write, write = whole_state(engine, optimizer), threading.Event(), checkpoint_pieces.write
 
@@ -374,12 +376,12 @@ def on_one_rank(folder):
 
 
 def before_the_first_step(folder):
-    """Without moments too, masters have what rounding would lose; what is rounded twice is rounded alike."""
+    """Without moments too, master weights have what rounding would lose; what is rounded twice is rounded alike."""
     engine, optimizer = built(DENSE, "dp=1", F64)
     engine.stages["0"].embed.weight.data.fill_(1 + 2**-8 + 2**-40)  # in FP32 between two numbers of bf16, here above
     whole = whole_state(engine, optimizer)
     checkpoint.save(engine, optimizer, folder, 0)
-    for text in ("dp=1", "dp=1,zero=1"):
+    for text in ("dp=1", "dp=1,zero_stage=1"):
         other, its_optimizer = built(DENSE, text, BF16, seed=1)
         checkpoint.load(other, its_optimizer, folder, convert=True)
         zeros = {f"{key}.{name}": torch.zeros_like(whole[f"model.{name}"]) for key in STATES[:2]
@@ -394,7 +396,7 @@ def before_the_first_step(folder):
     wanted["master.embed.weight"] = embedding.detach().float()
     del optimizer.state[embedding]
     checkpoint.save(engine, optimizer, folder, 1)
-    other = built(DENSE, "dp=1,zero=1", BF16, seed=1)
+    other = built(DENSE, "dp=1,zero_stage=1", BF16, seed=1)
     checkpoint.load(*other, folder)
     assert_holds(*other, wanted)
 
@@ -405,7 +407,7 @@ def other_optimizers(folder):
     train(engine, optimizer, range(1))
     next(iter(optimizer.state.values()))["step"] += 1
     checkpoint.save(engine, optimizer, folder / "counts", 1)
-    other, its_optimizer = built(DENSE, "dp=1,zero=1", seed=1)
+    other, its_optimizer = built(DENSE, "dp=1,zero_stage=1", seed=1)
     train(other, its_optimizer, range(1))
     before = whole_state(other, its_optimizer)
     with pytest.raises(ValueError, match=r"parameters have taken \[1, 2\] steps each"):
@@ -419,7 +421,7 @@ def other_optimizers(folder):
     train(engine, without_masters, range(1))
     whole = whole_state(engine, without_masters)
     checkpoint.save(engine, without_masters, folder / "without", 1)
-    other = built(DENSE, "dp=1,zero=1", BF16, seed=1)
+    other = built(DENSE, "dp=1,zero_stage=1", BF16, seed=1)
     checkpoint.load(*other, folder / "without", convert=True)
     assert_holds(*other, converted(whole, BF16))
 
@@ -438,7 +440,7 @@ def what_is_frozen_now_has_no_state(folder):
 
 def few_bytes_at_a_time(folder):
     """Beside the engine's own, a rank holds a piece or two, never the model, though pieces of flats must be copied."""
-    engine, optimizer = built(DENSE, "dp=1,zero=1")
+    engine, optimizer = built(DENSE, "dp=1,zero_stage=1")
     train(engine, optimizer, range(1))
     largest, flat = DENSE.vocab_size * DENSE.d_model * 4, sum(param.nbytes for param in engine.pipeline.parameters())
     plan = 45_000  # DCP's, of 150 pieces, pickled and sent: it does not grow with the model's width
@@ -450,7 +452,7 @@ def few_bytes_at_a_time(folder):
         checkpoint.load(engine, optimizer, folder / "small")
     states = 2 * flat
     assert states < tracker.peak_bytes - tracker.timeline.total_bytes[0] < states + 2 * largest
-    engine, optimizer = built(DENSE, "dp=1,zero=1", BF16)
+    engine, optimizer = built(DENSE, "dp=1,zero_stage=1", BF16)
     with MemoryTracker(engine, optimizer) as tracker:
         checkpoint.load(engine, optimizer, folder / "small", convert=True)
     states = 3 * flat
@@ -625,7 +627,7 @@ def test_no_code_is_run_from_a_file(copy, tmp_path):
 
 def save_until_killed(folder, seed, by_event):
     """Saves again and again. One rank, or both, die at a random moment: a file operation, or any."""
-    engine, optimizer = built(DENSE, "dp=1" if by_event else "dp=2,zero=1")
+    engine, optimizer = built(DENSE, "dp=1" if by_event else "dp=2,zero_stage=1")
     train(engine, optimizer, range(1))
     chance, rank = random.Random(seed), torch.distributed.get_rank()
     if by_event:

@@ -24,9 +24,9 @@ DEEPSEEK = MoeConfig(4, 2, 24, num_shared_experts=1, score="sigmoid", balancing=
 LATENT = ModelConfig("latent", 2, 32, 4, 4, 52, 97, 64, norm_eps=1e-6, mla=MlaConfig(20, 12, 6, 4, 8))
 MODELS = {
     "llama": (LLAMA, "tp=2"),
-    "tied": (replace(LLAMA, tied=True, head_dim=16, rope_scaling=None), "pp=2,accumulation=2"),
-    "gpt": (ModelConfig("gpt", 2, 32, 4, 4, 64, 97, 64, family="gpt", tied=True), "dp=2,zero=3"),
-    "mixtral": (replace(LLAMA, d_ff=24, rope_scaling=None, moe=MoeConfig(4, 2, 24)), "dp=2,ep=2,zero=1"),
+    "tied": (replace(LLAMA, tied=True, head_dim=16, rope_scaling=None), "pp=2,micro_batches=2"),
+    "gpt": (ModelConfig("gpt", 2, 32, 4, 4, 64, 97, 64, family="gpt", tied=True), "dp=2,zero_stage=3"),
+    "mixtral": (replace(LLAMA, d_ff=24, rope_scaling=None, moe=MoeConfig(4, 2, 24)), "dp=2,ep=2,zero_stage=1"),
     "deepseek": (replace(LATENT, moe=DEEPSEEK), "dp=2,ep=2"),
 }  # fmt: skip
 
@@ -36,7 +36,7 @@ def trained(config, text, folder):
     optimizer = five_d.make_optimizer(engine)
     chance = torch.Generator().manual_seed(engine.groups.coordinates["dp"])
     for _ in range(3):
-        tokens = torch.randint(97, (engine.layout.accumulation, 2, 1, 16), generator=chance)
+        tokens = torch.randint(97, (engine.layout.micro_batches, 2, 1, 16), generator=chance)
         five_d.step(engine, list(tokens.unbind(0)), optimizer)
     checkpoint.save(engine, optimizer, folder, 3)
     biases = {name: x for stage in engine.stages.values() for name, x in stage.named_buffers() if "bias_steps" in name}
@@ -49,19 +49,24 @@ def save_all(folder):
 
 def import_some(folder, wanted):
     """Files of a model saved by two ranks, under layouts of two ranks."""
-    for name, text in [("llama", "dp=2,zero=3"), ("gpt", "tp=2"), ("tied", "dp=2,zero=1"), ("mixtral", "tp=2")]:
+    for name, text in [
+        ("llama", "dp=2,zero_stage=3"),
+        ("gpt", "tp=2"),
+        ("tied", "dp=2,zero_stage=1"),
+        ("mixtral", "tp=2"),
+    ]:
         engine = five_d.build(MODELS[name][0], Layout.parse(text), seed=1)
         import_safetensors(engine, folder / f"{name}.hf")
         for key, x in full_parameters(engine).items():
             assert torch.equal(x, wanted[name][key]), (name, key)
-    engine = five_d.build(LLAMA, Layout.parse("dp=2,zero=1"), seed=1)
+    engine = five_d.build(LLAMA, Layout.parse("dp=2,zero_stage=1"), seed=1)
     missing = folder / ("none" if engine.groups.world.rank() else "llama.hf")
     with pytest.raises(ValueError, match="none"):  # on both ranks, before one waits for the other
         import_safetensors(engine, missing)
 
 
 def save_in_bf16(folder):
-    """The model and its masters."""
+    """The model and its master weights."""
     engine = five_d.build(MODELS["gpt"][0], Layout.parse("dp=1"), dtype=torch.bfloat16)
     optimizer = five_d.make_optimizer(engine)
     five_d.step(engine, [tuple(torch.randint(97, (2, 1, 16)).unbind(0))], optimizer)

@@ -13,10 +13,10 @@ TOY = ["--model", "toy", "--gpu", "t4", "--seq", "64"]
 
 
 def test_llama_405b_on_16384_gpus_as_json(capsys):
-    layout = "dp=128,tp=8,pp=16,recompute=full,sequence_parallel=true,zero=1"
+    layout = "dp=128,tp=8,pp=16,recompute=full,sequence_parallel=true,zero_stage=1"
     assert cli.main(["simulate", *LLAMA_405B, "--layout", layout, "--stage", "14", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["model"], found["world_size"], found["layout"]["accumulation"]) == ("llama-3.1-405b", 16_384, 16)
+    assert (found["model"], found["world_size"], found["layout"]["micro_batches"]) == ("llama-3.1-405b", 16_384, 16)
     (rank,) = found["ranks"]
     assert rank["stages"] == [14] and rank["layers"] == 7 and rank["fits"] and found["fits"]
     assert rank["peak_bytes"] == sum(rank["peak_by_kind"].values()) == found["peak_bytes"]
@@ -25,17 +25,17 @@ def test_llama_405b_on_16384_gpus_as_json(capsys):
 
 
 def test_a_table_for_all_stages(capsys):
-    layout = ["--layout", "dp=2,pp=2,tp=2,micro_batch=2,accumulation=5", "--precision", "fp32"]
+    layout = ["--layout", "dp=2,pp=2,tp=2,micro_batch=2,micro_batches=5", "--precision", "fp32"]
     assert cli.main(["simulate", *TOY, *layout]) == 0
     text = capsys.readouterr().out
-    assert "toy on 8 x T4, fp32" in text and "micro_batch=2,accumulation=5" in text and "fits: stage" in text
+    assert "toy on 8 x T4, fp32" in text and "micro_batch=2,micro_batches=5" in text and "fits: stage" in text
     assert text.count("yes") == 2 and "simulated 2 of 2 ranks along pp" in text and "tape" in text
 
 
 def test_accumulation_fills_the_pipeline_unless_it_is_said():
-    assert layout_of("pp=4").accumulation == 4 and layout_of("pp=4,schedule=dualpipe_v").accumulation == 8
-    assert layout_of("pp=4,accumulation=3").accumulation == 3
-    assert layout_of("dp=2").accumulation == 1
+    assert layout_of("pp=4").micro_batches == 4 and layout_of("pp=4,schedule=dualpipe_v").micro_batches == 8
+    assert layout_of("pp=4,micro_batches=3").micro_batches == 3
+    assert layout_of("dp=2").micro_batches == 1
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_accumulation_fills_the_pipeline_unless_it_is_said():
         ({"--seq": "0"}, "seq is 0"),
         ({"--layout": "tp=3"}, "tp"),
         ({"--layout": "pp=2,pp=2"}, "stands twice"),
-        ({"--layout": "pp=2,accumulation=2,accumulation=4"}, "stands twice"),
+        ({"--layout": "pp=2,micro_batches=2,micro_batches=4"}, "stands twice"),
         ({"--layout": "pp=2", "--stage": "2"}, "0..1"),
         ({"--precision": "fp7"}, "bf16-master"),
         ({"--skew": "2"}, "at least 0 and at most 1"),
@@ -74,4 +74,4 @@ def test_advice_names_what_is_not_yet_done():
     assert said("tp=2,recompute=full").endswith("try sequence_parallel=true or more cp")
     assert said("tp=2,sequence_parallel=true,recompute=full").endswith("try regather=true or more cp")
     assert said("tp=2,sequence_parallel=true,regather=true,recompute=full").endswith("try more cp")
-    assert said("dp=2", 0) == "states are largest: try zero=1 or more pp or more tp"
+    assert said("dp=2", 0) == "states are largest: try zero_stage=1 or more pp or more tp"

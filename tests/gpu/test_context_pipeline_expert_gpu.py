@@ -15,8 +15,8 @@ import torch.distributed as dist
 from course_lib import model
 from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.launch import RankError, launch
-from course_lib.layout import PLACEMENTS
-from course_lib.model import explicit_attention
+from course_lib.layout import SEQUENCE_SHARDINGS
+from course_lib.model import standard_attention
 from course_lib.native import context as native_context
 from course_lib.native import expert as native_expert
 from course_lib.native import pipeline as native_pipeline
@@ -59,7 +59,7 @@ ENGINES = {
     "Ulysses": Engine(context, {"method": "ulysses"}),
     "context_parallel, zigzag": Engine(native_context, {}, torch.float32, 1e-4),
     "context_parallel, contiguous, gathered": Engine(
-        native_context, {"placement": "contiguous", "rotate_method": "allgather"}, torch.bfloat16, 5e-2
+        native_context, {"sequence_sharding": "contiguous", "rotate_method": "allgather"}, torch.bfloat16, 5e-2
     ),
     "1F1B": Engine(pipeline, {}, backends=SENDS),
     "ZBV": Engine(pipeline, {"schedule": "zbv"}, backends=SENDS),
@@ -127,18 +127,18 @@ class Shares(list):
         return self
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_all_tiles_of_a_ring_of_four_by_the_flash_kernel(placement, record):
+@pytest.mark.parametrize("sequence_sharding", SEQUENCE_SHARDINGS)
+def test_all_tiles_of_a_ring_of_four_by_the_flash_kernel(sequence_sharding, record):
     """Four ranks' work one after the other, in bfloat16, beside whole attention in float32."""
     device, size, seq_len = torch.device("cuda" if torch.cuda.is_available() else "cpu"), 4, 512
     generator = torch.Generator().manual_seed(0)
     heads = (torch.randn(2, number, seq_len, 64, generator=generator) for number in (8, 2, 2, 8))
     q_BNSH, k_BKSH, v_BKSH, grad_BNSH = (x.to(device, torch.bfloat16) for x in heads)
-    places = [positions(placement, seq_len, size, rank).to(device) for rank in range(size)]
+    places = [positions(sequence_sharding, seq_len, size, rank).to(device) for rank in range(size)]
     blocks = [torch.cat([k_BKSH, v_BKSH], -1)[..., place, :] for place in places]
     got = {"out": torch.empty_like(q_BNSH), "dq": torch.empty_like(q_BNSH)}
     dkv_BKSU = torch.zeros(*k_BKSH.shape[:-1], 2 * k_BKSH.shape[-1], device=device)
-    plan = tiles.Plan(placement)
+    plan = tiles.Plan(sequence_sharding)
     for rank, place in enumerate(places):
         order = [(rank - step) % size for step in range(size)]
         mine = [(other, blocks[other]) for other in order]
@@ -152,8 +152,8 @@ def test_all_tiles_of_a_ring_of_four_by_the_flash_kernel(placement, record):
     got |= dict(zip(("dk", "dv"), dkv_BKSU.chunk(2, -1), strict=True))
 
     whole = [x.float().requires_grad_() for x in (q_BNSH, k_BKSH, v_BKSH)]
-    out = explicit_attention(*whole)
+    out = standard_attention(*whole)
     wanted = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, whole, grad_BNSH.float()))))
     off_by = {n: ((got[n].float() - x).abs().max() / x.abs().max()).item() for n, x in wanted.items()}
-    record(placement=placement, off_by=off_by)
+    record(sequence_sharding=sequence_sharding, off_by=off_by)
     assert max(off_by.values()) < 2e-2

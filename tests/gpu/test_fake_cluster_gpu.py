@@ -18,7 +18,7 @@ from course_lib.model import moe
 from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.simulate import simulate_rank
-from course_lib.simulate.cluster import dtypes_of, plan_choices
+from course_lib.simulate.cluster import dtypes_of, plan_assignments
 
 pytestmark = pytest.mark.gpu
 
@@ -26,14 +26,14 @@ SEQ_LEN, PRECISION = 512, "bf16-master"
 DENSE = replace(preset("mini"), d_model=512, d_ff=1408, vocab_size=8192)
 EXPERTS = replace(preset("mini-moe"), vocab_size=8192)
 LAYOUTS = {
-    "dp=2,zero=1,accumulation=2,micro_batch=2": DENSE,
-    "dp=2,zero=3,accumulation=2,micro_batch=2": DENSE,
+    "dp=2,zero_stage=1,micro_batches=2,micro_batch=2": DENSE,
+    "dp=2,zero_stage=3,micro_batches=2,micro_batch=2": DENSE,
     "tp=2,micro_batch=2": DENSE,
     "tp=2,sequence_parallel=true,recompute=full,micro_batch=2": DENSE,
     "cp=2,micro_batch=2": DENSE,
-    "dp=2,tp=2,zero=2,micro_batch=2": DENSE,
-    "cp=2,tp=2,cp_method=ulysses,zero=3,micro_batch=2": DENSE,
-    "dp=2,ep=2,zero=1,micro_batch=2": EXPERTS,
+    "dp=2,tp=2,zero_stage=2,micro_batch=2": DENSE,
+    "cp=2,tp=2,cp_method=ulysses,zero_stage=3,micro_batch=2": DENSE,
+    "dp=2,ep=2,zero_stage=1,micro_batch=2": EXPERTS,
 }
 
 
@@ -44,11 +44,11 @@ def allocated(config, text: str) -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     layout, (dtype, grad_dtype) = Layout.parse(text), dtypes_of(PRECISION)
-    with replaced(moe, "choose", plan_choices()):
+    with replaced(moe, "choose", plan_assignments()):
         engine = five_d.build(config, layout, dtype=dtype, device=device, grad_dtype=grad_dtype)
         optimizer = five_d.make_optimizer(engine)
         tokens_BS = torch.zeros(layout.micro_batch, SEQ_LEN, dtype=torch.int64, device=device)
-        micro_batches = [(tokens_BS, tokens_BS)] * layout.accumulation
+        micro_batches = [(tokens_BS, tokens_BS)] * layout.micro_batches
         five_d.step(engine, micro_batches, optimizer, 1.0)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -21,23 +21,23 @@ pytestmark = pytest.mark.gpu
 SEQ_LEN = 64
 CONFIGS = {"dense": PRESETS["toy"], "experts": preset("toy-moe")}
 COLLECTIVES = [  # without a pipeline: under gloo on a shared GPU, and under NCCL where each rank has one
-    ("dense", "dp=2,zero=3,accumulation=2"),
+    ("dense", "dp=2,zero_stage=3,micro_batches=2"),
     ("dense", "tp=2,sequence_parallel=true"),
     ("dense", "cp=2"),
-    ("dense", "dp=2,tp=2,sequence_parallel=true,zero=1,accumulation=2"),
-    ("dense", "cp=2,tp=2,zero=2"),
-    ("dense", "dp=2,cp=2,cp_method=ulysses,zero=3"),
+    ("dense", "dp=2,tp=2,sequence_parallel=true,zero_stage=1,micro_batches=2"),
+    ("dense", "cp=2,tp=2,zero_stage=2"),
+    ("dense", "dp=2,cp=2,cp_method=ulysses,zero_stage=3"),
     ("experts", "dp=2,tp=2,ep=2"),
-    ("experts", "dp=2,cp=2,ep=4,zero=1"),
+    ("experts", "dp=2,cp=2,ep=4,zero_stage=1"),
 ]
 PIPELINES = [
-    ("dense", "pp=2,accumulation=4"),
-    ("dense", "pp=2,schedule=zbv,accumulation=4"),
-    ("dense", "pp=2,dp=2,zero=1,accumulation=2"),
-    ("dense", "pp=2,tp=2,sequence_parallel=true,accumulation=2"),
-    ("experts", "pp=2,dp=2,ep=2,zero=3,accumulation=2"),
-    ("experts", "pp=2,dp=2,cp=2,ep=2,zero=1,accumulation=2"),
-    ("dense", "pp=2,dp=2,tp=2,sequence_parallel=true,zero=1,accumulation=2"),
+    ("dense", "pp=2,micro_batches=4"),
+    ("dense", "pp=2,schedule=zbv,micro_batches=4"),
+    ("dense", "pp=2,dp=2,zero_stage=1,micro_batches=2"),
+    ("dense", "pp=2,tp=2,sequence_parallel=true,micro_batches=2"),
+    ("experts", "pp=2,dp=2,ep=2,zero_stage=3,micro_batches=2"),
+    ("experts", "pp=2,dp=2,cp=2,ep=2,zero_stage=1,micro_batches=2"),
+    ("dense", "pp=2,dp=2,tp=2,sequence_parallel=true,zero_stage=1,micro_batches=2"),
 ]
 
 
@@ -57,7 +57,7 @@ def my_device() -> torch.device:
 def batches_of(layout, dp_rank, config, device):
     """What one dp rank brings: other text than the others', the same on all that differ in cp, tp and pp alone."""
     generator = torch.Generator().manual_seed(dp_rank)
-    shape = layout.accumulation, 2, layout.micro_batch, SEQ_LEN
+    shape = layout.micro_batches, 2, layout.micro_batch, SEQ_LEN
     return [(x, y) for x, y in torch.randint(config.vocab_size, shape, generator=generator).to(device)]
 
 
@@ -68,7 +68,7 @@ def largest_difference(name, text):
     of_ranks = [batches_of(layout, dp_rank, config, device) for dp_rank in range(layout.dp)]
     for of_step in zip(*of_ranks):
         x_BS, y_BS = (torch.cat(parts) for parts in zip(*of_step))
-        share = loss_of(reference, x_BS, y_BS) / layout.accumulation
+        share = loss_of(reference, x_BS, y_BS) / layout.micro_batches
         share.backward()
         loss += share.item()
     engine = five_d.build(config, layout, dtype=torch.float64, device=device)

@@ -62,11 +62,11 @@ def test_the_tracker_s_peak_is_the_allocator_s_within_5_percent(recipe, record):
     ("recipe", "attention", "recompute"),
     [
         ("bf16-master", "fused", "none"),
-        ("bf16-master", "explicit", "none"),
-        ("bf16-master", "explicit", "selective"),
+        ("bf16-master", "standard", "none"),
+        ("bf16-master", "standard", "selective"),
         ("bf16-master", "fused", "full"),
         ("autocast", "fused", "none"),
-        ("autocast", "explicit", "none"),
+        ("autocast", "standard", "none"),
     ],
 )
 def test_formulas_agree_with_tensors_alive_on_the_gpu(recipe, attention, recompute, record):
@@ -97,11 +97,11 @@ def kept_bytes(attention, recompute, seq_len, config=LLAMA) -> int:
 def test_fused_attention_is_linear_in_the_sequence_and_explicit_attention_quadratic(record):
     lengths = (1024, 2048, 4096)
     fused = [kept_bytes("fused", "none", s) for s in lengths]
-    explicit = [kept_bytes("explicit", "none", s) for s in lengths]
-    record(seq_len=lengths, fused_bytes=fused, explicit_bytes=explicit)
+    standard = [kept_bytes("standard", "none", s) for s in lengths]
+    record(seq_len=lengths, fused_bytes=fused, standard_bytes=standard)
     assert [fused[1] / fused[0], fused[2] / fused[1]] == pytest.approx([2, 2], rel=0.03)
-    assert explicit[2] / explicit[1] > 3
-    scores = [e - f for e, f in zip(explicit, fused)]
+    assert standard[2] / standard[1] > 3
+    scores = [e - f for e, f in zip(standard, fused)]
     assert scores[2] / scores[1] == pytest.approx(4, rel=0.15)
 
 
@@ -136,5 +136,5 @@ def test_fragmentation_leaves_free_memory_that_a_larger_tensor_cannot_use(record
     holes, after = fragment(piece_bytes=16 * MIB, pieces=32)
     record(cached_bytes=holes.cached_bytes, inactive_split_bytes=holes.inactive_split_bytes,
            reserved_before=holes.reserved_bytes, reserved_after=after.reserved_bytes)  # fmt: skip
-    assert holes.cached_bytes >= 16 * 16 * MIB  # a half is free, in holes of 16 MiB
+    assert holes.cached_bytes >= 16 * 16 * MIB  # a half is free, in free blocks of 16 MiB
     assert after.reserved_bytes >= holes.reserved_bytes + 32 * MIB  # yet 32 MiB had to be fetched from the device

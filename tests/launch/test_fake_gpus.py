@@ -48,7 +48,11 @@ from course_lib.compare.sharded_profile import Sizes, _tensor_rank, _zero_rank
 from course_lib.config import preset
 from course_lib.launch import launch
 from course_lib.layout import Layout"""
-    layouts = ("pp=2,dp=2,tp=2,sequence_parallel=true,zero=1,accumulation=2", "cp=2,dp=2,zero=3", "dp=2,cp=2,zero=2")
+    layouts = (
+        "pp=2,dp=2,tp=2,sequence_parallel=true,zero_stage=1,micro_batches=2",
+        "cp=2,dp=2,zero_stage=3",
+        "dp=2,cp=2,zero_stage=2",
+    )
     cells = [f"launch(_zero_rank, 2, preset('toy'), {stage}, 'fp32', Sizes(), 'none')" for stage in range(4)]
     cells += [f"launch(_tensor_rank, 2, preset('toy'), {sp}, False, Sizes(), 'none')" for sp in (False, True)]
     cells += [

@@ -27,12 +27,12 @@ WORDS = {
     "schedule": SCHEDULES,
     "recompute": ("none", "selective", "full"),
     "cp_method": ("ring", "all_gather", "ulysses"),
-    "cp_placement": ("contiguous", "zigzag", "striped"),
+    "cp_sharding": ("contiguous", "zigzag", "striped"),
     "expert_method": ("plain", "once_per_rank"),
 }
-SIZES = ("dp", "cp", "tp", "pp", "ep", "v", "micro_batch", "accumulation")
+SIZES = ("dp", "cp", "tp", "pp", "ep", "v", "micro_batch", "micro_batches")
 SWITCHES = {"sequence_parallel": (False, True), "regather": (False,)}
-NO_ADVICE = ("learned positions", "xlmr family")  # no layout mends these
+NO_ADVICE = ("learned positions", "xlmr family")  # no layout fixes these
 
 
 # --- an oracle of its own: what is wrong with these values, each fault with the words that a message about it must have
@@ -42,7 +42,7 @@ def faults_of(values: dict, config: ModelConfig | None = None, seq_len: int = 0)
     given = DEFAULTS | values
     wrong = [(name, repr(given[name])) for name in SIZES if type(given[name]) is not int or given[name] < 1]
     wrong += [(name, repr(given[name])) for name, words in WORDS.items() if given[name] not in words]
-    wrong += [("zero", given["zero"])] * (given["zero"] not in range(4))
+    wrong += [("zero_stage", given["zero_stage"])] * (given["zero_stage"] not in range(4))
     wrong += [("order",)] * (set(given["order"]) != set(AXES) or len(given["order"]) != 4)
     if wrong:
         return wrong  # the rest cannot be asked
@@ -55,18 +55,18 @@ def stages_of(given: dict) -> int:
 
 
 def faults_of_layout(given: dict) -> list[tuple]:
-    dp, cp, tp, pp, ep, v, _, accumulation = (given[name] for name in SIZES)
-    zero, schedule, layers = given["zero"], given["schedule"], given["layers_of_stage"]
+    dp, cp, tp, pp, ep, v, _, micro_batches = (given[name] for name in SIZES)
+    zero_stage, schedule, layers = given["zero_stage"], given["schedule"], given["layers_of_stage"]
     split = schedule.startswith("z") or schedule == "dualpipe_v"
-    whole_loops = schedule != "interleaved" or v == 1 or accumulation in range(pp, accumulation + 1, pp)
+    whole_loops = schedule != "interleaved" or v == 1 or micro_batches in range(pp, micro_batches + 1, pp)
     return [
         (dp * cp % ep, (ep, dp * cp)),
         (given["sequence_parallel"] and tp == 1, ("sequence_parallel", "tp", 1)),
         (given["regather"] and not (given["sequence_parallel"] and tp > 1), ("regather", "sequence_parallel", tp)),
         (v not in (1, stages_of(given)), (schedule, v)),
-        (not whole_loops, (accumulation, pp)),
-        (schedule == "dualpipe_v" and accumulation < 2 * pp, (accumulation, 2 * pp)),
-        (split and zero > 1, (schedule, zero)),
+        (not whole_loops, (micro_batches, pp)),
+        (schedule == "dualpipe_v" and micro_batches < 2 * pp, (micro_batches, 2 * pp)),
+        (split and zero_stage > 1, (schedule, zero_stage)),
         (layers is not None and min(layers) < 1, ("layers_of_stage",)),
         (layers is not None and len(layers) != pp * stages_of(given), (len(layers or ()), pp * stages_of(given))),
     ]
@@ -76,10 +76,12 @@ def faults_of_model(given: dict, config: ModelConfig, seq_len: int) -> list[tupl
     cp, tp, pp, ep, each, layers = *(given[name] for name in SIZES[1:5]), stages_of(given), given["layers_of_stage"]
     heads, kv_heads = config.num_heads // tp, max(1, config.num_kv_heads // tp)
     ulysses = cp > 1 and given["cp_method"] == "ulysses" and (heads % cp or kv_heads % cp)
-    chunks = cp if cp == 1 or given["cp_placement"] != "zigzag" else 2 * cp
+    chunks = cp if cp == 1 or given["cp_sharding"] != "zigzag" else 2 * cp
     widths = [config.d_ff, config.vocab_size, config.moe.d_expert if config.moe else config.d_ff]
     num_experts = config.moe.num_experts if config.moe else 1
-    tied_twice = config.tied and given["zero"] > 0 and (given["schedule"] in ("zbv", "dualpipe_v") or pp == 1 < each)
+    tied_twice = (
+        config.tied and given["zero_stage"] > 0 and (given["schedule"] in ("zbv", "dualpipe_v") or pp == 1 < each)
+    )
     return [
         (config.family == "xlmr", ("xlmr",)),
         (not heads_divide(config, tp), (tp, "tp")),
@@ -90,7 +92,7 @@ def faults_of_model(given: dict, config: ModelConfig, seq_len: int) -> list[tupl
         (each > config.num_layers, (each, config.num_layers)),
         (pp * each > config.num_layers >= each, (pp * each, config.num_layers)),
         (layers is not None and sum(layers) != config.num_layers, ("layers", config.num_layers)),
-        (tied_twice, (given["schedule"], given["zero"])),
+        (tied_twice, (given["schedule"], given["zero_stage"])),
         (seq_len % chunks, (seq_len, chunks)),
         (config.family == "gpt" and seq_len > config.max_seq_len, (seq_len, config.max_seq_len)),
     ]
@@ -112,7 +114,7 @@ def draw(rng: random.Random) -> tuple[dict, ModelConfig, int]:
     """Any values, few of which are possible."""
     values = {name: rng.choice([1, 1, 2, 2, 3, 4, 5, 6, 8, 16]) for name in SIZES if rng.random() < 0.6}
     values |= {name: rng.choice(words) for name, words in WORDS.items() if rng.random() < 0.4}
-    values |= {"zero": rng.randrange(4)} if rng.random() < 0.5 else {}
+    values |= {"zero_stage": rng.randrange(4)} if rng.random() < 0.5 else {}
     values |= {"sequence_parallel": True} if rng.random() < 0.2 else {}
     values |= {"regather": True} if rng.random() < 0.1 else {}
     values |= {"order": tuple(rng.sample(AXES, 4))} if rng.random() < 0.2 else {}
@@ -129,12 +131,14 @@ def draw_possible(rng: random.Random) -> tuple[dict, ModelConfig, int]:
 
 def mutate(rng: random.Random, values: dict) -> dict:
     """One field of a possible layout, changed to anything."""
-    name = rng.choice([*SIZES, *SIZES, *WORDS, "zero", "sequence_parallel", "regather", "order", "layers_of_stage"])
+    name = rng.choice(
+        [*SIZES, *SIZES, *WORDS, "zero_stage", "sequence_parallel", "regather", "order", "layers_of_stage"]
+    )
     if name in SIZES:
         value = rng.choice([0, -1, 2, 3, 4, 5, 7, 9, 12, 24, 100, 1000, 2.5, "2", None, True])
     elif name in WORDS:
         value = rng.choice([*WORDS[name], "", "fast", WORDS[name][0].upper()])
-    elif name == "zero":
+    elif name == "zero_stage":
         value = rng.choice([-1, 1, 2, 3, 4, 10])
     elif name in ("sequence_parallel", "regather"):
         value = True
@@ -218,8 +222,8 @@ def test_the_nearest_values_of_a_message_are_possible_and_no_nearer_ones_are():
             if name in SIZES and type(old := (DEFAULTS | values)[name]) is int:
                 between = range(min(value, old) + 1, max(value, old))
                 assert all(faults_of(values | {name: other}, *asked) for other in between), (values, name, value)
-            if faults_of(values | {name: value}, *asked):  # then no value of this field alone mends it
-                others = WORDS.get(name) or {"zero": range(4), **SWITCHES}.get(name, range(1, 1001))
+            if faults_of(values | {name: value}, *asked):  # then no value of this field alone fixes it
+                others = WORDS.get(name) or {"zero_stage": range(4), **SWITCHES}.get(name, range(1, 1001))
                 assert all(faults_of(values | {name: other}, *asked) for other in others), (values, name, value)
     assert checked > 300
 
@@ -246,21 +250,21 @@ def test_random_possible_layouts_are_accepted_and_survive_text_and_json():
 
 
 def test_the_text_of_a_layout_has_only_what_differs_from_one_process():
-    layout = Layout.parse(" dp=2, tp=4 ,zero=1,sequence_parallel=Yes,layers_of_stage=1-2,pp=2,order=pp-cp-dp-tp")
-    assert str(layout) == "dp=2,tp=4,pp=2,zero=1,sequence_parallel=true,layers_of_stage=1-2,order=pp-cp-dp-tp"
+    layout = Layout.parse(" dp=2, tp=4 ,zero_stage=1,sequence_parallel=Yes,layers_of_stage=1-2,pp=2,order=pp-cp-dp-tp")
+    assert str(layout) == "dp=2,tp=4,pp=2,zero_stage=1,sequence_parallel=true,layers_of_stage=1-2,order=pp-cp-dp-tp"
     assert (str(Layout()), Layout.parse("dp=1")) == ("dp=1", Layout())
 
 
 def test_sizes_follow_from_the_axes():
-    layout = Layout(dp=4, cp=2, tp=2, pp=2, ep=4, schedule="interleaved", v=3, micro_batch=5, accumulation=6)
+    layout = Layout(dp=4, cp=2, tp=2, pp=2, ep=4, schedule="interleaved", v=3, micro_batch=5, micro_batches=6)
     assert (layout.world_size, layout.mesh.world_size, layout.mesh.sizes["cp"]) == (32, 32, 2)
     assert (layout.data_size, layout.expert_dp, layout.num_stages, layout.sequences_per_step) == (8, 2, 6, 120)
     assert Layout(pp=2, schedule="zbv").num_stages == 4
-    replicas = Layout.parse("dp=4,cp=2,ep=2,zero=3,dp_replicate=2")
+    replicas = Layout.parse("dp=4,cp=2,ep=2,zero_stage=3,dp_replicate=2")
     assert (replicas.shard_size, replicas.expert_shard_size, str(replicas)) == (
         4,
         2,
-        "dp=4,cp=2,ep=2,zero=3,dp_replicate=2",
+        "dp=4,cp=2,ep=2,zero_stage=3,dp_replicate=2",
     )
     assert Layout.from_dict(replicas.to_dict()) == replicas
     assert Layout(order=["tp", "pp", "dp", "cp"], tp=2, dp=2).mesh.ranks_along("tp", 0) == [0, 2]
@@ -268,10 +272,10 @@ def test_sizes_follow_from_the_axes():
 
 def test_layouts_of_published_runs_are_possible():
     llama = preset("llama-3.1-405b")  # Llama Team 2024 (arXiv:2407.21783), table 4, both lengths
-    Layout(dp=128, tp=8, pp=16, zero=2, accumulation=16).check_model(llama, 8192)
-    Layout(dp=8, cp=16, tp=8, pp=16, accumulation=16).check_model(llama, 131_072)
+    Layout(dp=128, tp=8, pp=16, zero_stage=2, micro_batches=16).check_model(llama, 8192)
+    Layout(dp=8, cp=16, tp=8, pp=16, micro_batches=16).check_model(llama, 131_072)
     deepseek = preset("deepseek-v3")  # DeepSeek-AI 2024 (arXiv:2412.19437), section 3.2: 2,048 GPUs
-    Layout(dp=128, pp=16, ep=64, zero=1, schedule="dualpipe_v", accumulation=32).check_model(deepseek, 4096)
+    Layout(dp=128, pp=16, ep=64, zero_stage=1, schedule="dualpipe_v", micro_batches=32).check_model(deepseek, 4096)
 
 
 @pytest.mark.parametrize(
@@ -280,21 +284,24 @@ def test_layouts_of_published_runs_are_possible():
         (lambda: Layout(dp=4, cp=2, ep=3), r"ep \(3\) must divide dp x cp = 4 x 2 = 8: .*; nearest: ep=2 or ep=4$"),
         (lambda: Layout(tp=3).check_model(TOY), r"num_heads \(8\) .* tp \(3\); .*; nearest: tp=2 or tp=4$"),
         (
-            lambda: Layout(pp=4, schedule="interleaved", v=2, accumulation=6),
-            "nearest: accumulation=4 or accumulation=8",
+            lambda: Layout(pp=4, schedule="interleaved", v=2, micro_batches=6),
+            "nearest: micro_batches=4 or micro_batches=8",
         ),
         (lambda: Layout(pp=2, layers_of_stage=(0, 4)), "one number, 1 or more, for each stage; nearest: .*=2-2"),
         (
-            lambda: Layout(pp=2, schedule="zbv", zero=1).check_model(TIED),
-            "two stages of one rank.*; nearest: zero=0 or",
+            lambda: Layout(pp=2, schedule="zbv", zero_stage=1).check_model(TIED),
+            "two stages of one rank.*; nearest: zero_stage=0 or",
         ),
-        (lambda: Layout(schedule="interleaved", v=2, zero=1).check_model(TIED), r"interleaved with pp \(1\)"),
-        (lambda: Layout(dp=4, dp_replicate=2), r"zero \(0\) shards nothing; nearest: dp_replicate=1 or zero=1"),
-        (lambda: Layout(dp=4, zero=1, dp_replicate=3), r"= 4 x 1 / 1 = 4: .*; nearest: dp_replicate=2 or"),
+        (lambda: Layout(schedule="interleaved", v=2, zero_stage=1).check_model(TIED), r"interleaved with pp \(1\)"),
+        (
+            lambda: Layout(dp=4, dp_replicate=2),
+            r"zero_stage \(0\) shards nothing; nearest: dp_replicate=1 or zero_stage=1",
+        ),
+        (lambda: Layout(dp=4, zero_stage=1, dp_replicate=3), r"= 4 x 1 / 1 = 4: .*; nearest: dp_replicate=2 or"),
         (lambda: Layout(expert_method="once_per_node"), "how many ranks share a node"),
         (lambda: Layout.parse(""), "'' in layout '' is not name=value; write dp=2"),
         (lambda: Layout.parse("dp=2,tp"), "'tp' in layout 'dp=2,tp' is not name=value"),
-        (lambda: Layout.parse("zerro=1"), "a layout has no 'zerro'; did you mean zero"),
+        (lambda: Layout.parse("zero_stge=1"), "a layout has no 'zero_stge'; did you mean zero_stage"),
         (lambda: Layout.parse("dp=two"), "dp is 'two'; it must be a whole number, like dp=2"),
         (lambda: Layout.parse("dp=2,dp=2"), "dp stands twice"),
         (lambda: Layout.parse("sequence_parallel=maybe"), "write true or false"),

@@ -29,13 +29,13 @@ GIB = 2**30
 @pytest.mark.parametrize("name", MODELS)
 def test_one_gpu_peaks_where_the_engine_does(name, recompute):
     for micro_batches in (1, 2):
-        run = Run(MODELS[name], Layout(micro_batch=2, accumulation=micro_batches, recompute=recompute), SEQ_LEN)
+        run = Run(MODELS[name], Layout(micro_batch=2, micro_batches=micro_batches, recompute=recompute), SEQ_LEN)
         found, (predicted,) = simulate_rank(run, 0), budgets(run)
         assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=0.005), predicted.moment
 
 
 @pytest.mark.parametrize("implementation", ["foreach", "for-loop", "fused"])
-@pytest.mark.parametrize("layout", ["dp=1", "dp=2,tp=2,pp=2,accumulation=2"])
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2,tp=2,pp=2,micro_batches=2"])
 def test_the_update_peaks_where_torch_s_adamw_does(layout, implementation):
     """In FP32, and with rows so few that the update is the largest moment of a step."""
     run = Run(
@@ -49,7 +49,7 @@ def test_the_update_peaks_where_torch_s_adamw_does(layout, implementation):
 
 
 def test_8b_on_four_gpus_of_40_gb_fits_with_full_recomputation():
-    (budget,) = budgets(Run(LLAMA_8B, Layout(dp=4, zero=3, recompute="full"), 4096))
+    (budget,) = budgets(Run(LLAMA_8B, Layout(dp=4, zero_stage=3, recompute="full"), 4096))
     assert round(budget.peak_bytes / GIB, 1) == 33.1 and fits(budget, "a100-40")
     assert budget.between_steps_bytes / count_parameters(LLAMA_8B) == pytest.approx(3.5)  # no gradients
 

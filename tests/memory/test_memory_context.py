@@ -42,7 +42,7 @@ def test_activations_and_logits_are_divided_states_are_not():
     whole, quarter = (rank(LLAMA_8B, 65_536, cp=cp, **EIGHT) for cp in (1, 4))
     assert whole.activations == pytest.approx(4 * quarter.activations, rel=1e-3)
     assert whole.logits == 4 * quarter.logits and whole.states_bytes == quarter.states_bytes
-    as_many_do = rank(LLAMA_8B, 65_536, cp=4, zero=1, **EIGHT)
+    as_many_do = rank(LLAMA_8B, 65_536, cp=4, zero_stage=1, **EIGHT)
     assert as_many_do.optimizer == pytest.approx(quarter.optimizer / 4, rel=1e-6)
     shorter = rank(LLAMA_8B, 16_384, **EIGHT)  # as if it had a shorter sequence
     assert quarter.activations == pytest.approx(shorter.activations, rel=1e-3)
@@ -83,7 +83,7 @@ def test_8b_from_16k_to_1m_tokens_on_80_gb():
 
     def budget_of(cp):
         def of_length(seq_len):
-            return rank(for_length(LLAMA_8B, seq_len), seq_len, cp=cp, zero=1, **EIGHT)
+            return rank(for_length(LLAMA_8B, seq_len), seq_len, cp=cp, zero_stage=1, **EIGHT)
 
         return of_length
 
@@ -101,6 +101,6 @@ def test_what_context_parallelism_cannot_do_is_refused():
     with pytest.raises(ValueError, match="seq_len"):
         rank(TOY, 62, cp=4)
     with pytest.raises(ValueError, match="choose fused"):
-        budgets(Run(TOY, Layout(cp=2), 64, attention="explicit"))
+        budgets(Run(TOY, Layout(cp=2), 64, attention="standard"))
     with pytest.raises(ValueError, match="none of ring, all_gather, ulysses"):
         rank(TOY, 64, cp=2, cp_method="stripes")

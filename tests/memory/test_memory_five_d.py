@@ -21,10 +21,10 @@ GB = 1e9
     "model, layout, claimed_gb",
     [
         ("llama-3.1-70b", "dp=4,tp=8", 141.1),  # 16 N / 8
-        ("llama-3.1-70b", "dp=4,tp=8,zero=1", 61.7),  # (4 + 12 / 4) N / 8
-        ("llama-3.1-8b", "dp=8,zero=2", 30.1),  # (2 + 14 / 8) N
+        ("llama-3.1-70b", "dp=4,tp=8,zero_stage=1", 61.7),  # (4 + 12 / 4) N / 8
+        ("llama-3.1-8b", "dp=8,zero_stage=2", 30.1),  # (2 + 14 / 8) N
         ("llama-3.1-8b", "dp=2,tp=4", 32.1),  # 16 N / 4
-        ("llama-3.1-8b", "dp=8,zero=3", 16.1),  # 16 N / 8
+        ("llama-3.1-8b", "dp=8,zero_stage=3", 16.1),  # 16 N / 8
     ],
 )
 def test_C154_C155_claimed_gigabytes_a_gpu_of_8b_and_70b(model, layout, claimed_gb):
@@ -33,7 +33,7 @@ def test_C154_C155_claimed_gigabytes_a_gpu_of_8b_and_70b(model, layout, claimed_
 
 def test_a_rank_of_llama_405b_counted_by_hand():
     """tp 8, pp 16, dp 128, ZeRO-1: embedding and 7 blocks on the first rank, 8 on others, norm and head on the last."""
-    layout = Layout(dp=128, tp=8, pp=16, zero=1, accumulation=16, layers_of_stage=(7, *[8] * 14, 7))
+    layout = Layout(dp=128, tp=8, pp=16, zero_stage=1, micro_batches=16, layers_of_stage=(7, *[8] * 14, 7))
     D, F, V = 16_384, 53_248, 128_256
     matrices = 2 * D * D + 2 * 8 * 128 * D + 3 * D * F
     block, ends = matrices // 8 + 2 * D, V * D // 8
@@ -45,7 +45,7 @@ def test_a_rank_of_llama_405b_counted_by_hand():
 
 
 def test_experts_alone_have_the_states_of_their_chapter():
-    layout = Layout(dp=4, ep=2, zero=1)
+    layout = Layout(dp=4, ep=2, zero_stage=1)
     experts = 3 * MOE.moe.num_experts * MOE.moe.d_expert * MOE.d_model * MOE.num_layers
     others, states = count_parameters(MOE) - experts, five_d_states(MOE, layout)
     assert states.parameters == states.gradients == 2 * (experts // 2 + others)
@@ -54,7 +54,7 @@ def test_experts_alone_have_the_states_of_their_chapter():
 
 @pytest.mark.parametrize("config", [TOY, MOE, replace(TOY, tied=True)], ids=["dense", "experts", "tied"])
 def test_all_ranks_together_have_the_model_once(config):
-    layout = Layout(pp=2, v=2, schedule="interleaved", accumulation=2, dp=2, ep=2 if config.moe else 1, zero=3)
+    layout = Layout(pp=2, v=2, schedule="interleaved", micro_batches=2, dp=2, ep=2 if config.moe else 1, zero_stage=3)
     flats = [flat for rank in range(2) for flat in flats_of(config, layout, rank)]
     total = sum(flat.numel * (2 if flat.kind == "experts" else 1) for flat in flats)
     assert total == count_parameters(config) + config.tied * config.vocab_size * config.d_model  # a copy for the head
@@ -68,7 +68,7 @@ def test_all_ranks_together_have_the_model_once(config):
 def test_deepseek_v3_fits_its_gpus_with_its_layout():
     """16 stages, experts over 64 ranks, ZeRO-1: its dense first layers are on the first stage alone."""
     config = preset("deepseek-v3")
-    layout = Layout(dp=128, pp=16, ep=64, zero=1, accumulation=64, recompute="full")
+    layout = Layout(dp=128, pp=16, ep=64, zero_stage=1, micro_batches=64, recompute="full")
     of_ranks = budgets(Run(config, layout, 4096))
     assert len(of_ranks) == 16
     flats = [flat for rank in range(16) for flat in flats_of(config, layout, rank)]
@@ -82,4 +82,4 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="has 0 of them"):
         Run(replace(MOE, moe=None), Layout(dp=2, ep=2), 64)
     with pytest.raises(ValueError, match="no score matrix is kept"):
-        Run(TOY, Layout(cp=2), 64, attention="explicit")
+        Run(TOY, Layout(cp=2), 64, attention="standard")

@@ -286,14 +286,14 @@ def test_megatron_s_estimator_is_korthikanti_s_for_an_mlp_of_four_h():
 
 def test_gpt_block_in_bf16_is_korthikanti_s_formula_but_for_layernorm_statistics():
     config, s = replace(preset("gpt2"), max_seq_len=2048), 2048
-    terms = block_terms(config, s, "explicit", "bf16")
+    terms = block_terms(config, s, "standard", "bf16")
     statistics = terms["first norm's statistics"] + terms["second norm's statistics"]
     assert sum(terms.values()) - statistics == korthikanti_layer_bytes(config, 1, s) / s
     assert terms["core"] - block_terms(config, s, "fused", "bf16")["core"] == config.num_heads * (5 * s - 4)
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "autocast"])
-@pytest.mark.parametrize("attention", ["fused", "explicit"])
+@pytest.mark.parametrize("attention", ["fused", "standard"])
 @pytest.mark.parametrize("name", ["toy", "gpt2"])
 def test_the_closed_formula_of_a_block_is_what_the_ledger_saves_of_a_layer(name, attention, recipe):
     """To the byte; autocast saves its BF16 copies of the block's matrices as well."""
@@ -317,44 +317,44 @@ def gpt(layers, d, heads, ff, vocab, dropout):
 
 GRID = [  # config, batch, sequence, attention, recomputation, precision
     (llama(2, 64, 8, 4, 192, 256), 4, 64, "fused", "none", "fp32"),
-    (llama(2, 64, 8, 4, 192, 256), 4, 64, "explicit", "none", "fp32"),
+    (llama(2, 64, 8, 4, 192, 256), 4, 64, "standard", "none", "fp32"),
     (llama(3, 64, 8, 2, 192, 256, tied=True), 4, 64, "fused", "full", "fp32"),
-    (llama(3, 64, 8, 4, 192, 256), 2, 96, "explicit", "full", "bf16-master"),
+    (llama(3, 64, 8, 4, 192, 256), 2, 96, "standard", "full", "bf16-master"),
     (llama(1, 128, 4, 4, 512, 512), 2, 128, "fused", "none", "bf16"),
-    (llama(2, 128, 4, 1, 344, 512), 2, 128, "explicit", "selective", "bf16"),
+    (llama(2, 128, 4, 1, 344, 512), 2, 128, "standard", "selective", "bf16"),
     (llama(4, 96, 6, 2, 256, 300), 3, 96, "fused", "selective", "fp32"),
-    (llama(4, 96, 6, 2, 256, 300), 3, 96, "explicit", "selective", "fp32"),
-    (llama(2, 64, 4, 1, 128, 256), 2, 256, "explicit", "selective", "fp32"),
+    (llama(4, 96, 6, 2, 256, 300), 3, 96, "standard", "selective", "fp32"),
+    (llama(2, 64, 4, 1, 128, 256), 2, 256, "standard", "selective", "fp32"),
     (llama(2, 64, 4, 1, 128, 256), 2, 256, "fused", "full", "bf16"),
     (llama(2, 64, 8, 8, 256, 1024), 1, 128, "fused", "none", "bf16-master-fp32-grads"),
     (llama(2, 64, 8, 4, 192, 256), 4, 64, "fused", "none", "autocast"),
-    (llama(2, 64, 8, 4, 192, 256), 4, 64, "explicit", "none", "autocast"),
+    (llama(2, 64, 8, 4, 192, 256), 4, 64, "standard", "none", "autocast"),
     (llama(3, 64, 8, 2, 192, 256), 4, 64, "fused", "full", "autocast"),
-    (llama(3, 64, 4, 2, 192, 256), 2, 192, "explicit", "selective", "autocast"),
+    (llama(3, 64, 4, 2, 192, 256), 2, 192, "standard", "selective", "autocast"),
     (llama(6, 32, 4, 2, 96, 256), 8, 32, "fused", "none", "fp32"),
-    (llama(6, 32, 4, 2, 96, 256), 8, 32, "explicit", "full", "fp32"),
+    (llama(6, 32, 4, 2, 96, 256), 8, 32, "standard", "full", "fp32"),
     (llama(1, 64, 8, 4, 192, 256), 16, 16, "fused", "full", "fp32"),
     (llama(2, 160, 10, 5, 480, 256), 2, 64, "fused", "none", "fp32"),
-    (llama(2, 160, 10, 5, 480, 256), 2, 64, "explicit", "none", "bf16"),
-    (gpt(2, 64, 4, 256, 256, 0.1), 4, 64, "explicit", "none", "fp32"),
-    (gpt(2, 64, 4, 256, 256, 0.1), 4, 64, "explicit", "none", "bf16"),
-    (gpt(3, 64, 4, 256, 256, 0.1), 4, 64, "explicit", "full", "fp32"),
-    (gpt(3, 64, 4, 256, 256, 0.1), 2, 192, "explicit", "selective", "fp32"),
-    (gpt(3, 64, 4, 256, 256, 0.1), 2, 192, "explicit", "selective", "bf16"),
-    (gpt(2, 128, 8, 512, 300, 0.1), 2, 128, "explicit", "none", "autocast"),
-    (gpt(2, 128, 8, 512, 300, 0.1), 2, 128, "explicit", "full", "bf16-master"),
+    (llama(2, 160, 10, 5, 480, 256), 2, 64, "standard", "none", "bf16"),
+    (gpt(2, 64, 4, 256, 256, 0.1), 4, 64, "standard", "none", "fp32"),
+    (gpt(2, 64, 4, 256, 256, 0.1), 4, 64, "standard", "none", "bf16"),
+    (gpt(3, 64, 4, 256, 256, 0.1), 4, 64, "standard", "full", "fp32"),
+    (gpt(3, 64, 4, 256, 256, 0.1), 2, 192, "standard", "selective", "fp32"),
+    (gpt(3, 64, 4, 256, 256, 0.1), 2, 192, "standard", "selective", "bf16"),
+    (gpt(2, 128, 8, 512, 300, 0.1), 2, 128, "standard", "none", "autocast"),
+    (gpt(2, 128, 8, 512, 300, 0.1), 2, 128, "standard", "full", "bf16-master"),
     (gpt(2, 128, 8, 512, 300, 0.0), 2, 128, "fused", "none", "fp32"),
     (gpt(2, 128, 8, 512, 300, 0.0), 2, 128, "fused", "full", "bf16"),
     (gpt(2, 128, 8, 512, 300, 0.0), 2, 128, "fused", "selective", "fp32"),
     (gpt(2, 128, 8, 512, 300, 0.0), 2, 128, "fused", "none", "autocast"),
-    (gpt(4, 96, 6, 384, 256, 0.2), 3, 96, "explicit", "none", "fp32"),
-    (gpt(4, 96, 6, 192, 256, 0.2), 3, 96, "explicit", "full", "fp32"),
-    (gpt(1, 64, 4, 256, 512, 0.1), 8, 32, "explicit", "none", "bf16"),
-    (gpt(1, 64, 2, 256, 512, 0.0), 1, 256, "explicit", "none", "fp32"),
-    (gpt(6, 32, 4, 128, 256, 0.1), 8, 32, "explicit", "none", "fp32"),
-    (gpt(6, 32, 4, 128, 256, 0.1), 8, 32, "explicit", "selective", "fp32"),
-    (gpt(2, 160, 10, 640, 256, 0.1), 2, 64, "explicit", "full", "fp32"),
-    (gpt(2, 160, 10, 640, 256, 0.1), 2, 64, "explicit", "none", "bf16-master"),
+    (gpt(4, 96, 6, 384, 256, 0.2), 3, 96, "standard", "none", "fp32"),
+    (gpt(4, 96, 6, 192, 256, 0.2), 3, 96, "standard", "full", "fp32"),
+    (gpt(1, 64, 4, 256, 512, 0.1), 8, 32, "standard", "none", "bf16"),
+    (gpt(1, 64, 2, 256, 512, 0.0), 1, 256, "standard", "none", "fp32"),
+    (gpt(6, 32, 4, 128, 256, 0.1), 8, 32, "standard", "none", "fp32"),
+    (gpt(6, 32, 4, 128, 256, 0.1), 8, 32, "standard", "selective", "fp32"),
+    (gpt(2, 160, 10, 640, 256, 0.1), 2, 64, "standard", "full", "fp32"),
+    (gpt(2, 160, 10, 640, 256, 0.1), 2, 64, "standard", "none", "bf16-master"),
     (gpt(2, 160, 10, 640, 256, 0.0), 2, 64, "fused", "none", "bf16"),
 ]
 
@@ -382,12 +382,12 @@ def test_activations_measured_are_the_formula_s_but_for_a_few_numbers(case):
 def test_the_encoder_s_activations_are_too():
     config = ModelConfig("encoder", 3, 64, 4, 4, 256, 300, 128, tied=True, family="xlmr", dropout=0.1)
     for recompute in ("none", "full"):
-        model = build(config, attention="explicit", recompute=recompute)
+        model = build(config, attention="standard", recompute=recompute)
         with MemoryTracker(model) as tracker:
             model(torch.randint(0, 300, (4, 64))).square().mean().backward()
         measured = max(tracker.timeline.bytes_by_kind["activations"])
         output = 4 * 64 * 64 * 4  # the loss here saves the output, which a head would save, and two numbers
-        run = Run(config, Layout(micro_batch=4, recompute=recompute), 64, "fp32", "explicit", "cpu")
+        run = Run(config, Layout(micro_batch=4, recompute=recompute), 64, "fp32", "standard", "cpu")
         predicted = budgets(run)[0].activations
         assert 0 <= measured - predicted <= output + 8, (recompute, measured, predicted)
 
@@ -428,11 +428,11 @@ def test_C225_an_h100_shows_79_gib():
 
 def test_selective_recomputation_brings_explicit_attention_down_to_the_fused_one():
     """C039: one or the other, they save the same."""
-    explicit, fused = (
+    standard, fused = (
         saved_by_a_layer(LLAMA_8B, 4096, "bf16", attention, recompute=recompute)
-        for attention, recompute in (("explicit", "selective"), ("fused", "none"))
+        for attention, recompute in (("standard", "selective"), ("fused", "none"))
     )
-    assert explicit == pytest.approx(fused, rel=0.01)
+    assert standard == pytest.approx(fused, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_selective_recomputation_brings_explicit_attention_down_to_the_fused_one
         (lambda: state_bytes(LLAMA_8B, "fp32", "adam"), "choose from adamw"),
         (lambda: state_bytes(LLAMA_8B, lora=LoRA(8, ("query",))), "choose from"),
         (lambda: LoRA(0), "1 or more"),
-        (lambda: block_terms(LLAMA_8B, 8, attention="flash"), "choose from fused, explicit"),
+        (lambda: block_terms(LLAMA_8B, 8, attention="flash"), "choose from fused, standard"),
         (lambda: block_terms(LLAMA_8B, 8, precision="fp8"), "choose from fp32"),
         (lambda: korthikanti_layer_bytes(LLAMA_8B, 1, 8, tp=0), "tp is 0"),
         (lambda: budget(preset("gpt2"), 1, 2048), "at most 1024"),

@@ -129,12 +129,12 @@ def test_ranks_together_hold_every_expert_and_ranks_of_tp_every_matrix():
 def test_zero_shards_experts_over_those_that_hold_the_same_ones():
     # hand: 45.1 billion parameters of experts over ep 4 on dp 16, so 4 ranks share each; 1.6 billion over all 16
     experts, others = 32 * 8 * 3 * 4096 * 14_336, count_parameters(MIXTRAL) - 32 * 8 * 3 * 4096 * 14_336
-    one = states(dp=16, ep=4, zero=1)
+    one = states(dp=16, ep=4, zero_stage=1)
     assert one.optimizer == pytest.approx(12 * (experts / 4 / 4 + others / 16), rel=1e-9)
     assert one.parameters == 2 * (experts // 4 + others)
-    two = states(dp=16, ep=4, zero=2)
+    two = states(dp=16, ep=4, zero_stage=2)
     assert two.gradients == pytest.approx(2 * (experts / 4 / 4 + others / 16), rel=1e-9)
-    without = states(dp=16, zero=1)
+    without = states(dp=16, zero_stage=1)
     assert without.optimizer == one.optimizer  # ZeRO alone shards the optimizer as far; EP divides the rest
     assert without.parameters > 3 * one.parameters
 
@@ -150,9 +150,9 @@ def test_what_a_rank_keeps_grows_with_the_rows_that_others_send():
 
 
 def test_a_rank_of_64_has_four_of_deepseek_v3s_experts_in_each_layer():
-    whole = budgets(Run(DEEPSEEK, Layout(dp=64, ep=64, zero=1, recompute="full"), 4096))[0]
+    whole = budgets(Run(DEEPSEEK, Layout(dp=64, ep=64, zero_stage=1, recompute="full"), 4096))[0]
     experts = 58 * 4 * 3 * 7168 * 2048
-    flats = flats_of(DEEPSEEK, Layout(dp=64, ep=64, zero=1))
+    flats = flats_of(DEEPSEEK, Layout(dp=64, ep=64, zero_stage=1))
     assert experts == sum(flat.numel for flat in flats if flat.kind == "experts")
     assert whole.parameters == 2 * (experts + count_parameters(DEEPSEEK) - 64 * experts)
 

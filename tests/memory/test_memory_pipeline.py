@@ -16,8 +16,8 @@ from course_lib.memory.budget import budget, budgets, saved_for_backward
 from course_lib.memory.flats import flats_of, stage_parameters
 from course_lib.memory.pipeline import boundary_bytes, live_layers
 from course_lib.memory.states import count_parameters
-from course_lib.parallel.deferred import Deferral, WeightQueue
 from course_lib.parallel.stages import cut
+from course_lib.parallel.weight_gradients import DelayedWeightGradients, WeightGradientStore
 from course_lib.pipeline_timing import balanced_layers
 from course_lib.run import Run
 from course_lib.schedules import (
@@ -82,7 +82,7 @@ def test_a_tied_head_is_a_copy_on_the_last_stage():
     embedding = TIED.vocab_size * TIED.d_model
     assert sum(stage_parameters(TIED, even_layers(16, 4))) == count_parameters(TIED) + embedding
     assert stage_parameters(TIED, [16]) == [count_parameters(TIED)]
-    last = flats_of(TIED, Layout(pp=2, dp=2, zero=3), pp_rank=1)
+    last = flats_of(TIED, Layout(pp=2, dp=2, zero_stage=3), pp_rank=1)
     assert sum(flat.numel for flat in last if flat.unit == "end") == embedding + TIED.d_model
     with pytest.raises(ValueError, match="16 together"):
         stage_parameters(TIED, [8, 9])
@@ -122,27 +122,27 @@ def test_a_real_stage_keeps_what_is_predicted_and_what_waits_for_w_too(config):
         module = cut(whole, stage, layers)
         x = tokens_BS if stage == 0 else torch.zeros(2, 16, config.d_model, requires_grad=True)
         forward = partial(training.loss_of, module, x, y_BS) if stage == 2 else partial(module, x)
-        kept, queue, deferral = kept_bytes(module, forward), WeightQueue(), Deferral(module)
-        with deferral.into(queue):
+        kept, queue, delayed = kept_bytes(module, forward), WeightGradientStore(), DelayedWeightGradients(module)
+        with delayed.into(queue):
             out = forward()
         out.backward(torch.ones_like(out))
         products = [handle.grad_fn.product for handle in queue.handles]
         waiting = {x.data_ptr(): x.untyped_storage().nbytes() for one in products for x in (one.x, one.grad)}
-        layout = Layout(pp=3, layers_of_stage=tuple(layers), schedule="zb_h1", micro_batch=2, accumulation=3)
+        layout = Layout(pp=3, layers_of_stage=tuple(layers), schedule="zb_h1", micro_batch=2, micro_batches=3)
         said = saved_for_backward(Run(config, layout, 16, "fp32", device="cpu"), stage)
         assert kept - said.total in (0, 4), stage  # the loss is one number
         assert sum(waiting.values()) == said.waiting, stage
 
 
 def test_ranks_of_a_pipeline_hold_different_amounts():
-    ranks = budgets(Run(LLAMA_8B, Layout(pp=8, accumulation=16), 4096))
+    ranks = budgets(Run(LLAMA_8B, Layout(pp=8, micro_batches=16), 4096))
     assert [rank.parameters for rank in ranks] == [2 * n for n in stage_parameters(LLAMA_8B, even_layers(32, 8))]
     kept = [rank.activations for rank in ranks]
     assert kept[:7] == sorted(kept[:7], reverse=True) and kept[0] / kept[6] == pytest.approx(4, rel=0.01)
     assert [rank.logits > 0 for rank in ranks] == [False] * 7 + [True]
     total = sum(rank.states_bytes for rank in ranks)
     assert total == budget(LLAMA_8B, 1, 4096).states_bytes
-    zero = budgets(Run(TIED, Layout(pp=4, accumulation=8, zero=3, dp=8), 4096))
+    zero = budgets(Run(TIED, Layout(pp=4, micro_batches=8, zero_stage=3, dp=8), 4096))
     assert sum(rank.optimizer for rank in zero) * 8 == 12 * sum(stage_parameters(TIED, even_layers(16, 4)))
 
 

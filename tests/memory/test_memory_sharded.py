@@ -10,7 +10,7 @@ from kept_bytes import saved_by_a_layer
 from course_lib.config import ModelConfig, preset
 from course_lib.hardware import GPUS
 from course_lib.layout import Layout
-from course_lib.layout.partition import copies_of_kv
+from course_lib.layout.partition import kv_replication
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import saved_for_backward
 from course_lib.memory.formulas import budgets, count_parameters, fits
@@ -190,7 +190,7 @@ def test_C063_C132_stage_3_gathers_two_neighbouring_units_not_the_model():
     for config in (LLAMA_8B, preset("llama-3.2-1b")):  # the second is tied: its embedding stays beside the last two
         sizes = [2 * padded(unit, 8) for unit in layer_units(config)]
         embedding, others = (sizes[0], sizes[1:]) if config.tied else (0, sizes)
-        held = rank(config, 64, zero=3, dp=8).gathered
+        held = rank(config, 64, zero_stage=3, dp=8).gathered
         assert held == embedding + max(a + b for a, b in pairwise(others))
         assert config.tied or held < 2 * (max(sizes) + sorted(sizes)[-2]) < 2 * sum(sizes) / 7
 
@@ -238,7 +238,7 @@ def test_ranks_together_hold_every_matrix_once_and_what_is_replicated_tp_times(c
     times = {name: sum(prod(r[name][0]) for r in ranks) / prod(shape) for name, (shape, _) in shapes.items()}
     whole = {name for name in shapes if "norm" in name or name in ("positions", "attention.o.bias", "mlp.down.bias")}
     copied = {name for name in shapes if name.startswith(("attention.k", "attention.v"))}
-    copies = copies_of_kv(config, tp)
+    copies = kv_replication(config, tp)
     assert times == {name: tp if name in whole else copies if name in copied else 1 for name in shapes}
     assert whole_parameters(config) == sum(prod(shapes[name][0]) * shapes[name][1] for name in whole)
     assert narrow(config, 1) == config
@@ -246,7 +246,7 @@ def test_ranks_together_hold_every_matrix_once_and_what_is_replicated_tp_times(c
 
 def test_C078_heads_must_divide_and_key_value_heads_are_copied_above_their_number():
     assert [t for t in (1, 2, 3, 4, 8, 16, 32, 64) if _allowed(LLAMA_8B, t)] == [1, 2, 4, 8, 16, 32]
-    assert [copies_of_kv(LLAMA_8B, t) for t in (4, 8, 16, 32)] == [1, 1, 2, 4]  # 8 key/value heads
+    assert [kv_replication(LLAMA_8B, t) for t in (4, 8, 16, 32)] == [1, 1, 2, 4]  # 8 key/value heads
     with pytest.raises(ValueError, match=r"num_heads \(6\) must be divisible by tp \(4\); choose tp from 1, 2, 6"):
         narrow(ODD, 4)
     with pytest.raises(ValueError, match=r"num_kv_heads \(2\) must be divisible by tp \(3\), or divide it"):
@@ -301,7 +301,7 @@ def test_korthikanti_table_2_in_all_its_rows():
 def test_the_course_s_gpt_keeps_table_2_but_for_statistics(tp, sp):
     """With the input gathered again; the paper leaves out LayerNorm's mean and deviation (8 bytes a token here)."""
     s, cut = 2048, {"sequence_parallel": sp and tp > 1, "regather": sp and tp > 1}
-    for recompute, attention in (("none", "explicit"), ("none", "fused")):
+    for recompute, attention in (("none", "standard"), ("none", "fused")):
         ours = saved_by_a_layer(GPT3, s, "bf16", attention, recompute=recompute, tp=tp, **cut)
         papers = korthikanti_layer_bytes(GPT3, 1, s, "selective" if attention == "fused" else "none", tp, sp)
         statistics = s * 8 / (tp if sp else 1)
@@ -346,7 +346,7 @@ def test_C083_C086_C177_C178_what_sequence_parallelism_divides():
 
 
 def test_C011_zero_shards_no_activation():
-    stages = [rank(LLAMA_8B, 4096, zero=stage, dp=8) for stage in (0, 1, 2, 3)]
+    stages = [rank(LLAMA_8B, 4096, zero_stage=stage, dp=8) for stage in (0, 1, 2, 3)]
     assert len({(b.activations, b.logits) for b in stages}) == 1
     assert [b.states_bytes for b in stages] == sorted((b.states_bytes for b in stages), reverse=True)
 
@@ -358,7 +358,7 @@ def test_C010_8b_on_four_gpus_of_40_gb():
     gpu = GPUS["a100-40"]
 
     def plan(seq_len=4096, **how):
-        return rank(LLAMA_8B, seq_len, zero=3, dp=4, **how)
+        return rank(LLAMA_8B, seq_len, zero_stage=3, dp=4, **how)
 
     states = plan().states_bytes
     assert round(states / GB, 1) == 32.1 and 40 * GB - states < 8 * GB  # not 30 GB left
@@ -434,8 +434,8 @@ def test_C192_32k_tokens_of_70b_do_not_fit_a_tp_group_of_8():
 
 
 def test_parameters_wait_elsewhere_only_in_stage_3():
-    with pytest.raises(ValueError, match=r"offload.parameters is 'host', but zero is 2; choose zero 3"):
-        rank(TOY, 64, zero=2, dp=2, offload=Offload(parameters="host"))
-    plan = rank(TOY, 64, zero=3, dp=2, offload=Offload("disk", "host"))
+    with pytest.raises(ValueError, match=r"offload.parameters is 'host', but zero_stage is 2; choose zero_stage 3"):
+        rank(TOY, 64, zero_stage=2, dp=2, offload=Offload(parameters="host"))
+    plan = rank(TOY, 64, zero_stage=3, dp=2, offload=Offload("disk", "host"))
     assert plan.parameters == plan.optimizer == 0 and set(plan.elsewhere) == {"host", "disk"}
     assert plan.by_kind["gathered"] == plan.gathered > 0

@@ -15,7 +15,7 @@ from course_lib.memory.budget import budgets
 from course_lib.memory.flats import layers_of, stage_config
 from course_lib.run import Run
 from course_lib.simulate import simulate_rank
-from course_lib.simulate.cluster import STATES, planned_choice
+from course_lib.simulate.cluster import STATES, planned_assignment
 from course_lib.traffic import sent
 
 COUNT = int(os.environ.get("COURSE_LAYOUTS", "6"))
@@ -28,8 +28,8 @@ def routings_of(config, layout, stages):
     """The choices that simulated tokens make: the same ones on every rank, in every layer and micro-batch."""
     layers = layers_of(config, layout)
     num_layers = sum(stage_config(config, layers, stage).num_moe_layers for stage in stages)
-    choice_Tk = planned_choice(layout.micro_batch * SEQ_LEN // layout.cp, config.moe)
-    return [[choice_Tk] * layout.ep] * (num_layers * layout.accumulation)
+    choice_Tk = planned_assignment(layout.micro_batch * SEQ_LEN // layout.cp, config.moe)
+    return [[choice_Tk] * layout.ep] * (num_layers * layout.micro_batches)
 
 
 def differences(run, place):

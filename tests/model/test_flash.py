@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from course_lib.measure import MemoryTracker
-from course_lib.model import explicit_attention
+from course_lib.model import standard_attention
 from course_lib.model.flash import blockwise_attention
 
 
@@ -26,7 +26,7 @@ def gradients_of(core, seq_len, **options):
 @pytest.mark.parametrize(("seq_len", "block_size"), [(1, 4), (16, 4), (17, 5), (12, 64)])
 def test_output_and_gradients_equal_attention_written_out(causal, seq_len, block_size):
     got = gradients_of(blockwise_attention, seq_len, causal=causal, block_size=block_size)
-    want = gradients_of(explicit_attention, seq_len, causal=causal)
+    want = gradients_of(standard_attention, seq_len, causal=causal)
     for mine, right in zip(got, want):
         torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
 
@@ -34,7 +34,7 @@ def test_output_and_gradients_equal_attention_written_out(causal, seq_len, block
 def test_scores_far_apart_do_not_overflow():
     q, k, v = (x.detach() for x in heads(32))
     out = blockwise_attention(1000 * q, k, v, block_size=8)
-    torch.testing.assert_close(out, explicit_attention(1000 * q, k, v), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out, standard_attention(1000 * q, k, v), rtol=1e-12, atol=1e-12)
 
 
 def kept_bytes(seq_len):

@@ -27,13 +27,13 @@ def korthikanti_bytes(s, b, h, a):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_block_keeps_sbh_34_plus_5as_over_h_bytes(b, s, h, a, dtype):
     config = ModelConfig("x", 1, h, a, a, 4 * h, vocab_size=256, max_seq_len=s, family="gpt", dropout=0.1)
-    block = Block(config, "explicit", "none").to(dtype)
+    block = Block(config, "standard", "none").to(dtype)
     x_BSD = torch.randn(b, s, h, dtype=dtype, requires_grad=True)
     mean_and_deviation = 2 * b * s * 2 * dtype.itemsize  # of two norms: left out by the paper
     assert kept_bytes(block, lambda: block(x_BSD)) == korthikanti_bytes(s, b, h, a) + mean_and_deviation
 
 
-@pytest.mark.parametrize(("attention", "recompute", "factor"), [("explicit", "selective", 34), ("explicit", "full", 2)])
+@pytest.mark.parametrize(("attention", "recompute", "factor"), [("standard", "selective", 34), ("standard", "full", 2)])
 def test_recomputation_keeps_what_the_paper_says(attention, recompute, factor):
     b, s, h = 2, 32, 64
     model = build(SMALL, dtype=torch.bfloat16, attention=attention, recompute=recompute)
@@ -48,7 +48,7 @@ def test_recomputation_keeps_what_the_paper_says(attention, recompute, factor):
 def test_recomputed_dropout_falls_the_same_way():
     x_BS, expected = tokens(), None
     for recompute in ("none", "selective", "full"):
-        model = build(SMALL, dtype=torch.float64, attention="explicit", recompute=recompute)
+        model = build(SMALL, dtype=torch.float64, attention="standard", recompute=recompute)
         torch.manual_seed(11)
         model(x_BS).square().mean().backward()
         gradients = [parameter.grad for parameter in model.parameters()]
@@ -57,7 +57,7 @@ def test_recomputed_dropout_falls_the_same_way():
 
 
 def test_dropout_drops_in_training_only_and_keeps_the_mean():
-    model = build(SMALL, attention="explicit")
+    model = build(SMALL, attention="standard")
     with torch.no_grad():
         assert not torch.equal(model(tokens()), model(tokens()))
         model.eval()
@@ -70,7 +70,7 @@ def test_dropout_drops_in_training_only_and_keeps_the_mean():
 
 def test_fused_and_explicit_agree_without_dropout():
     x_BS = tokens()
-    models = [build(SMALL, dtype=torch.float64, attention=kind).eval() for kind in ("fused", "explicit")]
+    models = [build(SMALL, dtype=torch.float64, attention=kind).eval() for kind in ("fused", "standard")]
     with torch.no_grad():
         torch.testing.assert_close(models[0](x_BS), models[1](x_BS), rtol=0, atol=1e-12)
 

@@ -28,7 +28,7 @@ def test_every_way_to_attend_and_to_recompute_gives_the_same_loss_and_gradients(
     x_BS = torch.randint(256, (2, 30), generator=torch.Generator().manual_seed(1))
     for value_dim in (24, 32, 40):
         found = []
-        for attention in ("fused", "explicit"):
+        for attention in ("fused", "standard"):
             for recompute in ("none", "selective", "full"):
                 model = build(latent(value_dim, num_layers=2), 1, torch.float64, "cpu", attention, recompute)
                 loss = loss_of(model, x_BS[:, :-1], x_BS[:, 1:])
@@ -46,8 +46,8 @@ def test_the_tracker_sees_what_the_formula_says_whatever_is_recomputed(value_dim
         ("fused", 64, "none", "bf16-master"),
         ("fused", 64, "selective", "fp32"),
         ("fused", 64, "full", "fp32"),
-        ("explicit", 256, "none", "fp32"),
-        ("explicit", 256, "selective", "bf16-master"),
+        ("standard", 256, "none", "fp32"),
+        ("standard", 256, "selective", "bf16-master"),
     ):
         found = profile_step(config, 2, seq_len, recipe, attention=attention, recompute=recompute)
         for kind in ("parameters", "gradients", "optimizer"):
@@ -55,7 +55,7 @@ def test_the_tracker_sees_what_the_formula_says_whatever_is_recomputed(value_dim
         row = found.row("activations")
         left = row.measured_bytes - row.predicted_bytes  # the loss, a few numbers
         assert 0 <= left < 40, (attention, recompute)
-    turns = Run(config, Layout(micro_batch=2, recompute="selective"), 256, "fp32", "explicit")
+    turns = Run(config, Layout(micro_batch=2, recompute="selective"), 256, "fp32", "standard")
     assert budgets(turns)[0].saved > saved_for_backward(turns).total  # so that both moments were seen
 
 
@@ -67,7 +67,7 @@ def test_values_of_another_length_go_through_one_kernel_padded():
         q.requires_grad_()
         out = cores.fused_attention(q, k, v)
         torch.testing.assert_close(out, scaled_dot_product_attention(q, k, v, is_causal=True))
-        torch.testing.assert_close(out, cores.explicit_attention(q, k, v))
+        torch.testing.assert_close(out, cores.standard_attention(q, k, v))
         assert kept_numbers(cores.fused_attention, q, k, v) == 4 * 2 * 9 * max(6, v.shape[-1]) + 2 * 9
 
 

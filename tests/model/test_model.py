@@ -25,7 +25,7 @@ def gradients(model, x_BS):
 
 def test_every_way_to_attend_and_to_recompute_gives_the_same_logits_and_gradients():
     x_BS, expected = tokens(), None
-    for attention in ("fused", "explicit"):
+    for attention in ("fused", "standard"):
         for recompute in ("none", "selective", "full"):
             model = build(SMALL, dtype=torch.float64, attention=attention, recompute=recompute)
             with torch.no_grad():
@@ -66,14 +66,14 @@ def block_bytes(config, rows, seq_len, itemsize, attention, recompute):
         return rows * seq_len * D * itemsize
     attended = {
         ("fused", "none"): (q + 2 * kv) * itemsize + config.num_heads * 4,
-        ("explicit", "none"): (3 * q + config.num_heads * seq_len) * itemsize,
+        ("standard", "none"): (3 * q + config.num_heads * seq_len) * itemsize,
     }.get((attention, recompute), (q + 2 * kv) * itemsize)
     return rows * seq_len * ((4 * D + q + 4 * F) * itemsize + 2 * 4 + attended)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("attention", ["fused", "explicit"])
+@pytest.mark.parametrize("attention", ["fused", "standard"])
 def test_the_blocks_keep_exactly_what_the_table_says(attention, recompute, dtype):
     rows, seq_len, itemsize = 2, 32, dtype.itemsize
     model = build(TOY, dtype=dtype, attention=attention, recompute=recompute)
@@ -125,7 +125,7 @@ def test_rope_scaling_slows_slow_pairs_and_leaves_fast_ones():
 
 
 def test_unknown_words_are_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="attention is 'flash'; choose from fused, explicit"):
+    with pytest.raises(ValueError, match="attention is 'flash'; choose from fused, standard"):
         build(TOY, attention="flash")
     with pytest.raises(ValueError, match="recompute is 'all'; choose from none, selective, full"):
         build(TOY, recompute="all")

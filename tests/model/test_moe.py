@@ -56,7 +56,7 @@ def test_the_router_equals_deepseek_v3s_in_transformers():
     torch.testing.assert_close(ours_by_expert, torch.zeros(500, 16).scatter(1, expert_Tk, weight_Tk))
     with torch.no_grad():
         unbiased = route(torch.nn.functional.linear(x_TD, ours.weight), config)
-    assert not torch.equal(unbiased.expert_Tk, found.expert_Tk), "the bias must have changed choices here"
+    assert not torch.equal(unbiased.expert_Tk, found.expert_Tk), "the bias must have changed assignments here"
 
 
 def test_weights_are_scores_without_bias_divided_by_their_sum_and_scaled():
@@ -153,12 +153,12 @@ def test_outputs_and_gradients_equal_a_loop_over_tokens_and_choices(config):
 def test_rows_lie_sorted_by_expert_and_a_token_dropped_everywhere_gets_nothing():
     x_TD = random(40, 12)
     routing = route(random(40, 8, seed=3) + torch.arange(8), changed(capacity_factor=0.25))
-    x_RD, choice_R, rows_E = moe.dispatch(x_TD, routing)
-    expert_R = routing.expert_Tk.flatten()[choice_R]
+    x_RD, assignment_R, rows_E = moe.dispatch(x_TD, routing)
+    expert_R = routing.expert_Tk.flatten()[assignment_R]
     assert torch.equal(expert_R, expert_R.sort().values)
     assert torch.equal(rows_E, routing.tokens_E - routing.dropped_E)
-    assert torch.equal(x_RD, x_TD[choice_R // 2])
-    y_TD = moe.combine(x_RD, choice_R, routing)
+    assert torch.equal(x_RD, x_TD[assignment_R // 2])
+    y_TD = moe.combine(x_RD, assignment_R, routing)
     lost = ~routing.kept_Tk.any(-1)
     assert lost.any()
     assert (y_TD[lost] == 0).all()

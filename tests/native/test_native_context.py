@@ -1,4 +1,4 @@
-"""PyTorch's ring attention: gradients against one process, bytes by placement and method, what it refuses."""
+"""PyTorch's ring attention: gradients against one process, bytes by sequence sharding and method, what it refuses."""
 
 import dataclasses
 from unittest.mock import patch
@@ -50,9 +50,9 @@ def worst(ours, params):
 
 
 def measure(case, dtype=torch.float64):
-    config, recompute, placement, rotate_method = case
+    config, recompute, sequence_sharding, rotate_method = case
     engine = native.build(
-        model.build(config, dtype=dtype, recompute=recompute), dist.group.WORLD, placement, rotate_method
+        model.build(config, dtype=dtype, recompute=recompute), dist.group.WORLD, sequence_sharding, rotate_method
     )
     with ByteMeter() as meter:
         loss = native.accumulate_gradients(engine, micro_batches())
@@ -112,10 +112,10 @@ def ring_of_the_cpus_kernel(is_backward):
     return handler
 
 
-def as_on_a_gpu(placement):
+def as_on_a_gpu(sequence_sharding):
     """The code for GPUs, with the one thing that a CPU lacks; `context_parallel` merges in float32."""
     added = {native.FLASH: ring_of_the_cpus_kernel(False), native.FLASH_BACKWARD: ring_of_the_cpus_kernel(True)}
-    engine = native.build(model.build(LLAMA, dtype=torch.float64), dist.group.WORLD, placement)
+    engine = native.build(model.build(LLAMA, dtype=torch.float64), dist.group.WORLD, sequence_sharding)
     for block in engine.blocks:
         block.attention.core = native.on_a_gpu
     with patch.dict(_attention.custom_ops, added), patch.object(native, "cut_by_hand", native.cut_by_pytorch):
@@ -128,7 +128,7 @@ def on_ranks():
     found = {name: measure(case) for name, case in CASES.items()}
     found["float32"] = measure(CASES["zigzag ring"], torch.float32)
     if dist.get_world_size() == 2:
-        found["as on a GPU"] = [as_on_a_gpu(placement) for placement in native.PLACEMENTS]
+        found["as on a GPU"] = [as_on_a_gpu(sequence_sharding) for sequence_sharding in native.SEQUENCE_SHARDINGS]
     return found | {"step": a_clipped_step(), "too short": too_short()}
 
 
@@ -185,7 +185,7 @@ REFUSED = {
         dataclasses.replace(LLAMA, num_kv_heads=8, head_dim=6, mla=MlaConfig(8, 8, 4, 2, value_dim=3)),
         {},
     ),
-    "placement is 'striped'; PyTorch has contiguous, zigzag": (LLAMA, {"placement": "striped"}),
+    "sequence_sharding is 'striped'; PyTorch has contiguous, zigzag": (LLAMA, {"sequence_sharding": "striped"}),
     "rotate_method is 'ring'; choose from alltoall, allgather": (LLAMA, {"rotate_method": "ring"}),
 }
 
@@ -193,7 +193,7 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_pytorchs_ring_does_not_know_is_refused(message):
     config, options = REFUSED[message]
-    options = {"placement": "zigzag", "rotate_method": "alltoall"} | options
+    options = {"sequence_sharding": "zigzag", "rotate_method": "alltoall"} | options
     with pytest.raises(ValueError) as error:
         native.check_model(model.build(config, device="meta"), **options)
     assert str(error.value).startswith(message)

@@ -34,7 +34,7 @@ ROWS, LENGTHS = (2, 1), (16, 8)  # two micro-batches, one of them shorter
 @dataclasses.dataclass(frozen=True)
 class Case:
     method: str = "ring"
-    placement: str = "zigzag"
+    sequence_sharding: str = "zigzag"
     config: ModelConfig = LLAMA
     recompute: str = "none"
     attention: str = "fused"
@@ -49,14 +49,14 @@ def config_of(config, **changes):
 
 CASES = {
     **{
-        f"{method}, {placement}": Case(method, placement)
+        f"{method}, {sequence_sharding}": Case(method, sequence_sharding)
         for method in ("ring", "all_gather")
-        for placement in ("contiguous", "zigzag", "striped")
+        for sequence_sharding in ("contiguous", "zigzag", "striped")
     },
     "tied, 4 key/value heads, full": Case("ring", config=config_of(LLAMA, tied=True, num_kv_heads=4), recompute="full"),
     "1 key/value head, selective": Case("ring", "striped", config_of(LLAMA, num_kv_heads=1), recompute="selective"),
     "gathered, full": Case("all_gather", "zigzag", recompute="full"),
-    "explicit, frozen": Case("ring", attention="explicit", frozen=("embed.weight", "attention.k.weight")),
+    "standard, frozen": Case("ring", attention="standard", frozen=("embed.weight", "attention.k.weight")),
     "tied gpt": Case("ring", config=config_of(GPT, tied=True)),
     "gpt in both directions": Case("ring", "striped", GPT, causal=False),
     "gpt in both directions, gathered": Case("all_gather", "contiguous", GPT, causal=False),
@@ -103,7 +103,7 @@ def distance(gradients, loss, expected_loss, expected):
 def measure(case):
     whole = built(case)
     reference = copy.deepcopy(whole)
-    engine = context.build(whole, dist.group.WORLD, case.method, case.placement, case.outer)
+    engine = context.build(whole, dist.group.WORLD, case.method, case.sequence_sharding, case.outer)
     batches = micro_batches(case.config.vocab_size)
     with ByteMeter() as meter:
         loss = context.accumulate_gradients(engine, batches)
@@ -242,7 +242,7 @@ def merges_without_shrinking():
 @contextmanager
 def leaves_gradients_on_the_way():
     """What other ranks added to dk and dv of my keys never comes home."""
-    with patch.object(ring.TravelHome, "total", lambda home: (home.hop.wait(), home.own_BKsU)[1]):
+    with patch.object(ring.DKVRotation, "total", lambda home: (home.hop.wait(), home.own_BKsU)[1]):
         yield
 
 
@@ -258,13 +258,13 @@ def forgets_what_arrives_on_the_way():
             home.hop.wait()
         home.hop = ring.start_hop(dkv_BKsU, home.group)
 
-    with patch.object(ring.TravelHome, "add", add):
+    with patch.object(ring.DKVRotation, "add", add):
         yield
 
 
 @contextmanager
 def masks_as_if_contiguous():
-    with patch.object(tiles, "tile", lambda placement, *rest: right("contiguous", *rest)):
+    with patch.object(tiles, "tile", lambda sequence_sharding, *rest: right("contiguous", *rest)):
         right = context_tile
         yield
 
@@ -462,7 +462,7 @@ def refusals():
     whole = model.build(LLAMA)
     attempt("group", lambda: context.build(whole, None))
     attempt("method", lambda: context.build(whole, group, "tree"))
-    attempt("placement", lambda: context.build(whole, group, placement="spiral"))
+    attempt("sequence_sharding", lambda: context.build(whole, group, sequence_sharding="spiral"))
     attempt("outer", lambda: context.build(whole, group, outer=2))
     attempt("divisor", lambda: context.build(whole, group, "ulysses", outer=3))
     attempt("merge", lambda: context.build(whole, group, "ulysses", merge_dtype=torch.float32))
@@ -484,7 +484,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_sent():
     expected = {
         "group": "needs a process group",
         "method": "method is 'tree'; choose from ring, all_gather, ulysses",
-        "placement": "placement is 'spiral'; choose from",
+        "sequence_sharding": "sequence_sharding is 'spiral'; choose from",
         "outer": 'choose method="ulysses"',
         "divisor": "outer (3) must be a divisor of cp (2)",
         "merge": "merge_dtype is torch.float32, but Ulysses without a ring merges nothing",

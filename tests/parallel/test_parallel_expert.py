@@ -54,7 +54,7 @@ class Case:
     frozen: tuple[str, ...] = ()
     kv_heads: int = 2  # fewer than tp: a head of keys is on several ranks
     latent: bool = False
-    sp: bool = False  # the stream cut along the sequence: S 5 leaves the last of tp 4 without a token
+    sp: bool = False  # the residual stream cut along the sequence: S 5 leaves the last of tp 4 without a token
 
     @property
     def world_size(self):

@@ -22,77 +22,80 @@ from course_lib.training.precision import gradient_of, zero_gradients
 # (model, layout): every pair of techniques that can be combined is in one of them, see the next test
 TWO = [
     ("llama", "dp=2,micro_batch=2"),
-    ("tied", "dp=2,schedule=interleaved,v=2,accumulation=2"),  # one weight in two stages of a rank
-    ("tied", "dp=2,zero=1,accumulation=2,recompute=full"),
-    ("tied", "dp=2,zero=2,accumulation=2,recompute=full"),
-    ("tied", "dp=2,zero=3,accumulation=2,recompute=selective"),
-    ("gpt", "tp=2,accumulation=2,recompute=selective"),
-    ("gpt", "tp=2,sequence_parallel=true,regather=true,accumulation=2,recompute=full"),
-    ("llama", "cp=2,accumulation=2,recompute=full"),
-    ("tied", "cp=2,zero=3,cp_method=ulysses,recompute=full"),
-    ("tied", "pp=2,accumulation=3,micro_batch=2,recompute=full"),
-    ("tied", "pp=2,schedule=interleaved,v=2,accumulation=4,recompute=full"),
-    ("tied experts", "pp=2,schedule=zbv,accumulation=3,recompute=full"),
-    ("experts", "dp=2,ep=2,accumulation=2,recompute=full"),
-    ("llama", "tp=2,schedule=interleaved,v=2,accumulation=2"),
-    ("gpt", "pp=2,zero=1,schedule=zb_h1,accumulation=3"),  # biases
-    ("latent", "tp=2,accumulation=2,recompute=full"),
-    ("latent", "tp=2,sequence_parallel=true,accumulation=2"),
-    ("latent", "cp=2,accumulation=2,recompute=selective"),
+    ("tied", "dp=2,schedule=interleaved,v=2,micro_batches=2"),  # one weight in two stages of a rank
+    ("tied", "dp=2,zero_stage=1,micro_batches=2,recompute=full"),
+    ("tied", "dp=2,zero_stage=2,micro_batches=2,recompute=full"),
+    ("tied", "dp=2,zero_stage=3,micro_batches=2,recompute=selective"),
+    ("gpt", "tp=2,micro_batches=2,recompute=selective"),
+    ("gpt", "tp=2,sequence_parallel=true,regather=true,micro_batches=2,recompute=full"),
+    ("llama", "cp=2,micro_batches=2,recompute=full"),
+    ("tied", "cp=2,zero_stage=3,cp_method=ulysses,recompute=full"),
+    ("tied", "pp=2,micro_batches=3,micro_batch=2,recompute=full"),
+    ("tied", "pp=2,schedule=interleaved,v=2,micro_batches=4,recompute=full"),
+    ("tied experts", "pp=2,schedule=zbv,micro_batches=3,recompute=full"),
+    ("experts", "dp=2,ep=2,micro_batches=2,recompute=full"),
+    ("llama", "tp=2,schedule=interleaved,v=2,micro_batches=2"),
+    ("gpt", "pp=2,zero_stage=1,schedule=zb_h1,micro_batches=3"),  # biases
+    ("latent", "tp=2,micro_batches=2,recompute=full"),
+    ("latent", "tp=2,sequence_parallel=true,micro_batches=2"),
+    ("latent", "cp=2,micro_batches=2,recompute=selective"),
     ("latent", "cp=2,cp_method=ulysses"),
-    ("tied", "dp=2,zero=3,dp_replicate=2,accumulation=2"),  # a replica on each rank
+    ("tied", "dp=2,zero_stage=3,dp_replicate=2,micro_batches=2"),  # a replica on each rank
 ]
 FOUR = [
-    ("tied", "dp=2,tp=2,zero=1,accumulation=2"),
-    ("llama", "dp=2,tp=2,zero=2,sequence_parallel=true,regather=true,accumulation=2"),
-    ("tied", "dp=2,tp=2,zero=3,sequence_parallel=true,accumulation=2,recompute=full"),
+    ("tied", "dp=2,tp=2,zero_stage=1,micro_batches=2"),
+    ("llama", "dp=2,tp=2,zero_stage=2,sequence_parallel=true,regather=true,micro_batches=2"),
+    ("tied", "dp=2,tp=2,zero_stage=3,sequence_parallel=true,micro_batches=2,recompute=full"),
     ("llama", "tp=4,sequence_parallel=true"),  # two key/value heads on four ranks
-    ("tied", "tp=4,zero=3"),
-    ("tied", "pp=2,dp=2,zero=1,accumulation=4"),
-    ("tied", "pp=2,dp=2,schedule=zbv,accumulation=3"),
-    ("llama", "pp=2,dp=2,zero=2,accumulation=2,schedule=interleaved,v=2"),
-    ("tied", "pp=2,dp=2,zero=3,accumulation=3,schedule=interleaved,v=1"),
-    ("llama", "pp=2,dp=2,zero=3,accumulation=2,schedule=interleaved,v=2"),
-    ("experts", "pp=2,dp=2,ep=2,zero=1,schedule=dualpipe_v,accumulation=4"),
-    ("experts", "pp=2,cp=2,ep=2,zero=1,schedule=zb_h1,accumulation=3,cp_method=ulysses"),
-    ("llama", "pp=4,schedule=zb_h2,accumulation=4,layers_of_stage=1-1-1-1"),
-    ("tied", "pp=2,tp=2,sequence_parallel=true,schedule=interleaved,v=2,accumulation=4"),
-    ("gpt", "pp=2,tp=2,sequence_parallel=true,accumulation=2,layers_of_stage=1-3"),
-    ("tied experts", "pp=2,tp=2,sequence_parallel=true,regather=true,schedule=zb_h1,accumulation=3"),
-    ("llama", "pp=2,tp=2,sequence_parallel=true,schedule=zb_h1,accumulation=2"),
-    ("gpt", "pp=2,tp=2,schedule=zb_h2,accumulation=3,recompute=full"),
-    ("llama", "cp=2,tp=2,sequence_parallel=true,regather=true,zero=1,cp_method=all_gather"),
-    ("gpt", "cp=2,tp=2,cp_method=ulysses,zero=2,sequence_parallel=true"),
+    ("tied", "tp=4,zero_stage=3"),
+    ("tied", "pp=2,dp=2,zero_stage=1,micro_batches=4"),
+    ("tied", "pp=2,dp=2,schedule=zbv,micro_batches=3"),
+    ("llama", "pp=2,dp=2,zero_stage=2,micro_batches=2,schedule=interleaved,v=2"),
+    ("tied", "pp=2,dp=2,zero_stage=3,micro_batches=3,schedule=interleaved,v=1"),
+    ("llama", "pp=2,dp=2,zero_stage=3,micro_batches=2,schedule=interleaved,v=2"),
+    ("experts", "pp=2,dp=2,ep=2,zero_stage=1,schedule=dualpipe_v,micro_batches=4"),
+    ("experts", "pp=2,cp=2,ep=2,zero_stage=1,schedule=zb_h1,micro_batches=3,cp_method=ulysses"),
+    ("llama", "pp=4,schedule=zb_h2,micro_batches=4,layers_of_stage=1-1-1-1"),
+    ("tied", "pp=2,tp=2,sequence_parallel=true,schedule=interleaved,v=2,micro_batches=4"),
+    ("gpt", "pp=2,tp=2,sequence_parallel=true,micro_batches=2,layers_of_stage=1-3"),
+    ("tied experts", "pp=2,tp=2,sequence_parallel=true,regather=true,schedule=zb_h1,micro_batches=3"),
+    ("llama", "pp=2,tp=2,sequence_parallel=true,schedule=zb_h1,micro_batches=2"),
+    ("gpt", "pp=2,tp=2,schedule=zb_h2,micro_batches=3,recompute=full"),
+    ("llama", "cp=2,tp=2,sequence_parallel=true,regather=true,zero_stage=1,cp_method=all_gather"),
+    ("gpt", "cp=2,tp=2,cp_method=ulysses,zero_stage=2,sequence_parallel=true"),
     ("gpt", "cp=2,tp=2,cp_method=ulysses,sequence_parallel=true,regather=true,recompute=selective"),
-    ("llama", "cp=4,zero=2,cp_placement=striped"),
-    ("llama", "dp=2,cp=2,zero=1,cp_method=ulysses,order=tp-cp-dp-pp"),
-    ("tied", "dp=2,cp=2,zero=3,cp_placement=contiguous"),
-    ("gpt", "pp=2,cp=2,accumulation=2,schedule=interleaved,v=2,cp_method=ulysses"),
-    ("llama", "pp=2,cp=2,accumulation=2,schedule=interleaved,v=2"),
-    ("experts", "dp=2,tp=2,ep=2,zero=2,accumulation=2"),
-    ("tied experts", "dp=2,tp=2,ep=2,zero=3,sequence_parallel=true,accumulation=2,recompute=selective"),
-    ("biased experts", "dp=2,cp=2,ep=4,zero=1,accumulation=2,expert_method=once_per_rank"),
-    ("experts", "dp=2,cp=2,ep=2,zero=3,accumulation=2"),
-    ("biased experts", "pp=2,dp=2,ep=2,schedule=interleaved,v=2,accumulation=2"),
+    ("llama", "cp=4,zero_stage=2,cp_sharding=striped"),
+    ("llama", "dp=2,cp=2,zero_stage=1,cp_method=ulysses,order=tp-cp-dp-pp"),
+    ("tied", "dp=2,cp=2,zero_stage=3,cp_sharding=contiguous"),
+    ("gpt", "pp=2,cp=2,micro_batches=2,schedule=interleaved,v=2,cp_method=ulysses"),
+    ("llama", "pp=2,cp=2,micro_batches=2,schedule=interleaved,v=2"),
+    ("experts", "dp=2,tp=2,ep=2,zero_stage=2,micro_batches=2"),
+    ("tied experts", "dp=2,tp=2,ep=2,zero_stage=3,sequence_parallel=true,micro_batches=2,recompute=selective"),
+    ("biased experts", "dp=2,cp=2,ep=4,zero_stage=1,micro_batches=2,expert_method=once_per_rank"),
+    ("experts", "dp=2,cp=2,ep=2,zero_stage=3,micro_batches=2"),
+    ("biased experts", "pp=2,dp=2,ep=2,schedule=interleaved,v=2,micro_batches=2"),
     ("latent", "tp=4,sequence_parallel=true,regather=true,recompute=full"),
-    ("llama", "dp=4,zero=1,dp_replicate=2,accumulation=2"),
-    ("tied", "dp=4,zero=2,dp_replicate=2"),
-    ("tied", "dp=2,cp=2,zero=3,dp_replicate=2,accumulation=2,recompute=full"),
-    ("experts", "dp=4,ep=2,zero=2,dp_replicate=2,accumulation=2"),
-    ("gpt", "dp=2,tp=2,zero=1,dp_replicate=2,sequence_parallel=true"),
-    ("tied", "dp=2,pp=2,zero=2,dp_replicate=2,accumulation=2"),
-    ("latent", "cp=2,tp=2,sequence_parallel=true,zero=3,cp_method=all_gather,accumulation=2"),
-    ("latent", "cp=2,tp=2,cp_method=ulysses,zero=1"),
-    ("latent experts", "dp=2,tp=2,ep=2,zero=2,accumulation=2"),
-    ("latent experts", "pp=2,tp=2,sequence_parallel=true,regather=true,schedule=zb_h1,accumulation=2"),
+    ("llama", "dp=4,zero_stage=1,dp_replicate=2,micro_batches=2"),
+    ("tied", "dp=4,zero_stage=2,dp_replicate=2"),
+    ("tied", "dp=2,cp=2,zero_stage=3,dp_replicate=2,micro_batches=2,recompute=full"),
+    ("experts", "dp=4,ep=2,zero_stage=2,dp_replicate=2,micro_batches=2"),
+    ("gpt", "dp=2,tp=2,zero_stage=1,dp_replicate=2,sequence_parallel=true"),
+    ("tied", "dp=2,pp=2,zero_stage=2,dp_replicate=2,micro_batches=2"),
+    ("latent", "cp=2,tp=2,sequence_parallel=true,zero_stage=3,cp_method=all_gather,micro_batches=2"),
+    ("latent", "cp=2,tp=2,cp_method=ulysses,zero_stage=1"),
+    ("latent experts", "dp=2,tp=2,ep=2,zero_stage=2,micro_batches=2"),
+    ("latent experts", "pp=2,tp=2,sequence_parallel=true,regather=true,schedule=zb_h1,micro_batches=2"),
 ]
 EIGHT = [
-    ("experts", "pp=2,tp=2,cp=2,ep=2,zero=1,sequence_parallel=true,accumulation=3"),  # everything at once
-    ("tied experts", "pp=2,tp=2,dp=2,ep=2,zero=3,sequence_parallel=true,regather=true,accumulation=2"),
-    ("biased experts", "pp=2,dp=2,cp=2,ep=4,zero=2,accumulation=2,cp_method=all_gather,order=cp-dp-pp-tp"),
-    ("tied", "pp=2,dp=2,tp=2,zero=1,sequence_parallel=true,regather=true,schedule=interleaved,v=2,accumulation=2"),
-    ("llama", "dp=2,cp=2,tp=2,zero=3,sequence_parallel=true,accumulation=2"),
-    ("experts", "dp=2,cp=2,pp=2,ep=2,zero=1,schedule=dualpipe_v,accumulation=4"),
+    ("experts", "pp=2,tp=2,cp=2,ep=2,zero_stage=1,sequence_parallel=true,micro_batches=3"),  # everything at once
+    ("tied experts", "pp=2,tp=2,dp=2,ep=2,zero_stage=3,sequence_parallel=true,regather=true,micro_batches=2"),
+    ("biased experts", "pp=2,dp=2,cp=2,ep=4,zero_stage=2,micro_batches=2,cp_method=all_gather,order=cp-dp-pp-tp"),
+    (
+        "tied",
+        "pp=2,dp=2,tp=2,zero_stage=1,sequence_parallel=true,regather=true,schedule=interleaved,v=2,micro_batches=2",
+    ),
+    ("llama", "dp=2,cp=2,tp=2,zero_stage=3,sequence_parallel=true,micro_batches=2"),
+    ("experts", "dp=2,cp=2,pp=2,ep=2,zero_stage=1,schedule=dualpipe_v,micro_batches=4"),
 ]
 CASES = {2: TWO, 4: FOUR, 8: EIGHT}
 ALL = [(ranks, *case) for ranks, cases in CASES.items() for case in cases]
@@ -104,7 +107,7 @@ ALL = [(ranks, *case) for ranks, cases in CASES.items() for case in cases]
 def techniques(name, text):
     """What a case puts together."""
     layout = Layout.parse(text)
-    found = {f"zero {layout.zero}"} if layout.zero else set()
+    found = {f"zero_stage {layout.zero_stage}"} if layout.zero_stage else set()
     found |= {axis for axis in ("dp", "tp", "pp", "ep") if getattr(layout, axis) > 1}
     if layout.sequence_parallel:
         found.add("gathered again" if layout.regather else "sequence parallel")
@@ -120,20 +123,20 @@ def techniques(name, text):
 
 
 EXCLUSIVE = [
-    {"zero 1", "zero 2"},
-    {"zero 1", "zero 3"},
-    {"zero 2", "zero 3"},
+    {"zero_stage 1", "zero_stage 2"},
+    {"zero_stage 1", "zero_stage 3"},
+    {"zero_stage 2", "zero_stage 3"},
     {"cp", "ulysses"},
     {"interleaved", "split backward"},
     {"sequence parallel", "gathered again"},
 ]
 IMPOSSIBLE = {  # pair -> a layout that would have both, and what it is told
-    ("split backward", "zero 2"): (
-        "dp=2,pp=2,zero=2,schedule=zb_h1",
+    ("split backward", "zero_stage 2"): (
+        "dp=2,pp=2,zero_stage=2,schedule=zb_h1",
         "this engine does not do so with .*, whose weight gradients come later",
     ),
-    ("split backward", "zero 3"): (
-        "dp=2,pp=2,zero=3,schedule=zbv",
+    ("split backward", "zero_stage 3"): (
+        "dp=2,pp=2,zero_stage=3,schedule=zbv",
         "this engine does not do so with .*, whose weight gradients come later",
     ),
 }
@@ -175,7 +178,7 @@ def found():
 def test_a_layout_equals_one_process(found, ranks, name, text):
     layout, index = Layout.parse(text), CASES[ranks].index((name, text))
     assert layout.world_size == ranks
-    expected = one_process(name, layout.dp, layout.micro_batch, layout.accumulation)
+    expected = one_process(name, layout.dp, layout.micro_batch, layout.micro_batches)
     results = found[ranks]
     for rank, of_rank in enumerate(results):
         far = distances(of_rank[index], expected)
@@ -276,8 +279,8 @@ def forgets_where_tokens_stand():
 def counts_balancing_tp_times():
     cut = expert_tensor.cut_experts_sharded
 
-    def wrong(moe, stream):
-        cut(moe, stream)
+    def wrong(moe, residual):
+        cut(moe, residual)
         moe.aux_share = 1.0
 
     with patch.object(expert_tensor, "cut_experts_sharded", wrong):
@@ -286,7 +289,7 @@ def counts_balancing_tp_times():
 
 @contextmanager
 def drops_balancing_of_inner_stages():
-    with patch.object(executor.Work, "share_of_balancing", lambda work, stage, y_BS: None):
+    with patch.object(executor.StageRunner, "share_of_balancing", lambda work, stage, y_BS: None):
         yield
 
 
@@ -299,7 +302,7 @@ def forgets_shared_heads():
 @contextmanager
 def sums_no_gradient_of_the_shared_key():
     """Each rank's heads use latent attention's key with position, so each has a part of its gradient."""
-    with patch.object(linear.WholeStream, "enter", lambda stream, x: x):
+    with patch.object(linear.ReplicatedResidual, "enter", lambda residual, x: x):
         yield
 
 
@@ -312,13 +315,13 @@ def forgets_other_replicas():
 
 TP = [""]
 PLANTED = [
-    (forgets_other_replicas, "llama", "dp=4,zero=2,dp_replicate=2"),
+    (forgets_other_replicas, "llama", "dp=4,zero_stage=2,dp_replicate=2"),
     (sums_no_gradient_of_the_shared_key, "latent", "dp=2,tp=2"),
     (forgets_norms_over_tp, "latent", "dp=2,tp=2,sequence_parallel=true"),
     (forgets_where_tokens_stand, "latent", "dp=2,cp=2"),
-    (averages_experts_like_everything, "experts", "dp=2,tp=2,ep=2,zero=0,accumulation=2"),
+    (averages_experts_like_everything, "experts", "dp=2,tp=2,ep=2,zero_stage=0,micro_batches=2"),
     (forgets_norms_over_tp, "llama", "dp=2,tp=2,sequence_parallel=true"),
-    (takes_the_mean_over_data, "llama", "dp=2,tp=2,zero=1"),
+    (takes_the_mean_over_data, "llama", "dp=2,tp=2,zero_stage=1"),
     (divides_buckets, "llama", "dp=2,tp=2"),
     (forgets_where_tokens_stand, "llama", "cp=2,tp=2"),
     (counts_balancing_tp_times, "experts", "tp=2,dp=2,ep=2,sequence_parallel=true"),
@@ -344,7 +347,7 @@ def test_planted_bugs_are_found():
     for rank, of_rank in enumerate(launch(planted, 4, quiet=True)):
         for (bug, name, text), (_, gradients) in zip(PLANTED, of_rank, strict=True):
             layout = Layout.parse(text)
-            _, _, expected, _ = one_process(name, layout.dp, layout.micro_batch, layout.accumulation)
+            _, _, expected, _ = one_process(name, layout.dp, layout.micro_batch, layout.micro_batches)
             far = max((gradients[key] - expected[key]).abs().max().item() for key in expected)
             assert far > 1e-6, f"{bug.__name__} was not seen on rank {rank}"
 
@@ -392,7 +395,7 @@ TWO_BUCKETS = replace(CONFIGS["llama"], d_model=256, head_dim=64, d_ff=512, voca
 
 def without_zero():
     """Of dp 2: spans of the second step, the most bytes of tensors in the third, and bytes of the parameters."""
-    layout, trace = Layout.parse("dp=2,accumulation=2"), []
+    layout, trace = Layout.parse("dp=2,micro_batches=2"), []
     engine = five_d.build(TWO_BUCKETS, layout, dtype=torch.float64, trace=trace)
     optimizer = five_d.make_optimizer(engine)
     batches = micro_batches(layout, engine.groups.coordinates["dp"], TWO_BUCKETS)
@@ -423,11 +426,11 @@ def test_gradients_leave_while_backward_runs_and_no_copy_of_all_is_made():
 
 FROZEN = ("embed", "blocks.0.", "norm", "attention.k")
 PARTLY_FROZEN = (
-    "dp=2,zero=2,accumulation=2",
-    "dp=2,zero=3",
-    "tp=2,sequence_parallel=true,zero=1",
-    "pp=2,schedule=zb_h1,accumulation=3",
-    "pp=2,layers_of_stage=1-3,accumulation=2",  # nothing of the first stage trains
+    "dp=2,zero_stage=2,micro_batches=2",
+    "dp=2,zero_stage=3",
+    "tp=2,sequence_parallel=true,zero_stage=1",
+    "pp=2,schedule=zb_h1,micro_batches=3",
+    "pp=2,layers_of_stage=1-3,micro_batches=2",  # nothing of the first stage trains
 )
 
 
@@ -456,7 +459,7 @@ def test_frozen_parameters_stay_and_have_no_gradient():
     results = launch(partly_frozen, 2, quiet=True)
     for index, text in enumerate(PARTLY_FROZEN):
         layout = Layout.parse(text)
-        _, _, every, _ = one_process("llama", layout.dp, 1, layout.accumulation)
+        _, _, every, _ = one_process("llama", layout.dp, 1, layout.micro_batches)
         reference = dict(model.build(CONFIGS["llama"], dtype=torch.float64).named_parameters())
         freeze(reference.items())
         for of_rank in results:
@@ -471,7 +474,7 @@ def test_frozen_parameters_stay_and_have_no_gradient():
 
 
 def refusals():
-    config, layout = CONFIGS["llama"], Layout.parse("tp=2,sequence_parallel=true,accumulation=2")
+    config, layout = CONFIGS["llama"], Layout.parse("tp=2,sequence_parallel=true,micro_batches=2")
     engine = five_d.build(config, layout)
     fitting = micro_batches(layout, 0, config)
     said = []
@@ -489,7 +492,7 @@ def refusals():
 
 
 def of_two_lengths():
-    config, layout = CONFIGS["llama"], Layout.parse("dp=2,accumulation=2")
+    config, layout = CONFIGS["llama"], Layout.parse("dp=2,micro_batches=2")
     engine = five_d.build(config, layout)
     first, second = micro_batches(layout, 0, config)
     if engine.groups.world.rank() == 1:
@@ -506,7 +509,7 @@ def test_ranks_that_bring_other_lengths_are_named_on_every_rank():
 
 def low_precision():
     config, found = CONFIGS["llama"], {}
-    for text in ("dp=2,accumulation=2", "dp=2,zero=1,accumulation=2", "dp=2,zero=3,accumulation=2"):
+    for text in ("dp=2,micro_batches=2", "dp=2,zero_stage=1,micro_batches=2", "dp=2,zero_stage=3,micro_batches=2"):
         layout = Layout.parse(text)
         engine = five_d.build(config, layout, dtype=torch.bfloat16, grad_dtype=torch.float32)
         optimizer = five_d.make_optimizer(engine, lr=0.01)
@@ -518,7 +521,7 @@ def low_precision():
 
 def test_what_does_not_fit_is_refused_on_every_rank():
     for one, two, three, four in launch(refusals, 2, quiet=True):
-        assert "1 micro-batches" in one and "accumulation=2" in one
+        assert "1 micro-batches" in one and "micro_batches=2" in one
         assert "2 sequences" in two and "micro_batch=1" in two
         assert "8 tokens" in three and "16" in three
         assert "2 ranks" in four and "launch that many" in four

@@ -19,7 +19,7 @@ from course_lib.config import ModelConfig
 from course_lib.launch import launch
 from course_lib.layout import Mesh
 from course_lib.measure import ByteMeter, MemoryTracker
-from course_lib.parallel import channels, deferred, executor, pipeline, stages
+from course_lib.parallel import channels, executor, pipeline, stages, weight_gradients
 from course_lib.schedules import Costs, simulate
 from course_lib.schedules.messages import plan as plan_of
 from course_lib.training import MasterAdamW
@@ -275,7 +275,7 @@ def loses_a_message():
 
 @contextmanager
 def drops_weight_gradients():
-    with patch.object(deferred.WeightQueue, "run", lambda queue: None):
+    with patch.object(weight_gradients.WeightGradientStore, "run", lambda queue: None):
         yield
 
 
@@ -287,12 +287,12 @@ def sums_no_tied_gradient():
 
 @contextmanager
 def takes_micro_batches_as_equal():
-    share_of_loss = executor.Work.share_of_loss
+    share_of_loss = executor.StageRunner.share_of_loss
 
     def wrong(work, logits, y_BS):
         return share_of_loss(work, logits, y_BS) * (9.0 / y_BS.numel())
 
-    with patch.object(executor.Work, "share_of_loss", wrong):
+    with patch.object(executor.StageRunner, "share_of_loss", wrong):
         yield
 
 

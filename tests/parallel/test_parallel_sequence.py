@@ -39,8 +39,8 @@ DROPPING = dataclasses.replace(GPT, dropout=0.3)
 CASES = {  # config, attention, recompute, regather, S of each micro-batch
     "gqa": (GQA, "fused", "none", False, [8]),
     "gqa, uneven": (GQA, "fused", "selective", True, [7, 5, 6]),  # of 5 tokens the last of 4 ranks gets none
-    "tied, recomputed": (TIED, "explicit", "full", True, [5, 7]),
-    "gpt": (GPT, "explicit", "none", True, [7]),
+    "tied, recomputed": (TIED, "standard", "full", True, [5, 7]),
+    "gpt": (GPT, "standard", "none", True, [7]),
     "gpt, recomputed": (GPT, "fused", "full", False, [6, 5]),
 }
 
@@ -127,7 +127,7 @@ def sum_after_each_micro_batch(engine, batches):
     for x_BS, y_BS in batches:
         loss = tensor.loss_of(engine, x_BS, y_BS)
         (loss / len(batches)).backward()
-        tensor.sum_gradients(ALL_MINE(engine), engine.stream.group)
+        tensor.sum_gradients(ALL_MINE(engine), engine.residual.group)
     return loss.detach()
 
 
@@ -143,7 +143,7 @@ def of_mistakes():
     found = {}
     for name, mistake in WRONG.items():
         with mistake:
-            found[name] = of_gradients(GPT, "explicit", "none", False, [8, 8])
+            found[name] = of_gradients(GPT, "standard", "none", False, [8, 8])
     return found
 
 
@@ -152,7 +152,7 @@ def of_mistakes():
 
 def dropped_like_one_process():
     """Masks recorded on every rank, put together (tokens or heads: dimension 1 both times), given to one process."""
-    whole, batches = noisy_model(DROPPING, "explicit"), some_batches(DROPPING, [8])
+    whole, batches = noisy_model(DROPPING, "standard"), some_batches(DROPPING, [8])
     engine = sequence.build(copy.deepcopy(whole), dist.group.WORLD, regather=True)
     mine, joined = [], iter(())
 
@@ -181,7 +181,7 @@ def recomputed_with_the_same_masks():
     gradients = []
     for recompute in ("none", "selective", "full"):
         torch.manual_seed(7 + dist.get_rank())
-        engine = sequence.build(noisy_model(DROPPING, "explicit", recompute), dist.group.WORLD)
+        engine = sequence.build(noisy_model(DROPPING, "standard", recompute), dist.group.WORLD)
         sequence.accumulate_gradients(engine, some_batches(DROPPING, [8, 6]))
         gradients.append(torch.cat([grad.flatten() for grad in sequence.full_gradients(engine).values()]))
         common = torch.rand(4)
@@ -241,7 +241,7 @@ def regions():
     }
     found = {}
     for name, build in builds.items():
-        engine = build(model.build(SHAPED, attention="explicit"), dist.group.WORLD)
+        engine = build(model.build(SHAPED, attention="standard"), dist.group.WORLD)
         found[name] = kept_by_region(engine, torch.zeros(B, S, dtype=torch.long), shapes)
     return found
 
@@ -280,7 +280,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 def after_forward(config, mode, recompute):
     """Activation bytes of this rank between forward and backward, in 16 bits."""
-    whole = model.build(config, dtype=torch.bfloat16, attention="explicit", recompute=recompute)
+    whole = model.build(config, dtype=torch.bfloat16, attention="standard", recompute=recompute)
     engine = MODES[mode][0](whole, dist.group.WORLD)
     with MemoryTracker(engine) as tracker:
         x_BS, y_BS = some_batches(config, [LENGTH])[0]
@@ -308,13 +308,13 @@ def kept_bytes():
 
 def run_of(config, mode, recompute, tp_size):
     layout = Layout(tp=1 if mode == "none" else tp_size, micro_batch=B, recompute=recompute, **MODES[mode][1])
-    return Run(config, layout, LENGTH, "bf16", "explicit", "cpu")
+    return Run(config, layout, LENGTH, "bf16", "standard", "cpu")
 
 
 def peak_bytes(mode, recompute):
     """The most activation bytes of a step, of two layers. The least of four steps: see `after_forward`."""
     config = dataclasses.replace(GPT_BLOCK, num_layers=2)
-    whole = model.build(config, dtype=torch.bfloat16, attention="explicit", recompute=recompute)
+    whole = model.build(config, dtype=torch.bfloat16, attention="standard", recompute=recompute)
     engine, peaks = MODES[mode][0](whole, dist.group.WORLD), []
     for _ in range(4):
         with MemoryTracker(engine) as tracker:
@@ -346,7 +346,7 @@ def traffic():
             module = tensor if mode == "tp" else sequence
             with ByteMeter() as meter:
                 module.accumulate_gradients(engine, some_batches(config, [seq_len, seq_len]))
-            layout = Layout(tp=world_size, recompute=recompute, micro_batch=B, accumulation=2, **words)
+            layout = Layout(tp=world_size, recompute=recompute, micro_batch=B, micro_batches=2, **words)
             listed = calls(Run(config, layout, seq_len, "fp32"), dist.get_rank())["tp"]
             predicted = by_collective(listed, dist.get_rank()), call_counts(listed)
             found[config.family, seq_len, recompute, mode] = (meter.by_collective, meter.calls), predicted

@@ -50,7 +50,7 @@ CASES = {
     "tied llama, 2 key/value heads": Case(config_of(LLAMA, tied=True)),
     "llama, 4 key/value heads, recompute": Case(config_of(LLAMA, num_kv_heads=4), recompute="full"),
     "llama, 1 key/value head, no overlap": Case(config_of(LLAMA, num_kv_heads=1), overlap=False),
-    "llama, explicit, selective": Case(LLAMA, recompute="selective", attention="explicit"),
+    "llama, standard, selective": Case(LLAMA, recompute="selective", attention="standard"),
     "frozen llama": Case(LLAMA, frozen=("embed.weight", "attention.v.weight", "mlp.down.weight", "mlp_norm.weight")),
     "tied gpt": Case(config_of(GPT, tied=True)),
     "gpt, recompute, no overlap": Case(GPT, overlap=False, recompute="full"),
@@ -184,14 +184,14 @@ def test_on_the_wire_are_two_all_reduces_a_layer_and_direction_the_two_ends_and_
 
 @contextmanager
 def forgets_the_backward_sum():
-    with patch.object(linear.WholeStream, "start_sum", lambda stream, x: InFlight(None, lambda: x)):
+    with patch.object(linear.ReplicatedResidual, "start_sum", lambda residual, x: InFlight(None, lambda: x)):
         yield
 
 
 @contextmanager
 def adds_row_biases_everywhere():
     def forward(row, x):
-        return row.stream.leave(F.linear(x, row.weight, row.bias))
+        return row.residual.leave(F.linear(x, row.weight, row.bias))
 
     with patch.object(linear.RowLinear, "forward", forward):
         yield
@@ -223,7 +223,9 @@ def does_not_mask_targets():
 @contextmanager
 def sums_backward_twice():
     """As if the row's sum were an all-reduce in both directions."""
-    with patch.object(linear.WholeStream, "leave", lambda stream, x: copy_in(sum_out(x, stream.group), stream.group)):
+    with patch.object(
+        linear.ReplicatedResidual, "leave", lambda residual, x: copy_in(sum_out(x, residual.group), residual.group)
+    ):
         yield
 
 
@@ -231,10 +233,10 @@ def sums_backward_twice():
 def cuts_rows_along_the_outputs():
     init = linear.RowLinear.__init__
 
-    def wrong(row, layer, stream):
-        init(row, layer, stream)
-        outputs = linear.Cut(0, layer.out_features, stream.group.size())
-        row.weight = linear.cut_parameter(layer.weight, outputs, stream.group)
+    def wrong(row, layer, residual):
+        init(row, layer, residual)
+        outputs = linear.Cut(0, layer.out_features, residual.group.size())
+        row.weight = linear.cut_parameter(layer.weight, outputs, residual.group)
 
     with patch.object(linear.RowLinear, "__init__", wrong):
         yield
@@ -244,10 +246,10 @@ def cuts_rows_along_the_outputs():
 def takes_the_neighbours_rows():
     init = linear.RowLinear.__init__
 
-    def wrong(row, layer, stream):
+    def wrong(row, layer, residual):
         rolled = copy.deepcopy(layer)
-        rolled.weight.data = layer.weight.data.roll(layer.in_features // stream.group.size(), 1)
-        init(row, rolled, stream)
+        rolled.weight.data = layer.weight.data.roll(layer.in_features // residual.group.size(), 1)
+        init(row, rolled, residual)
 
     with patch.object(linear.RowLinear, "__init__", wrong):
         yield
@@ -326,7 +328,7 @@ class Masks(TorchDispatchMode):
 
 def dropout_run(recompute):
     torch.manual_seed(100 + dist.get_rank())  # ranks begin with different generators
-    case = Case(config_of(GPT, dropout=0.3), recompute=recompute, attention="explicit")
+    case = Case(config_of(GPT, dropout=0.3), recompute=recompute, attention="standard")
     engine = tensor.build(built(case), dist.group.WORLD)
     with Masks() as masks:
         loss = tensor.accumulate_gradients(engine, micro_batches(39, rows=(2,)))
@@ -527,8 +529,8 @@ def by_hand():
     group = dist.group.WORLD
     torch.manual_seed(0)
     up, down, x = nn.Linear(6, 10).double(), nn.Linear(10, 6).double(), torch.randn(3, 6).double()
-    stream = linear.WholeStream(group)
-    column, row = linear.ColumnLinear(up, stream), linear.RowLinear(down, stream)
+    residual = linear.ReplicatedResidual(group)
+    column, row = linear.ColumnLinear(up, residual), linear.RowLinear(down, residual)
     mine, plain, whole = (x.clone().requires_grad_() for _ in range(3))
     row(torch.tanh(column(mine))).square().sum().backward()
     composed = F.linear(torch.tanh(F.linear(copy_in(plain, group), column.weight, column.bias)), row.weight)

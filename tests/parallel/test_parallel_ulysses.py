@@ -12,7 +12,7 @@ from course_lib.comm import make_groups
 from course_lib.comm.conjugate import InFlight
 from course_lib.config import ModelConfig
 from course_lib.launch import launch
-from course_lib.layout import PLACEMENTS, Mesh
+from course_lib.layout import SEQUENCE_SHARDINGS, Mesh
 from course_lib.measure import ByteMeter
 from course_lib.model import fused_attention
 from course_lib.parallel import context, tensor, ulysses
@@ -24,11 +24,14 @@ LLAMA = ModelConfig("llama", LAYERS, d_model=32, num_heads=8, num_kv_heads=4, d_
 GPT = dataclasses.replace(LLAMA, name="gpt", family="gpt", num_kv_heads=8)
 FEW = dataclasses.replace(LLAMA, num_kv_heads=2, tied=True)  # too few key/value heads for 4 ranks
 CASES = {  # (config, recompute, attention, options of build)
-    "zigzag": (LLAMA, "none", "fused", {"placement": "zigzag"}),
-    "contiguous, explicit": (LLAMA, "selective", "explicit", {"placement": "contiguous"}),
-    "striped gpt, full recomputation": (GPT, "full", "fused", {"placement": "striped"}),
+    "zigzag": (LLAMA, "none", "fused", {"sequence_sharding": "zigzag"}),
+    "contiguous, standard": (LLAMA, "selective", "standard", {"sequence_sharding": "contiguous"}),
+    "striped gpt, full recomputation": (GPT, "full", "fused", {"sequence_sharding": "striped"}),
 }
-BOTH = {f"{placement} 2 x 2": (FEW, "none", "fused", {"placement": placement, "outer": 2}) for placement in PLACEMENTS}
+BOTH = {
+    f"{sequence_sharding} 2 x 2": (FEW, "none", "fused", {"sequence_sharding": sequence_sharding, "outer": 2})
+    for sequence_sharding in SEQUENCE_SHARDINGS
+}
 
 
 def cases_of(size):
@@ -62,17 +65,17 @@ def measure(case):
     return worst(context.full_gradients(engine), loss, config), meter.calls, meter.by_collective
 
 
-def attention_alone(placement):
+def attention_alone(sequence_sharding):
     """Largest difference of output and gradients; queries as a model has them, not contiguous; not causal either."""
     group, generator, apart = dist.group.WORLD, torch.Generator().manual_seed(0), []
-    mine = positions(placement, S, group.size(), group.rank())
+    mine = positions(sequence_sharding, S, group.size(), group.rank())
     for causal in (True, False):
         heads = [torch.randn(2, S, n, H, generator=generator).double() for n in (8, 4, 4)]
         weights = torch.randn(2, 8, S, H, generator=generator).double()
         whole = [x.transpose(1, 2).clone().requires_grad_() for x in heads]
         parts = [x[:, mine].transpose(1, 2).detach().requires_grad_() for x in heads]
         expected = fused_attention(*whole, causal)
-        out = ulysses.ulysses_core(group, placement)(*parts, causal)
+        out = ulysses.ulysses_core(group, sequence_sharding)(*parts, causal)
         (expected * weights).sum().backward()
         (out * weights[:, :, mine]).sum().backward()
         pairs = [(out, expected), *((part.grad, one.grad) for part, one in zip(parts, whole))]
@@ -115,7 +118,7 @@ def beside_tensor_parallelism():
 
 def on_ranks():
     found = {name: measure(case) for name, case in cases_of(dist.get_world_size()).items()}
-    found["alone"] = max(attention_alone(placement) for placement in PLACEMENTS)
+    found["alone"] = max(attention_alone(sequence_sharding) for sequence_sharding in SEQUENCE_SHARDINGS)
     found["order"], found["too few"] = starts_and_waits(), too_few_heads()
     if dist.get_world_size() == 4:
         found["tp"] = beside_tensor_parallelism()
@@ -180,10 +183,10 @@ def test_the_limit_by_heads_says_what_to_choose(heads):
 
 
 def test_inner_ranks_share_what_one_rank_of_the_ring_has():
-    for placement in PLACEMENTS:
+    for sequence_sharding in SEQUENCE_SHARDINGS:
         for ring_rank in range(2):
-            shares = [ulysses.inner_positions(placement, S, (2, rank), (2, ring_rank)) for rank in range(2)]
-            assert torch.equal(torch.cat(shares), positions(placement, S, 2, ring_rank))
+            shares = [ulysses.inner_positions(sequence_sharding, S, (2, rank), (2, ring_rank)) for rank in range(2)]
+            assert torch.equal(torch.cat(shares), positions(sequence_sharding, S, 2, ring_rank))
     with pytest.raises(
         ValueError, match="leaves 6 tokens, which Ulysses over 4 does not divide; choose a multiple of 16"
     ):

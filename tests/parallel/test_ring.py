@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from course_lib import comm
 from course_lib.launch import launch
-from course_lib.layout import PLACEMENTS, tile
+from course_lib.layout import SEQUENCE_SHARDINGS, tile
 from course_lib.measure import ByteMeter, MemoryTracker
-from course_lib.model import explicit_attention
+from course_lib.model import standard_attention
 from course_lib.parallel import gathered, ring, tiles
 from course_lib.parallel.gathered import gathered_attention
 from course_lib.parallel.merge_error import inputs_of, merge_errors, ring_in_one_process
@@ -49,51 +49,51 @@ def test_the_fused_kernel_equals_its_twin_forward_and_backward_on_any_rows_and_c
         out_rows = random(B, N, S, value_dim, seed=8)[:, :, rows]
         saved = (grad_rows, q_rows, k_columns, v_columns, out_rows, lse[:, :, rows])
         backward = [kernel.backward(*saved, causal) for kernel in KERNELS.values()]
-        for fused, explicit in [*zip(*forward), *zip(*backward)]:
-            torch.testing.assert_close(fused, explicit, rtol=0, atol=1e-13)
+        for fused, standard in [*zip(*forward), *zip(*backward)]:
+            torch.testing.assert_close(fused, standard, rtol=0, atol=1e-13)
 
 
 def test_both_kernels_give_a_log_sum_exp_in_float32_for_bfloat16():
     q, k, v, _ = (x.bfloat16() for x in whole_inputs())
-    (fused, fused_lse), (explicit, explicit_lse) = (kernel.forward(q, k, v, True) for kernel in KERNELS.values())
-    assert fused.dtype == explicit.dtype == torch.bfloat16
-    assert fused_lse.dtype == explicit_lse.dtype == torch.float32
-    torch.testing.assert_close(fused, explicit, rtol=0, atol=0.02)
+    (fused, fused_lse), (standard, standard_lse) = (kernel.forward(q, k, v, True) for kernel in KERNELS.values())
+    assert fused.dtype == standard.dtype == torch.bfloat16
+    assert fused_lse.dtype == standard_lse.dtype == torch.float32
+    torch.testing.assert_close(fused, standard, rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("cuts", [(8,), (3, 4, 15), tuple(range(1, 16))])
 def test_parts_over_any_cut_of_the_keys_merge_to_the_softmax_over_all(cuts):
     q, k, v, _ = whole_inputs()
     k = k * 400  # scores of some thousands: exponentials would overflow
-    parts = [KERNELS["explicit"].forward(q, *kv, False) for kv in zip(*(x.tensor_split(cuts, 2) for x in (k, v)))]
+    parts = [KERNELS["standard"].forward(q, *kv, False) for kv in zip(*(x.tensor_split(cuts, 2) for x in (k, v)))]
     out, lse = parts[0][0], parts[0][1].unsqueeze(-1)
     for part, part_lse in parts[1:]:
         out, lse = merge(out, lse, part, part_lse.unsqueeze(-1))
-    torch.testing.assert_close(out, explicit_attention(q, k, v, causal=False), rtol=0, atol=1e-12)
+    torch.testing.assert_close(out, standard_attention(q, k, v, causal=False), rtol=0, atol=1e-12)
 
 
 # --- real ranks
 
 
-def largest_difference(method, placement, causal, kernel):
+def largest_difference(method, sequence_sharding, causal, kernel):
     """From attention in one process: of my tokens' output and gradients."""
     group, inputs = dist.group.WORLD, whole_inputs()
     *whole, grad = [x.clone().requires_grad_() for x in inputs]
-    expected = explicit_attention(*whole, causal)
+    expected = standard_attention(*whole, causal)
     expected.backward(grad.detach())
-    where = positions(placement, S, group.size(), group.rank())
+    where = positions(sequence_sharding, S, group.size(), group.rank())
     mine = [x[:, :, where].clone().requires_grad_() for x in inputs[:3]]
-    out = METHODS[method](*mine, group, placement, causal, kernel=kernel)
+    out = METHODS[method](*mine, group, sequence_sharding, causal, kernel=kernel)
     out.backward(inputs[3][:, :, where])
     pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(mine, whole))]
     return max((a - b[:, :, where]).abs().max().item() for a, b in pairs), out.detach()
 
 
-def dropped(exchange, placement, kernel):
+def dropped(exchange, sequence_sharding, kernel):
     """With dropout: distance from one process that is given the masks of all ranks, and the share that is kept."""
     group, inputs = dist.group.WORLD, whole_inputs()
-    where = [positions(placement, S, group.size(), rank) for rank in range(group.size())]
-    plan, mine = Plan(placement, kernel=kernel, dropout=0.3, seed=1000 * group.rank()), where[group.rank()]
+    where = [positions(sequence_sharding, S, group.size(), rank) for rank in range(group.size())]
+    plan, mine = Plan(sequence_sharding, kernel=kernel, dropout=0.3, seed=1000 * group.rank()), where[group.rank()]
     q, k, v = (x[:, :, mine].clone().requires_grad_() for x in inputs[:3])
     out = tiles.block_attention(q, k, v, exchange(group), plan)
     out.backward(inputs[3][:, :, mine])
@@ -106,7 +106,7 @@ def dropped(exchange, placement, kernel):
     keep_BNSS = torch.empty(B, N, S, S, dtype=torch.float64)
     keep_BNSS[:, :, torch.cat(where)] = comm.all_gather(keep_BNsS.unsqueeze(0), group).movedim(0, 2).flatten(2, 3)
     *whole, grad = [x.clone().requires_grad_() for x in inputs]
-    out_BNSH, _ = tiles.explicit_forward(*whole, True, keep_BNSS)
+    out_BNSH, _ = tiles.standard_forward(*whole, True, keep_BNSS)
     out_BNSH.backward(grad.detach())
     pairs = [(out, out_BNSH), *((a.grad, b.grad) for a, b in zip((q, k, v), whole, strict=True))]
     past = torch.ones(S, S, dtype=torch.bool).tril()
@@ -116,9 +116,9 @@ def dropped(exchange, placement, kernel):
 
 def all_dropped():
     found = [
-        dropped(exchange, placement, kernel)
+        dropped(exchange, sequence_sharding, kernel)
         for exchange in (ring.Ring, gathered.Gathered)
-        for placement in PLACEMENTS
+        for sequence_sharding in SEQUENCE_SHARDINGS
         for kernel in KERNELS
     ]
     drawn, count = Plan.keep, itertools.count()
@@ -130,7 +130,7 @@ def all_dropped():
         return found, dropped(ring.Ring, "zigzag", "fused")
 
 
-def tiles_computed(placement, causal=True):
+def tiles_computed(sequence_sharding, causal=True):
     """Pairs of (query, key) that my kernel was given."""
     group, counted = dist.group.WORLD, []
     right = tiles.KERNELS["fused"].forward
@@ -139,10 +139,10 @@ def tiles_computed(placement, causal=True):
         counted.append(q.shape[2] * (q.shape[2] + 1) // 2 if causal else q.shape[2] * k.shape[2])
         return right(q, k, v, causal, keep)
 
-    where = positions(placement, S, group.size(), group.rank())
+    where = positions(sequence_sharding, S, group.size(), group.rank())
     mine = [x[:, :, where] for x in whole_inputs()[:3]]
     with patch.dict(tiles.KERNELS, fused=dataclasses.replace(tiles.KERNELS["fused"], forward=counting)):
-        ring_attention(*mine, group, placement, causal)
+        ring_attention(*mine, group, sequence_sharding, causal)
     return len(counted), sum(counted)
 
 
@@ -188,33 +188,33 @@ def refused():
         "heads": (q, k[:, [0, 1, 1]], v[:, [0, 1, 1]], group),
         "lengths": (q[:, :, :2], k, v, group),
         "odd": (q[:, :, :3], k[:, :, :3], v[:, :, :3], group),
-        "placement": (q, k, v, group, "spiral"),
+        "sequence_sharding": (q, k, v, group, "spiral"),
     }
     for name, arguments in wrong.items():
         for attention in METHODS.values():
             with ByteMeter() as meter, pytest.raises(ValueError) as error:
                 attention(*arguments)
             found[name] = str(error.value), meter.sent_bytes + found.get(name, ("", 0))[1]
-    with pytest.raises(ValueError, match="kernel is 'slow'; choose from fused, explicit"):
+    with pytest.raises(ValueError, match="kernel is 'slow'; choose from fused, standard"):
         ring_attention(q, k, v, group, kernel="slow")
     return found
 
 
 def in_ranks():
     apart, same = {}, []
-    for placement in PLACEMENTS:
+    for sequence_sharding in SEQUENCE_SHARDINGS:
         for causal in (True, False):
             for kernel in KERNELS:
                 outs = []
                 for method in METHODS:
-                    case = method, placement, causal, kernel
+                    case = method, sequence_sharding, causal, kernel
                     apart[case], out = largest_difference(*case)
                     outs.append(out)
                 same.append(torch.equal(*outs))
     return {
         "apart": apart,
         "same": same,
-        "computed": {placement: tiles_computed(placement) for placement in PLACEMENTS},
+        "computed": {sequence_sharding: tiles_computed(sequence_sharding) for sequence_sharding in SEQUENCE_SHARDINGS},
         "computed in both directions": tiles_computed("zigzag", causal=False),
         "spans": traced(),
         "wire": [wire(torch.float32), wire(torch.bfloat16), wire(torch.bfloat16, torch.bfloat16), wire(torch.float64)],
@@ -242,10 +242,10 @@ def test_output_and_gradients_equal_one_process_in_every_placement_by_ring_and_g
 
 def test_only_what_the_mask_leaves_is_computed(ranks):
     cp, s = len(ranks), S // len(ranks)
-    for placement in PLACEMENTS:
-        of_ranks = [rank["computed"][placement] for rank in ranks]
+    for sequence_sharding in SEQUENCE_SHARDINGS:
+        of_ranks = [rank["computed"][sequence_sharding] for rank in ranks]
         assert sum(pairs for _, pairs in of_ranks) == S * (S + 1) // 2
-        expected = [[tile(placement, s, r, j) for j in range(cp)] for r in range(cp)]
+        expected = [[tile(sequence_sharding, s, r, j) for j in range(cp)] for r in range(cp)]
         assert [calls for calls, _ in of_ranks] == [sum(part is not None for part in row) for row in expected]
     assert [calls for calls, _ in (rank["computed"]["contiguous"] for rank in ranks)] == list(range(1, cp + 1))
     assert len({pairs for _, pairs in (rank["computed"]["zigzag"] for rank in ranks)}) == 1
@@ -263,12 +263,12 @@ def test_the_next_block_is_on_its_way_while_this_one_is_computed(ranks):
                 owner = (r - step) % cp
                 during = computing[str(owner)]
                 if step < cp - 1:  # the block goes on to my neighbour, and the next comes, while I compute with it
-                    hop = next(span for span in hops if span.name == f"k v of {owner}")
-                    assert hop.start_s <= during.start_s and hop.stop_s >= during.stop_s
+                    ring_step = next(span for span in hops if span.name == f"k v of {owner}")
+                    assert ring_step.start_s <= during.start_s and ring_step.stop_s >= during.stop_s
                 if "dk dv" in kinds and 1 <= step < cp - 1:  # gradients travel while the next block is computed
-                    hop = next(span for span in hops if span.name == f"dk dv of {owner}")
+                    ring_step = next(span for span in hops if span.name == f"dk dv of {owner}")
                     following = computing[str((owner - 1) % cp)]
-                    assert hop.start_s <= following.start_s and hop.stop_s >= following.stop_s
+                    assert ring_step.start_s <= following.start_s and ring_step.stop_s >= following.stop_s
 
 
 def test_bytes_are_of_key_value_heads_and_gradients_travel_in_the_dtype_of_the_sums(ranks):
@@ -288,7 +288,7 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_is_sent(ranks):
         "heads": "K dividing N",
         "lengths": "they must be (B, N, s, H)",
         "odd": "each rank has 3 tokens; zigzag needs",
-        "placement": "choose from contiguous, zigzag, striped",
+        "sequence_sharding": "choose from contiguous, zigzag, striped",
     }
     for rank in ranks:
         for name, (message, sent_bytes) in rank["refused"].items():

@@ -211,9 +211,9 @@ def test_labels_that_would_touch_go_up_one_line():
     assert memory.label_levels([(10, "x" * 10), (11, "x" * 10), (90, "x" * 10)], 100) == [0, 1, 0]
 
 
-def test_a_rung_gains_against_the_one_above():
-    rungs = ladder.ladder_rungs({"start": 100.0, "half": 50.0, "worse": 60.0})
-    assert [(r.gain, r.gain_percent) for r in rungs] == [(0, 0), (50, 50), (-10, -20)]
+def test_a_step_gains_against_the_one_above():
+    ladder_steps = ladder.gains_of_steps({"start": 100.0, "half": 50.0, "worse": 60.0})
+    assert [(r.gain, r.gain_percent) for r in ladder_steps] == [(0, 0), (50, 50), (-10, -20)]
 
 
 def test_a_comparison_leaves_out_what_is_empty_and_words_its_error():

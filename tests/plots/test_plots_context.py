@@ -11,8 +11,8 @@ from pictures import look
 
 from course_lib.config import preset
 from course_lib.hardware import gpu
-from course_lib.layout import PLACEMENTS, Layout
-from course_lib.layout.context_work import pairs, pairs_of_ranks, share_of_ideal
+from course_lib.layout import SEQUENCE_SHARDINGS, Layout
+from course_lib.layout.block_pairs import pairs, pairs_of_ranks, share_of_ideal
 from course_lib.memory.budget import budgets
 from course_lib.memory.context import for_length
 from course_lib.plots import context
@@ -21,11 +21,11 @@ from course_lib.run import Run
 LLAMA_8B = preset("llama-3.1-8b")
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("sequence_sharding", SEQUENCE_SHARDINGS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_coloured_squares_are_the_work_that_was_counted(placement, causal):
-    table = pairs(placement, 24, 4, causal)
-    ranks, steps = (cells(placement, 24, 4, causal) for cells in (context.mask_ranks, context.mask_steps))
+def test_the_coloured_squares_are_the_work_that_was_counted(sequence_sharding, causal):
+    table = pairs(sequence_sharding, 24, 4, causal)
+    ranks, steps = (cells(sequence_sharding, 24, 4, causal) for cells in (context.mask_ranks, context.mask_steps))
     drawn = Counter((rank, step) for of, at in zip(ranks, steps) for rank, step in zip(of, at))
     assert drawn.pop((None, None), 0) == (24 * 23 // 2 if causal else 0)
     assert {place: count for place, count in drawn.items()} == {
@@ -40,9 +40,9 @@ def test_captions_say_whether_work_is_even():
     assert context.work_caption("contiguous", table) == "contiguous: 53.3 % of the ideal speed"
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_bars_fill_the_clock_with_work_and_waiting(placement):
-    table = pairs(placement, 64, 4)
+@pytest.mark.parametrize("sequence_sharding", SEQUENCE_SHARDINGS)
+def test_bars_fill_the_clock_with_work_and_waiting(sequence_sharding):
+    table = pairs(sequence_sharding, 64, 4)
     bars = context.work_bars(table)
     end = max(bar.start + bar.pairs + bar.idle for bar in bars)
     for rank, total in enumerate(pairs_of_ranks(table)):
@@ -51,7 +51,7 @@ def test_bars_fill_the_clock_with_work_and_waiting(placement):
         assert sum(bar.pairs + bar.idle for bar in mine) == end
         assert all(a.start + a.pairs + a.idle == b.start for a, b in zip(mine, mine[1:]))  # noqa: RUF007
     assert sum(pairs_of_ranks(table)) / (4 * end) == pytest.approx(share_of_ideal(table))
-    assert any(bar.idle for bar in bars) == (placement != "zigzag")
+    assert any(bar.idle for bar in bars) == (sequence_sharding != "zigzag")
 
 
 def test_every_block_comes_to_every_rank_from_its_left_neighbour():
@@ -92,12 +92,14 @@ def _curves():
     lengths = [1024 * thousands for thousands in (16, 32, 64, 128, 256, 512, 1024)]
     return {
         f"cp {cp}": {
-            s: budgets(Run(for_length(LLAMA_8B, s), Layout(tp=8, sequence_parallel=True, zero=1, cp=cp), s))[
+            s: budgets(Run(for_length(LLAMA_8B, s), Layout(tp=8, sequence_parallel=True, zero_stage=1, cp=cp), s))[
                 0
             ].total_bytes
             for s in lengths
         }
-        for cp, layout in {cp: Layout(tp=8, sequence_parallel=True, zero=1, cp=cp) for cp in (1, 2, 4, 8, 16)}.items()
+        for cp, layout in {
+            cp: Layout(tp=8, sequence_parallel=True, zero_stage=1, cp=cp) for cp in (1, 2, 4, 8, 16)
+        }.items()
     }
 
 

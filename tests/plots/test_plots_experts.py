@@ -24,7 +24,7 @@ def test_a_load_is_what_is_computed_and_what_is_dropped():
     picture = experts.load_picture([10, 30, 20, 0], capacity=20)
     assert picture.kept == [10, 20, 20, 0] and picture.dropped == [0, 10, 0, 0]
     assert (picture.mean, picture.drop_rate) == (15, 10 / 60) and picture.largest == pytest.approx(20 / 15)
-    assert experts.load_title(picture).endswith("1.33 times the mean load; 16.7 % of all choices are dropped")
+    assert experts.load_title(picture).endswith("1.33 times the mean load; 16.7 % of all assignments are dropped")
     free = experts.load_picture([10, 30, 20, 0])
     assert free.largest == 2 and free.drop_rate == 0 and "dropped" not in experts.load_title(free)
     own = experts.load_picture([10, 30], capacity=30, dropped=[4, 1])  # ranks have capacities of their own
@@ -88,7 +88,7 @@ def test_a_route_knows_what_it_crosses_and_a_full_expert_drops():
     ]  # fmt: skip
     limited = routing.within_capacity(routes, 2)
     assert [r.token for r in limited if not r.kept] == [2]  # the third choice of expert 0
-    said = "7 choices: 3 on the token's own rank, 1 within its node, 2 on another node, 1 dropped"
+    said = "7 assignments: 3 on the token's own rank, 1 within its node, 2 on another node, 1 dropped"
     assert routing.routes_title(limited) == said
     assert routing.token_routes(chosen[:1] * 4, LAYOUT, [torch.tensor([[0.7, 0.3]])] * 4)[1].weight == pytest.approx(
         0.3

@@ -23,7 +23,7 @@ from course_lib.plots.memory import kinds_of
 from course_lib.run import Run
 
 TOY, MOE, LLAMA = preset("toy"), preset("toy-moe"), preset("llama-3.1-8b")
-FULL = Layout(dp=2, cp=2, tp=4, pp=4, ep=2, accumulation=4)
+FULL = Layout(dp=2, cp=2, tp=4, pp=4, ep=2, micro_batches=4)
 OUTERMOST = ("tp", "pp", "cp", "dp")
 
 # ---------------------------------------------------------------- ranks on nodes
@@ -77,12 +77,12 @@ def test_the_legend_of_lines_stands_in_a_panel_that_is_left_over(monkeypatch):
 # ---------------------------------------------------------------- who holds what
 
 LAYOUTS = [
-    (TOY, "dp=2,tp=2,pp=2,accumulation=2,zero=1"),
-    (TOY, "dp=2,cp=2,tp=4,zero=3"),
-    (TOY, "pp=2,tp=2,schedule=interleaved,v=2,accumulation=2"),
-    (MOE, "dp=4,tp=2,pp=2,ep=2,accumulation=2,zero=3"),
-    (MOE, "dp=4,ep=4,zero=2"),
-    (LLAMA, "pp=4,schedule=interleaved,v=8,accumulation=4,tp=2"),
+    (TOY, "dp=2,tp=2,pp=2,micro_batches=2,zero_stage=1"),
+    (TOY, "dp=2,cp=2,tp=4,zero_stage=3"),
+    (TOY, "pp=2,tp=2,schedule=interleaved,v=2,micro_batches=2"),
+    (MOE, "dp=4,tp=2,pp=2,ep=2,micro_batches=2,zero_stage=3"),
+    (MOE, "dp=4,ep=4,zero_stage=2"),
+    (LLAMA, "pp=4,schedule=interleaved,v=8,micro_batches=4,tp=2"),
 ]
 
 
@@ -101,9 +101,9 @@ def test_all_ranks_together_hold_each_part_once_or_a_copy_on_each(config, text):
     for index, part in enumerate(picture.parts):
         mine = [share for share in picture.shares if share.part == index]
         copies = layout.expert_dp if part.has_experts else layout.data_size
-        assert sum(share.of_parameters for share in mine) == (1 if layout.zero == 3 else copies)
-        assert sum(share.of_states for share in mine) == (1 if layout.zero else copies)
-        if layout.zero:  # no two boxes lie on each other
+        assert sum(share.of_parameters for share in mine) == (1 if layout.zero_stage == 3 else copies)
+        assert sum(share.of_states for share in mine) == (1 if layout.zero_stage else copies)
+        if layout.zero_stage:  # no two boxes lie on each other
             boxes = {(share.left, share.states[0]) for share in mine}
             assert len(boxes) == len(mine) and len({share.of_states for share in mine}) == 1
         holders = {layout.mesh.coordinates(share.rank)["pp"] for share in mine}
@@ -130,13 +130,13 @@ def test_what_is_drawn_is_what_a_rank_has(config, text):
 
 
 def test_of_many_ranks_one_for_each_place_along_pp_is_shown():
-    layout = Layout(dp=128, tp=8, pp=16, accumulation=16, zero=1, schedule="interleaved", v=4)
+    layout = Layout(dp=128, tp=8, pp=16, micro_batches=16, zero_stage=1, schedule="interleaved", v=4)
     picture = who_holds.holdings(preset("llama-3.1-405b"), layout)
     assert [layout.mesh.coordinates(rank)["pp"] for rank in picture.ranks] == list(range(16))
     assert len(picture.parts) == 64 + 2 and {part.name for part in picture.parts[1:-1]} == {"MLP"}
     assert picture.shares[0].of_parameters == Fraction(1, 8) and picture.shares[0].of_states == Fraction(1, 8 * 128)
     assert who_holds.holdings_title(picture).startswith("A rank holds at most 0.85 % of the parameters")
-    v3 = who_holds.parts_of(preset("deepseek-v3"), Layout(dp=64, pp=16, ep=64, accumulation=16))
+    v3 = who_holds.parts_of(preset("deepseek-v3"), Layout(dp=64, pp=16, ep=64, micro_batches=16))
     assert [part.name for part in v3[1:5]] == ["attn", "MoE", "attn", "MoE"]  # with its first four layers three dense
     with pytest.raises(ValueError, match="room for 16"):
         who_holds.show_holdings(TOY, Layout(dp=32), range(32))
@@ -147,7 +147,7 @@ def test_of_many_ranks_one_for_each_place_along_pp_is_shown():
 def test_the_legend_says_which_share_of_the_pale_is_strong():
     said = [who_holds.strong_in_pale(who_holds.holdings(c, Layout.parse(text))) for c, text in LAYOUTS[:5]]
     assert said == ["1/2", "1", "1", "1", "1 of experts, 1/4 of the rest"]
-    moe = who_holds.holdings(MOE, Layout.parse("dp=4,tp=2,pp=2,ep=2,accumulation=2,zero=1"))
+    moe = who_holds.holdings(MOE, Layout.parse("dp=4,tp=2,pp=2,ep=2,micro_batches=2,zero_stage=1"))
     assert who_holds.strong_in_pale(moe) == "1/2 of experts, 1/4 of the rest"
 
 
@@ -155,13 +155,13 @@ def test_the_legend_says_which_share_of_the_pale_is_strong():
 
 
 def test_a_column_is_a_ranks_budget_or_what_was_simulated():
-    layout, limits = Layout(pp=4, accumulation=8), {"a GPU": 10**11, "a small one": 10**10}
+    layout, limits = Layout(pp=4, micro_batches=8), {"a GPU": 10**11, "a small one": 10**10}
     of_ranks = budgets(Run(LLAMA, layout, 4096))
     bars = five_d_costs.pipeline_bars(of_ranks, limits)
     assert [bar.bytes_by_kind for bar in bars] == [kinds_of(rank) for rank in of_ranks]
     assert [bar.total_bytes for bar in bars] == [rank.total_bytes for rank in of_ranks]
     assert bars[0].label == "pp 0" and bars[0].fits == ("a GPU",)
-    assert five_d_costs.pipeline_title(bars, limits).startswith("pp 0 is fullest with")
+    assert five_d_costs.pipeline_title(bars, limits).startswith("pp 0 is the most loaded with")
     assert five_d_costs.pipeline_title(bars, {"a small one": 10**10}).endswith("too much for one a small one")
     ranks = [SimpleNamespace(coordinates={"pp": place}, peak_by_kind={"parameters": 5, "free": 7}) for place in (0, 3)]
     simulated = five_d_costs.pipeline_bars(SimpleNamespace(ranks=ranks))
@@ -215,7 +215,7 @@ def test_a_pipeline_sends_activations_and_zero_3_parameters():
 
 SENT = {"tp": 3 * 10**11, "pp": 10**9, "data": 10**10, "expert_dp": 10**9, "ep": 10**10, "cp": 7, "world": 8}
 SECONDS = {"compute": 4.8, "tp": 0.4, "cp": 0.1, "ep": 0.2, "bubble": 1.1, "transfer": 0.08, "data": 0.09}
-EIGHT = Layout(dp=2, tp=2, pp=2, accumulation=2, zero=1)
+EIGHT = Layout(dp=2, tp=2, pp=2, micro_batches=2, zero_stage=1)
 PICTURES = {
     "8 ranks": lambda: five_d.show_ranks(EIGHT, 4),
     "64 ranks": lambda: five_d.show_ranks(FULL),
@@ -227,7 +227,7 @@ PICTURES = {
     "holdings of 16": lambda: who_holds.show_holdings(MOE, Layout.parse(LAYOUTS[3][1])),
     "holdings by stage": lambda: who_holds.show_holdings(LLAMA, Layout.parse(LAYOUTS[5][1])),
     "memory of 2": lambda: five_d_costs.show_pipeline_memory(
-        budgets(Run(LLAMA, Layout(pp=2, accumulation=2), 4096)), [gpu("h100"), gpu("a100-80"), gpu("a100-40")]
+        budgets(Run(LLAMA, Layout(pp=2, micro_batches=2), 4096)), [gpu("h100"), gpu("a100-80"), gpu("a100-40")]
     ),
     "memory of 16": lambda: five_d_costs.show_pipeline_memory([{"parameters": 10**10, "logits": p} for p in range(16)]),
     "costs": lambda: five_d_costs.show_costs(SENT, SECONDS, "Llama"),

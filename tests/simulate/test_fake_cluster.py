@@ -17,7 +17,7 @@ from course_lib.model import moe
 from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.simulate import simulate, simulate_rank
-from course_lib.simulate.cluster import STATES, dtypes_of, plan_choices, planned_choice, pp_ranks_of
+from course_lib.simulate.cluster import STATES, dtypes_of, plan_assignments, planned_assignment, pp_ranks_of
 from course_lib.timing import step_flops
 
 SEQ_LEN = 64
@@ -30,19 +30,19 @@ EXPERTS = replace(TINY, moe=MoeConfig(4, 2, d_expert=48, balancing="aux_loss"))
 BIASED = replace(TINY, moe=MoeConfig(4, 2, 48, num_shared_experts=1, score="sigmoid", balancing="bias"))
 
 ON_2 = [
-    (TINY, "dp=2,zero=2,accumulation=2", "bf16-master-fp32-grads"),
-    (TIED, "pp=2,accumulation=4", "bf16-master"),
+    (TINY, "dp=2,zero_stage=2,micro_batches=2", "bf16-master-fp32-grads"),
+    (TIED, "pp=2,micro_batches=4", "bf16-master"),
     (GPT, "tp=2,sequence_parallel=true,recompute=full", "fp32"),
-    (TINY, "tp=2,sequence_parallel=true,regather=true,accumulation=2", "bf16-master"),
+    (TINY, "tp=2,sequence_parallel=true,regather=true,micro_batches=2", "bf16-master"),
 ]
 ON_4 = [
-    (TINY, "dp=2,tp=2,zero=1,accumulation=3", "bf16-master"),
+    (TINY, "dp=2,tp=2,zero_stage=1,micro_batches=3", "bf16-master"),
     (WIDE, "cp=2,tp=2,cp_method=ulysses,sequence_parallel=true", "bf16-master"),
-    (DEEP, "pp=4,accumulation=6", "fp32"),
-    (DEEP, "pp=2,dp=2,schedule=interleaved,v=2,accumulation=4,zero=1", "bf16-master"),
-    (DEEP, "pp=2,cp=2,schedule=zbv,accumulation=5", "fp32"),
-    (BIASED, "dp=2,ep=2,pp=2,accumulation=4,expert_method=once_per_rank", "fp32"),
-    (EXPERTS, "dp=2,ep=2,tp=2,sequence_parallel=true,regather=true,zero=3", "bf16-master"),
+    (DEEP, "pp=4,micro_batches=6", "fp32"),
+    (DEEP, "pp=2,dp=2,schedule=interleaved,v=2,micro_batches=4,zero_stage=1", "bf16-master"),
+    (DEEP, "pp=2,cp=2,schedule=zbv,micro_batches=5", "fp32"),
+    (BIASED, "dp=2,ep=2,pp=2,micro_batches=4,expert_method=once_per_rank", "fp32"),
+    (EXPERTS, "dp=2,ep=2,tp=2,sequence_parallel=true,regather=true,zero_stage=3", "bf16-master"),
 ]
 
 
@@ -70,11 +70,11 @@ def patient(wait):
 
 def measured_under(config: ModelConfig, text: str, precision: str, steps: int) -> dict:
     layout, (dtype, grad_dtype) = Layout.parse(text), dtypes_of(precision)
-    with replaced(moe, "choose", plan_choices()):
+    with replaced(moe, "choose", plan_assignments()):
         engine = five_d.build(config, layout, dtype=dtype, grad_dtype=grad_dtype)
         optimizer = five_d.make_optimizer(engine)
         tokens_BS = torch.zeros(layout.micro_batch, SEQ_LEN, dtype=torch.int64)
-        micro_batches, timelines = [(tokens_BS, tokens_BS)] * layout.accumulation, []
+        micro_batches, timelines = [(tokens_BS, tokens_BS)] * layout.micro_batches, []
         five_d.step(engine, micro_batches, optimizer, 1.0)  # makes the optimizer's states
         for _ in range(steps):
             with MemoryTracker(engine, optimizer) as tracker, ByteMeter(axes=engine.axes) as meter:
@@ -105,11 +105,11 @@ def test_simulated_ranks_equal_real_ones(cases):
 
 
 TAPED = [
-    (DEEP, "pp=4,accumulation=7"),
-    (DEEP, "pp=2,tp=2,schedule=interleaved,v=2,accumulation=4,sequence_parallel=true"),
-    (TINY, "pp=2,dp=2,zero=3,accumulation=5,recompute=full"),
-    (TINY, "pp=2,schedule=zb_h1,accumulation=5"),
-    (BIASED, "pp=2,dp=2,ep=2,zero=1,accumulation=5"),
+    (DEEP, "pp=4,micro_batches=7"),
+    (DEEP, "pp=2,tp=2,schedule=interleaved,v=2,micro_batches=4,sequence_parallel=true"),
+    (TINY, "pp=2,dp=2,zero_stage=3,micro_batches=5,recompute=full"),
+    (TINY, "pp=2,schedule=zb_h1,micro_batches=5"),
+    (BIASED, "pp=2,dp=2,ep=2,zero_stage=1,micro_batches=5"),
 ]
 
 
@@ -135,12 +135,12 @@ def test_the_last_backward_of_a_stage_is_the_last_on_tape_too():
         return note
 
     with replaced(five_d.CutWork, "before_backward", noted):
-        assert simulate_rank(Run(TINY, Layout(dp=2, pp=2, zero=1, accumulation=8), SEQ_LEN), 0).replayed > 0
+        assert simulate_rank(Run(TINY, Layout(dp=2, pp=2, zero_stage=1, micro_batches=8), SEQ_LEN), 0).replayed > 0
     assert last == [(0, False), (0, False), (0, True)]
 
 
 def test_many_micro_batches_cost_what_few_do():
-    few, many = (simulate_rank(Run(TINY, Layout(pp=2, accumulation=count), SEQ_LEN), 0) for count in (4, 100))
+    few, many = (simulate_rank(Run(TINY, Layout(pp=2, micro_batches=count), SEQ_LEN), 0) for count in (4, 100))
     assert many.peak_bytes == few.peak_bytes and many.flops == 25 * few.flops
     assert many.replayed - few.replayed == 2 * 96
 
@@ -150,7 +150,7 @@ def test_many_micro_batches_cost_what_few_do():
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_flops_of_all_ranks_are_those_of_the_formula(recompute):
-    layout = Layout(dp=2, tp=2, pp=2, accumulation=4, recompute=recompute)
+    layout = Layout(dp=2, tp=2, pp=2, micro_batches=4, recompute=recompute)
     found = simulate(Run(DEEP, layout, SEQ_LEN))
     tokens = layout.sequences_per_step * SEQ_LEN
     formula = step_flops(DEEP, tokens, SEQ_LEN, recompute)
@@ -160,7 +160,7 @@ def test_flops_of_all_ranks_are_those_of_the_formula(recompute):
 
 
 def test_a_stage_is_simulated_on_the_rank_that_holds_it():
-    layout = Layout(pp=2, schedule="zbv", accumulation=4)
+    layout = Layout(pp=2, schedule="zbv", micro_batches=4)
     assert pp_ranks_of(layout) == [0, 1] and pp_ranks_of(layout, [3, 0]) == [0] and pp_ranks_of(layout, [2]) == [1]
     with pytest.raises(ValueError, match=r"stages \[4\] do not exist.*0\.\.3"):
         simulate(Run(DEEP, layout, SEQ_LEN), stages=[4])
@@ -172,7 +172,7 @@ def test_cost_does_not_grow_with_ranks():
     for count in range(15):
         for dp in best:
             start_s = time.process_time()
-            simulate_rank(Run(TINY, Layout(dp=dp, tp=2, pp=2, zero=1), SEQ_LEN), 0)
+            simulate_rank(Run(TINY, Layout(dp=dp, tp=2, pp=2, zero_stage=1), SEQ_LEN), 0)
             if count > 0:  # the first fills caches
                 best[dp] = min(best[dp], time.process_time() - start_s)
         if count > 2 and best[4096] < 1.2 * best[16]:
@@ -181,7 +181,7 @@ def test_cost_does_not_grow_with_ranks():
 
 
 def test_deepseek_v3_on_2048_ranks_builds_its_own_experts_alone():
-    layout = Layout.parse("dp=128,pp=16,ep=64,zero=1,recompute=full")
+    layout = Layout.parse("dp=128,pp=16,ep=64,zero_stage=1,recompute=full")
     found = simulate_rank(Run(preset("deepseek-v3"), layout, 4096), layout.mesh.rank(pp=15, dp=3, cp=0, tp=0))
     assert found.layers == 3 and found.stages == (15,)
     experts = 3 * 4 * 3 * 2048 * 7168  # layers, of 256 / 64 each, matrices
@@ -195,7 +195,7 @@ def test_deepseek_v3_on_2048_ranks_builds_its_own_experts_alone():
 
 def test_planned_routing_gives_every_expert_its_share_within_the_groups():
     config = preset("deepseek-v3").moe
-    expert_Tk = planned_choice(1024, config)
+    expert_Tk = planned_assignment(1024, config)
     assert set(expert_Tk.flatten().bincount(minlength=256).tolist()) == {1024 * 8 // 256}
     assert all(len(set(row)) == 8 for row in expert_Tk.tolist())
     assert {len({expert // 32 for expert in row}) for row in expert_Tk.tolist()} == {4}  # of 8 groups
@@ -206,7 +206,7 @@ def test_planned_routing_gives_every_expert_its_share_within_the_groups():
 )
 def test_planned_experts_of_a_token_differ(num_experts, top_k, groups, reached):
     config = MoeConfig(num_experts, top_k, d_expert=8, num_groups=groups, max_groups=reached)
-    expert_Tk = planned_choice(5 * num_experts, config)
+    expert_Tk = planned_assignment(5 * num_experts, config)
     assert all(len(set(row)) == top_k for row in expert_Tk.tolist())
     assert expert_Tk.flatten().bincount(minlength=num_experts).unique().tolist() == [5 * top_k]
 
@@ -216,7 +216,7 @@ def test_a_skewed_routing_costs_the_rank_with_the_first_expert_memory():
     even, skewed = (simulate_rank(run, 0, skew=skew) for skew in (0.0, 1.0))
     elsewhere = simulate_rank(run, 2, skew=1.0)
     assert skewed.peak_bytes > 1.05 * even.peak_bytes > elsewhere.peak_bytes
-    rows = planned_choice(SEQ_LEN, EXPERTS.moe, skew=1.0)
+    rows = planned_assignment(SEQ_LEN, EXPERTS.moe, skew=1.0)
     assert (rows == 0).sum() == SEQ_LEN and all(len(set(row)) == 2 for row in rows.tolist())
 
 

@@ -202,7 +202,7 @@ def test_the_batch_script_trains_four_ranks_on_two_nodes_stops_when_slurm_asks_a
     until_queue_is_empty(60)
     text = log.read_text()
     assert state_of(job) == "FAILED", text
-    assert "started by torchrun" in text and "toy on 4 ranks (dp=2,tp=2,zero=1)" in text, text
+    assert "started by torchrun" in text and "toy on 4 ranks (dp=2,tp=2,zero_stage=1)" in text, text
     (done,) = re.findall(r"^[01]: stopped by SIGTERM after step (\d+) of 1000000", text, re.MULTILINE)
     checkpoints, last = Path(tmp_path, "checkpoints", "course-train"), int(done) + 2
     assert f"step-{int(done):08d}" in [path.name for path in checkpoints.iterdir()], text
@@ -227,7 +227,7 @@ def state_of(job):
 
 def test_srun_alone_starts_the_same_trainer(tmp_path):
     command = ["srun", "--nodes=2", "--ntasks-per-node=2", "--label", sys.executable, "-m", "course_lib.train"]
-    command += ["--layout", "pp=2,dp=2,accumulation=2", "--steps", "2", "--checkpoint", "none"]
+    command += ["--layout", "pp=2,dp=2,micro_batches=2", "--steps", "2", "--checkpoint", "none"]
     done = run_in(tmp_path, command, MASTER_ADDR="127.0.0.1")  # no name service knows the virtual nodes
     assert done.returncode == 0 and "0: step 2 of 2: loss" in done.stdout, done.stdout + done.stderr
     assert "started by srun" in done.stdout and re.findall(r"^[123]:", done.stdout, re.MULTILINE) == []

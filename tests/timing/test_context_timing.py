@@ -58,12 +58,12 @@ def test_spans_of_a_ring_lie_one_after_the_other_in_each_lane():
     names = [span.name for span in spans if span.lane == "communication"]
     assert names == ["kv1", "kv2", "kv1", "kv2", "dkv1", "dkv2"]
     start = {span.name: span.start_s for span in spans if span.lane == "compute"}
-    assert start["forward 1"] == pytest.approx(4 / 3)  # the hop of 1 / 0.75 s outlasts the step of 1 s
-    assert max(span.stop_s for span in ring_spans([1.0], [2.0], 1, 2, INSTANT)) == 3.0  # one rank, no hop
+    assert start["forward 1"] == pytest.approx(4 / 3)  # the ring step of 1 / 0.75 s outlasts the step of 1 s
+    assert max(span.stop_s for span in ring_spans([1.0], [2.0], 1, 2, INSTANT)) == 3.0  # one rank, no ring step
 
 
 def test_a_slow_link_makes_each_backward_step_wait_for_keys_behind_gradients():
-    """Hops of 4/3 s and 8/3 s beside steps of 1 s; forward ends at 5 s."""
+    """Ring steps of 4/3 s and 8/3 s beside steps of 1 s; forward ends at 5 s."""
     spans = ring_spans([1.0] * 4, [1.0] * 4, kv_bytes=1, grad_bytes=2, link=Link("slow", 0.0, 0.75, 1.5, "", ""))
     starts = {span.name: span.start_s for span in spans}
     assert [3 * starts[f"backward {step}"] for step in range(4)] == pytest.approx([15, 19, 23, 35])
@@ -72,8 +72,8 @@ def test_a_slow_link_makes_each_backward_step_wait_for_keys_behind_gradients():
 
 
 def test_contiguous_waits_and_gathering_hides_nothing():
-    def time(method="ring", placement="zigzag", seq_len=131_072, cp=8, per_node=None) -> AttentionTime:
-        return attention_time(LLAMA_8B, 1, seq_len, cp, CLUSTER, 0.5, method, placement, per_node=per_node)
+    def time(method="ring", sequence_sharding="zigzag", seq_len=131_072, cp=8, per_node=None) -> AttentionTime:
+        return attention_time(LLAMA_8B, 1, seq_len, cp, CLUSTER, 0.5, method, sequence_sharding, per_node=per_node)
 
     ring, contiguous, gathered, ulysses = time(), time("ring", "contiguous"), time("all_gather"), time("ulysses")
     assert ring.compute_s == contiguous.compute_s == pytest.approx(gathered.compute_s)

@@ -20,7 +20,7 @@ WHOLE_SCORES = replace(HALF, causal=False)
 
 def _run(config, layout, seq_len=4096):
     """A run whose backward computes no scores again, and whose gradients travel in FP32."""
-    return Run(config, layout, seq_len, "bf16-master-fp32-grads", attention="explicit")
+    return Run(config, layout, seq_len, "bf16-master-fp32-grads", attention="standard")
 
 
 LLAMA_8B, LLAMA_405B = preset("llama-3.1-8b"), preset("llama-3.1-405b")
@@ -28,7 +28,7 @@ LLAMA_8B, LLAMA_405B = preset("llama-3.1-8b"), preset("llama-3.1-405b")
 
 def test_one_gpu_computes_and_does_nothing_else():
     for recompute in ("none", "selective", "full"):
-        time = step_time(_run(LLAMA_8B, Layout(accumulation=3, recompute=recompute)), H100, WHOLE_SCORES)
+        time = step_time(_run(LLAMA_8B, Layout(micro_batches=3, recompute=recompute)), H100, WHOLE_SCORES)
         assert time.compute_s == pytest.approx(step_flops(LLAMA_8B, 3 * 4096, 4096, recompute) / (0.5 * 989e12))
         assert time.total_s == pytest.approx(time.compute_s)
     without = step_time(_run(LLAMA_8B, Layout()), H100, WHOLE_SCORES)
@@ -41,7 +41,7 @@ def test_one_gpu_computes_and_does_nothing_else():
 @pytest.mark.parametrize(("sequence_parallel", "regather"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("hide", [False, True])
 def test_tp_alone_is_the_model_of_its_chapter(sequence_parallel, regather, hide):
-    layout = Layout(tp=8, sequence_parallel=sequence_parallel, regather=regather, accumulation=2)
+    layout = Layout(tp=8, sequence_parallel=sequence_parallel, regather=regather, micro_batches=2)
     time = step_time(_run(LLAMA_8B, layout), H100, WHOLE_SCORES, overlap=Overlap(tp=hide))
     alone = tensor_parallel_step(LLAMA_8B, 1, 4096, 8, H100, 0.5, sequence_parallel, regather, overlap=hide)
     assert time.total_s == pytest.approx(2 * alone.step_s, rel=1e-3)  # that one sums norms' gradients once more
@@ -52,7 +52,7 @@ def test_equal_stages_wait_as_the_closed_form_says():
     config = replace(LLAMA_8B, vocab_size=8)  # no head to speak of
     far = replace(H100, between=replace(H100.between, latency_s=0.0, bytes_per_s=1e30), gpus_per_node=1)
     for name, v in (("1f1b", 1), ("interleaved", 2)):
-        layout = Layout(pp=4, schedule=name, v=v, accumulation=8)
+        layout = Layout(pp=4, schedule=name, v=v, micro_batches=8)
         time = step_time(_run(config, layout), far, HALF)
         expected = bubble(name, 4, 8, v).of_ideal
         assert time.bubble_s / time.compute_s == pytest.approx(expected, rel=1e-3)
@@ -62,7 +62,7 @@ def test_equal_stages_wait_as_the_closed_form_says():
 
 
 def test_gradients_hide_behind_backward_until_the_link_is_too_slow():
-    layout = Layout(dp=8, zero=1, accumulation=4)
+    layout = Layout(dp=8, zero_stage=1, micro_batches=4)
     fast = step_time(_run(LLAMA_8B, layout), H100, HALF)
     assert fast.data_s == 0
     bare = step_time(_run(LLAMA_8B, layout), H100, HALF, overlap=Overlap(data=False))
@@ -71,13 +71,15 @@ def test_gradients_hide_behind_backward_until_the_link_is_too_slow():
         "all_gather", 2 * numel, 8, H100.inside
     )
     assert bare.data_s == pytest.approx(by_hand, rel=0.1)  # in one message here, in buckets there
-    for zero, messages in ((2, (4 * 4 + 2) / 6), (3, (4 * 4 + 4 * 2 * 2) / 6)):  # 4 bytes summed, 2 gathered
-        again = step_time(_run(LLAMA_8B, replace(layout, zero=zero)), H100, HALF, overlap=Overlap(data=False))
+    for zero_stage, messages in ((2, (4 * 4 + 2) / 6), (3, (4 * 4 + 4 * 2 * 2) / 6)):  # 4 bytes summed, 2 gathered
+        again = step_time(
+            _run(LLAMA_8B, replace(layout, zero_stage=zero_stage)), H100, HALF, overlap=Overlap(data=False)
+        )
         assert again.data_s == pytest.approx(messages * bare.data_s, rel=0.1)
     ethernet = replace(H100, gpus_per_node=1, between=link("ethernet-100g"))
     assert step_time(_run(LLAMA_8B, layout), ethernet, HALF).data_s > 1
     stage_3 = [
-        step_time(_run(LLAMA_8B, replace(layout, zero=3)), ethernet, HALF, overlap=Overlap(data=data))
+        step_time(_run(LLAMA_8B, replace(layout, zero_stage=3)), ethernet, HALF, overlap=Overlap(data=data))
         for data in (False, True)
     ]
     assert stage_3[1].data_s == pytest.approx(stage_3[0].data_s - stage_3[0].compute_s)  # all computing hides some
@@ -96,7 +98,7 @@ def test_where_groups_lie_follows_from_the_order_of_the_axes():
 
 def test_experts_send_rows_and_two_micro_batches_at_once_hide_them():
     config = preset("mixtral-8x7b")
-    layout = Layout(dp=64, ep=8, zero=1)
+    layout = Layout(dp=64, ep=8, zero_stage=1)
     spread = replace(layout, dp=64, order=("pp", "cp", "tp", "dp"))
     time = step_time(_run(config, spread), H100, HALF)
     assert 0 < time.ep_s < 0.2 * time.total_s
@@ -108,12 +110,14 @@ def test_llama_3_405b_beside_its_published_mfu():
     """43, 41 and 38 % (Llama 3, table 4). Two things are ours: interleaving by 4, which the paper does not tell, and
     55 % of the peak while computing. The third figure fits only if attention counts half, as its kernels do it."""
     cluster = Cluster(gpu("h100"), link("nvlink4"), link("roce-400"))
-    common = "tp=8,pp=16,zero=1,sequence_parallel=true,schedule=interleaved,v=4,cp_method=all_gather,layers_of_stage="
+    common = (
+        "tp=8,pp=16,zero_stage=1,sequence_parallel=true,schedule=interleaved,v=4,cp_method=all_gather,layers_of_stage="
+    )
     common += "-".join(map(str, (1, *[2] * 62, 1)))
     for text, seq_len, published in (
-        ("dp=64,accumulation=32,", 8192, 0.43),
-        ("dp=128,accumulation=16,", 8192, 0.41),
-        ("dp=8,cp=16,accumulation=16,", 131_072, 0.38),
+        ("dp=64,micro_batches=32,", 8192, 0.43),
+        ("dp=128,micro_batches=16,", 8192, 0.41),
+        ("dp=8,cp=16,micro_batches=16,", 131_072, 0.38),
     ):
         time = step_time(
             Run(LLAMA_405B, Layout.parse(text + common), seq_len, "bf16-master-fp32-grads"),
@@ -126,7 +130,7 @@ def test_llama_3_405b_beside_its_published_mfu():
 
 def test_rows_that_recomputation_sends_again_hide_behind_backward():
     """Over no network are rows hidden without recomputation, and seen with it: half of them then are in backward."""
-    layout, hidden = Layout(pp=16, dp=128, ep=64, zero=1, accumulation=32), []
+    layout, hidden = Layout(pp=16, dp=128, ep=64, zero_stage=1, micro_batches=32), []
     for speed in (1, 2, 4, 8, 16):
         network = replace(H100.between, bytes_per_s=speed * H100.between.bytes_per_s)
         faster, runs = replace(H100, between=network), [replace(layout, recompute=each) for each in ("none", "full")]
@@ -140,7 +144,7 @@ def test_attention_runs_at_its_own_rate_and_a_fused_kernel_computes_its_scores_a
     seq_len, peak = 32_768, 989e12
     scores = seq_len * attention_flops_per_token(LLAMA_8B, seq_len, causal=True)
     products = step_flops(LLAMA_8B, seq_len, seq_len, causal=True) - 3 * scores
-    for attention, passes in (("explicit", 3), ("fused", 3.5)):
+    for attention, passes in (("standard", 3), ("fused", 3.5)):
         time = step_time(Run(LLAMA_8B, Layout(), seq_len, attention=attention), H100, Utilisation(0.5, 0.35))
         assert time.total_s == pytest.approx(products / (0.5 * peak) + passes * scores / (0.35 * peak))
 
@@ -149,18 +153,19 @@ def test_long_sequences_on_cp_ranks_beside_published_throughput():
     """8B with Float8 products and full recomputation on 8 H100; the products' share is fitted to 8,192 tokens alone.
 
     Attention at the products' rate would be 23 to 143 % too fast. At its own rate half of that is left, and of the rest
-    most at 4 and 8 ranks: a ring of contiguous pieces, which waits, would explain it. The source names no placement.
+    most at 4 and 8 ranks: a ring of contiguous pieces, which waits, would explain it. The source names no sequence
+    sharding.
     """
     cluster = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
 
-    def speed(utilisation, cp, placement="zigzag"):
-        layout = Layout(dp=8 // cp, cp=cp, zero=3, recompute="full", cp_placement=placement)
+    def speed(utilisation, cp, sequence_sharding="zigzag"):
+        layout = Layout(dp=8 // cp, cp=cp, zero_stage=3, recompute="full", cp_sharding=sequence_sharding)
         return step_time(Run(LLAMA_8B, layout, 32_768 * cp), cluster, utilisation).tokens_per_s_per_gpu
 
     alike, own = Utilisation(0.476, 0.476), Utilisation(0.476, 0.35)
     errors = {
-        name: [speed(utilisation, cp, placement) / published - 1 for cp, published in PUBLISHED_CP_THROUGHPUT.items()]
-        for name, utilisation, placement in (
+        name: [speed(utilisation, cp, sequence_sharding) / published - 1 for cp, published in PUBLISHED_CP_THROUGHPUT.items()]
+        for name, utilisation, sequence_sharding in (
             ("alike", alike, "zigzag"), ("own", own, "zigzag"), ("waiting", own, "contiguous"),
         )
     }  # fmt: skip

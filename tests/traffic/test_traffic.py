@@ -31,14 +31,16 @@ TOY, LLAMA_70B, TIED = preset("toy"), preset("llama-3.1-70b"), preset("llama-3.2
 # ---- ZeRO
 
 
-def zero_calls(numel, zero, dp=4, recipe="bf16-master", accumulation=1):
+def zero_calls(numel, zero_stage, dp=4, recipe="bf16-master", micro_batches=1):
     """Collectives of one step for a flat parameter of so many elements."""
-    return flat_calls(Run(TOY, Layout(dp=dp, zero=zero, accumulation=accumulation), 64, recipe), numel, dp)
+    return flat_calls(
+        Run(TOY, Layout(dp=dp, zero_stage=zero_stage, micro_batches=micro_batches), 64, recipe), numel, dp
+    )
 
 
-def _in_parameters(zero, dp=4, numel=4000, **how):
+def _in_parameters(zero_stage, dp=4, numel=4000, **how):
     """Bytes sent, in units of P (N - 1) / N elements of 2 bytes."""
-    return sent_bytes(zero_calls(numel, zero, dp, **how)) / (2 * numel * (dp - 1) / dp)
+    return sent_bytes(zero_calls(numel, zero_stage, dp, **how)) / (2 * numel * (dp - 1) / dp)
 
 
 def by_place(calls):
@@ -56,7 +58,7 @@ def test_C129_stage_1_with_an_all_reduce_of_gradients_would_send_3():
 
 
 def test_accumulation_costs_stages_2_and_3_more():
-    sent = {stage: [_in_parameters(stage, accumulation=m) for m in (1, 2, 4)] for stage in (0, 1, 2, 3)}
+    sent = {stage: [_in_parameters(stage, micro_batches=m) for m in (1, 2, 4)] for stage in (0, 1, 2, 3)}
     assert sent == {0: [2, 2, 2], 1: [2, 2, 2], 2: [2, 3, 5], 3: [3, 6, 12]}
 
 
@@ -75,7 +77,9 @@ def test_padding_is_sent_and_fp32_gradients_cost_twice():
     units = zero_units(TOY, 3, 4)
     padded = sum(-(-unit // 3) * 3 for unit in units)
     assert sum(units) < padded
-    sharded, replicated = (calls(Run(TOY, Layout(dp=3, zero=zero), 64, "fp32"), 1)["data"] for zero in (3, 0))
+    sharded, replicated = (
+        calls(Run(TOY, Layout(dp=3, zero_stage=zero_stage), 64, "fp32"), 1)["data"] for zero_stage in (3, 0)
+    )
     assert sent_bytes(sharded) == 3 * padded * 4 * 2 // 3
     assert sent_bytes(replicated, rank=1) == ring_all_reduce_bytes(4 * sum(units), 3, 1)
     kept_in_fp32 = by_place(zero_calls(4000, 1, recipe="bf16-master-fp32-grads"))
@@ -175,7 +179,7 @@ def _train(config, recompute, sequence_parallel, regather, how):
     """One step under the tracker, one under the meter: bytes held by kind, bytes sent, calls."""
     from course_lib.parallel import sequence, tensor
 
-    engine = build(config, recompute=recompute, attention="explicit")
+    engine = build(config, recompute=recompute, attention="standard")
     if sequence_parallel:
         engine, module = sequence.build(engine, dist.group.WORLD, regather=regather), sequence
     else:
@@ -209,10 +213,10 @@ def test_real_ranks_hold_and_send_what_the_formulas_say():
     for rank in (0, size - 1):
         for (config, recompute, split, again), (held, sent, counts) in zip(cases, ranks[rank]):
             how = {"sequence_parallel": split, "regather": again, "recompute": recompute}
-            expected = tp_calls(config, 31, size, rank, "fp32", micro_batch=2, accumulation=2, **how)
+            expected = tp_calls(config, 31, size, rank, "fp32", micro_batch=2, micro_batches=2, **how)
             assert (by_collective(expected, rank), call_counts(expected)) == (sent, counts)
-            layout = Layout(tp=size, micro_batch=2, accumulation=2, **how)
-            plan = budgets(Run(config, layout, 31, "fp32", "explicit", "cpu"), tp_rank=rank)[0].by_kind
+            layout = Layout(tp=size, micro_batch=2, micro_batches=2, **how)
+            plan = budgets(Run(config, layout, 31, "fp32", "standard", "cpu"), tp_rank=rank)[0].by_kind
             states = ("parameters", "gradients", "optimizer")
             assert [plan[kind] for kind in states] == [held[kind] for kind in states]
             if recompute == "none":  # with "full", gloo's threads may still hold messages of the block run again
@@ -276,16 +280,16 @@ def pp_calls(config, seq_len, layout, rank, recipe="bf16-master"):
 def test_C112_a_pipeline_sends_the_stream_and_v_times_as_often_with_v_stages_a_rank():
     payload = 4096 * 8192 * 2
     plain, looped, folded = (
-        [sent_bytes(pp_calls(LLAMA_70B, 4096, f"pp=4,accumulation=8,{schedule}", rank)) for rank in range(4)]
+        [sent_bytes(pp_calls(LLAMA_70B, 4096, f"pp=4,micro_batches=8,{schedule}", rank)) for rank in range(4)]
         for schedule in ("schedule=1f1b", "schedule=interleaved,v=2", "schedule=zbv")
     )
     assert plain == [8 * payload * n for n in (1, 2, 2, 1)]
     assert looped == [8 * payload * n for n in (3, 4, 4, 3)]
     assert folded == [8 * payload * n for n in (2, 4, 4, 2)]  # the turn stays on a rank
-    tied = pp_calls(TIED, 64, "pp=4,accumulation=4", 0)
+    tied = pp_calls(TIED, 64, "pp=4,micro_batches=4", 0)
     assert by_place(tied)["tied weight"] == TIED.vocab_size * TIED.d_model * 2
-    assert "tied weight" not in by_place(pp_calls(TIED, 64, "pp=4,accumulation=4,schedule=zbv", 0))
-    assert pp_calls(TOY, 64, "accumulation=4", 0) == []
+    assert "tied weight" not in by_place(pp_calls(TIED, 64, "pp=4,micro_batches=4,schedule=zbv", 0))
+    assert pp_calls(TOY, 64, "micro_batches=4", 0) == []
 
 
 # ---- beside real ranks
@@ -327,7 +331,7 @@ def context_calls(config, method, outer, recompute, rank):
 
     Ulysses inside a ring: the ring's ranks have half of the heads, as after tp 2; Ulysses' ranks half of the sequence.
     """
-    how = {"cp_method": method, "recompute": recompute, "accumulation": 2, "micro_batch": 2}
+    how = {"cp_method": method, "recompute": recompute, "micro_batches": 2, "micro_batch": 2}
     every = calls(Run(config, Layout(cp=4, **how), 32, "fp32"), rank)
     attention = every["cp"]
     if outer > 1:
@@ -344,7 +348,7 @@ def test_real_ranks_of_context_and_pipeline_hold_and_send_what_the_formulas_say(
         for (method, outer, recompute), (held, sent, counts) in zip(WAYS, seen):
             expected = context_calls(config, method, outer, recompute, rank)
             assert (by_collective(expected, rank), call_counts(expected)) == (sent, counts), (method, outer)
-            layout = Layout(cp=4, cp_method=method, micro_batch=2, accumulation=2, recompute=recompute)
+            layout = Layout(cp=4, cp_method=method, micro_batch=2, micro_batches=2, recompute=recompute)
             plan = budgets(Run(config, layout, 32, "fp32", device="cpu"))[0].by_kind
             assert [plan[kind] for kind in states] == [held[kind] for kind in states]
             if recompute == "none":
@@ -354,7 +358,7 @@ def test_real_ranks_of_context_and_pipeline_hold_and_send_what_the_formulas_say(
                     outer,
                 )
         for name, (held, sent, counts) in zip(schedules, seen[len(WAYS) :]):
-            text = f"pp=4,schedule={name},accumulation=5,micro_batch=2"
+            text = f"pp=4,schedule={name},micro_batches=5,micro_batch=2"
             expected = pp_calls(config, 32, text, rank, "fp32")
             for of_step, of_pp in ((sent, by_collective(expected, rank // 3)), (counts, call_counts(expected))):
                 assert {kind: of_step[kind] for kind in of_step if kind != "broadcast"} == of_pp, name  # of the loss

@@ -22,30 +22,32 @@ TIED = replace(TOY, name="tied", tied=True)
 SHARED = with_moe(MOE, num_shared_experts=1, balancing="bias")
 
 LAYOUTS = [
-    (TOY, "dp=2,tp=2,zero=1", 32),
-    (TOY, "pp=2,tp=2,sequence_parallel=true,accumulation=3", 32),
-    (TOY, "dp=2,cp=2,zero=3,accumulation=2", 32),
-    (TOY, "pp=2,dp=2,schedule=interleaved,v=2,accumulation=2,zero=2", 32),
+    (TOY, "dp=2,tp=2,zero_stage=1", 32),
+    (TOY, "pp=2,tp=2,sequence_parallel=true,micro_batches=3", 32),
+    (TOY, "dp=2,cp=2,zero_stage=3,micro_batches=2", 32),
+    (TOY, "pp=2,dp=2,schedule=interleaved,v=2,micro_batches=2,zero_stage=2", 32),
     (TOY, "tp=2,cp=2,cp_method=ulysses,recompute=full", 32),
-    (TIED, "pp=2,dp=2,accumulation=2,zero=3", 32),
-    (TIED, "pp=2,cp=2,accumulation=2,cp_method=all_gather", 32),
-    (UNEVEN, "dp=2,tp=2,zero=2,accumulation=2,sequence_parallel=true", 33),
-    (UNEVEN, "pp=2,tp=2,recompute=full,accumulation=2", 33),
+    (TIED, "pp=2,dp=2,micro_batches=2,zero_stage=3", 32),
+    (TIED, "pp=2,cp=2,micro_batches=2,cp_method=all_gather", 32),
+    (UNEVEN, "dp=2,tp=2,zero_stage=2,micro_batches=2,sequence_parallel=true", 33),
+    (UNEVEN, "pp=2,tp=2,recompute=full,micro_batches=2", 33),
     (UNEVEN, "tp=4,sequence_parallel=true", 33),
-    (MOE, "dp=4,ep=2,zero=1,accumulation=2", 32),
-    (MOE, "pp=2,dp=2,ep=2,accumulation=2", 32),
-    (MOE, "dp=2,tp=2,ep=2,sequence_parallel=true,expert_method=once_per_rank,zero=3", 32),
+    (MOE, "dp=4,ep=2,zero_stage=1,micro_batches=2", 32),
+    (MOE, "pp=2,dp=2,ep=2,micro_batches=2", 32),
+    (MOE, "dp=2,tp=2,ep=2,sequence_parallel=true,expert_method=once_per_rank,zero_stage=3", 32),
     (SHARED, "dp=2,tp=2,ep=2,recompute=full", 32),
-    (SHARED, "dp=2,cp=2,ep=4,recompute=full,zero=2", 32),
+    (SHARED, "dp=2,cp=2,ep=4,recompute=full,zero_stage=2", 32),
 ]
 
 
 def held_bytes(engine, optimizer):
     """Parameters and optimizer states of one rank, as they lie in memory."""
-    flats = [flat for sharded in engine.data_engines.values() for flat in sharded.flats] if engine.layout.zero else []
-    if engine.layout.zero in (1, 2):
+    flats = (
+        [flat for sharded in engine.data_engines.values() for flat in sharded.flats] if engine.layout.zero_stage else []
+    )
+    if engine.layout.zero_stage in (1, 2):
         parameters = sum(flat.whole_P.nbytes for flat in flats)
-    elif engine.layout.zero == 3:
+    elif engine.layout.zero_stage == 3:
         parameters = sum(flat.shard_p.nbytes for flat in flats)
     else:
         parameters = sum(param.nbytes for param in engine.parameters())
@@ -61,7 +63,7 @@ def count_bytes():
         engine = five_d.build(config, layout)
         optimizer = five_d.make_optimizer(engine)
         torch.manual_seed(engine.groups.dp.rank())
-        tokens = [torch.randint(config.vocab_size, (layout.micro_batch, seq_len)) for _ in range(layout.accumulation)]
+        tokens = [torch.randint(config.vocab_size, (layout.micro_batch, seq_len)) for _ in range(layout.micro_batches)]
         choices = []
         for moe in (module for module in engine.modules() if isinstance(module, MoE)):
             moe.router.register_forward_hook(lambda *call, choices=choices: choices.append(call[-1]))
@@ -93,9 +95,9 @@ def test_real_ranks_send_along_each_axis_and_hold_what_the_formulas_say():
 @pytest.mark.parametrize(
     "config, text",
     [
-        (TOY, "dp=16,tp=4,pp=4,zero=1,sequence_parallel=true,regather=true,accumulation=8"),
-        (UNEVEN, "dp=4,cp=2,tp=8,pp=2,zero=2,schedule=interleaved,v=2,accumulation=4"),
-        (MOE, "dp=32,pp=4,ep=8,zero=3,accumulation=4"),
+        (TOY, "dp=16,tp=4,pp=4,zero_stage=1,sequence_parallel=true,regather=true,micro_batches=8"),
+        (UNEVEN, "dp=4,cp=2,tp=8,pp=2,zero_stage=2,schedule=interleaved,v=2,micro_batches=4"),
+        (MOE, "dp=32,pp=4,ep=8,zero_stage=3,micro_batches=4"),
     ],
 )
 def test_a_rank_of_hundreds_sends_and_holds_what_the_formulas_say(config, text):
@@ -112,7 +114,7 @@ def test_a_rank_of_hundreds_sends_and_holds_what_the_formulas_say(config, text):
 
 def test_expected_rows_of_experts_by_hand():
     """toy-moe: 64 tokens choose 2 of 8 experts each, on 4 ranks: 3 of 4 rows leave, each way forward and backward."""
-    layout = Layout(dp=4, ep=4, accumulation=2)
+    layout = Layout(dp=4, ep=4, micro_batches=2)
     plain = sent(Run(MOE, layout, 64, "fp32"))["ep"]
     rows, counts = 4 * (64 * 2 * 3 // 4) * 64 * 4, 8 * 8 * 3 // 4
     assert plain == MOE.num_layers * 2 * (rows + counts)
@@ -123,14 +125,14 @@ def test_expected_rows_of_experts_by_hand():
 def test_a_middle_stage_of_llama_405b_by_hand():
     """tp 8, pp 16, dp 128: per micro-batch 8 layers x 4 all-reduces' worth of B S D over tp, 2 pieces of it over pp."""
     layout = Layout(
-        dp=128, tp=8, pp=16, zero=1, sequence_parallel=True, accumulation=16, layers_of_stage=(7, *[8] * 14, 7)
+        dp=128, tp=8, pp=16, zero_stage=1, sequence_parallel=True, micro_batches=16, layers_of_stage=(7, *[8] * 14, 7)
     )
     rank = layout.mesh.rank(pp=5, dp=3, tp=2, cp=0)
     by_axis = sent(Run(preset("llama-3.1-405b"), layout, 8192, "bf16-master-fp32-grads"), rank)
-    stream = 8192 * 16_384 * 2
-    assert by_axis["pp"] == 16 * 2 * stream // 8
+    residual = 8192 * 16_384 * 2
+    assert by_axis["pp"] == 16 * 2 * residual // 8
     norms = 2 * 8 * 16_384 * 4 // 128  # the shard of them that ZeRO leaves, in FP32
-    assert by_axis["tp"] == 16 * 8 * 4 * 2 * 7 * stream // 8 + 2 * 7 * norms // 8
+    assert by_axis["tp"] == 16 * 8 * 4 * 2 * 7 * residual // 8 + 2 * 7 * norms // 8
     matrices = (2 * 16_384**2 + 2 * 1024 * 16_384 + 3 * 16_384 * 53_248) // 8
     assert by_axis["data"] == (8 * matrices + 8 * 2 * 16_384) * 127 // 128 * (4 + 2)
     assert "cp" not in by_axis and "ep" not in by_axis

@@ -29,7 +29,7 @@ BATCH = 8
 LLAMA = model_named("toy,num_layers=2,d_model=32,d_ff=64,num_heads=4,num_kv_heads=2")
 DROPOUT = "toy,num_layers=2,d_model=32,d_ff=64,num_heads=4,num_kv_heads=4,family=gpt,dropout=0.2"
 PLAN = TrainPlan(steps=6, seq_len=32, warmup=2, seed=3)
-EVERYTHING = "dp=2,tp=2,zero=1"
+EVERYTHING = "dp=2,tp=2,zero_stage=1"
 
 
 def by_one_process(plan: TrainPlan) -> list[float]:
@@ -77,10 +77,10 @@ def equal_bits(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -
 
 def test_every_layout_sees_the_same_batches_and_has_the_losses_of_one_process():
     plan = replace(PLAN, steps=4, precision="fp64")
-    texts = ["dp=4,zero=3", "pp=2,dp=2,zero=1", "cp=2,tp=2,sequence_parallel=true"]
+    texts = ["dp=4,zero_stage=3", "pp=2,dp=2,zero_stage=1", "cp=2,tp=2,sequence_parallel=true"]
     expected = torch.tensor(by_one_process(plan), dtype=torch.float64)
     alone = launch(by_each, 1, [(LLAMA, layout_for("dp=1,micro_batch=4", BATCH), plan)])
-    mixed = (LLAMA, layout_for("dp=2,tp=2,zero=2", BATCH), replace(plan, precision="bf16-master-fp32-grads"))
+    mixed = (LLAMA, layout_for("dp=2,tp=2,zero_stage=2", BATCH), replace(plan, precision="bf16-master-fp32-grads"))
     ranks = launch(by_each, 4, [*[(LLAMA, layout_for(text, BATCH), plan) for text in texts], mixed])
     for text, record in zip(["dp=1", *texts], [*alone[0], *ranks[3]]):
         losses = torch.tensor(record.losses, dtype=torch.float64)
@@ -104,7 +104,7 @@ def test_a_run_in_parts_is_bit_for_bit_the_run_in_one_on_four_ranks_with_dropout
 
 def test_a_run_goes_on_under_another_layout_with_the_same_losses(tmp_path):
     plan, kept = replace(PLAN, precision="fp64"), Checkpoints(str(tmp_path), every=3)
-    texts = ["dp=2,tp=2,zero=1", "pp=2,tp=2", "cp=2,dp=2,zero=3"]
+    texts = ["dp=2,tp=2,zero_stage=1", "pp=2,tp=2", "cp=2,dp=2,zero_stage=3"]
     runs = [(LLAMA, layout_for(text, BATCH), replace(plan, steps=2 * i + 2), kept) for i, text in enumerate(texts)]
     records = launch(by_each, 4, runs)[0]
     losses = [loss for record in records for loss in record.losses]
@@ -187,7 +187,7 @@ def lonely(monkeypatch):
 def test_what_cannot_be_is_one_line_of_rank_0_and_exit_code_2(lonely, monkeypatch, capsys):
     for argv, text in [
         ("--layout dp=2,tp=2", "use torchrun --nproc-per-node 4, or torchrun --nnodes 2 --nproc-per-node 2"),
-        ("--layout dp=2,zero=9", "zero (9)"),
+        ("--layout dp=2,zero_stage=9", "zero_stage (9)"),
         ("--model llama-9", "preset is 'llama-9'"),
         ("--backend smoke", "backend must be"),
     ]:

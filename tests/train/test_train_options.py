@@ -15,7 +15,7 @@ def test_options_become_records():
     text = "--model mini --layout dp=2,tp=2 --batch 8 --steps 30 --seq-len 32 --learning-rate 1e-3 --warmup 3"
     text += " --decay cosine --clip-norm None --checkpoint runs/a --every 7 --in-background"
     config, layout, plan, checkpoints, options = read(text.split())
-    assert (config, layout) == (preset("mini"), Layout(dp=2, tp=2, accumulation=4))
+    assert (config, layout) == (preset("mini"), Layout(dp=2, tp=2, micro_batches=4))
     assert plan == TrainPlan(30, 32, learning_rate=1e-3, warmup=3, decay="cosine", clip_norm=None)
     assert checkpoints == Checkpoints("runs/a", every=7, in_background=True) and options.log_file is None
     assert read([])[2:4] == (TrainPlan(), None)
@@ -82,14 +82,14 @@ def test_a_model_is_a_preset_with_changes():
 
 
 def test_a_batch_size_gives_every_layout_its_accumulation():
-    for text, accumulation in [("dp=1", 8), ("dp=2,tp=2", 4), ("dp=2,micro_batch=2,pp=2,schedule=afab", 2)]:
+    for text, micro_batches in [("dp=1", 8), ("dp=2,tp=2", 4), ("dp=2,micro_batch=2,pp=2,schedule=afab", 2)]:
         layout = layout_for(text, 8)
-        assert (layout.accumulation, layout.sequences_per_step) == (accumulation, 8)
-    assert layout_for("dp=2,accumulation=4", 8) == layout_for("dp=2", 8)
+        assert (layout.micro_batches, layout.sequences_per_step) == (micro_batches, 8)
+    assert layout_for("dp=2,micro_batches=4", 8) == layout_for("dp=2", 8)
     assert layout_for("dp=2", None) == Layout(dp=2)
     for text, error in [
         ("dp=3", r"batch \(8\) must be a multiple of dp x micro_batch \(3\); choose 6 or 9"),
-        ("dp=2,accumulation=3", "has 6 sequences a step"),
+        ("dp=2,micro_batches=3", "has 6 sequences a step"),
     ]:
         with pytest.raises(ValueError, match=error):
             layout_for(text, 8)

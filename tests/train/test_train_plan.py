@@ -55,7 +55,7 @@ def test_a_plan_that_makes_no_sense_is_refused(changes, text):
 def test_a_checkpoint_may_change_hands_between_layouts_but_not_between_runs():
     config, plan = preset("toy"), TrainPlan()
     saved = json.loads(json.dumps(settings_of(config, Layout(dp=2, tp=2), plan)))
-    check_settings(saved, settings_of(config, Layout(pp=2, accumulation=2), plan), "runs/a")
+    check_settings(saved, settings_of(config, Layout(pp=2, micro_batches=2), plan), "runs/a")
     check_settings(saved, settings_of(config, Layout(dp=2), TrainPlan(steps=40)), "runs/a")
     cosine = TrainPlan(decay="cosine")
     for before, after, text in [

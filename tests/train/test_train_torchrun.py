@@ -23,7 +23,7 @@ from course_lib.train import log as train_log
 from course_lib.train.options import layout_for, model_named
 
 MODEL = "toy,num_layers=2,d_model=32,d_ff=64,num_heads=4,num_kv_heads=4,family=gpt,dropout=0.2"
-LAYOUT, BATCH, STEPS = "dp=2,tp=2,zero=1", 8, 30
+LAYOUT, BATCH, STEPS = "dp=2,tp=2,zero_stage=1", 8, 30
 PATIENCE_S = 240.0  # ten times what the longest takes on two idle cores
 LOOPBACK = {
     "OMP_NUM_THREADS": "1",
@@ -187,7 +187,7 @@ def test_the_script_ends_without_python_s_shutdown(tmp_path):
     """Gloo's threads outlive their groups; one that asks Python for its lock while it shuts down ends in SIGABRT."""
     (tmp_path / "sitecustomize.py").write_text("import atexit, os\natexit.register(os.abort)\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    script = [sys.executable, "-m", "course_lib.train", *options(tmp_path / "run", steps=4, layout="accumulation=8")]
+    script = [sys.executable, "-m", "course_lib.train", *options(tmp_path / "run", steps=4, layout="micro_batches=8")]
     with children() as seen:
         run = start(seen, script, tmp_path / "out.txt", PYTHONPATH=path)
         wait_until(lambda: run.poll() is not None, seen)

@@ -19,7 +19,7 @@ def x_BS():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_gradients_are_the_same_to_the_bit(dtype):
-    plain, offloaded = build(TOY, dtype=dtype, attention="explicit"), build(TOY, dtype=dtype, attention="explicit")
+    plain, offloaded = build(TOY, dtype=dtype, attention="standard"), build(TOY, dtype=dtype, attention="standard")
     plain(x_BS()).float().square().mean().backward()
     with offload_activations(offloaded, min_bytes=1) as record:
         offloaded(x_BS()).float().square().mean().backward()

@@ -82,7 +82,7 @@ def test_every_precision_learns(precision):
 def test_recomputation_trains_alike():
     plan = TrainConfig(steps=3, batch_size=4, seq_len=32)
     plain, full, selective = (
-        train(SMALL, plan, attention="explicit", recompute=kind, progress=False).losses
+        train(SMALL, plan, attention="standard", recompute=kind, progress=False).losses
         for kind in ("none", "full", "selective")
     )
     assert plain == pytest.approx(full, abs=1e-5)

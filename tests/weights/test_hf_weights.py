@@ -101,7 +101,7 @@ def outputs(hf_model, x_BS):
 def test_outputs_equal_transformers_with_its_weights_and_with_ours(kind):
     theirs = randomised(MODELS[kind]())
     x_BS = torch.randint(2, 97, (2, 100), generator=torch.Generator().manual_seed(5))
-    for attention in ("fused", "explicit"):
+    for attention in ("fused", "standard"):
         ours = from_transformers(theirs, attention=attention).eval()
         with torch.no_grad():
             torch.testing.assert_close(ours(x_BS), outputs(theirs, x_BS), rtol=1e-5, atol=1e-5)

@@ -39,7 +39,7 @@ def test_a_memory_choice_changes_the_kind_that_it_should():
     assert explore_memory(MemoryChoice(batch_size=2), []).budget.activations > 1.9 * plain.activations
     assert explore_memory(MemoryChoice(recompute="full"), []).budget.activations < plain.activations / 4
     assert explore_memory(MemoryChoice(optimizer="sgd"), []).budget.optimizer < plain.optimizer
-    assert explore_memory(MemoryChoice(attention="explicit"), []).budget.activations > plain.activations
+    assert explore_memory(MemoryChoice(attention="standard"), []).budget.activations > plain.activations
     assert explore_memory(MemoryChoice(recipe="fp32"), []).budget.parameters == 2 * plain.parameters
     with pytest.raises(ValueError, match="choose at most 1024"):
         explore_memory(MemoryChoice(model="gpt2", seq_len=2048), [])
@@ -70,7 +70,7 @@ def test_data_parallel_view_counts_tokens_and_exposes_what_is_not_hidden():
     assert early.global_batch_tokens == 8 * 2 * 4096
     assert late.exposed_s == pytest.approx(late.comm_s) and late.step_s == pytest.approx(late.compute_s + late.comm_s)
     assert early.exposed_s < late.exposed_s and early.step_s == pytest.approx(early.compute_s + early.exposed_s)
-    accumulated = explore_dp(DPChoice(accumulation=4))
+    accumulated = explore_dp(DPChoice(micro_batches=4))
     assert accumulated.global_batch_tokens == 4 * early.global_batch_tokens
     assert accumulated.exposed_s == pytest.approx(early.exposed_s)  # gradients travel once a step
     assert accumulated.efficiency_percent > early.efficiency_percent
@@ -97,7 +97,7 @@ def test_a_measurement_trains_for_real_and_lays_states_on_the_formula_to_the_byt
         (memory_explorer, "micro-batch", 8, "GiB at the largest moment of a step"),
         (collective_explorer, "message", 10**9, "Bandwidth rules"),
         (precision_explorer, "update", 1e-12, "underflows"),
-        (dp_explorer, "accumulation", 4, "Global batch 262,144 tokens"),
+        (dp_explorer, "micro-batches", 4, "Global batch 262,144 tokens"),
     ],
 )
 def test_moving_a_slider_replaces_the_picture_and_the_text(explorer, description, value, said):

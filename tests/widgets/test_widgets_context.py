@@ -16,7 +16,7 @@ LLAMA_8B = preset("llama-3.1-8b")
 
 def test_the_view_is_the_budget_and_the_modelled_layer():
     view = explore_context(ContextChoice(tp=2))
-    layouts = [Layout(cp=cp, tp=2, sequence_parallel=True, zero=1) for cp in (1, 4)]
+    layouts = [Layout(cp=cp, tp=2, sequence_parallel=True, zero_stage=1) for cp in (1, 4)]
     totals = [budgets(Run(LLAMA_8B, layout, 131_072))[0].total_bytes for layout in layouts]
     assert [bar.total_bytes for bar in view.bars] == totals
     cluster = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
@@ -28,7 +28,7 @@ def test_the_view_is_the_budget_and_the_modelled_layer():
 def test_a_full_node_of_tp_sends_a_ring_between_nodes_and_leaves_ulysses_no_heads():
     view = explore_context(ContextChoice(tp=8))
     assert "InfiniBand" in view.text and "Ulysses is not possible" in view.text and "ulysses" not in view.times
-    assert explore_context(ContextChoice(placement="contiguous")).share_of_ideal < 0.58
+    assert explore_context(ContextChoice(sequence_sharding="contiguous")).share_of_ideal < 0.58
     assert view.bars[1].fits and not view.bars[0].fits
     long = explore_context(ContextChoice(seq_len=2**20, cp=32))
     assert long.bars[1].fits and for_length(LLAMA_8B, 2**20).max_seq_len == 2**20

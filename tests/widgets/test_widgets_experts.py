@@ -29,7 +29,7 @@ def test_a_capacity_drops_what_the_arithmetic_says_and_less_is_sent():
     room = capacity_of(64, 2, 8, 1.0)
     assert sum(view.load.dropped) == dropped(counts_of(routing, 8), room) > 0
     assert view.load.capacity == 4 * room and max(view.load.kept) <= 4 * room
-    assert f"{100 * view.load.drop_rate:.1f} % of the choices are dropped" in view.text
+    assert f"{100 * view.load.drop_rate:.1f} % of the assignments are dropped" in view.text
     whole = explore_experts(ExpertChoice(**SMALL, skew=1.0))
     assert sum(view.dispatch.between_bytes) < sum(whole.dispatch.between_bytes)
     assert sum(view.traffic.sent_bytes(rank) for rank in range(4)) < sum(whole.traffic.sent_bytes(r) for r in range(4))

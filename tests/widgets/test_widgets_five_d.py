@@ -30,12 +30,12 @@ LLAMA_405B, DEEPSEEK, LLAMA_70B, LAPTOP = (known.choice for known in KNOWN.value
 
 def test_the_view_is_what_the_formulas_say():
     view, config = explore_five_d(LLAMA_70B), preset("llama-3.1-70b")
-    layout = Layout(dp=2, tp=8, pp=2, zero=1, sequence_parallel=True, accumulation=16)
+    layout = Layout(dp=2, tp=8, pp=2, zero_stage=1, sequence_parallel=True, micro_batches=16)
     assert view.layout == layout
     of_ranks = budgets(Run(config, layout, 4096))
     assert [bar.bytes_by_kind for bar in view.bars] == [kinds_of(rank) for rank in of_ranks]
     assert view.limits_bytes == {gpu("a100-80").name: gpu("a100-80").usable_bytes}
-    assert view.fullest == 0 and view.sent_bytes == sent(Run(config, layout, 4096))
+    assert view.largest == 0 and view.sent_bytes == sent(Run(config, layout, 4096))
     cluster = Cluster(gpu("a100-80"), link("nvlink3"), link("ib-hdr200"), 8)
     assert view.time == step_time(Run(config, layout, 4096, "bf16-master"), cluster, five_d.UTILISATION)
     assert f"MFU {100 * view.time.mfu:.2g} %" in view.text and "Modelled, not measured" in view.text
@@ -43,12 +43,12 @@ def test_the_view_is_what_the_formulas_say():
 
 
 def test_the_fullest_stage_is_the_one_whose_bytes_are_shown():
-    choice = FiveDChoice(pp=4, dp=2, tp=1, sequence_parallel=False, zero=0, accumulation=1, seq_len=1024)
+    choice = FiveDChoice(pp=4, dp=2, tp=1, sequence_parallel=False, zero_stage=0, micro_batches=1, seq_len=1024)
     view = explore_five_d(choice)
     totals = [bar.total_bytes for bar in view.bars]
-    assert view.fullest == totals.index(max(totals)) > 0  # the last one has the head and its logits
+    assert view.largest == totals.index(max(totals)) > 0  # the last one has the head and its logits
     of_ranks = [sent(Run(preset(choice.model), choice.layout, 1024), rank) for rank in (0, 2, 4, 6)]
-    assert view.sent_bytes == of_ranks[view.fullest] != of_ranks[0]
+    assert view.sent_bytes == of_ranks[view.largest] != of_ranks[0]
 
 
 def test_inputs_that_are_gathered_again_are_kept_as_own_tokens():
@@ -65,18 +65,18 @@ def test_what_is_said_of_known_layouts_is_so():
     assert view.layout.world_size == 16_384 and view.time.num_tokens == 2**24
     assert view.layout.layers_of_stage == (1, *[2] * 62, 1) and "(one layer less at both ends)" in view.text
     assert view.time.causal_mfu == pytest.approx(0.41, rel=0.05)
-    assert not view.bars[view.fullest].fits
+    assert not view.bars[view.largest].fits
     recomputed = explore_five_d(replace(LLAMA_405B, recompute="full"))
-    assert recomputed.bars[recomputed.fullest].fits
+    assert recomputed.bars[recomputed.largest].fits
     assert all(bar.fits for bar in explore_five_d(LLAMA_70B).bars)
     assert explore_five_d(LAPTOP).layout.world_size == 8
 
 
 def test_deepseek_v3_fits_with_another_schedule():
-    few = replace(DEEPSEEK, accumulation=32)  # as many alive as with 120
+    few = replace(DEEPSEEK, micro_batches=32)  # as many alive as with 120
     v_shaped, plain = explore_five_d(few), explore_five_d(replace(few, schedule="1f1b"))
     assert DEEPSEEK.layout.world_size == 2048 and DEEPSEEK.layout.sequences_per_step == 15_360
-    assert not v_shaped.bars[v_shaped.fullest].fits and plain.bars[plain.fullest].fits
+    assert not v_shaped.bars[v_shaped.largest].fits and plain.bars[plain.largest].fits
     assert plain.time.tokens_per_s_per_gpu < v_shaped.time.tokens_per_s_per_gpu
 
 
@@ -101,7 +101,7 @@ def test_a_known_layout_sets_all_controls_and_a_change_makes_it_ones_own(monkeyp
     assert control(explorer, "ep").value == 2 and shown(explorer) == [b"toy-moe"]
     assert "press Measure" in texts(explorer)
     control(explorer, "ZeRO stage").value = 3
-    assert menu.value == NOTHING and drawn[-1] == replace(LAPTOP, zero=3)
+    assert menu.value == NOTHING and drawn[-1] == replace(LAPTOP, zero_stage=3)
     assert "press Measure" not in texts(explorer)
     for name, known in KNOWN.items():
         menu.value = name
@@ -144,7 +144,7 @@ def test_measure_runs_the_layout_and_every_rank_equals_the_formulas():
 @pytest.mark.launches
 def test_a_wrong_formula_is_seen(monkeypatch):
     monkeypatch.setattr(five_d_profile, "sent", lambda *a, **k: sent(*a, **k) | {"pp": 5})
-    result = measure_five_d(preset("toy"), Layout(tp=2, zero=0), 32)
+    result = measure_five_d(preset("toy"), Layout(tp=2, zero_stage=0), 32)
     assert [(rank, row.kind) for rank, row in result.unequal] == [(0, "sent over pp"), (1, "sent over pp")]
     assert "Rank 0 differs, sent over pp: 0 bytes instead of 5" in str(result)
     assert result.row("parameters").error_percent == 0 and result.row("sent over tp").measured_bytes > 0

@@ -24,7 +24,7 @@ P8 = count_parameters(preset("llama-3.1-8b"))
 
 def test_the_zero_view_is_the_budget_beside_plain_data_parallelism():
     view = explore_zero(ZeroChoice())
-    assert view.budget == budgets(Run(preset("llama-3.1-8b"), Layout(zero=3, dp=8), 4096))[0]
+    assert view.budget == budgets(Run(preset("llama-3.1-8b"), Layout(zero_stage=3, dp=8), 4096))[0]
     assert view.budget.states_bytes == 16 * P8 // 8 and view.bars[1].total_bytes == view.budget.total_bytes
     assert view.bars[0].total_bytes == budgets(Run(preset("llama-3.1-8b"), Layout(dp=8), 4096))[0].total_bytes
     assert view.limits_bytes == {gpu("h100").name: gpu("h100").usable_bytes}

@@ -210,26 +210,26 @@ def powers_of_two(*case):
 
 # ------------------------------------------------------------------------------------ 6. first fit
 def allocator(events, capacity, choose, merge=True):
-    holes, placed = [(0, capacity)], {}
+    free_blocks, placed = [(0, capacity)], {}
     for index, (kind, name, *size) in enumerate(events):
         if kind == "free":
-            holes = sorted([*holes, placed.pop(name)])
+            free_blocks = sorted([*free_blocks, placed.pop(name)])
             joined = []
-            for start, length in holes:
+            for start, length in free_blocks:
                 if merge and joined and sum(joined[-1]) == start:
                     joined[-1] = (joined[-1][0], joined[-1][1] + length)
                 else:
                     joined.append((start, length))
-            holes = joined
+            free_blocks = joined
             continue
-        fitting = [hole for hole in holes if hole[1] >= size[0]]
+        fitting = [free_block for free_block in free_blocks if free_block[1] >= size[0]]
         if not fitting:
-            return index, sum(length for _, length in holes)
-        start, length = hole = choose(fitting)
-        holes.remove(hole)
+            return index, sum(length for _, length in free_blocks)
+        start, length = free_block = choose(fitting)
+        free_blocks.remove(free_block)
         placed[name] = (start, size[0])
         if length > size[0]:
-            holes.append((start + size[0], length - size[0]))
+            free_blocks.append((start + size[0], length - size[0]))
     return None
 
 
@@ -245,12 +245,14 @@ def sum_of_free_bytes(events, capacity):
     return None
 
 
-def holes_stay_apart(events, capacity):
+def free_blocks_stay_apart(events, capacity):
     return allocator(events, capacity, min, merge=False)
 
 
 def best_fit(events, capacity):
-    return allocator(events, capacity, lambda holes: min(holes, key=lambda hole: (hole[1], hole[0])))
+    return allocator(
+        events, capacity, lambda free_blocks: min(free_blocks, key=lambda free_block: (free_block[1], free_block[0]))
+    )
 
 
 def from_the_top(events, capacity):
@@ -328,7 +330,7 @@ WRONG = {
         "check": check_first_failure,
         "answers": [
             (sum_of_free_bytes, "no fragmentation is seen this way"),
-            (holes_stay_apart, "neighbouring holes do not join"),
+            (free_blocks_stay_apart, "neighbouring free blocks do not join"),
             (best_fit, "this is best fit"),
             (from_the_top, "takes the highest address"),
             (index_alone, "the number of the event and the free bytes"),

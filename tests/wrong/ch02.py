@@ -356,10 +356,10 @@ def head_recomputed(config, seq_len, tokens, seconds, gpus, peak, recompute):
 
 
 # ------------------------------------------------------------------------------------ 7. the ladder
-def _first_fit(config, batch_size, seq_len, rungs, limit, added=True, divided=True, strict=False):
-    options, fitting = dict(rungs[0][1]), []
-    for name, changes in rungs:
-        options = options | changes if added else dict(rungs[0][1]) | changes
+def _first_fit(config, batch_size, seq_len, ladder_steps, limit, added=True, divided=True, strict=False):
+    options, fitting = dict(ladder_steps[0][1]), []
+    for name, changes in ladder_steps:
+        options = options | changes if added else dict(ladder_steps[0][1]) | changes
         rows = batch_size // options.get("micro_batches", 1) if divided else batch_size
         needed = budget(config, rows, seq_len, **options).total_bytes
         if needed < limit or (needed == limit and not strict):
@@ -367,7 +367,7 @@ def _first_fit(config, batch_size, seq_len, rungs, limit, added=True, divided=Tr
     return fitting
 
 
-def each_rung_alone(*setting):
+def each_step_alone(*setting):
     return next(iter(_first_fit(*setting, added=False)), None)
 
 
@@ -383,8 +383,8 @@ def strictly_less(*setting):
     return next(iter(_first_fit(*setting, strict=True)), None)
 
 
-def always_a_name(config, batch_size, seq_len, rungs, limit):
-    return next(iter(_first_fit(config, batch_size, seq_len, rungs, limit)), rungs[-1][0])
+def always_a_name(config, batch_size, seq_len, ladder_steps, limit):
+    return next(iter(_first_fit(config, batch_size, seq_len, ladder_steps, limit)), ladder_steps[-1][0])
 
 
 WRONG = {
@@ -458,7 +458,7 @@ WRONG = {
             (rank_times_area, "not rank d_in d_out"),
             (one_matrix_an_adapter, "and one is missing"),
             (adapters_without_states, "the adapters need gradients"),
-            (no_masters, "FP32 masters are missing"),
+            (no_masters, "FP32 master weights are missing"),
             (adapters_everywhere, "beside the targets only"),
         ],
     },
@@ -477,11 +477,11 @@ WRONG = {
     "my_first_fit": {
         "check": check_first_fit,
         "answers": [
-            (each_rung_alone, "each rung was tried alone"),
+            (each_step_alone, "each step was tried alone"),
             (batch_not_divided, "has batch_size // micro_batches rows"),
-            (last_that_fits, "the last rung that fits costs most"),
+            (last_that_fits, "the last step that fits costs most"),
             (strictly_less, "what needs exactly the limit fits"),
-            (always_a_name, "where no rung fits, return None"),
+            (always_a_name, "where no step fits, return None"),
         ],
     },
 }

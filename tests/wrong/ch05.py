@@ -97,7 +97,7 @@ def no_bias(x_BSf, w_DF, b_D, group):
     return all_reduce(F.linear(x_BSf, _mine(w_DF, group)), group)
 
 
-def own_summand(x_BSf, w_DF, b_D, group):
+def own_partial_sum(x_BSf, w_DF, b_D, group):
     return F.linear(x_BSf, _mine(w_DF, group)) + b_D
 
 
@@ -321,8 +321,8 @@ WRONG = {
         "answers": [
             (bias_of_every_rank, "add it once, after the sum"),
             (no_bias, "the bias is missing"),
-            (own_summand, "this is the rank's own summand"),
-            (average, "the summands were averaged"),
+            (own_partial_sum, "this is the rank's own partial sum"),
+            (average, "the partial sums were averaged"),
             (cuts_the_outputs, "cut along its outputs"),
             (gathers_the_input, "one all-reduce of the result sends"),
         ],
@@ -341,8 +341,8 @@ WRONG = {
         "check": check_sum_out,
         "answers": [
             (sums_backward_as_well, "it was summed again"),
-            (sums_nothing, "the rank's own summand"),
-            (averages_forward, "the summands were averaged"),
+            (sums_nothing, "the rank's own partial sum"),
+            (averages_forward, "the partial sums were averaged"),
             (divides_backward, "divided by the number of ranks"),
             (in_place_without_autograd, "work on a copy"),
             (sums_without_autograd, "no gradient reaches x"),
@@ -352,7 +352,7 @@ WRONG = {
         "check": check_column_backward,
         "answers": [
             (own_gradient_of_x, "every rank used x for other outputs"),
-            (average_of_x, "the summands were averaged"),
+            (average_of_x, "the partial sums were averaged"),
             (sums_the_weight, "the gradient of the weight: summed over the ranks"),
             (sums_the_bias, "the gradient of the bias: summed over the ranks"),
             (bias_of_each_position, "has shape"),

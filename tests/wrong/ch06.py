@@ -27,10 +27,10 @@ from course_lib.layout import piece_sizes
 
 
 # ------------------------------------------------------------------------------------ 1. shapes of regions
-def _shapes(config, B, S, t, stream, column_input=None, row_output=None):
+def _shapes(config, B, S, t, residual, column_input=None, row_output=None):
     D = config.d_model
     return {
-        "stream": stream,
+        "residual": residual,
         "column input": column_input or (B, S, D),
         "queries": (B, S, config.num_heads // t * config.head_dim),
         "features": (B, S, config.d_ff // t),
@@ -61,19 +61,19 @@ def rows_give_shards(region, sp, config, B, S, t, rank):
 
 
 def tokens_rounded_down(region, sp, config, B, S, t, rank):
-    stream = (B, S // t, config.d_model) if sp else (B, S, config.d_model)
-    return _shapes(config, B, S, t, stream)[region]
+    residual = (B, S // t, config.d_model) if sp else (B, S, config.d_model)
+    return _shapes(config, B, S, t, residual)[region]
 
 
 def cut_both_ways(region, sp, config, B, S, t, rank):
-    stream = _shard(config, B, S, t, rank) if sp else (B, S, config.d_model)
-    shape = _shapes(config, B, S, t, stream)[region]
+    residual = _shard(config, B, S, t, rank) if sp else (B, S, config.d_model)
+    shape = _shapes(config, B, S, t, residual)[region]
     return (B, piece_sizes(S, t)[rank], shape[2]) if sp and region in ("queries", "features") else shape
 
 
 def stream_cut_by_features(region, sp, config, B, S, t, rank):
-    stream = (B, S, config.d_model // t if sp else config.d_model)
-    return _shapes(config, B, S, t, stream)[region]
+    residual = (B, S, config.d_model // t if sp else config.d_model)
+    return _shapes(config, B, S, t, residual)[region]
 
 
 # ------------------------------------------------------------------------------------ 2. bytes kept
@@ -299,8 +299,8 @@ WRONG = {
     "my_shape": {
         "check": check_shape,
         "answers": [
-            (stream_cut_by_tensor_parallelism, "tensor parallelism alone leaves the stream whole"),
-            (stream_never_cut, "with sp the stream is in shards"),
+            (stream_cut_by_tensor_parallelism, "tensor parallelism alone leaves the residual stream whole"),
+            (stream_never_cut, "with sp the residual stream is in shards"),
             (columns_read_shards, "a column's input is gathered first"),
             (rows_give_shards, "is cut when it leaves"),
             (tokens_rounded_down, "tokens that do not divide"),

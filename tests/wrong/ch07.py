@@ -17,31 +17,31 @@ from course_lib.parallel.positions import positions
 
 
 # ------------------------------------------------------------------------------------ 1. positions
-def _right(placement, S, ranks, rank):
-    return positions(placement, S, ranks, rank).tolist()
+def _right(sequence_sharding, S, ranks, rank):
+    return positions(sequence_sharding, S, ranks, rank).tolist()
 
 
-def second_chunk_not_from_the_end(placement, S, ranks, rank):
+def second_chunk_not_from_the_end(sequence_sharding, S, ranks, rank):
     chunks = torch.arange(S).chunk(2 * ranks)
     zigzag = torch.cat([chunks[rank], chunks[ranks + rank]]).tolist()
-    return zigzag if placement == "zigzag" else _right(placement, S, ranks, rank)
+    return zigzag if sequence_sharding == "zigzag" else _right(sequence_sharding, S, ranks, rank)
 
 
-def zigzag_of_neighbours(placement, S, ranks, rank):
-    return _right("contiguous" if placement == "zigzag" else placement, S, ranks, rank)
+def zigzag_of_neighbours(sequence_sharding, S, ranks, rank):
+    return _right("contiguous" if sequence_sharding == "zigzag" else sequence_sharding, S, ranks, rank)
 
 
-def late_chunk_first(placement, S, ranks, rank):
-    right = _right(placement, S, ranks, rank)
-    return [*right[len(right) // 2 :], *right[: len(right) // 2]] if placement == "zigzag" else right
+def late_chunk_first(sequence_sharding, S, ranks, rank):
+    right = _right(sequence_sharding, S, ranks, rank)
+    return [*right[len(right) // 2 :], *right[: len(right) // 2]] if sequence_sharding == "zigzag" else right
 
 
-def stripes_in_one_piece(placement, S, ranks, rank):
-    return _right("contiguous" if placement == "striped" else placement, S, ranks, rank)
+def stripes_in_one_piece(sequence_sharding, S, ranks, rank):
+    return _right("contiguous" if sequence_sharding == "striped" else sequence_sharding, S, ranks, rank)
 
 
-def contiguous_dealt_out(placement, S, ranks, rank):
-    return _right("striped" if placement == "contiguous" else placement, S, ranks, rank)
+def contiguous_dealt_out(sequence_sharding, S, ranks, rank):
+    return _right("striped" if sequence_sharding == "contiguous" else sequence_sharding, S, ranks, rank)
 
 
 # ------------------------------------------------------------------------------------ 2. merge
@@ -97,8 +97,8 @@ def no_logarithm(parts):
 
 
 # ------------------------------------------------------------------------------------ 3. a step's tile
-def _tile(s, query_rank, key_rank, placement="zigzag"):
-    part = tile(placement, s, query_rank, key_rank)
+def _tile(s, query_rank, key_rank, sequence_sharding="zigzag"):
+    part = tile(sequence_sharding, s, query_rank, key_rank)
     return (part.queries, part.keys, part.causal) if part else (slice(0, 0), slice(0, 0), False)
 
 
@@ -365,9 +365,9 @@ WRONG = {
         "check": check_bytes,
         "answers": [
             (all_heads_travel, "copies are made where they arrive"),
-            (c_hops, "a block makes c - 1 hops"),
-            (gradient_goes_all_the_way, "a gradient is home after c - 1 hops"),
-            (c_hops_backward, "backward has c - 1 hops"),
+            (c_hops, "a block makes c - 1 ring steps"),
+            (gradient_goes_all_the_way, "a gradient is home after c - 1 ring steps"),
+            (c_hops_backward, "backward has c - 1 ring steps"),
             (keys_kept, "go around in backward once more"),
             (gradients_in_16_bits, "gradients travel in FP32"),
             (keys_alone, "that is 2 tensors"),

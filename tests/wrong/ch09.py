@@ -66,19 +66,19 @@ def softmax_of_logits(logits_TE, top_k, score, bias_E):
 
 # ------------------------------------------------------------------------------------ 2. dispatch
 def _dispatched(x_TD, expert_Tk, num_experts, num_ranks):
-    choice_R = expert_Tk.flatten().argsort(stable=True)
+    assignment_R = expert_Tk.flatten().argsort(stable=True)
     rows_E = expert_Tk.flatten().bincount(minlength=num_experts)
-    return x_TD[choice_R // expert_Tk.shape[1]], choice_R, rows_E.view(num_ranks, -1).sum(1).tolist()
+    return x_TD[assignment_R // expert_Tk.shape[1]], assignment_R, rows_E.view(num_ranks, -1).sum(1).tolist()
 
 
 def tokens_for_choices(x_TD, expert_Tk, num_experts, num_ranks):
-    x_RD, choice_R, rows = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
-    return x_RD, choice_R // expert_Tk.shape[1], rows
+    x_RD, assignment_R, rows = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
+    return x_RD, assignment_R // expert_Tk.shape[1], rows
 
 
 def not_sorted(x_TD, expert_Tk, num_experts, num_ranks):
-    _, choice_R, rows = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
-    return x_TD.repeat_interleave(expert_Tk.shape[1], 0), torch.arange(len(choice_R)), rows
+    _, assignment_R, rows = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
+    return x_TD.repeat_interleave(expert_Tk.shape[1], 0), torch.arange(len(assignment_R)), rows
 
 
 def by_slot(x_TD, expert_Tk, num_experts, num_ranks):
@@ -87,62 +87,64 @@ def by_slot(x_TD, expert_Tk, num_experts, num_ranks):
 
 
 def token_by_remainder(x_TD, expert_Tk, num_experts, num_ranks):
-    _, choice_R, rows = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
-    return x_TD[choice_R % len(x_TD)], choice_R, rows
+    _, assignment_R, rows = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
+    return x_TD[assignment_R % len(x_TD)], assignment_R, rows
 
 
 def rows_of_experts(x_TD, expert_Tk, num_experts, num_ranks):
-    x_RD, choice_R, _ = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
-    return x_RD, choice_R, expert_Tk.flatten().bincount(minlength=num_experts).tolist()
+    x_RD, assignment_R, _ = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
+    return x_RD, assignment_R, expert_Tk.flatten().bincount(minlength=num_experts).tolist()
 
 
 def rows_of_choices(x_TD, expert_Tk, num_experts, num_ranks):
-    x_RD, choice_R, rows = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
-    return x_RD, choice_R.argsort(), rows
+    x_RD, assignment_R, rows = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
+    return x_RD, assignment_R.argsort(), rows
 
 
 def experts_dealt_out(x_TD, expert_Tk, num_experts, num_ranks):
-    x_RD, choice_R, _ = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
-    return x_RD, choice_R, (expert_Tk.flatten() % num_ranks).bincount(minlength=num_ranks).tolist()
+    x_RD, assignment_R, _ = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
+    return x_RD, assignment_R, (expert_Tk.flatten() % num_ranks).bincount(minlength=num_ranks).tolist()
 
 
 # ------------------------------------------------------------------------------------ 3. combine
-def _added(y_RD, choice_R, weight_Tk):
+def _added(y_RD, assignment_R, weight_Tk):
     y_TD = torch.zeros(len(weight_Tk), y_RD.shape[1], dtype=y_RD.dtype)
-    return y_TD.index_add(0, choice_R // weight_Tk.shape[1], y_RD)
+    return y_TD.index_add(0, assignment_R // weight_Tk.shape[1], y_RD)
 
 
-def without_weights(y_RD, choice_R, weight_Tk):
-    return _added(y_RD, choice_R, weight_Tk)
+def without_weights(y_RD, assignment_R, weight_Tk):
+    return _added(y_RD, assignment_R, weight_Tk)
 
 
-def weights_in_order(y_RD, choice_R, weight_Tk):
-    return _added(y_RD * weight_Tk.flatten()[: len(y_RD), None], choice_R, weight_Tk)
+def weights_in_order(y_RD, assignment_R, weight_Tk):
+    return _added(y_RD * weight_Tk.flatten()[: len(y_RD), None], assignment_R, weight_Tk)
 
 
-def last_row_wins(y_RD, choice_R, weight_Tk):
+def last_row_wins(y_RD, assignment_R, weight_Tk):
     y_TD = torch.zeros(len(weight_Tk), y_RD.shape[1], dtype=y_RD.dtype)
-    for row, choice in enumerate(choice_R.tolist()):
+    for row, choice in enumerate(assignment_R.tolist()):
         y_TD[choice // weight_Tk.shape[1]] = y_RD[row] * weight_Tk.flatten()[choice]
     return y_TD
 
 
-def mean_of_choices(y_RD, choice_R, weight_Tk):
-    return _added(y_RD * weight_Tk.flatten()[choice_R, None], choice_R, weight_Tk) / weight_Tk.shape[1]
+def mean_of_choices(y_RD, assignment_R, weight_Tk):
+    return _added(y_RD * weight_Tk.flatten()[assignment_R, None], assignment_R, weight_Tk) / weight_Tk.shape[1]
 
 
-def weights_cut_off(y_RD, choice_R, weight_Tk):
-    return _added(y_RD * weight_Tk.detach().flatten()[choice_R, None], choice_R, weight_Tk)
+def weights_cut_off(y_RD, assignment_R, weight_Tk):
+    return _added(y_RD * weight_Tk.detach().flatten()[assignment_R, None], assignment_R, weight_Tk)
 
 
-def renormalised(y_RD, choice_R, weight_Tk):
-    weight_R1 = weight_Tk.flatten()[choice_R, None]
-    return _added(y_RD * weight_R1, choice_R, weight_Tk) / _added(weight_R1, choice_R, weight_Tk).clamp(min=1e-9)
+def renormalised(y_RD, assignment_R, weight_Tk):
+    weight_R1 = weight_Tk.flatten()[assignment_R, None]
+    return _added(y_RD * weight_R1, assignment_R, weight_Tk) / _added(weight_R1, assignment_R, weight_Tk).clamp(
+        min=1e-9
+    )
 
 
-def added_by_remainder(y_RD, choice_R, weight_Tk):
+def added_by_remainder(y_RD, assignment_R, weight_Tk):
     y_TD = torch.zeros(len(weight_Tk), y_RD.shape[1], dtype=y_RD.dtype)
-    return y_TD.index_add(0, choice_R % len(weight_Tk), y_RD * weight_Tk.flatten()[choice_R, None])
+    return y_TD.index_add(0, assignment_R % len(weight_Tk), y_RD * weight_Tk.flatten()[assignment_R, None])
 
 
 # ------------------------------------------------------------------------------------ 4. capacity
@@ -299,7 +301,7 @@ WRONG = {
             (by_slot, "flatten expert_Tk token by token"),
             (token_by_remainder, "not % T"),
             (rows_of_experts, "each rank has several experts"),
-            (rows_of_choices, "in which row each choice is"),
+            (rows_of_choices, "in which row each assignment is"),
             (experts_dealt_out, "not every N-th"),
         ],
     },
@@ -309,7 +311,7 @@ WRONG = {
             (without_weights, "the weights are missing"),
             (weights_in_order, "these are the weights of the first rows"),
             (last_row_wins, "kept only the last"),
-            (mean_of_choices, "a mean over choices"),
+            (mean_of_choices, "a mean over assignments"),
             (weights_cut_off, "the weights get no gradient"),
             (renormalised, "to add up to 1 again"),
             (added_by_remainder, "not % T"),
@@ -318,10 +320,10 @@ WRONG = {
     "my_keep": {
         "check": check_keep,
         "answers": [
-            (capacity_without_k, "the capacity counts choices"),
+            (capacity_without_k, "the capacity counts assignments"),
             (rounded_down, "the capacity is rounded up"),
             (one_too_many, "one too many"),
-            (token_by_token, "all first choices come before any second one"),
+            (token_by_token, "all first assignments come before any second one"),
             (down_and_one_more, "stays what it is when rounded up"),
             (tokens_dropped_whole, "keeps its others"),
         ],

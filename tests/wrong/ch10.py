@@ -254,7 +254,7 @@ def largest_cut(numel, gpus, per_node, limit):
     return smallest_cut(numel, gpus, per_node, limit) and (per_node, gpus // per_node, 1)
 
 
-# ------------------------------------------------------------------------------------ 5. a combination, mended
+# ------------------------------------------------------------------------------------ 5. a combination, fixed
 def _sums(of_kind, groups, norms=(), experts="expert_dp", data="data", average=False):
     for kind, grads in of_kind.items():
         group = getattr(groups, experts if kind == "experts" else data)
@@ -459,7 +459,7 @@ WRONG = {
             (lengths_added, "their squares do"),
             (no_root, "the square of the length"),
             (not_summed, "of this rank's part alone"),
-            (norms_over_tp_under_sp_alone, "whether or not the stream is cut"),
+            (norms_over_tp_under_sp_alone, "whether or not the residual stream is cut"),
             (experts_by_ep, "ep says over how many"),
             (experts_on_tp, "ranks of tp hold other parts"),
             (copies_of_dp_alone, "data is dp times cp"),

@@ -1,4 +1,4 @@
-"""Graders of chapter 01: what fits into a memory, by its budget and by its holes."""
+"""Graders of chapter 01: what fits into a memory, by its budget and by its fragmentation."""
 
 import math
 import random
@@ -101,26 +101,26 @@ def _random_events(rng: random.Random) -> tuple[list[Event], int]:
 
 
 def _first_fit(events: list[Event], capacity: int, choose=min, merge: bool = True) -> tuple[int, int] | None:
-    """choose   of the holes (start, size) that are large enough, which one; the smallest start is the first fit"""
-    holes, placed = [(0, capacity)], {}
+    """choose   of the free blocks (start, size) that are large enough, which one; the smallest start is the first fit"""
+    free_blocks, placed = [(0, capacity)], {}
     for index, (kind, name, *size) in enumerate(events):
         if kind == "free":
-            holes = _with_hole(holes, placed.pop(name), merge)
+            free_blocks = _with_free_block(free_blocks, placed.pop(name), merge)
             continue
-        fitting = [hole for hole in holes if hole[1] >= size[0]]
+        fitting = [free_block for free_block in free_blocks if free_block[1] >= size[0]]
         if not fitting:
-            return index, sum(hole[1] for hole in holes)
+            return index, sum(free_block[1] for free_block in free_blocks)
         start, length = chosen = choose(fitting)
-        holes.remove(chosen)
+        free_blocks.remove(chosen)
         placed[name] = (start, size[0])
         if length > size[0]:
-            holes.append((start + size[0], length - size[0]))
+            free_blocks.append((start + size[0], length - size[0]))
     return None
 
 
-def _with_hole(holes: list[tuple[int, int]], freed: tuple[int, int], merge: bool) -> list[tuple[int, int]]:
+def _with_free_block(free_blocks: list[tuple[int, int]], freed: tuple[int, int], merge: bool) -> list[tuple[int, int]]:
     joined: list[tuple[int, int]] = []
-    for start, size in sorted([*holes, freed]):
+    for start, size in sorted([*free_blocks, freed]):
         if merge and joined and sum(joined[-1]) == start:
             joined[-1] = (joined[-1][0], joined[-1][1] + size)
         else:
@@ -141,7 +141,11 @@ def _only_the_sum(events: list[Event], capacity: int) -> tuple[int, int] | None:
 
 
 def _best_fit(events: list[Event], capacity: int) -> tuple[int, int] | None:
-    return _first_fit(events, capacity, choose=lambda holes: min(holes, key=lambda hole: (hole[1], hole[0])))
+    return _first_fit(
+        events,
+        capacity,
+        choose=lambda free_blocks: min(free_blocks, key=lambda free_block: (free_block[1], free_block[0])),
+    )
 
 
 def _index_alone(events: list[Event], capacity: int) -> int | None:
@@ -151,10 +155,10 @@ def _index_alone(events: list[Event], capacity: int) -> int | None:
 
 FIT_FAILURES: dict[str, Callable[..., object]] = {
     "free bytes were added up, but a tensor needs them side by side: no fragmentation is seen this way": _only_the_sum,
-    "neighbouring holes do not join: a freed tensor between two holes makes one large hole": (
+    "neighbouring free blocks do not join: a freed tensor between two free blocks makes one large free block": (
         lambda events, capacity: _first_fit(events, capacity, merge=False)
     ),
-    "this is best fit (the smallest hole that is large enough); first fit takes the lowest address": _best_fit,
+    "this is best fit (the smallest free block that is large enough); first fit takes the lowest address": _best_fit,
     "this takes the highest address; first fit takes the lowest": (
         lambda events, capacity: _first_fit(events, capacity, choose=max)
     ),

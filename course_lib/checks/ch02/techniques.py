@@ -1,4 +1,4 @@
-"""Graders of chapter 02: gradients, kept bytes and calls of small models, drawn afresh. Arithmetic is in rungs.py."""
+"""Graders of chapter 02: gradients, kept bytes and calls of small models, drawn afresh. Arithmetic is in ladder.py."""
 
 import math
 import random

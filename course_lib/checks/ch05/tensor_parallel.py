@@ -120,13 +120,13 @@ def _expect_row(seen: Seen, rank: int, pieces: list[Tensor], w_DF: Tensor, b_D: 
     N = len(pieces)
     where = f"rank {rank} of {N}"
     right = F.linear(x_BSF, w_DF, b_D)
-    summands = [F.linear(pieces[r], my_piece(w_DF, r, N, 1)) for r in range(N)]
+    partial_sums = [F.linear(pieces[r], my_piece(w_DF, r, N, 1)) for r in range(N)]
     wrong = {
         f"the bias is in it {N} times; add it once, after the sum": right + (N - 1) * b_D,
         "the bias is missing": right - b_D,
-        "this is the rank's own summand; the ranks' products must be summed": summands[rank] + b_D,
-        "this is the rank's own summand; the ranks' products must be summed ": summands[rank],
-        "the summands were averaged": (right - b_D) / N + b_D,
+        "this is the rank's own partial sum; the ranks' products must be summed": partial_sums[rank] + b_D,
+        "this is the rank's own partial sum; the ranks' products must be summed ": partial_sums[rank],
+        "the partial sums were averaged": (right - b_D) / N + b_D,
         "the weight was cut along its outputs (dimension 0 of the stored weight); rows are dimension 1": sum(
             F.linear(pieces[r], my_piece(w_DF, r, N, 0).t()) for r in range(N)
         )

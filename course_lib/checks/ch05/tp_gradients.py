@@ -44,7 +44,7 @@ def check_copy_in(answer, rng):
             xs = torch.stack([other.x for other in everybody])
             expect_close(seen.y, seen.x, f"{where}, forward", {"x was summed; forward it stays as it is": xs.sum(0)})
             wrong = {
-                "this is the rank's own gradient; each rank has a summand, and the whole is their sum": seen.grad_y,
+                "this is the rank's own gradient; each rank has a partial sum, and the whole is their sum": seen.grad_y,
                 "the gradients were averaged; the whole gradient is their sum": summed / world_size,
             }
             _expect_gradient(seen, summed, where, wrong)
@@ -53,22 +53,22 @@ def check_copy_in(answer, rng):
 
 @grader
 def check_sum_out(answer, rng):
-    """The sum of the ranks' summands forward, nothing backward."""
+    """The sum of the ranks' partial sums forward, nothing backward."""
     for world_size in (2, rng.choice([3, 4])):
         everybody = run_ranks(_cross, world_size, answer, fresh_seed(rng), True)
         summed = torch.stack([seen.x for seen in everybody]).sum(0)
         for rank, seen in enumerate(everybody):
             where = f"rank {rank} of {world_size}"
             wrong = {
-                "this is the rank's own summand; forward is the sum": seen.x,
-                "the summands were averaged; forward is the sum": summed / world_size,
+                "this is the rank's own partial sum; forward is the sum": seen.x,
+                "the partial sums were averaged; forward is the sum": summed / world_size,
             }
             expect_close(seen.y, summed, f"{where}, forward", wrong)
             believed = {
                 f"{world_size} times too large: each rank has the whole gradient already, and it was summed again": (
                     world_size * seen.grad_y
                 ),
-                "it was divided by the number of ranks; a summand counts fully": seen.grad_y / world_size,
+                "it was divided by the number of ranks; a partial sum counts fully": seen.grad_y / world_size,
             }
             _expect_gradient(seen, seen.grad_y, where, believed)
             expect_equal(seen.backward_calls, {}, f"{where}: collectives called backward")
@@ -136,8 +136,8 @@ def _column(answer: Callable, D: int, f: int, seed: int) -> tuple:
 def _expect_column(got: tuple, own: tuple, sent: int, calls: dict, where: str, N: int, rank: int) -> None:
     (x, w, b), (sum_x, sum_w, sum_b) = own
     wrong = {
-        "this is the rank's own summand; every rank used x for other outputs, so the summands must be summed": x,
-        "the summands were averaged": sum_x / N,
+        "this is the rank's own partial sum; every rank used x for other outputs, so the partial sums must be summed": x,
+        "the partial sums were averaged": sum_x / N,
     }
     expect_close(got[0], sum_x, f"{where}: the gradient of x", wrong)
     message = "summed over the ranks; each rank has another part of the weight, and the whole gradient of its part"

@@ -6,7 +6,7 @@ from course_lib.checks.core import expect_equal, fail, grader
 from course_lib.config import ModelConfig
 from course_lib.layout.partition import piece_sizes
 
-REGIONS = ("stream", "column input", "queries", "features", "row output")
+REGIONS = ("residual", "column input", "queries", "features", "row output")
 
 
 # ------------------------------------------------------------------------------------ 1. shapes of regions
@@ -28,7 +28,7 @@ def _expect_region(answer: Callable, region: str, sp: bool, config: ModelConfig,
     D, mine = config.d_model, piece_sizes(S, t)[rank]
     whole, shard = (B, S, D), (B, mine, D)
     want = {
-        "stream": shard if sp else whole,
+        "residual": shard if sp else whole,
         "column input": whole,
         "queries": (B, S, config.num_heads // t * config.head_dim),
         "features": (B, S, config.d_ff // t),
@@ -40,19 +40,19 @@ def _expect_region(answer: Callable, region: str, sp: bool, config: ModelConfig,
         fail(f"{where}: a tuple of three sizes is asked for, got {got!r}")
     cut_both = (*want[:1], mine, want[2]) if region in ("queries", "features") else (B, mine, D // t)
     believed = {
-        "tensor parallelism alone leaves the stream whole on every rank": shard
-        if region == "stream" and not sp
+        "tensor parallelism alone leaves the residual stream whole on every rank": shard
+        if region == "residual" and not sp
         else (),
-        "with sp the stream is in shards along the sequence": whole if region == "stream" and sp else (),
+        "with sp the residual stream is in shards along the sequence": whole if region == "residual" and sp else (),
         "a column's input is gathered first: it needs all tokens": shard if region == "column input" else (),
         "it is still a part of a sum over all tokens, and is cut when it leaves": shard
         if region == "row output"
         else (),
         "tokens that do not divide: the first ranks have ceil(S / t) each": (B, S // t, D)
-        if region == "stream"
+        if region == "residual"
         else (),
         "a tensor is cut along the sequence or along features, never both": cut_both,
-        "the stream is cut along the sequence, not along features": (B, S, D // t),
+        "the residual stream is cut along the sequence, not along features": (B, S, D // t),
     }
     expect_equal(tuple(got), want, where, believed)
 

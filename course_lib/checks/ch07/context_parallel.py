@@ -6,31 +6,31 @@ import torch
 from torch import Tensor
 
 from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader
-from course_lib.layout.placement import PLACEMENTS, tile
+from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, tile
 from course_lib.parallel.positions import positions
-from course_lib.parallel.tiles import explicit_forward
+from course_lib.parallel.tiles import standard_forward
 
 
 # ------------------------------------------------------------------------------------ 1. positions
 @grader
 def check_positions(answer, rng):
-    """Each rank's tokens under the three placements."""
-    for placement in PLACEMENTS:
+    """Each rank's tokens under the three sequence shardings."""
+    for sequence_sharding in SEQUENCE_SHARDINGS:
         ranks = rng.choice([3, 4, 5])
         S = 2 * ranks * rng.randrange(2, 6)
         for rank in range(ranks):
-            _expect_positions(answer, placement, S, ranks, rank)
+            _expect_positions(answer, sequence_sharding, S, ranks, rank)
 
 
-def _expect_positions(answer: Callable, placement: str, S: int, ranks: int, rank: int) -> None:
-    want, got = positions(placement, S, ranks, rank).tolist(), answer(placement, S, ranks, rank)
-    where = f"{placement!r}, {S} tokens, rank {rank} of {ranks}"
+def _expect_positions(answer: Callable, sequence_sharding: str, S: int, ranks: int, rank: int) -> None:
+    want, got = positions(sequence_sharding, S, ranks, rank).tolist(), answer(sequence_sharding, S, ranks, rank)
+    where = f"{sequence_sharding!r}, {S} tokens, rank {rank} of {ranks}"
     if isinstance(got, (range, tuple, Tensor)):
         got = [int(place) for place in got]
     if not isinstance(got, list):
         fail(f"{where}: a list of positions is asked for, got {got!r}")
     chunks = torch.arange(S).chunk(2 * ranks)
-    zigzag = placement == "zigzag"
+    zigzag = sequence_sharding == "zigzag"
     believed = {
         "zig-zag pairs chunk r with chunk 2 ranks - 1 - r, counted from the end": torch.cat(
             [chunks[rank], chunks[ranks + rank]]
@@ -50,9 +50,9 @@ def _expect_positions(answer: Callable, placement: str, S: int, ranks: int, rank
         "striped deals tokens out one by one: every ranks-th, beginning with rank": list(
             range(rank * S // ranks, (rank + 1) * S // ranks)
         )
-        if placement == "striped"
+        if sequence_sharding == "striped"
         else None,
-        "contiguous tokens are neighbours": list(range(rank, S, ranks)) if placement == "contiguous" else None,
+        "contiguous tokens are neighbours": list(range(rank, S, ranks)) if sequence_sharding == "contiguous" else None,
     }
     expect_equal(got, want, where, {message: value for message, value in believed.items() if value is not None})
 
@@ -72,9 +72,9 @@ def _expect_merged(answer: Callable, generator: torch.Generator, scale: float, c
     queries = scale * torch.randn(B, N, q, H, generator=generator, dtype=torch.float64)
     sizes = [*torch.randint(4, 8, (count - 1,), generator=generator).tolist(), 1]  # the last is never the heaviest
     k, v = (torch.randn(B, N, sum(sizes), H, generator=generator, dtype=torch.float64) for _ in range(2))
-    want, want_lse = explicit_forward(queries, k, v, causal=False)
+    want, want_lse = standard_forward(queries, k, v, causal=False)
     blocks = zip(k.split(sizes, dim=2), v.split(sizes, dim=2))
-    parts = [explicit_forward(queries, k_part, v_part, causal=False) for k_part, v_part in blocks]
+    parts = [standard_forward(queries, k_part, v_part, causal=False) for k_part, v_part in blocks]
     got = answer([(out.clone(), lse.clone()) for out, lse in parts])
     if not isinstance(got, tuple) or len(got) != 2:
         fail(f"a pair (out, lse) is asked for, got {type(got).__name__}")
@@ -176,21 +176,23 @@ def _expect_bytes(answer: Callable, method: str, c: int, B: int, s: int, N: int,
     believed = {
         "ring": {
             "K heads travel, not N: copies are made where they arrive": want * N // K,
-            "a block makes c - 1 hops, its gradient too: what the home adds itself never travels": want * c // (c - 1),
+            "a block makes c - 1 ring steps, its gradient too: what the home adds itself never travels": want
+            * c
+            // (c - 1),
             "gradients travel in FP32 while they are summed": (c - 1) * block * 3 * itemsize,
             "keys and values go around in backward once more: a rank keeps its own only": (c - 1)
             * block
             * (itemsize + 4),
             "keys and values: that is 2 tensors": want // 2,
             "that is the forward pass; backward is asked for as well": (c - 1) * block * itemsize,
-            "a gradient is home after c - 1 hops: its first share is the next rank's, the home's own never travels": (
+            "a gradient is home after c - 1 ring steps: its first share is the next rank's, the home's own never travels": (
                 block * ((c - 1) * 2 * itemsize + c * 4)
             ),
-            "backward has c - 1 hops, as forward: of keys and values, and of their gradients": (
+            "backward has c - 1 ring steps, as forward: of keys and values, and of their gradients": (
                 block * ((c - 1) * itemsize + c * (itemsize + 4))
             ),
-            "c - 1 hops, not c; and gradients travel in FP32": c * block * 3 * itemsize,
-            "c - 1 hops, not c; and keys and values go around once more in backward": c * block * (itemsize + 4),
+            "c - 1 ring steps, not c; and gradients travel in FP32": c * block * 3 * itemsize,
+            "c - 1 ring steps, not c; and keys and values go around once more in backward": c * block * (itemsize + 4),
         },
         "ulysses": {
             "a rank keeps one piece of c itself": want * c // (c - 1),

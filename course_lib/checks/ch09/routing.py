@@ -86,24 +86,24 @@ def check_dispatch(answer, rng):
         generator, ranks, k = fresh_generator(rng), rng.choice([2, 4]), rng.choice([2, 3])
         experts, tokens = ranks * rng.choice([2, 3]), rng.randrange(9, 30)
         x_TD, expert_Tk = _numbers(generator, tokens, 3), _random_choice(generator, tokens, experts, k)
-        x_RD, choice_R, rows = _pair(answer(x_TD, expert_Tk, experts, ranks), 3, "x_RD, choice_R, rows")
-        _expect_dispatched(x_RD, choice_R, rows, x_TD, expert_Tk, experts, ranks)
+        x_RD, assignment_R, rows = _pair(answer(x_TD, expert_Tk, experts, ranks), 3, "x_RD, assignment_R, rows")
+        _expect_dispatched(x_RD, assignment_R, rows, x_TD, expert_Tk, experts, ranks)
 
 
-def _expect_dispatched(x_RD, choice_R, rows, x_TD: Tensor, expert_Tk: Tensor, experts: int, ranks: int) -> None:
+def _expect_dispatched(x_RD, assignment_R, rows, x_TD: Tensor, expert_Tk: Tensor, experts: int, ranks: int) -> None:
     tokens, k = expert_Tk.shape
     where = f"{tokens} tokens, k = {k}, {experts} experts on {ranks} ranks"
     want_R = expert_Tk.flatten().argsort(stable=True)
     by_slot_R = expert_Tk.t().flatten().argsort(stable=True)
     believed = {
         "these are the tokens; it must say token * k + slot": want_R // k,
-        "this says in which row each choice is; it must say which choice is in each row": want_R.argsort(),
-        "these are all choices in order; sort them by expert": torch.arange(tokens * k),
-        "the first choices of all tokens stand before the second ones; flatten expert_Tk token by token": by_slot_R,
+        "this says in which row each assignment is; it must say which assignment is in each row": want_R.argsort(),
+        "these are all assignments in order; sort them by expert": torch.arange(tokens * k),
+        "the first assignments of all tokens stand before the second ones; flatten expert_Tk token by token": by_slot_R,
     }
-    _expect_integers(choice_R, want_R, f"{where}: choice_R", believed)
+    _expect_integers(assignment_R, want_R, f"{where}: assignment_R", believed)
     wrong = {
-        "row r is of token choice_R[r] // k, not % T": x_TD[want_R % tokens],
+        "row r is of token assignment_R[r] // k, not % T": x_TD[want_R % tokens],
         "these are the rows before sorting": x_TD.repeat_interleave(k, 0),
     }
     expect_close(x_RD, x_TD[want_R // k], f"{where}: x_RD", wrong)
@@ -123,19 +123,22 @@ def _expect_dispatched(x_RD, choice_R, rows, x_TD: Tensor, expert_Tk: Tensor, ex
 # ------------------------------------------------------------------------------------ 3. combine
 @grader
 def check_combine(answer, rng):
-    """Each token's weighted sum, zero where all its choices are dropped; and the weights' gradient."""
+    """Each token's weighted sum, zero where all its assignments are dropped; and the weights' gradient."""
     for _ in range(2):
         generator, k, tokens = fresh_generator(rng), rng.choice([2, 3]), rng.randrange(9, 30)
         expert_Tk = _random_choice(generator, tokens, 6, k)
         order_R = expert_Tk.flatten().argsort(stable=True)
-        order_R = order_R[(order_R // k != 1) & (order_R != 4 * k)]  # token 1 lost all its choices, token 4 one
+        order_R = order_R[(order_R // k != 1) & (order_R != 4 * k)]  # token 1 lost all its assignments, token 4 one
         y_RD, weight_Tk = _numbers(generator, len(order_R), 3), _numbers(generator, tokens, k).softmax(-1)
         _expect_combined(answer, y_RD, order_R, weight_Tk.requires_grad_())
 
 
-def _expect_combined(answer: Callable, y_RD: Tensor, choice_R: Tensor, weight_Tk: Tensor) -> None:
-    (tokens, k), token_R = weight_Tk.shape, choice_R // weight_Tk.shape[1]
-    where, weight_R1 = f"{tokens} tokens, k = {k}, some choices dropped", weight_Tk.flatten()[choice_R].unsqueeze(1)
+def _expect_combined(answer: Callable, y_RD: Tensor, assignment_R: Tensor, weight_Tk: Tensor) -> None:
+    (tokens, k), token_R = weight_Tk.shape, assignment_R // weight_Tk.shape[1]
+    where, weight_R1 = (
+        f"{tokens} tokens, k = {k}, some assignments dropped",
+        weight_Tk.flatten()[assignment_R].unsqueeze(1),
+    )
 
     def added(rows_RD: Tensor) -> Tensor:
         return torch.zeros(tokens, 3, dtype=torch.float64).index_add(0, token_R, rows_RD)
@@ -143,18 +146,18 @@ def _expect_combined(answer: Callable, y_RD: Tensor, choice_R: Tensor, weight_Tk
     want, last = added(y_RD * weight_R1), torch.zeros(tokens, 3, dtype=torch.float64)
     for row, token in enumerate(token_R.tolist()):
         last[token] = (y_RD * weight_R1)[row].detach()
-    got = answer(y_RD, choice_R, weight_Tk)
+    got = answer(y_RD, assignment_R, weight_Tk)
     wrong = {
         "the weights are missing": added(y_RD),
-        "row r has the weight of choice_R[r]; these are the weights of the first rows": added(
+        "row r has the weight of assignment_R[r]; these are the weights of the first rows": added(
             y_RD * weight_Tk.flatten()[: len(y_RD)].unsqueeze(1)
         ),
         "a token with several rows kept only the last: they must be added up": last,
-        "a mean over choices; the weights add up to 1 already": want / k,
+        "a mean over assignments; the weights add up to 1 already": want / k,
         "what was dropped is missing; the weights of the rest are not made to add up to 1 again": want
         / added(weight_R1.expand(-1, 3)).clamp(min=1e-9),
-        "row r is of token choice_R[r] // k, not % T": torch.zeros(tokens, 3, dtype=torch.float64).index_add(
-            0, choice_R % tokens, y_RD * weight_R1
+        "row r is of token assignment_R[r] // k, not % T": torch.zeros(tokens, 3, dtype=torch.float64).index_add(
+            0, assignment_R % tokens, y_RD * weight_R1
         ),
     }
     expect_close(got, want.detach(), f"{where}: y_TD", {message: value.detach() for message, value in wrong.items()})
@@ -169,7 +172,7 @@ def _expect_combined(answer: Callable, y_RD: Tensor, choice_R: Tensor, weight_Tk
 # ------------------------------------------------------------------------------------ 4. capacity
 @grader
 def check_keep(answer, rng):
-    """Which choices fit: capacity counts choices, rounded up; first choices go first."""
+    """Which assignments fit: capacity counts assignments, rounded up; first assignments go first."""
     for rounding in ("near below", "none", "any"):
         expert_Tk, experts, factor, want, believed = _drawn_capacity(rng, rounding)
         tokens, k = expert_Tk.shape
@@ -200,14 +203,14 @@ def _drawn_capacity(rng, rounding: str) -> tuple:
             continue
         want = moe.keep(expert_Tk, experts, math.ceil(k * share))
         believed = {
-            "the capacity counts choices, k for each token: factor * k * T / E": moe.keep(
+            "the capacity counts assignments, k for each token: factor * k * T / E": moe.keep(
                 expert_Tk, experts, math.ceil(share)
             ),
             ONE_MORE[rounding == "none"]: moe.keep(expert_Tk, experts, math.ceil(k * share) + 1),
-            "token by token; all first choices come before any second one": _keep_by_token(
+            "token by token; all first assignments come before any second one": _keep_by_token(
                 expert_Tk, math.ceil(k * share)
             ),
-            "a token that loses one choice keeps its others": want & want.all(1, keepdim=True),
+            "a token that loses one assignment keeps its others": want & want.all(1, keepdim=True),
         }
         if rounding != "none":
             believed["the capacity is rounded up"] = moe.keep(expert_Tk, experts, math.floor(k * share))

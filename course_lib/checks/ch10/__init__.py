@@ -1,7 +1,7 @@
 """Graders of chapter 10: all at once.
 
 five_d.py               groups, whose gradient, a pipeline or ZeRO-3, what fits
-five_d_ranks.py         a combination mended, the length of a gradient
+five_d_ranks.py         a combination fixed, the length of a gradient
 """
 
 from course_lib.checks.ch10.five_d import check_groups, check_pp_and_zero3, check_smallest_cut, check_summed_over

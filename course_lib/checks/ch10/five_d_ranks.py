@@ -1,4 +1,4 @@
-"""Graders of chapter 10, exercises 5 and 6: gradients of a combination mended, and their length, on real ranks."""
+"""Graders of chapter 10, exercises 5 and 6: gradients of a combination fixed, and their length, on real ranks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +24,7 @@ LAYOUTS = ("dp=2,tp=2,sequence_parallel=true", "dp=2,tp=2", "dp=4,ep=2", "dp=2,c
 DIVIDED = "{} times too short; each rank's loss is a share of the mean already, nothing is divided"
 
 
-# ------------------------------------------------------------------------------------ 5. a combination, mended
+# ------------------------------------------------------------------------------------ 5. a combination, fixed
 @grader
 def check_combined_sums(answer, rng):
     """Gradients of a small mixture of experts under four layouts of four ranks equal those of one process."""
@@ -129,7 +129,7 @@ def _apply(rule: Callable, engine) -> None:
 
 def _data(config: ModelConfig, layout: Layout, dp_rank: int, seed: int) -> list[tuple[Tensor, Tensor]]:
     tokens = torch.randint(config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(seed % 10_000 + dp_rank))
-    return [(tokens[:, :-1], tokens[:, 1:])] * layout.accumulation
+    return [(tokens[:, :-1], tokens[:, 1:])] * layout.micro_batches
 
 
 def _one_process(config: ModelConfig, layout: Layout, seed: int) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ def _believed_of_norm(held: list[dict[str, Tensor]], layout: Layout) -> dict[str
     without_tp = "norms are on the ranks of tp as well, and counted there again"
     if layout.tp > 1 and not layout.sequence_parallel:
         without_tp = (
-            "norms and routers are whole on every rank of tp, whether or not the stream is cut; "
+            "norms and routers are whole on every rank of tp, whether or not the residual stream is cut; "
             "sequence parallelism only says over whom their gradient is summed"
         )
     by_copies = {

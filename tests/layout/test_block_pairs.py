@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 
 from course_lib.hardware import PUBLISHED_RING_SHARE
-from course_lib.layout import PLACEMENTS
-from course_lib.layout.context_work import (
+from course_lib.layout import SEQUENCE_SHARDINGS
+from course_lib.layout.block_pairs import (
     all_pairs,
     idle_pairs,
     imbalance,
@@ -18,26 +18,26 @@ from course_lib.layout.context_work import (
 from course_lib.parallel.positions import positions
 
 
-def _counted(placement, seq_len, cp, causal):
+def _counted(sequence_sharding, seq_len, cp, causal):
     """Every pair of the mask, one by one."""
-    held = [positions(placement, seq_len, cp, rank).tolist() for rank in range(cp)]
+    held = [positions(sequence_sharding, seq_len, cp, rank).tolist() for rank in range(cp)]
     return [
         [sum(not causal or k <= q for q in held[r] for k in held[(r - step) % cp]) for step in range(cp)]
         for r in range(cp)
     ]
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_work_is_what_the_mask_allows_pair_by_pair(placement):
+@pytest.mark.parametrize("sequence_sharding", SEQUENCE_SHARDINGS)
+def test_work_is_what_the_mask_allows_pair_by_pair(sequence_sharding):
     for seq_len, cp in ((16, 1), (12, 2), (32, 4), (18, 3), (8, 4)):
         for causal in (True, False):
-            table = pairs(placement, seq_len, cp, causal)
-            assert table == _counted(placement, seq_len, cp, causal)
+            table = pairs(sequence_sharding, seq_len, cp, causal)
+            assert table == _counted(sequence_sharding, seq_len, cp, causal)
             assert sum(pairs_of_ranks(table)) == all_pairs(seq_len, causal)
 
 
 def test_C095_zigzag_gives_each_rank_the_same_at_every_step():
-    zigzag, contiguous = (pairs(placement, 16, 4) for placement in ("zigzag", "contiguous"))
+    zigzag, contiguous = (pairs(sequence_sharding, 16, 4) for sequence_sharding in ("zigzag", "contiguous"))
     assert pairs_of_ranks(zigzag) == [34] * 4  # C095: 34 each
     assert all(row == zigzag[0] for row in zigzag) and idle_pairs(zigzag) == [[0] * 4] * 4
     assert pairs_of_ranks(contiguous) == [10, 26, 42, 58]
@@ -61,15 +61,18 @@ def test_a_contiguous_ring_reaches_n_over_2_n_minus_1_of_ideal():
         assert share_of_ideal(pairs("zigzag", 65_536, cp)) == 1
         s = 65_536 // cp
         assert share_of_ideal(pairs("striped", 65_536, cp)) == pytest.approx((cp * s + 1) / (cp * (s + 1)))
-    for placement in PLACEMENTS:
-        assert share_of_ideal(pairs(placement, 64, 4, causal=False)) == 1
+    for sequence_sharding in SEQUENCE_SHARDINGS:
+        assert share_of_ideal(pairs(sequence_sharding, 64, 4, causal=False)) == 1
     with pytest.raises(ValueError, match="choose from each step, end"):
         share_of_ideal(pairs("zigzag", 16, 4), waits="never")
 
 
 def test_the_arithmetic_explains_the_measured_contiguous_share_and_bounds_the_others():
     """8 GPUs. They measure speed against one GPU's kernel: more than the count of pairs is in them."""
-    reachable = {placement: share_of_ideal(pairs(placement, 65_536, 8)) for placement in PLACEMENTS}
+    reachable = {
+        sequence_sharding: share_of_ideal(pairs(sequence_sharding, 65_536, 8))
+        for sequence_sharding in SEQUENCE_SHARDINGS
+    }
     for measured in PUBLISHED_RING_SHARE.values():
         assert abs(measured["contiguous"] - reachable["contiguous"]) < 0.02  # 8 / 15 = 53.3 %
         assert 0.8 < measured["striped"] < measured["zigzag"] < 0.91 < reachable["striped"] < reachable["zigzag"]

@@ -16,23 +16,23 @@ contiguous (against another kernel's speed, so a little more is possible), 100 %
 from collections.abc import Sequence
 from typing import Literal
 
-from course_lib.layout.placement import check_context, tile
+from course_lib.layout.sequence_sharding import check_context, tile
 from course_lib.validate import Size, checked
 
 Table = Sequence[Sequence[int]]  # [rank][step] -> pairs
 
 
 @checked
-def pairs(placement: str, seq_len: Size, cp_size: Size, causal: bool = True) -> list[list[int]]:
+def pairs(sequence_sharding: str, seq_len: Size, cp_size: Size, causal: bool = True) -> list[list[int]]:
     """Count the pairs that each rank computes at each step of a ring, for one head of one sequence: table[rank][step].
 
-    Raises   ValueError as `placement.check_context`
+    Raises   ValueError as `sequence_sharding.check_context`
     """
-    check_context(seq_len, cp_size, placement)
+    check_context(seq_len, cp_size, sequence_sharding)
     shard_len = seq_len // cp_size
 
     def met(rank: int, step: int) -> int:
-        seen = tile(placement, shard_len, rank, (rank - step) % cp_size, causal)
+        seen = tile(sequence_sharding, shard_len, rank, (rank - step) % cp_size, causal)
         return seen.pairs if seen else 0
 
     return [[met(rank, step) for step in range(cp_size)] for rank in range(cp_size)]

@@ -75,7 +75,7 @@ class _WeightHalf(torch.autograd.Function):
         return grad.t() @ x if wants_weight else None, grad.sum(0) if wants_bias else None, None
 
 
-class WeightQueue:
+class WeightGradientStore:
     """The weight gradients of one micro-batch on one stage that are still to be done."""
 
     def __init__(self):
@@ -104,7 +104,7 @@ class WeightQueue:
         torch.autograd.backward(handles, [handle.detach() for handle in handles])
 
 
-class Deferral:
+class DelayedWeightGradients:
     """The linears of one module, cut or whole, which put their weight gradients into `queue` while there is one.
 
     They are looked for when the first queue comes: until then layers may be replaced by parts of them.
@@ -112,7 +112,7 @@ class Deferral:
 
     def __init__(self, module: nn.Module):
         self.module: nn.Module | None = module  # None: its layers are prepared
-        self.queue: WeightQueue | None = None
+        self.queue: WeightGradientStore | None = None
 
     def _prepare(self, module: nn.Module) -> None:
         for layer in module.modules():
@@ -121,7 +121,7 @@ class Deferral:
             elif isinstance(layer, RowLinear):
                 layer.product = self._linear
             elif isinstance(layer, ColumnLinear):
-                layer.deferral = self
+                layer.delayed = self
 
     def _forward(self, layer: nn.Linear, x: Tensor) -> Tensor:
         return self._linear(x, layer.weight, layer.bias)
@@ -138,7 +138,7 @@ class Deferral:
         return [self.queue.product(weight, bias) for weight, bias in zip(weights, biases)]
 
     @contextmanager
-    def into(self, queue: WeightQueue | None) -> Iterator[None]:
+    def into(self, queue: WeightGradientStore | None) -> Iterator[None]:
         """Inside, weight gradients go into the queue. Around I too: recomputation must do again what forward did."""
         if self.module is not None:
             self._prepare(self.module)

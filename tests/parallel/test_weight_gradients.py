@@ -14,37 +14,37 @@ from course_lib.config import ModelConfig, MoeConfig
 from course_lib.launch import launch
 from course_lib.model import moe
 from course_lib.parallel import expert_tensor, tensor
-from course_lib.parallel.deferred import Deferral, WeightQueue
-from course_lib.parallel.linear import WholeStream
-from course_lib.parallel.sequence import ShardedStream
+from course_lib.parallel.linear import ReplicatedResidual
+from course_lib.parallel.sequence import ShardedResidual
+from course_lib.parallel.weight_gradients import DelayedWeightGradients, WeightGradientStore
 
 LLAMA = ModelConfig("llama", 2, d_model=16, num_heads=4, num_kv_heads=1, d_ff=27, vocab_size=39, max_seq_len=32)
 GPT = replace(LLAMA, name="gpt", family="gpt", num_kv_heads=4, tied=True)
 EXPERTS = replace(LLAMA, moe=MoeConfig(4, 2, d_expert=9, num_shared_experts=1, balancing="aux_loss"))
 CASES = {
-    "whole stream, shared keys": (LLAMA, WholeStream, {}, "none"),
-    "biases, tied": (GPT, WholeStream, {}, "none"),
-    "a frozen matrix, recomputed": (LLAMA, WholeStream, {}, "full"),
-    "sequence parallel": (LLAMA, ShardedStream, {}, "selective"),
-    "sequence parallel, gathered again": (LLAMA, ShardedStream, {"regather": True}, "none"),
-    "experts": (EXPERTS, WholeStream, {}, "none"),
-    "experts, sequence parallel, recomputed": (EXPERTS, ShardedStream, {}, "full"),
+    "whole residual stream, shared keys": (LLAMA, ReplicatedResidual, {}, "none"),
+    "biases, tied": (GPT, ReplicatedResidual, {}, "none"),
+    "a frozen matrix, recomputed": (LLAMA, ReplicatedResidual, {}, "full"),
+    "sequence parallel": (LLAMA, ShardedResidual, {}, "selective"),
+    "sequence parallel, gathered again": (LLAMA, ShardedResidual, {"regather": True}, "none"),
+    "experts": (EXPERTS, ReplicatedResidual, {}, "none"),
+    "experts, sequence parallel, recomputed": (EXPERTS, ShardedResidual, {}, "full"),
 }
 
 
 def engine_of(name):
-    config, stream, options, recompute = CASES[name]
+    config, residual, options, recompute = CASES[name]
     whole = model.build(config, 1, torch.float64, recompute=recompute)
     if "frozen" in name:
         for block in whole.blocks:
             block.attention.k.weight.requires_grad_(False)
             block.mlp.down.weight.requires_grad_(False)
-    deferral = Deferral(whole)  # before its layers are cut, as a pipeline makes it
-    expert_tensor.cut_over_tp(whole, stream(dist.group.WORLD, **options))
-    return whole, deferral
+    delayed = DelayedWeightGradients(whole)  # before its layers are cut, as a pipeline makes it
+    expert_tensor.cut_over_tp(whole, residual(dist.group.WORLD, **options))
+    return whole, delayed
 
 
-def backward(engine, queue=None, deferral=None):
+def backward(engine, queue=None, delayed=None):
     """Loss and, by name, the gradients that there are after it."""
     x_BS, y_BS = torch.randint(39, (2, 2, 7), generator=torch.Generator().manual_seed(0))
 
@@ -54,17 +54,17 @@ def backward(engine, queue=None, deferral=None):
     if queue is None:
         forward().backward()
     else:
-        with deferral.into(queue):
+        with delayed.into(queue):
             loss = forward()
-        with deferral.into(WeightQueue()):  # as in a pipeline: recomputation does again what forward did
+        with delayed.into(WeightGradientStore()):  # as in a pipeline: recomputation does again what forward did
             loss.backward()
     return {name: param.grad.clone() for name, param in engine.named_parameters() if param.grad is not None}
 
 
 def in_two_parts(name):
-    (engine, deferral), queue = engine_of(name), WeightQueue()
+    (engine, delayed), queue = engine_of(name), WeightGradientStore()
     expected = backward(engine_of(name)[0])
-    after_input = backward(engine, queue, deferral)
+    after_input = backward(engine, queue, delayed)
     queue.run()
     after_weights = {name: param.grad for name, param in engine.named_parameters() if param.grad is not None}
     assert after_weights.keys() == expected.keys(), after_weights.keys() ^ expected.keys()

@@ -1,4 +1,4 @@
-"""Graders of chapter 02 whose answers are arithmetic: LoRA's bytes, MFU and HFU, the first rung that fits."""
+"""Graders of chapter 02 whose answers are arithmetic: LoRA's bytes, MFU and HFU, the first step that fits."""
 
 import random
 from dataclasses import replace
@@ -39,7 +39,7 @@ def check_merged_weight(answer, rng):
 
 @grader
 def check_lora_bytes(answer, rng):
-    """Bytes of all states of a bf16 model with FP32 masters that is fine-tuned by LoRA."""
+    """Bytes of all states of a bf16 model with FP32 master weights that is fine-tuned by LoRA."""
     width, rank = rng.choice([256, 320, 384]), rng.choice([4, 8, 16])
     shapes = {"embed": (1000, width), "q": (width, width), "v": (width // 4, width), "down": (width, 3 * width)}
     targets = rng.choice([("q", "v"), ("v", "down")])
@@ -58,8 +58,8 @@ def check_lora_bytes(answer, rng):
             "frozen weights have no gradients": 4 * base + 16 * adapters,
             "an adapter has rank (d_in + d_out) numbers, not rank d_in d_out": 2 * base + 16 * full,
             "each adapter has two matrices, and one is missing": 2 * base + 16 * only_a,
-            "the adapters need gradients, masters and moments too": 2 * base + 2 * adapters,
-            "the adapters' FP32 masters are missing": 2 * base + 12 * adapters,
+            "the adapters need gradients, master weights and moments too": 2 * base + 2 * adapters,
+            "the adapters' FP32 master weights are missing": 2 * base + 12 * adapters,
             "adapters stand beside the targets only": 2 * base + 16 * everywhere,
         },
     )
@@ -98,9 +98,9 @@ def check_utilisation(answer, rng):
 
 
 # ------------------------------------------------------------------------------------ 7. the ladder
-RUNGS = (
-    ("float32, scores written out", {"recipe": "fp32", "attention": "explicit"}),
-    ("bf16 with FP32 masters", {"recipe": "bf16-master"}),
+LADDER = (
+    ("float32, standard attention", {"recipe": "fp32", "attention": "standard"}),
+    ("bf16 with FP32 master weights", {"recipe": "bf16-master"}),
     ("fused attention", {"attention": "fused"}),
     ("micro-batch 1", {"micro_batches": 4}),
     ("full recomputation", {"recompute": "full"}),
@@ -113,46 +113,46 @@ def _needed(config, options: dict, batch_size: int, seq_len: int, divided: bool 
     return budget(config, rows, seq_len, **options).total_bytes
 
 
-def _totals(config, rungs, batch_size: int, seq_len: int, added: bool = True, divided: bool = True) -> list[int]:
+def _totals(config, ladder_steps, batch_size: int, seq_len: int, added: bool = True, divided: bool = True) -> list[int]:
     options, totals = {}, []
-    for _, changes in rungs:
-        options = options | changes if added else dict(rungs[0][1]) | changes
+    for _, changes in ladder_steps:
+        options = options | changes if added else dict(ladder_steps[0][1]) | changes
         totals.append(_needed(config, options, batch_size, seq_len, divided))
     return totals
 
 
 def _choose(totals: list[int], limit: int, strict: bool = False, last: bool = False) -> str | None:
-    fitting = [name for (name, _), total in zip(RUNGS, totals) if (total < limit if strict else total <= limit)]
+    fitting = [name for (name, _), total in zip(LADDER, totals) if (total < limit if strict else total <= limit)]
     return None if not fitting else fitting[-1 if last else 0]
 
 
 def _limits(rng: random.Random, totals: list[int]) -> list[int]:
-    """Too little for all, to the byte enough for each rung, more than enough for the first."""
+    """Too little for all, to the byte enough for each step, more than enough for the first."""
     return [totals[-1] - rng.randrange(1, 10**6), *reversed(totals), totals[0] + rng.randrange(1, 10**6)]
 
 
 @grader
 def check_first_fit(answer, rng):
-    """The first rung of a ladder that fits, each with all measures above it."""
+    """The first step of a ladder that fits, each with all measures above it."""
     config = replace(preset("llama-3.2-1b"), num_layers=rng.randrange(12, 20))
     batch_size, seq_len = 4, rng.choice([2048, 3072, 4096])
-    totals = _totals(config, RUNGS, batch_size, seq_len)
+    totals = _totals(config, LADDER, batch_size, seq_len)
     limits = _limits(rng, totals)
-    got = [answer(config, batch_size, seq_len, RUNGS, limit) for limit in limits]
-    alone = _totals(config, RUNGS, batch_size, seq_len, added=False)
-    undivided = _totals(config, RUNGS, batch_size, seq_len, divided=False)
+    got = [answer(config, batch_size, seq_len, LADDER, limit) for limit in limits]
+    alone = _totals(config, LADDER, batch_size, seq_len, added=False)
+    undivided = _totals(config, LADDER, batch_size, seq_len, divided=False)
     want = [_choose(totals, limit) for limit in limits]
     expect_equal(
         got,
         want,
-        "the rung for each of the limits, from tight to ample,",
+        "the step for each of the limits, from tight to ample,",
         {
-            "each rung was tried alone; it adds to the rungs above it": [_choose(alone, limit) for limit in limits],
+            "each step was tried alone; it adds to the steps above it": [_choose(alone, limit) for limit in limits],
             "a micro-batch has batch_size // micro_batches rows": [_choose(undivided, limit) for limit in limits],
-            "the last rung that fits costs most; the first is asked for": [
+            "the last step that fits costs most; the first is asked for": [
                 _choose(totals, limit, last=True) for limit in limits
             ],
             "what needs exactly the limit fits": [_choose(totals, limit, strict=True) for limit in limits],
-            "where no rung fits, return None": [name or RUNGS[-1][0] for name in want],
+            "where no step fits, return None": [name or LADDER[-1][0] for name in want],
         },
     )

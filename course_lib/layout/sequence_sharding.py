@@ -1,6 +1,6 @@
 """Which tokens each rank of a context-parallel group has, and what of the attention mask falls to whom.
 
-    placement      tokens of rank r of 4, 16 in all         causal work of the ranks
+    sharding       tokens of rank r of 4, 16 in all         causal work of the ranks
     contiguous     r 0: 0 1 2 3       r 3: 12 13 14 15      the last has most: its queries see all keys
     zigzag         r 0: 0 1 14 15     r 3: 6 7 8 9          equal: an early and a late chunk, at every step of a ring
     striped        r 0: 0 4 8 12      r 3: 3 7 11 15        nearly equal: ranks differ by the diagonal alone
@@ -17,17 +17,17 @@ from typing import Literal
 
 from course_lib.validate import Index, Size, checked
 
-PLACEMENTS = ("contiguous", "zigzag", "striped")
+SEQUENCE_SHARDINGS = ("contiguous", "zigzag", "striped")
 
 
 @checked
-def check_context(seq_len: Size, cp_size: Size, placement: Literal[PLACEMENTS]) -> None:
+def check_context(seq_len: Size, cp_size: Size, sequence_sharding: Literal[SEQUENCE_SHARDINGS]) -> None:
     """Raises ValueError unless every rank gets equally many tokens: seq_len a multiple of cp, for zigzag of 2 cp."""
-    parts = 2 * cp_size if placement == "zigzag" else cp_size
+    parts = 2 * cp_size if sequence_sharding == "zigzag" else cp_size
     if seq_len % parts:
         below, above = seq_len // parts * parts, (seq_len // parts + 1) * parts
         nearest = f"nearest lengths are {below} or {above}" if below > 0 else f"nearest length is {above}"
-        why = f"2 x cp ({parts}), two chunks a rank" if placement == "zigzag" else f"cp ({cp_size})"
+        why = f"2 x cp ({parts}), two chunks a rank" if sequence_sharding == "zigzag" else f"cp ({cp_size})"
         raise ValueError(f"seq_len ({seq_len}) must be a multiple of {why}; the {nearest}")
 
 
@@ -46,8 +46,8 @@ class Tile:
         return rows * (rows + 1) // 2 if self.causal else rows * columns
 
 
-@checked(placement=Literal[PLACEMENTS], shard_len=Size, query_rank=Index, key_rank=Index)
-def tile(placement: str, shard_len: int, query_rank: int, key_rank: int, causal: bool = True) -> Tile | None:
+@checked(sequence_sharding=Literal[SEQUENCE_SHARDINGS], shard_len=Size, query_rank=Index, key_rank=Index)
+def tile(sequence_sharding: str, shard_len: int, query_rank: int, key_rank: int, causal: bool = True) -> Tile | None:
     """What of one rank's keys another rank's queries see; None if nothing. shard_len: tokens a rank.
 
     Zigzag: earlier ranks' late chunks are the later ones, so an earlier rank's keys count with their first half for all
@@ -60,9 +60,9 @@ def tile(placement: str, shard_len: int, query_rank: int, key_rank: int, causal:
     if query_rank == key_rank:
         return Tile(whole, whole, True)
     earlier = key_rank < query_rank
-    if placement == "contiguous":
+    if sequence_sharding == "contiguous":
         return Tile(whole, whole, False) if earlier else None
-    if placement == "zigzag":
+    if sequence_sharding == "zigzag":
         return Tile(whole, slice(0, half), False) if earlier else Tile(slice(half, shard_len), whole, False)
     if earlier:
         return Tile(whole, whole, True)
