@@ -4,12 +4,13 @@ A folder imports from its own floor and from the floors below it. Each folder's 
 
 0. Plain arithmetic, without torch
     config.py, hardware.py   models with their exact shapes; GPUs and links with their sources
+    flops.py                 FLOPs of a token, of a step, of a stage
     validate.py, span.py     refusals in one sentence; what a lane was busy with
     schedules/     pipeline schedules as lists: built, checked, clocked
     layout/        how a run lies on its ranks: mesh, sequence order, heads, layers, experts
     memory/        bytes that training holds
     traffic/       bytes that ranks send
-    timing.py, sharded_timing.py, context_timing.py, pipeline_timing.py, five_d_timing.py  seconds of a step
+    timing/        seconds of a collective, of a step
     run.py         a model, its layout and its numbers in one record that every formula takes
 1. A world of N ranks
     compat.py, devices.py    differences between torch versions; the device of this rank

@@ -78,33 +78,33 @@ class Cluster:
         check_fields(self)
 
 
-def _gpu(name, memory_gib, usable_gib, memory_gb_per_s, fp32, tf32, fp16, bf16, fp8, link, source):  # peaks in TFLOP/s
-    peaks = [None if tera is None else tera * TERA for tera in (fp32, tf32, fp16, bf16, fp8)]
+def _gpu(name, memory_gib, usable_gib, memory_gb_per_s, tflops, link, source):  # of fp32, tf32, fp16, bf16, fp8
+    peaks = [None if tera is None else tera * TERA for tera in tflops]
     return GPU(name, memory_gib * GIB, int(usable_gib * GIB), memory_gb_per_s * GB, *peaks, link, source)
 
 
 # usable: the total capacity in PyTorch's out-of-memory messages of such GPUs, as found in public reports.
 # fmt: off
 GPUS: dict[str, GPU] = {
-    "t4": _gpu("T4", 16, 14.56, 320, 8.1, None, 65, None, None, "pcie3",
+    "t4": _gpu("T4", 16, 14.56, 320, (8.1, None, 65, None, None), "pcie3",
                "NVIDIA T4 datasheet: 65 TFLOPS FP16, 320 GB/s; no bf16 units"),
-    "l4": _gpu("L4", 24, 22.03, 300, 30.3, 60, 121, 121, 242.5, "pcie4",
+    "l4": _gpu("L4", 24, 22.03, 300, (30.3, 60, 121, 121, 242.5), "pcie4",
                "NVIDIA L4 datasheet, halved where it says with sparsity (TF32 120, BF16 242, FP8 485)"),
-    "rtx-4090": _gpu("RTX 4090", 24, 23.64, 1008, 82.6, 82.6, 165.2, 165.2, 330.3, "pcie4",
+    "rtx-4090": _gpu("RTX 4090", 24, 23.64, 1008, (82.6, 82.6, 165.2, 165.2, 330.3), "pcie4",
                      "NVIDIA Ada architecture whitepaper, dense with FP32 accumulation"),
-    "v100-32": _gpu("V100 SXM2 32 GB", 32, 31.74, 900, 15.7, None, 125, None, None, "nvlink2",
+    "v100-32": _gpu("V100 SXM2 32 GB", 32, 31.74, 900, (15.7, None, 125, None, None), "nvlink2",
                     "NVIDIA V100 datasheet; no bf16 units"),
-    "a100-40": _gpu("A100 SXM 40 GB", 40, 39.49, 1555, 19.5, 156, 312, 312, None, "nvlink3",
+    "a100-40": _gpu("A100 SXM 40 GB", 40, 39.49, 1555, (19.5, 156, 312, 312, None), "nvlink3",
                     "NVIDIA A100 datasheet, dense column"),
-    "a100-80": _gpu("A100 SXM 80 GB", 80, 79.15, 2039, 19.5, 156, 312, 312, None, "nvlink3",
+    "a100-80": _gpu("A100 SXM 80 GB", 80, 79.15, 2039, (19.5, 156, 312, 312, None), "nvlink3",
                     "NVIDIA A100 datasheet, dense column"),
-    "h100": _gpu("H100 SXM 80 GB", 80, 79.19, 3350, 67, 494.5, 989, 989, 1979, "nvlink4",
+    "h100": _gpu("H100 SXM 80 GB", 80, 79.19, 3350, (67, 494.5, 989, 989, 1979), "nvlink4",
                  "NVIDIA H100 datasheet, halved: it prints sparsity (BF16 1979, FP8 3958); 989 as in torchtitan"),
-    "h200": _gpu("H200 SXM 141 GB", 141, 139.80, 4800, 67, 494.5, 989, 989, 1979, "nvlink4",
+    "h200": _gpu("H200 SXM 141 GB", 141, 139.80, 4800, (67, 494.5, 989, 989, 1979), "nvlink4",
                  "NVIDIA H200 datasheet, halved: it prints sparsity (BF16 1979, FP8 3958)"),
-    "b200": _gpu("B200 (HGX) 180 GB", 180, 178.35, 8000, 80, 1100, 2250, 2250, 4500, "nvlink5",
+    "b200": _gpu("B200 (HGX) 180 GB", 180, 178.35, 8000, (80, 1100, 2250, 2250, 4500), "nvlink5",
                  "NVIDIA Blackwell architecture technical brief, HGX B200 at 1000 W, dense"),
-    "mi300x": _gpu("MI300X", 192, 191.98, 5300, 163.4, 653.7, 1307.4, 1307.4, 2614.9, "infinity-fabric3",
+    "mi300x": _gpu("MI300X", 192, 191.98, 5300, (163.4, 653.7, 1307.4, 1307.4, 2614.9), "infinity-fabric3",
                    "AMD Instinct MI300X data sheet, without structured sparsity"),
 }
 

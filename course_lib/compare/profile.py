@@ -103,8 +103,6 @@ def profile_steps(
     optimizer: str = "adamw",
     attention: str = "fused",
     recompute: str = "none",
-    micro_batches: int = 1,
-    device: str = "cpu",
 ) -> Timeline:
     """Train a model built from `config` and return its memory over time: the playbook's picture, measured.
 
@@ -113,15 +111,12 @@ def profile_steps(
     Raises   ValueError if the recipe or the optimizer cannot be run here
     """
     name = recipe_of(recipe).name
-    model = build(
-        config, dtype=precision_named(name).param_dtype, device=device, attention=attention, recompute=recompute
-    )
+    model = build(config, dtype=precision_named(name).param_dtype, attention=attention, recompute=recompute)
     chosen = build_optimizer(model, name, optimizer)
     text_T = tokens(max(_TOKENS, batch_size * seq_len * (steps + 1)))
     with MemoryTracker(model, chosen) as tracker:
         for index in range(steps):
-            x_BS, y_BS = (part.to(device) for part in batch(text_T, index, batch_size, seq_len))
-            train_step(model, chosen, x_BS, y_BS, micro_batches=micro_batches, precision=name)
+            train_step(model, chosen, *batch(text_T, index, batch_size, seq_len), precision=name)
     return tracker.timeline
 
 

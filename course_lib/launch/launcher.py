@@ -76,7 +76,7 @@ class Results(Sequence):
     __hash__ = None
 
 
-def launch(
+def launch(  # noqa: PLR0913 - chapters give these one at a time, by name, and no two of them belong together
     fn: Callable,
     world_size: int,
     *args,

@@ -83,7 +83,8 @@ def _check_replicas(layout: Layout) -> None:
     check_replicas(layout.dp, layout.cp, layout.ep, layout.dp_replicate)
     if layout.dp_replicate > 1 and layout.zero_stage == 0:
         raise ValueError(
-            f"dp_replicate ({layout.dp_replicate}) makes replicas of what ZeRO shards, but zero_stage (0) shards nothing"
+            f"dp_replicate ({layout.dp_replicate}) makes replicas of what ZeRO shards, but zero_stage (0) shards "
+            "nothing"
         )
 
 
@@ -114,8 +115,8 @@ def _check_micro_batches(layout: Layout) -> None:
 def _check_split_with_zero(layout: Layout) -> None:
     if layout.zero_stage > 1 and layout.schedule in SPLIT_BACKWARD:
         raise ValueError(
-            f"zero_stage ({layout.zero_stage}) sums a layer's gradients when its backward is done; this engine does not do so with "
-            f"{layout.schedule}, whose weight gradients come later"
+            f"zero_stage ({layout.zero_stage}) sums a layer's gradients when its backward is done; this engine does "
+            f"not do so with {layout.schedule}, whose weight gradients come later"
         )
 
 
@@ -217,7 +218,8 @@ class _Model:
         if self.config.tied and layout.zero_stage and together:
             raise ValueError(
                 f"{self.config.name} ties embedding and head, which {layout.schedule} with pp ({layout.pp}) puts into "
-                f"two stages of one rank: this engine does not shard with zero_stage ({layout.zero_stage}) a weight that both share"
+                f"two stages of one rank: this engine does not shard with zero_stage ({layout.zero_stage}) "
+                "a weight that both share"
             )
 
     def positions(self, layout: Layout) -> None:

@@ -1,10 +1,11 @@
 """How the parts of a model are divided over ranks: elements, heads, layers, and which numbers of ranks suit them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from course_lib.config import ModelConfig
-from course_lib.validate import Count, Size, checked
+from course_lib.validate import Count, Size, checked, one_of
 
 CP_METHODS = ("ring", "all_gather", "ulysses")  # how ranks of cp exchange keys and values
 
@@ -78,6 +79,19 @@ def check_num_stages(num_layers: Size, num_stages: Size) -> None:
         raise ValueError(
             f"{num_stages} stages for {num_layers} layers: each stage needs one layer or more; choose 1 to {num_layers}"
         )
+
+
+def stage_config(config: ModelConfig, layers: Sequence[int], stage: int) -> ModelConfig:
+    """The layers of a stage as a model of their own: dense ones first, where the model's first layers are dense.
+
+    Both ends are in it, whatever the stage. A stage of dense layers alone has no experts.
+    """
+    one_of("stage", stage, range(len(layers)))
+    moe = config.moe
+    if moe is not None:
+        dense = max(0, moe.first_dense_layers - sum(layers[:stage]))
+        moe = replace(moe, first_dense_layers=dense) if dense < layers[stage] else None
+    return replace(config, num_layers=layers[stage], moe=moe)
 
 
 # --- keys and values over ranks of cp

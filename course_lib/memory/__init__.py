@@ -9,6 +9,7 @@ tensor.py        tensor and sequence parallelism as a narrower model
 moe.py           mixtures of experts: total and active parameters, EP x DP x TP
 context.py       context parallelism: fewer tokens, and the keys and values of others
 flats.py         the parameter tensors of a rank: stages, units, and the flats that are summed and sharded
+stages.py        a model cut into pipeline stages: parameters, balance
 pipeline.py      how many micro-batches a rank of a pipeline keeps
 five_d.py        the states of each rank of a layout
 run.py           a run as one record: model, layout, recipe, device, optimizer

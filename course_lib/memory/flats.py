@@ -10,19 +10,18 @@ flat      tensors of one stage and kind side by side: a bucket, or with ZeRO-3 a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.layout.partition import check_layers, even_layers, kv_replication
+from course_lib.layout.partition import check_layers, even_layers, kv_replication, stage_config
 from course_lib.memory.moe import narrow_experts
 from course_lib.memory.states import Shapes, parameter_shapes
 from course_lib.memory.tensor import is_replicated
 from course_lib.schedules import make
 from course_lib.schedules.instructions import Schedule
-from course_lib.validate import one_of
 
 BUCKET_BYTES = 25 * 2**20
 _BEFORE_BLOCKS, _AFTER_BLOCKS = ("embed", "positions", "token_type"), ("norm", "norm.bias", "head")
@@ -42,29 +41,6 @@ def layers_of(config: ModelConfig, layout: Layout) -> list[int]:
     layers = list(layout.layers_of_stage or even_layers(config.num_layers, layout.num_stages))
     check_layers(config, layers)
     return layers
-
-
-def stage_config(config: ModelConfig, layers: Sequence[int], stage: int) -> ModelConfig:
-    """The layers of a stage as a model of their own: dense ones first, where the model's first layers are dense.
-
-    Both ends are in it, whatever the stage. A stage of dense layers alone has no experts.
-    """
-    one_of("stage", stage, range(len(layers)))
-    moe = config.moe
-    if moe is not None:
-        dense = max(0, moe.first_dense_layers - sum(layers[:stage]))
-        moe = replace(moe, first_dense_layers=dense) if dense < layers[stage] else None
-    return replace(config, num_layers=layers[stage], moe=moe)
-
-
-def stage_parameters(config: ModelConfig, layers: Sequence[int]) -> list[int]:
-    """Count the parameters of each stage. Together they are the model's, and a tied embedding's copy.
-
-    Raises   ValueError unless `layers` are those of the model
-    """
-    check_layers(config, layers)
-    layout = Layout(pp=len(layers), layers_of_stage=tuple(layers))
-    return [sum(one.numel for one in tensors_of(config, layout, stage)) for stage in range(len(layers))]
 
 
 def unit_shapes(

@@ -34,13 +34,6 @@ def active_parameters(config: ModelConfig) -> int:
     return sum(prod(shape) * copies for shape, copies in parameter_shapes(config).values()) - unused
 
 
-def active_matmul_parameters(config: ModelConfig) -> int:
-    """Count the weights that a token is multiplied with: those it uses, without norms and the embedding's look-up."""
-    norms = sum(shape[0] * copies for shape, copies in parameter_shapes(config).values() if len(shape) == 1)
-    look_up = 0 if config.tied else config.vocab_size * config.d_model
-    return active_parameters(config) - norms - look_up
-
-
 def dense_twin(config: ModelConfig) -> ModelConfig:
     """A model without experts whose tokens need the same FLOPs, but for the router's: MLPs as wide as what one uses."""
     if config.moe is None:

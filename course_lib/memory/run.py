@@ -64,7 +64,8 @@ class Run:
             _check_lora(self)
         if self.offload.parameters != "device" and self.layout.zero_stage != 3:
             raise ValueError(
-                f"offload.parameters is {self.offload.parameters!r}, but zero_stage is {self.layout.zero_stage}; choose zero_stage 3"
+                f"offload.parameters is {self.offload.parameters!r}, but zero_stage is {self.layout.zero_stage}; "
+                "choose zero_stage 3"
             )
 
     @property

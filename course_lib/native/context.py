@@ -90,7 +90,8 @@ def check_model(model: nn.Module, sequence_sharding: str, rotate_method: str) ->
         raise ValueError("the model has latent attention (mla), whose values this ring does not pad; use another model")
     if sequence_sharding not in SEQUENCE_SHARDINGS:
         raise ValueError(
-            f"sequence_sharding is {sequence_sharding!r}; PyTorch has {', '.join(SEQUENCE_SHARDINGS)} (or parallel/context.py)"
+            f"sequence_sharding is {sequence_sharding!r}; PyTorch has {', '.join(SEQUENCE_SHARDINGS)} "
+            "(or parallel/context.py)"
         )
     if rotate_method not in ROTATE_METHODS:
         raise ValueError(f"rotate_method is {rotate_method!r}; choose from {', '.join(ROTATE_METHODS)}")

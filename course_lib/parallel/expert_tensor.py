@@ -10,7 +10,7 @@ sum, after combine, serves all experts. The router is whole on each rank, as nor
 Where the residual stream between blocks is cut along the sequence (parallel/sequence.py), the whole layer lies between
 one all-gather and one reduce-scatter, and nothing inside is summed:
 
-                          whole residual stream                           sharded residual stream
+                          replicated residual stream             sharded residual stream
     tokens                x_BSD as it is                         all-gather x_BsD to x_BSD; backward reduce-scatter
     outputs               all-reduce after combine               reduce-scatter at the end; backward all-gather
     shared experts        an all-reduce of their own             in the same sum

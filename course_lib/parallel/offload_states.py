@@ -9,7 +9,7 @@ elsewhere, and the update runs where they are brought: on the host's processor, 
     optimizer = OffloadedAdamW(shards, place="disk", folder="/nvme/scratch")
     optimizer.step()
     optimizer.link_bytes           # {"device to host": ..., ...}: counted where the copies are made
-    sharded_timing.offload_s(optimizer.link_bytes)      # modelled: what the links alone would take
+    timing.offload_s(optimizer.link_bytes)      # modelled: what the links alone would take
 
 It takes any parameters; sharded ones make it ZeRO-Infinity: N ranks use N PCIe links at once, each for 1/N of the model
 (`parallel.zero`'s engines hand out shards). What else the paper moves, stage 3's parameters, is in the formula

@@ -3,7 +3,7 @@
     schedules.py             what each rank computes, in order, as a list; schedule_check.py: whether that can run
     parallel/stages.py       the model cut into stages
     parallel/channels.py     who sends what to whom, and why nobody waits for ever
-    parallel/weight_gradients.py     weight gradients that wait for W
+    parallel/weight_gradients.py  weight gradients that wait for W
     parallel/executor.py     does a rank's list, one instruction after the other
     this file                a whole Llama or GPT, whole gradients
 

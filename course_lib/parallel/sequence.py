@@ -50,8 +50,8 @@ from course_lib.parallel.tensor import clip_gradients, full_gradients, full_para
 from course_lib.span import Span
 
 __all__ = [
-    "ShardedResidual", "accumulate_gradients", "build", "clip_gradients", "full_gradients", "full_parameters", "loss_of",
-    "make_optimizer", "step",
+    "ShardedResidual", "accumulate_gradients", "build", "clip_gradients", "full_gradients", "full_parameters",
+    "loss_of", "make_optimizer", "step",
 ]  # fmt: skip
 
 SEQUENCE = 1  # the dimension of x_BSD that is cut

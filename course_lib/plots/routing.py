@@ -84,7 +84,7 @@ ROUTE_NAMES = {"home": "stays on its rank", "within": "to a rank of its node", "
 
 @checked
 def draw_routes(axes, routes: Sequence[Route], layout: ExpertLayout, num_tokens: Size) -> None:
-    """Tokens on the left by rank, experts on the right by rank, a line for each assignment, thick where it weighs much."""
+    """Tokens on the left by rank, experts on the right by rank, a line for each assignment, thick where it weighs."""
     tokens_per_rank = num_tokens // layout.ep_size
     height = layout.ep_size * max(tokens_per_rank, layout.experts_per_rank) * 1.0
     token_at = _column(axes, -0.9, num_tokens, layout.ep_size, height, "t", left=True)

@@ -21,10 +21,12 @@ also the last to be done. It is not for zb_h2 and zbv (nor for zb_h1 if W takes 
 waits (p - 1) F before it starts, is done later than rank 0. So with a barrier no bubble is zero.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from course_lib.schedules.builders import check_request, stages_per_rank
-from course_lib.validate import Amount, Size, checked
+from course_lib.schedules.simulator import Costs
+from course_lib.validate import Size, checked
 
 
 @dataclass(frozen=True)
@@ -51,62 +53,51 @@ def bubble(
     pp: Size,
     num_micro_batches: Size,
     v: Size = 1,
-    forward_s: Amount = 1.0,
-    input_backward_s: Amount = 1.0,
-    weight_backward_s: Amount = 1.0,
-    pair_s: Amount | None = None,
+    costs: Costs = Costs(),
     barrier: bool = False,
 ) -> Bubble:
-    """The closed form of a schedule, from what one stage takes for one micro-batch.
+    """Return the closed form of a schedule, from what one stage takes for one micro-batch.
 
-    From step to step, or, with `barrier`, until the last rank is done. pair_s, the time of a forward and a backward at
-    once, is for dualpipe_v: F + I + W if they hide nothing.
+    From step to step, or, with `barrier`, until the last rank is done. `costs.pair_s`, the time of a forward and a
+    backward at once, is for dualpipe_v: F + I + W if they hide nothing.
     Raises   ValueError if the form does not hold, saying which condition fails
     Source   Narayanan et al. 2021 (arXiv:2104.04473), section 2.2; Qi et al. 2024 (arXiv:2401.10241), tables 1 and 2
              (their B is I here); DeepSeek-V3 (arXiv:2412.19437), table 2 (its B is I + W; its PP is 2 p)
     """
-    times = forward_s, input_backward_s, weight_backward_s
-    if failing := unmet_conditions(name, pp, num_micro_batches, v, *times, pair_s):
+    if failing := unmet_conditions(name, pp, num_micro_batches, v, costs):
         raise ValueError(f"the closed form of {name!r} does not hold: {'; '.join(failing)}; simulate it instead")
-    stage_s = sum(times)
+    f, i, w = costs.forward_s, costs.input_backward_s, costs.weight_backward_s
+    stage_s = f + i + w
     ideal_s = num_micro_batches * stages_per_rank(name, v) * stage_s
     if name == "naive":
         idle_s = num_micro_batches * (pp - 1) * stage_s
     elif name in ("afab", "1f1b", "interleaved"):
         idle_s = (pp - 1) * stage_s
     elif name == "zb_h1":
-        idle_s = (pp - 1) * (forward_s + input_backward_s - weight_backward_s)
+        idle_s = (pp - 1) * (f + i - w)
     elif name == "zb_h2":
-        idle_s = (pp - 1) * (forward_s + input_backward_s - 2 * weight_backward_s)
+        idle_s = (pp - 1) * (f + i - 2 * w)
     elif name == "zbv":
         idle_s = 0.0
     else:  # dualpipe_v: (PP / 2 - 1) (F&B + B - 3 W), where PP = 2 p and B = I + W; of the rank with most pairs
-        idle_s = (pp - 1) * (pair_s + input_backward_s - 2 * weight_backward_s)
-        ideal_s -= 2 * (num_micro_batches - pp) * (stage_s - pair_s)
+        idle_s = (pp - 1) * (costs.pair_s + i - 2 * w)
+        ideal_s -= 2 * (num_micro_batches - pp) * (stage_s - costs.pair_s)
     if barrier and name in ("zb_h1", "zb_h2", "zbv"):  # the last rank starts (p - 1) F after the first
-        idle_s = max(idle_s, (pp - 1) * forward_s)
+        idle_s = max(idle_s, (pp - 1) * f)
     return Bubble(idle_s, ideal_s)
 
 
 @checked
-def unmet_conditions(
-    name: str,
-    pp: Size,
-    num_micro_batches: Size,
-    v: Size = 1,
-    forward_s: Amount = 1.0,
-    input_backward_s: Amount = 1.0,
-    weight_backward_s: Amount = 1.0,
-    pair_s: Amount | None = None,
-) -> list[str]:
-    """What the closed form needs and does not have, as sentences; none if it holds.
+def unmet_conditions(name: str, pp: Size, num_micro_batches: Size, v: Size = 1, costs: Costs = Costs()) -> list[str]:
+    """List what the closed form needs and does not have, as sentences; none if it holds.
 
     Raises   ValueError if there is no such schedule at all
     """
     check_request(name, pp, num_micro_batches, v)
-    f, i, w = forward_s, input_backward_s, weight_backward_s
-    if f + i + w == 0:
-        raise ValueError("forward_s, input_backward_s and weight_backward_s are all 0; give one more than 0")
+    costs.check(pp * stages_per_rank(name, v))
+    f, i, w, pair_s = costs.forward_s, costs.input_backward_s, costs.weight_backward_s, costs.pair_s
+    if any(isinstance(each, Sequence) for each in (f, i, w)) or costs.transfer_s != 0:
+        return ["stages must be equal, and transfers take no time"]
     if name == "dualpipe_v":
         conditions = [
             (pair_s is not None, "it counts pairs as one: give pair_s, F + I + W if they hide nothing"),

@@ -27,7 +27,7 @@ class FlopMeter(TorchDispatchMode):
     """Counts the FLOPs of matrix products and attention while it is open.
 
     Attention counts in full where a mask leaves half, and its backward as twice its forward: the scores that a fused
-    kernel computes again are not counted, as in `timing.step_flops`.
+    kernel computes again are not counted, as in `flops.step_flops`.
     """
 
     def __init__(self):

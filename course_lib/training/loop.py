@@ -170,7 +170,7 @@ def train(
     """Builds the model of that config and trains it on the standard library's text, under a progress bar.
 
     MFU is shown and recorded if both `flops_per_token` (of the model, forward and backward) and `peak_flops` (of the
-    device, per second) are given; `course_lib.timing` and `course_lib.hardware` know them.
+    device, per second) are given; `course_lib.flops` and `course_lib.hardware` know them.
     """
     plan, precision, device = train_config, precision_named(train_config.precision), device or rank_device()
     model = build(model_config, plan.seed, precision.param_dtype, device, attention, recompute)

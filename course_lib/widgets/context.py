@@ -6,22 +6,22 @@ from html import escape
 import ipywidgets as widgets
 
 from course_lib.config import PRESETS, ModelConfig, preset
-from course_lib.context_timing import AttentionTime, attention_time, ring_link, tokens_that_hide_a_hop
 from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.layout.block_pairs import pairs, share_of_ideal
 from course_lib.layout.partition import CP_METHODS
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS
-from course_lib.memory.budget import Budget, budgets
+from course_lib.memory.budget import budgets
 from course_lib.memory.context import for_length, kv_block_bytes
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_step_times
 from course_lib.run import Run
+from course_lib.timing import AttentionTime, Utilisation, attention_time, ring_link, tokens_that_hide_a_hop
 from course_lib.validate import Share, Size, check_fields, checked
 from course_lib.widgets import parts
 
-ASSUMED_UTILISATION = 0.5  # of the GPU's peak, by the attention kernel
+UTILISATION = Utilisation()
 GPUS_PER_NODE = 8
 
 
@@ -60,18 +60,18 @@ def explore_context(chosen: ContextChoice) -> ContextView:
     """Turn choices into what is shown.
 
     Assumes: tp ranks with sequence parallelism side by side in nodes of 8, cp around them; ZeRO-1 over the cp ranks;
-    BF16 with FP32 master weights; attention kernels at half of the GPU's peak, only a ring's messages hidden.
+    BF16 with FP32 master weights; attention's kernels at UTILISATION of the GPU's peak, only a ring's messages hidden.
 
     Raises   ValueError if the model's heads or the sequence do not divide
     """
     config = for_length(preset(chosen.model), chosen.seq_len)
-    labelled = {f"cp {cp}": _budget(config, chosen, cp) for cp in dict.fromkeys((1, chosen.cp))}
+    labelled = {f"cp {cp}": budgets(_run(config, chosen, cp))[0] for cp in dict.fromkeys((1, chosen.cp))}
     limits = gpu_limits([gpu(chosen.gpu_key)])
     bars = budget_bars(labelled, limits)
     times = {}
     for method in CP_METHODS if chosen.cp > 1 else ():
         try:
-            times[method] = _time(config, chosen, method)
+            times[method] = attention_time(_run(config, chosen, chosen.cp, method), _cluster(chosen), UTILISATION)
         except ValueError:  # Ulysses without heads enough: said in the text
             continue
     share = share_of_ideal(pairs(chosen.sequence_sharding, chosen.seq_len, chosen.cp))
@@ -80,24 +80,21 @@ def explore_context(chosen: ContextChoice) -> ContextView:
     return ContextView(bars, limits, times, share, title, describe_context(config, chosen, times, share))
 
 
-def _budget(config: ModelConfig, chosen: ContextChoice, cp: int) -> Budget:
-    layout = Layout(cp=cp, tp=chosen.tp, sequence_parallel=chosen.tp > 1, zero_stage=1, recompute=chosen.recompute)
-    return budgets(Run(config, layout, chosen.seq_len))[0]
-
-
-def _ranks_in_a_node(chosen: ContextChoice) -> int:
-    return max(1, GPUS_PER_NODE // chosen.tp)
+def _run(config: ModelConfig, chosen: ContextChoice, cp: int, method: str = "ring") -> Run:
+    layout = Layout(
+        cp=cp,
+        tp=chosen.tp,
+        sequence_parallel=chosen.tp > 1,
+        zero_stage=1,
+        recompute=chosen.recompute,
+        cp_method=method,
+        cp_sharding=chosen.sequence_sharding,
+    )
+    return Run(config, layout, chosen.seq_len)
 
 
 def _cluster(chosen: ContextChoice) -> Cluster:
     return Cluster(gpu(chosen.gpu_key), link(chosen.inside), link(chosen.between), GPUS_PER_NODE)
-
-
-def _time(config: ModelConfig, chosen: ContextChoice, method: str) -> AttentionTime:
-    where = {"per_node": _ranks_in_a_node(chosen), "tp": chosen.tp}
-    cluster = _cluster(chosen)
-    sizes = (config, 1, chosen.seq_len, chosen.cp, cluster, ASSUMED_UTILISATION)
-    return attention_time(*sizes, method, chosen.sequence_sharding, **where)
 
 
 @checked
@@ -105,9 +102,10 @@ def describe_context(config: ModelConfig, chosen: ContextChoice, times: dict[str
     """What a ring hands on and whether it hides, and what each method takes."""
     if chosen.cp == 1:
         return "One rank has the whole sequence: nothing is sent. States are BF16 with FP32 master weights."
-    on = ring_link(chosen.cp, _cluster(chosen), _ranks_in_a_node(chosen))
+    cluster = _cluster(chosen)
+    on, rate = ring_link(_run(config, chosen, chosen.cp).layout, cluster), UTILISATION.attention_flops_per_s(cluster)
     copies = config.num_heads / config.num_kv_heads
-    needed = max(tokens_that_hide_a_hop(gpu(chosen.gpu_key), on, ASSUMED_UTILISATION, copies, way) for way in (0, 1))
+    needed = max(tokens_that_hide_a_hop(rate, on, copies, backward) for backward in (False, True))
     block = kv_block_bytes(config, 1, chosen.seq_len, chosen.cp, tp=chosen.tp)
     missing = "" if "ulysses" in times else " Ulysses is not possible: too few key/value heads a rank."
     layer = ", ".join(f"{method} {show_seconds(time.total_s)}" for method, time in times.items())

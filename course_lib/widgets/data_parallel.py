@@ -6,12 +6,13 @@ from html import escape
 import ipywidgets as widgets
 
 from course_lib.config import PRESETS, preset
+from course_lib.flops import step_flops
 from course_lib.hardware import GPUS, LINKS, gpu, link, peak_flops
 from course_lib.memory.formulas import count_parameters
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_overlap, overlap_picture
 from course_lib.span import Span
-from course_lib.timing import collective_s, dp_spans, exposed_s, step_flops
+from course_lib.timing import collective_s, dp_spans, exposed_s
 from course_lib.validate import Size, check_fields, checked
 from course_lib.widgets import parts
 

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 
 from course_lib.compare.five_d_profile import FiveDComparison, measure_five_d
 from course_lib.config import MOE_PRESETS, PRESETS, preset
-from course_lib.five_d_timing import Overlap, StepTime, Utilisation, step_time
 from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AxisLinks, links_of_axes
@@ -33,11 +32,14 @@ from course_lib.plots.memory import BudgetBar, gpu_limits
 from course_lib.plots.style import FULL_WIDTH_IN, show_bytes, show_seconds, style, unit_for
 from course_lib.run import Run
 from course_lib.schedules import SCHEDULES
+from course_lib.timing import FLASH_ATTENTION_3, Overlap, StepTime, Utilisation, step_time
 from course_lib.traffic import sent
 from course_lib.validate import Size, check_fields, checked
 from course_lib.widgets import parts
 
-UTILISATION = Utilisation(matmul=0.55, attention=0.65)  # with it the modelled step of Llama 3 405B is near its MFU
+UTILISATION = Utilisation(
+    matmul=0.55, attention=FLASH_ATTENTION_3
+)  # with it the modelled step of Llama 3 405B is near its MFU
 RECIPE = "bf16-master"  # on GPUs
 TOYS = ("toy", "toy-moe")  # predicted in FP32 on a CPU, as they are measured
 RECOMPUTE = ["none", "selective", "full"]

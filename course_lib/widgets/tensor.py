@@ -14,12 +14,12 @@ from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_li
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_step_times
 from course_lib.run import Run
-from course_lib.sharded_timing import TensorParallelStep, tensor_parallel_step
+from course_lib.timing import Overlap, StepTime, Utilisation, step_time
 from course_lib.traffic import calls, sent_bytes
 from course_lib.validate import Size, check_fields, checked
 from course_lib.widgets import parts
 
-ASSUMED_MFU = 0.4  # of one GPU while it computes; published good runs on H100 reach 0.4 to 0.5
+UTILISATION = Utilisation(matmul=0.4)  # of one GPU while it computes
 GPUS_PER_NODE = 8
 LARGEST_TP = 64
 MODES = [("TP", "tp"), ("TP + SP", "tp+sp"), ("TP + SP, gathered again in backward", "tp+sp regather")]
@@ -61,7 +61,7 @@ class TensorView:
     bars: list[BudgetBar]
     limits_bytes: dict[str, int]
     sent_bytes: int  # by one GPU in a step of one micro-batch
-    steps: dict[int, TensorParallelStep]  # by tp: the chosen one, and the others that the model's heads allow
+    steps: dict[int, StepTime]  # by tp: the chosen one, and the others that the model's heads allow
     title: str
     text: str
 
@@ -70,7 +70,7 @@ class TensorView:
 def explore_tensor(chosen: TensorChoice) -> TensorView:
     """Turn choices into what is shown.
 
-    Assumes: computing at ASSUMED_MFU of the GPU's peak; nodes of 8 GPUs, filled one after the other; communication
+    Assumes: computing at UTILISATION of the GPU's peak; nodes of 8 GPUs, filled one after the other; communication
     waits for nothing and nothing hides it; BF16 with FP32 master weights; the optimizer's time is left out.
 
     Raises   ValueError if the model's heads do not divide, or the sequence is longer than the model reads
@@ -89,11 +89,10 @@ def explore_tensor(chosen: TensorChoice) -> TensorView:
     if chosen.tp > 1 and chosen.sequence_parallel:
         labelled[f"TP {chosen.tp} + SP"] = needed
     bars = budget_bars(labelled, limits)
-    how = (chosen.sequence_parallel, chosen.regather, chosen.recompute)
     sent = sent_bytes(calls(_run(chosen))["tp"])
     cluster = Cluster(gpu(chosen.gpu_key), link(chosen.inside), link(chosen.between), GPUS_PER_NODE)
     steps = {
-        tp: tensor_parallel_step(config, chosen.batch_size, chosen.seq_len, tp, cluster, ASSUMED_MFU, *how)
+        tp: step_time(_run(replace(chosen, tp=tp)), cluster, UTILISATION, Overlap(tp=False))
         for tp in possible_tp(config)
     }
     view = TensorView(needed, bars, limits, sent, steps, "", "")
@@ -123,25 +122,18 @@ def possible_tp(config: ModelConfig) -> list[int]:
 @checked
 def step_times(view: TensorView) -> dict[str, tuple[float, float]]:
     """`{label: (seconds computing, seconds waiting for communication)}` for the picture."""
-    return {f"tp {tp}": (step.compute_s, step.comm_s - step.hidden_s) for tp, step in view.steps.items()}
+    return {f"tp {tp}": (step.compute_s, step.total_s - step.compute_s) for tp, step in view.steps.items()}
 
 
 def _budget(chosen: TensorChoice) -> Budget:
-    layout = Layout(
-        tp=chosen.tp,
-        sequence_parallel=chosen.sequence_parallel and chosen.tp > 1,
-        regather=chosen.regather and chosen.sequence_parallel and chosen.tp > 1,
-        micro_batch=chosen.batch_size,
-        recompute=chosen.recompute,
-    )
-    return budgets(Run(preset(chosen.model), layout, chosen.seq_len))[0]
+    return budgets(_run(chosen))[0]
 
 
 def _title(chosen: TensorChoice, view: TensorView) -> str:
     fits = f"{'fits' if view.bars[-1].fits else 'does not fit'} on {gpu(chosen.gpu_key).name}"
     if chosen.tp == 1:
         return f"{chosen.model} on one GPU {fits}"
-    return f"{view.bars[-1].label} {fits}; modelled: {100 * view.steps[chosen.tp].comm_share:.0f} % communication"
+    return f"{view.bars[-1].label} {fits}; modelled: {100 * view.steps[chosen.tp].waiting_share:.0f} % communication"
 
 
 @checked
@@ -165,8 +157,8 @@ def describe_tensor(chosen: TensorChoice, view: TensorView) -> str:
         sends = f"A step of one micro-batch sends {show_bytes(view.sent_bytes)} from each GPU over {way}."
     return (
         f"Predicted: {needs}. {sends} Modelled, not measured: "
-        f"{show_seconds(step.compute_s)} computing at {100 * ASSUMED_MFU:.0f} % of the peak, "
-        f"{show_seconds(step.comm_s)} communicating, "
+        f"{show_seconds(step.compute_s)} computing, matrix products at "
+        f"{100 * UTILISATION.matmul:.0f} % of the peak; {show_seconds(step.total_s - step.compute_s)} communicating; "
         f"{step.tokens_per_s_per_gpu:,.0f} tokens per second and GPU."
     )
 

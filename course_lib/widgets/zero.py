@@ -16,7 +16,7 @@ from course_lib.memory.zero import Offload, offload_link_bytes, zero_state_bytes
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.run import Run
-from course_lib.sharded_timing import offload_s
+from course_lib.timing import offload_s
 from course_lib.traffic import calls, sent_bytes
 from course_lib.validate import Size, check_fields, checked
 from course_lib.widgets import parts

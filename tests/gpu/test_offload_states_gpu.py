@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from course_lib.parallel.offload_states import OffloadedAdamW
-from course_lib.sharded_timing import crossing_s
+from course_lib.timing import crossing_s
 from course_lib.training import MasterAdamW
 
 pytestmark = pytest.mark.gpu

@@ -13,12 +13,12 @@ from course_lib.hardware import PUBLISHED_1F1B_FALLS, PUBLISHED_1F1B_THROUGHPUT
 from course_lib.layout import Layout, even_layers, fewer_at_the_ends
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budget, budgets, saved_for_backward
-from course_lib.memory.flats import flats_of, stage_parameters
+from course_lib.memory.flats import flats_of
 from course_lib.memory.pipeline import boundary_bytes, live_layers
+from course_lib.memory.stages import balanced_layers, stage_parameters
 from course_lib.memory.states import count_parameters
 from course_lib.parallel.stages import cut
 from course_lib.parallel.weight_gradients import DelayedWeightGradients, WeightGradientStore
-from course_lib.pipeline_timing import balanced_layers
 from course_lib.run import Run
 from course_lib.schedules import (
     SCHEDULES,

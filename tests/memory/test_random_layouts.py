@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 from random_layouts import MODELS, SEQ_LEN, random_layouts
 
+from course_lib.layout.partition import stage_config
 from course_lib.memory.budget import budgets
-from course_lib.memory.flats import layers_of, stage_config
+from course_lib.memory.flats import layers_of
 from course_lib.run import Run
 from course_lib.simulate import simulate_rank
 from course_lib.simulate.cluster import STATES, planned_assignment

@@ -18,7 +18,7 @@ from course_lib.model import build
 from course_lib.model.llama import preset
 from course_lib.parallel import zero
 from course_lib.parallel.offload_states import OffloadedAdamW
-from course_lib.sharded_timing import crossing_s, offload_s
+from course_lib.timing import crossing_s, offload_s
 from course_lib.training import MasterAdamW
 from course_lib.training.precision import accumulate_in_fp32
 

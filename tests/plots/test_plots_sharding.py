@@ -15,12 +15,14 @@ from course_lib import model
 from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.launch import launch
+from course_lib.layout import Layout
 from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.memory.zero import padded, zero_bytes_per_parameter
 from course_lib.parallel import zero
 from course_lib.plots import curves, matrices, regions, sharding, timeline
-from course_lib.sharded_timing import tensor_parallel_layer_spans
+from course_lib.run import Run
 from course_lib.span import Span
+from course_lib.timing import tensor_parallel_layer_spans
 
 BYTES = {"parameters": 2, "gradients": 2, "optimizer": 12}
 SHAPE = {"tokens": 6, "d_model": 8, "d_ff": 10}
@@ -235,7 +237,8 @@ PUBLISHED = {"TP": {2: 13923, 4: 12421, 8: 10903, 16: 6246, 32: 2146},
              "TP + SP": {2: 14167, 4: 13460, 8: 10889, 16: 6159, 32: 3610}}  # fmt: skip
 MODELS = {"TP, modelled": {2: 14e3, 8: 12e3, 32: 2e3}, "TP + SP, modelled": {2: 14e3, 8: 12e3, 32: 3e3}}
 CLUSTER = Cluster(gpu("h100"), link("nvlink4"), link("efa"))
-LAYERS = {label: tensor_parallel_layer_spans(preset("llama-3.1-8b"), 1, 4096, 8, CLUSTER, 0.4, overlap)
+RUN = Run(preset("llama-3.1-8b"), Layout(tp=8), 4096)
+LAYERS = {label: tensor_parallel_layer_spans(RUN, CLUSTER, overlap=overlap)
           for label, overlap in (("one by one", False), ("gradient sums behind weight gradients", True))}  # fmt: skip
 PICTURES = {
     "stages": lambda: sharding.show_zero_stages(4),

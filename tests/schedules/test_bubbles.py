@@ -27,10 +27,11 @@ def test_the_bubble_is_the_closed_form_in_both_definitions_with_and_without_a_ba
     for name, pp, m, v in sizes(micro_batches=(1, 2, 4, 5, 7, 8, 9)):
         for times in TIMES:
             pair_s = sum(times) if name == "dualpipe_v" else None
-            if unmet_conditions(name, pp, m, v, *times, pair_s):
+            costs = Costs(*times, pair_s=pair_s)
+            if unmet_conditions(name, pp, m, v, costs):
                 continue
             simulation = clocked(name, pp, m, v, times, pair_s)
-            step, barrier = (bubble(name, pp, m, v, *times, pair_s, barrier=barrier) for barrier in (False, True))
+            step, barrier = (bubble(name, pp, m, v, costs, barrier=barrier) for barrier in (False, True))
             case = (name, pp, m, v, times)
             assert simulation.bubble_of_ideal == pytest.approx(barrier.of_ideal), case
             assert simulation.bubble_of_total == pytest.approx(barrier.of_total), case
@@ -66,7 +67,7 @@ def test_a_form_is_refused_where_the_clock_disagrees(name, m, times, sentence):
     }[name]
     pair_s = sum(times) if name == "dualpipe_v" else None
     with pytest.raises(ValueError, match=f"closed form of '{name}' does not hold: {sentence}; simulate it instead"):
-        bubble(name, 4, m, 1, *times, pair_s)
+        bubble(name, 4, m, 1, Costs(*times, pair_s=pair_s))
     simulation = clocked(name, 4, m, 1, times, pair_s)
     assert simulation.back_to_back_s - max(simulation.busy_s) > formula_s + 0.1
 
@@ -75,11 +76,14 @@ def test_other_refusals():
     with pytest.raises(ValueError, match="it counts pairs as one: give pair_s"):
         bubble("dualpipe_v", 2, 4)
     with pytest.raises(ValueError, match="pair_s is for dualpipe_v alone"):
-        bubble("1f1b", 2, 4, pair_s=3)
+        bubble("1f1b", 2, 4, costs=Costs(pair_s=3))
     with pytest.raises(ValueError, match="multiple of pp"):
         bubble("interleaved", 4, 6, 2)
     with pytest.raises(ValueError, match="forward_s is -1; give a finite number at least 0"):
-        bubble("1f1b", 2, 4, forward_s=-1)
+        bubble("1f1b", 2, 4, costs=Costs(forward_s=-1))
+    for unlike in (Costs(forward_s=(1.0, 2.0)), Costs(transfer_s=0.1)):
+        with pytest.raises(ValueError, match="stages must be equal, and transfers take no time; simulate it instead"):
+            bubble("1f1b", 2, 4, costs=unlike)
     with pytest.raises(ValueError, match="zbv needs m"):
         peak_live("zbv", 4, 6)
 
@@ -95,10 +99,10 @@ def test_what_is_alive_is_the_closed_form():
 def test_zero_bubble_tables_1_and_2():
     """Qi et al. 2024: bubble, and peak memory in M_B, of which M_W is the part that W needs; TB there is I here."""
     tf, tb, tw, p, m = 4, 4, 3, 4, 12
-    assert bubble("1f1b", p, m, 1, tf, tb, tw).idle_s == (p - 1) * (tf + tb + tw)
-    assert bubble("zb_h1", p, m, 1, tf, tb, tw).idle_s == (p - 1) * (tf + tb - tw)
-    assert bubble("zb_h2", p, m, 1, tf, tb, tw).idle_s == (p - 1) * (tf + tb - 2 * tw)
-    assert bubble("zbv", p, m, 1, tf, tf, tf).idle_s == 0
+    assert bubble("1f1b", p, m, 1, Costs(tf, tb, tw)).idle_s == (p - 1) * (tf + tb + tw)
+    assert bubble("zb_h1", p, m, 1, Costs(tf, tb, tw)).idle_s == (p - 1) * (tf + tb - tw)
+    assert bubble("zb_h2", p, m, 1, Costs(tf, tb, tw)).idle_s == (p - 1) * (tf + tb - 2 * tw)
+    assert bubble("zbv", p, m, 1, Costs(tf, tf, tf)).idle_s == 0
     for weight_part in (0.0, 0.6, 1.0):
         peaks = {
             name: max(
@@ -115,9 +119,9 @@ def test_dualpipe_table():
     """DeepSeek-V3, table 2, and DualPipe's README: B there is the whole backward, PP counts stages (2 a device)."""
     f, b, w, f_and_b, pp, m = 4, 9, 3, 11, 8, 20
     devices = pp // 2
-    assert bubble("1f1b", pp, m, 1, f, b - w, w).idle_s == (pp - 1) * (f + b)
-    assert bubble("zb_h1", pp, m, 1, f, b - w, w).idle_s == (pp - 1) * (f + b - 2 * w)
-    form = bubble("dualpipe_v", devices, m, 1, f, b - w, w, pair_s=f_and_b)
+    assert bubble("1f1b", pp, m, 1, Costs(f, b - w, w)).idle_s == (pp - 1) * (f + b)
+    assert bubble("zb_h1", pp, m, 1, Costs(f, b - w, w)).idle_s == (pp - 1) * (f + b - 2 * w)
+    form = bubble("dualpipe_v", devices, m, 1, Costs(f, b - w, w, pair_s=f_and_b))
     assert form.idle_s == (pp / 2 - 1) * (f_and_b + b - 3 * w)
     simulation = clocked("dualpipe_v", devices, m, 1, (f, b - w, w), f_and_b)
     assert simulation.makespan_s == pytest.approx(form.idle_s + form.ideal_s)
@@ -137,7 +141,10 @@ def test_C104_C112_1f1b_is_not_interleaved():
     """The bubble of v stages a rank is 1 / v of that of 1F1B for the same layers, whose stages take v times as long."""
     layers_s = 6.0
     for v in (2, 3):
-        forms = bubble("interleaved", 4, 8, v, *[layers_s / v / 3] * 3), bubble("1f1b", 4, 8, 1, *[layers_s / 3] * 3)
+        forms = [
+            bubble(name, 4, 8, stages, Costs(*[layers_s / stages / 3] * 3))
+            for name, stages in (("interleaved", v), ("1f1b", 1))
+        ]
         assert forms[0].idle_s == pytest.approx(forms[1].idle_s / v) and forms[0].ideal_s == pytest.approx(48)
         assert make("interleaved", 4, 8, v).instructions != one_f_one_b(4, 8).instructions
 
@@ -190,5 +197,5 @@ def test_C118_h1_keeps_a_third_of_the_bubble_and_h2_doubles_the_memory_for_none(
 
 
 def test_C119_dualpipe_is_near_zero_but_not_zero():
-    form = bubble("dualpipe_v", 4, 16, pair_s=3)
+    form = bubble("dualpipe_v", 4, 16, costs=Costs(pair_s=3))
     assert form.idle_s == 6 and form.of_ideal == 6 / 96

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.config import ModelConfig, MoeConfig, preset
+from course_lib.flops import step_flops
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure import ByteMeter, MemoryTracker
@@ -18,7 +19,6 @@ from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.simulate import simulate, simulate_rank
 from course_lib.simulate.cluster import STATES, dtypes_of, plan_assignments, planned_assignment, pp_ranks_of
-from course_lib.timing import step_flops
 
 SEQ_LEN = 64
 TINY = ModelConfig("tiny", 2, 32, num_heads=4, num_kv_heads=2, d_ff=96, vocab_size=64, max_seq_len=64)

@@ -5,46 +5,49 @@ from itertools import pairwise
 import pytest
 
 from course_lib.config import preset
-from course_lib.context_timing import (
+from course_lib.hardware import Cluster, Link, gpu, link
+from course_lib.layout import Layout
+from course_lib.memory.context import for_length
+from course_lib.run import Run
+from course_lib.timing import (
     AttentionTime,
+    Utilisation,
     attention_time,
     ring_link,
     ring_spans,
     tokens_that_hide_a_hop,
 )
-from course_lib.hardware import Cluster, Link, gpu, link
 
 H100, NVLINK, IB = gpu("h100"), link("nvlink4"), link("ib-ndr400")
 CLUSTER = Cluster(H100, NVLINK, IB)
 LLAMA_8B = preset("llama-3.1-8b")
+RATE = Utilisation().attention_flops_per_s(CLUSTER)
 INSTANT = Link("no latency", 0.0, 450e9, 900e9, "", "")
 
 
 def test_ring_attention_s_condition_is_flops_over_bandwidth():
     """Block of at least FLOPS / bandwidth tokens, for 2-byte numbers, no mask, as many key heads as query heads."""
-    published = H100.bf16_flops / NVLINK.achieved_bytes_per_s
-    assert tokens_that_hide_a_hop(H100, NVLINK, 1.0, causal=False) == pytest.approx(published)
-    half = tokens_that_hide_a_hop(H100, NVLINK, 0.5, causal=False)  # a slower kernel hides more
+    peak = H100.bf16_flops
+    published = peak / NVLINK.achieved_bytes_per_s
+    assert tokens_that_hide_a_hop(peak, NVLINK, causal=False) == pytest.approx(published)
+    half = tokens_that_hide_a_hop(peak / 2, NVLINK, causal=False)  # a slower kernel hides more
     assert half == pytest.approx(published / 2)
-    assert tokens_that_hide_a_hop(H100, NVLINK, 0.5) == pytest.approx(2 * half)  # half of the pairs
-    assert tokens_that_hide_a_hop(H100, NVLINK, 0.5, queries_per_key=4) == pytest.approx(2 * half / 4)  # 8B's GQA
-    assert tokens_that_hide_a_hop(H100, IB, 0.5) == pytest.approx(370.8 / 50 * 2 * half)  # GB/s achieved
-    backward = tokens_that_hide_a_hop(H100, NVLINK, 0.5, backward=True)
+    assert tokens_that_hide_a_hop(peak / 2, NVLINK) == pytest.approx(2 * half)  # half of the pairs
+    assert tokens_that_hide_a_hop(peak / 2, NVLINK, queries_per_key=4) == pytest.approx(2 * half / 4)  # 8B's GQA
+    assert tokens_that_hide_a_hop(peak / 2, IB) == pytest.approx(370.8 / 50 * 2 * half)  # GB/s achieved
+    backward = tokens_that_hide_a_hop(peak / 2, NVLINK, backward=True)
     assert backward == pytest.approx(2 * half * 3 / 2.5)  # 2 + 4 bytes for 2.5 times the FLOPs
 
 
-def test_at_the_condition_a_hop_takes_as_long_as_computing_with_latency_too():
-    tokens = tokens_that_hide_a_hop(H100, NVLINK, 0.5, queries_per_key=4, head_numbers=8 * 128)
-    computing_s = 4 * 0.5 * tokens**2 * 32 * 128 / (0.5 * H100.bf16_flops)
-    assert computing_s == pytest.approx(NVLINK.latency_s + 2 * tokens * 8 * 128 * 2 / NVLINK.achieved_bytes_per_s)
+def _run(seq_len, **how):
+    return Run(for_length(LLAMA_8B, seq_len), Layout(**how), seq_len)
 
 
 def test_above_the_condition_a_ring_exposes_the_last_hop_home_alone():
     cp = 4
     for factor, hidden in ((1.3, True), (0.7, False)):
-        tokens = tokens_that_hide_a_hop(H100, INSTANT, 0.5, 4, backward=True) * factor // 2 * 2
-        cluster = Cluster(H100, INSTANT, INSTANT)
-        time = attention_time(LLAMA_8B, 1, int(tokens) * cp, cp, cluster, 0.5)
+        tokens = int(tokens_that_hide_a_hop(RATE, INSTANT, 4, backward=True) * factor // 2 * 2)
+        time = attention_time(_run(tokens * cp, cp=cp), Cluster(H100, INSTANT, INSTANT))
         last_s = 2 * tokens * 8 * 128 * 4 / INSTANT.bytes_per_s
         assert (time.exposed_s == pytest.approx(last_s, rel=0.01)) == hidden
         assert time.waiting_s == pytest.approx(0.0, abs=1e-12)
@@ -72,8 +75,9 @@ def test_a_slow_link_makes_each_backward_step_wait_for_keys_behind_gradients():
 
 
 def test_contiguous_waits_and_gathering_hides_nothing():
-    def time(method="ring", sequence_sharding="zigzag", seq_len=131_072, cp=8, per_node=None) -> AttentionTime:
-        return attention_time(LLAMA_8B, 1, seq_len, cp, CLUSTER, 0.5, method, sequence_sharding, per_node=per_node)
+    def time(method="ring", sequence_sharding="zigzag", seq_len=131_072, per_node=8) -> AttentionTime:
+        cluster = Cluster(H100, NVLINK, IB, gpus_per_node=per_node)
+        return attention_time(_run(seq_len, cp=8, cp_method=method, cp_sharding=sequence_sharding), cluster)
 
     ring, contiguous, gathered, ulysses = time(), time("ring", "contiguous"), time("all_gather"), time("ulysses")
     assert ring.compute_s == contiguous.compute_s == pytest.approx(gathered.compute_s)
@@ -84,4 +88,4 @@ def test_contiguous_waits_and_gathering_hides_nothing():
     assert time(seq_len=short).exposed_s < 0.1 * time(seq_len=short).comm_s
     apart = {method: time(method, seq_len=short, per_node=1).total_s for method in ("ring", "all_gather", "ulysses")}
     assert min(apart, key=apart.get) == "ulysses" and apart["ring"] > 2 * time(seq_len=short).total_s
-    assert ring_link(16, CLUSTER) == IB and ring_link(8, CLUSTER) == NVLINK and ring_link(8, CLUSTER, 1) == IB
+    assert [ring_link(Layout(cp=cp, tp=tp), CLUSTER) for cp, tp in ((16, 1), (8, 1), (8, 8))] == [IB, NVLINK, IB]

@@ -5,13 +5,23 @@ from dataclasses import replace
 import pytest
 
 from course_lib.config import preset
-from course_lib.five_d_timing import Overlap, Utilisation, ranks_in_a_node, step_time
+from course_lib.flops import attention_flops_per_token, step_flops
 from course_lib.hardware import PUBLISHED_CP_THROUGHPUT, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.run import Run
 from course_lib.schedules import bubble
-from course_lib.sharded_timing import tensor_parallel_step
-from course_lib.timing import attention_flops_per_token, collective_s, step_flops
+from course_lib.timing import (
+    FLASH_ATTENTION_3,
+    Overlap,
+    Utilisation,
+    calls_s,
+    collective_s,
+    ranks_in_a_node,
+    step_time,
+    tensor_parallel_layer_spans,
+    waiting_s,
+)
+from course_lib.traffic import calls
 
 H100 = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
 HALF = Utilisation(matmul=0.5, attention=0.5)  # one share for all, as the chapters' models have it
@@ -39,13 +49,19 @@ def test_one_gpu_computes_and_does_nothing_else():
 
 
 @pytest.mark.parametrize(("sequence_parallel", "regather"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("hide", [False, True])
-def test_tp_alone_is_the_model_of_its_chapter(sequence_parallel, regather, hide):
+def test_tp_alone_takes_its_calls_less_what_a_layer_hides(sequence_parallel, regather):
     layout = Layout(tp=8, sequence_parallel=sequence_parallel, regather=regather, micro_batches=2)
-    time = step_time(_run(LLAMA_8B, layout), H100, WHOLE_SCORES, overlap=Overlap(tp=hide))
-    alone = tensor_parallel_step(LLAMA_8B, 1, 4096, 8, H100, 0.5, sequence_parallel, regather, overlap=hide)
-    assert time.total_s == pytest.approx(2 * alone.step_s, rel=1e-3)  # that one sums norms' gradients once more
-    assert time.tp_s == pytest.approx(2 * (alone.comm_s - alone.hidden_s), rel=0.01)
+    run = _run(LLAMA_8B, layout)
+    bare, hidden = (step_time(run, H100, HALF, Overlap(tp=hide)) for hide in (False, True))
+    listed = calls(run)["tp"]
+    assert bare.tp_s + bare.data_s == pytest.approx(calls_s(listed, layout, H100, "tp"))
+    assert (bare.data_s > 0) == sequence_parallel  # the gradients of norms, once a step
+    waits = [waiting_s(tensor_parallel_layer_spans(run, H100, HALF, overlap)) for overlap in (False, True)]
+    assert bare.total_s - hidden.total_s == pytest.approx(2 * 32 * (waits[0] - waits[1]))
+    head_s = 2 * 3 * 2 * 4096 * 4096 * 128_256 / 8 / (0.5 * 989e12)
+    spans = tensor_parallel_layer_spans(run, H100, HALF)
+    layer_s = sum(span.seconds for span in spans if span.lane == "compute")
+    assert [bare.compute_s, hidden.compute_s] == pytest.approx(2 * [2 * 32 * layer_s + head_s])
 
 
 def test_equal_stages_wait_as_the_closed_form_says():
@@ -56,7 +72,7 @@ def test_equal_stages_wait_as_the_closed_form_says():
         time = step_time(_run(config, layout), far, HALF)
         expected = bubble(name, 4, 8, v).of_ideal
         assert time.bubble_s / time.compute_s == pytest.approx(expected, rel=1e-3)
-        assert time.transfer_s == pytest.approx(0, abs=1e-6)
+        assert time.transfer_s == pytest.approx(0, abs=1e-6) and time.data_s == 0
     slow = step_time(_run(config, layout), replace(H100, gpus_per_node=1), HALF)
     assert slow.transfer_s > 0
 
@@ -90,6 +106,7 @@ def test_where_groups_lie_follows_from_the_order_of_the_axes():
     assert [ranks_in_a_node(inner, H100, axis) for axis in ("tp", "data", "pp")] == [8, 1, 1]
     outer = replace(inner, order=("tp", "pp", "cp", "dp"))
     assert [ranks_in_a_node(outer, H100, axis) for axis in ("tp", "data", "pp")] == [1, 4, 2]
+    assert ranks_in_a_node(Layout(pp=4, tp=4), H100, "pp") == 1  # two of four share a node, and two messages cross
     times = [
         step_time(_run(LLAMA_8B, replace(layout, sequence_parallel=True)), H100, HALF) for layout in (inner, outer)
     ]
@@ -122,7 +139,7 @@ def test_llama_3_405b_beside_its_published_mfu():
         time = step_time(
             Run(LLAMA_405B, Layout.parse(text + common), seq_len, "bf16-master-fp32-grads"),
             cluster,
-            Utilisation(0.55, 0.65),
+            Utilisation(0.55, FLASH_ATTENTION_3),
         )
         assert time.num_tokens == 2**24
         assert time.causal_mfu == pytest.approx(published, rel=0.06)
@@ -145,7 +162,7 @@ def test_attention_runs_at_its_own_rate_and_a_fused_kernel_computes_its_scores_a
     scores = seq_len * attention_flops_per_token(LLAMA_8B, seq_len, causal=True)
     products = step_flops(LLAMA_8B, seq_len, seq_len, causal=True) - 3 * scores
     for attention, passes in (("standard", 3), ("fused", 3.5)):
-        time = step_time(Run(LLAMA_8B, Layout(), seq_len, attention=attention), H100, Utilisation(0.5, 0.35))
+        time = step_time(Run(LLAMA_8B, Layout(), seq_len, attention=attention), H100, Utilisation())
         assert time.total_s == pytest.approx(products / (0.5 * peak) + passes * scores / (0.35 * peak))
 
 
@@ -162,14 +179,13 @@ def test_long_sequences_on_cp_ranks_beside_published_throughput():
         layout = Layout(dp=8 // cp, cp=cp, zero_stage=3, recompute="full", cp_sharding=sequence_sharding)
         return step_time(Run(LLAMA_8B, layout, 32_768 * cp), cluster, utilisation).tokens_per_s_per_gpu
 
-    alike, own = Utilisation(0.476, 0.476), Utilisation(0.476, 0.35)
+    alike, own = Utilisation(0.476, 0.476), Utilisation(0.476)
     errors = {
-        name: [speed(utilisation, cp, sequence_sharding) / published - 1 for cp, published in PUBLISHED_CP_THROUGHPUT.items()]
-        for name, utilisation, sequence_sharding in (
+        name: [speed(utilisation, cp, sharding) / published - 1 for cp, published in PUBLISHED_CP_THROUGHPUT.items()]
+        for name, utilisation, sharding in (
             ("alike", alike, "zigzag"), ("own", own, "zigzag"), ("waiting", own, "contiguous"),
         )
     }  # fmt: skip
-    print(errors)
     assert max(errors["own"]) < 0.7 * max(errors["alike"])
     assert all(own < alike for own, alike in zip(errors["own"], errors["alike"], strict=True))
 

@@ -3,11 +3,13 @@
 import pytest
 
 from course_lib.config import ModelConfig, preset
-from course_lib.hardware import PUBLISHED_1F1B_THROUGHPUT, gpu, link
-from course_lib.layout import even_layers
-from course_lib.pipeline_timing import balanced_layers, bubble_alone, busy_share, stage_costs, stage_flops, transfer_s
-from course_lib.schedules import one_f_one_b, simulate
-from course_lib.timing import step_flops
+from course_lib.flops import stage_flops, step_flops
+from course_lib.hardware import PUBLISHED_1F1B_THROUGHPUT, Cluster, gpu, link
+from course_lib.layout import Layout, even_layers
+from course_lib.memory.stages import balanced_layers
+from course_lib.run import Run
+from course_lib.schedules import bubble, one_f_one_b, simulate
+from course_lib.timing import Utilisation, stage_costs
 
 LLAMA_8B = preset("llama-3.1-8b")
 
@@ -29,29 +31,42 @@ def test_zero_bubble_s_table_1():
         stage_flops(gpt, 3, s, [2, 3], 0)
 
 
+def _costs(layers, between="ib-ndr400", tp=1, **how):
+    layout = Layout(pp=8, tp=tp, micro_batches=32, layers_of_stage=tuple(layers), **how)
+    cluster = Cluster(gpu("h100"), link("nvlink4"), link(between), gpus_per_node=tp)
+    return stage_costs(Run(LLAMA_8B, layout, 4096), cluster, Utilisation(0.45))
+
+
 def test_a_transfer_between_nodes_is_short_beside_a_stage():
-    ib = link("ib-ndr400")
-    assert transfer_s(LLAMA_8B, 1, 4096, ib) == pytest.approx(ib.latency_s + 4096 * 4096 * 2 / 50e9)
-    costs = stage_costs(LLAMA_8B, 1, 4096, even_layers(32, 8), gpu("h100"), 0.45, ib)
+    ib, even = link("ib-ndr400"), even_layers(32, 8)
+    costs = _costs(even)
+    assert costs.transfer_s == pytest.approx(ib.latency_s + 4096 * 4096 * 2 / 50e9)
     assert costs.transfer_s < 0.05 * costs.forward_s[0]
-    shared = stage_costs(LLAMA_8B, 1, 4096, even_layers(32, 8), gpu("h100"), 0.45, ib, cp=2, tp=4)
-    assert [8 * seconds for seconds in shared.weight_backward_s] == pytest.approx(costs.weight_backward_s)
+    shared = _costs(even, tp=4, sequence_parallel=True)  # whose sums are in F and I
+    assert [4 * seconds for seconds in shared.weight_backward_s] == pytest.approx(costs.weight_backward_s)
+    assert shared.transfer_s - ib.latency_s == pytest.approx((costs.transfer_s - ib.latency_s) / 4)
 
 
 def test_equal_layers_leave_everybody_waiting_for_the_stage_with_the_head():
     bubbles = {}
     for name, layers in (("even", even_layers(32, 8)), ("balanced", balanced_layers(LLAMA_8B, 8, by="flops"))):
-        costs = stage_costs(LLAMA_8B, 1, 4096, layers, gpu("h100"), 0.45, link("nvlink4"))
-        bubbles[name] = simulate(one_f_one_b(8, 32), costs).bubble_of_ideal
+        bubbles[name] = simulate(one_f_one_b(8, 32), _costs(layers, "nvlink4")).bubble_of_ideal
     assert 7 / 32 < bubbles["balanced"] < 0.75 * bubbles["even"]
 
 
+def _bubble_alone(published, label):
+    """What published throughput would be if the bubble were all that changes, anchored at the shortest pipeline."""
+    busy = {pp: 1 - bubble("1f1b", pp, pp - 1 if label == "pp - 1" else int(label)).of_total for pp in published}
+    first = min(published)
+    return {pp: published[first] * busy[pp] / busy[first] for pp in published}
+
+
 def test_C110_C111_the_bubble_explains_one_node_and_not_more():
-    assert busy_share(8, 7) == busy_share(32, 31) == 0.5  # C110
+    assert bubble("1f1b", 8, 7).of_total == bubble("1f1b", 32, 31).of_total == 0.5  # C110
     for label, bars in PUBLISHED_1F1B_THROUGHPUT.items():
-        modelled = bubble_alone(bars, label)
+        modelled = _bubble_alone(bars, label)
         gap = {pp: bars[pp] / modelled[pp] for pp in bars}
         assert gap[2] == 1 and all(0.89 < gap[pp] < 1.10 for pp in (4, 8))
         assert 0.7 < gap[16] < 0.92 and 0.45 < gap[32] < 0.52
-    falls = bubble_alone(PUBLISHED_1F1B_THROUGHPUT["32"], "32")
+    falls = _bubble_alone(PUBLISHED_1F1B_THROUGHPUT["32"], "32")
     assert [round(100 * (1 - falls[pp] / falls[pp // 2]), 1) for pp in (4, 8, 16, 32)] == [5.7, 10.3, 17.0, 25.4]

@@ -1,5 +1,6 @@
 """Modelled times: hand values, limits, and the published scaling that the model is put beside."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -19,19 +20,19 @@ from course_lib.layout import Layout
 from course_lib.memory.budget import budgets, largest_that_fits
 from course_lib.memory.zero import Offload, layer_units, offload_link_bytes, zero_state_bytes
 from course_lib.run import Run
-from course_lib.sharded_timing import (
+from course_lib.timing import (
+    Overlap,
+    Utilisation,
     ZeroLayer,
-    calls_s,
     crossing_s,
     offload_s,
+    step_time,
     tensor_parallel_layer_spans,
-    tensor_parallel_step,
     tokens_that_hide_a_gather,
     waiting_s,
     zero3_layer,
     zero3_spans,
 )
-from course_lib.traffic import calls
 
 H100 = GPUS["h100"]
 EFA = Cluster(H100, LINKS["nvlink4"], LINKS["efa"])
@@ -50,16 +51,20 @@ def test_C138_one_direction_of_the_link_carries_a_collective():
     assert LINKS["pcie4"].bytes_per_s / 1e9 == pytest.approx(32, rel=0.02)
 
 
+UTILISATION = Utilisation(matmul=0.45)
+
+
+def _tensor_step(tp, overlap=False, **how):
+    layout = Layout(tp=tp, **how)
+    return step_time(Run(LLAMA_70B, layout, 4096), EFA, UTILISATION, Overlap(tp=overlap))
+
+
 def test_a_step_is_its_computing_and_what_is_not_hidden():
-    args = (LLAMA_70B, 1, 4096, 8, EFA, 0.45)
-    plain, hidden = (tensor_parallel_step(*args, overlap=overlap) for overlap in (False, True))
-    flops = timing.step_flops(LLAMA_70B, 4096, 4096)
-    assert plain.compute_s == pytest.approx(flops / 8 / (0.45 * 989e12))
-    assert plain.comm_s == calls_s(calls(Run(LLAMA_70B, Layout(tp=8), 4096))["tp"], EFA)
-    assert plain.hidden_s == 0 < hidden.hidden_s < hidden.comm_s / 2  # forward sums cannot be hidden
-    assert 0.085 < hidden.comm_share < 0.09 < 0.14 < plain.comm_share < 0.145
-    one = tensor_parallel_step(LLAMA_70B, 1, 4096, 1, EFA, 0.45, overlap=True)
-    assert one.comm_s == one.hidden_s == one.comm_share == 0
+    plain, hidden = (_tensor_step(8, overlap) for overlap in (False, True))
+    assert [plain.compute_s, hidden.compute_s] == pytest.approx(2 * [_tensor_step(1).compute_s / 8])
+    assert plain.tp_s / 2 < hidden.tp_s < plain.tp_s  # forward sums cannot be hidden
+    assert 0.085 < hidden.waiting_share < 0.09 < 0.14 < plain.waiting_share < 0.147
+    assert _tensor_step(1, True).waiting_share == 0
 
 
 def test_C079_C087_C088_published_throughput_falls_by_43_percent_from_8_to_16():
@@ -76,13 +81,14 @@ def test_C079_the_model_falls_with_the_published_scaling(sp):
     published = PLAYBOOK_TP[sp]
 
     def speed(tp, utilisation):
-        step = tensor_parallel_step(PLAYBOOK_3B, published[tp][1], 4096, tp, EFA, utilisation, sp, regather=sp)
-        return step.tokens_per_s_per_gpu
+        layout = Layout(tp=tp, sequence_parallel=sp, regather=sp, micro_batch=published[tp][1])
+        run = Run(PLAYBOOK_3B, layout, 4096)
+        return step_time(run, EFA, Utilisation(utilisation), Overlap(tp=False)).tokens_per_s_per_gpu
 
     utilisation = 0.45
     for _ in range(20):  # comm_s does not depend on it, so this converges at once
         utilisation *= published[2][0] / speed(2, utilisation)
-    assert 0.36 < utilisation < 0.40
+    assert 0.35 < utilisation < 0.38  # of matrix products; attention's own share is not fitted
     ours = {tp: speed(tp, utilisation) for tp in published}
     errors = {tp: ours[tp] / published[tp][0] - 1 for tp in published}
     assert max(abs(errors[tp]) for tp in (2, 4, 8)) < 0.08
@@ -113,32 +119,29 @@ def test_C080_the_largest_micro_batch_grows_with_tp_and_more_with_sequence_paral
 def test_C181_full_recomputation_took_a_third_longer():
     kept, full = sum((7.7, 11.9)), sum((7.7, 19.5))  # ms, one layer of 22B (Korthikanti et al. 2022, table 4)
     assert round(100 * (full / kept - 1)) == 39
-    step = [tensor_parallel_step(LLAMA_70B, 1, 4096, 8, EFA, 0.45, recompute=r).step_s for r in ("none", "full")]
+    step = [_tensor_step(8, recompute=r).total_s for r in ("none", "full")]
     assert 0.28 < step[1] / step[0] - 1 < 0.34  # modelled; the paper's 36 % at 530B and 1T is measured
 
 
+def _layer_spans(overlap=True, **how):
+    return tensor_parallel_layer_spans(Run(LLAMA_70B, Layout(tp=8, **how), 4096), EFA, UTILISATION, overlap)
+
+
 def test_the_layer_s_timeline_hides_only_backward_sums():
-    args = (LLAMA_70B, 1, 4096, 8, EFA, 0.45)
-    plain, hidden = (tensor_parallel_layer_spans(*args, overlap=overlap) for overlap in (False, True))
+    plain, hidden = (_layer_spans(overlap) for overlap in (False, True))
     sum_s = timing.collective_s("all_reduce", 4096 * 8192 * 2, 8, EFA)
     assert waiting_s(plain) == pytest.approx(4 * sum_s)
-    whole = tensor_parallel_step(*args, overlap=True)
-    assert waiting_s(plain) - waiting_s(hidden) == pytest.approx(whole.hidden_s / 80)
-    compute_s = sum(span.seconds for span in hidden if span.lane == "compute")
-    head_flops = 3 * 2 * 4096 * 8192 * 128_256
-    assert 80 * compute_s == pytest.approx(whole.compute_s - head_flops / 8 / (0.45 * 989e12))
+    assert 2 * sum_s < waiting_s(hidden) < 2.5 * sum_s
     for each in (plain, hidden):
         _check_order(each)
 
 
 def test_sequence_parallelism_has_twice_the_calls_and_regather_hides_its_own():
-    args = (LLAMA_70B, 1, 4096, 8, EFA, 0.45)
-
     def sent(spans):
         return [span for span in spans if span.lane == "communication"]
 
-    tp = tensor_parallel_layer_spans(*args)
-    sp, again = (tensor_parallel_layer_spans(*args, sequence_parallel=True, regather=r) for r in (False, True))
+    tp = _layer_spans()
+    sp, again = (_layer_spans(sequence_parallel=True, regather=r) for r in (False, True))
     assert [len(sent(spans)) for spans in (tp, sp, again)] == [4, 8, 10]
     seconds = [sum(span.seconds for span in sent(spans)) for spans in (tp, sp, again)]
     assert seconds[1] / seconds[0] == pytest.approx(1.41, abs=0.01)  # the switch sums an all-reduce, not its phases
@@ -148,9 +151,8 @@ def test_sequence_parallelism_has_twice_the_calls_and_regather_hides_its_own():
     assert half_s < column_s and waiting_s(sp) == pytest.approx(6 * half_s)  # those that stand before a computation
     assert waiting_s(again) == pytest.approx(waiting_s(sp))
     assert waiting_s(tp) < 5 * half_s < waiting_s(sp)  # its backward sums start behind weight gradients whole
-    whole = tensor_parallel_step(*args, sequence_parallel=True, regather=True, overlap=True)
-    late = tensor_parallel_layer_spans(*args, overlap=False, sequence_parallel=True, regather=True)
-    assert waiting_s(late) - waiting_s(again) == pytest.approx(whole.hidden_s / 80)
+    late = _layer_spans(overlap=False, sequence_parallel=True, regather=True)
+    assert waiting_s(late) - waiting_s(again) == pytest.approx(4 * half_s)
     for each in (sp, again, late):
         _check_order(each)
 
@@ -201,17 +203,20 @@ def test_C072_whether_prefetch_hides_a_gather_depends_on_tokens_and_bandwidth():
     cluster = Cluster(H100, network, network, gpus_per_node=1)
     limit = tokens_that_hide_a_gather(64, 50e9, H100, 0.45)
     for factor, hidden in ((0.85, False), (1.05, True)):  # scores of attention, left out there, hide a little more
-        batch_size = round(factor * limit / 256)
-        assert zero3_layer(LLAMA_8B, batch_size, 256, 64, cluster, 0.45).hidden is hidden
+        layout = Layout(dp=64, zero_stage=3, micro_batch=round(factor * limit / 256))
+        assert zero3_layer(Run(LLAMA_8B, layout, 256), cluster, UTILISATION).hidden is hidden
 
 
 def test_a_layer_s_times_are_those_of_its_bytes_and_flops():
-    layer = zero3_layer(LLAMA_8B, 1, 8192, 8, EFA, 0.5)
+    run = Run(LLAMA_8B, Layout(dp=8, zero_stage=3), 8192)
+    layer = zero3_layer(run, EFA)
     numel = layer_units(LLAMA_8B)[1] - 2 * 4096
     assert layer.gather_s == pytest.approx(timing.collective_s("all_gather", 2 * numel, 8, EFA.inside))
-    assert layer.reduce_s == pytest.approx(layer.gather_s) and layer.backward_s == 2 * layer.forward_s
-    assert layer.forward_s == pytest.approx(8192 * (2 * numel + 4 * 4096 * 8192) / (0.5 * 989e12))
-    fp32 = zero3_layer(LLAMA_8B, 1, 8192, 8, EFA, 0.5, "bf16-master-fp32-grads")
+    assert layer.reduce_s == pytest.approx(layer.gather_s)
+    products_s, scores_s = 8192 * 2 * numel / (0.5 * 989e12), 8192 * 2 * 4096 * 8192 / (0.35 * 989e12)
+    assert layer.forward_s == pytest.approx(products_s + scores_s)
+    assert layer.backward_s == pytest.approx(2 * products_s + 2.5 * scores_s)
+    fp32 = zero3_layer(replace(run, recipe="bf16-master-fp32-grads"), EFA)
     assert fp32.reduce_s == pytest.approx(2 * layer.reduce_s, rel=0.02)
 
 

@@ -3,12 +3,12 @@
 from widget_tree import control, shown, texts
 
 from course_lib.config import preset
-from course_lib.context_timing import attention_time
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
 from course_lib.memory.context import for_length
 from course_lib.run import Run
+from course_lib.timing import attention_time
 from course_lib.widgets.context import ContextChoice, context_explorer, explore_context
 
 LLAMA_8B = preset("llama-3.1-8b")
@@ -20,7 +20,7 @@ def test_the_view_is_the_budget_and_the_modelled_layer():
     totals = [budgets(Run(LLAMA_8B, layout, 131_072))[0].total_bytes for layout in layouts]
     assert [bar.total_bytes for bar in view.bars] == totals
     cluster = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
-    ring = attention_time(LLAMA_8B, 1, 131_072, 4, cluster, 0.5, per_node=4, tp=2)
+    ring = attention_time(Run(LLAMA_8B, Layout(cp=4, tp=2), 131_072), cluster)
     assert view.times["ring"] == ring and set(view.times) == {"ring", "all_gather", "ulysses"}
     assert view.share_of_ideal == 1.0 and "32,768 tokens" in view.text and "NVLink" in view.text
 

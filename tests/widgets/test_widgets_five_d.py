@@ -11,13 +11,13 @@ from widget_tree import control, shown, texts
 from course_lib.compare import five_d_profile
 from course_lib.compare.five_d_profile import first_times, measure_five_d
 from course_lib.config import preset
-from course_lib.five_d_timing import step_time
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
 from course_lib.plots.memory import kinds_of
 from course_lib.plots.style import style
 from course_lib.run import Run
+from course_lib.timing import step_time
 from course_lib.traffic import sent
 from course_lib.widgets import five_d
 from course_lib.widgets.five_d import KNOWN, NOTHING, FiveDChoice, explore_five_d, five_d_explorer, five_d_figure

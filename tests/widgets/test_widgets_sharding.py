@@ -11,7 +11,7 @@ from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
 from course_lib.memory.formulas import count_parameters
 from course_lib.run import Run
-from course_lib.sharded_timing import tensor_parallel_step
+from course_lib.timing import Overlap, step_time
 from course_lib.widgets import tensor, zero
 from course_lib.widgets.tensor import TensorChoice, explore_tensor, step_times, tensor_explorer
 from course_lib.widgets.zero import ZeroChoice, explore_zero, zero_explorer
@@ -61,16 +61,17 @@ def test_the_tensor_view_is_the_budget_and_the_modelled_step():
     assert view.budget == budgets(Run(config, Layout(tp=8, sequence_parallel=True), 4096))[0]
     assert [bar.label for bar in view.bars] == ["one GPU", "TP 8", "TP 8 + SP"]
     assert view.bars[2].total_bytes < view.bars[1].total_bytes < view.bars[0].total_bytes
-    step = tensor_parallel_step(config, 1, 4096, 8, cluster, tensor.ASSUMED_MFU, True)
+    run = Run(config, Layout(tp=8, sequence_parallel=True), 4096)
+    step = step_time(run, cluster, tensor.UTILISATION, Overlap(tp=False))
     assert view.steps[8] == step and list(view.steps) == [1, 2, 4, 8, 16, 32]  # 32 heads
-    assert step_times(view)["tp 8"] == (step.compute_s, step.comm_s)
-    assert view.title.endswith(f"modelled: {100 * step.comm_share:.0f} % communication")
+    assert step_times(view)["tp 8"] == (step.compute_s, step.total_s - step.compute_s)
+    assert view.title.endswith(f"modelled: {100 * step.waiting_share:.0f} % communication")
     assert "Modelled, not measured" in view.text
 
 
 def test_leaving_the_node_costs_and_gathering_again_trades_bytes_for_memory():
     inside, outside = explore_tensor(TensorChoice(tp=8)).steps[8], explore_tensor(TensorChoice(tp=16)).steps[16]
-    assert outside.comm_s > inside.comm_s and outside.comm_share > inside.comm_share
+    assert outside.tp_s > inside.tp_s and outside.waiting_share > inside.waiting_share
     assert "between 2 nodes" in explore_tensor(TensorChoice(tp=16)).text
     kept, again = explore_tensor(TensorChoice()), explore_tensor(TensorChoice(mode="tp+sp regather"))
     assert again.budget.activations < kept.budget.activations and again.sent_bytes > kept.sent_bytes

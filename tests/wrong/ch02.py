@@ -13,8 +13,8 @@ from course_lib.checks.ch02 import (
     check_scaled_step,
     check_utilisation,
 )
+from course_lib.flops import flops_per_token, step_flops
 from course_lib.memory.formulas import budget
-from course_lib.timing import flops_per_token, step_flops
 
 
 # ------------------------------------------------------------------------------------ 1. accumulation

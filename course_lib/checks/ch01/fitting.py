@@ -101,7 +101,7 @@ def _random_events(rng: random.Random) -> tuple[list[Event], int]:
 
 
 def _first_fit(events: list[Event], capacity: int, choose=min, merge: bool = True) -> tuple[int, int] | None:
-    """choose   of the free blocks (start, size) that are large enough, which one; the smallest start is the first fit"""
+    """choose   of the free blocks (start, size) that are large enough, which one; the lowest is the first fit"""
     free_blocks, placed = [(0, capacity)], {}
     for index, (kind, name, *size) in enumerate(events):
         if kind == "free":

@@ -136,7 +136,7 @@ def _column(answer: Callable, D: int, f: int, seed: int) -> tuple:
 def _expect_column(got: tuple, own: tuple, sent: int, calls: dict, where: str, N: int, rank: int) -> None:
     (x, w, b), (sum_x, sum_w, sum_b) = own
     wrong = {
-        "this is the rank's own partial sum; every rank used x for other outputs, so the partial sums must be summed": x,
+        "this is the rank's own partial sum; every rank used x for other outputs, so the ranks' must be summed": x,
         "the partial sums were averaged": sum_x / N,
     }
     expect_close(got[0], sum_x, f"{where}: the gradient of x", wrong)

@@ -161,7 +161,7 @@ def check_bytes(answer, rng):
             c = rng.choice([3, 5])
             B, s, H = rng.randrange(2, 5), rng.randrange(6, 30), 8 * rng.randrange(1, 5)
             K = c * rng.randrange(1, 3)
-            _expect_bytes(answer, method, c, B, s, K * rng.choice([2, 4]), K, H, itemsize)
+            _expect_bytes(answer, method, (c, B, s, K * rng.choice([2, 4]), K, H, itemsize))
 
 
 def _sent(method: str, c: int, B: int, s: int, N: int, K: int, H: int, itemsize: int) -> int:
@@ -170,8 +170,9 @@ def _sent(method: str, c: int, B: int, s: int, N: int, K: int, H: int, itemsize:
     return 2 * (2 * N + 2 * K) * B * s * H * itemsize * (c - 1) // c
 
 
-def _expect_bytes(answer: Callable, method: str, c: int, B: int, s: int, N: int, K: int, H: int, itemsize: int) -> None:
-    want, block = _sent(method, c, B, s, N, K, H, itemsize), 2 * B * s * K * H
+def _expect_bytes(answer: Callable, method: str, sizes: tuple[int, ...]) -> None:
+    c, B, s, N, K, H, itemsize = sizes
+    want, block = _sent(method, *sizes), 2 * B * s * K * H
     head_bytes = B * s * H * itemsize
     believed = {
         "ring": {
@@ -185,7 +186,7 @@ def _expect_bytes(answer: Callable, method: str, c: int, B: int, s: int, N: int,
             * (itemsize + 4),
             "keys and values: that is 2 tensors": want // 2,
             "that is the forward pass; backward is asked for as well": (c - 1) * block * itemsize,
-            "a gradient is home after c - 1 ring steps: its first share is the next rank's, the home's own never travels": (
+            "a gradient is home after c - 1 ring steps: the first share is the next rank's, the home's never travels": (
                 block * ((c - 1) * 2 * itemsize + c * 4)
             ),
             "backward has c - 1 ring steps, as forward: of keys and values, and of their gradients": (
@@ -203,6 +204,6 @@ def _expect_bytes(answer: Callable, method: str, c: int, B: int, s: int, N: int,
         },
     }[method]
     where = f"{method!r}, c={c}, B={B}, s={s}, N={N}, K={K}, H={H}, itemsize={itemsize}"
-    got = answer(method, c, B, s, N, K, H, itemsize)
+    got = answer(method, *sizes)
     got = round(got) if isinstance(got, float) and abs(got - round(got)) < 1e-6 else got
     expect_equal(got, want, where, {message: value for message, value in believed.items() if value != want})

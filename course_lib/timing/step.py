@@ -7,14 +7,14 @@
 It is a model: nothing here is measured, and a test has its error beside published runs. What it puts together are
 the models of the chapters:
 
-    compute     FLOPs of a rank's stages (pipeline_timing.py): products at one share of the GPU's peak, however narrow,
+    compute     FLOPs of a rank's stages (flops.py): products at one share of the GPU's peak, however narrow,
                 attention's scores at their kernel's own
-    tp, sp      their calls (traffic/) as NCCL would do them, less what weight gradients hide (sharded_timing.py)
-    cp          of each layer what the ring does not hide, and what the busiest rank waits (context_timing.py)
+    tp, sp      their calls (traffic/) as NCCL would do them, less what weight gradients hide (tensor.py)
+    cp          of each layer what the ring does not hide, and what the busiest rank waits (context.py)
     ep          all-to-alls of expected rows, less what `Overlap` hides
     bubble      what the busiest rank waits for others, by the simulator, all of the above counted into the stages
     transfer    what the same step takes longer since messages between stages take time
-    data        gradients and parameters of ZeRO, less what computing hides
+    data        gradients and parameters of ZeRO, less what computing hides; once a step the other sums of gradients
 
 Assumed, once for all: a collective takes the time of the fastest algorithm and protocol of NCCL's own model; each GPU
 has its own port to the network, and its groups do not disturb each other; computing and communicating do not slow each
@@ -28,44 +28,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-from course_lib.config import ModelConfig
-from course_lib.context_timing import BACKWARD_FLOPS, attention_time
+from course_lib.flops import attention_flops_per_token, flops_per_token, head_parameters, stage_flops
 from course_lib.hardware import Cluster, peak_flops
 from course_lib.layout import Layout
-from course_lib.memory.context import tokens_of_rank
-from course_lib.memory.flats import layers_of, schedule_of, stage_config
-from course_lib.memory.states import Recipe, recipe_of
-from course_lib.pipeline_timing import stage_flops, transfer_s
+from course_lib.layout.partition import stage_config
+from course_lib.memory.flats import layers_of, schedule_of
 from course_lib.run import Run
 from course_lib.schedules.simulator import Costs, simulate
-from course_lib.sharded_timing import tensor_parallel_step
-from course_lib.timing import attention_flops_per_token, collective_s, flops_per_token
-from course_lib.timing import mfu as mfu_of
+from course_lib.timing.collectives import calls_s
+from course_lib.timing.context import attention_time
+from course_lib.timing.rates import Utilisation
+from course_lib.timing.rates import mfu as mfu_of
+from course_lib.timing.tensor import FUSED_BACKWARD, backward_of_scores, hidden_s
 from course_lib.traffic import Call, calls, stage_calls
-from course_lib.validate import Share, check_fields, instance
-
-
-@dataclass(frozen=True)
-class Utilisation:
-    """Shares of the GPU's peak that kernels reach while they run; waiting is not in them.
-
-    matmul      matrix products; good runs on H100 compute at 0.5 to 0.6
-    attention   the kernel of scores and values, of which a causal mask leaves half: 0.35 is FlashAttention-2's on an
-                H100, FlashAttention-3 reaches up to 0.75
-    Source      Shah et al. 2024 (arXiv:2407.08608), abstract
-    """
-
-    matmul: Share = 0.5
-    attention: Share = 0.35
-    causal: bool = True
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        for name in ("matmul", "attention"):
-            if getattr(self, name) == 0:
-                raise ValueError(f"{name} is 0; give a share of the peak above 0 and at most 1, such as 0.5")
+from course_lib.traffic.pipeline import boundary_calls
+from course_lib.validate import checked
 
 
 @dataclass(frozen=True)
@@ -120,10 +98,16 @@ class StepTime:
         return mfu_of(self.causal_flops, self.total_s, self.num_gpus, self.peak_flops_per_s)
 
     @property
+    def waiting_share(self) -> float:
+        """The share of the step (0 to 1) that is no computing: exposed communication, and the pipeline's bubble."""
+        return 1 - self.compute_s / self.total_s
+
+    @property
     def tokens_per_s_per_gpu(self) -> float:
         return self.num_tokens / self.total_s / self.num_gpus
 
 
+@checked
 def step_time(
     run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation(), overlap: Overlap = Overlap()
 ) -> StepTime:
@@ -131,20 +115,9 @@ def step_time(
 
     Raises   TypeError if an argument is no such record
     """
-    for name, value, kind in (
-        ("run", run, Run), ("cluster", cluster, Cluster), ("utilisation", utilisation, Utilisation),
-        ("overlap", overlap, Overlap),
-    ):  # fmt: skip
-        instance(name, value, kind)
-    config, layout, seq_len, recipe = run.config, run.layout, run.seq_len, recipe_of(run.recipe)
-    schedule = schedule_of(layout)
+    config, layout, seq_len, schedule = run.config, run.layout, run.seq_len, schedule_of(run.layout)
     stages = _stage_times(run, cluster, utilisation, overlap)
-    costs = Costs(
-        tuple(stage.forward_s for stage in stages),
-        tuple(stage.input_s for stage in stages),
-        tuple(stage.weight_s for stage in stages),
-        0.0 if layout.pp == 1 else _transfer_s(run, cluster, recipe),
-    )
+    costs = _costs(run, cluster, stages)
     without_transfers = simulate(schedule, replace(costs, transfer_s=0.0))
     makespan_s = simulate(schedule, costs).makespan_s if layout.pp > 1 else without_transfers.makespan_s
     busiest = max(range(layout.pp), key=lambda rank: without_transfers.busy_s[rank])
@@ -168,6 +141,23 @@ def step_time(
         causal_flops=num_tokens * flops_per_token(config, seq_len, causal=True),
         peak_flops_per_s=peak_flops(cluster.gpu),
     )
+
+
+@checked
+def stage_costs(
+    run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation(), overlap: Overlap = Overlap()
+) -> Costs:
+    """Return what the simulator needs: seconds of each stage's F, I and W, and of a transfer between stages."""
+    return _costs(run, cluster, _stage_times(run, cluster, utilisation, overlap))
+
+
+def _costs(run: Run, cluster: Cluster, stages: Sequence[_StageTime]) -> Costs:
+    transfer_s = 0.0
+    if run.layout.pp > 1:
+        activations = replace(boundary_calls(run, pp_rank=0, tp_rank=0)[0], count=1)
+        transfer_s = calls_s([activations], run.layout, cluster, "pp")
+    columns = zip(*((stage.forward_s, stage.input_s, stage.weight_s) for stage in stages), strict=True)
+    return Costs(*columns, transfer_s)
 
 
 # ------------------------------------------------------------------------------------ one micro-batch on one stage
@@ -203,23 +193,22 @@ def _stage_time(run: Run, cluster: Cluster, utilisation: Utilisation, overlap: O
     config, layout, seq_len = run.config, run.layout, run.seq_len
     layers = layers_of(config, layout)
     part, tokens = stage_config(config, layers, stage), layout.micro_batch * seq_len
-    peak = layout.cp * layout.tp * peak_flops(cluster.gpu)
+    shared_by = layout.cp * layout.tp
     flops = stage_flops(config, layout.micro_batch, seq_len, layers, stage, utilisation.causal)
     scores_flops = tokens * attention_flops_per_token(part, seq_len, utilisation.causal)
-    products_s = [each / (utilisation.matmul * peak) for each in (flops[0] - scores_flops, flops[2])]
-    scores_s = scores_flops / (utilisation.attention * peak)
-    again = BACKWARD_FLOPS if run.attention == "fused" else 2  # a fused kernel computes the scores again in backward
-    forward_s, input_s, weight_s = products_s[0] + scores_s, products_s[1] + again * scores_s, products_s[1]
-    on_last = stage == len(layers) - 1
-    head_s = tokens * 2 * config.vocab_size * config.d_model / (utilisation.matmul * peak) if on_last else 0.0
+    matmul_flops_per_s = shared_by * utilisation.matmul_flops_per_s(cluster)
+    scores_s = scores_flops / (shared_by * utilisation.attention_flops_per_s(cluster))
+    weight_s = flops[2] / matmul_flops_per_s
+    forward_s, input_s = weight_s + scores_s, weight_s + backward_of_scores(run) * scores_s
+    head_s = tokens * 2 * head_parameters(config) / matmul_flops_per_s if stage == len(layers) - 1 else 0.0
     input_s += {"none": 0.0, "selective": scores_s, "full": forward_s - head_s}[layout.recompute]
 
     listed = stage_calls(run, stage)
     tp_forward_s, tp_backward_s = _by_pass(listed["tp"], layout, cluster, "tp")
     if overlap.tp and layout.tp > 1 and part.moe is None:
-        tp_backward_s -= _hidden_tp_s(part, run, cluster, utilisation)
-    cp_s = part.num_layers * _exposed_cp_s(part, run, cluster, utilisation)
-    cp_forward_s = cp_s / (1 + BACKWARD_FLOPS)
+        tp_backward_s -= part.num_layers * hidden_s(run, cluster, utilisation)
+    cp_s = part.num_layers * _exposed_cp_s(run, cluster, utilisation)
+    cp_forward_s = cp_s / (1 + FUSED_BACKWARD)
     cp_s += cp_forward_s if layout.recompute != "none" else 0.0
     ep_forward_s, ep_backward_s = _by_pass(listed["ep"], layout, cluster, "ep")
     if layout.recompute == "full":  # rows go out and back again: half of these are in backward
@@ -242,57 +231,16 @@ _IN_BACKWARD = ("layers backward", "recomputation", "weights of experts", "combi
 
 def _by_pass(listed: Sequence[Call], layout: Layout, cluster: Cluster, axis: str) -> tuple[float, float]:
     """Seconds of these calls in forward, and in backward."""
-    backward_s = sum((_call_s(call, layout, cluster, axis) for call in listed if call.place in _IN_BACKWARD), 0.0)
-    return sum((_call_s(call, layout, cluster, axis) for call in listed), 0.0) - backward_s, backward_s
+    backward_s = calls_s((call for call in listed if call.place in _IN_BACKWARD), layout, cluster, axis)
+    return calls_s(listed, layout, cluster, axis) - backward_s, backward_s
 
 
-def _hidden_tp_s(part: ModelConfig, run: Run, cluster: Cluster, utilisation: Utilisation) -> float:
-    """What weight gradients hide of a stage's sums, as `tensor_parallel_step` has it; latent attention as heads."""
-    layout, tokens = run.layout, tokens_of_rank(run.seq_len, run.layout.cp)
-    return tensor_parallel_step(
-        replace(part, mla=None), layout.micro_batch, tokens, layout.tp, _seen_by(layout, cluster, "tp"),
-        utilisation.matmul, layout.sequence_parallel, layout.regather,
-        itemsize=recipe_of(run.recipe).compute_bytes, overlap=True,
-    ).hidden_s  # fmt: skip
-
-
-def _exposed_cp_s(part: ModelConfig, run: Run, cluster: Cluster, utilisation: Utilisation) -> float:
+def _exposed_cp_s(run: Run, cluster: Cluster, utilisation: Utilisation) -> float:
     """What one layer's attention takes longer on cp ranks than an even share of the work, forward and backward."""
-    layout = run.layout
-    if layout.cp == 1:
+    if run.layout.cp == 1:
         return 0.0
-    time = attention_time(
-        replace(part, moe=None, mla=None), layout.micro_batch, run.seq_len, layout.cp, cluster, utilisation.attention,
-        layout.cp_method, layout.cp_sharding, per_node=ranks_in_a_node(layout, cluster, "cp"), tp=layout.tp,
-        itemsize=recipe_of(run.recipe).compute_bytes,
-    )  # fmt: skip
+    time = attention_time(run, cluster, utilisation)
     return time.waiting_s + time.exposed_s
-
-
-def _transfer_s(run: Run, cluster: Cluster, recipe: Recipe) -> float:
-    layout = run.layout
-    link = cluster.inside if ranks_in_a_node(layout, cluster, "pp") == layout.pp else cluster.between
-    share = layout.tp if layout.sequence_parallel else 1
-    return transfer_s(run.config, layout.micro_batch, run.seq_len, link, recipe.compute_bytes, layout.cp, share)
-
-
-# ------------------------------------------------------------------------------------ where groups lie
-@lru_cache(maxsize=64)
-def ranks_in_a_node(layout: Layout, cluster: Cluster, axis: str) -> int:
-    """How many ranks of rank 0's group along `axis` share its node; 1 where nodes would have unequal numbers."""
-    members = layout.members(0)[axis]
-    here = sum(rank < cluster.gpus_per_node for rank in members)
-    return here if len(members) % here == 0 else 1
-
-
-def _seen_by(layout: Layout, cluster: Cluster, axis: str) -> Cluster:
-    """The same cluster, with as many GPUs in a node as a group along `axis` has there."""
-    return replace(cluster, gpus_per_node=ranks_in_a_node(layout, cluster, axis))
-
-
-def _call_s(call: Call, layout: Layout, cluster: Cluster, axis: str) -> float:
-    per_node = ranks_in_a_node(layout, cluster, axis)
-    return call.count * collective_s(call.collective, call.payload_bytes, call.group_size, cluster, per_node)
 
 
 # ------------------------------------------------------------------------------------ gradients and ZeRO
@@ -302,23 +250,29 @@ def _of(stages: Sequence[_StageTime], mine: Sequence[int]) -> tuple[float, float
     return forward_s, sum(stages[stage].input_s + stages[stage].weight_s for stage in mine)
 
 
+_AFTER_BACKWARD = (  # sums of gradients that begin when backward is done: nothing hides them
+    "gradients of replicas", "gradients of whole parameters", "key/value gradients", "tied weight",
+)  # fmt: skip
+
+
 def _exposed_data_s(run: Run, cluster: Cluster, overlap: Overlap, pp_rank: int, computing_s) -> float:
     """What a rank waits for gradients and parameters: what neither forward nor backward of a micro-batch hides."""
     layout = run.layout
     listed = calls(run, layout.mesh.rank(pp=pp_rank, dp=0, cp=0, tp=0))
-    seconds = {"gradients": 0.0, "parameters": 0.0, "gradients of replicas": 0.0}
-    for axis in (*layout.shard_axes, "replicate", "expert_replicate"):
+    seconds = dict.fromkeys(("gradients", "parameters", "after backward"), 0.0)
+    for axis in (*layout.shard_axes, "replicate", "expert_replicate", "tp", "pp"):
         for call in listed[axis]:
-            if call.place in seconds:
-                seconds[call.place] += _call_s(call, layout, cluster, axis)
+            name = "after backward" if call.place in _AFTER_BACKWARD else call.place
+            if name in seconds and call.collective != "send":  # between stages gradients of activations are sent
+                seconds[name] += calls_s([call], layout, cluster, axis)
     if not overlap.data:
         return sum(seconds.values())
-    replicas_s = seconds["gradients of replicas"]  # summed after backward, which hides nothing of it
+    later_s = seconds["after backward"]
     forward_s, backward_s = computing_s
     times = layout.micro_batches
     if layout.zero_stage == 3:
         gather_s, reduce_s = seconds["parameters"] / (2 * times), seconds["gradients"] / times
-        return replicas_s + times * (max(0.0, gather_s - forward_s) + max(0.0, gather_s + reduce_s - backward_s))
+        return later_s + times * (max(0.0, gather_s - forward_s) + max(0.0, gather_s + reduce_s - backward_s))
     rounds = times if layout.zero_stage == 2 else 1
     exposed_s = rounds * max(0.0, seconds["gradients"] / rounds - backward_s)
-    return replicas_s + exposed_s + max(0.0, seconds["parameters"] - forward_s)
+    return later_s + exposed_s + max(0.0, seconds["parameters"] - forward_s)

@@ -1,0 +1,51 @@
+"""A model cut into pipeline stages: how many layers each has, and which parameters.
+
+A stage is a run of consecutive layers; the first has the embedding as well, the last the final norm and the head. Equal
+numbers of layers are therefore not equal stages: of 8B's 8 billion parameters embedding and head are 0.5 each, as much
+as 2.4 layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from course_lib.config import ModelConfig
+from course_lib.flops import forward_flops_per_token, head_parameters
+from course_lib.layout import Layout
+from course_lib.layout.partition import check_layers, check_num_stages
+from course_lib.memory.flats import tensors_of
+from course_lib.memory.zero import layer_units
+
+
+def stage_parameters(config: ModelConfig, layers: Sequence[int]) -> list[int]:
+    """Count the parameters of each stage. Together they are the model's, and a tied embedding's copy.
+
+    Raises   ValueError unless `layers` are those of the model
+    """
+    check_layers(config, layers)
+    layout = Layout(pp=len(layers), layers_of_stage=tuple(layers))
+    return [sum(one.numel for one in tensors_of(config, layout, stage)) for stage in range(len(layers))]
+
+
+def balanced_layers(config: ModelConfig, num_stages: int, by: str = "parameters", seq_len: int = 4096) -> list[int]:
+    """Divide layers so that the largest stage is as small as possible, embedding and head counted.
+
+    by       "parameters", or "flops": an embedding costs no multiplication, a head as much as its matrix
+    Raises   ValueError if a stage would have no layer, or for another word
+    """
+    check_num_stages(config.num_layers, num_stages)
+    embed, layer, *_, end = layer_units(config)
+    end += config.vocab_size * config.d_model if config.tied and num_stages > 1 else 0  # a tied head is a copy there
+    if by == "flops":
+        embed, end = 0, 2 * head_parameters(config)
+        layer = (forward_flops_per_token(config, seq_len) - end) // config.num_layers
+    elif by != "parameters":
+        raise ValueError(f"by is {by!r}; choose from parameters, flops")
+    layers, weights = [1] * num_stages, [layer] * num_stages
+    weights[0] += embed
+    weights[-1] += end
+    for _ in range(config.num_layers - num_stages):
+        lightest = weights.index(min(weights))
+        layers[lightest] += 1
+        weights[lightest] += layer
+    return layers

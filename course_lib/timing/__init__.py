@@ -1,0 +1,62 @@
+"""How long: modelled seconds of collectives, of overlap, and of a whole step.
+
+time = step_time(Run(preset("llama-3.1-8b"), Layout(dp=8, tp=8, zero_stage=1), 8192), cluster)
+time.total_s, time.mfu, time.parts          # {"compute": ..., "tp": ..., "bubble": ..., ...}
+
+step.py          step_time: everything; stage_costs: one micro-batch on each stage, for the simulator
+collectives.py   a collective as NCCL would do it: algorithm, protocol, link
+rates.py         the share of its peak that a GPU reaches; MFU, HFU, roofline
+data.py          buckets beside backward; ZeRO-3's gathers beside computing; offload
+tensor.py        a layer of tensor and sequence parallelism: which sums hide
+context.py       a layer's attention over context-parallel ranks: which ring steps hide
+
+Everything here is modelled, nothing measured.
+"""
+
+from course_lib.flops import (
+    attention_flops_per_token,
+    flops_per_token,
+    forward_flops_per_token,
+    layer_matmul_parameters,
+    matmul_parameters,
+    stage_flops,
+    step_flops,
+)
+from course_lib.timing.collectives import (
+    TUNING,
+    Cost,
+    bus_bandwidth,
+    bus_factor,
+    calls_s,
+    collective_costs,
+    collective_s,
+    collective_steps,
+    fastest,
+    ranks_in_a_node,
+    ring_link,
+)
+from course_lib.timing.context import AttentionTime, attention_time, ring_spans, tokens_that_hide_a_hop
+from course_lib.timing.data import (
+    ZeroLayer,
+    accumulation_steps,
+    crossing_s,
+    dp_spans,
+    dp_step_s,
+    dp_throughput,
+    exposed_s,
+    offload_s,
+    tokens_that_hide_a_gather,
+    zero3_layer,
+    zero3_spans,
+)
+from course_lib.timing.rates import (
+    FLASH_ATTENTION_2,
+    FLASH_ATTENTION_3,
+    Utilisation,
+    hfu,
+    mfu,
+    roofline_s,
+    tokens_per_s,
+)
+from course_lib.timing.step import Overlap, StepTime, stage_costs, step_time
+from course_lib.timing.tensor import tensor_parallel_layer_spans, waiting_s
