@@ -45,18 +45,18 @@ def micro_batches(layout, dp_rank, config, step=0):
 
 
 @lru_cache
-def one_process(name, dp, micro_batch, micro_batches, steps=2, clip_norm=0.1):
+def one_process(name, dp, micro_batch, num_micro_batches, steps=2, clip_norm=0.1):
     """Losses and norms of some clipped steps, the first gradients and the last parameters, of all dp ranks' batches."""
-    config, layout = CONFIGS[name], Layout(dp=dp, micro_batch=micro_batch, micro_batches=micro_batches)
+    config, layout = CONFIGS[name], Layout(dp=dp, micro_batch=micro_batch, micro_batches=num_micro_batches)
     reference = model.build(config, dtype=torch.float64)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     losses, norms, first = [], [], {}
     for step in range(steps):
         of_ranks = [micro_batches(layout, rank, config, step) for rank in range(dp)]
         loss = 0.0
-        for index in range(micro_batches):
+        for index in range(num_micro_batches):
             x_BS, y_BS = (torch.cat([batches[index][which] for batches in of_ranks]) for which in (0, 1))
-            share = loss_of(reference, x_BS, y_BS) / micro_batches
+            share = loss_of(reference, x_BS, y_BS) / num_micro_batches
             share.backward()
             loss += share.item()
         first = first or {name: param.grad.clone() for name, param in reference.named_parameters()}
@@ -139,7 +139,7 @@ def distances(found, expected):
     losses, norms, first, last = expected
     far = {
         "loss": max(abs(a - b) for a, b in zip(found.losses, losses, strict=True)),
-        "norm": max(abs(a - b) for a, b in zip(found.norms, norms)),
+        "norm": max(abs(a - b) for a, b in zip(found.norms, norms, strict=True)),
     }
     if found.first is None:
         return far

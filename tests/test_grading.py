@@ -48,7 +48,7 @@ def test_the_release_hides_every_solution_and_locks_every_check(course):
     assert len(released) == len(authoring.notebook_paths("solutions")) + 1
     for path in released:
         source = authoring.read(course / "source" / "chapters" / path.name)
-        for ours, theirs in zip(source.cells, authoring.read(path).cells):
+        for ours, theirs in zip(source.cells, authoring.read(path).cells, strict=True):
             if authoring.BEGIN in ours.source:
                 assert "raise NotImplementedError" in theirs.source and "SOLUTION" not in theirs.source
             if ours.metadata.get("nbgrader", {}).get("grade"):

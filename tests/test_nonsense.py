@@ -181,6 +181,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "fewer_at_the_ends": {"num_layers": 6, "num_stages": 2},
         "check_num_stages": {"num_stages": 2},
         "check_layers": {"layers": [2, 2]},
+        "stage_config": "called for each layer of a model, with layers that check_layers has seen",
         "check_method": {"method": "ring"},
     },
     "layout.experts": {

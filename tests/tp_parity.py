@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 import torch.distributed as dist
+from harness import largest_difference
 
 from course_lib import model
 from course_lib.config import PRESETS
@@ -27,12 +28,6 @@ def micro_batches(config, seq_len=SEQ_LEN, rows=ROWS):
     return [(x_BS[:1], y_BS[:1]), (x_BS[1:], y_BS[1:])]
 
 
-def worst(ours, reference):
-    """The largest difference between two dicts of tensors with the same names."""
-    assert ours.keys() == reference.keys()
-    return max((ours[name] - reference[name]).abs().max().item() for name in ours)
-
-
 def parity(module, config, recompute="none", seq_len=SEQ_LEN, clip_norm=0.1):
     """Largest differences from one process: of losses, of first gradients, of parameters after 2 clipped steps."""
     reference = model.build(config, dtype=torch.float64, recompute=recompute)
@@ -50,16 +45,18 @@ def parity(module, config, recompute="none", seq_len=SEQ_LEN, clip_norm=0.1):
             engine.zero_grad()
         else:
             loss = module.step(engine, batches, optimizer, clip_norm)
-        expected_loss = loss_of(reference, *(torch.cat(parts) for parts in zip(*batches)))
+        expected_loss = loss_of(reference, *(torch.cat(parts) for parts in zip(*batches, strict=True)))
         expected_loss.backward()
         found["loss"] = max(found["loss"], abs(loss.item() - expected_loss.item()))
         if index == 0:
-            found["gradients"] = worst(gradients, {name: param.grad for name, param in reference.named_parameters()})
+            found["gradients"] = largest_difference(
+                gradients, {name: param.grad for name, param in reference.named_parameters()}
+            )
         torch.nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
         other.step()
         other.zero_grad()
     parameters = {name: param.detach() for name, param in reference.named_parameters()}
-    found["parameters"] = worst(module.full_parameters(engine), parameters)
+    found["parameters"] = largest_difference(module.full_parameters(engine), parameters)
     return found
 
 
@@ -70,7 +67,7 @@ def differences(module, other, config):
         engine = each.build(model.build(config, dtype=torch.float64), dist.group.WORLD)
         losses.append(each.accumulate_gradients(engine, micro_batches(config)).item())
         gradients.append(each.full_gradients(engine))
-    return abs(losses[0] - losses[1]), worst(*gradients)
+    return abs(losses[0] - losses[1]), largest_difference(*gradients)
 
 
 def wire(module, config, recompute="none", seq_len=SEQ_LEN):

@@ -142,7 +142,7 @@ def read_parameters(engine: FiveD, folder: str | Path) -> None:
     weights = Weights(folder, engine.config)
     for holding in parameters_of(engine):
         for piece in holding.pieces(holding.tensor, ""):
-            ranges = [(low, low + size) for low, size in zip(piece.offsets, piece.tensor.shape)]
+            ranges = [(low, low + size) for low, size in zip(piece.offsets, piece.tensor.shape, strict=True)]
             weights[piece.name].part(*ranges).read_into(piece.tensor)
 
 

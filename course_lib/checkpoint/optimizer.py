@@ -3,7 +3,7 @@
 Moments and master weights are as long as their parameter and are stored in the same pieces of whole tensors, under the
 names exp_avg., exp_avg_sq. and master. before the parameter's. Counts and options are a few numbers, in the manifest.
 
-AdamW counts steps for each parameter, MasterAdamW and ShardedAdamW once for all: `options_to_load` refuses counts
+AdamW counts steps for each parameter, MasterAdamW once for all: `options_to_load` refuses counts
 that one number cannot say.
 """
 
@@ -51,7 +51,7 @@ def options_to_load(held: list[Holding], optimizer: Optimizer, saved: dict) -> l
         options = options[:1] * len(groups)
     names = {holding.tensor: [place.name for place in holding.places] for holding in held}
     found = []
-    for group, one in zip(groups, options):
+    for group, one in zip(groups, options, strict=True):
         found.append({key: tuple(value) if isinstance(value, list) else value for key, value in one.items()})
         if isinstance(optimizer, MasterAdamW):
             counts = {saved["steps"][n] for param in group["params"] for n in names[param] if n in saved["steps"]}
@@ -99,5 +99,7 @@ def load_optimizer(held: list[Holding], optimizer: Optimizer, path: Path, manife
             pieces += holding.pieces(state[key], f"{key}.")
     pieces = [piece for piece in widest(pieces, manifest) if piece.name in manifest["tensors"]]
     stored_pieces.read(path, manifest, pieces)
-    for group, options in zip(optimizer.param_groups, options_to_load(held, optimizer, manifest["optimizer"])):
+    for group, options in zip(
+        optimizer.param_groups, options_to_load(held, optimizer, manifest["optimizer"]), strict=True
+    ):
         group.update(options)

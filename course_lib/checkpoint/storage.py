@@ -270,4 +270,4 @@ def described(stored: dict) -> TensorStorageMetadata:
 
 
 def box(offsets: Iterable[int], sizes: Iterable[int]) -> tuple[slice, ...]:
-    return tuple(slice(low, low + size) for low, size in zip(offsets, sizes))
+    return tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))

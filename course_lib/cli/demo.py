@@ -16,7 +16,8 @@ from course_lib import model
 from course_lib.config import PRESETS
 from course_lib.launch import Results, launch
 from course_lib.measure.meter import ByteMeter
-from course_lib.parallel.data import assign_buckets, build, step, trainable
+from course_lib.parallel.data import assign_buckets, build, trainable
+from course_lib.parallel.engine import update
 from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.training import data, loss_of
 
@@ -70,8 +71,11 @@ def one_rank_of_several(steps: int) -> Run:
     optimizer.register_step_pre_hook(lambda *_: gradients_P.append(flat_gradient(llama)))
     for index in range(steps):
         share = data.batch(tokens_T, index, BATCH_SIZE, SEQ_LEN, group.rank(), group.size())
-        with ByteMeter() as meter:
-            losses.append(step(engine, [share], optimizer).item())
+        with ByteMeter() as meter:  # without the loss, one number more
+            share_of_loss = engine.run([share])
+            engine.finish()
+        losses.append(engine.mean_loss(share_of_loss).item())
+        update(engine, optimizer)
         sent_bytes.append(meter.sent_bytes)
     return Run(losses, gradients_P if group.rank() == 0 else [], sent_bytes)
 
@@ -94,7 +98,7 @@ def formula_bytes(ranks: int) -> int:
 
 def compare(reference: Run, runs: Sequence[Run]) -> Row:
     """One row: the mean of the ranks' losses; the worst gradient, and the most bytes, of any step."""
-    losses = [sum(of_ranks) / len(runs) for of_ranks in zip(*(run.losses for run in runs))]
+    losses = [sum(of_ranks) / len(runs) for of_ranks in zip(*(run.losses for run in runs), strict=True)]
     pairs = zip(runs[0].gradients_P, reference.gradients_P, strict=True)
     worst = max((ours_P - theirs_P).abs().max().item() for ours_P, theirs_P in pairs)
     most_bytes = max(sent for run in runs for sent in run.sent_bytes)

@@ -106,14 +106,14 @@ def lines(found: dict) -> list[str]:
         f"GiB at the peak of a step; usable on this GPU: {device['usable_bytes'] / GIB:.2f}",
     ]
     memory = [[name_of(rank), rank["layers"], *(gib(rank["peak_by_kind"][kind]) for kind in KINDS)] for rank in ranks]
-    for row, rank in zip(memory, ranks):
+    for row, rank in zip(memory, ranks, strict=True):
         row += [gib(rank["peak_bytes"]), "yes" if rank["fits"] else "NO"]
     text += table(["stage", "layers", *KINDS, "peak", "fits"], memory)
 
     axes = sorted({axis for rank in ranks for axis in rank["sent_by_axis"]})
     text += ["", "GB sent by one rank in a step, by axis; its TFLOPs"]
     sent = [[name_of(rank), *(f"{rank['sent_by_axis'].get(axis, 0) / 1e9:.2f}" for axis in axes)] for rank in ranks]
-    for row, rank in zip(sent, ranks):
+    for row, rank in zip(sent, ranks, strict=True):
         row.append(f"{rank['flops'] / 1e12:,.1f}")
     text += table(["stage", *axes, "TFLOPs"], sent)
 
@@ -160,6 +160,6 @@ def gib(nbytes: int) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """Columns, right-aligned."""
-    columns = list(zip(head, *rows))
+    columns = list(zip(head, *rows, strict=True))
     widths = [max(len(str(cell)) for cell in column) for column in columns]
-    return ["  ".join(f"{cell!s:>{width}}" for cell, width in zip(row, widths)) for row in (head, *rows)]
+    return ["  ".join(f"{cell!s:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]

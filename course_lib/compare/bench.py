@@ -99,9 +99,11 @@ def times(technique: str, rounds: int) -> list[tuple[float, float]]:
 
 def summarise(technique: str, ranks: int, seconds_of_rank: Sequence[Sequence[tuple[float, float]]]) -> dict:
     """A step takes as long as its slowest rank; the ratio is taken round by round, then its median and quartiles."""
-    slowest = [[max(pair) for pair in zip(*of_rounds)] for of_rounds in zip(*seconds_of_rank)]
+    slowest = [[max(pair) for pair in zip(*of_rounds, strict=True)] for of_rounds in zip(*seconds_of_rank, strict=True)]
     scratch_s, pytorch_s = ([pair[side] for pair in slowest] for side in (0, 1))
-    lower, middle, upper = statistics.quantiles([p / s for s, p in zip(scratch_s, pytorch_s)], n=4, method="inclusive")
+    lower, middle, upper = statistics.quantiles(
+        [p / s for s, p in zip(scratch_s, pytorch_s, strict=True)], n=4, method="inclusive"
+    )
     return {
         "technique": technique,
         "ranks": ranks,

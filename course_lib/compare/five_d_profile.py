@@ -108,7 +108,7 @@ def _rows(config, layout, seq_len, rank, seen, budgets) -> tuple[Row, ...]:
     here, routings = layout.mesh.coordinates(rank), None
     if config.moe is not None:
         members = layout.mesh.members(rank, layout.ep)["ep"]
-        routings = list(zip(*(seen[member].choices for member in members)))
+        routings = list(zip(*(seen[member].choices for member in members), strict=True))
     states = five_d_states(config, layout, here["pp"], here["tp"], "fp32", step_counters=seen.device_type == "cpu")
     predicted = budgets[here["pp"]].by_kind | {kind: getattr(states, kind) for kind in STATES}
     rows = [Row(kind, predicted[kind], seen[rank].largest_bytes[kind]) for kind in KINDS]

@@ -87,7 +87,8 @@ def measure_zero(
     layout = Layout(dp=num_ranks, zero_stage=stage, micro_batch=sizes.batch_size, recompute=recompute)
     run = Run(config, layout, sizes.seq_len, recipe, device=ranks.device_type)
     (needed,) = budgets(run)
-    sent = sent_bytes(calls(run)["data"])
+    every = calls(run)
+    sent = sent_bytes([*every["data"], *(call for call in every["world"] if call.place == "loss")])
     what = f"{config.name}, ZeRO stage {stage}, {recipe}, {sizes.batch_size} x {sizes.seq_len} tokens a rank"
     return _compare(what, num_ranks, ranks[0], needed, sent, start_s)
 

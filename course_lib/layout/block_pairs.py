@@ -78,4 +78,4 @@ def share_of_ideal(table: Table, waits: Literal["each step", "end"] = "each step
 def idle_pairs(table: Table) -> list[list[int]]:
     """What each rank could have computed at each step while it waited for the busiest: table[rank][step]."""
     longest = step_pairs(table)
-    return [[most - done for most, done in zip(longest, row)] for row in table]
+    return [[most - done for most, done in zip(longest, row, strict=True)] for row in table]

@@ -115,7 +115,9 @@ class ByteMeter(TorchDispatchMode):
             raise NotImplementedError(
                 f"ByteMeter has no rule for the operator {func}; add one to course_lib.measure.meter._RULES"
             )
-        arguments = {arg.name: value for arg, value in zip(func._schema.arguments, args)} | kwargs
+        arguments = {
+            arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)
+        } | kwargs  # those that are left out have defaults
         group = _group_of(arguments)
         axis = self._axis_of_group.get(group.group_name)
         for collective, payload_bytes, sent_bytes in _RULES[name](arguments, group.size(), group.rank()):
@@ -231,7 +233,7 @@ def _recv(arguments, size, rank):
 
 def _batch_p2p(arguments, size, rank):
     rules = {"isend": _send, "irecv": _recv}
-    pairs = zip(arguments["op_list"], arguments["tensors"])
+    pairs = zip(arguments["op_list"], arguments["tensors"], strict=True)
     return [rules[op]({"tensor": tensor}, size, rank)[0] for op, tensor in pairs]
 
 

@@ -265,7 +265,7 @@ def init_weights(model: nn.Module, seed: Seed) -> None:
     """
     for count in model.buffers():  # of experts' loads and steps
         count.zero_()
-    for parameter, numbers in zip(model.parameters(), initial_weights(model, seed)):
+    for parameter, numbers in zip(model.parameters(), initial_weights(model, seed), strict=True):
         parameter.copy_(numbers)
 
 

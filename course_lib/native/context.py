@@ -49,8 +49,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.layout.sequence_sharding import check_context
-from course_lib.parallel.data import MicroBatches
+from course_lib.parallel.engine import (
+    MicroBatches,
+    ModelEngine,
+    accumulate_gradients,
+    clip_gradients,
+    full_gradients,
+    full_parameters,
+    make_optimizer,
+    step,
+)
 from course_lib.parallel.positions import positions
+from course_lib.parallel.tensor import sum_gradients
+
+__all__ = [
+    "ContextParallel", "accumulate_gradients", "build", "clip_gradients", "full_gradients", "full_parameters",
+    "make_optimizer", "step",
+]  # fmt: skip
 
 SEQUENCE_SHARDINGS = ("contiguous", "zigzag")  # whether PyTorch balances the load
 ROTATE_METHODS = {"alltoall": _RotateMethod.ALL_TO_ALL, "allgather": _RotateMethod.ALL_GATHER}
@@ -62,9 +77,36 @@ GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]  # th
 # --- build
 
 
+class ContextParallel(ModelEngine):
+    """The whole model on every rank, which takes its part of each sequence; attention is PyTorch's ring."""
+
+    def __init__(self, module: nn.Module, group: Group, sequence_sharding: str, rotate_method: str) -> None:
+        super().__init__(module)
+        self.cp_group, self.sequence_sharding, self.rotate_method = group, sequence_sharding, rotate_method
+
+    def run(self, micro_batches: MicroBatches) -> Tensor:
+        """Forward and backward of each micro-batch, both inside of the cut: on a GPU backward is a ring too."""
+        check_micro_batches(self, micro_batches)
+        num_tokens, losses = self.count_tokens(micro_batches), []
+        for x_BS, y_BS in micro_batches:
+            cut = cut_by_pytorch if x_BS.is_cuda else cut_by_hand
+            with cut(self, x_BS, y_BS) as (x_Bs, y_Bs, positions_s):
+                loss_partial = sum_of_losses(self(x_Bs, positions_s), y_Bs) / num_tokens
+                loss_partial.backward()
+            losses.append(loss_partial.detach())
+        return torch.stack(losses).sum()
+
+    def finish(self) -> None:
+        """Each rank has the gradient of its tokens' losses; the sum over ranks is that of all, in one message."""
+        sum_gradients(self.parameters(), self.cp_group)
+
+    def mean_loss(self, share: Tensor) -> Tensor:
+        return comm.all_reduce(share, self.cp_group)
+
+
 def build(
     model: nn.Module, group: Group, sequence_sharding: str = "zigzag", rotate_method: str = "alltoall"
-) -> nn.Module:
+) -> ContextParallel:
     """Sets each block's attention core, in place; every rank must bring the same weights.
 
     Bytes    none
@@ -72,10 +114,10 @@ def build(
     """
     check_group(group, "build")
     check_model(model, sequence_sharding, rotate_method)
-    model.cp_group, model.sequence_sharding, model.rotate_method = group, sequence_sharding, rotate_method
+    engine = ContextParallel(model, group, sequence_sharding, rotate_method)
     for block in model.blocks:
-        block.attention.core = on_a_gpu if model.embed.weight.is_cuda else ring_core(model)
-    return model
+        block.attention.core = on_a_gpu if model.embed.weight.is_cuda else ring_core(engine)
+    return engine
 
 
 def check_model(model: nn.Module, sequence_sharding: str, rotate_method: str) -> None:
@@ -100,7 +142,7 @@ def check_model(model: nn.Module, sequence_sharding: str, rotate_method: str) ->
 # --- on a CPU: the template and the CPU's flash kernel
 
 
-def ring_core(engine: nn.Module):
+def ring_core(engine: ContextParallel):
     """The core of one block: causal attention of my tokens to those of all ranks. Dropout was refused."""
 
     def core(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, causal: bool = True, dropout: float = 0.0) -> Tensor:
@@ -163,7 +205,7 @@ def on_a_gpu(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, causal: bool = True
 
 
 @contextmanager
-def cut_by_pytorch(engine: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def cut_by_pytorch(engine: ContextParallel, x_BS: Tensor, y_BS: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """This rank's inputs, targets and positions. Backward must run inside as well: it is a ring too."""
     buffers = [x_BS.clone(), y_BS.clone(), torch.arange(x_BS.shape[1], device=x_BS.device)]
     mesh = DeviceMesh.from_group(engine.cp_group, x_BS.device.type, mesh_dim_names=("cp",))
@@ -176,78 +218,24 @@ def cut_by_pytorch(engine: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Iterator[tu
 
 
 @contextmanager
-def cut_by_hand(engine: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def cut_by_hand(engine: ContextParallel, x_BS: Tensor, y_BS: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """This rank's inputs, targets and positions."""
     mine_s = positions(engine.sequence_sharding, x_BS.shape[1], engine.cp_group.size(), engine.cp_group.rank())
     yield x_BS[:, mine_s], y_BS[:, mine_s], mine_s
 
 
-# --- step: the same calls as in parallel/context.py
+# --- micro-batches and their loss
 
 
-def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
-    """Leaves the whole gradient in `.grad`, empty before, on every rank; returns the mean loss.
-
-    All ranks bring the same tokens, and take their part of each sequence.
-    Bytes    beside the layers' rings, once: all-reduces of all gradients and of one number
-    Raises   ValueError if a sequence does not divide, before anything is sent
-    """
+def check_micro_batches(engine: ContextParallel, micro_batches: MicroBatches) -> None:
+    """Raises ValueError if a sequence does not divide, before anything is sent."""
     if not micro_batches:
         raise ValueError("there are no micro-batches; give at least one (x_BS, y_BS)")
     for x_BS, _ in micro_batches:
         check_context(x_BS.shape[1], engine.cp_group.size(), engine.sequence_sharding)
-    num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
-    losses = []
-    for x_BS, y_BS in micro_batches:
-        cut = cut_by_pytorch if x_BS.is_cuda else cut_by_hand
-        with cut(engine, x_BS, y_BS) as (x_Bs, y_Bs, positions_s):
-            loss_partial = sum_of_losses(engine(x_Bs, positions_s), y_Bs) / num_tokens
-            loss_partial.backward()
-        losses.append(loss_partial.detach())
-    sum_gradients(engine)
-    return comm.all_reduce(torch.stack(losses).sum(), engine.cp_group)
 
 
 def sum_of_losses(logits_BsV: Tensor, y_Bs: Tensor) -> Tensor:
     """Cross-entropy of each of my tokens, summed, in FP32 at least."""
     logits_BsV = logits_BsV.to(torch.promote_types(logits_BsV.dtype, torch.float32))
     return F.cross_entropy(logits_BsV.flatten(0, 1), y_Bs.flatten(), reduction="sum")
-
-
-def sum_gradients(engine: nn.Module) -> None:
-    """Each rank has the gradient of its tokens' losses; the sum over ranks is that of all, in one message."""
-    grads = [param.grad for param in engine.parameters() if param.grad is not None]
-    flat_P = torch.cat([grad.flatten() for grad in grads])
-    comm.all_reduce_(flat_P, engine.cp_group)
-    for grad, summed in zip(grads, flat_P.split([grad.numel() for grad in grads])):
-        grad.copy_(summed.view_as(grad))
-
-
-def make_optimizer(engine: nn.Module, lr: float = 3e-3, weight_decay: float = 0.01) -> torch.optim.AdamW:
-    """AdamW over all parameters: every rank has the whole model."""
-    return torch.optim.AdamW(engine.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
-
-
-def step(
-    engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
-) -> Tensor:
-    """One training step; returns the mean loss."""
-    loss = accumulate_gradients(engine, micro_batches)
-    if clip_norm is not None:
-        nn.utils.clip_grad_norm_(engine.parameters(), clip_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-# --- whole tensors, as everywhere
-
-
-def full_parameters(engine: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, by the model's names: each rank has all of them."""
-    return {name: param.detach().clone() for name, param in engine.named_parameters()}
-
-
-def full_gradients(engine: nn.Module) -> dict[str, Tensor]:
-    """Every gradient, by the model's names."""
-    return {name: param.grad.clone() for name, param in engine.named_parameters() if param.grad is not None}

@@ -21,7 +21,6 @@ It needs GPUs, and one machine. DDP is one process a GPU: parameters stay where 
 """
 
 import time
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,35 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.parallel.data import BUCKET_BYTES, MicroBatches, Trace, compute_span, record_when_done
+from course_lib import comm
+from course_lib.parallel.data import BUCKET_BYTES, record_when_done
+from course_lib.parallel.engine import (
+    Engine,
+    MicroBatches,
+    Trace,
+    accumulate_gradients,
+    clip_gradients,
+    full_gradients,
+    full_parameters,
+    make_optimizer,
+    step,
+)
 from course_lib.training import loss_of
+
+__all__ = [
+    "DDP", "accelerated_step", "accumulate_gradients", "build", "build_accelerated", "clip_gradients",
+    "communication_hook", "full_gradients", "full_parameters", "make_optimizer", "step",
+]  # fmt: skip
+
+
+class DDP(DistributedDataParallel, Engine):
+    """DistributedDataParallel, which the course's step can drive.
+
+    DDP waits for its buckets at the end of the backward pass that is outside `no_sync()`: `finish` has nothing to do.
+    """
+
+    def mean_loss(self, share: torch.Tensor) -> torch.Tensor:
+        return comm.all_reduce(share, self.process_group, op="mean")
 
 
 def build(
@@ -41,12 +67,12 @@ def build(
     wire_dtype: torch.dtype | None = None,
     trace: Trace | None = None,
     static_graph: bool = False,
-) -> DistributedDataParallel:
+) -> DDP:
     """Makes `model` data parallel over `group` with DDP; the arguments mean what they mean in parallel/data.py.
 
     Bytes    sent per rank and step: 2 (N - 1) / N * P * itemsize; the second step also broadcasts the buckets
     """
-    engine = DistributedDataParallel(
+    engine = DDP(
         model,
         process_group=group,
         bucket_cap_mb=None if bucket_bytes == BUCKET_BYTES else bucket_bytes / 2**20,
@@ -54,6 +80,7 @@ def build(
         find_unused_parameters=allow_unused,
         static_graph=static_graph,
     )
+    engine.trace = trace
     if wire_dtype is not None or trace is not None:
         engine.register_comm_hook(None, communication_hook(group, wire_dtype, trace))
     return engine
@@ -71,40 +98,6 @@ def communication_hook(group: dist.ProcessGroup, wire_dtype: torch.dtype | None 
         return future.then(lambda _: bucket.buffer().copy_(sent_P))
 
     return hook
-
-
-def accumulate_gradients(
-    engine: DistributedDataParallel, micro_batches: MicroBatches, trace: Trace | None = None
-) -> torch.Tensor:
-    """Leaves in `.grad` the gradient of the whole global batch; returns this rank's mean loss.
-
-    DDP waits for its buckets at the end of the backward pass that is outside `no_sync()`: there is no finish().
-    """
-    num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
-    losses = []
-    for index, (x_BS, y_BS) in enumerate(micro_batches):
-        is_last = index == len(micro_batches) - 1
-        with nullcontext() if is_last else engine.no_sync():
-            with compute_span(trace, "forward"):
-                loss = loss_of(engine, x_BS, y_BS) * (y_BS.numel() / num_tokens)
-            with compute_span(trace, "backward"):
-                loss.backward()
-        losses.append(loss.detach())
-    return torch.stack(losses).sum()
-
-
-def step(
-    engine: DistributedDataParallel,
-    micro_batches: MicroBatches,
-    optimizer: torch.optim.Optimizer,
-    trace: Trace | None = None,
-) -> torch.Tensor:
-    """One training step on this rank's micro-batches; returns this rank's mean loss."""
-    loss = accumulate_gradients(engine, micro_batches, trace)
-    with compute_span(trace, "optimizer"):
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss
 
 
 # --- the same with Accelerate
@@ -136,7 +129,7 @@ def accelerated_step(
 ) -> torch.Tensor:
     """One training step; `accumulate` decides when to average, `backward` divides by the number of micro-batches.
 
-    Micro-batches must hold equally many tokens: here the mean over them is of their means.
+    Micro-batches must hold equally many tokens: here the mean over them, and over ranks, is of their means.
     """
     losses = []
     for x_BS, y_BS in micro_batches:
@@ -146,4 +139,4 @@ def accelerated_step(
             optimizer.step()  # does nothing but after the last micro-batch
             optimizer.zero_grad()
         losses.append(loss.detach())
-    return torch.stack(losses).mean()
+    return accelerator.reduce(torch.stack(losses).mean(), reduction="mean")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 
-from course_lib.parallel.data import MicroBatches, trainable
+from course_lib.parallel.engine import MicroBatches, trainable
 from course_lib.training import loss_of
 
 

@@ -14,6 +14,7 @@ grouped_mm takes FP32, BF16 and FP16, and only rows of a multiple of 16 bytes (D
 Not here: once_per_rank and once_per_node, and tensor parallelism.
 """
 
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -21,12 +22,28 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from course_lib import comm
 from course_lib.layout.experts import ExpertLayout, check_expert_parallel
-from course_lib.model.moe import MoE, Routing, balance_after_step, combine, count_load, dispatch, moe_layers, moe_losses
-from course_lib.parallel.data import MicroBatches
+from course_lib.model.moe import MoE, Routing, combine, count_load, dispatch, moe_layers, moe_losses
+from course_lib.parallel.engine import (
+    Engine,
+    MicroBatches,
+    accumulate_gradients,
+    clip_gradients,
+    full_gradients,
+    full_parameters,
+    make_optimizer,
+    step,
+    trainable,
+)
+
+__all__ = [
+    "ExpertDDP", "GroupedExperts", "accumulate_gradients", "build", "can_group", "clip_gradients", "full_gradients",
+    "full_parameters", "make_optimizer", "step",
+]  # fmt: skip
 
 MATRICES = ("gate", "up", "down")
 
@@ -56,7 +73,9 @@ def products(x_RD: Tensor, w_eFD: Tensor, rows_e: Tensor) -> Tensor:
     """Each expert's matrix times its own rows."""
     if can_group(w_eFD):
         return F.grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=rows_e.cumsum(0, dtype=torch.int32))
-    return torch.cat([F.linear(part_RD, w_FD) for part_RD, w_FD in zip(x_RD.split(rows_e.tolist()), w_eFD)])
+    return torch.cat(
+        [F.linear(part_RD, w_FD) for part_RD, w_FD in zip(x_RD.split(rows_e.tolist()), w_eFD, strict=True)]
+    )
 
 
 def can_group(w_eFD: Tensor) -> bool:
@@ -68,7 +87,45 @@ def can_group(w_eFD: Tensor) -> bool:
 # --- build
 
 
-def build(model: nn.Module, group: dist.ProcessGroup, ep_size: int | None = None) -> DistributedDataParallel:
+class ExpertDDP(DistributedDataParallel, Engine):
+    """DDP for all but experts, of which each rank has its own. Each rank brings equally many micro-batches."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, mesh: DeviceMesh, layout: ExpertLayout) -> None:
+        super().__init__(module, process_group=group)
+        self.mesh, self.layout, self.norm_groups = mesh, layout, (mesh.get_group("ep"),)
+
+    def count_tokens(self, micro_batches: MicroBatches) -> int:
+        total = torch.tensor(super().count_tokens(micro_batches), device=self.device)
+        return int(comm.all_reduce(total, self.process_group))
+
+    def share_of_loss(self, x_BS: Tensor, y_BS: Tensor, num_tokens: int) -> Tensor:
+        """Times the number of ranks, by which DDP divides."""
+        return share_of_loss(self, x_BS, y_BS, num_tokens) * self.process_group.size()
+
+    def finish(self) -> None:
+        mean_expert_gradients(self)
+
+    def mean_loss(self, share: Tensor) -> Tensor:
+        return comm.all_reduce(share, self.process_group, op="mean")
+
+    def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
+        for name, param in trainable(self.module):
+            yield param, 1 if ".experts." in name else self.layout.ep_size
+
+    def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
+        whole = {}
+        for name, x in super().whole(tensor_of).items():
+            before, is_expert, matrix = name.partition(".experts.")
+            if not is_expert:
+                whole[name] = x
+                continue
+            of_ranks = comm.all_gather(x.contiguous(), self.mesh.get_group("ep"))
+            for number, of_expert in enumerate(of_ranks):
+                whole[f"{before}.experts.{number}.{matrix}.weight"] = of_expert
+        return whole
+
+
+def build(model: nn.Module, group: dist.ProcessGroup, ep_size: int | None = None) -> ExpertDDP:
     """Spreads experts over ep neighbours and wraps the rest in DDP; every rank must bring the same weights.
 
     Bytes    DDP sends the first rank's parameters to all, but not experts
@@ -84,13 +141,11 @@ def build(model: nn.Module, group: dist.ProcessGroup, ep_size: int | None = None
     for moe in moe_layers(model):
         keep_my_experts(moe, layout, mesh.get_local_rank("ep"))
         moe.run_experts = partial(run_grouped, mesh.get_group("ep"))
-        moe.sum_load = partial(sum_over, group=group)
+        moe.sum_load = partial(comm.all_reduce, group=group)
     names = [name for name, _ in model.named_parameters() if ".experts." in name]
     names += [name for name, _ in model.named_buffers()]  # loads are each rank's own, biases equal by the same rule
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    engine = DistributedDataParallel(model, process_group=group)
-    engine.mesh, engine.layout = mesh, layout
-    return engine
+    return ExpertDDP(model, group, mesh, layout)
 
 
 def keep_my_experts(moe: MoE, layout: ExpertLayout, ep_rank: int) -> None:
@@ -115,34 +170,10 @@ def run_grouped(group: dist.ProcessGroup, experts: GroupedExperts, x_TD: Tensor,
     return combine(returned_RD, assignment_R, routing)
 
 
-def sum_over(tokens_E: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The load of all ranks."""
-    total_E = tokens_E.clone()
-    dist.all_reduce(total_E, group=group)
-    return total_E
+# --- the loss, and what DDP does not sum
 
 
-# --- step
-
-
-def accumulate_gradients(engine: DistributedDataParallel, micro_batches: MicroBatches) -> Tensor:
-    """Leaves the gradient of all ranks' tokens in `.grad`; returns their mean loss. Equally many parts on each rank."""
-    group, num_ranks = engine.process_group, engine.process_group.size()
-    total = torch.tensor(sum(y_BS.numel() for _, y_BS in micro_batches), device=engine.device)
-    dist.all_reduce(total, group=group)
-    losses = []
-    for index, (x_BS, y_BS) in enumerate(micro_batches):
-        engine.require_backward_grad_sync = index == len(micro_batches) - 1  # what no_sync() sets
-        loss = share_of_loss(engine, x_BS, y_BS, int(total))
-        (loss * num_ranks).backward()
-        losses.append(loss.detach())
-    mean_expert_gradients(engine)
-    mean_loss = torch.stack(losses).sum()
-    dist.all_reduce(mean_loss, group=group)
-    return mean_loss
-
-
-def share_of_loss(engine: DistributedDataParallel, x_BS: Tensor, y_BS: Tensor, total_tokens: int) -> Tensor:
+def share_of_loss(engine: ExpertDDP, x_BS: Tensor, y_BS: Tensor, total_tokens: int) -> Tensor:
     """What this micro-batch adds to the mean loss of all tokens of all ranks, balancing included."""
     logits_BSV = engine(x_BS)
     logits_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
@@ -152,7 +183,7 @@ def share_of_loss(engine: DistributedDataParallel, x_BS: Tensor, y_BS: Tensor, t
     return share if auxiliary is None or not y_BS.numel() else share + auxiliary * (y_BS.numel() / total_tokens)
 
 
-def mean_expert_gradients(engine: DistributedDataParallel) -> None:
+def mean_expert_gradients(engine: ExpertDDP) -> None:
     """Summed over the ranks that have the same experts, divided by the number of ALL ranks, as DDP divides the rest."""
     group = engine.mesh.get_group("expert_dp")
     for moe in moe_layers(engine):
@@ -161,65 +192,3 @@ def mean_expert_gradients(engine: DistributedDataParallel) -> None:
                 param.grad /= engine.process_group.size()
                 if group.size() > 1:
                     dist.all_reduce(param.grad, group=group)
-
-
-def make_optimizer(engine: nn.Module, lr: float = 3e-3, weight_decay: float = 0.01) -> torch.optim.AdamW:
-    """AdamW over what this rank has."""
-    params = [param for param in engine.parameters() if param.requires_grad]
-    return torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
-
-
-def clip_gradients(engine: DistributedDataParallel, max_norm: float) -> Tensor:
-    """Scales all gradients so that the norm of the whole model's does not exceed max_norm; returns the norm before."""
-    experts = [param for name, param in engine.named_parameters() if ".experts." in name]
-    rest = [param for name, param in engine.named_parameters() if ".experts." not in name]
-    norms = [nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]) for params in (experts, rest)]
-    square = norms[0].square()
-    dist.all_reduce(square, group=engine.mesh.get_group("ep"))
-    norm = (square + norms[1].square()).sqrt()
-    nn.utils.clip_grads_with_norm_([*experts, *rest], max_norm, norm)
-    return norm
-
-
-def step(
-    engine: DistributedDataParallel,
-    micro_batches: MicroBatches,
-    optimizer: torch.optim.Optimizer,
-    clip_norm: float | None = None,
-) -> Tensor:
-    """One training step; returns the mean loss of all ranks."""
-    loss = accumulate_gradients(engine, micro_batches)
-    if clip_norm is not None:
-        clip_gradients(engine, clip_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    balance_after_step(engine)
-    return loss
-
-
-# --- whole tensors, for tests and for looking
-
-
-def full_parameters(engine: DistributedDataParallel) -> dict[str, Tensor]:
-    """Every parameter whole, on each rank, by the unsharded model's names."""
-    return _whole(engine, {name: param.detach() for name, param in engine.module.named_parameters()})
-
-
-def full_gradients(engine: DistributedDataParallel) -> dict[str, Tensor]:
-    """Every gradient whole, on each rank, by the unsharded model's names."""
-    grads = {name: param.grad for name, param in engine.module.named_parameters()}
-    return _whole(engine, {name: grad for name, grad in grads.items() if grad is not None})
-
-
-def _whole(engine: DistributedDataParallel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    whole = {}
-    for name, x in tensors.items():
-        before, is_expert, matrix = name.partition(".experts.")
-        if not is_expert:
-            whole[name] = x.clone()
-            continue
-        parts = [torch.empty_like(x) for _ in range(engine.layout.ep_size)]
-        dist.all_gather(parts, x.contiguous(), group=engine.mesh.get_group("ep"))
-        for number, of_expert in enumerate(torch.cat(parts)):
-            whole[f"{before}.experts.{number}.{matrix}.weight"] = of_expert
-    return whole

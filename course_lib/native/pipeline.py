@@ -28,6 +28,8 @@ Bytes    a step: m activations of B S D to the next stage and m gradients back a
          number for the loss; V D of the tied embedding, summed over two ranks
 """
 
+from collections.abc import Callable, Iterator
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -39,8 +41,23 @@ from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.compat import PIPELINE_WARMS_UP_ON_GLOO
 from course_lib.config import ModelConfig
-from course_lib.parallel.data import MicroBatches
+from course_lib.parallel.engine import (
+    Engine,
+    MicroBatches,
+    NamedParameter,
+    accumulate_gradients,
+    clip_gradients,
+    full_gradients,
+    full_parameters,
+    make_optimizer,
+    step,
+)
 from course_lib.parallel.stages import check_stages, cut
+
+__all__ = [
+    "SCHEDULES", "Pipeline", "accumulate_gradients", "build", "check_micro_batches", "check_pipeline", "clip_gradients",
+    "full_gradients", "full_parameters", "make_optimizer", "named_parameters", "order_of", "ranks_of_stages", "step",
+]  # fmt: skip
 
 SCHEDULES = {
     "afab": pipelining.ScheduleGPipe,
@@ -58,7 +75,7 @@ LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWAR
 # --- build
 
 
-class Engine(nn.Module):
+class Pipeline(nn.Module, Engine):
     """This rank's stages, and PyTorch's objects that run them."""
 
     def __init__(self, model: nn.Module, group: Group, schedule: str, v: int):
@@ -70,7 +87,30 @@ class Engine(nn.Module):
         mine = [stage for stage, rank in enumerate(self.rank_of_stage) if rank == group.rank()]
         self.stages = nn.ModuleDict({str(stage): cut(model, stage, layers) for stage in mine})
         self.ends_group = group_of_ends(group, self.rank_of_stage) if model.config.tied else None
+        self.norm_groups = (group,)
         self.runners = {}  # by number and shape of micro-batches
+
+    def run(self, micro_batches: MicroBatches) -> Tensor:
+        return run_schedule(self, micro_batches)
+
+    def finish(self) -> None:
+        sum_tied(self)
+
+    def mean_loss(self, share: Tensor) -> Tensor:
+        return comm.all_reduce(share, self.group)
+
+    def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
+        tied = tied_weight(self)
+        return ((param, 2 if param is tied else 1) for _, param in named_parameters(self) if param.requires_grad)
+
+    def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
+        mine = {name: tensor_of(param) for name, param in named_parameters(self)}
+        of_ranks: list[dict[str, Tensor]] = [{}] * self.group.size()
+        dist.all_gather_object(of_ranks, {n: x.cpu() for n, x in mine.items() if x is not None}, group=self.group)
+        whole = {name: x.to(self.device) for of_rank in of_ranks for name, x in of_rank.items()}
+        if self.config.tied:
+            whole.pop("head.weight", None)
+        return whole
 
     @property
     def has_first(self) -> bool:
@@ -86,7 +126,7 @@ def ranks_of_stages(schedule: str, pp_size: int, v: int) -> list[int]:
     return [*range(pp_size), *reversed(range(pp_size))] if schedule in IN_A_V else [*range(pp_size)] * v
 
 
-def build(model: nn.Module, group: Group, schedule: str = "1f1b", v: int = 1) -> Engine:
+def build(model: nn.Module, group: Group, schedule: str = "1f1b", v: int = 1) -> Pipeline:
     """Keeps this rank's stages of the model; every rank must bring the same weights.
 
     schedule: one of SCHEDULES; v: stages a rank, a choice of the interleaved ones alone.
@@ -94,7 +134,7 @@ def build(model: nn.Module, group: Group, schedule: str = "1f1b", v: int = 1) ->
     Raises   ValueError for an unknown schedule, a v that it does not have, more stages than layers, another family
     """
     check_pipeline(model.config, check_group(group, "build").size(), schedule, v)
-    return Engine(model, group, schedule, v)
+    return Pipeline(model, group, schedule, v)
 
 
 def check_pipeline(config: ModelConfig, pp_size: int, schedule: str, v: int) -> None:
@@ -128,7 +168,7 @@ def check_micro_batches(schedule: str, pp_size: int, micro_batches: MicroBatches
 # --- PyTorch's objects
 
 
-def runner_of(engine: Engine, micro_batches: MicroBatches):
+def runner_of(engine: Pipeline, micro_batches: MicroBatches):
     """The schedule for so many micro-batches of that shape, made once."""
     x_BS, _ = micro_batches[0]
     key = len(micro_batches), tuple(x_BS.shape)
@@ -137,7 +177,7 @@ def runner_of(engine: Engine, micro_batches: MicroBatches):
     return engine.runners[key]
 
 
-def make_runner(engine: Engine, count: int, shape_BS: tuple[int, int]):
+def make_runner(engine: Pipeline, count: int, shape_BS: tuple[int, int]):
     """Loss and gradients of a micro-batch count by its share: PyTorch need not scale them."""
     stages = [make_stage(engine, int(stage), module, shape_BS) for stage, module in engine.stages.items()]
 
@@ -150,7 +190,7 @@ def make_runner(engine: Engine, count: int, shape_BS: tuple[int, int]):
     return schedule_class(one_or_all, count, loss_fn=share_of_loss, scale_grads=False)
 
 
-def make_stage(engine: Engine, number: int, module: nn.Module, shape_BS: tuple[int, int]) -> PipelineStage:
+def make_stage(engine: Pipeline, number: int, module: nn.Module, shape_BS: tuple[int, int]) -> PipelineStage:
     """Given what goes in and out, as tensors without numbers, PyTorch need not find out by running the model."""
     num_stages = len(engine.rank_of_stage)
     x_BSD = torch.empty(*shape_BS, engine.config.d_model, dtype=engine.dtype, device="meta", requires_grad=True)
@@ -166,7 +206,7 @@ def make_stage(engine: Engine, number: int, module: nn.Module, shape_BS: tuple[i
     return stage
 
 
-def order_of(engine: Engine, count: int) -> str:
+def order_of(engine: Pipeline, count: int) -> str:
     """What PyTorch computes for so many micro-batches, in the course's notation: one line a rank, as str(Schedule).
 
     Where it differs from the course's: for 1f1b PyTorch's list is only shown, not executed, and on the last rank it
@@ -186,23 +226,22 @@ def _instructions(actions: list) -> list[str]:
     ]
 
 
-# --- step: the same calls as in parallel/pipeline.py
+# --- micro-batches, and tied embeddings
 
 
-def accumulate_gradients(engine: Engine, micro_batches: MicroBatches) -> Tensor:
-    """Leaves this rank's gradients in `.grad`; returns the mean loss, on every rank. All ranks bring the same tokens.
+def run_schedule(engine: Pipeline, micro_batches: MicroBatches) -> Tensor:
+    """Executes PyTorch's schedule; returns the mean loss on the rank of the last stage, 0 on others.
 
     Raises   ValueError for micro-batches that the schedule cannot take, before anything is sent
     """
     check_micro_batches(engine.schedule, engine.group.size(), micro_batches)
-    x_BS, y_BS = (torch.cat(tensors) for tensors in zip(*micro_batches))
+    x_BS, y_BS = (torch.cat(tensors) for tensors in zip(*micro_batches, strict=True))
     losses = []
     inputs = (x_BS,) if engine.has_first else ()
     outputs = {"target": y_BS, "losses": losses} if engine.has_last else {}
     runner_of(engine, micro_batches).step(*inputs, **outputs, return_outputs=False)
-    sum_tied(engine)
     zero = torch.zeros((), dtype=torch.promote_types(engine.dtype, torch.float32), device=engine.device)
-    return comm.all_reduce(sum((loss.detach() for loss in losses), zero), engine.group)
+    return sum((loss.detach() for loss in losses), zero)
 
 
 def group_of_ends(group: Group, rank_of_stage: list[int]) -> Group | None:
@@ -218,70 +257,23 @@ def group_of_ends(group: Group, rank_of_stage: list[int]) -> Group | None:
     return made if me in ends else None
 
 
-def sum_tied(engine: Engine) -> None:
+def sum_tied(engine: Pipeline) -> None:
     """A tied embedding is used at both ends; each has a copy, and needs the gradient of both uses.
 
     Bytes    sent per rank: V D * itemsize by the ranks of the first and last stage, if they are two
     """
-    if engine.ends_group is not None:
-        weight = dict(named_parameters(engine))["embed.weight" if engine.has_first else "head.weight"]
-        if weight.grad is not None:  # it trains
-            comm.all_reduce_(weight.grad, engine.ends_group)
+    weight = tied_weight(engine)
+    if weight is not None and weight.grad is not None:  # it trains
+        comm.all_reduce_(weight.grad, engine.ends_group)
 
 
-def make_optimizer(engine: Engine, lr: float = 3e-3, weight_decay: float = 0.01) -> torch.optim.AdamW:
-    """AdamW over this rank's stages."""
-    return torch.optim.AdamW(engine.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+def tied_weight(engine: Pipeline) -> nn.Parameter | None:
+    """This rank's copy of an embedding that another rank has as well."""
+    if engine.ends_group is None:
+        return None
+    return dict(named_parameters(engine))["embed.weight" if engine.has_first else "head.weight"]
 
 
-@torch.no_grad()
-def clip_gradients(engine: Engine, max_norm: float) -> Tensor:
-    """Scales all gradients so that the norm of the whole model's does not exceed max_norm; returns the norm before.
-
-    A tied embedding with two copies counts once.
-    Bytes    an all-reduce of one number
-    """
-    copy = "head.weight" if engine.ends_group is not None and engine.has_last else None
-    grads = [param.grad for name, param in named_parameters(engine) if name != copy and param.grad is not None]
-    total_norm = comm.all_reduce(nn.utils.get_total_norm(grads).square(), engine.group).sqrt()
-    nn.utils.clip_grads_with_norm_(engine.parameters(), max_norm, total_norm)
-    return total_norm
-
-
-def step(
-    engine: Engine, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
-) -> Tensor:
-    """One training step; returns the mean loss."""
-    loss = accumulate_gradients(engine, micro_batches)
-    if clip_norm is not None:
-        clip_gradients(engine, clip_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-# --- whole tensors, for tests and for looking
-
-
-def named_parameters(engine: Engine) -> list[tuple[str, nn.Parameter]]:
+def named_parameters(engine: Pipeline) -> list[NamedParameter]:
     """This rank's parameters by the model's names, each once."""
     return [(name.split(".", 2)[2], param) for name, param in engine.named_parameters()]
-
-
-def full_parameters(engine: Engine) -> dict[str, Tensor]:
-    """Every parameter, on each rank, by the uncut model's names."""
-    return _from_all(engine, {name: param.detach() for name, param in named_parameters(engine)})
-
-
-def full_gradients(engine: Engine) -> dict[str, Tensor]:
-    """Every gradient, on each rank, by the uncut model's names."""
-    return _from_all(engine, {name: p.grad for name, p in named_parameters(engine) if p.grad is not None})
-
-
-def _from_all(engine: Engine, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-    of_ranks: list[dict[str, Tensor]] = [{}] * engine.group.size()
-    dist.all_gather_object(of_ranks, {name: x.cpu() for name, x in mine.items()}, group=engine.group)
-    whole = {name: x.to(engine.device) for of_rank in of_ranks for name, x in of_rank.items()}
-    if engine.config.tied:
-        whole.pop("head.weight", None)
-    return whole

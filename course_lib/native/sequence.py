@@ -52,7 +52,7 @@ from course_lib.native.tensor import (
     make_optimizer,
     one_input,
 )
-from course_lib.parallel.data import MicroBatches
+from course_lib.parallel.engine import MicroBatches
 
 __all__ = [
     "accumulate_gradients", "build", "clip_gradients", "full_gradients", "full_parameters", "make_optimizer",

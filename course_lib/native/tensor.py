@@ -48,7 +48,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from course_lib.config import ModelConfig
-from course_lib.parallel.data import MicroBatches
+from course_lib.parallel.engine import MicroBatches
 from course_lib.training import loss_of
 
 Plan = dict[str, ParallelStyle]

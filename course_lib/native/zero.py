@@ -49,7 +49,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from course_lib.devices import rank_device
-from course_lib.parallel.data import MicroBatches, trainable
+from course_lib.parallel.engine import MicroBatches, trainable
 from course_lib.training import loss_of
 
 STAGES = (1, 2, 3)

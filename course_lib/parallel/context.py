@@ -2,10 +2,10 @@
 
     parallel/ring.py, gathered.py, ulysses.py    attention, the one place where tokens meet
     sequence_sharding.py                         which tokens are whose
-    this file                                    a whole Llama or GPT, from outside and in one call, and its step
+    this file                                    a whole Llama or GPT, from outside and in one call
 
     engine = build(model, group, method="ring", sequence_sharding="zigzag")
-    loss = step(engine, micro_batches, optimizer)           # the same calls as in native/context.py
+    loss = step(engine, micro_batches, optimizer)           # of engine.py; the same calls as in native/context.py
 
 Everything else in a model treats each token by itself and stays as it is. Three things must follow the cut: positions
 (RoPE's angles are those of a token's place in the whole sequence), labels (token t + 1 is token t's label wherever it
@@ -35,18 +35,27 @@ from course_lib.comm.conjugate import Group, check_group
 from course_lib.layout.partition import check_method
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
 from course_lib.model.attention import CORES
-from course_lib.parallel.data import MicroBatches, Trace, compute_span
+from course_lib.parallel.engine import (
+    MicroBatches,
+    ModelEngine,
+    Trace,
+    accumulate_gradients,
+    clip_gradients,
+    full_gradients,
+    full_parameters,
+    make_optimizer,
+    step,
+)
 from course_lib.parallel.gathered import Gathered
 from course_lib.parallel.positions import positions
 from course_lib.parallel.ring import Ring
-from course_lib.parallel.tensor import make_optimizer, share_seed, sum_gradients
+from course_lib.parallel.tensor import share_seed, sum_gradients
 from course_lib.parallel.tiles import Exchange, Plan, block_attention
 from course_lib.parallel.ulysses import check_ulysses, inner_positions, ulysses_core
-from course_lib.training.precision import clip_gradients, gradient_of, zero_gradients
 
 __all__ = [
-    "Context", "accumulate_gradients", "build", "full_gradients", "full_parameters", "loss_of",
-    "make_optimizer", "step",
+    "Context", "ContextParallel", "accumulate_gradients", "build", "clip_gradients", "full_gradients",
+    "full_parameters", "loss_of", "make_optimizer", "step",
 ]  # fmt: skip
 
 FAMILIES = ("llama", "gpt")
@@ -82,6 +91,31 @@ class Context:
         return inner_positions(self.sequence_sharding, seq_len, inner, outer)
 
 
+class ContextParallel(ModelEngine):
+    """The whole model on every rank; all ranks bring the same whole sequences, and take their tokens of each."""
+
+    def __init__(self, module: nn.Module, context: Context) -> None:
+        super().__init__(module, context.trace)
+        self.context = context
+
+    def count_tokens(self, micro_batches: MicroBatches) -> int:
+        check_micro_batches(self, micro_batches)
+        return super().count_tokens(micro_batches)
+
+    def share_of_loss(self, x_BS: Tensor, y_BS: Tensor, num_tokens: int) -> Tensor:
+        return loss_of(self, x_BS, y_BS) * (y_BS.numel() / num_tokens)
+
+    def finish(self) -> None:
+        """Sums each rank's gradients of its tokens' losses.
+
+        Bytes    beside those of attention: 2 (N - 1) / N * (all gradients)
+        """
+        sum_gradients(self.parameters(), self.context.group)
+
+    def mean_loss(self, share: Tensor) -> Tensor:
+        return comm.all_reduce(share, self.context.group)
+
+
 def build(
     model: nn.Module,
     group: Group,
@@ -91,10 +125,10 @@ def build(
     merge_dtype: torch.dtype | None = None,
     token_losses: TokenLosses = cross_entropy,
     trace: Trace | None = None,
-) -> nn.Module:
-    """Sets each block's attention core, in place, and returns the model. Every rank must bring the same weights.
+) -> ContextParallel:
+    """Sets each block's attention core, in place; returns the engine. Every rank must bring the same weights.
 
-    It then takes x_Bs, my tokens, and their positions_s, and gives logits_BsV. A model that tensor parallelism has cut
+    It takes x_Bs, my tokens, and their positions_s, and gives logits_BsV. A model that tensor parallelism has cut
     already works as well: a core takes whatever heads it is given. Such a one says how its logits become losses.
 
     method         "ring" | "all_gather" | "ulysses"
@@ -106,12 +140,12 @@ def build(
     """
     check_cuttable(model, group, method, sequence_sharding, outer, merge_dtype)
     inner_group, outer_group = inner_and_outer(group, outer) if outer > 1 else (None, None)
-    model.context = Context(group, method, sequence_sharding, inner_group, outer_group, token_losses, trace)
+    context = Context(group, method, sequence_sharding, inner_group, outer_group, token_losses, trace)
     for block in model.blocks:
-        block.attention.core = core_of(block.attention.core, model.context, merge_dtype)
+        block.attention.core = core_of(block.attention.core, context, merge_dtype)
     if model.config.dropout > 0:
         share_seed(group, apart=True)
-    return model
+    return ContextParallel(model, context)
 
 
 def core_of(core: Callable, context: Context, merge_dtype: torch.dtype | None = None) -> Callable:
@@ -187,14 +221,14 @@ def check_cuttable(
 # --- tokens, positions and the loss
 
 
-def loss_of(engine: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Tensor:
+def loss_of(engine: ContextParallel, x_BS: Tensor, y_BS: Tensor) -> Tensor:
     """My tokens' part of the mean loss: their sum over the number of all tokens. The sum over ranks is the mean."""
     positions_s = engine.context.positions(x_BS.shape[1]).to(x_BS.device)
     logits_BsV = engine(x_BS[:, positions_s], positions_s)
     return engine.context.token_losses(logits_BsV, y_BS[:, positions_s]).sum() / y_BS.numel()
 
 
-def check_micro_batches(engine: nn.Module, micro_batches: MicroBatches) -> None:
+def check_micro_batches(engine: ContextParallel, micro_batches: MicroBatches) -> None:
     """Raises ValueError for lengths that do not divide over the ranks, or that the model has no positions for."""
     if not micro_batches:
         raise ValueError("there are no micro-batches; give at least one (x_BS, y_BS)")
@@ -210,54 +244,3 @@ def check_micro_batches(engine: nn.Module, micro_batches: MicroBatches) -> None:
             engine.context.positions(seq_len)
         if engine.config.family == "gpt" and seq_len > limit:
             raise ValueError(f"seq_len ({seq_len}) exceeds the learned positions ({limit}); use shorter sequences")
-
-
-# --- step: the same calls as in native/context.py
-
-
-def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
-    """Leaves the whole gradient in `.grad`, empty before, on every rank; returns the mean loss.
-
-    All ranks bring the same whole sequences, and take their tokens of each. Give all micro-batches in one call: a
-    second one without zero_grad sums what the first has summed already.
-    Bytes    beside those of attention: 2 (N - 1) / N * (all gradients), and the same of one number
-    Raises   ValueError if a sequence does not divide, before anything is sent
-    """
-    check_micro_batches(engine, micro_batches)
-    num_tokens, trace = sum(y_BS.numel() for _, y_BS in micro_batches), engine.context.trace
-    losses = []
-    for x_BS, y_BS in micro_batches:
-        with compute_span(trace, "forward"):
-            loss_partial = loss_of(engine, x_BS, y_BS) * (y_BS.numel() / num_tokens)
-        with compute_span(trace, "backward"):
-            loss_partial.backward()
-        losses.append(loss_partial.detach())
-    sum_gradients(engine.parameters(), engine.context.group)
-    return comm.all_reduce(torch.stack(losses).sum(), engine.context.group)
-
-
-def step(
-    engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
-) -> Tensor:
-    """One training step; returns the mean loss."""
-    loss = accumulate_gradients(engine, micro_batches)
-    if clip_norm is not None:
-        clip_gradients(engine.parameters(), clip_norm)
-    with compute_span(engine.context.trace, "optimizer"):
-        optimizer.step()
-        zero_gradients(engine.parameters())
-    return loss
-
-
-# --- whole tensors, for tests and for looking
-
-
-def full_parameters(engine: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, by the model's names: each rank has all of them."""
-    return {name: param.detach().clone() for name, param in engine.named_parameters()}
-
-
-def full_gradients(engine: nn.Module) -> dict[str, Tensor]:
-    """Every gradient, by the model's names."""
-    grads = {name: gradient_of(param) for name, param in engine.named_parameters()}
-    return {name: grad.clone() for name, grad in grads.items() if grad is not None}

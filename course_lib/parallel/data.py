@@ -7,32 +7,54 @@ Three engines with one interface, each an answer to what hurts in the one before
     BucketedDP     one all-reduce a bucket of about 25 MiB            hidden, few messages, gradients are not copied
 
     engine = build(model, group)                            # broadcasts the first rank's parameters
-    loss = step(engine, micro_batches, optimizer)           # the same two calls as in native/data.py
+    loss = step(engine, micro_batches, optimizer)           # of engine.py; the same two calls as in native/data.py
 
 Inside a step: `engine.no_sync()` around every micro-batch but the last, `engine.finish()` before gradients are read.
-The volume does not depend on the engine: averaging P numbers costs each rank 2 (N - 1) / N * P * itemsize bytes.
+Every rank must bring equally many tokens, as `data.batch` sees to: the mean over ranks is of their means.
+
+The volume does not depend on the engine: averaging P numbers costs each rank 2 (N - 1) / N * P * itemsize bytes,
+however many micro-batches. The mean loss is one number more.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from course_lib import comm
+from course_lib.model.moe import moe_layers
+from course_lib.parallel.engine import (
+    Engine,
+    MicroBatches,
+    NamedParameter,
+    Trace,
+    accumulate_gradients,
+    clip_gradients,
+    compute_span,
+    full_gradients,
+    full_parameters,
+    make_optimizer,
+    step,
+    trainable,
+)
 from course_lib.span import Span
-from course_lib.training import loss_of
 from course_lib.training.precision import gradient_of, set_gradient
+
+__all__ = [
+    "BUCKET_BYTES", "Bucket", "BucketedDP", "DataParallel", "MicroBatches", "NaiveDP", "NamedParameter", "OverlappedDP",
+    "Pending", "Sharing", "Trace", "accumulate_gradients", "arrived_twice", "assign_buckets", "broadcast_parameters",
+    "build", "clip_gradients", "compute_span", "full_gradients", "full_parameters", "hook_gradients", "make_optimizer",
+    "record_when_done", "start_all_reduce", "step", "trainable",
+]  # fmt: skip
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default, bucket_cap_mb=25
 FIRST_BUCKET_BYTES = 2**20  # DDP's as well: a small first bucket starts the network early
 
-Trace = list[Span]
-NamedParameter = tuple[str, nn.Parameter]
-MicroBatches = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (inputs, targets) of this rank
 Pending = dist.Work | torch.futures.Future  # something to wait() for
 
 
@@ -46,11 +68,6 @@ def broadcast_parameters(model: nn.Module, group: dist.ProcessGroup) -> None:
     """
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.detach().copy_(comm.broadcast(tensor.detach().contiguous(), src=0, group=group))
-
-
-def trainable(model: nn.Module) -> list[NamedParameter]:
-    """Parameters that get a gradient, each once: a tied one has two names and one gradient, a frozen one has none."""
-    return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
 
 
 def hook_gradients(parameters: Iterable[nn.Parameter], when_ready: Callable[[nn.Parameter], None]) -> list:
@@ -81,35 +98,37 @@ def record_when_done(future: torch.futures.Future, trace: Trace, name: str, star
     return future.then(done)
 
 
-@contextmanager
-def compute_span(trace: Trace | None, name: str) -> Iterator[None]:
-    """Records what runs inside as a Span on the lane 'compute'; without a trace it does nothing."""
-    start_s = time.perf_counter()
-    yield
-    if trace is not None:
-        trace.append(Span(dist.get_rank(), "compute", name, start_s, time.perf_counter()))
+class DataParallel(nn.Module, Engine):
+    """The whole model on each rank of a group, each with its own part of the batch.
+
+    begin_equal   whether the ranks are given the first one's parameters, and balance experts by the load of all
+    """
+
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup, trace: Trace | None = None, begin_equal: bool = True
+    ) -> None:
+        super().__init__()
+        self.module, self.group, self.trace = module, group, trace
+        if begin_equal:
+            broadcast_parameters(module, group)
+            for moe in moe_layers(module):
+                moe.sum_load = partial(comm.all_reduce, group=group)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.module(*inputs)
+
+    def mean_loss(self, share: torch.Tensor) -> torch.Tensor:
+        return comm.all_reduce(share, self.group, op="mean")
 
 
 # --- 1. naive
 
 
-class NaiveDP(nn.Module):
+class NaiveDP(DataParallel):
     """Averages every gradient after the backward pass, one blocking all-reduce a parameter.
 
     Bytes    sent per rank and step: 2 (N - 1) / N * P * itemsize, in as many calls as there are parameters
     """
-
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, trace: Trace | None = None) -> None:
-        super().__init__()
-        self.module, self.group, self.trace = module, group, trace
-        broadcast_parameters(module, group)
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return self.module(*inputs)
-
-    def no_sync(self) -> nullcontext:
-        """Nothing to hold back: this engine sends only in `finish()`."""
-        return nullcontext()
 
     def finish(self) -> None:
         """Averages all gradients. A parameter that this rank did not use counts as zeros."""
@@ -123,7 +142,7 @@ class NaiveDP(nn.Module):
 # --- 2. overlapped
 
 
-class OverlappedDP(nn.Module):
+class OverlappedDP(DataParallel):
     """Starts a parameter's all-reduce once its gradient is complete, while backward goes on with earlier layers.
 
     Every rank must use every parameter: ranks that start different all-reduces would sum unrelated gradients.
@@ -132,16 +151,11 @@ class OverlappedDP(nn.Module):
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, trace: Trace | None = None) -> None:
-        super().__init__()
-        self.module, self.group, self.trace = module, group, trace
+        super().__init__(module, group, trace)
         self.names = {param: name for name, param in trainable(module)}
         self.in_flight: dict[nn.Parameter, Pending] = {}
         self.syncing = True
-        broadcast_parameters(module, group)
         self.handles = hook_gradients(self.names, self._start)
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return self.module(*inputs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -299,7 +313,7 @@ class Bucket:
         self.waiting_for, self.sent_P, self.work = set(self.params), None, None
 
 
-class BucketedDP(nn.Module):
+class BucketedDP(DataParallel):
     """Overlaps like OverlappedDP, with one all-reduce a full bucket; gradients live inside the buckets.
 
     Buckets start in one fixed order on every rank, however the gradients arrive: ranks always agree what they sum.
@@ -321,12 +335,9 @@ class BucketedDP(nn.Module):
         sharing: Sharing | None = None,
         grad_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.module, self.group, self.trace = module, group, trace
+        super().__init__(module, group, trace, begin_equal=sharing is None)
         self.allow_unused, self.wire_dtype = allow_unused, wire_dtype
         first_bucket_bytes = FIRST_BUCKET_BYTES if sharing is None else bucket_bytes
-        if sharing is None:
-            broadcast_parameters(module, group)
         sharing = sharing or Sharing.over(group)
         members = [(name, param) for name, param in trainable(module) if sharing.kind_of(param) is not None]
         self.names = {param: name for name, param in members}
@@ -337,9 +348,6 @@ class BucketedDP(nn.Module):
         self.num_started = 0
         self.syncing = True
         self.handles = hook_gradients(self.names, self._ready)
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return self.module(*inputs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -400,9 +408,6 @@ class BucketedDP(nn.Module):
             if count == 0:
                 set_gradient(param, None)
 
-    def share_update(self) -> None:
-        """Nothing to share: every rank updates the same numbers."""
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients, and gives their memory back."""
         for bucket in self.buckets:
@@ -411,39 +416,4 @@ class BucketedDP(nn.Module):
         self.num_started = 0
 
 
-# --- build and step: the same two calls as in native/data.py
-
-
 build = BucketedDP  # build(model, group, ...): the engine that the course uses from here on
-
-
-def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches, trace: Trace | None = None) -> torch.Tensor:
-    """Leaves in `.grad` the gradient of the whole global batch; returns this rank's mean loss.
-
-    Every rank must bring equally many tokens, as `data.batch` sees to: the mean over ranks is of their means.
-
-    Bytes    one average of the gradients, however many micro-batches
-    """
-    num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
-    losses = []
-    for index, (x_BS, y_BS) in enumerate(micro_batches):
-        is_last = index == len(micro_batches) - 1
-        with nullcontext() if is_last else engine.no_sync():
-            with compute_span(trace, "forward"):
-                loss = loss_of(engine, x_BS, y_BS) * (y_BS.numel() / num_tokens)
-            with compute_span(trace, "backward"):
-                loss.backward()
-        losses.append(loss.detach())
-    engine.finish()
-    return torch.stack(losses).sum()
-
-
-def step(
-    engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, trace: Trace | None = None
-) -> torch.Tensor:
-    """One training step on this rank's micro-batches; returns this rank's mean loss."""
-    loss = accumulate_gradients(engine, micro_batches, trace)
-    with compute_span(trace, "optimizer"):
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss

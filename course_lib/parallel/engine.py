@@ -14,7 +14,9 @@ a technique's file makes one. That file says how the model is cut and what is se
 Losses and norms are those of the global batch, on every rank.
 """
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -23,45 +25,114 @@ from torch import Tensor, nn
 
 from course_lib import comm
 from course_lib.model.moe import balance_after_step
-from course_lib.parallel.data import MicroBatches, Trace, compute_span
-from course_lib.parallel.shards import ShardedAdamW
+from course_lib.span import Span
+from course_lib.training import loss_of
 from course_lib.training.precision import MasterAdamW, gradient_of, scale_gradients, zero_gradients
+
+Trace = list[Span]
+NamedParameter = tuple[str, nn.Parameter]
+MicroBatches = Sequence[tuple[Tensor, Tensor]]  # (inputs, targets) of this rank
+
+
+def trainable(model: nn.Module) -> list[NamedParameter]:
+    """Parameters that get a gradient, each once: a tied one has two names and one gradient, a frozen one has none."""
+    return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+
+
+@contextmanager
+def compute_span(trace: Trace | None, name: str) -> Iterator[None]:
+    """Records what runs inside as a Span on the lane 'compute'; without a trace it does nothing."""
+    start_s = time.perf_counter()
+    yield
+    if trace is not None:
+        trace.append(Span(dist.get_rank(), "compute", name, start_s, time.perf_counter()))
+
 
 # --- what an engine is
 
 
 class Engine(Protocol):
-    """What this file asks of an engine, beside what every nn.Module has.
+    """What this file asks of an engine, beside what every nn.Module has. A technique replaces what is otherwise there.
 
+    module        the model; an engine that has none replaces what uses it
     norm_groups   over which squares of gradients are added, one group after the other
     is_sharded    whether the optimizer updates shards of flat buffers
     trace         where spans are recorded, if anywhere
     """
 
-    norm_groups: tuple[dist.ProcessGroup, ...]
-    is_sharded: bool
-    trace: Trace | None
+    module: nn.Module
+    norm_groups: tuple[dist.ProcessGroup, ...] = ()
+    is_sharded: bool = False
+    trace: Trace | None = None
 
     def run(self, micro_batches: MicroBatches) -> Tensor:
         """Forward and backward of all micro-batches; returns this rank's share of the mean loss."""
+        return one_after_another(self, micro_batches)
 
-    def reduce_gradients(self) -> None:
-        """Sums over ranks what backward has not summed."""
+    def count_tokens(self, micro_batches: MicroBatches) -> int:
+        """The tokens over which shares of the loss are taken."""
+        return sum(y_BS.numel() for _, y_BS in micro_batches)
+
+    def share_of_loss(self, x_BS: Tensor, y_BS: Tensor, num_tokens: int) -> Tensor:
+        """What one micro-batch adds to the mean loss of num_tokens tokens."""
+        return loss_of(self, x_BS, y_BS) * (y_BS.numel() / num_tokens)
+
+    def no_sync(self) -> AbstractContextManager:
+        """Around every micro-batch but the last: nothing to hold back where only `finish` sends."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Sums over ranks what backward has not summed, and waits for what it has begun to sum."""
 
     def mean_loss(self, share: Tensor) -> Tensor:
         """The mean loss of the global batch from this rank's share."""
+        return share
 
     def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
         """What this rank updates: parameters or shards, each with the ranks of `norm_groups` that hold the same."""
+        return ((param, 1) for _, param in trainable(self.module))
 
     def share_update(self) -> None:
         """Sends what the optimizer made of shards to those that compute with it."""
 
     def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
         """What `tensor_of` gives of each parameter, put together over ranks, by the unsharded model's names."""
+        tensors = {name: tensor_of(param) for name, param in self.module.named_parameters()}
+        return {name: x.clone() for name, x in tensors.items() if x is not None}
+
+
+class ModelEngine(nn.Module, Engine):
+    """An engine around one model: called as the model is, with parameters under the model's names."""
+
+    def __init__(self, module: nn.Module, trace: Trace | None = None) -> None:
+        super().__init__()
+        self.module, self.config, self.trace = module, module.config, trace
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.module(*inputs)
+
+    def named_parameters(self, *args, **kwargs) -> Iterator[NamedParameter]:
+        return self.module.named_parameters(*args, **kwargs)
 
 
 # --- the step
+
+
+def one_after_another(engine: Engine, micro_batches: MicroBatches) -> Tensor:
+    """Forward and backward of one micro-batch after the other; returns this rank's share of the mean loss.
+
+    Each micro-batch's mean counts by its share of the tokens.
+    """
+    num_tokens, losses = engine.count_tokens(micro_batches), []
+    for index, (x_BS, y_BS) in enumerate(micro_batches):
+        is_last = index == len(micro_batches) - 1
+        with nullcontext() if is_last else engine.no_sync():
+            with compute_span(engine.trace, "forward"):
+                loss = engine.share_of_loss(x_BS, y_BS, num_tokens)
+            with compute_span(engine.trace, "backward"):
+                loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
 
 
 def accumulate_gradients(engine: Engine, micro_batches: MicroBatches) -> Tensor:
@@ -70,7 +141,7 @@ def accumulate_gradients(engine: Engine, micro_batches: MicroBatches) -> Tensor:
     Give all micro-batches of a step in one call: a second one before `update` sums again what is summed already.
     """
     share = engine.run(micro_batches)
-    engine.reduce_gradients()
+    engine.finish()
     return engine.mean_loss(share)
 
 
@@ -82,8 +153,12 @@ def clip_gradients(engine: Engine, max_norm: float) -> Tensor:
     their number, and the sums are added over ranks.
 
     Bytes    an all-reduce of one number over each of the engine's `norm_groups`
+    Raises   ValueError if this rank trains something and has no gradient
     """
-    owned = [(param, copies) for param, copies in engine.owned() if gradient_of(param) is not None]
+    trained = list(engine.owned())
+    owned = [(param, copies) for param, copies in trained if gradient_of(param) is not None]
+    if trained and not owned:
+        raise ValueError("no parameter has a gradient to clip; call accumulate_gradients first")
     first = next(engine.parameters())
     square = torch.zeros((), dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
     for param, copies in owned:
@@ -100,9 +175,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW over what this rank updates, with FP32 master weights where parameters have 16 bits. All may be frozen."""
     params = [param for param, _ in engine.owned()]
-    if engine.is_sharded:
-        return ShardedAdamW(params, lr, betas, weight_decay=weight_decay)
-    optimizer_class = MasterAdamW if any(param.element_size() == 2 for param in params) else torch.optim.AdamW
+    has_masters = engine.is_sharded or any(param.element_size() == 2 for param in params)
+    optimizer_class = MasterAdamW if has_masters else torch.optim.AdamW
     return optimizer_class([{"params": params}], lr=lr, betas=betas, weight_decay=weight_decay)
 
 

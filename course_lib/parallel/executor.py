@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from course_lib.model.moe import count_load, moe_losses
 from course_lib.parallel.channels import receive, send
-from course_lib.parallel.data import MicroBatches
+from course_lib.parallel.engine import MicroBatches
 from course_lib.parallel.weight_gradients import WeightGradientStore
 from course_lib.schedules.instructions import Instruction
 from course_lib.schedules.messages import Message, Step

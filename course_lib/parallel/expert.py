@@ -2,10 +2,10 @@
 
     parallel/dispatch.py         rows to the experts' ranks and back
     parallel/expert_tensor.py    every matrix of an expert cut over tp as well
-    this file                    a Llama with experts (model/moe.py) cut from outside, its step, whole gradients
+    this file                    a Llama with experts (model/moe.py) cut from outside
 
     engine = build(model, group, ep_size=4)                 # keeps E / ep experts of each layer, in place
-    loss = step(engine, micro_batches, optimizer)           # as in data parallelism each rank brings its own tokens
+    loss = step(engine, micro_batches, optimizer)           # of engine.py; each rank brings its own tokens
 
 `group` has dp = ep x expert_dp ranks. Neighbours share the experts among them, so that tokens travel as short a way
 as possible; ranks at a distance of ep have the same experts:
@@ -25,7 +25,7 @@ Source   Lepikhin et al. 2020 (arXiv:2006.16668); Fedus et al. 2021 (arXiv:2101.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,20 +37,29 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.layout.experts import ExpertLayout, check_ep, check_expert_parallel
-from course_lib.model.moe import MoE, balance_after_step, count_load, moe_layers, moe_losses
+from course_lib.model.moe import MoE, count_load, moe_layers, moe_losses
 from course_lib.parallel import tensor
-from course_lib.parallel.data import MicroBatches
 from course_lib.parallel.dispatch import run_once, run_once_per_node, run_plain
+from course_lib.parallel.engine import (
+    MicroBatches,
+    ModelEngine,
+    accumulate_gradients,
+    clip_gradients,
+    full_gradients,
+    full_parameters,
+    make_optimizer,
+    step,
+    trainable,
+)
 from course_lib.parallel.expert_tensor import cut_over_tp
 from course_lib.parallel.linear import ReplicatedResidual
 from course_lib.parallel.sequence import ShardedResidual, of_my_tokens
-from course_lib.parallel.tensor import cuts_of, make_optimizer, sum_gradients
+from course_lib.parallel.tensor import cuts_of, sum_gradients
 from course_lib.parallel.vocabulary import vocab_cross_entropy
-from course_lib.training.precision import gradient_of, scale_gradients, zero_gradients
 
 __all__ = [
-    "ExpertGroups", "accumulate_gradients", "build", "clip_gradients", "expert_groups", "full_gradients",
-    "full_parameters", "make_optimizer", "routing_load", "step",
+    "ExpertGroups", "ExpertParallel", "accumulate_gradients", "build", "clip_gradients", "expert_groups",
+    "full_gradients", "full_parameters", "make_optimizer", "routing_load", "step",
 ]  # fmt: skip
 
 
@@ -95,6 +104,60 @@ def _group(ranks: list[int]) -> Group:
 # --- a model
 
 
+class ExpertParallel(ModelEngine):
+    """A model whose experts are spread over ranks. Each rank brings its own micro-batches, equally many, of any size.
+
+    Raises   ValueError on every rank if one brings more micro-batches than another, or none has a token
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: ExpertGroups,
+        layout: ExpertLayout,
+        residual: ReplicatedResidual | ShardedResidual | None,
+    ) -> None:
+        super().__init__(module)
+        self.groups, self.layout, self.residual = groups, layout, residual
+        self.norm_groups = (groups.dp,) if groups.tp is None else (groups.dp, groups.tp)
+        self.replica_group = None if residual is None else tensor.replica_group_of(module.config, residual.group)
+
+    def count_tokens(self, micro_batches: MicroBatches) -> int:
+        return count_tokens(self, micro_batches)
+
+    def share_of_loss(self, x_BS: Tensor, y_BS: Tensor, num_tokens: int) -> Tensor:
+        return share_of_loss(self, x_BS, y_BS, num_tokens)
+
+    def finish(self) -> None:
+        sum_over_ranks(self)
+
+    def mean_loss(self, share: Tensor) -> Tensor:
+        return comm.all_reduce(share, self.groups.dp)
+
+    def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
+        groups, experts, cuts = self.groups, my_experts(self), cuts_of(self)
+        for name, param in trainable(self.module):
+            copies = groups.expert_dp.size() if param in experts else groups.dp.size()
+            if groups.tp is not None:
+                copies *= cuts[name].copies if name in cuts else groups.tp.size()
+            yield param, copies
+
+    def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
+        """First over tp, a matrix from its parts, then over ep: each rank's experts, of which I know my own number."""
+        cuts, groups, whole = cuts_of(self), self.groups, {}
+        for name, x in super().whole(tensor_of).items():
+            x = cuts[name].whole(x, groups.tp) if name in cuts else x
+            expert = re.fullmatch(r"(.+\.mlp\.experts\.)(\d+)(\..+)", name)
+            if expert is None:
+                whole[name] = x
+                continue
+            before, number, after = expert.groups()
+            place = int(number) % self.layout.experts_per_rank
+            for ep_rank, of_rank in enumerate(comm.all_gather(x[None].contiguous(), groups.ep)):
+                whole[f"{before}{ep_rank * self.layout.experts_per_rank + place}{after}"] = of_rank.clone()
+        return whole
+
+
 def build(
     model: nn.Module,
     group: Group,
@@ -103,8 +166,8 @@ def build(
     ranks_per_node: int | None = None,
     tp_group: Group | None = None,
     sequence_parallel: bool = False,
-) -> nn.Module:
-    """Cuts the model in place and returns it. Every rank must bring the same weights: `model.build` with one seed.
+) -> ExpertParallel:
+    """Cuts the model in place; returns the engine. Every rank brings the same weights: `model.build` with one seed.
 
     ep_size: over how many neighbours experts are spread; without it over the whole group
     method: "plain" | "once_per_rank" | "once_per_node" (with ranks_per_node), as in traffic/routing.py
@@ -129,10 +192,11 @@ def build(
         keep_my_experts(moe, layout, groups.ep.rank())
         moe.run_experts = runner(method, groups)
         moe.sum_load = partial(sum_over, group=group)
+    residual = None
     if tp_group is not None:
-        cut_over_tp(model, ShardedResidual(tp_group) if sequence_parallel else ReplicatedResidual(tp_group))
-    model.groups, model.layout = groups, layout
-    return model
+        residual = ShardedResidual(tp_group) if sequence_parallel else ReplicatedResidual(tp_group)
+        cut_over_tp(model, residual)
+    return ExpertParallel(model, groups, layout, residual)
 
 
 def check_experts(model: nn.Module) -> None:
@@ -170,32 +234,15 @@ def sum_over(tokens_E: Tensor, group: Group) -> Tensor:
     return comm.all_reduce(tokens_E, group)
 
 
-# --- step
+# --- the loss, and what is summed over whom
 
 
-def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
-    """Leaves the gradient of all ranks' tokens in `.grad`, empty before; returns their mean loss, on every rank.
-
-    Each rank brings its own micro-batches, equally many, of any size: also of no rows at all. Give all in one call.
-
-    Raises   ValueError on every rank if one has more micro-batches than another, or none has a token
-    """
-    total_tokens = count_tokens(engine, micro_batches)
-    losses = []
-    for x_BS, y_BS in micro_batches:
-        loss = share_of_loss(engine, x_BS, y_BS, total_tokens)
-        loss.backward()
-        losses.append(loss.detach())
-    sum_over_ranks(engine)
-    return comm.all_reduce(torch.stack(losses).sum(), engine.groups.dp)
-
-
-def count_tokens(engine: nn.Module, micro_batches: MicroBatches) -> int:
+def count_tokens(engine: ExpertParallel, micro_batches: MicroBatches) -> int:
     """The tokens of all ranks in this step.
 
     Bytes    sent per rank: 16 (N - 1)
     """
-    device = engine.head.weight.device
+    device = next(engine.parameters()).device
     mine = torch.tensor([[sum(y_BS.numel() for _, y_BS in micro_batches), len(micro_batches)]], device=device)
     tokens, counts = comm.all_gather(mine, engine.groups.dp).unbind(1)
     if counts.min() != counts.max():
@@ -208,11 +255,11 @@ def count_tokens(engine: nn.Module, micro_batches: MicroBatches) -> int:
     return int(tokens.sum())
 
 
-def share_of_loss(engine: nn.Module, x_BS: Tensor, y_BS: Tensor, total_tokens: int) -> Tensor:
+def share_of_loss(engine: ExpertParallel, x_BS: Tensor, y_BS: Tensor, total_tokens: int) -> Tensor:
     """What this micro-batch adds to the mean loss of all tokens of all ranks, balancing included."""
     logits = engine(x_BS)
     if engine.groups.tp is not None:
-        losses = vocab_cross_entropy(logits, y_BS, engine.embed.first, engine.groups.tp)
+        losses = vocab_cross_entropy(logits, y_BS, engine.module.embed.first, engine.groups.tp)
     else:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(logits.flatten(0, 1), y_BS.flatten(), reduction="none")
@@ -231,7 +278,7 @@ def my_experts(engine: nn.Module) -> set[nn.Parameter]:
     return {param for moe in moe_layers(engine) for param in moe.experts.parameters()}
 
 
-def sum_over_ranks(engine: nn.Module) -> None:
+def sum_over_ranks(engine: ExpertParallel) -> None:
     """Gradients of experts over the ranks that have the same ones, of everything else over all.
 
     Bytes    sent per rank: 2 (M - 1) / M of this rank's experts (M = expert_dp), 2 (N - 1) / N of the rest (N = dp)
@@ -246,48 +293,11 @@ def sum_over_ranks(engine: nn.Module) -> None:
         sum_gradients([param for param in engine.parameters() if param in experts], groups.expert_dp)
 
 
-@torch.no_grad()
-def clip_gradients(engine: nn.Module, max_norm: float) -> Tensor:
-    """Shortens all gradients together to max_norm where they are longer; returns the length of the whole gradient.
-
-    What several ranks have is divided among them, so that it counts once.
-    Bytes    an all-reduce of one number, and with tensor parallelism another
-    Raises   ValueError if there is no gradient
-    """
-    groups, experts, squares = engine.groups, my_experts(engine), []
-    cuts = cuts_of(engine)
-    for name, param in engine.named_parameters():
-        if (grad := gradient_of(param)) is not None:
-            copies = groups.expert_dp.size() if param in experts else groups.dp.size()
-            if groups.tp is not None:
-                copies *= cuts[name].copies if name in cuts else groups.tp.size()
-            squares.append(grad.to(torch.promote_types(grad.dtype, torch.float32)).square().sum() / copies)
-    if not squares:
-        raise ValueError("no parameter has a gradient to clip; call accumulate_gradients first")
-    square = comm.all_reduce(torch.stack(squares).sum(), groups.dp)
-    norm = (square if groups.tp is None else comm.all_reduce(square, groups.tp)).sqrt()
-    scale_gradients(engine.parameters(), (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
-
-
-def step(
-    engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
-) -> Tensor:
-    """One training step; returns the mean loss of all ranks. Biases that balance move by the load of all ranks."""
-    loss = accumulate_gradients(engine, micro_batches)
-    if clip_norm is not None:
-        clip_gradients(engine, clip_norm)
-    optimizer.step()
-    zero_gradients(engine.parameters())
-    balance_after_step(engine)
-    return loss
-
-
 # --- for tests and for looking
 
 
 @torch.no_grad()
-def routing_load(engine: nn.Module) -> list[tuple[Tensor, Tensor]]:
+def routing_load(engine: ExpertParallel) -> list[tuple[Tensor, Tensor]]:
     """For each layer with experts (tokens_E, dropped_E): the assignments of the last micro-batch, of all ranks."""
     return [
         (
@@ -296,30 +306,3 @@ def routing_load(engine: nn.Module) -> list[tuple[Tensor, Tensor]]:
         )
         for moe in moe_layers(engine)
     ]
-
-
-def full_parameters(engine: nn.Module) -> dict[str, Tensor]:
-    """Every parameter whole, on each rank, by the unsharded model's names."""
-    return _whole(engine, {name: param.detach() for name, param in engine.named_parameters()})
-
-
-def full_gradients(engine: nn.Module) -> dict[str, Tensor]:
-    """Every gradient whole, on each rank, by the unsharded model's names."""
-    grads = {name: gradient_of(param) for name, param in engine.named_parameters()}
-    return _whole(engine, {name: grad for name, grad in grads.items() if grad is not None})
-
-
-def _whole(engine: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """First over tp, a matrix from its parts, then over ep: each rank's experts, of which I know my own number."""
-    cuts, groups, whole = cuts_of(engine), engine.groups, {}
-    for name, x in tensors.items():
-        x = cuts[name].whole(x, groups.tp) if name in cuts else x.clone()
-        expert = re.fullmatch(r"(.+\.mlp\.experts\.)(\d+)(\..+)", name)
-        if expert is None:
-            whole[name] = x
-            continue
-        before, number, after = expert.groups()
-        place = int(number) % engine.layout.experts_per_rank
-        for ep_rank, of_rank in enumerate(comm.all_gather(x[None].contiguous(), groups.ep)):
-            whole[f"{before}{ep_rank * engine.layout.experts_per_rank + place}{after}"] = of_rank.clone()
-    return whole

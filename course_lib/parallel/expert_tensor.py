@@ -54,7 +54,6 @@ def cut_over_tp(model: nn.Module, residual: Residual) -> None:
         cut_block(block, residual, model.config)
     model.head = ColumnLinear(model.head, residual)
     model.tie()
-    model.residual, model.replica_group = residual, tensor.replica_group_of(model.config, residual.group)
 
 
 def cut_block(block: nn.Module, residual: Residual, config: ModelConfig) -> None:

@@ -107,7 +107,7 @@ class FiveD(nn.Module, Engine):
     def run(self, micro_batches: MicroBatches) -> Tensor:
         return run_layout(self, micro_batches)
 
-    def reduce_gradients(self) -> None:
+    def finish(self) -> None:
         reduce_gradients(self)
 
     def mean_loss(self, share: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class FiveD(nn.Module, Engine):
             in_flats = {name for each in self.data_engines.values() for flat in each.flats for name in flat.names}
             tensors = {name: x for name, x in tensors.items() if name not in in_flats}
             for data_engine in self.data_engines.values():
-                tensors |= zero.whole_tensors(data_engine, lambda flat: tensor_of(flat.shard_p))
+                tensors |= zero.whole_tensors(data_engine.flats, tensor_of)
         if self.config.tied and "head.weight" in tensors:
             tensors["embed.weight"] = tensors.pop("head.weight")
         found = {name: x for name, x in tensors.items() if x is not None}
@@ -244,9 +244,8 @@ def shard_over_data(engine: FiveD, grad_dtype: torch.dtype | None) -> None:
     summed: set[nn.Parameter] = set()  # a weight that two stages here share: by the first one's buckets
     for name, stage in engine.stages.items():
         if layout.zero_stage:
-            engine.data_engines[name] = zero.build(
-                stage, group, layout.zero_stage, grad_dtype=grad_dtype, sharing=sharing
-            )
+            sharded = zero.ZeroUnits if layout.zero_stage == 3 else partial(zero.ZeroBuckets, stage=layout.zero_stage)
+            engine.data_engines[name] = sharded(stage, group, grad_dtype=grad_dtype, sharing=sharing)
         elif layout.data_size > 1:
             mine = {p for p in stage.parameters() if p not in summed and sharing.groups[sharing.kind_of(p)].size() > 1}
             of_stage = Sharing(lambda p, mine=mine: sharing.kind_of(p) if p in mine else None, sharing.groups)
@@ -269,7 +268,7 @@ def fill_from_seed(engine: FiveD, seed: int) -> None:
         count.zero_()
     mine, cuts, tp_rank = named_parameters(engine), cuts_of(engine), engine.groups.tp.rank()
     whole = build_whole(engine.config, device="meta")
-    for (name, _), numbers in zip(whole.named_parameters(), initial_weights(whole, seed)):
+    for (name, _), numbers in zip(whole.named_parameters(), initial_weights(whole, seed), strict=True):
         if name in mine:
             mine[name].copy_(cuts[name].part(numbers, tp_rank) if name in cuts else numbers)
 

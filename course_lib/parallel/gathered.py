@@ -21,7 +21,6 @@ from torch import Tensor
 
 from course_lib import comm
 from course_lib.comm.conjugate import Group
-from course_lib.parallel.data import Trace
 from course_lib.parallel.tiles import Block, Plan, block_attention
 
 
@@ -67,7 +66,6 @@ def gathered_attention(
     causal: bool = True,
     merge_dtype: torch.dtype | None = None,
     kernel: str = "fused",
-    trace: Trace | None = None,
 ) -> Tensor:
     """As `ring.ring_attention`, with all keys and values gathered at once.
 
@@ -76,5 +74,6 @@ def gathered_attention(
              as many again backward, and (N - 1) * 2 B K s H * (itemsize of merge_dtype). N: ranks
     Raises   ValueError for shapes or words that do not fit, before anything is sent
     """
-    plan = Plan(sequence_sharding, causal, kernel, merge_dtype, trace)
-    return block_attention(q_BNsH, k_BKsH, v_BKsH, Gathered(group), plan)
+    return block_attention(
+        q_BNsH, k_BKsH, v_BKsH, Gathered(group), Plan(sequence_sharding, causal, kernel, merge_dtype)
+    )

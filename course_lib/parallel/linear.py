@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from course_lib.comm.conjugate import Group, InFlight, copy_in, my_piece, start_all_reduce, start_gather, sum_out
 from course_lib.layout.partition import piece_sizes
-from course_lib.parallel.data import Trace, compute_span, record_when_done
+from course_lib.parallel.data import record_when_done
+from course_lib.parallel.engine import Trace, compute_span
 from course_lib.span import Span
 
 # --- where the columns begin and the rows end
@@ -190,14 +191,14 @@ class _ColumnLinears(torch.autograd.Function):
         x_BSD = residual.start_enter(x).wait()
         ctx.residual, ctx.seq_len, ctx.products = residual, x_BSD.shape[-2], products
         ctx.save_for_backward(x if residual.regather else x_BSD, *weights)
-        return tuple(F.linear(x_BSD, w_fD, b_f) for w_fD, b_f in zip(weights, biases))
+        return tuple(F.linear(x_BSD, w_fD, b_f) for w_fD, b_f in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx, *grads_BSf):
         residual, (x, *weights) = ctx.residual, ctx.saved_tensors
         entering = residual.start_enter(x, ctx.seq_len) if residual.regather else InFlight(None, lambda: x)
         grad_BSD_partial = grads_BSf[0] @ weights[0]
-        for grad_BSf, w_fD in zip(grads_BSf[1:], weights[1:]):
+        for grad_BSf, w_fD in zip(grads_BSf[1:], weights[1:], strict=True):
             grad_BSD_partial += grad_BSf @ w_fD
         summing = residual.start_sum(grad_BSD_partial)
         if not residual.overlap:
@@ -205,13 +206,19 @@ class _ColumnLinears(torch.autograd.Function):
             summing = InFlight(None, lambda: grad_x)
         x_BSD = entering.wait()
         if ctx.products:
-            for product, grad_BSf in zip(ctx.products, grads_BSf):
+            for product, grad_BSf in zip(ctx.products, grads_BSf, strict=True):
                 product.x, product.grad = x_BSD.detach(), grad_BSf
             return summing.wait(), *[None] * (2 + 2 * len(weights))
         wanted = ctx.needs_input_grad[3:]  # of weights, then of biases: none of what is frozen or absent
         with compute_span(residual.trace, "weight gradients"):
-            grad_weights = [rows(grad).t() @ rows(x_BSD) if want else None for grad, want in zip(grads_BSf, wanted)]
-            grad_biases = [rows(grad).sum(0) if want else None for grad, want in zip(grads_BSf, wanted[len(weights) :])]
+            grad_weights = [
+                rows(grad).t() @ rows(x_BSD) if want else None
+                for grad, want in zip(grads_BSf, wanted[: len(weights)], strict=True)
+            ]
+            grad_biases = [
+                rows(grad).sum(0) if want else None
+                for grad, want in zip(grads_BSf, wanted[len(weights) :], strict=True)
+            ]
         return summing.wait(), None, None, *grad_weights, *grad_biases
 
 

@@ -94,6 +94,6 @@ def merge_errors(
     for size in ranks:
         for merge_dtype in merge_dtypes:
             got = ring_in_one_process(*inputs, size, Plan("contiguous", causal, kernel, merge_dtype))
-            shares = (((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, exact))
+            shares = (((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, exact, strict=True))
             found.append(MergeError(size, merge_dtype, *shares))
     return found

@@ -76,7 +76,7 @@ class OnDisk:
         )
         states = self.buffer[: mapped.numel()].view(shape).copy_(mapped)
         self.link_bytes["disk to host"] += states.nbytes
-        yield dict(zip(STATES, states))
+        yield dict(zip(STATES, states, strict=True))
         mapped.copy_(states)
         self.link_bytes["host to disk"] += states.nbytes
 
@@ -210,8 +210,8 @@ class OffloadedAdamW(MasterAdamW):
         for index, saved in state_dict["state"].items():
             for start, stop in self._pieces(order[index]):
                 with self._where[order[index]].piece(start, stop) as states:
-                    for key in STATES:
-                        states[key].copy_(saved[key].reshape(-1)[start:stop])
+                    for key in STATES:  # a 32-bit parameter is its own master
+                        states[key].copy_(saved.get(key, order[index]).reshape(-1)[start:stop])
         if self.place == "host":
             self.state.update((parameter, self._where[parameter].tensors) for parameter in order)
 

@@ -113,11 +113,8 @@ class Pipeline(nn.Module, Engine):
     def run(self, micro_batches: MicroBatches) -> Tensor:
         return run_schedule(self, micro_batches)
 
-    def reduce_gradients(self) -> None:
+    def finish(self) -> None:
         sum_tied(self)
-
-    def share_update(self) -> None:
-        """Nothing to share: each parameter is updated where it is used."""
 
     def mean_loss(self, share: Tensor) -> Tensor:
         if self.config.moe is not None:  # each stage has its experts' auxiliary losses

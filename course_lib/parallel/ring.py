@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.comm.conjugate import Group
-from course_lib.parallel.data import Trace
+from course_lib.parallel.engine import Trace
 from course_lib.parallel.tiles import Block, Plan, block_attention
 from course_lib.span import Span
 
@@ -123,10 +123,10 @@ def ring_attention(
     causal: bool = True,
     merge_dtype: torch.dtype | None = None,
     kernel: str = "fused",
-    trace: Trace | None = None,
 ) -> Tensor:
-    """Attention over a sequence shared out by `sequence_sharding`: every rank brings equally many tokens, and gets
-    theirs.
+    """Attention over a sequence shared out by `sequence_sharding`: every rank brings equally many tokens.
+
+    Each rank gets the outputs of its own tokens.
 
     merge_dtype   of outputs and gradients while parts are added up: float32 if not given, float64 for float64 inputs.
                   The log-sum-exp has float32 at least, always
@@ -136,5 +136,4 @@ def ring_attention(
              as many again backward, and (N - 1) * 2 B K s H * (itemsize of merge_dtype). N: ranks
     Raises   ValueError for shapes or words that do not fit, before anything is sent
     """
-    plan = Plan(sequence_sharding, causal, kernel, merge_dtype, trace)
-    return block_attention(q_BNsH, k_BKsH, v_BKsH, Ring(group, trace), plan)
+    return block_attention(q_BNsH, k_BKsH, v_BKsH, Ring(group), Plan(sequence_sharding, causal, kernel, merge_dtype))

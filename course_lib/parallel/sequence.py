@@ -13,7 +13,7 @@ the same B S D numbers. But they treat each token by itself, so here a rank does
 An all-reduce is a reduce-scatter and then an all-gather: the same bytes on the wire, in twice the calls.
 
 Two things change with it. A weight used for my tokens alone (norms, biases behind a row, learned positions) gets the
-gradient of my tokens alone: `accumulate_gradients` sums those over the group, once a step. Forget it and nothing fails:
+gradient of my tokens alone: `finish` sums those over the group, once a step. Forget it and nothing fails:
 ranks that should hold one norm hold several. And dropout of the residual stream must draw other numbers on every rank.
 
 What columns keep for their weights' gradients is a choice:
@@ -29,7 +29,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,14 +43,31 @@ from course_lib.comm.conjugate import (
     start_reduce_scatter,
 )
 from course_lib.parallel import tensor
-from course_lib.parallel.data import MicroBatches, Trace
+from course_lib.parallel.engine import (
+    Trace,
+    accumulate_gradients,
+    clip_gradients,
+    full_gradients,
+    full_parameters,
+    make_optimizer,
+    step,
+)
 from course_lib.parallel.linear import communication_span, traced
-from course_lib.parallel.tensor import clip_gradients, full_gradients, full_parameters, loss_of, make_optimizer
+from course_lib.parallel.tensor import TensorParallel, loss_of
 from course_lib.span import Span
 
 __all__ = [
-    "ShardedResidual", "accumulate_gradients", "build", "clip_gradients", "full_gradients", "full_parameters",
-    "loss_of", "make_optimizer", "step",
+    "ShardedResidual",
+    "TensorSequenceParallel",
+    "accumulate_gradients",
+    "build",
+    "clip_gradients",
+    "full_gradients",
+    "full_parameters",
+    "loss_of",
+    "make_optimizer",
+    "of_my_tokens",
+    "step",
 ]  # fmt: skip
 
 SEQUENCE = 1  # the dimension of x_BSD that is cut
@@ -121,10 +137,24 @@ class MyPositions(nn.Module):
         return F.embedding(positions_s, self.weight)
 
 
+class TensorSequenceParallel(TensorParallel):
+    """Tensor parallelism whose hidden states are cut along the sequence between the cut layers."""
+
+    def finish(self) -> None:
+        """Sums what ranks have a part of: shared key/value heads, and the gradients of my tokens alone.
+
+        Bytes    besides those of enter and leave: one all-reduce of the parameters that are not cut
+        """
+        super().finish()
+        tensor.sum_gradients(of_my_tokens(self), self.residual.group)
+
+
 def build(
     model: nn.Module, group: Group, regather: bool = False, overlap: bool = True, trace: Trace | None = None
-) -> nn.Module:
-    """Cuts the model's matrices and its residual stream in place, and returns it. Every rank brings the same weights.
+) -> TensorSequenceParallel:
+    """Cuts the model's matrices and its residual stream in place; returns the engine.
+
+    Every rank brings the same weights.
 
     Every rank is given all tokens_BS, and gives logits_BSv, its part of the vocabulary.
 
@@ -132,38 +162,18 @@ def build(
     Raises   ValueError if model or group cannot be cut so, before anything is sent or changed
     """
     tensor.check_shardable(model, group)
-    tensor.shard_model(model, ShardedResidual(group, overlap, trace, regather))
+    residual = ShardedResidual(group, overlap, trace, regather)
+    tensor.shard_model(model, residual)
     if model.config.family == "gpt":
         model.positions = MyPositions(model.positions, group)
     if model.config.dropout > 0:
         tensor.share_seed(group)
         for dropout in [model.dropout, *(block.dropout for block in model.blocks)]:
             dropout.forward = tensor.with_rank_rng(dropout.forward, group)
-    return model
+    return TensorSequenceParallel(model, residual)
 
 
 def of_my_tokens(engine: nn.Module) -> list[nn.Parameter]:
     """The parameters whose gradient is of my tokens alone: all that are not cut."""
     cuts = tensor.cuts_of(engine)
     return [param for name, param in engine.named_parameters() if name not in cuts and param.requires_grad]
-
-
-def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
-    """Leaves each rank's part of the gradient in `.grad`; returns the mean loss. All ranks bring the same tokens.
-
-    Give all micro-batches in one call: a second one without zero_grad sums norms' gradients that are sums already.
-    Bytes    besides those of enter and leave: one all-reduce of the parameters that are not cut
-    """
-    loss = tensor.accumulate_gradients(engine, micro_batches)
-    if params := of_my_tokens(engine):
-        tensor.sum_gradients(params, engine.residual.group)
-    return loss
-
-
-def step(
-    engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
-) -> Tensor:
-    """One training step; returns the mean loss."""
-    loss = accumulate_gradients(engine, micro_batches)
-    tensor.update(engine, optimizer, clip_norm)
-    return loss

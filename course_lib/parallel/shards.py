@@ -10,16 +10,17 @@ optimizer one tensor instead of many. AdamW does not mind: it treats each number
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib import comm
-from course_lib.parallel.data import NamedParameter, Pending, Sharing, Trace, record_when_done
+from course_lib.parallel.data import Pending, Sharing, record_when_done
+from course_lib.parallel.engine import NamedParameter, Trace
 from course_lib.span import Span
-from course_lib.training.precision import MasterAdamW, adamw_, gradient_of, scale_gradients, set_gradient
+from course_lib.training.precision import gradient_of, set_gradient
 
 Load = Callable[[Sequence[str], int, Tensor], None]  # names laid end to end, first number, what to fill from there on
 
@@ -45,7 +46,7 @@ def views_into(flat_P: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The way back: for each tensor a view of its place, in its shape. The padding is nobody's."""
     sizes = [tensor.numel() for tensor in tensors]
     places = flat_P[: sum(sizes)].split(sizes)
-    return [place.view(tensor.shape) for place, tensor in zip(places, tensors)]
+    return [place.view(tensor.shape) for place, tensor in zip(places, tensors, strict=True)]
 
 
 def my_shard(flat_P: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -96,7 +97,7 @@ class FlatShard:
         self.trains = self.params[0].requires_grad
         tensors = [param.detach() for param in self.params]
         self.whole_P = flatten_and_pad(tensors, group.size()) if load is None else room_for(tensors, group.size())
-        for param, view in zip(self.params, views_into(self.whole_P, self.params)):
+        for param, view in zip(self.params, views_into(self.whole_P, self.params), strict=True):
             param.data = view
         mine_p = my_shard(self.whole_P, group)
         if load is not None:
@@ -156,7 +157,7 @@ class FlatShard:
         """Adds the gradient, over the divisor of its sum, to its place in grad_P, and drops it."""
         if self.grad_P is None:
             self.grad_P = torch.zeros_like(self.whole_P, dtype=self.grad_dtype)
-            self.grad_views = dict(zip(self.params, views_into(self.grad_P, self.params)))
+            self.grad_views = dict(zip(self.params, views_into(self.grad_P, self.params), strict=True))
         self.grad_views[param].add_(param.grad, alpha=1 / self.divisor)  # before the sum: 16 bits could overflow
         param.grad = None
 
@@ -241,72 +242,3 @@ def first_and_last_use(units: list[Unit], flat_of: dict[nn.Parameter, FlatShard]
         for param in (param for module in modules for param in module.parameters()):
             uses.setdefault(flat_of[param], []).append(index)
     return {flat: min(used) for flat, used in uses.items()}, {flat: max(used) for flat, used in uses.items()}
-
-
-# --- the optimizer
-
-
-class ShardedAdamW(MasterAdamW):
-    """AdamW on this rank's shards. A 16-bit shard gets an FP32 copy, its master; a wider one is its own master.
-
-    Bytes    state per number: 8 for the moments of an FP32 shard, 4 + 8 for a 16-bit one; nothing else
-    Source   Loshchilov and Hutter 2019 (arXiv:1711.05101); master weights, and loading them again, as in MasterAdamW
-    """
-
-    def __init__(
-        self,
-        shards: Iterable[nn.Parameter],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-    ) -> None:
-        super().__init__(shards, lr, betas, eps, weight_decay)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients, those in `grad_dtype` too; `engine.zero_grad()` does the same."""
-        for options in self.param_groups:
-            for shard_p in options["params"]:
-                set_gradient(shard_p, None)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """One update of every shard that has a gradient. Sends nothing."""
-        for options in self.param_groups:
-            options["step"] += 1
-            for shard_p in options["params"]:
-                grad_p = gradient_of(shard_p)
-                if grad_p is not None:
-                    self._update(shard_p, grad_p, options)
-
-    def _update(self, shard_p: nn.Parameter, grad_p: Tensor, options: dict) -> None:
-        state, dtype = self.state[shard_p], torch.promote_types(shard_p.dtype, torch.float32)
-        if not state:
-            if shard_p.dtype != dtype:
-                state["master"] = shard_p.to(dtype)
-            state["exp_avg"] = torch.zeros_like(shard_p, dtype=dtype)
-            state["exp_avg_sq"] = torch.zeros_like(shard_p, dtype=dtype)
-        master_p = state.get("master", shard_p)
-        adamw_(master_p, grad_p.to(dtype), state["exp_avg"], state["exp_avg_sq"], options)
-        if master_p is not shard_p:
-            shard_p.copy_(master_p)
-
-
-@torch.no_grad()
-def clip_gradients(engine: nn.Module, max_norm: float) -> Tensor:
-    """Shortens all gradients together to the length max_norm where they are longer; returns the length they had.
-
-    No rank sees the whole gradient: each adds up the squares of its shards, and one all-reduce adds up the ranks.
-
-    Bytes    an all-reduce of one number
-    Raises   ValueError if there is no gradient
-    """
-    shards = [flat.shard_p for flat in engine.flats if gradient_of(flat.shard_p) is not None]
-    if not shards:
-        raise ValueError("no shard has a gradient to clip; call accumulate_gradients first")
-    norms = [gradient_of(shard_p).to(torch.promote_types(shard_p.dtype, torch.float32)).norm() for shard_p in shards]
-    squared = torch.stack(norms).square().sum()
-    comm.all_reduce_(squared, engine.group)
-    norm = squared.sqrt()
-    scale_gradients(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm

@@ -2,10 +2,10 @@
 
     parallel/linear.py       a matrix: column and row linear, and the residual stream of activations between them
     parallel/vocabulary.py   both ends: embedding and loss
-    this file                a whole Llama or GPT, from outside and in one call, and its step
+    this file                a whole Llama or GPT, from outside and in one call
 
     engine = build(model, group)                            # cuts the model in place: heads, features, vocabulary
-    loss = step(engine, micro_batches, optimizer)           # the same calls as in native/tensor.py
+    loss = step(engine, micro_batches, optimizer)           # of engine.py; the same calls as in native/tensor.py
 
 On the wire, per micro-batch and L layers, each an all-reduce:
 
@@ -29,10 +29,47 @@ from course_lib.comm.conjugate import Group, check_group
 from course_lib.config import ModelConfig
 from course_lib.devices import rank_device
 from course_lib.layout.partition import check_heads, kv_replication, piece_sizes
-from course_lib.parallel.data import MicroBatches, Trace, compute_span
+from course_lib.parallel.engine import (
+    ModelEngine,
+    Trace,
+    accumulate_gradients,
+    clip_gradients,
+    full_gradients,
+    full_parameters,
+    make_optimizer,
+    step,
+    trainable,
+)
 from course_lib.parallel.linear import ColumnLinear, Cut, ReplicatedResidual, RowLinear, column_linears
 from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
-from course_lib.training.precision import MasterAdamW, gradient_of, scale_gradients, zero_gradients
+from course_lib.training.precision import gradient_of
+
+__all__ = [
+    "Cut",
+    "TensorParallel",
+    "accumulate_gradients",
+    "build",
+    "check_shardable",
+    "clip_gradients",
+    "cut_attention",
+    "cuts_of",
+    "full_gradients",
+    "full_parameters",
+    "kv_replication",
+    "loss_of",
+    "make_optimizer",
+    "rank_rng",
+    "replica_group_of",
+    "shard_attention",
+    "shard_block",
+    "shard_mlp",
+    "shard_model",
+    "share_seed",
+    "step",
+    "sum_gradients",
+    "sum_replicas",
+    "with_rank_rng",
+]  # fmt: skip
 
 FAMILIES = ("llama", "gpt")
 MATRICES = {"q", "k", "v", "q_up", "kv_up", "o", "gate", "up", "down", "head"}  # names of the layers that are cut
@@ -41,28 +78,55 @@ MATRICES = {"q", "k", "v", "q_up", "kv_up", "o", "gate", "up", "down", "head"}  
 # --- a model
 
 
-def build(model: nn.Module, group: Group, overlap: bool = True, trace: Trace | None = None) -> nn.Module:
-    """Cuts the model in place and returns it. Every rank must bring the same weights: `model.build` with one seed.
+class TensorParallel(ModelEngine):
+    """A model whose matrices are cut over the ranks of one group, all of which bring the same tokens.
 
-    It then takes tokens_BS and gives logits_BSv, this rank's part of the vocabulary.
+    stream          how hidden states enter and leave the cut layers
+    replica_group   the ranks that have this rank's key/value head, if there are others
+    """
+
+    def __init__(self, module: nn.Module, residual: ReplicatedResidual) -> None:
+        super().__init__(module, residual.trace)
+        self.residual, self.replica_group = residual, replica_group_of(module.config, residual.group)
+        self.norm_groups = (residual.group,)
+
+    def share_of_loss(self, x_BS: Tensor, y_BS: Tensor, num_tokens: int) -> Tensor:
+        return loss_of(self, x_BS, y_BS) * (y_BS.numel() / num_tokens)
+
+    def finish(self) -> None:
+        sum_replicas(self)
+
+    def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
+        cuts, tp_size = cuts_of(self.module), self.residual.group.size()
+        return ((param, cuts[name].copies if name in cuts else tp_size) for name, param in trainable(self.module))
+
+    def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
+        cuts, found = cuts_of(self.module), super().whole(tensor_of)
+        return {name: cuts[name].whole(x, self.residual.group) if name in cuts else x for name, x in found.items()}
+
+
+def build(model: nn.Module, group: Group, overlap: bool = True, trace: Trace | None = None) -> TensorParallel:
+    """Cuts the model in place; returns the engine. Every rank brings the same weights: `model.build` with one seed.
+
+    It takes tokens_BS and gives logits_BSv, this rank's part of the vocabulary.
     Bytes    with dropout, a seed that the group then shares; otherwise none
     Raises   ValueError if model or group cannot be cut so, before anything is sent or changed
     """
     check_shardable(model, group)
     if model.config.dropout > 0:
         share_seed(group)
-    return shard_model(model, ReplicatedResidual(group, overlap, trace))
+    residual = ReplicatedResidual(group, overlap, trace)
+    shard_model(model, residual)
+    return TensorParallel(model, residual)
 
 
-def shard_model(model: nn.Module, residual: ReplicatedResidual) -> nn.Module:
+def shard_model(model: nn.Module, residual: ReplicatedResidual) -> None:
     """Replaces each matrix by this rank's part of it. Norms, positions and biases of rows stay whole."""
     model.embed = VocabEmbedding(model.embed, residual)
     for block in model.blocks:
         shard_block(block, residual, model.config)
     model.head = ColumnLinear(model.head, residual)
     model.tie()
-    model.residual, model.replica_group = residual, replica_group_of(model.config, residual.group)
-    return model
 
 
 def shard_block(block: nn.Module, residual: ReplicatedResidual, config: ModelConfig) -> None:
@@ -169,35 +233,17 @@ def with_rank_rng(core: Callable, group: Group) -> Callable:
     return core_of_my_heads
 
 
-# --- step: the same calls as in native/tensor.py
+# --- the loss, and gradients of which each rank has a part
 
 
-def loss_of(engine: nn.Module, x_BS: Tensor, y_BS: Tensor) -> Tensor:
+def loss_of(engine: TensorParallel, x_BS: Tensor, y_BS: Tensor) -> Tensor:
     """Mean cross-entropy of the next token, from logits in pieces."""
-    return vocab_cross_entropy(engine(x_BS), y_BS, engine.embed.first, engine.residual.group).mean()
+    return vocab_cross_entropy(engine(x_BS), y_BS, engine.module.embed.first, engine.residual.group).mean()
 
 
-def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
-    """Leaves each rank's part of the gradient in `.grad`, empty before; returns the mean loss.
-
-    All ranks bring the same tokens. Each micro-batch's mean counts by its share of them. Give all micro-batches in one
-    call: where ranks share key/value heads, a second call without zero_grad sums what the first has summed already.
-    """
-    num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
-    losses = []
-    for x_BS, y_BS in micro_batches:
-        with compute_span(engine.residual.trace, "forward"):
-            loss = loss_of(engine, x_BS, y_BS) * (y_BS.numel() / num_tokens)
-        with compute_span(engine.residual.trace, "backward"):
-            loss.backward()
-        losses.append(loss.detach())
-    sum_replicas(engine)
-    return torch.stack(losses).sum()
-
-
-def sum_replicas(engine: nn.Module) -> None:
+def sum_replicas(engine: ModelEngine) -> None:
     """Key/value heads that several ranks have: each used them for its own query heads; their gradients are summed."""
-    cuts = cuts_of(engine)
+    cuts = cuts_of(engine.module)
     shared = [param for name, param in engine.named_parameters() if name in cuts and cuts[name].copies > 1]
     if engine.replica_group is not None:
         sum_gradients(shared, engine.replica_group)
@@ -213,83 +259,17 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
         return
     flat_P = torch.cat([grad.flatten() for grad in grads])
     comm.all_reduce_(flat_P, group)
-    for grad, summed in zip(grads, flat_P.split([grad.numel() for grad in grads])):
+    for grad, summed in zip(grads, flat_P.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(summed.view_as(grad))
 
 
-def make_optimizer(engine: nn.Module, lr: float = 3e-3, weight_decay: float = 0.01) -> torch.optim.Optimizer:
-    """AdamW over what this rank has, with FP32 master weights where parameters have 16 bits.
-
-    Its states are cut likewise.
-    """
-    params = [param for param in engine.parameters() if param.requires_grad]
-    optimizer_class = MasterAdamW if any(param.element_size() == 2 for param in params) else torch.optim.AdamW
-    return optimizer_class(params, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
-
-
-@torch.no_grad()
-def clip_gradients(engine: nn.Module, max_norm: float) -> Tensor:
-    """Shortens all gradients together to max_norm where they are longer; returns the length of the whole gradient.
-
-    What several ranks have is divided among them, so that it counts once.
-    Bytes    an all-reduce of one number
-    Raises   ValueError if there is no gradient
-    """
-    cuts, group, squares = cuts_of(engine), engine.residual.group, []
-    for name, param in engine.named_parameters():
-        if (grad := gradient_of(param)) is not None:
-            copies = cuts[name].copies if name in cuts else group.size()
-            squares.append(grad.to(torch.promote_types(grad.dtype, torch.float32)).square().sum() / copies)
-    if not squares:
-        raise ValueError("no parameter has a gradient to clip; call accumulate_gradients first")
-    norm = comm.all_reduce(torch.stack(squares).sum(), group).sqrt()
-    scale_gradients(engine.parameters(), (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
-
-
-def step(
-    engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
-) -> Tensor:
-    """One training step; returns the mean loss."""
-    loss = accumulate_gradients(engine, micro_batches)
-    update(engine, optimizer, clip_norm)
-    return loss
-
-
-def update(engine: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
-    """What follows the gradients in a step: clipping, the optimizer, and forgetting them."""
-    if clip_norm is not None:
-        clip_gradients(engine, clip_norm)
-    with compute_span(engine.residual.trace, "optimizer"):
-        optimizer.step()
-        zero_gradients(engine.parameters())
-
-
-# --- whole tensors, for tests and for looking
-
-
-def cuts_of(engine: nn.Module) -> dict[str, Cut]:
-    """How each parameter is cut, by name; those that are missing are whole on every rank."""
+def cuts_of(model: nn.Module) -> dict[str, Cut]:
+    """How each parameter is cut, by the model's names; those that are missing are whole on every rank."""
+    model = model.module if isinstance(model, ModelEngine) else model
     return {
-        f"{path}.{name}": module.cuts[name]
-        for path, module in engine.named_modules()
-        if hasattr(module, "cuts")
-        for name, _ in module.named_parameters(recurse=False)
-        if name in module.cuts
+        f"{path}.{name}": layer.cuts[name]
+        for path, layer in model.named_modules()
+        if hasattr(layer, "cuts")
+        for name, _ in layer.named_parameters(recurse=False)
+        if name in layer.cuts
     }
-
-
-def full_parameters(engine: nn.Module) -> dict[str, Tensor]:
-    """Every parameter whole, on each rank, by the unsharded model's names."""
-    return _whole(engine, {name: param.detach() for name, param in engine.named_parameters()})
-
-
-def full_gradients(engine: nn.Module) -> dict[str, Tensor]:
-    """Every gradient whole, on each rank, by the unsharded model's names."""
-    grads = {name: gradient_of(param) for name, param in engine.named_parameters()}
-    return _whole(engine, {name: grad for name, grad in grads.items() if grad is not None})
-
-
-def _whole(engine: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    cuts, group = cuts_of(engine), engine.residual.group
-    return {name: cuts[name].whole(x, group) if name in cuts else x.clone() for name, x in tensors.items()}

@@ -31,7 +31,7 @@ from torch import Tensor
 from course_lib.comm.conjugate import Group, check_group
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, Tile, tile
 from course_lib.model.attention import filled_up
-from course_lib.parallel.data import Trace, compute_span
+from course_lib.parallel.engine import Trace, compute_span
 
 Block = tuple[int, Tensor]  # whose keys and values they are, and kv_BKsU
 

@@ -135,7 +135,7 @@ class DelayedWeightGradients:
         """For products of one input (`linear.column_linears`); None: their gradients do not wait."""
         if self.queue is None or not torch.is_grad_enabled():
             return None
-        return [self.queue.product(weight, bias) for weight, bias in zip(weights, biases)]
+        return [self.queue.product(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
     @contextmanager
     def into(self, queue: WeightGradientStore | None) -> Iterator[None]:

@@ -11,14 +11,14 @@ gathers what the step made: no byte more. Where the all-reduce stays and paramet
 
     engine = build(model, group, stage=2)                   # changes the model in place
     optimizer = make_optimizer(engine)                      # over this rank's shards
-    loss = step(engine, micro_batches, optimizer)           # the same three calls as in native/zero.py
+    loss = step(engine, micro_batches, optimizer)           # of engine.py; the same three calls as in native/zero.py
 
 Activations are not sharded by any stage: they belong to this rank's part of the batch, and no other rank holds them.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -27,36 +27,64 @@ from torch import Tensor, nn
 from course_lib import comm
 from course_lib.parallel.data import (
     BUCKET_BYTES,
-    MicroBatches,
-    Trace,
+    DataParallel,
+    Sharing,
     arrived_twice,
     assign_buckets,
-    broadcast_parameters,
-    compute_span,
     hook_gradients,
+)
+from course_lib.parallel.engine import (
+    Trace,
+    accumulate_gradients,
+    clip_gradients,
+    full_gradients,
+    full_parameters,
+    make_optimizer,
+    step,
     trainable,
 )
 from course_lib.parallel.shards import (
     FlatShard,
     Load,
-    ShardedAdamW,
-    Sharing,
-    clip_gradients,
     first_and_last_use,
     hollow_out,
-    set_gradient,
     unit_parameters,
     units_of,
     views_into,
 )
 from course_lib.span import Span
-from course_lib.training import loss_of
-from course_lib.training.precision import gradient_of
+from course_lib.training.precision import set_gradient
+
+__all__ = [
+    "Sharded", "ZeroBuckets", "ZeroUnits", "accumulate_gradients", "before", "build", "check_all_used",
+    "check_first_arrival", "clip_gradients", "forget_gradients", "full_gradients", "full_parameters", "has_engine",
+    "make_optimizer", "step", "whole_tensors",
+]  # fmt: skip
+
+
+class Sharded(DataParallel):
+    """Data parallelism whose optimizer updates shards: what all stages of ZeRO share.
+
+    flats   this model's parameters, in flat buffers
+    """
+
+    is_sharded = True
+    flats: list[FlatShard]
+
+    def owned(self) -> Iterator[tuple[nn.Parameter, int]]:
+        return ((flat.shard_p, 1) for flat in self.flats if flat.trains)
+
+    def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
+        in_flats = {param for flat in self.flats for param in flat.params}
+        frozen = {name: tensor_of(param) for name, param in self.module.named_parameters() if param not in in_flats}
+        found = {name: x.clone() for name, x in frozen.items() if x is not None}
+        return found | whole_tensors(self.flats, tensor_of)
+
 
 # --- stages 1 and 2: parameters stay whole
 
 
-class ZeroBuckets(nn.Module):
+class ZeroBuckets(Sharded):
     """Data parallelism whose optimizer (stage 1), and gradients (stage 2), are sharded by buckets.
 
     A hook on each parameter collects its gradient; a full bucket's reduce-scatter starts at once, in one fixed order on
@@ -75,11 +103,8 @@ class ZeroBuckets(nn.Module):
         trace: Trace | None = None,
         sharing: Sharing | None = None,
     ) -> None:
-        super().__init__()
-        self.module, self.group, self.stage, self.trace = module, group, stage, trace
-        self.allow_unused, self.syncing = allow_unused, True
-        if sharing is None:
-            broadcast_parameters(module, group)
+        super().__init__(module, group, trace, begin_equal=sharing is None)
+        self.stage, self.allow_unused, self.syncing, self.norm_groups = stage, allow_unused, True, (group,)
         sharing = sharing or Sharing.over(group)
         plan = assign_buckets(trainable(module), bucket_bytes, bucket_bytes, sharing.kind_of)
         self.flats = [FlatShard(m, sharing, f"bucket {i}", True, grad_dtype, trace) for i, m in enumerate(plan)]
@@ -89,17 +114,16 @@ class ZeroBuckets(nn.Module):
         self.num_started = 0
         self.handles = hook_gradients((param for _, param in trainable(module)), self._ready)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.module(*inputs)
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients only add up on this rank: stage 1, for every micro-batch but the last."""
-        before, self.syncing = self.syncing, False
+        """For every micro-batch but the last. Stage 1 only adds up on this rank; stage 2 reduces, on leaving."""
+        before, self.syncing = self.syncing, self.stage == 2
         try:
             yield
         finally:
             self.syncing = before
+        if self.stage == 2:
+            self.finish()
 
     def _ready(self, param: nn.Parameter) -> None:
         flat = self.flat_of[param]
@@ -148,7 +172,7 @@ class ZeroBuckets(nn.Module):
 # --- stage 3: parameters come and go
 
 
-class ZeroUnits(nn.Module):
+class ZeroUnits(Sharded):
     """Sharded parameters, gradients and optimizer: a unit's parameters are gathered when it computes, then freed.
 
     Units are the parts of the model that run one after the other: what precedes the blocks, each block, what follows
@@ -177,13 +201,11 @@ class ZeroUnits(nn.Module):
         load: Load | None = None,
         sharing: Sharing | None = None,
     ) -> None:
-        super().__init__()
-        self.module, self.group, self.stage, self.trace = module, group, 3, trace
-        self.prefetch, self.allow_unused = prefetch, allow_unused
         if load is not None:
             hollow_out(module)
-        elif sharing is None:
-            broadcast_parameters(module, group)
+        super().__init__(module, group, begin_equal=load is None and sharing is None)
+        self.unit_trace = trace  # each unit has spans of its own, in place of one for all of forward or backward
+        self.stage, self.prefetch, self.allow_unused, self.norm_groups = 3, prefetch, allow_unused, (group,)
         sharing = sharing or Sharing.over(group)
         self.units = units_of(module)
         self.flats = [
@@ -209,9 +231,11 @@ class ZeroUnits(nn.Module):
         self._hold([])
         return output
 
-    def no_sync(self) -> nullcontext:
-        """Nothing to hold back: whole gradients are not kept, so every micro-batch is reduced."""
-        return nullcontext()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For every micro-batch but the last: whole gradients are not kept, so it is reduced on leaving."""
+        yield
+        self.finish()
 
     def _needed(self, index: int) -> list[FlatShard]:
         """What must be whole while that unit computes: its own, and a tied parameter between its two uses."""
@@ -273,13 +297,10 @@ class ZeroUnits(nn.Module):
 
     def _note(self, name: str | None) -> None:
         """For the trace alone: ends the span of what was computing, begins the next."""
-        if self.trace is not None:
+        if self.unit_trace is not None:
             if self.computing is not None:
-                self.trace.append(Span(dist.get_rank(), "compute", *self.computing, time.perf_counter()))
+                self.unit_trace.append(Span(dist.get_rank(), "compute", *self.computing, time.perf_counter()))
             self.computing = None if name is None else (name, time.perf_counter())
-
-    def share_update(self) -> None:
-        """Nothing to share: the next gather takes the updated shards."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         forget_gradients(self)
@@ -320,7 +341,7 @@ def forget_gradients(engine: nn.Module) -> None:
     engine.used.clear()
 
 
-# --- build and step: the same calls as in native/zero.py
+# --- build: the same as in native/zero.py
 
 
 def build(
@@ -328,23 +349,19 @@ def build(
     group: dist.ProcessGroup,
     stage: int = 3,
     bucket_bytes: int = BUCKET_BYTES,
-    prefetch: bool = True,
     allow_unused: bool = False,
     grad_dtype: torch.dtype | None = None,
     trace: Trace | None = None,
     load: Load | None = None,
-    sharing: Sharing | None = None,
 ) -> ZeroBuckets | ZeroUnits:
     """Shards what `stage` shards of the model, in place, over the group; broadcasts the first rank's parameters.
 
     bucket_bytes   stages 1 and 2: parameters of one reduce-scatter and one all-gather
-    prefetch       stage 3: gather the next unit while one computes; without it one unit is whole at a time
     allow_unused   parameters without a gradient count as zeros; by default they are an error
     grad_dtype     in which gradients are summed and sent, such as torch.float32 beside bfloat16 parameters. They are
-                   then in `.main_grad`: ShardedAdamW reads it, torch's own optimizers would find nothing to do
+                   then in `.main_grad`: MasterAdamW reads it, torch's own optimizers would find nothing to do
     load           stage 3, with a model on the meta device: brings this rank's numbers, and nobody ever holds the whole
                    (`partial(read_flat, Weights(folder))` of parallel/loading.py)
-    sharing        where parameters differ in who has them: then nothing is broadcast, ranks bring the same numbers
 
     Raises   ValueError for another stage, a missing group, a model without numbers, that an engine has already or
              without trainable parameters, or `load` in another stage
@@ -366,8 +383,8 @@ def build(
     if taken := [name for name, param in trainable(model) if has_engine(param)]:
         raise ValueError(f"an engine has this model already: its hook takes the gradient of {taken[0]}; build it anew")
     if stage == 3:
-        return ZeroUnits(model, group, prefetch, allow_unused, grad_dtype, trace, load, sharing)
-    return ZeroBuckets(model, group, stage, bucket_bytes, allow_unused, grad_dtype, trace, sharing)
+        return ZeroUnits(model, group, allow_unused=allow_unused, grad_dtype=grad_dtype, trace=trace, load=load)
+    return ZeroBuckets(model, group, stage, bucket_bytes, allow_unused, grad_dtype, trace)
 
 
 def has_engine(param: nn.Parameter) -> bool:
@@ -376,73 +393,14 @@ def has_engine(param: nn.Parameter) -> bool:
     return any(isinstance(getattr(hook, "__self__", None), nn.Module) for hook in hooks.values())
 
 
-def make_optimizer(
-    engine: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.01
-) -> ShardedAdamW:
-    """AdamW over this rank's shards: 1 / N of the states."""
-    return ShardedAdamW([flat.shard_p for flat in engine.flats if flat.trains], lr, betas, weight_decay=weight_decay)
-
-
-def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches, trace: Trace | None = None) -> Tensor:
-    """Leaves in each shard its piece of the whole global batch's gradient; returns this rank's mean loss.
-
-    Every rank must bring equally many tokens: the mean over ranks is of their means.
-    """
-    num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
-    losses = []
-    for index, (x_BS, y_BS) in enumerate(micro_batches):
-        reduces = engine.stage > 1 or index == len(micro_batches) - 1
-        with nullcontext() if reduces else engine.no_sync():
-            with compute_span(trace, "forward"):
-                loss = loss_of(engine, x_BS, y_BS) * (y_BS.numel() / num_tokens)
-            with compute_span(trace, "backward"):
-                loss.backward()
-        if reduces:
-            engine.finish()
-        losses.append(loss.detach())
-    return torch.stack(losses).sum()
-
-
-def step(
-    engine: nn.Module,
-    micro_batches: MicroBatches,
-    optimizer: torch.optim.Optimizer,
-    clip_norm: float | None = None,
-    trace: Trace | None = None,
-) -> Tensor:
-    """One training step: gradients, clipping, each rank's update of its shards, sharing it. Returns its loss."""
-    loss = accumulate_gradients(engine, micro_batches, trace)
-    if clip_norm is not None:
-        clip_gradients(engine, clip_norm)
-    with compute_span(trace, "optimizer"):
-        optimizer.step()
-    engine.share_update()
-    engine.zero_grad()
-    return loss
-
-
-# --- whole tensors, for tests and for teaching
-
-
-def full_parameters(engine: nn.Module) -> dict[str, Tensor]:
-    """Name in the unsharded model -> whole parameter, on every rank. All ranks must call it.
+def whole_tensors(flats: Sequence[FlatShard], tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
+    """What `tensor_of` gives of each shard, gathered, by the names of the parameters in it.
 
     Bytes    sent per rank: (N - 1) / N * P * itemsize
     """
-    whole = [] if engine.stage == 3 else engine.module.named_parameters()
-    frozen = {name: param.detach().clone() for name, param in whole if not param.requires_grad}
-    return frozen | whole_tensors(engine, lambda flat: flat.shard_p.detach())
-
-
-def full_gradients(engine: nn.Module) -> dict[str, Tensor]:
-    """Name in the unsharded model -> whole gradient, on every rank; those that there are. All ranks must call it."""
-    return whole_tensors(engine, lambda flat: gradient_of(flat.shard_p))
-
-
-def whole_tensors(engine: nn.Module, piece_of: Callable[[FlatShard], Tensor | None]) -> dict[str, Tensor]:
     found = {}
-    for flat in engine.flats:
-        if (piece_p := piece_of(flat)) is not None:
+    for flat in flats:
+        if (piece_p := tensor_of(flat.shard_p)) is not None:
             whole_P = comm.all_gather(piece_p.contiguous(), flat.group)
-            found |= zip(flat.names, views_into(whole_P, flat.params))
+            found |= zip(flat.names, views_into(whole_P, flat.params), strict=True)
     return found

@@ -97,7 +97,9 @@ def show_collective(before, after, title: str = "What each rank holds before and
     with style():
         size = min(1.6 + 0.5 * (sum(widths) + 1), FULL_WIDTH_IN), height + 1.0
         figure, panels = plt.subplots(1, 2, figsize=size, width_ratios=[max(w, 1.5) for w in widths])
-        for axes, cells, width, name, side in zip(panels, (left, right), widths, ("before", "after"), "EW"):
+        for axes, cells, width, name, side in zip(
+            panels, (left, right), widths, ("before", "after"), "EW", strict=True
+        ):
             _grid(axes, width, ranks, name, label_ranks=name == "before")
             axes.set_anchor(side)
             for cell in cells:

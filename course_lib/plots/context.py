@@ -98,7 +98,7 @@ def show_mask(
     cells_of = mask_ranks if by == "rank" else mask_steps
     with style():
         figure, panels = plt.subplots(1, len(shardings), figsize=(FULL_WIDTH_IN, 3.9), squeeze=False)
-        for axes, sequence_sharding in zip(panels[0], shardings):
+        for axes, sequence_sharding in zip(panels[0], shardings, strict=True):
             caption = mask_caption(sequence_sharding, seq_len, cp_size, causal)
             draw_mask(axes, cells_of(sequence_sharding, seq_len, cp_size, causal), caption, by == "step")
         handles = [Patch(facecolor=RANK_COLORS[index], label=f"{by} {index}") for index in range(cp_size)]
@@ -181,7 +181,7 @@ def show_work(
     with style():
         height = (0.5 + 0.24 * cp_size) * len(shardings) + 0.9
         figure, panels = plt.subplots(len(shardings), 1, figsize=(FULL_WIDTH_IN, height), sharex=True, squeeze=False)
-        for axes, (sequence_sharding, table) in zip(panels[:, 0], tables.items()):
+        for axes, (sequence_sharding, table) in zip(panels[:, 0], tables.items(), strict=True):
             draw_work(axes, work_bars(table), work_caption(sequence_sharding, table), end)
         in_millions = end >= 10**6
         axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}" if in_millions else f"{x:,.0f}")

@@ -51,9 +51,9 @@ def load_picture(
     if dropped is None:
         dropped = [max(0, tokens - capacity) if capacity is not None else 0 for tokens in load]
     dropped = [int(tokens) for tokens in dropped]
-    if len(dropped) != len(load) or any(lost > tokens for lost, tokens in zip(dropped, load)):
+    if len(dropped) != len(load) or any(lost > tokens for lost, tokens in zip(dropped, load, strict=True)):
         raise ValueError("dropped must have one number an expert, none above its load")
-    kept = [tokens - lost for tokens, lost in zip(load, dropped)]
+    kept = [tokens - lost for tokens, lost in zip(load, dropped, strict=True)]
     mean = sum(load) / len(load)
     return LoadPicture(kept, dropped, mean, capacity, max(kept) / mean, sum(dropped) / sum(load))
 
@@ -71,7 +71,7 @@ def load_title(picture: LoadPicture) -> str:
 def draw_load(axes, picture: LoadPicture, experts_per_rank: Size | None = None) -> None:
     """A bar for each expert, drops hatched on top, lines for mean and capacity; borders between ranks dotted."""
     experts = range(len(picture.kept))
-    whole = [kept + lost for kept, lost in zip(picture.kept, picture.dropped)]
+    whole = [kept + lost for kept, lost in zip(picture.kept, picture.dropped, strict=True)]
     drops = {"facecolor": "white", "edgecolor": EXPOSED_COLOR, "hatch": "////"}
     if len(experts) <= MOST_BARS:
         axes.bar(experts, picture.kept, 0.84, color=COMPUTE_COLOR, edgecolor="white", linewidth=0.8)
@@ -154,7 +154,9 @@ def balance_picture(loads: Sequence[Sequence[float]]) -> BalancePicture:
         raise ValueError(f"got {len(loads)} steps; give loads[step][expert], with some load in each")
     relative = [[float(n) * len(step) / float(sum(step)) for n in step] for step in loads]
     last = relative[-max(1, len(relative) // 4) :]
-    return BalancePicture([list(expert) for expert in zip(*relative)], sum(map(max, last)) / len(last), len(last))
+    return BalancePicture(
+        [list(expert) for expert in zip(*relative, strict=True)], sum(map(max, last)) / len(last), len(last)
+    )
 
 
 @checked
@@ -163,7 +165,7 @@ def draw_balance(axes, picture: BalancePicture, top: float) -> None:
     steps = range(1, len(picture.relative[0]) + 1)
     for line in picture.relative:
         axes.plot(steps, line, color=NEUTRAL_COLOR, linewidth=0.8)
-    by_step = list(zip(*picture.relative))
+    by_step = list(zip(*picture.relative, strict=True))
     axes.plot(steps, list(map(max, by_step)), color=OKABE_ITO["vermillion"], linewidth=1.8, label="most loaded expert")
     axes.plot(
         steps, list(map(min, by_step)), color=OKABE_ITO["blue"], linewidth=1.8, linestyle="--", label="emptiest expert"
@@ -179,9 +181,11 @@ def show_balance(loads: Mapping[str, Sequence[Sequence[float]]], title: str = ""
     top = 1.08 * max(max(map(max, picture.relative)) for picture in pictures.values())
     with style():
         figure, panels = plt.subplots(1, len(pictures), figsize=(FULL_WIDTH_IN, 3.1), squeeze=False, sharey=True)
-        for axes, (label, picture) in zip(panels[0], pictures.items()):
+        for axes, (label, picture) in zip(panels[0], pictures.items(), strict=True):
             draw_balance(axes, picture, top)
-            said = f"{label}\nfullest, last {picture.last_steps} steps: {three_digits(picture.largest_at_end)} x mean"
+            said = (
+                f"{label}\nmaximum load, last {picture.last_steps} steps: {three_digits(picture.largest_at_end)} x mean"
+            )
             axes.set_title(said, fontsize=9.5, fontweight="normal")
         panels[0, 0].set_ylabel("load / mean load")
         handles, labels = panels[0, 0].get_legend_handles_labels()

@@ -141,7 +141,7 @@ def _draw_lines(axes, picture: RankMap, at: Mapping[int, tuple[float, float]]) -
             if one[1] == other[1]:  # side by side: a straight line would run through the boxes between them
                 _line_below(axes, [one, other], used, dashed)
             else:
-                axes.plot(*zip(one, other), zorder=1, **dashed)
+                axes.plot(*zip(one, other, strict=True), zorder=1, **dashed)
 
 
 def _line_below(axes, boxes: Sequence[tuple[float, float]], used: dict, look: Mapping) -> None:
@@ -195,7 +195,7 @@ def _show_maps(titled: Sequence[tuple[str, RankMap]], title: str) -> None:
         figure, panels = plt.subplots(rows, columns, figsize=(FULL_WIDTH_IN, height), squeeze=False)
         for axes in panels.flat[len(titled) :]:
             axes.set_axis_off()
-        for axes, (name, picture) in zip(panels.flat, titled):
+        for axes, (name, picture) in zip(panels.flat, titled, strict=False):  # a panel may stay free
             draw_rank_map(axes, picture, few, numbers=axes is panels[0, 0])
             if name:
                 axes.set_title(f"{name}\n{links_text(picture)}", fontsize=9, fontweight="normal")

@@ -50,7 +50,7 @@ def pipeline_bars(of_ranks, limits_bytes: Mapping[str, int] | None = None) -> li
     ranks = getattr(of_ranks, "ranks", of_ranks)
     labels = [getattr(rank, "coordinates", {}).get("pp", place) for place, rank in enumerate(ranks)]
     by_kind = [getattr(rank, "peak_by_kind", rank) for rank in ranks]
-    return budget_bars({f"pp {label}": each for label, each in zip(labels, by_kind)}, limits_bytes or {})
+    return budget_bars({f"pp {label}": each for label, each in zip(labels, by_kind, strict=True)}, limits_bytes or {})
 
 
 @checked
@@ -82,11 +82,13 @@ def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, in
     for kind in shown:
         heights = [bar.bytes_by_kind.get(kind, 0) / size for bar in bars]
         look = {"facecolor": KIND_COLORS[kind], "hatch": KIND_HATCHES[kind], "edgecolor": "white", "linewidth": 0.6}
-        draw_boxes(axes, [(x - 0.37, low, 0.74, height) for x, low, height in zip(places, floor, heights)], **look)
-        floor = [low + height for low, height in zip(floor, heights)]
+        draw_boxes(
+            axes, [(x - 0.37, low, 0.74, height) for x, low, height in zip(places, floor, heights, strict=True)], **look
+        )
+        floor = [low + height for low, height in zip(floor, heights, strict=True)]
     top = 1.14 * max([*floor, *(limit / size for limit in limits_bytes.values())])
     if len(bars) <= 16:
-        for place, total in zip(places, floor):
+        for place, total in zip(places, floor, strict=True):
             text = {"ha": "center", "va": "bottom", "fontsize": 8.5}
             axes.text(place, total + 0.01 * top, three_digits(total), **text).set_bbox(
                 {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
@@ -266,7 +268,7 @@ def pp_and_zero3(
             Layout(dp=num_ranks, zero_stage=3, micro_batches=of_rank),
             Layout(dp=num_ranks, zero_stage=3, micro_batch=of_rank),
         )
-        for curve, layout in zip(curves.values(), layouts):
+        for curve, layout in zip(curves.values(), layouts, strict=True):
             curve[m] = max(
                 sum(sent(Run(config, layout, seq_len, recipe), rank).values())
                 for rank in (range(num_ranks) if layout.pp > 1 else (0,))
@@ -283,7 +285,7 @@ def draw_pp_against_zero3(axes, curves: Mapping[str, Curve]) -> None:
     unit = unit_for(max(max(curve.values()) for curve in curves.values()))
     looks = [(OKABE_ITO["purple"], "D", "-"), (OKABE_ITO["blue"], "o", "-"), (OKABE_ITO["sky"], "o", "--")]
     xs = sorted({x for curve in curves.values() for x in curve})
-    for (name, curve), (color, marker, line) in zip(curves.items(), looks):
+    for (name, curve), (color, marker, line) in zip(curves.items(), looks, strict=False):  # curves may be fewer
         values = [curve[x] / UNITS[unit] for x in sorted(curve)]
         axes.plot(sorted(curve), values, color=color, marker=marker, linestyle=line, label=name, markersize=5)
     axes.set_xscale("log", base=2)

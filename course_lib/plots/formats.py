@@ -87,7 +87,7 @@ def show_float_formats(
     widest = max(f.bits for f in formats)
     with style():
         figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 0.8 + 0.62 * len(formats)))
-        for row, (fmt, cells) in enumerate(zip(formats, format_cells(formats))):
+        for row, (fmt, cells) in enumerate(zip(formats, format_cells(formats), strict=True)):
             _draw_format(axes, row, fmt, cells, widest)
         axes.set(xlim=(-4.2, widest + 0.2), ylim=(len(formats) * 1.6 - 0.2, -0.4))
         axes.set_axis_off()

@@ -173,7 +173,7 @@ def draw_holdings(axes, picture: Holdings) -> None:
             paints.append(paint)
     draw_boxes(axes, boxes, facecolor=paints, linewidth=0)
     end = edges[-1][1]
-    for rank, (parameters, states) in zip(picture.ranks, picture.of_model):
+    for rank, (parameters, states) in zip(picture.ranks, picture.of_model, strict=True):
         for x, value in ((end + 0.1, parameters), (end + 0.2, states)):
             axes.text(x, rows[rank] + 0.5, _percent(value).removesuffix(" %"), ha="right", va="center", fontsize=8)
     _label_parts(axes, picture.parts, edges)
@@ -243,7 +243,7 @@ def _label_parts(axes, parts: Sequence[Part], edges: Sequence[tuple[float, float
             short = "E" if block == "embed" else "H"
         axes.text(at, -0.12 if not (roomy and inner) else -0.52, short, **text)
     if roomy:
-        for part, (left, right) in zip(parts, edges):
+        for part, (left, right) in zip(parts, edges, strict=True):
             if part.name not in ("embed", "head"):
                 axes.text(0.5 * (left + right), -0.12, part.name, ha="center", va="bottom", fontsize=7.5)
 

@@ -27,7 +27,7 @@ def gains_of_steps(steps: Mapping[str, float]) -> list[LadderStep]:
     above = [values[0], *values[:-1]]
     return [
         LadderStep(label, value, before - value, 100 * (before - value) / before if before else 0.0)
-        for (label, value), before in zip(steps.items(), above)
+        for (label, value), before in zip(steps.items(), above, strict=True)
     ]
 
 

@@ -25,7 +25,7 @@ def chunk_bounds(size: Size, num_ranks: Size) -> list[tuple[int, int]]:
     if size < 1 or num_ranks < 1:
         raise ValueError(f"size is {size} and num_ranks {num_ranks}; both must be at least 1")
     stops = list(accumulate(piece_sizes(size, num_ranks)))
-    return list(zip([0, *stops], stops))
+    return list(zip([0, *stops], stops, strict=False))  # the last stop starts no piece
 
 
 def _check_ranks(num_ranks: int) -> None:
@@ -230,7 +230,7 @@ def show_heads(
         raise ValueError(f"num_heads is {num_heads}; the picture has room for 16, the pattern is the same")
     with style():
         figure, panels = plt.subplots(len(sizes), 1, figsize=(FULL_WIDTH_IN, 0.4 + 1.35 * len(sizes)), squeeze=False)
-        for axes, size in zip(panels[:, 0], sizes):
+        for axes, size in zip(panels[:, 0], sizes, strict=True):
             ranks = heads_by_rank(num_heads, num_kv_heads, size)
             draw_heads(axes, ranks)
             axes.set_title(f"tp {size}: {heads_title(ranks)}", fontsize=10, fontweight="normal")

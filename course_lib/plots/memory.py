@@ -78,7 +78,9 @@ def _highest_of_each_slice(totals: Sequence[int], max_points: int) -> list[int]:
 def _phases(marks: Sequence[tuple[float, str]], end: float) -> list[tuple[str, float, float]]:
     """Marks say where a phase begins; it lasts until the next one, the last until the end."""
     ends = [start for start, _ in marks[1:]] + [end]
-    return [(name, start, stop) for (start, name), stop in zip(marks, ends) if stop > start]
+    return [
+        (name, start, stop) for (start, name), stop in zip(marks, ends, strict=False) if stop > start
+    ]  # without marks there is an end alone
 
 
 @checked
@@ -86,7 +88,7 @@ def draw_memory_timeline(axes, picture: TimelinePicture, unit: str) -> None:
     """Stack the kinds, with the phases as a strip above and the peak labelled."""
     floor = [0.0] * len(picture.xs)
     for kind, values in picture.bytes_by_kind.items():
-        top = [low + value / UNITS[unit] for low, value in zip(floor, values)]
+        top = [low + value / UNITS[unit] for low, value in zip(floor, values, strict=True)]
         look = {"facecolor": KIND_COLORS[kind], "hatch": KIND_HATCHES[kind], "edgecolor": "white", "linewidth": 0}
         axes.fill_between(picture.xs, floor, top, step="post", **look)
         axes.step(picture.xs, top, where="post", color="white", linewidth=0.4)
@@ -222,7 +224,7 @@ def draw_budgets(
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # a limit's line stops before it
         )
     levels = label_levels([(limit / size, _limit_label(name, limit, unit)) for name, limit in limits], extent)
-    for (name, limit), level in zip(limits, levels):
+    for (name, limit), level in zip(limits, levels, strict=True):
         _draw_limit(axes, limit / size, _limit_label(name, limit, unit), level)
     axes.set_title(title, pad=8 + 13 * (max(levels, default=-1) + 1))
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars])

@@ -56,14 +56,14 @@ def draw_mesh(axes, picture: MeshPicture, highlight: Sequence[str] = ()) -> None
         for group in groups:
             points = [picture.positions[rank] for rank in group]
             axes.plot(
-                *zip(*points),
+                *zip(*points, strict=True),
                 color=AXIS_COLORS[axis],
                 linewidth=3.5 if strong else 1,
                 alpha=1 if strong else 0.3,
                 linestyle={"dp": "-", "tp": "--", "pp": ":"}[axis],
                 zorder=1,
             )
-    for rank, ((x, y), at) in enumerate(zip(picture.positions, picture.coordinates)):
+    for rank, ((x, y), at) in enumerate(zip(picture.positions, picture.coordinates, strict=True)):
         color = "#F4F4F4"
         axes.scatter(x, y, s=620, color=color, edgecolor="black", linewidth=1.2, zorder=2)
         where = " ".join(f"{axis}{at[axis]}" for axis in ("dp", "tp", "pp") if axis in picture.groups)
@@ -88,7 +88,7 @@ def draw_mesh(axes, picture: MeshPicture, highlight: Sequence[str] = ()) -> None
             zorder=3,
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.3},
         )
-    xs, ys = zip(*picture.positions)
+    xs, ys = zip(*picture.positions, strict=True)
     axes.set(xlim=(min(xs) - 0.4, max(xs) + 0.95), ylim=(max(ys) + 0.5, min(ys) - 0.4), aspect="equal")
     axes.set_axis_off()
     handles = [

@@ -85,7 +85,7 @@ def channels(color: str) -> tuple[float, float, float]:
 @checked
 def mix(color: str, other: str, share: Share) -> str:
     """`color` with `share` (0 to 1) of `other` mixed in."""
-    pairs = zip(channels(color), channels(other))
+    pairs = zip(channels(color), channels(other), strict=True)
     return "#" + "".join(f"{round(255 * ((1 - share) * a + share * b)):02X}" for a, b in pairs)
 
 

@@ -286,7 +286,7 @@ def show_schedules(simulations: Sequence[Simulation], title: str = "") -> None:
     with style():
         size = {"figsize": (FULL_WIDTH_IN, sum(heights) + 0.5), "dpi": dpi_of(pictures, end_s)}
         figure, panels = plt.subplots(len(pictures), 1, squeeze=False, height_ratios=heights, **size)
-        for axes, picture in zip(panels[:, 0], pictures):
+        for axes, picture in zip(panels[:, 0], pictures, strict=True):
             draw_schedule(axes, picture, end_s)
             axes.set_title(chart_title(picture), fontsize=9.5)
         panels[-1, 0].set_xlabel("simulated time")

@@ -54,7 +54,7 @@ def show_tradeoff(simulations: Sequence[Simulation], title: str = "") -> None:
     points = tradeoff_points(simulations)
     with style():
         figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 3.3))
-        for point, left in zip(points, names_left(points)):
+        for point, left in zip(points, names_left(points), strict=True):
             axes.plot(point.alive, point.to_the_end, "o", color=OKABE_ITO["blue"])
             place = {"xytext": (-7 if left else 7, 2), "textcoords": "offset points", "ha": "right" if left else "left"}
             axes.annotate(point.name, (point.alive, point.to_the_end), fontsize=8.5, **place)

@@ -127,7 +127,7 @@ def draw_regions(axes, regions: Sequence[Region], borders: Sequence[Border], hig
     """A strip of regions, bars of bytes above it, and below each border what is sent there."""
     unit, x = unit_for(highest), 0.0
     lefts = []
-    for region, width in zip(regions, _WIDTHS):
+    for region, width in zip(regions, _WIDTHS, strict=False):  # regions may be fewer
         lefts.append(x)
         color = HELD_COLORS[region.held]
         axes.add_patch(Rectangle((x, 0), width, 0.8, facecolor=color, edgecolor="white", linewidth=1.2))
@@ -191,7 +191,7 @@ def show_regions(
     with style():
         size = FULL_WIDTH_IN, 0.75 + 0.52 * sum(heights)
         figure, panels = plt.subplots(len(modes), 1, figsize=size, squeeze=False, height_ratios=heights)
-        for axes, (mode, regions) in zip(panels[:, 0], strips.items()):
+        for axes, (mode, regions) in zip(panels[:, 0], strips.items(), strict=True):
             draw_regions(axes, regions, block_borders(mode), highest, MODE_NAMES[mode])
         used = {held for regions in strips.values() for region in regions for held in region.bytes_by_held}
         handles = [

@@ -284,7 +284,7 @@ def draw_sent(axes, picture: TrafficPicture, unit: str) -> None:
     axes.barh(rows, scaled[0], color=WITHIN_COLOR, **look)
     axes.barh(rows, scaled[1], left=scaled[0], color=BETWEEN_COLOR, hatch=hatch, **look)
     axes.set_yticks([])
-    longest = max(map(sum, zip(*scaled))) or 1.0
+    longest = max(map(sum, zip(*scaled, strict=True))) or 1.0
     axes.set(xlim=(0, longest * 1.05), ylim=(len(ranks) + 0.03, -0.03), xlabel=f"sent by each rank ({unit})")
     if picture.ranks_per_node >= len(ranks):
         return  # one node: no need to say so

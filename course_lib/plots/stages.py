@@ -65,7 +65,7 @@ def short(value: float) -> str:
 def draw_live(axes, picture: LivePicture, end_s: Amount | None = None) -> None:
     """A strip for each rank: how much it keeps, with its peak at the right."""
     top = 1.1 * max(peaks_together(picture))
-    for rank, (alive, waiting) in enumerate(zip(picture.alive, picture.waiting)):
+    for rank, (alive, waiting) in enumerate(zip(picture.alive, picture.waiting, strict=True)):
         floor, scale = rank + 0.45, -0.9 / top
         times, low, high = stacked(alive, waiting, picture.end_s)
         low, high = ([floor + scale * count for count in counts] for counts in (low, high))
@@ -104,7 +104,7 @@ def stacked(alive: Steps, waiting: Steps, end_s: Amount) -> tuple[list[float], l
 @checked
 def peaks_together(picture: LivePicture) -> list[float]:
     """Most that each rank keeps at one time, alive and waiting together: less than the sum of the two peaks."""
-    return [max(stacked(*row, picture.end_s)[2]) for row in zip(picture.alive, picture.waiting)]
+    return [max(stacked(*row, picture.end_s)[2]) for row in zip(picture.alive, picture.waiting, strict=True)]
 
 
 @checked
@@ -170,7 +170,7 @@ def stage_blocks(layers_of_stage: Sequence[int], rank_of_stage: Sequence[int] | 
             "give the layers of each stage, 0 or more, and the rank of each"
         )
     last, first, blocks = len(layers_of_stage) - 1, 0, []
-    for stage, (layers, rank) in enumerate(zip(layers_of_stage, rank_of_stage)):
+    for stage, (layers, rank) in enumerate(zip(layers_of_stage, rank_of_stage, strict=True)):
         blocks.append(StageBlock(stage, rank, first, first + layers, stage == 0, stage == last))
         first += layers
     return blocks

@@ -161,7 +161,9 @@ def keys_for(pictures: Sequence[OverlapPicture]) -> dict[str, str]:
         raise ValueError(
             f"{len(without_room)} names have no room in their bars, and there are 26 letters; give keys=False"
         )
-    return {name: name for name in shares} | dict(zip(without_room, ascii_lowercase))
+    return {name: name for name in shares} | dict(
+        zip(without_room, ascii_lowercase, strict=False)
+    )  # the alphabet is long enough
 
 
 def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float, label: str) -> None:
@@ -210,7 +212,7 @@ def show_overlap(
             height_ratios=heights,
         )
         slowest = max(picture.end_s for picture in pictures.values())
-        for axes, (label, picture) in zip(panels[:, 0], pictures.items()):
+        for axes, (label, picture) in zip(panels[:, 0], pictures.items(), strict=True):
             draw_overlap(axes, picture, shown)
             axes.set_xlim(0, slowest / TIME_UNITS[time_unit_for(slowest)] * 1.02)
             axes.set_title(label, fontsize=9.5, fontweight="normal")

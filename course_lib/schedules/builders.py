@@ -63,7 +63,9 @@ def one_f_one_b(pp: int, num_micro_batches: int) -> Schedule:
 def _one_and_one(forwards: Sequence, backwards: Sequence, ahead: int) -> list:
     """`ahead` forwards, then one forward and one backward in turn, then the backwards that remain."""
     ahead = min(ahead, len(forwards))
-    turns = [one for pair in zip(forwards[ahead:], backwards) for one in pair]
+    turns = [
+        one for pair in zip(forwards[ahead:], backwards, strict=False) for one in pair
+    ]  # the backwards of the warm-up have no partner
     return [*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :]]
 
 

@@ -165,7 +165,7 @@ def _deadlock(schedule: Schedule) -> list[str]:
     circle = list(waits)
     ways = [  # at least one: what follows from dependencies alone makes no circle
         f"rank {rank} do {waits[before][1]} before {waits[rank][0]}"
-        for rank, before in zip(circle, circle[-1:] + circle[:-1])
+        for rank, before in zip(circle, circle[-1:] + circle[:-1], strict=True)
         if not _rests_on(waits[before][1], waits[rank][0], schedule)
     ]
     return [f"deadlock, nobody in this circle can go on: {chain}. Break it: let {', or '.join(ways)}"]
@@ -179,7 +179,7 @@ def _rests_on(one: Instruction, other: Instruction, schedule: Schedule) -> bool:
 def _circle(schedule: Schedule, reached: list[int]) -> dict[int, tuple[Instruction, Instruction]]:
     """Ranks that wait for each other, each with what it stands at and what it waits for; empty if all are done."""
     rows = schedule.instructions
-    done = {one for row, place in zip(rows, reached) for one in row[:place]}
+    done = {one for row, place in zip(rows, reached, strict=True) for one in row[:place]}
     rank = next((rank for rank, row in enumerate(rows) if reached[rank] < len(row)), None)
     waits = {}
     while rank is not None and rank not in waits:
@@ -204,7 +204,9 @@ def _channel_problems(schedule: Schedule) -> Iterator[str]:
         ):
             sent, taken = _micro_batches(schedule, ops, source), _micro_batches(schedule, ops, target)
             if sent != taken:
-                index = next(index for index, (left, right) in enumerate(zip(sent, taken)) if left != right)
+                index = next(
+                    index for index, (left, right) in enumerate(zip(sent, taken, strict=False)) if left != right
+                )  # one may have more
                 yield (
                     f"{what} from stage {source} (rank {schedule.rank_of_stage[source]}) to stage {target} (rank "
                     f"{schedule.rank_of_stage[target]}) are sent in the order {_listed(sent)} but taken in the order "
@@ -241,9 +243,9 @@ def chart_problems(chart: str, rank_of_stage: tuple[int, ...] | None = None, who
     rows = words_of(chart)
     schedule = from_lists(rows, rank_of_stage, name="chart")
     slots = {}
-    for row, instructions in zip(rows, schedule.instructions):
+    for row, instructions in zip(rows, schedule.instructions, strict=True):
         starts = [column for column, cell in enumerate(row) if not is_idle(cell)]
-        for one, start in zip(instructions, starts):
+        for one, start in zip(instructions, starts, strict=True):
             stop = start + 1
             while stop < len(row) and row[stop] == "-":
                 stop += 1

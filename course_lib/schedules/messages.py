@@ -58,7 +58,7 @@ def plan(schedule: Schedule, rank: int, ahead: int = 1) -> list[Step]:
     steps = []
     for place, instruction in enumerate(row):
         post = []
-        for later, src in zip(row[place : place + 1 + ahead], sources[place : place + 1 + ahead]):
+        for later, src in zip(row[place : place + 1 + ahead], sources[place : place + 1 + ahead], strict=True):
             if src is not None:
                 end = max(posted[src], to_come[src].index(needed_by(later, schedule)) + 1)
                 post += [(message, src) for message in to_come[src][posted[src] : end]]

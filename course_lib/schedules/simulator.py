@@ -159,7 +159,7 @@ class Simulation:
     @property
     def timed(self) -> list[list[tuple[Instruction, Span]]]:
         """For each rank, each instruction beside its span."""
-        return [list(zip(*row)) for row in zip(self.schedule.instructions, self.rows)]
+        return [list(zip(*row, strict=True)) for row in zip(self.schedule.instructions, self.rows, strict=True)]
 
     def memory(self, live_bytes: PerStage, waiting_bytes: PerStage = 0.0) -> list[list[tuple[float, float]]]:
         """For each rank (second, bytes) at each change, given what one micro-batch keeps in one stage.
@@ -212,7 +212,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
         durations = [seconds[instruction.op, instruction.stage] for instruction in group]
         if len(group) == 2:
             durations = [costs.pair_s * duration / (sum(durations) or 1.0) for duration in durations]
-        for instruction, duration in zip(group, durations):
+        for instruction, duration in zip(group, durations, strict=True):
             rows[rank].append(Span(rank, "compute", str(instruction), start_s, start_s + duration))
             start_s += duration
         sent_s.update(dict.fromkeys(group, start_s))
@@ -268,7 +268,7 @@ def text_chart(simulation: Simulation, slot_s: Positive | None = None, max_colum
         )
     several = simulation.schedule.num_stages > simulation.schedule.pp
     chart = [["."] * num_slots for _ in simulation.rows]
-    for row, line in zip(simulation.timed, chart):
+    for row, line in zip(simulation.timed, chart, strict=True):
         for instruction, span in row:
             first, last = _slot(span.start_s, slot_s), _slot(span.stop_s, slot_s)
             name = str(instruction) if several else str(instruction).split("@")[0]

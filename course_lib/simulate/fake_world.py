@@ -104,7 +104,9 @@ def made_by(func, args: tuple, kwargs: dict) -> torch.dtype:
 
 def let_arrive(func, args: tuple, kwargs: dict) -> None:
     """Puts into the tensors of a collective what arrives if every rank brings what this one does."""
-    call = {arg.name: value for arg, value in zip(func._schema.arguments, args)} | kwargs
+    call = {
+        arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)
+    } | kwargs  # those that are left out have defaults
     arrive = ARRIVALS.get(func._schema.name.removeprefix("c10d::"))
     if arrive is not None:  # otherwise nothing arrives (send, barrier), or what is here already (broadcast)
         group = dist.ProcessGroup.unbox(call["process_group"])

@@ -16,21 +16,16 @@ Everything here is modelled, nothing measured.
 from course_lib.flops import (
     attention_flops_per_token,
     flops_per_token,
-    forward_flops_per_token,
     layer_matmul_parameters,
     matmul_parameters,
-    stage_flops,
     step_flops,
 )
 from course_lib.timing.collectives import (
-    TUNING,
-    Cost,
     bus_bandwidth,
     bus_factor,
     calls_s,
     collective_costs,
     collective_s,
-    collective_steps,
     fastest,
     ranks_in_a_node,
     ring_link,
@@ -50,7 +45,6 @@ from course_lib.timing.data import (
     zero3_spans,
 )
 from course_lib.timing.rates import (
-    FLASH_ATTENTION_2,
     FLASH_ATTENTION_3,
     Utilisation,
     hfu,

@@ -88,7 +88,6 @@ class _Group:
 
 
 def _group(world_size: int, network: Link | Cluster, per_node: int | None) -> _Group:
-    _check_world(world_size)
     if isinstance(network, Link):
         alone = network.kind == "network"  # a network joins nodes, so each of its ranks is in one of its own
         return _Group(world_size, 1 if alone else world_size, network, network)
@@ -101,7 +100,6 @@ def _group(world_size: int, network: Link | Cluster, per_node: int | None) -> _G
 @checked
 def collective_steps(name: str, world_size: Size) -> int:
     """How many messages follow one another in a ring of world_size ranks."""
-    _check_world(world_size)
     if name in ("all_reduce", "ring_all_reduce"):
         return 2 * (world_size - 1)
     if name == "send":
@@ -247,11 +245,6 @@ def _messages(name: str, group: _Group) -> Cost:
 def bus_bandwidth(name: str, payload_bytes: Amount, seconds: Positive, world_size: Size) -> float:
     """Bytes per second over one link, as nccl-tests prints it: comparable with the link, whatever the world size."""
     return bus_factor(name, world_size) * payload_bytes / seconds
-
-
-def _check_world(world_size: int) -> None:
-    if world_size < 1:
-        raise ValueError(f"world_size ({world_size}) must be 1 or more")
 
 
 # ------------------------------------------------------------------------------------ the calls of a layout

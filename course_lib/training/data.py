@@ -124,7 +124,7 @@ def micro_batches(x_BS: Tensor, y_BS: Tensor, count: Size) -> list[tuple[Tensor,
     """
     if count > len(x_BS):
         raise ValueError(f"micro_batches is {count}; the batch has {len(x_BS)} rows: choose from 1 to {len(x_BS)}")
-    return list(zip(x_BS.tensor_split(count), y_BS.tensor_split(count)))
+    return list(zip(x_BS.tensor_split(count), y_BS.tensor_split(count), strict=True))
 
 
 @checked

@@ -107,7 +107,7 @@ def train_one(
         watch = LoadWatch(model)
         losses.append(train_step(model, optimizer, x_BS, y_BS, plan.micro_batches, plan.clip_norm, plan.precision))
         counts.append(watch.stop())
-    load, dropped = (torch.stack(part) for part in zip(*counts))
+    load, dropped = (torch.stack(part) for part in zip(*counts, strict=True))
     loss = held_out_loss(model, held_out_batches, plan)
     return MoeRun(name, losses, loss, load, dropped, time.perf_counter() - start_s)
 

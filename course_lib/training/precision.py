@@ -66,12 +66,13 @@ def autocast_for(precision: Precision, device: torch.device) -> AbstractContextM
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """AdamW on an FP32 copy of each parameter (the master). The parameter itself is the copy, rounded.
+    """AdamW on an FP32 copy of each 16-bit parameter (the master). The parameter itself is the copy, rounded.
 
-    The arithmetic is that of `torch.optim.AdamW`. A parameter's `main_grad` is used where there is one (see
-    `accumulate_in_fp32`).
+    A wider parameter is its own master. Whole parameters and shards of them are alike to it: it treats each number by
+    itself, and sends nothing. The arithmetic is that of `torch.optim.AdamW`. A parameter's `main_grad` is used where
+    there is one (see `accumulate_in_fp32`).
 
-    Bytes    state per parameter: 4 master + 4 exp_avg + 4 exp_avg_sq
+    Bytes    state per 16-bit parameter: 4 master + 4 exp_avg + 4 exp_avg_sq; per FP32 parameter 8
     Source   Micikevicius et al. 2018 (arXiv:1710.03740); Loshchilov and Hutter 2019 (arXiv:1711.05101)
     """
 
@@ -98,17 +99,24 @@ class MasterAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 gradient = gradient_of(parameter)
                 if gradient is not None:
-                    self._update(parameter, gradient.float(), group)
+                    self._update(parameter, gradient, group)
         return loss
 
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict) -> None:
-        state = self.state[parameter]
+        state, dtype = self.state[parameter], torch.promote_types(parameter.dtype, torch.float32)
         if not state:
-            state["master"] = parameter.detach().clone().float()
-            state["exp_avg"] = torch.zeros_like(state["master"])
-            state["exp_avg_sq"] = torch.zeros_like(state["master"])
-        adamw_(state["master"], gradient, state["exp_avg"], state["exp_avg_sq"], group)
-        parameter.copy_(state["master"])
+            if parameter.dtype != dtype:
+                state["master"] = parameter.to(dtype)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
+        master = state.get("master", parameter)
+        adamw_(master, gradient.to(dtype), state["exp_avg"], state["exp_avg_sq"], group)
+        if master is not parameter:
+            parameter.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, FP32 ones too."""
+        zero_gradients(parameter for group in self.param_groups for parameter in group["params"])
 
     def load_state_dict(self, state_dict: dict) -> None:
         """As usual, but master weights and moments stay FP32: torch would cast them to the parameter's dtype."""

@@ -264,4 +264,6 @@ def _routers_and_biases(model: nn.Module, state: Mapping[str, Tensor]) -> list[t
     """DeepSeek's routers beside their biases in theirs: multiples of bias_speed, which ours counts."""
     first = model.config.num_layers - model.config.num_moe_layers
     names = (f"model.layers.{first + index}.mlp.gate.e_score_correction_bias" for index in range(len(model.blocks)))
-    return [(moe.router, state[name]) for moe, name in zip(moe_layers(model), names) if name in state]
+    return [
+        (moe.router, state[name]) for moe, name in zip(moe_layers(model), names, strict=False) if name in state
+    ]  # names of blocks behind the last are not asked for

@@ -102,7 +102,7 @@ def pieces_of(places: Iterable[Place], start: int, numbers_p: Tensor) -> list[Pi
         for box in flat_boxes(place.sizes, done - begin, min(stop, end) - begin):
             sizes = [high - low for low, high in box]
             view = numbers_p[done - start : done - start + prod(sizes)].view(sizes)
-            offsets = tuple(offset + low for offset, (low, _) in zip(place.offsets, box))
+            offsets = tuple(offset + low for offset, (low, _) in zip(place.offsets, box, strict=True))
             pieces.append(Piece(place.name, place.shape, offsets, view, place.writes))
             done += prod(sizes)
         begin = end
@@ -130,7 +130,9 @@ def parameters_of(engine: FiveD) -> list[Holding]:
     for number, stage in engine.stages.items():
         flats = engine.data_engines[number].flats if engine.layout.zero_stage else []
         for flat in flats:
-            places = tuple(place_in(engine, cuts, name, param) for name, param in zip(flat.names, flat.params))
+            places = tuple(
+                place_in(engine, cuts, name, param) for name, param in zip(flat.names, flat.params, strict=True)
+            )
             copy = replica_of(engine, is_expert=flat.kind == "experts")
             held.append(Holding(flat.shard_p, places, flat.group.rank() * len(flat.shard_p), *copy))
             seen.update(flat.params)

@@ -130,7 +130,7 @@ class FileTensor:
                     f"{self.name} has shape {tuple(self.shape)}, so there is no piece {ranges}; stay within 0..{size}"
                 )
         inner = reversed(ranges) if self.transposed else ranges
-        moved = tuple((base + start, base + stop) for (base, _), (start, stop) in zip(self.ranges, inner))
+        moved = tuple((base + start, base + stop) for (base, _), (start, stop) in zip(self.ranges, inner, strict=True))
         return replace(self, ranges=moved)
 
     def chunk(self, pieces: int) -> list["FileTensor"]:

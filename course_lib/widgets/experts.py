@@ -130,7 +130,7 @@ def _dispatch_picture(
         hops = [once_per_rank_rows(kept, layout)]
     else:
         hops = list(once_per_node_rows(kept, layout))
-    rows = [[sum(numbers) for numbers in zip(*lines)] for lines in zip(*hops)]
+    rows = [[sum(numbers) for numbers in zip(*lines, strict=True)] for lines in zip(*hops, strict=True)]
     travelling = sum(n for src, row in enumerate(rows) for dst, n in enumerate(row) if src != dst)
     all_bytes = sum(sent.total_bytes for sent in traffic.dispatch)
     return traffic_picture(rows, all_bytes // max(travelling, 1), layout.ranks_per_node)

@@ -33,7 +33,7 @@ def stacked_png(drawings: Sequence[tuple[Callable, float]], width_in: Positive =
     with style():
         figure = Figure(figsize=(width_in, sum(heights)))
         panels = figure.subplots(len(drawings), 1, squeeze=False, height_ratios=heights)
-        for axes, (draw, _) in zip(panels[:, 0], drawings):
+        for axes, (draw, _) in zip(panels[:, 0], drawings, strict=True):
             draw(axes)
         buffer = BytesIO()
         figure.savefig(buffer, format="png", dpi=WIDGET_DPI)

@@ -142,7 +142,7 @@ def _clock(schedule: Schedule, order: Sequence[Instruction]) -> list[list[Span]]
 
 def _stuck(schedule: Schedule, reached: Sequence[int]) -> dict[int, tuple[Instruction, Instruction]]:
     """For each rank that cannot go on: the instruction at which it stands, and what it waits for."""
-    done = {one for row, count in zip(schedule.instructions, reached) for one in row[:count]}
+    done = {one for row, count in zip(schedule.instructions, reached, strict=True) for one in row[:count]}
     stands = {rank: row[reached[rank]] for rank, row in enumerate(schedule.instructions) if reached[rank] < len(row)}
     return {
         rank: (one, next(need for need in needs(one, schedule) if need not in done)) for rank, one in stands.items()
@@ -309,7 +309,7 @@ def pipeline_puzzle(pp: Size = 3, num_micro_batches: Size = 4) -> widgets.VBox:
 
     def fill(rows: Sequence[str]) -> None:
         filling.append(True)
-        for field, row in zip(fields, rows):
+        for field, row in zip(fields, rows, strict=True):
             field.value = row
         filling.clear()
         update()
@@ -322,7 +322,7 @@ def pipeline_puzzle(pp: Size = 3, num_micro_batches: Size = 4) -> widgets.VBox:
         button.on_click(lambda pressed, word=f"{op}{i}": append(word))
     actions = {"Take back": take_back, "Clear all": lambda button: fill([""] * pp), "Show a solution": solve}
     buttons = [widgets.Button(description=name) for name in actions]
-    for button, action in zip(buttons, actions.values()):
+    for button, action in zip(buttons, actions.values(), strict=True):
         button.on_click(action)
     grid = [widgets.HBox([blocks[op, i] for i in range(num_micro_batches)]) for op in "FBIW"]
     parts.follow([*fields, chosen], update)

@@ -163,7 +163,7 @@ def test_a_chapter_runs_in_the_browser_and_its_picture_follows_a_slider(lab, pag
     move_slider(page, label)
     after = wait_for_other_pictures(page, before)
     screenshot(page, f"{stem}_after")
-    assert len(after) == len(before) and sum(a != b for a, b in zip(after, before)) == 1
+    assert len(after) == len(before) and sum(a != b for a, b in zip(after, before, strict=True)) == 1
 
 
 def test_the_explorer_of_layouts_follows_each_kind_of_control_and_measures(lab, page):

@@ -141,7 +141,7 @@ def whole_state(engine, optimizer):
         for param in held:
             param.data = optimizer.state[param][key]
         whole |= {f"{key}.{name}": x.clone() for name, x in full_parameters(engine).items()}
-    for param, numbers in zip(held, before):
+    for param, numbers in zip(held, before, strict=True):
         param.data = numbers
     return whole
 

@@ -55,7 +55,7 @@ def pairs(dim, size):
 
 def differences(cases):
     return {
-        (name, case): max((a - b).abs().max().item() if a.numel() else 0.0 for a, b in zip(got, expected))
+        (name, case): max((a - b).abs().max().item() if a.numel() else 0.0 for a, b in zip(got, expected, strict=True))
         for case in cases
         for name, (got, expected) in pairs(*case).items()
     }
@@ -172,7 +172,7 @@ def column_then_row(entrance):
     expected = gradient(lambda x: torch.tanh(x @ w_up.t()) @ w_down.t(), x, numbers(3, 4, 6))
     up, down = my_piece(w_up, rank, parts, 0), my_piece(w_down, rank, parts, 1)
     got = gradient(lambda x: sum_out(torch.tanh(enter(x, group) @ up.t()) @ down.t(), group), x, numbers(3, 4, 6))
-    return [(a - b).abs().max().item() for a, b in zip(got, expected)]
+    return [(a - b).abs().max().item() for a, b in zip(got, expected, strict=True)]
 
 
 def test_an_entrance_that_does_not_sum_the_gradient_is_found_in_the_gradient_and_not_in_the_value():

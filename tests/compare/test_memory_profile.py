@@ -58,7 +58,7 @@ def test_four_steps_show_states_appearing_in_the_first_and_gradients_coming_and_
     at_starts = [timeline.between(t, t + 1e-9).at(0) for t in starts]
     assert [row["optimizer"] for row in at_starts] == [0] + 3 * [states.optimizer]
     assert [row["gradients"] for row in at_starts] == 4 * [0]
-    peaks = [timeline.between(a, b).peak_bytes for a, b in zip(starts, ends)]
+    peaks = [timeline.between(a, b).peak_bytes for a, b in zip(starts, ends, strict=True)]
     assert peaks[1] == peaks[2] == peaks[3] and peaks[1] - peaks[0] == pytest.approx(states.optimizer, rel=0.01)
 
 

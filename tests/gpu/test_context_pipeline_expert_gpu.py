@@ -153,7 +153,9 @@ def test_all_tiles_of_a_ring_of_four_by_the_flash_kernel(sequence_sharding, reco
 
     whole = [x.float().requires_grad_() for x in (q_BNSH, k_BKSH, v_BKSH)]
     out = standard_attention(*whole)
-    wanted = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, whole, grad_BNSH.float()))))
+    wanted = dict(
+        zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, whole, grad_BNSH.float())), strict=True)
+    )
     off_by = {n: ((got[n].float() - x).abs().max() / x.abs().max()).item() for n, x in wanted.items()}
     record(sequence_sharding=sequence_sharding, off_by=off_by)
     assert max(off_by.values()) < 2e-2

@@ -63,8 +63,8 @@ def test_a_simulated_peak_is_what_the_allocator_counts(text, record):
     of_ranks = launch(allocated, layout.world_size, config, text, backend="gloo")
     run = Run(config, layout, SEQ_LEN, PRECISION)
     simulated = [simulate_rank(run, rank).peak_bytes for rank in range(len(of_ranks))]
-    errors = [100 * (found - real) / real for found, real in zip(simulated, of_ranks)]
+    errors = [100 * (found - real) / real for found, real in zip(simulated, of_ranks, strict=True)]
     print(f"\n{text:<60} {min(simulated) / 2**20:9.1f} MiB simulated, error {min(errors):+.1f} to {max(errors):+.1f} %")
     record(layout=text, simulated_bytes=simulated, allocated_bytes=list(of_ranks), error_percent=errors)
-    for found, real in zip(simulated, of_ranks):
+    for found, real in zip(simulated, of_ranks, strict=True):
         assert found == pytest.approx(real, rel=0.05)

@@ -66,8 +66,8 @@ def largest_difference(name, text):
     config, layout, device = CONFIGS[name], Layout.parse(text), my_device()
     reference, loss = model.build(config, dtype=torch.float64, device=device), 0.0
     of_ranks = [batches_of(layout, dp_rank, config, device) for dp_rank in range(layout.dp)]
-    for of_step in zip(*of_ranks):
-        x_BS, y_BS = (torch.cat(parts) for parts in zip(*of_step))
+    for of_step in zip(*of_ranks, strict=True):
+        x_BS, y_BS = (torch.cat(parts) for parts in zip(*of_step, strict=True))
         share = loss_of(reference, x_BS, y_BS) / layout.micro_batches
         share.backward()
         loss += share.item()

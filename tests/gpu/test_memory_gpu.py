@@ -101,7 +101,7 @@ def test_fused_attention_is_linear_in_the_sequence_and_explicit_attention_quadra
     record(seq_len=lengths, fused_bytes=fused, standard_bytes=standard)
     assert [fused[1] / fused[0], fused[2] / fused[1]] == pytest.approx([2, 2], rel=0.03)
     assert standard[2] / standard[1] > 3
-    scores = [e - f for e, f in zip(standard, fused)]
+    scores = [e - f for e, f in zip(standard, fused, strict=True)]
     assert scores[2] / scores[1] == pytest.approx(4, rel=0.15)
 
 

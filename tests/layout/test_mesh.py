@@ -80,7 +80,7 @@ def members_by_search(mesh: Mesh, ep_size: int) -> dict[str, list[list[int]]]:
         groups[axis] = list(together.values())
     parts = [[ranks[i : i + ep_size] for i in range(0, len(ranks), ep_size)] for ranks in groups["data"]]
     groups["ep"] = [run for runs in parts for run in runs]
-    groups["expert_dp"] = [list(column) for runs in parts for column in zip(*runs)]
+    groups["expert_dp"] = [list(column) for runs in parts for column in zip(*runs, strict=True)]
     return groups
 
 
@@ -202,7 +202,7 @@ def test_all_groups_of_8_ranks_connect_their_members_in_any_order_and_for_any_ep
     orders = [AXES, ("tp", "dp", "pp", "cp")]
     cases = [(Mesh(dp=2, cp=2, tp=2, order=order), ep, ep == 2) for order in orders for ep in (1, 2, 4)]
     for rank, met in enumerate(launch(_ranks_met_along_each_axis, 8, cases, backend="gloo")):
-        for (mesh, ep_size, _), (ranks, coordinates, num_names) in zip(cases, met):
+        for (mesh, ep_size, _), (ranks, coordinates, num_names) in zip(cases, met, strict=True):
             assert ranks == mesh.members(rank, ep_size) | {"world": list(range(8))}
             assert (coordinates, num_names) == (mesh.coordinates(rank), 8)  # a name each, so a meter tells them apart
 

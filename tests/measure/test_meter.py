@@ -101,7 +101,7 @@ def test_every_collective_is_counted_as_its_formula_says():
             {"all_reduce": ring_all_reduce_bytes(n, size) + ring_all_reduce_bytes(4 * 5 * 4, size)},
         ]
         assert uneven == {"all_to_all": 3 * 5 * 4}  # rank 0 sends three of its twelve rows, the others three of four
-        for x_P, (theirs, by_hand) in zip(_odd_tensors(), odd):
+        for x_P, (theirs, by_hand) in zip(_odd_tensors(), odd, strict=True):
             formula = ring_all_reduce_bytes(x_P.nbytes, size, rank, x_P.element_size())
             assert theirs == {"all_reduce": formula}
             assert by_hand == {"send": formula, "recv": 0}
@@ -240,7 +240,7 @@ def _bytes_through_loopback(payload_bytes, repeats):
 )
 def test_the_machine_itself_counts_the_same_bytes_on_its_loopback():
     """The least of several tries: other programs may use the loopback too, but they can only add."""
-    sent, on_wire = zip(*launch(_bytes_through_loopback, 4, 4_000_000, 15, backend="gloo"))
+    sent, on_wire = zip(*launch(_bytes_through_loopback, 4, 4_000_000, 15, backend="gloo"), strict=True)
     assert sum(sent) == 4 * ring_all_reduce_bytes(4_000_000, 4) == 24_000_000
     assert min(on_wire) == pytest.approx(sum(sent), rel=0.1)
 

@@ -61,7 +61,9 @@ def test_zero_paper_s_table_1(model, billions):
     for dp_size, printed in ZERO_TABLE_1[model].items():
         ours = [billions * zero_bytes_per_parameter(stage, dp_size) for stage in (1, 2, 3)]
         # the paper rounds some entries and cuts others off: 2218.75 became 2218, 41.25 became 41.3
-        assert all(abs(a - b) < max(0.06 if b < 100 else 0.8, 0.001 * b) for a, b in zip(ours, printed)), dp_size
+        assert all(abs(a - b) < max(0.06 if b < 100 else 0.8, 0.001 * b) for a, b in zip(ours, printed, strict=True)), (
+            dp_size
+        )
 
 
 def rank(config, seq_len, recipe="bf16-master", offload=None, optimizer="adamw", **layout):
@@ -122,7 +124,7 @@ def test_C065_C066_four_weights_on_two_gpus_by_sgd_and_by_adam():
     w = torch.tensor([1.0, 2.0, 3.0, 4.0])
     outputs = [(w * x).sum() for x in (1.0, 2.0)]
     assert outputs == [10, 20]
-    grads = [output * x * torch.ones(4) for output, x in zip(outputs, (1.0, 2.0))]
+    grads = [output * x * torch.ones(4) for output, x in zip(outputs, (1.0, 2.0), strict=True)]
     assert [g.tolist() for g in grads] == [[10] * 4, [40] * 4]
     mean = sum(grads) / 2
     assert mean.tolist() == [25] * 4
@@ -264,7 +266,7 @@ def _allowed(config, tp):
 
 def test_C077_columns_are_cut_by_outputs_and_rows_by_inputs():
     whole, local = parameter_shapes(LLAMA_8B), parameter_shapes(narrow(LLAMA_8B, 4))
-    cut = {name: [4 * b == a for a, b in zip(whole[name][0], local[name][0])] for name in whole}
+    cut = {name: [4 * b == a for a, b in zip(whole[name][0], local[name][0], strict=True)] for name in whole}
     columns = {name.split(".")[1] for name, dims in cut.items() if dims == [True, False] and "." in name}
     rows = {name.split(".")[1] for name, dims in cut.items() if dims == [False, True]}
     assert columns == {"q", "k", "v", "gate", "up"} and rows == {"o", "down"}  # stored as (out, in)

@@ -27,7 +27,7 @@ def gradients_of(core, seq_len, **options):
 def test_output_and_gradients_equal_attention_written_out(causal, seq_len, block_size):
     got = gradients_of(blockwise_attention, seq_len, causal=causal, block_size=block_size)
     want = gradients_of(standard_attention, seq_len, causal=causal)
-    for mine, right in zip(got, want):
+    for mine, right in zip(got, want, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
 
 

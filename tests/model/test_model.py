@@ -90,7 +90,7 @@ def test_weights_depend_on_the_seed_alone():
     first, again, other = build(TOY, seed=3), build(TOY, seed=3), build(TOY, seed=4)
     assert torch.equal(torch.random.get_rng_state(), state), "building must not disturb anybody's random numbers"
     half = build(TOY, seed=3, dtype=torch.bfloat16)
-    for a, b, c, d in zip(*(m.parameters() for m in (first, again, other, half))):
+    for a, b, c, d in zip(*(m.parameters() for m in (first, again, other, half)), strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a.bfloat16(), d)
         assert a.dim() < 2 or not torch.equal(a, c)
@@ -134,5 +134,5 @@ def test_unknown_words_are_refused_with_the_known_ones():
 def test_weights_are_drawn_on_the_cpu_also_where_a_gpu_is_the_default_device():
     with torch.device("meta"):  # stands for a GPU, as in ranks that use NCCL
         model = build(preset("toy"))
-    for got, want in zip(model.parameters(), build(preset("toy")).parameters()):
+    for got, want in zip(model.parameters(), build(preset("toy")).parameters(), strict=True):
         assert torch.equal(got, want)

@@ -255,7 +255,7 @@ def test_recomputation_counts_the_load_once_and_leaves_no_graph(recompute):
     copy.deepcopy(model)  # refuses tensors that hang on a graph
     plain = build(TOY, dtype=torch.float64)
     accumulate_gradients(plain, x_BS, y_BS, 2)
-    for a, b in zip(model.parameters(), plain.parameters()):
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
 
 

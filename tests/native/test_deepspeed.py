@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from harness import largest_difference
 
 from course_lib import model
 from course_lib.config import PRESETS
@@ -75,23 +76,18 @@ def one_process(steps=2):
     return gradients, {name: param.detach() for name, param in parameters.items()}
 
 
-def worst(got, expected):
-    assert set(got) == set(expected)
-    return max((got[name] - expected[name]).abs().max().item() for name in expected)
-
-
 def measure(choices):
     gradients, weights = one_process()
     engine = native.build(odd_llama(), dist.group.WORLD, config_of(choices), lr=1e-2)
     with ByteMeter() as reducing:
         native.accumulate_gradients(engine, share(0))
-    gradient_difference = worst(native.full_gradients(engine), gradients)
+    gradient_difference = largest_difference(native.full_gradients(engine), gradients)
     with ByteMeter() as updating:
         engine.step()
     native.step(engine, share(1))
     return {
         "gradients": gradient_difference,
-        "weights": worst(native.full_parameters(engine), weights),
+        "weights": largest_difference(native.full_parameters(engine), weights),
         "reducing": reducing.by_collective,
         "updating": updating.by_collective,
         "partition": native.partition_numel(engine) if native.is_sharded(engine) else None,
@@ -179,7 +175,7 @@ def accelerated():
     optimizer.step()
     optimizer.zero_grad()
     _, weights = one_process(steps=1)
-    difference = worst(native.full_parameters(engine), weights)
+    difference = largest_difference(native.full_parameters(engine), weights)
     return engine.zero_optimization_stage(), difference, native.partition_numel(engine)
 
 

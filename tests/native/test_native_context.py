@@ -73,7 +73,7 @@ def a_clipped_step():
     native.step(engine, micro_batches(), native.make_optimizer(engine, lr=0.01), clip_norm=0.1)
     whole, _ = one_process(LLAMA)
     torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
-    native.make_optimizer(whole, lr=0.01).step()
+    torch.optim.AdamW(whole.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01).step()
     ours = native.full_parameters(engine)
     apart = max((ours[name] - param).abs().max().item() for name, param in whole.named_parameters())
     return (
@@ -116,7 +116,7 @@ def as_on_a_gpu(sequence_sharding):
     """The code for GPUs, with the one thing that a CPU lacks; `context_parallel` merges in float32."""
     added = {native.FLASH: ring_of_the_cpus_kernel(False), native.FLASH_BACKWARD: ring_of_the_cpus_kernel(True)}
     engine = native.build(model.build(LLAMA, dtype=torch.float64), dist.group.WORLD, sequence_sharding)
-    for block in engine.blocks:
+    for block in engine.module.blocks:
         block.attention.core = native.on_a_gpu
     with patch.dict(_attention.custom_ops, added), patch.object(native, "cut_by_hand", native.cut_by_pytorch):
         native.accumulate_gradients(engine, micro_batches())

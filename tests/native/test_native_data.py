@@ -46,7 +46,7 @@ def metered_steps(engine, steps=4, count=2):
     for step in range(steps):
         engine.zero_grad()
         with ByteMeter() as meter:
-            native.accumulate_gradients(engine, micro_batches(step, count))
+            engine.run(micro_batches(step, count))
         meters.append((meter.calls, meter.by_collective))
     return meters, (gradient_P(engine) - from_scratch_P(steps - 1, count)).abs().max().item()
 
@@ -82,7 +82,7 @@ def unused_parameters():
         module.accumulate_gradients(engine, micro_batches(0, 1))
         gradients.append([param.grad for param in engine.parameters()])
     same_nones = [g is None for g in gradients[0]] == [g is None for g in gradients[1]]
-    return same_nones, max((a - b).abs().max().item() for a, b in zip(*gradients) if a is not None)
+    return same_nones, max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True) if a is not None)
 
 
 def bfloat16_on_the_wire():
@@ -90,7 +90,7 @@ def bfloat16_on_the_wire():
     metered_steps(engine, steps=2)  # buckets are rebuilt in the second
     engine.zero_grad()
     with ByteMeter() as meter:
-        native.accumulate_gradients(engine, micro_batches(0, 2))
+        engine.run(micro_batches(0, 2))
     error_P = gradient_P(engine) - from_scratch_P()
     return meter.sent_bytes, (error_P.norm() / gradient_P(engine).norm()).item()
 

@@ -6,8 +6,9 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from harness import one_process
 
-from course_lib import model, training
+from course_lib import model
 from course_lib.config import ModelConfig, MoeConfig
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter
@@ -41,19 +42,18 @@ def built(experts, dtype, tied):
     return whole
 
 
-def one_process(whole, batches):
-    parts = [tuple(torch.cat(pieces) for pieces in zip(*of_ranks)) for of_ranks in zip(*batches)]
-    total = sum(y.numel() for _, y in parts)
-    loss = sum(training.loss_of(whole, x, y) * (y.numel() / total) for x, y in parts)
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in whole.named_parameters()}
+def joined(batches):
+    """What one process gets: each micro-batch that of all ranks, one below the other."""
+    return [
+        tuple(torch.cat(pieces) for pieces in zip(*of_ranks, strict=True)) for of_ranks in zip(*batches, strict=True)
+    ]
 
 
 def measure(experts, ep_size, dtype, tied):
     whole, batches = built(experts, dtype, tied), batches_of()
     engine = native.build(copy.deepcopy(whole), dist.group.WORLD, ep_size)
     by_hand = parallel.build(copy.deepcopy(whole), dist.group.WORLD, ep_size)
-    expected_loss, expected = one_process(whole, batches)
+    expected_loss, expected = one_process(whole, joined(batches))
     sent = []
     for module, each in ((native, engine), (parallel, by_hand)):
         with ByteMeter() as meter:
@@ -81,7 +81,7 @@ def trained():
     optimizers = [module.make_optimizer(engine, lr=0.01) for module, engine in engines]
     norms = []
     for _ in range(3):
-        for (module, engine), optimizer in zip(engines, optimizers):
+        for (module, engine), optimizer in zip(engines, optimizers, strict=True):
             module.step(engine, mine, optimizer, clip_norm=0.5)
     for module, engine in engines:
         module.accumulate_gradients(engine, mine)

@@ -46,7 +46,7 @@ def micro_batches(count, rows=B):
 def one_process(config, count):
     """Gradients by name, and the loss."""
     whole = model.build(config, dtype=torch.float64)
-    x_BS, y_BS = (torch.cat(tensors) for tensors in zip(*micro_batches(count)))
+    x_BS, y_BS = (torch.cat(tensors) for tensors in zip(*micro_batches(count), strict=True))
     loss = training.loss_of(whole, x_BS, y_BS)
     loss.backward()
     return {name: param.grad for name, param in whole.named_parameters()}, loss.detach()
@@ -76,7 +76,8 @@ def clipped_steps(config):
     """Largest difference from one process after two steps; the sum of squares is that of the whole model."""
     engine = native.build(model.build(config, dtype=torch.float64), dist.group.WORLD)
     whole = model.build(config, dtype=torch.float64)
-    ours, theirs = native.make_optimizer(engine, lr=0.01), native.make_optimizer(whole, lr=0.01)
+    ours = native.make_optimizer(engine, lr=0.01)
+    theirs = torch.optim.AdamW(whole.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     for _ in range(2):
         native.step(engine, micro_batches(4), ours, clip_norm=0.1)
         for x_BS, y_BS in micro_batches(4):
@@ -110,7 +111,7 @@ def ranks():
 @pytest.mark.parametrize("size", CASES)
 def test_loss_and_gradients_equal_one_process_schedule_by_schedule(ranks, size):
     for of_rank in ranks[size]:
-        for case, found in zip(CASES[size], of_rank):
+        for case, found in zip(CASES[size], of_rank, strict=True):
             assert found["apart"] < 1e-12 and found["loss"] < 1e-12, (case, found)
 
 
@@ -136,7 +137,7 @@ def boundaries(schedule, v, size, rank):
 @pytest.mark.parametrize("size", CASES)
 def test_activations_and_their_gradients_cross_each_boundary_once_a_micro_batch(ranks, size):
     for rank, of_rank in enumerate(ranks[size]):
-        for (config, schedule, v, count), found in zip(CASES[size], of_rank):
+        for (config, schedule, v, count), found in zip(CASES[size], of_rank, strict=True):
             message = B * S * config.d_model * 8
             assert found["bytes"].get("send", 0) == boundaries(schedule, v, size, rank) * count * message
             owners = native.ranks_of_stages(schedule, size, v)

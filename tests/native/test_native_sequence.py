@@ -5,8 +5,9 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from harness import largest_difference
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from tp_parity import CONFIGS, LAYERS, ROWS, SEQ_LEN, TOY, differences, micro_batches, parity, wire, worst
+from tp_parity import CONFIGS, LAYERS, ROWS, SEQ_LEN, TOY, differences, micro_batches, parity, wire
 
 from course_lib import model
 from course_lib.compat import DTENSOR_GATHERS_UNEVEN
@@ -86,7 +87,7 @@ def wrong_norm_gradients():
         name: param.grad.to_local() if param.grad.placements == (Partial(),) else param.grad.full_tensor()
         for name, param in engine.named_parameters()
     }
-    return worst(wrong, native.full_gradients(right))
+    return largest_difference(wrong, native.full_gradients(right))
 
 
 def on_ranks():

@@ -64,7 +64,7 @@ def numbers(case, layout):
     generator = torch.Generator().manual_seed(3)
     whole = synthetic_routing(layout, max(1, *case.tokens), case.top_k, case.skew, case.max_nodes, 1, not case.together)
     ranks = []
-    for expert_Tk, count in zip(whole, case.tokens):
+    for expert_Tk, count in zip(whole, case.tokens, strict=True):
         weight_Tk = torch.rand(count, case.top_k, generator=generator, dtype=torch.float64) + 0.1
         kept_Tk = torch.rand(count, case.top_k, generator=generator) >= case.drop
         x_TD = torch.randn(count, D, generator=generator, dtype=torch.float64)
@@ -108,7 +108,7 @@ def measure(case):
     my_experts = nn.ModuleDict({str(e): copy.deepcopy(experts[e]) for e in range(rank * width, (rank + 1) * width)})
 
     y, grad_x, grad_w, of_experts, meters = one_run(run_of(case, groups), my_experts, *ranks[rank], case.experts)
-    joined = [torch.cat(parts) for parts in zip(*ranks)]
+    joined = [torch.cat(parts) for parts in zip(*ranks, strict=True)]
     whole_y, whole_x, whole_w, whole_experts, _ = one_run(moe.run_experts, experts, *joined, case.experts)
     apart = {
         "y": y - whole_y[mine],

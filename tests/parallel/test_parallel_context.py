@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from harness import distance, one_process
 from kept_bytes import kept_bytes
 from torch import nn
 
@@ -80,24 +81,8 @@ def built(case):
 
 def micro_batches(vocab_size, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    rows = [torch.randint(vocab_size, (B, S + 1), generator=generator) for B, S in zip(ROWS, LENGTHS)]
+    rows = [torch.randint(vocab_size, (B, S + 1), generator=generator) for B, S in zip(ROWS, LENGTHS, strict=True)]
     return [(tokens_BS[:, :-1], tokens_BS[:, 1:]) for tokens_BS in rows]
-
-
-def one_process(whole, batches):
-    """Mean loss of all tokens, and gradients by name."""
-    total = sum(y_BS.numel() for _, y_BS in batches)
-    loss = sum(training.loss_of(whole, x, y) * (y.numel() / total) for x, y in batches)
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
-
-
-def distance(gradients, loss, expected_loss, expected):
-    """Largest difference from one process, of the loss and of each gradient. Infinite where names differ."""
-    if gradients.keys() != expected.keys():
-        return {"names": float("inf")}
-    apart = {name: (gradients[name] - expected[name]).abs().max().item() for name in expected}
-    return apart | {"loss": abs(loss - expected_loss).item()}
 
 
 def measure(case):
@@ -113,7 +98,7 @@ def measure(case):
         "calls": meter.calls,
         "hops": Counter(record.payload_bytes for record in meter.records if record.collective == "all_to_all"),
         "gradient bytes": sum(p.grad.nbytes for p in engine.parameters() if p.requires_grad),
-        "tied": engine.head.weight is engine.embed.weight,
+        "tied": engine.module.head.weight is engine.module.embed.weight,
     }
 
 
@@ -137,7 +122,7 @@ def test_loss_and_gradients_equal_one_process(measured):
 
 def block_bytes(case, cp):
     """Keys and values of one rank, in each micro-batch: 2 B K s H numbers of 8 bytes."""
-    return [2 * B * case.config.num_kv_heads * (S // cp) * 4 * 8 for B, S in zip(ROWS, LENGTHS)]
+    return [2 * B * case.config.num_kv_heads * (S // cp) * 4 * 8 for B, S in zip(ROWS, LENGTHS, strict=True)]
 
 
 def test_a_ring_sends_keys_values_and_their_gradients_around_and_nothing_else(measured):
@@ -199,7 +184,7 @@ def test_traffic_knows_the_same_bytes_before_anything_runs(measured):
             case, expected = CASES[name], Counter()
             if case.frozen:
                 continue
-            for index, (B, S) in enumerate(zip(ROWS, LENGTHS)):
+            for index, (B, S) in enumerate(zip(ROWS, LENGTHS, strict=True)):
                 listed = calls_of(case, cp, B, S, r)
                 once = [*listed["data"], *(call for call in listed["world"] if call.place == "loss")]
                 expected.update(by_collective([*listed["cp"], *(once if index == 0 else [])], r))
@@ -242,7 +227,7 @@ def merges_without_shrinking():
 @contextmanager
 def leaves_gradients_on_the_way():
     """What other ranks added to dk and dv of my keys never comes home."""
-    with patch.object(ring.DKVRotation, "total", lambda home: (home.hop.wait(), home.own_BKsU)[1]):
+    with patch.object(ring.DKVRotation, "total", lambda home: (home.ring_step.wait(), home.own_BKsU)[1]):
         yield
 
 
@@ -254,9 +239,9 @@ def forgets_what_arrives_on_the_way():
         if home.own_BKsU is None:
             home.own_BKsU = dkv_BKsU
             return
-        if home.hop is not None:
-            home.hop.wait()
-        home.hop = ring.start_hop(dkv_BKsU, home.group)
+        if home.ring_step is not None:
+            home.ring_step.wait()
+        home.ring_step = ring.start_ring_step(dkv_BKsU, home.group)
 
     with patch.object(ring.DKVRotation, "add", add):
         yield
@@ -353,15 +338,15 @@ def with_tensor(technique):
     groups = make_groups(Mesh(cp=2, tp=2))
     whole = built(Case(config=config_of(LLAMA, num_kv_heads=1, tied=True)))  # one head on two ranks of tp
     reference, batches = copy.deepcopy(whole), micro_batches(29)
-    engine = technique.build(whole, groups["tp"])
-    losses = partial(vocab_cross_entropy, first=engine.embed.first, group=groups["tp"])
-    engine = context.build(engine, groups["cp"], token_losses=losses)
+    cut = technique.build(whole, groups["tp"])
+    losses = partial(vocab_cross_entropy, first=cut.module.embed.first, group=groups["tp"])
+    engine = context.build(cut.module, groups["cp"], token_losses=losses)
     with ByteMeter(groups) as meter:
         loss = context.accumulate_gradients(engine, batches)
-    tensor.sum_replicas(engine)
+    tensor.sum_replicas(cut)
     if technique is sequence:
-        tensor.sum_gradients(sequence.of_my_tokens(engine), groups["tp"])
-    apart = distance(tensor.full_gradients(engine), loss, *one_process(reference, batches))
+        tensor.sum_gradients(sequence.of_my_tokens(cut), groups["tp"])
+    apart = distance(tensor.full_gradients(cut), loss, *one_process(reference, batches))
     hops = [r.payload_bytes for r in meter.records if r.collective == "all_to_all"]
     return max(apart.values()), hops, {r.axis for r in meter.records if r.collective == "all_to_all"}
 
@@ -375,7 +360,7 @@ def test_a_model_cut_by_tensor_parallelism_takes_the_ring_from_outside():
         for apart, hops, axes in rank:
             assert apart < 1e-12
             assert axes == {"cp"}  # 1 key/value head of 4 numbers, over 2 ranks of cp
-            assert Counter(hops) == {2 * B * 1 * (S // 2) * 4 * 8: 2 * 3 for B, S in zip(ROWS, LENGTHS)}
+            assert Counter(hops) == {2 * B * 1 * (S // 2) * 4 * 8: 2 * 3 for B, S in zip(ROWS, LENGTHS, strict=True)}
 
 
 # --- steps, memory
@@ -405,7 +390,7 @@ def in_bfloat16():
     with ByteMeter() as meter:
         losses = [context.step(engine, micro_batches(29), optimizer, 1.0).item() for _ in range(6)]
     hops = Counter(record.payload_bytes for record in meter.records if record.collective == "all_to_all")
-    return losses[0] - losses[-1], hops, engine.embed.weight.dtype
+    return losses[0] - losses[-1], hops, engine.module.embed.weight.dtype
 
 
 def kept_of(method):
@@ -433,7 +418,7 @@ def test_parameters_after_clipped_steps_equal_one_process(other):
 def test_in_bfloat16_the_loss_falls_and_gradients_travel_in_float32(other):
     for fell, hops, dtype in (rank[1] for rank in other):
         assert fell > 0.1 and dtype == torch.bfloat16
-        numbers = [2 * B * 2 * (S // 2) * 4 for B, S in zip(ROWS, LENGTHS)]
+        numbers = [2 * B * 2 * (S // 2) * 4 for B, S in zip(ROWS, LENGTHS, strict=True)]
         kv, gradients = (
             Counter({size * count: 6 * 2 * trips for count in numbers}) for size, trips in ((2, 2), (4, 1))
         )
@@ -469,7 +454,7 @@ def refusals():
     attempt("heads", lambda: context.build(model.build(config_of(LLAMA, num_kv_heads=1)), group, "ulysses"))
     attempt("family", lambda: context.build(model.build(config_of(GPT, family="xlmr")), group))
     engine = context.build(whole, group)
-    attempt("twice", lambda: context.build(engine, group))
+    attempt("twice", lambda: context.build(engine.module, group))
     tokens_BS = torch.zeros(1, 40, dtype=torch.int64)
     good = tokens_BS[:, :16], tokens_BS[:, :16]
     attempt("length", lambda: context.accumulate_gradients(engine, [good, (tokens_BS[:, :18], tokens_BS[:, :18])]))

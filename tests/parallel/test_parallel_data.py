@@ -153,7 +153,8 @@ def measure(build, module, make_model, micro_batches):
     for index in range(STEPS):
         share = data.batch(text_T, index, 4 * group.size(), seq_len=5, dp_rank=rank, dp_size=group.size())
         with ByteMeter() as meter:
-            module.accumulate_gradients(engine, data.micro_batches(*share, micro_batches))
+            engine.run(data.micro_batches(*share, micro_batches))
+            engine.finish()
         loss_of(reference, *data.batch(text_T, index, 4 * group.size(), seq_len=5)).backward()
         pairs = zip(engine.module.parameters(), reference.parameters(), strict=True)
         differences += [(p.grad - q.grad).abs().max().item() for p, q in pairs if p.requires_grad]
@@ -307,7 +308,7 @@ def unused_parameters():
         for other in range(2):
             reference.layer = (other + turn) % 2
             (loss_of(reference, *some_batches(1, seed=other)[0]) / 2).backward()
-    pairs = list(zip(branches.parameters(), reference.parameters()))
+    pairs = list(zip(branches.parameters(), reference.parameters(), strict=True))
     same_nones = all((p.grad is None) == (q.grad is None) for p, q in pairs)
     difference = max((p.grad - q.grad).abs().max().item() for p, q in pairs if q.grad is not None)
     return refused, overlapped, same_nones, branches.layers[2].weight.grad is None, difference
@@ -359,7 +360,8 @@ def half_the_bytes():
         torch.manual_seed(0)
         engine = parallel.build(contiguous_model().float(), dist.group.WORLD, SMALL_BUCKETS, wire_dtype=wire_dtype)
         with ByteMeter() as meter:
-            parallel.accumulate_gradients(engine, some_batches(1, seed=dist.get_rank()))
+            engine.run(some_batches(1, seed=dist.get_rank()))
+            engine.finish()
         sent.append(meter.sent_bytes)
         gradients.append(torch.cat([p.grad.flatten() for _, p in parallel.trainable(engine)]))
     return sent, ((gradients[1] - gradients[0]).norm() / gradients[0].norm()).item()
@@ -375,7 +377,7 @@ def mixed_dtypes():
     engine = bucketed(mixed, dist.group.WORLD)
     for each in (naive, engine):
         parallel.accumulate_gradients(each, some_batches(2, seed=dist.get_rank()))
-    same = all(torch.equal(p.grad, q.grad) for p, q in zip(naive.parameters(), engine.parameters()))
+    same = all(torch.equal(p.grad, q.grad) for p, q in zip(naive.parameters(), engine.parameters(), strict=True))
     return same, [bucket.flat_P.dtype for bucket in engine.buckets]
 
 
@@ -390,15 +392,31 @@ def traces():
         trace = []
         engine = build(contiguous_model(), dist.group.WORLD, trace=trace)
         optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
-        module.step(engine, some_batches(1), optimizer, trace)
+        module.step(engine, some_batches(1), optimizer)
         trace.clear()
-        module.step(engine, some_batches(2), optimizer, trace)
+        module.step(engine, some_batches(2), optimizer)
         spans[name] = list(trace)
     return spans
 
 
+def losses():
+    """How far the loss that comes back is from the mean over both ranks' batches."""
+    apart = {}
+    for name in ("naive", "overlapped", "bucketed", "ddp"):
+        build, module, _ = ENGINES[name]
+        torch.manual_seed(0)
+        engine = build(contiguous_model(), dist.group.WORLD)
+        with torch.no_grad():
+            of_ranks = [loss_of(engine.module, *some_batches(1, seed=rank)[0]) for rank in range(2)]
+        loss = module.accumulate_gradients(engine, some_batches(1, seed=dist.get_rank()))
+        apart[name] = abs(loss - sum(of_ranks) / 2).item()
+    assert of_ranks[0] != of_ranks[1]
+    return apart
+
+
 def on_two_ranks():
     return {
+        "losses": losses(),
         "unused": unused_parameters(),
         "early": used_in_an_early_micro_batch_only(),
         "twice": [message_of(backward_twice, build) for build in (parallel.OverlappedDP, bucketed)],
@@ -415,6 +433,11 @@ def on_two_ranks():
 @pytest.fixture(scope="module")
 def two_ranks():
     return launch(on_two_ranks, 2)
+
+
+def test_the_loss_is_the_mean_over_the_batches_of_all_ranks(two_ranks):
+    for of_rank in two_ranks:
+        assert max(of_rank["losses"].values()) < 1e-12, of_rank["losses"]
 
 
 def test_unused_parameters_are_an_error_that_names_them_unless_allowed(two_ranks):
@@ -483,7 +506,7 @@ def different_seeds_then_columns():
 def test_only_the_ranks_of_the_group_are_made_equal_and_averaged():
     of_rank = launch(different_seeds_then_columns, 4)
     for first, second in [(0, 2), (1, 3)]:
-        assert all(torch.equal(a, b) for a, b in zip(of_rank[first], of_rank[second]))
+        assert all(torch.equal(a, b) for a, b in zip(of_rank[first], of_rank[second], strict=True))
     assert not torch.equal(of_rank[0][0], of_rank[1][0]) and not torch.equal(of_rank[0][1], of_rank[1][1])
 
 

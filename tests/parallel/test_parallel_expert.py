@@ -10,9 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from harness import one_process
 from torch import nn
 
-from course_lib import model, training
+from course_lib import model
 from course_lib.comm import conjugate, make_groups
 from course_lib.config import MlaConfig, ModelConfig, MoeConfig
 from course_lib.launch import launch
@@ -20,6 +21,7 @@ from course_lib.layout import Mesh
 from course_lib.layout.experts import check_expert_parallel
 from course_lib.measure import ByteMeter
 from course_lib.model import moe
+from course_lib.parallel import engine as engines
 from course_lib.parallel import expert, expert_tensor, sequence
 from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.traffic.routing import moe_traffic
@@ -136,17 +138,13 @@ def batches_of(case, vocab_size=39, seed=0):
 
 def joined(batches):
     """What one process gets: each micro-batch that of all ranks, one below the other."""
-    return [tuple(torch.cat(parts) for parts in zip(*of_ranks)) for of_ranks in zip(*batches)]
+    return [tuple(torch.cat(parts) for parts in zip(*of_ranks, strict=True)) for of_ranks in zip(*batches, strict=True)]
 
 
-def one_process(whole, case, batches):
-    """Mean loss of all tokens, and gradients by name. With a capacity each rank's tokens queue for themselves."""
+def parts_of(case, batches):
+    """What one process gets in turn. With a capacity each rank's tokens queue for themselves."""
     by_rank = case.experts.capacity_factor is not None
-    parts = [part for of_rank in batches for part in of_rank if part[0].numel()] if by_rank else joined(batches)
-    total = sum(y.numel() for _, y in parts)
-    loss = sum(training.loss_of(whole, x, y) * (y.numel() / total) for x, y in parts)
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    return [part for of_rank in batches for part in of_rank if part[0].numel()] if by_rank else joined(batches)
 
 
 def groups_of(case):
@@ -163,7 +161,7 @@ def measure(case, plant=lambda engine: None):
     whole, batches = built(case), batches_of(case)
     engine = engine_of(case, copy.deepcopy(whole))
     plant(engine)
-    expected_loss, expected = one_process(whole, case, batches)
+    expected_loss, expected = one_process(whole, parts_of(case, batches))
     loss = expert.accumulate_gradients(engine, batches[dist.get_rank() // case.tp])
     gradients, parameters = expert.full_gradients(engine), expert.full_parameters(engine)
     assert gradients.keys() == expected.keys(), gradients.keys() ^ expected.keys()
@@ -310,18 +308,19 @@ def trained(case, clip_norm):
     """Three steps beside one process that clips by torch's own function, its bias moved by the same rule."""
     whole, batches = built(case), batches_of(case)
     engine = engine_of(case, copy.deepcopy(whole))
-    optimizer, reference = expert.make_optimizer(engine, lr=0.01), expert.make_optimizer(whole, lr=0.01)
+    optimizer = expert.make_optimizer(engine, lr=0.01)
+    reference = torch.optim.AdamW(whole.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     clip, norms = expert.clip_gradients, []
-    with patch.object(expert, "clip_gradients", lambda *given: norms.append((clip(*given).item(), None))):
+    with patch.object(engines, "clip_gradients", lambda *given: norms.append((clip(*given).item(), None))):
         for _ in range(3):
             expert.step(engine, batches[dist.get_rank() // case.tp], optimizer, clip_norm)
-            one_process(whole, case, batches)
+            one_process(whole, parts_of(case, batches))
             expected = nn.utils.clip_grad_norm_(whole.parameters(), clip_norm).item()
             norms[-1] = (norms[-1][0], expected)
             reference.step(), reference.zero_grad(), moe.balance_after_step(whole)
     parameters = expert.full_parameters(engine)
     apart = max((parameters[name] - param).abs().max().item() for name, param in whole.named_parameters())
-    pairs = list(zip(moe.moe_layers(engine), moe.moe_layers(whole)))
+    pairs = list(zip(moe.moe_layers(engine), moe.moe_layers(whole), strict=True))
     same_bias = all(torch.equal(mine.router.bias_steps_E, one.router.bias_steps_E) for mine, one in pairs)
     counted = max(layer.load_E.sum().item() for layer, _ in pairs)
     return apart, norms, same_bias and counted == 0

@@ -55,7 +55,7 @@ def test_parameters_and_states_are_those_of_master_adamw_to_the_bit(place, dtype
     with OffloadedAdamW(offloaded, place, piece_numel=1000, **kwargs) as optimizer:
         run_steps(expected, reference, range(3))
         run_steps(offloaded, optimizer, range(3))
-        for a, b in zip(expected, offloaded):
+        for a, b in zip(expected, offloaded, strict=True):
             assert torch.equal(a, b)
             assert all(torch.equal(value, optimizer.states_of(b)[key]) for key, value in reference.state[a].items())
 
@@ -121,7 +121,7 @@ def test_closures_groups_and_strided_gradients_work_as_in_master_adamw():
 
         assert optimizer.step(closure) == 7.0
         results.append(parameters)
-    assert all(torch.equal(a, b) for a, b in zip(*results))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("places", [("host", "disk"), ("disk", "host"), ("disk", None), (None, "disk")])
@@ -137,7 +137,7 @@ def test_a_run_goes_on_from_a_state_dict_whatever_the_place(places):
     second = make(places[1], interrupted)
     second.load_state_dict(saved)
     run_steps(interrupted, second, range(2, 4))
-    assert all(torch.equal(a, b) for a, b in zip(whole, interrupted))
+    assert all(torch.equal(a, b) for a, b in zip(whole, interrupted, strict=True))
     for optimizer in (first, second):
         if isinstance(optimizer, OffloadedAdamW):
             optimizer.close()

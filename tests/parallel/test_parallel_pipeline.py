@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from harness import distance, one_process
 from kept_bytes import kept_bytes
 from torch import nn
 
@@ -98,23 +99,6 @@ def names_of(config):
 def micro_batches(m, shapes=SHAPES, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(V, (2, *shapes[i % len(shapes)]), generator=generator).unbind(0) for i in range(m)]
-
-
-def one_process(whole, batches):
-    """Mean loss of all tokens, and gradients by name."""
-    total = sum(y_BS.numel() for _, y_BS in batches)
-    loss = sum(training.loss_of(whole, x, y) * (y.numel() / total) for x, y in batches)
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
-
-
-def distance(engine, loss, expected_loss, expected):
-    """Largest difference from one process, of the loss and of each gradient. Infinite where names differ."""
-    gradients = pipeline.full_gradients(engine)
-    if gradients.keys() != expected.keys():
-        return {"names": float("inf")}
-    apart = {name: (gradients[name] - expected[name]).abs().max().item() for name in expected}
-    return apart | {"loss": abs(loss - expected_loss).item()}
 
 
 def distance_here(engine, loss, expected_loss, expected):
@@ -209,7 +193,7 @@ def test_as_many_micro_batches_are_kept_as_the_simulator_says(measured):
     for case, *of_ranks in zip(given, *ranks, strict=True):
         simulation = simulate(case.schedule(len(ranks)), Costs())
         waiting = [max((count for _, count in row), default=0) for row in simulation.waiting]
-        assert [of_rank["peaks"] for of_rank in of_ranks] == list(zip(simulation.peak_live, waiting)), case
+        assert [of_rank["peaks"] for of_rank in of_ranks] == list(zip(simulation.peak_live, waiting, strict=True)), case
 
 
 def test_each_rank_has_the_layers_that_were_given_or_an_even_share(measured):
@@ -242,7 +226,7 @@ def test_on_the_wire_are_activations_gradients_the_loss_the_tied_gradient_and_no
         for case, of_case in zip(given, rank, strict=True):
             if of_case["records"]:
                 assert of_case["records"] == expected_records(case, len(ranks), r), case
-    counted = {case.name for case, of_case in zip(given, ranks[0]) if of_case["records"]}
+    counted = {case.name for case, of_case in zip(given, ranks[0], strict=True) if of_case["records"]}
     assert counted == set(NAMES)
 
 
@@ -329,7 +313,7 @@ def planted():
             with bug():
                 engine = shared.build(case)
                 loss = pipeline.accumulate_gradients(engine, micro_batches(case.m))
-            apart = distance(engine, loss, *shared.reference(case))
+            apart = distance(pipeline.full_gradients(engine), loss, *shared.reference(case))
             found[bug.__name__, case.name] = {name for name, far in apart.items() if far > 1e-6}, engine.peak_live
     return found
 
@@ -485,7 +469,7 @@ def in_columns_of_a_mesh():
     case = Case("interleaved", 4, DEEP)
     engine = pipeline.build(built(case), group, "interleaved", 2)
     loss = pipeline.accumulate_gradients(engine, micro_batches(4))
-    return max(distance(engine, loss, *one_process(built(case), micro_batches(4))).values())
+    return max(distance(pipeline.full_gradients(engine), loss, *one_process(built(case), micro_batches(4))).values())
 
 
 def from_meta(shared):
@@ -505,7 +489,7 @@ def from_meta(shared):
     return (
         were_meta,
         sorted(pipeline.named_parameters(engine)),
-        max(distance(engine, loss, *shared.reference(case)).values()),
+        max(distance(pipeline.full_gradients(engine), loss, *shared.reference(case)).values()),
     )
 
 
@@ -527,7 +511,7 @@ def learners_own(shared):
     loss = pipeline.accumulate_gradients(engine, micro_batches(6))
     whole = pipeline.build(built(case), shared.group, everything_at_once(6), channels=shared.channels)
     same = pipeline.accumulate_gradients(whole, micro_batches(6))
-    apart = max(distance(engine, loss, *shared.reference(case)).values())
+    apart = max(distance(pipeline.full_gradients(engine), loss, *shared.reference(case)).values())
     return apart, abs(loss - same).item(), engine.peak_live
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import distance, one_process
 from kept_bytes import kept_bytes
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,23 +74,6 @@ def micro_batches(vocab_size, rows=(2, 1), seed=0):
     return [torch.randint(vocab_size, (2, B, S), generator=generator).unbind(0) for B in rows]
 
 
-def one_process(whole, batches):
-    """Mean loss of all tokens, and gradients by name."""
-    total = sum(y_BS.numel() for _, y_BS in batches)
-    loss = sum(training.loss_of(whole, x, y) * (y.numel() / total) for x, y in batches)
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
-
-
-def distance(engine, loss, expected_loss, expected):
-    """Largest difference from one process, of the loss and of each gradient. Infinite where names differ."""
-    gradients = tensor.full_gradients(engine)
-    if gradients.keys() != expected.keys():
-        return {"names": float("inf")}
-    apart = {name: (gradients[name] - expected[name]).abs().max().item() for name in expected}
-    return apart | {"loss": abs(loss - expected_loss).item()}
-
-
 def measure(case, group=None):
     group = group or dist.group.WORLD
     whole = built(case)
@@ -101,13 +85,13 @@ def measure(case, group=None):
         loss = tensor.accumulate_gradients(engine, batches)
     expected_loss, expected = one_process(reference, batches)
     return {
-        "apart": distance(engine, loss, expected_loss, expected),
+        "apart": distance(tensor.full_gradients(engine), loss, expected_loss, expected),
         "same start": all(torch.equal(start[name], p) for name, p in reference.named_parameters()),
         "shapes": {name: tuple(p.shape) for name, p in engine.named_parameters()},
         "records": Counter((r.collective, r.payload_bytes, r.group_size) for r in meter.records),
         "sent": [(record.payload_bytes, record.group_size, record.sent_bytes) for record in meter.records],
-        "tied": engine.head.weight is engine.embed.weight,
-        "kv bytes": sum(layer.weight.nbytes for b in engine.blocks for layer in (b.attention.k, b.attention.v)),
+        "tied": engine.module.head.weight is engine.module.embed.weight,
+        "kv bytes": sum(layer.weight.nbytes for b in engine.module.blocks for layer in (b.attention.k, b.attention.v)),
     }
 
 
@@ -280,7 +264,7 @@ def planted():
                 except RuntimeError as error:
                     found[bug.__name__, name] = str(error)
                     continue
-            found[bug.__name__, name] = distance(engine, loss, *one_process(reference, batches))
+            found[bug.__name__, name] = distance(tensor.full_gradients(engine), loss, *one_process(reference, batches))
     return found
 
 
@@ -349,8 +333,8 @@ def test_dropout_masks_are_equal_where_all_is_whole_and_differ_between_heads(dro
     whole, of_heads = [masks[3] for masks in drawn], [masks[4] for masks in drawn]
     assert len(whole[0]) == 1 + 2 * 2 and len(of_heads[0]) == 2
     for rank in (1, 2, 3):
-        assert all(torch.equal(a, b) for a, b in zip(whole[0], whole[rank]))
-        assert not any(torch.equal(a, b) for a, b in zip(of_heads[0], of_heads[rank]))
+        assert all(torch.equal(a, b) for a, b in zip(whole[0], whole[rank], strict=True))
+        assert not any(torch.equal(a, b) for a, b in zip(of_heads[0], of_heads[rank], strict=True))
     assert not torch.equal(of_heads[0][0], of_heads[0][1])  # layers differ as well
 
 
@@ -379,7 +363,7 @@ def kept(tp_size, config):
 def largest_tensor(engine, batches):
     with MemoryTracker(engine) as tracker:
         tensor.accumulate_gradients(engine, batches)
-    total = [sum(column) for column in zip(*tracker.timeline.bytes_by_kind.values())]
+    total = [sum(column) for column in zip(*tracker.timeline.bytes_by_kind.values(), strict=True)]
     return max(after - before for before, after in itertools.pairwise(total))
 
 
@@ -462,7 +446,7 @@ def in_bfloat16():
     engine = tensor.build(model.build(LLAMA, dtype=torch.bfloat16), dist.group.WORLD)
     optimizer = tensor.make_optimizer(engine, lr=0.01)
     losses = [tensor.step(engine, micro_batches(39), optimizer, 1.0).item() for _ in range(8)]
-    return isinstance(optimizer, MasterAdamW), losses[0] - losses[-1], engine.embed.weight.dtype
+    return isinstance(optimizer, MasterAdamW), losses[0] - losses[-1], engine.module.embed.weight.dtype
 
 
 def under_autocast():
@@ -476,7 +460,7 @@ def under_autocast():
     tensor.sum_replicas(engine)
     full = tensor.full_gradients(engine)
     pairs = [(full[name] - param.grad, param.grad) for name, param in whole.named_parameters()]
-    lengths = [torch.cat([x.flatten() for x in side]).norm() for side in zip(*pairs)]
+    lengths = [torch.cat([x.flatten() for x in side]).norm() for side in zip(*pairs, strict=True)]
     return (lengths[0] / lengths[1]).item(), {param.grad.dtype for param in engine.parameters()}
 
 
@@ -617,9 +601,9 @@ def test_with_overlap_the_sum_of_the_input_gradient_begins_before_the_weight_gra
             assert len([span for span in of_run if span.name == "sum of outputs"]) == 2 * 2 + 1
             assert {span.lane for span in sums} == {"communication"}
             sums, weights = (sorted(each, key=lambda span: span.start_s) for each in (sums, weights))
-            assert all(s.start_s < w.start_s for s, w in zip(sums, weights))
+            assert all(s.start_s < w.start_s for s, w in zip(sums, weights, strict=True))
             if not overlap:
-                assert all(s.stop_s <= w.start_s + 1e-3 for s, w in zip(sums, weights))
+                assert all(s.stop_s <= w.start_s + 1e-3 for s, w in zip(sums, weights, strict=True))
 
 
 def test_a_model_without_numbers_tells_each_ranks_slices(rest):
@@ -660,7 +644,7 @@ REFUSED = {
 def refusals():
     group, messages = dist.group.WORLD, []
     untouched = []
-    twice = tensor.build(model.build(LLAMA), group)
+    twice = tensor.build(model.build(LLAMA), group).module
     attempts = [(model.build(config), group) for config in REFUSED.values()]
     attempts += [(model.build(LLAMA), None), (twice, group)]
     with ByteMeter() as meter:

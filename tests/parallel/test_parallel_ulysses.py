@@ -78,7 +78,7 @@ def attention_alone(sequence_sharding):
         out = ulysses.ulysses_core(group, sequence_sharding)(*parts, causal)
         (expected * weights).sum().backward()
         (out * weights[:, :, mine]).sum().backward()
-        pairs = [(out, expected), *((part.grad, one.grad) for part, one in zip(parts, whole))]
+        pairs = [(out, expected), *((part.grad, one.grad) for part, one in zip(parts, whole, strict=True))]
         apart += [(ours - one[:, :, mine]).abs().max().item() for ours, one in pairs]
     return max(apart)
 
@@ -106,14 +106,14 @@ def too_few_heads():
 def beside_tensor_parallelism():
     """Each rank has half of the heads of half of the tokens; Ulysses makes that a quarter of the heads."""
     groups = make_groups(Mesh(cp=2, tp=2))
-    engine = tensor.build(model.build(LLAMA, dtype=torch.float64), groups["tp"])
+    cut = tensor.build(model.build(LLAMA, dtype=torch.float64), groups["tp"])
 
     def token_losses(logits_Bsv, y_Bs):
-        return vocab_cross_entropy(logits_Bsv, y_Bs, engine.embed.first, groups["tp"])
+        return vocab_cross_entropy(logits_Bsv, y_Bs, cut.module.embed.first, groups["tp"])
 
-    context.build(engine, groups["cp"], method="ulysses", token_losses=token_losses)
+    engine = context.build(cut.module, groups["cp"], method="ulysses", token_losses=token_losses)
     loss = context.accumulate_gradients(engine, micro_batches())
-    return worst(tensor.full_gradients(engine), loss, LLAMA)
+    return worst(tensor.full_gradients(cut), loss, LLAMA)
 
 
 def on_ranks():

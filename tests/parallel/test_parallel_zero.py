@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from harness import largest_difference
 from torch import nn
 
 from course_lib import model
@@ -17,6 +18,7 @@ from course_lib.launch import RankError, launch
 from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.memory.zero import zero_state_bytes, zero_units
 from course_lib.parallel import data as stage_0
+from course_lib.parallel import engine as engines
 from course_lib.parallel import shards, zero
 from course_lib.training import MasterAdamW, data, loss_of
 
@@ -144,9 +146,10 @@ def measure(make_model, stage, micro_batches):
     for index in range(2):
         share = data.batch(text_T, index, 3 * size, seq_len=5, dp_rank=rank, dp_size=size)
         with ByteMeter() as gradient_meter:
-            zero.accumulate_gradients(engine, data.micro_batches(*share, micro_batches))
+            engine.run(data.micro_batches(*share, micro_batches))
+            engine.finish()
         loss_of(reference, *data.batch(text_T, index, 3 * size, seq_len=5)).backward()
-        worst["gradients"].append(difference(zero.full_gradients(engine), grads_of(reference)))
+        worst["gradients"].append(largest_difference(zero.full_gradients(engine), grads_of(reference)))
         norm = zero.clip_gradients(engine, CLIP)
         worst["norm"].append(abs(norm - nn.utils.clip_grad_norm_(trained, CLIP)).item())
         optimizer.step()
@@ -155,7 +158,7 @@ def measure(make_model, stage, micro_batches):
             engine.share_update()
         engine.zero_grad()
         plain.zero_grad()
-        worst["parameters"].append(difference(zero.full_parameters(engine), dict(reference.named_parameters())))
+        worst["parameters"].append(largest_difference(zero.full_parameters(engine), dict(reference.named_parameters())))
     shapes = sorted(tuple(shard.shape) for shard in engine.shards) == sorted(wanted_shapes)
     sent = (gradient_meter.sent_bytes, update_meter.sent_bytes)
     return Measured(*(max(of) for of in worst.values()), sent, expected, shapes)
@@ -163,11 +166,6 @@ def measure(make_model, stage, micro_batches):
 
 def grads_of(module):
     return {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
-
-
-def difference(found, wanted):
-    assert found.keys() == wanted.keys(), sorted(found.keys() ^ wanted.keys())
-    return max((found[name] - wanted[name]).abs().max().item() for name in wanted)
 
 
 def measure_all():
@@ -226,7 +224,10 @@ def memory(recipe, stage, prefetch=True, config=TOY, recompute="none"):
         "bf16-master-fp32-grads": (torch.bfloat16, torch.float32),
     }[recipe]
     built = model.build(config, dtype=dtype, recompute=recompute)
-    engine = zero.build(built, dist.group.WORLD, stage, 100_000, prefetch, grad_dtype=grad_dtype)
+    if prefetch:
+        engine = zero.build(built, dist.group.WORLD, stage, 100_000, grad_dtype=grad_dtype)
+    else:
+        engine = zero.ZeroUnits(built, dist.group.WORLD, prefetch=False, grad_dtype=grad_dtype)
     optimizer = zero.make_optimizer(engine)
     batches = [(torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.int64))] * 2
     zero.step(engine, batches, optimizer)
@@ -368,7 +369,7 @@ def never_pads(flatten_and_pad):
 BUGS = {  # owner, name, wrong version, stage that has it
     "forgets to divide": (shards.FlatShard, "collect", forgets_to_divide, 2),
     "fills the padding": (shards.FlatShard, "collect", fills_the_padding, 2),
-    "clips by its own norm": (shards.comm, "all_reduce_", lambda right: lambda x, group: None, 1),
+    "clips by its own norm": (engines.comm, "all_reduce", lambda right: lambda x, group, op="sum": x, 1),
     "overwrites earlier micro-batches": (shards.FlatShard, "finish_reduce_scatter", overwrites, 3),
     "shares before the step": (zero.ZeroBuckets, "share_update", lambda right: lambda engine: None, 1),
     "never frees": (zero.ZeroUnits, "_hold", never_frees, 3),
@@ -493,7 +494,7 @@ def evaluation():
         found.append(sum(flat.whole_P.untyped_storage().nbytes() for flat in engine.flats))
     loss_of(reference, x_BS, y_BS).backward()
     twice = {name: 2 * grad for name, grad in grads_of(reference).items()}
-    return max(found), difference(zero.full_gradients(engine), twice)
+    return max(found), largest_difference(zero.full_gradients(engine), twice)
 
 
 def accumulates_over_calls(stage):
@@ -502,7 +503,7 @@ def accumulates_over_calls(stage):
     for batch in some_batches(2):
         zero.accumulate_gradients(engine, [batch])
         loss_of(reference, *batch).backward()
-    return difference(zero.full_gradients(engine), grads_of(reference))
+    return largest_difference(zero.full_gradients(engine), grads_of(reference))
 
 
 def begun_again(stage):
@@ -520,7 +521,7 @@ def begun_again(stage):
     whole = sum(flat.whole_P.untyped_storage().nbytes() for flat in engine.flats) if stage == 3 else 0
     zero.accumulate_gradients(engine, some_batches(1))
     loss_of(reference, *some_batches(1)[0]).backward()
-    return difference(zero.full_gradients(engine), grads_of(reference)), whole
+    return largest_difference(zero.full_gradients(engine), grads_of(reference)), whole
 
 
 def resumed(stage):
@@ -581,7 +582,7 @@ def four_weights(stage):
     after = []
     for make in (
         lambda mine: torch.optim.SGD(mine, lr=0.1),
-        lambda mine: shards.ShardedAdamW(mine, 0.1, weight_decay=0),
+        lambda mine: MasterAdamW(mine, 0.1, weight_decay=0),
     ):
         line = nn.Linear(4, 1, bias=False)
         line.weight.data = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
@@ -601,7 +602,7 @@ def traces():
     for stage in (2, 3):
         trace = []
         engine = zero.build(llama(0), dist.group.WORLD, stage, SMALL_BUCKETS, trace=trace)
-        zero.step(engine, some_batches(1), zero.make_optimizer(engine), trace=trace if stage == 2 else None)
+        zero.step(engine, some_batches(1), zero.make_optimizer(engine))
         found[stage] = trace
     return found
 

@@ -49,7 +49,7 @@ def test_the_fused_kernel_equals_its_twin_forward_and_backward_on_any_rows_and_c
         out_rows = random(B, N, S, value_dim, seed=8)[:, :, rows]
         saved = (grad_rows, q_rows, k_columns, v_columns, out_rows, lse[:, :, rows])
         backward = [kernel.backward(*saved, causal) for kernel in KERNELS.values()]
-        for fused, standard in [*zip(*forward), *zip(*backward)]:
+        for fused, standard in [*zip(*forward, strict=True), *zip(*backward, strict=True)]:
             torch.testing.assert_close(fused, standard, rtol=0, atol=1e-13)
 
 
@@ -65,7 +65,10 @@ def test_both_kernels_give_a_log_sum_exp_in_float32_for_bfloat16():
 def test_parts_over_any_cut_of_the_keys_merge_to_the_softmax_over_all(cuts):
     q, k, v, _ = whole_inputs()
     k = k * 400  # scores of some thousands: exponentials would overflow
-    parts = [KERNELS["standard"].forward(q, *kv, False) for kv in zip(*(x.tensor_split(cuts, 2) for x in (k, v)))]
+    parts = [
+        KERNELS["standard"].forward(q, *kv, False)
+        for kv in zip(*(x.tensor_split(cuts, 2) for x in (k, v)), strict=True)
+    ]
     out, lse = parts[0][0], parts[0][1].unsqueeze(-1)
     for part, part_lse in parts[1:]:
         out, lse = merge(out, lse, part, part_lse.unsqueeze(-1))
@@ -85,7 +88,7 @@ def largest_difference(method, sequence_sharding, causal, kernel):
     mine = [x[:, :, where].clone().requires_grad_() for x in inputs[:3]]
     out = METHODS[method](*mine, group, sequence_sharding, causal, kernel=kernel)
     out.backward(inputs[3][:, :, where])
-    pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(mine, whole))]
+    pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(mine, whole, strict=True))]
     return max((a - b[:, :, where]).abs().max().item() for a, b in pairs), out.detach()
 
 
@@ -151,7 +154,7 @@ def traced():
     group, trace = dist.group.WORLD, []
     where = positions("zigzag", S, group.size(), group.rank())
     q, k, v, grad = (x[:, :, where].requires_grad_() for x in whole_inputs())
-    out = ring_attention(q, k, v, group, trace=trace)
+    out = tiles.block_attention(q, k, v, ring.Ring(group, trace), tiles.Plan("zigzag", trace=trace))
     forward = list(trace)
     out.backward(grad)
     return forward, trace[len(forward) :]
@@ -177,7 +180,7 @@ def rounded(merge_dtype):
     q, k, v = (x[:, :, where].clone().requires_grad_() for x in inputs[:3])
     out = ring_attention(q, k, v, group, "striped", merge_dtype=merge_dtype)
     out.backward(inputs[3][:, :, where])
-    return [torch.equal(a, b[:, :, where]) for a, b in zip((out, q.grad, k.grad, v.grad), expected)]
+    return [torch.equal(a, b[:, :, where]) for a, b in zip((out, q.grad, k.grad, v.grad), expected, strict=True)]
 
 
 def refused():
@@ -255,7 +258,7 @@ def test_only_what_the_mask_leaves_is_computed(ranks):
 def test_the_next_block_is_on_its_way_while_this_one_is_computed(ranks):
     cp = len(ranks)
     for r, rank in enumerate(ranks):
-        for spans, kinds in zip(rank["spans"], (("k v",), ("k v", "dk dv"))):
+        for spans, kinds in zip(rank["spans"], (("k v",), ("k v", "dk dv")), strict=True):
             computing = {span.name.split()[-1]: span for span in spans if span.lane == "compute"}
             hops = [span for span in spans if span.lane == "communication"]
             assert len(computing) == cp and len(hops) == (cp - 1) * len(kinds)

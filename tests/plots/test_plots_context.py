@@ -26,7 +26,9 @@ LLAMA_8B = preset("llama-3.1-8b")
 def test_the_coloured_squares_are_the_work_that_was_counted(sequence_sharding, causal):
     table = pairs(sequence_sharding, 24, 4, causal)
     ranks, steps = (cells(sequence_sharding, 24, 4, causal) for cells in (context.mask_ranks, context.mask_steps))
-    drawn = Counter((rank, step) for of, at in zip(ranks, steps) for rank, step in zip(of, at))
+    drawn = Counter(
+        (rank, step) for of, at in zip(ranks, steps, strict=True) for rank, step in zip(of, at, strict=True)
+    )
     assert drawn.pop((None, None), 0) == (24 * 23 // 2 if causal else 0)
     assert {place: count for place, count in drawn.items()} == {
         (rank, step): count for rank, row in enumerate(table) for step, count in enumerate(row) if count
@@ -49,7 +51,7 @@ def test_bars_fill_the_clock_with_work_and_waiting(sequence_sharding):
         mine = [bar for bar in bars if bar.rank == rank]
         assert sum(bar.pairs for bar in mine) == total
         assert sum(bar.pairs + bar.idle for bar in mine) == end
-        assert all(a.start + a.pairs + a.idle == b.start for a, b in zip(mine, mine[1:]))  # noqa: RUF007
+        assert all(a.start + a.pairs + a.idle == b.start for a, b in zip(mine, mine[1:], strict=False))  # noqa: RUF007
     assert sum(pairs_of_ranks(table)) / (4 * end) == pytest.approx(share_of_ideal(table))
     assert any(bar.idle for bar in bars) == (sequence_sharding != "zigzag")
 

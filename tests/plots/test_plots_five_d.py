@@ -116,7 +116,7 @@ def test_what_is_drawn_is_what_a_rank_has(config, text):
     layout = Layout.parse(text)
     picture = who_holds.holdings(config, layout)
     total = count_parameters(config)
-    for rank, (parameters, states) in zip(picture.ranks, picture.of_model):
+    for rank, (parameters, states) in zip(picture.ranks, picture.of_model, strict=True):
         mine = [share for share in picture.shares if share.rank == rank]
         sizes = {share.part: numel_of(picture.parts[share.part], config, layout) for share in mine}
         drawn = sum(share.of_parameters * sizes[share.part] for share in mine) / total

@@ -63,7 +63,7 @@ def test_the_two_of_a_pair_that_run_at_once_lie_above_each_other():
     assert {box.half for box in apart.boxes} == {0}
     upper, lower = ([b for b in once.boxes if b.half == half] for half in (-1, 1))
     assert len(upper) == len(lower) == len(schedule.pairs) and {b.op for b in upper} == {"F"}
-    for f, b in zip(upper, lower):
+    for f, b in zip(upper, lower, strict=True):
         assert (f.rank, f.start_s, f.stop_s, b.op) == (b.rank, b.start_s, b.stop_s, "B")
         assert f.stop_s - f.start_s == pytest.approx(1.0)
 
@@ -156,10 +156,10 @@ def test_what_is_alive_is_counted_in_micro_batches_through_all_layers_of_a_rank(
 
 def test_alive_and_waiting_are_stacked_and_end_at_nothing():
     picture = stages.live_picture(simulate(zb_h1(3, 4)))
-    for alive, waiting, peak in zip(picture.alive, picture.waiting, picture.peak_alive):
+    for alive, waiting, peak in zip(picture.alive, picture.waiting, picture.peak_alive, strict=True):
         times, low, high = stages.stacked(alive, waiting, picture.end_s)
         assert times == sorted(times) and max(low) == peak and low[-1] == high[-1] == 0
-        assert all(a <= b for a, b in zip(low, high))
+        assert all(a <= b for a, b in zip(low, high, strict=True))
     assert stages.stacked([(0, 1), (1, 0)], [(1, 1), (3, 0)], 4) == ([0, 1, 3, 4], [1, 0, 0, 0], [1, 1, 0, 0])
     assert [stages.short(value) for value in (4, 4.5, 12.25, 1234)] == ["4", "4.5", "12.2", "1,234"]
 

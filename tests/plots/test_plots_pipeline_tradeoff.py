@@ -14,7 +14,7 @@ def test_points_are_bubbles_and_peaks_in_both_countings():
     found = {name: (p.alive, round(p.to_the_end, 4), round(p.step_to_step, 4)) for name, p in points.items()}
     assert found["1F1B"] == (4, 0.375, 0.375) and found["ZB-H2"] == (7, 0.125, 0.0)
     assert found["ZBV"] == (4, 0.0625, 0.0) and found["DualPipeV"] == (4.5, 0.0625, 0.0625)
-    left = dict(zip(points, names_left(list(points.values()))))
+    left = dict(zip(points, names_left(list(points.values())), strict=True))
     assert [name for name, is_left in left.items() if is_left] == ["ZBV"]
 
 

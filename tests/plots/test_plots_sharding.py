@@ -187,7 +187,14 @@ def test_a_rank_holds_a_part_of_one_dimension_at_most_and_the_gathered_input_who
     assert dims["tp+sp"] == ["s × D", "S × n H", "s × D", "s × D", "S × f", "s × D"]
     again, kept = (regions.block_regions(preset("gpt2"), 1, 64, 4, regather=r) for r in (True, False))
     sbd = 64 * 768
-    assert [k.bytes - a.bytes for a, k in zip(again, kept)] == [0, 2 * sbd * 3 / 4, 0, 0, 2 * sbd * 3 / 4, 0]
+    assert [k.bytes - a.bytes for a, k in zip(again, kept, strict=True)] == [
+        0,
+        2 * sbd * 3 / 4,
+        0,
+        0,
+        2 * sbd * 3 / 4,
+        0,
+    ]
     assert kept[1].bytes_by_held[regions.WHOLE] == 2 * sbd
     with pytest.raises(ValueError, match="choose from none, tp"):
         regions.block_regions(preset("gpt2"), 1, 64, 4, "sp")

@@ -55,13 +55,15 @@ def is_right(schedule: Schedule) -> bool:
         return False
     graph = TopologicalSorter()
     for row in schedule.instructions:
-        for before, one in zip((None, *row), row):
+        for before, one in zip((None, *row), row, strict=False):  # each beside the one before
             graph.add(one, *needs(one, schedule), *([before] if before else []))
     try:
         graph.prepare()
     except CycleError:
         return False
-    for stage, (low, high) in enumerate(zip(schedule.rank_of_stage, schedule.rank_of_stage[1:])):
+    for stage, (low, high) in enumerate(
+        zip(schedule.rank_of_stage, schedule.rank_of_stage[1:], strict=False)
+    ):  # each beside the next
         for ops in ("F", "BI"):
             ends = [
                 [one.micro_batch for one in schedule.instructions[rank] if one.stage == s and one.op in ops]

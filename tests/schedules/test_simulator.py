@@ -55,7 +55,7 @@ def test_every_start_is_the_longest_path_with_uneven_stages_and_transfers():
                 assert span.seconds == costs.seconds(one)
         stops = [expected[one] + costs.seconds(one) for one in schedule.all]
         assert simulation.makespan_s == max(stops)
-        for busy_s, idle_s in zip(simulation.busy_s, simulation.idle_s):
+        for busy_s, idle_s in zip(simulation.busy_s, simulation.idle_s, strict=True):
             assert busy_s + idle_s == simulation.makespan_s
 
 
@@ -83,7 +83,7 @@ def test_a_pair_takes_pair_s_and_sends_when_both_are_done():
     assert together.makespan_s > apart.makespan_s > hidden.makespan_s
     assert together.busy_s == apart.busy_s
     pairs_of_rank = [sum(one in schedule.pairs for one in row) for row in schedule.instructions]
-    assert [a - h for a, h in zip(together.busy_s, hidden.busy_s)] == pytest.approx(pairs_of_rank)
+    assert [a - h for a, h in zip(together.busy_s, hidden.busy_s, strict=True)] == pytest.approx(pairs_of_rank)
     for row in hidden.timed:
         for (one, span), (_, after) in pairwise(row):
             if one in schedule.pairs:
@@ -130,7 +130,7 @@ def test_memory_is_live_and_waiting_micro_batches_in_bytes_stage_by_stage():
     assert simulation.peak_bytes(10) == [30, 20, 10]
     assert simulation.peak_bytes(10, 10) == [30, 30, 30]  # ranks that keep fewer alive let more wait
     assert simulation.peak_bytes([10, 20, 70], [0, 0, 5]) == [30, 40, 70 + 2 * 5]
-    seconds, held = zip(*simulation.memory(10, 4)[1])
+    seconds, held = zip(*simulation.memory(10, 4)[1], strict=True)
     assert held[-1] == 0 and list(seconds) == sorted(seconds)
     stages = simulate(zbv(2, 6))
     assert stages.peak_live == (4, 4) and stages.peak_bytes([1, 0, 0, 0]) == [4, 0]

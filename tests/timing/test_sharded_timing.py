@@ -113,7 +113,7 @@ def test_C080_the_largest_micro_batch_grows_with_tp_and_more_with_sequence_paral
     assert (tp, kept, again) == ([5, 10, 16, 21, 24], [5, 12, 21, 32, 41], [6, 15, 33, 69, 142])
     published = {sp: [size for _, size in PLAYBOOK_TP[sp].values()] for sp in (False, True)}
     assert all(1 <= ours / theirs < 1.7 for ours, theirs in zip(tp, published[False], strict=True))
-    assert all(1 <= ours / theirs < 1.75 for ours, theirs in zip(again, published[True]))
+    assert all(1 <= ours / theirs < 1.75 for ours, theirs in zip(again, published[True], strict=True))
 
 
 def test_C181_full_recomputation_took_a_third_longer():

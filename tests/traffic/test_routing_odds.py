@@ -72,7 +72,7 @@ def test_skew_loads_a_few_experts_and_together_a_few_ranks():
     loads = {}
     for skew, mixed in ((0.0, True), (1.0, True), (1.0, False)):
         counts = counts_of(synthetic_routing(layout, 500, 2, skew, mixed=mixed), 32)
-        of_ranks = [sum(column) for column in zip(*plain_rows(counts, layout))]
-        loads[skew, mixed] = imbalance([sum(column) for column in zip(*counts)]), imbalance(of_ranks)
+        of_ranks = [sum(column) for column in zip(*plain_rows(counts, layout), strict=True)]
+        loads[skew, mixed] = imbalance([sum(column) for column in zip(*counts, strict=True)]), imbalance(of_ranks)
     assert loads[0.0, True][0] < 1.3 < 3 < loads[1.0, True][0]
     assert loads[1.0, True][1] < loads[1.0, False][1]

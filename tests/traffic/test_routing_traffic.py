@@ -88,7 +88,9 @@ def test_rows_equal_a_count_token_by_token(layout, skew):
             )
             assert across[src][layout.relay(src, node)] == reached
         assert sum(across[src]) <= sum(per_rank[src])
-    assert [sum(column) for column in zip(*inside)] == [sum(column) for column in zip(*per_rank)]
+    assert [sum(column) for column in zip(*inside, strict=True)] == [
+        sum(column) for column in zip(*per_rank, strict=True)
+    ]
     assert all(
         layout.node_of_rank(s) == layout.node_of_rank(d)
         for s in range(len(inside))

@@ -23,7 +23,7 @@ def test_gradients_are_the_same_to_the_bit(dtype):
     plain(x_BS()).float().square().mean().backward()
     with offload_activations(offloaded, min_bytes=1) as record:
         offloaded(x_BS()).float().square().mean().backward()
-    for a, b in zip(plain.parameters(), offloaded.parameters()):
+    for a, b in zip(plain.parameters(), offloaded.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
     assert record.returned_bytes >= record.moved_bytes > 0
 

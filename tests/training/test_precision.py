@@ -55,7 +55,7 @@ def test_on_fp32_parameters_masters_change_nothing():
     optimizers = [MasterAdamW(ours.parameters(), **arguments), torch.optim.AdamW(theirs.parameters(), **arguments)]
     for _ in range(5):
         x = torch.randn(3, 7)
-        for model, optimizer in zip((ours, theirs), optimizers):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
             optimizer.zero_grad()
             model(x).square().sum().backward()
             optimizer.step()

@@ -59,7 +59,7 @@ def test_forgetting_to_divide_or_weighting_uneven_parts_alike_is_seen():
     _, expected = gradients_of(big_batch)
     for divisor in (1, 4):
         _, found = gradients_of(lambda model, divisor=divisor: forgot(model, divisor))
-        assert max((a - b).abs().max() for a, b in zip(found, expected)) > 1e-4
+        assert max((a - b).abs().max() for a, b in zip(found, expected, strict=True)) > 1e-4
 
 
 def test_fifty_steps_teach_the_toy_much_of_python():
@@ -117,7 +117,7 @@ def test_an_overflowing_step_changes_no_weight():
     before = [parameter.clone() for parameter in model.parameters()]
     train_step(model, optimizer, *rows(), precision="fp16-master-fp32-grads", scaler=scaler)
     assert scaler.scale == 2.0**39
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_clipping_bounds_the_gradient_that_the_optimizer_sees():
@@ -125,7 +125,7 @@ def test_clipping_bounds_the_gradient_that_the_optimizer_sees():
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     train_step(model, optimizer, *rows(), clip_norm=0.01)
-    moved = torch.cat([(a - b).detach().flatten() for a, b in zip(before, model.parameters())])
+    moved = torch.cat([(a - b).detach().flatten() for a, b in zip(before, model.parameters(), strict=True)])
     assert moved.norm().item() == pytest.approx(0.01, rel=1e-2)
 
 

@@ -84,7 +84,7 @@ def test_flat_shards_are_the_pieces_of_the_flattened_whole(folders, name, ranks)
     folder, _ = folders[name]
     weights, model = Weights(folder), load_whole(folder)
     for _, members in zero.unit_parameters(model):
-        names, parameters = zip(*members)
+        names, parameters = zip(*members, strict=True)
         flat_P = shards.flatten_and_pad([parameter.detach() for parameter in parameters], ranks)
         for rank, expected_p in enumerate(flat_P.chunk(ranks)):
             shard_p = torch.full_like(expected_p, 7.0)
@@ -100,7 +100,7 @@ def test_pieces_for_tensor_parallel_are_cuts_of_the_whole_in_the_shapes_of_a_nar
     for tp_rank in range(tp_size):
         model = build(narrow(config, tp_size, tp_rank), device="meta")
         load_pieces(model, weights, partial(tp_ranges, config=config, tp_rank=tp_rank, tp_size=tp_size))
-        for (label, mine), (_, full) in zip(model.named_parameters(), whole.named_parameters()):
+        for (label, mine), (_, full) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
             layer = label.split(".")[-2]
             if layer in ("k", "v") and tp_size > config.num_kv_heads:
                 expected = full.chunk(config.num_kv_heads)[tp_rank * config.num_kv_heads // tp_size]
@@ -148,7 +148,11 @@ def engines_from_files(folder):
     parameters = [zero.full_parameters(engine) for engine in engines]
     losses = [zero.accumulate_gradients(engine, [(x_BS, x_BS.roll(-1, 1))]) for engine in engines]
     gradients = [zero.full_gradients(engine) for engine in engines]
-    same = [torch.equal(*pair) for both in (parameters, gradients) for pair in zip(*(one.values() for one in both))]
+    same = [
+        torch.equal(*pair)
+        for both in (parameters, gradients)
+        for pair in zip(*(one.values() for one in both), strict=True)
+    ]
     same += [torch.equal(*losses), list(parameters[0]) == list(parameters[1])]
     tied = engines[0].module.head.weight is engines[0].module.embed.weight
     return logits[0], all(same), tied, weights.files.read_bytes, sum(flat.shard_p.nbytes for flat in engines[0].flats)
@@ -253,7 +257,7 @@ def host_memory(folder, size):
     else:
         weights, kept = Weights(folder), []
         for _, members in zero.unit_parameters(build(config, device="meta")):
-            names, parameters = zip(*members)
+            names, parameters = zip(*members, strict=True)
             numel = -(-sum(parameter.numel() for parameter in parameters) // size)
             kept.append(torch.empty(numel))
             read_flat(weights, names, rank * numel, kept[-1])
@@ -267,7 +271,7 @@ def test_a_rank_that_reads_its_piece_needs_a_share_of_the_memory(tmp_path):
     model_bytes = Weights(tmp_path).files.nbytes
     assert model_bytes > 100e6
     results = launch(host_memory, len(WAYS), tmp_path, 4)
-    own, peak = ({way: one[i] / model_bytes for way, one in zip(WAYS, results)} for i in (0, 1))
+    own, peak = ({way: one[i] / model_bytes for way, one in zip(WAYS, results, strict=True)} for i in (0, 1))
     assert own["whole"] > 0.95 and peak["whole"] > 1.9  # the model, and the mapped file
     for way in ("tp", "zero3"):
         assert 0.15 < own[way] < 0.30  # its quarter, less what an earlier allocation left free in the process

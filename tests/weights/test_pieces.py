@@ -12,14 +12,14 @@ from course_lib.weights.pieces import Piece, pieces_of, place_of, split_rows
 
 
 def box_of(piece: Piece) -> tuple[slice, ...]:
-    return tuple(slice(low, low + size) for low, size in zip(piece.offsets, piece.tensor.shape))
+    return tuple(slice(low, low + size) for low, size in zip(piece.offsets, piece.tensor.shape, strict=True))
 
 
 def some_wholes(chance: random.Random) -> dict[str, torch.Tensor]:
     """One to four tensors of one to three dimensions; each number is unlike all others."""
     shapes = [[chance.randint(1, 7) for _ in range(chance.randint(1, 3))] for _ in range(chance.randint(1, 4))]
     numbers = torch.arange(float(sum(map(prod, shapes)))).split([prod(shape) for shape in shapes])
-    return {f"w{index}": x.view(shape) for index, (x, shape) in enumerate(zip(numbers, shapes))}
+    return {f"w{index}": x.view(shape) for index, (x, shape) in enumerate(zip(numbers, shapes, strict=True))}
 
 
 def cut_for(chance: random.Random, x: torch.Tensor, tp_size: int) -> Cut | None:
@@ -37,7 +37,7 @@ def test_flat_ranges_of_cut_tensors_tile_the_whole_ones_and_carry_their_numbers(
     written = {name: torch.zeros_like(x) for name, x in wholes.items()}
     for tp_rank in range(tp_size):
         parts = [x if cuts[name] is None else cuts[name].part(x, tp_rank) for name, x in wholes.items()]
-        places = [place_of(name, part.shape, cuts[name], tp_rank) for name, part in zip(wholes, parts)]
+        places = [place_of(name, part.shape, cuts[name], tp_rank) for name, part in zip(wholes, parts, strict=True)]
         flat_P = flatten_and_pad(parts, num_shards)
         for shard, shard_p in enumerate(flat_P.chunk(num_shards)):
             pieces = pieces_of(places, shard * len(shard_p), shard_p)

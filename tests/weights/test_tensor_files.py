@@ -38,7 +38,7 @@ def test_pieces_of_pieces_transposed_and_cut_are_those_of_the_tensor(folder):
     assert torch.equal(stored.t().part((2, 7)).part((1, 4), (3, 6)).read(), matrix.t()[2:7][1:4, 3:6])
     for ours, theirs in [(stored.chunk(4), matrix.chunk(4)), (stored.t().chunk(3), matrix.t().chunk(3))]:
         assert [piece.shape for piece in ours] == [piece.shape for piece in theirs]
-        assert all(torch.equal(a.read(), b) for a, b in zip(ours, theirs))
+        assert all(torch.equal(a.read(), b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("turned", [False, True])

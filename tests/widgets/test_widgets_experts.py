@@ -19,7 +19,7 @@ def test_without_a_capacity_every_choice_is_computed_and_sent():
     layout = ExpertLayout(8, 4, 2)
     routing = synthetic_routing(layout, 64, 2, 0.5)
     assert sum(view.load.kept) == 4 * 64 * 2 and view.load.drop_rate == 0 and view.load.capacity is None
-    assert view.load.kept == [sum(column) for column in zip(*counts_of(routing, 8))]
+    assert view.load.kept == [sum(column) for column in zip(*counts_of(routing, 8), strict=True)]
     assert view.traffic == moe_traffic(routing, layout, 512) and "dropped" not in view.text
 
 

@@ -87,7 +87,7 @@ def one_step_too_many(x_shard, lengths, group):
 def padded_collective(x_shard, lengths, group):
     padded = torch.cat([x_shard, x_shard.new_zeros(max(lengths) - len(x_shard))])
     rows = all_gather(padded, group).view(len(lengths), -1)
-    return torch.cat([row[:length] for row, length in zip(rows, lengths)])
+    return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
 
 
 def straight_to_everybody(x_shard, lengths, group):

@@ -210,7 +210,7 @@ def averages_each_time(engine, parts, loss_of):
 
 
 def _once(engine, parts, loss_of, weights):
-    *first, last = [(x, y, weight) for (x, y), weight in zip(parts, weights)]
+    *first, last = [(x, y, weight) for (x, y), weight in zip(parts, weights, strict=True)]
     with engine.no_sync():
         for x, y, weight in first:
             (loss_of(engine, x, y) * weight).backward()
@@ -224,7 +224,7 @@ def _shares(parts):
 
 def never_averages(engine, parts, loss_of):
     with engine.no_sync():
-        for (x, y), weight in zip(parts, _shares(parts)):
+        for (x, y), weight in zip(parts, _shares(parts), strict=True):
             (loss_of(engine, x, y) * weight).backward()
 
 

@@ -235,7 +235,7 @@ def _stage_3(units, x, free=True, gather_again=True, ahead=True, reduce=True, re
 
     if ahead:
         units[0].start_gather()
-    for unit, following in zip(units, [*units[1:], None]):
+    for unit, following in zip(units, [*units[1:], None], strict=True):
         x = turn(unit, following, unit.forward, x)
         if free:
             unit.free()
@@ -245,7 +245,7 @@ def _stage_3(units, x, free=True, gather_again=True, ahead=True, reduce=True, re
             grad = unit.backward(grad)
     if ahead and free:
         order[0].start_gather()
-    for unit, following in zip(order, [*order[1:], None]):
+    for unit, following in zip(order, [*order[1:], None], strict=True):
         grad = turn(unit, following if free else None, unit.backward, grad)
         if reduce:
             unit.reduce()

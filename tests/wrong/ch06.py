@@ -189,7 +189,7 @@ class NoGradient(torch.autograd.Function):
 # ------------------------------------------------------------------------------------ 4. the forgotten sum
 def _sum_together(grads, group):
     flat_P = all_reduce(torch.cat([grad.flatten() for grad in grads]), group)
-    for grad, summed in zip(grads, flat_P.split([grad.numel() for grad in grads])):
+    for grad, summed in zip(grads, flat_P.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(summed.view_as(grad))
 
 

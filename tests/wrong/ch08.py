@@ -191,7 +191,7 @@ class _Split:
             x = torch.relu(x @ W.T)
             outputs.append(x)
         kept = []
-        for W, h, y in zip(reversed(linears), reversed(inputs), reversed(outputs)):
+        for W, h, y in zip(reversed(linears), reversed(inputs), reversed(outputs), strict=True):
             dz = grad if cls.relu_passes_all else grad * (y > 0)
             kept.append(dz.T @ h if cls.early else (h, grad if cls.keeps_dy else dz))
             grad = dz @ W
@@ -252,7 +252,7 @@ class KeepsOutputs(_Split):
         for W in linears:
             x = torch.relu(x @ W.T)
             outputs.append(x)
-        return grad, [(y, dz) for y, (_, dz) in zip(outputs, kept)]
+        return grad, [(y, dz) for y, (_, dz) in zip(outputs, kept, strict=True)]
 
 
 class ZerosOfTheInput(_Split):
@@ -263,7 +263,7 @@ class ZerosOfTheInput(_Split):
             inputs.append(x)
             x = torch.relu(x @ W.T)
         kept = []
-        for W, h in zip(reversed(linears), reversed(inputs)):
+        for W, h in zip(reversed(linears), reversed(inputs), strict=True):
             kept.append((h, grad))
             grad = (grad @ W) * (h > 0)
         return grad, kept[::-1]

@@ -65,7 +65,7 @@ def check_faster_all_reduce(answer, rng):
     for message, believed in BELIEFS.items():
         if got != want and got == [believed(*case) for case in cases]:
             fail(message)
-    for case, name in zip(cases, got):
+    for case, name in zip(cases, got, strict=True):
         if name != _faster(*case):
             seconds = f"the ring takes {_ring_s(*case):.3g} s, doubling {_doubling_s(*case):.3g} s"
             fail(f"{case[0]:,} bytes, {_shown(*case[1:])}: you say {name}, but {seconds}")

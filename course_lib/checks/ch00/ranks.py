@@ -133,7 +133,7 @@ def check_tree_broadcast(answer, rng):
         roots = [rng.randrange(1, world_size), 0]
         length = rng.randrange(1, 40)
         calls = [Call(_one_each(rng, world_size, length), (src,)) for src in roots]
-        for call, everybody in zip(calls, run_calls(answer, calls, hang)):
+        for call, everybody in zip(calls, run_calls(answer, calls, hang), strict=True):
             where = f"{world_size} ranks, src {call.args[0]}"
             _expect_broadcast(everybody, call.inputs, call.args[0], where)
             _expect_tree(everybody, call.args[0], where)
@@ -184,7 +184,7 @@ def check_shift(answer, rng):
 
 def _expect_shifts(answer, rng, world_size: int, distances_lengths: list[tuple[int, int]], hang: str) -> None:
     calls = [Call(_one_each(rng, world_size, n), (d,)) for d, n in distances_lengths]
-    for call, everybody in zip(calls, run_calls(answer, calls, hang)):
+    for call, everybody in zip(calls, run_calls(answer, calls, hang), strict=True):
         distance, inputs = call.args[0], call.inputs
         for rank, seen in enumerate(everybody):
             where = f"rank {rank} of {world_size}, distance {distance}"

@@ -29,7 +29,7 @@ def fail_by_belief(got: list, want: list, cases: list, beliefs: dict[str, Callab
     for message, believed in beliefs.items():
         if got == [believed(*case) for case in cases]:
             fail(message)
-    for case, mine, right in zip(cases, got, want):
+    for case, mine, right in zip(cases, got, want, strict=True):
         if mine != right:
             fail(f"{tell(*case)}: it returned {_number(mine)}, and {_number(right)} is right")
 

@@ -122,7 +122,9 @@ def _totals(config, ladder_steps, batch_size: int, seq_len: int, added: bool = T
 
 
 def _choose(totals: list[int], limit: int, strict: bool = False, last: bool = False) -> str | None:
-    fitting = [name for (name, _), total in zip(LADDER, totals) if (total < limit if strict else total <= limit)]
+    fitting = [
+        name for (name, _), total in zip(LADDER, totals, strict=True) if (total < limit if strict else total <= limit)
+    ]
     return None if not fitting else fitting[-1 if last else 0]
 
 

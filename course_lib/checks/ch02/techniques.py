@@ -34,7 +34,7 @@ class _Tiny(nn.Module):
 def _parts(rng: random.Random, counted: list[int]) -> list[tuple[Tensor, Tensor]]:
     """Micro-batches of different shapes, with that many targets that count."""
     parts = []
-    for rows, count in zip(rng.sample([2, 3, 4, 5], len(counted)), counted):
+    for rows, count in zip(rng.sample([2, 3, 4, 5], len(counted)), counted, strict=True):
         shape = (rows, rng.randrange(5, 8))
         generator = fresh_generator(rng)
         x_BS, y_BS = (torch.randint(11, shape, generator=generator) for _ in range(2))
@@ -47,7 +47,7 @@ def _parts(rng: random.Random, counted: list[int]) -> list[tuple[Tensor, Tensor]
 def _gradient(seed: int, parts: list, shares: list[float]) -> Tensor:
     """The gradient of the sum of shares[i] times the mean loss of part i; a part without targets is left out."""
     model = _Tiny(seed)
-    for (x_BS, y_BS), share in zip(parts, shares):
+    for (x_BS, y_BS), share in zip(parts, shares, strict=True):
         if (y_BS != NO_TARGET).any():
             (F.cross_entropy(model(x_BS).flatten(0, 1), y_BS.flatten()) * share).backward()
     return model.table.grad
@@ -142,7 +142,7 @@ def _expect_pair(got) -> None:
 def _expect_unscaled_update(seen: list, true: list[Tensor], scale: float) -> None:
     if len(seen) != 1:
         fail(f"update() ran {len(seen)} times although all gradients were finite; once is right")
-    for got, want in zip(seen[0], true):
+    for got, want in zip(seen[0], true, strict=True):
         expect_close(
             got,
             want,

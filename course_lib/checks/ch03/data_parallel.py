@@ -118,7 +118,7 @@ def check_average_and_clip(answer, rng):
         limits = [0.4 * mean_norm, 10 * mean_norm]  # one that clips; one above every norm in play
         calls = [Call(shares, (sizes, limit)) for limit in limits]
         seen = run_calls(functools.partial(_on_a_list, answer), calls, SAME_CALLS)
-        for limit, everybody in zip(limits, seen):
+        for limit, everybody in zip(limits, seen, strict=True):
             for rank, one in enumerate(everybody):
                 _expect_clipped(one, rank, shares, sizes, limit)
 
@@ -177,7 +177,7 @@ def check_buckets(answer, rng):
     for message, believed in BELIEFS.items():
         if got != want and got == [believed(*case) for case in cases]:
             fail(message)
-    for (sizes, cap, first), mine, right in zip(cases, got, want):
+    for (sizes, cap, first), mine, right in zip(cases, got, want, strict=True):
         if mine != right:
             fail(f"sizes {sizes}, bucket_bytes {cap}, first_bucket_bytes {first}: it returned {mine}; right is {right}")
 

@@ -93,7 +93,9 @@ def _expect_held(got: tuple, num_params: int, stage: int, dp_size: int) -> None:
     }
     where = f"{num_params:,} parameters, stage {stage}, {dp_size} ranks: (parameters, gradients, optimizer)"
     unpadded = tuple(size * num_params for size in (2, 2, 12))
-    whole = tuple(got_kind == plain for got_kind, plain in zip(got, unpadded))
+    whole = tuple(
+        got_kind == plain for got_kind, plain in zip(got, unpadded, strict=False)
+    )  # an answer of another length is told below
     if stage and any(whole):
         fail(f"{where} is {got}: from stage 1 on what stays whole is padded too, {held(cut)} is right")
     expect_equal(got, held(cut), where, wrong)
@@ -109,7 +111,7 @@ def check_clip_shards(answer, rng):
         norm = torch.cat(shards).norm().item()
         limits = [0.2 * min(shard.norm().item() for shard in shards), 10 * norm]
         seen = run_calls(answer, [Call(shards, (limit,)) for limit in limits], SAME_CALLS)
-        for limit, everybody in zip(limits, seen):
+        for limit, everybody in zip(limits, seen, strict=True):
             for rank, one in enumerate(everybody):
                 _expect_clipped_shard(one, rank, shards, limit)
 

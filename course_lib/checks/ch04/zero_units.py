@@ -169,6 +169,6 @@ def _expect_numbers(output, grads, world_size: int, num_units: int, seed: int, r
         outputs.append(x)
     expect_close(output, outputs[rank].detach(), f"{where}: the output")
     (sum(x.sum() for x in outputs) / world_size).backward()
-    for index, (got, weight) in enumerate(zip(grads, weights)):
+    for index, (got, weight) in enumerate(zip(grads, weights, strict=True)):
         want = weight.grad.flatten().chunk(world_size)[rank]
         expect_close(got, want, f"{where}: the gradient's shard of unit {index}")

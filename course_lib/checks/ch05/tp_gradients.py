@@ -180,18 +180,20 @@ def _loss(answer: Callable, V: int, seed: int, scale: float) -> tuple:
     onehot_BSv = F.one_hot(place_BS, logits_BSv.shape[-1])
     maxima = [piece.amax(-1) for piece in pieces]
     starts = [sum(piece_sizes(V, N)[:r]) for r in range(N)]
-    own_sums_BS = sum((piece - most.unsqueeze(-1)).exp().sum(-1) for piece, most in zip(pieces, maxima)).log()
+    own_sums_BS = sum(
+        (piece - most.unsqueeze(-1)).exp().sum(-1) for piece, most in zip(pieces, maxima, strict=True)
+    ).log()
     owners_max_BS = sum(
         most * ((y_BS >= start) & (y_BS < start + piece.shape[-1]))
-        for piece, start, most in zip(pieces, starts, maxima)
+        for piece, start, most in zip(pieces, starts, maxima, strict=True)
     )
     first_ones_BS = sum(  # with `where(is_mine, y - first, 0)` and no mask after it
         piece.gather(2, ((y_BS - start) * ((y_BS >= start) & (y_BS < start + piece.shape[-1]))).unsqueeze(-1))[..., 0]
-        for piece, start in zip(pieces, starts)
+        for piece, start in zip(pieces, starts, strict=True)
     )
     clamped_BS = sum(
         piece.gather(2, (y_BS - start).clamp(0, piece.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
-        for piece, start in zip(pieces, starts)
+        for piece, start in zip(pieces, starts, strict=True)
     )
     spare_BS = (N - 1) * logits_BSV.detach().amax(-1)  # where z_t - m is summed, each other rank adds an -m as well
     believed = {

@@ -73,12 +73,12 @@ def _expect_merged(answer: Callable, generator: torch.Generator, scale: float, c
     sizes = [*torch.randint(4, 8, (count - 1,), generator=generator).tolist(), 1]  # the last is never the heaviest
     k, v = (torch.randn(B, N, sum(sizes), H, generator=generator, dtype=torch.float64) for _ in range(2))
     want, want_lse = standard_forward(queries, k, v, causal=False)
-    blocks = zip(k.split(sizes, dim=2), v.split(sizes, dim=2))
+    blocks = zip(k.split(sizes, dim=2), v.split(sizes, dim=2), strict=True)
     parts = [standard_forward(queries, k_part, v_part, causal=False) for k_part, v_part in blocks]
     got = answer([(out.clone(), lse.clone()) for out, lse in parts])
     if not isinstance(got, tuple) or len(got) != 2:
         fail(f"a pair (out, lse) is asked for, got {type(got).__name__}")
-    outs, lses = (torch.stack(column) for column in zip(*parts))
+    outs, lses = (torch.stack(column) for column in zip(*parts, strict=True))
     where = f"{count} parts" + (", scores in the thousands" if scale > 1 else "")
     if isinstance(got[0], Tensor) and not got[0].isfinite().all():
         fail(f"{where}: out has inf or nan: exp of a large score overflows; take the difference of two lse first")

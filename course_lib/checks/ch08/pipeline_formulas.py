@@ -50,7 +50,7 @@ def check_bubble(answer, rng):
 
 
 def _near(got: tuple, want: tuple) -> bool:
-    return all(abs(a - b) < 1e-9 for a, b in zip(got, want))
+    return all(abs(a - b) < 1e-9 for a, b in zip(got, want, strict=True))
 
 
 # ------------------------------------------------------------------------------------ 2. layers kept

@@ -38,9 +38,9 @@ def check_split_backward(answer, rng):
         products = answer.weight_half(kept)
     if not isinstance(products, list | tuple) or len(products) != len(linears):
         fail(f"weight_half: return {len(linears)} gradients, one for each weight")
-    if all(a.shape == b.shape and torch.allclose(a, b) for a, b in zip(products, reversed(want[1]))):
+    if all(a.shape == b.shape and torch.allclose(a, b) for a, b in zip(products, reversed(want[1]), strict=True)):
         fail("weight_half: the gradients come in the order of backward; return them in the order of the weights")
-    for index, (mine, right) in enumerate(zip(products, want[1])):
+    for index, (mine, right) in enumerate(zip(products, want[1], strict=True)):
         wrong = {
             "this is its transpose; a gradient has the shape of its weight": right.T,
             "it has dy where dz belongs: relu's zeros are missing": want[2][index],
@@ -61,7 +61,7 @@ def _drawn_stage(rng) -> tuple[Tensor, list[Tensor], Tensor]:
 def _tells_nothing(want: tuple, no_relu: tuple) -> bool:
     """Whether relu lets nothing or everything through somewhere: mistakes do not show then."""
     nothing = any(not part.any() for part in (want[0], *want[1]))
-    everything = any(torch.equal(*pair) for pair in zip((want[0], *want[1]), (no_relu[0], *want[2])))
+    everything = any(torch.equal(*pair) for pair in zip((want[0], *want[1]), (no_relu[0], *want[2]), strict=True))
     return nothing or everything or torch.equal(want[0], want[4])
 
 
@@ -94,7 +94,7 @@ def _gradients(x: Tensor, linears: list[Tensor], grad: Tensor, relu: bool) -> tu
         x = torch.relu(x @ W.T)
         outputs.append(x)
     products, with_dy, with_output, one_before = [], [], [], grad
-    for W, h, y in zip(reversed(linears), reversed(inputs), reversed(outputs)):
+    for W, h, y in zip(reversed(linears), reversed(inputs), reversed(outputs), strict=True):
         with_dy.append(grad.T @ h)
         grad = grad * (y > 0) if relu else grad
         products.append(grad.T @ h)
@@ -120,7 +120,7 @@ def check_exchange(answer, rng):
             if not isinstance(got, tuple) or len(got) != 2:
                 fail(f"{where}: return two things, from the rank before and from the rank behind")
             neighbours = (("before", rank - 1, 0), ("behind", rank + 1, 1))
-            for (name, other, way), mine in zip(neighbours, got):
+            for (name, other, way), mine in zip(neighbours, got, strict=True):
                 _expect_message(mine, other, way, seed, world_size, f"{where}, from the rank {name}")
 
 

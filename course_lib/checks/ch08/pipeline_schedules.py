@@ -35,7 +35,7 @@ def check_one_f_one_b(answer, rng):
         where = f"p = {p}, m = {m}"
         if schedule.splits_backward:
             fail(f"{where}: 1F1B has whole backwards, B; I and W are for exercise 7")
-        if any(a > b for a, b in zip(got.peak_live, want.peak_live)):
+        if any(a > b for a, b in zip(got.peak_live, want.peak_live, strict=True)):
             kept = f"{where}: alive are {got.peak_live}, and {want.peak_live} is right"
             if got.peak_live == (m,) * p:
                 fail(f"{kept}: these are all forwards before all backwards")

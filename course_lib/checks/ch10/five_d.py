@@ -168,7 +168,7 @@ def check_pp_and_zero3(answer, rng):
 def _expect_halves(given, halves: list[tuple[str, int, dict[str, int]]], where: str) -> None:
     """Each of the two numbers by itself; if both are wrong, one message says both."""
     said = []
-    for number, (half, right, believed) in zip(given, halves):
+    for number, (half, right, believed) in zip(given, halves, strict=True):
         try:
             expect_equal(number, right, f"what {half} sends", believed)
         except CheckFailed as failure:

@@ -113,7 +113,7 @@ def _gradients(layout: Layout, seed: int, rules: dict[str, Callable]) -> dict[st
     params = [param for _, param in sums.owned(engine)]
     parts, found = [param.grad for param in params], {}
     for name, rule in rules.items():
-        for param, part in zip(params, parts):
+        for param, part in zip(params, parts, strict=True):
             param.grad = part.clone()
         _apply(rule, engine)
         found[name] = whole.full_gradients(engine)
@@ -134,7 +134,7 @@ def _data(config: ModelConfig, layout: Layout, dp_rank: int, seed: int) -> list[
 
 def _one_process(config: ModelConfig, layout: Layout, seed: int) -> dict[str, Tensor]:
     model = build_whole(config, seed % 1000, dtype=torch.float64)
-    parts = zip(*(_data(config, layout, dp_rank, seed)[0] for dp_rank in range(layout.dp)))
+    parts = zip(*(_data(config, layout, dp_rank, seed)[0] for dp_rank in range(layout.dp)), strict=True)
     loss_of(model, *(torch.cat(part) for part in parts)).backward()
     return {name: param.grad for name, param in model.named_parameters()}
 
