@@ -1,5 +1,5 @@
 """A training run as one record: the name under which chapters, timings and traffic import it (memory/run.py has it)."""
 
-from course_lib.memory.run import DEVICES, IMPLEMENTATIONS, Run
+from course_lib.memory.run import Run
 
-__all__ = ["DEVICES", "IMPLEMENTATIONS", "Run"]
+__all__ = ["Run"]

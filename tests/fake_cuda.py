@@ -11,15 +11,18 @@ Autograd asks for a device's streams, which a PyTorch without CUDA lacks. It is 
 an accelerator written in Python; only Python sees "cuda". That accelerator cannot be taken back: use a process for it.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from functools import cache
+from functools import cache, wraps
+from types import SimpleNamespace
 from unittest import mock
 
 import accelerate
 import safetensors.torch
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -33,12 +36,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode, _pop_mode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from course_lib.devices import set_rank_device
 from course_lib.measure.storages import is_dtensor
 from course_lib.simulate.fake_world import ASK_DEVICE, let_arrive
+from course_lib.weights import loading, tensor_files
 
 STAND_IN = "standin"  # the accelerator that autograd believes in
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -64,36 +68,34 @@ class WithNumbers(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is ASK_DEVICE and isinstance(args[0], FakeTensor) and args[0].fake_mode is self.fakes:
+            device = args[0].fake_device
+            return torch.device(STAND_IN, 0) if device.type == "cuda" else device
         if any(is_dtensor(kind) for kind in types):
             return NotImplemented  # it becomes operators on local tensors, which come here again
         kwargs = kwargs or {}
-        if any(x.fake_mode is not self.fakes for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)):
-            return func(*args, **kwargs)  # DTensor tries shapes in a mode of its own
         kwargs.pop("pin_memory", None)
-        if func is ASK_DEVICE and isinstance(args[0], FakeTensor):
-            device = args[0].fake_device
-            return torch.device(STAND_IN, 0) if device.type == "cuda" else device
-        args, kwargs = tree_map(seen_from_python, (args, kwargs))
-        if all_on_meta(args, kwargs):
+        leaves, spec = tree_flatten((args, kwargs))
+        if any(x.fake_mode is not self.fakes for x in leaves if isinstance(x, FakeTensor)):
+            return func(*args, **kwargs)  # DTensor tries shapes in a mode of its own
+        leaves = list(map(seen_from_python, leaves))
+        args, kwargs = tree_unflatten(leaves, spec)
+        if all_on_meta(leaves, kwargs.get("device")):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        check_generator(func, kwargs)
-        check_index(func, args)
-        with unset_fake_temporarily():
-            twin_args, twin_kwargs = tree_map(twin, (args, kwargs))
-            twin_out = func(*twin_args, **twin_kwargs)
-            if func._schema.name.startswith(UNFILLED):
-                twin_out.zero_()
-            if func.namespace == "c10d":
-                with suppress(RuntimeError):  # to a neighbour alone: then what would come back is zeros
-                    let_arrive(func, twin_args, twin_kwargs)
+        twin_out = self.run_twins(func, leaves, spec)
         try:
+            check_generator(func, kwargs)
+            check_index(func, args)
             out = args[0] if func._schema.name in DRAWN_IN_PLACE else func(*args, **kwargs)
         except RuntimeError as error:
             if not isinstance(error, NEEDS_NUMBERS) and NO_CUDA not in str(error):
-                raise
-            device = next((x.device for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)), None)
-            out = tree_map(lambda x: fake_like(x, device), twin_out)
+                raise_after_backward(error)
+            device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), None)
+            with self.fakes:  # DeviceMesh looks at its ranks without it
+                out = tree_map(lambda x: fake_like(x, device), twin_out)
+        if twin_out is None:
+            return out
         with unset_fake_temporarily():
             for mine, its_twin in zip(tree_leaves(out), tree_leaves(twin_out), strict=True):
                 if isinstance(mine, FakeTensor) and isinstance(its_twin, torch.Tensor):
@@ -101,11 +103,28 @@ class WithNumbers(TorchDispatchMode):
                     keep_numbers(mine, its_twin)
         return out
 
+    @staticmethod
+    def run_twins(func, leaves: list, spec: TreeSpec):
+        """What the operator makes of the numbers; None where it is one that only GPUs have: then they are zeros."""
+        with unset_fake_temporarily():
+            twin_args, twin_kwargs = tree_unflatten(map(twin, leaves), spec)
+            try:
+                twin_out = func(*twin_args, **twin_kwargs)
+            except NotImplementedError:
+                return None
+            except RuntimeError as error:
+                return raise_after_backward(error)
+            if func._schema.name.startswith(UNFILLED):
+                twin_out.zero_()
+            if func.namespace == "c10d":
+                with suppress(RuntimeError):  # to a neighbour alone: then what would come back is zeros
+                    let_arrive(func, twin_args, twin_kwargs)
+        return twin_out
 
-def all_on_meta(args: tuple, kwargs: dict) -> bool:
+
+def all_on_meta(leaves: list, device: torch.device | str | None) -> bool:
     """Modules are made with such tensors, and have no numbers anyway."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    device = kwargs.get("device")
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if device is None:
         return bool(tensors) and all(not isinstance(x, FakeTensor) and x.is_meta for x in tensors)
     return torch.device(device).type == "meta"
@@ -146,6 +165,16 @@ def keep_numbers(fake: FakeTensor, its_twin: Tensor) -> None:
         twin(fake).copy_(its_twin)
 
 
+RAISED: list[Exception] = []  # in the backward pass that runs
+
+
+def raise_after_backward(error: Exception) -> None:
+    """In the thread that autograd has for a device an error from Python would end the process."""
+    if threading.current_thread() is threading.main_thread():
+        raise error
+    RAISED.append(error)
+
+
 def fake_like(leaf, device: torch.device | None):
     """A fake tensor of the shape that the numbers gave."""
     return torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, Tensor) else leaf
@@ -175,7 +204,7 @@ def cuda_rank(rank: int, world_size: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
         for owner, name, value in PATCHES:
-            stack.enter_context(mock.patch.object(owner, name, value))
+            stack.enter_context(mock.patch.object(owner, name, value, create=True))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         fakes = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(WithNumbers(fakes))
@@ -232,7 +261,7 @@ class NoStream:
         pass
 
     def __getattr__(self, name):
-        return lambda *args, **options: None
+        return lambda *args, **options: self
 
 
 class NotFaked(Exception):
@@ -246,20 +275,100 @@ def not_faked(why: str):
     return refuse
 
 
+def guarded(register):
+    @wraps(register)
+    def registered(x: Tensor, hook):
+        def call(*args):
+            try:
+                return None if RAISED else hook(*args)
+            except Exception as error:
+                raise_after_backward(error)
+
+        return register(x, call)
+
+    return registered
+
+
+def run_backward(*args, run=torch.autograd.graph._engine_run_backward, **options):
+    gradients = run(*args, **options)
+    if RAISED:
+        first = RAISED[0]
+        RAISED.clear()
+        raise first
+    return gradients
+
+
+def read_outside(make) -> Tensor:
+    """A tensor on the CPU with the numbers of one that is made outside: safetensors fills storages itself."""
+    with _disable_current_modes():
+        real = make()
+    fake = torch.empty(real.shape, dtype=real.dtype, device="cpu")
+    with _disable_current_modes():
+        twin(fake).copy_(real)
+    return fake
+
+
+def load_file(path, load=safetensors.torch.load_file) -> dict[str, Tensor]:
+    with _disable_current_modes():
+        state = load(path)
+    return {name: read_outside(lambda x=x: x) for name, x in state.items()}
+
+
+class ReadSlice:
+    """A slice of a file of safetensors."""
+
+    def __init__(self, stored):
+        self.stored = stored
+
+    def __getattr__(self, name):
+        return getattr(self.stored, name)
+
+    def __getitem__(self, ranges) -> Tensor:
+        return read_outside(lambda: self.stored[ranges])
+
+
+@contextmanager
+def open_file(path, open_file=tensor_files._open):
+    with open_file(path) as handle:
+        yield SimpleNamespace(keys=handle.keys, get_slice=lambda name: ReadSlice(handle.get_slice(name)))
+
+
+def completed(work: dist.Work) -> torch.futures.Future:
+    """What arrives has arrived; a fake process group's own future has no value to look at."""
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result([None])
+    return future
+
+
+def index_of(leaf):
+    """An index of one number is read from memory by C++, which has nothing there."""
+    number = isinstance(leaf, FakeTensor) and leaf.dim() == 0 and not leaf.is_floating_point()
+    return leaf.item() if number and leaf.dtype != torch.bool else leaf
+
+
 class LiftFromCpu(TorchFunctionMode):
     """torch.tensor(...) makes its tensor on the CPU, where there are numbers, and moves it."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.tensor:
             torch._C._set_only_lift_cpu_tensors(True)  # torch's own FakeTensorMode forgets it on leaving
+        if func is Tensor.__getitem__:
+            args = args[0], tree_map(index_of, args[1])
         return func(*args, **(kwargs or {}))
 
 
 PATCHES = (
     (DistributedDataParallel, "__init__", not_faked("DDP's reducer is written in C++ and reads addresses")),
     (_PipelineStageBase, "__init__", not_faked("PyTorch's pipelines ask their neighbours for shapes")),
+    (torch.distributed.checkpoint, "save", not_faked("PyTorch's checkpoints write storages themselves")),
     (accelerate.Accelerator, "__init__", not_faked("Accelerate looks at the machine itself for GPUs")),
-    (safetensors.torch, "load_file", not_faked("safetensors fills storages itself")),
+    (loading, "load_file", load_file),
+    (tensor_files, "_open", open_file),
+    (dist.Work, "get_future", completed),
+    (Tensor, "register_hook", guarded(Tensor.register_hook)),
+    (Tensor, "register_post_accumulate_grad_hook", guarded(Tensor.register_post_accumulate_grad_hook)),
+    (torch.autograd, "_engine_run_backward", run_backward),
+    (FakeTensorMode, "__deepcopy__", lambda mode, memo: mode),  # a copied tensor is of the same mode
     (FakeTensor, "is_cuda", property(fake_is_cuda)),
     (FakeTensor, "numpy", numpy_of),
     (dist, "get_backend", lambda group=None: "cpu:gloo,cuda:nccl"),
@@ -269,6 +378,8 @@ PATCHES = (
     (dist, "new_group", new_group),
     (torch.utils, "swap_tensors", swap_tensors),
     (torch.cuda, "current_device", lambda: 0),
+    (torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3"),
+    (torch.cuda, "max_memory_allocated", lambda device=None: 0),
     (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
     (torch.cuda, "set_device", lambda device: None),
     (torch.cuda, "Stream", NoStream),

@@ -1,6 +1,6 @@
-"""One chapter on fake GPUs: every function that it launches runs as rank 0 of its world, in this process.
+"""Chapters on fake GPUs: every function that they launch runs as rank 0 of its world, in this process.
 
-    python tests/fake_cuda_chapter.py notebooks/03_data_parallel.ipynb        # -> a JSON line a launch, on stdout
+    python tests/fake_cuda_chapter.py notebooks/03_data_parallel.ipynb ...    # -> a JSON line a launch, on stdout
 
 Of the cells only those statements run on which a launch depends: its own, and what defines the names that it uses.
 What a launch returns is what rank 0 returned, for all ranks.
@@ -8,6 +8,7 @@ What a launch returns is what rank 0 returned, for all ranks.
 
 import ast
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -29,10 +30,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-import course_lib.launch as launch_folder
-from course_lib.checks import core
 from course_lib.launch import RankError, launcher
+from course_lib.training import TrainConfig
 
+LAUNCHERS = ("launch", "train_side_by_side", "measure_tensor")  # by name, in notebooks
+REAL_LAUNCH = launcher.launch
+STEPS = 2  # of a training that has more
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 FILLING = ("save_pretrained",)  # methods that change what they are called for
 
@@ -107,39 +110,53 @@ def fills(statement: ast.stmt, wanted: set[str]) -> bool:
 class FakeLaunch:
     """`launch` for one process: rank 0 runs here on a fake GPU, and its answer stands for all ranks."""
 
-    def __init__(self):
-        self.cell, self.answers = None, {}
+    def __init__(self, path: str):
+        self.path, self.cell, self.answers, self.reached = path, None, {}, set()
+
+    def report(self, **record) -> None:
+        print(json.dumps({"notebook": self.path, "cell": self.cell} | record), file=sys.__stdout__, flush=True)
 
     def __call__(self, fn, world_size, *args, backend="auto", **options):
+        args = tuple(map(shortened, args))
+        self.reached |= {(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe())}
         key = (kind_of(fn), tuple(map(kind_of, args)), world_size > 1)
         if key not in self.answers:
             self.answers[key] = self.run(fn, world_size, args, backend)
-        value, lines = self.answers[key]
-        if isinstance(value, Exception):
-            raise RankError(str(value)) from value
-        of_ranks = [[answer] * world_size for answer in (value, lines, lines, 1.0, 1)]
+        answer = self.answers[key]
+        if isinstance(answer, fake_cuda.NotFaked):  # on the CPU, so that what comes next has its results
+            return REAL_LAUNCH(fn, world_size, *args, backend="gloo", quiet=True)
+        if isinstance(answer, Exception):
+            raise RankError(str(answer)) from answer
+        value, lines = answer
+        of_ranks = [[one] * world_size for one in (value, lines, lines, 1.0, 1)]
         return launcher.Results(*of_ranks[:3], 1.0, *of_ranks[3:], "nccl", "")
 
-    def run(self, fn, world_size: int, args: tuple, backend: str) -> tuple[object, list[str]]:
+    def run(self, fn, world_size: int, args: tuple, backend: str) -> Exception | tuple[object, list[str]]:
         """What rank 0 answers and prints, or the exception that it raises; a line on stdout says how it went."""
-        record = {"cell": self.cell, "function": getattr(getattr(fn, "func", fn), "__name__", repr(fn))}
+        function = getattr(getattr(fn, "func", fn), "__name__", repr(fn))
+        record = {"function": function, "ranks": world_size}
         start_s, said = time.process_time(), io.StringIO()
         try:
             if backend == "gloo":
                 raise fake_cuda.NotFaked("it asks for the CPU by name")
             payload = launcher._dump_function(fn, args)
+            cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.clear()  # or the notebook's own classes would change
             with fake_cuda.cuda_rank(0, world_size), contextlib.redirect_stdout(said):
                 function, arguments = cloudpickle.loads(payload)
                 value = tree_map(on_the_cpu, function(*arguments))
+            answer = value, said.getvalue().splitlines()
         except Exception as error:
-            value, kind = error, "left_out" if isinstance(error, fake_cuda.NotFaked) else "error"
+            answer, kind = error, "left_out" if isinstance(error, fake_cuda.NotFaked) else "error"
             record |= {kind: f"{type(error).__name__}: {error}"[:600], "where": where(error)}
-        report(record | {"seconds": round(time.process_time() - start_s, 2)})
-        return value, said.getvalue().splitlines()
+        self.report(**record, seconds=round(time.process_time() - start_s, 2))
+        return answer
 
 
-def report(record: dict) -> None:
-    print(json.dumps(record), file=sys.__stdout__, flush=True)
+def shortened(argument):
+    """A training of a few steps for one of many."""
+    if isinstance(argument, TrainConfig) and argument.steps > STEPS:
+        return dataclasses.replace(argument, steps=STEPS)
+    return argument
 
 
 def kind_of(argument) -> object:
@@ -167,18 +184,30 @@ def where(error: Exception) -> list[str]:
 
 def run(path: str) -> None:
     """Report each launch, and each statement that could not go on after its launches."""
-    fake = FakeLaunch()
-    for module in (launch_folder, launcher, core):
-        module.launch = fake
+    fake = FakeLaunch(path)
+    for module in [*sys.modules.values()]:
+        if isinstance(getattr(module, "launch", None), FakeLaunch) or getattr(module, "launch", None) is REAL_LAUNCH:
+            module.launch = fake
     space = {"__name__": "__main__"}
-    for cell, statement in needed(path, {"launch"} | {name for name in names_of(path) if name.startswith("check_")}):
+    for cell, statement in needed(path, {*LAUNCHERS} | {name for name in names_of(path) if name.startswith("check_")}):
         fake.cell = cell
         module = ast.fix_missing_locations(ast.Module([WithoutAsserts().visit(statement)], []))
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 exec(compile(module, f"cell {cell}", "exec"), space)
         except Exception as error:
-            report({"cell": cell, "after": f"{type(error).__name__}: {error}"[:300], "where": where(error)})
+            fake.report(after=f"{type(error).__name__}: {error}"[:300], where=where(error))
+    for fake.cell, call in launches_of(path):
+        if not any((f"cell {fake.cell}", line) in fake.reached for line in range(call.lineno, call.end_lineno + 1)):
+            fake.report(missed=ast.unparse(call))
+
+
+def launches_of(path: str) -> Iterator[tuple[int, ast.Call]]:
+    """Where a notebook launches ranks."""
+    for cell, statement in statements(path):
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in LAUNCHERS:
+                yield cell, node
 
 
 def names_of(path: str) -> set[str]:
@@ -188,6 +217,8 @@ def names_of(path: str) -> set[str]:
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    run(sys.argv[1])
+    fake_cuda.become_able()  # before autograd starts a thread for each device that it knows
+    for path in sys.argv[1:]:
+        torch.manual_seed(0)
+        run(path)
     os._exit(0)  # the threads of the stand-in's autograd do not end by themselves

@@ -9,16 +9,15 @@ Every formula of the package takes this record. It is checked when it is made, s
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.memory.activations import check_attention
 from course_lib.memory.context import check_exchange
-from course_lib.memory.states import OPTIMIZERS, LoRA, lora_shapes, recipe_of
+from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA, Recipe, lora_shapes
 from course_lib.memory.zero import Offload
+from course_lib.validate import Size, check_fields
 
-DEVICES = ("cuda", "cpu")
-IMPLEMENTATIONS = (None, "for-loop", "foreach", "fused")
 _PARALLEL = ("cp", "tp", "pp", "ep")
 
 
@@ -27,7 +26,7 @@ class Run:
     """A model, its layout and the numbers it computes in.
 
     seq_len     tokens of a whole sequence, of which a rank has seq_len / cp
-    recipe      dtypes of the states, a name of `memory.states.RECIPES`
+    recipe      dtypes of the states, a name of `memory.states.RECIPES`, or a record like those
     attention   "fused" | "standard" (the score matrices are materialized)
     device      "cuda" | "cpu": what every rank computes on
     optimizer   a name of `memory.states.OPTIMIZERS`
@@ -40,23 +39,17 @@ class Run:
 
     config: ModelConfig
     layout: Layout
-    seq_len: int
-    recipe: str = "bf16-master"
-    attention: str = "fused"
-    device: str = "cuda"
-    optimizer: str = "adamw"
-    optimizer_implementation: str | None = None
+    seq_len: Size
+    recipe: Literal[tuple(RECIPES)] | Recipe = "bf16-master"
+    attention: Literal["fused", "standard"] = "fused"
+    device: Literal["cuda", "cpu"] = "cuda"
+    optimizer: Literal[OPTIMIZERS] = "adamw"
+    optimizer_implementation: Literal["for-loop", "foreach", "fused"] | None = None
     lora: LoRA | None = None
     offload: Offload = field(default_factory=Offload)
 
     def __post_init__(self):
-        for name, kind in (("config", ModelConfig), ("layout", Layout), ("offload", Offload)):
-            if not isinstance(getattr(self, name), kind):
-                got = type(getattr(self, name)).__name__
-                raise TypeError(f"{name} is of type {got}, required: {kind.__name__}; make one with {kind.__name__}")
-        if isinstance(self.seq_len, bool) or not isinstance(self.seq_len, int) or self.seq_len < 1:
-            raise ValueError(f"seq_len is {self.seq_len!r}, required: a whole number, 1 or more; give it in tokens")
-        _check_words(self)
+        check_fields(self)
         _check_layout(self)
         check_exchange(self.attention, self.layout.cp, self.layout.cp_method)
         _check_optimizer(self)
@@ -72,14 +65,6 @@ class Run:
     def implementation(self) -> str:
         """How AdamW goes over its tensors: as asked for, or as torch chooses on that device."""
         return self.optimizer_implementation or ("foreach" if self.device == "cuda" else "for-loop")
-
-
-def _check_words(run: Run) -> None:
-    recipe_of(run.recipe)
-    check_attention(run.attention)
-    for name, words in (("device", DEVICES), ("optimizer", OPTIMIZERS), ("optimizer_implementation", IMPLEMENTATIONS)):
-        if getattr(run, name) not in words:
-            raise ValueError(f"{name} is {getattr(run, name)!r}; choose from {', '.join(map(str, words))}")
 
 
 def _check_layout(run: Run) -> None:

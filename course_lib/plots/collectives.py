@@ -1,6 +1,6 @@
 """Values moving through a collective: ranks as rows, pieces as cells that show their numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
@@ -25,7 +25,7 @@ class Cell:
 
 
 @checked
-def rows_of(values) -> list[list]:
+def rows_of(values: Iterable) -> list[list]:
     """One list of numbers per rank, from tensors, arrays, lists or None (nothing there)."""
     rows = []
     for row in values:
@@ -44,7 +44,7 @@ def origin_of(value: float, before: Sequence[Sequence]) -> int | None:
 
 
 @checked
-def collective_cells(before, after) -> tuple[list[Cell], list[Cell]]:
+def collective_cells(before: Iterable, after: Iterable) -> tuple[list[Cell], list[Cell]]:
     """The cells before and after a collective, each with the rank that its value came from.
 
     Give every number of `before` a value of its own, and the picture shows where each one went.
@@ -88,7 +88,7 @@ def _grid(axes, columns: int, ranks: int, title: str, label_ranks: bool = True) 
 
 
 @checked
-def show_collective(before, after, title: str = "What each rank holds before and after") -> None:
+def show_collective(before: Iterable, after: Iterable, title: str = "What each rank holds before and after") -> None:
     """Show one collective: each rank's numbers before and after, coloured by the rank that they came from."""
     left, right = collective_cells(before, after)
     ranks = len(rows_of(before))
@@ -141,7 +141,7 @@ class RingStep:
 
 
 @checked
-def ring_all_reduce_steps(values) -> list[RingStep]:
+def ring_all_reduce_steps(values: Iterable) -> list[RingStep]:
     """Every state of a ring all-reduce of N ranks with N pieces each: the start, then 2 (N - 1) steps.
 
     Rank r sends piece r - 1 - step first, to r + 1, so that it ends up responsible for piece r.
@@ -192,7 +192,7 @@ def _draw_ring_step(axes, step: RingStep, label_ranks: bool) -> None:
 
 @checked
 def show_ring_all_reduce(
-    values, title: str = "Ring all-reduce: every piece is summed on its first trip, copied on its second"
+    values: Iterable, title: str = "Ring all-reduce: every piece is summed on its first trip, copied on its second"
 ) -> None:
     """Show a ring all-reduce of N ranks with N numbers each, step by step: `values[rank][piece]` before it."""
     steps = ring_all_reduce_steps(values)

@@ -191,6 +191,7 @@ def alpha_beta_picture(
     return AlphaBetaPicture(sizes, total, latency_s, [latency_s * size / crossover for size in sizes], crossover, first)
 
 
+@checked
 def interpolated(picture: AlphaBetaPicture, at_bytes: float) -> float:
     """Return the time of a message between two sizes of the picture, on the line that is drawn."""
     return float(np.interp(at_bytes, picture.sizes_bytes, picture.total_s))

@@ -1,12 +1,13 @@
 """What a layout costs, in pictures: memory along the pipeline, bytes by axis, seconds by part, PP against ZeRO-3."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from course_lib.config import ModelConfig
+from course_lib.hardware import GPU
 from course_lib.layout import Layout
 from course_lib.layout.mesh import REPLICA_AXES
 from course_lib.plots.holdings import draw_boxes
@@ -111,7 +112,9 @@ def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, in
 
 
 @checked
-def show_pipeline_memory(of_ranks, gpus=(), title: str = "", unit: str | None = None) -> None:
+def show_pipeline_memory(
+    of_ranks: Iterable, gpus: Mapping[str, float] | Iterable[GPU] = (), title: str = "", unit: str | None = None
+) -> None:
     """Show the memory of each rank of a pipeline by kind, against GPUs (of `hardware.GPUS`, or `{name: bytes}`).
 
     of_ranks   budgets of a run, a simulation of `fake_cluster.simulate`, or {kind: bytes} of each rank

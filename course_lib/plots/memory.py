@@ -1,13 +1,15 @@
 """Memory in pictures: over the first steps of training, and as budgets against the sizes of GPUs."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
+from course_lib.hardware import GPU
+from course_lib.memory.budget import Budget
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, KINDS, LIMIT_COLOR, text_on
 from course_lib.plots.style import (
     FULL_WIDTH_IN,
@@ -184,7 +186,7 @@ def budget_bars(budgets, limits_bytes: Mapping[str, int]) -> list[BudgetBar]:
 
 
 @checked
-def gpu_limits(gpus) -> dict[str, int]:
+def gpu_limits(gpus: Mapping[str, float] | Iterable[GPU]) -> dict[str, int]:
     """What fits on each GPU, as `{name: usable bytes}`; from records of `course_lib.hardware`, or a mapping already."""
     return dict(gpus) if isinstance(gpus, Mapping) else {gpu.name: gpu.usable_bytes for gpu in gpus}
 
@@ -309,7 +311,12 @@ def _draw_limit(axes, x: float, label: str, level: int) -> None:
 
 
 @checked
-def show_budgets(budgets, gpus=(), title: str = "What training needs, and what a GPU has", unit: str = "GB") -> None:
+def show_budgets(
+    budgets: Budget | Mapping,
+    gpus: Mapping[str, float] | Iterable[GPU] = (),
+    title: str = "What training needs, and what a GPU has",
+    unit: str = "GB",
+) -> None:
     """Show one budget, or several as `{label: budget}`, against GPUs (of `hardware.GPUS`, or `{name: bytes}`)."""
     limits = gpu_limits(gpus)
     bars = budget_bars(budgets, limits)

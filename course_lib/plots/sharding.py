@@ -1,11 +1,12 @@
 """ZeRO in pictures: who holds what, a flat buffer cut by rank, and parameters that are gathered for a moment."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
+from course_lib.hardware import GPU
 from course_lib.memory.budget import Budget
 from course_lib.plots.memory import budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, NEUTRAL_COLOR, RANK_COLORS, mix, text_on
@@ -132,7 +133,12 @@ def stages_title(fits: Mapping[str, bool], gpu_name: str) -> str:
 
 
 @checked
-def show_stages(budgets: Mapping[str, Mapping[str, int] | Budget], gpus=(), title: str = "", unit: str = "GB") -> None:
+def show_stages(
+    budgets: Mapping[str, Mapping[str, int] | Budget],
+    gpus: Mapping[str, float] | Iterable[GPU] = (),
+    title: str = "",
+    unit: str = "GB",
+) -> None:
     """Show bytes by kind of one GPU side by side, a Budget or {kind: bytes} for each label; each limit is a line.
 
     `gpus` are records of `hardware.GPUS`, or `{name: bytes}`. Without a title, the first GPU's verdict is the title.

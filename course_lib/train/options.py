@@ -59,6 +59,7 @@ def read(
     return config, layout, options.plan, checkpoints, options
 
 
+@checked
 def check_folders(options: Options) -> None:
     """Raises ValueError if checkpoints or the log cannot be written; called before any rank waits for another."""
     if options.checkpoint:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from html import escape
+from typing import Literal
 
 import ipywidgets as widgets
 
@@ -33,7 +34,7 @@ class TensorChoice:
 
     model: str = "llama-3.1-8b"
     tp: Size = 8
-    mode: str = "tp+sp"
+    mode: Literal[tuple(mode for _, mode in MODES)] = "tp+sp"
     seq_len: Size = 4096
     batch_size: Size = 1
     recompute: str = "none"

@@ -42,8 +42,8 @@ class ZeroChoice:
     dp_size: Size = 8
     gpu_key: str = "h100"
     stage: Literal[0, 1, 2, 3] = 3
-    recipe: str = "bf16-master"
-    offload: str = "none"
+    recipe: Literal[tuple(RECIPES)] = "bf16-master"
+    offload: Literal[tuple(OFFLOADS)] = "none"
     batch_size: Size = 1
     seq_len: Size = 4096
     recompute: str = "none"

@@ -1,7 +1,7 @@
-"""Chapters on GPUs without a GPU: what they launch runs as rank 0 of its world on fake CUDA tensors.
+"""Engines, Measure buttons and `make bench` on GPUs without a GPU: rank 0 of their worlds on fake CUDA tensors.
 
-A tensor on the wrong device raises there as it would on a GPU (tests/fake_cuda.py). Each chapter has a process of its
-own, since the accelerator that stands in for CUDA cannot be taken back.
+A tensor on the wrong device raises there as it would on a GPU (tests/fake_cuda.py). They run in a process of their own,
+since the accelerator that stands in for CUDA cannot be taken back. What chapters launch: test_fake_gpu_chapters.py.
 """
 
 import json
@@ -10,14 +10,36 @@ import subprocess
 import sys
 
 import nbformat
-import pytest
 
 from course_lib.authoring import ROOT
+from course_lib.compare.gpu_timings import CHAPTERS
 from course_lib.layout import Layout
 
 CHAPTER = ROOT / "tests" / "fake_cuda_chapter.py"
-NOTEBOOKS = [next((ROOT / "notebooks").glob(f"{chapter}_*.ipynb")) for chapter in ("00", "05")]
-LIMIT_S = 1200  # on a machine that does much else; alone a chapter takes under a minute
+LIMIT_S = 1200  # on a machine that does much else; alone it takes under a minute
+LAYOUTS = [
+    "pp=2,dp=2,tp=2,sequence_parallel=true,zero_stage=1,micro_batches=2",
+    "cp=2,dp=2,zero_stage=3",
+    "cp=2,dp=2,zero_stage=2",
+    "cp=2,cp_method=all_gather",
+    "cp=2,cp_method=ulysses,recompute=full",
+    "dp=4,dp_replicate=2,zero_stage=3",
+    "pp=2,schedule=afab,micro_batches=2",
+    "pp=2,schedule=interleaved,v=2,micro_batches=2",
+    "pp=2,schedule=zb_h1,micro_batches=4",
+    "pp=2,schedule=zb_h2,micro_batches=4",
+    "pp=2,schedule=zbv,v=2,micro_batches=4",
+    "pp=2,schedule=dualpipe_v,v=2,micro_batches=4",
+]
+BENCHED = {  # -> what of PyTorch's own cannot run on fake tensors; the test fails if it does
+    "zero": "",
+    "tensor": "",
+    "sequence": "",
+    "expert": "DDP's reducer is written in C++",  # for what is not an expert
+    "data": "DDP's reducer is written in C++",
+    "pipeline": "PyTorch's pipelines ask their neighbours for shapes",
+    "context": "mixed torch.Tensor and DTensor",  # which attention it takes is chosen in C++, for the stand-in
+}
 
 
 def launches(notebook) -> list[dict]:
@@ -27,13 +49,6 @@ def launches(notebook) -> list[dict]:
     assert done.returncode == 0, done.stderr[-2000:]
     records = [json.loads(line) for line in done.stdout.splitlines()]
     return [record for record in records if "function" in record]
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem[:2])
-def test_every_function_that_a_chapter_launches_keeps_to_the_device_of_its_rank(notebook):
-    found = launches(notebook)
-    assert found
-    assert [record for record in found if "error" in record] == []
 
 
 def notebook_of(folder, cells: list[str]):
@@ -48,20 +63,42 @@ from course_lib.compare.sharded_profile import Sizes, _tensor_rank, _zero_rank
 from course_lib.config import preset
 from course_lib.launch import launch
 from course_lib.layout import Layout"""
-    layouts = (
-        "pp=2,dp=2,tp=2,sequence_parallel=true,zero_stage=1,micro_batches=2",
-        "cp=2,dp=2,zero_stage=3",
-        "dp=2,cp=2,zero_stage=2",
-    )
     cells = [f"launch(_zero_rank, 2, preset('toy'), {stage}, 'fp32', Sizes(), 'none')" for stage in range(4)]
     cells += [f"launch(_tensor_rank, 2, preset('toy'), {sp}, False, Sizes(), 'none')" for sp in (False, True)]
     cells += [
         f"launch(_one_rank, {Layout.parse(text).world_size}, preset('toy'), Layout.parse('{text}'), 64)"
-        for text in layouts
+        for text in LAYOUTS
     ]
     cells.append("launch(_one_rank, 4, preset('toy-moe'), Layout.parse('dp=2,tp=2,ep=2'), 64)")
     found = launches(notebook_of(tmp_path, [head, *cells]))
-    assert {record["function"] for record in found} == {"_zero_rank", "_tensor_rank", "_one_rank"}
+    assert len(found) == len(cells)
+    assert [record for record in found if "error" in record or "left_out" in record] == []
+
+
+def test_the_bench_keeps_to_the_device_of_its_ranks(tmp_path):
+    head = """from course_lib.compare import bench
+from course_lib.launch import launch
+bench.WARM_UP_ROUNDS = 0"""
+    found = launches(notebook_of(tmp_path, [head, *(f"launch(bench.times, 2, '{name}', 1)" for name in BENCHED)]))
+    for record, why in zip(found, BENCHED.values(), strict=True):
+        ended = record.get("error") or record.get("left_out", "")
+        assert bool(why) == bool(ended) and why in ended, record
+
+
+def test_cells_for_gpus_keep_to_the_device_of_their_ranks(tmp_path):
+    head = """from course_lib.compare import gpu_timings
+from course_lib.config import preset
+from course_lib.launch import launch
+gpu_timings.DENSE, gpu_timings.SEQ_LEN, gpu_timings.PAYLOAD_BYTES = preset('toy'), 64, 1 << 12
+gpu_timings.ROUNDS, gpu_timings.WARM_UP = 1, 0
+gpu_timings.profiled = lambda action: []  # the profiler needs a GPU"""
+    cells = [
+        f"launch(gpu_timings.time_on_rank, {min(timed.most, 4)}, gpu_timings.CHAPTERS['{chapter}'], "
+        f"{timed.layout and timed.layout.format(n=4, half=2)!r})"
+        for chapter, timed in CHAPTERS.items()
+    ]
+    found = launches(notebook_of(tmp_path, [head, *cells]))
+    assert len(found) == len(cells)
     assert [record for record in found if "error" in record] == []
 
 

@@ -1,0 +1,65 @@
+"""Chapters on GPUs without a GPU: what they launch runs as rank 0 of its world on fake CUDA tensors.
+
+A tensor on the wrong device raises there as it would on a GPU (tests/fake_cuda.py). It takes minutes, so that it has a
+target of its own: make test-fake-gpu. Engines and Measure buttons are in test_fake_gpus.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from course_lib.authoring import ROOT
+from course_lib.cli import commands
+
+CHAPTER = ROOT / "tests" / "fake_cuda_chapter.py"
+CHAPTERS = ("04", "05", "06", "09")
+NOTEBOOKS = [next((ROOT / "notebooks").glob(f"{chapter}_*.ipynb")) for chapter in CHAPTERS]
+PROCESSES = 2
+LIMIT_S = 3600  # on a machine that does much else
+
+# (chapter, function) -> what keeps it from running on fake tensors. None of it is a device.
+DDP = "DDP's reducer is written in C++ and reads addresses"
+ASKED = "it asks for the CPU by name"
+LEFT_OUT = {
+    ("04", "try_native"): DDP,  # the last of four
+    ("04", "accelerated"): ASKED,
+}
+
+
+@pytest.fixture(scope="module")
+def records() -> list[dict]:
+    """A record of each launch; the notebooks are dealt out to a few processes."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(CHAPTER), *map(str, NOTEBOOKS[part::PROCESSES])],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        )
+        for part in range(PROCESSES)
+    ]  # fmt: skip
+    found = []
+    for process in started:
+        out, error = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, error[-2000:]
+        found += map(json.loads, out.splitlines())
+    return found
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem[:2])
+def test_every_function_that_a_chapter_launches_keeps_to_the_device_of_its_rank(notebook, records):
+    mine = [record for record in records if record["notebook"] == str(notebook)]
+    assert [record for record in mine if "missed" in record] == []
+    ended = {r["function"]: r.get("error") or r["left_out"] for r in mine if "error" in r or "left_out" in r}
+    expected = {function: why for (chapter, function), why in LEFT_OUT.items() if chapter == notebook.stem[:2]}
+    assert ended.keys() == expected.keys(), ended
+    assert all(why in ended[function] for function, why in expected.items()), ended
+
+
+def test_the_doctor_knows_how_many_ranks_a_chapter_starts(records):
+    most = {chapter.stem: chapter.ranks for chapter in commands.CHAPTERS}
+    for notebook in NOTEBOOKS:
+        ranks = [r["ranks"] for r in records if r["notebook"] == str(notebook) and "ranks" in r]
+        assert max(ranks) == most[notebook.stem]
