@@ -169,7 +169,8 @@ def saved_for_backward(run: Run, stage: int = 0, tp_rank: int = 0) -> Saved:
     waiting = (
         sum(forward[kind] + net["I"][kind] for kind in ("activations", "logits", "temporary")) if "I" in net else 0
     )
-    return Saved(forward["activations"], forward["logits"], waiting)
+    left = forward["activations"] + forward["temporary"]  # of which a checkpoint holds the tables of RoPE
+    return Saved(left, forward["logits"], waiting)
 
 
 def check_seq_len(config: ModelConfig, seq_len: int) -> None:
