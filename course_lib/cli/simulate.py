@@ -15,6 +15,7 @@ from course_lib.hardware import GPU
 from course_lib.hardware import gpu as gpu_named
 from course_lib.layout import Layout
 from course_lib.measure.timeline import KINDS
+from course_lib.run import Run
 from course_lib.training import peak_memory_bytes
 from course_lib.validate import number, whole
 
@@ -48,7 +49,7 @@ def simulate(
     config, device = preset(model), gpu_named(gpu)
     number("skew", skew, least=0, most=1)
     whole("seq", seq)
-    found = report(run(config, layout_of(layout), seq, stage or "all", precision, skew=skew), device)
+    found = report(run(Run(config, layout_of(layout), seq, precision), stage or "all", skew=skew), device)
     print(as_json(found, indent=2) if json else "\n".join(lines(found)))
     return 0
 
@@ -73,17 +74,17 @@ def layout_of(text: str) -> Layout:
 
 def report(simulation, device: GPU) -> dict:
     """All that was found, as JSON can hold it; bytes are integers."""
-    layout, usable = simulation.layout, device.usable_bytes
+    run, layout, usable = simulation.run, simulation.run.layout, device.usable_bytes
     ranks = [asdict(rank) | {"fits": rank.peak_bytes <= usable} for rank in simulation.ranks]
     return {
-        "model": simulation.config.name,
+        "model": run.config.name,
         "gpu": {"name": device.name, "usable_bytes": usable},
         "layout": layout.to_dict(),
         "layout_text": str(layout),
         "world_size": layout.world_size,
-        "seq_len": simulation.seq_len,
-        "precision": simulation.precision,
-        "tokens_per_step": layout.sequences_per_step * simulation.seq_len,
+        "seq_len": run.seq_len,
+        "precision": run.recipe,
+        "tokens_per_step": layout.sequences_per_step * run.seq_len,
         "ranks": ranks,
         "peak_bytes": simulation.peak_bytes,
         "fits": simulation.peak_bytes <= usable,

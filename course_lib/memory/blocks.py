@@ -156,13 +156,11 @@ class StageProgram:
 
     def attention(self, block: str, x: Tensor, tables: Tensor | None) -> Tensor:
         make = self.latent_heads if self.config.mla else self.heads
-        q, k, v = make(f"{block}.attention", x, tables)
-        del x
+        q, k, v = make(f"{block}.attention", x, tables)  # a module's call holds its input to the end
         out = self.L.run_checkpoint(self.core, q, k, v) if self.layout.recompute == "selective" else self.core(q, k, v)
         del q, k, v
-        if self.config.mla and self.config.mla.value_dim != self.config.head_dim:
-            width = self.part.rows * self.config.num_heads * self.config.mla.value_dim
-            out = op.pick(self.L, out, width, 0, "values' part of the output")
+        if self.fills_up and self.layout.cp == 1:
+            out = op.pick(self.L, out, self.heads_numel(self.config.value_dim), 0, "values' part of the output")
         return self.row(out, f"{block}.attention.o")
 
     def heads(self, name: str, x: Tensor, tables: Tensor | None) -> list[Tensor]:
@@ -201,16 +199,31 @@ class StageProgram:
         if self.part.attention == "standard":
             softmax = self.part.softmax_itemsize or self.part.itemsize
             return op.standard_core(L, q, k, v, rows * self.part.tokens, softmax, bool(config.dropout))
-        if config.mla and config.mla.value_dim != config.head_dim:
-            width = self.part.rows * config.num_heads * max(config.mla.value_dim, config.head_dim)
-            q, k, v = (x if x.numel == width else op.pick(L, x, width, 0, "filled up") for x in (q, k, v))
         if layout.cp == 1:
-            return op.fused_core(L, q, k, v, rows)
+            return op.fused_core(L, *self.filled_up(q, k, v), rows)
         if layout.cp_method == "ulysses":
             orders = layout.cp_sharding != "contiguous"
             q, k, v = op.tokens_for_heads(L, [q, k, v], orders, layout.micro_batch)
-            return op.heads_for_tokens(L, op.fused_core(L, q, k, v, rows), orders, layout.micro_batch)
+            out = op.fused_core(L, *self.filled_up(q, k, v), rows)
+            if self.fills_up:
+                out = op.part_of(L, out, self.heads_numel(config.value_dim))
+            return op.heads_for_tokens(L, out, orders, layout.micro_batch)
         return op.ring_core(L, q, k, v, op.Heads(rows), op.Exchange(layout.cp_method, self.tiles()))
+
+    @property
+    def fills_up(self) -> bool:
+        """Whether values and keys differ in length, so that a flash kernel wants the shorter filled up."""
+        return self.config.value_dim != self.config.head_dim
+
+    def heads_numel(self, width: int) -> int:
+        return self.part.rows * self.config.num_heads * width
+
+    def filled_up(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Queries, keys and values, the shorter of them as long as the longer."""
+        if not self.fills_up:
+            return [q, k, v]
+        width = self.heads_numel(max(self.config.value_dim, self.config.head_dim))
+        return [x if x.numel == width else op.pick(self.L, x, width, 0, "filled up") for x in (q, k, v)]
 
     def tiles(self) -> list[tuple[float, float]]:
         """Of every rank's keys, mine first: the shares of queries and keys that meet."""
@@ -238,8 +251,9 @@ class StageProgram:
 
     def experts(self, block: str, x: Tensor) -> Tensor:
         L, moe, sharded = self.L, self.config.moe, self.layout.sequence_parallel
+        piece = x  # a module's call holds its input to the end
         if sharded:
-            x = op.gather_in(L, x, self.residual)
+            x = op.gather_in(L, piece, self.residual)
         weights = op.route(L, x, self.weight(f"{block}.moe.router"), moe, self.part.rows)
         if self.layout.recompute == "full" and not L.runs_again:  # the module holds its routing until the next one
             per_token = moe.num_experts * 4 + moe.top_k * (8 + 4 + 1)
@@ -273,21 +287,26 @@ class StageProgram:
 
     def run_once(self, block: str, x: Tensor, weights: Tensor) -> Tensor:
         """A token goes to each rank once, however many of its experts are there."""
-        L, D, tokens, k = self.L, self.config.d_model, self.part.rows, self.config.moe.top_k
-        copies, rows_here = tokens * min(k, self.layout.ep), round(tokens * k * self.part.load)
-        numel, arrived = x.numel, round(tokens * min(k, self.layout.ep) * self.part.load)
-        chosen = op.pick(L, x, copies * D, copies, "dispatch")
-        of_copies = op.pick(L, weights, copies * k, copies, "weights of copies")
+        L, D, tokens, moe, ep = self.L, self.config.d_model, self.part.rows, self.config.moe, self.layout.ep
+        k, numel = moe.top_k, x.numel
+        copies, rows_here = tokens * min(k, ep), round(tokens * k * self.part.load)
+        arrived = round(tokens * min(k, ep) * self.part.load)
+        places = L.make(copies, 16)  # of copies: to which rank, of which token
+        # experts and places of choices, the ranks of a token, experts of copies here and as they arrive
+        numbers = [L.make(2 * tokens * k, 4), L.make(tokens, ep + 1), L.make(copies * k, 1 + 4), L.make(arrived * k, 4)]
+        chosen = op.pick(L, x, copies * D, 0, "dispatch", places)
+        of_copies = op.pick(L, weights, copies * k, 0, "weights of copies", places)
         came = op.exchange_rows(L, chosen, arrived * D, "rows to experts")
         del chosen
         of_copies = op.exchange_rows(L, of_copies, arrived * k, "weights to experts")
+        numbers += [L.make(arrived * k, 1 + 8), L.make(arrived * moe.num_experts // ep, x.itemsize)]
         rows = op.pick(L, came, rows_here * D, rows_here, "dispatch on the rank")
         y = self.apply_experts(block, rows, rows_here)
         part = op.weigh_and_add(L, y, of_copies, arrived * D, rows_here)
-        del rows, y
+        del rows, y, numbers[-2:]
         back = op.exchange_rows(L, part, copies * D, "rows back")
         zeros = L.make(numel, x.itemsize)
-        total = op.pick(L, back, numel, copies, "sum of copies")
+        total = op.pick(L, back, numel, 0, "sum of copies", places)
         del zeros
         return total
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
 
@@ -20,14 +20,15 @@ from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import PRECISIONS
 from course_lib.memory.blocks import Part
-from course_lib.memory.five_d import five_d_states, kind_of, layers_of, schedule_of, unit_shapes
+from course_lib.memory.five_d import five_d_states
+from course_lib.memory.flats import Flat, flats_of, layers_of, padded, schedule_of, tensors_of
 from course_lib.memory.ledger import KINDS, Ledger, Weight
 from course_lib.memory.moe import narrow_experts
 from course_lib.memory.moments import Buckets, Change, Plain, Shard, StageOnLedger, Units
 from course_lib.memory.pipeline import boundary_bytes
 from course_lib.memory.run import Run
-from course_lib.memory.states import LoRA, Shapes, StateBytes, has_step_counters, lora_shapes, recipe_of, state_bytes
-from course_lib.memory.zero import BUCKET_BYTES, bytes_by_place, padded, wire_grad_bytes
+from course_lib.memory.states import LoRA, StateBytes, has_step_counters, lora_shapes, recipe_of, state_bytes
+from course_lib.memory.zero import bytes_by_place, wire_grad_bytes
 from course_lib.schedules.messages import plan
 
 # Assumptions, not measurements: `tracker.cuda_memory()` measures them on the GPU at hand.
@@ -143,6 +144,35 @@ def budget(
     return budgets(Run(config, layout, seq_len, recipe, attention, lora=lora))[0]
 
 
+@dataclass(frozen=True)
+class Saved:
+    """Bytes that one micro-batch leaves on one stage, from its forward to its backward pass.
+
+    waiting   between the two parts of a split backward: what the gradients of weights need
+    """
+
+    activations: int
+    logits: int
+    waiting: int
+
+    @property
+    def total(self) -> int:
+        """What is there when backward starts."""
+        return self.activations + self.logits
+
+
+def saved_for_backward(run: Run, stage: int = 0, tp_rank: int = 0) -> Saved:
+    """Predict what one micro-batch leaves on one stage for its backward pass, as the ledger has it."""
+    changes = RankOnLedger(run, schedule_of(run.layout).rank_of_stage[stage], tp_rank).first[stage]
+    net = {op: change.net for (op, _), change in changes.items()}
+    forward = net["F"]
+    waiting = (
+        sum(forward[kind] + net["I"][kind] for kind in ("activations", "logits", "temporary")) if "I" in net else 0
+    )
+    left = forward["activations"] + forward["temporary"]  # of which a checkpoint holds the tables of RoPE
+    return Saved(left, forward["logits"], waiting)
+
+
 def check_seq_len(config: ModelConfig, seq_len: int) -> None:
     """Raises ValueError if the model cannot read that many tokens."""
     if seq_len > config.max_seq_len:
@@ -203,52 +233,6 @@ def states_of(run: Run, pp_rank: int = 0, tp_rank: int = 0) -> StateBytes:
     return five_d_states(run.config, run.layout, pp_rank, tp_rank, run.recipe, run.optimizer, counters)
 
 
-@dataclass(frozen=True)
-class Named:
-    """One parameter tensor of a rank."""
-
-    name: str
-    numel: int
-    kind: str
-    unit: str
-    stage: int
-
-
-def tensors_of(run: Run, pp_rank: int, tp_rank: int = 0) -> list[Named]:
-    """All parameter tensors of a rank, in the model's order."""
-    config, layout, found = run.config, run.layout, []
-    mine = schedule_of(layout).stages_of_rank(pp_rank)
-    for stage in mine:
-        for unit, shapes in unit_shapes(config, layout, stage, tp_rank, tied_copy=0 not in mine).items():
-            prefix = f"{unit}." if unit.startswith("blocks") else ""
-            for name, numel in in_model_order(shapes):
-                table_name = name.rpartition(".")[0] if name.startswith("moe.experts.") else name
-                found.append(Named(f"{prefix}{name}", numel, kind_of(table_name, config, layout), unit, stage))
-    return found
-
-
-def in_model_order(shapes: Shapes) -> list[tuple[str, int]]:
-    """(name, elements) of each tensor: attention before the rest, one expert after the other."""
-    experts = {name: entry for name, entry in shapes.items() if name.startswith("moe.experts.")}
-    found = []
-    for name, (shape, copies) in sorted(shapes.items(), key=lambda entry: not entry[0].startswith("attention.")):
-        if name not in experts:
-            found.append((name, prod(shape)))
-        elif name == next(iter(experts)):
-            found += [(f"{each}.{i}", prod(of[0])) for i in range(copies) for each, of in experts.items()]
-    return found
-
-
-def buckets_of_stage(tensors: list[Named], itemsize: int) -> list[list[Named]]:
-    """Tensors of one kind in a bucket, the last first; a bucket closes once it has its size (parallel/data.py)."""
-    closed, filling = [], {}
-    for one in reversed(tensors):
-        filling.setdefault(one.kind, []).append(one)
-        if itemsize * sum(each.numel for each in filling[one.kind]) >= BUCKET_BYTES:
-            closed.append(filling.pop(one.kind))
-    return closed + list(filling.values())
-
-
 class RankOnLedger:
     """One rank's step: states aside, what is there at every moment."""
 
@@ -257,7 +241,8 @@ class RankOnLedger:
         self.pp_rank, self.tp_rank, self.load = pp_rank, tp_rank, load
         self.schedule, self.L = schedule_of(run.layout), Ledger()
         self.L.offloads = run.offload.activations != "device"
-        self.tensors = tensors_of(run, pp_rank, tp_rank)
+        self.tensors = tensors_of(run.config, run.layout, pp_rank, tp_rank)
+        self.flats = flats_of(run.config, run.layout, pp_rank, tp_rank, self.recipe.param_bytes)
         alone = run.layout.zero_stage == 0 and run.layout.data_size == 1
         self.grads_always = alone and self.recipe.grad_bytes > self.recipe.param_bytes
         self.kept = Plain(keeps=not self.grads_always)
@@ -305,7 +290,7 @@ class RankOnLedger:
         if part.is_last and "head" not in weights:  # tied, on this rank: one tensor for both ends
             embed = next(one for one in self.tensors if one.name == "embed")
             weights["head"] = weights.get("embed") or Weight("embed", embed.numel, run.lora is not None)
-        return StageOnLedger(self.L, part, weights, self.keeper(stage, mine))
+        return StageOnLedger(self.L, part, weights, self.keeper(stage))
 
     def adapters(self) -> dict[str, Weight]:
         """LoRA's thin matrices, by the names of the blocks that have them."""
@@ -325,46 +310,39 @@ class RankOnLedger:
             most = max(most, live)
         return round(self.moved_at_once / len(self.first) * most)
 
-    def keeper(self, stage: int, mine: list[Named]) -> Plain | Buckets | Units:
+    def keeper(self, stage: int) -> Plain | Buckets | Units:
         zero_stage = self.layout.zero_stage
         if zero_stage == 0 and self.layout.data_size == 1:
             return self.kept
-        if zero_stage == 0:  # chapter 3's buckets; what no other rank has stays as it is
-            shared = [one for one in mine if self.ranks_of(one.kind) > 1]
-            groups = buckets_of_stage(shared, self.recipe.param_bytes)
-            return Buckets([self.shard(group, 1) for group in groups], 1, self.kept)
-        if zero_stage < 3:
-            groups = buckets_of_stage(mine, self.recipe.param_bytes)
-        else:
-            by_unit: dict[tuple[str, str], list[Named]] = {}
-            for one in mine:
-                by_unit.setdefault((one.unit, one.kind), []).append(one)
-            groups = list(by_unit.values())
-        shards = [self.shard(group) for group in groups]
+        if zero_stage < 2:  # a tied weight's gradients from both ends are in one bucket
+            return self.buckets
+        flats = [flat for flat in self.flats if flat.stage == stage]
+        shards = [self.shard(flat, flat.ranks) for flat in flats]
         self.shards += shards
-        if zero_stage < 3:
+        if zero_stage == 2:
             return Buckets(shards, zero_stage, self.kept)
-        units = list(dict.fromkeys(one.unit for one in mine))
+        units = list(dict.fromkeys(flat.unit for flat in flats))
         uses = {}
-        for place, group in enumerate(groups):
-            first = last = units.index(group[0].unit)
-            if self.run.config.tied and any(one.name == "embed" for one in group) and "end" in units:
+        for place, flat in enumerate(flats):
+            first = last = units.index(flat.unit)
+            if self.run.config.tied and any(one.name == "embed" for one in flat.tensors) and "end" in units:
                 last = len(units) - 1
             uses[place] = (first, last)
         return Units(shards, units, uses)
 
-    def ranks_of(self, kind: str) -> int:
-        """How many ranks sum the gradients of that kind during backward; ZeRO shards over the same."""
+    @cached_property
+    def buckets(self) -> Buckets:
+        """Of all stages, without ZeRO chapter 3's; what no other rank has stays as it is."""
         if self.layout.zero_stage == 0:
-            return self.layout.expert_dp if kind == "experts" else self.layout.data_size
-        return self.layout.expert_shard_size if kind == "experts" else self.layout.shard_size
+            return Buckets([self.shard(flat, 1) for flat in self.flats if flat.ranks > 1], 1, self.kept)
+        self.shards = [self.shard(flat, flat.ranks) for flat in self.flats]
+        return Buckets(self.shards, 1, self.kept)
 
-    def shard(self, group: list[Named], ranks: int | None = None) -> Shard:
+    def shard(self, flat: Flat, ranks: int) -> Shard:
         """A flat, which ZeRO pads for its ranks; a bucket is not cut."""
-        ranks = ranks or self.ranks_of(group[0].kind)
         sizes = (self.recipe.param_bytes, wire_grad_bytes(self.recipe))
-        numel = padded(sum(one.numel for one in group), ranks)
-        return Shard(self.L, numel, ranks, tuple(one.name for one in group), sizes, max(self.layout.zero_stage, 1))
+        names = tuple(one.name for one in flat.tensors)
+        return Shard(self.L, padded(flat.numel, ranks), ranks, names, sizes, max(self.layout.zero_stage, 1))
 
     # --- the walk
 
@@ -452,7 +430,6 @@ class RankOnLedger:
             return 0
         if self.layout.zero_stage or recipe.master_bytes:  # the course's own, a tensor at a time
             return 4 * largest * (2 if recipe.grad_bytes < 4 else 1)
-        how = self.run.optimizer_implementation or ("foreach" if self.run.device == "cuda" else "for-loop")
         itemsize = recipe.param_bytes
         one_by_one = max(before + 2 * size for before, size in pairwise([0, *sizes]))  # the last root is still there
-        return itemsize * {"fused": 0, "foreach": sum(sizes), "for-loop": one_by_one}[how]
+        return itemsize * {"fused": 0, "foreach": sum(sizes), "for-loop": one_by_one}[self.run.implementation]

@@ -21,7 +21,6 @@ from dataclasses import replace
 from course_lib.config import ModelConfig
 from course_lib.layout.partition import check_method
 from course_lib.layout.sequence_sharding import check_context
-from course_lib.memory.states import Recipe
 from course_lib.memory.tensor import narrow
 
 
@@ -68,7 +67,6 @@ def exchange_bytes(
     backward: bool = False,
     itemsize: int = 2,
     grad_itemsize: int | None = None,
-    tp: int = 1,
 ) -> int:
     """Keys and values (and backward their gradients) of other ranks that one layer has at once, for a moment.
 
@@ -82,45 +80,10 @@ def exchange_bytes(
     check_method(method)
     if cp == 1:
         return 0
-    block = kv_block_bytes(config, batch_size, seq_len, cp, itemsize, tp)
+    block = kv_block_bytes(config, batch_size, seq_len, cp, itemsize)
     grads = block // itemsize * (grad_itemsize or itemsize) if backward else 0
     if method == "ulysses":
-        local = narrow(config, tp)
-        numbers = (local.num_heads + local.num_kv_heads) * (local.head_dim + local.value_dim)
+        numbers = (config.num_heads + config.num_kv_heads) * (config.head_dim + config.value_dim)
         return batch_size * tokens_of_rank(seq_len, cp) * numbers * itemsize
     blocks = min(2, cp - 1) if method == "ring" else cp
     return blocks * (block + grads)
-
-
-def output_twice_bytes(
-    config: ModelConfig, batch_size: int, num_tokens: int, recipe: Recipe, recompute: str, method: str, tp: int = 1
-) -> int:
-    """What Ulysses keeps besides: attention's output is saved by the core as my heads, by the next matrix as my tokens.
-
-    With recomputation the core's copy is gone.
-    """
-    local = narrow(config, tp)
-    if method != "ulysses" or recompute != "none" or local.head_dim != local.value_dim:
-        return 0  # a core that fills values up has a longer output of its own already
-    return local.num_layers * batch_size * num_tokens * local.num_heads * local.head_dim * recipe.compute_bytes
-
-
-def filled_up_bytes(config: ModelConfig, batch_size: int, num_tokens: int, itemsize: int, tp: int = 1) -> int:
-    """Count the zeros that the fused core of one layer keeps where values and keys differ in length, and its output.
-
-    A ring and an all-gather fill up one block at a time, and keep none of it.
-    """
-    local = narrow(config, tp)
-    H, W = local.head_dim, local.value_dim
-    numbers = 0 if H == W else 4 * max(H, W) - 2 * H - W
-    return batch_size * num_tokens * local.num_heads * numbers * itemsize
-
-
-def written_out_bytes(config: ModelConfig, batch_size: int, num_tokens: int, itemsize: int, tp: int = 1) -> int:
-    """Count what one rank's own block works with in backward where attention over blocks drops weights.
-
-    Its scores are written out, in FP32 at least: weights, masks, dropped weights and their gradients, and a product.
-    """
-    if config.dropout == 0:
-        return 0
-    return 5 * batch_size * narrow(config, tp).num_heads * num_tokens**2 * max(itemsize, 4)

@@ -6,15 +6,7 @@ published formulas, `budget.py` the whole: all their public names can be importe
 
 from __future__ import annotations
 
-from course_lib.memory.activations import (
-    PRECISIONS,
-    Activations,
-    activation_bytes,
-    block_terms,
-    core_terms,
-    logits_bytes,
-    own_activations,
-)
+from course_lib.memory.activations import PRECISIONS, block_terms, logits_bytes
 from course_lib.memory.budget import (
     ASSUMED_OVERHEADS,
     Budget,
@@ -52,10 +44,9 @@ from course_lib.memory.states import (
 
 __all__ = [
     "ASSUMED_OVERHEADS", "KORTHIKANTI_SCORE_TERMS", "KORTHIKANTI_TERMS", "OPTIMIZERS", "PRECISIONS", "RECIPES",
-    "Activations", "Budget", "LoRA", "Recipe", "StateBytes", "activation_bytes", "block_terms", "budget", "budgets",
-    "check_seq_len", "core_terms", "count_parameters", "count_tensors", "fits", "has_step_counters",
-    "korthikanti_bytes", "korthikanti_layer_bytes", "korthikanti_output_bytes", "largest_that_fits", "logits_bytes",
-        "lora_parameters",
-    "megatron_activation_bytes", "own_activations", "parameter_shapes", "recipe_of", "rule_of_thumb_parameters",
-    "selective_flops_share", "state_bytes", "zero_paper_bytes",
+    "Budget", "LoRA", "Recipe", "StateBytes", "block_terms", "budget", "budgets", "check_seq_len", "count_parameters",
+    "count_tensors", "fits", "has_step_counters", "korthikanti_bytes", "korthikanti_layer_bytes",
+    "korthikanti_output_bytes", "largest_that_fits", "logits_bytes", "lora_parameters", "megatron_activation_bytes",
+    "parameter_shapes", "recipe_of", "rule_of_thumb_parameters", "selective_flops_share", "state_bytes",
+    "zero_paper_bytes",
 ]  # fmt: skip

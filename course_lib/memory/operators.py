@@ -104,23 +104,24 @@ def layer_norm(L: Ledger, x: Tensor, weight: Weight, bias: Weight, rows: int) ->
 
 
 def rotate(L: Ledger, x: Tensor, tables: Tensor) -> Tensor:
-    """RoPE. Saves the tables alone."""
+    """RoPE. Saves the tables alone, in whose dtype the output is if that is the wider."""
     n, e = x.numel, x.itemsize
+    wide = max(e, tables.itemsize)
 
     def backward(saved, grads):
-        by_sine, turned, by_cosine = L.make(n, e), L.make(n // 2, e), L.make(n, e)
+        by_sine, turned, by_cosine = L.make(n, wide), L.make(n // 2, e), L.make(n, wide)
         grads.clear()
         grad_x = L.make(n, e)
         del by_sine, turned, by_cosine
         return [grad_x]
 
     node = L.node("RoPE", [x], [tables], backward)
-    by_cosine, turned = L.make(n, e), L.make(n // 2, e)
+    by_cosine, turned = L.make(n, wide), L.make(n // 2, e)
     joined = L.make(n, e)
     turned = None
-    by_sine = L.make(n, e)
+    by_sine = L.make(n, wide)
     joined = None
-    y = L.make(n, e)
+    y = L.make(n, wide)
     y.node = node
     del by_cosine, by_sine, turned, joined
     return y
@@ -285,9 +286,10 @@ def vocab_cross_entropy(L: Ledger, logits: Tensor, rows: int) -> Tensor:
     copy = L.make(n, wide) if e != wide else None
     mine, place = L.make(rows, 1), L.make(rows, 8)
     probability = L.make(n, wide, "logits")
+    of_rows = [L.make(rows, wide) for _ in range(5)]  # maxima, my target's logit, sums over ranks, a logarithm
     loss = L.make(rows, wide)
     loss.node = L.node("loss", [logits], [probability, mine, place], backward)
-    del copy
+    del copy, of_rows
     return loss
 
 
@@ -295,18 +297,30 @@ def vocab_cross_entropy(L: Ledger, logits: Tensor, rows: int) -> Tensor:
 
 
 def ring_core(L: Ledger, q: Tensor, k: Tensor, v: Tensor, heads: Heads, exchange: Exchange) -> Tensor:
-    """Attention over blocks of keys that come from other ranks (parallel/tiles.py). Saves q, k and v, output, sums."""
+    """Attention over blocks of keys that come from other ranks (parallel/tiles.py). Saves q, k and v, output, sums.
+
+    Where values and keys differ in length, the kernel wants the shorter filled up: one tile's at a time.
+    """
     e, wide, kv_numel = q.itemsize, max(q.itemsize, FP32), k.numel + v.numel
-    q_numel, k_numel, rows = q.numel, k.numel, heads.rows
+    q_numel, k_numel, v_numel, rows = q.numel, k.numel, v.numel, heads.rows
+    longest = max(k_numel, v_numel)
+    q_long, out_numel = q_numel * longest // k_numel, q_numel * v_numel // k_numel
+
+    def filled_up(queries: float, keys: float, of_queries: list[int], of_keys: list[int]) -> list[Tensor]:
+        short = [(q_long, queries) for n in of_queries if n < q_long]
+        short += [(longest, keys) for n in of_keys if n < longest]
+        return [L.make(round(n * share), e) for n, share in short]
 
     def backward(saved, grads):
-        home, dq, held = exchange.home(L, kv_numel, wide), None, None
+        home, dq, held, dkv = exchange.home(L, kv_numel, wide), None, None, None
         blocks = exchange.blocks(L, saved[1])
         for block, (queries, keys) in zip(blocks, exchange.tiles, strict=True):
             if queries == 0:
                 home.add(L.make(kv_numel, wide))
                 continue
-            part = [L.make(round(q_numel * queries), e), *(L.make(round(k_numel * keys), e) for _ in "kv")]
+            tensors = filled_up(queries, keys, [out_numel, q_numel, out_numel], [k_numel, v_numel])
+            part = [L.make(round(q_long * queries), e), *(L.make(round(longest * keys), e) for _ in "kv")]
+            del tensors
             held = part
             if dq is None:
                 dq = L.make(q_numel, wide) if wide != e else part[0]
@@ -318,22 +332,28 @@ def ring_core(L: Ledger, q: Tensor, k: Tensor, v: Tensor, heads: Heads, exchange
                 dkv = padded
                 del padded
             home.add(dkv)
-            del dkv, part, block
+            del part, block  # the last block's dkv is there until the next one's takes its name
         total = home.total()
-        del home, blocks, held
+        del home, blocks, held, dkv
         if wide == e:
-            return [dq, L.make(k_numel, e), L.make(k_numel, e)] if total else []
-        made = [L.make(q_numel, e), L.make(k_numel, e), L.make(k_numel, e)]
+            return [dq, L.make(k_numel, e), L.make(v_numel, e)] if total else []
+        made = [L.make(n, e) for n in (q_numel, k_numel, v_numel)]
         del dq, total
         return made
 
     L.doing = "attention core"
     kv = L.make(kv_numel, e)
     out = lse = None
-    for block, (queries, _) in zip(exchange.blocks(L, kv), exchange.tiles, strict=True):
+    for block, (queries, keys) in zip(exchange.blocks(L, kv), exchange.tiles, strict=True):
         if queries == 0:
             continue
-        part, part_lse = L.make(round(q_numel * queries), e), L.make(round(rows * queries), FP32)
+        tensors = filled_up(queries, keys, [q_numel], [k_numel, v_numel])
+        part, part_lse = L.make(round(q_long * queries), e), L.make(round(rows * queries), FP32)
+        if out_numel != q_long:
+            values = L.make(round(out_numel * queries), e)
+            part = values
+            del values
+        del tensors
         if wide != e:
             widened = L.make(part.numel, wide)
             part = widened
@@ -345,7 +365,7 @@ def ring_core(L: Ledger, q: Tensor, k: Tensor, v: Tensor, heads: Heads, exchange
             del merged
         del part, part_lse, block
     if wide != e:
-        narrow = L.make(q_numel, e)
+        narrow = L.make(out_numel, e)
         out = narrow
         del narrow
     out.node = L.node("attention core", [q, k, v], [q, kv, out, lse], backward)
@@ -378,8 +398,7 @@ class Exchange:
         sent = None  # what the last step sent, there until the next one sends
         for step in range(size):
             came = L.make(kv.numel, kv.itemsize) if step < size - 1 else None
-            if came is not None:
-                sent = kv
+            sent = kv if came is not None else None
             yield kv
             kv = came if came is not None else kv
         del sent
@@ -475,10 +494,17 @@ def copy(L: Ledger, x: Tensor, name: str, saved_bytes: int = 0, itemsize: int | 
     return output(L, n, itemsize or e, name, [x], saved, lambda saved, grads: [L.make(n, e)])
 
 
-def pick(L: Ledger, x: Tensor, numel: int, places: int, name: str) -> Tensor:
+def pick(L: Ledger, x: Tensor, numel: int, num_places: int, name: str, places: Tensor | None = None) -> Tensor:
     """Rows of x by their places. Saves the places; backward adds the rows' gradients into zeros like x."""
     n, e = x.numel, x.itemsize
-    return output(L, numel, e, name, [x], [L.make(places, 8)], lambda saved, grads: [L.make(n, e)])
+    places = L.make(num_places, 8) if places is None else places
+    return output(L, numel, e, name, [x], [places], lambda saved, grads: [L.make(n, e)])
+
+
+def part_of(L: Ledger, x: Tensor, numel: int) -> Tensor:
+    """A part of x, where it is. Backward puts its gradient among zeros."""
+    n, e = x.numel, x.itemsize
+    return Tensor(x.storage, numel, L.node("part", [x], [], lambda saved, grads: [L.make(n, e)]))
 
 
 def exchange_rows(L: Ledger, x: Tensor, numel: int, name: str) -> Tensor:

@@ -61,6 +61,11 @@ class Run:
                 "choose zero_stage 3"
             )
 
+    @property
+    def implementation(self) -> str:
+        """How AdamW goes over its tensors: as asked for, or as torch chooses on that device."""
+        return self.optimizer_implementation or ("foreach" if self.device == "cuda" else "for-loop")
+
 
 def _check_layout(run: Run) -> None:
     """An encoder has a budget, but no engine cuts it: then only its data can be divided."""

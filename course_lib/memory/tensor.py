@@ -19,13 +19,9 @@ from math import prod
 
 from course_lib.config import ModelConfig, require_dense
 from course_lib.layout.partition import check_heads, piece_sizes
-from course_lib.memory.activations import Activations, own_activations
 from course_lib.memory.states import parameter_shapes
 
-_WHOLE = (
-    "positions", "token_type", "attention.o.bias", "mlp.down.bias", "attention.q_down", "attention.kv_down",
-)  # fmt: skip
-_MINE = 1 + 8  # bytes a token: a bool, and an int64 place in this rank's part of the vocabulary
+_REPLICATED = ("positions", "token_type", "moe.router")
 
 
 def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
@@ -51,43 +47,9 @@ def narrow(config: ModelConfig, tp: int, tp_rank: int = 0) -> ModelConfig:
 
 def whole_parameters(config: ModelConfig) -> int:
     """Count the parameters that every rank has whole: norms, positions, biases of rows, what makes latent vectors."""
-    shapes = parameter_shapes(config)
-    return sum(prod(shape) * copies for name, (shape, copies) in shapes.items() if "norm" in name or name in _WHOLE)
+    return sum(prod(shape) * n for name, (shape, n) in parameter_shapes(config).items() if is_replicated(name))
 
 
-def tensor_parallel_activations(
-    config: ModelConfig,
-    batch_size: int,
-    seq_len: int,
-    tp: int = 1,
-    sequence_parallel: bool = False,
-    regather: bool = False,
-    attention: str = "fused",
-    recompute: str = "none",
-    precision: str = "fp32",
-    device: str = "cpu",
-    tp_rank: int = 0,
-) -> Activations:
-    """Predict what one rank keeps for the backward pass of one micro-batch.
-
-    A vocabulary in pieces costs 9 bytes a token twice, in the embedding and in the loss: whether a token is mine, and
-    where among mine.
-
-    regather   save a column-parallel matrix's input as this rank's share of the sequence, and gather it in backward
-    Raises     ValueError if heads do not divide, or regather comes without sequence_parallel
-    """
-    if regather and not sequence_parallel:
-        raise ValueError("regather gathers shards of the sequence again; it needs sequence_parallel=True")
-    share = piece_sizes(seq_len, tp)[tp_rank] / seq_len if sequence_parallel else 1.0
-    local = narrow(config, tp, tp_rank)
-    kept = own_activations(local, batch_size, seq_len, attention, recompute, precision, device, share, regather)
-    return with_cut_vocabulary(kept, batch_size * seq_len, tp)
-
-
-def with_cut_vocabulary(kept: Activations, num_tokens: int, tp: int) -> Activations:
-    """And what a vocabulary in pieces costs, twice."""
-    if tp == 1:
-        return kept
-    mine_bytes = num_tokens * _MINE
-    turn = kept.last_block_s_turn and kept.last_block_s_turn + mine_bytes
-    return replace(kept, tokens=kept.tokens + mine_bytes, logits=kept.logits + mine_bytes, last_block_s_turn=turn)
+def is_replicated(name: str) -> bool:
+    """Whether every rank of tp has all of a parameter: norms, biases after a sum, and what is too narrow to cut."""
+    return "norm" in name or name.endswith(("o.bias", "down.bias", "q_down", "kv_down")) or name in _REPLICATED

@@ -16,89 +16,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import prod
 
 from course_lib.config import ModelConfig, require_dense
-from course_lib.memory.states import Recipe, StateBytes, moments_bytes, parameter_shapes, recipe_of
+from course_lib.layout import Layout
+from course_lib.memory.flats import BUCKET_BYTES, Named, buckets_of, padded, tensors_of, units_of
+from course_lib.memory.states import Recipe, StateBytes, moments_bytes, recipe_of
 
 STAGES = (0, 1, 2, 3)
-BUCKET_BYTES = 25 * 2**20
 PLACES = ("device", "host", "disk")
 
 
 # ---- units
 
 
-def padded(numel: int, dp_size: int) -> int:
-    """The next multiple of dp_size: what a unit of numel numbers occupies, all ranks together."""
-    return -(-numel // dp_size) * dp_size
-
-
 def layer_units(config: ModelConfig) -> list[int]:
-    """Stage 3's units, in numbers: embedding, each block, final norm with head (a tied head is the embedding's)."""
-    require_dense(config, "layer_units")
-    shapes = parameter_shapes(config)
-    embed = sum(prod(shapes[name][0]) for name in _before_blocks(config))
-    end = sum(prod(shape) for name, (shape, _) in shapes.items() if name in _AFTER_BLOCKS)
-    return [embed] + [_block_numel(config)] * config.num_layers + [end]
+    """Stage 3's units, in elements: embedding, each block, final norm with head (a tied head is the embedding's)."""
+    return [sum(one.numel for one in unit) for unit in units_of(_tensors(config, "layer_units"))]
 
 
 def bucket_units(config: ModelConfig, itemsize: int = 2, bucket_bytes: int = BUCKET_BYTES) -> list[int]:
-    """The units of stages 1 and 2, in numbers: tensors, last layer first; a bucket closes once it has its size."""
-    return buckets_of(tensor_sizes(config), itemsize, bucket_bytes)
-
-
-def buckets_of(sizes: Sequence[int], itemsize: int = 2, bucket_bytes: int = BUCKET_BYTES) -> list[int]:
-    """Numbers of each bucket."""
-    return [sum(bucket) for bucket in bucketed(sizes, itemsize, bucket_bytes)]
-
-
-def bucketed(sizes: Sequence[int], itemsize: int = 2, bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
-    """Tensors of these sizes in buckets, the last first."""
-    closed, filling = [], []
-    for numel in reversed(sizes):
-        filling.append(numel)
-        if sum(filling) * itemsize >= bucket_bytes:
-            closed.append(filling)
-            filling = []
-    return closed + ([filling] if filling else [])
-
-
-def tensor_sizes(config: ModelConfig) -> list[int]:
-    """Numbers in each parameter tensor, in the order of `model.parameters()`."""
-    before, block, after = tensor_sizes_by_part(config)
-    return before + block * config.num_layers + after
-
-
-def tensor_sizes_by_part(config: ModelConfig) -> tuple[list[int], list[int], list[int]]:
-    """The same of what comes before the blocks, of one block, and of what comes after them."""
-    require_dense(config, "tensor_sizes_by_part")
-    shapes = parameter_shapes(config)
-    before = [prod(shapes[name][0]) for name in _before_blocks(config)]
-    block = [prod(shape) for name, (shape, _) in shapes.items() if name.startswith(("attention.", "mlp."))]
-    after = [prod(shape) for name, (shape, _) in shapes.items() if name in _AFTER_BLOCKS]
-    return before, block, after
+    """The units of stages 1 and 2, in elements: tensors, last layer first; a bucket closes once it has its size."""
+    buckets = buckets_of(_tensors(config, "bucket_units"), itemsize, bucket_bytes)
+    return [sum(one.numel for one in bucket) for bucket in buckets]
 
 
 def zero_units(config: ModelConfig, stage: int, itemsize: int = 2) -> list[int]:
     """The units in which a stage shards this model (stage 0: one for each tensor, as nothing is sharded)."""
     _check_stage(stage)
     if stage == 0:
-        return tensor_sizes(config)
+        return [one.numel for one in _tensors(config, "zero_units")]
     return layer_units(config) if stage == 3 else bucket_units(config, itemsize)
 
 
-_AFTER_BLOCKS = ("norm", "norm.bias", "head")
-
-
-def _before_blocks(config: ModelConfig) -> list[str]:
-    return [name for name in ("embed", "positions", "token_type") if name in parameter_shapes(config)]
-
-
-def _block_numel(config: ModelConfig) -> int:
-    shapes = parameter_shapes(config)
-    return sum(prod(shape) for name, (shape, _) in shapes.items() if name.startswith(("attention.", "mlp.")))
+def _tensors(config: ModelConfig, what: str) -> tuple[Named, ...]:
+    require_dense(config, what)
+    return tensors_of(config, Layout())
 
 
 # ---- bytes held
@@ -131,38 +83,6 @@ def zero_state_bytes(
 
 
 _SHARDED_FROM_STAGE = {"optimizer": 1, "gradients": 2, "parameters": 3}
-
-
-def zero_gathered_bytes(
-    units: Sequence[int],
-    stage: int,
-    dp_size: int,
-    recipe: Recipe | str = "bf16-master",
-    prefetch: bool = True,
-    tied: bool = False,
-) -> int:
-    """Predict the most bytes of whole parameters at once: stage 3 has one unit in use and gathers the next.
-
-    tied     the head uses the first unit's embedding, which therefore stays whole beside the other two
-    Bytes    the largest neighbours of the list, padded; without prefetch the largest unit alone
-    """
-    if stage < 3:
-        return 0
-    sizes = [padded(unit, dp_size) * recipe_of(recipe).param_bytes for unit in units]
-    first, others = (sizes[0], sizes[1:]) if tied else (0, sizes)
-    return first + largest_neighbours(others) if prefetch else first + max(others)
-
-
-def zero_reduced_bytes(units: Sequence[int], stage: int, dp_size: int, recipe: Recipe | str = "bf16-master") -> int:
-    """Predict the most bytes of whole gradients from stage 2 on: one unit's fill up, those before it are being sent."""
-    if stage < 2:
-        return 0
-    return largest_neighbours([padded(unit, dp_size) * wire_grad_bytes(recipe_of(recipe)) for unit in units])
-
-
-def largest_neighbours(sizes: Sequence[int]) -> int:
-    """The largest sum of two sizes that follow one another."""
-    return max([a + b for a, b in pairwise(sizes)], default=max(sizes))
 
 
 def wire_grad_bytes(recipe: Recipe) -> int:

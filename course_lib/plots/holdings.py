@@ -10,7 +10,8 @@ from matplotlib.patches import Patch
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.memory.five_d import five_d_states, layers_of, schedule_of
+from course_lib.memory.five_d import five_d_states
+from course_lib.memory.flats import layers_of, schedule_of
 from course_lib.memory.states import count_parameters
 from course_lib.plots.palette import RANK_COLORS, mix
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style, three_digits

@@ -1,6 +1,7 @@
 """One rank of thousands, simulated: the code of parallel/ runs as it stands, in a world where nobody else exists.
 
-    simulation = simulate(preset("llama-3.1-405b"), Layout.parse("dp=128,tp=8,pp=16,micro_batches=16"), seq_len=8192)
+    run = Run(preset("llama-3.1-405b"), Layout.parse("dp=128,tp=8,pp=16,micro_batches=16"), seq_len=8192)
+    simulation = simulate(run)
     simulation.ranks[0].peak_bytes, .peak_by_kind, .sent_by_axis, .flops
 
 Nothing here knows how a layout works: the engine of parallel/five_d.py is built and takes a step, the memory tracker
@@ -22,13 +23,15 @@ import torch
 from torch import Tensor
 
 from course_lib.comm.groups import make_all_groups
-from course_lib.config import ModelConfig, MoeConfig
+from course_lib.config import MoeConfig
 from course_lib.layout import Layout
 from course_lib.measure.meter import ByteMeter
 from course_lib.measure.storages import replaced
+from course_lib.memory.zero import Offload
 from course_lib.model import moe
 from course_lib.parallel import five_d
 from course_lib.parallel.executor import Executor
+from course_lib.run import Run
 from course_lib.schedules import make
 from course_lib.simulate.fake_world import fake_world
 from course_lib.simulate.tape import FlopMeter, Tape, TapeTracker
@@ -65,10 +68,7 @@ class SimulatedRank:
 class Simulation:
     """The ranks that hold the chosen stages, all at the first place along dp, cp and tp; `seconds` of all of them."""
 
-    config: ModelConfig
-    layout: Layout
-    seq_len: int
-    precision: str
+    run: Run
     ranks: list[SimulatedRank]
     seconds: float
 
@@ -79,27 +79,20 @@ class Simulation:
 
 
 def simulate(
-    config: ModelConfig,
-    layout: Layout,
-    seq_len: int,
-    stages: str | Iterable[int] = "all",
-    precision: str = "bf16-master",
-    clip_norm: float | None = 1.0,
-    skew: float = 0.0,
+    run: Run, stages: str | Iterable[int] = "all", clip_norm: float | None = 1.0, skew: float = 0.0
 ) -> Simulation:
     """One step of the ranks that hold these stages, one rank after the other.
 
     skew    share of all assignments that fall on the first expert, instead of being spread evenly
-    Raises  ValueError if layout, model and length do not fit, a stage does not exist, or this process is a rank already
+    Raises  ValueError if a stage does not exist, no engine takes the run, or this process is a rank already
     """
     start_s = time.perf_counter()
-    layout.check_model(config, seq_len)
-    options = {"precision": precision, "clip_norm": clip_norm, "skew": skew}
+    layout = run.layout
     ranks = [
-        simulate_rank(config, layout, seq_len, layout.mesh.rank(pp=pp_rank, dp=0, cp=0, tp=0), **options)
+        simulate_rank(run, layout.mesh.rank(pp=pp_rank, dp=0, cp=0, tp=0), clip_norm, skew)
         for pp_rank in pp_ranks_of(layout, stages)
     ]
-    return Simulation(config, layout, seq_len, precision, ranks, time.perf_counter() - start_s)
+    return Simulation(run, ranks, time.perf_counter() - start_s)
 
 
 def pp_ranks_of(layout: Layout, stages: str | Iterable[int] = "all") -> list[int]:
@@ -114,29 +107,26 @@ def pp_ranks_of(layout: Layout, stages: str | Iterable[int] = "all") -> list[int
 
 
 def simulate_rank(
-    config: ModelConfig,
-    layout: Layout,
-    seq_len: int,
-    rank: int,
-    precision: str = "bf16-master",
-    clip_norm: float | None = 1.0,
-    skew: float = 0.0,
-    replay: bool = True,
+    run: Run, rank: int, clip_norm: float | None = 1.0, skew: float = 0.0, replay: bool = True
 ) -> SimulatedRank:
-    """One step of any rank of the layout.
+    """One step of any rank of the run's layout. Tensors are fake ones of the CPU, whatever the run's device.
 
     replay   False: run every micro-batch, none from tape
     Raises   ValueError as `simulate`
     """
     start_s = time.perf_counter()
-    layout.check_model(config, seq_len)
-    dtype, grad_dtype = dtypes_of(precision)
+    config, layout, (dtype, grad_dtype) = run.config, run.layout, dtypes_of(run.recipe)
+    if run.lora is not None or run.optimizer != "adamw" or run.offload != Offload():
+        raise ValueError("the engines train all weights by AdamW on their device; choose no lora, offload or optimizer")
     with fake_world(rank, layout.world_size), replaced(moe, "choose", plan_assignments(skew)):
         groups = make_all_groups(layout.mesh, layout.ep, True, layout.dp_replicate)
-        engine = five_d.build(config, layout, dtype=dtype, groups=groups, grad_dtype=grad_dtype, fill=fill_with_nothing)
+        options = {"dtype": dtype, "grad_dtype": grad_dtype, "device": "cpu", "attention": run.attention}
+        engine = five_d.build(config, layout, groups=groups, fill=fill_with_nothing, **options)
         optimizer = five_d.make_optimizer(engine)
+        for group in optimizer.param_groups:
+            group |= {"foreach": run.implementation == "foreach", "fused": run.implementation == "fused"}
         start_optimizer(optimizer)
-        tokens_BS = torch.zeros(layout.micro_batch, seq_len, dtype=torch.int64)
+        tokens_BS = torch.zeros(layout.micro_batch, run.seq_len, dtype=torch.int64)
         micro_batches = [(tokens_BS, tokens_BS)] * layout.micro_batches
         with (
             TapeTracker(engine, optimizer) as tracker,

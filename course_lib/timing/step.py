@@ -33,7 +33,7 @@ from course_lib.flops import attention_flops_per_token, flops_per_token, head_pa
 from course_lib.hardware import Cluster, peak_flops
 from course_lib.layout import Layout
 from course_lib.layout.partition import stage_config
-from course_lib.memory.five_d import layers_of, schedule_of
+from course_lib.memory.flats import layers_of, schedule_of
 from course_lib.run import Run
 from course_lib.schedules.simulator import Costs, simulate
 from course_lib.timing.collectives import calls_s

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from course_lib.layout import Layout
 from course_lib.layout.partition import stage_config
-from course_lib.memory.five_d import Flat, layers_of
+from course_lib.memory.flats import Flat, layers_of
 from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import wire_grad_bytes
 from course_lib.run import Run

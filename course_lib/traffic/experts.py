@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from course_lib.layout.experts import ExpertLayout
 from course_lib.layout.partition import stage_config
 from course_lib.memory.context import tokens_of_rank
-from course_lib.memory.five_d import layers_of
+from course_lib.memory.flats import layers_of
 from course_lib.memory.states import recipe_of
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call

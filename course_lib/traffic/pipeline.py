@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from course_lib.memory.five_d import Flat, schedule_of
+from course_lib.memory.flats import Flat, schedule_of
 from course_lib.memory.pipeline import boundary_bytes
 from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import wire_grad_bytes

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from course_lib.layout.mesh import REPLICA_AXES
 from course_lib.layout.partition import stage_config
-from course_lib.memory.five_d import flats_of, layers_of, schedule_of
+from course_lib.memory.flats import flats_of, layers_of, schedule_of
 from course_lib.memory.states import recipe_of
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call, sent_bytes

@@ -23,7 +23,7 @@ from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.layout.partition import kv_replication, piece_sizes, stage_config
 from course_lib.memory.context import tokens_of_rank
-from course_lib.memory.five_d import Flat, layers_of
+from course_lib.memory.flats import Flat, layers_of
 from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import wire_grad_bytes
 from course_lib.run import Run

@@ -16,6 +16,7 @@ from course_lib.layout import Layout
 from course_lib.measure.storages import replaced
 from course_lib.model import moe
 from course_lib.parallel import five_d
+from course_lib.run import Run
 from course_lib.simulate import simulate_rank
 from course_lib.simulate.cluster import dtypes_of, plan_assignments
 
@@ -60,7 +61,8 @@ def allocated(config, text: str) -> int:
 def test_a_simulated_peak_is_what_the_allocator_counts(text, record):
     config, layout = LAYOUTS[text], Layout.parse(text)
     of_ranks = launch(allocated, layout.world_size, config, text, backend="gloo")
-    simulated = [simulate_rank(config, layout, SEQ_LEN, rank, PRECISION).peak_bytes for rank in range(len(of_ranks))]
+    run = Run(config, layout, SEQ_LEN, PRECISION)
+    simulated = [simulate_rank(run, rank).peak_bytes for rank in range(len(of_ranks))]
     errors = [100 * (found - real) / real for found, real in zip(simulated, of_ranks, strict=True)]
     print(f"\n{text:<60} {min(simulated) / 2**20:9.1f} MiB simulated, error {min(errors):+.1f} to {max(errors):+.1f} %")
     record(layout=text, simulated_bytes=simulated, allocated_bytes=list(of_ranks), error_percent=errors)

@@ -6,8 +6,8 @@ import torch
 from course_lib.config import preset
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
-from course_lib.memory.five_d import five_d_states, flats_of
-from course_lib.memory.moe import expert_parallel_states
+from course_lib.memory.five_d import five_d_states
+from course_lib.memory.flats import flats_of
 from course_lib.memory.states import count_parameters
 from course_lib.memory.zero import padded
 from course_lib.model import Llama
@@ -46,7 +46,10 @@ def test_a_rank_of_llama_405b_counted_by_hand():
 
 def test_experts_alone_have_the_states_of_their_chapter():
     layout = Layout(dp=4, ep=2, zero_stage=1)
-    assert five_d_states(MOE, layout) == expert_parallel_states(MOE, 4, 2, zero_stage=1)
+    experts = 3 * MOE.moe.num_experts * MOE.moe.d_expert * MOE.d_model * MOE.num_layers
+    others, states = count_parameters(MOE) - experts, five_d_states(MOE, layout)
+    assert states.parameters == states.gradients == 2 * (experts // 2 + others)
+    assert states.optimizer == 12 * (experts // 2 // 2 + others // 4)
 
 
 @pytest.mark.parametrize("config", [TOY, MOE, replace(TOY, tied=True)], ids=["dense", "experts", "tied"])
@@ -57,7 +60,7 @@ def test_all_ranks_together_have_the_model_once(config):
     assert total == count_parameters(config) + config.tied * config.vocab_size * config.d_model  # a copy for the head
     with torch.device("meta"):
         names = [name for name, _ in Llama(config).named_parameters()]
-    assert len({flat.label for flat in flats if flat.label.startswith("blocks")}) == config.num_layers
+    assert len({flat.unit for flat in flats if flat.unit.startswith("blocks")}) == config.num_layers
     copies = sum(len(flat.sizes) * (2 if flat.kind == "experts" else 1) for flat in flats)
     assert copies == len(names) + config.tied
 

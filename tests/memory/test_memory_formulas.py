@@ -1,15 +1,17 @@
 """Formulas against hand values, papers' tables, claims of the source notes (by their ids) and the tracker."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
+from kept_bytes import saved_by_a_layer
 
 from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.hardware import GPUS
 from course_lib.layout import Layout
 from course_lib.measure import MemoryTracker
-from course_lib.memory.budget import budgets
+from course_lib.memory.budget import budgets, saved_for_backward
 from course_lib.memory.formulas import (
     ASSUMED_OVERHEADS,
     KORTHIKANTI_SCORE_TERMS,
@@ -17,10 +19,8 @@ from course_lib.memory.formulas import (
     OPTIMIZERS,
     RECIPES,
     LoRA,
-    activation_bytes,
     block_terms,
     budget,
-    core_terms,
     count_parameters,
     count_tensors,
     fits,
@@ -30,7 +30,7 @@ from course_lib.memory.formulas import (
     logits_bytes,
     lora_parameters,
     megatron_activation_bytes,
-    own_activations,
+    parameter_shapes,
     rule_of_thumb_parameters,
     selective_flops_share,
     state_bytes,
@@ -102,14 +102,14 @@ def test_C169_zero3_divides_a_7b_model_s_states_by_the_ranks():
 def test_C207_C213_autocast_leaves_the_states_as_they_were():
     for name in ("xlm-r-large", "xlm-r-xl", "xlm-r-xxl"):
         assert state_bytes(preset(name), "autocast") == state_bytes(preset(name), "fp32")
-        halved = activation_bytes(preset(name), 8, 256, precision="bf16") / activation_bytes(preset(name), 8, 256)
-        assert 0.45 < halved < 0.55
+        fp32, bf16 = (sum(block_terms(preset(name), 256, precision=p).values()) for p in ("fp32", "bf16"))
+        assert 0.45 < bf16 / fp32 < 0.55
 
 
 @pytest.mark.parametrize("name", ["xlm-r-xl", "llama-3.1-8b"])
 def test_C207_autocast_shrinks_activations_by_less_than_half(name):
     fp32, autocast, bf16 = (
-        own_activations(preset(name), 8, 256, precision=p).blocks for p in ("fp32", "autocast", "bf16")
+        sum(block_terms(preset(name), 256, precision=p).values()) for p in ("fp32", "autocast", "bf16")
     )
     assert 0.45 < bf16 / fp32 < 0.55 < autocast / fp32 < 0.75  # the residual stream stays FP32, and inputs are cast
 
@@ -208,8 +208,7 @@ def test_C005_C006_C007_activations_are_quadratic_only_with_the_score_matrix():
     assert [round(b / a, 1) for a, b in (fused, unfused)] == [4.0, 12.4]
     assert round(korthikanti_bytes(LLAMA_8B, 1, 2048, "full") / GIB, 1) == 0.5
     # this course's Llama with its own shapes (GQA, SwiGLU, no dropout): above the claimed 4 to 6 GB as well
-    own = own_activations(LLAMA_8B, 1, 2048, precision="bf16")
-    assert 9 < (own.peak_bytes - own.logits) / GIB < 12
+    assert 9 < saved_for_backward(Run(LLAMA_8B, Layout(), 2048, "bf16")).activations / GIB < 12
     assert logits_bytes(LLAMA_8B, 1, 2048) == 4 * 2048 * 128_256  # and 1.05 GB of log-probabilities on top
 
 
@@ -260,7 +259,11 @@ def test_C209_C158_recomputation_takes_most_activations_but_only_a_share_of_the_
 
 def test_C222_token_ids_take_8_bytes_each():
     config = preset("toy")
-    assert own_activations(config, 4, 64).tokens == 4 * 64 * (8 + 8) + 64 * 2 * config.head_dim * 4
+    none = replace(config, num_layers=1, d_model=8, num_heads=1, num_kv_heads=1, head_dim=8, d_ff=1, vocab_size=1)
+    one, two = (saved_for_backward(Run(none, Layout(micro_batch=n), 64, "fp32")).activations for n in (1, 2))
+    tables = 64 * 2 * none.head_dim * 4  # RoPE's, once for all rows
+    ends = 64 * (8 + 1 + 8) * 4  # the final norm's input and statistics, the head's input
+    assert two - one == one - tables == 64 * (8 + 8) + 64 * sum(block_terms(none, 64).values()) + ends
 
 
 def test_zero_paper_s_activation_example():
@@ -286,8 +289,22 @@ def test_gpt_block_in_bf16_is_korthikanti_s_formula_but_for_layernorm_statistics
     terms = block_terms(config, s, "standard", "bf16")
     statistics = terms["first norm's statistics"] + terms["second norm's statistics"]
     assert sum(terms.values()) - statistics == korthikanti_layer_bytes(config, 1, s) / s
-    fused = sum(core_terms(config, s, "fused", "bf16").values())
-    assert sum(core_terms(config, s, "standard", "bf16").values()) - fused == config.num_heads * (5 * s - 4)
+    assert terms["core"] - block_terms(config, s, "fused", "bf16")["core"] == config.num_heads * (5 * s - 4)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("attention", ["fused", "standard"])
+@pytest.mark.parametrize("name", ["toy", "gpt2"])
+def test_the_closed_formula_of_a_block_is_what_the_ledger_saves_of_a_layer(name, attention, recipe):
+    """To the byte; autocast saves its BF16 copies of the block's matrices as well."""
+    config = replace(preset(name), max_seq_len=96)
+    if attention == "fused":  # which has no dropout on a CPU
+        config = replace(config, dropout=0.0)
+    tokens, weights = 2 * 96, parameter_shapes(config).items()
+    copies = 2 * sum(prod(s) for n, (s, _) in weights if n.startswith(("attention.", "mlp.")) and len(s) == 2)
+    terms = block_terms(config, 96, attention, recipe)
+    found = saved_by_a_layer(config, 96, recipe, attention, micro_batch=2)
+    assert found == tokens * sum(terms.values()) + (copies if recipe == "autocast" else 0)
 
 
 def llama(layers, d, heads, kv, ff, vocab, tied=False):
@@ -345,7 +362,7 @@ GRID = [  # config, batch, sequence, attention, recomputation, precision
 @pytest.mark.parametrize(
     "case", GRID, ids=lambda c: f"{c[0].family}-{c[0].num_layers}x{c[0].d_model}-{'-'.join(map(str, c[1:]))}"
 )
-def test_activations_measured_are_within_2_percent_of_the_formula(case):
+def test_activations_measured_are_the_formula_s_but_for_a_few_numbers(case):
     config, batch_size, seq_len, attention, recompute, recipe = case
     dtype = torch.float32 if recipe in ("fp32", "autocast") else torch.bfloat16
     model = build(config, dtype=dtype, attention=attention, recompute=recompute)
@@ -358,22 +375,21 @@ def test_activations_measured_are_within_2_percent_of_the_formula(case):
     (predicted,) = budgets(Run(config, layout, seq_len, recipe, attention, "cpu"))
     for kind in ("parameters", "gradients", "optimizer"):
         assert predicted.by_kind[kind] == measured[kind], kind
-    assert predicted.by_kind["activations"] == pytest.approx(
-        measured["activations"], rel=0.05 if (recipe, attention) == ("autocast", "standard") else 0.005
-    )
+    left = measured["activations"] - predicted.by_kind["activations"]
+    assert 0 <= left <= 20  # the loss, its mean and counts: a few numbers
 
 
-def test_the_encoder_s_activations_are_within_2_percent_too():
+def test_the_encoder_s_activations_are_too():
     config = ModelConfig("encoder", 3, 64, 4, 4, 256, 300, 128, tied=True, family="xlmr", dropout=0.1)
     for recompute in ("none", "full"):
         model = build(config, attention="standard", recompute=recompute)
         with MemoryTracker(model) as tracker:
             model(torch.randint(0, 300, (4, 64))).square().mean().backward()
         measured = max(tracker.timeline.bytes_by_kind["activations"])
-        output = (
-            4 * 64 * 64 * 4 if recompute == "none" else 0
-        )  # the loss here keeps the output, which a head would keep
-        assert activation_bytes(config, 4, 64, "standard", recompute) == pytest.approx(measured, rel=0.02, abs=output)
+        output = 4 * 64 * 64 * 4  # the loss here saves the output, which a head would save, and two numbers
+        run = Run(config, Layout(micro_batch=4, recompute=recompute), 64, "fp32", "standard", "cpu")
+        predicted = budgets(run)[0].activations
+        assert 0 <= measured - predicted <= output + 8, (recompute, measured, predicted)
 
 
 # ---- budgets
@@ -413,7 +429,7 @@ def test_C225_an_h100_shows_79_gib():
 def test_selective_recomputation_brings_explicit_attention_down_to_the_fused_one():
     """C039: one or the other, they save the same."""
     standard, fused = (
-        own_activations(LLAMA_8B, 1, 4096, attention, recompute, "bf16").blocks
+        saved_by_a_layer(LLAMA_8B, 4096, "bf16", attention, recompute=recompute)
         for attention, recompute in (("standard", "selective"), ("fused", "none"))
     )
     assert standard == pytest.approx(fused, rel=0.01)
@@ -426,10 +442,8 @@ def test_selective_recomputation_brings_explicit_attention_down_to_the_fused_one
         (lambda: state_bytes(LLAMA_8B, "fp32", "adam"), "choose from adamw"),
         (lambda: state_bytes(LLAMA_8B, lora=LoRA(8, ("query",))), "choose from"),
         (lambda: LoRA(0), "1 or more"),
-        (lambda: activation_bytes(LLAMA_8B, 0, 8), "batch_size is 0"),
-        (lambda: activation_bytes(LLAMA_8B, 1, 8, attention="flash"), "choose from fused, standard"),
-        (lambda: activation_bytes(LLAMA_8B, 1, 8, recompute="all"), "choose from none, selective, full"),
-        (lambda: activation_bytes(LLAMA_8B, 1, 8, precision="fp8"), "choose from fp32"),
+        (lambda: block_terms(LLAMA_8B, 8, attention="flash"), "choose from fused, standard"),
+        (lambda: block_terms(LLAMA_8B, 8, precision="fp8"), "choose from fp32"),
         (lambda: korthikanti_layer_bytes(LLAMA_8B, 1, 8, tp=0), "tp is 0"),
         (lambda: budget(preset("gpt2"), 1, 2048), "at most 1024"),
         (lambda: fits(budget(preset("gpt2"), 1, 8), "h1000"), "h100"),

@@ -4,23 +4,17 @@ import dataclasses
 
 import pytest
 import torch
-from kept_bytes import kept_bytes
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from course_lib import timing
 from course_lib.compare.profile import profile_step, scale_down
 from course_lib.config import MOE_PRESETS, preset
 from course_lib.layout import Layout
-from course_lib.memory import moe as arithmetic
 from course_lib.memory.budget import budgets
-from course_lib.memory.formulas import budget, count_parameters, count_tensors, own_activations, state_bytes
-from course_lib.memory.moe import (
-    active_parameters,
-    dense_twin,
-    expert_parallel_states,
-    moe_terms,
-    rank_shapes,
-)
+from course_lib.memory.five_d import five_d_states
+from course_lib.memory.flats import flats_of
+from course_lib.memory.formulas import block_terms, budget, count_parameters, count_tensors, state_bytes
+from course_lib.memory.moe import active_parameters, dense_twin
 from course_lib.memory.papers import megatron_activation_bytes
 from course_lib.memory.tensor import narrow
 from course_lib.memory.zero import zero_units
@@ -115,43 +109,32 @@ def test_states_are_measured_to_the_byte_and_activations_within_a_fraction_of_a_
         assert abs(found.row("peak").error_percent) < (12 if recompute == "full" else 1)  # gradients beside a turn
 
 
-@pytest.mark.parametrize("factor", [None, 0.5])
-def test_a_layer_keeps_what_the_table_says_and_nothing_of_rows_that_were_dropped(factor):
-    config = with_moe(TOY, capacity_factor=factor)
-    layer, x_BSD = build(config).blocks[0].mlp, torch.randn(2, 50, 64, requires_grad=True)
-    found = kept_bytes(layer, lambda: layer(x_BSD))
-    rows = layer.routing.kept_Tk.sum().item() / 100
-    assert rows == 2 if factor is None else rows < 1.5
-    held_by_the_module = 2 * (4 + 1)  # weights, and whether a choice is kept
-    assert found == pytest.approx((sum(moe_terms(config.moe, 64, "fp32", rows).values()) - held_by_the_module) * 100)
-
-
 # ---- EP x DP x TP
 
 
+def states(**layout):
+    """Of the only rank of a pipeline of one."""
+    return five_d_states(MIXTRAL, Layout(**layout))
+
+
 def test_ranks_together_hold_every_expert_and_ranks_of_tp_every_matrix():
-    for dp_size, ep_size in ((1, 1), (4, 1), (4, 4), (8, 4), (16, 8)):
-        experts, _ = rank_shapes(MIXTRAL, dp_size, ep_size)
-        held = sum(shape[0] * shape[1] * copies for shape, copies in experts.values())
-        assert held * ep_size == 32 * 8 * 3 * 4096 * 14_336
-        rest = count_parameters(MIXTRAL) - held * ep_size
-        states = expert_parallel_states(MIXTRAL, dp_size, ep_size)
-        assert states.parameters == 2 * (held + rest)
-    whole, parts = expert_parallel_states(MIXTRAL), expert_parallel_states(MIXTRAL, tp_size=8)
+    held = 32 * 8 * 3 * 4096 * 14_336
+    for dp, ep in ((1, 1), (4, 1), (4, 4), (8, 4), (16, 8)):
+        assert states(dp=dp, ep=ep).parameters == 2 * (held // ep + count_parameters(MIXTRAL) - held)
     twice = (2 * 32 + 1) * 4096 + 32 * 8 * 4096  # norms and routers are on all
-    assert 8 * parts.parameters == whole.parameters + 7 * 2 * twice
-    assert expert_parallel_states(MIXTRAL) == state_bytes(MIXTRAL)
+    assert 8 * states(tp=8).parameters == states().parameters + 7 * 2 * twice
+    assert states() == state_bytes(MIXTRAL)
 
 
 def test_zero_shards_experts_over_those_that_hold_the_same_ones():
     # hand: 45.1 billion parameters of experts over ep 4 on dp 16, so 4 ranks share each; 1.6 billion over all 16
     experts, others = 32 * 8 * 3 * 4096 * 14_336, count_parameters(MIXTRAL) - 32 * 8 * 3 * 4096 * 14_336
-    one = expert_parallel_states(MIXTRAL, 16, 4, zero_stage=1)
+    one = states(dp=16, ep=4, zero_stage=1)
     assert one.optimizer == pytest.approx(12 * (experts / 4 / 4 + others / 16), rel=1e-9)
     assert one.parameters == 2 * (experts // 4 + others)
-    two = expert_parallel_states(MIXTRAL, 16, 4, zero_stage=2)
+    two = states(dp=16, ep=4, zero_stage=2)
     assert two.gradients == pytest.approx(2 * (experts / 4 / 4 + others / 16), rel=1e-9)
-    without = expert_parallel_states(MIXTRAL, 16, 1, zero_stage=1)
+    without = states(dp=16, zero_stage=1)
     assert without.optimizer == one.optimizer  # ZeRO alone shards the optimizer as far; EP divides the rest
     assert without.parameters > 3 * one.parameters
 
@@ -162,15 +145,15 @@ def test_what_a_rank_keeps_grows_with_the_rows_that_others_send():
     assert crowded.activations - even.activations == 32 * 4096 * 2 * row_bytes
     assert crowded.states_bytes == even.states_bytes
     divided = budgets(Run(MIXTRAL, Layout(dp=8, ep=8, tp=8), 4096))[0]
-    terms = moe_terms(MIXTRAL.moe, 4096, "bf16")
-    assert divided.activations < even.activations
-    assert even.activations - divided.activations > 32 * 4096 * terms["experts"] * 7 / 8 * 0.99
+    inside = 2 * 4 * 14_336 * 2  # of two experts, which tp divides
+    assert even.activations - divided.activations > 32 * 4096 * inside * 7 / 8 * 0.99
 
 
 def test_a_rank_of_64_has_four_of_deepseek_v3s_experts_in_each_layer():
     whole = budgets(Run(DEEPSEEK, Layout(dp=64, ep=64, zero_stage=1, recompute="full"), 4096))[0]
-    experts = sum(shape[0] * shape[1] * n for shape, n in rank_shapes(DEEPSEEK, 64, 64)[0].values())
-    assert experts == 58 * 4 * 3 * 7168 * 2048
+    experts = 58 * 4 * 3 * 7168 * 2048
+    flats = flats_of(DEEPSEEK, Layout(dp=64, ep=64, zero_stage=1))
+    assert experts == sum(flat.numel for flat in flats if flat.kind == "experts")
     assert whole.parameters == 2 * (experts + count_parameters(DEEPSEEK) - 64 * experts)
 
 
@@ -191,7 +174,7 @@ def test_formulas_of_dense_models_refuse_experts(use):
     for config in (TOY, DEEPSEEK, dataclasses.replace(DEEPSEEK, moe=None)):
         with pytest.raises(ValueError, match=r"knows no (experts|latent attention), but .* has; use a dense model, or"):
             use(config)
-    for use in (lambda: own_activations(DEEPSEEK, 1, 64), lambda: narrow(TOY, 2)):
+    for use in (lambda: block_terms(DEEPSEEK, 64), lambda: narrow(TOY, 2)):
         with pytest.raises(ValueError, match="knows no experts, but .* has"):
             use()
 
@@ -199,27 +182,10 @@ def test_formulas_of_dense_models_refuse_experts(use):
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda: expert_parallel_states(TOY, 4, 3), "ep .3. must divide the 4 ranks of dp"),
-        (lambda: expert_parallel_states(TOY, 16, 16), "num_experts .8. must be divisible by ep .16."),
-        (lambda: expert_parallel_states(preset("toy"), 2, 2), "toy has no experts"),
-        (lambda: expert_parallel_states(TOY, 2, 2, zero_stage=3), "zero_stage is 3; with experts choose from 0, 1, 2"),
-        (lambda: expert_parallel_states(TOY, tp_size=3), "num_heads .8. must be divisible by tp .3."),
         (lambda: budgets(Run(TOY, Layout(dp=4, ep=4), 64), load=5.0), "load is 5.0; required: 0 to ep .4."),
         (lambda: budget(TOY, 1, 512), "reads at most 256 tokens"),
-        (lambda: moe_terms(TOY.moe, 64, "autocast"), "precision is 'autocast'; with experts choose one without casts"),
-        (lambda: own_activations(dataclasses.replace(DEEPSEEK, moe=None), 1, 64, precision="autocast"),
-         "precision is 'autocast'; with latent attention choose one without casts"),
     ],
 )  # fmt: skip
 def test_impossible_layouts_are_refused(use, message):
     with pytest.raises(ValueError, match=message):
         use()
-
-
-def test_the_module_says_what_its_table_computes():
-    """The table in the docstring, term by term, in bf16: 4 D, 4 E, ..."""
-    terms, moe, D = moe_terms(MIXTRAL.moe, 4096, "bf16", rows=2.0), MIXTRAL.moe, 4096
-    assert terms["input of the router"] == 4 * D
-    assert terms["experts' outputs"] == terms["dispatched rows"] == 2 * D * 2
-    assert terms["experts"] == 2 * 4 * moe.d_expert * 2
-    assert arithmetic.moe_terms(DEEPSEEK.moe, 7168, "bf16")["shared experts"] == 4 * 2048 * 2

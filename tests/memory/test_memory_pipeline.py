@@ -11,15 +11,11 @@ from course_lib import model, training
 from course_lib.config import ModelConfig, preset
 from course_lib.hardware import PUBLISHED_1F1B_FALLS, PUBLISHED_1F1B_THROUGHPUT
 from course_lib.layout import Layout, even_layers, fewer_at_the_ends
-from course_lib.memory.activations import own_activations
-from course_lib.memory.budget import budget, budgets
-from course_lib.memory.pipeline import (
-    boundary_bytes,
-    live_layers,
-    peak_held,
-    stage_activations,
-)
-from course_lib.memory.stages import balanced_layers, stage_parameters, stage_units
+from course_lib.memory.activations import block_terms
+from course_lib.memory.budget import budget, budgets, saved_for_backward
+from course_lib.memory.flats import flats_of
+from course_lib.memory.pipeline import boundary_bytes, live_layers
+from course_lib.memory.stages import balanced_layers, stage_parameters
 from course_lib.memory.states import count_parameters
 from course_lib.parallel.stages import cut
 from course_lib.parallel.weight_gradients import DelayedWeightGradients, WeightGradientStore
@@ -27,7 +23,6 @@ from course_lib.run import Run
 from course_lib.schedules import (
     SCHEDULES,
     all_forward_all_backward,
-    from_lists,
     interleaved_1f1b,
     interleaving_memory,
     make,
@@ -87,7 +82,8 @@ def test_a_tied_head_is_a_copy_on_the_last_stage():
     embedding = TIED.vocab_size * TIED.d_model
     assert sum(stage_parameters(TIED, even_layers(16, 4))) == count_parameters(TIED) + embedding
     assert stage_parameters(TIED, [16]) == [count_parameters(TIED)]
-    assert stage_units(TIED, [8, 8], 1)[-1] == embedding + TIED.d_model
+    last = flats_of(TIED, Layout(pp=2, dp=2, zero_stage=3), pp_rank=1)
+    assert sum(flat.numel for flat in last if flat.unit == "end") == embedding + TIED.d_model
     with pytest.raises(ValueError, match="16 together"):
         stage_parameters(TIED, [8, 9])
 
@@ -104,9 +100,9 @@ def test_C100_C105_C143_activations_of_1f1b_do_not_shrink_with_stages():
     for name in SCHEDULES:
         schedule = make(name, 4, 12)
         assert tuple(live_layers(schedule, [1] * schedule.num_stages)) == peak_live(name, 4, 12, schedule.v), name
-    kept = stage_activations(LLAMA_8B, 1, 4096, even_layers(32, 8), 1, output_kept=False)
-    alone = own_activations(LLAMA_8B, 1, 4096, precision="bf16-master", device="cuda")
-    assert 8 * kept.kept == pytest.approx(alone.blocks, rel=1e-3)  # and RoPE's tables, once a stage
+    kept = saved_for_backward(Run(LLAMA_8B, Layout(pp=8), 4096), 1).activations
+    tables = 4096 * 2 * LLAMA_8B.head_dim * 2  # RoPE's, once a stage
+    assert kept - tables == 4 * 4096 * sum(block_terms(LLAMA_8B, 4096, precision="bf16-master").values())
 
 
 def test_C114_interleaving_costs_activation_memory():
@@ -116,15 +112,6 @@ def test_C114_interleaving_costs_activation_memory():
         m = 2 * pp
         plain = live_layers(one_f_one_b(pp, m), [v] * pp)[0]
         assert live_layers(interleaved_1f1b(pp, m, v), [1] * (pp * v))[0] == factor * plain
-
-
-def test_a_rank_s_memory_is_a_walk_through_its_instructions():
-    row = from_lists([["F0", "F1", "I0", "F2", "W0", "B1", "B2"]]).instructions[0]
-    assert peak_held(row, [10]) == 20
-    assert peak_held(row, [10], turn=[7]) == 27
-    assert peak_held(row, [10], waiting=[4]) == 24  # after F2: two alive, one waits for W
-    with_logits = stage_activations(TOY, 2, 64, [2, 2], 1)
-    assert with_logits.logits == 4 * 2 * 64 * 256 and stage_activations(TOY, 2, 64, [2, 2], 0).logits == 0
 
 
 @pytest.mark.parametrize("config", [TOY, SMALL_GPT], ids=["llama", "gpt"])
@@ -141,8 +128,9 @@ def test_a_real_stage_keeps_what_is_predicted_and_what_waits_for_w_too(config):
         out.backward(torch.ones_like(out))
         products = [handle.grad_fn.product for handle in queue.handles]
         waiting = {x.data_ptr(): x.untyped_storage().nbytes() for one in products for x in (one.x, one.grad)}
-        said = stage_activations(config, 2, 16, layers, stage, precision="fp32", device="cpu", output_kept=False)
-        assert kept - said.kept in (0, 4), stage  # the loss is one number
+        layout = Layout(pp=3, layers_of_stage=tuple(layers), schedule="zb_h1", micro_batch=2, micro_batches=3)
+        said = saved_for_backward(Run(config, layout, 16, "fp32", device="cpu"), stage)
+        assert kept - said.total in (0, 4), stage  # the loss is one number
         assert sum(waiting.values()) == said.waiting, stage
 
 

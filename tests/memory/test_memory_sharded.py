@@ -1,19 +1,22 @@
 """ZeRO, tensor and sequence parallelism in bytes: hand values, papers' tables, claims by their ids."""
 
+from itertools import pairwise
 from math import prod
 
 import pytest
 import torch
+from kept_bytes import saved_by_a_layer
 
 from course_lib.config import ModelConfig, preset
 from course_lib.hardware import GPUS
 from course_lib.layout import Layout
 from course_lib.layout.partition import kv_replication
-from course_lib.memory.activations import own_activations
+from course_lib.memory.activations import block_terms
+from course_lib.memory.budget import saved_for_backward
 from course_lib.memory.formulas import budgets, count_parameters, fits
 from course_lib.memory.papers import korthikanti_bytes, korthikanti_layer_bytes
 from course_lib.memory.states import RECIPES, parameter_shapes, state_bytes
-from course_lib.memory.tensor import narrow, tensor_parallel_activations, whole_parameters
+from course_lib.memory.tensor import narrow, whole_parameters
 from course_lib.memory.zero import (
     Offload,
     bucket_units,
@@ -21,9 +24,7 @@ from course_lib.memory.zero import (
     layer_units,
     offload_link_bytes,
     padded,
-    tensor_sizes,
     zero_bytes_per_parameter,
-    zero_gathered_bytes,
     zero_saving,
     zero_state_bytes,
     zero_units,
@@ -151,7 +152,7 @@ def test_a_padded_unit_is_divisible_and_no_longer_than_needed():
 def test_units_hold_every_parameter_of_the_built_model_once_in_its_order(name):
     config = preset(name)
     model = build(config, device="meta")
-    assert tensor_sizes(config) == [p.numel() for p in model.parameters()]
+    assert zero_units(config, 0) == [p.numel() for p in model.parameters()]
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
     embed, *middle, end = layer_units(config)
     assert middle == blocks and embed + end == count_parameters(config) - sum(blocks)
@@ -160,7 +161,7 @@ def test_units_hold_every_parameter_of_the_built_model_once_in_its_order(name):
 
 
 def test_a_bucket_closes_once_it_is_full():
-    sizes = tensor_sizes(TOY)
+    sizes = zero_units(TOY, 0)
     assert bucket_units(TOY, 4, bucket_bytes=1) == sizes[::-1]
     assert bucket_units(TOY, 4, bucket_bytes=2**30) == [sum(sizes)]
     some = bucket_units(TOY, 4, bucket_bytes=100_000)
@@ -178,7 +179,7 @@ def test_each_stage_divides_one_more_kind_and_padding_counts():
         (2 * whole, 2 * shard, 12 * shard),
         (2 * shard, 2 * shard, 12 * shard),
     ]
-    assert zero_state_bytes(tensor_sizes(LLAMA_8B), 0, 8) == state_bytes(LLAMA_8B)
+    assert zero_state_bytes(zero_units(LLAMA_8B, 0), 0, 8) == state_bytes(LLAMA_8B)
     fp32 = zero_state_bytes(units, 3, 4, "fp32", "sgd-momentum")
     assert (fp32.parameters, fp32.gradients, fp32.optimizer) == (4 * shard, 4 * shard, 4 * shard)
     with pytest.raises(ValueError, match="flat shards cut apart"):
@@ -188,16 +189,12 @@ def test_each_stage_divides_one_more_kind_and_padding_counts():
 
 
 def test_C063_C132_stage_3_gathers_two_neighbouring_units_not_the_model():
-    units = [50, 10, 10, 30]
-    assert zero_gathered_bytes(units, 3, 4) == 2 * (52 + 12)
-    assert zero_gathered_bytes(units, 3, 4, prefetch=False) == 2 * 52
-    assert zero_gathered_bytes(units, 2, 4) == 0
-    assert zero_gathered_bytes(units, 3, 4, tied=True) == 2 * (52 + 12 + 32)  # the embedding beside the last two
-    tied = preset("llama-3.2-1b")
-    held = zero_gathered_bytes(layer_units(tied), 3, 8, tied=True)
-    assert rank(tied, 64, zero_stage=3, dp=8).gathered == held
-    layers = layer_units(LLAMA_8B)
-    assert zero_gathered_bytes(layers, 3, 8) < 2 * (max(layers) + sorted(layers)[-2]) < 2 * sum(layers) / 7
+    for config in (LLAMA_8B, preset("llama-3.2-1b")):  # the second is tied: its embedding stays beside the last two
+        sizes = [2 * padded(unit, 8) for unit in layer_units(config)]
+        embedding, others = (sizes[0], sizes[1:]) if config.tied else (0, sizes)
+        held = rank(config, 64, zero_stage=3, dp=8).gathered
+        assert held == embedding + max(a + b for a, b in pairwise(others))
+        assert config.tied or held < 2 * (max(sizes) + sorted(sizes)[-2]) < 2 * sum(sizes) / 7
 
 
 # ---- offload
@@ -305,43 +302,39 @@ def test_korthikanti_table_2_in_all_its_rows():
 @pytest.mark.parametrize("sp", [False, True])
 def test_the_course_s_gpt_keeps_table_2_but_for_statistics(tp, sp):
     """With the input gathered again; the paper leaves out LayerNorm's mean and deviation (8 bytes a token here)."""
-    s = 2048
+    s, cut = 2048, {"sequence_parallel": sp and tp > 1, "regather": sp and tp > 1}
     for recompute, attention in (("none", "standard"), ("none", "fused")):
-        ours = tensor_parallel_activations(GPT3, 1, s, tp, sp, sp, attention, recompute, "bf16").blocks
+        ours = saved_by_a_layer(GPT3, s, "bf16", attention, recompute=recompute, tp=tp, **cut)
         papers = korthikanti_layer_bytes(GPT3, 1, s, "selective" if attention == "fused" else "none", tp, sp)
         statistics = s * 8 / (tp if sp else 1)
         log_sum_exp = 4 * s * GPT3.num_heads / tp if attention == "fused" else 0
-        assert ours == GPT3.num_layers * (papers + statistics + log_sum_exp)
+        assert ours == papers + statistics + log_sum_exp
 
 
 def test_a_rank_s_terms_are_divided_where_the_region_is_split():
     """Llama, term by term: S 64 over 4 ranks; D 64, F 192, N 8, K 4, H 8, V 256; FP32."""
-    args, tokens = (TOY, 2, 64), 2 * 64
-    whole = own_activations(*args).blocks / TOY.num_layers / tokens
+    tokens = 2 * 64
+    whole = sum(block_terms(TOY, 64).values())
     divided = 4 * ((8 + 2 * 4) * 8 + 8 + 8 * 8 + 4 * 192)  # q, k, v; log-sum-exp; input of o; MLP
     residual, inputs = 4 * 2 * (64 + 1), 4 * 2 * 64
     assert whole == divided + residual + inputs
 
     def layer(**how):
-        return tensor_parallel_activations(*args, tp=4, **how).blocks / TOY.num_layers / tokens
+        return saved_by_a_layer(TOY, 64, micro_batch=2, tp=4, **how) / tokens
 
     assert layer() == divided / 4 + residual + inputs
     assert layer(sequence_parallel=True) == (divided + residual) / 4 + inputs
     assert layer(sequence_parallel=True, regather=True) == whole / 4
-    full = tensor_parallel_activations(*args, tp=4, recompute="full")
-    assert full.blocks == own_activations(*args, recompute="full").blocks  # the replicated input is all that is kept
-    sharded = tensor_parallel_activations(*args, tp=4, sequence_parallel=True, recompute="full")
-    assert sharded.blocks == full.blocks / 4
-    assert full.logits == own_activations(*args).logits / 4 + 9 * tokens  # and which of the targets are mine
-    with pytest.raises(ValueError, match="needs sequence_parallel=True"):
-        layer(regather=True)
+    assert layer(recompute="full") == 4 * 64  # the replicated input is all that is saved
+    assert layer(sequence_parallel=True, recompute="full") == 64
+    alone, one_of_4 = (saved_for_backward(Run(TOY, Layout(tp=tp, micro_batch=2), 64, "fp32")) for tp in (1, 4))
+    assert one_of_4.logits == alone.logits / 4
 
 
 def test_uneven_sequences_give_the_last_rank_less():
-    ranks = [
-        tensor_parallel_activations(TOY, 1, 63, 4, True, True, recompute="full", tp_rank=r).blocks for r in range(4)
-    ]
-    whole = own_activations(TOY, 1, 63, recompute="full").blocks
+    cut = {"tp": 4, "sequence_parallel": True, "regather": True, "recompute": "full"}
+    ranks = [saved_by_a_layer(TOY, 63, tp_rank=r, **cut) for r in range(4)]
+    whole = saved_by_a_layer(TOY, 63, recompute="full")
     assert ranks[0] == ranks[2] == whole * 16 // 63 and ranks[3] == whole * 15 // 63 and sum(ranks) == whole
 
 
@@ -438,8 +431,8 @@ def test_70b_with_masters_fits_an_h100_by_tp_16_with_all_that_sequence_paralleli
 def test_C192_32k_tokens_of_70b_do_not_fit_a_tp_group_of_8():
     kept = 80 * korthikanti_layer_bytes(LLAMA_70B, 1, 32_768, "selective") / GIB
     assert kept == 680 and kept / 8 == 85 > 80
-    recomputed = tensor_parallel_activations(LLAMA_70B, 1, 32_768, 8, True, recompute="full", precision="bf16")
-    assert recomputed.peak_bytes / GIB < 20
+    recomputed = rank(LLAMA_70B, 32_768, "bf16", tp=8, sequence_parallel=True, recompute="full")
+    assert recomputed.saved / GIB < 20
 
 
 def test_parameters_wait_elsewhere_only_in_stage_3():

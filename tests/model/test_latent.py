@@ -8,9 +8,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from course_lib.compare.profile import profile_step
 from course_lib.config import MlaConfig, preset
-from course_lib.memory.formulas import count_parameters, own_activations
+from course_lib.layout import Layout
+from course_lib.memory.budget import budgets, saved_for_backward
+from course_lib.memory.formulas import count_parameters
 from course_lib.model import attention as cores
 from course_lib.model import build
+from course_lib.run import Run
 from course_lib.training import loss_of
 
 TOY = replace(preset("toy"), num_layers=1, num_kv_heads=8, head_dim=None, d_ff=8)
@@ -52,8 +55,8 @@ def test_the_tracker_sees_what_the_formula_says_whatever_is_recomputed(value_dim
         row = found.row("activations")
         left = row.measured_bytes - row.predicted_bytes  # the loss, a few numbers
         assert 0 <= left < 40, (attention, recompute)
-    turns = own_activations(config, 2, 256, "standard", "selective")
-    assert turns.last_block_s_turn > turns.start_of_backward_bytes  # so that both moments were seen
+    turns = Run(config, Layout(micro_batch=2, recompute="selective"), 256, "fp32", "standard")
+    assert budgets(turns)[0].saved > saved_for_backward(turns).total  # so that both moments were seen
 
 
 def test_values_of_another_length_go_through_one_kernel_padded():

@@ -17,8 +17,8 @@ from course_lib.config import ModelConfig
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure import ByteMeter, MemoryTracker
+from course_lib.memory.budget import budgets, saved_for_backward
 from course_lib.memory.papers import korthikanti_layer_bytes
-from course_lib.memory.tensor import tensor_parallel_activations
 from course_lib.model import attention, gpt
 from course_lib.parallel import sequence, tensor
 from course_lib.parallel.data import Trace
@@ -300,6 +300,11 @@ def kept_bytes():
     return found
 
 
+def run_of(config, mode, recompute, tp_size):
+    layout = Layout(tp=1 if mode == "none" else tp_size, micro_batch=B, recompute=recompute, **MODES[mode][1])
+    return Run(config, layout, LENGTH, "bf16", "standard", "cpu")
+
+
 def peak_bytes(mode, recompute):
     """The most activation bytes of a step, of two layers. The least of four steps: see `after_forward`."""
     config = dataclasses.replace(GPT_BLOCK, num_layers=2)
@@ -311,8 +316,7 @@ def peak_bytes(mode, recompute):
             tensor.loss_of(engine, x_BS, y_BS).backward()
         peaks.append(max(tracker.timeline.bytes_by_kind["activations"]))
         engine.zero_grad()
-    words = {"attention": "standard", "recompute": recompute, "precision": "bf16"} | MODES[mode][1]
-    return min(peaks), tensor_parallel_activations(config, B, LENGTH, dist.get_world_size(), **words).peak_bytes
+    return min(peaks), budgets(run_of(config, mode, recompute, dist.get_world_size()))[0].saved
 
 
 def peaks():
@@ -477,13 +481,12 @@ def test_a_gpt_block_keeps_what_korthikanti_predicts_within_2_percent(of_size, t
 def test_both_families_keep_what_the_own_formula_predicts(of_size, tp_size):
     for of_rank in of_size[tp_size]:
         for (family, mode, recompute), (one_layer, second_layer) in of_rank["kept"].items():
-            config, words = GPT_BLOCK if family == "gpt" else LLAMA_BLOCK, MODES[mode][1]
-            predicted = tensor_parallel_activations(
-                config, B, LENGTH, 1 if mode == "none" else tp_size, **words,
-                attention="standard", recompute=recompute, precision="bf16",
-            )  # fmt: skip
-            assert second_layer == pytest.approx(predicted.blocks, rel=0.02), (family, mode, recompute)
-            assert one_layer == pytest.approx(predicted.start_of_backward_bytes, rel=0.02), (family, mode, recompute)
+            config, case = GPT_BLOCK if family == "gpt" else LLAMA_BLOCK, (family, mode, recompute)
+            runs = [run_of(dataclasses.replace(config, num_layers=n), mode, recompute, tp_size) for n in (1, 2)]
+            one, two = (saved_for_backward(run).total for run in runs)
+            batch = 0 if mode == "none" else 2 * 8 * B * LENGTH  # tokens and targets, which the test itself makes
+            assert one_layer == pytest.approx(one + batch, rel=0.02), case
+            assert second_layer == pytest.approx(two - one, rel=0.02), case
 
 
 def test_the_peak_of_a_step_is_what_the_own_formula_predicts():

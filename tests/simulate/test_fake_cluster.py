@@ -13,8 +13,10 @@ from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.measure.storages import replaced
+from course_lib.memory.states import LoRA
 from course_lib.model import moe
 from course_lib.parallel import five_d
+from course_lib.run import Run
 from course_lib.simulate import simulate, simulate_rank
 from course_lib.simulate.cluster import STATES, dtypes_of, plan_assignments, planned_assignment, pp_ranks_of
 
@@ -91,7 +93,7 @@ def test_simulated_ranks_equal_real_ones(cases):
     for index, (config, text, precision) in enumerate(cases):
         real_peaks: dict[int, list[int]] = {}  # of the ranks that are alike in the simulation
         for rank, of_rank in enumerate(results):
-            real, found = of_rank[index], simulate_rank(config, Layout.parse(text), SEQ_LEN, rank, precision)
+            real, found = of_rank[index], simulate_rank(Run(config, Layout.parse(text), SEQ_LEN, precision), rank)
             assert found.states == real["states"], (text, rank)
             assert found.sent_by_axis == real["sent"], (text, rank)
             real_peaks.setdefault(found.peak_bytes, []).append(real["peak"])
@@ -115,7 +117,7 @@ TAPED = [
 def test_a_tape_changes_nothing_but_what_runs(config, text):
     layout = Layout.parse(text)
     for rank in (0, layout.world_size - 1):
-        taped, whole = (simulate_rank(config, layout, SEQ_LEN, rank, replay=replay) for replay in (True, False))
+        taped, whole = (simulate_rank(Run(config, layout, SEQ_LEN), rank, replay=replay) for replay in (True, False))
         assert taped.replayed > 0 == whole.replayed
         assert (taped.peak_bytes, taped.states) == (whole.peak_bytes, whole.states)
         assert (taped.sent_by_axis, taped.flops) == (whole.sent_by_axis, whole.flops)
@@ -133,12 +135,12 @@ def test_the_last_backward_of_a_stage_is_the_last_on_tape_too():
         return note
 
     with replaced(five_d.CutWork, "before_backward", noted):
-        assert simulate_rank(TINY, Layout(dp=2, pp=2, zero_stage=1, micro_batches=8), SEQ_LEN, 0).replayed > 0
+        assert simulate_rank(Run(TINY, Layout(dp=2, pp=2, zero_stage=1, micro_batches=8), SEQ_LEN), 0).replayed > 0
     assert last == [(0, False), (0, False), (0, True)]
 
 
 def test_many_micro_batches_cost_what_few_do():
-    few, many = (simulate_rank(TINY, Layout(pp=2, micro_batches=count), SEQ_LEN, 0) for count in (4, 100))
+    few, many = (simulate_rank(Run(TINY, Layout(pp=2, micro_batches=count), SEQ_LEN), 0) for count in (4, 100))
     assert many.peak_bytes == few.peak_bytes and many.flops == 25 * few.flops
     assert many.replayed - few.replayed == 2 * 96
 
@@ -149,7 +151,7 @@ def test_many_micro_batches_cost_what_few_do():
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_flops_of_all_ranks_are_those_of_the_formula(recompute):
     layout = Layout(dp=2, tp=2, pp=2, micro_batches=4, recompute=recompute)
-    found = simulate(DEEP, layout, SEQ_LEN)
+    found = simulate(Run(DEEP, layout, SEQ_LEN))
     tokens = layout.sequences_per_step * SEQ_LEN
     formula = step_flops(DEEP, tokens, SEQ_LEN, recompute)
     if recompute == "full":  # a block's recomputation ends before its last product, which backward does not need
@@ -161,7 +163,7 @@ def test_a_stage_is_simulated_on_the_rank_that_holds_it():
     layout = Layout(pp=2, schedule="zbv", micro_batches=4)
     assert pp_ranks_of(layout) == [0, 1] and pp_ranks_of(layout, [3, 0]) == [0] and pp_ranks_of(layout, [2]) == [1]
     with pytest.raises(ValueError, match=r"stages \[4\] do not exist.*0\.\.3"):
-        simulate(DEEP, layout, SEQ_LEN, stages=[4])
+        simulate(Run(DEEP, layout, SEQ_LEN), stages=[4])
 
 
 def test_cost_does_not_grow_with_ranks():
@@ -170,7 +172,7 @@ def test_cost_does_not_grow_with_ranks():
     for count in range(15):
         for dp in best:
             start_s = time.process_time()
-            simulate_rank(TINY, Layout(dp=dp, tp=2, pp=2, zero_stage=1), SEQ_LEN, 0)
+            simulate_rank(Run(TINY, Layout(dp=dp, tp=2, pp=2, zero_stage=1), SEQ_LEN), 0)
             if count > 0:  # the first fills caches
                 best[dp] = min(best[dp], time.process_time() - start_s)
         if count > 2 and best[4096] < 1.2 * best[16]:
@@ -180,7 +182,7 @@ def test_cost_does_not_grow_with_ranks():
 
 def test_deepseek_v3_on_2048_ranks_builds_its_own_experts_alone():
     layout = Layout.parse("dp=128,pp=16,ep=64,zero_stage=1,recompute=full")
-    found = simulate_rank(preset("deepseek-v3"), layout, 4096, layout.mesh.rank(pp=15, dp=3, cp=0, tp=0))
+    found = simulate_rank(Run(preset("deepseek-v3"), layout, 4096), layout.mesh.rank(pp=15, dp=3, cp=0, tp=0))
     assert found.layers == 3 and found.stages == (15,)
     experts = 3 * 4 * 3 * 2048 * 7168  # layers, of 256 / 64 each, matrices
     others = 3 * (7168 * 2048 * 3 + 7168 * 256)  # shared expert, router; then attention and head
@@ -210,19 +212,18 @@ def test_planned_experts_of_a_token_differ(num_experts, top_k, groups, reached):
 
 
 def test_a_skewed_routing_costs_the_rank_with_the_first_expert_memory():
-    layout = Layout(dp=4, ep=4)
-    even, skewed = (simulate_rank(EXPERTS, layout, SEQ_LEN, 0, skew=skew) for skew in (0.0, 1.0))
-    elsewhere = simulate_rank(EXPERTS, layout, SEQ_LEN, 2, skew=1.0)
+    run = Run(EXPERTS, Layout(dp=4, ep=4), SEQ_LEN)
+    even, skewed = (simulate_rank(run, 0, skew=skew) for skew in (0.0, 1.0))
+    elsewhere = simulate_rank(run, 2, skew=1.0)
     assert skewed.peak_bytes > 1.05 * even.peak_bytes > elsewhere.peak_bytes
     rows = planned_assignment(SEQ_LEN, EXPERTS.moe, skew=1.0)
     assert (rows == 0).sum() == SEQ_LEN and all(len(set(row)) == 2 for row in rows.tolist())
 
 
 def test_what_an_engine_cannot_take_is_refused_before_anything_is_built():
-    with pytest.raises(ValueError, match="precision is 'int8'"):
-        simulate(TINY, Layout(), SEQ_LEN, precision="int8")
-    with pytest.raises(ValueError, match="seq_len"):
-        simulate(TINY, Layout(cp=4), 66)
+    for options in ({"recipe": "autocast"}, {"lora": LoRA(4)}, {"optimizer": "sgd"}):
+        with pytest.raises(ValueError, match="choose"):
+            simulate(Run(TINY, Layout(), SEQ_LEN, **options))
     with pytest.raises(ValueError, match="rank .9. must be one of"):
-        simulate_rank(TINY, Layout(dp=2), SEQ_LEN, 9)
+        simulate_rank(Run(TINY, Layout(dp=2), SEQ_LEN), 9)
     assert not dist.is_initialized()

@@ -102,7 +102,7 @@ def test_real_ranks_send_along_each_axis_and_hold_what_the_formulas_say():
 )
 def test_a_rank_of_hundreds_sends_and_holds_what_the_formulas_say(config, text):
     layout = Layout.parse(text)
-    for rank in simulate(config, layout, 64, stages=[0, layout.pp - 1], precision="fp32").ranks:
+    for rank in simulate(Run(config, layout, 64, "fp32"), stages=[0, layout.pp - 1]).ranks:
         predicted = sent(Run(config, layout, 64, "fp32"), rank.rank, clip=True)
         assert predicted == {axis: size for axis, size in rank.sent_by_axis.items() if size}
         states = five_d_states(config, layout, rank.coordinates["pp"], 0, "fp32")

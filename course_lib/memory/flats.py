@@ -1,0 +1,200 @@
+"""Which parameter tensors a rank holds: stage by stage, unit by unit, and laid end to end in flats.
+
+stage     consecutive layers; the first stage has the embedding as well, the last the final norm and the head. Of
+          8B's 8 billion parameters embedding and head are 0.5 each, as much as 2.4 layers
+unit      what comes before the blocks, each block, what comes after them: what ZeRO-3 gathers at once
+kind      whose gradients are summed over the same ranks
+flat      tensors of one stage and kind side by side: a bucket, or with ZeRO-3 a unit's; padded for equal shards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from course_lib.config import ModelConfig
+from course_lib.layout import Layout
+from course_lib.layout.partition import check_layers, even_layers, kv_replication, stage_config
+from course_lib.memory.moe import narrow_experts
+from course_lib.memory.states import Shapes, parameter_shapes
+from course_lib.memory.tensor import is_replicated
+from course_lib.schedules import make
+from course_lib.schedules.instructions import Schedule
+
+BUCKET_BYTES = 25 * 2**20
+_BEFORE_BLOCKS, _AFTER_BLOCKS = ("embed", "positions", "token_type"), ("norm", "norm.bias", "head")
+
+
+# ---- stages and units
+
+
+@lru_cache(maxsize=8)
+def schedule_of(layout: Layout) -> Schedule:
+    """The pipeline of a layout; without one it has one rank."""
+    return make(layout.schedule, layout.pp, layout.micro_batches, layout.v)
+
+
+def layers_of(config: ModelConfig, layout: Layout) -> list[int]:
+    """How many layers each stage has."""
+    layers = list(layout.layers_of_stage or even_layers(config.num_layers, layout.num_stages))
+    check_layers(config, layers)
+    return layers
+
+
+def unit_shapes(
+    config: ModelConfig, layout: Layout, stage: int, tp_rank: int = 0, tied_copy: bool = True
+) -> dict[str, Shapes]:
+    """The tensors that one rank has of a stage: those before the blocks, those of each block, those behind them.
+
+    tied_copy   whether a tied head on the last stage is a tensor of its own: not where the rank has the embedding too
+    """
+    layers = layers_of(config, layout)
+    whole = parameter_shapes(narrow_experts(config, layout.tp, tp_rank))
+    units = {}
+    if stage == 0:
+        units["embed"] = {name: whole[name] for name in _BEFORE_BLOCKS if name in whole}
+    for layer in range(sum(layers[:stage]), sum(layers[: stage + 1])):
+        alone = narrow_experts(stage_config(config, [1] * config.num_layers, layer), layout.tp, tp_rank)
+        units[f"blocks.{layer}"] = {
+            name: (shape, copies // (layout.ep if name.startswith("moe.experts.") else 1))
+            for name, (shape, copies) in parameter_shapes(alone).items()
+            if name.startswith(("attention.", "mlp.", "moe."))
+        }
+    if stage == len(layers) - 1:
+        units["end"] = {name: whole[name] for name in _AFTER_BLOCKS if name in whole}
+        if config.tied and tied_copy and stage > 0:
+            units["end"]["head"] = whole["embed"]
+    return units
+
+
+@dataclass(frozen=True)
+class Named:
+    """One parameter tensor of a rank."""
+
+    name: str
+    numel: int
+    kind: str  # "matrices", "norms", "kv", "tied", "experts"
+    unit: str
+    stage: int
+
+
+@lru_cache(maxsize=256)
+def tensors_of(config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0) -> tuple[Named, ...]:
+    """List all parameter tensors of a rank, in the model's order."""
+    mine, found = schedule_of(layout).stages_of_rank(pp_rank), []
+    for stage in mine:
+        for unit, shapes in unit_shapes(config, layout, stage, tp_rank, tied_copy=0 not in mine).items():
+            prefix = f"{unit}." if unit.startswith("blocks") else ""
+            for name, numel in in_model_order(shapes):
+                table_name = name.rpartition(".")[0] if name.startswith("moe.experts.") else name
+                found.append(Named(f"{prefix}{name}", numel, kind_of(table_name, config, layout), unit, stage))
+    return tuple(found)
+
+
+def in_model_order(shapes: Shapes) -> list[tuple[str, int]]:
+    """(name, elements) of each tensor: attention before the rest, one expert after the other."""
+    experts = {name: entry for name, entry in shapes.items() if name.startswith("moe.experts.")}
+    found = []
+    for name, (shape, copies) in sorted(shapes.items(), key=lambda entry: not entry[0].startswith("attention.")):
+        if name not in experts:
+            found.append((name, prod(shape)))
+        elif name == next(iter(experts)):
+            found += [(f"{each}.{i}", prod(of[0])) for i in range(copies) for each, of in experts.items()]
+    return found
+
+
+def kind_of(name: str, config: ModelConfig, layout: Layout) -> str:
+    """Of which kind a tensor of `unit_shapes` is, as parallel/sums.py has it.
+
+    norms    whole on each rank of tp: norms, positions, biases of rows, routers, latent attention's narrow matrices
+    kv       key/value heads that several ranks of tp have
+    tied     embedding and head, as copies on two ranks of the pipeline
+    """
+    ends = {schedule_of(layout).rank_of_stage[stage] for stage in (0, -1)}
+    if name.startswith("moe.experts."):
+        return "experts"
+    if name in ("embed", "head") and config.tied and len(ends) == 2:
+        return "tied"
+    if layout.tp > 1 and is_replicated(name):
+        return "norms"
+    is_kv = name.startswith(("attention.k", "attention.v")) and config.mla is None
+    return "kv" if is_kv and kv_replication(config, layout.tp) > 1 else "matrices"
+
+
+# ---- flats
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Parameters of one stage and kind side by side, whose gradients are summed over so many ranks."""
+
+    tensors: tuple[Named, ...]
+    ranks: int
+
+    @property
+    def stage(self) -> int:
+        return self.tensors[0].stage
+
+    @property
+    def kind(self) -> str:
+        return self.tensors[0].kind
+
+    @property
+    def unit(self) -> str:
+        """The unit of its first tensor; with ZeRO-3 of all."""
+        return self.tensors[0].unit
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(one.numel for one in self.tensors)
+
+    @property
+    def numel(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def padded(self) -> int:
+        """With the zeros that make equal shards of it."""
+        return padded(self.numel, self.ranks)
+
+
+def padded(numel: int, ranks: int) -> int:
+    """The next multiple of `ranks`: what a flat of so many elements occupies, all ranks together."""
+    return -(-numel // ranks) * ranks
+
+
+@lru_cache(maxsize=256)
+def flats_of(
+    config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0, itemsize: int = 2
+) -> tuple[Flat, ...]:
+    """What is summed over data, and sharded by ZeRO, on a rank, stage by stage: buckets, and with ZeRO-3 units.
+
+    itemsize   bytes of a parameter: a bucket closes once it has its size
+    """
+    flats = []
+    for stage in schedule_of(layout).stages_of_rank(pp_rank):
+        mine = [one for one in tensors_of(config, layout, pp_rank, tp_rank) if one.stage == stage]
+        for tensors in units_of(mine) if layout.zero_stage == 3 else buckets_of(mine, itemsize):
+            ranks = layout.expert_shard_size if tensors[0].kind == "experts" else layout.shard_size
+            flats.append(Flat(tuple(tensors), ranks))
+    return tuple(flats)
+
+
+def units_of(tensors: Sequence[Named]) -> list[list[Named]]:
+    """Tensors of one unit and kind together."""
+    found: dict[tuple[str, str], list[Named]] = {}
+    for one in tensors:
+        found.setdefault((one.unit, one.kind), []).append(one)
+    return list(found.values())
+
+
+def buckets_of(tensors: Sequence[Named], itemsize: int, bucket_bytes: int = BUCKET_BYTES) -> list[list[Named]]:
+    """Tensors of one kind in a bucket, the last first; a bucket closes once it has its size (parallel/data.py)."""
+    closed, filling = [], {}
+    for one in reversed(tensors):
+        filling.setdefault(one.kind, []).append(one)
+        if itemsize * sum(each.numel for each in filling[one.kind]) >= bucket_bytes:
+            closed.append(filling.pop(one.kind))
+    return closed + list(filling.values())

@@ -1,0 +1,70 @@
+"""Bytes held and bytes sent: the formulas against simulated ranks of layouts drawn at random, along every axis.
+
+COURSE_LAYOUTS=300 pytest tests/memory/test_random_layouts.py draws so many layouts for each model and simulates a rank
+of every stage, at 0.3 to 1.5 s each. COURSE_MODELS=llama,gpt takes these models alone.
+"""
+
+import os
+import random
+from dataclasses import replace
+
+import pytest
+from random_layouts import MODELS, SEQ_LEN, random_layouts
+
+from course_lib.layout.partition import stage_config
+from course_lib.memory.budget import budgets
+from course_lib.memory.flats import layers_of
+from course_lib.run import Run
+from course_lib.simulate import simulate_rank
+from course_lib.simulate.cluster import STATES, planned_assignment
+from course_lib.traffic import sent
+
+COUNT = int(os.environ.get("COURSE_LAYOUTS", "6"))
+EVERY = COUNT >= 300  # a rank of every stage; otherwise of one stage
+NAMES = os.environ.get("COURSE_MODELS", ",".join(MODELS)).split(",")
+PEAK_ERROR = 0.01
+
+
+def routings_of(config, layout, stages):
+    """The choices that simulated tokens make: the same ones on every rank, in every layer and micro-batch."""
+    layers = layers_of(config, layout)
+    num_layers = sum(stage_config(config, layers, stage).num_moe_layers for stage in stages)
+    choice_Tk = planned_assignment(layout.micro_batch * SEQ_LEN // layout.cp, config.moe)
+    return [[choice_Tk] * layout.ep] * (num_layers * layout.micro_batches)
+
+
+def differences(run, place):
+    """What the formulas and one simulated rank disagree about; of the peak also by how much."""
+    config, layout = run.config, run.layout
+    rank = layout.mesh.rank(**place)
+    simulated = simulate_rank(run, rank)
+    predicted = budgets(run, place["tp"])[place["pp"]]
+    routings = routings_of(config, layout, simulated.stages) if config.moe else None
+    by_axis = {axis: size for axis, size in sent(run, rank, clip=True, routings=routings).items() if size}
+    error = predicted.peak_bytes / simulated.peak_bytes - 1
+    wrong = []
+    if {kind: getattr(predicted, kind) for kind in STATES} != simulated.states:
+        wrong.append(f"states {simulated.states}")
+    if by_axis != simulated.sent_by_axis:
+        wrong.append(f"sent {by_axis}, simulated {simulated.sent_by_axis}")
+    if abs(error) > PEAK_ERROR:
+        wrong.append(f"peak {100 * error:+.1f} % at {predicted.moment}")
+    return wrong, error
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NAMES)
+def test_every_stage_of_random_layouts_holds_and_sends_what_the_formulas_say(name):
+    """States and bytes sent to the byte, the peak to 1 %; one simulation of each rank gives all of it."""
+    draw, wrong, errors = random.Random(name), [], []
+    for layout in random_layouts(MODELS[name], COUNT):
+        config = replace(MODELS[name], num_layers=max(2, layout.num_stages))  # cheaper
+        run = Run(config, layout, SEQ_LEN)
+        for pp in range(layout.pp) if EVERY else [draw.randrange(layout.pp)]:
+            place = {"pp": pp, "dp": draw.randrange(layout.dp), "cp": layout.cp - 1, "tp": draw.randrange(layout.tp)}
+            found, error = differences(run, place)
+            errors.append((abs(error), f"{100 * error:+.2f} % {layout} {place}"))
+            wrong += [f"{layout} {place}: {what}" for what in found]
+    print(f"{name}: {len(errors)} ranks of {COUNT} layouts, largest differences of the peak:")
+    print(*(text for _, text in sorted(errors, reverse=True)[:8]), sep="\n")
+    assert not wrong, "\n".join(wrong)
