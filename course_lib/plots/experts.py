@@ -183,9 +183,7 @@ def show_balance(loads: Mapping[str, Sequence[Sequence[float]]], title: str = ""
         figure, panels = plt.subplots(1, len(pictures), figsize=(FULL_WIDTH_IN, 3.1), squeeze=False, sharey=True)
         for axes, (label, picture) in zip(panels[0], pictures.items(), strict=True):
             draw_balance(axes, picture, top)
-            said = (
-                f"{label}\nmaximum load, last {picture.last_steps} steps: {three_digits(picture.largest_at_end)} x mean"
-            )
+            said = f"{label}\nmax load, last {picture.last_steps} steps: {three_digits(picture.largest_at_end)} x mean"
             axes.set_title(said, fontsize=9.5, fontweight="normal")
         panels[0, 0].set_ylabel("load / mean load")
         handles, labels = panels[0, 0].get_legend_handles_labels()

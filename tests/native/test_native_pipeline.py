@@ -111,7 +111,7 @@ def ranks():
 @pytest.mark.parametrize("size", CASES)
 def test_loss_and_gradients_equal_one_process_schedule_by_schedule(ranks, size):
     for of_rank in ranks[size]:
-        for case, found in zip(CASES[size], of_rank, strict=True):
+        for case, found in zip(CASES[size], of_rank[:-2], strict=True):
             assert found["apart"] < 1e-12 and found["loss"] < 1e-12, (case, found)
 
 
@@ -137,7 +137,7 @@ def boundaries(schedule, v, size, rank):
 @pytest.mark.parametrize("size", CASES)
 def test_activations_and_their_gradients_cross_each_boundary_once_a_micro_batch(ranks, size):
     for rank, of_rank in enumerate(ranks[size]):
-        for (config, schedule, v, count), found in zip(CASES[size], of_rank, strict=True):
+        for (config, schedule, v, count), found in zip(CASES[size], of_rank[:-2], strict=True):
             message = B * S * config.d_model * 8
             assert found["bytes"].get("send", 0) == boundaries(schedule, v, size, rank) * count * message
             owners = native.ranks_of_stages(schedule, size, v)

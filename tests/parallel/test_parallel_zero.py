@@ -690,7 +690,7 @@ def test_the_trace_shows_the_next_unit_under_way_while_one_computes(rest):
         assert [span.name for span in computing if span.name.startswith("forward")] == [
             "forward embed", "forward blocks.0", "forward blocks.1", "forward blocks.2", "forward norm + head",
         ]  # fmt: skip
-        assert all(one.stop_s <= other.start_s for one, other in itertools.itertools.pairwise(computing))
+        assert all(one.stop_s <= other.start_s for one, other in itertools.pairwise(computing))
         gathers = sorted((s for s in of_rank["traces"][3] if s.name.startswith("gather")), key=lambda s: s.start_s)
         assert len(gathers) == 2 * 5
         assert gathers[1].name == "gather blocks.0" and gathers[1].start_s < spans["compute", "forward embed"].start_s

@@ -13,9 +13,10 @@ from course_lib import model
 from course_lib.config import ModelConfig, MoeConfig
 from course_lib.launch import launch
 from course_lib.model import moe
-from course_lib.parallel import expert_tensor, tensor
+from course_lib.parallel import expert_tensor
 from course_lib.parallel.linear import ReplicatedResidual
 from course_lib.parallel.sequence import ShardedResidual
+from course_lib.parallel.vocabulary import vocab_cross_entropy
 from course_lib.parallel.weight_gradients import DelayedWeightGradients, WeightGradientStore
 
 LLAMA = ModelConfig("llama", 2, d_model=16, num_heads=4, num_kv_heads=1, d_ff=27, vocab_size=39, max_seq_len=32)
@@ -49,7 +50,8 @@ def backward(engine, queue=None, delayed=None):
     x_BS, y_BS = torch.randint(39, (2, 2, 7), generator=torch.Generator().manual_seed(0))
 
     def forward():
-        return moe.add_balancing(engine, tensor.loss_of(engine, x_BS, y_BS))
+        loss = vocab_cross_entropy(engine(x_BS), y_BS, engine.embed.first, dist.group.WORLD).mean()
+        return moe.add_balancing(engine, loss)
 
     if queue is None:
         forward().backward()

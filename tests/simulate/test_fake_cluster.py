@@ -134,7 +134,7 @@ def test_the_last_backward_of_a_stage_is_the_last_on_tape_too():
 
         return note
 
-    with replaced(five_d.CutWork, "before_backward", noted):
+    with replaced(five_d.CutStageRunner, "before_backward", noted):
         assert simulate_rank(Run(TINY, Layout(dp=2, pp=2, zero_stage=1, micro_batches=8), SEQ_LEN), 0).replayed > 0
     assert last == [(0, False), (0, False), (0, True)]
 

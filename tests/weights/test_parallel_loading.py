@@ -117,7 +117,9 @@ def logits_of_sharded_model(folder):
     """This rank's logits of a model that was cut on the meta device; bytes read; bytes of its parameters."""
     weights, group = Weights(folder), dist.group.WORLD
     model = tensor.build(build(weights.config, device="meta"), group)
-    load_pieces(model, weights, partial(tp_ranges, config=weights.config, tp_rank=group.rank(), tp_size=group.size()))
+    load_pieces(
+        model.module, weights, partial(tp_ranges, config=weights.config, tp_rank=group.rank(), tp_size=group.size())
+    )
     with torch.no_grad():
         logits_BSv = model.eval()(some_tokens())
     return logits_BSv, weights.files.read_bytes, sum(parameter.nbytes for parameter in model.parameters())

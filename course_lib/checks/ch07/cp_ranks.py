@@ -70,7 +70,7 @@ def _lose(answer, seed: int, B: int, S: int) -> Lost:
     with torch.no_grad():
         believed = _believed(engine, tokens_BS1, mine_s)
     loss = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
-    return Lost(loss, engine.embed.weight.grad, believed, want.detach(), whole.embed.weight.grad)
+    return Lost(loss, engine.module.embed.weight.grad, believed, want.detach(), whole.embed.weight.grad)
 
 
 def _believed(engine: torch.nn.Module, tokens_BS1: Tensor, mine_s: Tensor) -> dict[str, Tensor]:
