@@ -55,7 +55,7 @@ FREE = re.compile(
     r"deepspeed_json|latency_source|device_name"
 )
 NEVER_ZERO = re.compile(
-    r"dp|cp|tp|pp|v|d_\w+|num_(?!shared|tokens)\w+|\w+_size|\w*seq_len|top_k|accumulation\w*|itemsize|ranks_per_node|every|keep"
+    r"dp|cp|tp|pp|v|d_\w+|num_(?!shared|tokens)\w+|\w+_size|\w*seq_len|top_k|micro_batch(?:es)?|itemsize|ranks_per_node|every|keep"
 )
 
 SCHEDULE = make("1f1b", 2, 4)
