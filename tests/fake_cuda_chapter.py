@@ -124,7 +124,7 @@ class FakeLaunch:
             self.answers[key] = self.run(fn, world_size, args, backend)
         answer = self.answers[key]
         if isinstance(answer, fake_cuda.NotFaked):  # on the CPU, so that what comes next has its results
-            return REAL_LAUNCH(fn, world_size, *args, backend="gloo", quiet=True)
+            return REAL_LAUNCH(fn, world_size, *args, **options | {"backend": "gloo", "quiet": True})
         if isinstance(answer, Exception):
             raise RankError(str(answer)) from answer
         value, lines = answer
