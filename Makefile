@@ -110,7 +110,7 @@ badges: setup  ## point the Colab badges at your copy: make badges REPOSITORY=ow
 test-gpu: $(STAMP)  ## what needs a GPU; each test says why it is skipped without one
 	$(RUN) -m pytest -rs -p no:cacheprovider tests/gpu
 
-test-fake-gpu: setup  ## what chapters 00, 04, 05, 06 and 09 launch, on fake CUDA tensors: a tensor on the wrong device raises
+test-fake-gpu: setup  ## what chapters 00, 03 to 07 and 09 launch, on fake CUDA tensors: a tensor on the wrong device raises
 	$(RUN) -m pytest -rs -p no:cacheprovider tests/launch/test_fake_gpu_chapters.py
 
 test-browser: setup  ## a chapter in headless Chromium: all cells run, a slider moved
