@@ -30,13 +30,12 @@ RUNS = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
-    "stage 3": {"stage": 3, "persistence_numel": 0},
-    "stage 2, states on the host": {"stage": 2, "offload_optimizer": "cpu"},
+    "stage 3": {"stage": 3, "buckets": export.Buckets(persist=0)},
+    "stage 2, states on the host": {"stage": 2, "offload": export.OffloadTo(optimizer="cpu")},
     "stage 3, all on the host": {
         "stage": 3,
-        "persistence_numel": 0,
-        "offload_optimizer": "cpu",
-        "offload_param": "cpu",
+        "buckets": export.Buckets(persist=0),
+        "offload": export.OffloadTo(optimizer="cpu", parameters="cpu"),
     },
 }
 
