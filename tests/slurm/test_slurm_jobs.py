@@ -139,7 +139,7 @@ launch(work, 4, where=where)
     subprocess.run(["scancel", f"--user={os.environ.get('USER', 'root')}"], check=True)
     error = kernel.finish(message).error
     assert re.match(r"RankError: Slurm job \d+ of 4 ranks was ended by Slurm: CANCELLED", error), error
-    assert re.search(r"rank 2 on n2 stood at Cell, line 1, in <lambda>", error), error
+    assert re.search(r"rank [23] on n2 stood at Cell, line 1, in <lambda>", error), error
 
 
 def test_a_cancelled_cell_cancels_its_job(kernel):
