@@ -3,7 +3,6 @@
 states.py        parameters, gradients, optimizer: bytes a parameter, recipe by recipe
 activations.py   what one block of the course's dense models saves for the backward pass, term by term
 papers.py        the published activation formulas: Korthikanti, Megatron-Core, ZeRO
-formulas.py      the formulas of one GPU, from one place
 zero.py          ZeRO: what a rank holds of each kind, offload
 tensor.py        tensor and sequence parallelism as a narrower model
 moe.py           mixtures of experts: total and active parameters, EP x DP x TP

@@ -129,11 +129,6 @@ def count_parameters(config: ModelConfig) -> int:
     return sum(prod(shape) * copies for shape, copies in parameter_shapes(config).values())
 
 
-def count_tensors(config: ModelConfig) -> int:
-    """Count the parameter tensors: torch's Adam keeps one 4-byte step counter for each."""
-    return sum(copies for _, copies in parameter_shapes(config).values())
-
-
 def rule_of_thumb_parameters(config: ModelConfig) -> int:
     """The well-known N = h v + L (12 h^2 + 13 h) + 2 h, whatever the model.
 

@@ -8,7 +8,7 @@ import ipywidgets as widgets
 from course_lib.config import PRESETS, preset
 from course_lib.flops import step_flops
 from course_lib.hardware import GPUS, LINKS, gpu, link, peak_flops
-from course_lib.memory.formulas import count_parameters
+from course_lib.memory.states import count_parameters
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_overlap, overlap_picture
 from course_lib.span import Span

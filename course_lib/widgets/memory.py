@@ -10,7 +10,8 @@ from course_lib.compare.profile import Comparison, profile_step, scale_down
 from course_lib.config import PRESETS, preset
 from course_lib.hardware import GPUS, gpu
 from course_lib.layout import Layout
-from course_lib.memory.formulas import OPTIMIZERS, RECIPES, Budget, budgets, count_parameters
+from course_lib.memory.budget import Budget, budgets
+from course_lib.memory.states import OPTIMIZERS, RECIPES, count_parameters
 from course_lib.plots.comparison import comparison_pairs, draw_comparison, error_text
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes

@@ -11,7 +11,7 @@ from course_lib.config import PRESETS, preset
 from course_lib.hardware import GPUS, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.budget import Budget, budgets
-from course_lib.memory.formulas import RECIPES, count_parameters
+from course_lib.memory.states import RECIPES, count_parameters
 from course_lib.memory.zero import Offload, offload_link_bytes, zero_state_bytes, zero_units
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds

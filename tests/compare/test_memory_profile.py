@@ -7,7 +7,7 @@ from course_lib.config import ModelConfig, preset
 from course_lib.layout import Layout
 from course_lib.measure.tracker import KINDS
 from course_lib.memory.budget import budgets
-from course_lib.memory.formulas import state_bytes
+from course_lib.memory.states import state_bytes
 from course_lib.run import Run
 
 SMALL = ModelConfig("small", 2, 64, num_heads=4, num_kv_heads=2, d_ff=192, vocab_size=256, max_seq_len=256)

@@ -6,9 +6,8 @@ from course_lib.config import preset
 from course_lib.hardware import GPUS
 from course_lib.layout import Layout
 from course_lib.layout.partition import CP_METHODS
-from course_lib.memory.budget import budgets, largest_that_fits
+from course_lib.memory.budget import budgets, fits, largest_that_fits
 from course_lib.memory.context import exchange_bytes, for_length, kv_block_bytes, tokens_of_rank
-from course_lib.memory.formulas import fits
 from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.run import Run
 

@@ -10,7 +10,7 @@ from course_lib.compare.profile import profile_step
 from course_lib.config import MlaConfig, preset
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets, saved_for_backward
-from course_lib.memory.formulas import count_parameters
+from course_lib.memory.states import count_parameters
 from course_lib.model import attention as cores
 from course_lib.model import build
 from course_lib.run import Run

@@ -19,7 +19,7 @@ from course_lib.launch import launch
 from course_lib.layout import Mesh
 from course_lib.measure.tracker import KINDS as TRACKED_KINDS
 from course_lib.measure.tracker import Timeline
-from course_lib.memory.formulas import budget
+from course_lib.memory.budget import budget
 from course_lib.plots import collectives, comparison, curves, formats, ladder, memory, mesh, palette, style, timeline
 from course_lib.span import Span
 from course_lib.timing import collective_s, dp_spans, exposed_s

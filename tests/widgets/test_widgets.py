@@ -11,7 +11,7 @@ from widget_tree import all_of, control, shown, texts
 from course_lib.compare.profile import profile_step
 from course_lib.config import preset
 from course_lib.hardware import LINKS
-from course_lib.memory.formulas import budget, fits
+from course_lib.memory.budget import budget, fits
 from course_lib.timing import collective_s
 from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.widgets import collective_explorer, dp_explorer, memory, memory_explorer, parts, precision_explorer

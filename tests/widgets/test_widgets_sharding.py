@@ -9,7 +9,7 @@ from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
-from course_lib.memory.formulas import count_parameters
+from course_lib.memory.states import count_parameters
 from course_lib.run import Run
 from course_lib.timing import Overlap, step_time
 from course_lib.widgets import tensor, zero

@@ -13,7 +13,7 @@ from course_lib.checks.ch01 import (
     check_state_bytes,
     check_swiglu,
 )
-from course_lib.memory.formulas import budget
+from course_lib.memory.budget import budget
 
 
 # ------------------------------------------------------------------------------------ 1. parameters

@@ -14,7 +14,7 @@ from course_lib.checks.ch02 import (
     check_utilisation,
 )
 from course_lib.flops import flops_per_token, step_flops
-from course_lib.memory.formulas import budget
+from course_lib.memory.budget import budget
 
 
 # ------------------------------------------------------------------------------------ 1. accumulation

@@ -8,7 +8,7 @@ from dataclasses import replace
 from course_lib.checks.ch01.single_gpu_memory import fail_by_belief, random_llama
 from course_lib.checks.core import grader
 from course_lib.config import ModelConfig
-from course_lib.memory.formulas import budget
+from course_lib.memory.budget import budget
 
 # ------------------------------------------------------------------------------------ 5. the largest micro-batch
 FitCase = tuple[ModelConfig, int, str, int]  # config, seq_len, recipe, memory_bytes

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader
 from course_lib.config import ModelConfig
-from course_lib.memory.formulas import RECIPES, Recipe, count_parameters, rule_of_thumb_parameters
+from course_lib.memory.states import RECIPES, Recipe, count_parameters, rule_of_thumb_parameters
 from course_lib.model import MLP, build
 
 

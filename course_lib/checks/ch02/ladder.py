@@ -8,7 +8,8 @@ import torch
 from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader
 from course_lib.config import preset
 from course_lib.flops import flops_per_token, forward_flops_per_token, step_flops
-from course_lib.memory.formulas import LoRA, budget
+from course_lib.memory.budget import budget
+from course_lib.memory.states import LoRA
 
 
 # ------------------------------------------------------------------------------------ 5. LoRA
