@@ -7,8 +7,11 @@ from pathlib import Path
 
 import nbformat
 
+from course_lib.authoring.links import with_links
+
 ROOT = Path(__file__).resolve().parents[2]
 TAGS = ("setup", "mirror", "widget", "gpu", "nbval-ignore-output", "nbval-skip", "raises-exception")
+HIDDEN = ("outputs_hidden", "source_hidden")  # folded until the reader opens them
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 COLAB = "https://colab.research.google.com/"
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -99,6 +102,9 @@ def _cell_metadata(cell, graded: bool) -> dict:
     if tags:
         known = [tag for tag in TAGS if tag in tags]
         metadata["tags"] = known + sorted({tag for tag in tags if tag not in TAGS})
+    hidden = {name: True for name in HIDDEN if cell.metadata.get("jupyter", {}).get(name)}
+    if hidden or "setup" in tags:
+        metadata["jupyter"] = hidden | ({"source_hidden": True} if "setup" in tags else {})
     if graded and cell.cell_type == "code" and (BEGIN in cell.source or is_check_cell(cell)):
         metadata["nbgrader"] = _nbgrader_metadata(cell["id"], is_check=BEGIN not in cell.source)
     return metadata
@@ -138,13 +144,13 @@ def colab_address(path: Path, root: Path = ROOT) -> str:
 
 
 def format_notebooks(root: Path = ROOT) -> list[Path]:
-    """Write notebooks and solutions in their normal form, badges and all; returns those that changed."""
+    """Write notebooks and solutions in their normal form, badges and links and all; returns those that changed."""
     changed = []
     for path in notebook_paths("notebooks", "solutions", root=root):
         nb = normalise(read(path))
         title = nb.cells[0]
         badge_link = rf"\({re.escape(COLAB)}(?!assets/)[^)]*\)"  # under assets/ is the badge's picture
         title.source = re.sub(badge_link, f"({colab_address(path, root)})", title.source)
-        if write(nb, path):
+        if write(with_links(nb, path, root), path):
             changed.append(path)
     return changed
