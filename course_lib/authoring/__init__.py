@@ -3,6 +3,7 @@
 CONTRIBUTING.md says how a chapter is made; tests/test_notebooks.py holds every notebook to `notebook_problems`.
 
 form.py       the one form in which a notebook is stored
+columns.py    comments and docstrings of cells within 88 columns
 links.py      links between the notebooks, to chapters and to papers
 mirrors.py    cells held to the package
 exercises.py  exercises from solutions
@@ -11,6 +12,7 @@ readme.py     the map that you are reading, copied into the README
 __main__.py   fmt, mirrors, exercises, check, badges
 """
 
+from course_lib.authoring.columns import without_magics
 from course_lib.authoring.exercises import (
     exercise_from,
     exercise_problems,
@@ -31,7 +33,6 @@ from course_lib.authoring.form import (
     notebook_paths,
     read,
     tags_of,
-    without_magics,
     write,
 )
 from course_lib.authoring.mirrors import (

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbformat
 
+from course_lib.authoring.columns import without_magics
 from course_lib.authoring.form import (
     BEGIN,
     END,
@@ -17,7 +18,6 @@ from course_lib.authoring.form import (
     notebook_paths,
     read,
     tags_of,
-    without_magics,
     write,
 )
 from course_lib.authoring.links import NAVIGATION
