@@ -12,8 +12,7 @@ from course_lib.authoring.form import (
     SLUG,
     TAGS,
     code_cells,
-    colab_address,
-    normalise,
+    formatted,
     read,
     tags_of,
     without_magics,
@@ -79,12 +78,8 @@ def notebook_problems(path: Path, root: Path = ROOT) -> list[str]:
     nb = read(path)
     problems = [problem for cell in nb.cells for problem in cell_problems(cell)]
     problems += [problem for cell in code_cells(nb) for problem in mirror_problems(cell, root)]
-    if nbformat.writes(normalise(nb)).rstrip("\n") + "\n" != path.read_text(encoding="utf-8"):
-        problems.append("not in its normal form; `make fmt` writes it")
-    if f"({colab_address(path, root)})" not in (nb.cells[0].source if nb.cells else ""):
-        problems.append(
-            f"the first cell has no badge that leads to {colab_address(path, root)}; `make fmt` fixes a link"
-        )
+    if nbformat.writes(formatted(path, root)).rstrip("\n") + "\n" != path.read_text(encoding="utf-8"):
+        problems.append("not in its normal form (install cell and badges belong to it); `make fmt` writes it")
     if sum("setup" in tags_of(cell) for cell in code_cells(nb)) != 1:
         problems.append("exactly one cell must carry the tag setup")
     uncompared = [cell["id"] for cell in code_cells(nb) if is_uncompared(cell)]
