@@ -4,6 +4,7 @@ CONTRIBUTING.md says how a chapter is made; tests/test_notebooks.py holds every 
 
 address.py    where the course is had from: install cell and badges
 form.py       the one form in which a notebook is stored
+links.py      links between the notebooks, to chapters and to papers
 mirrors.py    cells held to the package
 exercises.py  exercises from solutions
 rules.py      what a notebook must satisfy

@@ -21,6 +21,7 @@ from course_lib.authoring.form import (
     without_magics,
     write,
 )
+from course_lib.authoring.links import NAVIGATION
 
 
 def without_solutions(source: str) -> str:
@@ -50,6 +51,9 @@ def exercise_from(nb):
     """The notebook that a learner opens: a solution notebook without its solutions and without outputs."""
     nb = normalise(nb)
     nb.cells[0].source = nb.cells[0].source.replace("/blob/main/solutions/", "/blob/main/exercises/")
+    for cell in nb.cells:
+        if cell["id"] in NAVIGATION:
+            cell.source = cell.source.replace("[Exercises](../exercises/", "[Solutions](../solutions/")
     for cell in code_cells(nb):
         cell.source = without_solutions(cell.source)
         cell.outputs, cell.execution_count = [], None

@@ -7,9 +7,11 @@ from pathlib import Path
 import nbformat
 
 from course_lib.authoring.address import INSTALL, add_address
+from course_lib.authoring.links import with_links
 
 ROOT = Path(__file__).resolve().parents[2]
 TAGS = ("setup", "mirror", "widget", "gpu", "nbval-ignore-output", "nbval-skip", "raises-exception")
+HIDDEN = ("outputs_hidden", "source_hidden")  # folded until the reader opens them
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
@@ -99,6 +101,9 @@ def _cell_metadata(cell, graded: bool) -> dict:
     if tags:
         known = [tag for tag in TAGS if tag in tags]
         metadata["tags"] = known + sorted({tag for tag in tags if tag not in TAGS})
+    hidden = {name: True for name in HIDDEN if cell.metadata.get("jupyter", {}).get(name)}
+    if hidden or "setup" in tags:
+        metadata["jupyter"] = hidden | ({"source_hidden": True} if "setup" in tags else {})
     if cell["id"] == INSTALL:  # folded in JupyterLab and in Colab
         metadata |= {"cellView": "form", "jupyter": {"source_hidden": True}}
     if graded and cell.cell_type == "code" and (BEGIN in cell.source or is_check_cell(cell)):
@@ -133,10 +138,10 @@ def _normal_outputs(outputs, count: int) -> list:
 
 
 def formatted(path: Path, root: Path = ROOT):
-    """A notebook as `make fmt` writes it: in its normal form, with what the course's address asks for."""
+    """A notebook as `make fmt` writes it: in its normal form, with links, badges and the install cell."""
     nb = read(path)
     add_address(nb, path, root)
-    return normalise(nb)
+    return with_links(normalise(nb), path, root)
 
 
 def format_notebooks(root: Path = ROOT) -> list[Path]:

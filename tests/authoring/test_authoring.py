@@ -8,6 +8,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from course_lib import authoring
 from course_lib.authoring.address import install_source
+from course_lib.authoring.links import linked, navigation, with_links
 
 ADDRESS = "https://github.com/somebody/their-copy"
 SOLUTION = """def double(x):
@@ -39,7 +40,7 @@ def root(tmp_path):
 
 def problems_of(root, *cells):
     path = root / "notebooks" / "00_x.ipynb"
-    authoring.write(authoring.normalise(chapter(*cells)), path)
+    authoring.write(with_links(authoring.normalise(chapter(*cells)), path, root), path)
     return authoring.notebook_problems(path, root)
 
 
@@ -53,7 +54,7 @@ def test_normalise_counts_from_one_and_forgets_how_and_when_the_notebook_ran():
     nb.metadata = {"widgets": {"state": {}}, "language_info": {"name": "python", "version": "3.11.7"}}
     normal = authoring.normalise(nb)
     assert normal.cells[1].execution_count == 1
-    assert dict(normal.cells[1].metadata) == {"tags": ["setup", "widget"]}
+    assert dict(normal.cells[1].metadata) == {"tags": ["setup", "widget"], "jupyter": {"source_hidden": True}}
     assert len(normal.cells) == 2, "an empty cell goes"
     assert set(normal.metadata) == {"kernelspec", "language_info"} and normal.metadata.language_info == {
         "name": "python"
@@ -91,6 +92,78 @@ def test_random_ids_become_slugs_from_what_the_cell_says(source, slug):
     nb = new_notebook(cells=[kind(source, id="3f2a9c01"), kind(source, id="8d1f0a2b-0c3d-4e5f-8a9b-0123456789ab")])
     normal = authoring.normalise(nb)
     assert [cell["id"] for cell in normal.cells] == [slug, f"{slug}-2"]
+
+
+# Links
+
+
+@pytest.fixture
+def course(root):
+    """A course of an index, two chapters, of which the second has a second reading and exercises."""
+    names = ("index", "00_ranks", "01_zero", "01_zero_in_depth")
+    for path in [root / "notebooks" / f"{name}.ipynb" for name in names] + [root / "solutions" / "01_zero.ipynb"]:
+        path.write_text("{}")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("path", "links"),
+    [
+        ("notebooks/index.ipynb", "[Next](00_ranks.ipynb)"),
+        ("notebooks/00_ranks.ipynb", "[Index](index.ipynb) · [Previous](index.ipynb) · [Next](01_zero.ipynb)"),
+        (
+            "notebooks/01_zero.ipynb",
+            "[Index](index.ipynb) · [Previous](00_ranks.ipynb) · [In depth](01_zero_in_depth.ipynb) · "
+            "[Exercises](../exercises/01_zero.ipynb) · [Solutions](../solutions/01_zero.ipynb)",
+        ),
+        (
+            "notebooks/01_zero_in_depth.ipynb",
+            "[Index](index.ipynb) · [Lesson](01_zero.ipynb) · [Previous](00_ranks.ipynb) · "
+            "[Exercises](../exercises/01_zero.ipynb) · [Solutions](../solutions/01_zero.ipynb)",
+        ),
+        (
+            "solutions/01_zero.ipynb",
+            "[Index](../notebooks/index.ipynb) · [Chapter](../notebooks/01_zero.ipynb) · "
+            "[Exercises](../exercises/01_zero.ipynb)",
+        ),
+    ],
+)
+def test_navigation_leads_to_the_neighbours_the_exercises_and_the_second_reading(course, path, links):
+    assert navigation(course / path, course) == links
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("See chapter 1, and chapter 7.", "See [chapter 1](01_zero.ipynb), and chapter 7."),
+        ("Chapters 0 and 1 (chapter 0)", "Chapters 0 and [1](01_zero.ipynb) (chapter 0)"),
+        ("ZeRO (arXiv:1910.02054)", "ZeRO ([arXiv:1910.02054](https://arxiv.org/abs/1910.02054))"),
+        ("`exercises/01_zero.ipynb`", "[`exercises/01_zero.ipynb`](../exercises/01_zero.ipynb)"),
+        ("## Of chapter 1\n`chapter 1`", "## Of chapter 1\n`chapter 1`"),
+        ("[chapter 1](01_old_name.ipynb)", "[chapter 1](01_zero.ipynb)"),
+        ("[as chapter 1 says](https://x.org)", "[as chapter 1 says](https://x.org)"),
+    ],
+)
+def test_chapters_notebooks_and_papers_named_in_prose_become_links_once(course, text, expected):
+    path = course / "notebooks" / "00_ranks.ipynb"
+    assert linked(text, path, course) == linked(expected, path, course) == expected
+
+
+def test_an_exercise_links_to_its_solution(course):
+    path = course / "solutions" / "01_zero.ipynb"
+    exercise = authoring.exercise_from(with_links(chapter(), path, course))
+    for cell in (exercise.cells[1], exercise.cells[-1]):
+        assert "[Solutions](../solutions/01_zero.ipynb)" in cell.source and "[Exercises]" not in cell.source
+
+
+def test_a_notebook_without_its_links_is_found_and_make_fmt_writes_them(root):
+    path = root / "notebooks" / "00_x.ipynb"
+    cells = [new_markdown_cell("As in arXiv:1910.02054.", id="text"), new_code_cell("x = 1", id="x")]
+    authoring.write(authoring.normalise(chapter(*cells)), path)
+    assert "not in its normal form" in "\n".join(authoring.notebook_problems(path, root))
+    authoring.format_notebooks(root)
+    assert authoring.notebook_problems(path, root) == []
+    assert authoring.format_notebooks(root) == []
 
 
 # Exercises
@@ -159,6 +232,11 @@ def test_a_right_notebook_has_no_problems(root):
         (new_code_cell("x", id="x", metadata={"tags": ["nbval-skip"]}), "more than a fifth of 3"),
         (new_code_cell("x", id="x", outputs=[new_output("display_data", {"image/png": "aa"})]), "more than a fifth"),
         (new_code_cell("import os", id="x", metadata={"tags": ["setup"]}), "exactly one cell must carry the tag setup"),
+        (new_code_cell("from course_lib.comm.collectives import _op", id="x"), "collectives._op, which is private"),
+        (new_code_cell("from course_lib.launch._slurm import x", id="x"), "launch._slurm.x, which is private"),
+        (new_markdown_cell("### Too deep", id="x"), "headings go from level 1 to 3"),
+        (new_markdown_cell("# Another title", id="x"), "one heading `#`"),
+        (new_markdown_cell("[there](../nowhere.md)", id="x"), "a link leads to ../nowhere.md"),
         (new_markdown_cell("It is simply a sum.", id="x"), "prose has simply"),
         (new_markdown_cell("A sum!", id="x"), "prose has an exclamation mark"),
         (new_markdown_cell("A sum \U0001f600", id="x"), "prose has an emoji"),
@@ -188,7 +266,7 @@ def test_an_install_cell_that_is_missing_or_changed_is_found_and_written_before_
     for install in ([], [new_code_cell("import course_lib", id="install")]):
         nb = chapter()
         nb.cells[1:2] = install
-        authoring.write(authoring.normalise(nb), path)
+        authoring.write(with_links(authoring.normalise(nb), path, root), path)
         assert "install cell" in "\n".join(authoring.notebook_problems(path, root))
         authoring.format_notebooks(root)
         first = authoring.code_cells(authoring.read(path))[0]
@@ -199,12 +277,13 @@ def test_an_install_cell_that_is_missing_or_changed_is_found_and_written_before_
 def test_the_address_gives_every_notebook_its_badges_and_its_install_cell(root):
     for folder in ("notebooks", "solutions"):
         authoring.write(authoring.normalise(chapter()), root / folder / "00_x.ipynb")
+    authoring.format_notebooks(root)
     authoring.write_exercises(root)
     notebooks = [root / folder / "00_x.ipynb" for folder in ("notebooks", "solutions", "exercises")]
     assert not any("badge" in path.read_text() or "git+" in path.read_text() for path in notebooks), "none without one"
     assert authoring.move_to(ADDRESS, root) == [root / "pyproject.toml", *notebooks]
     for path in notebooks:
-        title, install = authoring.read(path).cells[:2]
+        title, _, install = authoring.read(path).cells[:3]
         here = f"somebody/their-copy/blob/main/{path.parent.name}/00_x.ipynb"
         assert title.source.count(f"](https://colab.research.google.com/github/{here})") == 1
         assert title.source.count(f"src=https://github.com/{here})") == 1 and "Internet" in title.source
