@@ -32,7 +32,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 UNIT := --ignore=tests/gpu --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/launch/test_fake_gpu_chapters.py
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check badges \
+.PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check address \
         test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm clean
 
 help:  ## list the targets
@@ -104,8 +104,8 @@ exercises: setup  ## write exercises/ from solutions/
 check: setup  ## what the notebooks lack, without running them
 	$(RUN) -m course_lib.authoring check
 
-badges: setup  ## point the Colab badges at your copy: make badges REPOSITORY=owner/name
-	$(RUN) -m course_lib.authoring badges $(REPOSITORY)
+address: setup  ## where the course is had from: make address REPOSITORY=https://github.com/owner/name; badges, install cells
+	$(RUN) -m course_lib.authoring address "$(REPOSITORY)"
 
 test-gpu: $(STAMP)  ## what needs a GPU; each test says why it is skipped without one
 	$(RUN) -m pytest -rs -p no:cacheprovider tests/gpu

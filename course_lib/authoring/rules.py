@@ -14,12 +14,10 @@ from course_lib.authoring.form import (
     SLUG,
     TAGS,
     code_cells,
-    colab_address,
-    normalise,
+    formatted,
     read,
     tags_of,
 )
-from course_lib.authoring.links import with_links
 from course_lib.authoring.mirrors import mirror_problems
 
 UNCOMPARED_TAGS = {"nbval-ignore-output", "nbval-skip"}
@@ -111,11 +109,9 @@ def notebook_problems(path: Path, root: Path = ROOT) -> list[str]:
     nb = read(path)
     problems = [problem for cell in nb.cells for problem in cell_problems(cell)]
     problems += [problem for cell in code_cells(nb) for problem in mirror_problems(cell, root)]
-    if nbformat.writes(with_links(normalise(nb), path, root)).rstrip("\n") + "\n" != path.read_text(encoding="utf-8"):
-        problems.append("not in its normal form; `make fmt` writes it")
-    if f"({colab_address(path, root)})" not in (nb.cells[0].source if nb.cells else ""):
+    if nbformat.writes(formatted(path, root)).rstrip("\n") + "\n" != path.read_text(encoding="utf-8"):
         problems.append(
-            f"the first cell has no badge that leads to {colab_address(path, root)}; `make fmt` fixes a link"
+            "not in its normal form (links, badges and the install cell belong to it); `make fmt` writes it"
         )
     problems += heading_problems(nb) + link_problems(nb, path)
     if sum("setup" in tags_of(cell) for cell in code_cells(nb)) != 1:
