@@ -23,6 +23,7 @@ from course_lib.authoring.mirrors import mirror_problems
 UNCOMPARED_TAGS = {"nbval-ignore-output", "nbval-skip"}
 UNWANTED_WORDS = re.compile(r"\b(simply|just|obviously)\b", re.IGNORECASE)
 EMOJI = re.compile("[\U0001f000-\U0001faff\u2600-\u26ff\u2705\u2728\u274c\u2757\u2b50\ufe0f]")
+SENTENCE = re.compile(r"[A-Z][^\n]{20,}\.")
 HEADING = re.compile(r"^(#+) ", re.MULTILINE)
 FILE_LINK = re.compile(r"\]\((?!https?:|#|attachment:)([^)#\s]+)[^)]*\)")
 ADDRESS = re.compile(r"\b0x[0-9a-f]{8,}\b")
@@ -70,11 +71,18 @@ def cell_problems(cell) -> list[str]:
         problems.append(f"cell {name}: a widget's output differs at each run; tag it nbval-ignore-output as well")
     if "raises-exception" not in tags and any(output.output_type == "error" for output in cell.outputs):
         problems.append(f"cell {name}: stores an error; fix the cell, or tag it raises-exception if it teaches one")
+    if any(not SENTENCE.fullmatch(alt) for alt in _alts(cell)):
+        problems.append(f"cell {name}: stores a picture without a sentence that says what it shows; run the cell")
     if not tags & UNCOMPARED_TAGS and any(ADDRESS.search(text) for text in _texts(cell)):
         problems.append(f"cell {name}: prints a memory address, which differs at each run")
     if "nbval-skip" not in tags and prints_at_top(cell) and not cell.outputs:
         problems.append(f"cell {name}: prints, but no output is stored; run the notebook and `make fmt`")
     return problems
+
+
+def _alts(cell) -> list[str]:
+    pictures = [output for output in cell.outputs if "image/png" in output.get("data", {})]
+    return [output.metadata.get("image/png", {}).get("alt", "") for output in pictures]
 
 
 def _private(cell) -> list[str]:
