@@ -27,7 +27,7 @@ FROM := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 PIP := $(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt $(FROM)
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 LAB_FLAGS ?=
-FIRST := notebooks/00_ranks_and_collectives.ipynb
+FIRST := notebooks/index.ipynb
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 UNIT := --ignore=tests/gpu --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/launch/test_fake_gpu_chapters.py
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
@@ -56,7 +56,7 @@ $(VENV)/.installed-lab: pyproject.toml $(VENV)/constraints.txt
 	@$(PIP) -e ".[lab]"
 	@touch $@
 
-lab: $(LAB_STAMP)  ## open JupyterLab at chapter 00, on this machine only; CPU=1 for a machine without a GPU
+lab: $(LAB_STAMP)  ## open JupyterLab at the course's index, on this machine only; CPU=1 for a machine without a GPU
 	$(RUN) -m jupyterlab --ip=127.0.0.1 $(ROOT_FLAG) --ServerApp.root_dir='$(CURDIR)' --LabApp.default_url=/lab/tree/$(FIRST) $(LAB_FLAGS)
 
 test: setup  ## everything: lint, unit tests, every notebook and solution under strict nbval

@@ -1,6 +1,8 @@
 """Pictures: each module turns a record into the numbers that it draws; each `show_...` ends in `plt.show()`.
 
 palette.py       one colour for one kind of memory and one mesh axis
+course_map.py    show_course: which chapter builds on which
+readme.py        the README's pictures, written into docs/
 style.py         sizes, fonts, units; nothing outside a picture is changed
 memory.py        show_memory_timeline, show_budgets
 context.py       show_mask, show_work, show_travel, show_memory_by_length

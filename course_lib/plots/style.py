@@ -44,20 +44,21 @@ def finish(figure) -> None:
     if ipython and hasattr(ipython.get_ipython(), "kernel"):
         buffer = BytesIO()
         figure.savefig(buffer, format="png", bbox_inches="tight", dpi=SHARPNESS * figure.dpi)
-        data, metadata = picture_output(buffer.getvalue(), describe(figure))
+        data, metadata = picture_output(buffer.getvalue(), describe(figure), repr(figure))
         ipython.display.display(data, raw=True, metadata=metadata)
     else:
         plt.show()
     plt.close(figure)
 
 
-def picture_output(png: bytes, alt: str) -> tuple[dict, dict]:
+def picture_output(png: bytes, alt: str, plain: str) -> tuple[dict, dict]:
     """Return a picture as the data and metadata of a cell's output: its size on the page, and what it shows in words.
 
-    nbconvert reads the words from the metadata; what shows no pictures, as a terminal, shows them as plain text.
+    The words stand in the metadata, where nbconvert reads them: what is measured differs from run to run, and a run
+    compares the plain text.
     """
     width, height = (int.from_bytes(png[start : start + 4]) // SHARPNESS for start in (16, 20))  # PNG's header
-    data = {"image/png": b64encode(png).decode(), "text/plain": alt}
+    data = {"image/png": b64encode(png).decode(), "text/plain": plain}
     return data, {"image/png": {"alt": alt, "width": width, "height": height}}
 
 

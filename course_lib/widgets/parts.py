@@ -120,7 +120,7 @@ class Explorer(widgets.VBox):
         image = next((child for child in self.children if isinstance(child, widgets.Image) and child.value), None)
         if image is not None:
             alt = "First picture of a widget; run the cell to move its controls."
-            data, metadata = picture_output(image.value, alt)
+            data, metadata = picture_output(image.value, alt, alt)
             bundle |= data
         return bundle, metadata
 
