@@ -29,11 +29,11 @@ ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 LAB_FLAGS ?=
 FIRST := notebooks/00_ranks_and_collectives.ipynb
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
-UNIT := --ignore=tests/gpu --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/launch/test_fake_gpu_chapters.py
+UNIT := --ignore=tests/gpu --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
 
 .PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check badges \
-        test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm clean
+        test-long test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -72,7 +72,10 @@ lint: setup  ## ruff, for the package, the tests and the notebooks
 	$(RUN) -m ruff format --check .
 
 unit: setup  ## the tests of the package
-	$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(UNIT)
+	$(RUN) -m pytest -m "not long" -n $(WORKERS) --dist loadfile $(UNIT)
+
+test-long: setup  ## what make test leaves out: the trainer under torchrun, accelerate and srun, killed and asked to stop
+	$(RUN) -m pytest -m long -n $(WORKERS) --dist load $(UNIT)
 
 nbval: setup  ## every notebook and solution runs, and prints what it stores
 	@if [ -n "$(NOTEBOOKS)" ]; then env -u MPLBACKEND OMP_NUM_THREADS=1 $(RUN) -m pytest $(NBVAL) $(NOTEBOOKS); else echo "no notebooks yet"; fi
@@ -110,8 +113,8 @@ badges: setup  ## point the Colab badges at your copy: make badges REPOSITORY=ow
 test-gpu: $(STAMP)  ## what needs a GPU; each test says why it is skipped without one
 	$(RUN) -m pytest -rs -p no:cacheprovider tests/gpu
 
-test-fake-gpu: setup  ## what chapters 00, 03 to 07 and 09 launch, on fake CUDA tensors: a tensor on the wrong device raises
-	$(RUN) -m pytest -rs -p no:cacheprovider tests/launch/test_fake_gpu_chapters.py
+test-fake-gpu: setup  ## engines, and what chapters 00 and 03 to 10 launch, on fake CUDA tensors: a wrong device raises
+	$(RUN) -m pytest -rs -p no:cacheprovider -n $(WORKERS) --dist loadfile tests/fake_gpu
 
 test-browser: setup  ## a chapter in headless Chromium: all cells run, a slider moved
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { echo "make: no chromium here; install it (Debian, Ubuntu: apt-get install chromium) and call make test-browser again" >&2; exit 1; }
