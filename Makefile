@@ -32,7 +32,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 UNIT := --ignore=tests/gpu --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check badges \
+.PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check address \
         test-long test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm clean
 
 help:  ## list the targets
@@ -89,10 +89,10 @@ bench: setup  ## the course's own implementations against PyTorch's, in one run
 doctor: $(LAB_STAMP)  ## what this machine can run, chapter by chapter
 	$(RUN) -m course_lib doctor
 
-fmt: setup  ## ruff format and fixes; notebooks in their normal form
+fmt: setup  ## notebooks in their normal form; ruff format and fixes
+	$(RUN) -m course_lib.authoring fmt
 	$(RUN) -m ruff check --fix --quiet . || true
 	$(RUN) -m ruff format .
-	$(RUN) -m course_lib.authoring fmt
 
 notebooks: setup  ## run every notebook and solution and store its outputs; then mirrors, exercises and form
 	@for path in $(NOTEBOOKS); do $(RUN) -m course_lib run $$path --save || exit 1; done
@@ -107,8 +107,8 @@ exercises: setup  ## write exercises/ from solutions/
 check: setup  ## what the notebooks lack, without running them
 	$(RUN) -m course_lib.authoring check
 
-badges: setup  ## point the Colab badges at your copy: make badges REPOSITORY=owner/name
-	$(RUN) -m course_lib.authoring badges $(REPOSITORY)
+address: setup  ## where the course is had from: make address REPOSITORY=https://github.com/owner/name; badges, install cells
+	$(RUN) -m course_lib.authoring address "$(REPOSITORY)"
 
 test-gpu: $(STAMP)  ## what needs a GPU; each test says why it is skipped without one
 	$(RUN) -m pytest -rs -p no:cacheprovider tests/gpu

@@ -2,14 +2,18 @@
 
 CONTRIBUTING.md says how a chapter is made; tests/test_notebooks.py holds every notebook to `notebook_problems`.
 
+address.py    where the course is had from: install cell and badges
 form.py       the one form in which a notebook is stored
+columns.py    comments and docstrings of cells within 88 columns
+links.py      links between the notebooks, to chapters and to papers
 mirrors.py    cells held to the package
 exercises.py  exercises from solutions
 rules.py      what a notebook must satisfy
 readme.py     the map that you are reading, copied into the README
-__main__.py   fmt, mirrors, exercises, check, badges
+__main__.py   fmt, mirrors, exercises, check, address
 """
 
+from course_lib.authoring.columns import without_magics
 from course_lib.authoring.exercises import (
     exercise_from,
     exercise_problems,
@@ -24,13 +28,12 @@ from course_lib.authoring.form import (
     TAGS,
     WIDGET_VIEW,
     code_cells,
-    colab_address,
     format_notebooks,
+    formatted,
     normalise,
     notebook_paths,
     read,
     tags_of,
-    without_magics,
     write,
 )
 from course_lib.authoring.mirrors import (

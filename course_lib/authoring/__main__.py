@@ -1,4 +1,4 @@
-"""`python -m course_lib.authoring fmt | mirrors | exercises | check | badges owner/name`; `make` calls these."""
+"""`python -m course_lib.authoring fmt | mirrors | exercises | check | address REPOSITORY`; `make` calls these."""
 
 import argparse
 import sys
@@ -29,14 +29,16 @@ def main(argv: list[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True)
     for name, function in commands.items():
         subparsers.add_parser(name, help=function.__doc__.splitlines()[0])
-    subparsers.add_parser("badges", help=move_to.__doc__).add_argument("repository", metavar="owner/name")
+    subparsers.add_parser("address", help=move_to.__doc__).add_argument(
+        "repository", metavar="https://github.com/owner/name"
+    )
     options = parser.parse_args(argv)
     if options.command == "check":
         problems = check()
         print("\n".join(problems) or "every notebook is as it should be")
         return 1 if problems else 0
     try:
-        changed = move_to(options.repository) if options.command == "badges" else commands[options.command]()
+        changed = move_to(options.repository) if options.command == "address" else commands[options.command]()
     except ValueError as error:
         print(f"{options.command}: {error}", file=sys.stderr)
         return 2

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import nbformat
 
+from course_lib.authoring.address import write_address
+from course_lib.authoring.columns import without_magics
 from course_lib.authoring.form import (
     BEGIN,
     END,
@@ -17,9 +19,9 @@ from course_lib.authoring.form import (
     notebook_paths,
     read,
     tags_of,
-    without_magics,
     write,
 )
+from course_lib.authoring.links import NAVIGATION
 
 
 def without_solutions(source: str) -> str:
@@ -49,6 +51,9 @@ def exercise_from(nb):
     """The notebook that a learner opens: a solution notebook without its solutions and without outputs."""
     nb = normalise(nb)
     nb.cells[0].source = nb.cells[0].source.replace("/blob/main/solutions/", "/blob/main/exercises/")
+    for cell in nb.cells:
+        if cell["id"] in NAVIGATION:
+            cell.source = cell.source.replace("[Exercises](../exercises/", "[Solutions](../solutions/")
     for cell in code_cells(nb):
         cell.source = without_solutions(cell.source)
         cell.outputs, cell.execution_count = [], None
@@ -109,15 +114,6 @@ def write_exercises(root: Path = ROOT) -> list[Path]:
     return [root / "exercises" / p.name for p in paths if write(exercise_from(read(p)), root / "exercises" / p.name)]
 
 
-def move_to(repository: str, root: Path = ROOT) -> list[Path]:
-    """Make this the course of the GitHub repository `owner/name`: its address, and every Colab badge."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        raise ValueError(f"repository ({repository!r}) must be owner/name, as in https://github.com/owner/name")
-    old = re.search(r'Repository = "(https://github\.com/[^"]+)"', (root / "pyproject.toml").read_text()).group(1)
-    changed = []
-    for path in [root / name for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml")]:
-        text = path.read_text(encoding="utf-8")
-        if repository not in text and old in text:
-            path.write_text(text.replace(old, f"https://github.com/{repository}"), encoding="utf-8")
-            changed.append(path)
-    return changed + format_notebooks(root) + write_exercises(root)
+def move_to(address: str, root: Path = ROOT) -> list[Path]:
+    """Make this the course of a GitHub repository: its address, every notebook's install cell, every badge."""
+    return write_address(address, root) + format_notebooks(root) + write_exercises(root)

@@ -2,15 +2,18 @@
 
 import copy
 import re
-import tomllib
 from pathlib import Path
 
 import nbformat
 
+from course_lib.authoring.address import INSTALL, add_address
+from course_lib.authoring.columns import narrowed
+from course_lib.authoring.links import with_links
+
 ROOT = Path(__file__).resolve().parents[2]
 TAGS = ("setup", "mirror", "widget", "gpu", "nbval-ignore-output", "nbval-skip", "raises-exception")
+HIDDEN = ("outputs_hidden", "source_hidden")  # folded until the reader opens them
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
-COLAB = "https://colab.research.google.com/"
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 SLUG = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -47,11 +50,6 @@ def tags_of(cell) -> list[str]:
     return list(cell.metadata.get("tags", []))
 
 
-def without_magics(source: str) -> str:
-    """Code with its `%magic` and `!shell` lines blanked, so that Python can parse it."""
-    return "\n".join("" if line.startswith(("%", "!")) else line for line in source.split("\n"))
-
-
 def is_check_cell(cell) -> bool:
     """Whether a cell calls a grader: `check_...(...)` at its top level."""
     return cell.cell_type == "code" and re.search(r"^check_\w+\(", cell.source, re.MULTILINE) is not None
@@ -60,7 +58,8 @@ def is_check_cell(cell) -> bool:
 def normalise(nb):
     """A copy of a notebook in the one form in which the repository stores it.
 
-    Counts run 1..n; ids are slugs; no timestamps, widget state or editor's metadata; one stdout and one stderr a cell.
+    Comments and docstrings keep to the columns; counts run 1..n; ids are slugs;
+    no timestamps, widget state or editor's metadata; one stdout and one stderr a cell.
     Solutions get nbgrader's metadata: cells with solution marks and cells that call a `check_...`.
     """
     nb = copy.deepcopy(nb)
@@ -71,6 +70,8 @@ def normalise(nb):
     taken: set[str] = set()
     for cell in nb.cells:
         cell.source = cell.source.strip("\n")
+        if cell.cell_type == "code":
+            cell.source = narrowed(cell.source)
         cell["id"] = _readable_id(cell, taken)
         cell.metadata = nbformat.from_dict(_cell_metadata(cell, graded))
     for count, cell in enumerate(code_cells(nb), start=1):
@@ -99,6 +100,11 @@ def _cell_metadata(cell, graded: bool) -> dict:
     if tags:
         known = [tag for tag in TAGS if tag in tags]
         metadata["tags"] = known + sorted({tag for tag in tags if tag not in TAGS})
+    hidden = {name: True for name in HIDDEN if cell.metadata.get("jupyter", {}).get(name)}
+    if hidden or "setup" in tags:
+        metadata["jupyter"] = hidden | ({"source_hidden": True} if "setup" in tags else {})
+    if cell["id"] == INSTALL:  # folded in JupyterLab and in Colab
+        metadata |= {"cellView": "form", "jupyter": {"source_hidden": True}}
     if graded and cell.cell_type == "code" and (BEGIN in cell.source or is_check_cell(cell)):
         metadata["nbgrader"] = _nbgrader_metadata(cell["id"], is_check=BEGIN not in cell.source)
     return metadata
@@ -130,21 +136,14 @@ def _normal_outputs(outputs, count: int) -> list:
     return kept
 
 
-def colab_address(path: Path, root: Path = ROOT) -> str:
-    """Where a notebook's Colab badge leads: this very notebook in the repository that pyproject.toml names."""
-    urls = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
-    repository = urls["Repository"].removeprefix("https://github.com/")
-    return f"{COLAB}github/{repository}/blob/main/{path.relative_to(root).as_posix()}"
+def formatted(path: Path, root: Path = ROOT):
+    """A notebook as `make fmt` writes it: in its normal form, with links, badges and the install cell."""
+    nb = read(path)
+    add_address(nb, path, root)
+    return with_links(normalise(nb), path, root)
 
 
 def format_notebooks(root: Path = ROOT) -> list[Path]:
-    """Write notebooks and solutions in their normal form, badges and all; returns those that changed."""
-    changed = []
-    for path in notebook_paths("notebooks", "solutions", root=root):
-        nb = normalise(read(path))
-        title = nb.cells[0]
-        badge_link = rf"\({re.escape(COLAB)}(?!assets/)[^)]*\)"  # under assets/ is the badge's picture
-        title.source = re.sub(badge_link, f"({colab_address(path, root)})", title.source)
-        if write(nb, path):
-            changed.append(path)
-    return changed
+    """Write notebooks and solutions as `formatted` has them; returns those that changed."""
+    paths = notebook_paths("notebooks", "solutions", root=root)
+    return [path for path in paths if write(formatted(path, root), path)]

@@ -2,27 +2,29 @@
 
 import ast
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
 
+from course_lib.authoring.columns import COLUMNS, without_magics
 from course_lib.authoring.form import (
     RANDOM_ID,
     ROOT,
     SLUG,
     TAGS,
     code_cells,
-    colab_address,
-    normalise,
+    formatted,
     read,
     tags_of,
-    without_magics,
 )
 from course_lib.authoring.mirrors import mirror_problems
 
 UNCOMPARED_TAGS = {"nbval-ignore-output", "nbval-skip"}
 UNWANTED_WORDS = re.compile(r"\b(simply|just|obviously)\b", re.IGNORECASE)
 EMOJI = re.compile("[\U0001f000-\U0001faff\u2600-\u26ff\u2705\u2728\u274c\u2757\u2b50\ufe0f]")
+HEADING = re.compile(r"^(#+) ", re.MULTILINE)
+FILE_LINK = re.compile(r"\]\((?!https?:|#|attachment:)([^)#\s]+)[^)]*\)")
 ADDRESS = re.compile(r"\b0x[0-9a-f]{8,}\b")
 
 
@@ -59,6 +61,11 @@ def cell_problems(cell) -> list[str]:
         problems.append(f"cell {name}: the id is not a readable slug; `make fmt` makes one")
     if cell.cell_type != "code":
         return problems + [f"cell {name}: prose has {found}" for found in prose_problems(cell.source)]
+    problems += [
+        f"cell {name}: imports {private}, which is private; import a public name" for private in _private(cell)
+    ]
+    if (widest := max(map(len, cell.source.split("\n")))) > COLUMNS:
+        problems.append(f"cell {name}: a line has {widest} characters; break it, at most {COLUMNS} can be read")
     if "widget" in tags and not tags & UNCOMPARED_TAGS:
         problems.append(f"cell {name}: a widget's output differs at each run; tag it nbval-ignore-output as well")
     if "raises-exception" not in tags and any(output.output_type == "error" for output in cell.outputs):
@@ -70,8 +77,31 @@ def cell_problems(cell) -> list[str]:
     return problems
 
 
+def _private(cell) -> list[str]:
+    """The private names of the course that a cell imports."""
+    imports = [node for node in ast.walk(ast.parse(without_magics(cell.source))) if isinstance(node, ast.ImportFrom)]
+    names = [f"{node.module}.{alias.name}" for node in imports for alias in node.names]
+    return [name for name in names if name.startswith("course_lib.") and "._" in name]
+
+
 def _texts(cell) -> list[str]:
     return [str(output.get("text", "") or output.get("data", {}).get("text/plain", "")) for output in cell.outputs]
+
+
+def heading_problems(nb) -> list[str]:
+    """Where the table of contents would have a hole: one title, and no level left out below it."""
+    prose = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
+    levels = [len(found.group(1)) for found in HEADING.finditer(re.sub(r"```.*?```", "", prose, flags=re.DOTALL))]
+    problems = [] if levels[:1] == [1] and levels.count(1) == 1 else ["one heading `#`, the title, must come first"]
+    skipped = [f"{above} to {below}" for above, below in pairwise(levels) if below > above + 1]
+    return problems + [f"headings go from level {jump}; leave no level out" for jump in skipped]
+
+
+def link_problems(nb, path: Path) -> list[str]:
+    """Links of a notebook to files that are not there."""
+    prose = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
+    broken = [target for target in FILE_LINK.findall(prose) if not (path.parent / target).exists()]
+    return [f"a link leads to {target}, which is not there" for target in broken]
 
 
 def notebook_problems(path: Path, root: Path = ROOT) -> list[str]:
@@ -79,12 +109,11 @@ def notebook_problems(path: Path, root: Path = ROOT) -> list[str]:
     nb = read(path)
     problems = [problem for cell in nb.cells for problem in cell_problems(cell)]
     problems += [problem for cell in code_cells(nb) for problem in mirror_problems(cell, root)]
-    if nbformat.writes(normalise(nb)).rstrip("\n") + "\n" != path.read_text(encoding="utf-8"):
-        problems.append("not in its normal form; `make fmt` writes it")
-    if f"({colab_address(path, root)})" not in (nb.cells[0].source if nb.cells else ""):
+    if nbformat.writes(formatted(path, root)).rstrip("\n") + "\n" != path.read_text(encoding="utf-8"):
         problems.append(
-            f"the first cell has no badge that leads to {colab_address(path, root)}; `make fmt` fixes a link"
+            "not in its normal form (links, badges and the install cell belong to it); `make fmt` writes it"
         )
+    problems += heading_problems(nb) + link_problems(nb, path)
     if sum("setup" in tags_of(cell) for cell in code_cells(nb)) != 1:
         problems.append("exactly one cell must carry the tag setup")
     uncompared = [cell["id"] for cell in code_cells(nb) if is_uncompared(cell)]

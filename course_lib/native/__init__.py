@@ -2,6 +2,7 @@
 
 data.py            DistributedDataParallel, and Accelerate on top
 zero.py            FSDP2, ZeroRedundancyOptimizer, and Accelerate on top
+dtensor.py         what the engines on DTensors share
 deepspeed_zero.py  DeepSpeed's ZeRO, stages 0 to 3, where it is installed
 tensor.py          DTensor: a plan for parallelize_module, loss_parallel
 sequence.py        the same plan, with the residual stream in pieces along the sequence

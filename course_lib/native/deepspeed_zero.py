@@ -1,7 +1,8 @@
 """ZeRO by DeepSpeed, stages 0 to 3, behind the calls of native/zero.py. `make test-deepspeed` installs it and tests it.
 
     engine = build(model, group, config)                    # config: course_lib.train.export.deepspeed(...)
-    loss = step(engine, micro_batches)                      # the optimizer is inside the engine
+    optimizer = make_optimizer(engine)                      # DeepSpeed's engine itself: the optimizer is inside
+    loss = step(engine, micro_batches, optimizer)
 
 DeepSpeed wraps the optimizer too, as it flattens parameters and updates flat partitions. What belongs to a step is in
 the config: stage, accumulation, clipping, precision, offload. Its terms are mapped in course_lib/train/export.py.
@@ -22,8 +23,13 @@ import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 
-from course_lib.parallel.engine import MicroBatches, trainable
-from course_lib.training import loss_of
+from course_lib import comm
+from course_lib.parallel.engine import MicroBatches, ModelEngine, accumulate_gradients, step, trainable
+
+__all__ = [
+    "DeepSpeed", "accumulate_gradients", "build", "build_accelerated", "full_gradients", "full_parameters", "load",
+    "make_optimizer", "partition_numel", "step",
+]  # fmt: skip
 
 
 def load():
@@ -42,6 +48,30 @@ def load():
     return deepspeed
 
 
+class DeepSpeed(ModelEngine):
+    """A model inside DeepSpeed's engine, which has the optimizer and clips as its config says."""
+
+    def __init__(self, engine: nn.Module) -> None:
+        super().__init__(engine.module)
+        self.engine = engine
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.engine(*inputs)
+
+    def run(self, micro_batches: MicroBatches) -> Tensor:
+        """Forward and backward of all micro-batches; DeepSpeed reduces gradients and means them over ranks."""
+        num_tokens, losses = self.count_tokens(micro_batches), []
+        for index, (x_BS, y_BS) in enumerate(micro_batches):
+            self.engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+            loss = self.share_of_loss(x_BS, y_BS, num_tokens)
+            self.engine.backward(loss, scale_wrt_gas=False)  # the share of tokens is the scale
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def mean_loss(self, share: Tensor) -> Tensor:
+        return comm.all_reduce(share, dist.group.WORLD, op="mean")
+
+
 def build(
     model: nn.Module,
     group: dist.ProcessGroup,
@@ -49,8 +79,8 @@ def build(
     lr: float = 1e-3,
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.01,
-) -> nn.Module:
-    """Lets DeepSpeed shard model and AdamW's states over all ranks, as `config` says. Returns its engine.
+) -> DeepSpeed:
+    """Lets DeepSpeed shard model and AdamW's states over all ranks, as `config` says.
 
     Bytes    a rank holds: stage 1 its share of master weights and moments, 2 of gradients too, 3 of parameters too
     Raises   ValueError if the group is not all ranks
@@ -63,62 +93,44 @@ def build(
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
     config = config | {"zero_force_ds_cpu_optimizer": False}  # offload with torch's AdamW instead of a compiled one
     engine, *_ = load().initialize(model=model, optimizer=optimizer, config=config)
-    return engine
+    return DeepSpeed(engine)
 
 
-def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
-    """Leaves the gradient of the whole global batch where DeepSpeed's optimizer reads it; returns the mean loss."""
-    num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
-    losses = []
-    for index, (x_BS, y_BS) in enumerate(micro_batches):
-        engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-        loss = loss_of(engine, x_BS, y_BS) * (y_BS.numel() / num_tokens)
-        engine.backward(loss, scale_wrt_gas=False)  # the share of tokens is the scale
-        losses.append(loss.detach())
-    return torch.stack(losses).sum()
+def make_optimizer(engine: DeepSpeed) -> nn.Module:
+    """DeepSpeed's engine, whose `step` clips, updates and forgets the gradients; its options were `build`'s."""
+    return engine.engine
 
 
-def step(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
-    """One training step on this rank's micro-batches; clips as the config says. Returns this rank's mean loss."""
-    loss = accumulate_gradients(engine, micro_batches)
-    engine.step()
-    return loss
-
-
-def full_parameters(engine: nn.Module) -> dict[str, Tensor]:
+def full_parameters(engine: DeepSpeed) -> dict[str, Tensor]:
     """Name -> whole parameter in FP32, on every rank. All ranks must call it."""
     load()
     from deepspeed.utils import safe_get_full_fp32_param
 
-    return whole(engine, lambda param: safe_get_full_fp32_param(param) if is_sharded(engine) else param.detach())
+    is_sharded = engine.engine.zero_optimization_stage() > 0
+    return whole(engine, lambda param: safe_get_full_fp32_param(param) if is_sharded else param.detach())
 
 
-def full_gradients(engine: nn.Module) -> dict[str, Tensor]:
-    """Name -> whole gradient, on every rank; before `engine.step()`. All ranks must call it."""
+def full_gradients(engine: DeepSpeed) -> dict[str, Tensor]:
+    """Name -> whole gradient, on every rank; before the optimizer's step. All ranks must call it."""
     load()
     from deepspeed.utils import safe_get_full_grad
 
     return whole(engine, safe_get_full_grad)
 
 
-def whole(engine: nn.Module, tensor_of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
+def whole(engine: DeepSpeed, tensor_of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
     return {name: tensor_of(param).clone() for name, param in trainable(engine.module)}
 
 
-def is_sharded(engine: nn.Module) -> bool:
-    return engine.zero_optimization_stage() > 0
-
-
-def partition_numel(engine: nn.Module) -> int:
-    """How many numbers of master weights, and of each moment, this rank holds: all of them divided by N, once rounded
-    up.
+def partition_numel(optimizer) -> int:
+    """How many elements of master weights, and of each moment, DeepSpeed's optimizer holds on this rank.
 
     Raises   RuntimeError if DeepSpeed's optimizer has no partitions: then nothing was sharded
     """
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
-        if hasattr(engine.optimizer, name):
-            return sum(partition.numel() for partition in getattr(engine.optimizer, name))
-    raise RuntimeError(f"{type(engine.optimizer).__name__} has no partitions; choose stage 1, 2 or 3")
+        if hasattr(optimizer, name):
+            return sum(partition.numel() for partition in getattr(optimizer, name))
+    raise RuntimeError(f"{type(optimizer).__name__} has no partitions; choose stage 1, 2 or 3")
 
 
 # --- the same with Accelerate

@@ -15,7 +15,7 @@ Read beside parallel/sequence.py. What the plan's entries are in the from-scratc
                                   reduce-scatters the sum of their gradients
     ColwiseParallel on head,      gathers the final norm's output for itself
     input_layouts=Shard(1)
-    sum_norm_gradients            the sum of the norm weights' gradients over the ranks. PyTorch leaves them Partial.
+    finish                        the sum of the norm weights' gradients over the ranks. PyTorch leaves them Partial.
                                   Forgotten, it stays right, and costs: each operator that needs the numbers sums them
                                   for itself, AdamW three times a norm
     (regather=False)              the gathered inputs are kept for the weight gradients. There is no regather=True
@@ -35,28 +35,26 @@ embedding, for its output has to be cut along S: one more reduce-scatter, of S D
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 from course_lib.compat import DTENSOR_GATHERS_UNEVEN
-from course_lib.native import tensor
-from course_lib.native.tensor import (
-    Plan,
-    by_kind,
+from course_lib.native.tensor import Plan, TensorParallel, check_shardable, columns, keep_own_part, one_input
+from course_lib.parallel.engine import (
+    MicroBatches,
+    accumulate_gradients,
     clip_gradients,
-    columns,
     full_gradients,
     full_parameters,
-    keep_own_part,
     make_optimizer,
-    one_input,
+    step,
+    trainable,
 )
-from course_lib.parallel.engine import MicroBatches
 
 __all__ = [
-    "accumulate_gradients", "build", "clip_gradients", "full_gradients", "full_parameters", "make_optimizer",
-    "sequence_plan", "step", "sum_norm_gradients",
+    "TensorSequenceParallel", "accumulate_gradients", "build", "clip_gradients", "full_gradients", "full_parameters",
+    "make_optimizer", "sequence_plan", "step",
 ]  # fmt: skip
 
 ALONG_S = Shard(1)  # of x_BSD
@@ -66,17 +64,50 @@ ALONG_LAST = Shard(-1)  # what a row's columns left
 # --- build
 
 
-def build(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    """Shards `model` over `group` in place, weights and sequence, and returns it; all ranks bring the same weights.
+class TensorSequenceParallel(TensorParallel):
+    """Tensor parallelism whose hidden states between layers are cut along the sequence.
+
+    Bytes    a micro-batch, L layers: (4 L + 2) reduce-scatters and as many all-gathers of B S D elements, 3 all-reduces
+             of B S; a step: 2 L + 1 all-reduces of D
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__(model, group, sequence_plan(model))
+        if hasattr(model, "positions"):
+            model.positions.weight.register_post_accumulate_grad_hook(keep_own_part)
+
+    def run(self, micro_batches: MicroBatches) -> Tensor:
+        """Raises ValueError if S does not divide, below torch 2.13, before anything is sent."""
+        for x_BS, _ in micro_batches:
+            check_sequence(x_BS.shape[1], self.mesh.size())
+        return super().run(micro_batches)
+
+    def finish(self) -> None:
+        """Makes Partial gradients whole: those of what is Replicate and saw only this rank's positions."""
+        for _, param in trainable(self.module):
+            if param.grad is not None and param.grad.placements != param.placements:
+                param.grad = param.grad.redistribute(placements=param.placements)
+
+
+def build(model: nn.Module, group: dist.ProcessGroup) -> TensorSequenceParallel:
+    """Shards `model` over `group` in place, weights and sequence; all ranks bring the same weights.
 
     Bytes    none
     Raises   what native/tensor.py's build raises
     """
-    tensor.check_shardable(model.config, group.size())
-    tensor.apply_plan(model, group, sequence_plan(model))
-    if hasattr(model, "positions"):
-        model.positions.weight.register_post_accumulate_grad_hook(keep_own_part)
-    return model
+    check_shardable(model.config, group.size())
+    return TensorSequenceParallel(model, group)
+
+
+def check_sequence(seq_len: int, tp_size: int) -> None:
+    """Raises ValueError for a length that this torch cannot cut."""
+    if seq_len < tp_size:
+        raise ValueError(f"seq_len ({seq_len}) must be at least tp ({tp_size}): each rank needs a position")
+    if seq_len % tp_size and not DTENSOR_GATHERS_UNEVEN:
+        raise ValueError(
+            f"seq_len ({seq_len}) must be divisible by tp ({tp_size}) with torch {torch.__version__}; "
+            "choose such a length, install torch 2.13, or use parallel/sequence.py"
+        )
 
 
 def sequence_plan(model: nn.Module) -> Plan:
@@ -103,48 +134,3 @@ def sequence_plan(model: nn.Module) -> Plan:
 def row_to_pieces(input_layout: Replicate | Shard = ALONG_LAST, pieces: Shard = ALONG_S) -> RowwiseParallel:
     """A row whose partial sums end up in pieces along S, still as a DTensor."""
     return RowwiseParallel(input_layouts=input_layout, output_layouts=pieces, use_local_output=False)
-
-
-# --- step
-
-
-def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> torch.Tensor:
-    """Leaves each rank's part of the gradient in `.grad`; returns the mean loss. All ranks bring the same tokens.
-
-    Bytes    a micro-batch, L layers: (4 L + 2) reduce-scatters and as many all-gathers of B S D numbers, 3 all-reduces
-             of B S; a step: 2 L + 1 all-reduces of D
-    Raises   ValueError if S does not divide, below torch 2.13
-    """
-    tp_size = engine.embed.weight.device_mesh.size()
-    for x_BS, _ in micro_batches:
-        check_sequence(x_BS.shape[1], tp_size)
-    loss = tensor.accumulate_gradients(engine, micro_batches)
-    sum_norm_gradients(engine)
-    return loss
-
-
-def check_sequence(seq_len: int, tp_size: int) -> None:
-    """Raises ValueError for a length that this torch cannot cut."""
-    if seq_len < tp_size:
-        raise ValueError(f"seq_len ({seq_len}) must be at least tp ({tp_size}): each rank needs a position")
-    if seq_len % tp_size and not DTENSOR_GATHERS_UNEVEN:
-        raise ValueError(
-            f"seq_len ({seq_len}) must be divisible by tp ({tp_size}) with torch {torch.__version__}; "
-            "choose such a length, install torch 2.13, or use parallel/sequence.py"
-        )
-
-
-def sum_norm_gradients(engine: nn.Module) -> None:
-    """Makes Partial gradients whole: those of what is Replicate and saw only this rank's positions."""
-    for param in by_kind(engine)[0]:
-        if param.grad is not None and param.grad.placements != param.placements:
-            param.grad = param.grad.redistribute(placements=param.placements)
-
-
-def step(
-    engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
-) -> torch.Tensor:
-    """One training step; returns the mean loss."""
-    loss = accumulate_gradients(engine, micro_batches)
-    tensor.update(engine, optimizer, clip_norm)
-    return loss

@@ -33,9 +33,8 @@ forward sends. What differs from scratch:
     dropout             refused: each rank would drop the same places of different heads
 """
 
-import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -48,8 +47,22 @@ from torch.distributed.tensor.parallel import (
 )
 
 from course_lib.config import ModelConfig
-from course_lib.parallel.engine import MicroBatches
-from course_lib.training import loss_of
+from course_lib.native.dtensor import DTensorEngine
+from course_lib.parallel.engine import (
+    MicroBatches,
+    accumulate_gradients,
+    clip_gradients,
+    full_gradients,
+    full_parameters,
+    make_optimizer,
+    one_after_another,
+    step,
+)
+
+__all__ = [
+    "Plan", "TensorParallel", "accumulate_gradients", "build", "check_shardable", "clip_gradients", "columns",
+    "full_gradients", "full_parameters", "keep_own_part", "make_optimizer", "one_input", "step", "tensor_plan",
+]  # fmt: skip
 
 Plan = dict[str, ParallelStyle]
 
@@ -57,8 +70,35 @@ Plan = dict[str, ParallelStyle]
 # --- build
 
 
-def build(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    """Shards `model` over `group` in place and returns it; every rank must bring the same weights.
+class TensorParallel(DTensorEngine):
+    """A model cut over the ranks of one group as a plan says; all of them bring the same tokens.
+
+    Bytes    a micro-batch, L layers: (4 L + 2) all-reduces of B S D elements, 3 of B S
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, plan: Plan) -> None:
+        """Turns the parameters that the plan names into DTensors, and hooks the redistributions around their modules.
+
+        Raises   RuntimeError if a matrix was left whole
+        """
+        mesh = DeviceMesh.from_group(group, model.embed.weight.device.type, mesh_dim_names=("tp",))
+        parallelize_module(model, mesh, plan, src_data_rank=None)
+        model.tie()
+        model.embed.weight.register_post_accumulate_grad_hook(keep_own_part)
+        check_sharded(model, group.size())
+        super().__init__(model, mesh)
+
+    def run(self, micro_batches: MicroBatches) -> Tensor:
+        """Forward and backward of all micro-batches; the gradient of the logits is in pieces as well."""
+        with loss_parallel():
+            return one_after_another(self, micro_batches)
+
+    def mean_loss(self, share: Tensor) -> Tensor:
+        return share.full_tensor()
+
+
+def build(model: nn.Module, group: dist.ProcessGroup) -> TensorParallel:
+    """Shards `model` over `group` in place; every rank must bring the same weights.
 
     Families llama and gpt. Uneven sizes: d_ff and the vocabulary are cut as torch.chunk cuts, heads must divide.
 
@@ -66,17 +106,7 @@ def build(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     Raises   ValueError where heads do not divide, or dropout is above 0; RuntimeError if a matrix was left whole
     """
     check_shardable(model.config, group.size())
-    return apply_plan(model, group, tensor_plan(model))
-
-
-def apply_plan(model: nn.Module, group: dist.ProcessGroup, plan: Plan) -> nn.Module:
-    """Turns the parameters that the plan names into DTensors, and hooks the redistributions around their modules."""
-    mesh = DeviceMesh.from_group(group, model.embed.weight.device.type, mesh_dim_names=("tp",))
-    parallelize_module(model, mesh, plan, src_data_rank=None)
-    model.tie()
-    model.embed.weight.register_post_accumulate_grad_hook(keep_own_part)
-    check_sharded(model, group.size())
-    return model
+    return TensorParallel(model, group, tensor_plan(model))
 
 
 def tensor_plan(model: nn.Module) -> Plan:
@@ -139,85 +169,3 @@ def keep_own_part(param: nn.Parameter) -> None:
     """Cuts a gradient that is whole on each rank to this rank's part, at once: no communication."""
     if all(placement.is_replicate() for placement in param.grad.placements):
         param.grad = param.grad.redistribute(placements=param.placements)
-
-
-# --- step
-
-
-def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> torch.Tensor:
-    """Leaves each rank's part of the gradient in `.grad`; returns the mean loss. All ranks bring the same tokens.
-
-    Bytes    a micro-batch, L layers: (4 L + 2) all-reduces of B S D numbers, 3 of B S
-    """
-    num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
-    losses = []
-    for x_BS, y_BS in micro_batches:
-        with loss_parallel():  # backward too: the gradient of the logits is in pieces as well
-            loss = loss_of(engine, x_BS, y_BS) * (y_BS.numel() / num_tokens)
-            loss.backward()
-        losses.append(loss.detach().full_tensor())
-    return torch.stack(losses).sum()
-
-
-def make_optimizer(engine: nn.Module, lr: float = 3e-3, weight_decay: float = 0.01) -> torch.optim.AdamW:
-    """AdamW whose states are DTensors like their parameters: each rank holds those of its part.
-
-    DTensors and plain tensors are two groups: on a GPU AdamW updates a group in one call, which cannot mix them.
-    """
-    groups = [{"params": params} for params in by_kind(engine) if params]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
-
-
-def by_kind(engine: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters that train: (DTensors, plain tensors)."""
-    params = [param for param in engine.parameters() if param.requires_grad]
-    return [p for p in params if isinstance(p, DTensor)], [p for p in params if not isinstance(p, DTensor)]
-
-
-def clip_gradients(engine: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scales all gradients so that the norm of the whole model's does not exceed max_norm; returns the norm before.
-
-    The norm of a sharded gradient is a DTensor, Partial until `full_tensor` sums it. What is whole counts once.
-    """
-    sharded, whole = by_kind(engine)
-    norms = [nn.utils.get_total_norm([p.grad for p in params]) for params in (sharded, whole) if params]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    total_norm = torch.linalg.vector_norm(torch.stack(norms))
-    for params in (sharded, whole):
-        nn.utils.clip_grads_with_norm_(params, max_norm, total_norm)
-    return total_norm
-
-
-def step(
-    engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
-) -> torch.Tensor:
-    """One training step; returns the mean loss."""
-    loss = accumulate_gradients(engine, micro_batches)
-    update(engine, optimizer, clip_norm)
-    return loss
-
-
-def update(engine: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
-    """What follows the gradients in a step: clipping, the optimizer, and forgetting them."""
-    if clip_norm is not None:
-        clip_gradients(engine, clip_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-# --- whole tensors, for tests and for looking
-
-
-def full_parameters(engine: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter whole, on each rank, by the unsharded model's names."""
-    return {name: whole(param.detach()) for name, param in engine.named_parameters()}
-
-
-def full_gradients(engine: nn.Module) -> dict[str, torch.Tensor]:
-    """Every gradient whole, on each rank, by the unsharded model's names."""
-    return {name: whole(param.grad) for name, param in engine.named_parameters() if param.grad is not None}
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, gathered if it is sharded."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

@@ -35,7 +35,7 @@ gradients of what it updates; then each owner broadcasts the parameters it updat
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -46,16 +46,57 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
+from course_lib import comm
 from course_lib.devices import rank_device
-from course_lib.parallel.engine import MicroBatches, trainable
+from course_lib.native.data import DDP
+from course_lib.native.dtensor import DTensorEngine
+from course_lib.parallel.engine import (
+    MicroBatches,
+    accumulate_gradients,
+    clip_gradients,
+    full_gradients,
+    full_parameters,
+    step,
+    trainable,
+)
+from course_lib.parallel.engine import make_optimizer as make_adamw
 from course_lib.training import loss_of
+
+__all__ = [
+    "FSDP", "STAGES", "accelerated_step", "accumulate_gradients", "build", "build_accelerated", "build_ddp",
+    "check_sharded", "clip_gradients", "fill", "full_gradients", "full_parameters", "make_optimizer", "step", "units",
+    "unsharded_parameters",
+]  # fmt: skip
 
 STAGES = (1, 2, 3)
 
 
 # --- FSDP2
+
+
+class FSDP(DTensorEngine):
+    """A model that `fully_shard` has cut, whose ranks bring different tokens: FSDP2 means gradients over them."""
+
+    def __init__(self, module: FSDPModule, group: dist.ProcessGroup, mesh: DeviceMesh, stage: int) -> None:
+        super().__init__(module, mesh)
+        self.group, self.stage = group, stage
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around a micro-batch that is not the last: stage 1 reduces nothing, stages 1 and 2 free no parameters.
+
+        set_is_last_backward(False) is not for this: FSDP2 then takes the units of all micro-batches for one sequence,
+        and at the end of the last backward pass gathers once more what the first forward pass ended with.
+        """
+        self.module.set_requires_gradient_sync(self.stage > 1)
+        self.module.set_reshard_after_backward(self.stage == 3)
+        yield
+        self.module.set_requires_gradient_sync(True)
+        self.module.set_reshard_after_backward(True)
+
+    def mean_loss(self, share: Tensor) -> Tensor:
+        return comm.all_reduce(share, self.group, op="mean")
 
 
 def build(
@@ -67,33 +108,34 @@ def build(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     prefetch: bool = True,
-) -> nn.Module:
-    """Shards `model` in place over `group` with fully_shard, and returns it; every rank must hold the same weights.
+) -> FSDP:
+    """Shards `model` in place over `group` with fully_shard; every rank must hold the same weights.
 
     shard_size               ranks that share one copy of the model (HSDP); None: all of the group
     reshard_after_forward    what fully_shard calls so; None: as the stage says. An int: size of the groups
 
     Shapes   a parameter of rows x ... -> its DTensor's local part of ceil(rows / N) x ...; the last ranks' are shorter
-    Bytes    see the table above; P counts each parameter's rows rounded up to a multiple of N
+    Bytes    see the table above; P counts each parameter's rows rounded up to a multiple of N. An all-reduce of one
+             element for the loss
     Raises   ValueError for another stage, or a shard_size that does not divide the group
     """
     if stage not in STAGES:
         raise ValueError(f"stage is {stage}; choose from {STAGES} (stage 0 is native/data.py)")
     if reshard_after_forward is None:
         reshard_after_forward = stage == 3
+    mesh = mesh_of(group, shard_size, next(model.parameters()).device)
     options = {
-        "mesh": mesh_of(group, shard_size, next(model.parameters()).device),
+        "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
         "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
     }
     parts = units(model)
     for unit in parts:
         fully_shard(unit, **options)
-    engine = fully_shard(model, **options)
-    engine.stage = stage
+    fully_shard(model, **options)
     if prefetch:
         prefetch_forward(parts)
-    return engine
+    return FSDP(model, group, mesh, stage)
 
 
 def mesh_of(group: dist.ProcessGroup, shard_size: int | None, device: torch.device) -> DeviceMesh:
@@ -142,112 +184,44 @@ def prefetch_forward(parts: list[list[nn.Module]]) -> None:
 # --- DDP with ZeroRedundancyOptimizer
 
 
-def build_ddp(model: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
+def build_ddp(model: nn.Module, group: dist.ProcessGroup) -> DDP:
     """Makes `model` data parallel with DDP; make_optimizer then shares out the optimizer's states alone.
 
     Bytes    sent per rank and step: 2 (N - 1) / N P of gradients, and P (N - 1) / N of parameters on average
     """
-    return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    return DDP(model, process_group=group, gradient_as_bucket_view=True)
 
 
 def make_optimizer(
-    engine: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.01
+    engine: FSDP | DDP, lr: float = 3e-3, weight_decay: float = 0.01, betas: tuple[float, float] = (0.9, 0.95)
 ) -> torch.optim.Optimizer:
     """AdamW over the shards of this rank; for a DDP engine a ZeroRedundancyOptimizer around AdamW."""
-    parameters = [param for _, param in trainable(engine)]
     options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-    if isinstance(engine, DistributedDataParallel):
-        return ZeroRedundancyOptimizer(
-            parameters, torch.optim.AdamW, process_group=engine.process_group, parameters_as_bucket_view=True, **options
-        )
-    return torch.optim.AdamW(parameters, **options)
+    if not isinstance(engine, DDP):
+        return make_adamw(engine, **options)
+    parameters = [param for _, param in trainable(engine)]
+    return ZeroRedundancyOptimizer(
+        parameters, torch.optim.AdamW, process_group=engine.process_group, parameters_as_bucket_view=True, **options
+    )
 
 
-# --- a step: the same calls as in parallel/zero.py
-
-
-@contextmanager
-def micro_batch(engine: nn.Module, is_last: bool) -> Iterator[None]:
-    """Says what this micro-batch leaves undone: reductions in stage 1 and under DDP, freeing parameters in 1 and 2.
-
-    set_is_last_backward(False) is not for this: FSDP2 then takes the units of all micro-batches for one sequence, and
-    at the end of the last backward pass gathers once more what the first forward pass ended with.
-    """
-    if isinstance(engine, DistributedDataParallel):
-        with nullcontext() if is_last else engine.no_sync():
-            yield
-        return
-    engine.set_requires_gradient_sync(is_last or engine.stage > 1)
-    engine.set_reshard_after_backward(is_last or engine.stage == 3)
-    yield
-
-
-def accumulate_gradients(engine: nn.Module, micro_batches: MicroBatches) -> Tensor:
-    """Leaves the gradient of the whole global batch in the shards' `.grad`; returns this rank's mean loss."""
-    num_tokens = sum(y_BS.numel() for _, y_BS in micro_batches)
-    losses = []
-    for index, (x_BS, y_BS) in enumerate(micro_batches):
-        with micro_batch(engine, is_last=index == len(micro_batches) - 1):
-            loss = loss_of(engine, x_BS, y_BS) * (y_BS.numel() / num_tokens)
-            loss.backward()
-        losses.append(loss.detach())
-    return torch.stack(losses).sum()
-
-
-def step(
-    engine: nn.Module, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
-) -> Tensor:
-    """One training step on this rank's micro-batches; returns this rank's mean loss.
-
-    Clipping looks at the norm of all shards: clip_grad_norm_ sums the DTensors' squares over the ranks.
-    """
-    loss = accumulate_gradients(engine, micro_batches)
-    if clip_norm is not None:
-        nn.utils.clip_grad_norm_(engine.parameters(), clip_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-# --- whole tensors, for tests, for teaching, and to start from
-
-
-def full_parameters(engine: nn.Module) -> dict[str, Tensor]:
-    """Name -> whole parameter, on every rank. All ranks must call it."""
-    return {plain_name(name): whole(param.detach()) for name, param in engine.named_parameters()}
-
-
-def full_gradients(engine: nn.Module) -> dict[str, Tensor]:
-    """Name -> whole gradient, for those that have one, on every rank. All ranks must call it."""
-    named = [(plain_name(name), param.grad) for name, param in engine.named_parameters()]
-    return {name: whole(grad) for name, grad in named if grad is not None}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def plain_name(name: str) -> str:
-    return name.removeprefix("module.")  # DDP's
+# --- to start from
 
 
 @torch.no_grad()
-def fill(engine: nn.Module, whole_of: Callable[[str], Tensor]) -> None:
+def fill(engine: FSDP, whole_of: Callable[[str], Tensor]) -> None:
     """Gives an engine built on the meta device its storage, and each shard its part of `whole_of(name)`.
 
     Bytes    at most one whole parameter beside the shards; nothing is sent
     """
-    engine.to_empty(device=mesh_device(engine))
-    if hasattr(engine, "tie"):
-        engine.tie()
+    device_type = engine.mesh.device_type
+    engine.to_empty(device=device_type)
+    if hasattr(engine.module, "tie"):
+        engine.module.tie()
     for name, param in engine.named_parameters():
-        source = whole_of(name).to(mesh_device(engine))
+        source = whole_of(name).to(device_type)
         part = distribute_tensor(source, param.device_mesh, param.placements, src_data_rank=None)
         param.to_local().copy_(part.to_local())
-
-
-def mesh_device(engine: nn.Module) -> str:
-    return next(engine.parameters()).device_mesh.device_type
 
 
 def unsharded_parameters(engine: nn.Module) -> list[str]:

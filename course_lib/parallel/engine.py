@@ -39,6 +39,11 @@ def trainable(model: nn.Module) -> list[NamedParameter]:
     return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 @contextmanager
 def compute_span(trace: Trace | None, name: str) -> Iterator[None]:
     """Records what runs inside as a Span on the lane 'compute'; without a trace it does nothing."""
@@ -162,7 +167,7 @@ def clip_gradients(engine: Engine, max_norm: float) -> Tensor:
     first = next(engine.parameters())
     square = torch.zeros((), dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
     for param, copies in owned:
-        square += gradient_of(param).to(square.dtype).square().sum() / copies
+        square += local(gradient_of(param)).to(square.dtype).square().sum() / copies
     for group in engine.norm_groups:
         square = comm.all_reduce(square, group)
     norm = square.sqrt()
@@ -177,7 +182,9 @@ def make_optimizer(
     params = [param for param, _ in engine.owned()]
     has_masters = engine.is_sharded or any(param.element_size() == 2 for param in params)
     optimizer_class = MasterAdamW if has_masters else torch.optim.AdamW
-    return optimizer_class([{"params": params}], lr=lr, betas=betas, weight_decay=weight_decay)
+    kinds = {type(param) for param in params} or {nn.Parameter}  # on a GPU one call cannot update DTensors and others
+    groups = [{"params": [param for param in params if type(param) is kind]} for kind in sorted(kinds, key=str)]
+    return optimizer_class(groups, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
 def step(

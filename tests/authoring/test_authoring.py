@@ -1,13 +1,17 @@
 """The normal form of notebooks, exercises from solutions, and every rule of `notebook_problems` by a planted fault."""
 
+from types import SimpleNamespace
+
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from course_lib import authoring
+from course_lib.authoring.address import install_source
+from course_lib.authoring.columns import narrowed
+from course_lib.authoring.links import linked, navigation, with_links
 
-BADGE_PICTURE = "https://colab.research.google.com/assets/colab-badge.svg"
-BADGE = f"[![Open in Colab]({BADGE_PICTURE})](https://colab.research.google.com/github/OWNER/course-lib/blob/main/{{}})"
+ADDRESS = "https://github.com/somebody/their-copy"
 SOLUTION = """def double(x):
     \"\"\"Twice x.\"\"\"
     if x:
@@ -22,22 +26,22 @@ def stream(text, name="stdout"):
     return new_output("stream", name=name, text=text)
 
 
-def chapter(*cells, path="notebooks/00_x.ipynb"):
-    title = new_markdown_cell(f"# Title\n{BADGE.format(path)}", id="title")
-    return new_notebook(cells=[title, new_code_cell("import os", id="setup", metadata={"tags": ["setup"]}), *cells])
+def chapter(*cells):
+    start = [new_markdown_cell("# Title", id="title"), new_code_cell(install_source(None), id="install")]
+    return new_notebook(cells=[*start, new_code_cell("import os", id="setup", metadata={"tags": ["setup"]}), *cells])
 
 
 @pytest.fixture
 def root(tmp_path):
     for folder in ("notebooks", "solutions", "exercises"):
         (tmp_path / folder).mkdir()
-    (tmp_path / "pyproject.toml").write_text('[project.urls]\nRepository = "https://github.com/OWNER/course-lib"\n')
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "course-lib"\n')
     return tmp_path
 
 
 def problems_of(root, *cells):
     path = root / "notebooks" / "00_x.ipynb"
-    authoring.write(authoring.normalise(chapter(*cells)), path)
+    authoring.write(with_links(authoring.normalise(chapter(*cells)), path, root), path)
     return authoring.notebook_problems(path, root)
 
 
@@ -51,7 +55,7 @@ def test_normalise_counts_from_one_and_forgets_how_and_when_the_notebook_ran():
     nb.metadata = {"widgets": {"state": {}}, "language_info": {"name": "python", "version": "3.11.7"}}
     normal = authoring.normalise(nb)
     assert normal.cells[1].execution_count == 1
-    assert dict(normal.cells[1].metadata) == {"tags": ["setup", "widget"]}
+    assert dict(normal.cells[1].metadata) == {"tags": ["setup", "widget"], "jupyter": {"source_hidden": True}}
     assert len(normal.cells) == 2, "an empty cell goes"
     assert set(normal.metadata) == {"kernelspec", "language_info"} and normal.metadata.language_info == {
         "name": "python"
@@ -91,6 +95,103 @@ def test_random_ids_become_slugs_from_what_the_cell_says(source, slug):
     assert [cell["id"] for cell in normal.cells] == [slug, f"{slug}-2"]
 
 
+# Links
+
+
+@pytest.fixture
+def course(root):
+    """A course of an index, two chapters, of which the second has a second reading and exercises."""
+    names = ("index", "00_ranks", "01_zero", "01_zero_in_depth")
+    for path in [root / "notebooks" / f"{name}.ipynb" for name in names] + [root / "solutions" / "01_zero.ipynb"]:
+        path.write_text("{}")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("path", "links"),
+    [
+        ("notebooks/index.ipynb", "[Next](00_ranks.ipynb)"),
+        ("notebooks/00_ranks.ipynb", "[Index](index.ipynb) · [Previous](index.ipynb) · [Next](01_zero.ipynb)"),
+        (
+            "notebooks/01_zero.ipynb",
+            "[Index](index.ipynb) · [Previous](00_ranks.ipynb) · [In depth](01_zero_in_depth.ipynb) · "
+            "[Exercises](../exercises/01_zero.ipynb) · [Solutions](../solutions/01_zero.ipynb)",
+        ),
+        (
+            "notebooks/01_zero_in_depth.ipynb",
+            "[Index](index.ipynb) · [Lesson](01_zero.ipynb) · [Previous](00_ranks.ipynb) · "
+            "[Exercises](../exercises/01_zero.ipynb) · [Solutions](../solutions/01_zero.ipynb)",
+        ),
+        (
+            "solutions/01_zero.ipynb",
+            "[Index](../notebooks/index.ipynb) · [Chapter](../notebooks/01_zero.ipynb) · "
+            "[Exercises](../exercises/01_zero.ipynb)",
+        ),
+    ],
+)
+def test_navigation_leads_to_the_neighbours_the_exercises_and_the_second_reading(course, path, links):
+    assert navigation(course / path, course) == links
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("See chapter 1, and chapter 7.", "See [chapter 1](01_zero.ipynb), and chapter 7."),
+        ("Chapters 0 and 1 (chapter 0)", "Chapters 0 and [1](01_zero.ipynb) (chapter 0)"),
+        ("ZeRO (arXiv:1910.02054)", "ZeRO ([arXiv:1910.02054](https://arxiv.org/abs/1910.02054))"),
+        ("`exercises/01_zero.ipynb`", "[`exercises/01_zero.ipynb`](../exercises/01_zero.ipynb)"),
+        ("## Of chapter 1\n`chapter 1`", "## Of chapter 1\n`chapter 1`"),
+        ("[chapter 1](01_old_name.ipynb)", "[chapter 1](01_zero.ipynb)"),
+        ("[as chapter 1 says](https://x.org)", "[as chapter 1 says](https://x.org)"),
+    ],
+)
+def test_chapters_notebooks_and_papers_named_in_prose_become_links_once(course, text, expected):
+    path = course / "notebooks" / "00_ranks.ipynb"
+    assert linked(text, path, course) == linked(expected, path, course) == expected
+
+
+def test_an_exercise_links_to_its_solution(course):
+    path = course / "solutions" / "01_zero.ipynb"
+    exercise = authoring.exercise_from(with_links(chapter(), path, course))
+    for cell in (exercise.cells[1], exercise.cells[-1]):
+        assert "[Solutions](../solutions/01_zero.ipynb)" in cell.source and "[Exercises]" not in cell.source
+
+
+def test_a_notebook_without_its_links_is_found_and_make_fmt_writes_them(root):
+    path = root / "notebooks" / "00_x.ipynb"
+    cells = [new_markdown_cell("As in arXiv:1910.02054.", id="text"), new_code_cell("x = 1", id="x")]
+    authoring.write(authoring.normalise(chapter(*cells)), path)
+    assert "not in its normal form" in "\n".join(authoring.notebook_problems(path, root))
+    authoring.format_notebooks(root)
+    assert authoring.notebook_problems(path, root) == []
+    assert authoring.format_notebooks(root) == []
+
+
+# Columns
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (f"x = 1  # {'word ' * 20}end", f"# {'word ' * 17}\n# word word word end\nx = 1"),
+        (f"    # {'word ' * 20}end", f"    # {'word ' * 16}\n    # word word word word end"),
+        (f"# mirrors: {'c.name, ' * 9}f, {'g' * 9}", f"# mirrors: {'c.name, ' * 9}f\n# mirrors: {'g' * 9}"),
+        (f"f = 1{' ' * 80} # noqa: E731", f"f = 1{' ' * 80} # noqa: E731"),
+        ("%magic " + "x" * 90, "%magic " + "x" * 90),
+    ],
+)
+def test_long_comments_are_wrapped_and_stand_above_the_code(source, expected):
+    tidy = [line.rstrip() for line in expected.split("\n")]
+    assert [line.rstrip() for line in narrowed(source).split("\n")] == tidy
+
+
+def test_long_docstrings_are_wrapped_and_mirrors_still_agree():
+    source = f'def f():\n    """{"word " * 20}end."""\n    return "{"text " * 20}"'
+    narrow = narrowed(source)
+    assert narrow.split("\n")[1:3] == [f'    """{"word " * 15}word', '    word word word word end."""']
+    assert narrowed(narrow) == narrow and 'text "' in narrow, "strings are for people to break"
+
+
 # Exercises
 
 
@@ -109,10 +210,10 @@ def test_marks_that_do_not_pair_are_refused(marks):
 def test_an_exercise_has_no_outputs_and_carries_what_nbgrader_needs(root):
     cells = [new_code_cell(SOLUTION, id="double"), new_code_cell("check_double(double)", id="check-double")]
     cells[1].outputs = [stream("check_double: passed\n")]
-    exercise = authoring.exercise_from(chapter(*cells, path="solutions/00_x.ipynb"))
+    exercise = authoring.exercise_from(chapter(*cells))
     nbformat.validate(exercise)
     assert all(not cell.outputs and cell.execution_count is None for cell in authoring.code_cells(exercise))
-    written, checked = (cell.metadata.nbgrader for cell in exercise.cells[2:])
+    written, checked = (cell.metadata.nbgrader for cell in exercise.cells[3:])
     assert written.solution and not written.grade and written.grade_id == "double"
     assert checked.grade and checked.locked and checked.points == 1 and not checked.solution
 
@@ -154,9 +255,15 @@ def test_a_right_notebook_has_no_problems(root):
         (new_code_cell("f", id="x", outputs=[stream("<f at 0x7f0011223344>")]), "memory address"),
         (new_code_cell("w", id="x", metadata={"tags": ["widget"]}), "tag it nbval-ignore-output as well"),
         (new_code_cell("1/0", id="x", outputs=[new_output("error", ename="E", evalue="", traceback=[])]), "an error"),
-        (new_code_cell("x", id="x", metadata={"tags": ["nbval-skip"]}), "more than a fifth of 2"),
+        (new_code_cell("x", id="x", metadata={"tags": ["nbval-skip"]}), "more than a fifth of 3"),
         (new_code_cell("x", id="x", outputs=[new_output("display_data", {"image/png": "aa"})]), "more than a fifth"),
         (new_code_cell("import os", id="x", metadata={"tags": ["setup"]}), "exactly one cell must carry the tag setup"),
+        (new_code_cell(f"x = '{'long' * 22}'", id="x"), "a line has 94 characters"),
+        (new_code_cell("from course_lib.comm.collectives import _op", id="x"), "collectives._op, which is private"),
+        (new_code_cell("from course_lib.launch._slurm import x", id="x"), "launch._slurm.x, which is private"),
+        (new_markdown_cell("### Too deep", id="x"), "headings go from level 1 to 3"),
+        (new_markdown_cell("# Another title", id="x"), "one heading `#`"),
+        (new_markdown_cell("[there](../nowhere.md)", id="x"), "a link leads to ../nowhere.md"),
         (new_markdown_cell("It is simply a sum.", id="x"), "prose has simply"),
         (new_markdown_cell("A sum!", id="x"), "prose has an exclamation mark"),
         (new_markdown_cell("A sum \U0001f600", id="x"), "prose has an emoji"),
@@ -166,32 +273,73 @@ def test_a_planted_fault_is_found(root, cell, fragment):
     assert fragment in "\n".join(problems_of(root, cell))
 
 
-def test_a_notebook_out_of_form_and_a_badge_of_another_notebook_are_found(root):
+def test_a_notebook_out_of_form_is_found_and_written(root):
     path = root / "notebooks" / "01_y.ipynb"
     authoring.write(chapter(new_code_cell("x = 1", id="x")), path)
-    found = "\n".join(authoring.notebook_problems(path, root))
-    assert "not in its normal form" in found and "no badge that leads to" in found
+    assert "not in its normal form" in "\n".join(authoring.notebook_problems(path, root))
     assert authoring.format_notebooks(root) == [path] and authoring.format_notebooks(root) == []
-    assert "badge" not in "\n".join(authoring.notebook_problems(path, root)), "make fmt fixes the link"
-    assert BADGE_PICTURE in authoring.read(path).cells[0].source, "and leaves the picture"
-
-
-def test_an_exercise_opens_itself_in_colab(root):
-    exercise = authoring.exercise_from(chapter(path="solutions/00_x.ipynb"))
-    assert authoring.colab_address(root / "exercises" / "00_x.ipynb", root) in exercise.cells[0].source
+    assert authoring.notebook_problems(path, root) == []
 
 
 def test_code_and_formulas_are_not_prose():
     assert authoring.prose_problems("`a != b`, $n!$, ![picture](x.png)\n```python\nprint('just!')\n```") == []
 
 
-def test_badges_point_where_they_are_told_and_only_to_a_repository(root):
-    for name in ("README.md", "CONTRIBUTING.md"):
-        (root / name).write_text("git clone https://github.com/OWNER/course-lib.git\n")
-    authoring.write(authoring.normalise(chapter()), root / "notebooks" / "00_x.ipynb")
-    assert len(authoring.move_to("somebody/their-copy", root)) == 4
-    assert "github/somebody/their-copy/blob" in (root / "notebooks" / "00_x.ipynb").read_text()
-    assert "github.com/somebody/their-copy.git" in (root / "README.md").read_text()
-    assert authoring.move_to("somebody/their-copy", root) == []
-    with pytest.raises(ValueError, match="must be owner/name"):
-        authoring.move_to("https://github.com/x/y", root)
+# The address: install cell and badges
+
+
+def test_an_install_cell_that_is_missing_or_changed_is_found_and_written_before_all_other_code(root):
+    path = root / "notebooks" / "00_x.ipynb"
+    for install in ([], [new_code_cell("import course_lib", id="install")]):
+        nb = chapter()
+        nb.cells[1:2] = install
+        authoring.write(with_links(authoring.normalise(nb), path, root), path)
+        assert "install cell" in "\n".join(authoring.notebook_problems(path, root))
+        authoring.format_notebooks(root)
+        first = authoring.code_cells(authoring.read(path))[0]
+        assert first.source == install_source(None) and first.metadata.jupyter.source_hidden
+        assert first.metadata.cellView == "form", "Colab folds it too"
+
+
+def test_the_address_gives_every_notebook_its_badges_and_its_install_cell(root):
+    for folder in ("notebooks", "solutions"):
+        authoring.write(authoring.normalise(chapter()), root / folder / "00_x.ipynb")
+    authoring.format_notebooks(root)
+    authoring.write_exercises(root)
+    notebooks = [root / folder / "00_x.ipynb" for folder in ("notebooks", "solutions", "exercises")]
+    assert not any("badge" in path.read_text() or "git+" in path.read_text() for path in notebooks), "none without one"
+    assert authoring.move_to(ADDRESS, root) == [root / "pyproject.toml", *notebooks]
+    for path in notebooks:
+        title, _, install = authoring.read(path).cells[:3]
+        here = f"somebody/their-copy/blob/main/{path.parent.name}/00_x.ipynb"
+        assert title.source.count(f"](https://colab.research.google.com/github/{here})") == 1
+        assert title.source.count(f"src=https://github.com/{here})") == 1 and "Internet" in title.source
+        assert f"course-lib@git+{ADDRESS}" in install.source
+    assert authoring.move_to(ADDRESS, root) == []
+    other = "https://github.com/another/copy"
+    assert authoring.move_to(other, root) == [root / "pyproject.toml", *notebooks]
+    assert not any("their-copy" in path.read_text() for path in (root / "pyproject.toml", *notebooks))
+
+
+@pytest.mark.parametrize("address", ["", "owner/name", "https://example.org/owner/name", f"{ADDRESS}/"])
+def test_an_address_that_badges_cannot_lead_to_is_refused(root, address):
+    with pytest.raises(ValueError, match=r"must be https://github\.com/owner/name"):
+        authoring.move_to(address, root)
+    assert authoring.move_to(ADDRESS, root) == [root / "pyproject.toml"]
+
+
+def run_install_cell(address, monkeypatch, found):
+    """What the install cell asks IPython to do, where course_lib is found or not."""
+    asked = []
+    shell = SimpleNamespace(run_line_magic=lambda name, line: asked.append(f"%{name} {line}"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if found else None)
+    exec(install_source(address), {"get_ipython": lambda: shell})
+    return asked
+
+
+def test_the_install_cell_installs_only_what_is_missing_and_without_an_address_says_how(monkeypatch):
+    for address in (None, ADDRESS):
+        assert run_install_cell(address, monkeypatch, found=True) == []
+    assert run_install_cell(ADDRESS, monkeypatch, found=False) == [f"%pip install -q course-lib@git+{ADDRESS}"]
+    with pytest.raises(ModuleNotFoundError, match=r"Upload its wheel .*%pip install \./course_lib-\*\.whl"):
+        run_install_cell(None, monkeypatch, found=False)

@@ -61,39 +61,43 @@ def share(index):
 
 
 def one_process(steps=2):
-    """Gradients of the first step, and weights after some."""
+    """Losses, gradients of the first step, and weights after some."""
+    losses = []
     llama = odd_llama()
     parameters = {name: param for name, param in llama.named_parameters() if param.requires_grad}
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.01)
     for index in range(steps):
         optimizer.zero_grad()
-        loss_of(llama, *data.batch(TEXT_T, index, 12, 8)).backward()
+        loss = loss_of(llama, *data.batch(TEXT_T, index, 12, 8))
+        loss.backward()
+        losses.append(loss.item())
         if index == 0:
             gradients = {name: param.grad.clone() for name, param in parameters.items()}
         torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP_NORM)
         optimizer.step()
-    return gradients, {name: param.detach() for name, param in parameters.items()}
+    return losses, gradients, {name: param.detach() for name, param in parameters.items()}
 
 
 def measure(choices):
-    gradients, weights = one_process()
+    losses, gradients, weights = one_process()
     engine = native.build(odd_llama(), dist.group.WORLD, config_of(choices), lr=1e-2)
     with ByteMeter() as reducing:
         native.accumulate_gradients(engine, share(0))
     gradient_difference = largest_difference(native.full_gradients(engine), gradients)
     with ByteMeter() as updating:
-        engine.step()
-    native.step(engine, share(1))
+        engine.engine.step()
+    loss = native.step(engine, share(1), native.make_optimizer(engine))
     return {
         "gradients": gradient_difference,
         "weights": largest_difference(native.full_parameters(engine), weights),
         "reducing": reducing.by_collective,
         "updating": updating.by_collective,
-        "partition": native.partition_numel(engine) if native.is_sharded(engine) else None,
+        "loss": abs(loss.item() - losses[1]),
+        "partition": native.partition_numel(engine.engine.optimizer) if choices["stage"] else None,
         "shards": [(param.numel(), param.ds_tensor.numel()) for param in engine.module.parameters()]
         if choices["stage"] == 3
         else None,
-        "stage": engine.zero_optimization_stage(),
+        "stage": engine.engine.zero_optimization_stage(),
     }
 
 
@@ -114,7 +118,7 @@ SIZES = pytest.mark.parametrize("size", [2, 4])
 def test_gradients_and_clipped_adamw_steps_equal_one_process(results, size, name):
     for of_rank in results[size]:
         assert of_rank[name]["stage"] == RUNS[name]["stage"]
-        assert of_rank[name]["gradients"] < 1e-6  # FP32
+        assert of_rank[name]["gradients"] < 1e-6 and of_rank[name]["loss"] < 1e-5  # FP32
         assert of_rank[name]["weights"] < 1e-4  # Adam makes much of the last digits; a step is 1e-2
 
 
@@ -141,8 +145,9 @@ def test_stages_1_and_2_all_reduce_and_then_gather_which_costs_three(results, si
     P = sum(param.numel() for param in trained()) * ITEMSIZE
     for rank, of_rank in enumerate(results[size]):
         once = ring_all_reduce_bytes(P, size, rank, ITEMSIZE)
+        of_loss = ring_all_reduce_bytes(ITEMSIZE, size, rank, ITEMSIZE)
         for name, times in (("stage 0", 1), ("stage 1", 1), ("stage 2", 2)):  # stage 2: in every micro-batch
-            assert of_rank[name]["reducing"] == {"all_reduce": times * once}
+            assert of_rank[name]["reducing"] == {"all_reduce": times * once + of_loss}
         gathered = of_rank["stage 1"]["partition"] * (size - 1) * ITEMSIZE
         assert of_rank["stage 1"]["updating"]["all_gather"] == of_rank["stage 2"]["updating"]["all_gather"] == gathered
         assert "all_gather" not in of_rank["stage 0"]["updating"]
@@ -173,9 +178,9 @@ def accelerated():
     accelerator.backward(loss_of(engine, *data.batch(TEXT_T, 0, 12, 8, dp_rank=dist.get_rank(), dp_size=2)))
     optimizer.step()
     optimizer.zero_grad()
-    _, weights = one_process(steps=1)
-    difference = largest_difference(native.full_parameters(engine), weights)
-    return engine.zero_optimization_stage(), difference, native.partition_numel(engine)
+    _, _, weights = one_process(steps=1)
+    difference = largest_difference(native.full_parameters(native.DeepSpeed(engine)), weights)
+    return engine.zero_optimization_stage(), difference, native.partition_numel(engine.optimizer)
 
 
 def reduced_to_owners():
@@ -183,7 +188,7 @@ def reduced_to_owners():
     config["zero_optimization"]["use_multi_rank_bucket_allreduce"] = False
     engine = native.build(odd_llama(), dist.group.WORLD, config)
     with ByteMeter() as meter:
-        native.accumulate_gradients(engine, share(0))
+        engine.run(share(0))
     return meter.by_collective
 
 

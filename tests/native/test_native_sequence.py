@@ -31,6 +31,7 @@ def built(config=TOY):
 def stream_between_layers():
     """(module, placements, local shape) of what norms, attention, MLP and blocks pass on."""
     engine, seen = built(), {}
+    model = engine.module
 
     def note(name):
         def hook(module, args, out):
@@ -38,8 +39,8 @@ def stream_between_layers():
 
         return hook
 
-    block = engine.blocks[0]
-    parts = {"embed": engine.embed, "norm": engine.norm, "block": block, "attention": block.attention, "mlp": block.mlp}
+    block = model.blocks[0]
+    parts = {"embed": model.embed, "norm": model.norm, "block": block, "attention": block.attention, "mlp": block.mlp}
     for name, module in (parts | {"attention_norm": block.attention_norm, "mlp_norm": block.mlp_norm}).items():
         module.register_forward_hook(note(name))
     engine(micro_batches(TOY)[1][0])
@@ -47,14 +48,14 @@ def stream_between_layers():
 
 
 def gradients_of_norms():
-    """(placements, largest error of the local numbers) of a norm's gradient, without sum_norm_gradients and with it."""
+    """(placements, largest error of the local numbers) of a norm's gradient, before `finish` and after it."""
     engine, reference = built(), tensor.build(model.build(TOY, dtype=torch.float64), dist.group.WORLD)
-    tensor.accumulate_gradients(engine, micro_batches(TOY))
+    engine.run(micro_batches(TOY))
     tensor.accumulate_gradients(reference, micro_batches(TOY))
-    expected_D, found = reference.norm.weight.grad, []
-    for finish in (lambda _: None, native.sum_norm_gradients):
-        finish(engine)
-        grad = engine.norm.weight.grad
+    expected_D, found = reference.module.norm.weight.grad, []
+    for finish in (lambda: None, engine.finish):
+        finish()
+        grad = engine.module.norm.weight.grad
         found.append((grad.placements, (grad.to_local() - expected_D).abs().max().item()))
     return found
 
@@ -68,10 +69,12 @@ def leaves_no_partial_gradient():
 def forgotten_sum():
     """All-reduces of AdamW where gradients of norms are left Partial, and where they were summed before."""
     calls = []
-    for accumulate in (tensor.accumulate_gradients, native.accumulate_gradients):
+    for is_finished in (False, True):
         engine = built()
         optimizer = native.make_optimizer(engine)
-        accumulate(engine, micro_batches(TOY)[:1])
+        engine.run(micro_batches(TOY)[:1])
+        if is_finished:
+            engine.finish()
         with ByteMeter() as meter:
             optimizer.step()
         calls.append(meter.calls.get("all_reduce", 0))
@@ -81,7 +84,7 @@ def forgotten_sum():
 def wrong_norm_gradients():
     """A step that takes each rank's part of a norm's gradient for the whole."""
     engine, right = built(), built()
-    tensor.accumulate_gradients(engine, micro_batches(TOY))
+    engine.run(micro_batches(TOY))
     native.accumulate_gradients(right, micro_batches(TOY))
     wrong = {
         name: param.grad.to_local() if param.grad.placements == (Partial(),) else param.grad.full_tensor()

@@ -36,9 +36,9 @@ def placements_and_shapes(config):
 def embedding_gradients():
     """Placement of the embedding's gradient as DTensor computes it, and as it is kept."""
     engine, raw = built(), []
-    engine.embed.weight.register_hook(lambda grad: raw.append((grad.placements, tuple(grad.to_local().shape))))
+    engine.module.embed.weight.register_hook(lambda grad: raw.append((grad.placements, tuple(grad.to_local().shape))))
     native.accumulate_gradients(engine, micro_batches(TOY)[:1])
-    grad = engine.embed.weight.grad
+    grad = engine.module.embed.weight.grad
     return raw, (grad.placements, tuple(grad.to_local().shape))
 
 
@@ -46,7 +46,7 @@ def build_without_shared_inputs(llama, group):
     plan = native.tensor_plan(llama)
     for index in range(LAYERS):
         del plan[f"blocks.{index}.attention"], plan[f"blocks.{index}.mlp"]
-    return native.apply_plan(llama, group, plan)
+    return native.TensorParallel(llama, group, plan)
 
 
 WITHOUT_SHARED_INPUTS = SimpleNamespace(
@@ -59,7 +59,7 @@ def plan_that_forgets_up():
     plan = native.tensor_plan(llama)
     del plan["blocks.1.mlp.up"]
     try:
-        native.apply_plan(llama, dist.group.WORLD, plan)
+        native.TensorParallel(llama, dist.group.WORLD, plan)
     except RuntimeError as error:
         return str(error)
     return "no error"

@@ -145,7 +145,7 @@ def from_meta():
     engine = zero.build(odd_llama(device="meta"), dist.group.WORLD)
     zero.fill(engine, reference.state_dict().__getitem__)
     zero.accumulate_gradients(engine, share())
-    tied = engine.head.weight is engine.embed.weight
+    tied = engine.module.head.weight is engine.module.embed.weight
     return tied, difference(zero.full_gradients(engine), one_process())
 
 
@@ -211,10 +211,10 @@ NAMES = list(engines(4))
 def test_gradients_equal_one_process_with_the_whole_batch(results, size, name):
     for of_rank in results[size]:
         assert of_rank[name, 1]["difference"] < 1e-10 and of_rank[name, 2]["difference"] < 1e-10
-    losses = [sum(of_rank[name, count]["loss"] for of_rank in results[size]) / size for count in (1, 2)]
     with torch.no_grad():
         expected = loss_of(odd_llama(), *data.batch(TEXT_T, 0, 12, 8)).item()
-    assert losses == pytest.approx([expected] * 2, abs=1e-12)
+    for of_rank in results[size]:
+        assert [of_rank[name, count]["loss"] for count in (1, 2)] == pytest.approx([expected] * 2, abs=1e-12)
 
 
 @SIZES
@@ -244,8 +244,14 @@ def padded(parameters, size):
     return sum(math.ceil(p.shape[0] / size) * size * p[0].numel() for p in parameters)
 
 
+def loss_bytes(size, rank):
+    """What the mean of one loss over all ranks costs."""
+    return ring_all_reduce_bytes(ITEMSIZE, size, rank, ITEMSIZE)
+
+
 def expected_bytes(name, size, rank, count):
     """What a rank sends in a step of `count` micro-batches."""
+    of_loss = {"all_reduce": loss_bytes(size, rank)}
     llama = odd_llama()
     shard_size = size // 2 if name == "hybrid" else size
     P = padded(llama.parameters(), shard_size) * ITEMSIZE
@@ -253,20 +259,20 @@ def expected_bytes(name, size, rank, count):
     G = padded(trained, shard_size) * ITEMSIZE
     gather, reduce = P * (shard_size - 1) // shard_size, G * (shard_size - 1) // shard_size
     if name == "stage 1":
-        return {"all_gather": gather, "reduce_scatter": reduce}
+        return {"all_gather": gather, "reduce_scatter": reduce} | of_loss
     if name == "stage 2":
-        return {"all_gather": gather, "reduce_scatter": reduce * count}
+        return {"all_gather": gather, "reduce_scatter": reduce * count} | of_loss
     if name == "resharded to half":
         inside = size // 2
         again = P * (inside - 1) // inside
-        return {"all_gather": (gather + again) * count, "reduce_scatter": reduce * count}
-    sent = {"all_gather": 2 * gather * count, "reduce_scatter": reduce * count}
+        return {"all_gather": (gather + again) * count, "reduce_scatter": reduce * count} | of_loss
+    sent = {"all_gather": 2 * gather * count, "reduce_scatter": reduce * count} | of_loss
     if name == "hybrid":
         trained_units = [[p for m in unit for p in m.parameters() if p.requires_grad] for unit in zero.units(llama)]
         shards = [padded(set(unit), shard_size) * ITEMSIZE // shard_size for unit in trained_units]
         copy_rank = rank // shard_size
         sums = [ring_all_reduce_bytes(shard, size // shard_size, copy_rank, ITEMSIZE) for shard in shards]
-        sent["all_reduce"] = sum(sums) * count
+        sent["all_reduce"] += sum(sums) * count
     return {collective: sent_bytes for collective, sent_bytes in sent.items() if sent_bytes}
 
 
@@ -298,10 +304,12 @@ def test_zero_redundancy_optimizer_sends_half_as_much_again_as_stage_1(results, 
     for count in (1, 2):
         of_ranks = [of_rank["ddp", count] for of_rank in results[size]]
         reduced = [sent["gradients"] for sent in of_ranks]
-        assert reduced == [{"all_reduce": ring_all_reduce_bytes(P, size, rank, ITEMSIZE)} for rank in range(size)]
+        expected = [ring_all_reduce_bytes(P, size, rank, ITEMSIZE) + loss_bytes(size, rank) for rank in range(size)]
+        assert reduced == [{"all_reduce": sent} for sent in expected]
         assert all(set(sent["update"]) == {"broadcast"} for sent in of_ranks)
         total = sum(sum(sent["gradients"].values()) + sum(sent["update"].values()) for sent in of_ranks)
-        assert total == 3 * (size - 1) * P  # claim C129; stage 1: 2 (N - 1) P
+        losses = sum(loss_bytes(size, rank) for rank in range(size))
+        assert total - losses == 3 * (size - 1) * P  # claim C129; stage 1: 2 (N - 1) P
     assert of_ranks[0]["whole"] != []
 
 
@@ -361,7 +369,9 @@ def test_zero_redundancy_optimizer_shares_out_whole_parameters(results, size):
 def test_bfloat16_is_gathered_and_float32_kept_and_reduced(results, size):
     sent, dtypes, error = results[size][0]["bfloat16"]
     P = padded(model.build(ODD).parameters(), size)
-    assert sent == {"all_gather": 2 * 2 * P * (size - 1) // size, "reduce_scatter": 4 * P * (size - 1) // size}
+    of_loss = ring_all_reduce_bytes(4, size, 0, 4)
+    shards = {"all_gather": 2 * 2 * P * (size - 1) // size, "reduce_scatter": 4 * P * (size - 1) // size}
+    assert sent == shards | {"all_reduce": of_loss}
     assert dtypes == {torch.float32}
     assert 1e-5 < error < 2e-2
 
@@ -416,11 +426,10 @@ def all_stages():
 
 @SIZES
 def test_both_sides_have_the_same_gradients_weights_and_bytes(size):
-    for rank, of_rank in enumerate(launch(all_stages, size)):
-        loss_bytes = ring_all_reduce_bytes(ITEMSIZE, size, rank, ITEMSIZE)  # our step returns the mean over all ranks
+    for of_rank in launch(all_stages, size):
         for difference, sent, native_sent in of_rank.values():
             assert difference < 1e-10
-            assert sent == native_sent | {"all_reduce": native_sent.get("all_reduce", 0) + loss_bytes}
+            assert sent == native_sent
 
 
 # --- Accelerate
@@ -439,7 +448,7 @@ def accelerated():
         zero.accelerated_step(accelerator, engine, shares, optimizer, clip_norm=0.05)
     loss_of(reference, *data.batch(TEXT_T, 0, 8, 8)).backward()
     nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
-    after = zero.full_parameters(engine)
+    after = {name: param.full_tensor() for name, param in engine.named_parameters()}
     differences = [(after[n] - (p - p.grad)).abs().max().item() for n, p in reference.named_parameters()]
     owned = sum(p.to_local().numel() for p in engine.parameters())
     return accelerator.num_processes, max(differences), set(meter.calls), owned

@@ -1,0 +1,76 @@
+"""Where the course is had from: the one address in pyproject.toml, as install cell and badges of every notebook."""
+
+import re
+import tomllib
+from pathlib import Path
+
+from nbformat.v4 import new_code_cell
+
+INSTALL = "install"  # the id of the first code cell
+GITHUB = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+")
+BADGES = re.compile(r"\s*^\[!\[Open in Colab\].*$", re.MULTILINE)
+INSTALL_SOURCE = """# @title Install the course, if this Python does not have it
+from importlib.util import find_spec
+
+if find_spec("course_lib") is None:
+    {then}"""
+FROM_ADDRESS = """course = "course-lib@git+{address}"
+    get_ipython().run_line_magic("pip", f"install -q {{course}}")"""
+WITHOUT_ADDRESS = """raise ModuleNotFoundError(
+        "course_lib is not installed here. Upload its wheel (made by `pip wheel "
+        "--no-deps .` in a clone), then run `%pip install ./course_lib-*.whl` here."
+    )"""
+
+
+def repository(root: Path) -> str | None:
+    """The address that pyproject.toml names, or None while none is set."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return project.get("urls", {}).get("Repository")
+
+
+def install_source(address: str | None) -> str:
+    """The code of the install cell: it does nothing where the course is installed."""
+    return INSTALL_SOURCE.format(then=FROM_ADDRESS.format(address=address) if address else WITHOUT_ADDRESS)
+
+
+def badges(address: str, name: str) -> str:
+    """The badges that open the notebook `name` of the repository in Colab and in Kaggle."""
+    path = f"{address.removeprefix('https://github.com/')}/blob/main/{name}"
+    colab = f"https://colab.research.google.com/github/{path}"
+    kaggle = f"https://www.kaggle.com/kernels/welcome?src=https://github.com/{path}"
+    return (
+        f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({colab}) "
+        f"[![Open in Kaggle](https://www.kaggle.com/static/images/open-in-kaggle.svg)]({kaggle}) "
+        "(Kaggle: first set *Internet* to on in the notebook's settings.)"
+    )
+
+
+def add_address(nb, path: Path, root: Path) -> None:
+    """Give a notebook what the address asks for: badges below its title, and the install cell before all other code."""
+    address = repository(root)
+    title = nb.cells[0]
+    title.source = BADGES.sub("", title.source)
+    if address:
+        title.source += "\n\n" + badges(address, path.relative_to(root).as_posix())
+    nb.cells = [cell for cell in nb.cells if cell.get("id") != INSTALL]
+    codes = [index for index, cell in enumerate(nb.cells) if cell.cell_type == "code"]
+    nb.cells.insert(codes[0] if codes else len(nb.cells), new_code_cell(install_source(address), id=INSTALL))
+
+
+def write_address(address: str, root: Path) -> list[Path]:
+    """Write the repository's address into pyproject.toml; returns it if it changed.
+
+    Raises   ValueError if the address is not one of GitHub, where the badges lead
+    """
+    if not GITHUB.fullmatch(address):
+        raise ValueError(f"REPOSITORY ({address!r}) must be https://github.com/owner/name")
+    path, line = root / "pyproject.toml", f'Repository = "{address}"'
+    before = path.read_text(encoding="utf-8")
+    if repository(root):
+        after = re.sub(r'^Repository = ".*"$', line, before, flags=re.MULTILINE)
+    else:
+        after = f"{before.rstrip()}\n\n[project.urls]\n{line}\n"
+    if after == before:
+        return []
+    path.write_text(after, encoding="utf-8")
+    return [path]
