@@ -86,10 +86,10 @@ bench: setup  ## the course's own implementations against PyTorch's, in one run
 doctor: $(LAB_STAMP)  ## what this machine can run, chapter by chapter
 	$(RUN) -m course_lib doctor
 
-fmt: setup  ## ruff format and fixes; notebooks in their normal form
+fmt: setup  ## notebooks in their normal form; ruff format and fixes
+	$(RUN) -m course_lib.authoring fmt
 	$(RUN) -m ruff check --fix --quiet . || true
 	$(RUN) -m ruff format .
-	$(RUN) -m course_lib.authoring fmt
 
 notebooks: setup  ## run every notebook and solution and store its outputs; then mirrors, exercises and form
 	@for path in $(NOTEBOOKS); do $(RUN) -m course_lib run $$path --save || exit 1; done

@@ -14,10 +14,11 @@ from importlib.util import find_spec
 
 if find_spec("course_lib") is None:
     {then}"""
-FROM_ADDRESS = 'get_ipython().run_line_magic("pip", "install -q course-lib@git+{address}")'
+FROM_ADDRESS = """course = "course-lib@git+{address}"
+    get_ipython().run_line_magic("pip", f"install -q {{course}}")"""
 WITHOUT_ADDRESS = """raise ModuleNotFoundError(
-        "course_lib is not installed here. Upload its wheel (`pip wheel --no-deps .` in a clone makes it) and run "
-        "`%pip install ./course_lib-*.whl` in a cell of its own; or open this notebook in a clone, with `make lab`."
+        "course_lib is not installed here. Upload its wheel (made by `pip wheel "
+        "--no-deps .` in a clone), then run `%pip install ./course_lib-*.whl` here."
     )"""
 
 

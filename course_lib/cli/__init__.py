@@ -1,6 +1,8 @@
 """The command `course`.
 
-commands.py      course doctor, run, demo, bench, simulate
+commands.py      the subcommands and their options; none needs torch to tell its help
+doctor.py        what this machine can run
+notebooks.py     a chapter without a browser; notebooks in a folder of the learner's
 demo.py          one table: one process against 2 and 4 ranks
 simulate.py      a layout of any size, stage by stage, against a GPU's memory
 """

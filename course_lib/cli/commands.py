@@ -1,253 +1,22 @@
-"""The command `course`: what this machine can run, a chapter without a browser, the course's speed, a first table.
+"""The command `course`: its subcommands and their options. Modules that need torch are imported when a command runs.
 
-`course doctor | run 03 | demo | bench | simulate`; `course run --help` tells options. Only `run` needs Jupyter.
+`course run --help` tells options. Only `run` needs Jupyter.
 """
 
 import importlib.metadata
-import json
-import platform
 import sys
-import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-import torch
-import torch.distributed as dist
-from tyro.conf import FlagCreatePairsOff, Positional
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
 from tyro.extras import SubcommandApp
 
 from course_lib.cli.simulate import simulate
-from course_lib.launch import RankError, launch, usable_memory
-from course_lib.validate import writable
+from course_lib.train.options import Options
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("torch", "accelerate", "numpy", "matplotlib", "ipywidgets", "jupyterlab", "nbval", "transformers")
-LAUNCH_SECONDS = 60.0
+DESCRIPTION = """How large language models are trained on many GPUs.
 
-
-# course doctor ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Chapter:
-    """What a chapter asks of a machine: the most ranks at once, memory, and what GPUs are used for.
-
-    memory_bytes   notebook, ranks and kernel at their peak took 0.8 to 1.8 GiB on a CPU machine; rounded up
-    """
-
-    stem: str
-    ranks: int
-    memory_bytes: int
-    on_gpu: str
-
-
-ON_GPUS = "each rank computes on its own, through NCCL"
-ALONE = "the notebook computes on the CPU; its cell for GPUs times a step there"
-CHAPTERS = (
-    Chapter("00_ranks_and_collectives", 8, 2 << 30, f"{ON_GPUS}; launches that look at gloo itself ask for it"),
-    Chapter("01_single_gpu_memory", 1, 2 << 30, f"{ALONE}, one asks the allocator"),
-    Chapter("02_single_gpu_techniques", 1, 2 << 30, ALONE),
-    Chapter("03_data_parallel", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU"),
-    Chapter("04_zero", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU"),
-    Chapter("05_tensor_parallel", 4, 2 << 30, ON_GPUS),
-    Chapter("06_sequence_parallel", 4, 2 << 30, ON_GPUS),
-    Chapter("07_context_parallel", 4, 2 << 30, ON_GPUS),
-    Chapter("08_pipeline_parallel", 4, 2 << 30, ON_GPUS),
-    Chapter("09_expert_parallel", 4, 2 << 30, f"{ON_GPUS}; what the notebook trains itself stays on the CPU"),
-    Chapter("10_five_d", 8, 2 << 30, ON_GPUS),
-)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What this machine has. `launch_error` is empty if two ranks really started and summed their numbers."""
-
-    python: str
-    system: str
-    packages: dict[str, str | None]
-    cores: int
-    memory_bytes: int
-    available_bytes: int
-    gpus: list[dict]
-    backends: list[str]
-    launch_s: float | None
-    launch_backend: str | None
-    launch_error: str
-
-
-def look_at_machine() -> Machine:
-    """Versions, cores, memory, GPUs, and a launch of two ranks."""
-    memory_bytes, available_bytes = usable_memory()
-    seconds, backend, error = _try_launch()
-    return Machine(
-        python=platform.python_version(),
-        system=f"{platform.system()} {platform.machine()}",
-        packages={name: _version(name) for name in PACKAGES},
-        cores=_usable_cores(),
-        memory_bytes=memory_bytes,
-        available_bytes=available_bytes,
-        gpus=[_gpu(index) for index in range(torch.cuda.device_count())],
-        backends=[
-            name for name, here in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if here
-        ],
-        launch_s=seconds,
-        launch_backend=backend,
-        launch_error=error,
-    )
-
-
-def _usable_cores() -> int:
-    process = psutil.Process()  # cpu_affinity does not exist on macOS
-    return len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _gpu(index: int) -> dict:
-    properties = torch.cuda.get_device_properties(index)
-    return {"name": properties.name, "memory_bytes": properties.total_memory}
-
-
-def _sum_of_ranks() -> int:
-    one_more_than_rank = torch.tensor(dist.get_rank() + 1)
-    dist.all_reduce(one_more_than_rank)
-    return one_more_than_rank.item()
-
-
-def _try_launch() -> tuple[float | None, str | None, str]:
-    try:
-        results = launch(_sum_of_ranks, 2, timeout=LAUNCH_SECONDS, quiet=True)
-    except (RankError, ValueError, OSError) as error:
-        return None, None, str(error)
-    wrong = "" if list(results) == [3, 3] else f"two ranks summed 1 + 2 to {list(results)}"
-    return results.seconds, results.backend, wrong
-
-
-def verdict(chapter: Chapter, machine: Machine) -> tuple[bool, str]:
-    """Whether a chapter runs on a machine, and how or why not."""
-    if machine.launch_error:
-        return False, "ranks do not start here (see above)"
-    if machine.memory_bytes < chapter.memory_bytes:
-        need, have = chapter.memory_bytes / 2**30, machine.memory_bytes / 2**30
-        return False, f"needs {need:.0f} GiB of memory, and here are {have:.1f} GiB"
-    gpus = len(machine.gpus)
-    if gpus >= chapter.ranks:
-        return True, f"with {chapter.ranks} GPU{'s' * (chapter.ranks > 1)}: {chapter.on_gpu}"
-    if chapter.ranks == 1:
-        return True, "on the CPU"
-    sharing = f", sharing {machine.cores} cores" if machine.cores < chapter.ranks else ""
-    on_cpu = f"on up to {chapter.ranks} CPU ranks (gloo){sharing}"
-    if gpus < 2:
-        return True, on_cpu
-    return True, f"launches of up to {gpus} ranks with {gpus} GPUs: {chapter.on_gpu}; larger ones {on_cpu}"
-
-
-def doctor(as_json: bool) -> int:
-    """Print what this machine can run; 0 if every chapter runs here, otherwise 1."""
-    machine = look_at_machine()
-    verdicts = [(chapter.stem, *verdict(chapter, machine)) for chapter in CHAPTERS]
-    healthy = all(runs for _, runs, _ in verdicts)
-    if as_json:
-        chapters = [{"chapter": stem, "runs": runs, "how": how} for stem, runs, how in verdicts]
-        print(json.dumps({**asdict(machine), "chapters": chapters, "healthy": healthy}, indent=2))
-    else:
-        print("\n".join([*_machine_lines(machine), "", *_chapter_lines(verdicts)]))
-    return 0 if healthy else 1
-
-
-def _machine_lines(machine: Machine) -> list[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in machine.packages.items() if version)
-    missing = [name for name, version in machine.packages.items() if version is None]
-    gpus = [f"{gpu['name']} ({gpu['memory_bytes'] / 2**30:.1f} GiB)" for gpu in machine.gpus]
-    lines = [
-        f"python    {machine.python} on {machine.system}",
-        f"packages  {versions}" + (f"; not installed: {', '.join(missing)}" if missing else ""),
-        f"cores     {machine.cores}",
-        f"memory    {machine.memory_bytes / 2**30:.1f} GiB, {machine.available_bytes / 2**30:.1f} GiB free",
-        f"GPUs      {', '.join(gpus) or 'none: everything runs on the CPU, as real processes over gloo'}",
-        f"backends  {', '.join(machine.backends)}",
-    ]
-    if machine.launch_error:
-        return [*lines, f"launch    FAILED: {machine.launch_error}"]
-    return [*lines, f"launch    2 ranks over {machine.launch_backend} in {machine.launch_s:.1f} s: right"]
-
-
-def _chapter_lines(verdicts: list[tuple[str, bool, str]]) -> list[str]:
-    return [f"{stem:<28} {'runs' if runs else 'NO'}  {how}" for stem, runs, how in verdicts]
-
-
-# course run -----------------------------------------------------------------------------------------------------------
-
-
-def find_notebook(name: str, root: Path = ROOT) -> Path:
-    """The notebook that a learner means: a path, a stem, or a chapter's number.
-
-    Raises   ValueError, with the chapters that exist
-    """
-    if name.endswith(".ipynb") and Path(name).is_file():
-        return Path(name).resolve()
-    chapters = sorted((root / "notebooks").glob("*.ipynb"))
-    found = [
-        path for path in chapters if path.stem == name or (name.isdigit() and path.stem.startswith(f"{int(name):02d}_"))
-    ]
-    if len(found) == 1:
-        return found[0]
-    known = ", ".join(path.stem for path in chapters) or f"none: {root} holds no notebooks; run this in a clone"
-    raise ValueError(f"no chapter {name!r}; give a number, a stem or the path of a notebook. Chapters here: {known}")
-
-
-def run_chapter(path: Path, timeout: float, save: bool) -> int:
-    """Execute a notebook with a progress bar; says which cell failed and why. 0 if all cells ran."""
-    try:
-        import nbformat
-        from nbclient import NotebookClient
-        from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
-        from tqdm import tqdm
-    except ModuleNotFoundError as error:
-        raise ValueError(f'course run needs {error.name}; install the extra: pip install -e ".[lab,test]"') from error
-    if save:
-        writable("the notebook's folder", path.parent)
-    nb = nbformat.read(path, as_version=4)
-    total = sum(cell.cell_type == "code" for cell in nb.cells)
-    at = {"cell": None, "number": 0}
-    start = time.monotonic()
-    with tqdm(total=total, desc=path.stem, unit="cell", disable=None) as bar:
-        client = NotebookClient(
-            nb, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
-        )
-
-        def note_start(cell, cell_index):
-            at.update(cell=cell, number=at["number"] + (cell.cell_type == "code"))
-
-        client.on_cell_execute = note_start
-        client.on_cell_complete = lambda cell, cell_index: bar.update(cell.cell_type == "code")
-        try:
-            client.execute()
-        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-            print(_failure(path, at["cell"], at["number"], total, error), file=sys.stderr)
-            return 1
-    print(f"{path.stem}: {total} code cells ran in {time.monotonic() - start:.1f} s")
-    if save:
-        from course_lib.authoring import normalise, write
-
-        print(f"{path.name}: {'outputs stored' if write(normalise(nb), path) else 'nothing changed'}")
-    return 0
-
-
-def _failure(path: Path, cell, number: int, total: int, error: Exception) -> str:
-    errors = [output for output in cell.outputs if output.output_type == "error"]
-    trace = "\n".join(errors[-1].traceback) if errors else str(error).strip()
-    return f"\n{path.stem}: code cell {number} of {total} failed, id {cell['id']}:\n\n{cell.source}\n\n{trace}"
-
-
-# The command line -----------------------------------------------------------------------------------------------------
-
+`course --version` tells the version. Completion by the shell: source <(course --tyro-print-completion bash)
+"""
 app = SubcommandApp()
 
 
@@ -258,7 +27,23 @@ def _doctor(json: bool = False) -> int:
     Args:
         json: the same as JSON
     """
+    from course_lib.cli.doctor import doctor
+
     return doctor(json)
+
+
+@app.command(name="new")
+def _new(folder: Positional[Path], solutions: bool = False, force: bool = False) -> int:
+    """Write chapters and exercises into a folder of your own, where what you change stays.
+
+    Args:
+        folder: made if it is not there; a notebook in it that differs from the course's is kept
+        solutions: write the solutions too
+        force: overwrite notebooks that differ
+    """
+    from course_lib.cli.notebooks import new_course
+
+    return new_course(folder, solutions, force)
 
 
 @app.command(name="run")
@@ -270,6 +55,8 @@ def _run(chapter: Positional[str], timeout: float = 120.0, save: bool = False) -
         timeout: most seconds for one cell
         save: store the outputs in the notebook; without it the file is left alone
     """
+    from course_lib.cli.notebooks import find_notebook, run_chapter
+
     return run_chapter(find_notebook(chapter), timeout, save)
 
 
@@ -298,11 +85,30 @@ def _bench(json: bool = False, check: bool = False, rounds: int = 30) -> int:
 app.command(simulate, name="simulate")
 
 
+@app.command(name="train")
+def _train(options: OmitArgPrefixes[Options]) -> int:
+    """Train a model under any layout; `torchrun -m course_lib.train` starts as many ranks as it needs."""
+    from course_lib.train.__main__ import run_as_script
+
+    run_as_script(options)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; what cannot be is one line that says what to do, and exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv == ["--version"]:
+        print(f"course {importlib.metadata.version('course-lib')}")
+        return 0
     try:
-        return app.cli(prog="course", args=argv, config=(FlagCreatePairsOff,))
-    except (ValueError, RankError) as error:
+        return app.cli(prog="course", description=DESCRIPTION, args=argv, config=(FlagCreatePairsOff,))
+    except (ValueError, RuntimeError) as error:
+        if not _is_told(error):
+            raise
         print(f"course {argv[0]}: {error}", file=sys.stderr)
         return 2
+
+
+def _is_told(error: Exception) -> bool:
+    """Whether an error says by itself what to do. A RankError is one; its module needs torch, and was imported then."""
+    launch = sys.modules.get("course_lib.launch")
+    return isinstance(error, ValueError) or (launch is not None and isinstance(error, launch.RankError))

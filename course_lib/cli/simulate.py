@@ -14,9 +14,7 @@ from course_lib.config import preset
 from course_lib.hardware import GPU
 from course_lib.hardware import gpu as gpu_named
 from course_lib.layout import Layout
-from course_lib.measure.timeline import KINDS
 from course_lib.run import Run
-from course_lib.training import peak_memory_bytes
 from course_lib.validate import number, whole
 
 GIB = 2**30
@@ -44,7 +42,7 @@ def simulate(
         skew: share of tokens that all choose the first expert
         json: all of it as JSON
     """
-    from course_lib.simulate.cluster import simulate as run  # here: `course doctor` needs none of it
+    from course_lib.simulate.cluster import simulate as run  # here: `course --help` needs no torch
 
     config, device = preset(model), gpu_named(gpu)
     number("skew", skew, least=0, most=1)
@@ -74,6 +72,8 @@ def layout_of(text: str) -> Layout:
 
 def report(simulation, device: GPU) -> dict:
     """All that was found, as JSON can hold it; bytes are integers."""
+    from course_lib.training import peak_memory_bytes
+
     run, layout, usable = simulation.run, simulation.run.layout, device.usable_bytes
     ranks = [asdict(rank) | {"fits": rank.peak_bytes <= usable} for rank in simulation.ranks]
     return {
@@ -105,10 +105,11 @@ def lines(found: dict) -> list[str]:
         "",
         f"GiB at the peak of a step; usable on this GPU: {device['usable_bytes'] / GIB:.2f}",
     ]
-    memory = [[name_of(rank), rank["layers"], *(gib(rank["peak_by_kind"][kind]) for kind in KINDS)] for rank in ranks]
+    kinds = list(ranks[0]["peak_by_kind"])
+    memory = [[name_of(rank), rank["layers"], *(gib(rank["peak_by_kind"][kind]) for kind in kinds)] for rank in ranks]
     for row, rank in zip(memory, ranks, strict=True):
         row += [gib(rank["peak_bytes"]), "yes" if rank["fits"] else "NO"]
-    text += table(["stage", "layers", *KINDS, "peak", "fits"], memory)
+    text += table(["stage", "layers", *kinds, "peak", "fits"], memory)
 
     axes = sorted({axis for rank in ranks for axis in rank["sent_by_axis"]})
     text += ["", "GB sent by one rank in a step, by axis; its TFLOPs"]

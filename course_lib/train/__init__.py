@@ -10,4 +10,3 @@ __main__.py      python -m course_lib.train
 """
 
 from course_lib.train.plan import Checkpoints, TrainPlan
-from course_lib.train.trainer import RunRecord, main, train

@@ -39,16 +39,14 @@ class Options:
 
 @checked
 def read(
-    argv: Sequence[str] | None, aloud: bool = True
+    argv: Sequence[str] | Options | None, aloud: bool = True
 ) -> tuple[ModelConfig, Layout, TrainPlan, Checkpoints | None, Options]:
     """Return the options as records, each checked.
 
     aloud    whether this rank says what is wrong: one of them should
     Raises   SystemExit (2) for options that cannot be read, ValueError for what layout and model cannot be together
     """
-    silence = io.StringIO()
-    with redirect_stdout(sys.stdout if aloud else silence), redirect_stderr(sys.stderr if aloud else silence):
-        options = tyro.cli(Options, args=argv, prog="train")
+    options = argv if isinstance(argv, Options) else _parse(argv, aloud)
     checkpoints = None
     if options.checkpoint:
         checkpoints = Checkpoints(
@@ -57,6 +55,12 @@ def read(
     layout, config = layout_for(options.layout, options.batch), model_named(options.model)
     layout.check_model(config, options.plan.seq_len)
     return config, layout, options.plan, checkpoints, options
+
+
+def _parse(argv: Sequence[str] | None, aloud: bool) -> Options:
+    silence = io.StringIO()
+    with redirect_stdout(sys.stdout if aloud else silence), redirect_stderr(sys.stderr if aloud else silence):
+        return tyro.cli(Options, args=argv, prog="train")
 
 
 @checked

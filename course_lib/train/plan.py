@@ -8,20 +8,21 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.validate import Amount, Index, Positive, Seed, Size, check_fields, checked
 
+if TYPE_CHECKING:  # `course --help` reads this module, and needs no torch
+    import torch
+
 # Dtype of parameters, and of gradients where it is another. Names as in training/precision.py; fp64 is for comparing.
 PRECISIONS = {
-    "fp32": (torch.float32, None),
-    "bf16-master": (torch.bfloat16, None),
-    "bf16-master-fp32-grads": (torch.bfloat16, torch.float32),
-    "fp64": (torch.float64, None),
+    "fp32": ("float32", None),
+    "bf16-master": ("bfloat16", None),
+    "bf16-master-fp32-grads": ("bfloat16", "float32"),
+    "fp64": ("float64", None),
 }
 DECAYS = ("none", "cosine")
 FINAL_SHARE = 0.1  # of the learning rate, where a cosine ends: Brown et al. 2020 (arXiv:2005.14165), appendix B
@@ -50,9 +51,12 @@ class TrainPlan:
             raise ValueError(f"warmup ({self.warmup}) must not exceed steps ({self.steps})")
 
     @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype | None]:
+    def dtypes(self) -> tuple["torch.dtype", "torch.dtype | None"]:
         """Of parameters, and of gradients where it is another."""
-        return PRECISIONS[self.precision]
+        import torch
+
+        param, grad = PRECISIONS[self.precision]
+        return getattr(torch, param), grad and getattr(torch, grad)
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,8 @@ def seed_step(plan: TrainPlan, step: Index, coordinates: Mapping[str, int]) -> N
     The ranks of tp share a seed: where the residual stream is whole they must drop the same; the engine separates the
     rest.
     """
+    import torch
+
     place = " ".join(f"{axis}={index}" for axis, index in sorted(coordinates.items()) if axis != "tp")
     digest = hashlib.blake2b(f"{plan.seed} {step} {place}".encode(), digest_size=4).digest()
     torch.manual_seed(int.from_bytes(digest, "big"))  # a CPU generator looks at 32 bits

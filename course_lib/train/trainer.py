@@ -41,7 +41,7 @@ from course_lib.launch.rendezvous import Place, join_world, place_of, restart_hi
 from course_lib.layout import Layout
 from course_lib.parallel import five_d
 from course_lib.train import log as train_log
-from course_lib.train.options import check_folders, check_world, read
+from course_lib.train.options import Options, check_folders, check_world, read
 from course_lib.train.plan import Checkpoints, TrainPlan, check_settings, learning_rate_of, seed_step, settings_of
 from course_lib.train.stop import Stop, agreed, exit_code, stop_text
 from course_lib.training import data, peak_memory_bytes, wait_for
@@ -215,7 +215,7 @@ def look_for(checkpoints: Checkpoints, settings: dict) -> Path | None:
 # --- the script
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | Options | None = None) -> int:
     """One rank of the script. What cannot be is one line from rank 0 and exit code 2, before any rank waits for one."""
     place = Place()
     try:

@@ -1,41 +1,46 @@
 """The command `course`: what it prints, its exit codes, and errors that say what to do."""
 
+import ast
 import json
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from packaging.requirements import Requirement
 
 from course_lib import authoring
 from course_lib.cli import commands as cli
+from course_lib.cli import doctor
+from course_lib.cli import notebooks as written
 
 GPU = {"name": "H100", "memory_bytes": 80 << 30}
 
 
 @pytest.fixture(scope="module")
-def machine() -> cli.Machine:
-    return cli.look_at_machine()
+def machine() -> doctor.Machine:
+    return doctor.look_at_machine()
 
 
 def test_the_doctor_launches_two_ranks_and_tells_what_it_saw(machine, monkeypatch, capsys):
     assert machine.launch_error == "" and machine.launch_s > 0 and machine.launch_backend in ("gloo", "nccl")
-    monkeypatch.setattr(cli, "look_at_machine", lambda: machine)
+    monkeypatch.setattr(doctor, "look_at_machine", lambda: machine)
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert f"torch {machine.packages['torch']}" in text and "2 ranks over" in text
-    assert all(f"{chapter.stem:<28} runs" in text for chapter in cli.CHAPTERS)
+    assert all(f"{chapter.stem:<28} runs" in text for chapter in doctor.CHAPTERS)
     assert cli.main(["doctor", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["healthy"] and told["cores"] == machine.cores and len(told["chapters"]) == len(cli.CHAPTERS)
+    assert told["healthy"] and told["cores"] == machine.cores and len(told["chapters"]) == len(doctor.CHAPTERS)
 
 
 def test_the_doctor_says_no_where_ranks_do_not_start(machine, monkeypatch, capsys):
     broken = replace(machine, launch_error="rank 1 of 2 was killed", packages={"torch": "2.13.0", "nbval": None})
-    monkeypatch.setattr(cli, "look_at_machine", lambda: broken)
+    monkeypatch.setattr(doctor, "look_at_machine", lambda: broken)
     assert cli.main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert (
@@ -44,20 +49,21 @@ def test_the_doctor_says_no_where_ranks_do_not_start(machine, monkeypatch, capsy
 
 
 def test_a_verdict_tells_memory_cores_and_gpus(machine):
-    chapter = cli.Chapter("03_data_parallel", 4, 3 << 30, "ranks use NCCL")
+    chapter = doctor.Chapter("03_data_parallel", 4, 3 << 30, "ranks use NCCL")
     small = replace(machine, memory_bytes=1 << 30, gpus=[])
-    assert cli.verdict(chapter, small) == (False, "needs 3 GiB of memory, and here are 1.0 GiB")
+    assert doctor.verdict(chapter, small) == (False, "needs 3 GiB of memory, and here are 1.0 GiB")
     large = replace(machine, memory_bytes=8 << 30, cores=2, gpus=[GPU])
-    assert cli.verdict(chapter, large) == (True, "on up to 4 CPU ranks (gloo), sharing 2 cores")
+    assert doctor.verdict(chapter, large) == (True, "on up to 4 CPU ranks (gloo), sharing 2 cores")
     larger = "larger ones on up to 4 CPU ranks (gloo), sharing 2 cores"
     two = f"launches of up to 2 ranks with 2 GPUs: ranks use NCCL; {larger}"
-    assert cli.verdict(chapter, replace(large, gpus=[GPU] * 2)) == (True, two)
-    assert cli.verdict(chapter, replace(large, gpus=[GPU] * 4)) == (True, "with 4 GPUs: ranks use NCCL")
-    assert cli.verdict(replace(chapter, ranks=1), large) == (True, "with 1 GPU: ranks use NCCL")
+    assert doctor.verdict(chapter, replace(large, gpus=[GPU] * 2)) == (True, two)
+    assert doctor.verdict(chapter, replace(large, gpus=[GPU] * 4)) == (True, "with 4 GPUs: ranks use NCCL")
+    assert doctor.verdict(replace(chapter, ranks=1), large) == (True, "with 1 GPU: ranks use NCCL")
 
 
 def test_the_doctor_knows_every_chapter_and_no_other():
-    assert {path.stem for path in authoring.notebook_paths("notebooks")} <= {chapter.stem for chapter in cli.CHAPTERS}
+    chapters = (authoring.ROOT / "notebooks").glob("[0-9][0-9]*.ipynb")
+    assert {path.stem for path in chapters} == {chapter.stem for chapter in doctor.CHAPTERS}
 
 
 def notebook(folder: Path, *sources: str) -> Path:
@@ -90,10 +96,10 @@ def test_a_chapter_is_found_by_number_stem_or_path_and_otherwise_told(tmp_path, 
     folder = tmp_path / "notebooks"
     folder.mkdir()
     path = notebook(folder)
-    assert cli.find_notebook("7", tmp_path) == cli.find_notebook("07", tmp_path) == path
-    assert cli.find_notebook("07_planted", tmp_path) == cli.find_notebook(str(path)) == path
+    assert written.find_notebook("7", tmp_path) == written.find_notebook("07", tmp_path) == path
+    assert written.find_notebook("07_planted", tmp_path) == written.find_notebook(str(path)) == path
     with pytest.raises(ValueError, match="no chapter '8'; give a number, a stem .* Chapters here: 07_planted"):
-        cli.find_notebook("8", tmp_path)
+        written.find_notebook("8", tmp_path)
     assert cli.main(["run", "99"]) == 2
     assert "course run: no chapter '99'" in capsys.readouterr().err
 
@@ -101,11 +107,108 @@ def test_a_chapter_is_found_by_number_stem_or_path_and_otherwise_told(tmp_path, 
 def test_run_names_the_extra_that_it_lacks(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "nbclient", None)
     assert cli.main(["run", str(notebook(tmp_path))]) == 2
-    assert 'pip install -e ".[lab,test]"' in capsys.readouterr().err
+    assert "course run needs nbclient: pip install nbclient" in capsys.readouterr().err
+
+
+def packages_imported_by(path: Path) -> set[str]:
+    """The packages that a notebook's cells import, also inside functions."""
+    trees = [ast.parse(authoring.without_magics(cell.source)) for cell in authoring.code_cells(authoring.read(path))]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - {"course_lib"}
+
+
+@pytest.mark.parametrize("chapter", doctor.CHAPTERS, ids=lambda chapter: chapter.stem)
+def test_the_doctor_knows_what_a_chapter_imports_beside_the_packages_of_the_course(chapter):
+    pyproject = tomllib.loads((authoring.ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    with_course = {Requirement(text).name for text in pyproject["project"]["dependencies"]}
+    imported = packages_imported_by(authoring.ROOT / "notebooks" / f"{chapter.stem}.ipynb")
+    assert imported - with_course == set(chapter.needs)
+
+
+def test_a_chapter_whose_package_is_missing_does_not_run(machine):
+    chapter = next(chapter for chapter in doctor.CHAPTERS if chapter.needs == ("transformers",))
+    without = replace(machine, packages=machine.packages | {"transformers": None})
+    assert doctor.verdict(chapter, without) == (False, "needs transformers, not installed: pip install transformers")
+    assert doctor.verdict(chapter, replace(machine, memory_bytes=8 << 30))[0]
+
+
+def test_new_writes_chapters_and_exercises_and_keeps_what_the_learner_changed(tmp_path, capsys):
+    folder = tmp_path / "mine"
+    assert cli.main(["new", str(folder)]) == 0
+    there = authoring.notebook_paths("notebooks", "exercises")
+    assert f"{len(there)} notebooks are in {folder}" in capsys.readouterr().out
+    for path in there:
+        assert (folder / path.relative_to(authoring.ROOT)).read_bytes() == path.read_bytes()
+    assert not (folder / "solutions").exists()
+    changed = folder / "exercises" / there[-1].name
+    changed.write_text("my answers")
+    assert cli.main(["new", str(folder), "--solutions"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == f"kept, as they differ from the course's (--force overwrites them): exercises/{changed.name}"
+    assert changed.read_text() == "my answers" and (folder / "solutions" / there[-1].name).exists()
+    assert cli.main(["new", str(folder), "--force"]) == 0
+    assert changed.read_bytes() == there[-1].read_bytes()
+
+
+def test_new_tells_that_it_cannot_write_into_a_folder(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["new", str(tmp_path / "file" / "below")]) == 2
+    assert capsys.readouterr().err.startswith("course new: folder is")
+
+
+def test_run_finds_the_chapters_of_the_current_folder_first(tmp_path, monkeypatch):
+    (tmp_path / "notebooks").mkdir()
+    path = notebook(tmp_path / "notebooks")
+    monkeypatch.chdir(tmp_path)
+    assert written.find_notebook("7") == path
+    monkeypatch.chdir(tmp_path / "notebooks")
+    assert written.find_notebook("7").parent == authoring.ROOT / "notebooks"
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"course {version('course-lib')}\n"
+
+
+HELP = """
+import sys, time
+from course_lib.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    assert not end.code
+assert "torch" not in sys.modules, "imported torch"
+assert time.process_time() < 1, f"took {time.process_time()} s of CPU time"
+"""
+
+
+@pytest.mark.parametrize("command", ["", "doctor", "new", "run", "demo", "bench", "simulate", "train"])
+def test_help_needs_less_than_a_second_and_no_torch(command):
+    run = subprocess.run([sys.executable, "-c", HELP, *command.split(), "--help"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert f"usage: course {command}".strip() in run.stdout
+
+
+def test_the_shell_can_complete_every_subcommand(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--tyro-print-completion", "bash"])
+    script = capsys.readouterr().out
+    assert "complete " in script and all(name in script for name in ("doctor", "new", "simulate", "train"))
+
+
+def test_train_is_the_trainer(tmp_path):
+    small = ["--model", "toy,num_layers=1,d_model=32,num_heads=2,num_kv_heads=2", "--steps", "1", "--seq-len", "16"]
+    command = [sys.executable, "-m", "course_lib", "train", *small]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and "started alone" in run.stdout and "loss" in run.stdout, run.stderr
+    wrong = subprocess.run([*command, "--layout", "dp=2"], capture_output=True, text=True, timeout=120)
+    assert wrong.returncode == 2 and "layout dp=2 needs 2 ranks" in wrong.stderr + wrong.stdout
 
 
 def test_the_command_course_and_the_module_are_the_same():
     (script,) = [script for script in entry_points(group="console_scripts") if script.name == "course"]
     assert script.value == "course_lib.cli:main"
     run = subprocess.run([sys.executable, "-m", "course_lib", "--help"], capture_output=True, text=True, timeout=60)
-    assert all(name in run.stdout for name in ("doctor", "run", "demo", "bench"))
+    assert all(name in run.stdout for name in ("doctor", "new", "run", "demo", "bench", "train"))

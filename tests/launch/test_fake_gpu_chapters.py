@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from course_lib.authoring import ROOT
-from course_lib.cli import commands
+from course_lib.cli import doctor
 
 CHAPTER = ROOT / "tests" / "fake_cuda_chapter.py"
 CHAPTERS = ("00", "03", "04", "05", "06", "07", "09")
@@ -69,7 +69,7 @@ def test_every_function_that_a_chapter_launches_keeps_to_the_device_of_its_rank(
 
 
 def test_the_doctor_knows_how_many_ranks_a_chapter_starts(records):
-    most = {chapter.stem: chapter.ranks for chapter in commands.CHAPTERS}
+    most = {chapter.stem: chapter.ranks for chapter in doctor.CHAPTERS}
     for notebook in NOTEBOOKS:
         ranks = [r["ranks"] for r in records if r["notebook"] == str(notebook) and "ranks" in r]
         assert max(ranks) == most[notebook.stem]

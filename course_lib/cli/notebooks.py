@@ -1,0 +1,104 @@
+"""`course run` and `course new`: a chapter without a browser, and the notebooks in a folder of the learner's."""
+
+import importlib.metadata
+import sys
+import time
+from pathlib import Path
+
+from course_lib.validate import writable
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("notebooks", "exercises", "solutions")
+
+
+def find_notebook(name: str, root: Path | None = None) -> Path:
+    """The notebook that a learner means: a path, a stem, or a chapter's number.
+
+    root     where the folder notebooks/ is; without it the current folder, or else the clone
+    Raises   ValueError, with the chapters that exist
+    """
+    if name.endswith(".ipynb") and Path(name).is_file():
+        return Path(name).resolve()
+    root = root or (Path.cwd() if Path("notebooks").is_dir() else ROOT)
+    chapters = sorted((root / "notebooks").glob("*.ipynb"))
+    found = [
+        path for path in chapters if path.stem == name or (name.isdigit() and path.stem.startswith(f"{int(name):02d}_"))
+    ]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(path.stem for path in chapters) or "none: `course new DIR` writes them, then call this in DIR"
+    raise ValueError(f"no chapter {name!r}; give a number, a stem or the path of a notebook. Chapters here: {known}")
+
+
+def run_chapter(path: Path, timeout: float, save: bool) -> int:
+    """Execute a notebook with a progress bar; says which cell failed and why. 0 if all cells ran."""
+    try:
+        import nbformat
+        from nbclient import NotebookClient
+        from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+        from tqdm import tqdm
+    except ModuleNotFoundError as error:
+        raise ValueError(f"course run needs {error.name}: pip install {error.name}") from error
+    if save:
+        writable("the notebook's folder", path.parent)
+    nb = nbformat.read(path, as_version=4)
+    total = sum(cell.cell_type == "code" for cell in nb.cells)
+    at = {"cell": None, "number": 0}
+    start = time.monotonic()
+    with tqdm(total=total, desc=path.stem, unit="cell", disable=None) as bar:
+        client = NotebookClient(
+            nb, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+        )
+
+        def note_start(cell, cell_index):
+            at.update(cell=cell, number=at["number"] + (cell.cell_type == "code"))
+
+        client.on_cell_execute = note_start
+        client.on_cell_complete = lambda cell, cell_index: bar.update(cell.cell_type == "code")
+        try:
+            client.execute()
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            print(_failure(path, at["cell"], at["number"], total, error), file=sys.stderr)
+            return 1
+    print(f"{path.stem}: {total} code cells ran in {time.monotonic() - start:.1f} s")
+    if save:
+        from course_lib.authoring import normalise, write
+
+        print(f"{path.name}: {'outputs stored' if write(normalise(nb), path) else 'nothing changed'}")
+    return 0
+
+
+def _failure(path: Path, cell, number: int, total: int, error: Exception) -> str:
+    errors = [output for output in cell.outputs if output.output_type == "error"]
+    trace = "\n".join(errors[-1].traceback) if errors else str(error).strip()
+    return f"\n{path.stem}: code cell {number} of {total} failed, id {cell['id']}:\n\n{cell.source}\n\n{trace}"
+
+
+def course_notebooks() -> dict[str, Path]:
+    """The notebooks that come with the course, by their place in it: of a clone, or as the wheel installed them."""
+    if (ROOT / "pyproject.toml").is_file():
+        files = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.ipynb")]
+    else:
+        installed = importlib.metadata.files("course-lib") or []
+        files = [Path(path.locate()) for path in installed if path.suffix == ".ipynb"]
+    return {f"{path.parent.name}/{path.name}": path for path in sorted(files)}
+
+
+def new_course(folder: Path, solutions: bool, force: bool) -> int:
+    """Write the course's notebooks into a folder; one that is there and differs is kept, unless forced."""
+    writable("folder", folder)
+    written, kept = 0, []
+    for name, source in course_notebooks().items():
+        target = folder / name
+        if name.startswith("solutions/") and not solutions:
+            continue
+        if target.exists() and not force and target.read_bytes() != source.read_bytes():
+            kept.append(name)
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(source.read_bytes())
+        written += 1
+    print(f"{written} notebooks are in {folder}" + ("" if solutions else "; --solutions adds the solutions"))
+    if kept:
+        print(f"kept, as they differ from the course's (--force overwrites them): {', '.join(kept)}")
+    return 0
