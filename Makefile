@@ -32,11 +32,11 @@ found = $(shell for v in $(1); do for p in python$$v $$HOME/.pyenv/versions/$$v.
             $$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; exit; }; done; done)
 FIRST := notebooks/00_ranks_and_collectives.ipynb
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
-UNIT := --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/launch/test_fake_gpu_chapters.py
+UNIT := --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check address quick-newer test-colab \
-        test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm clean
+.PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check address \
+        quick-newer test-long test-colab test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -79,7 +79,10 @@ lint: setup  ## ruff, for the package, the tests and the notebooks
 	$(RUN) -m ruff format --check .
 
 unit: setup  ## the tests of the package
-	$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(UNIT)
+	$(RUN) -m pytest -m "not long" -n $(WORKERS) --dist loadfile $(UNIT)
+
+test-long: setup  ## what make test leaves out: the trainer under torchrun, accelerate and srun, killed and asked to stop
+	$(RUN) -m pytest -m long -n $(WORKERS) --dist load $(UNIT)
 
 nbval: setup  ## every notebook and solution runs, and prints what it stores
 	@if [ -n "$(NOTEBOOKS)" ]; then env -u MPLBACKEND OMP_NUM_THREADS=1 $(RUN) -m pytest $(NBVAL) $(NOTEBOOKS); else echo "no notebooks yet"; fi
@@ -93,10 +96,10 @@ bench: setup  ## the course's own implementations against PyTorch's, in one run
 doctor: $(LAB_STAMP)  ## what this machine can run, chapter by chapter
 	$(RUN) -m course_lib doctor
 
-fmt: setup  ## ruff format and fixes; notebooks in their normal form
+fmt: setup  ## notebooks in their normal form; ruff format and fixes
+	$(RUN) -m course_lib.authoring fmt
 	$(RUN) -m ruff check --fix --quiet . || true
 	$(RUN) -m ruff format .
-	$(RUN) -m course_lib.authoring fmt
 
 notebooks: setup  ## run every notebook and solution and store its outputs; then mirrors, exercises and form
 	@for path in $(NOTEBOOKS); do $(RUN) -m course_lib run $$path --save || exit 1; done
@@ -117,8 +120,8 @@ address: setup  ## where the course is had from: make address REPOSITORY=https:/
 test-gpu: $(STAMP)  ## what needs a GPU; each test says why it is skipped without one
 	$(RUN) -m pytest -rs -p no:cacheprovider tests/gpu
 
-test-fake-gpu: setup  ## what chapters 00, 03 to 07 and 09 launch, on fake CUDA tensors: a tensor on the wrong device raises
-	$(RUN) -m pytest -rs -p no:cacheprovider tests/launch/test_fake_gpu_chapters.py
+test-fake-gpu: setup  ## engines, and what chapters 00 and 03 to 10 launch, on fake CUDA tensors: a wrong device raises
+	$(RUN) -m pytest -rs -p no:cacheprovider -n $(WORKERS) --dist loadfile tests/fake_gpu
 
 test-browser: setup  ## a chapter in headless Chromium: all cells run, a slider moved
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { echo "make: no chromium here; install it (Debian, Ubuntu: apt-get install chromium) and call make test-browser again" >&2; exit 1; }

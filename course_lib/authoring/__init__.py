@@ -4,6 +4,7 @@ CONTRIBUTING.md says how a chapter is made; tests/test_notebooks.py holds every 
 
 address.py    where the course is had from: install cell and badges
 form.py       the one form in which a notebook is stored
+columns.py    comments and docstrings of cells within 88 columns
 links.py      links between the notebooks, to chapters and to papers
 mirrors.py    cells held to the package
 exercises.py  exercises from solutions
@@ -12,6 +13,7 @@ readme.py     the map that you are reading, copied into the README
 __main__.py   fmt, mirrors, exercises, check, address
 """
 
+from course_lib.authoring.columns import without_magics
 from course_lib.authoring.exercises import (
     exercise_from,
     exercise_problems,
@@ -32,7 +34,6 @@ from course_lib.authoring.form import (
     notebook_paths,
     read,
     tags_of,
-    without_magics,
     write,
 )
 from course_lib.authoring.mirrors import (

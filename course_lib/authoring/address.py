@@ -14,7 +14,8 @@ from importlib.util import find_spec
 
 if find_spec("course_lib") is None:
     {then}"""
-FROM_ADDRESS = 'get_ipython().run_line_magic("pip", "install -q course-lib@git+{address}")'
+FROM_ADDRESS = """course = "course-lib@git+{address}"
+    get_ipython().run_line_magic("pip", f"install -q {{course}}")"""
 WITHOUT_ADDRESS = """raise ModuleNotFoundError(
         "course_lib is not installed here. Upload its wheel (made by `pip wheel "
         "--no-deps .` in a clone), then run `%pip install ./course_lib-*.whl` here."

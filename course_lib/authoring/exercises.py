@@ -8,6 +8,7 @@ from pathlib import Path
 import nbformat
 
 from course_lib.authoring.address import write_address
+from course_lib.authoring.columns import without_magics
 from course_lib.authoring.form import (
     BEGIN,
     END,
@@ -18,7 +19,6 @@ from course_lib.authoring.form import (
     notebook_paths,
     read,
     tags_of,
-    without_magics,
     write,
 )
 from course_lib.authoring.links import NAVIGATION

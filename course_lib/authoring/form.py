@@ -7,6 +7,7 @@ from pathlib import Path
 import nbformat
 
 from course_lib.authoring.address import INSTALL, add_address
+from course_lib.authoring.columns import narrowed
 from course_lib.authoring.links import with_links
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,11 +50,6 @@ def tags_of(cell) -> list[str]:
     return list(cell.metadata.get("tags", []))
 
 
-def without_magics(source: str) -> str:
-    """Code with its `%magic` and `!shell` lines blanked, so that Python can parse it."""
-    return "\n".join("" if line.startswith(("%", "!")) else line for line in source.split("\n"))
-
-
 def is_check_cell(cell) -> bool:
     """Whether a cell calls a grader: `check_...(...)` at its top level."""
     return cell.cell_type == "code" and re.search(r"^check_\w+\(", cell.source, re.MULTILINE) is not None
@@ -62,7 +58,8 @@ def is_check_cell(cell) -> bool:
 def normalise(nb):
     """A copy of a notebook in the one form in which the repository stores it.
 
-    Counts run 1..n; ids are slugs; no timestamps, widget state or editor's metadata; one stdout and one stderr a cell.
+    Comments and docstrings keep to the columns; counts run 1..n; ids are slugs;
+    no timestamps, widget state or editor's metadata; one stdout and one stderr a cell.
     Solutions get nbgrader's metadata: cells with solution marks and cells that call a `check_...`.
     """
     nb = copy.deepcopy(nb)
@@ -73,6 +70,8 @@ def normalise(nb):
     taken: set[str] = set()
     for cell in nb.cells:
         cell.source = cell.source.strip("\n")
+        if cell.cell_type == "code":
+            cell.source = narrowed(cell.source)
         cell["id"] = _readable_id(cell, taken)
         cell.metadata = nbformat.from_dict(_cell_metadata(cell, graded))
     for count, cell in enumerate(code_cells(nb), start=1):

@@ -4,24 +4,28 @@ import ast
 import copy
 from pathlib import Path
 
-from course_lib.authoring.form import ROOT, code_cells, normalise, notebook_paths, read, tags_of, without_magics, write
-
-MIRRORS = "# mirrors:"
+from course_lib.authoring.columns import MIRRORS, without_magics
+from course_lib.authoring.form import ROOT, code_cells, normalise, notebook_paths, read, tags_of, write
 
 
 def mirrored_names(cell) -> list[str]:
-    """The dotted names after `# mirrors:` in a cell's first line; several are separated by commas.
+    """The dotted names after `# mirrors:` in a cell's first lines; several are separated by commas.
 
     One without a dot stands in the same module as the one before it.
     """
-    first = cell.source.split("\n", 1)[0]
-    if not first.startswith(MIRRORS):
-        return []
+    header, _ = _split_header(cell.source)
     names: list[str] = []
-    for name in (part.strip() for part in first.removeprefix(MIRRORS).split(",")):
+    for name in (part.strip() for line in header for part in line.removeprefix(MIRRORS).split(",")):
         module = names[-1].rpartition(".")[0] if names and "." not in name else ""
         names.append(f"{module}.{name}" if module else name)
     return names
+
+
+def _split_header(source: str) -> tuple[list[str], list[str]]:
+    """The lines `# mirrors:` at the top of a cell, and the others."""
+    lines = source.split("\n")
+    size = next((index for index, line in enumerate(lines) if not line.startswith(MIRRORS)), len(lines))
+    return lines[:size], lines[size:]
 
 
 def package_source(dotted: str, root: Path = ROOT) -> str:
@@ -119,7 +123,7 @@ def rewrite_mirror(source: str, names: list[str], root: Path = ROOT) -> str:
         here = _definitions(ast.parse(source)).get(dotted.rpartition(".")[2])
         wanted = package_source(dotted, root)
         if here is None:
-            header, _, rest = source.partition("\n")
+            header, rest = ("\n".join(lines) for lines in _split_header(source))
             source = f"{header}\n{wanted}\n" + (f"\n\n{rest.lstrip()}" if rest.strip() else "")
         elif _tree(here) != _tree(_definitions(ast.parse(wanted))[dotted.rpartition(".")[2]]):
             lines = source.split("\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbformat
 
+from course_lib.authoring.columns import COLUMNS, without_magics
 from course_lib.authoring.form import (
     RANDOM_ID,
     ROOT,
@@ -16,7 +17,6 @@ from course_lib.authoring.form import (
     formatted,
     read,
     tags_of,
-    without_magics,
 )
 from course_lib.authoring.mirrors import mirror_problems
 
@@ -64,6 +64,8 @@ def cell_problems(cell) -> list[str]:
     problems += [
         f"cell {name}: imports {private}, which is private; import a public name" for private in _private(cell)
     ]
+    if (widest := max(map(len, cell.source.split("\n")))) > COLUMNS:
+        problems.append(f"cell {name}: a line has {widest} characters; break it, at most {COLUMNS} can be read")
     if "widget" in tags and not tags & UNCOMPARED_TAGS:
         problems.append(f"cell {name}: a widget's output differs at each run; tag it nbval-ignore-output as well")
     if "raises-exception" not in tags and any(output.output_type == "error" for output in cell.outputs):

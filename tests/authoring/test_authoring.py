@@ -8,6 +8,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from course_lib import authoring
 from course_lib.authoring.address import install_source
+from course_lib.authoring.columns import narrowed
 from course_lib.authoring.links import linked, navigation, with_links
 
 ADDRESS = "https://github.com/somebody/their-copy"
@@ -166,6 +167,31 @@ def test_a_notebook_without_its_links_is_found_and_make_fmt_writes_them(root):
     assert authoring.format_notebooks(root) == []
 
 
+# Columns
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (f"x = 1  # {'word ' * 20}end", f"# {'word ' * 17}\n# word word word end\nx = 1"),
+        (f"    # {'word ' * 20}end", f"    # {'word ' * 16}\n    # word word word word end"),
+        (f"# mirrors: {'c.name, ' * 9}f, {'g' * 9}", f"# mirrors: {'c.name, ' * 9}f\n# mirrors: {'g' * 9}"),
+        (f"f = 1{' ' * 80} # noqa: E731", f"f = 1{' ' * 80} # noqa: E731"),
+        ("%magic " + "x" * 90, "%magic " + "x" * 90),
+    ],
+)
+def test_long_comments_are_wrapped_and_stand_above_the_code(source, expected):
+    tidy = [line.rstrip() for line in expected.split("\n")]
+    assert [line.rstrip() for line in narrowed(source).split("\n")] == tidy
+
+
+def test_long_docstrings_are_wrapped_and_mirrors_still_agree():
+    source = f'def f():\n    """{"word " * 20}end."""\n    return "{"text " * 20}"'
+    narrow = narrowed(source)
+    assert narrow.split("\n")[1:3] == [f'    """{"word " * 15}word', '    word word word word end."""']
+    assert narrowed(narrow) == narrow and 'text "' in narrow, "strings are for people to break"
+
+
 # Exercises
 
 
@@ -232,6 +258,7 @@ def test_a_right_notebook_has_no_problems(root):
         (new_code_cell("x", id="x", metadata={"tags": ["nbval-skip"]}), "more than a fifth of 3"),
         (new_code_cell("x", id="x", outputs=[new_output("display_data", {"image/png": "aa"})]), "more than a fifth"),
         (new_code_cell("import os", id="x", metadata={"tags": ["setup"]}), "exactly one cell must carry the tag setup"),
+        (new_code_cell(f"x = '{'long' * 22}'", id="x"), "a line has 94 characters"),
         (new_code_cell("from course_lib.comm.collectives import _op", id="x"), "collectives._op, which is private"),
         (new_code_cell("from course_lib.launch._slurm import x", id="x"), "launch._slurm.x, which is private"),
         (new_markdown_cell("### Too deep", id="x"), "headings go from level 1 to 3"),
