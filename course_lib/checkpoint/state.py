@@ -31,6 +31,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,10 @@ from course_lib.weights.pieces import Holding, Piece, buffers_of, parameters_of
 __all__ = ["Restored", "Saving", "latest", "load", "save", "save_async", "wait_for_earlier"]
 
 Optimizer = torch.optim.Optimizer
+
+# Of each engine, for as long as it lives: its last save, and the group over which its ranks agree.
+_savings: WeakKeyDictionary[FiveD, "Saving"] = WeakKeyDictionary()
+_host_groups: WeakKeyDictionary[FiveD, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -158,17 +163,17 @@ def prepare(engine, optimizer, folder, step, extra, about, keep, copy: bool) -> 
         "optimizer": {"options": options_of(optimizer), "steps": steps_of(engine, optimizer, group)},
         "about": about or {},
     }
-    engine.saving = Saving(final)
-    return engine.saving, (pieces, manifest, group, keep)
+    _savings[engine] = Saving(final)
+    return _savings[engine], (pieces, manifest, group, keep)
 
 
 def wait_for_earlier(engine: FiveD) -> dist.ProcessGroup:
     """Waits for the engine's save under way, raises its error; returns the group that checkpoints use, on the host."""
-    if getattr(engine, "saving", None) is not None:
-        engine.saving.wait()
-    if not hasattr(engine, "host_group"):
-        engine.host_group = dist.new_group(backend="gloo")
-    return engine.host_group
+    if engine in _savings:
+        _savings[engine].wait()
+    if engine not in _host_groups:
+        _host_groups[engine] = dist.new_group(backend="gloo")
+    return _host_groups[engine]
 
 
 def begin(

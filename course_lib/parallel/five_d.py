@@ -88,7 +88,7 @@ class FiveD(nn.Module, Engine):
     def __init__(self, config: ModelConfig, layout: Layout, groups: Groups, stages: pipeline.Pipeline):
         super().__init__()
         self.config, self.layout, self.groups, self.pipeline = config, layout, groups, stages
-        self.norm_groups, self.is_sharded, self.trace = (groups.world,), layout.zero_stage > 0, stages.trace
+        self.norm_groups, self.is_sharded = (groups.world,), layout.zero_stage > 0
         sharded = partial(ShardedResidual, regather=layout.regather)
         self.residual = (sharded if layout.sequence_parallel else ReplicatedResidual)(groups.tp)
         self.context = Context(groups.cp, layout.cp_method, layout.cp_sharding)
@@ -99,6 +99,16 @@ class FiveD(nn.Module, Engine):
     def stages(self) -> nn.ModuleDict:
         """This rank's stages, by their numbers."""
         return self.pipeline.stages
+
+    @property
+    def trace(self) -> Trace | None:
+        """Where spans are recorded; what is assigned here is passed on to the pipeline and to what sums over data."""
+        return self.pipeline.trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        for part in (self.pipeline, *self.data_engines.values()):
+            part.trace = trace
 
     def positions(self, seq_len: int) -> Tensor:
         """Where this rank's tokens stand in a sequence."""
@@ -153,24 +163,22 @@ def build(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device | None = None,
     attention: str = "fused",
-    groups: Groups | None = None,
     grad_dtype: torch.dtype | None = None,
     fill: Callable[["FiveD", int], None] | None = None,
-    trace: Trace | None = None,
 ) -> FiveD:
     """This rank's part of the model, with the weights that `model.build(config, seed)` gives, whatever the layout.
 
     No rank ever holds more than its stages, cut; ZeRO-3 then frees all but a shard of that.
 
     device       by default `rank_device()`
-    groups       of `make_all_groups`, if they are there already
     grad_dtype   in which gradients are summed, such as torch.float32 beside bfloat16 parameters
     fill         (engine, seed): brings other numbers than `fill_from_seed`, or none
     Bytes        a byte a pipeline channel; nothing else
     Raises       ValueError if the model cannot lie so, before anything is sent
     """
     layout.check_model(config)
-    groups = groups or make_all_groups(layout.mesh, layout.ep, replicas=layout.dp_replicate)
+    is_alone = dist.get_backend() == "fake"  # then no other rank can help to make its groups
+    groups = make_all_groups(layout.mesh, layout.ep, local_only=is_alone, replicas=layout.dp_replicate)
     device = torch.device(device or rank_device())
     if layout.pp > 1:
         comm.check_point_to_point(device, groups.pp, "a pipeline")
@@ -179,9 +187,7 @@ def build(
     layers_of_stage = check_stages(config, schedule.num_stages, layout.layers_of_stage)
     mine = schedule.stages_of_rank(groups.pp.rank())
     model = skeleton(config, mine, layers_of_stage, attention, layout.recompute).to(dtype)
-    stages = pipeline.build(
-        model, groups.pp, layout.schedule, layout.v, layers_of_stage, trace, num_micro_batches=layout.micro_batches
-    )
+    stages = pipeline.build(model, groups.pp, layout.schedule, layout.v, layers_of_stage, layout.micro_batches)
     engine = FiveD(config, layout, groups, stages)
     for stage in engine.stages.values():
         keep_experts(engine, stage)
@@ -223,7 +229,7 @@ def cut_over_tp(engine: FiveD, stage: nn.Module) -> None:
         stage.positions = MyPositions(stage.positions, residual.group)
     if config.dropout > 0:
         for owner in [*([stage] if stage.is_first else []), *stage.blocks.values()]:
-            owner.dropout.forward = tensor.with_rank_rng(owner.dropout.forward, residual.group)
+            owner.dropout = tensor.RankDropout(config.dropout, residual.group)
 
 
 def cut_over_cp(engine: FiveD, stage: nn.Module) -> None:
@@ -249,9 +255,7 @@ def shard_over_data(engine: FiveD, grad_dtype: torch.dtype | None) -> None:
         elif layout.data_size > 1:
             mine = {p for p in stage.parameters() if p not in summed and sharing.groups[sharing.kind_of(p)].size() > 1}
             of_stage = Sharing(lambda p, mine=mine: sharing.kind_of(p) if p in mine else None, sharing.groups)
-            engine.data_engines[name] = BucketedDP(
-                stage, group, trace=engine.pipeline.trace, sharing=of_stage, grad_dtype=grad_dtype
-            )
+            engine.data_engines[name] = BucketedDP(stage, group, sharing=of_stage, grad_dtype=grad_dtype)
             engine.data_engines[name].syncing = False  # `before_backward` says when
             summed |= mine
     if layout.zero_stage == 0 and grad_dtype not in (None, engine.pipeline.dtype):

@@ -26,6 +26,7 @@ Source   Huang et al. 2019 (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,6 @@ from course_lib.parallel.channels import Pair, connect, pairs_of
 from course_lib.parallel.engine import (
     Engine,
     MicroBatches,
-    Trace,
     accumulate_gradients,
     clip_gradients,
     full_gradients,
@@ -90,17 +90,15 @@ class Pipeline(nn.Module, Engine):
         self,
         model: nn.Module,
         group: Group,
-        schedule: AnySchedule,
-        v: int,
+        schedule_of: Callable[[int], Schedule],
         first: Schedule,
         layers_of_stage: Sequence[int],
         channels: dict[Pair, Group],
-        trace: Trace | None,
         ahead: int,
     ):
         super().__init__()
-        self.config, self.group, self.channels, self.trace, self.ahead = model.config, group, channels, trace, ahead
-        self.schedule, self.v, self.norm_groups, self.is_sharded = schedule, v, (group,), False
+        self.config, self.group, self.channels, self.ahead = model.config, group, channels, ahead
+        self.schedule_of, self.norm_groups = schedule_of, (group,)
         self.rank_of_stage, self.layers_of_stage = first.rank_of_stage, tuple(layers_of_stage)
         self.dtype = next(model.parameters()).dtype
         self.names = [name for name, _ in model.named_parameters()]  # of the whole model, in its order
@@ -156,7 +154,7 @@ class Pipeline(nn.Module, Engine):
         Raises   ValueError if there is no such schedule, if it cannot run, or puts stages on other ranks than `build`
         """
         if num_micro_batches not in self.plans:
-            made = checked_schedule(self.schedule, self.group.size(), num_micro_batches, self.v)
+            made = self.schedule_of(num_micro_batches)
             if made.rank_of_stage != self.rank_of_stage:
                 raise ValueError(
                     f"the schedule of {num_micro_batches} micro-batches puts stages on ranks {made.rank_of_stage}, but "
@@ -178,7 +176,6 @@ def build(
     schedule: AnySchedule = "1f1b",
     v: int = 1,
     layers_of_stage: Sequence[int] | None = None,
-    trace: Trace | None = None,
     num_micro_batches: int | None = None,
     channels: dict[Pair, Group] | None = None,
     ahead: int = 1,
@@ -197,7 +194,8 @@ def build(
     """
     pp = check_group(group, "build").size()
     tried = schedule.num_micro_batches if isinstance(schedule, Schedule) else num_micro_batches or 2 * pp
-    first = checked_schedule(schedule, pp, tried, v)
+    schedule_of = partial(checked_schedule, schedule, pp, v=v)
+    first = schedule_of(tried)
     layers_of_stage = check_stages(model.config, first.num_stages, layers_of_stage)
     if ahead < 0:
         raise ValueError(f"ahead is {ahead}; give 0 (receive when it is needed), 1, or more")
@@ -211,7 +209,7 @@ def build(
         channels = connect(group, pairs)
     elif missing := [pair for pair in mine if pair not in channels]:
         raise ValueError(f"channels lack the pairs {missing}; leave channels out, or connect(group, {pairs})")
-    engine = Pipeline(model, group, schedule, v, first, layers_of_stage, channels, trace, ahead)
+    engine = Pipeline(model, group, schedule_of, first, layers_of_stage, channels, ahead)
     engine.plan_for(tried)
     return engine
 

@@ -168,8 +168,8 @@ def build(
         model.positions = MyPositions(model.positions, group)
     if model.config.dropout > 0:
         tensor.share_seed(group)
-        for dropout in [model.dropout, *(block.dropout for block in model.blocks)]:
-            dropout.forward = tensor.with_rank_rng(dropout.forward, group)
+        for owner in (model, *model.blocks):
+            owner.dropout = tensor.RankDropout(model.config.dropout, group)
     return TensorSequenceParallel(model, residual)
 
 

@@ -29,6 +29,7 @@ from course_lib.comm.conjugate import Group, check_group
 from course_lib.config import ModelConfig
 from course_lib.devices import rank_device
 from course_lib.layout.partition import check_heads, kv_replication, piece_sizes
+from course_lib.model.gpt import Dropout
 from course_lib.parallel.engine import (
     ModelEngine,
     Trace,
@@ -46,6 +47,7 @@ from course_lib.training.precision import gradient_of
 
 __all__ = [
     "Cut",
+    "RankDropout",
     "TensorParallel",
     "accumulate_gradients",
     "build",
@@ -231,6 +233,18 @@ def with_rank_rng(core: Callable, group: Group) -> Callable:
             return core(*inputs)
 
     return core_of_my_heads
+
+
+class RankDropout(Dropout):
+    """Dropout of what is cut over a group's ranks: each drops other places."""
+
+    def __init__(self, probability: float, group: Group) -> None:
+        super().__init__(probability)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        with rank_rng(self.group):
+            return super().forward(x)
 
 
 # --- the loss, and gradients of which each rank has a part

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from course_lib.comm.groups import make_all_groups
 from course_lib.config import MoeConfig
 from course_lib.layout import Layout
 from course_lib.measure.meter import ByteMeter
@@ -119,9 +118,8 @@ def simulate_rank(
     if run.lora is not None or run.optimizer != "adamw" or run.offload != Offload():
         raise ValueError("the engines train all weights by AdamW on their device; choose no lora, offload or optimizer")
     with fake_world(rank, layout.world_size), replaced(moe, "choose", plan_assignments(skew)):
-        groups = make_all_groups(layout.mesh, layout.ep, True, layout.dp_replicate)
         options = {"dtype": dtype, "grad_dtype": grad_dtype, "device": "cpu", "attention": run.attention}
-        engine = five_d.build(config, layout, groups=groups, fill=fill_with_nothing, **options)
+        engine = five_d.build(config, layout, fill=fill_with_nothing, **options)
         optimizer = five_d.make_optimizer(engine)
         for group in optimizer.param_groups:
             group |= {"foreach": run.implementation == "foreach", "fused": run.implementation == "fused"}

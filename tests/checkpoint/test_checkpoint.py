@@ -305,9 +305,9 @@ def saved_meanwhile(folder):
     train(engine, optimizer, range(1, 3))
     assert not saving.done and latest(folder) is None
     may_write.set()
-    checkpoint.save_async(engine, optimizer, folder, 3)  # one at a time: waits for the first
+    second = checkpoint.save_async(engine, optimizer, folder, 3)  # one at a time: waits for the first
     assert saving.done and saving.path == folder / name_of(1)
-    engine.saving.wait()
+    second.wait()
     assert [path.name for path in checkpoint_files.complete(folder)] == [name_of(1), name_of(3)]
     checkpoint_pieces.write = write
     other = built(DENSE, "tp=2", seed=1)

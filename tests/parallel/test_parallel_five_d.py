@@ -396,7 +396,8 @@ TWO_BUCKETS = replace(CONFIGS["llama"], d_model=256, head_dim=64, d_ff=512, voca
 def without_zero():
     """Of dp 2: spans of the second step, the most bytes of tensors in the third, and bytes of the parameters."""
     layout, trace = Layout.parse("dp=2,micro_batches=2"), []
-    engine = five_d.build(TWO_BUCKETS, layout, dtype=torch.float64, trace=trace)
+    engine = five_d.build(TWO_BUCKETS, layout, dtype=torch.float64)
+    engine.trace = trace
     optimizer = five_d.make_optimizer(engine)
     batches = micro_batches(layout, engine.groups.coordinates["dp"], TWO_BUCKETS)
     five_d.step(engine, batches, optimizer)

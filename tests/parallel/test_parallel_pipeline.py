@@ -126,9 +126,9 @@ class Shared:
 
     def build(self, case, trace=None):
         choices = dict(layers_of_stage=case.layers_of_stage, ahead=case.ahead, num_micro_batches=case.m)
-        return pipeline.build(
-            self.model(case), self.group, case.name, case.v, trace=trace, channels=self.channels, **choices
-        )
+        engine = pipeline.build(self.model(case), self.group, case.name, case.v, channels=self.channels, **choices)
+        engine.trace = trace
+        return engine
 
     def reference(self, case):
         key = (case.config, case.m, case.frozen)
