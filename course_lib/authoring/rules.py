@@ -24,7 +24,7 @@ UNCOMPARED_TAGS = {"nbval-ignore-output", "nbval-skip"}
 UNWANTED_WORDS = re.compile(r"\b(simply|just|obviously)\b", re.IGNORECASE)
 EMOJI = re.compile("[\U0001f000-\U0001faff\u2600-\u26ff\u2705\u2728\u274c\u2757\u2b50\ufe0f]")
 # Stored before pictures had words; `course run NAME --save` writes them, then the name goes.
-NOT_DESCRIBED = {"04_zero", "09_expert_parallel", "10_five_d"}
+NOT_DESCRIBED = {"04_zero", "10_five_d"}
 SENTENCE = re.compile(r"[A-Z][^\n]{20,}\.")
 HEADING = re.compile(r"^(#+) ", re.MULTILINE)
 FILE_LINK = re.compile(r"\]\((?!https?:|#|attachment:)([^)#\s]+)[^)]*\)")
