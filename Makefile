@@ -27,13 +27,16 @@ FROM := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 PIP := $(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt $(FROM)
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 LAB_FLAGS ?=
+# The first of these Pythons that is here, by its name or as pyenv keeps it; empty if none is.
+found = $(shell for v in $(1); do for p in python$$v $$HOME/.pyenv/versions/$$v.*/bin/python; do \
+            $$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; exit; }; done; done)
 FIRST := notebooks/00_ranks_and_collectives.ipynb
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
-UNIT := --ignore=tests/gpu --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/launch/test_fake_gpu_chapters.py
+UNIT := --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
 
 .PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check address \
-        test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm clean
+        quick-newer test-long test-colab test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -67,12 +70,19 @@ test: setup  ## everything: lint, unit tests, every notebook and solution under 
 quick: setup  ## the tests that start no process and simulate no random layouts; about a minute
 	$(RUN) -m pytest -m "not launches and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
 
+quick-newer:  ## the same on Python 3.13, in .venv-3.13; says so where there is none
+	@if [ -z "$(call found,3.13)" ]; then echo "make: skipped, no Python 3.13 with venv here"; \
+	else $(MAKE) --no-print-directory quick PYTHON="$(call found,3.13)" VENV=.venv-3.13; fi
+
 lint: setup  ## ruff, for the package, the tests and the notebooks
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
 unit: setup  ## the tests of the package
-	$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(UNIT)
+	$(RUN) -m pytest -m "not long" -n $(WORKERS) --dist loadfile $(UNIT)
+
+test-long: setup  ## what make test leaves out: the trainer under torchrun, accelerate and srun, killed and asked to stop
+	$(RUN) -m pytest -m long -n $(WORKERS) --dist load $(UNIT)
 
 nbval: setup  ## every notebook and solution runs, and prints what it stores
 	@if [ -n "$(NOTEBOOKS)" ]; then env -u MPLBACKEND OMP_NUM_THREADS=1 $(RUN) -m pytest $(NBVAL) $(NOTEBOOKS); else echo "no notebooks yet"; fi
@@ -110,13 +120,16 @@ address: setup  ## where the course is had from: make address REPOSITORY=https:/
 test-gpu: $(STAMP)  ## what needs a GPU; each test says why it is skipped without one
 	$(RUN) -m pytest -rs -p no:cacheprovider tests/gpu
 
-test-fake-gpu: setup  ## what chapters 00, 03 to 07 and 09 launch, on fake CUDA tensors: a tensor on the wrong device raises
-	$(RUN) -m pytest -rs -p no:cacheprovider tests/launch/test_fake_gpu_chapters.py
+test-fake-gpu: setup  ## engines, and what chapters 00 and 03 to 10 launch, on fake CUDA tensors: a wrong device raises
+	$(RUN) -m pytest -rs -p no:cacheprovider -n $(WORKERS) --dist loadfile tests/fake_gpu
 
 test-browser: setup  ## a chapter in headless Chromium: all cells run, a slider moved
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { echo "make: no chromium here; install it (Debian, Ubuntu: apt-get install chromium) and call make test-browser again" >&2; exit 1; }
 	@$(RUN) -c 'import playwright' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,browser]"
 	$(RUN) -m pytest -rs tests/browser
+
+test-colab: setup  ## the built wheel where people open it: Colab's versions, and the newest of everything; 10 GB of environments
+	COLAB_PYTHON="$(call found,3.12 3.13)" $(RUN) -m pytest -rs --durations=0 --durations-min=10 -p no:cacheprovider tests/places
 
 test-grading: setup  ## nbgrader takes the solutions as its source
 	@$(RUN) -c 'import nbgrader' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,grading]"

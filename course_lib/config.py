@@ -13,6 +13,7 @@ from course_lib.validate import Amount, Count, Positive, Size, check_fields, che
 FAMILIES = ("llama", "gpt", "xlmr")
 SCORES = ("softmax", "sigmoid")
 BALANCING = ("none", "aux_loss", "bias")
+Recompute = Literal["none", "selective", "full"]  # nothing, the attention core, each block
 Layers = Annotated[int, partial(whole, most=10_000)]  # every formula goes through them
 
 

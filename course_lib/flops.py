@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from course_lib.config import ModelConfig, require_dense
+from course_lib.config import ModelConfig, Recompute, require_dense
 from course_lib.layout.partition import check_layers, stage_config
+from course_lib.validate import Bytes, Index, Size, checked
 
 
+@checked
 def attention_parameters(config: ModelConfig) -> int:
     """Count the weights of one layer's q, k, v and o, or of the narrow matrices of latent attention."""
     D, N, K, H = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
@@ -22,11 +24,13 @@ def attention_parameters(config: ModelConfig) -> int:
     return queries + keys_and_values + N * mla.value_dim * D
 
 
+@checked
 def mlp_parameters(config: ModelConfig) -> int:
     """Count the weights of one dense feed-forward layer: three matrices in Llama, else two."""
     return (3 if config.family == "llama" else 2) * config.d_model * config.d_ff
 
 
+@checked
 def layer_matmul_parameters(config: ModelConfig) -> int:
     """Count the weights of one layer's matrix multiplications.
 
@@ -36,11 +40,13 @@ def layer_matmul_parameters(config: ModelConfig) -> int:
     return attention_parameters(config) + mlp_parameters(config)
 
 
+@checked
 def head_parameters(config: ModelConfig) -> int:
     """Count the weights of the head; an encoder has none."""
     return 0 if config.family == "xlmr" else config.vocab_size * config.d_model
 
 
+@checked
 def matmul_parameters(config: ModelConfig) -> int:
     """Count the weights that a token is multiplied with: attention, feed-forward, head; the embedding is a look-up.
 
@@ -55,7 +61,8 @@ def matmul_parameters(config: ModelConfig) -> int:
     return attention + dense + config.num_moe_layers * routed + head_parameters(config)
 
 
-def attention_flops_per_token(config: ModelConfig, seq_len: int, causal: bool = False) -> int:
+@checked
+def attention_flops_per_token(config: ModelConfig, seq_len: Size, causal: bool = False) -> int:
     """Count forward FLOPs of scores and of their product with the values: 4 L h s per token; half of it if causal.
 
     With latent attention, whose heads are complete again in training, keys are longer than values.
@@ -65,7 +72,8 @@ def attention_flops_per_token(config: ModelConfig, seq_len: int, causal: bool = 
     return flops // 2 if causal else flops
 
 
-def forward_flops_per_token(config: ModelConfig, seq_len: int, causal: bool = False) -> int:
+@checked
+def forward_flops_per_token(config: ModelConfig, seq_len: Size, causal: bool = False) -> int:
     """Count 2 N + 4 L h s, where N counts the weights that a token is multiplied with.
 
     Most published MFU figures do not halve the attention of a causal model; that is the default here.
@@ -74,13 +82,19 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int, causal: bool = Fa
     return 2 * matmul_parameters(config) + attention_flops_per_token(config, seq_len, causal)
 
 
-def flops_per_token(config: ModelConfig, seq_len: int, causal: bool = False) -> int:
+@checked
+def flops_per_token(config: ModelConfig, seq_len: Size, causal: bool = False) -> int:
     """Count model FLOPs of forward and backward, three times the forward: 6 N + 12 L h s. No recomputation."""
     return 3 * forward_flops_per_token(config, seq_len, causal)
 
 
+@checked
 def step_flops(
-    config: ModelConfig, num_tokens: int, seq_len: int, recompute: str = "none", causal: bool = False
+    config: ModelConfig,
+    num_tokens: Bytes,
+    seq_len: Size,
+    recompute: Recompute = "none",
+    causal: bool = False,
 ) -> int:
     """Count the FLOPs that the hardware does in one step; with recompute="none" they are the model FLOPs.
 
@@ -92,13 +106,12 @@ def step_flops(
         "selective": attention_flops_per_token(config, seq_len, causal),
         "full": forward_flops_per_token(config, seq_len, causal) - 2 * head_parameters(config),
     }
-    if recompute not in again:
-        raise ValueError(f"recompute {recompute!r} is not one of {', '.join(again)}")
     return num_tokens * (flops_per_token(config, seq_len, causal) + again[recompute])
 
 
+@checked
 def stage_flops(
-    config: ModelConfig, batch_size: int, seq_len: int, layers: Sequence[int], stage: int, causal: bool = False
+    config: ModelConfig, batch_size: Size, seq_len: Size, layers: Sequence[int], stage: Index, causal: bool = False
 ) -> tuple[int, int, int]:
     """Count FLOPs of one micro-batch on one stage: forward F, and backward's I and W.
 

@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items):
 
 
 STARTERS = {id(launch.launch), id(subprocess)}  # what a test file imports to start processes
-STARTING_FOLDERS = ("browser", "gpu", "slurm")
+STARTING_FOLDERS = ("browser", "gpu", "places", "slurm")
 
 
 @pytest.fixture(autouse=True)

@@ -25,16 +25,19 @@ import course_lib
 from course_lib import traffic
 from course_lib.compare.profile import Row
 from course_lib.config import preset
-from course_lib.hardware import gpu, link
+from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout, Mesh
 from course_lib.layout.experts import ExpertLayout
-from course_lib.memory.budget import budgets
+from course_lib.memory.budget import budget, budgets
+from course_lib.memory.states import LoRA, Recipe, StateBytes
+from course_lib.memory.zero import Offload, offload_link_bytes
 from course_lib.model import build, moe_layers
 from course_lib.model.moe import route
 from course_lib.model.synthetic_routing import synthetic_routing
 from course_lib.run import Run
 from course_lib.schedules import Costs, make, simulate
 from course_lib.span import Span
+from course_lib.timing.data import ZeroLayer
 from course_lib.train import TrainPlan
 from course_lib.train.options import Options
 from course_lib.training.loop import TrainConfig, TrainRecord
@@ -67,6 +70,8 @@ ROUTES = synthetic_routing(EXPERTS, tokens_per_rank=4, top_k=2)
 ROWS = [[1, 2], [3, 4]]
 CALLS = traffic.step.calls(RUN)["data"]
 CURVE = {1.0: 2.0, 2.0: 3.0}
+LINK_BYTES = offload_link_bytes(StateBytes(8, 8, 16), Offload("host"))
+ZERO_LAYER = ZeroLayer(1.0, 2.0, 0.5, 0.5)
 RANKS = [[1.0, 2.0], [3.0, 4.0]]
 ROUTING = route(torch.randn(6, 8), MIXTURE.moe)
 
@@ -94,6 +99,34 @@ def in_floats(record) -> dict:
 # What a parameter of that name is in a call that works.
 VALUES = {
     "attention": "fused",
+    "cluster": Cluster(gpu("h100"), link("nvlink4"), link("efa")),
+    "forward_s": 1.0,
+    "backward_s": 2.0,
+    "comm_s": 1.0,
+    "grad_bytes": 8.0,
+    "compute_s": 3.0,
+    "bytes_per_s": 1e9,
+    "flops_per_s": 1e12,
+    "flops": 1e12,
+    "hardware_flops": 1e12,
+    "model_flops": 1e12,
+    "flops_a_token": 1e9,
+    "moved_bytes": 1e9,
+    "peak_flops_per_s": 1e12,
+    "seconds": 1.0,
+    "num_gpus": 8,
+    "utilisation": 0.5,
+    "tokens_per_gpu": 1e3,
+    "num_tokens": 64,
+    "global_batch_size": 8,
+    "spans": [Span(0, "compute", "forward", 0.0, 1.0)],
+    "recipe": "fp32",
+    "optimizer": "adamw",
+    "lora": LoRA(4),
+    "states": StateBytes(8, 8, 16),
+    "offload": Offload(),
+    "tp": 2,
+    "method": "ring",
     "axis": "tp",
     "batch_size": 4,
     "config": preset("toy"),
@@ -316,7 +349,63 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "wait_for": "devices are torch's to read",
         "peak_memory_bytes": {"device": ...},
     },
+    "flops": {"stage_flops": {"layers": [2, 2]}},
+    "timing.collectives": {
+        "Tuning": "a table of the module's own",
+        "Cost": "made by collective_costs",
+        **{
+            name: {"name": "all_reduce", "network": link("efa"), "per_node": 2, "payload_bytes": 64.0}
+            for name in (
+                "collective_steps",
+                "bus_factor",
+                "collective_costs",
+                "fastest",
+                "collective_s",
+                "bus_bandwidth",
+            )
+        },
+        "ranks_in_a_node": "cached; called with records",
+        "ring_link": {"axis": "cp"},
+        "calls_s": {"calls": CALLS, "axis": "data"},
+    },
+    "timing.context": {
+        "tokens_that_hide_a_hop": {"queries_per_key": 1.0},
+        "AttentionTime": "made by attention_time",
+        "ring_spans": {"kv_bytes": 8.0, "forward_s": [1.0], "backward_s": [2.0]},
+    },
+    "timing.data": {
+        "ZeroLayer": "made by zero3_layer",
+        "dp_spans": {"bucket_comm_s": [0.1]},
+        "zero3_spans": {"layer": ZERO_LAYER},
+        "crossing_s": {"link_bytes": LINK_BYTES},
+        "offload_s": {"link_bytes": LINK_BYTES},
+    },
+    "timing.rates": {},
+    "timing.step": {"StepTime": "made by step_time"},
+    "timing.tensor": {"Part": "made by layer_parts"},
     "memory.run": {"Run": {"recipe": "fp32"}},
+    "memory.papers": {},
+    "memory.states": {
+        "Recipe": {"param_bytes": 2, "grad_bytes": 2, "master_bytes": 4, "moment_bytes": 8, "compute_bytes": 2},
+        "StateBytes": {"parameters": 8, "gradients": 8, "optimizer": 16},
+        "LoRA": {"rank": 4},
+        "moments_bytes": "called once for each tensor, by functions that check",
+        "adapter_shapes": "called once for each unit, by functions that check",
+    },
+    "memory.budget": {
+        "Budget": "made by budgets",
+        "Saved": "made by saved_for_backward",
+        "fits": {"budget": budgets(RUN)[0], "gpu_or_key": "h100"},
+        "largest_that_fits": {"budget_of": partial(budget, preset("toy"), seq_len=64)},
+    },
+    "memory.zero": {
+        "wire_grad_bytes": {"recipe": Recipe("mine", 4, 4, 0, 8, 4)},
+        "zero_state_bytes": {"units": [8, 4]},
+    },
+    "memory.moe": {name: {"config": MIXTURE} for name in ("active_parameters", "dense_twin", "narrow_experts")},
+    "memory.context": {"exchange_bytes": {"method": "ring"}, "check_exchange": {"method": "ring"}},
+    "memory.stages": {"stage_parameters": {"layers": [2, 2]}, "balanced_layers": {"num_stages": 2}},
+    "memory.pipeline": {"live_layers": {"layers": [2, 2]}},
     "plots.collectives": {
         "show_collective": {"before": RANKS, "after": RANKS},
         "show_ring_all_reduce": {"values": RANKS},

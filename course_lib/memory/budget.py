@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from course_lib.config import ModelConfig
+from course_lib.config import ModelConfig, Recompute
 from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import PRECISIONS
@@ -29,6 +29,7 @@ from course_lib.memory.run import Run
 from course_lib.memory.states import LoRA, StateBytes, has_step_counters, recipe_of, state_bytes
 from course_lib.memory.zero import bytes_by_place, wire_grad_bytes
 from course_lib.schedules.messages import plan
+from course_lib.validate import Index, Size, checked, whole
 
 # Assumptions, not measurements: `tracker.cuda_memory()` measures them on the GPU at hand.
 ASSUMED_OVERHEADS: dict[str, int] = {
@@ -90,12 +91,14 @@ class Budget:
         return own | {"activations": self.saved}
 
 
+@checked
 def fits(budget: Budget, gpu_or_key: GPU | str) -> bool:
     """Whether the whole budget, overheads included, is within what CUDA reports as the GPU's capacity."""
     return budget.total_bytes <= (gpu(gpu_or_key) if isinstance(gpu_or_key, str) else gpu_or_key).usable_bytes
 
 
-def largest_that_fits(budget_of: Callable[[int], Budget], gpu: GPU | str, multiple: int = 1) -> int:
+@checked
+def largest_that_fits(budget_of: Callable[[int], Budget], gpu: GPU | str, multiple: Size = 1) -> int:
     """The largest size, of a batch or of a sequence, a multiple of so many, whose budget fits the GPU; 0 if none does.
 
     budget_of   from a size to the budget of one GPU, larger ones larger
@@ -128,14 +131,15 @@ def budgets(run: Run, tp_rank: int = 0, load: float = 1.0) -> tuple[Budget, ...]
     return tuple(_budget_of_rank(run, pp_rank, tp_rank, load) for pp_rank in range(run.layout.pp))
 
 
+@checked
 def budget(
     config: ModelConfig,
-    batch_size: int,
-    seq_len: int,
+    batch_size: Size,
+    seq_len: Size,
     recipe: str = "bf16-master",
     attention: str = "fused",
-    recompute: str = "none",
-    micro_batches: int = 1,
+    recompute: Recompute = "none",
+    micro_batches: Size = 1,
     lora: LoRA | None = None,
 ) -> Budget:
     """The budget of one GPU that trains the whole model; `batch_size` is one micro-batch's."""
@@ -160,8 +164,10 @@ class Saved:
         return self.activations + self.logits
 
 
-def saved_for_backward(run: Run, stage: int = 0, tp_rank: int = 0) -> Saved:
+@checked
+def saved_for_backward(run: Run, stage: int = 0, tp_rank: Index = 0) -> Saved:
     """Predict what one micro-batch leaves on one stage for its backward pass, as the ledger has it."""
+    whole("stage", stage, 0, run.layout.num_stages - 1)
     changes = RankOnLedger(run, schedule_of(run.layout).rank_of_stage[stage], tp_rank).first[stage]
     net = {op: change.net for (op, _), change in changes.items()}
     forward = net["F"]
@@ -172,7 +178,8 @@ def saved_for_backward(run: Run, stage: int = 0, tp_rank: int = 0) -> Saved:
     return Saved(left, forward["logits"], waiting)
 
 
-def check_seq_len(config: ModelConfig, seq_len: int) -> None:
+@checked
+def check_seq_len(config: ModelConfig, seq_len: Size) -> None:
     """Raises ValueError if the model cannot read that many tokens."""
     if seq_len > config.max_seq_len:
         raise ValueError(
@@ -213,6 +220,7 @@ def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float) -> Budget
     )
 
 
+@checked
 def overheads_of(run: Run) -> dict[str, int]:
     """What a GPU holds besides tensors; on a CPU nothing is counted."""
     if run.device == "cpu":
@@ -223,7 +231,8 @@ def overheads_of(run: Run) -> dict[str, int]:
     return ASSUMED_OVERHEADS | nccl
 
 
-def states_of(run: Run, pp_rank: int = 0, tp_rank: int = 0) -> StateBytes:
+@checked
+def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
     """Parameters, gradients and optimizer states of one rank, to the byte."""
     counters = run.device == "cpu" and has_step_counters(run.recipe, run.optimizer)
     not_flat = run.lora is not None or run.optimizer == "adafactor" or run.config.family == "xlmr"

@@ -22,9 +22,11 @@ from course_lib.config import ModelConfig
 from course_lib.layout.partition import check_method
 from course_lib.layout.sequence_sharding import check_context
 from course_lib.memory.tensor import narrow
+from course_lib.validate import Size, checked
 
 
-def check_exchange(attention: str, cp: int, method: str) -> None:
+@checked
+def check_exchange(attention: str, cp: Size, method: str) -> None:
     """Raises ValueError for an unknown method, or for scores that are to be kept where blocks are merged."""
     check_method(method)
     if cp > 1 and attention != "fused":
@@ -34,7 +36,8 @@ def check_exchange(attention: str, cp: int, method: str) -> None:
         )
 
 
-def tokens_of_rank(seq_len: int, cp: int, sequence_sharding: str = "contiguous") -> int:
+@checked
+def tokens_of_rank(seq_len: Size, cp: Size, sequence_sharding: str = "contiguous") -> int:
     """Tokens of one sequence that a rank has: S / cp.
 
     Raises   ValueError as `sequence_sharding.check_context`
@@ -43,12 +46,16 @@ def tokens_of_rank(seq_len: int, cp: int, sequence_sharding: str = "contiguous")
     return seq_len // cp
 
 
-def for_length(config: ModelConfig, seq_len: int) -> ModelConfig:
+@checked
+def for_length(config: ModelConfig, seq_len: Size) -> ModelConfig:
     """The same model, allowed to read that many tokens: RoPE has no table that ends, its memory is the same."""
     return config if seq_len <= config.max_seq_len else replace(config, max_seq_len=seq_len)
 
 
-def kv_block_bytes(config: ModelConfig, batch_size: int, seq_len: int, cp: int, itemsize: int = 2, tp: int = 1) -> int:
+@checked
+def kv_block_bytes(
+    config: ModelConfig, batch_size: Size, seq_len: Size, cp: Size, itemsize: Size = 2, tp: Size = 1
+) -> int:
     """Count keys and values of one rank's tokens in one layer: 2 B s K H numbers; latent attention's B s K (H + W).
 
     Of grouped queries the K heads travel.
@@ -58,14 +65,15 @@ def kv_block_bytes(config: ModelConfig, batch_size: int, seq_len: int, cp: int, 
     return batch_size * tokens_of_rank(seq_len, cp) * numbers * itemsize
 
 
+@checked
 def exchange_bytes(
     config: ModelConfig,
-    batch_size: int,
-    seq_len: int,
-    cp: int,
+    batch_size: Size,
+    seq_len: Size,
+    cp: Size,
     method: str = "ring",
     backward: bool = False,
-    itemsize: int = 2,
+    itemsize: Size = 2,
     grad_itemsize: int | None = None,
 ) -> int:
     """Keys and values (and backward their gradients) of other ranks that one layer has at once, for a moment.

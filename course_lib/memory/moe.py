@@ -18,8 +18,10 @@ from course_lib.config import ModelConfig
 from course_lib.layout.partition import piece_sizes
 from course_lib.memory.states import parameter_shapes
 from course_lib.memory.tensor import narrow
+from course_lib.validate import Index, Size, checked
 
 
+@checked
 def active_parameters(config: ModelConfig) -> int:
     """Count the parameters that one token uses: all but the experts that it did not choose. Without experts, all.
 
@@ -34,6 +36,7 @@ def active_parameters(config: ModelConfig) -> int:
     return sum(prod(shape) * copies for shape, copies in parameter_shapes(config).values()) - unused
 
 
+@checked
 def dense_twin(config: ModelConfig) -> ModelConfig:
     """A model without experts whose tokens need the same FLOPs, but for the router's: MLPs as wide as what one uses."""
     if config.moe is None:
@@ -47,7 +50,8 @@ def dense_twin(config: ModelConfig) -> ModelConfig:
     return replace(config, name=f"{config.name}, dense", d_ff=width, moe=None)
 
 
-def narrow_experts(config: ModelConfig, tp_size: int, tp_rank: int = 0) -> ModelConfig:
+@checked
+def narrow_experts(config: ModelConfig, tp_size: Size, tp_rank: Index = 0) -> ModelConfig:
     """What one rank of tensor parallelism runs: fewer heads, narrower MLPs and experts; the first, a widest one."""
     local = narrow(replace(config, moe=None), tp_size, tp_rank)
     moe = config.moe and replace(config.moe, d_expert=piece_sizes(config.moe.d_expert, tp_size)[tp_rank])

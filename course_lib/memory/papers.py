@@ -6,7 +6,8 @@ Symbols: s sequence, b micro-batch, h hidden size, a heads, L layers, v vocabula
 
 from __future__ import annotations
 
-from course_lib.config import ModelConfig, require_dense
+from course_lib.config import ModelConfig, Recompute, require_dense
+from course_lib.validate import Size, checked
 
 KORTHIKANTI_TERMS = {  # bytes a token and hidden feature (the score terms: a token and score), Korthikanti section 4.1
     "input of q, k, v": 2,
@@ -23,12 +24,13 @@ KORTHIKANTI_TERMS = {  # bytes a token and hidden feature (the score terms: a to
 KORTHIKANTI_SCORE_TERMS = {"softmax output": 2, "softmax dropout mask": 1, "softmax dropout output": 2}
 
 
+@checked
 def korthikanti_layer_bytes(
     config: ModelConfig,
-    batch_size: int,
-    seq_len: int,
-    recompute: str = "none",
-    tp: int = 1,
+    batch_size: Size,
+    seq_len: Size,
+    recompute: Recompute = "none",
+    tp: Size = 1,
     sequence_parallel: bool = False,
 ) -> float:
     """Predict the activation bytes of one layer: s b h (34 + 5 a s / h), and its parallel and recomputed forms.
@@ -38,11 +40,9 @@ def korthikanti_layer_bytes(
                 has it; where sequence parallelism shards that input too, 2 s b h / t is kept
                 (as the ledger has it)
     Bytes       tp divides 24 of the 34 and the scores; sequence parallelism the remaining 10 (LayerNorms, dropout)
-    Raises      ValueError if recompute is unknown or tp < 1
     Source      Korthikanti et al. 2022 (arXiv:2205.05198), table 2
     """
     require_dense(config, "korthikanti_layer_bytes")
-    _check(recompute, tp)
     sbh = seq_len * batch_size * config.d_model
     if recompute == "full":
         return 2 * sbh
@@ -51,8 +51,13 @@ def korthikanti_layer_bytes(
     return sbh * (replicated + 24 / tp + scores / tp)
 
 
+@checked
 def korthikanti_bytes(
-    config: ModelConfig, batch_size: int, seq_len: int, recompute: str = "none", working_set: bool = False
+    config: ModelConfig,
+    batch_size: Size,
+    seq_len: Size,
+    recompute: Recompute = "none",
+    working_set: bool = False,
 ) -> float:
     """Predict the activation bytes of all layers and the embedding's dropout mask (s b h), as the playbook draws them.
 
@@ -66,7 +71,8 @@ def korthikanti_bytes(
     return config.num_layers * layer + mask + again
 
 
-def korthikanti_output_bytes(config: ModelConfig, batch_size: int, seq_len: int) -> float:
+@checked
+def korthikanti_output_bytes(config: ModelConfig, batch_size: Size, seq_len: Size) -> float:
     """Predict what the end of the model keeps: 4 s b h (1 + v / h), the final norm, the head's input and FP32 logits.
 
     Source   Korthikanti et al. 2022, section 4.3; Megatron-LM theoretical_memory_usage.py
@@ -74,7 +80,8 @@ def korthikanti_output_bytes(config: ModelConfig, batch_size: int, seq_len: int)
     return 4 * seq_len * batch_size * (config.d_model + config.vocab_size)
 
 
-def megatron_activation_bytes(config: ModelConfig, batch_size: int, seq_len: int) -> float:
+@checked
+def megatron_activation_bytes(config: ModelConfig, batch_size: Size, seq_len: Size) -> float:
     """Predict activations as Megatron-Core's estimator does on one GPU, with the scores recomputed: any MLP width.
 
     Bytes    s b h (18 + 4 d_ff / h) a layer, 8 s b token ids and targets, s b h embedding dropout,
@@ -87,7 +94,8 @@ def megatron_activation_bytes(config: ModelConfig, batch_size: int, seq_len: int
     return layers + 8 * sb + sb * h + korthikanti_output_bytes(config, batch_size, seq_len)
 
 
-def zero_paper_bytes(config: ModelConfig, batch_size: int, seq_len: int) -> int:
+@checked
+def zero_paper_bytes(config: ModelConfig, batch_size: Size, seq_len: Size) -> int:
     """Predict activations as the ZeRO paper does: 12 numbers of 2 bytes a token, feature and layer; no scores.
 
     Source   Rajbhandari et al. 2020 (arXiv:1910.02054), footnote in section 3.2
@@ -96,7 +104,8 @@ def zero_paper_bytes(config: ModelConfig, batch_size: int, seq_len: int) -> int:
     return 2 * 12 * config.d_model * batch_size * seq_len * config.num_layers
 
 
-def selective_flops_share(config: ModelConfig, seq_len: int) -> float:
+@checked
+def selective_flops_share(config: ModelConfig, seq_len: Size) -> float:
     """Predict the extra compute of selective recomputation as the paper does: (1 + s / 3 h) / (1 + s / 6 h) - 1.
 
     The vocabulary is left out. The paper adds 12 b s^2 h a layer, which is forward and backward of the core; running
@@ -106,10 +115,3 @@ def selective_flops_share(config: ModelConfig, seq_len: int) -> float:
     """
     scores = seq_len / (6 * config.d_model)
     return scores / (1 + scores)
-
-
-def _check(recompute: str, tp: int) -> None:
-    if recompute not in ("none", "selective", "full"):
-        raise ValueError(f"recompute is {recompute!r}; choose from none, selective, full")
-    if tp < 1:
-        raise ValueError(f"tp is {tp}, required: 1 or more")

@@ -21,18 +21,28 @@ from course_lib.config import ModelConfig
 from course_lib.layout.partition import piece_sizes
 from course_lib.memory.context import tokens_of_rank
 from course_lib.schedules.instructions import Schedule
+from course_lib.validate import Index, Size, checked, whole
 
 
+@checked
 def boundary_bytes(
-    config: ModelConfig, batch_size: int, seq_len: int, itemsize: int = 2, cp: int = 1, tp: int = 1, tp_rank: int = 0
+    config: ModelConfig,
+    batch_size: Size,
+    seq_len: Size,
+    itemsize: Size = 2,
+    cp: Size = 1,
+    tp: Size = 1,
+    tp_rank: Index = 0,
 ) -> int:
     """What crosses from stage to stage for each micro-batch, and as a gradient back: B S D numbers.
 
     tp       divides it where sequence parallelism cuts the residual stream; without, every tp rank sends all of it
     """
+    whole("tp_rank", tp_rank, 0, tp - 1)
     return batch_size * piece_sizes(tokens_of_rank(seq_len, cp), tp)[tp_rank] * config.d_model * itemsize
 
 
+@checked
 def live_layers(schedule: Schedule, layers: Sequence[int]) -> list[int]:
     """For each rank the layers whose activations it keeps at once, one micro-batch each: compare with num_layers."""
     peaks = []

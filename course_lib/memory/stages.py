@@ -8,6 +8,7 @@ as 2.4 layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from course_lib.config import ModelConfig
 from course_lib.flops import forward_flops_per_token, head_parameters
@@ -15,8 +16,10 @@ from course_lib.layout import Layout
 from course_lib.layout.partition import check_layers, check_num_stages
 from course_lib.memory.flats import tensors_of
 from course_lib.memory.zero import layer_units
+from course_lib.validate import Size, checked
 
 
+@checked
 def stage_parameters(config: ModelConfig, layers: Sequence[int]) -> list[int]:
     """Count the parameters of each stage. Together they are the model's, and a tied embedding's copy.
 
@@ -27,7 +30,10 @@ def stage_parameters(config: ModelConfig, layers: Sequence[int]) -> list[int]:
     return [sum(one.numel for one in tensors_of(config, layout, stage)) for stage in range(len(layers))]
 
 
-def balanced_layers(config: ModelConfig, num_stages: int, by: str = "parameters", seq_len: int = 4096) -> list[int]:
+@checked
+def balanced_layers(
+    config: ModelConfig, num_stages: Size, by: Literal["parameters", "flops"] = "parameters", seq_len: Size = 4096
+) -> list[int]:
     """Divide layers so that the largest stage is as small as possible, embedding and head counted.
 
     by       "parameters", or "flops": an embedding costs no multiplication, a head as much as its matrix
@@ -39,8 +45,6 @@ def balanced_layers(config: ModelConfig, num_stages: int, by: str = "parameters"
     if by == "flops":
         embed, end = 0, 2 * head_parameters(config)
         layer = (forward_flops_per_token(config, seq_len) - end) // config.num_layers
-    elif by != "parameters":
-        raise ValueError(f"by is {by!r}; choose from parameters, flops")
     layers, weights = [1] * num_stages, [layer] * num_stages
     weights[0] += embed
     weights[-1] += end

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from math import prod
 
 from course_lib.config import ModelConfig
+from course_lib.validate import Bytes, Count, Size, check_fields, checked, one_of
 
 Shapes = dict[str, tuple[tuple[int, ...], int]]  # tensor -> (shape, how many of them)
 
 
+@checked
 def parameter_shapes(config: ModelConfig) -> Shapes:
     """List every parameter tensor of a model: name -> (shape, number of such tensors).
 
@@ -121,6 +123,7 @@ def _xlmr_shapes(config: ModelConfig) -> Shapes:
     return ends | _transformer_block_shapes(config)
 
 
+@checked
 def count_parameters(config: ModelConfig) -> int:
     """Count the parameters of a model exactly (a tied head once).
 
@@ -129,6 +132,7 @@ def count_parameters(config: ModelConfig) -> int:
     return sum(prod(shape) * copies for shape, copies in parameter_shapes(config).values())
 
 
+@checked
 def rule_of_thumb_parameters(config: ModelConfig) -> int:
     """The well-known N = h v + L (12 h^2 + 13 h) + 2 h, whatever the model.
 
@@ -147,12 +151,15 @@ class Recipe:
     """How many bytes each parameter costs, by kind. `moment_bytes` is both of Adam's moments together."""
 
     name: str
-    param_bytes: int
-    grad_bytes: int
-    master_bytes: int
-    moment_bytes: int
-    compute_bytes: int  # size of one activation number
+    param_bytes: Count
+    grad_bytes: Count
+    master_bytes: Count
+    moment_bytes: Count
+    compute_bytes: Count  # size of one activation number
     note: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def bytes_per_param(self) -> int:
@@ -185,8 +192,7 @@ def recipe_of(recipe: Recipe | str) -> Recipe:
     """
     if isinstance(recipe, Recipe):
         return recipe
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe {recipe!r} is unknown; choose from {', '.join(RECIPES)}")
+    one_of("recipe", recipe, tuple(RECIPES))
     return RECIPES[recipe]
 
 
@@ -194,9 +200,12 @@ def recipe_of(recipe: Recipe | str) -> Recipe:
 class StateBytes:
     """Bytes of the states by kind. FP32 master parameters count as optimizer."""
 
-    parameters: int
-    gradients: int
-    optimizer: int
+    parameters: Bytes
+    gradients: Bytes
+    optimizer: Bytes
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def total(self) -> int:
@@ -211,12 +220,11 @@ class LoRA:
     Source   Hu et al. 2021 (arXiv:2106.09685)
     """
 
-    rank: int
+    rank: Size
     targets: tuple[str, ...] = ("q", "v")
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank is {self.rank}, required: 1 or more; give a rank such as 8 or 32")
+        check_fields(self)
 
 
 def adapter_shapes(shapes: Shapes, lora: LoRA) -> Shapes:
@@ -232,6 +240,7 @@ def adapter_shapes(shapes: Shapes, lora: LoRA) -> Shapes:
 _NO_LINEAR = ("embed", "positions", "token_type", "moe.router")  # matrices that no linear layer has
 
 
+@checked
 def lora_shapes(config: ModelConfig, lora: LoRA) -> Shapes:
     """List the adapters' tensors of a whole model.
 
@@ -245,11 +254,13 @@ def lora_shapes(config: ModelConfig, lora: LoRA) -> Shapes:
     return shapes
 
 
+@checked
 def lora_parameters(config: ModelConfig, lora: LoRA) -> int:
     """Count the trained parameters: sum over targets of rank (d_in + d_out)."""
     return sum(prod(shape) * copies for shape, copies in lora_shapes(config, lora).values())
 
 
+@checked
 def state_bytes(
     config: ModelConfig,
     recipe: Recipe | str = "bf16-master",
@@ -280,8 +291,10 @@ def state_bytes(
     )
 
 
+@checked
 def has_step_counters(recipe: Recipe | str, optimizer: str) -> bool:
     """Whether the optimizer keeps a 4-byte step counter a tensor: torch's do, the course's MasterAdamW does not."""
+    one_of("optimizer", optimizer, OPTIMIZERS)
     return recipe_of(recipe).master_bytes == 0 and optimizer in ("adamw", "adafactor")
 
 

@@ -16,33 +16,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from course_lib.config import ModelConfig, require_dense
 from course_lib.layout import Layout
 from course_lib.memory.flats import BUCKET_BYTES, Named, buckets_of, padded, tensors_of, units_of
 from course_lib.memory.states import Recipe, StateBytes, moments_bytes, recipe_of
+from course_lib.validate import Amount, Bytes, Size, checked
 
-STAGES = (0, 1, 2, 3)
+ZeroStage = Literal[0, 1, 2, 3]  # 0: plain data parallelism
 PLACES = ("device", "host", "disk")
 
 
 # ---- units
 
 
+@checked
 def layer_units(config: ModelConfig) -> list[int]:
     """Stage 3's units, in elements: embedding, each block, final norm with head (a tied head is the embedding's)."""
     return [sum(one.numel for one in unit) for unit in units_of(_tensors(config, "layer_units"))]
 
 
-def bucket_units(config: ModelConfig, itemsize: int = 2, bucket_bytes: int = BUCKET_BYTES) -> list[int]:
+@checked
+def bucket_units(config: ModelConfig, itemsize: Size = 2, bucket_bytes: Bytes = BUCKET_BYTES) -> list[int]:
     """The units of stages 1 and 2, in elements: tensors, last layer first; a bucket closes once it has its size."""
     buckets = buckets_of(_tensors(config, "bucket_units"), itemsize, bucket_bytes)
     return [sum(one.numel for one in bucket) for bucket in buckets]
 
 
-def zero_units(config: ModelConfig, stage: int, itemsize: int = 2) -> list[int]:
+@checked
+def zero_units(config: ModelConfig, stage: ZeroStage, itemsize: Size = 2) -> list[int]:
     """The units in which a stage shards this model (stage 0: one for each tensor, as nothing is sharded)."""
-    _check_stage(stage)
     if stage == 0:
         return [one.numel for one in _tensors(config, "zero_units")]
     return layer_units(config) if stage == 3 else bucket_units(config, itemsize)
@@ -56,8 +60,13 @@ def _tensors(config: ModelConfig, what: str) -> tuple[Named, ...]:
 # ---- bytes held
 
 
+@checked
 def zero_state_bytes(
-    units: Sequence[int], stage: int, dp_size: int, recipe: Recipe | str = "bf16-master", optimizer: str = "adamw"
+    units: Sequence[int],
+    stage: ZeroStage,
+    dp_size: Size,
+    recipe: Recipe | str = "bf16-master",
+    optimizer: str = "adamw",
 ) -> StateBytes:
     """Predict what each rank holds between two steps, by kind, padding included.
 
@@ -65,7 +74,6 @@ def zero_state_bytes(
              times the sum of the units, padded from stage 1 on
     Raises   ValueError if stage, recipe or optimizer is unknown, or the optimizer cannot work on flat shards
     """
-    _check_stage(stage)
     recipe = recipe_of(recipe)
     if optimizer == "adafactor" and stage:
         raise ValueError(
@@ -85,6 +93,7 @@ def zero_state_bytes(
 _SHARDED_FROM_STAGE = {"optimizer": 1, "gradients": 2, "parameters": 3}
 
 
+@checked
 def wire_grad_bytes(recipe: Recipe) -> int:
     """Bytes of a gradient's number on the wire: FP32 where gradients are kept in FP32, one of the two if both are."""
     return min(recipe.grad_bytes, max(recipe.param_bytes, 4))
@@ -93,22 +102,23 @@ def wire_grad_bytes(recipe: Recipe) -> int:
 # ---- the papers' continuous form
 
 
+@checked
 def zero_bytes_per_parameter(
-    stage: int, dp_size: int, recipe: Recipe | str = "bf16-master", optimizer_bytes: float | None = None
+    stage: ZeroStage, dp_size: Size, recipe: Recipe | str = "bf16-master", optimizer_bytes: Amount | None = None
 ) -> float:
     """Bytes of state a parameter and rank, as the papers draw them: no units, no padding.
 
     optimizer_bytes   master and moments together, the paper's K; the recipe's by default
     Source   Rajbhandari et al. 2020 (arXiv:1910.02054), section 5 and figure 1
     """
-    _check_stage(stage)
     recipe = recipe_of(recipe)
     optimizer = recipe.master_bytes + recipe.moment_bytes if optimizer_bytes is None else optimizer_bytes
     kinds = {"parameters": recipe.param_bytes, "gradients": recipe.grad_bytes, "optimizer": optimizer}
     return sum(size / dp_size if stage >= _SHARDED_FROM_STAGE[kind] else size for kind, size in kinds.items())
 
 
-def zero_saving(stage: int, dp_size: int, recipe: Recipe | str = "bf16-master") -> float:
+@checked
+def zero_saving(stage: ZeroStage, dp_size: Size, recipe: Recipe | str = "bf16-master") -> float:
     """How many times fewer bytes of state a rank holds than without ZeRO; at most 4, 8 and N with 16 bytes."""
     return zero_bytes_per_parameter(0, dp_size, recipe) / zero_bytes_per_parameter(stage, dp_size, recipe)
 
@@ -135,6 +145,7 @@ class Offload:
                 raise ValueError(f"{field} is {place!r}; choose from {', '.join(PLACES)}")
 
 
+@checked
 def bytes_by_place(states: StateBytes, offload: Offload) -> dict[str, int]:
     """Add up a rank's states by where they wait between steps; gradients stay on the device."""
     places = dict.fromkeys(PLACES, 0)
@@ -144,7 +155,8 @@ def bytes_by_place(states: StateBytes, offload: Offload) -> dict[str, int]:
     return places
 
 
-def offload_link_bytes(states: StateBytes, offload: Offload, micro_batches: int = 1) -> dict[str, int]:
+@checked
+def offload_link_bytes(states: StateBytes, offload: Offload, micro_batches: Size = 1) -> dict[str, int]:
     """Count the bytes that cross each link, one way, in one step of one rank whose shards are `states`.
 
     The optimizer runs where its states are loaded: on the host. Its gradients go down; its new parameters come up,
@@ -167,8 +179,3 @@ def offload_link_bytes(states: StateBytes, offload: Offload, micro_batches: int 
         links["disk to host"] += 2 * micro_batches * states.parameters
         links["host to disk"] += states.parameters
     return links
-
-
-def _check_stage(stage: int) -> None:
-    if stage not in STAGES:
-        raise ValueError(f"stage is {stage!r}; choose from 0 (plain data parallel), 1, 2, 3")

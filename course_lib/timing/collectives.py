@@ -11,7 +11,7 @@ from math import inf
 from course_lib.hardware import Cluster, Link
 from course_lib.layout import Layout
 from course_lib.traffic import Call
-from course_lib.validate import Amount, Positive, Size, checked
+from course_lib.validate import Amount, Positive, Size, checked, one_of
 
 
 # What a collective costs depends on how it is done. NCCL chooses among algorithms and protocols for each call, by a
@@ -109,7 +109,8 @@ def collective_steps(name: str, world_size: Size) -> int:
     raise ValueError(f"collective {name!r} is unknown; choose all_reduce, reduce_scatter, all_gather, all_to_all, ...")
 
 
-def bus_factor(name: str, world_size: int) -> float:
+@checked
+def bus_factor(name: str, world_size: Size) -> float:
     """Payloads that cross one link: 2 (N - 1) / N for all_reduce, (N - 1) / N for its phases, 1 for a chain."""
     steps = collective_steps(name, world_size)
     if name in (*_CHAINS, "send"):  # a chain passes the whole payload on, in small pieces at once
@@ -146,8 +147,9 @@ def fastest(
     return min(costs, key=lambda cost: cost.seconds(payload_bytes))
 
 
+@checked
 def collective_s(
-    name: str, payload_bytes: float, world_size: int, network: Link | Cluster, per_node: int | None = None
+    name: str, payload_bytes: Amount, world_size: Size, network: Link | Cluster, per_node: Size | None = None
 ) -> float:
     """Seconds of a collective by the fastest algorithm and protocol; arguments as `collective_costs` has them."""
     return fastest(name, payload_bytes, world_size, network, per_node).seconds(payload_bytes)
@@ -254,18 +256,21 @@ def ranks_in_a_node(layout: Layout, cluster: Cluster, axis: str) -> int:
 
     It is 1 where nodes would have unequal numbers, and for a pipeline over several nodes: its slowest message counts.
     """
+    one_of("axis", axis, tuple(layout.members(0)))
     members = layout.members(0)[axis]
     here = sum(rank < cluster.gpus_per_node for rank in members)
     apart = axis == "pp" and here < len(members)
     return 1 if apart or len(members) % here else here
 
 
+@checked
 def ring_link(layout: Layout, cluster: Cluster, axis: str = "cp") -> Link:
     """Return the slowest link of a ring along `axis`: all of its ranks wait for the step that crosses nodes."""
     here = ranks_in_a_node(layout, cluster, axis)
     return cluster.inside if len(layout.members(0)[axis]) <= here else cluster.between
 
 
+@checked
 def calls_s(calls: Iterable[Call], layout: Layout, cluster: Cluster, axis: str) -> float:
     """Return the seconds of all these calls along an axis, one after the other."""
     return sum(call.count * _call_s(call, layout, cluster, axis) for call in calls)

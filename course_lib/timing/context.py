@@ -27,12 +27,14 @@ from course_lib.timing.collectives import calls_s, collective_s, ring_link
 from course_lib.timing.rates import Utilisation
 from course_lib.timing.tensor import FUSED_BACKWARD
 from course_lib.traffic import attention_calls
+from course_lib.validate import Amount, Positive, checked
 
 KV_BYTES, GRAD_BYTES = 2, 4  # of an element: keys and values travel in BF16, their gradients are summed in FP32
 
 
+@checked
 def tokens_that_hide_a_hop(
-    flops_per_s: float, link: Link, queries_per_key: float = 1, backward: bool = False, causal: bool = True
+    flops_per_s: Amount, link: Link, queries_per_key: Positive = 1, backward: bool = False, causal: bool = True
 ) -> float:
     """Return the tokens of a rank from which on a ring step of a ring takes no longer than computing with a block.
 
@@ -62,6 +64,7 @@ class AttentionTime:
         return self.compute_s + self.waiting_s + self.exposed_s
 
 
+@checked
 def attention_time(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation()) -> AttentionTime:
     """Model forward and backward of one layer's attention core, its projections and recomputation left out.
 
@@ -90,8 +93,9 @@ def attention_time(run: Run, cluster: Cluster, utilisation: Utilisation = Utilis
     return AttentionTime(ideal_s, busy_s - ideal_s, comm_s, max(0.0, max(span.stop_s for span in spans) - busy_s))
 
 
+@checked
 def ring_spans(
-    forward_s: Sequence[float], backward_s: Sequence[float], kv_bytes: int, grad_bytes: int, link: Link
+    forward_s: Sequence[Amount], backward_s: Sequence[Amount], kv_bytes: Amount, grad_bytes: Amount, link: Link
 ) -> list[Span]:
     """One layer's ring on one rank, forward then backward, on the lanes "compute" and "communication".
 

@@ -14,11 +14,14 @@ from course_lib.span import Span
 from course_lib.timing.collectives import collective_s, ranks_in_a_node
 from course_lib.timing.rates import Utilisation
 from course_lib.timing.tensor import layer_parts
-from course_lib.validate import Size, checked
+from course_lib.validate import Amount, Bytes, Positive, Share, Size, checked
 
 
 # ------------------------------------------------------------------------------------ buckets
-def dp_spans(forward_s: float, backward_s: float, bucket_comm_s: Sequence[float], overlap: bool = True) -> list[Span]:
+@checked
+def dp_spans(
+    forward_s: Amount, backward_s: Amount, bucket_comm_s: Sequence[Amount], overlap: bool = True
+) -> list[Span]:
     """One data-parallel step on rank 0: forward and backward in one lane, an all-reduce for each bucket in another.
 
     Bucket i is ready when (i + 1) / K of the backward is done, and waits for the bucket before it. Without overlap all
@@ -35,26 +38,31 @@ def dp_spans(forward_s: float, backward_s: float, bucket_comm_s: Sequence[float]
     return spans
 
 
+@checked
 def exposed_s(spans: Sequence[Span]) -> float:
     """Seconds of communication that no computation hides: from the end of the compute lane to the end of all."""
     compute_stop_s = max(span.stop_s for span in spans if span.lane == "compute")
     return max(span.stop_s for span in spans) - compute_stop_s
 
 
-def dp_step_s(forward_s: float, backward_s: float, comm_s: float, num_buckets: int = 1, overlap: bool = True) -> float:
+@checked
+def dp_step_s(
+    forward_s: Amount, backward_s: Amount, comm_s: Amount, num_buckets: Size = 1, overlap: bool = True
+) -> float:
     """Seconds of one step whose all-reduce takes comm_s in all, cut into equal buckets."""
     spans = dp_spans(forward_s, backward_s, [comm_s / num_buckets] * num_buckets, overlap)
     return max(span.stop_s for span in spans)
 
 
+@checked
 def dp_throughput(
-    dp_size: int,
-    tokens_per_gpu: float,
-    compute_s: float,
-    grad_bytes: float,
+    dp_size: Size,
+    tokens_per_gpu: Amount,
+    compute_s: Amount,
+    grad_bytes: Amount,
     link: Link,
     overlap: bool = True,
-    num_buckets: int = 25,
+    num_buckets: Size = 25,
 ) -> float:
     """Return tokens per second and GPU of data parallelism.
 
@@ -98,6 +106,7 @@ class ZeroLayer:
         return self.gather_s <= self.forward_s and self.gather_s + self.reduce_s <= self.backward_s
 
 
+@checked
 def zero3_layer(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation()) -> ZeroLayer:
     """Model one block of stage 3 (matrices alone: norms are too small to matter here)."""
     recipe, numel = recipe_of(run.recipe), layer_matmul_parameters(run.config) // run.layout.tp
@@ -111,8 +120,9 @@ def zero3_layer(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisati
     )
 
 
+@checked
 def tokens_that_hide_a_gather(
-    dp_size: int, bytes_per_s: float, gpu: GPU, utilisation: float, param_bytes: int = 2
+    dp_size: Size, bytes_per_s: Positive, gpu: GPU, utilisation: Share, param_bytes: Size = 2
 ) -> float:
     """Tokens a GPU from which on computing a block takes as long as gathering it: the model's size cancels.
 
@@ -121,7 +131,8 @@ def tokens_that_hide_a_gather(
     return param_bytes * (dp_size - 1) / dp_size / bytes_per_s * utilisation * peak_flops(gpu) / 2
 
 
-def zero3_spans(layer: ZeroLayer, num_layers: int, prefetch: bool = True) -> list[Span]:
+@checked
+def zero3_spans(layer: ZeroLayer, num_layers: Size, prefetch: bool = True) -> list[Span]:
     """A sequence of equal blocks on one rank, forward then backward; one lane computes, one communicates.
 
     With prefetch a block's gather starts when the block before it starts computing, without when that has ended. In
@@ -153,8 +164,9 @@ def zero3_spans(layer: ZeroLayer, num_layers: int, prefetch: bool = True) -> lis
 
 
 # ------------------------------------------------------------------------------------ offload
+@checked
 def crossing_s(
-    link_bytes: Mapping[str, int], pcie: str = "pcie4", drive: str = "nvme", ranks_per_drive: int = 1
+    link_bytes: Mapping[str, Bytes], pcie: str = "pcie4", drive: str = "nvme", ranks_per_drive: Size = 1
 ) -> dict[str, float]:
     """Seconds of each crossing of one rank's offloaded bytes, as `memory.zero.offload_link_bytes` predicts them.
 
@@ -164,17 +176,16 @@ def crossing_s(
 
     Raises   ValueError if a link is unknown, or ranks_per_drive is below 1
     """
-    if ranks_per_drive < 1:
-        raise ValueError(f"ranks_per_drive is {ranks_per_drive}; required: 1 or more, such as the GPUs of a node")
     to_host, to_disk = link(pcie).bytes_per_s, link(drive).bytes_per_s / ranks_per_drive
     return {name: size / (to_disk if "disk" in name else to_host) for name, size in link_bytes.items()}
 
 
+@checked
 def offload_s(
-    link_bytes: Mapping[str, int],
+    link_bytes: Mapping[str, Bytes],
     pcie: str = "pcie4",
     drive: str = "nvme",
-    ranks_per_drive: int = 1,
+    ranks_per_drive: Size = 1,
     overlap: bool = False,
 ) -> float:
     """Seconds that one step's crossings take one after the other; with `overlap` those of the slowest link alone.

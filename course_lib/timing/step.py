@@ -43,7 +43,7 @@ from course_lib.timing.rates import mfu as mfu_of
 from course_lib.timing.tensor import FUSED_BACKWARD, backward_of_scores, hidden_s
 from course_lib.traffic import Call, calls, stage_calls
 from course_lib.traffic.pipeline import boundary_calls
-from course_lib.validate import checked
+from course_lib.validate import check_fields, checked
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,9 @@ class Overlap:
     tp: bool = True
     ep: bool = False
     data: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from course_lib.run import Run
 from course_lib.span import Span
 from course_lib.timing.collectives import collective_s, ranks_in_a_node
 from course_lib.timing.rates import Utilisation
+from course_lib.validate import checked
 
 FUSED_BACKWARD = 2.5  # a flash kernel's backward, of its forward: five products in place of two, the scores made again
 
@@ -27,11 +28,13 @@ class Part:
     column_s: float  # the forward of its column-parallel matrices, or one of the two products of their backward
 
 
+@checked
 def backward_of_scores(run: Run) -> float:
     """Return how long the backward pass of attention's scores takes, of their forward pass."""
     return FUSED_BACKWARD if run.attention == "fused" else 2
 
 
+@checked
 def layer_parts(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation()) -> list[Part]:
     """Model the two parts of a dense layer for one micro-batch."""
     config, layout = run.config, run.layout
@@ -48,6 +51,7 @@ def layer_parts(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisati
     return parts
 
 
+@checked
 def sum_and_gather_s(run: Run, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of one sum of a layer's activations, and of one gather: 0 without sequence parallelism."""
     layout = run.layout
@@ -61,6 +65,7 @@ def sum_and_gather_s(run: Run, cluster: Cluster) -> tuple[float, float]:
     )
 
 
+@checked
 def hidden_s(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation()) -> float:
     """Return the seconds of one layer's sums that computing hides.
 
@@ -72,6 +77,7 @@ def hidden_s(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation(
     return sum(min(each_s, part.column_s) for part in layer_parts(run, cluster, utilisation) for each_s in hideable)
 
 
+@checked
 def tensor_parallel_layer_spans(
     run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation(), overlap: bool = True
 ) -> list[Span]:
@@ -108,6 +114,7 @@ def tensor_parallel_layer_spans(
     return spans
 
 
+@checked
 def waiting_s(spans: Sequence[Span]) -> float:
     """Seconds in which the compute lane is idle, from the first span's start to the last one's end."""
     whole_s = max(span.stop_s for span in spans) - min(span.start_s for span in spans)

@@ -201,9 +201,9 @@ def test_the_shell_can_complete_every_subcommand(capsys):
 def test_train_is_the_trainer(tmp_path):
     small = ["--model", "toy,num_layers=1,d_model=32,num_heads=2,num_kv_heads=2", "--steps", "1", "--seq-len", "16"]
     command = [sys.executable, "-m", "course_lib", "train", *small]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0 and "started alone" in run.stdout and "loss" in run.stdout, run.stderr
-    wrong = subprocess.run([*command, "--layout", "dp=2"], capture_output=True, text=True, timeout=120)
+    wrong = subprocess.run([*command, "--layout", "dp=2"], capture_output=True, text=True)
     assert wrong.returncode == 2 and "layout dp=2 needs 2 ranks" in wrong.stderr + wrong.stdout
 
 

@@ -438,7 +438,7 @@ def test_selective_recomputation_brings_explicit_attention_down_to_the_fused_one
         (lambda: state_bytes(LLAMA_8B, "bf17"), "choose from fp32, autocast"),
         (lambda: state_bytes(LLAMA_8B, "fp32", "adam"), "choose from adamw"),
         (lambda: state_bytes(LLAMA_8B, lora=LoRA(8, ("query",))), "choose from"),
-        (lambda: LoRA(0), "1 or more"),
+        (lambda: LoRA(0), "from 1"),
         (lambda: block_terms(LLAMA_8B, 8, attention="flash"), "choose from fused, standard"),
         (lambda: block_terms(LLAMA_8B, 8, precision="fp8"), "choose from fp32"),
         (lambda: korthikanti_layer_bytes(LLAMA_8B, 1, 8, tp=0), "tp is 0"),

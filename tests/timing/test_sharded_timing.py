@@ -234,5 +234,5 @@ def test_offload_takes_as_long_as_its_links():
     assert crossing_s(disk)["disk to host"] == crossing_s(disk)["host to disk"] == pytest.approx(read_s, rel=1e-3)
     assert offload_s(disk, overlap=True) == pytest.approx(2 * read_s, rel=1e-3)
     assert offload_s(disk, overlap=True, ranks_per_drive=4) == pytest.approx(8 * read_s, rel=1e-3)
-    with pytest.raises(ValueError, match="ranks_per_drive is 0; required: 1 or more"):
+    with pytest.raises(ValueError, match="ranks_per_drive is 0; give a whole number from 1"):
         crossing_s(host, ranks_per_drive=0)

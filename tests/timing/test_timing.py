@@ -216,7 +216,7 @@ def test_recomputation_costs_a_third_in_full_and_3_percent_of_the_forward_when_s
     assert full / none == pytest.approx(4 / 3, abs=0.005)  # claims C013, C035: 4 units of forward where 3 were
     assert (selective - none) / (none / 3) == pytest.approx(0.027, abs=0.001)  # claim C044: 2.7 % of the forward
     assert selective / none == pytest.approx(1.009, abs=0.001)  # which is 0.9 % of the step
-    with pytest.raises(ValueError, match="recompute 'half' is not one of"):
+    with pytest.raises(ValueError, match="recompute is 'half'; choose from none, selective, full"):
         timing.step_flops(config, tokens, 2048, "half")
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from test_train_torchrun import (
@@ -87,6 +88,7 @@ def gone_on_to(steps: int, layout: str, folder: Path) -> list[float]:
     ].losses
 
 
+@pytest.mark.long
 def test_torchrun_asked_to_stop_leaves_a_checkpoint_from_which_it_ends_as_if_it_had_not(tmp_path):
     folder, out = tmp_path / "run", tmp_path / "out.txt"
     log = folder / "log.jsonl"
@@ -106,6 +108,7 @@ def test_torchrun_asked_to_stop_leaves_a_checkpoint_from_which_it_ends_as_if_it_
     assert [*losses, *gone_on_to(STEPS, "tp=2", folder)] == uninterrupted(STEPS, "tp=2")
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_for_others_ends_at_once_and_two_that_train_end_with_143_though_one_was_asked(tmp_path):
     """Tasks of srun, which nobody restarts, and whose exit codes can be seen."""
     of_job = {

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 
 from course_lib import checkpoint, train
@@ -21,6 +22,8 @@ from course_lib.parallel import five_d
 from course_lib.train import Checkpoints, TrainPlan
 from course_lib.train import log as train_log
 from course_lib.train.options import layout_for, model_named
+
+pytestmark = pytest.mark.long
 
 MODEL = "toy,num_layers=2,d_model=32,d_ff=64,num_heads=4,num_kv_heads=4,family=gpt,dropout=0.2"
 LAYOUT, BATCH, STEPS = "dp=2,tp=2,zero_stage=1", 8, 30

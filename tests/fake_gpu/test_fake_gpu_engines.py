@@ -15,7 +15,7 @@ from course_lib.authoring import ROOT
 from course_lib.compare.gpu_timings import CHAPTERS
 from course_lib.layout import Layout
 
-CHAPTER = ROOT / "tests" / "fake_cuda_chapter.py"
+CHAPTER = ROOT / "tests" / "fake_gpu" / "chapter.py"
 LIMIT_S = 1200  # on a machine that does much else; alone it takes under a minute
 LAYOUTS = [
     "pp=2,dp=2,tp=2,sequence_parallel=true,zero_stage=1,micro_batches=2",

@@ -1,6 +1,6 @@
 """Chapters on fake GPUs: every function that they launch runs as rank 0 of its world, in this process.
 
-    python tests/fake_cuda_chapter.py notebooks/03_data_parallel.ipynb ...    # -> a JSON line a launch, on stdout
+    python tests/fake_gpu/chapter.py notebooks/03_data_parallel.ipynb ...    # -> a JSON line a launch, on stdout
 
 Of the cells only those statements run on which a launch depends: its own, and what defines the names that it uses.
 What a launch returns is what rank 0 returned, for all ranks.
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FunctionType
 
 os.environ.setdefault("MPLBACKEND", "Agg")
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import cloudpickle
 import fake_cuda
