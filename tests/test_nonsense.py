@@ -390,6 +390,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "StateBytes": {"parameters": 8, "gradients": 8, "optimizer": 16},
         "LoRA": {"rank": 4},
         "moments_bytes": "called once for each tensor, by functions that check",
+        "adapter_shapes": "called once for each unit, by functions that check",
     },
     "memory.budget": {
         "Budget": "made by budgets",

@@ -3,6 +3,7 @@
 import importlib.metadata
 import re
 import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -13,10 +14,12 @@ from packaging.version import Version
 
 from course_lib.authoring import ROOT, notebook_paths
 from course_lib.authoring.readme import package_map
+from course_lib.cli.doctor import CHAPTERS
 from course_lib.plots.readme import PICTURES
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 NOT_OURS = {".git", ".venv", "build", "dist", "__pycache__", ".gitignore", "shared"}
 
@@ -79,10 +82,9 @@ def test_ci_starts_with_the_readmes_test_command_and_may_not_hang_on_input():
 
 
 def test_every_target_that_is_phony_exists_and_says_what_it_does():
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    phony = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)", makefile, re.MULTILINE).group(1).replace("\\\n", " ").split()
+    phony = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)", MAKEFILE, re.MULTILINE).group(1).replace("\\\n", " ").split()
     for target in phony:
-        assert re.search(rf"^{target}:.*## \S", makefile, re.MULTILINE), target
+        assert re.search(rf"^{target}:.*## \S", MAKEFILE, re.MULTILINE), target
 
 
 # Pins and environments
@@ -127,6 +129,44 @@ def test_the_environment_for_conda_is_the_project_with_the_same_pins():
     assert section["pip"] == ["--constraint constraints.txt", "--editable .[lab,test]"]
     assert environment["name"] == PYPROJECT["project"]["name"]
     assert {"lab", "test"} <= set(PYPROJECT["project"]["optional-dependencies"])
+
+
+def names_of_extra(extra: str) -> set[str]:
+    return {Requirement(text).name for text in PYPROJECT["project"]["optional-dependencies"][extra]}
+
+
+def test_learners_get_what_chapters_import_and_no_tools_of_the_tests():
+    assert {name for chapter in CHAPTERS for name in chapter.needs} <= names_of_extra("lab")
+    assert names_of_extra("lab").isdisjoint(names_of_extra("test"))
+
+
+def test_the_workflow_runs_the_oldest_and_the_newest_torch_that_the_package_allows():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    versions = [Version(text) for text in workflow["jobs"]["quick"]["strategy"]["matrix"]["torch"]]
+    (torch,) = [Requirement(text) for text in PYPROJECT["project"]["dependencies"] if text.startswith("torch")]
+    oldest, newest = min(versions), max(versions)
+    allowed = {f">={oldest.major}.{oldest.minor}", f"<{newest.major}.{newest.minor + 1}"}
+    assert set(str(torch.specifier).split(",")) == allowed
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.13"])
+def test_the_quick_tests_run_on_both_ends_of_python_in_ci_and_in_the_workflow(python):
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    assert python in workflow["jobs"]["quick"]["strategy"]["matrix"]["python"]
+    assert python in workflow["jobs"]["everything"]["steps"][1]["with"]["python-version"].split()
+    assert "step make quick-newer" in CI and "$(call found,3.13)" in MAKEFILE
+
+
+@pytest.mark.parametrize("flag", ["", "CPU=1"])
+def test_make_lab_takes_the_build_without_cuda_only_where_it_is_asked_for(flag, tmp_path):
+    command = ["make", "--dry-run", "lab", f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}", *flag.split()]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert (PYTORCH_CPU in shown) == bool(flag)
+
+
+def test_the_readme_and_the_makefile_tell_the_same_sizes_of_pytorch():
+    readme = re.search(r"brings CUDA, some (\S+) GB; .* `make lab CPU=1` .* some (\S+) GB", README).groups()
+    assert readme == re.search(r"CPU=1: .* (\S+) GB in place of some (\S+) GB", MAKEFILE).groups()[::-1]
 
 
 # The rest

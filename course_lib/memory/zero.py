@@ -16,14 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Annotated, Literal
 
 from course_lib.config import ModelConfig, require_dense
 from course_lib.layout import Layout
 from course_lib.memory.flats import BUCKET_BYTES, Named, buckets_of, padded, tensors_of, units_of
 from course_lib.memory.states import Recipe, StateBytes, moments_bytes, recipe_of
-from course_lib.validate import Amount, Bytes, Size, checked
+from course_lib.validate import Amount, Bytes, Size, checked, whole
 
+Ranks = Annotated[int, partial(whole, least=1)]  # one only divides by them: 10**9 shows the limit
 ZeroStage = Literal[0, 1, 2, 3]  # 0: plain data parallelism
 PLACES = ("device", "host", "disk")
 
@@ -104,7 +106,7 @@ def wire_grad_bytes(recipe: Recipe) -> int:
 
 @checked
 def zero_bytes_per_parameter(
-    stage: ZeroStage, dp_size: Size, recipe: Recipe | str = "bf16-master", optimizer_bytes: Amount | None = None
+    stage: ZeroStage, dp_size: Ranks, recipe: Recipe | str = "bf16-master", optimizer_bytes: Amount | None = None
 ) -> float:
     """Bytes of state a parameter and rank, as the papers draw them: no units, no padding.
 
@@ -118,7 +120,7 @@ def zero_bytes_per_parameter(
 
 
 @checked
-def zero_saving(stage: ZeroStage, dp_size: Size, recipe: Recipe | str = "bf16-master") -> float:
+def zero_saving(stage: ZeroStage, dp_size: Ranks, recipe: Recipe | str = "bf16-master") -> float:
     """How many times fewer bytes of state a rank holds than without ZeRO; at most 4, 8 and N with 16 bytes."""
     return zero_bytes_per_parameter(0, dp_size, recipe) / zero_bytes_per_parameter(stage, dp_size, recipe)
 

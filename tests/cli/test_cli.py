@@ -84,6 +84,16 @@ def test_run_leaves_the_file_alone_unless_asked_to_save(tmp_path, capsys):
     assert outputs == ["42\n", f"{tmp_path.name}\n"], "it runs in the notebook's own folder"
 
 
+def test_run_finds_that_it_cannot_save_before_the_first_cell(tmp_path, monkeypatch, capsys):
+    def refuse(name, path):
+        raise ValueError(f"{name} is {path}, where nothing can be written")
+
+    monkeypatch.setattr(written, "writable", refuse)
+    path = notebook(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert cli.main(["run", str(path), "--save"]) == 2
+    assert "nothing can be written" in capsys.readouterr().err and not (tmp_path / "ran").exists()
+
+
 def test_run_says_which_cell_failed_and_which_took_too_long(tmp_path, capsys):
     assert cli.main(["run", str(notebook(tmp_path, "x = 1", "x / 0", "x"))]) == 1
     error = capsys.readouterr().err
