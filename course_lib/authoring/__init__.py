@@ -9,6 +9,7 @@ links.py      links between the notebooks, to chapters and to papers
 mirrors.py    cells held to the package
 exercises.py  exercises from solutions
 rules.py      what a notebook must satisfy
+lessons.py    what a lesson must keep to
 readme.py     the map that you are reading, copied into the README
 __main__.py   fmt, mirrors, exercises, check, address
 """

@@ -21,7 +21,7 @@ from course_lib.authoring.form import (
     tags_of,
     write,
 )
-from course_lib.authoring.links import NAVIGATION
+from course_lib.authoring.links import IN_DEPTH, NAVIGATION
 
 
 def without_solutions(source: str) -> str:
@@ -102,6 +102,7 @@ def exercise_problems(root: Path = ROOT) -> list[str]:
         folder: {p.stem for p in notebook_paths(folder, root=root)}
         for folder in ("notebooks", "solutions", "exercises")
     }
+    stems["notebooks"] = {stem for stem in stems["notebooks"] if not stem.endswith(IN_DEPTH)}
     for folder in ("solutions", "exercises"):
         for stem in sorted(stems["notebooks"] ^ stems[folder]):
             problems.append(f"{stem}.ipynb stands in only one of notebooks/ and {folder}/")

@@ -18,6 +18,7 @@ from course_lib.authoring.form import (
     read,
     tags_of,
 )
+from course_lib.authoring.lessons import LESSONS, lesson_problems
 from course_lib.authoring.mirrors import mirror_problems
 
 UNCOMPARED_TAGS = {"nbval-ignore-output", "nbval-skip"}
@@ -114,6 +115,8 @@ def notebook_problems(path: Path, root: Path = ROOT) -> list[str]:
             "not in its normal form (links, badges and the install cell belong to it); `make fmt` writes it"
         )
     problems += heading_problems(nb) + link_problems(nb, path)
+    if path.parent.name == "notebooks" and path.stem in LESSONS:
+        problems += lesson_problems(nb)
     if sum("setup" in tags_of(cell) for cell in code_cells(nb)) != 1:
         problems.append("exactly one cell must carry the tag setup")
     uncompared = [cell["id"] for cell in code_cells(nb) if is_uncompared(cell)]
