@@ -24,6 +24,6 @@ pipeline_trace.py  show_measured
 stages.py        show_live, show_peaks, show_stages_of_model
 experts.py       show_load, show_balance, show_parameters
 routing.py       show_routes, show_traffic
-five_d.py        show_ranks, show_orders, show_holdings
-five_d_costs.py  show_pipeline_memory, show_costs, show_pp_against_zero3
+five_d.py        show_ranks
+five_d_costs.py  show_pipeline_memory, show_costs
 """
