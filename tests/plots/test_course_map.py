@@ -25,7 +25,7 @@ def test_the_map_has_every_chapter_by_the_name_that_it_has():
 
 @pytest.mark.parametrize("chapter", COURSE[1:-1], ids=lambda chapter: chapter.number)
 def test_what_a_chapter_needs_is_what_its_title_says(chapter):
-    said = TITLES[chapter.number].split("**You need**")[1].split("\n\n")[0]
+    said = TITLES[chapter.number].split("**You need")[1].split("\n\n")[0]
     assert set(chapter.needs) <= {int(number) for number in re.findall(r"\d+", re.sub(r"\([^)]*\)", "", said))}
 
 
