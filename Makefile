@@ -30,7 +30,7 @@ LAB_FLAGS ?=
 # The first of these Pythons that is here, by its name or as pyenv keeps it; empty if none is.
 found = $(shell for v in $(1); do for p in python$$v $$HOME/.pyenv/versions/$$v.*/bin/python; do \
             $$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; exit; }; done; done)
-FIRST := notebooks/00_ranks_and_collectives.ipynb
+FIRST := notebooks/index.ipynb
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 UNIT := --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
@@ -59,7 +59,7 @@ $(VENV)/.installed-lab: pyproject.toml $(VENV)/constraints.txt
 	@$(PIP) -e ".[lab]"
 	@touch $@
 
-lab: $(LAB_STAMP)  ## open JupyterLab at chapter 00, on this machine only; CPU=1 for a machine without a GPU
+lab: $(LAB_STAMP)  ## open JupyterLab at the course's index, on this machine only; CPU=1 for a machine without a GPU
 	$(RUN) -m jupyterlab --ip=127.0.0.1 $(ROOT_FLAG) --ServerApp.root_dir='$(CURDIR)' --LabApp.default_url=/lab/tree/$(FIRST) $(LAB_FLAGS)
 
 test: setup  ## everything: lint, unit tests, every notebook and solution under strict nbval

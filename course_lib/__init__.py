@@ -21,7 +21,8 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     model/         Llama, GPT, experts, latent attention
     training/      the reference on one device: text, precision, offload, loop
 3. In parallel; the same names in both folders
-    parallel/, native/       from scratch; as PyTorch ships it
+    minimal/                 the smallest whole program of a technique, which a lesson shows
+    parallel/, native/       engines from scratch; as PyTorch ships it
 4. What a run leaves, and runs without hardware
     weights/       weights in files, and which boxes of them a rank holds
     checkpoint/    an engine's state saved under one layout and loaded under any other

@@ -20,7 +20,7 @@ MODELS = {
     "latent": replace(LLAMA, name="latent", num_kv_heads=8, head_dim=24, mla=MlaConfig(64, 32, 16, 8, 16)),
 }
 _SIZES = {"dp": (1, 2, 4, 8), "cp": (1, 1, 2, 4), "tp": (1, 1, 2, 4), "pp": (1, 1, 2, 4), "ep": (1, 2, 4)}
-_OTHERS = {"v": (1, 2), "micro_batch": (1, 2, 4), "micro_batches": (1, 2, 4, 8)}
+_OTHERS = {"v": (1, 2), "dp_replicate": (1, 1, 2), "micro_batch": (1, 2, 4), "micro_batches": (1, 2, 4, 8)}
 
 
 def random_layouts(config: ModelConfig, count: int, seed: int = 0) -> list[Layout]:

@@ -390,6 +390,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "StateBytes": {"parameters": 8, "gradients": 8, "optimizer": 16},
         "LoRA": {"rank": 4},
         "moments_bytes": "called once for each tensor, by functions that check",
+        "adapter_shapes": "called once for each unit, by functions that check",
     },
     "memory.budget": {
         "Budget": "made by budgets",
@@ -424,12 +425,10 @@ MODULES: dict[str, dict[str, dict | str]] = {
     },
     "plots.five_d": {
         "show_ranks": {},
-        "show_orders": {"layouts": {"usual": Layout(dp=2, tp=2)}},
     },
     "plots.five_d_costs": {
         "show_pipeline_memory": {"of_ranks": budgets(RUN), "gpus": [gpu("h100")]},
         "show_costs": {"sent_bytes": {"tp": 3, "data": 4}, "seconds": {"compute": 1.0}},
-        "show_pp_against_zero3": {"curves": {"PP": CURVE, "ZeRO-3": CURVE}},
     },
     "plots.formats": {"show_float_formats": {"names": ["bf16"]}},
     "plots.holdings": {"show_holdings": {}},

@@ -28,7 +28,7 @@ def test_every_chapter_has_its_exercises_and_they_are_what_the_solutions_give():
 def test_nothing_else_lies_beside_the_notebooks():
     for folder in ("notebooks", "solutions", "exercises"):
         for path in (authoring.ROOT / folder).glob("*"):
-            known = path.name in (".ipynb_checkpoints", ".ruff.toml")
+            known = path.name in (".ipynb_checkpoints", ".ruff.toml", "index.ipynb")
             assert known or re.fullmatch(r"\d\d[a-z]?_[a-z0-9_]+\.ipynb", path.name), path
 
 

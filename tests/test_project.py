@@ -15,6 +15,7 @@ from packaging.version import Version
 from course_lib.authoring import ROOT, notebook_paths
 from course_lib.authoring.readme import package_map
 from course_lib.cli.doctor import CHAPTERS
+from course_lib.plots.readme import PICTURES
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -50,17 +51,24 @@ def test_the_readme_names_the_two_commands_first():
 
 
 def test_the_map_has_a_line_for_every_file_of_the_package_and_everything_at_the_top():
-    assert f"```\n{package_map()}\n```" in README, "make fmt writes the map"
-    top = {name.split("/")[0] for name in files()} - NOT_OURS - {"README.md"}
-    lines = {line.split()[0].split("/")[0] for line in README.split("## Map")[1].splitlines() if line[:1].strip()}
-    assert top - lines == set(), "a line is missing in the README's map"
+    document = (ROOT / "docs" / "MAP.md").read_text(encoding="utf-8")
+    assert f"```\n{package_map()}\n```" in document, "make fmt writes the map"
+    top = {name.split("/")[0] for name in files()} - NOT_OURS
+    lines = {line.split()[0].split("/")[0] for line in document.splitlines() if line[:1].strip()}
+    assert top - lines == set(), "a line is missing in docs/MAP.md"
+
+
+def test_the_readme_is_short_and_shows_pictures_that_say_what_they_show():
+    assert README.count("\n") <= 120
+    pictures = re.findall(r"!\[([^\]]*)\]\(docs/([^)]*)\)", README)
+    assert {name for _, name in pictures} == set(PICTURES) and all(len(alt.split()) > 8 for alt, _ in pictures)
 
 
 def test_every_link_inside_the_repository_leads_somewhere():
     for document in ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))):
         text = (ROOT / document).read_text(encoding="utf-8")
         for target in re.findall(r"\]\(([^)#:]+)\)", text):
-            assert (ROOT / target).exists(), f"{document}: {target}"
+            assert (ROOT / document).parent.joinpath(target).exists(), f"{document}: {target}"
 
 
 def test_the_table_of_chapters_is_complete():

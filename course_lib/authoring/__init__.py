@@ -9,7 +9,8 @@ links.py      links between the notebooks, to chapters and to papers
 mirrors.py    cells held to the package
 exercises.py  exercises from solutions
 rules.py      what a notebook must satisfy
-readme.py     the map that you are reading, copied into the README
+lessons.py    what a lesson must keep to
+readme.py     the map that you are reading, copied into docs/MAP.md
 __main__.py   fmt, mirrors, exercises, check, address
 """
 

@@ -18,7 +18,7 @@ def check() -> list[str]:
 
 
 def fmt() -> list[Path]:
-    """Write notebooks and solutions in their normal form, and the README's map."""
+    """Write notebooks and solutions in their normal form, and the map of docs/MAP.md."""
     return format_notebooks() + write_map()
 
 

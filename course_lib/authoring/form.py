@@ -125,9 +125,11 @@ def _normal_outputs(outputs, count: int) -> list:
                 continue
             streams[output.name] = output
         elif output.output_type in ("display_data", "execute_result"):
-            if WIDGET_VIEW in output.data:
+            if output.data.pop(WIDGET_VIEW, None) and "image/png" not in output.data:
                 continue
-            output.metadata = nbformat.from_dict({})
+            shown = {key: output.metadata.get("image/png", {}).get(key) for key in ("alt", "height", "width")}
+            shown = {key: value for key, value in shown.items() if value is not None}
+            output.metadata = nbformat.from_dict({"image/png": shown} if shown else {})
             if output.output_type == "execute_result":
                 output.execution_count = count
         kept.append(output)

@@ -1,4 +1,4 @@
-"""The README's map of the package: copied from the docstring of course_lib, where it is kept."""
+"""docs/MAP.md's map of the package: copied from the docstring of course_lib, where it is kept."""
 
 import ast
 from pathlib import Path
@@ -14,15 +14,15 @@ def package_map(root: Path = ROOT) -> str:
     return doc[doc.index("\n0. ") + 1 :].rstrip("\n")
 
 
-def with_map(readme: str, root: Path = ROOT) -> str:
-    """A README's text with the map as it is now between its two marks."""
-    before, _, rest = readme.partition(START)
+def with_map(document: str, root: Path = ROOT) -> str:
+    """A document's text with the map as it is now between its two marks."""
+    before, _, rest = document.partition(START)
     return f"{before}{START}```\n{package_map(root)}\n```\n{STOP}{rest.partition(STOP)[2]}"
 
 
 def write_map(root: Path = ROOT) -> list[Path]:
-    """Write the map into the README; returns it if it changed."""
-    path = root / "README.md"
+    """Write the map into docs/MAP.md; returns it if it changed."""
+    path = root / "docs" / "MAP.md"
     text = path.read_text(encoding="utf-8")
     if with_map(text, root) == text:
         return []

@@ -15,7 +15,8 @@ import functools
 import random
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,8 +83,15 @@ def fresh_generator(rng: random.Random) -> torch.Generator:
 
 def run_ranks(fn: Callable, world_size: int, *args, timeout: float = RANK_SECONDS) -> Results:
     """`launch`, for graders: nothing printed; a rank that fails is the answer's failure, told with its rank."""
-    try:
+    with rank_errors_as_failures(world_size):
         return launch(fn, world_size, *args, timeout=timeout, quiet=True)
+
+
+@contextmanager
+def rank_errors_as_failures(world_size: int) -> Iterator[None]:
+    """Turn the error of a rank into a failure of the answer, or into "not written yet"."""
+    try:
+        yield
     except RankError as error:
         missing = NOT_WRITTEN.search(str(error))
         if missing:

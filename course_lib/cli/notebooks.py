@@ -21,9 +21,9 @@ def find_notebook(name: str, root: Path | None = None) -> Path:
         return Path(name).resolve()
     root = root or (Path.cwd() if Path("notebooks").is_dir() else ROOT)
     chapters = sorted((root / "notebooks").glob("*.ipynb"))
-    found = [
-        path for path in chapters if path.stem == name or (name.isdigit() and path.stem.startswith(f"{int(name):02d}_"))
-    ]
+    number = f"{int(name):02d}_" if name.isdigit() else None  # a number names the lesson, not its second reading
+    found = [path for path in chapters if path.stem == name]
+    found += [path for path in chapters if number and path.stem.startswith(number) and "_in_depth" not in path.stem]
     if len(found) == 1:
         return found[0]
     known = ", ".join(path.stem for path in chapters) or "none: `course new DIR` writes them, then call this in DIR"

@@ -5,6 +5,7 @@ would be shown, and nothing is launched. A collective stands beside its model; o
 of the communication computation hides.
 """
 
+import textwrap
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -69,7 +70,8 @@ def on_gpus(chapter: str) -> str:
     timed = CHAPTERS[chapter]
     least, gpus = min(2, timed.most), torch.cuda.device_count()
     if gpus < least:
-        return f"Here {gpus or 'no'} GPU{'s' * (gpus != 1)}; with {least} or more this cell times {shown_by(timed)}."
+        found = f"Here {gpus or 'no'} GPU{'s' * (gpus != 1)}; with {least} or more this cell times {shown_by(timed)}."
+        return textwrap.fill(found, 88)
     ranks = max(size for size in (1, 2, 4, 8) if least <= size <= min(gpus, timed.most))
     layout = timed.layout and timed.layout.format(n=ranks, half=ranks // 2)
     return "\n".join(launch(time_on_rank, ranks, timed, layout, backend="nccl", quiet=True)[0])

@@ -324,7 +324,7 @@ class StageProgram:
         residual = op.Residual(1, rows, rows, False, False)
         gate, up = self.columns(x, [f"{name}.gate{suffix}", f"{name}.up{suffix}"], rows=rows, residual=residual)
         inner = op.product(L, op.pointwise(L, gate, "SiLU"), up, "SiLU x up")
-        return op.linear(L, inner, self.weight(f"{name}.down{suffix}"), None, rows)
+        return self.linear(inner, f"{name}.down{suffix}", None, rows)
 
     # --- matrices
 

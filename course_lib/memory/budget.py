@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from math import prod
 
 from course_lib.config import ModelConfig, Recompute
 from course_lib.hardware import GPU, gpu
@@ -21,13 +20,13 @@ from course_lib.layout import Layout
 from course_lib.memory.activations import PRECISIONS
 from course_lib.memory.blocks import Part
 from course_lib.memory.five_d import five_d_states
-from course_lib.memory.flats import Flat, flats_of, layers_of, padded, schedule_of, tensors_of
+from course_lib.memory.flats import Flat, adapters_of, flats_of, layers_of, padded, schedule_of, tensors_of
 from course_lib.memory.ledger import KINDS, Ledger, Weight
 from course_lib.memory.moe import narrow_experts
 from course_lib.memory.moments import Buckets, Change, Plain, Shard, StageOnLedger, Units
 from course_lib.memory.pipeline import boundary_bytes
 from course_lib.memory.run import Run
-from course_lib.memory.states import LoRA, StateBytes, has_step_counters, lora_shapes, recipe_of, state_bytes
+from course_lib.memory.states import LoRA, StateBytes, has_step_counters, recipe_of, state_bytes
 from course_lib.memory.zero import bytes_by_place, wire_grad_bytes
 from course_lib.schedules.messages import plan
 from course_lib.validate import Index, Size, checked, whole
@@ -251,7 +250,8 @@ class RankOnLedger:
         self.schedule, self.L = schedule_of(run.layout), Ledger()
         self.L.offloads = run.offload.activations != "device"
         self.tensors = tensors_of(run.config, run.layout, pp_rank, tp_rank)
-        self.flats = flats_of(run.config, run.layout, pp_rank, tp_rank, self.recipe.param_bytes)
+        self.trained = adapters_of(run.config, run.layout, run.lora) if run.lora else self.tensors
+        self.flats = flats_of(run.config, run.layout, pp_rank, tp_rank, self.recipe.param_bytes, run.lora)
         alone = run.layout.zero_stage == 0 and run.layout.data_size == 1
         self.grads_always = alone and self.recipe.grad_bytes > self.recipe.param_bytes
         self.kept = Plain(keeps=not self.grads_always)
@@ -294,22 +294,12 @@ class RankOnLedger:
             load=self.load,
         )
         mine = [one for one in self.tensors if one.stage == stage]
-        adapters = self.adapters()
-        weights = {one.name: Weight(one.name, one.numel, frozen=run.lora is not None) for one in mine} | adapters
+        weights = {one.name: Weight(one.name, one.numel, frozen=run.lora is not None) for one in mine}
+        weights |= {one.name: Weight(one.name, one.numel) for one in self.trained if run.lora is not None}
         if part.is_last and "head" not in weights:  # tied, on this rank: one tensor for both ends
             embed = next(one for one in self.tensors if one.name == "embed")
             weights["head"] = weights.get("embed") or Weight("embed", embed.numel, run.lora is not None)
         return StageOnLedger(self.L, part, weights, self.keeper(stage))
-
-    def adapters(self) -> dict[str, Weight]:
-        """LoRA's thin matrices, by the names of the blocks that have them."""
-        if self.run.lora is None:
-            return {}
-        found = {}
-        for name, (shape, copies) in lora_shapes(self.run.config, self.run.lora).items():
-            for layer in range(self.run.config.num_layers - copies, self.run.config.num_layers):
-                found[f"blocks.{layer}.{name}"] = Weight(f"blocks.{layer}.{name}", prod(shape))
-        return found
 
     def moved_bytes(self) -> int:
         """Activations that wait off the device at once: of each micro-batch in flight, what one forward moved."""
@@ -419,8 +409,7 @@ class RankOnLedger:
 
     def owned_sizes(self) -> list[tuple[str, int]]:
         if self.layout.zero_stage == 0:
-            trained = self.adapters().values() if self.run.lora is not None else ()
-            return [("matrices", one.numel) for one in trained] or [(one.kind, one.numel) for one in self.tensors]
+            return [(one.kind, one.numel) for one in self.trained]
         kinds = {one.name: one.kind for one in self.tensors}
         return [(kinds[next(iter(shard.names))], shard.numel // shard.ranks) for shard in self.shards]
 

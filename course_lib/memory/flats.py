@@ -18,7 +18,7 @@ from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.layout.partition import check_layers, even_layers, kv_replication, stage_config
 from course_lib.memory.moe import narrow_experts
-from course_lib.memory.states import Shapes, parameter_shapes
+from course_lib.memory.states import LoRA, Shapes, adapter_shapes, parameter_shapes
 from course_lib.memory.tensor import is_replicated
 from course_lib.schedules import make
 from course_lib.schedules.instructions import Schedule
@@ -90,6 +90,18 @@ def tensors_of(config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: i
             for name, numel in in_model_order(shapes):
                 table_name = name.rpartition(".")[0] if name.startswith("moe.experts.") else name
                 found.append(Named(f"{prefix}{name}", numel, kind_of(table_name, config, layout), unit, stage))
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def adapters_of(config: ModelConfig, layout: Layout, lora: LoRA) -> tuple[Named, ...]:
+    """List all adapters of an undivided model, in its order; beside frozen weights they alone are trained."""
+    found = []
+    for unit, shapes in unit_shapes(config, layout, 0).items():
+        for name, numel in in_model_order(adapter_shapes(shapes, lora)):
+            if name.startswith("moe.experts."):  # of the expert behind: gate.lora_a.3 is gate.3's
+                name = "{0}.{2}.{1}".format(*name.rsplit(".", 2))
+            found.append(Named(f"{unit}.{name}" if unit.startswith("blocks") else name, numel, "matrices", unit, 0))
     return tuple(found)
 
 
@@ -167,15 +179,22 @@ def padded(numel: int, ranks: int) -> int:
 
 @lru_cache(maxsize=256)
 def flats_of(
-    config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0, itemsize: int = 2
+    config: ModelConfig,
+    layout: Layout,
+    pp_rank: int = 0,
+    tp_rank: int = 0,
+    itemsize: int = 2,
+    lora: LoRA | None = None,
 ) -> tuple[Flat, ...]:
     """What is summed over data, and sharded by ZeRO, on a rank, stage by stage: buckets, and with ZeRO-3 units.
 
     itemsize   bytes of a parameter: a bucket closes once it has its size
+    lora       adapters, which then are all that is summed
     """
+    trained = adapters_of(config, layout, lora) if lora else tensors_of(config, layout, pp_rank, tp_rank)
     flats = []
     for stage in schedule_of(layout).stages_of_rank(pp_rank):
-        mine = [one for one in tensors_of(config, layout, pp_rank, tp_rank) if one.stage == stage]
+        mine = [one for one in trained if one.stage == stage]
         for tensors in units_of(mine) if layout.zero_stage == 3 else buckets_of(mine, itemsize):
             ranks = layout.expert_shard_size if tensors[0].kind == "experts" else layout.shard_size
             flats.append(Flat(tuple(tensors), ranks))

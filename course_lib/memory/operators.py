@@ -558,11 +558,13 @@ def route(L: Ledger, x: Tensor, weight: Weight, moe: MoeConfig, tokens: int) -> 
 
     def backward(saved, grads):
         grad_x = L.make(n, wide)
+        if weight.frozen:
+            return [grad_x, None]
         grad_w = L.make(weight.numel, wide)
         return [grad_x, L.make(weight.numel, e) if narrow else grad_w]
 
     weight32 = L.make(weight.numel, wide) if narrow else None
-    saved = [x32, *([weight32] if narrow else [])]
+    saved = [*([] if weight.frozen else [x32]), *([weight32] if narrow else [])]
     logits = output(L, tokens * experts, wide, weight.name, [x32, weight], saved, backward)
     shares = 0 if moe.score != "sigmoid" or L.runs_again else tokens * experts
     held = 8 if L.runs_again else 8 + 4 + 1  # ids; of a first run the module holds weights and what fits as well

@@ -227,21 +227,30 @@ class LoRA:
         check_fields(self)
 
 
+def adapter_shapes(shapes: Shapes, lora: LoRA) -> Shapes:
+    """List the adapters' tensors beside those matrices that are targets: rank x d_in and d_out x rank."""
+    found = {}
+    for name, (shape, copies) in shapes.items():
+        if name.rpartition(".")[2] in lora.targets and name not in _NO_LINEAR and len(shape) == 2:
+            found[f"{name}.lora_a"] = ((lora.rank, shape[1]), copies)
+            found[f"{name}.lora_b"] = ((shape[0], lora.rank), copies)
+    return found
+
+
+_NO_LINEAR = ("embed", "positions", "token_type", "moe.router")  # matrices that no linear layer has
+
+
 @checked
 def lora_shapes(config: ModelConfig, lora: LoRA) -> Shapes:
-    """List the adapters' tensors: rank x d_in and d_out x rank beside every target matrix.
+    """List the adapters' tensors of a whole model.
 
-    Raises   ValueError if a target names no matrix of the model
+    Raises   ValueError if a target names no linear layer of the model
     """
-    shapes = {}
-    for name, (shape, copies) in parameter_shapes(config).items():
-        if len(shape) == 2 and name.rpartition(".")[2] in lora.targets:
-            shapes[f"{name}.lora_a"] = ((lora.rank, shape[1]), copies)
-            shapes[f"{name}.lora_b"] = ((shape[0], lora.rank), copies)
-    found = {name.split(".")[-2] for name in shapes}
-    if missing := set(lora.targets) - found:
-        matrices = sorted({n.rpartition(".")[2] for n, (s, _) in parameter_shapes(config).items() if len(s) == 2})
-        raise ValueError(f"targets {sorted(missing)} name no matrix of {config.name}; choose from {matrices}")
+    shapes = adapter_shapes(parameter_shapes(config), lora)
+    if missing := set(lora.targets) - {name.split(".")[-2] for name in shapes}:
+        matrices = {name for name, (shape, _) in parameter_shapes(config).items() if len(shape) == 2}
+        known = sorted({name.rpartition(".")[2] for name in matrices - set(_NO_LINEAR)})
+        raise ValueError(f"targets {sorted(missing)} name no matrix of {config.name}; choose from {known}")
     return shapes
 
 

@@ -26,7 +26,7 @@ Load = Callable[[Sequence[str], int, Tensor], None]  # names laid end to end, fi
 
 
 def flatten_and_pad(tensors: Sequence[Tensor], num_pieces: int) -> Tensor:
-    """Copies tensors one after the other into one, then zeros up to a multiple of `num_pieces`.
+    """Lay tensors end to end in one buffer, padded to a multiple of `num_pieces`.
 
     Shapes   any -> flat_P             (P the sum of their sizes, rounded up)
     """
@@ -43,10 +43,11 @@ def room_for(tensors: Sequence[Tensor], num_pieces: int) -> Tensor:
 
 
 def views_into(flat_P: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The way back: for each tensor a view of its place, in its shape. The padding is nobody's."""
+    """Return for each tensor the view of its place in flat_P, in its shape."""
     sizes = [tensor.numel() for tensor in tensors]
     places = flat_P[: sum(sizes)].split(sizes)
-    return [place.view(tensor.shape) for place, tensor in zip(places, tensors, strict=True)]
+    pairs = zip(places, tensors, strict=True)
+    return [place.view(tensor.shape) for place, tensor in pairs]
 
 
 def my_shard(flat_P: Tensor, group: dist.ProcessGroup) -> Tensor:

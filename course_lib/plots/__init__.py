@@ -1,6 +1,8 @@
 """Pictures: each module turns a record into the numbers that it draws; each `show_...` ends in `plt.show()`.
 
 palette.py       one colour for one kind of memory and one mesh axis
+course_map.py    show_course: which chapter builds on which
+readme.py        the README's pictures, written into docs/
 style.py         sizes, fonts, units; nothing outside a picture is changed
 memory.py        show_memory_timeline, show_budgets
 context.py       show_mask, show_work, show_travel, show_memory_by_length
@@ -14,6 +16,7 @@ timeline.py      show_overlap, show_step_times
 curves.py        show_bandwidth, show_throughput, show_alpha_beta, show_curves
 formats.py       show_float_formats
 sharding.py      show_zero_stages, show_stages, show_flat_shards, show_gathered
+zero_step.py     show_flow, show_step_memory
 matrices.py      show_linear_pair, show_heads, show_vocabulary
 regions.py       show_regions
 pipeline.py      show_schedule, show_schedules
@@ -21,6 +24,6 @@ pipeline_trace.py  show_measured
 stages.py        show_live, show_peaks, show_stages_of_model
 experts.py       show_load, show_balance, show_parameters
 routing.py       show_routes, show_traffic
-five_d.py        show_ranks, show_orders, show_holdings
-five_d_costs.py  show_pipeline_memory, show_costs, show_pp_against_zero3
+five_d.py        show_ranks
+five_d_costs.py  show_pipeline_memory, show_costs
 """

@@ -11,7 +11,7 @@ from course_lib.layout import Layout
 from course_lib.layout.mesh import AXES, AxisLinks, links_of_axes
 from course_lib.plots.holdings import draw_boxes
 from course_lib.plots.palette import NEUTRAL_COLOR, RANK_COLORS, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, show_seconds, style
+from course_lib.plots.style import FULL_WIDTH_IN, finish, style
 from course_lib.validate import Index, Positive, Size, checked
 
 # ---------------------------------------------------------------- ranks on nodes
@@ -221,26 +221,6 @@ def show_ranks(layout: Layout, ranks_per_node: Size = 8, axes: Sequence[str] | N
         few = len(chosen) * layout.world_size <= MOST_COORDINATES
         said += f"; under each its place along {', '.join(named)}" if few else f", {' x '.join(named)}, innermost last"
     _show_maps(pictures, title or said)
-
-
-@checked
-def show_orders(
-    layouts: Mapping[str, Layout],
-    axis: str = "tp",
-    ranks_per_node: Size = 8,
-    seconds: Mapping[str, float] | None = None,
-    title: str = "",
-) -> None:
-    """Show the same axis under two or more orders of the axes, side by side.
-
-    layouts   {label: layout}, which differ in `order`
-    seconds   {label: modelled seconds of a step that are spent on this axis}, if they are to be said
-    """
-    pictures = []
-    for label, layout in layouts.items():
-        said = f"{label}; modelled: {show_seconds(seconds[label])} a step on {axis}" if seconds else label
-        pictures.append((said, rank_map(layout, axis, ranks_per_node)))
-    _show_maps(pictures, title or f"Where the groups of {axis} lie follows from the order of the axes")
 
 
 def _counted(number: int, word: str) -> str:

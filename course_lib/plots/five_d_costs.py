@@ -1,4 +1,4 @@
-"""What a layout costs, in pictures: memory along the pipeline, bytes by axis, seconds by part, PP against ZeRO-3."""
+"""What a layout costs, in pictures: memory along the pipeline, bytes by axis, seconds by part."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,9 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from course_lib.config import ModelConfig
 from course_lib.hardware import GPU
-from course_lib.layout import Layout
 from course_lib.layout.mesh import REPLICA_AXES
 from course_lib.plots.holdings import draw_boxes
 from course_lib.plots.memory import BudgetBar, budget_bars, gpu_limits, merge_limits
@@ -20,7 +18,6 @@ from course_lib.plots.palette import (
     KINDS,
     LIMIT_COLOR,
     NEUTRAL_COLOR,
-    OKABE_ITO,
 )
 from course_lib.plots.style import (
     FULL_WIDTH_IN,
@@ -34,9 +31,7 @@ from course_lib.plots.style import (
     time_unit_for,
     unit_for,
 )
-from course_lib.run import Run
-from course_lib.traffic import sent
-from course_lib.validate import Size, checked
+from course_lib.validate import checked
 
 # ---------------------------------------------------------------- memory along the pipeline
 
@@ -242,81 +237,4 @@ def show_costs(sent_bytes: Mapping[str, int], seconds: Mapping[str, float], titl
         right.set_title(time_title(seconds), fontsize=9.5, fontweight="normal")
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
-
-
-# ---------------------------------------------------------------- a pipeline and ZeRO-3 send other things
-
-Curve = Mapping[int, float]
-
-
-@checked
-def pp_and_zero3(
-    config: ModelConfig, num_ranks: Size, seq_len: Size, micro_batches: Sequence[int], recipe: str = "bf16-master"
-) -> dict[str, dict[int, int]]:
-    """Bytes that the busiest rank sends in a step, `{label: {micro-batches of the step: bytes}}`.
-
-    The same ranks train the same sequences, one in each micro-batch: a pipeline passes all of them through all of its
-    ranks; ZeRO-3 deals them out, and gathers every unit for each micro-batch of a rank. In one large micro-batch it
-    gathers only once, and keeps the activations of all sequences.
-    Raises   ValueError if ranks do not divide the micro-batches, or the model cannot lie so
-    """
-    if wrong := [m for m in micro_batches if m % num_ranks]:
-        raise ValueError(f"micro-batches {wrong} cannot be dealt out to {num_ranks} ranks; give multiples of these")
-    curves: dict[str, dict[int, int]] = {f"pp {num_ranks}": {}, f"ZeRO-3 over {num_ranks}": {}, LARGE: {}}
-    for m in micro_batches:
-        of_rank = m // num_ranks
-        layouts = (
-            Layout(pp=num_ranks, micro_batches=m),
-            Layout(dp=num_ranks, zero_stage=3, micro_batches=of_rank),
-            Layout(dp=num_ranks, zero_stage=3, micro_batch=of_rank),
-        )
-        for curve, layout in zip(curves.values(), layouts, strict=True):
-            curve[m] = max(
-                sum(sent(Run(config, layout, seq_len, recipe), rank).values())
-                for rank in (range(num_ranks) if layout.pp > 1 else (0,))
-            )
-    return curves
-
-
-LARGE = "ZeRO-3, each rank's sequences in one micro-batch"
-
-
-@checked
-def draw_pp_against_zero3(axes, curves: Mapping[str, Curve]) -> None:
-    """A line for each record, with its name at its end."""
-    unit = unit_for(max(max(curve.values()) for curve in curves.values()))
-    looks = [(OKABE_ITO["purple"], "D", "-"), (OKABE_ITO["blue"], "o", "-"), (OKABE_ITO["sky"], "o", "--")]
-    xs = sorted({x for curve in curves.values() for x in curve})
-    for (name, curve), (color, marker, line) in zip(curves.items(), looks, strict=False):  # curves may be fewer
-        values = [curve[x] / UNITS[unit] for x in sorted(curve)]
-        axes.plot(sorted(curve), values, color=color, marker=marker, linestyle=line, label=name, markersize=5)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.minorticks_off()
-    axes.set_xticks(xs, [f"{x:,}" for x in xs])
-    axes.yaxis.set_major_formatter(lambda value, position: f"{value:,.10g}")
-    axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
-    axes.set(xlabel="micro-batches of the step, one sequence each", ylabel=f"sent by the busiest rank ({unit})")
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 3.6}
-    axes.legend(ncol=len(curves), columnspacing=1.2, **below)
-
-
-@checked
-def pp_zero3_title(curves: Mapping[str, Curve]) -> str:
-    """How many times as much the second record sends as the first, at the right end."""
-    (first, one), (second, other), *_ = curves.items()
-    last = max(set(one) & set(other))
-    more, less = (second, first) if other[last] >= one[last] else (first, second)
-    ratio = max(other[last], one[last]) / min(other[last], one[last])
-    return f"At {last:,} micro-batches {more} sends {three_digits(ratio)} times the bytes of {less}"
-
-
-@checked
-def show_pp_against_zero3(curves: Mapping[str, Curve], title: str = "") -> None:
-    """Show what a pipeline and ZeRO-3 send over micro-batches, `{label: {micro-batches: bytes}}` of `pp_and_zero3`."""
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 3.7))
-        draw_pp_against_zero3(axes, curves)
-        axes.set_title(title or pp_zero3_title(curves))
         finish(figure)

@@ -86,8 +86,8 @@ def _phases(marks: Sequence[tuple[float, str]], end: float) -> list[tuple[str, f
 
 
 @checked
-def draw_memory_timeline(axes, picture: TimelinePicture, unit: str) -> None:
-    """Stack the kinds, with the phases as a strip above and the peak labelled."""
+def stack_kinds(axes, picture: TimelinePicture, unit: str) -> None:
+    """Stack the bytes of each kind over the events."""
     floor = [0.0] * len(picture.xs)
     for kind, values in picture.bytes_by_kind.items():
         top = [low + value / UNITS[unit] for low, value in zip(floor, values, strict=True)]
@@ -95,12 +95,18 @@ def draw_memory_timeline(axes, picture: TimelinePicture, unit: str) -> None:
         axes.fill_between(picture.xs, floor, top, step="post", **look)
         axes.step(picture.xs, top, where="post", color="white", linewidth=0.4)
         floor = top
+
+
+@checked
+def draw_memory_timeline(axes, picture: TimelinePicture, unit: str) -> None:
+    """Stack the kinds, with the phases as a strip above and the peak labelled."""
+    stack_kinds(axes, picture, unit)
     peak, end = picture.peak_bytes / UNITS[unit], picture.xs[-1]
     axes.axhline(peak, color=LIMIT_COLOR, linewidth=1, linestyle="--")
     axes.set(xlim=(picture.xs[0], end), ylim=(0, peak * 1.28), xlabel=picture.xlabel, ylabel=f"tensors alive ({unit})")
     axes.text(end, peak, f"peak {show_bytes(picture.peak_bytes, unit)} ", ha="right", va="bottom", fontsize=9)
     _draw_phases(axes, picture, peak)
-    handles = [_kind_patch(kind) for kind in reversed(picture.bytes_by_kind)]
+    handles = [kind_patch(kind) for kind in reversed(picture.bytes_by_kind)]
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
@@ -142,7 +148,9 @@ def show_memory_timeline(
         finish(figure)
 
 
-def _kind_patch(kind: str) -> Patch:
+@checked
+def kind_patch(kind: str) -> Patch:
+    """Return the legend's entry of a kind of memory."""
     return Patch(facecolor=KIND_COLORS[kind], hatch=KIND_HATCHES[kind], edgecolor="white", label=kind)
 
 
@@ -236,7 +244,7 @@ def draw_budgets(
     )
     shown = [kind for kind in KINDS if any(kind in bar.bytes_by_kind for bar in bars)]
     axes.legend(
-        handles=[_kind_patch(kind) for kind in shown],
+        handles=[kind_patch(kind) for kind in shown],
         loc="upper center",
         bbox_to_anchor=(0.5, 0),
         bbox_transform=axes.transAxes,

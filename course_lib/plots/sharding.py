@@ -56,17 +56,30 @@ def held_bytes(pieces: Sequence[Piece], bytes_by_kind: Mapping[str, float], rank
 
 
 @checked
-def draw_zero_pieces(axes, pieces: Sequence[Piece], title: str, label_ranks: bool = True) -> None:
-    """A frame for every rank and kind; what the rank holds of it is filled."""
-    ranks = 1 + max(piece.rank for piece in pieces)
-    for piece in pieces:
-        column, color = STATE_KINDS.index(piece.kind) * 1.12, KIND_COLORS[piece.kind]
+def zero_areas(pieces: Sequence[Piece], bytes_by_kind: Mapping[str, float]) -> list[tuple[Piece, float, float]]:
+    """Each piece with its left edge and its width; widths are bytes per parameter, so that areas compare."""
+    gap, left, areas = 0.04 * sum(bytes_by_kind.values()), 0.0, []
+    for kind in STATE_KINDS:
+        width = bytes_by_kind[kind]
+        areas += [(p, left + p.start * width, (p.stop - p.start) * width) for p in pieces if p.kind == kind]
+        left += width + gap
+    return areas
+
+
+@checked
+def draw_zero_pieces(
+    axes, pieces: Sequence[Piece], bytes_by_kind: Mapping[str, float], title: str, label_ranks: bool = True
+) -> None:
+    """Draw a frame for every rank and kind, as wide as its bytes; what the rank holds of it is filled."""
+    ranks, full = 1 + max(piece.rank for piece in pieces), 0.0
+    for piece, left, width in zero_areas(pieces, bytes_by_kind):
+        start = left - piece.start * bytes_by_kind[piece.kind]
         frame = {"facecolor": "none", "edgecolor": NEUTRAL_COLOR, "linewidth": 0.8}
-        axes.add_patch(Rectangle((column, piece.rank + 0.12), 1, 0.76, **frame))
-        filled = (column + piece.start, piece.rank + 0.12), piece.stop - piece.start, 0.76
-        hatch = KIND_HATCHES[piece.kind]
-        axes.add_patch(Rectangle(*filled, facecolor=color, hatch=hatch, edgecolor="white", linewidth=0.8))
-    axes.set(xlim=(-0.05, 2 * 1.12 + 1.05), ylim=(ranks + 0.05, -0.05), xticks=[])
+        axes.add_patch(Rectangle((start, piece.rank + 0.12), bytes_by_kind[piece.kind], 0.76, **frame))
+        look = {"facecolor": KIND_COLORS[piece.kind], "hatch": KIND_HATCHES[piece.kind], "edgecolor": "white"}
+        axes.add_patch(Rectangle((left, piece.rank + 0.12), width, 0.76, linewidth=0.4, **look))
+        full = max(full, start + bytes_by_kind[piece.kind])
+    axes.set(xlim=(-0.1, full + 0.1), ylim=(ranks + 0.05, -0.05), xticks=[])
     axes.set_yticks([r + 0.5 for r in range(ranks)], [f"rank {r}" for r in range(ranks)] if label_ranks else [])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
@@ -77,12 +90,12 @@ def draw_zero_pieces(axes, pieces: Sequence[Piece], title: str, label_ranks: boo
 def zero_title(bytes_by_kind: Mapping[str, float], num_ranks: Size) -> str:
     """What the picture shows, in one sentence: bytes of a rank at stage 0 and at stage 3."""
     first, last = (held_bytes(zero_pieces(stage, num_ranks), bytes_by_kind) for stage in (0, 3))
-    return f"Each stage cuts one more kind into {num_ranks}: from {first:.4g} bytes a parameter down to {last:.4g}"
+    return f"Each stage cuts one more kind into {num_ranks}: from {first:.4g} bytes per parameter down to {last:.4g}"
 
 
 @checked
 def show_zero_stages(num_ranks: Size = 4, bytes_by_kind: Mapping[str, float] | None = None, title: str = "") -> None:
-    """Show who holds what at stages 0 to 3; `bytes_by_kind` are bytes a parameter (BF16 with FP32 master weights: 2,
+    """Show who holds what at stages 0 to 3; `bytes_by_kind` are bytes per parameter (BF16 with FP32 master weights: 2,
     2, 12).
 
     Raises   ValueError if there are more ranks than the picture has room for
@@ -95,8 +108,8 @@ def show_zero_stages(num_ranks: Size = 4, bytes_by_kind: Mapping[str, float] | N
         figure, panels = plt.subplots(1, 4, figsize=(FULL_WIDTH_IN, 1.45 + 0.27 * num_ranks))
         for stage, axes in enumerate(panels):
             pieces = zero_pieces(stage, num_ranks)
-            text = f"{names[stage]}\n{held_bytes(pieces, of_each):.4g} bytes a parameter"
-            draw_zero_pieces(axes, pieces, text, label_ranks=stage == 0)
+            text = f"{names[stage]}\n{held_bytes(pieces, of_each):.4g} bytes per parameter"
+            draw_zero_pieces(axes, pieces, of_each, text, label_ranks=stage == 0)
         handles = [
             Patch(
                 facecolor=KIND_COLORS[kind],
@@ -212,7 +225,7 @@ def draw_flat_shards(axes, pieces: Sequence[FlatPiece], num_ranks: Size) -> None
     axes.set_yticks(rows, ["flat buffer"] + [f"rank {rank}" for rank in range(num_ranks)])
     axes.tick_params(axis="y", length=0)
     axes.set_xticks([rank * shard for rank in range(num_ranks + 1)], [f"{r * shard:,}" for r in range(num_ranks + 1)])
-    axes.set(xlim=(0, total), ylim=(1.25 + num_ranks, -0.1), xlabel="numbers of the flat buffer")
+    axes.set(xlim=(0, total), ylim=(1.25 + num_ranks, -0.1), xlabel="elements of the flat buffer")
     axes.spines[["left", "bottom"]].set_visible(False)
 
 
@@ -246,7 +259,7 @@ def show_flat_shards(sizes: Mapping[str, int], num_ranks: Size = 4, title: str =
         raise ValueError(f"num_ranks is {num_ranks}; the picture has room for 8, the pattern is the same")
     pieces = flat_pieces(sizes, num_ranks)
     padding = sum(piece.stop - piece.start for piece in pieces if piece.name == PADDING)
-    said = f"{pieces[-1].stop // num_ranks:,} numbers for each of {num_ranks} ranks, {padding:,} of them padding"
+    said = f"{pieces[-1].stop // num_ranks:,} elements for each of {num_ranks} ranks, {padding:,} of them padding"
     with style():
         figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.5 + 0.32 * num_ranks))
         draw_flat_shards(axes, pieces, num_ranks)
@@ -298,14 +311,14 @@ def draw_gathered(axes, steps: Sequence[GatherStep], names: Sequence[str]) -> No
                 axes.text(x + 0.5, unit + 0.5, step.phase[0].upper(), ha="center", va="center", fontsize=9)
         axes.text(x + 0.5, -0.35, str(len(step.alive)), ha="center", va="center", fontsize=9, fontweight="bold")
     units = len(names)
-    axes.set_yticks([-0.35] + [unit + 0.5 for unit in range(units)], ["units whole", *names])
+    axes.set_yticks([-0.35] + [unit + 0.5 for unit in range(units)], ["full units", *names])
     axes.set(xlim=(0, len(steps)), ylim=(units, -0.75), xticks=[], xlabel="moments of one step, in order")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     legend = [
-        Patch(facecolor=gathered, label="whole, computing (F forward, B backward)"),
-        Patch(facecolor=waiting, hatch=KIND_HATCHES["gathered"], edgecolor="white", label="whole, gathered ahead"),
-        Patch(facecolor="#F4F4F4", label="its shards only"),
+        Patch(facecolor=gathered, label="full, computes (F forward, B backward)"),
+        Patch(facecolor=waiting, hatch=KIND_HATCHES["gathered"], edgecolor="white", label="full, prefetched"),
+        Patch(facecolor="#F4F4F4", label="shard only"),
     ]
     axes.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=2.2, ncol=3)
 
@@ -315,7 +328,7 @@ def show_gathered(names: Sequence[str], prefetch: bool = True, title: str = "") 
     """Show which units of a model are whole at each moment of a stage 3 step; `names` are the units in order."""
     steps = gather_steps(len(names), prefetch)
     most = max(len(step.alive) for step in steps)
-    said = f"At most {most} of {len(names)} units {'is' if most == 1 else 'are'} whole at any moment"
+    said = f"At most {most} of {len(names)} units {'is' if most == 1 else 'are'} full at any moment"
     with style():
         figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.5 + 0.3 * len(names)))
         draw_gathered(axes, steps, names)

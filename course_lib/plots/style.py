@@ -1,5 +1,9 @@
 """How every picture of the course is drawn: sizes, fonts, units and the way it is shown."""
 
+import sys
+from base64 import b64encode
+from io import BytesIO
+
 import matplotlib
 import matplotlib.pyplot as plt
 
@@ -30,11 +34,56 @@ def style():
     return matplotlib.rc_context(_STYLE)
 
 
+SHARPNESS = 2  # pixels stored for each pixel shown, for screens that have twice as many
+
+
 @checked
 def finish(figure) -> None:
     """Show the figure, then free it; a figure that stays open is memory that a long notebook never gets back."""
-    plt.show()
+    ipython = sys.modules.get("IPython")  # the package draws without it, too
+    if ipython and hasattr(ipython.get_ipython(), "kernel"):
+        buffer = BytesIO()
+        figure.savefig(buffer, format="png", bbox_inches="tight", dpi=SHARPNESS * figure.dpi)
+        data, metadata = picture_output(buffer.getvalue(), describe(figure), repr(figure))
+        ipython.display.display(data, raw=True, metadata=metadata)
+    else:
+        plt.show()
     plt.close(figure)
+
+
+def picture_output(png: bytes, alt: str, plain: str) -> tuple[dict, dict]:
+    """Return a picture as the data and metadata of a cell's output: its size on the page, and what it shows in words.
+
+    The words stand in the metadata, where nbconvert reads them: what is measured differs from run to run, and a run
+    compares the plain text.
+    """
+    width, height = (int.from_bytes(png[start : start + 4]) // SHARPNESS for start in (16, 20))  # PNG's header
+    data = {"image/png": b64encode(png).decode(), "text/plain": plain}
+    return data, {"image/png": {"alt": alt, "width": width, "height": height}}
+
+
+def describe(figure) -> str:
+    """Return what a figure shows in words: its titles, what its axes measure, and its legend."""
+    panels = [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
+    titles = [figure.get_suptitle(), *(panel.get_title(loc) for panel in panels for loc in ("left", "center"))]
+    legends = [legend for legend in [*figure.legends, *(panel.get_legend() for panel in panels)] if legend]
+    parts = {
+        "Picture": titles,
+        "Horizontal axis": [panel.get_xlabel() for panel in panels],
+        "Vertical axis": [panel.get_ylabel() for panel in panels],
+        "Colours": [text.get_text() for legend in legends for text in legend.get_texts()],
+    }
+    words = {name: "; ".join(dict.fromkeys(filter(None, map(_one_line, texts)))) for name, texts in parts.items()}
+    words["Picture"] = words["Picture"] or "; ".join(_texts_in(panels)[:8])
+    return " ".join(f"{name}: {text.rstrip('.')}." for name, text in words.items() if text)
+
+
+def _texts_in(panels) -> list[str]:
+    return list(dict.fromkeys(filter(None, (_one_line(text.get_text()) for panel in panels for text in panel.texts))))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 @checked

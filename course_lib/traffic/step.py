@@ -52,7 +52,8 @@ def calls(run: Run, rank: Index = 0, clip: bool = False, routings: Sequence[Rout
     """
     layout, place = run.layout, run.layout.mesh.coordinates(rank)
     stages = schedule_of(layout).stages_of_rank(place["pp"])
-    flats = flats_of(run.config, layout, place["pp"], place["tp"], recipe_of(run.recipe).param_bytes)
+    itemsize = recipe_of(run.recipe).param_bytes
+    flats = flats_of(run.config, layout, place["pp"], place["tp"], itemsize, run.lora)
     by_axis: Calls = {axis: [] for axis in AXES}
     for stage in stages:
         for axis, of_stage in stage_calls(run, stage).items():

@@ -12,12 +12,12 @@ import ipywidgets as widgets
 from matplotlib.figure import Figure
 
 from course_lib.plots.comparison import comparison_pairs, draw_comparison
-from course_lib.plots.style import FULL_WIDTH_IN, style
+from course_lib.plots.style import FULL_WIDTH_IN, picture_output, style
 from course_lib.validate import Positive, Size, checked
 
 LABEL = {"description_width": "110px"}
 WIDTH = "390px"
-WIDGET_DPI = 110  # the page stretches the picture to its width
+WIDGET_DPI = 160  # the page stretches the picture to its width
 
 
 @checked
@@ -109,12 +109,28 @@ def follow(controls: Sequence[widgets.Widget], update: Callable[[], None]) -> No
     update()
 
 
+class Explorer(widgets.VBox):
+    """Controls with their picture; a stored notebook keeps the picture for readers without a kernel.
+
+    Under ipywidgets 7 nothing asks for it, and the widget is shown as ever.
+    """
+
+    def _repr_mimebundle_(self, **kwargs) -> tuple[dict, dict]:
+        bundle, metadata = super()._repr_mimebundle_(**kwargs), {}
+        image = next((child for child in self.children if isinstance(child, widgets.Image) and child.value), None)
+        if image is not None:
+            alt = "First picture of a widget; run the cell to move its controls."
+            data, metadata = picture_output(image.value, alt, alt)
+            bundle |= data
+        return bundle, metadata
+
+
 @checked
-def panel(controls: Sequence[widgets.Widget], *below: widgets.Widget) -> widgets.VBox:
+def panel(controls: Sequence[widgets.Widget], *below: widgets.Widget) -> Explorer:
     """Controls in two columns, everything else below them."""
     half = -(-len(controls) // 2)
     columns = [widgets.VBox(list(controls[:half])), widgets.VBox(list(controls[half:]))]
-    return widgets.VBox([widgets.HBox(columns, layout=widgets.Layout(flex_flow="row wrap")), *below])
+    return Explorer([widgets.HBox(columns, layout=widgets.Layout(flex_flow="row wrap")), *below])
 
 
 @checked

@@ -326,7 +326,7 @@ def pipeline_puzzle(pp: Size = 3, num_micro_batches: Size = 4) -> widgets.VBox:
         button.on_click(action)
     grid = [widgets.HBox([blocks[op, i] for i in range(num_micro_batches)]) for op in "FBIW"]
     parts.follow([*fields, chosen], update)
-    return widgets.VBox([widgets.HTML(RULES), *fields, chosen, *grid, widgets.HBox(buttons), text, image])
+    return parts.Explorer([widgets.HTML(RULES), *fields, chosen, *grid, widgets.HBox(buttons), text, image])
 
 
 def _offer(blocks: dict[tuple[str, int], widgets.Button], placed: str) -> None:

@@ -80,6 +80,15 @@ def test_normalise_drops_views_of_widgets_whose_state_is_not_stored():
     assert [output.output_type for output in normal.cells[0].outputs] == ["stream"]
 
 
+def test_normalise_keeps_the_first_picture_of_a_widget_with_its_size_and_its_words():
+    words = {"alt": "Bars of memory.", "width": 680, "height": 200}
+    data = {authoring.WIDGET_VIEW: {"model_id": "1"}, "image/png": "aa", "text/plain": "VBox()"}
+    view = new_output("display_data", data=data, metadata={"image/png": words | {"needs": 1}, "isolated": True})
+    normal = authoring.normalise(new_notebook(cells=[new_code_cell("w", id="w", outputs=[view])]))
+    (output,) = normal.cells[0].outputs
+    assert output.data == {"image/png": "aa", "text/plain": "VBox()"} and output.metadata == {"image/png": words}
+
+
 @pytest.mark.parametrize(
     ("source", "slug"),
     [
@@ -257,6 +266,7 @@ def test_a_right_notebook_has_no_problems(root):
         (new_code_cell("1/0", id="x", outputs=[new_output("error", ename="E", evalue="", traceback=[])]), "an error"),
         (new_code_cell("x", id="x", metadata={"tags": ["nbval-skip"]}), "more than a fifth of 3"),
         (new_code_cell("x", id="x", outputs=[new_output("display_data", {"image/png": "aa"})]), "more than a fifth"),
+        (new_code_cell("x", id="x", outputs=[new_output("display_data", {"image/png": "aa"})]), "without a sentence"),
         (new_code_cell("import os", id="x", metadata={"tags": ["setup"]}), "exactly one cell must carry the tag setup"),
         (new_code_cell(f"x = '{'long' * 22}'", id="x"), "a line has 94 characters"),
         (new_code_cell("from course_lib.comm.collectives import _op", id="x"), "collectives._op, which is private"),

@@ -197,20 +197,6 @@ def test_only_kinds_that_are_seen_are_in_the_legend():
     assert five_d_costs.visible_kinds(bars) == ["parameters", "optimizer"]  # 1 % of 909 are 9.09
 
 
-def test_a_pipeline_sends_activations_and_zero_3_parameters():
-    curves = five_d_costs.pp_and_zero3(LLAMA, 8, 4096, [8, 32])
-    pipeline, sharded, large = curves.values()
-    for m in (8, 32):
-        assert pipeline[m] == pytest.approx(
-            m * 2 * 4096 * 4096 * 2, rel=1e-6
-        )  # to one neighbour x, to the other its gradient
-        assert sharded[m] == pytest.approx(m / 8 * 3 * 7 / 8 * 2 * count_parameters(LLAMA), rel=1e-4)
-    assert large[8] == large[32] == sharded[8]
-    assert five_d_costs.pp_zero3_title(curves) == "At 32 micro-batches ZeRO-3 over 8 sends 78.5 times the bytes of pp 8"
-    with pytest.raises(ValueError, match=r"micro-batches \[12\] cannot be dealt out to 8"):
-        five_d_costs.pp_and_zero3(LLAMA, 8, 4096, [8, 12])
-
-
 # ---------------------------------------------------------------- every picture can be drawn, and read
 
 SENT = {"tp": 3 * 10**11, "pp": 10**9, "data": 10**10, "expert_dp": 10**9, "ep": 10**10, "cp": 7, "world": 8}
@@ -220,10 +206,6 @@ PICTURES = {
     "8 ranks": lambda: five_d.show_ranks(EIGHT, 4),
     "64 ranks": lambda: five_d.show_ranks(FULL),
     "one rank": lambda: five_d.show_ranks(Layout()),
-    "two orders": lambda: five_d.show_orders(
-        {"tp innermost": Layout(dp=4, tp=8), "tp outermost": Layout(dp=4, tp=8, order=OUTERMOST)},
-        seconds={"tp innermost": 1.2, "tp outermost": 9.3},
-    ),
     "holdings of 16": lambda: who_holds.show_holdings(MOE, Layout.parse(LAYOUTS[3][1])),
     "holdings by stage": lambda: who_holds.show_holdings(LLAMA, Layout.parse(LAYOUTS[5][1])),
     "memory of 2": lambda: five_d_costs.show_pipeline_memory(
@@ -231,7 +213,6 @@ PICTURES = {
     ),
     "memory of 16": lambda: five_d_costs.show_pipeline_memory([{"parameters": 10**10, "logits": p} for p in range(16)]),
     "costs": lambda: five_d_costs.show_costs(SENT, SECONDS, "Llama"),
-    "pp and ZeRO-3": lambda: five_d_costs.show_pp_against_zero3(five_d_costs.pp_and_zero3(LLAMA, 4, 4096, [4, 8, 16])),
 }  # fmt: skip
 
 

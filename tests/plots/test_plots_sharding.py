@@ -16,10 +16,11 @@ from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.launch import launch
 from course_lib.layout import Layout
+from course_lib.measure import KINDS, Timeline
 from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.memory.zero import padded, zero_bytes_per_parameter
 from course_lib.parallel import zero
-from course_lib.plots import curves, matrices, regions, sharding, timeline
+from course_lib.plots import curves, matrices, regions, sharding, timeline, zero_step
 from course_lib.run import Run
 from course_lib.span import Span
 from course_lib.timing import tensor_parallel_layer_spans
@@ -42,6 +43,17 @@ def test_pieces_of_a_stage_weigh_what_the_formula_says_and_cover_each_kind(stage
         assert parts == ([(0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1)] if cut else [(0, 1)] * 4)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_areas_are_true_to_bytes_and_do_not_overlap(stage):
+    areas = sharding.zero_areas(sharding.zero_pieces(stage, 4), BYTES)
+    for rank in range(4):
+        mine = [(left, width) for piece, left, width in areas if piece.rank == rank]
+        assert [width for _, width in mine] == [
+            size / (4 if stage >= sharding.SHARDED_FROM[kind] else 1) for kind, size in BYTES.items()
+        ]
+        assert all(left + width < right for (left, width), (right, _) in pairwise(mine))
+
+
 def test_a_stage_and_a_number_of_ranks_that_do_not_exist_are_refused():
     with pytest.raises(ValueError, match="choose 0"):
         sharding.zero_pieces(4, 2)
@@ -55,7 +67,9 @@ def test_the_title_of_the_stages_says_what_fits():
     assert sharding.stages_title({"stage 2": False, "stage 3": True}, "G") == "Stage 3 fits on one G, the rest does not"
     assert sharding.stages_title({"a": True, "b": True}, "G") == "Everything here fits on one G"
     assert sharding.stages_title({"a": False}, "G") == "Nothing here fits on one G"
-    assert sharding.zero_title(BYTES, 4) == "Each stage cuts one more kind into 4: from 16 bytes a parameter down to 4"
+    assert (
+        sharding.zero_title(BYTES, 4) == "Each stage cuts one more kind into 4: from 16 bytes per parameter down to 4"
+    )
 
 
 def test_flat_pieces_are_the_shards_that_torch_cuts():
@@ -104,6 +118,21 @@ def test_the_drawn_units_are_those_that_are_whole_when_stage_3_runs():
     drawn = sharding.gather_steps(preset("toy").num_layers + 2)
     for seen in launch(_what_is_whole, 2):
         assert seen == [(step.phase, step.computing, step.alive) for step in drawn]
+
+
+def test_a_flow_has_a_tile_for_every_element_that_a_rank_holds():
+    row = zero_step.FlowRow("weights", "parameters", [[1.0, 2.0, None, None], [None, None, 3.0, 4.0]], "all-gather")
+    tiles = zero_step.flow_tiles([row, row])
+    held = [(tile.rank, tile.x - zero_step.rank_left(tile.rank, 4), tile.text) for tile in tiles if tile.y == 0]
+    expected = [(0, 0, "1"), (0, 1, "2"), (0, 2, ""), (0, 3, ""), (1, 0, ""), (1, 1, ""), (1, 2, "3"), (1, 3, "4")]
+    assert held == expected
+    assert {tile.y for tile in tiles} == {0, zero_step.ROW_HEIGHT}
+
+
+def test_every_panel_of_a_step_has_the_same_axis_and_its_own_peak():
+    panels = zero_step.step_panels({"a": STEP, "b": STEP})
+    assert [panel.title for panel in panels] == ["a\npeak 48.0 B", "b\npeak 48.0 B"]
+    assert {panel.limit for panel in panels} == {48 * 1.05}
 
 
 # ---------------------------------------------------------------- tensor parallel
@@ -247,6 +276,8 @@ CLUSTER = Cluster(gpu("h100"), link("nvlink4"), link("efa"))
 RUN = Run(preset("llama-3.1-8b"), Layout(tp=8), 4096)
 LAYERS = {label: tensor_parallel_layer_spans(RUN, CLUSTER, overlap=overlap)
           for label, overlap in (("one by one", False), ("gradient sums behind weight gradients", True))}  # fmt: skip
+FLOW = zero_step.FlowRow("gradients", "gradients", [[10.0, None], [None, 40.0]], "reduce-scatter")
+STEP = Timeline([0.0, 1.0, 2.0], {kind: [4, 8, 4] for kind in KINDS}, [(1.0, "backward"), (2.0, "optimizer")])
 PICTURES = {
     "stages": lambda: sharding.show_zero_stages(4),
     "stages of 16": lambda: sharding.show_zero_stages(16, {"parameters": 2, "gradients": 4, "optimizer": 12}),
@@ -254,6 +285,8 @@ PICTURES = {
     "flat": lambda: sharding.show_flat_shards({"norm": 64, "q": 4096, "k": 2048, "o": 4096, "gate": 11_038}, 4),
     "flat, small": lambda: sharding.show_flat_shards({"w": 7, "b": 3}, 4),
     "gathered": lambda: sharding.show_gathered(["embed", "block 0", "block 1", "block 2", "norm, head"]),
+    "flow": lambda: zero_step.show_flow([FLOW, FLOW], "t"),
+    "memory of a step": lambda: zero_step.show_step_memory({"stage 0": STEP, "stage 1": STEP}, "t"),
     "linear pair": lambda: matrices.show_linear_pair(),
     "linear pair of 8, uneven": lambda: matrices.show_linear_pair(d_ff=100, tp_size=8),
     "heads": lambda: matrices.show_heads(8, 4, (2, 8)),

@@ -189,3 +189,9 @@ def test_what_cannot_be_is_said_in_place_of_the_last_picture():
     assert "Not possible" in text.value and "2 &lt; 3" in text.value and image.layout.display == "none"
     size.value = 3
     assert "<i>3</i>" in text.value and "Not possible" not in text.value and image.layout.display is None
+
+
+def test_a_stored_notebook_keeps_the_first_picture_of_a_widget():
+    data, metadata = precision_explorer()._repr_mimebundle_()
+    assert set(data) == {"image/png", "text/plain", "application/vnd.jupyter.widget-view+json"}
+    assert metadata["image/png"]["alt"].endswith(".") and metadata["image/png"]["width"] == 680

@@ -6,54 +6,27 @@ import torch
 
 from course_lib.checks.ch04 import (
     check_clip_shards,
-    check_flat_shard,
     check_gather_use_free,
     check_held_bytes,
     check_sent_bytes,
-    check_zero1_step,
+    check_zero2_buckets,
+    check_zero3,
 )
-from course_lib.comm import all_gather, all_reduce, reduce_scatter
+from course_lib.comm import all_gather, all_reduce
+from course_lib.minimal.zero import (
+    DataParallel,
+    FlatParameter,
+    Zero1,
+    Zero2,
+    Zero3,
+    free,
+    gather,
+    units_of,
+    when_all_arrived,
+)
 
 
-# ------------------------------------------------------------------------------------ 1. a flat padded shard
-def _flat(tensors):
-    return torch.cat([tensor.flatten() for tensor in tensors])
-
-
-def _pad(flat_P, num_ranks, front=False):
-    zeros = flat_P.new_zeros(-len(flat_P) % num_ranks)
-    return torch.cat([zeros, flat_P] if front else [flat_P, zeros])
-
-
-def rounds_down(tensors, rank, num_ranks):
-    flat_P = _flat(tensors)
-    piece = len(flat_P) // num_ranks
-    return flat_P[rank * piece : (rank + 1) * piece]
-
-
-def pads_each_tensor(tensors, rank, num_ranks):
-    return torch.cat([_pad(tensor.flatten(), num_ranks).chunk(num_ranks)[rank] for tensor in tensors])
-
-
-def pads_in_front(tensors, rank, num_ranks):
-    return _pad(_flat(tensors), num_ranks, front=True).chunk(num_ranks)[rank]
-
-
-def takes_every_nth(tensors, rank, num_ranks):
-    return _pad(_flat(tensors), num_ranks)[rank::num_ranks]
-
-
-def whole_buffer(tensors, rank, num_ranks):
-    return _pad(_flat(tensors), num_ranks)
-
-
-def shorter_last_piece(tensors, rank, num_ranks):
-    flat_P = _flat(tensors)
-    piece = math.ceil(len(flat_P) / num_ranks)
-    return flat_P[rank * piece : (rank + 1) * piece]
-
-
-# ------------------------------------------------------------------------------------ 2. bytes held
+# ------------------------------------------------------------------------------------ 1. bytes held
 def _held(num_params, dp_size, cut, stage, optimizer_bytes=12, shard=None):
     shard = shard or math.ceil(num_params / dp_size)
     whole = math.ceil(num_params / dp_size) * dp_size if stage else num_params
@@ -95,55 +68,7 @@ def floats(num_params, stage, dp_size):
     return tuple(float(size) for size in _held(num_params, dp_size, ORDER[:stage], stage))
 
 
-# ------------------------------------------------------------------------------------ 3. a step of stage 1
-def _piece(flat_P, group):
-    return flat_P.chunk(group.size())[group.rank()].clone()
-
-
-def forgot_to_divide(flat_P, grad_P, update, group):
-    shard_p = _piece(flat_P, group)
-    update(shard_p, reduce_scatter(grad_P, group))
-    return all_gather(shard_p, group)
-
-
-def all_reduce_form(flat_P, grad_P, update, group):
-    shard_p = _piece(flat_P, group)
-    update(shard_p, _piece(all_reduce(grad_P, group, op="mean"), group))
-    return all_gather(shard_p, group)
-
-
-def never_reduced(flat_P, grad_P, update, group):
-    shard_p = _piece(flat_P, group)
-    update(shard_p, _piece(grad_P, group))
-    return all_gather(shard_p, group)
-
-
-def reduced_the_parameter(flat_P, grad_P, update, group):
-    shard_p, new_P = _piece(flat_P, group), flat_P.clone()
-    update(shard_p, reduce_scatter(grad_P, group, op="mean"))
-    new_P.chunk(group.size())[group.rank()].copy_(shard_p)
-    return all_reduce(new_P, group)
-
-
-def keeps_all_states(flat_P, grad_P, update, group):
-    new_P = flat_P.clone()
-    update(new_P, all_gather(reduce_scatter(grad_P, group, op="mean"), group))
-    return new_P
-
-
-def never_gathered(flat_P, grad_P, update, group):
-    new_P = flat_P.clone()
-    update(new_P.chunk(group.size())[group.rank()], reduce_scatter(grad_P, group, op="mean"))
-    return new_P
-
-
-def returns_its_piece(flat_P, grad_P, update, group):
-    shard_p = _piece(flat_P, group)
-    update(shard_p, reduce_scatter(grad_P, group, op="mean"))
-    return shard_p
-
-
-# ------------------------------------------------------------------------------------ 4. clipping on shards
+# ------------------------------------------------------------------------------------ 3. clipping on shards
 def _scaled(grad_p, norm, max_norm):
     return grad_p * min(1.0, max_norm / float(norm))
 
@@ -181,7 +106,7 @@ def changes_its_input(grad_p, max_norm, group):
     return grad_p.mul_(min(1.0, max_norm / norm.item()))
 
 
-# ------------------------------------------------------------------------------------ 5. bytes sent
+# ------------------------------------------------------------------------------------ 2. bytes sent
 def _sent(num_params, dp_size, gathers, scatters, grad_bytes=4):
     return (2 * gathers + grad_bytes * scatters) * (num_params // dp_size) * (dp_size - 1)
 
@@ -220,7 +145,7 @@ def stage_3_once_a_step(num_params, stage, dp_size, micro_batches):
     return _sent(num_params, dp_size, *(_trips(3, 1) if stage == 3 else _trips(stage, micro_batches)))
 
 
-# ------------------------------------------------------------------------------------ 6. gather, use, free
+# ------------------------------------------------------------------------------------ 5. gather, use, free
 def _stage_3(units, x, free=True, gather_again=True, ahead=True, reduce=True, reverse=True, wait=True):
     """The right schedule, unless told otherwise."""
 
@@ -291,18 +216,83 @@ def left_whole_at_the_end(units, x):
     return x
 
 
+# ------------------------------------------------------------------------------------ 4. ZeRO-2 with buckets
+def buckets_of(model, least=60_000):
+    buckets = [[]]
+    for unit in reversed(units_of(model)):
+        if sum(param.numel() for param in buckets[-1]) >= least:
+            buckets.append([])
+        buckets[-1] += unit.parameters()
+    return buckets
+
+
+class BucketsAfterBackward(Zero1):
+    """Buckets, but nothing is sent before the update."""
+
+    def __init__(self, model, make_optimizer, group):
+        self.model = model
+        self.flats = [FlatParameter(bucket, group) for bucket in buckets_of(model)]
+        self.optimizer = make_optimizer([flat.shard_p for flat in self.flats])
+
+
+class OneMessagePerUnit(Zero2):
+    """The lesson's."""
+
+
+class LastMicroBatchOnly(Zero2):
+    def backward(self, micro_batches):
+        super().backward(micro_batches)
+        if len(micro_batches) > 1:
+            for flat in self.flats:
+                flat.shard_p.grad = None
+            super().backward(micro_batches[-1:])
+
+
+class SumsOverRanks(Zero2):
+    def update(self):
+        for flat in self.flats:
+            flat.shard_p.grad *= flat.group.size()
+        super().update()
+
+
+# ------------------------------------------------------------------------------------ 6. build ZeRO-3
+class NeverFrees(Zero3):
+    """Units stay full from forward to the end of backward: no phase more, the memory of stage 2."""
+
+    def __init__(self, model, make_optimizer, group):
+        Zero1.__init__(self, model, make_optimizer, group)
+        for unit, flat in zip(units_of(model), self.flats, strict=True):
+            flat.shard_p.data = flat.shard_p.detach().clone()
+            free(flat)
+            unit.register_forward_pre_hook(lambda *_, flat=flat: gather(flat))
+            when_all_arrived(flat.params, lambda flat=flat: (flat.reduce_scatter(), free(flat)))
+
+
+class AllReducesFirst(Zero3):
+    """The full gradient on every rank, and then a shard of it."""
+
+    def __init__(self, model, make_optimizer, group):
+        super().__init__(model, make_optimizer, group)
+        for param in model.parameters():
+            param.register_hook(lambda grad: all_reduce(grad.contiguous(), group, op="mean"))
+
+
+class Sums(Zero3):
+    def update(self):
+        for flat in self.flats:
+            flat.shard_p.grad *= flat.group.size()
+        super().update()
+
+
+class OptimizerOfEverything(DataParallel):
+    """Data parallelism: right, and nothing is sharded."""
+
+
+class KeepsParameters(Zero2):
+    """Stage 2: parameters stay full."""
+
+
 WRONG = {
-    "my_flat_shard": {
-        "check": check_flat_shard,
-        "answers": [
-            (rounds_down, "numbers are left out"),
-            (pads_each_tensor, "each tensor was padded"),
-            (pads_in_front, "stands in front"),
-            (takes_every_nth, "owns neighbours"),
-            (whole_buffer, "the whole buffer"),
-            (shorter_last_piece, "it is not padded"),
-        ],
-    },
     "my_held_bytes": {
         "check": check_held_bytes,
         "answers": [
@@ -313,18 +303,6 @@ WRONG = {
             (everything_divided, "every kind was divided"),
             (whole_not_padded, "is padded too"),
             (floats, "three whole numbers"),
-        ],
-    },
-    "my_zero1_step": {
-        "check": check_zero1_step,
-        "answers": [
-            (forgot_to_divide, "summed, not averaged"),
-            (all_reduce_form, "an all-reduce brings"),
-            (never_reduced, "each rank's own gradient"),
-            (reduced_the_parameter, "parameters were summed over the ranks"),
-            (keeps_all_states, "keeps states for this rank's piece alone"),
-            (never_gathered, "only your own piece is new"),
-            (returns_its_piece, "this is one piece"),
         ],
     },
     "my_clip_shard": {
@@ -363,6 +341,25 @@ WRONG = {
             (never_waits, "wait() for it first"),
             (backward_in_forward_order, "backward from the last to the first"),
             (left_whole_at_the_end, "are still whole"),
+        ],
+    },
+    "MyZero2": {
+        "check": check_zero2_buckets,
+        "answers": [
+            (BucketsAfterBackward, "full gradients were still there"),
+            (OneMessagePerUnit, "put units together"),
+            (LastMicroBatchOnly, "add up over micro-batches"),
+            (SumsOverRanks, "the mean over ranks"),
+        ],
+    },
+    "MyZero3": {
+        "check": check_zero3,
+        "answers": [
+            (NeverFrees, "free a unit after its forward"),
+            (AllReducesFirst, "phases are"),
+            (Sums, "the mean over ranks"),
+            (OptimizerOfEverything, "bytes of optimizer"),
+            (KeepsParameters, "bytes of parameters"),
         ],
     },
 }

@@ -1,12 +1,6 @@
-"""Graders of chapter 04, exercises 1, 2, 4 and 5: flat shards, bytes held, clipping on shards, bytes sent."""
-
-import functools
-import math
-import random
-from collections.abc import Callable
+"""Graders of chapter 04, exercises 1 to 3: bytes held, bytes sent, clipping on shards."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader
@@ -15,52 +9,7 @@ from course_lib.checks.observe import Call, Seen, expect_input_kept, run_calls
 SAME_CALLS = "Does every rank of the group make the same calls in the same order?"
 
 
-# ------------------------------------------------------------------------------------ 1. a flat padded shard
-@grader
-def check_flat_shard(answer, rng):
-    """Tensors end to end, padded with zeros at the end to a multiple of the number of ranks: one rank's piece."""
-    for _ in range(6):
-        num_ranks, generator = rng.randrange(3, 7), fresh_generator(rng)
-        shapes = [(rng.randrange(2, 6), rng.randrange(3, 8)) for _ in range(2)] + [(rng.randrange(2, 6),)]
-        while sum(math.prod(shape) for shape in shapes) % num_ranks in (0, num_ranks - 1):
-            shapes.append((1,))
-        tensors = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
-        for rank in range(num_ranks):
-            _expect_shard(answer([tensor.clone() for tensor in tensors], rank, num_ranks), tensors, rank, num_ranks)
-
-
-def _expect_shard(got, tensors: list[Tensor], rank: int, num_ranks: int) -> None:
-    flat_P = torch.cat([tensor.flatten() for tensor in tensors])
-    length = math.ceil(len(flat_P) / num_ranks)
-    missing = length * num_ranks - len(flat_P)
-    zeros = flat_P.new_zeros(missing)
-    padded_P = torch.cat([flat_P, zeros])
-    each = [_padded(tensor.flatten(), num_ranks).chunk(num_ranks)[rank] for tensor in tensors]
-    left_out = flat_P[: (length - 1) * num_ranks]
-    wrong = {
-        "numbers are left out; a length that does not divide is rounded up, and zeros fill it": left_out.chunk(
-            num_ranks
-        )[rank],
-        "each tensor was padded and cut by itself; lay them end to end first and pad once": torch.cat(each),
-        "the padding stands in front; it belongs behind the last tensor": torch.cat([zeros, flat_P]).chunk(num_ranks)[
-            rank
-        ],
-        "every num_ranks-th number was taken; a rank owns neighbours, one piece of the buffer": padded_P[
-            rank::num_ranks
-        ],
-        "this is the whole buffer, not one rank's piece": padded_P,
-        "it is not padded: the last rank's piece is shorter than the others, and a collective needs equal pieces": (
-            flat_P[rank * length : (rank + 1) * length]
-        ),
-    }
-    expect_close(got, padded_P.chunk(num_ranks)[rank], f"rank {rank} of {num_ranks}: the shard", wrong)
-
-
-def _padded(flat_P: Tensor, num_ranks: int) -> Tensor:
-    return torch.cat([flat_P, flat_P.new_zeros(-len(flat_P) % num_ranks)])
-
-
-# ------------------------------------------------------------------------------------ 2. bytes held
+# ------------------------------------------------------------------------------------ 1. bytes held
 @grader
 def check_held_bytes(answer, rng):
     """Bytes of parameters, gradients and optimizer states that a rank holds at each stage, padding included."""
@@ -101,7 +50,7 @@ def _expect_held(got: tuple, num_params: int, stage: int, dp_size: int) -> None:
     expect_equal(got, held(cut), where, wrong)
 
 
-# ------------------------------------------------------------------------------------ 4. clipping on shards
+# ------------------------------------------------------------------------------------ 3. clipping on shards
 @grader
 def check_clip_shards(answer, rng):
     """Shards scaled by one factor, so that the whole gradient has a norm of at most max_norm."""
@@ -140,7 +89,7 @@ def _expect_clipped_shard(seen: Seen, rank: int, shards: list[Tensor], limit: fl
         fail(f"{where}: it sent {seen.sent_bytes:,} bytes; an all-reduce of a single number is enough")
 
 
-# ------------------------------------------------------------------------------------ 5. bytes sent
+# ------------------------------------------------------------------------------------ 2. bytes sent
 @grader
 def check_sent_bytes(answer, rng):
     """Bytes that a rank sends in a step with m micro-batches: parameters in 2 bytes, gradients in 4."""
@@ -172,66 +121,3 @@ def _expect_sent(got, num_params: int, stage: int, dp_size: int, m: int) -> None
     }
     where = f"{num_params:,} parameters, stage {stage}, {dp_size} ranks, {m} micro-batches: bytes sent by a rank"
     expect_equal(got, sent(gathers, scatters), where, wrong)
-
-
-# ------------------------------------------------------------------------------------ 3. a step of stage 1
-@grader
-def check_zero1_step(answer, rng):
-    """Stage 1: my piece of the mean gradient, an update of my piece, everybody's new parameters; 2 trips."""
-    for world_size in (2, rng.choice([3, 4])):
-        length = world_size * rng.randrange(8, 15)
-        flat_P, *grads = [_normal(rng, length) for _ in range(world_size + 1)]
-        call = Call([torch.cat([flat_P, grad_P]) for grad_P in grads], (length,))
-        [everybody] = run_calls(functools.partial(_step_on_rank, answer), [call], SAME_CALLS)
-        for rank, seen in enumerate(everybody):
-            _expect_step(seen, rank, flat_P, grads)
-
-
-def _normal(rng: random.Random, length: int) -> Tensor:
-    return torch.randn(length, generator=fresh_generator(rng), dtype=torch.float64)
-
-
-def _step_on_rank(answer: Callable, both: Tensor, length: int, group) -> tuple:
-    """The answer's result, the lengths with which `update` was called, and whether it was called with my piece."""
-    lengths = []
-
-    def update(shard_p: Tensor, grad_p: Tensor) -> None:
-        lengths.append((len(shard_p), len(grad_p)))
-        shard_p -= 0.5 * grad_p
-
-    result = answer(both[:length].clone(), both[length:].clone(), update, group)
-    return None if result is None else result.clone(), lengths, dist.get_rank(group)
-
-
-def _expect_step(seen: Seen, rank: int, flat_P: Tensor, grads: list[Tensor]) -> None:
-    size, (got, lengths, _) = len(grads), seen.result
-    where, piece = f"rank {rank} of {size}", len(flat_P) // size
-    stacked = torch.stack(grads)
-    if len(lengths) != 1:
-        fail(f"{where}: update was called {len(lengths)} times; call it once, with this rank's piece")
-    if lengths[0] != (piece, piece):
-        fail(
-            f"{where}: update was called with {lengths[0][0]} parameters and {lengths[0][1]} gradients; with {piece} "
-            "of each the optimizer keeps states for this rank's piece alone"
-        )
-    right, mine = flat_P - 0.5 * stacked.mean(0), slice(rank * piece, (rank + 1) * piece)
-    not_gathered = flat_P.clone()
-    not_gathered[mine] = right[mine]
-    wrong = {
-        "the gradients were summed, not averaged": flat_P - 0.5 * stacked.sum(0),
-        "the update used each rank's own gradient": torch.cat(
-            [(flat_P - 0.5 * grad_P).chunk(size)[owner] for owner, grad_P in enumerate(grads)]
-        ),
-        "only your own piece is new; all-gather what the others updated": not_gathered,
-        "this is one piece; return all parameters": right[mine],
-        "the updated parameters were summed over the ranks; each piece has one owner, so gather them": (size - 1)
-        * flat_P
-        + right,
-    }
-    expect_close(got, right, f"{where}: the new parameters", wrong)
-    enough = 2 * (size - 1) * piece * flat_P.itemsize
-    if seen.sent_bytes > enough:
-        fail(
-            f"{where}: it sent {seen.sent_bytes:,} bytes, and {enough:,} are enough: a reduce-scatter and an "
-            "all-gather; an all-reduce brings the whole gradient to a rank that reads 1 / N of it"
-        )

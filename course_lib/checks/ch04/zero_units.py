@@ -1,4 +1,4 @@
-"""Grader of chapter 04, exercise 6: units that are gathered, used and freed, in forward and in backward."""
+"""Grader of chapter 04, exercise 5: units that are gathered, used and freed, in forward and in backward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Log:
 
 
 class Unit:
-    """One layer, tanh(x w), of which this rank keeps a shard. What exercise 6 is handed.
+    """One layer, tanh(x w), of which this rank keeps a shard. What exercise 5 is handed.
 
     start_gather()   begins to make the weight whole        forward(x)      needs it whole; returns the output
     wait()           until it is                            backward(grad)  needs it whole; returns the input's gradient

@@ -1,0 +1,93 @@
+"""Graders of chapter 04, exercises 4 and 6: trainers, judged by what the lesson measures."""
+
+import torch
+import torch.distributed as dist
+
+from course_lib.checks.core import fail, grader, rank_errors_as_failures, run_ranks
+from course_lib.measure import ByteMeter
+from course_lib.memory.states import count_parameters
+from course_lib.memory.zero import layer_units
+from course_lib.minimal import compare, compare_with_one_process, held_bytes, memory_of_a_step, sent_bytes
+from course_lib.minimal.zero import Zero3
+from course_lib.model import build
+
+NUM_PARAMS = count_parameters(compare.CONFIG)
+MOST_MESSAGES = 3  # buckets of at least 60,000 parameters
+ITEMSIZE = 2  # bfloat16, in which sent_bytes and memory_of_a_step compute
+
+
+@grader
+def check_zero2_buckets(answer, rng):
+    """ZeRO-2 whose reduce-scatters carry buckets: right, few messages, and sent while backward runs."""
+    world_size = rng.choice([2, 4])
+    _expect_right(answer, world_size)
+    calls, gradients = run_ranks(_messages, world_size, answer)[0]
+    scatters = calls.get("reduce_scatter", 0)
+    if scatters > MOST_MESSAGES:
+        fail(
+            f"backward sent {scatters} reduce-scatters, and {MOST_MESSAGES} are enough: put units together until a "
+            "bucket has 60,000 parameters"
+        )
+    if gradients > 0.05 * NUM_PARAMS * ITEMSIZE:
+        fail(
+            f"when backward was over, {gradients:,} bytes of full gradients were still there; reduce-scatter a bucket "
+            "as soon as its gradients are complete, and drop them"
+        )
+    _expect_sent(answer, world_size, 3, phases=4)
+
+
+def _messages(trainer: type) -> tuple[dict[str, int], int]:
+    """The collectives of one backward, and the bytes of full gradients after it."""
+    made = trainer(build(compare.CONFIG, dtype=torch.bfloat16), compare.master_adamw, dist.group.WORLD)
+    parts = compare.micro_batches_of_rank(0, 1)
+    with ByteMeter() as meter:
+        made.backward(parts)
+    return meter.calls, sum(param.grad.nbytes for param in made.model.parameters() if param.grad is not None)
+
+
+@grader
+def check_zero3(answer, rng):
+    """ZeRO-3 from an empty cell: right, at most 3 phases, states in shards, one or two units full at a time."""
+    world_size = rng.choice([2, 4])
+    _expect_right(answer, world_size)
+    with rank_errors_as_failures(world_size):
+        held = held_bytes(answer, world_size)
+        peak = memory_of_a_step(answer, world_size).peak_bytes
+        enough = memory_of_a_step(Zero3, world_size).peak_bytes
+    for kind, per_parameter in (("optimizer", 12), ("gradients", 2), ("parameters", 2)):
+        shard = per_parameter * NUM_PARAMS / world_size
+        if held[kind] > 1.1 * shard:
+            fail(
+                f"at the end of backward a rank holds {held[kind]:,} bytes of {kind}, and its shard is "
+                f"{shard:,.0f} bytes"
+            )
+    if peak > enough + 2 * ITEMSIZE * max(layer_units(compare.CONFIG)):
+        fail(
+            f"at its peak a rank holds {peak:,} bytes, and {enough:,} are enough: free a unit after its forward and "
+            "after its backward"
+        )
+    _expect_sent(answer, world_size, 1, phases=3)
+    _expect_sent(answer, world_size, 3, phases=9)
+
+
+def _expect_right(trainer: type, world_size: int) -> None:
+    for num_micro_batches in (1, 3):
+        with rank_errors_as_failures(world_size):
+            difference = compare_with_one_process(trainer, world_size, num_micro_batches)
+        if not difference < 1e-9:
+            hint = "do gradients add up over micro-batches" if num_micro_batches > 1 else "is it the mean over ranks"
+            fail(
+                f"with {num_micro_batches} micro-batch{'es' * (num_micro_batches > 1)} on {world_size} ranks a "
+                f"parameter differs from one process by {difference:.1e}; {hint}?"
+            )
+
+
+def _expect_sent(trainer: type, world_size: int, num_micro_batches: int, phases: int) -> None:
+    with rank_errors_as_failures(world_size):
+        sent = sent_bytes(trainer, world_size, num_micro_batches)
+    enough = phases * ITEMSIZE * NUM_PARAMS * (world_size - 1) // world_size
+    if sent > 1.01 * enough:
+        fail(
+            f"with {num_micro_batches} micro-batches a rank sent {sent:,} bytes, and {phases} phases are "
+            f"{enough:,} bytes"
+        )

@@ -1,0 +1,108 @@
+"""One line each: is a trainer right, what does it send, what does it hold.
+
+`trainer` is a class as in zero.py: trainer(model, make_optimizer, group), with backward(micro_batches), update() and
+full_parameters(). All functions run it on real ranks, on the same tiny Llama and the same text.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib.config import preset
+from course_lib.launch import launch
+from course_lib.measure import ByteMeter, MemoryTracker, Timeline
+from course_lib.model import build
+from course_lib.training import MasterAdamW, loss_of
+from course_lib.training.data import batch, micro_batches, tokens
+from course_lib.validate import Size, checked
+
+CONFIG = preset("toy")
+SEQUENCES, SEQ_LEN = 12, 32  # the global batch of a step
+sgd = partial(torch.optim.SGD, lr=0.1)
+adamw = partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
+master_adamw = partial(MasterAdamW, lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
+
+
+@checked
+def compare_with_one_process(trainer: type, world_size: Size = 4, num_micro_batches: Size = 1) -> float:
+    """Return the largest difference of any parameter from one process, after steps of SGD and of AdamW.
+
+    A step of SGD shows a wrong factor of the gradient, which AdamW's first step hides. Computed in float64.
+    """
+    return max(launch(_differences, world_size, trainer, num_micro_batches))
+
+
+@checked
+def sent_bytes(trainer: type, world_size: Size = 4, num_micro_batches: Size = 1) -> int:
+    """Return the bytes that one rank sends in a step, with parameters and gradients in bfloat16."""
+    return launch(_sent, world_size, trainer, num_micro_batches)[0]
+
+
+@checked
+def held_bytes(trainer: type, world_size: Size = 4) -> dict[str, int]:
+    """Return the bytes of each kind of state on one rank at the end of backward, before the update."""
+    held, _ = launch(_memory, world_size, trainer, SEQ_LEN)[0]
+    return {kind: held[kind] for kind in ("parameters", "gradients", "optimizer")}
+
+
+@checked
+def memory_of_a_step(trainer: type, world_size: Size = 4, seq_len: Size = SEQ_LEN) -> Timeline:
+    """Return which bytes are alive on one rank at each moment of a step."""
+    return launch(_memory, world_size, trainer, seq_len)[0][1]
+
+
+def micro_batches_of_rank(step: int, num_micro_batches: int, seq_len: int = SEQ_LEN) -> list[tuple[Tensor, Tensor]]:
+    """Return this rank's sequences of the global batch of a step."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = batch(tokens(100_000), step, SEQUENCES, seq_len, dp_rank=rank, dp_size=size)
+    return micro_batches(*mine, num_micro_batches)
+
+
+def _differences(trainer: type, num_micro_batches: int) -> float:
+    found = []
+    for make_optimizer, steps in ((sgd, 1), (adamw, 2)):
+        made = trainer(build(CONFIG, dtype=torch.float64), make_optimizer, dist.group.WORLD)
+        for step in range(steps):
+            made.backward(micro_batches_of_rank(step, num_micro_batches))
+            made.update()
+        full, expected = made.full_parameters(), _one_process(make_optimizer, steps)
+        if full.keys() != expected.keys():
+            raise ValueError(f"full_parameters() lacks or adds {sorted(full.keys() ^ expected.keys())}; return all")
+        found += [(full[name] - expected[name]).abs().max().item() for name in expected]
+    return max(found)
+
+
+def _one_process(make_optimizer, steps: int) -> dict[str, Tensor]:
+    """Train on the whole global batch without any ranks; return the parameters."""
+    model = build(CONFIG, dtype=torch.float64)
+    optimizer = make_optimizer(model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, *batch(tokens(100_000), step, SEQUENCES, SEQ_LEN)).backward()
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+def _sent(trainer: type, num_micro_batches: int) -> int:
+    made = trainer(build(CONFIG, dtype=torch.bfloat16), master_adamw, dist.group.WORLD)
+    parts = micro_batches_of_rank(0, num_micro_batches)
+    with ByteMeter() as meter:
+        made.backward(parts)
+        made.update()
+    return meter.sent_bytes
+
+
+def _memory(trainer: type, seq_len: int) -> tuple[dict[str, int], Timeline]:
+    """Bytes by kind at the end of backward, and over the whole step; the first step makes the optimizer states."""
+    made = trainer(build(CONFIG, dtype=torch.bfloat16), master_adamw, dist.group.WORLD)
+    made.backward(micro_batches_of_rank(0, 1, seq_len))
+    made.update()
+    parts = micro_batches_of_rank(1, 1, seq_len)
+    mine = [param for group in made.optimizer.param_groups for param in group["params"]]
+    with MemoryTracker(nn.ModuleList([made.model, nn.ParameterList(mine)]), made.optimizer) as tracker:
+        made.backward(parts)
+        held = tracker.current_by_kind()
+        made.update()
+    return held, tracker.timeline

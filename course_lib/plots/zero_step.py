@@ -1,0 +1,142 @@
+"""A step of ZeRO in pictures: what happens to each element on each rank, and the memory of one rank over the step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import matplotlib.pyplot as plt
+from matplotlib.patches import Rectangle
+
+from course_lib.plots.memory import TimelinePicture, kind_patch, stack_kinds, timeline_picture
+from course_lib.plots.palette import KIND_COLORS, KINDS, NEUTRAL_COLOR, text_on
+from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, show_bytes, style, unit_for
+from course_lib.validate import Index, Size, checked
+
+# ---------------------------------------------------------------- elements on ranks, from row to row
+
+ROW_HEIGHT = 1.75
+
+
+@dataclass(frozen=True)
+class FlowRow:
+    """One moment of a step: of each rank its elements (None: not held), their kind, and what happens next."""
+
+    label: str
+    kind: str
+    of_ranks: Sequence[Sequence[float | None]]
+    then: str = ""
+
+
+@dataclass(frozen=True)
+class FlowTile:
+    """One element on one rank; an empty text is an element that the rank does not hold."""
+
+    rank: int
+    x: float
+    y: float
+    text: str
+    kind: str
+
+
+@checked
+def rank_left(rank: Index, num_elements: Size) -> float:
+    """Return where the tiles of a rank begin."""
+    return rank * (num_elements + 1.0)
+
+
+@checked
+def flow_tiles(rows: Sequence[FlowRow]) -> list[FlowTile]:
+    """Return the tiles of all rows, one for each element of each rank."""
+    return [
+        FlowTile(
+            rank,
+            rank_left(rank, len(values)) + column,
+            index * ROW_HEIGHT,
+            "" if value is None else f"{value:g}",
+            row.kind,
+        )
+        for index, row in enumerate(rows)
+        for rank, values in enumerate(row.of_ranks)
+        for column, value in enumerate(values)
+    ]
+
+
+@checked
+def draw_flow(axes, rows: Sequence[FlowRow]) -> None:
+    """Draw ranks side by side and moments downwards, with the operation between two moments."""
+    tiles, num_elements = flow_tiles(rows), len(rows[0].of_ranks[0])
+    for tile in tiles:
+        color = KIND_COLORS[tile.kind] if tile.text else "#FFFFFF"
+        box = {"facecolor": color, "edgecolor": NEUTRAL_COLOR, "linewidth": 0.8}
+        axes.add_patch(Rectangle((tile.x, tile.y), 0.94, 0.9, **box))
+        axes.text(tile.x + 0.47, tile.y + 0.45, tile.text, ha="center", va="center", fontsize=9, color=text_on(color))
+    right = max(tile.x for tile in tiles) + 1
+    for index, row in enumerate(rows):
+        if row.then:
+            axes.text(
+                right / 2, (index + 0.76) * ROW_HEIGHT, f"\u2193 {row.then}", ha="center", va="center", fontsize=9
+            )
+    for rank in range(len(rows[0].of_ranks)):
+        axes.text(rank_left(rank, num_elements) + num_elements / 2, -0.4, f"rank {rank}", ha="center", fontsize=10)
+    axes.set_yticks([index * ROW_HEIGHT + 0.45 for index in range(len(rows))], [row.label for row in rows])
+    axes.set(xlim=(-0.1, right), ylim=((len(rows) - 1) * ROW_HEIGHT + 1, -1), xticks=[])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+@checked
+def show_flow(rows: Sequence[FlowRow], title: str) -> None:
+    """Show what each rank holds of each element, moment after moment."""
+    with style():
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 0.7 + 0.68 * len(rows)))
+        draw_flow(axes, rows)
+        axes.set_title(title)
+        finish(figure)
+
+
+# ---------------------------------------------------------------- memory of one rank over a step
+
+
+@dataclass(frozen=True)
+class StepPanel:
+    """One panel: the measured step of one stage, its title with the peak, and the top of the common axis."""
+
+    title: str
+    picture: TimelinePicture
+    limit: float
+
+
+@checked
+def step_panels(timelines: Mapping) -> list[StepPanel]:
+    """Return a panel for each `Timeline`, all with the axis of the largest."""
+    pictures = {name: timeline_picture(timeline) for name, timeline in timelines.items()}
+    limit = 1.05 * max(picture.peak_bytes for picture in pictures.values())
+    return [StepPanel(f"{name}\npeak {show_bytes(pic.peak_bytes)}", pic, limit) for name, pic in pictures.items()]
+
+
+@checked
+def show_step_memory(timelines: Mapping, title: str) -> None:
+    """Show measured steps side by side on one axis of bytes, stacked by kind; B is backward, O the optimizer."""
+    panels = step_panels(timelines)
+    unit = unit_for(panels[0].limit)
+    with style():
+        figure, all_axes = plt.subplots(1, len(panels), figsize=(FULL_WIDTH_IN, 3.2), sharey=True, squeeze=False)
+        for axes, panel in zip(all_axes[0], panels, strict=True):
+            stack_kinds(axes, panel.picture, unit)
+            axes.set(xlim=(0, panel.picture.xs[-1]), ylim=(0, panel.limit / UNITS[unit]), xticks=[])
+            axes.set_title(panel.title, fontsize=9.5, fontweight="normal", loc="center")
+            _draw_marks(axes, panel)
+        all_axes[0, 0].set_ylabel(f"tensors alive ({unit})")
+        drawn = {kind for panel in panels for kind in panel.picture.bytes_by_kind}
+        handles = [kind_patch(kind) for kind in KINDS if kind in drawn]
+        figure.legend(handles=handles, loc="outside lower center", ncol=len(handles))
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        finish(figure)
+
+
+def _draw_marks(axes, panel: StepPanel) -> None:
+    """A dotted line where backward and where the optimizer begin, with the phase's initial."""
+    top = axes.get_ylim()[1]
+    for name, start, _ in panel.picture.phases:
+        if name in ("backward", "optimizer"):
+            axes.axvline(start, color="black", linewidth=0.8, linestyle=":")
+            axes.text(start, 0.97 * top, f"{name[0].upper()} ", va="top", ha="right", fontsize=9)

@@ -1,0 +1,85 @@
+"""The limits of a lesson: each is found by a planted fault, and counted as a reader would count."""
+
+import copy
+
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from course_lib.authoring import ROOT, read
+from course_lib.authoring.lessons import (
+    FEWEST_BREAKS,
+    FEWEST_PICTURES,
+    LESSONS,
+    SECTIONS,
+    code_lines,
+    imported_names,
+    lesson_problems,
+    words_of,
+)
+
+PICTURE = new_output("display_data", data={"image/png": "aGk="})
+
+
+@pytest.fixture
+def lesson():
+    """A lesson as short as one can be, without a problem."""
+    text = "\n".join(f"## {name}" for name in SECTIONS) + "<details></details>" * FEWEST_BREAKS
+    cells = [new_code_cell("import math", id="setup", metadata={"tags": ["setup"]})]
+    cells += [new_code_cell("draw()", id=f"picture-{n}", outputs=[copy.deepcopy(PICTURE)]) for n in range(5)]
+    return new_notebook(cells=[new_markdown_cell(text, id="text"), *cells])
+
+
+def test_a_short_lesson_has_no_problem(lesson):
+    assert FEWEST_PICTURES == 5 and lesson_problems(lesson) == []
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        (new_markdown_cell("word " * 3001), "words; a lesson has at most 3,000"),
+        (new_code_cell("x = 1\n" * 301), "lines of code; a lesson has at most 300"),
+        (new_code_cell("x = 1\n" * 31, id="long"), "cell long has 31 lines; a cell has at most 30"),
+        (new_code_cell("predict('?', unit='')\n" * 9), "9 predictions; a lesson has at most 8"),
+        (
+            new_code_cell("from a import " + ", ".join("abcdefghijklmnopqrst"), metadata={"tags": ["setup"]}),
+            "21 names imported in the setup cell; a lesson has at most 20",
+        ),
+        (new_code_cell("guess.compare(3)", id="open"), "cell open compares a prediction, but its output is not folded"),
+    ],
+)
+def test_a_planted_fault_is_told(lesson, cell, said):
+    lesson.cells.append(cell)
+    assert any(said in problem for problem in lesson_problems(lesson)), lesson_problems(lesson)
+
+
+def test_what_is_missing_is_told(lesson):
+    lesson.cells[-1].outputs = []
+    lesson.cells[0].source = lesson.cells[0].source.replace("## Recap", "").replace("<details>", "", 1)
+    assert lesson_problems(lesson) == [
+        "4 pictures; a lesson has at least 5",
+        "no section is called 'Recap'",
+        "3 folded invitations under 'Break it'; a lesson has at least 4",
+    ]
+
+
+def test_most_cells_must_be_short(lesson):
+    lesson.cells += [new_code_cell("x = 1\n" * 13) for _ in range(7)]
+    assert "fewer than half of the code cells have at most 12 lines" in lesson_problems(lesson)
+
+
+def test_a_folded_answer_is_no_problem(lesson):
+    lesson.cells.append(new_code_cell("guess.compare(3)", metadata={"jupyter": {"outputs_hidden": True}}))
+    assert lesson_problems(lesson) == []
+
+
+def test_lines_without_code_and_words_without_letters_do_not_count():
+    assert code_lines('# a comment\n\ndef f():\n    """What it\n    does."""\n    return 1  # so') == 2
+    assert imported_names("import a\nfrom b import c, d") == 3
+    assert words_of(new_notebook(cells=[new_markdown_cell("| one | 2 |\n|---|---|")])) == 1
+
+
+@pytest.mark.parametrize("stem", LESSONS)
+def test_every_lesson_that_is_listed_exists_with_its_second_reading(stem):
+    for name in (stem, f"{stem}_in_depth"):
+        assert (ROOT / "notebooks" / f"{name}.ipynb").exists()
+    assert lesson_problems(read(ROOT / "notebooks" / f"{stem}.ipynb")) == []

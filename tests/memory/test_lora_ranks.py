@@ -1,0 +1,59 @@
+"""LoRA's budget and bytes against simulated ranks of data parallelism: adapters beside frozen weights."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from random_layouts import MODELS, SEQ_LEN
+
+from course_lib.layout import Layout
+from course_lib.measure import ByteMeter, MemoryTracker
+from course_lib.measure.storages import replaced
+from course_lib.memory.budget import budgets
+from course_lib.memory.states import LoRA
+from course_lib.model import apply_lora, build, moe
+from course_lib.parallel.data import BucketedDP, Sharing
+from course_lib.parallel.engine import ModelEngine, make_optimizer, step
+from course_lib.run import Run
+from course_lib.simulate.cluster import STATES, dtypes_of, plan_assignments, start_optimizer
+from course_lib.simulate.fake_world import fake_world
+from course_lib.traffic import ring_all_reduce_bytes, sent
+
+CASES = [
+    ("llama", ("q", "v"), "dp=1,micro_batch=2,recompute=full", "bf16-master"),
+    ("llama", ("q", "k", "v", "o", "gate", "up", "down"), "dp=2,micro_batches=2", "fp32"),
+    ("llama", ("head",), "dp=2,micro_batches=2", "bf16-master"),
+    ("gpt", ("o", "down"), "dp=4,recompute=selective", "bf16-master"),
+    ("experts", ("q", "v"), "dp=2,micro_batch=2", "bf16-master"),
+    ("experts", ("gate", "down"), "dp=2,micro_batch=2", "fp32"),
+    ("latent", ("q_up", "kv_down", "o"), "dp=4,micro_batches=2", "bf16-master"),
+]
+PEAK_ERROR = 0.01
+
+
+def simulated(run, rank):
+    """What one rank holds at its peak and of each state, and the bytes that it sends, in the midst of training."""
+    layout, (dtype, _) = run.layout, dtypes_of(run.recipe)
+    with fake_world(rank, layout.world_size), replaced(moe, "choose", plan_assignments()):
+        model = build(run.config, dtype=dtype, recompute=layout.recompute)
+        apply_lora(model, run.lora.rank, targets=run.lora.targets)
+        world = dist.group.WORLD
+        engine = BucketedDP(model, world, sharing=Sharing.over(world)) if layout.dp > 1 else ModelEngine(model)
+        optimizer = make_optimizer(engine)
+        start_optimizer(optimizer)
+        tokens_BS = torch.zeros(layout.micro_batch, run.seq_len, dtype=torch.int64)
+        with MemoryTracker(engine, optimizer) as tracker, ByteMeter() as meter:
+            step(engine, [(tokens_BS, tokens_BS)] * layout.micro_batches, optimizer, clip_norm=1.0)
+    timeline = tracker.timeline
+    return timeline.peak_bytes, {kind: max(timeline.bytes_by_kind[kind]) for kind in STATES}, meter.sent_bytes
+
+
+@pytest.mark.parametrize(("name", "targets", "text", "recipe"), CASES)
+def test_adapters_take_and_send_what_the_formulas_say(name, targets, text, recipe):
+    run = Run(MODELS[name], Layout.parse(text), SEQ_LEN, recipe, device="cpu", lora=LoRA(8, targets))
+    rank = run.layout.world_size - 1
+    (predicted,) = budgets(run)
+    peak_bytes, states, measured_bytes = simulated(run, rank)
+    assert {kind: getattr(predicted, kind) for kind in STATES} == states
+    assert predicted.peak_bytes == pytest.approx(peak_bytes, rel=PEAK_ERROR)
+    of_loss = ring_all_reduce_bytes(4, run.layout.dp, rank, 4)
+    assert sent(run, rank).get("data", 0) + of_loss == measured_bytes

@@ -1,0 +1,32 @@
+"""A prediction is kept, compared in one sentence, and silent where none was made."""
+
+import pytest
+
+from course_lib.minimal import predict
+
+
+def test_an_open_prediction_prints_nothing(capsys):
+    predict("How many bytes?", unit="bytes").compare(42)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("mine", "measured", "said"),
+    [
+        (90, 100, "You predicted 90 bytes; measured 100 bytes, 10% too low.\n"),
+        (3.5, 2, "You predicted 3.5 bytes; measured 2 bytes, 75% too high.\n"),
+        (100, 100, "You predicted 100 bytes: right.\n"),
+        (5, 0, "You predicted 5 bytes; measured 0 bytes.\n"),
+    ],
+)
+def test_a_prediction_says_how_far_off_it_was(mine, measured, said, capsys):
+    kept = predict("How many bytes?", unit="bytes", mine=mine)
+    assert (kept.question, kept.mine) == ("How many bytes?", mine)
+    kept.compare(measured)
+    assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize("wrong", ["12", True, None])
+def test_a_prediction_that_is_no_number_is_refused(wrong):
+    with pytest.raises(ValueError, match="give your prediction as a number"):
+        predict("How many bytes?", unit="bytes", mine=wrong)

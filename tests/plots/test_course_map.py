@@ -1,0 +1,50 @@
+"""The map of the course names the chapters as the notebooks do, and no box or text lies on another."""
+
+import re
+
+import matplotlib.pyplot as plt
+import pytest
+from pictures import overlapping_texts
+
+from course_lib.authoring import ROOT, read
+from course_lib.authoring.links import chapters_of
+from course_lib.plots.course_map import COURSE, course_figure, course_map
+from course_lib.plots.readme import write_pictures
+from course_lib.plots.style import describe
+
+CHAPTERS = [ROOT / "notebooks" / name for name in chapters_of(ROOT / "notebooks")]
+TITLES = {int(path.stem[:2]): read(path).cells[0].source for path in CHAPTERS}
+
+
+def test_the_map_has_every_chapter_by_the_name_that_it_has():
+    assert [chapter.number for chapter in COURSE] == sorted(TITLES)
+    for chapter in COURSE:
+        heading = TITLES[chapter.number].split("\n")[0]
+        assert heading.startswith(f"# {chapter.number} · {' '.join(chapter.name.split())}"), heading
+
+
+@pytest.mark.parametrize("chapter", COURSE[1:-1], ids=lambda chapter: chapter.number)
+def test_what_a_chapter_needs_is_what_its_title_says(chapter):
+    said = TITLES[chapter.number].split("**You need**")[1].split("\n\n")[0]
+    assert set(chapter.needs) <= {int(number) for number in re.findall(r"\d+", re.sub(r"\([^)]*\)", "", said))}
+
+
+def test_no_arrow_says_what_two_others_say_and_all_go_forward():
+    drawn = course_map()
+    assert (0, 10) not in drawn.arrows and (9, 10) in drawn.arrows and (4, 5) in drawn.arrows
+    assert all(drawn.places[start][0] < drawn.places[end][0] for start, end in drawn.arrows)
+    assert len(set(drawn.places.values())) == len(COURSE)
+
+
+def test_the_map_can_be_read_and_says_what_it_shows():
+    figure = course_figure()
+    assert overlapping_texts(figure) == []
+    assert describe(figure) == "Picture: Each chapter builds on those that point to it."
+    plt.close(figure)
+
+
+def test_the_readmes_pictures_are_written_as_they_were_before(tmp_path):
+    first, again = ([path.read_bytes() for path in write_pictures(tmp_path)] for _ in range(2))
+    assert first == again and all(data.startswith(b"<?xml") for data in first)
+    for path in write_pictures(tmp_path):
+        assert (ROOT / "docs" / path.name).exists()
