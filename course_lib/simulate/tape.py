@@ -103,6 +103,7 @@ class Tape:
         self.stretches: dict[tuple[int, str], Stretch] = {}  # by stage and op: the last that ran
         self.running: WeakKeyDictionary[Executor, dict[int, set[int]]] = WeakKeyDictionary()
         self.held: dict[int, Tensor] = {}  # by stage: as large as what modules held of the last forward that ran
+        self.others: dict[tuple[int, int], list[_Block | None]] = {}  # what came for a micro-batch that runs
         self.replayed = 0
 
     def wrap(self, compute: Callable) -> Callable:
@@ -120,7 +121,8 @@ class Tape:
 
     def record(self, compute: Callable, executor: Executor, one: Instruction, came: Tensor | None) -> Tensor | None:
         """Runs the instruction, and puts what it did on tape. What came for it is a real tensor in a replay too."""
-        others = [self.tracker.block_of(x) for x in (came, x_of(executor, one))]
+        others = self.others.setdefault((one.stage, one.micro_batch), [])  # W may free what came for I
+        others += [self.tracker.block_of(x) for x in (came, x_of(executor, one))]
         if one.op == "F":
             self.held.pop(one.stage, None)
         events, records, flops = len(self.tracker.events), len(self.meter.records), self.flop_meter.flops
@@ -154,7 +156,7 @@ class Tape:
         if one.op in "BI":
             executor.kept.pop(place)
         if one.op == "I":
-            executor.waiting[place] = None
+            executor.waiting[place] = came  # a linear's gradient, as which W needs it
             executor.peak_waiting = max(executor.peak_waiting, len(executor.waiting))
         elif one.op == "W":
             executor.waiting.pop(place)

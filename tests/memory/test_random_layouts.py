@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from random_layouts import MODELS, SEQ_LEN, random_layouts
 
+from course_lib.layout import Layout
 from course_lib.layout.partition import stage_config
 from course_lib.memory.budget import budgets
 from course_lib.memory.flats import layers_of
@@ -68,3 +69,13 @@ def test_every_stage_of_random_layouts_holds_and_sends_what_the_formulas_say(nam
     print(f"{name}: {len(errors)} ranks of {COUNT} layouts, largest differences of the peak:")
     print(*(text for _, text in sorted(errors, reverse=True)[:8]), sep="\n")
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_came_for_the_first_half_of_a_split_backward_is_freed_once_in_a_replay():
+    """With full recomputation and gathered keys W frees what came for I; the tape noted it again at each replay."""
+    layout = Layout.parse(
+        "cp=2,tp=2,pp=4,schedule=zb_h1,micro_batches=8,recompute=full,cp_method=all_gather,cp_sharding=striped"
+    )
+    run = Run(replace(MODELS["llama"], num_layers=4), layout, SEQ_LEN)
+    wrong, error = differences(run, {"pp": 0, "dp": 0, "cp": 1, "tp": 0})
+    assert wrong == [] and abs(error) < 1e-4
