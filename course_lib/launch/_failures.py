@@ -34,6 +34,22 @@ class RankError(RuntimeError):
         return [f"RankError: {self}"]
 
 
+class Interrupted(KeyboardInterrupt):
+    """The cell was interrupted during a launch. The text says where the ranks stood."""
+
+    def _render_traceback_(self) -> list[str]:
+        """The learner's own lines, and no line of the package or of a library."""
+        frames = [frame[:3] for frame in traceback.extract_tb(self.__traceback__) if not _is_library(frame[0])]
+        return [f"{format_frames(frames)}KeyboardInterrupt: {self}"]
+
+
+def interrupted_text(world_size: int, places: dict[int, str]) -> str:
+    lines = [
+        f"the launch of {world_size} rank{'s' if world_size > 1 else ''} was interrupted, and its ranks were ended"
+    ]
+    return "\n".join(lines + place_lines(places, {}))
+
+
 def is_secondary(failure: Failure) -> bool:
     """Whether this failure is only the echo of another rank's, who went away, perhaps while they still connected."""
     return failure.kind in ("exception", "start") and any(SECONDARY.search(text) for _, text in failure.chain)

@@ -137,6 +137,10 @@ def launch(  # noqa: PLR0913 - chapters give these one at a time, by name, and n
         _raise_if_failed(world_size, timeout, outcome, output)
         values = [_load_result(ranks, rank) for rank in range(world_size)]
         lines, stderr = ([output.lines(rank, name) for rank in range(world_size)] for name in ("out", "err"))
+    except _failures.Interrupted:
+        raise
+    except KeyboardInterrupt:
+        raise _failures.Interrupted(_failures.interrupted_text(world_size, {})) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     rank_seconds, peak_bytes = ([outcome.done[rank][i] for rank in range(world_size)] for i in (0, 1))
@@ -231,13 +235,16 @@ def _run_processes(folder: Path, settings: _rank.Settings, output: Output) -> Ou
     """Start the ranks, watch them, end them."""
     method = _processes.start_method(sys.platform)
     world = _processes.start_world(str(folder / "ranks"), settings.world_size, method)
+    watch = Watch(world, settings.world_size, output, folder / "ranks")
     try:
-        watch = Watch(world, settings.world_size, output, folder / "ranks")
         watch.until(settings.deadline)
         if watch.unfinished() or watch.failures:
             watch.ask_where()
         else:
             watch.let_leave(LEAVE_S[settings.backend])
+    except KeyboardInterrupt:
+        watch.ask_where()
+        raise _failures.Interrupted(_failures.interrupted_text(settings.world_size, watch.places)) from None
     finally:
         world.end()
     return Outcome(watch.done, watch.failures, watch.places, {})

@@ -253,7 +253,10 @@ def test_the_interrupt_button_ends_the_ranks_and_the_next_launch_works(kernel):
     assert len(ranks) == 4  # the fork server and three ranks
     kernel.manager.interrupt_kernel()
     cell = kernel.finish(message)
-    assert "KeyboardInterrupt" in cell.error
+    assert "Cell" in cell.error and "launch(lambda: (print('up')" in cell.error
+    assert "KeyboardInterrupt: the launch of 3 ranks was interrupted, and its ranks were ended" in cell.error
+    assert "rank 2 stood at Cell, line 1, in <lambda>" in cell.error
+    assert ".py" not in cell.error  # no line of the package
     assert len(kernel.helpers()) == 1
     assert kernel.show("print(list(launch(lambda: 5, 2)))").out == "[5, 5]\n"
 
