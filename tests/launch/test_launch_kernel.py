@@ -247,7 +247,7 @@ print(list(launch(untidy, 2)))
 
 def test_the_interrupt_button_ends_the_ranks_and_the_next_launch_works(kernel):
     message = kernel.start("launch(lambda: (print('up'), time.sleep(100)), 3, live=True)")
-    while kernel.client.get_iopub_msg(timeout=10)["msg_type"] != "stream":
+    while kernel.client.get_iopub_msg(timeout=60)["msg_type"] != "stream":
         pass
     ranks = kernel.helpers()
     assert len(ranks) == 4  # the fork server and three ranks
