@@ -7,6 +7,7 @@ import matplotlib.pyplot as plt
 
 from course_lib.plots.palette import AXIS_COLORS, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.validate import checked
 
 PLAIN_COLOR = "#E6E6E6"
 BOX_WIDTH, BOX_HEIGHT, HEIGHT_IN = 0.86, 0.72, 3.4
@@ -46,6 +47,7 @@ class CourseMap:
     arrows: list[tuple[int, int]]
 
 
+@checked
 def course_map(course: Sequence[Chapter] = COURSE) -> CourseMap:
     """Place each chapter one column behind the last that it needs; leave out arrows that others already say."""
     before: dict[int, set[int]] = {}
@@ -69,6 +71,7 @@ def course_map(course: Sequence[Chapter] = COURSE) -> CourseMap:
     return CourseMap(places, arrows)
 
 
+@checked
 def draw_course(axes, course: Sequence[Chapter] = COURSE) -> None:
     """Draw the boxes and the arrows; row 0 is in the middle."""
     drawn = course_map(course)
@@ -89,6 +92,7 @@ def draw_course(axes, course: Sequence[Chapter] = COURSE) -> None:
     axes.axis("off")
 
 
+@checked
 def course_figure(course: Sequence[Chapter] = COURSE):
     """Return the map as a figure of pyplot."""
     with style():
@@ -98,6 +102,7 @@ def course_figure(course: Sequence[Chapter] = COURSE):
     return figure
 
 
+@checked
 def show_course(course: Sequence[Chapter] = COURSE) -> None:
     """Show the map."""
     finish(course_figure(course))

@@ -51,6 +51,7 @@ def finish(figure) -> None:
     plt.close(figure)
 
 
+@checked
 def picture_output(png: bytes, alt: str, plain: str) -> tuple[dict, dict]:
     """Return a picture as the data and metadata of a cell's output: its size on the page, and what it shows in words.
 
@@ -62,6 +63,7 @@ def picture_output(png: bytes, alt: str, plain: str) -> tuple[dict, dict]:
     return data, {"image/png": {"alt": alt, "width": width, "height": height}}
 
 
+@checked
 def describe(figure) -> str:
     """Return what a figure shows in words: its titles, what its axes measure, and its legend."""
     panels = [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]

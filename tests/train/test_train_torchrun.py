@@ -14,12 +14,12 @@ import psutil
 import pytest
 import torch
 
-from course_lib import checkpoint, train
+from course_lib import checkpoint
 from course_lib.authoring import ROOT
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.parallel import five_d
-from course_lib.train import Checkpoints, TrainPlan
+from course_lib.train import Checkpoints, TrainPlan, trainer
 from course_lib.train import log as train_log
 from course_lib.train.options import layout_for, model_named
 
@@ -98,7 +98,7 @@ def uninterrupted(steps: int, layout: str, folder: Path | None = None) -> list[f
     """The losses of the same function in a launch."""
     lies, plan = layout_for(layout, BATCH), TrainPlan(steps, 32, seed=7, warmup=4)
     kept = Checkpoints(str(folder), every=3) if folder else None
-    return launch(train.train, lies.world_size, model_named(MODEL), lies, plan, kept, quiet=True)[0].losses
+    return launch(trainer.train, lies.world_size, model_named(MODEL), lies, plan, kept, quiet=True)[0].losses
 
 
 def weights_in(*folders: Path) -> list[dict[str, torch.Tensor]]:
