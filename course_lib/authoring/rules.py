@@ -24,8 +24,6 @@ from course_lib.authoring.mirrors import mirror_problems
 UNCOMPARED_TAGS = {"nbval-ignore-output", "nbval-skip"}
 UNWANTED_WORDS = re.compile(r"\b(simply|just|obviously)\b", re.IGNORECASE)
 EMOJI = re.compile("[\U0001f000-\U0001faff\u2600-\u26ff\u2705\u2728\u274c\u2757\u2b50\ufe0f]")
-# Stored before pictures had words; `course run NAME --save` writes them, then the name goes.
-NOT_DESCRIBED = {"04_zero", "04_zero_in_depth"}
 SENTENCE = re.compile(r"[A-Z][^\n]{20,}\.")
 HEADING = re.compile(r"^(#+) ", re.MULTILINE)
 FILE_LINK = re.compile(r"\]\((?!https?:|#|attachment:)([^)#\s]+)[^)]*\)")
@@ -125,8 +123,7 @@ def notebook_problems(path: Path, root: Path = ROOT) -> list[str]:
         problems.append(
             "not in its normal form (links, badges and the install cell belong to it); `make fmt` writes it"
         )
-    if path.stem not in NOT_DESCRIBED:
-        problems += [problem for cell in code_cells(nb) for problem in picture_problems(cell)]
+    problems += [problem for cell in code_cells(nb) for problem in picture_problems(cell)]
     problems += heading_problems(nb) + link_problems(nb, path)
     if path.parent.name == "notebooks" and path.stem in LESSONS:
         problems += lesson_problems(nb)

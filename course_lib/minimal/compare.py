@@ -48,6 +48,13 @@ def held_bytes(trainer: type, world_size: Size = 4) -> dict[str, int]:
 
 
 @checked
+def bytes_after_backward(trainer: type, world_size: Size = 4) -> int:
+    """Return all bytes alive on one rank at the end of backward, before the update: shards, and what was not freed."""
+    held, _ = launch(_memory, world_size, trainer, SEQ_LEN)[0]
+    return sum(held.values())
+
+
+@checked
 def memory_of_a_step(trainer: type, world_size: Size = 4, seq_len: Size = SEQ_LEN) -> Timeline:
     """Return which bytes are alive on one rank at each moment of a step."""
     return launch(_memory, world_size, trainer, seq_len)[0][1]

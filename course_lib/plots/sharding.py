@@ -320,6 +320,8 @@ def draw_gathered(axes, steps: Sequence[GatherStep], names: Sequence[str]) -> No
         Patch(facecolor=waiting, hatch=KIND_HATCHES["gathered"], edgecolor="white", label="full, prefetched"),
         Patch(facecolor="#F4F4F4", label="shard only"),
     ]
+    if all(set(step.alive) <= {step.computing} for step in steps):
+        del legend[1]  # nothing is prefetched
     axes.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=2.2, ncol=3)
 
 

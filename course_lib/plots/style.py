@@ -52,7 +52,7 @@ def finish(figure) -> None:
 
 
 @checked
-def picture_output(png: bytes, alt: str, plain: str) -> tuple[dict, dict]:
+def picture_output(png: bytes | memoryview, alt: str, plain: str) -> tuple[dict, dict]:
     """Return a picture as the data and metadata of a cell's output: its size on the page, and what it shows in words.
 
     The words stand in the metadata, where nbconvert reads them: what is measured differs from run to run, and a run

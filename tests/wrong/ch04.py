@@ -239,6 +239,15 @@ class OneMessagePerUnit(Zero2):
     """The lesson's."""
 
 
+class OneBucket(Zero2):
+    """All gradients in one message, when backward is over."""
+
+    def __init__(self, model, make_optimizer, group):
+        self.model, self.flats = model, [FlatParameter(model.parameters(), group)]
+        self.optimizer = make_optimizer([self.flats[0].shard_p])
+        when_all_arrived(self.flats[0].params, self.flats[0].reduce_scatter)
+
+
 class LastMicroBatchOnly(Zero2):
     def backward(self, micro_batches):
         super().backward(micro_batches)
@@ -266,6 +275,23 @@ class NeverFrees(Zero3):
             free(flat)
             unit.register_forward_pre_hook(lambda *_, flat=flat: gather(flat))
             when_all_arrived(flat.params, lambda flat=flat: (flat.reduce_scatter(), free(flat)))
+
+
+class FreesAfterForwardAlone(Zero3):
+    """After backward all units are full again; no peak shows it, since a step peaks before."""
+
+    def __init__(self, model, make_optimizer, group):
+        Zero1.__init__(self, model, make_optimizer, group)
+        for unit, flat in zip(units_of(model), self.flats, strict=True):
+            flat.shard_p.data = flat.shard_p.detach().clone()
+            free(flat)
+            unit.register_forward_pre_hook(lambda *_, flat=flat: gather(flat))
+            unit.register_forward_hook(lambda unit, x, y, flat=flat: (free(flat), regather(y, flat))[0])
+            when_all_arrived(flat.params, flat.reduce_scatter)
+
+
+def regather(output, flat):
+    output.register_hook(lambda grad: gather(flat))
 
 
 class AllReducesFirst(Zero3):
@@ -348,7 +374,8 @@ WRONG = {
         "answers": [
             (BucketsAfterBackward, "full gradients were still there"),
             (OneMessagePerUnit, "put units together"),
-            (LastMicroBatchOnly, "add up over micro-batches"),
+            (OneBucket, "backward sent one reduce-scatter"),
+            (LastMicroBatchOnly, "the mean over micro-batches"),
             (SumsOverRanks, "the mean over ranks"),
         ],
     },
@@ -356,6 +383,7 @@ WRONG = {
         "check": check_zero3,
         "answers": [
             (NeverFrees, "free a unit after its forward"),
+            (FreesAfterForwardAlone, "free a unit after its backward"),
             (AllReducesFirst, "phases are"),
             (Sums, "the mean over ranks"),
             (OptimizerOfEverything, "bytes of optimizer"),

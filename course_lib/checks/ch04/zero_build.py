@@ -28,6 +28,11 @@ def check_zero2_buckets(answer, rng):
             f"backward sent {scatters} reduce-scatters, and {MOST_MESSAGES} are enough: put units together until a "
             "bucket has 60,000 parameters"
         )
+    if scatters == 1:
+        fail(
+            "backward sent one reduce-scatter, so all full gradients were alive at its end; close a bucket once it has "
+            "60,000 parameters"
+        )
     if gradients > 0.05 * NUM_PARAMS * ITEMSIZE:
         fail(
             f"when backward was over, {gradients:,} bytes of full gradients were still there; reduce-scatter a bucket "
@@ -63,8 +68,15 @@ def check_zero3(answer, rng):
             )
     if peak > enough + 2 * ITEMSIZE * max(layer_units(compare.CONFIG)):
         fail(
-            f"at its peak a rank holds {peak:,} bytes, and {enough:,} are enough: free a unit after its forward and "
-            "after its backward"
+            f"at its peak a rank holds {peak:,} bytes, and {enough:,} are enough: free a unit after its forward, "
+            "and after its backward"
+        )
+    with rank_errors_as_failures(world_size):
+        left = compare.bytes_after_backward(answer, world_size) - compare.bytes_after_backward(Zero3, world_size)
+    if left > ITEMSIZE * max(layer_units(compare.CONFIG)):
+        fail(
+            f"when backward is over, {left:,} bytes more than the shards are alive: free a unit after its backward "
+            "too, once its gradients are reduced"
         )
     _expect_sent(answer, world_size, 1, phases=3)
     _expect_sent(answer, world_size, 3, phases=9)
@@ -75,7 +87,11 @@ def _expect_right(trainer: type, world_size: int) -> None:
         with rank_errors_as_failures(world_size):
             difference = compare_with_one_process(trainer, world_size, num_micro_batches)
         if not difference < 1e-9:
-            hint = "do gradients add up over micro-batches" if num_micro_batches > 1 else "is it the mean over ranks"
+            hint = (
+                "are the gradients the mean over micro-batches"
+                if num_micro_batches > 1
+                else "are the gradients the mean over ranks, and is every parameter up to date after update"
+            )
             fail(
                 f"with {num_micro_batches} micro-batch{'es' * (num_micro_batches > 1)} on {world_size} ranks a "
                 f"parameter differs from one process by {difference:.1e}; {hint}?"
@@ -88,6 +104,6 @@ def _expect_sent(trainer: type, world_size: int, num_micro_batches: int, phases:
     enough = phases * ITEMSIZE * NUM_PARAMS * (world_size - 1) // world_size
     if sent > 1.01 * enough:
         fail(
-            f"with {num_micro_batches} micro-batches a rank sent {sent:,} bytes, and {phases} phases are "
-            f"{enough:,} bytes"
+            f"with {num_micro_batches} micro-batch{'es' * (num_micro_batches > 1)} a rank sent {sent:,} bytes, and "
+            f"{phases} phases are {enough:,} bytes"
         )
