@@ -72,6 +72,8 @@ def prompts(page) -> list[str]:
 def click_run_all(page, tries: int = 3) -> None:
     """Run all cells from the menu. A kernel that has only begun to connect drops the request: then ask again."""
     for _ in range(tries):
+        if page.locator(".jp-Dialog").count():  # on a busy machine it asks which kernel: the one that it proposes
+            page.click(".jp-Dialog .jp-mod-accept")
         page.click('.lm-MenuBar-itemLabel:text-is("Run")')
         page.click('[data-command="runmenu:run-all"]')
         for _ in range(50):
