@@ -30,10 +30,11 @@ PICTURE_BYTES = """async image => {
 
 
 def put_notebook(lab, notebook: nbformat.NotebookNode, name: str = "chapter.ipynb") -> nbformat.NotebookNode:
-    """Copy a notebook into the server's folder without its outputs, so that only what runs now can be seen."""
+    """Copy a notebook into the server's folder, unfolded and without its outputs: only what runs now can be seen."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
+            cell.metadata.pop("jupyter", None)  # a folded cell shows no number
     nbformat.write(notebook, lab.folder / name)
     return notebook
 
