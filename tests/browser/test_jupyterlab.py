@@ -51,7 +51,8 @@ def run_all_cells(page, lab, notebook, limit_s: float) -> None:
     code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     page.goto(lab.page_of("chapter.ipynb"))
     page.wait_for_selector(".jp-Notebook .jp-CodeCell")
-    page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
+    page.wait_for_selector("text=/ipykernel. . Idle/")  # the status bar; the toolbar says idle before there is a kernel
+    page.wait_for_timeout(3000)
     click_run_all(page)
     done = """count => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]
               .filter(prompt => /^\\[\\d+\\]:$/.test(prompt.textContent)).length >= count"""
