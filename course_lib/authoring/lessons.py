@@ -75,6 +75,12 @@ def _folding_problems(nb, cells) -> list[str]:
         for cell in cells
         if calls_of(cell.source, "compare") and not cell.metadata.get("jupyter", {}).get("outputs_hidden")
     ]
+    problems += [
+        f"cell {cell['id']}: JupyterLab shows the first line of a folded output; print a line without a number first"
+        for cell in cells
+        if cell.metadata.get("jupyter", {}).get("outputs_hidden")
+        and any(sign.isdigit() for out in cell.outputs[:1] for sign in out.get("text", "").partition("\n")[0])
+    ]
     broken = [cell.source for cell in nb.cells if cell.cell_type == "markdown" and "Break it" in cell.source]
     invitations = sum(text.count("<details>") for text in broken)
     if invitations < FEWEST_BREAKS:

@@ -228,7 +228,7 @@ def pass_on(outgoing: Tensor, like: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def ring_all_reduce(x_P: Tensor, group: dist.ProcessGroup, on_step: Callable = lambda x_P: None) -> Tensor:
-    """The sum over the group on every rank, by hand: two trips around the ring, N - 1 steps each.
+    """The sum over the group on every rank, by hand: two phases around the ring, N - 1 steps each.
 
     on_step(x_P) is called after each of the 2 (N - 1) steps.
     Shapes   x_P -> x_P                (pieces differ by one number if P does not divide by N)
@@ -240,12 +240,12 @@ def ring_all_reduce(x_P: Tensor, group: dist.ProcessGroup, on_step: Callable = l
     x_P = x_P.clone()
     pieces = x_P.tensor_split(size)  # views: what is written into a piece is written into x_P
 
-    for step in range(size - 1):  # first trip: every piece travels once around and is summed on the way
+    for step in range(size - 1):  # first phase: every piece travels once around and is summed on the way
         outgoing, mine = pieces[(rank - step - 1) % size], pieces[(rank - step - 2) % size]
         mine += pass_on(outgoing, mine, group)
         on_step(x_P)
 
-    for step in range(size - 1):  # second trip: every finished piece travels once around and is copied
+    for step in range(size - 1):  # second phase: every finished piece travels once around and is copied
         outgoing, mine = pieces[(rank - step) % size], pieces[(rank - step - 1) % size]
         mine.copy_(pass_on(outgoing, mine, group))
         on_step(x_P)
@@ -254,7 +254,7 @@ def ring_all_reduce(x_P: Tensor, group: dist.ProcessGroup, on_step: Callable = l
 
 
 def ring_reduce_scatter(x_P: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The first trip alone: rank r ends with piece r, summed.
+    """The first phase alone: rank r ends with piece r, summed.
 
     Shapes   x_P -> x_p                (p = P / N; the first P % N ranks hold one number more)
     Bytes    sent per rank: (N - 1) / N * x_P.nbytes
@@ -268,7 +268,7 @@ def ring_reduce_scatter(x_P: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def ring_all_gather(x_p: Tensor, group: dist.ProcessGroup, total: int | None = None) -> Tensor:
-    """The second trip alone: rank r starts with piece r, everybody ends with all.
+    """The second phase alone: rank r starts with piece r, everybody ends with all.
 
     total: P, the length of the whole; without it all pieces are taken to be as long as mine.
     Shapes   x_p -> x_P

@@ -192,7 +192,7 @@ def _draw_ring_step(axes, step: RingStep, label_ranks: bool) -> None:
 
 @checked
 def show_ring_all_reduce(
-    values: Iterable, title: str = "Ring all-reduce: every piece is summed on its first trip, copied on its second"
+    values: Iterable, title: str = "Ring all-reduce: every piece is summed in the first phase, copied in the second"
 ) -> None:
     """Show a ring all-reduce of N ranks with N numbers each, step by step: `values[rank][piece]` before it."""
     steps = ring_all_reduce_steps(values)

@@ -44,6 +44,15 @@ def test_a_short_lesson_has_no_problem(lesson):
             new_code_cell("from a import " + ", ".join("abcdefghijklmnopqrst"), metadata={"tags": ["setup"]}),
             "21 names imported in the setup cell; a lesson has at most 20",
         ),
+        (
+            new_code_cell(
+                "print(25)",
+                id="shown",
+                metadata={"jupyter": {"outputs_hidden": True}},
+                outputs=[new_output("stream", text="25\n")],
+            ),
+            "cell shown: JupyterLab shows the first line of a folded output",
+        ),
         (new_code_cell("guess.compare(3)", id="open"), "cell open compares a prediction, but its output is not folded"),
     ],
 )
