@@ -16,6 +16,7 @@ timeline.py      show_overlap, show_step_times
 curves.py        show_bandwidth, show_throughput, show_alpha_beta, show_curves
 formats.py       show_float_formats
 sharding.py      show_zero_stages, show_stages, show_flat_shards, show_gathered
+single_gpu.py    show_squares, show_block, show_counters
 zero_step.py     show_flow, show_step_memory
 matrices.py      show_linear_pair, show_heads, show_vocabulary
 regions.py       show_regions
