@@ -35,7 +35,8 @@ ON_GPUS = "each rank computes on its own, through NCCL"
 ALONE = "the notebook computes on the CPU; its cell for GPUs times a step there"
 CHAPTERS = (
     Chapter("00_ranks_and_collectives", 8, 2 << 30, f"{ON_GPUS}; launches that look at gloo itself ask for it"),
-    Chapter("01_single_gpu_memory", 1, 2 << 30, f"{ALONE}, one asks the allocator", TRANSFORMERS),
+    Chapter("01_single_gpu_memory", 1, 2 << 30, "the notebook computes on the CPU; one cell records a memory snapshot"),
+    Chapter("01_single_gpu_memory_in_depth", 1, 2 << 30, f"{ALONE}, one asks the allocator", TRANSFORMERS),
     Chapter("02_single_gpu_techniques", 1, 2 << 30, ALONE),
     Chapter("03_data_parallel", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU"),
     Chapter("04_zero", 4, 2 << 30, ON_GPUS),
