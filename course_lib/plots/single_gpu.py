@@ -46,8 +46,8 @@ def squares(rows: Mapping[str, Mapping[str, int]], height: Size = 2) -> list[Squ
 
 
 @checked
-def show_squares(rows: Mapping[str, Mapping[str, int]], square: str, title: str, height: Size = 2) -> None:
-    """Show {row: {kind: squares}}, so that areas are true to bytes; `square` says what one square is."""
+def show_squares(rows: Mapping[str, Mapping[str, int]], caption: str, title: str, height: Size = 2) -> None:
+    """Show {row: {kind: squares}}, so that areas are true to bytes; `caption` says what one square is."""
     drawn, labels, pitch = squares(rows, height), list(rows), height + 1.4
     right = max(one.x for one in drawn) + 1
     size = min(0.2, (FULL_WIDTH_IN - 1.5) / right)  # inches of a square
@@ -67,7 +67,7 @@ def show_squares(rows: Mapping[str, Mapping[str, int]], square: str, title: str,
         axes.set_title(title)
         kinds = [kind for kind in KIND_COLORS if any(kind in counts for counts in rows.values())]
         handles = [Patch(facecolor=KIND_COLORS[kind], label=kind) for kind in kinds]
-        figure.legend(handles=handles, loc="outside lower left", ncol=len(kinds), title=square, alignment="left")
+        figure.legend(handles=handles, loc="outside lower left", ncol=len(kinds), title=caption, alignment="left")
         finish(figure)
 
 
