@@ -126,7 +126,7 @@ test-gpu: $(STAMP)  ## what needs a GPU; each test says why it is skipped withou
 test-fake-gpu: setup  ## engines, and what chapters 00 and 03 to 10 launch, on fake CUDA tensors: a wrong device raises
 	$(RUN) -m pytest -rs -p no:cacheprovider -n $(WORKERS) --dist loadfile tests/fake_gpu
 
-test-browser: setup  ## a chapter in headless Chromium: all cells run, a slider moved
+test-browser: setup  ## JupyterLab in headless Chromium: chapters run, sliders move, pages narrow and wide, light and dark
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { echo "make: no chromium here; install it (Debian, Ubuntu: apt-get install chromium) and call make test-browser again" >&2; exit 1; }
 	@$(RUN) -c 'import playwright' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,browser]"
 	$(RUN) -m pytest -rs tests/browser
