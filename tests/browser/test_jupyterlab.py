@@ -182,7 +182,7 @@ with LiveCurve("Loss of each step", steps=100) as curve:
 def test_a_launch_has_a_bar_that_goes_and_a_curve_that_moves_and_stays(lab, page):
     put_notebook(lab, tiny_notebook(WATCHED))
     start_all_cells(page, lab)
-    bar, curve = page.locator(".jp-OutputArea .widget-label"), page.locator(".jp-OutputArea-output img")
+    bar, curve = page.locator(".jp-OutputArea div.widget-label"), page.locator(".jp-OutputArea-output img")
     bar.wait_for()
     texts, sources = set(), set()
     while "*" in "".join(prompts(page)):

@@ -25,13 +25,15 @@ CORNERS = """async image => {
     return [[0, 0], [right, 0], [0, bottom], [right, bottom]]
         .map(([x, y]) => Array.from(context.getImageData(x, y, 1, 1).data));
 }"""
+OPEN = ".jp-NotebookPanel:not(.lm-mod-hidden)"  # the tab in front; those opened before it stay
 WHITE = [255, 255, 255, 255]
 
 
 def open_notebook(page, lab, name: str) -> None:
     """Open a stored notebook and wait for its cells and pictures."""
     page.goto(lab.page_of(f"notebooks/{name}.ipynb"))
-    page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+    page.wait_for_selector(f'.lm-TabBar-tab.lm-mod-current:has-text("{name}")')
+    page.wait_for_selector(f"{OPEN} .jp-CodeCell")
     page.wait_for_selector("text=/ipykernel. . Idle/")
     page.wait_for_timeout(1000)
 
@@ -46,17 +48,15 @@ def test_nothing_is_scrolled_sideways_pictures_are_on_white_and_no_cell_shows_an
         open_notebook(page, lab, name)
         assert page.evaluate("document.body.dataset.jpThemeName") == theme
         assert page.locator(ERROR_OUTPUT).count() == 0
-        images = page.locator(".jp-OutputArea-output img, .jp-MarkdownOutput img")
+        images = page.locator(f"{OPEN} .jp-OutputArea-output img, {OPEN} .jp-MarkdownOutput img")
         assert images.count() >= 1
         for image in images.all():
             assert image.evaluate(CORNERS) == [WHITE] * 4
-        for image in page.locator(
-            ".jp-MarkdownOutput img"
-        ).all():  # JupyterLab writes no words beside outputs' pictures
-            assert image.get_attribute("alt")
+        in_prose = page.locator(f"{OPEN} .jp-MarkdownOutput img")  # beside those of outputs JupyterLab writes no words
+        assert all(image.get_attribute("alt") for image in in_prose.all())
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
             page.wait_for_timeout(500)
-            assert page.locator(".jp-CodeCell .cm-scroller").evaluate_all(SCROLLED) == [], (name, width)
-            assert page.locator(".jp-OutputArea-output").evaluate_all(SCROLLED) == [], (name, width)
+            assert page.locator(f"{OPEN} .jp-CodeCell .cm-scroller").evaluate_all(SCROLLED) == [], (name, width)
+            assert page.locator(f"{OPEN} .jp-OutputArea-output").evaluate_all(SCROLLED) == [], (name, width)
             screenshot(page, f"{name}_{width}_{theme.split()[1].lower()}")
