@@ -34,17 +34,16 @@ def _doctor(json: bool = False) -> int:
 
 
 @app.command(name="new")
-def _new(folder: Positional[Path], solutions: bool = False, force: bool = False) -> int:
+def _new(folder: Positional[Path], force: bool = False) -> int:
     """Write chapters and exercises into a folder of your own, where what you change stays.
 
     Args:
         folder: made if it is not there; a notebook in it that differs from the course's is kept
-        solutions: write the solutions too
         force: overwrite notebooks that differ
     """
     from course_lib.cli.notebooks import new_course
 
-    return new_course(folder, solutions, force)
+    return new_course(folder, force)
 
 
 @app.command(name="run")

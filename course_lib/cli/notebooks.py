@@ -1,6 +1,7 @@
 """`course run` and `course new`: a chapter without a browser, and the notebooks in a folder of the learner's."""
 
 import importlib.metadata
+import re
 import sys
 import time
 from pathlib import Path
@@ -21,11 +22,15 @@ def find_notebook(name: str, root: Path | None = None) -> Path:
         return Path(name).resolve()
     root = root or (Path.cwd() if Path("notebooks").is_dir() else ROOT)
     chapters = sorted((root / "notebooks").glob("*.ipynb"))
-    number = f"{int(name):02d}_" if name.isdigit() else None  # a number names the lesson, not its second reading
     found = [path for path in chapters if path.stem == name]
-    found += [path for path in chapters if number and path.stem.startswith(number) and "_in_depth" not in path.stem]
+    if number := re.fullmatch(r"(\d+)([a-z]?)", name):  # names a lesson, not its second reading
+        start = re.compile(rf"{int(number[1]):02d}{number[2] or '[a-z]?'}_")
+        found += [path for path in chapters if start.match(path.stem) and "_in_depth" not in path.stem]
     if len(found) == 1:
         return found[0]
+    if found:
+        lessons = ", ".join(path.stem for path in found)
+        raise ValueError(f"chapter {name!r} has several lessons: {lessons}; give a number with its letter")
     known = ", ".join(path.stem for path in chapters) or "none: `course new DIR` writes them, then call this in DIR"
     raise ValueError(f"no chapter {name!r}; give a number, a stem or the path of a notebook. Chapters here: {known}")
 
@@ -84,21 +89,22 @@ def course_notebooks() -> dict[str, Path]:
     return {f"{path.parent.name}/{path.name}": path for path in sorted(files)}
 
 
-def new_course(folder: Path, solutions: bool, force: bool) -> int:
-    """Write the course's notebooks into a folder; one that is there and differs is kept, unless forced."""
+def new_course(folder: Path, force: bool) -> int:
+    """Write the course's notebooks into a folder, the solutions too: the others link to them.
+
+    One that is there and differs is kept, unless forced.
+    """
     writable("folder", folder)
     written, kept = 0, []
     for name, source in course_notebooks().items():
         target = folder / name
-        if name.startswith("solutions/") and not solutions:
-            continue
         if target.exists() and not force and target.read_bytes() != source.read_bytes():
             kept.append(name)
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(source.read_bytes())
         written += 1
-    print(f"{written} notebooks are in {folder}" + ("" if solutions else "; --solutions adds the solutions"))
+    print(f"{written} notebooks are in {folder}; start with {Path('notebooks') / 'index.ipynb'}")
     if kept:
         print(f"kept, as they differ from the course's (--force overwrites them): {', '.join(kept)}")
     return 0
