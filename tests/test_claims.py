@@ -122,7 +122,7 @@ def test_every_claim_that_a_test_names_is_in_the_list():
     [
         ({"where": ""}, "nothing recomputes it"),
         ({"where": "notebooks/03_data_parallel_in_depth.ipynb#bucket-saw"}, "nothing recomputes it"),  # prose
-        ({"where": "notebooks/03_data_parallel_in_depth.ipynb#widget"}, "nothing recomputes it"),  # its output is not compared
+        ({"where": "notebooks/03_data_parallel_in_depth.ipynb#widget"}, "nothing recomputes it"),  # not compared
         ({"where": "notebooks/03_data_parallel_in_depth.ipynb#no-such-cell"}, "is no cell"),
         ({"where": "notebooks/99_no_such_chapter.ipynb#title"}, "is no cell"),
         ({"where": "notebooks/03_data_parallel_in_depth.ipynb#bucketed"}, "shows nothing and asserts nothing"),
