@@ -4,7 +4,6 @@
 update() and full_parameters(). All functions run it on real ranks, on the same tiny Llama and the same text.
 """
 
-import os
 from collections.abc import Sequence
 from functools import partial
 
@@ -142,7 +141,6 @@ def _sent(trainer: type, num_micro_batches: int) -> ByteMeter:
 
 def _trace(trainer: type) -> list[Span]:
     """The last of three steps: in the first, threads and buffers are made."""
-    os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler tells when it starts and stops; nobody needs that here
     made = trainer(build(CONFIG), adamw, dist.group.WORLD)
     for step in range(3):
         parts = micro_batches_of_rank(step, 1, seq_len=4 * SEQ_LEN)

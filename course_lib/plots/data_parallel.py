@@ -180,9 +180,9 @@ def show_batch_tradeoff() -> None:
         figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN * 0.85, 3.2))
         axes.plot(shares, steps, color=OKABE_ITO["blue"], label="steps / least steps")
         axes.plot(shares, tokens, color=OKABE_ITO["vermillion"], linestyle="--", label="tokens / least tokens")
-        axes.axvline(1, color="black", linewidth=1, linestyle=":")
+        axes.axvline(1, ymax=0.7, color="black", linewidth=1, linestyle=":")
         for x, text in ((0.11, "twice the batch:\nhalf the steps"), (9, "twice the batch:\ntwice the tokens")):
-            axes.text(x, 14, text, ha="center", fontsize=9)
+            axes.text(x, 2.6, text, ha="center", fontsize=9)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.set_xticks([1 / 16, 1 / 4, 1, 4, 16], ["1/16", "1/4", "1", "4", "16"])
