@@ -2,7 +2,12 @@
 
 data.py        data parallelism: one message per parameter, buckets, overlap with backward
 zero.py        ZeRO-1, ZeRO-2 and ZeRO-3
+recompute.py   activation recomputation: of blocks, of segments of blocks, of attention cores
+flash.py       FlashAttention over blocks, forward and backward
+accumulate.py  gradient accumulation
+offload.py     activations that wait in the host's memory
 compare.py     one line each: the difference from one process, bytes sent, bytes held, a trace
+passes.py      one line each for one GPU: the difference of gradients, bytes kept, FLOPs
 predict.py     a learner's prediction, kept and compared with the measurement
 """
 
@@ -14,5 +19,12 @@ from course_lib.minimal.compare import (
     sent_messages,
     started_in_backward,
     trace_of_a_step,
+)
+from course_lib.minimal.passes import (
+    flops_of_a_pass,
+    gradient_difference,
+    kept_bytes,
+    memory_of_a_pass,
+    peak_activations,
 )
 from course_lib.minimal.predict import predict
