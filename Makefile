@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
+# Each process would compile all that it imports (torch: 4 s in place of 2), and the tests start hundreds.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV ?= .venv
 WORKERS ?= 2
