@@ -1,5 +1,6 @@
 """The smallest whole program of each technique that is right: what the lessons show and run.
 
+ring.py        all-reduce through rank 0, and around a ring
 data.py        data parallelism: one message per parameter, buckets, overlap with backward
 zero.py        ZeRO-1, ZeRO-2 and ZeRO-3
 recompute.py   activation recomputation: of blocks, of segments of blocks, of attention cores
@@ -7,6 +8,7 @@ flash.py       FlashAttention over blocks, forward and backward
 accumulate.py  gradient accumulation
 offload.py     activations that wait in the host's memory
 compare.py     one line each: the difference from one process, bytes sent, bytes held, a trace
+compare_sums.py  the same for an all-reduce: the difference from the sum, bytes sent by each rank
 passes.py      one line each for one GPU: the difference of gradients, bytes kept, FLOPs
 predict.py     a learner's prediction, kept and compared with the measurement
 """
@@ -20,6 +22,7 @@ from course_lib.minimal.compare import (
     started_in_backward,
     trace_of_a_step,
 )
+from course_lib.minimal.compare_sums import compare_with_sum, sent_by_each_rank
 from course_lib.minimal.passes import (
     flops_of_a_pass,
     gradient_difference,
