@@ -12,7 +12,7 @@ LESSONS = (
     "02b_activations",
     "03_data_parallel",
     "04_zero",
-)  # grows with each divided chapter
+)
 MOST_WORDS, MOST_CODE_LINES, MOST_CELL_LINES, MOST_IMPORTS, MOST_PREDICTIONS = 3000, 300, 30, 20, 8
 SHORT_CELL_LINES = 12  # of at least half of the cells
 FEWEST_PICTURES, FEWEST_BREAKS = 5, 4
