@@ -34,6 +34,7 @@ from course_lib.memory.zero import Offload, offload_link_bytes
 from course_lib.model import build, moe_layers
 from course_lib.model.moe import route
 from course_lib.model.synthetic_routing import synthetic_routing
+from course_lib.plots.data_parallel import backward_on_streams
 from course_lib.run import Run
 from course_lib.schedules import Costs, make, simulate
 from course_lib.span import Span
@@ -410,7 +411,12 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "plots.collectives": {
         "show_collective": {"before": RANKS, "after": RANKS},
         "show_ring_all_reduce": {"values": RANKS},
+        "collective_pairs": {"ranks": [{"all-reduce": ([1], [2])}]},
+        "show_collectives": {"ranks": [{"all-reduce": ([1], [2])}]},
     },
+    "plots.node": {name: {"host": link("pcie5")} for name in ("wires_of_node", "show_node")},
+    "plots.ring": {"place_on_circle": {"turn": 0.25}}
+    | {name: {"values": RANKS, "moments": [0]} for name in ("ring_views", "show_ring")},
     "plots.comparison": {"show_comparison": {"rows": [Row("parameters", 10, 9)]}},
     "plots.context": {"show_memory_by_length": {"curves": {"cp 1": {1: 2.0, 2: 3.0}}}},
     "plots.curves": {
@@ -418,6 +424,11 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_bandwidth": {"published": {"measured": CURVE}, "models": {"model": CURVE}},
         "show_throughput": {"published": CURVE, "model": CURVE},
         "show_alpha_beta": {},
+    },
+    "plots.data_parallel": {
+        "show_buckets": {"sizes": {"w": 4, "b": 2}, "buckets": [["b"], ["w"]]},
+        "backward_on_streams": {},
+        "show_streams": {"spans": backward_on_streams()},
     },
     "plots.experts": {
         "show_load": {"load": [1, 2, 3, 4], "experts_per_rank": 2},

@@ -10,11 +10,15 @@ comparison.py    show_comparison: predicted beside measured, with the error
 holdings.py      which share of each part of a model the ranks of a layout hold
 pipeline_tradeoff.py  bubble against memory, a point for each schedule
 ladder.py        show_ladder
-collectives.py   show_collective, show_ring_all_reduce
+collectives.py   show_collective, show_collectives, show_ring_all_reduce
+ring.py          show_ring
+node.py          show_node
 mesh.py          show_mesh
 timeline.py      show_overlap, show_step_times
 curves.py        show_bandwidth, show_throughput, show_alpha_beta, show_curves
+live.py          LiveCurve, drawn again while training goes on
 formats.py       show_float_formats
+data_parallel.py  show_replicas, show_buckets, show_batch_tradeoff, show_streams
 sharding.py      show_zero_stages, show_stages, show_flat_shards, show_gathered
 single_gpu.py    show_squares, show_block, show_counters
 zero_step.py     show_flow, show_step_memory

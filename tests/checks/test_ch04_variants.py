@@ -6,10 +6,12 @@ import sys
 import cloudpickle
 import pytest
 import torch
+from harness import sampled
 
 from course_lib.checks import ch04
 from course_lib.comm import all_gather, all_reduce
-from course_lib.minimal.zero import FlatParameter, Zero1, Zero2, Zero3, free, gather, units_of, when_all_arrived
+from course_lib.minimal.data import when_all_arrived
+from course_lib.minimal.zero import FlatParameter, Zero1, Zero2, Zero3, free, gather, units_of
 
 pytestmark = pytest.mark.launches
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks do not have tests/ on their path
@@ -234,7 +236,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize(
-    ("check", "answer"), [(check, answer) for check, answers in RIGHT.items() for answer in answers]
+    ("check", "answer"), sampled([(check, answer) for check, answers in RIGHT.items() for answer in answers], 6)
 )
 def test_a_right_answer_that_is_arranged_otherwise_passes(check, answer, capsys):
     getattr(ch04, check)(answer)
