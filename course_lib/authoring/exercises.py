@@ -21,7 +21,7 @@ from course_lib.authoring.form import (
     tags_of,
     write,
 )
-from course_lib.authoring.links import NAVIGATION, chapters_of
+from course_lib.authoring.links import NAVIGATION, chapters_of, exercises_of
 
 
 def without_solutions(source: str) -> str:
@@ -98,10 +98,10 @@ def exercise_problems(root: Path = ROOT) -> list[str]:
         wanted = nbformat.writes(exercise_from(read(path))).rstrip("\n") + "\n"
         if not exercise.exists() or exercise.read_text(encoding="utf-8") != wanted:
             problems.append(f"exercises/{path.name}: not what solutions/ gives; `make exercises` writes it")
-    stems = {folder: set(chapters_of(root / folder)) for folder in ("notebooks", "solutions", "exercises")}
+    wanted = {exercises_of(name, root) for name in chapters_of(root / "notebooks")}
     for folder in ("solutions", "exercises"):
-        for stem in sorted(stems["notebooks"] ^ stems[folder]):
-            problems.append(f"{stem} stands in only one of notebooks/ and {folder}/")
+        for name in sorted(wanted ^ set(chapters_of(root / folder))):
+            problems.append(f"{name} stands in only one of notebooks/ and {folder}/")
     return problems
 
 

@@ -6,37 +6,75 @@ from pathlib import Path
 from nbformat.v4 import new_markdown_cell
 
 NAVIGATION = ("navigation", "navigation-end")
-CHAPTER_FILE = re.compile(r"(\d\d)[a-z]?_\w+")
+CHAPTER_FILE = re.compile(r"(\d\d)([a-z]?)_\w+")  # 04_zero, or one of a chapter's lessons: 02a_precision
 IN_DEPTH = "_in_depth"
 NOT_PROSE = re.compile(r"(```.*?```|!?\[[^\]]*\]\([^)]*\)|`[^`\n]*`|https?://\S+|^#.*?$)", re.DOTALL | re.MULTILINE)
-WRITTEN = re.compile(r"\[([Cc]hapter \d+|\d+|arXiv:[\d.]+|`[\w/]+\.ipynb`)\]\((?:https://arxiv[^)]*|[\w./]*\.ipynb)\)")
-CHAPTERS = re.compile(r"\b[Cc]hapter \d+\b|\b[Cc]hapters \d+(?:(?:, | and | to | or )\d+)+\b")
+WRITTEN = re.compile(
+    r"\[([Cc]hapter \d+[a-z]?|\d+[a-z]?|arXiv:[\d.]+|`[\w/]+\.ipynb`)\]\((?:https://arxiv[^)]*|[\w./]*\.ipynb)\)"
+)
+NUMBER = r"\d+[a-z]?\b"
+CHAPTERS = re.compile(rf"\b[Cc]hapter {NUMBER}|\b[Cc]hapters {NUMBER}(?:(?:, | and | to | or ){NUMBER})+")
 PAPER = re.compile(r"\barXiv:(\d{4}\.\d{4,5})\b")
 FILE = re.compile(r"`((?:notebooks/|exercises/|solutions/)?\d\d[a-z]?_\w+\.ipynb)`")
 
 
 def chapters_of(folder: Path) -> list[str]:
-    """The file names of a folder's chapters in reading order, without second readings and the index."""
-    names = sorted(path.name for path in folder.glob("*.ipynb"))
-    return [name for name in names if CHAPTER_FILE.match(name) and not name.endswith(f"{IN_DEPTH}.ipynb")]
+    """The file names of a folder's lessons in reading order: no index, a second reading only where no lesson is."""
+    names = sorted(path.name for path in folder.glob("*.ipynb") if CHAPTER_FILE.match(path.name))
+    lessons = [name for name in names if IN_DEPTH not in name]
+    numbers = {name[:2] for name in lessons}
+    return sorted(lessons + [name for name in names if name[:2] not in numbers])
 
 
-def chapter_named(number: int, root: Path) -> str | None:
-    """The file name of the first notebook of a chapter, or None if there is no such chapter."""
-    return next((name for name in chapters_of(root / "notebooks") if int(name[:2]) == number), None)
+def chapter_named(number: str, root: Path) -> str | None:
+    """The file name of a lesson ("2b"), or of the first one of a chapter ("2"); None if there is none."""
+    start = re.sub(r"^\d+", lambda found: f"{int(found.group(0)):02d}", number)
+    return next((name for name in chapters_of(root / "notebooks") if name.startswith(start)), None)
+
+
+def exercises_of(name: str, root: Path) -> str:
+    """The file name of the exercises of a notebook: of the whole chapter, also where it has several lessons."""
+    if not CHAPTER_FILE.match(name).group(2):
+        return name.replace(IN_DEPTH, "")
+    return second_reading(name, root).replace(IN_DEPTH, "")
+
+
+def second_reading(name: str, root: Path) -> str:
+    """The file name of a chapter's second reading; that of a lesson without one has its own name."""
+    found = [path.name for path in (root / "notebooks").glob(f"{name[:2]}_*{IN_DEPTH}.ipynb")]
+    return found[0] if found else name
 
 
 def navigation(path: Path, root: Path) -> str:
     """The line of links at the top and at the end of a notebook, relative to its own folder."""
-    lesson = path.name.replace(IN_DEPTH, "")
-    order = ["index.ipynb", *sorted({*chapters_of(path.parent), lesson} - {"index.ipynb"})]
-    position = order.index(lesson)
-    links = [("Index", root / "notebooks" / "index.ipynb"), ("Lesson", path.parent / lesson)]
-    links += [("Previous", path.parent / name) for name in order[max(position - 1, 0) : position]]
-    links += [("Next", path.parent / name) for name in order[position + 1 : position + 2]]
-    links += [("In depth", path.with_stem(path.stem + IN_DEPTH))]
-    for title, folder in (("Chapter", "notebooks"), ("Exercises", "exercises"), ("Solutions", "solutions")):
-        links += [(title, root / folder / lesson)] if folder != path.parent.name and position else []
+    order = ["index.ipynb", *sorted({*chapters_of(path.parent), path.name} - {"index.ipynb"})]
+    if path.name == "index.ipynb":
+        links = [("Next", path.parent / name) for name in order[1:2]]
+        return _line(links, path, root)
+    written, in_depth = root / "notebooks", IN_DEPTH in path.name
+    mine = [name for name in order if name[:2] == path.name[:2]] if in_depth else [path.name]
+    before, after = order[: order.index(mine[0])], order[order.index(mine[-1]) + 1 :]
+    lessons = [name for name in chapters_of(written) if name[:2] == path.name[:2]]
+    links = [("Index", written / "index.ipynb")]
+    links += [(_title("Lesson", name), written / name) for name in lessons if in_depth]
+    links += [("Previous", path.parent / name) for name in before[-1:]]
+    links += [("Next", path.parent / name) for name in after[:1]]
+    if path.parent == written:
+        links += [("In depth", written / second_reading(path.name, root))]
+    else:
+        links += [(_title("Chapter", name), written / name) for name in lessons]
+    for title, folder in (("Exercises", "exercises"), ("Solutions", "solutions")):
+        links += [(title, root / folder / exercises_of(path.name, root))] if folder != path.parent.name else []
+    return _line(links, path, root)
+
+
+def _title(word: str, name: str) -> str:
+    """Lesson, or Lesson 2b where a chapter has several."""
+    number, letter = CHAPTER_FILE.match(name).groups()
+    return f"{word} {int(number)}{letter}" if letter else word
+
+
+def _line(links: list[tuple[str, Path]], path: Path, root: Path) -> str:
     there = [(title, target) for title, target in links if _is_written(target, root) and target != path]
     return " · ".join(f"[{title}]({_relative(target, path)})" for title, target in there)
 
@@ -65,12 +103,20 @@ def _link_prose(text: str, path: Path, root: Path) -> str:
 
 def _link_chapters(words: str, path: Path, root: Path) -> str:
     def link(found: re.Match) -> str:
-        name = chapter_named(int(re.search(r"\d+", found.group(0)).group(0)), root)
-        if name is None or (path.parent.name, path.name[:2]) == ("notebooks", name[:2]):
+        number = re.search(NUMBER, found.group(0)).group(0)
+        name = chapter_named(number, root)
+        here = path.parent.name == "notebooks" and (name == path.name or number == str(_number(path.name)))
+        if name is None or here:
             return found.group(0)
         return f"[{found.group(0)}]({_relative(root / 'notebooks' / name, path)})"
 
-    return re.sub(r"[Cc]hapter \d+|\d+", link, words)
+    return re.sub(rf"[Cc]hapter {NUMBER}|{NUMBER}", link, words)
+
+
+def _number(name: str) -> int | None:
+    """The number of a notebook's chapter; None for the index."""
+    found = CHAPTER_FILE.match(name)
+    return int(found.group(1)) if found else None
 
 
 def _link_file(found: re.Match, path: Path, root: Path) -> str:

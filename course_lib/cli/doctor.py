@@ -36,7 +36,7 @@ ALONE = "the notebook computes on the CPU; its cell for GPUs times a step there"
 CHAPTERS = (
     Chapter("00_ranks_and_collectives", 8, 2 << 30, f"{ON_GPUS}; launches that look at gloo itself ask for it"),
     Chapter("01_single_gpu_memory", 1, 2 << 30, f"{ALONE}, one asks the allocator", TRANSFORMERS),
-    Chapter("02_single_gpu_techniques", 1, 2 << 30, ALONE),
+    Chapter("02_single_gpu_techniques_in_depth", 1, 2 << 30, ALONE),
     Chapter("03_data_parallel", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU"),
     Chapter("04_zero", 4, 2 << 30, ON_GPUS),
     Chapter("04_zero_in_depth", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU", TRANSFORMERS),
@@ -174,4 +174,5 @@ def _machine_lines(machine: Machine) -> list[str]:
 
 
 def _chapter_lines(verdicts: list[tuple[str, bool, str]]) -> list[str]:
-    return [f"{stem:<28} {'runs' if runs else 'NO'}  {how}" for stem, runs, how in verdicts]
+    width = max(len(stem) for stem, _, _ in verdicts)
+    return [f"{stem:<{width}} {'runs' if runs else 'NO'}  {how}" for stem, runs, how in verdicts]

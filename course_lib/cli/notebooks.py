@@ -1,6 +1,7 @@
 """`course run` and `course new`: a chapter without a browser, and the notebooks in a folder of the learner's."""
 
 import importlib.metadata
+import re
 import sys
 import time
 from pathlib import Path
@@ -21,11 +22,15 @@ def find_notebook(name: str, root: Path | None = None) -> Path:
         return Path(name).resolve()
     root = root or (Path.cwd() if Path("notebooks").is_dir() else ROOT)
     chapters = sorted((root / "notebooks").glob("*.ipynb"))
-    number = f"{int(name):02d}_" if name.isdigit() else None  # a number names the lesson, not its second reading
     found = [path for path in chapters if path.stem == name]
-    found += [path for path in chapters if number and path.stem.startswith(number) and "_in_depth" not in path.stem]
+    if number := re.fullmatch(r"(\d+)([a-z]?)", name):  # names a lesson, not its second reading
+        start = re.compile(rf"{int(number[1]):02d}{number[2] or '[a-z]?'}_")
+        found += [path for path in chapters if start.match(path.stem) and "_in_depth" not in path.stem]
     if len(found) == 1:
         return found[0]
+    if found:
+        lessons = ", ".join(path.stem for path in found)
+        raise ValueError(f"chapter {name!r} has several lessons: {lessons}; give a number with its letter")
     known = ", ".join(path.stem for path in chapters) or "none: `course new DIR` writes them, then call this in DIR"
     raise ValueError(f"no chapter {name!r}; give a number, a stem or the path of a notebook. Chapters here: {known}")
 

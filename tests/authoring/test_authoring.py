@@ -142,6 +142,55 @@ def test_navigation_leads_to_the_neighbours_the_exercises_and_the_second_reading
     assert navigation(course / path, course) == links
 
 
+@pytest.fixture
+def lettered(course):
+    """A course whose chapter 1 has two lessons, one second reading and one notebook of exercises."""
+    (course / "notebooks" / "01_zero.ipynb").unlink()
+    for name in ("01a_first", "01b_second", "02_next"):
+        (course / "notebooks" / f"{name}.ipynb").write_text("{}")
+    return course
+
+
+@pytest.mark.parametrize(
+    ("path", "links"),
+    [
+        ("notebooks/00_ranks.ipynb", "[Index](index.ipynb) · [Previous](index.ipynb) · [Next](01a_first.ipynb)"),
+        (
+            "notebooks/01b_second.ipynb",
+            "[Index](index.ipynb) · [Previous](01a_first.ipynb) · [Next](02_next.ipynb) · "
+            "[In depth](01_zero_in_depth.ipynb) · "
+            "[Exercises](../exercises/01_zero.ipynb) · [Solutions](../solutions/01_zero.ipynb)",
+        ),
+        (
+            "notebooks/01_zero_in_depth.ipynb",
+            "[Index](index.ipynb) · [Lesson 1a](01a_first.ipynb) · [Lesson 1b](01b_second.ipynb) · "
+            "[Previous](00_ranks.ipynb) · [Next](02_next.ipynb) · "
+            "[Exercises](../exercises/01_zero.ipynb) · [Solutions](../solutions/01_zero.ipynb)",
+        ),
+        (
+            "solutions/01_zero.ipynb",
+            "[Index](../notebooks/index.ipynb) · [Chapter 1a](../notebooks/01a_first.ipynb) · "
+            "[Chapter 1b](../notebooks/01b_second.ipynb) · [Exercises](../exercises/01_zero.ipynb)",
+        ),
+    ],
+)
+def test_navigation_of_a_chapter_with_several_lessons(lettered, path, links):
+    assert navigation(lettered / path, lettered) == links
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("00_ranks", "Chapter 1, chapter 1b.", "[Chapter 1](01a_first.ipynb), [chapter 1b](01b_second.ipynb)."),
+        ("01a_first", "Chapter 1, chapters 1a and 1b.", "Chapter 1, chapters 1a and [1b](01b_second.ipynb)."),
+        ("01_zero_in_depth", "Chapter 1, chapter 1a.", "Chapter 1, [chapter 1a](01a_first.ipynb)."),
+    ],
+)
+def test_a_chapter_with_a_letter_in_prose_becomes_a_link_to_that_lesson(lettered, name, text, expected):
+    path = lettered / "notebooks" / f"{name}.ipynb"
+    assert linked(text, path, lettered) == linked(expected, path, lettered) == expected
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -32,7 +33,7 @@ def test_the_doctor_launches_two_ranks_and_tells_what_it_saw(machine, monkeypatc
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert f"torch {machine.packages['torch']}" in text and "2 ranks over" in text
-    assert all(f"{chapter.stem:<28} runs" in text for chapter in doctor.CHAPTERS)
+    assert all(re.search(rf"^{chapter.stem} +runs  ", text, re.MULTILINE) for chapter in doctor.CHAPTERS)
     assert cli.main(["doctor", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["healthy"] and told["cores"] == machine.cores and len(told["chapters"]) == len(doctor.CHAPTERS)
@@ -109,6 +110,11 @@ def test_a_chapter_is_found_by_number_stem_or_path_and_otherwise_told(tmp_path, 
     assert written.find_notebook("7", tmp_path) == written.find_notebook("07", tmp_path) == path
     assert written.find_notebook("07_planted", tmp_path) == written.find_notebook(str(path)) == path
     with pytest.raises(ValueError, match="no chapter '8'; give a number, a stem .* Chapters here: 07_planted"):
+        written.find_notebook("8", tmp_path)
+    for name in ("08a_first", "08b_second", "08_planted_in_depth"):
+        (folder / f"{name}.ipynb").write_bytes(path.read_bytes())
+    assert written.find_notebook("8b", tmp_path).stem == "08b_second"
+    with pytest.raises(ValueError, match="chapter '8' has several lessons: 08a_first, 08b_second; give a number with"):
         written.find_notebook("8", tmp_path)
     assert cli.main(["run", "99"]) == 2
     assert "course run: no chapter '99'" in capsys.readouterr().err

@@ -7,12 +7,13 @@ import pytest
 from pictures import overlapping_texts
 
 from course_lib.authoring import ROOT, read
-from course_lib.authoring.links import chapters_of
+from course_lib.authoring.links import chapters_of, second_reading
 from course_lib.plots.course_map import COURSE, course_figure, course_map
 from course_lib.plots.readme import write_pictures
 from course_lib.plots.style import describe
 
-CHAPTERS = [ROOT / "notebooks" / name for name in chapters_of(ROOT / "notebooks")]
+NAMES = chapters_of(ROOT / "notebooks")  # where a chapter has several lessons, its second reading has its title
+CHAPTERS = {ROOT / "notebooks" / (name if name[2] == "_" else second_reading(name, ROOT)) for name in NAMES}
 TITLES = {int(path.stem[:2]): read(path).cells[0].source for path in CHAPTERS}
 
 
