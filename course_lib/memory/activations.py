@@ -26,16 +26,16 @@ _FP32, _MASK = 4, 1  # bytes of a float32, of a bool
 
 
 def block_terms(
-    config: ModelConfig, seq_len: int, attention: str = "fused", recipe: Recipe | str = "fp32"
+    config: ModelConfig, seq_len: int, attention: str = "fused", precision: Recipe | str = "fp32"
 ) -> dict[str, float]:
     """List what one block saves for each token, in bytes, by name; without recomputation.
 
     The residual is in the dtype of the parameters. Autocast casts the inputs of each matmul to another one.
 
-    Raises   ValueError if attention or recipe is unknown, or the model has experts or latent attention
+    Raises   ValueError if attention or precision is unknown, or the model has experts or latent attention
     """
     require_dense(config, "block_terms")
-    recipe = recipe_of(recipe)
+    recipe = recipe_of(precision)
     check_attention(attention)
     D, F, llama = config.d_model, config.d_ff, config.family == "llama"
     e, r = recipe.compute_bytes, recipe.param_bytes

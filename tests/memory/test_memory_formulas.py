@@ -99,14 +99,14 @@ def test_C169_zero3_divides_a_7b_model_s_states_by_the_ranks():
 def test_C207_C213_autocast_leaves_the_states_as_they_were():
     for name in ("xlm-r-large", "xlm-r-xl", "xlm-r-xxl"):
         assert state_bytes(preset(name), "autocast") == state_bytes(preset(name), "fp32")
-        fp32, bf16 = (sum(block_terms(preset(name), 256, recipe=p).values()) for p in ("fp32", "bf16"))
+        fp32, bf16 = (sum(block_terms(preset(name), 256, precision=p).values()) for p in ("fp32", "bf16"))
         assert 0.45 < bf16 / fp32 < 0.55
 
 
 @pytest.mark.parametrize("name", ["xlm-r-xl", "llama-3.1-8b"])
 def test_C207_autocast_shrinks_activations_by_less_than_half(name):
     fp32, autocast, bf16 = (
-        sum(block_terms(preset(name), 256, recipe=p).values()) for p in ("fp32", "autocast", "bf16")
+        sum(block_terms(preset(name), 256, precision=p).values()) for p in ("fp32", "autocast", "bf16")
     )
     assert 0.45 < bf16 / fp32 < 0.55 < autocast / fp32 < 0.75  # the residual stream stays FP32, and inputs are cast
 
@@ -440,7 +440,7 @@ def test_selective_recomputation_brings_explicit_attention_down_to_the_fused_one
         (lambda: state_bytes(LLAMA_8B, lora=LoRA(8, ("query",))), "choose from"),
         (lambda: LoRA(0), "from 1"),
         (lambda: block_terms(LLAMA_8B, 8, attention="flash"), "choose from fused, standard"),
-        (lambda: block_terms(LLAMA_8B, 8, recipe="fp8"), "choose from fp32"),
+        (lambda: block_terms(LLAMA_8B, 8, precision="fp8"), "choose from fp32"),
         (lambda: korthikanti_layer_bytes(LLAMA_8B, 1, 8, tp=0), "tp is 0"),
         (lambda: budget(preset("gpt2"), 1, 2048), "at most 1024"),
         (lambda: fits(budget(preset("gpt2"), 1, 8), "h1000"), "h100"),

@@ -102,7 +102,7 @@ def test_C100_C105_C143_activations_of_1f1b_do_not_shrink_with_stages():
         assert tuple(live_layers(schedule, [1] * schedule.num_stages)) == peak_live(name, 4, 12, schedule.v), name
     kept = saved_for_backward(Run(LLAMA_8B, Layout(pp=8), 4096), 1).activations
     tables = 4096 * 2 * LLAMA_8B.head_dim * 2  # RoPE's, once a stage
-    assert kept - tables == 4 * 4096 * sum(block_terms(LLAMA_8B, 4096, recipe="bf16-master").values())
+    assert kept - tables == 4 * 4096 * sum(block_terms(LLAMA_8B, 4096, precision="bf16-master").values())
 
 
 def test_C114_interleaving_costs_activation_memory():
