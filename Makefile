@@ -27,6 +27,8 @@ FROM := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 PIP := $(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt $(FROM)
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 LAB_FLAGS ?=
+# Which tabs and side bars JupyterLab shows here; at first the left side bar is closed, so that no line of code is cut.
+LAB_PAGE := $(abspath $(or $(strip $(VENV)),.venv)/lab-page)
 # The first of these Pythons that is here, by its name or as pyenv keeps it; empty if none is.
 found = $(shell for v in $(1); do for p in python$$v $$HOME/.pyenv/versions/$$v.*/bin/python; do \
             $$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; exit; }; done; done)
@@ -60,7 +62,8 @@ $(VENV)/.installed-lab: pyproject.toml $(VENV)/constraints.txt
 	@touch $@
 
 lab: $(LAB_STAMP)  ## open JupyterLab at the course's index, on this machine only; CPU=1 for a machine without a GPU
-	$(RUN) -m jupyterlab --ip=127.0.0.1 $(ROOT_FLAG) --ServerApp.root_dir='$(CURDIR)' --LabApp.default_url=/lab/tree/$(FIRST) $(LAB_FLAGS)
+	@test -d '$(LAB_PAGE)' || { mkdir -p '$(LAB_PAGE)' && cp course_lib/templates/*.jupyterlab-workspace '$(LAB_PAGE)'; }
+	JUPYTERLAB_WORKSPACES_DIR='$(LAB_PAGE)' $(RUN) -m jupyterlab --ip=127.0.0.1 $(ROOT_FLAG) --ServerApp.root_dir='$(CURDIR)' --LabApp.default_url=/lab/tree/$(FIRST) $(LAB_FLAGS)
 
 test: setup  ## everything: lint, unit tests, every notebook and solution under strict nbval
 	@$(MAKE) --no-print-directory lint
@@ -123,7 +126,7 @@ test-gpu: $(STAMP)  ## what needs a GPU; each test says why it is skipped withou
 test-fake-gpu: setup  ## engines, and what chapters 00 and 03 to 10 launch, on fake CUDA tensors: a wrong device raises
 	$(RUN) -m pytest -rs -p no:cacheprovider -n $(WORKERS) --dist loadfile tests/fake_gpu
 
-test-browser: setup  ## a chapter in headless Chromium: all cells run, a slider moved
+test-browser: setup  ## JupyterLab in headless Chromium: chapters run, sliders move, pages narrow and wide, light and dark
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { echo "make: no chromium here; install it (Debian, Ubuntu: apt-get install chromium) and call make test-browser again" >&2; exit 1; }
 	@$(RUN) -c 'import playwright' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,browser]"
 	$(RUN) -m pytest -rs tests/browser
