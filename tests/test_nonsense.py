@@ -34,6 +34,7 @@ from course_lib.memory.zero import Offload, offload_link_bytes
 from course_lib.model import build, moe_layers
 from course_lib.model.moe import route
 from course_lib.model.synthetic_routing import synthetic_routing
+from course_lib.plots.data_parallel import backward_on_streams
 from course_lib.run import Run
 from course_lib.schedules import Costs, make, simulate
 from course_lib.span import Span
@@ -424,6 +425,11 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_throughput": {"published": CURVE, "model": CURVE},
         "show_alpha_beta": {},
     },
+    "plots.data_parallel": {
+        "show_buckets": {"sizes": {"w": 4, "b": 2}, "buckets": [["b"], ["w"]]},
+        "backward_on_streams": {},
+        "show_streams": {"spans": backward_on_streams()},
+    },
     "plots.experts": {
         "show_load": {"load": [1, 2, 3, 4], "experts_per_rank": 2},
         "show_balance": {"loads": {"none": [[1.0, 2.0], [2.0, 2.0]]}},
@@ -450,6 +456,11 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_stages": {"budgets": {"toy": budgets(RUN)[0]}, "gpus": [gpu("h100")]},
         "show_flat_shards": {"sizes": {"w": 4, "b": 2}},
         "show_gathered": {"names": ["embedding", "block 0"]},
+    },
+    "plots.single_gpu": {
+        "show_squares": {"rows": {"fp32": {"parameters": 4}}, "caption": "1 byte"},
+        "show_block": {},
+        "show_counters": {},
     },
     "plots.stages": {"show_live": {}, "show_stages_of_model": {"layers_of_stage": [2, 2]}},
     "plots.timeline": {
