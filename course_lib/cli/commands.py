@@ -10,6 +10,7 @@ from pathlib import Path
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
 from tyro.extras import SubcommandApp
 
+from course_lib.cli.predict import predict
 from course_lib.cli.simulate import simulate
 from course_lib.train.options import Options
 
@@ -82,6 +83,7 @@ def _bench(json: bool = False, check: bool = False, rounds: int = 30) -> int:
 
 
 app.command(simulate, name="simulate")
+app.command(predict, name="predict")
 
 
 @app.command(name="train")

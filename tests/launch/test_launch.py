@@ -192,6 +192,21 @@ def output_of(*arguments):
     return result.stdout
 
 
+def disagree():
+    x = torch.ones(2)
+    try:
+        dist.broadcast(x, 0) if dist.get_rank() == 1 else dist.all_reduce(x)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_the_debug_level_set_in_a_cell_names_a_mismatched_collective(monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    for said in launch(disagree, 2, timeout=20, backend="gloo"):
+        assert "Detected mismatch between collectives" in said
+        assert "OpType=ALLREDUCE" in said and "OpType=BROADCAST" in said
+
+
 def test_a_script_needs_no_main_guard(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     assert output_of("-W", "error", str(tmp_path / "script.py")) == "[(0, True), (3, True)]\n"
