@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
+# Each process would compile all that it imports (torch: 4 s in place of 2), and the tests start hundreds.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV ?= .venv
 WORKERS ?= 2
@@ -34,11 +36,11 @@ found = $(shell for v in $(1); do for p in python$$v $$HOME/.pyenv/versions/$$v.
             $$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; exit; }; done; done)
 FIRST := notebooks/index.ipynb
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
-UNIT := --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu
+UNIT := -p no:nbval --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
 
 .PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check address \
-        quick-newer test-long test-colab test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm clean
+        quick-newer test-exhaustive test-long test-colab test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -70,7 +72,7 @@ test: setup  ## everything: lint, unit tests, every notebook and solution under 
 	@$(MAKE) --no-print-directory unit
 	@$(MAKE) --no-print-directory nbval
 
-quick: setup  ## the tests that start no process and simulate no random layouts; about a minute
+quick: setup  ## the tests that start no process; about a minute
 	$(RUN) -m pytest -m "not launches and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
 
 quick-newer:  ## the same on Python 3.13, in .venv-3.13; says so where there is none
@@ -81,11 +83,14 @@ lint: setup  ## ruff, for the package, the tests and the notebooks
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-unit: setup  ## the tests of the package
-	$(RUN) -m pytest -m "not long" -n $(WORKERS) --dist loadfile $(UNIT)
+unit: setup  ## the tests of the package; of many cases a sample
+	$(RUN) -m pytest -m "not long and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
 
 test-long: setup  ## what make test leaves out: the trainer under torchrun, accelerate and srun, killed and asked to stop
 	$(RUN) -m pytest -m long -n $(WORKERS) --dist load $(UNIT)
+
+test-exhaustive: setup  ## the cases of which make test runs a sample: layouts, checkpoints, simulated ranks
+	$(RUN) -m pytest -m exhaustive -n $(WORKERS) --dist loadfile $(UNIT)
 
 nbval: setup  ## every notebook and solution runs, and prints what it stores
 	@if [ -n "$(NOTEBOOKS)" ]; then env -u MPLBACKEND OMP_NUM_THREADS=1 $(RUN) -m pytest $(NBVAL) $(NOTEBOOKS); else echo "no notebooks yet"; fi
