@@ -9,6 +9,7 @@ from course_lib.authoring.links import NAVIGATION
 
 LESSONS = (
     "00_ranks_and_collectives",
+    "01_single_gpu_memory",
     "02b_activations",
     "03_data_parallel",
     "04_zero",

@@ -28,7 +28,7 @@ ASKED = "it asks for the CPU by name"
 LEFT_OUT = {
     ("00", "swap_and_hang"): ASKED,
     ("00", "only_some_take_part"): ASKED,
-    ("00", "wait_at_most_one_second"): ASKED,
+    ("00", "wait_with_a_limit"): ASKED,
     ("00", "call_another_collective"): ASKED,
     ("00_in_depth", "on_the_wire"): ASKED,
     ("03", "train_with_ddp"): DDP,
