@@ -16,6 +16,7 @@ from course_lib.authoring.lessons import (
     lesson_problems,
     words_of,
 )
+from course_lib.authoring.links import second_reading
 
 PICTURE = new_output("display_data", data={"image/png": "aGk="})
 
@@ -89,6 +90,6 @@ def test_lines_without_code_and_words_without_letters_do_not_count():
 
 @pytest.mark.parametrize("stem", LESSONS)
 def test_every_lesson_that_is_listed_exists_with_its_second_reading(stem):
-    for name in (stem, f"{stem}_in_depth"):
-        assert (ROOT / "notebooks" / f"{name}.ipynb").exists()
+    name = second_reading(f"{stem}.ipynb", ROOT)
+    assert name.endswith("_in_depth.ipynb") and (ROOT / "notebooks" / name).exists()
     assert lesson_problems(read(ROOT / "notebooks" / f"{stem}.ipynb")) == []

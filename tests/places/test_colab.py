@@ -10,7 +10,7 @@ from places.environments import environment
 
 from course_lib.authoring import ROOT, code_cells, read
 
-CHAPTERS = ("00_ranks_and_collectives", "01_single_gpu_memory", "02_single_gpu_techniques_in_depth")
+CHAPTERS = ("00_ranks_and_collectives", "01_single_gpu_memory", "02a_precision")
 EXERCISE = "00_ranks_and_collectives.ipynb"
 
 
