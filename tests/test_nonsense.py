@@ -375,6 +375,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     },
     "timing.data": {
         "ZeroLayer": "made by zero3_layer",
+        "copy_spans": {"layer_s": 1.0, "copy_s": 0.5},
         "dp_spans": {"bucket_comm_s": [0.1]},
         "zero3_spans": {"layer": ZERO_LAYER},
         "crossing_s": {"link_bytes": LINK_BYTES},
@@ -430,6 +431,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_pipeline_memory": {"of_ranks": budgets(RUN), "gpus": [gpu("h100")]},
         "show_costs": {"sent_bytes": {"tp": 3, "data": 4}, "seconds": {"compute": 1.0}},
     },
+    "plots.flash": {"show_tiles": {}},
     "plots.formats": {"show_float_formats": {"names": ["bf16"]}},
     "plots.holdings": {"show_holdings": {}},
     "plots.ladder": {"show_ladder": {"steps": {"naive": 1.0, "better": 2.0}, "xlabel": "x", "unit": "x"}},
@@ -441,6 +443,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_numbers": {"names": ["bf16"], "low": 0.98, "high": 1.03, "sum_": 1.001},
         "show_magnitudes": {"magnitudes": {"gradients": torch.ones(3)}, "name": "fp16"},
     },
+    "plots.recompute": {"show_graph": {}},
     "plots.sharding": {
         "show_zero_stages": {},
         "show_stages": {"budgets": {"toy": budgets(RUN)[0]}, "gpus": [gpu("h100")]},

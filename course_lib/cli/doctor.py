@@ -37,6 +37,7 @@ CHAPTERS = (
     Chapter("00_ranks_and_collectives", 8, 2 << 30, f"{ON_GPUS}; launches that look at gloo itself ask for it"),
     Chapter("01_single_gpu_memory", 1, 2 << 30, f"{ALONE}, one asks the allocator", TRANSFORMERS),
     Chapter("02a_precision", 1, 2 << 30, "the notebook computes on the CPU"),
+    Chapter("02b_activations", 1, 2 << 30, "the notebook computes on the CPU"),
     Chapter("02_single_gpu_techniques_in_depth", 1, 2 << 30, ALONE),
     Chapter("03_data_parallel", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU"),
     Chapter("04_zero", 4, 2 << 30, ON_GPUS),

@@ -89,6 +89,7 @@ class MemoryTracker(TorchDispatchMode):
         self._start_bytes: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._total = self._peak = 0
         self._phase, self._episode, self._paused, self._in_optimizer = _FORWARD, 0, 0, False
+        self._recomputing_task: int | None = None  # the graph task whose backward runs a forward by hand
         self._start_s = time.perf_counter()
         self._active = False  # inside the `with` block: later releases change totals, but not the record
         self._cleanup: contextlib.ExitStack | None = None
@@ -251,13 +252,26 @@ class MemoryTracker(TorchDispatchMode):
         elif torch._C._current_graph_task_id() == -1:
             phase = _FORWARD
         else:
-            phase = _RECOMPUTE if _is_recomputing() else _BACKWARD
+            phase = _RECOMPUTE if self._is_recomputing() else _BACKWARD
         if phase != self._phase:
             if phase == _BACKWARD:
                 self._episode += 1
             if self._phase in (_FORWARD, _OPTIMIZER) and phase in (_BACKWARD, _RECOMPUTE):
                 self.mark(_BACKWARD)
             self._phase = phase
+
+    def _is_recomputing(self) -> bool:
+        """Inside a backward pass only a checkpoint records operators, or watches what unrecorded Functions save.
+
+        One written by hand watches nothing: from its first recorded operator on, all operators of the same graph task
+        are its own, until the backward pass that it starts.
+        """
+        task, recorded = torch._C._current_graph_task_id(), torch.is_grad_enabled()
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return True
+        if recorded or task != self._recomputing_task:
+            self._recomputing_task = task if recorded else None
+        return self._recomputing_task is not None
 
     def _see(self, tensor: torch.Tensor) -> None:
         for local in local_tensors(tensor):
@@ -358,8 +372,3 @@ class MemoryTracker(TorchDispatchMode):
                 self._paused -= 1
 
         return paused
-
-
-def _is_recomputing() -> bool:
-    """Inside a backward pass only a checkpoint records operators, or watches what unrecorded Functions save."""
-    return torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -4,10 +4,22 @@ precision.py   FP32 master weights, loss scaling, stochastic rounding
 lora.py        a frozen linear layer and two thin matrices beside it
 quantize.py    8-bit moments of Adam, and frozen weights in 4 bits, in blocks
 zero.py        ZeRO-1, ZeRO-2 and ZeRO-3, and the data parallelism that they start from
+recompute.py   activation recomputation: of blocks, of segments of blocks, of attention cores
+flash.py       FlashAttention over blocks, forward and backward
+accumulate.py  gradient accumulation
+offload.py     activations that wait in the host's memory
 compare.py     one line each: the difference from one process, bytes sent, bytes held
 tiny_training.py   one line each, on one device: what a trainer moves, holds and learns
+passes.py      one line each for one GPU: the difference of gradients, bytes kept, FLOPs
 predict.py     a learner's prediction, kept and compared with the measurement
 """
 
 from course_lib.minimal.compare import compare_with_one_process, held_bytes, memory_of_a_step, sent_bytes
+from course_lib.minimal.passes import (
+    flops_of_a_pass,
+    gradient_difference,
+    kept_bytes,
+    memory_of_a_pass,
+    peak_activations,
+)
 from course_lib.minimal.predict import predict

@@ -29,8 +29,8 @@ def dequantize(index, scale, code, shape):
 
 
 def linear_code(signed=True):
-    """Return equally spaced values."""
-    return torch.linspace(-1 if signed else 0, 1, 255 if signed else 256)
+    """Return equally spaced values, 0 among them."""
+    return torch.arange(-127, 128) / 127 if signed else torch.arange(256) / 255
 
 
 def dynamic_code(signed=True):

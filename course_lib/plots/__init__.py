@@ -17,6 +17,8 @@ curves.py        show_bandwidth, show_throughput, show_alpha_beta, show_curves
 formats.py       show_float_formats
 sharding.py      show_zero_stages, show_stages, show_flat_shards, show_gathered
 zero_step.py     show_flow, show_step_memory
+recompute.py     show_graph: what a block keeps, and what is made again
+flash.py         show_tiles: the score matrix and FlashAttention's blocks
 matrices.py      show_linear_pair, show_heads, show_vocabulary
 regions.py       show_regions
 pipeline.py      show_schedule, show_schedules

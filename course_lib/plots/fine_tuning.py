@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from course_lib.plots.palette import KIND_COLORS, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
@@ -95,6 +96,7 @@ def show_blocks(numbers: Sequence[float], stored: Mapping[str, Sequence[float]],
                 axes.axvline(edge - 0.5, color=LIMIT_COLOR, linestyle=":", linewidth=1)
             axes.set_title(name, fontsize=9.5, fontweight="normal", loc="center")
             axes.set_xticks([])
+            axes.yaxis.set_major_locator(MaxNLocator(4, prune="both"))
         handles, labels = all_axes[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncol=2)
         figure.suptitle(

@@ -34,6 +34,7 @@ from course_lib.timing.context import AttentionTime, attention_time, ring_spans,
 from course_lib.timing.data import (
     ZeroLayer,
     accumulation_steps,
+    copy_spans,
     crossing_s,
     dp_spans,
     dp_step_s,

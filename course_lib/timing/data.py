@@ -197,3 +197,20 @@ def offload_s(
     if not overlap:
         return sum(seconds.values())
     return max(seconds["device to host"], seconds["host to device"], seconds["disk to host"] + seconds["host to disk"])
+
+
+@checked
+def copy_spans(layer_s: Positive, copy_s: Amount, num_layers: Size, side_stream: bool = True) -> list[Span]:
+    """A forward pass on rank 0 whose layers copy what they saved to the host, in the same stream or in one beside it.
+
+    In the same stream the next layer waits for the copy. Beside it a copy waits for its layer and for the copy before.
+    """
+    spans, compute_s, copied_s = [], 0.0, 0.0
+    for layer in range(num_layers):
+        start_s = compute_s if side_stream else max(compute_s, copied_s)
+        compute_s = start_s + layer_s
+        spans.append(Span(0, "compute", f"forward {layer}", start_s, compute_s))
+        ready_s = max(compute_s, copied_s)
+        copied_s = ready_s + copy_s
+        spans.append(Span(0, "copy", f"out {layer}", ready_s, copied_s))
+    return spans

@@ -143,6 +143,39 @@ def test_recomputed_tensors_count_as_activations_and_not_as_temporary():
     assert max(tracker.timeline.bytes_by_kind["activations"]) == 4 * inputs + relu + 8  # loss and its gradient
 
 
+def test_a_recomputation_written_by_hand_counts_what_its_first_unrecorded_function_saves():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x.clone())  # made where nothing is recorded
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * ctx.saved_tensors[0] * grad
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return Square.apply(x) @ weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.enable_grad():
+                x, weight = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+                out = Square.apply(x) @ weight
+            torch.autograd.backward(out, grad)
+            return x.grad, weight.grad
+
+    model = nn.Linear(8, 8, bias=False)
+    with MemoryTracker(model) as tracker:
+        x = torch.ones(16, 8, requires_grad=True)
+        Again.apply(x * 1, model.weight).sum().backward()
+    size = 16 * 8 * 4  # the input, and made again: its clone, the square, the output; and the loss with its gradient
+    assert max(tracker.timeline.bytes_by_kind["activations"]) in range(5 * size, 5 * size + 9)
+
+
 def test_views_of_tensors_from_before_are_not_counted():
     model, data = mlp(), torch.randn(100_000, 32)
     with MemoryTracker(model) as tracker:

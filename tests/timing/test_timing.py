@@ -413,3 +413,12 @@ def test_where_throughput_falls_depends_on_the_network_and_the_micro_batch():
 def test_nonsense_is_refused_in_one_sentence(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_copies_in_the_same_stream_hide_nothing_and_beside_it_all_but_the_last():
+    same, beside = (timing.copy_spans(2.0, 1.0, 3, side_stream) for side_stream in (False, True))
+    assert [(s.start_s, s.stop_s) for s in same if s.lane == "compute"] == [(0, 2), (3, 5), (6, 8)]
+    assert [(s.start_s, s.stop_s) for s in beside if s.lane == "copy"] == [(2, 3), (4, 5), (6, 7)]
+    slow = timing.copy_spans(1.0, 2.0, 3)  # the copies are the longer ones: each waits for the one before it
+    assert [(s.start_s, s.stop_s) for s in slow if s.lane == "copy"] == [(1, 3), (3, 5), (5, 7)]
+    assert timing.exposed_s(slow) == 4.0 and timing.exposed_s(beside) == 1.0

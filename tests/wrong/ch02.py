@@ -1,5 +1,7 @@
 """Wrong answers to the exercises of chapter 02; each name says what is wrong."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -12,6 +14,7 @@ from course_lib.checks.ch02 import (
     check_recompute,
     check_scaled_step,
     check_utilisation,
+    check_windowed_attention,
 )
 from course_lib.flops import flops_per_token, step_flops
 from course_lib.memory.budget import budget
@@ -255,6 +258,83 @@ def detached(block, x):
         return block(x)
 
 
+def only_where_x_needs_a_gradient(block, x):
+    return _Again.apply(block, x, True, True)
+
+
+# ------------------------------------------------------------------------------------ 8. attention over blocks
+def _attention(q, k, v, window, block, wrong=""):
+    """Right unless `wrong` says what is not: the diagonal first, so that every row sees a key at once."""
+    B, N, S, H = q.shape
+    times = N // k.shape[1]
+    k, v = (x.repeat(1, times, 1, 1) if wrong == "heads" else x.repeat_interleave(times, 1) for x in (k, v))
+    window += wrong == "one more"
+    window = S if wrong == "no window" else window
+    out, lse = torch.empty_like(q), q.new_empty(B, N, S, 1)
+    for start in range(0, S, block):
+        rows = q[:, :, start : start + block] / (1 if wrong == "root" else math.sqrt(H))
+        m, total, o = q.new_full((*rows.shape[:3], 1), -math.inf), 0, 0
+        first = 0 if wrong == "all blocks" else max(0, start - window + 1) // block
+        tiles = range(first, start // block + 1)
+        for tile in tiles if wrong == "oldest first" else reversed(tiles):
+            keys = slice(tile * block, (tile + 1) * block)
+            gap = torch.arange(start, min(start + block, S))[:, None] - torch.arange(S)[keys]
+            scores = (rows @ k[:, :, keys].mT).masked_fill((gap < 0) | (gap >= window), -math.inf)
+            larger = torch.maximum(m, scores.amax(-1, keepdim=True))
+            shrink = 1 if wrong == "never shrunk" else (m - larger).exp()
+            weights = (scores - larger).exp()
+            total = total * shrink + weights.sum(-1, keepdim=True)
+            o = o * shrink + weights @ v[:, :, keys]
+            m = larger
+        out[:, :, start : start + block] = o / total
+        lse[:, :, start : start + block] = m + (0 if wrong == "only the maximum" else total.log())
+    return out, lse
+
+
+def no_window(*given):
+    return _attention(*given, "no window")
+
+
+def one_key_too_many(*given):
+    return _attention(*given, "one more")
+
+
+def heads_in_turn(*given):
+    return _attention(*given, "heads")
+
+
+def not_divided_by_the_root(*given):
+    return _attention(*given, "root")
+
+
+def never_shrunk(*given):
+    return _attention(*given, "never shrunk")
+
+
+def oldest_block_first(*given):
+    return _attention(*given, "oldest first")
+
+
+def every_block(*given):
+    return _attention(*given, "all blocks")
+
+
+def only_the_maximum(*given):
+    return _attention(*given, "only the maximum")
+
+
+def output_alone(*given):
+    return _attention(*given)[0]
+
+
+def whole_matrix(q, k, v, window, block):
+    N, S = q.shape[1:3]
+    k, v = (x.repeat_interleave(N // x.shape[1], 1) for x in (k, v))
+    gap = torch.arange(S)[:, None] - torch.arange(S)
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill((gap < 0) | (gap >= window), -math.inf)
+    return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1, keepdim=True)
+
+
 # ------------------------------------------------------------------------------------ 5. LoRA
 def alpha_not_divided(weight, lora_a, lora_b, alpha):
     return weight + alpha * (lora_b @ lora_a)
@@ -437,6 +517,22 @@ WRONG = {
             (no_input_gradient, "the input got no gradient"),
             (no_parameter_gradients, "parameters got no gradient"),
             (detached, "the output requires no gradient"),
+            (only_where_x_needs_a_gradient, "where x needs no gradient, your output needs none either"),
+        ],
+    },
+    "my_windowed_attention": {
+        "check": check_windowed_attention,
+        "answers": [
+            (no_window, "there is no window"),
+            (one_key_too_many, "the window is one key too wide"),
+            (heads_in_turn, "query head n reads key/value head n // (N / K)"),
+            (not_divided_by_the_root, "not divided by the square root"),
+            (never_shrunk, "the output is wrong: it differs"),
+            (oldest_block_first, "minus infinity is taken off minus infinity"),
+            (every_block, "leave out blocks behind the window"),
+            (only_the_maximum, "the largest score of each row"),
+            (output_alone, "return two tensors: the output and the log-sum-exp of each row"),
+            (whole_matrix, "no tensor may be larger than both"),
         ],
     },
     "my_merged_weight": {

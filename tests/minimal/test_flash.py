@@ -1,0 +1,87 @@
+"""FlashAttention in blocks: exact, linear in the sequence, as the engine and PyTorch; planted bugs are found."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from course_lib.config import preset
+from course_lib.memory.activations import block_terms
+from course_lib.minimal import flash, gradient_difference, kept_bytes, peak_activations
+from course_lib.minimal.passes import PASS_CONFIG
+from course_lib.minimal.recompute import recompute_cores
+from course_lib.model import fused_attention, standard_attention
+from course_lib.model.flash import blockwise_attention, blockwise_forward
+
+
+def drawn(seq_len, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, 3, seq_len, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(4)]
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16, 64])
+@pytest.mark.parametrize("seq_len", [1, 16, 33])
+def test_output_and_gradients_are_those_of_three_other_attentions(seq_len, block_size):
+    q, k, v, grad = drawn(seq_len)
+    out = flash.FlashAttention.apply(q, k, v, block_size)
+    got = torch.autograd.grad(out, (q, k, v), grad.detach())
+    for other in (standard_attention, fused_attention, partial(blockwise_attention, block_size=block_size)):
+        expected = other(q, k, v)
+        assert torch.allclose(out, expected, rtol=0, atol=1e-12)
+        for ours, theirs in zip(got, torch.autograd.grad(expected, (q, k, v), grad.detach()), strict=True):
+            assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_the_log_sum_exp_is_the_engines():
+    q, k, v, _ = drawn(33)
+    for ours, theirs in zip(flash.flash_forward(q, k, v, 16), blockwise_forward(q, k, v, True, 16), strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_scores_that_overflow_without_the_running_maximum():
+    q, k, v, _ = (400 * x.detach() for x in drawn(33))
+    assert flash.flash_forward(q, k, v, 8)[0].isfinite().all()
+
+
+def test_the_model_has_the_same_gradients_and_keeps_no_scores():
+    assert gradient_difference(flash.use_flash) < 1e-14
+    standard, fused = (sum(block_terms(PASS_CONFIG, 256, name).values()) for name in ("standard", "fused"))
+    assert kept_bytes() - kept_bytes(flash.use_flash) == PASS_CONFIG.num_layers * 4 * 256 * (standard - fused)
+    assert kept_bytes(flash.use_flash, 512) == 2 * kept_bytes(flash.use_flash, 256) - 4
+
+
+def test_selective_recomputation_after_flash_saves_the_log_sum_exp_alone():
+    def both(model):
+        flash.use_flash(model)
+        recompute_cores(model)
+
+    rows = 4 * 256 * PASS_CONFIG.num_heads * 4
+    assert kept_bytes(flash.use_flash) - kept_bytes(both) == PASS_CONFIG.num_layers * rows
+    assert peak_activations(both) < peak_activations(flash.use_flash)
+
+
+def test_blocks_cover_the_sequence():
+    assert flash.blocks_of(5, 2) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+
+
+def test_grouped_key_value_heads_do_not_fit_this_version():
+    with pytest.raises(RuntimeError):
+        gradient_difference(flash.use_flash, config=preset("mini"))
+
+
+# ------------------------------------------------------------------------------------ planted bugs
+def test_a_sum_that_is_never_shrunk_is_found(monkeypatch):
+    # of all exponentials only the factor that shrinks has one column
+    monkeypatch.setattr(torch.Tensor, "exp", lambda x: torch.exp(x) if x.shape[-1] > 1 else torch.ones_like(x))
+    q, k, v, _ = (x.detach() for x in drawn(33))
+    got = flash.flash_forward(q, k, v, 8)[0]
+    monkeypatch.undo()
+    assert not torch.allclose(got, standard_attention(q, k, v), atol=1e-3)
+
+
+def test_a_block_on_the_diagonal_without_a_mask_is_found(monkeypatch):
+    def unmasked(q_BNSH, k_BNSH, queries, keys):
+        return q_BNSH[..., queries, :] @ k_BNSH[..., keys, :].mT / q_BNSH.shape[-1] ** 0.5
+
+    monkeypatch.setattr(flash, "block_scores", unmasked)
+    assert gradient_difference(flash.use_flash) > 1e-6
