@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
+# Each process would compile all that it imports (torch: 4 s in place of 2), and the tests start hundreds.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV ?= .venv
 WORKERS ?= 2
@@ -27,16 +29,18 @@ FROM := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 PIP := $(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt $(FROM)
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 LAB_FLAGS ?=
+# Which tabs and side bars JupyterLab shows here; at first the left side bar is closed, so that no line of code is cut.
+LAB_PAGE := $(abspath $(or $(strip $(VENV)),.venv)/lab-page)
 # The first of these Pythons that is here, by its name or as pyenv keeps it; empty if none is.
 found = $(shell for v in $(1); do for p in python$$v $$HOME/.pyenv/versions/$$v.*/bin/python; do \
             $$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; exit; }; done; done)
 FIRST := notebooks/index.ipynb
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
-UNIT := --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu
+UNIT := -p no:nbval --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
 
 .PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check address \
-        quick-newer test-long test-colab test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm clean
+        quick-newer test-exhaustive test-long test-colab test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -60,14 +64,15 @@ $(VENV)/.installed-lab: pyproject.toml $(VENV)/constraints.txt
 	@touch $@
 
 lab: $(LAB_STAMP)  ## open JupyterLab at the course's index, on this machine only; CPU=1 for a machine without a GPU
-	$(RUN) -m jupyterlab --ip=127.0.0.1 $(ROOT_FLAG) --ServerApp.root_dir='$(CURDIR)' --LabApp.default_url=/lab/tree/$(FIRST) $(LAB_FLAGS)
+	@test -d '$(LAB_PAGE)' || { mkdir -p '$(LAB_PAGE)' && cp course_lib/templates/*.jupyterlab-workspace '$(LAB_PAGE)'; }
+	JUPYTERLAB_WORKSPACES_DIR='$(LAB_PAGE)' $(RUN) -m jupyterlab --ip=127.0.0.1 $(ROOT_FLAG) --ServerApp.root_dir='$(CURDIR)' --LabApp.default_url=/lab/tree/$(FIRST) $(LAB_FLAGS)
 
 test: setup  ## everything: lint, unit tests, every notebook and solution under strict nbval
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory unit
 	@$(MAKE) --no-print-directory nbval
 
-quick: setup  ## the tests that start no process and simulate no random layouts; about a minute
+quick: setup  ## the tests that start no process; about a minute
 	$(RUN) -m pytest -m "not launches and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
 
 quick-newer:  ## the same on Python 3.13, in .venv-3.13; says so where there is none
@@ -78,11 +83,14 @@ lint: setup  ## ruff, for the package, the tests and the notebooks
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-unit: setup  ## the tests of the package
-	$(RUN) -m pytest -m "not long" -n $(WORKERS) --dist loadfile $(UNIT)
+unit: setup  ## the tests of the package; of many cases a sample
+	$(RUN) -m pytest -m "not long and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
 
 test-long: setup  ## what make test leaves out: the trainer under torchrun, accelerate and srun, killed and asked to stop
 	$(RUN) -m pytest -m long -n $(WORKERS) --dist load $(UNIT)
+
+test-exhaustive: setup  ## the cases of which make test runs a sample: layouts, checkpoints, simulated ranks
+	$(RUN) -m pytest -m exhaustive -n $(WORKERS) --dist loadfile $(UNIT)
 
 nbval: setup  ## every notebook and solution runs, and prints what it stores
 	@if [ -n "$(NOTEBOOKS)" ]; then env -u MPLBACKEND OMP_NUM_THREADS=1 $(RUN) -m pytest $(NBVAL) $(NOTEBOOKS); else echo "no notebooks yet"; fi
@@ -123,7 +131,7 @@ test-gpu: $(STAMP)  ## what needs a GPU; each test says why it is skipped withou
 test-fake-gpu: setup  ## engines, and what chapters 00 and 03 to 10 launch, on fake CUDA tensors: a wrong device raises
 	$(RUN) -m pytest -rs -p no:cacheprovider -n $(WORKERS) --dist loadfile tests/fake_gpu
 
-test-browser: setup  ## a chapter in headless Chromium: all cells run, a slider moved
+test-browser: setup  ## JupyterLab in headless Chromium: chapters run, sliders move, pages narrow and wide, light and dark
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { echo "make: no chromium here; install it (Debian, Ubuntu: apt-get install chromium) and call make test-browser again" >&2; exit 1; }
 	@$(RUN) -c 'import playwright' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,browser]"
 	$(RUN) -m pytest -rs tests/browser

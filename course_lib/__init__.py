@@ -11,6 +11,7 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     memory/        bytes that training holds
     traffic/       bytes that ranks send
     timing/        seconds of a collective, of a step
+    predict/       what a framework's run shows on a real cluster, with fitted rates
     run.py         a model, its layout and its numbers in one record that every formula takes
 1. A world of N ranks
     compat.py, devices.py    differences between torch versions; the device of this rank

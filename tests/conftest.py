@@ -16,11 +16,13 @@ from course_lib import launch
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the tests of files that start processes, and skip what needs a GPU where there is none."""
+    """Mark the tests of files that start processes, put them first, and skip what needs a GPU where there is none."""
     for item in items:
         folder = Path(item.path).relative_to(Path(__file__).parent).parts[0]
         if folder in STARTING_FOLDERS or STARTERS & {id(value) for value in vars(item.module).values()}:
             item.add_marker(pytest.mark.launches)
+    # Workers take file after file (make's --no-loadscope-reorder): the long ones first, and the end is short for all.
+    items.sort(key=lambda item: item.get_closest_marker("launches") is None)
     if torch.cuda.is_available():
         return
     reason = f"needs a CUDA GPU; torch {torch.__version__} sees none on this machine"

@@ -1,8 +1,13 @@
-"""What tests of a parallelism compare with: one process that sees all tokens, and how far two results are apart."""
+"""What tests share: one process that sees all tokens, how far two results are apart, a sample of many cases."""
 
 import math
+import random
+
+import pytest
 
 from course_lib import training
+
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 def one_process(whole, batches):
@@ -26,3 +31,12 @@ def distance(gradients, loss, expected_loss, expected):
         return {"names": math.inf}
     apart = {name: (gradients[name] - expected[name]).abs().max().item() for name in expected}
     return apart | {"loss": abs(loss - expected_loss).item()}
+
+
+def sampled(cases, count, seed=0):
+    """Cases for `parametrize`: `count` of them, drawn with `seed`, run always; the others in make test-exhaustive."""
+    always = random.Random(seed).sample(range(len(cases)), count)
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if index in always else EXHAUSTIVE)
+        for index, case in enumerate(cases)
+    ]

@@ -26,18 +26,19 @@ class Kernel:
         return self.client.execute(code.strip())
 
     def finish(self, message_id, timeout=60):
-        out, err, error = [], [], ""
+        out, err, error, messages = [], [], "", []
         while True:
             message = self.client.get_iopub_msg(timeout=timeout)
             if message["parent_header"].get("msg_id") != message_id:
                 continue
             kind, content = message["msg_type"], message["content"]
+            messages.append(message)
             if kind == "stream":
                 (out if content["name"] == "stdout" else err).append(content["text"])
             elif kind == "error":
                 error = ANSI.sub("", "\n".join(content["traceback"]))
             elif kind == "status" and content["execution_state"] == "idle":
-                return SimpleNamespace(out="".join(out), err="".join(err), error=error)
+                return SimpleNamespace(out="".join(out), err="".join(err), error=error, messages=messages)
 
     def run(self, code, timeout=60):
         start = time.monotonic()

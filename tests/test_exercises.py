@@ -21,6 +21,7 @@ exercises from exercises/; both run without a kernel.
 
 import ast
 import importlib
+import random
 
 import cloudpickle
 import pytest
@@ -58,15 +59,21 @@ def definitions(path: str) -> dict:
     return LOADED[path]
 
 
+WHICH = [pytest.param(False, id="one"), pytest.param(True, id="all", marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize("all_of_them", WHICH)
 @pytest.mark.parametrize(("stem", "check_name", "answer"), EXERCISES)
-def test_the_reference_passes_and_each_wrong_answer_fails_with_its_own_message(stem, check_name, answer, capsys):
+def test_the_reference_passes_and_a_wrong_answer_fails_with_its_own_message(
+    stem, check_name, answer, all_of_them, capsys
+):
     entry = wrong_answers(stem)[answer]
     assert entry["check"].__name__ == check_name
     entry["check"](definitions(f"solutions/{stem}.ipynb")[answer])
     assert capsys.readouterr().out == f"{check_name}: passed\n"
     parts = [part for _, part in entry["answers"]]
     assert len(parts) >= 3 and len(set(parts)) == len(parts), "three wrong answers, each with its own message"
-    for wrong, own in entry["answers"]:
+    for wrong, own in entry["answers"] if all_of_them else [random.Random(answer).choice(entry["answers"])]:
         with pytest.raises(CheckFailed) as failure:
             entry["check"](wrong)
         found = [part for part in parts if part in str(failure.value)]

@@ -410,7 +410,12 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "plots.collectives": {
         "show_collective": {"before": RANKS, "after": RANKS},
         "show_ring_all_reduce": {"values": RANKS},
+        "collective_pairs": {"ranks": [{"all-reduce": ([1], [2])}]},
+        "show_collectives": {"ranks": [{"all-reduce": ([1], [2])}]},
     },
+    "plots.node": {name: {"host": link("pcie5")} for name in ("wires_of_node", "show_node")},
+    "plots.ring": {"place_on_circle": {"turn": 0.25}}
+    | {name: {"values": RANKS, "moments": [0]} for name in ("ring_views", "show_ring")},
     "plots.comparison": {"show_comparison": {"rows": [Row("parameters", 10, 9)]}},
     "plots.context": {"show_memory_by_length": {"curves": {"cp 1": {1: 2.0, 2: 3.0}}}},
     "plots.curves": {

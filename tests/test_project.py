@@ -81,6 +81,19 @@ def test_ci_starts_with_the_readmes_test_command_and_may_not_hang_on_input():
     assert "set -euo pipefail" in CI and "exec </dev/null" in CI
 
 
+def test_ci_runs_what_make_test_leaves_out():
+    (left_out,) = re.findall(
+        r'^\t.* -m pytest -m "not (\w+) and not (\w+)" .*\$\(UNIT\)$', recipe_of("unit"), re.MULTILINE
+    )
+    for marker in left_out:
+        assert f"-m pytest -m {marker} " in recipe_of(f"test-{marker}")
+        assert f"step make test-{marker}\n" in CI
+
+
+def recipe_of(target: str) -> str:
+    return re.search(rf"^{target}:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE).group(1)
+
+
 def test_every_target_that_is_phony_exists_and_says_what_it_does():
     phony = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)", MAKEFILE, re.MULTILINE).group(1).replace("\\\n", " ").split()
     for target in phony:

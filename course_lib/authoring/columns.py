@@ -8,6 +8,7 @@ import tokenize
 
 MIRRORS = "# mirrors:"
 COLUMNS = 88
+OUTPUT_COLUMNS = 100
 FOR_RUFF = re.compile(r"# (noqa|fmt|ruff|type):")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import nbformat
 
-from course_lib.authoring.columns import COLUMNS, without_magics
+from course_lib.authoring.columns import COLUMNS, OUTPUT_COLUMNS, without_magics
 from course_lib.authoring.form import (
     RANDOM_ID,
     ROOT,
@@ -21,6 +21,7 @@ from course_lib.authoring.form import (
 from course_lib.authoring.lessons import LESSONS, lesson_problems
 from course_lib.authoring.mirrors import mirror_problems
 
+STILL_WIDE = ("00", "01", "02", "03", "04", "06", "09")  # chapters whose tables are not narrow yet
 UNCOMPARED_TAGS = {"nbval-ignore-output", "nbval-skip"}
 UNWANTED_WORDS = re.compile(r"\b(simply|just|obviously)\b", re.IGNORECASE)
 EMOJI = re.compile("[\U0001f000-\U0001faff\u2600-\u26ff\u2705\u2728\u274c\u2757\u2b50\ufe0f]")
@@ -87,6 +88,13 @@ def picture_problems(cell) -> list[str]:
     return [f"cell {cell['id']}: stores a picture without a sentence that says what it shows; run the cell"] * silent
 
 
+def width_problems(cell) -> list[str]:
+    """What a cell prints that a page cannot show without being scrolled sideways."""
+    widest = max((len(line) for text in _texts(cell) for line in text.split("\n")), default=0)
+    says = f"cell {cell['id']}: prints a line of {widest} characters; print at most {OUTPUT_COLUMNS} on a line"
+    return [says] * (widest > OUTPUT_COLUMNS)
+
+
 def _private(cell) -> list[str]:
     """The private names of the course that a cell imports."""
     imports = [node for node in ast.walk(ast.parse(without_magics(cell.source))) if isinstance(node, ast.ImportFrom)]
@@ -124,6 +132,8 @@ def notebook_problems(path: Path, root: Path = ROOT) -> list[str]:
             "not in its normal form (links, badges and the install cell belong to it); `make fmt` writes it"
         )
     problems += [problem for cell in code_cells(nb) for problem in picture_problems(cell)]
+    if path.stem[:2] not in STILL_WIDE:
+        problems += [problem for cell in code_cells(nb) for problem in width_problems(cell)]
     problems += heading_problems(nb) + link_problems(nb, path)
     if path.parent.name == "notebooks" and path.stem in LESSONS:
         problems += lesson_problems(nb)

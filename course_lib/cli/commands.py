@@ -10,6 +10,7 @@ from pathlib import Path
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
 from tyro.extras import SubcommandApp
 
+from course_lib.cli.predict import predict
 from course_lib.cli.simulate import simulate
 from course_lib.train.options import Options
 
@@ -33,17 +34,16 @@ def _doctor(json: bool = False) -> int:
 
 
 @app.command(name="new")
-def _new(folder: Positional[Path], solutions: bool = False, force: bool = False) -> int:
+def _new(folder: Positional[Path], force: bool = False) -> int:
     """Write chapters and exercises into a folder of your own, where what you change stays.
 
     Args:
         folder: made if it is not there; a notebook in it that differs from the course's is kept
-        solutions: write the solutions too
         force: overwrite notebooks that differ
     """
     from course_lib.cli.notebooks import new_course
 
-    return new_course(folder, solutions, force)
+    return new_course(folder, force)
 
 
 @app.command(name="run")
@@ -83,6 +83,7 @@ def _bench(json: bool = False, check: bool = False, rounds: int = 30) -> int:
 
 
 app.command(simulate, name="simulate")
+app.command(predict, name="predict")
 
 
 @app.command(name="train")

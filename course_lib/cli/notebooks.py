@@ -89,21 +89,22 @@ def course_notebooks() -> dict[str, Path]:
     return {f"{path.parent.name}/{path.name}": path for path in sorted(files)}
 
 
-def new_course(folder: Path, solutions: bool, force: bool) -> int:
-    """Write the course's notebooks into a folder; one that is there and differs is kept, unless forced."""
+def new_course(folder: Path, force: bool) -> int:
+    """Write the course's notebooks into a folder, the solutions too: the others link to them.
+
+    One that is there and differs is kept, unless forced.
+    """
     writable("folder", folder)
     written, kept = 0, []
     for name, source in course_notebooks().items():
         target = folder / name
-        if name.startswith("solutions/") and not solutions:
-            continue
         if target.exists() and not force and target.read_bytes() != source.read_bytes():
             kept.append(name)
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(source.read_bytes())
         written += 1
-    print(f"{written} notebooks are in {folder}" + ("" if solutions else "; --solutions adds the solutions"))
+    print(f"{written} notebooks are in {folder}; start with {Path('notebooks') / 'index.ipynb'}")
     if kept:
         print(f"kept, as they differ from the course's (--force overwrites them): {', '.join(kept)}")
     return 0

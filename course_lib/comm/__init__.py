@@ -1,6 +1,6 @@
 """Communication between ranks.
 
-collectives.py   the collectives as the course uses them, and a ring written by hand
+collectives.py   the collectives as the course uses them, and a step around a ring
 groups.py        the process groups of a mesh, one for each axis
 conjugate.py     what crosses between ranks forward, and the gradient backward, in pairs
 """
@@ -20,9 +20,6 @@ from course_lib.comm.collectives import (
     reduce,
     reduce_scatter,
     reduce_scatter_into,
-    ring_all_gather,
-    ring_all_reduce,
-    ring_reduce_scatter,
     scatter,
     send,
 )

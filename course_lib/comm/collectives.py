@@ -8,8 +8,6 @@ All ranks of a group call the same function in the same order with the same shap
 Bytes are what one rank sends if the messages travel around a ring (see measure/meter.py); N = size of the group.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -211,7 +209,7 @@ def barrier(group: dist.ProcessGroup) -> None:
     dist.barrier(group=group)
 
 
-# ---------------------------------------------------------------------------------------------------- by hand: the ring
+# ---------------------------------------------------------------------------------------------------- around a ring
 def pass_on(outgoing: Tensor, like: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send `outgoing` to my right neighbour; return what my left neighbour sent me, shaped as `like`.
 
@@ -225,68 +223,6 @@ def pass_on(outgoing: Tensor, like: Tensor, group: dist.ProcessGroup) -> Tensor:
     for work in dist.batch_isend_irecv([to_right, from_left]):
         work.wait()
     return incoming
-
-
-def ring_all_reduce(x_P: Tensor, group: dist.ProcessGroup, on_step: Callable = lambda x_P: None) -> Tensor:
-    """The sum over the group on every rank, by hand: two phases around the ring, N - 1 steps each.
-
-    on_step(x_P) is called after each of the 2 (N - 1) steps.
-    Shapes   x_P -> x_P                (pieces differ by one number if P does not divide by N)
-    Bytes    sent per rank: 2 (N - 1) / N * x_P.nbytes
-    Raises   ValueError if x_P is not contiguous
-    Source   Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
-    """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    x_P = x_P.clone()
-    pieces = x_P.tensor_split(size)  # views: what is written into a piece is written into x_P
-
-    for step in range(size - 1):  # first phase: every piece travels once around and is summed on the way
-        outgoing, mine = pieces[(rank - step - 1) % size], pieces[(rank - step - 2) % size]
-        mine += pass_on(outgoing, mine, group)
-        on_step(x_P)
-
-    for step in range(size - 1):  # second phase: every finished piece travels once around and is copied
-        outgoing, mine = pieces[(rank - step) % size], pieces[(rank - step - 1) % size]
-        mine.copy_(pass_on(outgoing, mine, group))
-        on_step(x_P)
-
-    return x_P
-
-
-def ring_reduce_scatter(x_P: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The first phase alone: rank r ends with piece r, summed.
-
-    Shapes   x_P -> x_p                (p = P / N; the first P % N ranks hold one number more)
-    Bytes    sent per rank: (N - 1) / N * x_P.nbytes
-    """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    pieces = x_P.clone().tensor_split(size)
-    for step in range(size - 1):
-        outgoing, mine = pieces[(rank - step - 1) % size], pieces[(rank - step - 2) % size]
-        mine += pass_on(outgoing, mine, group)
-    return pieces[rank].clone()
-
-
-def ring_all_gather(x_p: Tensor, group: dist.ProcessGroup, total: int | None = None) -> Tensor:
-    """The second phase alone: rank r starts with piece r, everybody ends with all.
-
-    total: P, the length of the whole; without it all pieces are taken to be as long as mine.
-    Shapes   x_p -> x_P
-    Bytes    sent per rank: (N - 1) / N * x_P.nbytes
-    """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    x_P = x_p.new_empty(len(x_p) * size if total is None else total, *x_p.shape[1:])
-    pieces = x_P.tensor_split(size)
-    if len(pieces[rank]) != len(x_p):
-        raise ValueError(
-            f"rank {rank} of {size} holds {len(x_p)} of {total} numbers, but its piece has {len(pieces[rank])}; "
-            "cut the whole with tensor_split"
-        )
-    pieces[rank].copy_(x_p)
-    for step in range(size - 1):
-        outgoing, mine = pieces[(rank - step) % size], pieces[(rank - step - 1) % size]
-        mine.copy_(pass_on(outgoing, mine, group))
-    return x_P
 
 
 # ---------------------------------------------------------------------------------------------------- checks

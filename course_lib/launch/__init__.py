@@ -7,6 +7,7 @@ _rank.py         inside one rank: prepare the process, call the function, report
 _processes.py    where ranks come from: a fork server, or spawn on Windows
 _fork_server.py  the process that ranks are forked from
 _watch.py        the notebook's side of a launch: listen until all are done, one failed, or time is up
+_bar.py          how far a launch or a loop is, below the cell or in the terminal
 _failures.py     from what ranks reported to one readable error
 _accelerate.py   accelerate.notebook_launcher behind the same call
 _slurm.py        the same launch as a Slurm job: hand it in, wait, listen, cancel
@@ -15,5 +16,5 @@ _file_link.py    messages through files that all nodes see
 """
 
 from course_lib.devices import choose_backend
-from course_lib.launch.launcher import RankError, Results, Slurm, launch, progress
+from course_lib.launch.launcher import RankError, Results, Slurm, launch, progress, report
 from course_lib.launch.limits import usable_memory

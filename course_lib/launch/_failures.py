@@ -6,10 +6,13 @@ import re
 import signal
 import sys
 import sysconfig
+import textwrap
 import traceback
 from pathlib import Path
 
 from course_lib.launch._rank import Failure, Frame
+
+COLUMNS = 98  # of a line that is not code
 
 # What a rank says when *another* rank went away. It is never the one to blame.
 SECONDARY = re.compile(
@@ -87,7 +90,12 @@ def failure_text(
 
 def place_lines(places: dict[int, str], nodes: dict[int, str]) -> list[str]:
     """Where ranks stood, a line each."""
-    return [f"rank {rank}{_on_node(rank, nodes)} {place}" for rank, place in sorted(places.items())]
+    return [_narrow(f"rank {rank}{_on_node(rank, nodes)} {place}") for rank, place in sorted(places.items())]
+
+
+def _narrow(line: str) -> str:
+    """A line that a narrow page shows whole: its end on a line of its own, indented as a traceback's source."""
+    return textwrap.fill(line, COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _on_node(rank: int, nodes: dict[int, str]) -> str:
@@ -99,9 +107,8 @@ def hang_text(world_size: int, timeout: float, places: dict[int, str], nodes: di
         f"time limit: after {timeout:g} s the launch of {world_size} ranks had not finished, and its ranks were ended"
     ]
     lines += place_lines(places, nodes)
-    lines.append(
-        "Do all ranks call the same collectives in the same order? If the work takes longer, pass a larger timeout=."
-    )
+    lines.append("Do all ranks call the same collectives in the same order?")
+    lines.append("If the work takes longer, pass a larger timeout=.")
     return "\n".join(lines)
 
 

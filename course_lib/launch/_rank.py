@@ -152,6 +152,7 @@ def prepare_process(rank: int, settings: Settings, folder: Path) -> None:
     os.environ.update(settings.variables or rank_environment(rank, settings.world_size, settings.threads))
     if os.path.isdir(settings.directory):
         os.chdir(settings.directory)
+    dist.set_debug_level_from_env()  # torch has read TORCH_DISTRIBUTED_DEBUG at its import, maybe before it was set
     sys.path[:] = settings.sys_path
     linecache.cache.update(settings.cell_sources)
     redirect_output(rank, folder)

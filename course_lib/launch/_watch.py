@@ -5,13 +5,13 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
-from tqdm.std import tqdm  # plain text: the notebook's own bar needs ipywidgets
-
 from course_lib.launch import _failures
+from course_lib.launch._bar import open_bar
 from course_lib.launch._rank import Failure
 
 TICK_S = 0.1
@@ -46,7 +46,9 @@ class Watch:
         self._world_size = world_size
         self._output = output
         self._folder = folder
-        self._bar = None
+        self._bar = open_bar()
+        self._step = None  # (description, count, total) of the loop that rank 0 is in
+        self._note = ""  # the last number that a rank reported
         self._settled_at = math.inf
         self._talking = dict(enumerate(world.connections))
         self._living = dict(enumerate(world.exits))
@@ -60,9 +62,10 @@ class Watch:
             while self.unfinished() and (left := min(deadline, self._settled_at) - time.monotonic()) > 0:
                 self._listen(min(left, TICK_S))
                 self._output.poll()
+                if self._step is None:
+                    self._bar.wait(len(self.done), self._world_size)
         finally:
-            if self._bar is not None:
-                self._bar.close()
+            self._bar.close()
 
     def ask_where(self) -> None:
         """Learn where every rank stands that has neither finished nor failed."""
@@ -112,7 +115,11 @@ class Watch:
                 elif name == "where":
                     self.places[rank] = _failures.describe_place(content[0])
                 elif name == "progress":
-                    self._draw(*content)
+                    self._step = content
+                    self._bar.draw(*content, self._note)
+                elif name == "report":
+                    self._note = "{} {:.4g}".format(*content)
+                    self._output.on_report(*content)
                 elif name == "node":
                     self.nodes[rank] = content[0]
         except (EOFError, OSError):
@@ -131,20 +138,12 @@ class Watch:
         patience = ECHO_S if _failures.is_secondary(failure) else SETTLE_S
         self._settled_at = min(self._settled_at, time.monotonic() + patience)
 
-    def _draw(self, description: str | None, count: int, total: int | None) -> None:
-        """One bar at a time, drawn here: a rank has no cell."""
-        if self._bar is not None and (count == 0 or self._bar.desc != (description or "")):
-            self._bar.close()
-            self._bar = None
-        if self._bar is None:
-            self._bar = tqdm(desc=description, total=total, file=sys.stderr)
-        self._bar.update(count - self._bar.n)
-
 
 class Output:
-    """What the ranks print. Each writes to files of its own, which can be neither blocked nor lost."""
+    """What the ranks print, each to files of its own, which can be neither blocked nor lost; and what they report."""
 
-    def __init__(self, folder: Path, world_size: int, live: bool):
+    def __init__(self, folder: Path, world_size: int, live: bool, on_report: Callable | None = None):
+        self.on_report = on_report or (lambda name, value: None)
         self._folder = folder
         self._world_size = world_size
         self._live = live

@@ -5,6 +5,8 @@ import functools
 import importlib
 import io
 import linecache
+import math
+import numbers
 import os
 import pickle
 import shutil
@@ -17,20 +19,21 @@ from pathlib import Path
 
 import cloudpickle
 import torch
-from tqdm.std import tqdm
 
 from course_lib.devices import choose_backend, pack, unpack
 from course_lib.launch import _accelerate, _failures, _processes, _rank, _slurm
+from course_lib.launch._bar import open_bar
 from course_lib.launch._failures import RankError
 from course_lib.launch._slurm import Slurm
 from course_lib.launch._watch import Outcome, Output, Watch
 from course_lib.launch.limits import usable_memory
 
-__all__ = ["RankError", "Results", "Slurm", "launch", "progress"]
+__all__ = ["RankError", "Results", "Slurm", "launch", "progress", "report"]
 
 MAX_RANKS = 64
 RANK_BYTES = 150 << 20  # memory of a rank that does little; torch's own pages are shared between forked ranks
 MAX_TIMEOUT_S = 1_000_000
+REPORT_S = 0.1  # of a loop's progress, from a rank to the notebook
 LEAVE_S = {"gloo": 1.0, "shared-gpu": 1.0, "nccl": 10.0}  # gloo ranks leave at once; NCCL gives its GPU memory back
 
 
@@ -87,6 +90,7 @@ def launch(  # noqa: PLR0913 - chapters give these one at a time, by name, and n
     threads: int = 1,
     quiet: bool = False,
     where: Slurm | None = None,
+    on_report: Callable[[str, float], None] | None = None,
 ) -> Results:
     """Run `fn(*args)` on `world_size` processes that can talk to each other, and return what each of them returned.
 
@@ -104,14 +108,15 @@ def launch(  # noqa: PLR0913 - chapters give these one at a time, by name, and n
     threads   of each rank, for its matrix multiplications
     quiet     show no printed lines; they are in `.lines` all the same
     where     Slurm(...): a job there instead of this machine; the wait in its queue is not part of `timeout`, and when
-              the cell is interrupted the job is cancelled
+                            cell is interrupted the job is cancelled
+    on_report called here, with (name, value), for each `report(name, value)` of a rank, while the ranks run
     Raises    ValueError for arguments that cannot work; RankError if a rank fails, naming the first one that did
     """
     if _rank.link is not None:
         raise RuntimeError(
             f"launch was called inside rank {_rank.link.rank}, and a rank cannot start ranks; call it in the notebook"
         )
-    _check_arguments(fn, world_size, timeout, via, threads, where)
+    _check_arguments(fn, world_size, timeout, via, threads, where, on_report)
     where = where and where.with_gpus()
     gpu_count = torch.cuda.device_count() if where is None else where.nodes * where.gpus_per_node
     backend, why = choose_backend(backend, world_size, gpu_count)
@@ -127,7 +132,7 @@ def launch(  # noqa: PLR0913 - chapters give these one at a time, by name, and n
             _processes.prepare(_processes.start_method(sys.platform))  # before the clock of the time limit starts
         settings = _settings(world_size, timeout, backend, threads)
         (ranks / "settings.pkl").write_bytes(pickle.dumps(settings))
-        output = Output(ranks, world_size, live)
+        output = Output(ranks, world_size, live, on_report)
         run = _accelerate.run if via == "accelerate" else _run_processes
         if where is not None:
             run = functools.partial(_slurm.run, where, timeout)
@@ -150,22 +155,52 @@ def launch(  # noqa: PLR0913 - chapters give these one at a time, by name, and n
 
 def progress(iterable: Iterable, desc: str | None = None) -> Iterator:
     """Yield from `iterable` with a progress bar in the cell; in a launch rank 0 reports and the notebook draws."""
-    if _rank.link is None:
-        yield from tqdm(iterable, desc=desc)
-        return
-    if _rank.link.rank != 0:
+    if _rank.link is not None and _rank.link.rank != 0:
         yield from iterable
         return
     total = len(iterable) if hasattr(iterable, "__len__") else None
-    count, reported_at = 0, time.monotonic()
-    _rank.link.send("progress", desc, 0, total)
-    for item in iterable:
-        yield item
-        count += 1
-        if time.monotonic() - reported_at > 0.1:
-            _rank.link.send("progress", desc, count, total)
-            reported_at = time.monotonic()
-    _rank.link.send("progress", desc, count, total)
+    bar = open_bar() if _rank.link is None else _BarOfRank(_rank.link)
+    try:
+        bar.draw(desc or "", 0, total)
+        for count, item in enumerate(iterable, start=1):
+            yield item
+            bar.draw(desc or "", count, total)
+    finally:
+        bar.close()
+
+
+class _BarOfRank:
+    """A bar that the notebook draws: it hears of the first and the last step, and of one every `REPORT_S` seconds."""
+
+    def __init__(self, link):
+        self._link = link
+        self._sent_at = -math.inf
+        self._last = None
+
+    def draw(self, description: str, count: int, total: int | None) -> None:
+        self._last = (description, count, total)
+        if time.monotonic() - self._sent_at > REPORT_S:
+            self._send()
+
+    def close(self) -> None:
+        self._send()
+
+    def _send(self) -> None:
+        self._link.send("progress", *self._last)
+        self._sent_at = time.monotonic()
+
+
+def report(name: str, value: float) -> None:
+    """In a rank: tell the notebook a number while the ranks run, such as the loss of a step.
+
+    It stands beside the launch's bar, and goes to the `on_report` of the launch. Outside a launch nobody listens.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a text, got {name!r}; try report('loss', loss)")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"value must be one number, got {value!r}; of a tensor with one element take .item()")
+    if _rank.link is not None:
+        _rank.link.send("report", name, float(value))
 
 
 def most_ranks(available_bytes: int) -> int:
@@ -173,7 +208,7 @@ def most_ranks(available_bytes: int) -> int:
     return max(1, min(MAX_RANKS, available_bytes // RANK_BYTES))
 
 
-def _check_arguments(fn, world_size, timeout, via, threads, where) -> None:
+def _check_arguments(fn, world_size, timeout, via, threads, where, on_report) -> None:
     if not callable(fn):
         raise ValueError(
             f"fn must be a function, got {fn!r}; pass the function itself and its arguments after world_size"
@@ -195,6 +230,8 @@ def _check_arguments(fn, world_size, timeout, via, threads, where) -> None:
         raise ValueError(f"via must be 'processes' or 'accelerate', got {via!r}; use 'processes' if in doubt")
     if via == "accelerate" and _processes.start_method(sys.platform) == "spawn":
         raise ValueError(f"via='accelerate' needs a system that can fork, got {sys.platform}; use via='processes'")
+    if on_report is not None and not callable(on_report):
+        raise ValueError(f"on_report must be a function of (name, value) or None, got {on_report!r}; leave it out")
     if where is not None:
         if not isinstance(where, Slurm):
             raise ValueError(f"where must be None or Slurm(...), got {where!r}; leave it out for this machine")

@@ -10,10 +10,13 @@ comparison.py    show_comparison: predicted beside measured, with the error
 holdings.py      which share of each part of a model the ranks of a layout hold
 pipeline_tradeoff.py  bubble against memory, a point for each schedule
 ladder.py        show_ladder
-collectives.py   show_collective, show_ring_all_reduce
+collectives.py   show_collective, show_collectives, show_ring_all_reduce
+ring.py          show_ring
+node.py          show_node
 mesh.py          show_mesh
 timeline.py      show_overlap, show_step_times
 curves.py        show_bandwidth, show_throughput, show_alpha_beta, show_curves
+live.py          LiveCurve, drawn again while training goes on
 formats.py       show_float_formats
 sharding.py      show_zero_stages, show_stages, show_flat_shards, show_gathered
 zero_step.py     show_flow, show_step_memory

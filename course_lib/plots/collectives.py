@@ -1,6 +1,6 @@
 """Values moving through a collective: ranks as rows, pieces as cells that show their numbers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
@@ -122,6 +122,57 @@ def show_collective(before: Iterable, after: Iterable, title: str = "What each r
 def _origin_legend(cells: Sequence[Cell]) -> str:
     dark = any(cell.origin == MIXED for cell in cells)
     return "one colour for each rank's own numbers" + ("; dark: computed from several ranks" if dark else "")
+
+
+# ---------------------------------------------------------------- several collectives, one pair of grids each
+
+
+@checked
+def collective_pairs(ranks: Sequence[Mapping]) -> dict[str, tuple[list[Cell], list[Cell]]]:
+    """Return the cells of each collective before and after; `ranks[rank][name]` is (before, after) on that rank."""
+    if not ranks or any(of_rank.keys() != ranks[0].keys() for of_rank in ranks):
+        raise ValueError("ranks have different collectives; give every rank the same names, and at least one rank")
+    return {
+        name: collective_cells([of_rank[name][0] for of_rank in ranks], [of_rank[name][1] for of_rank in ranks])
+        for name in ranks[0]
+    }
+
+
+@checked
+def show_collectives(ranks: Sequence[Mapping], title: str) -> None:
+    """Show collectives side by side, each as tiles before and after: `ranks[rank][name]` is (before, after)."""
+    pairs, columns = collective_pairs(ranks), 2
+    rows = -(-len(pairs) // columns)
+    with style():
+        size = FULL_WIDTH_IN, rows * (0.28 * len(ranks) + 0.52) + 0.6
+        figure, panels = plt.subplots(rows, columns, figsize=size, squeeze=False)
+        for axes in panels.flat[len(pairs) :]:
+            axes.set_axis_off()
+        for axes, (name, (before, after)) in zip(panels.flat, pairs.items(), strict=False):
+            _draw_pair(axes, name, before, after, len(ranks))
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        legend = _origin_legend([cell for _, after in pairs.values() for cell in after])
+        figure.supxlabel(legend, x=0.01, ha="left", fontsize=9)
+        finish(figure)
+
+
+def _draw_pair(axes, name: str, before: list[Cell], after: list[Cell], ranks: int) -> None:
+    """Draw what ranks have before on the left and after on the right, in one panel."""
+    columns = 4
+    right = columns + 1.5
+    for left, cells in ((0, before), (right, after)):
+        width = max((cell.column + 1 for cell in cells), default=1)
+        for rank in range(ranks):
+            outline = {"edgecolor": NEUTRAL_COLOR, "linestyle": ":", "linewidth": 0.8}
+            axes.add_patch(Rectangle((left, rank), width, 1, facecolor="none", **outline))
+        for cell in cells:
+            _draw_cell(axes, cell.rank, left + cell.column, _number(cell.value), _cell_color(cell.origin))
+    axes.text(columns + 0.75, ranks / 2, "\u2192", ha="center", va="center", fontsize=14)
+    axes.set(xlim=(-0.05, right + columns + 0.8), ylim=(ranks + 0.05, -0.05), xticks=[])
+    axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)], fontsize=8)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_title(name, fontsize=10)
 
 
 # ---------------------------------------------------------------- the ring, step by step

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.config import ModelConfig, MoeConfig
-from course_lib.launch import launch
+from course_lib.launch import launch, progress, report
 from course_lib.model import build
 from course_lib.model.moe import moe_layers
 from course_lib.training.data import batch, tokens
@@ -90,16 +90,18 @@ def train_one(
     plan: TrainConfig | None = None,
     held_out_batches: Size = 8,
     schedule: Callable[[int, int], float] | None = None,
+    on_loss: Callable[[str, float], None] | None = None,
 ) -> MoeRun:
     """Trains one model on the standard library's text, and counts where its tokens went.
 
-    `schedule(index, steps)` is a factor on the learning rate of each step; None: always 1.
+    schedule   `schedule(index, steps)` is a factor on the learning rate of each step; None: always 1
+    on_loss    called with (name, loss) after each step, such as a `LiveCurve`'s `add`
     """
     plan = plan or TrainConfig()
     model, text_T, counts = build(config, plan.seed), tokens(), []
     optimizer = make_optimizer(model, plan.precision, plan.learning_rate, plan.weight_decay)
     losses, start_s = [], time.perf_counter()
-    for index in range(plan.steps):
+    for index in progress(range(plan.steps), name):
         x_BS, y_BS = batch(text_T, index, plan.batch_size, plan.seq_len, seed=plan.seed)
         if schedule is not None:
             for group in optimizer.param_groups:
@@ -107,31 +109,41 @@ def train_one(
         watch = LoadWatch(model)
         losses.append(train_step(model, optimizer, x_BS, y_BS, plan.micro_batches, plan.clip_norm, plan.precision))
         counts.append(watch.stop())
+        if on_loss is not None:
+            on_loss(name, losses[-1])
     load, dropped = (torch.stack(part) for part in zip(*counts, strict=True))
     loss = held_out_loss(model, held_out_batches, plan)
     return MoeRun(name, losses, loss, load, dropped, time.perf_counter() - start_s)
 
 
 @checked
-def train_each(configs: dict[str, ModelConfig], plan: TrainConfig | None = None) -> dict[str, MoeRun]:
-    """One run after another, each from its seed's weights, on the same batches."""
-    return {name: train_one(name, config, plan) for name, config in configs.items()}
+def train_each(
+    configs: dict[str, ModelConfig],
+    plan: TrainConfig | None = None,
+    on_loss: Callable[[str, float], None] | None = None,
+) -> dict[str, MoeRun]:
+    """One run after another, each from its seed's weights, on the same batches; `on_loss` as in `train_one`."""
+    return {name: train_one(name, config, plan, on_loss=on_loss) for name, config in configs.items()}
 
 
 @checked
-def train_side_by_side(configs: dict[str, ModelConfig], plan: TrainConfig | None = None) -> dict[str, MoeRun]:
+def train_side_by_side(
+    configs: dict[str, ModelConfig],
+    plan: TrainConfig | None = None,
+    on_loss: Callable[[str, float], None] | None = None,
+) -> dict[str, MoeRun]:
     """The same as `train_each`, with `warm_then_cosine`, each model in a process of its own, all at once.
 
     The ranks do not talk: two models on two idle cores or GPUs need the time of the slower one.
     """
-    runs = launch(_train_own, len(configs), configs, plan, timeout=600)
+    runs = launch(_train_own, len(configs), configs, plan, timeout=600, on_report=on_loss)
     return {run.name: run for run in runs}
 
 
 def _train_own(configs: dict[str, ModelConfig], plan: TrainConfig | None) -> MoeRun:
     """In a rank: the model with its number."""
     name = list(configs)[dist.get_rank()]
-    return train_one(name, configs[name], plan, schedule=warm_then_cosine)
+    return train_one(name, configs[name], plan, schedule=warm_then_cosine, on_loss=report)
 
 
 class LoadWatch:

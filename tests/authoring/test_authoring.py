@@ -10,6 +10,7 @@ from course_lib import authoring
 from course_lib.authoring.address import install_source
 from course_lib.authoring.columns import narrowed
 from course_lib.authoring.links import linked, navigation, with_links
+from course_lib.authoring.rules import width_problems
 
 ADDRESS = "https://github.com/somebody/their-copy"
 SOLUTION = """def double(x):
@@ -43,6 +44,14 @@ def problems_of(root, *cells):
     path = root / "notebooks" / "00_x.ipynb"
     authoring.write(with_links(authoring.normalise(chapter(*cells)), path, root), path)
     return authoring.notebook_problems(path, root)
+
+
+def test_what_a_cell_prints_is_at_most_100_characters_wide():
+    fits, wide = (new_code_cell("f()", id="f", outputs=[stream("ok\n" + "x" * size + "\n")]) for size in (100, 101))
+    says = "cell f: prints a line of 101 characters; print at most 100 on a line"
+    assert width_problems(fits) == [] and width_problems(wide) == [says]
+    data = new_output("execute_result", data={"text/plain": "y" * 101}, execution_count=1)
+    assert width_problems(new_code_cell("y", id="f", outputs=[data])) == [says]
 
 
 # The normal form

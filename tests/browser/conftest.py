@@ -18,7 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from course_lib.authoring import ROOT
+
 MARK = "COURSE_BROWSER_TEST"  # every process that the server starts inherits it, so that a leftover can be found
+WORKSPACE = ROOT / "course_lib" / "templates" / "default-37a8.jupyterlab-workspace"  # the left side closed
 SETTINGS = {
     "@jupyterlab/notebook-extension/tracker": '{"windowingMode": "none"}',  # cells out of sight stay in the page
     "@jupyterlab/apputils-extension/notification": '{"fetchNews": "false", "checkForUpdates": false}',
@@ -37,6 +40,17 @@ class Lab:
     def page_of(self, notebook: str) -> str:
         """The address of a notebook in the folder."""
         return f"{self.url}/lab/tree/{notebook}?token={self.token}"
+
+    def set_theme(self, name: str) -> None:
+        """Choose how the next page that is opened looks."""
+        write_setting(self.folder.parent, "@jupyterlab/apputils-extension/themes", f'{{"theme": "{name}"}}')
+
+
+def write_setting(place: Path, name: str, text: str) -> None:
+    """Write a user's setting of JupyterLab, below the folder of a test."""
+    path = place / "settings" / f"{name}.jupyterlab-settings"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def processes_marked(mark: str) -> list[psutil.Process]:
@@ -104,13 +118,12 @@ def _free_port() -> int:
 
 
 def _environment(tmp_path: Path, token: str, mark: str) -> dict[str, str]:
-    settings = tmp_path / "settings"
     for name, text in SETTINGS.items():
-        path = settings / f"{name}.jupyterlab-settings"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        write_setting(tmp_path, name, text)
+    (tmp_path / "workspaces").mkdir()
+    shutil.copy(WORKSPACE, tmp_path / "workspaces")  # the page of `make lab`
     own = {
-        "JUPYTERLAB_SETTINGS_DIR": settings,
+        "JUPYTERLAB_SETTINGS_DIR": tmp_path / "settings",
         "JUPYTERLAB_WORKSPACES_DIR": tmp_path / "workspaces",
         "JUPYTER_CONFIG_DIR": tmp_path / "config",
         "JUPYTER_RUNTIME_DIR": tmp_path / "runtime",

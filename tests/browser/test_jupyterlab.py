@@ -46,14 +46,19 @@ def tiny_notebook(*sources: str) -> nbformat.NotebookNode:
     return nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
 
 
-def run_all_cells(page, lab, notebook, limit_s: float) -> None:
-    """Open the notebook, run all cells from the menu, wait until each has its number; errors only where announced."""
-    code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+def start_all_cells(page, lab) -> None:
+    """Open the notebook and run all cells from the menu."""
     page.goto(lab.page_of("chapter.ipynb"))
     page.wait_for_selector(".jp-Notebook .jp-CodeCell")
     page.wait_for_selector("text=/ipykernel. . Idle/")  # the status bar; the toolbar says idle before there is a kernel
     page.wait_for_timeout(3000)
     click_run_all(page)
+
+
+def run_all_cells(page, lab, notebook, limit_s: float) -> None:
+    """Open the notebook, run all cells from the menu, wait until each has its number; errors only where announced."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    start_all_cells(page, lab)
     done = """count => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]
               .filter(prompt => /^\\[\\d+\\]:$/.test(prompt.textContent)).length >= count"""
     try:
@@ -155,6 +160,43 @@ def test_each_explorer_follows_its_own_slider_and_measures(lab, page):
     both = wait_for_other_pictures(page, measured)
     assert both[:3] == measured and len(both) == 4
     screenshot(page, "measured")
+
+
+WATCHED = """
+import time
+import torch.distributed as dist
+from course_lib.launch import launch, progress, report
+from course_lib.plots.live import LiveCurve
+
+def descend():
+    for step in progress(range(100), "steps"):
+        time.sleep(0.08)
+        if dist.get_rank() == 0:
+            report("loss", 3.0 / (step + 1))
+
+with LiveCurve("Loss of each step", steps=100) as curve:
+    launch(descend, 2, on_report=curve.add)
+"""
+
+
+def test_a_launch_has_a_bar_that_goes_and_a_curve_that_moves_and_stays(lab, page):
+    put_notebook(lab, tiny_notebook(WATCHED))
+    start_all_cells(page, lab)
+    bar, curve = page.locator(".jp-OutputArea div.widget-label"), page.locator(".jp-OutputArea-output img")
+    bar.wait_for()
+    texts, sources = set(), set()
+    while "*" in "".join(prompts(page)):
+        texts.update(bar.all_inner_texts())
+        if curve.count():
+            sources.add(curve.first.get_attribute("src"))
+            assert curve.count() == 1  # redrawn in its place
+        if len(sources) == 3:
+            screenshot(page, "launch_at_work")
+        page.wait_for_timeout(100)
+    assert len(texts) > 10 and all("steps · " in text and " of 100 · loss " in text for text in texts), texts
+    assert len(sources) > 3
+    assert bar.count() == 0 and curve.count() == 1 and page.locator(ERROR_OUTPUT).count() == 0
+    screenshot(page, "launch_done")
 
 
 @pytest.mark.parametrize(("stem", "label"), [("01_single_gpu_memory", "micro-batch")])

@@ -6,6 +6,7 @@ import sys
 import cloudpickle
 import pytest
 import torch
+from harness import sampled
 
 from course_lib.checks import ch04
 from course_lib.comm import all_gather, all_reduce
@@ -234,7 +235,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize(
-    ("check", "answer"), [(check, answer) for check, answers in RIGHT.items() for answer in answers]
+    ("check", "answer"), sampled([(check, answer) for check, answers in RIGHT.items() for answer in answers], 6)
 )
 def test_a_right_answer_that_is_arranged_otherwise_passes(check, answer, capsys):
     getattr(ch04, check)(answer)

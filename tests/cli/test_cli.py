@@ -15,6 +15,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from packaging.requirements import Requirement
 
 from course_lib import authoring
+from course_lib.authoring.rules import link_problems
 from course_lib.cli import commands as cli
 from course_lib.cli import doctor
 from course_lib.cli import notebooks as written
@@ -150,22 +151,31 @@ def test_a_chapter_whose_package_is_missing_does_not_run(machine):
     assert doctor.verdict(chapter, replace(machine, memory_bytes=8 << 30))[0]
 
 
-def test_new_writes_chapters_and_exercises_and_keeps_what_the_learner_changed(tmp_path, capsys):
+def test_new_writes_every_notebook_and_keeps_what_the_learner_changed(tmp_path, capsys):
     folder = tmp_path / "mine"
     assert cli.main(["new", str(folder)]) == 0
-    there = authoring.notebook_paths("notebooks", "exercises")
-    assert f"{len(there)} notebooks are in {folder}" in capsys.readouterr().out
+    there = authoring.notebook_paths("notebooks", "solutions", "exercises")
+    assert f"{len(there)} notebooks are in {folder}; start with" in capsys.readouterr().out
     for path in there:
         assert (folder / path.relative_to(authoring.ROOT)).read_bytes() == path.read_bytes()
-    assert not (folder / "solutions").exists()
     changed = folder / "exercises" / there[-1].name
     changed.write_text("my answers")
-    assert cli.main(["new", str(folder), "--solutions"]) == 0
+    assert cli.main(["new", str(folder)]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
     assert said == f"kept, as they differ from the course's (--force overwrites them): exercises/{changed.name}"
-    assert changed.read_text() == "my answers" and (folder / "solutions" / there[-1].name).exists()
+    assert changed.read_text() == "my answers"
     assert cli.main(["new", str(folder), "--force"]) == 0
     assert changed.read_bytes() == there[-1].read_bytes()
+
+
+def test_no_link_of_a_new_folder_is_dead(tmp_path):
+    assert cli.main(["new", str(tmp_path)]) == 0
+    paths = authoring.notebook_paths("notebooks", "exercises", "solutions", root=tmp_path)
+    assert [problem for path in paths for problem in link_problems(authoring.read(path), path)] == []
+    (tmp_path / "solutions" / paths[-1].name).unlink()
+    assert (
+        len(link_problems(authoring.read(tmp_path / "exercises" / paths[-1].name), tmp_path / "exercises" / "x")) == 2
+    )
 
 
 def test_new_tells_that_it_cannot_write_into_a_folder(tmp_path, capsys):

@@ -4,6 +4,7 @@ import torch.distributed as dist
 
 from course_lib import comm
 from course_lib.launch import launch
+from course_lib.minimal import ring
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 
@@ -58,19 +59,18 @@ def _every_dtype_and_the_ring():
     for dtype in DTYPES:
         for length in (size * 3, size * 3 + 1, max(1, size - 1), 0):
             x_P = torch.arange(length).to(dtype) + rank
-            x_p = comm.ring_reduce_scatter(x_P, group)
-            rings[dtype, length] = (
-                comm.ring_all_reduce(x_P, group),
-                x_p,
-                comm.ring_all_gather(x_p, group, total=length),
-                torch.equal(x_P, torch.arange(length).to(dtype) + rank),
-            )
+            whole = ring.ring_all_reduce(x_P, group)
+            rings[dtype, length] = whole, torch.equal(x_P, torch.arange(length).to(dtype) + rank)
     in_place = torch.ones(3) * rank
     work = comm.all_reduce_(in_place, group, async_op=True)
     work.wait()
     powers_P = torch.full((size,), 10.0**rank, dtype=torch.float64)
     steps = [powers_P.clone()]
-    comm.ring_all_reduce(powers_P, group, on_step=lambda x_P: steps.append(x_P.clone()))
+    pieces = powers_P.tensor_split(size)
+    for one_step in (ring.reduce_scatter_step, ring.all_gather_step):
+        for step in range(size - 1):
+            one_step(pieces, step, group)
+            steps.append(powers_P.clone())
     return collectives, rings, in_place, steps
 
 
@@ -120,11 +120,10 @@ def test_collectives_and_rings_equal_their_definition(size):
             for name, result in results.items():
                 exact = dtype is not torch.bfloat16 or name not in ("product", "mean", "mean piece", "mean on one")
                 assert _same(result, expected[name], exact), (name, dtype, rank, result, expected[name])
-        for (dtype, length), (whole, piece, gathered, input_kept) in rings.items():
+        for (dtype, length), (whole, input_kept) in rings.items():
             wanted = (torch.arange(length) * size + sum(range(size))).to(dtype)
             assert input_kept and whole.dtype == dtype
-            assert torch.equal(whole, wanted) and torch.equal(gathered, wanted)
-            assert torch.equal(piece, wanted.tensor_split(size)[rank])
+            assert torch.equal(whole, wanted)
         assert in_place.tolist() == [sum(range(size))] * 3
         _check_steps(steps, rank, size)
 
@@ -134,8 +133,8 @@ def _check_steps(steps, rank, size):
     assert len(steps) == 2 * (size - 1) + 1
     assert steps[0].tolist() == [10.0**rank] * size
     assert steps[-1].tolist() == [everybody] * size
-    finished_after_first_trip = [value == everybody for value in steps[size - 1].tolist()]
-    assert finished_after_first_trip == [size == 1 or index == rank for index in range(size)]
+    finished_after_first_phase = [value == everybody for value in steps[size - 1].tolist()]
+    assert finished_after_first_phase == [size == 1 or index == rank for index in range(size)]
 
 
 def _peers_and_splits():
@@ -150,7 +149,7 @@ def _peers_and_splits():
     uneven = comm.all_to_all(x, group, sent_rows=[[1, 2], [3, 0]][rank], received_rows=[[1, 3], [2, 0]][rank])
     pair = dist.new_group([1, 0])  # sorted by torch: rank 0 of the group is rank 0
     alone = [dist.new_group([other]) for other in (0, 1)][rank]
-    in_group = comm.broadcast(x[:1], 1, pair), comm.all_reduce(x[:1], alone), comm.ring_all_reduce(x[0], alone)
+    in_group = comm.broadcast(x[:1], 1, pair), comm.all_reduce(x[:1], alone), ring.ring_all_reduce(x[0], alone)
     return received, uneven, in_group, _mistakes(group, alone, rank)
 
 
@@ -159,7 +158,7 @@ def _mistakes(group, alone, rank):
     not_mine = dist.GroupMember.NON_GROUP_MEMBER
     calls = {
         "strided": lambda: comm.all_reduce(strided, group),
-        "strided ring": lambda: comm.ring_all_reduce(strided, group),
+        "strided ring": lambda: comm.pass_on(strided, strided, group),
         "strided send": lambda: comm.send(strided, 1 - rank, group),
         "no group": lambda: comm.all_reduce(whole, None),
         "not a member": lambda: comm.all_gather(whole, not_mine),
@@ -174,11 +173,10 @@ def _mistakes(group, alone, rank):
         "op": lambda: comm.all_reduce(whole, group, op="average"),
         "mean of whole numbers": lambda: comm.all_reduce(torch.ones(4, dtype=torch.int64), group, op="mean"),
         "mean later": lambda: comm.all_reduce_(whole, group, op="mean", async_op=True),
-        "ring without group": lambda: comm.ring_all_reduce(whole, None),
+        "ring without group": lambda: comm.pass_on(whole, whole, None),
         "to itself": lambda: comm.send(whole, rank, group),
         "beyond": lambda: comm.broadcast(whole, 2, group),
         "GPU by gloo": lambda: comm.check_point_to_point(torch.device("cuda"), group, "a ring"),
-        "wrong piece": lambda: comm.ring_all_gather(torch.ones(4), group, total=5),
     }
     texts = {}
     for name, call in calls.items():

@@ -28,7 +28,9 @@ ASKED = "it asks for the CPU by name"
 LEFT_OUT = {
     ("00", "swap_and_hang"): ASKED,
     ("00", "only_some_take_part"): ASKED,
-    ("00", "on_the_wire"): ASKED,
+    ("00", "wait_at_most_one_second"): ASKED,
+    ("00", "call_another_collective"): ASKED,
+    ("00_in_depth", "on_the_wire"): ASKED,
     ("03", "<lambda>"): DDP,
     ("03", "try_ddp"): DDP,
     ("03", "first_gradient"): DDP,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from course_lib import devices
 from course_lib.devices import choose_backend
-from course_lib.launch import RankError, _failures, _processes, _rank, _watch, launch, progress
+from course_lib.launch import RankError, _bar, _failures, _processes, _rank, _watch, launch, progress, report
 from course_lib.launch.launcher import MAX_RANKS, RANK_BYTES, most_ranks
 
 
@@ -192,6 +192,21 @@ def output_of(*arguments):
     return result.stdout
 
 
+def disagree():
+    x = torch.ones(2)
+    try:
+        dist.broadcast(x, 0) if dist.get_rank() == 1 else dist.all_reduce(x)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_the_debug_level_set_in_a_cell_names_a_mismatched_collective(monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    for said in launch(disagree, 2, timeout=20, backend="gloo"):
+        assert "Detected mismatch between collectives" in said
+        assert "OpType=ALLREDUCE" in said and "OpType=BROADCAST" in said
+
+
 def test_a_script_needs_no_main_guard(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     assert output_of("-W", "error", str(tmp_path / "script.py")) == "[(0, True), (3, True)]\n"
@@ -200,6 +215,28 @@ def test_a_script_needs_no_main_guard(tmp_path):
 def test_progress_outside_a_launch_is_an_ordinary_bar(capsys):
     assert list(progress(range(3), "here")) == [0, 1, 2]
     assert "here: 100%" in capsys.readouterr().err
+
+
+def test_report_takes_a_name_and_a_number_and_is_heard_by_nobody_outside_a_launch():
+    assert report("loss", 1.5) is None
+    for name, value, refused in ((3, 1.0, "name must be a text"), ("loss", "low", "value must be one number")):
+        with pytest.raises(TypeError, match=refused):
+            report(name, value)
+    with pytest.raises(TypeError, match=r"take .item\(\)"):
+        report("loss", torch.ones(2))
+    with pytest.raises(ValueError, match=r"on_report must be a function of \(name, value\) or None, got 3"):
+        launch(print, 1, on_report=3)
+
+
+def test_a_reported_number_stands_beside_the_bar_of_a_terminal(capsys):
+    bar = _bar.TextBar()
+    bar.draw("train", 1, 3, "loss 2.5")
+    bar.draw("train", 3, 3, "loss 1.5")
+    bar.draw("other", 0, 2)
+    bar.wait(0, 2)
+    bar.close()
+    shown = capsys.readouterr().err
+    assert "train: 100%" in shown and "3/3" in shown and "loss 1.5" in shown and "other:   0%" in shown
 
 
 def test_lines_are_what_a_terminal_would_be_left_with():

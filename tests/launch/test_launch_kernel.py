@@ -15,7 +15,7 @@ pytestmark = pytest.mark.launches
 SETUP = """
 import os, sys, time, signal, threading, subprocess, dataclasses
 import torch, torch.distributed as dist
-from course_lib.launch import launch, progress
+from course_lib.launch import launch, progress, report
 """
 
 
@@ -111,22 +111,62 @@ def test_live_lines_arrive_while_the_ranks_run(kernel):
     assert cell.out.endswith("end\n") and "[rank 0] late\n" in cell.out and "[rank 1] late\n" in cell.out
 
 
-def test_progress_bar_of_rank_0_is_drawn_in_the_cell_and_a_plain_tqdm_is_one_line(kernel):
+def texts_of_bars(cell):
+    """What the texts beside a cell's bars said, one after another, and whether each widget was closed."""
+    comms = [message["content"] for message in cell.messages if message["msg_type"].startswith("comm")]
+    opened = [message["content"]["comm_id"] for message in cell.messages if message["msg_type"] == "comm_open"]
+    closed = [message["content"]["comm_id"] for message in cell.messages if message["msg_type"] == "comm_close"]
+    states = [content["data"].get("state", {}) for content in comms]
+    texts = [state["value"] for state in states if isinstance(state.get("value"), str) and state["value"]]
+    return texts, set(closed) == set(opened)
+
+
+def test_progress_of_rank_0_is_a_bar_in_the_cell_that_goes_and_leaves_nothing_to_store(kernel):
     cell = kernel.show(
         """
 def slow():
     from tqdm import tqdm
-    for step in progress(range(5), "steps"):
-        time.sleep(0.05)
+    for step in progress(range(16), "steps"):
+        time.sleep(0.1)
+        if dist.get_rank() == 0:
+            report("loss", 1 / (step + 1))
     for step in tqdm(range(3)):
         time.sleep(0.02)
-results = launch(slow, 2)
+heard = []
+results = launch(slow, 2, on_report=lambda name, value: heard.append((name, value)))
 assert [len(lines) for lines in results.stderr] == [1, 1]
+print(heard == [("loss", 1 / (step + 1)) for step in range(16)])
 """
     )
-    assert "steps: 100%" in cell.err and "5/5" in cell.err
-    lines = cell.err.split("\n")  # a bar is drawn over itself, with its last state once or twice: one line
-    assert sum("steps: 100%" in line for line in lines) == 1 and cell.err.count("3/3") == 2
+    assert cell.out == "True\n"
+    texts, all_closed = texts_of_bars(cell)
+    counts = [int(text.split(" · ")[1].split(" of ")[0]) for text in texts]
+    assert all(re.fullmatch(r"steps · \d+ of 16 · loss 0\.\d+ · \d+ s", text) for text in texts), texts
+    assert len(set(counts)) >= 2 and counts == sorted(counts) and all_closed
+    shown = [message["content"]["data"] for message in cell.messages if message["msg_type"] == "display_data"]
+    assert [list(data) for data in shown] == [["application/vnd.jupyter.widget-view+json"]]  # no text, no picture
+    assert cell.err.count("3/3") == 2 and "steps" not in cell.err  # a plain tqdm in a rank is one line of stderr
+
+
+def test_a_launch_that_tells_nothing_shows_after_a_second_how_many_ranks_are_done(kernel):
+    cell = kernel.show("launch(lambda: time.sleep(2.2 * dist.get_rank()), 2)")
+    texts, all_closed = texts_of_bars(cell)
+    assert len(texts) >= 2 and all_closed
+    assert all(re.fullmatch(r"ranks done · [01] of 2 · \d+ s", text) for text in texts), texts
+
+
+def test_a_launch_that_fails_takes_its_bar_away(kernel):
+    cell = kernel.fail("launch(lambda: (time.sleep(1.6), [][dist.get_rank()]), 2)")
+    assert "IndexError" in cell.error
+    texts, all_closed = texts_of_bars(cell)
+    assert texts and all_closed
+
+
+def test_a_loop_in_the_cell_has_the_same_bar(kernel):
+    cell = kernel.show("for step in progress(range(8), 'loop'):\n    time.sleep(0.2)")
+    texts, all_closed = texts_of_bars(cell)
+    assert texts and all(re.fullmatch(r"loop · \d of 8 · \d s", text) for text in texts) and all_closed
+    assert cell.out == cell.err == ""
 
 
 def test_an_exception_names_its_rank_and_line_and_says_where_the_others_stood(kernel):
@@ -309,14 +349,17 @@ def with_accelerate(n):
     accelerator = Accelerator(cpu=True)
     print("hello from", accelerator.process_index)
     for _ in progress(range(3), "bar"):
-        pass
+        report("rank", accelerator.process_index)
     return accelerator.reduce(torch.tensor(float(accelerator.process_index + n))).item()
-results = launch(with_accelerate, 2, 1, via="accelerate")
+heard = []
+results = launch(with_accelerate, 2, 1, via="accelerate", on_report=lambda name, value: heard.append(value))
 print(list(results), results.lines[1], len(results.peak_bytes))
+print(sorted(heard))
 """
     )
-    assert cell.out == "[rank 0] hello from 0\n[rank 1] hello from 1\n[3.0, 3.0] ['hello from 1'] 2\n"
-    assert "bar: 100%" in cell.err
+    lines = ["[rank 0] hello from 0", "[rank 1] hello from 1", "[3.0, 3.0] ['hello from 1'] 2"]
+    assert cell.out.splitlines() == [*lines, "[0.0, 0.0, 0.0, 1.0, 1.0, 1.0]"]
+    assert "bar" not in cell.err
     work = "def work():\n    if dist.get_rank() == 1:\n        {}\n    dist.barrier()\n"
     work += "launch(work, 2, timeout=2, via='accelerate')"
     cell = kernel.fail(work.format("raise ValueError('mine')"))

@@ -21,6 +21,7 @@ from course_lib.comm import make_groups
 from course_lib.launch import launch
 from course_lib.layout import Mesh
 from course_lib.measure import ByteMeter, CommRecord
+from course_lib.minimal.ring import ring_all_reduce
 from course_lib.traffic import (
     all_gather_bytes,
     all_to_all_bytes,
@@ -65,7 +66,7 @@ def _every_collective():
     ]
     sent_rows, received_rows = ([9, 1, 1, 1], [9, 1, 1, 1]) if rank == 0 else ([1] * 4, [1] * 4)
     uneven = _sent(comm.all_to_all, torch.ones(sum(sent_rows), 5), group, sent_rows, received_rows)
-    odd = [(_sent(comm.all_reduce, x_P, group), _sent(comm.ring_all_reduce, x_P, group)) for x_P in _odd_tensors()]
+    odd = [(_sent(comm.all_reduce, x_P, group), _sent(ring_all_reduce, x_P, group)) for x_P in _odd_tensors()]
     return sent, uneven, odd
 
 
@@ -228,7 +229,7 @@ def _bytes_through_loopback(payload_bytes, repeats):
         before = psutil.net_io_counters(pernic=True)[loopback].bytes_sent
         dist.barrier()
         with ByteMeter() as meter:
-            comm.ring_all_reduce(x_P, group)
+            ring_all_reduce(x_P, group)
         dist.barrier()
         seen.append(psutil.net_io_counters(pernic=True)[loopback].bytes_sent - before)
         dist.barrier()

@@ -1,7 +1,8 @@
 """Bytes held and bytes sent: the formulas against simulated ranks of layouts drawn at random, along every axis.
 
-COURSE_LAYOUTS=300 pytest tests/memory/test_random_layouts.py draws so many layouts for each model and simulates a rank
-of every stage, at 0.3 to 1.5 s each. COURSE_MODELS=llama,gpt takes these models alone.
+One layout of each model is always drawn, and six by make test-exhaustive. COURSE_LAYOUTS=300 pytest -m exhaustive
+tests/memory/test_random_layouts.py draws so many layouts for each model and simulates a rank of every stage, at 0.3 to
+1.5 s each. COURSE_MODELS=llama,gpt takes these models alone.
 """
 
 import os
@@ -53,12 +54,12 @@ def differences(run, place):
     return wrong, error
 
 
-@pytest.mark.exhaustive
+@pytest.mark.parametrize("count", [1, pytest.param(COUNT, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_stage_of_random_layouts_holds_and_sends_what_the_formulas_say(name):
+def test_every_stage_of_random_layouts_holds_and_sends_what_the_formulas_say(name, count):
     """States and bytes sent to the byte, the peak to 1 %; one simulation of each rank gives all of it."""
     draw, wrong, errors = random.Random(name), [], []
-    for layout in random_layouts(MODELS[name], COUNT):
+    for layout in random_layouts(MODELS[name], count):
         config = replace(MODELS[name], num_layers=max(2, layout.num_stages))  # cheaper
         run = Run(config, layout, SEQ_LEN)
         for pp in range(layout.pp) if EVERY else [draw.randrange(layout.pp)]:
@@ -66,7 +67,7 @@ def test_every_stage_of_random_layouts_holds_and_sends_what_the_formulas_say(nam
             found, error = differences(run, place)
             errors.append((abs(error), f"{100 * error:+.2f} % {layout} {place}"))
             wrong += [f"{layout} {place}: {what}" for what in found]
-    print(f"{name}: {len(errors)} ranks of {COUNT} layouts, largest differences of the peak:")
+    print(f"{name}: {len(errors)} ranks of {count} layouts, largest differences of the peak:")
     print(*(text for _, text in sorted(errors, reverse=True)[:8]), sep="\n")
     assert not wrong, "\n".join(wrong)
 

@@ -12,7 +12,6 @@ import torch
 
 matplotlib.use("Agg")
 
-from course_lib.comm import ring_all_reduce
 from course_lib.config import preset
 from course_lib.hardware import GPUS, LINKS, PUBLISHED_BUS_BANDWIDTH, gpu
 from course_lib.launch import launch
@@ -20,6 +19,7 @@ from course_lib.layout import Mesh
 from course_lib.measure.tracker import KINDS as TRACKED_KINDS
 from course_lib.measure.tracker import Timeline
 from course_lib.memory.budget import budget
+from course_lib.minimal import ring
 from course_lib.plots import collectives, comparison, curves, formats, ladder, memory, mesh, palette, style, timeline
 from course_lib.span import Span
 from course_lib.timing import collective_s, dp_spans, exposed_s
@@ -242,7 +242,12 @@ def _states_of_the_ring(values):
     import torch.distributed as dist
 
     states = [values[dist.get_rank()]]
-    ring_all_reduce(torch.tensor(states[0]), dist.group.WORLD, on_step=lambda x_P: states.append(x_P.tolist()))
+    x_P = torch.tensor(states[0])
+    pieces = x_P.tensor_split(len(x_P))
+    for one_step in (ring.reduce_scatter_step, ring.all_gather_step):
+        for step in range(len(x_P) - 1):
+            one_step(pieces, step, dist.group.WORLD)
+            states.append(x_P.tolist())
     return states
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from harness import sampled
 
 from course_lib.config import ModelConfig, MoeConfig, preset
 from course_lib.flops import step_flops
@@ -87,7 +88,14 @@ def measured_under(config: ModelConfig, text: str, precision: str, steps: int) -
     }
 
 
-@pytest.mark.parametrize("cases", [ON_2, ON_4], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(ON_2, id="2 ranks"),
+        pytest.param(ON_4[-2:], id="4 ranks"),
+        pytest.param(ON_4[:-2], id="4 ranks, the others", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_simulated_ranks_equal_real_ones(cases):
     results = launch(measured, Layout.parse(cases[0][1]).world_size, cases, 3)
     for index, (config, text, precision) in enumerate(cases):
@@ -113,7 +121,7 @@ TAPED = [
 ]
 
 
-@pytest.mark.parametrize("config, text", TAPED, ids=[text for _, text in TAPED])
+@pytest.mark.parametrize("config, text", sampled(TAPED, 2), ids=[text for _, text in TAPED])
 def test_a_tape_changes_nothing_but_what_runs(config, text):
     layout = Layout.parse(text)
     for rank in (0, layout.world_size - 1):

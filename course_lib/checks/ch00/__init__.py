@@ -1,6 +1,7 @@
 """Graders of chapter 00: ranks and collectives.
 
 ranks.py                values, messages, ranks
+ring_build.py           a ring all-reduce from an empty cell
 alpha_beta.py           its arithmetic
 """
 
@@ -13,3 +14,4 @@ from course_lib.checks.ch00.ranks import (
     check_shift,
     check_tree_broadcast,
 )
+from course_lib.checks.ch00.ring_build import check_ring_all_reduce

@@ -23,8 +23,8 @@ def _whole_numbers(rng: random.Random, length: int) -> Tensor:
     return torch.randint(100, (length,), generator=fresh_generator(rng)).double()
 
 
-def _one_each(rng: random.Random, world_size: int, length: int) -> list[Tensor]:
-    """A tensor for every rank; no number of one rank is a number of another."""
+def one_each(rng: random.Random, world_size: int, length: int) -> list[Tensor]:
+    """Return a tensor for every rank; no element of one rank is an element of another."""
     return [1000.0 * (rank + 1) + _whole_numbers(rng, length) for rank in range(world_size)]
 
 
@@ -132,7 +132,7 @@ def check_tree_broadcast(answer, rng):
         )
         roots = [rng.randrange(1, world_size), 0]
         length = rng.randrange(1, 40)
-        calls = [Call(_one_each(rng, world_size, length), (src,)) for src in roots]
+        calls = [Call(one_each(rng, world_size, length), (src,)) for src in roots]
         for call, everybody in zip(calls, run_calls(answer, calls, hang), strict=True):
             where = f"{world_size} ranks, src {call.args[0]}"
             _expect_broadcast(everybody, call.inputs, call.args[0], where)
@@ -183,7 +183,7 @@ def check_shift(answer, rng):
 
 
 def _expect_shifts(answer, rng, world_size: int, distances_lengths: list[tuple[int, int]], hang: str) -> None:
-    calls = [Call(_one_each(rng, world_size, n), (d,)) for d, n in distances_lengths]
+    calls = [Call(one_each(rng, world_size, n), (d,)) for d, n in distances_lengths]
     for call, everybody in zip(calls, run_calls(answer, calls, hang), strict=True):
         distance, inputs = call.args[0], call.inputs
         for rank, seen in enumerate(everybody):
@@ -217,7 +217,7 @@ def check_all_reduce_by_doubling(answer, rng):
     """The sum on every rank in log2 N exchanges of the whole tensor."""
     length = rng.randrange(5, 30)
     for world_size in (2, 4):
-        inputs = _one_each(rng, world_size, length)
+        inputs = one_each(rng, world_size, length)
         hang = "Two partners swap: one of them must begin with recv, or both messages must be under way at once."
         [everybody] = run_calls(answer, [Call(inputs)], hang)
         for rank, seen in enumerate(everybody):
@@ -259,7 +259,7 @@ def check_all_reduce_in_two_levels(answer, rng):
     for num_nodes, ranks_per_node in ((2, 2), rng.choice([(1, 3), (3, 1)])):
         mesh = Mesh(dp=num_nodes, tp=ranks_per_node)
         length = 12 * rng.randrange(1, 9)
-        inputs = _one_each(rng, mesh.world_size, length)
+        inputs = one_each(rng, mesh.world_size, length)
         [everybody] = run_calls(answer, [Call(inputs)], SAME_CALLS, mesh, ("tp", "dp"))
         for rank, seen in enumerate(everybody):
             where = f"rank {rank}, {num_nodes} nodes of {ranks_per_node}"

@@ -1,0 +1,70 @@
+"""The grader of exercise 8, a ring all-reduce from an empty cell: any direction, any order of the pieces is right."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from course_lib.checks.ch00.ranks import ITEMSIZE, one_each
+from course_lib.checks.core import expect_close, expect_shape, fail, grader
+from course_lib.checks.observe import Call, Seen, expect_input_kept, expect_only_messages, run_calls
+
+HANG = (
+    "If all ranks begin with send, nobody receives: let both messages start at once, or let one rank begin with recv."
+)
+
+
+@grader
+def check_ring_all_reduce(answer, rng):
+    """The sum on every rank, from messages between neighbours, with at most 2 (N - 1) pieces sent by each rank."""
+    for world_size in (4, rng.choice([2, 3])):
+        whole = world_size * rng.randrange(4, 20)
+        lengths = [whole, whole + rng.randrange(1, world_size)]
+        calls = [Call(one_each(rng, world_size, length)) for length in lengths]
+        for call, everybody in zip(calls, run_calls(answer, calls, HANG), strict=True):
+            for rank, seen in enumerate(everybody):
+                where = f"rank {rank} of {world_size}, {len(call.inputs[0])} elements"
+                _expect_sum(seen, rank, call.inputs, where)
+                expect_input_kept(seen, where)
+                _expect_ring(seen, rank, call.inputs, where)
+
+
+def _expect_sum(seen: Seen, rank: int, inputs: list[Tensor], where: str) -> None:
+    total = torch.stack(inputs).sum(0)
+    expect_only_messages(seen, where)
+    expect_shape(seen.result, total.shape, where)
+    wrong = {
+        "it has its own tensor; nothing was added": inputs[rank],
+        "averaged, not summed": total / len(inputs),
+    }
+    if not any(torch.allclose(seen.result, value) for value in wrong.values()):
+        _expect_all_pieces(seen.result, total, len(inputs), where)
+    expect_close(seen.result, total, where, wrong)
+
+
+def _expect_all_pieces(result: Tensor, total: Tensor, size: int, where: str) -> None:
+    """Say which part of the sum is missing, where some elements have it."""
+    right, rest = result == total, len(total) % size
+    if rest and right[:-rest].all() and not right[-rest:].any():
+        fail(f"{where}: the last {rest} elements are not summed; the length does not divide by {size}, so pad or split")
+    if right.any() and not right.all():
+        fail(
+            f"{where}: {right.sum().item()} of {len(total)} elements have the full sum; a finished piece must reach "
+            "every rank, which takes N - 1 more steps"
+        )
+
+
+def _expect_ring(seen: Seen, rank: int, inputs: list[Tensor], where: str) -> None:
+    """A padded tensor is allowed, so each piece may have ceil(P / N) elements."""
+    size, length = len(inputs), len(inputs[0])
+    neighbours = {(rank + 1) % size, (rank - 1) % size}
+    strangers = sorted(set(seen.sent_to) - neighbours)
+    if strangers:
+        fail(f"{where}: it sent to {strangers}; in a ring a rank sends only to its neighbours, {sorted(neighbours)}")
+    enough = 2 * (size - 1) * math.ceil(length / size) * ITEMSIZE
+    if seen.sent_bytes > enough:
+        in_pieces = seen.sent_bytes <= 1.5 * length / size * ITEMSIZE * len(seen.sent_to)
+        why = (
+            "stop after N - 1 steps of each phase" if in_pieces else "cut the tensor into N pieces, and send one a step"
+        )
+        fail(f"{where}: it sent {seen.sent_bytes:,} bytes, and {enough:,} are enough: {why}")

@@ -1,0 +1,84 @@
+"""A bar that shows how far a loop or a launch is: in a notebook below the cell, and gone when it ends; else as text.
+
+In a notebook the bar is a widget and nothing else: no text of it is stored, so that two runs leave the same outputs.
+"""
+
+import importlib.util
+import sys
+import time
+
+from tqdm.std import tqdm
+
+PATIENCE_S = 1.0  # what is done sooner needs no bar
+REDRAW_S = 0.2
+VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+def open_bar():
+    """Return a bar for where this process runs: a notebook with ipywidgets, or anything else."""
+    ipython = sys.modules.get("IPython")
+    in_notebook = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+    return CellBar() if in_notebook and importlib.util.find_spec("ipywidgets") else TextBar()
+
+
+class CellBar:
+    """A bar below the cell, from the first call of `draw` after `PATIENCE_S` until `close`."""
+
+    def __init__(self):
+        self._start = time.monotonic()
+        self._drawn_at = 0.0
+        self._box = None
+
+    def draw(self, description: str, count: int, total: int | None, note: str = "") -> None:
+        now = time.monotonic()
+        if now - self._start < PATIENCE_S or now - self._drawn_at < REDRAW_S:
+            return
+        self._drawn_at = now
+        if self._box is None:
+            self._show()
+        bar, text = self._box.children
+        bar.max, bar.value = total or max(count, 1), count
+        of_total = "" if total is None else f" of {total:,}"
+        text.value = " · ".join(filter(None, (description, f"{count:,}{of_total}", note, f"{now - self._start:.0f} s")))
+
+    def wait(self, ranks_done: int, world_size: int) -> None:
+        """Draw how many ranks are done, for a launch whose function tells nothing of its progress."""
+        self.draw("ranks done", ranks_done, world_size)
+
+    def close(self) -> None:
+        if self._box is None:
+            return
+        bar, text = self._box.children
+        for part in (bar.layout, bar.style, bar, text.layout, text.style, text, self._box.layout, self._box):
+            part.close()
+
+    def _show(self) -> None:
+        import ipywidgets
+        from IPython.display import display
+
+        self._box = ipywidgets.HBox([ipywidgets.IntProgress(), ipywidgets.Label()])
+        view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
+        display({VIEW: view}, raw=True)
+
+
+class TextBar:
+    """A bar in the terminal, which stays there."""
+
+    def __init__(self):
+        self._bar = None
+
+    def draw(self, description: str, count: int, total: int | None, note: str = "") -> None:
+        if self._bar is not None and (count < self._bar.n or self._bar.desc != description):
+            self.close()
+        if self._bar is None:
+            self._bar = tqdm(desc=description, total=total, file=sys.stderr)
+        self._bar.set_postfix_str(note, refresh=False)
+        self._bar.update(count - self._bar.n)
+
+    def wait(self, ranks_done: int, world_size: int) -> None:
+        """Draw nothing: a script's output has no line for a launch that works."""
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

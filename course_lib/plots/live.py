@@ -1,0 +1,107 @@
+"""A curve that is drawn again while its points come, so that a training can be watched; its last picture stays.
+
+with LiveCurve("Loss of each step", steps=200) as curve:
+    launch(train, 4, on_report=curve.add)          # a rank calls report("loss", loss.item())
+"""
+
+import numbers
+import sys
+import time
+from collections.abc import Sequence
+from io import BytesIO
+
+import matplotlib.pyplot as plt
+
+from course_lib.plots.curves import LINE_COLORS, LINE_STYLES
+from course_lib.plots.style import FULL_WIDTH_IN, SHARPNESS, describe, picture_output, style
+from course_lib.validate import Size, checked
+
+REDRAW_S = 0.5
+SHARE = 0.1  # of the time, at most, that drawing takes from the training
+
+
+class LiveCurve:
+    """Curves of a number by step, one for each name that `add` is called with.
+
+    In a notebook one picture changes in place while the points come. The last one is drawn at the end of the `with`.
+    """
+
+    @checked
+    def __init__(self, title: str, steps: Size | None = None, xlabel: str = "step", ylabel: str = "loss"):
+        self.title, self.steps, self.xlabel, self.ylabel = title, steps, xlabel, ylabel
+        self.values: dict[str, list[float]] = {}
+        self._display_id = None
+        self._next_s = time.monotonic() + REDRAW_S
+
+    def add(self, name: str, value: float) -> None:
+        """Take the next value of the curve of that name; draw if the last picture is old enough.
+
+        A value that is not finite leaves a gap in the curve.
+        """
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"add is given {name!r} and {value!r}; give the name of a curve and one number")
+        self.values.setdefault(name, []).append(float(value))
+        start_s = time.monotonic()
+        if start_s >= self._next_s:
+            if _notebook():
+                self._show()
+            now_s = time.monotonic()
+            self._next_s = now_s + max(REDRAW_S, (now_s - start_s) / SHARE)
+
+    def __enter__(self) -> "LiveCurve":
+        return self
+
+    def __exit__(self, *failure) -> None:
+        """Draw the last picture, after a failure, too: it shows how far the training came."""
+        if not self.values:
+            return
+        if _notebook():
+            self._show()
+        else:
+            figure = self.figure()
+            plt.show()
+            plt.close(figure)
+
+    def figure(self):
+        """Draw what has come so far."""
+        with style():
+            figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN * 0.85, 3.0))
+            for index, (name, values) in enumerate(self.values.items()):
+                look = {"color": LINE_COLORS[index % 6], "linestyle": LINE_STYLES[index % 6]}
+                smooth = _running_mean(values, max(1, (self.steps or len(values)) // 40))
+                steps = range(1, len(values) + 1)
+                if smooth != values:
+                    axes.plot(steps, values, color=look["color"], linewidth=0.8, alpha=0.3)
+                axes.plot(steps, smooth, label=name, **look)
+            axes.set(xlabel=self.xlabel, ylabel=self.ylabel)
+            if self.steps is not None:
+                axes.set_xlim(0, self.steps)
+            axes.set_title(self.title)
+            axes.legend(loc="upper right")
+            axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+        return figure
+
+    def _show(self) -> None:
+        from IPython.display import display, update_display
+
+        figure, buffer = self.figure(), BytesIO()
+        with style():
+            figure.savefig(buffer, format="png", dpi=SHARPNESS * figure.dpi)
+        data, metadata = picture_output(buffer.getvalue(), describe(figure), f"<curves: {self.title}>")
+        plt.close(figure)
+        if self._display_id is None:
+            self._display_id = display(data, raw=True, metadata=metadata, display_id=True).display_id
+        else:
+            update_display(data, raw=True, metadata=metadata, display_id=self._display_id)
+
+
+def _running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Return for each value the mean of it and those before it, `width` in all; fewer at the start."""
+    parts = [values[max(stop - width, 0) : stop] for stop in range(1, len(values) + 1)]
+    return [sum(part) / len(part) for part in parts]
+
+
+def _notebook() -> bool:
+    """Whether a cell can show a picture that changes."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")

@@ -1,0 +1,257 @@
+"""Predictions of a framework's runs: counted where they can be counted, refused where they cannot be, fitted again."""
+
+import csv
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from course_lib.cli import main
+from course_lib.config import ModelConfig, preset
+from course_lib.hardware import Cluster, gpu, link
+from course_lib.layout import Layout
+from course_lib.memory.states import count_parameters
+from course_lib.predict import RATES, Rates, predict, predict_table
+from course_lib.predict.nanotron import memory_of, parameters_of, seconds_of, stages_of, stalls
+from course_lib.predict.table import ADDED, READ, read_models, read_rows, run_of
+from course_lib.run import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import fit_rates  # noqa: E402 - a script beside the package
+
+CLUSTER = Cluster(gpu("h100"), link("nvlink4"), link("efa"))
+SHAPES = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 32, "ffn": 14336, "vocab": 131072, "tied": False}
+SMALL = SHAPES | {"layers": 16, "hidden": 2048, "ffn": 8192, "tied": True}
+EIGHT = ModelConfig("8B", 32, 4096, 32, 32, 14336, 131072, 4096)
+TABLE = Path(os.environ.get("MEASURED_RUNS", ROOT.parent / "shared" / "data" / "cluster_runs.csv"))
+
+
+def a_run(config=EIGHT, **axes) -> Run:
+    return Run(config, Layout(**{"micro_batches": 8, **axes}), 4096, "bf16-master-fp32-grads")
+
+
+def a_table(folder: Path, rows: list[dict], **models) -> tuple[Path, Path]:
+    runs, shapes = folder / "runs.csv", folder / "models.json"
+    with open(runs, "w", newline="") as file:
+        writer = csv.DictWriter(file, ["model", *READ, *[key for key in rows[0] if key not in ("model", *READ)]])
+        writer.writeheader()
+        writer.writerows(rows)
+    shapes.write_text(json.dumps(models or {"8B": SHAPES, "1B": SMALL}))
+    return runs, shapes
+
+
+def a_row(**changed) -> dict:
+    return {
+        "model": "8B",
+        "nodes": 2,
+        "gpus": 16,
+        "mbs": 1,
+        "grad_acc": 64,
+        "dp": 4,
+        "pp": 1,
+        "tp": 4,
+        "zero": 1,
+    } | changed
+
+
+# ---- the cut
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4, 8, 16, 32])
+def test_every_layer_and_each_end_is_on_one_stage(pp):
+    stages = stages_of(EIGHT, pp)
+    assert sum(stage.layers for stage in stages) == 32
+    assert [stage.embedding for stage in stages] == [True] + [False] * (pp - 1)
+    assert sum(stage.head for stage in stages) == 1
+    assert sum(parameters_of(EIGHT, stage) for stage in stages) == count_parameters(EIGHT) - EIGHT.d_model
+
+
+def test_the_head_costs_as_much_as_two_layers_and_takes_their_place():
+    # a layer has 243 M parameters, the head 537 M: 34.2 layers' worth, 8.55 a stage
+    assert [(stage.layers, stage.head) for stage in stages_of(EIGHT, 4)] == [(9, 0), (9, 0), (8, 0), (6, 1)]
+
+
+def test_a_tied_head_is_counted_once_beside_the_embedding():
+    tied = replace(EIGHT, tied=True)
+    assert parameters_of(tied, stages_of(tied, 1)[0]) == count_parameters(tied) - tied.d_model
+
+
+# ---- memory
+
+
+def test_states_are_18_bytes_a_parameter_and_zero_shards_12_of_them():
+    kinds = memory_of(a_run(dp=8), RATES, 1)
+    parameters = count_parameters(EIGHT) - EIGHT.d_model
+    states = [kinds[name] for name in ("parameters", "gradients", "optimizer")]
+    assert states == [2 * parameters, 4 * parameters, 12 * parameters]
+    assert memory_of(a_run(dp=8, zero_stage=1), RATES, 1)["optimizer"] == 12 * parameters / 8
+
+
+def test_activations_grow_with_micro_batch_and_with_micro_batches_in_flight():
+    def kept(**axes) -> float:
+        return memory_of(a_run(**axes), RATES, 1)["activations"]
+
+    assert kept(tp=4, micro_batch=16) == 2 * kept(tp=4, micro_batch=8)
+    assert kept(tp=8, micro_batch=16) == kept(tp=4, micro_batch=8)
+    one, four = kept(tp=2, pp=4, micro_batch=8, micro_batches=1), kept(tp=2, pp=4, micro_batch=8, micro_batches=16)
+    assert four == pytest.approx(4 * one)
+
+
+def test_the_update_is_the_peak_of_small_batches():
+    kinds = memory_of(a_run(tp=8, micro_batches=1), RATES, 1)
+    assert kinds["update"] > 0 and kinds["activations"] == 0
+
+
+# ---- time
+
+
+def test_parts_add_up_and_tokens_follow():
+    found = predict(a_run(dp=4, tp=4, zero_stage=1), CLUSTER)
+    assert found.step_s == pytest.approx(sum(found.seconds_by_part.values()))
+    assert found.tokens_per_s_per_gpu == pytest.approx(32 * 4096 / found.step_s / 16)
+    assert found.memory_bytes == sum(found.bytes_by_kind.values())
+
+
+def test_a_pipeline_over_64_nodes_stalls_and_one_node_does_not():
+    over, inside = a_run(dp=32, pp=2, tp=8, zero_stage=1), a_run(pp=2, tp=4)
+    assert stalls(over, 64) and not stalls(inside, 1)
+    assert seconds_of(over, CLUSTER, RATES, 64)["stall"] == RATES.stall_s * 9
+    assert predict(over, CLUSTER).mfu < 0.08
+
+
+def test_tensor_parallel_over_nodes_is_slower_than_pipeline():
+    wide, deep = a_run(tp=32, micro_batches=64), a_run(tp=4, pp=8, micro_batches=64)
+    assert predict(wide, CLUSTER).tokens_per_s_per_gpu < predict(deep, CLUSTER).tokens_per_s_per_gpu / 2
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (a_run(cp=2), "choose cp 1"),
+        (Run(preset("mixtral-8x7b"), Layout(ep=2, dp=2), 4096), "choose ep 1"),
+    ],
+)
+def test_what_no_run_was_fitted_to_is_refused(run, said):
+    with pytest.raises(ValueError, match=said):
+        predict(run, CLUSTER)
+
+
+def test_unknown_frameworks_and_implausible_rates_are_refused():
+    with pytest.raises(ValueError, match="known: nanotron"):
+        predict(a_run(), CLUSTER, framework="megatron")
+    with pytest.raises(ValueError, match="plausible: 0.3 to 0.8"):
+        Rates(matmul_share=2.0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"mbs": "x"}, "mbs is 'x'"),
+        ({"gpus": 8}, "gpus is 8, but dp x pp x tp is 16"),
+        ({"model": "9B"}, "known: 8B, 1B"),
+    ],
+)
+def test_a_row_that_makes_no_sense_says_why(tmp_path, changed, said):
+    runs, models = a_table(tmp_path, [a_row(**changed)])
+    with pytest.raises(ValueError, match=said):
+        run_of(read_rows(runs)[0], read_models(models, 4096), 4096)
+
+
+def test_files_that_lack_something_are_told_in_one_line(tmp_path, capsys):
+    runs, models = a_table(tmp_path, [a_row()], **{"8B": {"layers": 32}})
+    assert main(["predict", str(runs), "--models", str(models), "--out", str(tmp_path / "out.csv")]) == 2
+    assert "required: layers, hidden" in capsys.readouterr().err
+    (tmp_path / "short.csv").write_text("model,nodes\n8B,1\n")
+    assert main(["predict", str(tmp_path / "short.csv"), "--models", str(models), "--out", "x"]) == 2
+    assert "has no column gpus, mbs" in capsys.readouterr().err
+    assert main(["predict", str(tmp_path / "none.csv"), "--models", str(models), "--out", "x"]) == 2
+    assert "there is no file" in capsys.readouterr().err
+
+
+# ---- the table
+
+
+def test_the_table_keeps_its_columns_and_gains_five(tmp_path):
+    rows = [a_row(status="ok"), a_row(status="crashed", pp=64, gpus=1024)]
+    runs, models = a_table(tmp_path, rows)
+    out = tmp_path / "out.csv"
+    assert main(["predict", str(runs), "--models", str(models), "--out", str(out)]) == 0
+    first, second = csv.DictReader(out.open())
+    assert list(first) == ["model", *READ, "status", *ADDED]
+    found = predict(run_of(first, read_models(models, 4096), 4096), CLUSTER)
+    assert float(first["predicted_mem_gb"]) == pytest.approx(found.memory_bytes / 1e9, abs=0.005)
+    assert float(first["predicted_tok_s_gpu"]) == pytest.approx(found.tokens_per_s_per_gpu, abs=0.05)
+    assert first["fits"] == "yes" and "most memory" in first["why"]
+    assert second["predicted_mem_gb"] == "" and second["fits"] == "no" and "32 layers" in second["why"]
+
+
+def test_two_thousand_rows_take_seconds(tmp_path):
+    rows = [a_row(mbs=1 + index % 4, grad_acc=16 + index) for index in range(2000)]
+    runs, models = a_table(tmp_path, rows)
+    begun = time.process_time()
+    assert len(predict_table(runs, models, CLUSTER, 4096, "nanotron", tmp_path / "out.csv")) == 2000
+    assert time.process_time() - begun < 20
+
+
+# ---- the fit
+
+
+def test_the_fit_finds_the_rates_that_made_a_table(tmp_path):
+    """Runs made with other rates, fitted from the package's own: every rate comes back."""
+    true = Rates(
+        **{name: value * (1.08 if index % 2 else 0.93) for index, (name, value) in enumerate(asdict(RATES).items())}
+    )
+    models = {
+        "8B": EIGHT,
+        "1B": replace(EIGHT, name="1B", num_layers=16, d_model=2048, d_ff=8192, head_dim=64, tied=True),
+    }
+    grid = [
+        (name, dp, pp, tp, zero, mbs)
+        for name in models
+        for dp, pp, tp in [(16, 1, 1), (4, 1, 4), (64, 1, 4), (2, 1, 8), (2, 4, 4), (4, 8, 2), (32, 2, 8), (8, 4, 1)]
+        for zero in (0, 1)
+        for mbs in (1, 2, 4, 8)
+    ]
+    measured = []
+    for name, dp, pp, tp, zero, mbs in grid:
+        run = a_run(models[name], dp=dp, pp=pp, tp=tp, zero_stage=zero, micro_batch=mbs, micro_batches=16)
+        one = fit_rates.Measured(run, max(1, dp * pp * tp // 8), name, 20.0, 1.0, 1.0)
+        measured.append(
+            replace(
+                one,
+                tokens_per_s_per_gpu=fit_rates.speed(one, true, CLUSTER),
+                memory_gb=fit_rates.memory_gb(one, true),
+            )
+        )
+    assert asdict(fit_rates.fit(measured, CLUSTER)) == pytest.approx(asdict(true), rel=0.02)
+
+
+@pytest.mark.skipif(not TABLE.is_file(), reason=f"the table of measured runs is not here (MEASURED_RUNS={TABLE})")
+def test_errors_on_measured_runs(capsys, tmp_path):
+    shapes = {
+        "1B": SMALL,
+        "3B": SMALL | {"layers": 28, "hidden": 3072},
+        "8B": SHAPES,
+        "80B": SHAPES | {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 64, "ffn": 28672},
+    }
+    (tmp_path / "models.json").write_text(json.dumps(shapes))
+    measured = fit_rates.read_measured(TABLE, read_models(tmp_path / "models.json", 4096), 4096)
+    found = fit_rates.errors(measured, RATES, CLUSTER)
+    fitting = [predict(one.run, CLUSTER).fits for one in measured]
+    with capsys.disabled():
+        print({name: round(value, 3) for name, value in found.items()}, "fit", sum(fitting) / len(fitting))
+    assert found["memory, median error"] <= 0.05
+    assert found["memory, nine in ten within"] <= 0.17
+    assert found["tokens/s, median error"] <= 0.07
+    assert found["tokens/s, nine in ten within"] <= 0.35
+    assert found["rank correlation in a cell, median"] >= 0.88
+    assert found["of runs below 5 % MFU, predicted below 8 %"] >= 0.9
+    assert sum(fitting) >= 0.97 * len(fitting)
