@@ -180,6 +180,16 @@ PUBLISHED_DP_THROUGHPUT: dict[int, float] = {
     8: 40149.94, 16: 37609.69, 32: 35367.61, 64: 31112.23, 128: 26446.44, 256: 15700.38,
 }  # fmt: skip
 
+# Batches of published runs: billions of tokens seen -> millions of tokens in a step. In between the batch grows evenly;
+# two entries close together are a sudden change. The runs of Llama 3 and DeepSeek-V3 go on, with the last batch, to
+# 15,600 and 14,800 billion tokens. Sources: LLaMA (arXiv:2302.13971), table 2; Llama 3 (arXiv:2407.21783), section 3.4;
+# DeepSeek-V3 (arXiv:2412.19437), section 4.2: 3,072 to 15,360 sequences of 4,096 tokens.
+PUBLISHED_BATCH_RAMPS: dict[str, dict[float, float]] = {
+    "DeepSeek-V3": {0: 12.6, 469: 62.9, 5000: 62.9},
+    "Llama 3 405B": {0: 4, 0.252: 4, 0.253: 8, 2870: 8, 2871: 16, 5000: 16},
+    "LLaMA-1 65B": {0: 4, 1400: 4},
+}
+
 # Tensor parallelism alone, and with sequence parallelism, on H100 in nodes of 8, sequences of 4096 tokens, the model
 # "playbook-3b": tp -> (tokens per second and GPU, largest micro-batch). Each point runs its largest micro-batch.
 # Source: Ultra-Scale Playbook, data of its figures of TP and of TP + SP scaling (nanotron).

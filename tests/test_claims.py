@@ -121,11 +121,11 @@ def test_every_claim_that_a_test_names_is_in_the_list():
     ("change", "problem"),
     [
         ({"where": ""}, "nothing recomputes it"),
-        ({"where": "notebooks/03_data_parallel.ipynb#bucket-saw"}, "nothing recomputes it"),  # prose
-        ({"where": "notebooks/03_data_parallel.ipynb#widget"}, "nothing recomputes it"),  # its output is not compared
-        ({"where": "notebooks/03_data_parallel.ipynb#no-such-cell"}, "is no cell"),
+        ({"where": "notebooks/03_data_parallel_in_depth.ipynb#bucket-saw"}, "nothing recomputes it"),  # prose
+        ({"where": "notebooks/03_data_parallel_in_depth.ipynb#widget"}, "nothing recomputes it"),  # not compared
+        ({"where": "notebooks/03_data_parallel_in_depth.ipynb#no-such-cell"}, "is no cell"),
         ({"where": "notebooks/99_no_such_chapter.ipynb#title"}, "is no cell"),
-        ({"where": "notebooks/03_data_parallel.ipynb#bucketed"}, "shows nothing and asserts nothing"),
+        ({"where": "notebooks/03_data_parallel_in_depth.ipynb#bucketed"}, "shows nothing and asserts nothing"),
         ({"where": "tests/timing/test_timing.py::test_no_such_test"}, "is no test"),
         ({"where": "tests/test_no_such_file.py::test_it"}, "is no test"),
         ({"where": "tests/gpu/test_memory_gpu.py::test_the_cuda_context_is_measured"}, "nothing recomputes it"),
@@ -134,11 +134,11 @@ def test_every_claim_that_a_test_names_is_in_the_list():
             {"where": "tests/timing/test_timing.py::test_a_line_is_found_back", "recomputed_value": "436.0"},
             "none of its numbers",
         ),
-        ({"topic": "ops", "where": "notebooks/03_data_parallel.ipynb#no-such-cell"}, "is no cell"),
+        ({"topic": "ops", "where": "notebooks/03_data_parallel_in_depth.ipynb#no-such-cell"}, "is no cell"),
     ],
 )
 def test_a_planted_fault_is_found(change, problem):
     claim = {"id": "C047", "topic": "dp", "recomputed_value": "unchanged"} | change
     assert any(problem in found for found in claim_problems(claim))
     right = {"id": "C047", "topic": "dp", "recomputed_value": "unchanged"}
-    assert claim_problems(right | {"where": "notebooks/03_data_parallel.ipynb#bucket-measure"}) == []
+    assert claim_problems(right | {"where": "notebooks/03_data_parallel_in_depth.ipynb#bucket-measure"}) == []

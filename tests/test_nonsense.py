@@ -34,6 +34,7 @@ from course_lib.memory.zero import Offload, offload_link_bytes
 from course_lib.model import build, moe_layers
 from course_lib.model.moe import route
 from course_lib.model.synthetic_routing import synthetic_routing
+from course_lib.plots.data_parallel import backward_on_streams
 from course_lib.run import Run
 from course_lib.schedules import Costs, make, simulate
 from course_lib.span import Span
@@ -423,6 +424,11 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_bandwidth": {"published": {"measured": CURVE}, "models": {"model": CURVE}},
         "show_throughput": {"published": CURVE, "model": CURVE},
         "show_alpha_beta": {},
+    },
+    "plots.data_parallel": {
+        "show_buckets": {"sizes": {"w": 4, "b": 2}, "buckets": [["b"], ["w"]]},
+        "backward_on_streams": {},
+        "show_streams": {"spans": backward_on_streams()},
     },
     "plots.experts": {
         "show_load": {"load": [1, 2, 3, 4], "experts_per_rank": 2},

@@ -11,6 +11,7 @@ LESSONS = (  # grows as chapters are divided into a lesson and a second reading
     "00_ranks_and_collectives",
     "02a_precision",
     "02b_activations",
+    "03_data_parallel",
     "04_zero",
 )
 MOST_WORDS, MOST_CODE_LINES, MOST_CELL_LINES, MOST_IMPORTS, MOST_PREDICTIONS = 3000, 300, 30, 20, 8

@@ -1,25 +1,31 @@
-"""One line each: is a trainer right, what does it send, what does it hold.
+"""One line each: is a trainer right, what does it send, what does it hold, what does it do at the same time.
 
-`trainer` is a class as in zero.py: trainer(model, make_optimizer, group), with backward(micro_batches), update() and
-full_parameters(). All functions run it on real ranks, on the same tiny Llama and the same text.
+`trainer` is a class as in data.py and zero.py: trainer(model, make_optimizer, group), with backward(micro_batches),
+update() and full_parameters(). All functions run it on real ranks, on the same tiny Llama and the same text.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
 
+from course_lib import comm
 from course_lib.config import preset
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter, MemoryTracker, Timeline
+from course_lib.minimal.data import DataParallel
 from course_lib.model import build
+from course_lib.span import Span
 from course_lib.training import MasterAdamW, loss_of
 from course_lib.training.data import batch, micro_batches, tokens
 from course_lib.validate import Size, checked
 
 CONFIG = preset("toy")
 SEQUENCES, SEQ_LEN = 12, 32  # the global batch of a step
+_EVENTS = ("trainer.backward", "autograd::engine::evaluate_function", "Optimizer.step", "gloo:all_reduce")
 sgd = partial(torch.optim.SGD, lr=0.1)
 adamw = partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
 master_adamw = partial(MasterAdamW, lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
@@ -37,7 +43,22 @@ def compare_with_one_process(trainer: type, world_size: Size = 4, num_micro_batc
 @checked
 def sent_bytes(trainer: type, world_size: Size = 4, num_micro_batches: Size = 1) -> int:
     """Return the bytes that one rank sends in a step, with parameters and gradients in bfloat16."""
-    return launch(_sent, world_size, trainer, num_micro_batches)[0]
+    return launch(_sent, world_size, trainer, num_micro_batches)[0].sent_bytes
+
+
+@checked
+def sent_messages(trainer: type, world_size: Size = 4, num_micro_batches: Size = 1) -> int:
+    """Return how many collectives one rank calls in a step."""
+    return sum(launch(_sent, world_size, trainer, num_micro_batches)[0].calls.values())
+
+
+@checked
+def trace_of_a_step(trainer: type, world_size: Size = 2) -> list[Span]:
+    """Return what rank 0 was busy with in one step, as torch.profiler saw it: computation, and each all-reduce.
+
+    On the CPU, where both lanes share the cores: the order is that of GPUs, the seconds are not.
+    """
+    return launch(_trace, world_size, trainer, backend="gloo", quiet=True)[0]
 
 
 @checked
@@ -58,6 +79,23 @@ def bytes_after_backward(trainer: type, world_size: Size = 4) -> int:
 def memory_of_a_step(trainer: type, world_size: Size = 4, seq_len: Size = SEQ_LEN) -> Timeline:
     """Return which bytes are alive on one rank at each moment of a step."""
     return launch(_memory, world_size, trainer, seq_len)[0][1]
+
+
+@checked
+def started_in_backward(spans: Sequence[Span]) -> tuple[int, int]:
+    """Return how many all-reduces of a trace start before its backward is over, and how many there are."""
+    stop_s = next(span.stop_s for span in spans if span.name == "backward")
+    starts = [span.start_s for span in spans if span.lane == "communication"]
+    return sum(start_s < stop_s for start_s in starts), len(starts)
+
+
+@checked
+def gradient_squares(steps: Size, sequences: Size = 4, world_size: Size = 2) -> list[tuple[float, float]]:
+    """Train with AdamW; return of each step the mean squared norm of a rank's gradient, and that of the mean.
+
+    sequences   of each rank in a step
+    """
+    return launch(_squares, world_size, steps, sequences)[0]
 
 
 def micro_batches_of_rank(step: int, num_micro_batches: int, seq_len: int = SEQ_LEN) -> list[tuple[Tensor, Tensor]]:
@@ -92,13 +130,52 @@ def _one_process(make_optimizer, steps: int) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
-def _sent(trainer: type, num_micro_batches: int) -> int:
+def _sent(trainer: type, num_micro_batches: int) -> ByteMeter:
     made = trainer(build(CONFIG, dtype=torch.bfloat16), master_adamw, dist.group.WORLD)
     parts = micro_batches_of_rank(0, num_micro_batches)
     with ByteMeter() as meter:
         made.backward(parts)
         made.update()
-    return meter.sent_bytes
+    return meter
+
+
+def _trace(trainer: type) -> list[Span]:
+    """The last of three steps: in the first, threads and buffers are made."""
+    made = trainer(build(CONFIG), adamw, dist.group.WORLD)
+    for step in range(3):
+        parts = micro_batches_of_rank(step, 1, seq_len=4 * SEQ_LEN)
+        dist.barrier()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            with record_function("trainer.backward"):
+                made.backward(parts)
+            made.update()
+    return _spans(profiler.events())
+
+
+def _squares(steps: int, sequences: int) -> list[tuple[float, float]]:
+    rank, size, group, squares = dist.get_rank(), dist.get_world_size(), dist.group.WORLD, []
+    made = DataParallel(build(CONFIG), adamw, group)
+    for step in range(steps):
+        made.backward([batch(tokens(), step, sequences * size, SEQ_LEN, dp_rank=rank, dp_size=size)])
+        own_P = torch.cat([param.grad.flatten() for param in made.model.parameters()])
+        mean_P = comm.all_reduce(own_P, group, op="mean")
+        squares.append((comm.all_reduce(own_P.square().sum(), group, op="mean").item(), mean_P.square().sum().item()))
+        made.update()
+    return squares
+
+
+def _spans(events) -> list[Span]:
+    """Forward, backward, the optimizer and each all-reduce of a profile, from the moment when forward begins."""
+    named = {name: [e.time_range for e in events if e.name.startswith(name)] for name in _EVENTS}
+    start_us = named["trainer.backward"][0].start
+    backward = named["autograd::engine::evaluate_function"]
+    backward_us = min(e.start for e in backward), max(e.end for e in backward)
+    update = named["Optimizer.step"][0]
+    bars = [("compute", "forward", start_us, backward_us[0]), ("compute", "backward", *backward_us)]
+    bars += [("compute", "optimizer", update.start, update.end)]
+    sends = sorted(named["gloo:all_reduce"], key=lambda e: e.start)
+    bars += [("communication", f"all-reduce {index}", e.start, e.end) for index, e in enumerate(sends)]
+    return [Span(0, lane, name, (a - start_us) * 1e-6, (b - start_us) * 1e-6) for lane, name, a, b in bars]
 
 
 def _memory(trainer: type, seq_len: int) -> tuple[dict[str, int], Timeline]:

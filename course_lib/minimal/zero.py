@@ -9,38 +9,13 @@ Source   Rajbhandari et al. 2020 (arXiv:1910.02054), section 5
 from torch import nn
 
 from course_lib import comm
+from course_lib.minimal.data import DataParallel, when_all_arrived
 from course_lib.parallel.shards import flatten_and_pad, my_shard, views_into
-from course_lib.training import loss_of
 
 
 def units_of(model):
     """Return the parts of a Llama in the order in which they run."""
     return [model.embed, *model.blocks, model.norm, model.head]
-
-
-class DataParallel:
-    """Stage 0: every rank holds all parameters, gradients and optimizer states."""
-
-    def __init__(self, model, make_optimizer, group):
-        self.model, self.group = model, group
-        self.optimizer = make_optimizer(model.parameters())
-
-    def backward(self, micro_batches):
-        """Accumulate the mean gradient of this rank's micro-batches."""
-        for x_BS, y_BS in micro_batches:
-            loss = loss_of(self.model, x_BS, y_BS) / len(micro_batches)
-            loss.backward()
-
-    def update(self):
-        """Average the gradients over the ranks, then update every parameter."""
-        for param in self.model.parameters():
-            param.grad = comm.all_reduce(param.grad, self.group, op="mean")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def full_parameters(self):
-        """Return every parameter by its name."""
-        return dict(self.model.named_parameters())
 
 
 class FlatParameter:
@@ -87,20 +62,6 @@ class Zero1(DataParallel):
         self.optimizer.zero_grad()
         for flat in self.flats:
             flat.all_gather()
-
-
-def when_all_arrived(params, action):
-    """Call `action` whenever backward has completed the gradients of all `params`."""
-    missing = set(params)
-
-    def gradient_is_complete(param):
-        missing.remove(param)
-        if not missing:
-            missing.update(params)  # ready for the next micro-batch
-            action()
-
-    for param in params:
-        param.register_post_accumulate_grad_hook(gradient_is_complete)
 
 
 class Zero2(Zero1):

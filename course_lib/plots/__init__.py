@@ -20,6 +20,7 @@ live.py          LiveCurve, drawn again while training goes on
 formats.py       show_float_formats
 precision.py     show_numbers, show_magnitudes, show_mixed_step
 fine_tuning.py   show_lora, show_codes, show_blocks, show_choices
+data_parallel.py  show_replicas, show_buckets, show_batch_tradeoff, show_streams
 sharding.py      show_zero_stages, show_stages, show_flat_shards, show_gathered
 zero_step.py     show_flow, show_step_memory
 recompute.py     show_graph: what a block keeps, and what is made again

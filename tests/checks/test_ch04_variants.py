@@ -10,7 +10,8 @@ from harness import sampled
 
 from course_lib.checks import ch04
 from course_lib.comm import all_gather, all_reduce
-from course_lib.minimal.zero import FlatParameter, Zero1, Zero2, Zero3, free, gather, units_of, when_all_arrived
+from course_lib.minimal.data import when_all_arrived
+from course_lib.minimal.zero import FlatParameter, Zero1, Zero2, Zero3, free, gather, units_of
 
 pytestmark = pytest.mark.launches
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks do not have tests/ on their path

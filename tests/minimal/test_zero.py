@@ -11,7 +11,8 @@ from course_lib.measure import ByteMeter
 from course_lib.memory.states import count_parameters
 from course_lib.memory.zero import zero_bytes_per_parameter
 from course_lib.minimal import compare, compare_with_one_process, held_bytes, memory_of_a_step, sent_bytes
-from course_lib.minimal.zero import DataParallel, FlatParameter, Zero1, Zero2, Zero3
+from course_lib.minimal.data import DataParallel
+from course_lib.minimal.zero import FlatParameter, Zero1, Zero2, Zero3
 from course_lib.model import build
 from course_lib.parallel import zero
 

@@ -9,9 +9,12 @@ from course_lib.checks.ch03 import (
     check_average_and_clip,
     check_average_by_tokens,
     check_buckets,
+    check_ddp,
     check_overlap,
 )
 from course_lib.comm import all_gather, all_reduce
+from course_lib.minimal.data import BucketedDP, DataParallel, OverlappedDP
+from course_lib.training import loss_of
 
 
 # ------------------------------------------------------------------------------------ 1. the batch in tokens
@@ -245,6 +248,128 @@ def last_one_only(engine, parts, loss_of):
     (loss_of(engine, x, y) * _shares(parts)[-1]).backward()
 
 
+# ------------------------------------------------------------------------------------ 7. DDP from an empty cell
+class BeginsUnequal(OverlappedDP):
+    """Right in all but the broadcast."""
+
+
+class Broadcasts(OverlappedDP):
+    def __init__(self, model, make_optimizer, group):
+        super().__init__(model, make_optimizer, group)
+        for param in model.parameters():
+            dist.broadcast(param.data, src=0, group=group)
+
+
+class Sums(Broadcasts):
+    def finish(self):
+        for bucket in self.buckets:
+            bucket.work.wait()
+            bucket.flat_P *= bucket.group.size()
+        super().finish()
+
+
+class SendsAfterBackward(Broadcasts):
+    backward = BucketedDP.backward
+    update = BucketedDP.update
+    is_last = False
+
+
+class MessagePerTensor(Broadcasts):
+    def __init__(self, model, make_optimizer, group):
+        DataParallel.__init__(self, model, make_optimizer, group)
+        self.works = []
+        for param in model.parameters():
+            dist.broadcast(param.data, src=0, group=group)
+            param.register_post_accumulate_grad_hook(self.arrived)
+
+    def arrived(self, param):
+        if self.is_last:
+            param.grad /= self.group.size()
+            self.works.append(dist.all_reduce(param.grad, group=self.group, async_op=True))
+
+    def update(self):
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class OneMessage(Broadcasts):
+    """Everything in the bucket that is complete last."""
+
+    def send(self, bucket):
+        if self.is_last and bucket is self.buckets[-1]:
+            flat_P = torch.cat([bucket.flat_P for bucket in self.buckets]) / self.group.size()
+            self.work = dist.all_reduce(flat_P, group=self.group, async_op=True)
+            self.flat_P = flat_P
+
+    def finish(self):
+        self.work.wait()
+        pieces = self.flat_P.split([len(bucket.flat_P) for bucket in self.buckets])
+        for bucket, piece in zip(self.buckets, pieces, strict=True):
+            bucket.flat_P.copy_(piece)
+        self.optimizer.step()
+        for bucket in self.buckets:
+            bucket.flat_P.zero_()
+
+
+class WaitsInTheHook(Broadcasts):
+    def send(self, bucket):
+        if self.is_last:
+            bucket.start()
+            bucket.work.wait()
+
+
+class SendsEveryMicroBatch(Broadcasts):
+    def backward(self, micro_batches):
+        for index, (x_BS, y_BS) in enumerate(micro_batches, 1):
+            self.is_last = True
+            (loss_of(self.model, x_BS, y_BS) / len(micro_batches)).backward()
+            if index < len(micro_batches):
+                for bucket in self.buckets:
+                    bucket.work.wait()
+
+
+class NeverWaits(Broadcasts):
+    """Waits by time: right, and a race all the same."""
+
+    def finish(self):
+        dist.barrier(self.group)
+        while not all(bucket.work.is_completed() for bucket in self.buckets):
+            pass
+        self.optimizer.step()
+        for bucket in self.buckets:
+            bucket.flat_P.zero_()
+
+
+class SendsTheFirstMicroBatch(Broadcasts):
+    """What later micro-batches add stays on each rank."""
+
+    def backward(self, micro_batches):
+        for index, (x_BS, y_BS) in enumerate(micro_batches):
+            self.is_last = index == 0
+            (loss_of(self.model, x_BS, y_BS) / len(micro_batches)).backward()
+            if index == 0:
+                for bucket in self.buckets:
+                    bucket.work.wait()
+
+
+class PyTorchs(DataParallel):
+    def __init__(self, model, make_optimizer, group):
+        super().__init__(model, make_optimizer, group)
+        self.ddp = torch.nn.parallel.DistributedDataParallel(model)
+
+    def backward(self, micro_batches):
+        for index, (x_BS, y_BS) in enumerate(micro_batches, 1):
+            self.ddp.require_backward_grad_sync = index == len(micro_batches)
+            (loss_of(self.ddp, x_BS, y_BS) / len(micro_batches)).backward()
+
+    def update(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 WRONG = {
     "my_accumulation": {
         "check": check_accumulation,
@@ -309,6 +434,21 @@ WRONG = {
             (means_added_up, "weigh each by its share"),
             (ranks_divided_twice, "DDP has done that"),
             (last_one_only, "only the last micro-batch is in it"),
+        ],
+    },
+    "MyDDP": {
+        "check": check_ddp,
+        "answers": [
+            (BeginsUnequal, "broadcast rank 0's"),
+            (Sums, "the mean over ranks"),
+            (SendsTheFirstMicroBatch, "the mean over micro-batches"),
+            (SendsAfterBackward, "start a bucket in the hook"),
+            (MessagePerTensor, "fill buckets of 60,000"),
+            (OneMessage, "one message carried everything"),
+            (WaitsInTheHook, "backward waited for every message"),
+            (SendsEveryMicroBatch, "send only in the last micro-batch"),
+            (NeverWaits, "were never waited for"),
+            (PyTorchs, "write the buckets yourself"),
         ],
     },
 }

@@ -13,17 +13,8 @@ from course_lib.checks.ch04 import (
     check_zero3,
 )
 from course_lib.comm import all_gather, all_reduce
-from course_lib.minimal.zero import (
-    DataParallel,
-    FlatParameter,
-    Zero1,
-    Zero2,
-    Zero3,
-    free,
-    gather,
-    units_of,
-    when_all_arrived,
-)
+from course_lib.minimal.data import DataParallel, when_all_arrived
+from course_lib.minimal.zero import FlatParameter, Zero1, Zero2, Zero3, free, gather, units_of
 
 
 # ------------------------------------------------------------------------------------ 1. bytes held

@@ -2,6 +2,7 @@
 
 data_parallel.py        sizes, averages, buckets
 dp_hooks.py             hooks, accumulation under DDP
+ddp_build.py            DDP from an empty cell
 """
 
 from course_lib.checks.ch03.data_parallel import (
@@ -10,4 +11,5 @@ from course_lib.checks.ch03.data_parallel import (
     check_average_by_tokens,
     check_buckets,
 )
+from course_lib.checks.ch03.ddp_build import check_ddp
 from course_lib.checks.ch03.dp_hooks import check_accumulate, check_overlap

@@ -6,10 +6,11 @@ import torch
 import torch.distributed as dist
 
 from course_lib.checks.core import fail, grader, rank_errors_as_failures, run_ranks
+from course_lib.checks.trainers import expect_right, expect_sent
 from course_lib.measure import ByteMeter
 from course_lib.memory.states import count_parameters
 from course_lib.memory.zero import layer_units
-from course_lib.minimal import compare, compare_with_one_process, held_bytes, memory_of_a_step, sent_bytes
+from course_lib.minimal import compare, held_bytes, memory_of_a_step
 from course_lib.minimal.zero import Zero3
 from course_lib.model import build
 
@@ -22,7 +23,7 @@ ITEMSIZE = 2  # bfloat16, in which sent_bytes and memory_of_a_step compute
 def check_zero2_buckets(answer, rng):
     """ZeRO-2 whose reduce-scatters carry buckets: right, few messages, and sent while backward runs."""
     world_size = rng.choice([2, 4])
-    _expect_right(answer, world_size)
+    expect_right(answer, world_size)
     calls, gradients = run_ranks(_messages, world_size, answer)[0]
     scatters = calls.get("reduce_scatter", 0)
     if scatters > MOST_MESSAGES:
@@ -40,7 +41,7 @@ def check_zero2_buckets(answer, rng):
             f"when backward was over, {gradients:,} bytes of full gradients were still there; reduce-scatter a bucket "
             "as soon as its gradients are complete, and drop them"
         )
-    _expect_sent(answer, world_size, 3, phases=4)
+    expect_sent(answer, world_size, 3, 4, _phase_bytes(world_size))
 
 
 def _messages(trainer: type) -> tuple[dict[str, int], int]:
@@ -56,7 +57,7 @@ def _messages(trainer: type) -> tuple[dict[str, int], int]:
 def check_zero3(answer, rng):
     """ZeRO-3 from an empty cell: right, at most 3 phases, states in shards, one or two units full at a time."""
     world_size = rng.choice([2, 4])
-    _expect_right(answer, world_size)
+    expect_right(answer, world_size)
     with rank_errors_as_failures(world_size):
         held = held_bytes(answer, world_size)
         peak = memory_of_a_step(answer, world_size).peak_bytes
@@ -80,8 +81,8 @@ def check_zero3(answer, rng):
             f"when backward is over, {left:,} bytes more than the shards are alive: free a unit after its backward "
             "too, once its gradients are reduced"
         )
-    _expect_sent(answer, world_size, 1, phases=3)
-    _expect_sent(answer, world_size, 3, phases=9)
+    expect_sent(answer, world_size, 1, 3, _phase_bytes(world_size))
+    expect_sent(answer, world_size, 3, 9, _phase_bytes(world_size))
 
 
 @cache
@@ -90,28 +91,5 @@ def _bytes_of_ours(world_size: int) -> tuple[int, int]:
     return memory_of_a_step(Zero3, world_size).peak_bytes, compare.bytes_after_backward(Zero3, world_size)
 
 
-def _expect_right(trainer: type, world_size: int) -> None:
-    for num_micro_batches in (1, 3):
-        with rank_errors_as_failures(world_size):
-            difference = compare_with_one_process(trainer, world_size, num_micro_batches)
-        if not difference < 1e-9:
-            hint = (
-                "are the gradients the mean over micro-batches"
-                if num_micro_batches > 1
-                else "are the gradients the mean over ranks, and is every parameter up to date after update"
-            )
-            fail(
-                f"with {num_micro_batches} micro-batch{'es' * (num_micro_batches > 1)} on {world_size} ranks a "
-                f"parameter differs from one process by {difference:.1e}; {hint}?"
-            )
-
-
-def _expect_sent(trainer: type, world_size: int, num_micro_batches: int, phases: int) -> None:
-    with rank_errors_as_failures(world_size):
-        sent = sent_bytes(trainer, world_size, num_micro_batches)
-    enough = phases * ITEMSIZE * NUM_PARAMS * (world_size - 1) // world_size
-    if sent > 1.01 * enough:
-        fail(
-            f"with {num_micro_batches} micro-batch{'es' * (num_micro_batches > 1)} a rank sent {sent:,} bytes, and "
-            f"{phases} phases are {enough:,} bytes"
-        )
+def _phase_bytes(world_size: int) -> int:
+    return ITEMSIZE * NUM_PARAMS * (world_size - 1) // world_size

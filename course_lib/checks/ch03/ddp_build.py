@@ -1,0 +1,106 @@
+"""Grader of chapter 03, exercise 7: DDP from an empty cell, judged by what the lesson measures."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from course_lib.checks.ch03.dp_hooks import WatchedWork
+from course_lib.checks.core import fail, grader, run_ranks
+from course_lib.checks.trainers import expect_right, expect_sent
+from course_lib.memory.states import count_parameters
+from course_lib.minimal import compare
+from course_lib.model import build
+
+NUM_PARAMS = count_parameters(compare.CONFIG)
+MOST_MESSAGES = 8  # buckets of 60,000 parameters are 4; a reduce-scatter and an all-gather count as two
+ITEMSIZE = 2  # bfloat16, in which sent_bytes computes
+COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "reduce_scatter", "all_gather")
+
+
+@dataclass
+class Watched:
+    """What one rank did in a step: collectives until backward was over, in all, blocking, in flight, never waited."""
+
+    during: int = 0
+    total: int = 0
+    blocking: int = 0
+    most_in_flight: int = 0
+    in_flight_after_backward: int = 0
+    never_waited: int = 0
+
+
+@grader
+def check_ddp(answer, rng):
+    """DDP from an empty cell: equal weights, right, few messages, sent while backward runs, once per step."""
+    world_size = rng.choice([2, 4])
+    for rank, differs in enumerate(run_ranks(_weights_differ, world_size, answer)):
+        if differs:
+            fail(f"rank {rank} begins with other weights than rank 0; broadcast rank 0's in __init__")
+    expect_right(answer, world_size)
+    for num_micro_batches in (1, 3):
+        _expect_overlap(run_ranks(_watch, world_size, answer, num_micro_batches)[0], num_micro_batches)
+        phase_bytes = ITEMSIZE * NUM_PARAMS * (world_size - 1) // world_size
+        expect_sent(answer, world_size, num_micro_batches, 2, phase_bytes)
+
+
+def _weights_differ(trainer: type) -> bool:
+    made = trainer(build(compare.CONFIG, seed=dist.get_rank()), compare.sgd, dist.group.WORLD)
+    expected = dict(build(compare.CONFIG, seed=0).named_parameters())
+    return any(not torch.equal(param, expected[name]) for name, param in made.full_parameters().items())
+
+
+def _watch(trainer: type, num_micro_batches: int) -> Watched:
+    """The second step of a trainer: in the first, some make their buckets."""
+    made = trainer(build(compare.CONFIG), compare.adamw, dist.group.WORLD)
+    for step in (0, 1):
+        parts = compare.micro_batches_of_rank(step, num_micro_batches)
+        works, seen = [], Watched()
+        originals = {name: getattr(dist, name) for name in COLLECTIVES}
+        for name, original in originals.items():
+            setattr(dist, name, _watching(original, works, seen))
+        try:
+            made.backward(parts)
+            seen.during, seen.in_flight_after_backward = len(works), _in_flight(works)
+            made.update()
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+        seen.total, seen.never_waited = len(works), _in_flight(works)
+        for work in filter(None, works):
+            work.wait()
+    return seen
+
+
+def _watching(original, works: list, seen: Watched):
+    def watched(*args, **kwargs):
+        work = original(*args, **kwargs)
+        seen.blocking += work is None
+        works.append(WatchedWork(work) if work is not None else None)
+        seen.most_in_flight = max(seen.most_in_flight, _in_flight(works))
+        return works[-1]
+
+    return watched
+
+
+def _in_flight(works: list) -> int:
+    return sum(work is not None and not work.waited for work in works)
+
+
+def _expect_overlap(seen: Watched, num_micro_batches: int) -> None:
+    where = f"with {num_micro_batches} micro-batch{'es' * (num_micro_batches > 1)}"
+    if seen.total == 0:
+        fail(
+            f"{where} no collective of torch.distributed was called; write the buckets yourself, without PyTorch's DDP"
+        )
+    if seen.during == 0:
+        fail(f"{where} no message had started when backward was over; start a bucket in the hook that completes it")
+    if seen.total > MOST_MESSAGES:
+        what = "fill buckets of 60,000 parameters" if num_micro_batches == 1 else "send only in the last micro-batch"
+        fail(f"{where} a step took {seen.total} messages, and {MOST_MESSAGES} are enough: {what}")
+    if seen.total == 1:
+        fail(f"{where} one message carried everything, so nothing overlapped; close a bucket at 60,000 parameters")
+    if seen.blocking or (seen.most_in_flight <= 1 and not seen.in_flight_after_backward):
+        fail(f"{where} backward waited for every message; start with async_op=True, and wait in update")
+    if seen.never_waited:
+        fail(f"{where} {seen.never_waited} messages were never waited for; the update may read too early")
