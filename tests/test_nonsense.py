@@ -461,6 +461,11 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_flat_shards": {"sizes": {"w": 4, "b": 2}},
         "show_gathered": {"names": ["embedding", "block 0"]},
     },
+    "plots.single_gpu": {
+        "show_squares": {"rows": {"fp32": {"parameters": 4}}, "caption": "1 byte"},
+        "show_block": {},
+        "show_counters": {},
+    },
     "plots.stages": {"show_live": {}, "show_stages_of_model": {"layers_of_stage": [2, 2]}},
     "plots.timeline": {
         "show_overlap": {"spans": [Span(0, "compute", "forward", 0.0, 1.0)]},

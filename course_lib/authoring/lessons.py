@@ -7,8 +7,9 @@ from course_lib.authoring.columns import without_magics
 from course_lib.authoring.form import code_cells, tags_of
 from course_lib.authoring.links import NAVIGATION
 
-LESSONS = (  # grows as chapters are divided into a lesson and a second reading
+LESSONS = (
     "00_ranks_and_collectives",
+    "01_single_gpu_memory",
     "02a_precision",
     "02b_activations",
     "03_data_parallel",

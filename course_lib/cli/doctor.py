@@ -36,7 +36,8 @@ ALONE = "the notebook computes on the CPU; its cell for GPUs times a step there"
 CHAPTERS = (
     Chapter("00_ranks_and_collectives", 4, 2 << 30, f"{ON_GPUS}; launches that look at gloo itself ask for it"),
     Chapter("00_ranks_and_collectives_in_depth", 8, 2 << 30, f"{ON_GPUS}; one that looks at gloo itself asks for it"),
-    Chapter("01_single_gpu_memory", 1, 2 << 30, f"{ALONE}, one asks the allocator", TRANSFORMERS),
+    Chapter("01_single_gpu_memory", 1, 2 << 30, "the notebook computes on the CPU; one cell records a memory snapshot"),
+    Chapter("01_single_gpu_memory_in_depth", 1, 2 << 30, f"{ALONE}, one asks the allocator", TRANSFORMERS),
     Chapter("02a_precision", 1, 2 << 30, "the notebook computes on the CPU"),
     Chapter("02b_activations", 1, 2 << 30, "the notebook computes on the CPU"),
     Chapter("02_single_gpu_techniques_in_depth", 1, 2 << 30, ALONE),

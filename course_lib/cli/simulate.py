@@ -26,7 +26,7 @@ def simulate(
     layout: str,
     seq: Annotated[int, arg(metavar="S")],
     stage: UseAppendAction[tuple[int, ...]] = (),
-    precision: str = "bf16-master",
+    recipe: str = "bf16-master",
     skew: float = 0.0,
     json: bool = False,
 ) -> int:
@@ -38,7 +38,7 @@ def simulate(
         layout: such as dp=8,tp=8,pp=4,zero_stage=1,recompute=full; without micro_batches it fills the pipeline
         seq: tokens of a sequence
         stage: this pipeline stage alone; may be repeated; without it all stages
-        precision: fp32, bf16-master or bf16-master-fp32-grads
+        recipe: fp32, bf16-master or bf16-master-fp32-grads
         skew: share of tokens that all choose the first expert
         json: all of it as JSON
     """
@@ -47,7 +47,7 @@ def simulate(
     config, device = preset(model), gpu_named(gpu)
     number("skew", skew, least=0, most=1)
     whole("seq", seq)
-    found = report(run(Run(config, layout_of(layout), seq, precision), stage or "all", skew=skew), device)
+    found = report(run(Run(config, layout_of(layout), seq, recipe), stage or "all", skew=skew), device)
     print(as_json(found, indent=2) if json else "\n".join(lines(found)))
     return 0
 
@@ -83,7 +83,7 @@ def report(simulation, device: GPU) -> dict:
         "layout_text": str(layout),
         "world_size": layout.world_size,
         "seq_len": run.seq_len,
-        "precision": run.recipe,
+        "recipe": run.recipe,
         "tokens_per_step": layout.sequences_per_step * run.seq_len,
         "ranks": ranks,
         "peak_bytes": simulation.peak_bytes,
@@ -100,7 +100,7 @@ def lines(found: dict) -> list[str]:
     """The same for reading: memory by kind at the peak, bytes by axis, FLOPs, a line for each simulated rank."""
     ranks, device = found["ranks"], found["gpu"]
     text = [
-        f"{found['model']} on {found['world_size']:,} x {device['name']}, {found['precision']}",
+        f"{found['model']} on {found['world_size']:,} x {device['name']}, {found['recipe']}",
         f"layout {found['layout_text']}; {found['seq_len']:,} tokens a sequence, {found['tokens_per_step']:,} a step",
         "",
         f"GiB at the peak of a step; usable on this GPU: {device['usable_bytes'] / GIB:.2f}",

@@ -4,6 +4,7 @@ meter.py         bytes on the wire, by collective and by axis
 timeline.py      the record of a measurement: bytes alive by kind over time
 storages.py      what the tracker must know of storages, DTensors and operators
 tracker.py       which tensors are alive, of what kind, when
+snapshot.py      a measurement as a memory snapshot in PyTorch's format, and what its peak is made of
 cuda.py          what a GPU counts besides tensors: reserved, context, rounding, fragmentation
 """
 

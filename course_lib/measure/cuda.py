@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-ALLOCATOR_ROUNDING_BYTES = 512  # Source: kMinBlockSize in PyTorch's c10/cuda CUDACachingAllocator
+from course_lib.validate import Bytes, checked
+
+# Source: PyTorch's c10/cuda CUDACachingAllocator: kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc, kLargeBuffer
+ALLOCATOR_ROUNDING_BYTES = 512
+SMALL_TENSOR_BYTES, SMALL_SEGMENT_BYTES = 2**20, 2 * 2**20
+LARGE_TENSOR_BYTES, LARGE_SEGMENT_BYTES = 10 * 2**20, 20 * 2**20
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,22 @@ def cuda_memory(device: int | str | torch.device | None = None) -> CudaMemory:
 def rounded_bytes(nbytes: int) -> int:
     """The size that PyTorch's CUDA allocator gives a tensor of that many bytes."""
     return -(-nbytes // ALLOCATOR_ROUNDING_BYTES) * ALLOCATOR_ROUNDING_BYTES
+
+
+@checked
+def segment_bytes(nbytes: Bytes, expandable: bool = False) -> int:
+    """Return what PyTorch asks the driver for when a tensor finds no room in its cache.
+
+    expandable   with expandable segments, which grow by units: 2 MiB for small tensors, 20 MiB for all others
+    """
+    small = nbytes <= SMALL_TENSOR_BYTES
+    if expandable or small:
+        unit = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
+    elif nbytes < LARGE_TENSOR_BYTES:
+        unit = LARGE_SEGMENT_BYTES
+    else:
+        unit = SMALL_SEGMENT_BYTES  # a large tensor has a segment of its own, rounded up to 2 MiB
+    return max(1, -(-nbytes // unit)) * unit
 
 
 def fragment(piece_bytes: int = 16 * 2**20, pieces: int = 32, device: str = "cuda") -> tuple[CudaMemory, CudaMemory]:

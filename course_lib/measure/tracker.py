@@ -11,14 +11,19 @@ bytes are freed. What remains is to say of each storage what it is:
 
 A storage has one kind for its whole life. The kind may become known after the birth, as with the optimizer's state of
 the first step, so the timeline is drawn from the recorded events when one asks for it.
+
+Where gradients meet, autograd adds one to the other in place, unless somebody watches: under any TorchDispatchMode it
+makes a third tensor. That one is counted where the first was, so what is measured is the run that nobody watches.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -32,6 +37,7 @@ __all__ = ["KINDS", "MemoryTracker", "Timeline"]
 
 _UNDECIDED = "undecided"  # made in a forward pass: an activation if a backward pass finds it alive, temporary if not
 _FORWARD, _BACKWARD, _RECOMPUTE, _OPTIMIZER = "forward", "backward", "recompute", "optimizer"
+_CALL = torch._ops.OpOverload.__call__.__code__  # by which one mode hands an operator to the next
 
 
 class _StorageRef(weakref.ref):
@@ -56,6 +62,15 @@ class _Block:
     def __init__(self, kind: str, nbytes: int, episode: int) -> None:
         self.kind, self.nbytes, self.episode = kind, nbytes, episode
         self.reference: _StorageRef | None = None
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """The last sum that autograd made of two gradients, whose addresses are `addends`; the peak until then."""
+
+    block: _Block | None
+    addends: set[int]
+    peak_before: int
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -88,6 +103,7 @@ class MemoryTracker(TorchDispatchMode):
         self._marks: list[tuple[float, str]] = []
         self._start_bytes: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._total = self._peak = 0
+        self._sum: _Sum | None = None
         self._phase, self._episode, self._paused, self._in_optimizer = _FORWARD, 0, 0, False
         self._recomputing_task: int | None = None  # the graph task whose backward runs a forward by hand
         self._start_s = time.perf_counter()
@@ -124,6 +140,33 @@ class MemoryTracker(TorchDispatchMode):
             for kind in KINDS:
                 columns[kind].append(now[kind])
         return Timeline(times_s, columns, list(self._marks))
+
+    def recorded_changes(self) -> tuple[dict[int, str], list[tuple[int, int]]]:
+        """Return the kind of each storage by its number, and every change of bytes in order as (number, change).
+
+        Storages that were alive at the start come first: those released later, then one for the rest of each kind.
+        """
+        self._classify_known()
+        kinds: dict[int, str] = {}
+        alive: dict[int, int] = {}
+        before: list[tuple[int, int]] = []
+        later: list[tuple[int, int]] = []
+        rest, numbers = dict(self._start_bytes), {}
+        for _, block, change in self._events:
+            number = numbers.setdefault(id(block), len(numbers))
+            kinds[number] = "activations" if block.kind == _UNDECIDED else block.kind
+            if number not in alive and change < 0:
+                before.append((number, -change))
+                rest[kinds[number]] -= -change
+                alive[number] = -change
+            alive[number] = alive.get(number, 0) + change
+            later.append((number, change))
+        for kind, nbytes in rest.items():
+            if nbytes > 0:
+                number = len(kinds)
+                kinds[number] = kind
+                before.append((number, nbytes))
+        return kinds, before + later
 
     def current(self, kind: str) -> int:
         """Bytes of one kind that are alive now.
@@ -188,7 +231,7 @@ class MemoryTracker(TorchDispatchMode):
             self._cleanup.close()
 
     def _deactivate(self) -> None:
-        self._active = False
+        self._active, self._sum = False, None
 
     def _register_hooks(self) -> list:
         """Register the hooks that tell phases and gradients, and return their handles."""
@@ -237,7 +280,9 @@ class MemoryTracker(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         self._note_phase()
         out = func(*args, **(kwargs or {}))
-        if returns_fresh_storage(func):
+        if func is torch.ops.aten.add.Tensor and _adds_for_autograd():
+            self._see_sum(out, args)
+        elif returns_fresh_storage(func):
             if isinstance(out, torch.Tensor):
                 self._see(out)
             else:
@@ -292,9 +337,32 @@ class MemoryTracker(TorchDispatchMode):
         self._blocks[block.reference.address] = block
         self._event(block, nbytes)
 
+    def _see_sum(self, total: torch.Tensor, addends: tuple[torch.Tensor, ...]) -> None:
+        """Count it as a tensor of its own, until one of the two is let go before anything else happens."""
+        peak, storage = self._peak, total.untyped_storage()
+        self._see(total)
+        same_size = {x.untyped_storage()._cdata for x in addends if x.untyped_storage().nbytes() == storage.nbytes()}
+        self._sum = _Sum(self._blocks.get(storage._cdata), same_size, peak)
+
+    def _is_in_place(self, address: int) -> bool:
+        """Whether what is let go at this address is where the last sum would be, if nobody watched."""
+        one = self._sum
+        return one is not None and address in one.addends and bool(self._events) and self._events[-1][1] is one.block
+
+    def _put_in_place(self, block: _Block) -> None:
+        """Count the sum where that addend was: as if it had never had bytes of its own."""
+        total, self._peak, self._sum = self._sum.block, self._sum.peak_before, None
+        self._events.pop()
+        self._total -= total.nbytes
+        block.reference = total.reference
+        self._blocks[block.reference.address] = block
+
     def _free(self, reference: _StorageRef) -> None:
         block = self._blocks.pop(reference.address, None)
         if block is None:
+            return
+        if self._is_in_place(reference.address):
+            self._put_in_place(block)
             return
         if block.kind == _UNDECIDED:
             block.kind = "temporary" if block.episode == self._episode else "activations"
@@ -372,3 +440,13 @@ class MemoryTracker(TorchDispatchMode):
                 self._paused -= 1
 
         return paused
+
+
+def _adds_for_autograd() -> bool:
+    """Whether autograd itself adds up gradients that have met, and not a function that it runs."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    frame = sys._getframe(1)
+    while frame is not None and (frame.f_code is _CALL or frame.f_code.co_name == "__torch_dispatch__"):
+        frame = frame.f_back  # of this mode, and of others inside it
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"

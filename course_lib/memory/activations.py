@@ -19,51 +19,28 @@ The peak of a step, recomputation, layouts, experts and latent attention are not
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from course_lib.config import ModelConfig, require_dense
-from course_lib.memory.states import RECIPES
+from course_lib.memory.states import Recipe, recipe_of
 
 _FP32, _MASK = 4, 1  # bytes of a float32, of a bool
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Bytes per element of a forward pass. Autocast leaves the residual in FP32 and casts the inputs of each matmul."""
-
-    name: str
-    residual_bytes: int
-    matmul_bytes: int
-
-    @property
-    def casts(self) -> bool:
-        """Whether matmuls run on copies in another dtype."""
-        return self.residual_bytes != self.matmul_bytes
-
-
-PRECISIONS = {  # the names of RECIPES: a recipe says in which precision the forward pass runs
-    name: Precision("autocast", 4, 2)
-    if name == "autocast"
-    else Precision(name, recipe.compute_bytes, recipe.compute_bytes)
-    for name, recipe in RECIPES.items()
-}
-
-
 def block_terms(
-    config: ModelConfig, seq_len: int, attention: str = "fused", precision: str = "fp32"
+    config: ModelConfig, seq_len: int, attention: str = "fused", precision: Recipe | str = "fp32"
 ) -> dict[str, float]:
     """List what one block saves for each token, in bytes, by name; without recomputation.
+
+    The residual is in the dtype of the parameters. Autocast casts the inputs of each matmul to another one.
 
     Raises   ValueError if attention or precision is unknown, or the model has experts or latent attention
     """
     require_dense(config, "block_terms")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}; choose from {', '.join(PRECISIONS)}")
+    recipe = recipe_of(precision)
     check_attention(attention)
-    p, D, F, llama = PRECISIONS[precision], config.d_model, config.d_ff, config.family == "llama"
-    e, r = p.matmul_bytes, p.residual_bytes
+    D, F, llama = config.d_model, config.d_ff, config.family == "llama"
+    e, r = recipe.compute_bytes, recipe.param_bytes
     statistics = _FP32 if llama else 2 * r  # 1/rms in FP32; LayerNorm's two, on a CPU in the dtype of its weight
-    copies = (3, 2 if llama else 1) if p.casts else (1, 1)  # autocast casts the shared input once for each matmul
+    copies = (3, 2 if llama else 1) if e != r else (1, 1)  # autocast casts the shared input once for each matmul
     return {
         "block input": D * r,
         "first norm's statistics": statistics,

@@ -17,7 +17,6 @@ from itertools import pairwise
 from course_lib.config import ModelConfig, Recompute
 from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
-from course_lib.memory.activations import PRECISIONS
 from course_lib.memory.blocks import Part
 from course_lib.memory.five_d import five_d_states
 from course_lib.memory.flats import Flat, adapters_of, flats_of, layers_of, padded, schedule_of, tensors_of
@@ -289,8 +288,8 @@ class RankOnLedger:
             is_last=stage == len(layers) - 1,
             tp_rank=self.tp_rank,
             attention=run.attention,
-            residual_itemsize=PRECISIONS[recipe.name].residual_bytes,
-            softmax_itemsize=PRECISIONS[recipe.name].residual_bytes if run.device == "cuda" else None,
+            residual_itemsize=recipe.param_bytes,
+            softmax_itemsize=recipe.param_bytes if run.device == "cuda" else None,
             load=self.load,
         )
         mine = [one for one in self.tensors if one.stage == stage]

@@ -94,8 +94,8 @@ class Saved:
     __slots__ = ("checkpoint", "first", "tensors")
 
     def __init__(self, ledger: Ledger, tensors: list[Tensor], checkpoint: Checkpoint | None = None):
-        self.checkpoint = checkpoint
-        if checkpoint is None:
+        self.checkpoint = checkpoint if tensors else None  # what saved nothing does not hold the checkpoint's inputs
+        if self.checkpoint is None:
             self.tensors: list[Tensor | Elsewhere] | None = [ledger.keep(x) for x in tensors]
         else:
             self.first, self.tensors = checkpoint.count, None

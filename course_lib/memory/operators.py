@@ -312,9 +312,10 @@ def ring_core(L: Ledger, q: Tensor, k: Tensor, v: Tensor, heads: Heads, exchange
         return [L.make(round(n * share), e) for n, share in short]
 
     def backward(saved, grads):
-        home, dq, held, dkv = exchange.home(L, kv_numel, wide), None, None, None
+        home, dq, held, dkv, last = exchange.home(L, kv_numel, wide), None, None, None, None
         blocks = exchange.blocks(L, saved[1])
         for block, (queries, keys) in zip(blocks, exchange.tiles, strict=True):
+            last = block  # it and its dkv are there until the next take their names, or until all is summed
             if queries == 0:
                 home.add(L.make(kv_numel, wide))
                 continue
@@ -332,9 +333,9 @@ def ring_core(L: Ledger, q: Tensor, k: Tensor, v: Tensor, heads: Heads, exchange
                 dkv = padded
                 del padded
             home.add(dkv)
-            del part, block  # the last block's dkv is there until the next one's takes its name
+            del part, block
         total = home.total()
-        del home, blocks, held, dkv
+        del home, blocks, last, held, dkv
         if wide == e:
             return [dq, L.make(k_numel, e), L.make(v_numel, e)] if total else []
         made = [L.make(n, e) for n in (q_numel, k_numel, v_numel)]

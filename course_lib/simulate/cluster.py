@@ -150,15 +150,15 @@ def simulate_rank(
     )
 
 
-def dtypes_of(precision: str) -> tuple[torch.dtype, torch.dtype | None]:
+def dtypes_of(recipe: str) -> tuple[torch.dtype, torch.dtype | None]:
     """Dtypes of parameters, and of gradients where that differs.
 
-    Raises   ValueError for precisions that an engine cannot take
+    Raises   ValueError for recipes that an engine cannot take
     """
     possible = ("fp32", "bf16-master", "bf16-master-fp32-grads")
-    if precision not in possible:
-        raise ValueError(f"precision is {precision!r}; choose from {', '.join(possible)}")
-    chosen = precision_named(precision)
+    if recipe not in possible:
+        raise ValueError(f"recipe is {recipe!r}, which no engine takes; choose from {', '.join(possible)}")
+    chosen = precision_named(recipe)
     return chosen.param_dtype, torch.float32 if chosen.fp32_grads == "only" else None
 
 

@@ -25,7 +25,7 @@ def test_llama_405b_on_16384_gpus_as_json(capsys):
 
 
 def test_a_table_for_all_stages(capsys):
-    layout = ["--layout", "dp=2,pp=2,tp=2,micro_batch=2,micro_batches=5", "--precision", "fp32"]
+    layout = ["--layout", "dp=2,pp=2,tp=2,micro_batch=2,micro_batches=5", "--recipe", "fp32"]
     assert cli.main(["simulate", *TOY, *layout]) == 0
     text = capsys.readouterr().out
     assert "toy on 8 x T4, fp32" in text and "micro_batch=2,micro_batches=5" in text and "fits: stage" in text
@@ -48,7 +48,7 @@ def test_accumulation_fills_the_pipeline_unless_it_is_said():
         ({"--layout": "pp=2,pp=2"}, "stands twice"),
         ({"--layout": "pp=2,micro_batches=2,micro_batches=4"}, "stands twice"),
         ({"--layout": "pp=2", "--stage": "2"}, "0..1"),
-        ({"--precision": "fp7"}, "bf16-master"),
+        ({"--recipe": "fp7"}, "bf16-master"),
         ({"--skew": "2"}, "at least 0 and at most 1"),
     ],
 )

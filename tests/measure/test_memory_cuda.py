@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from course_lib.measure import CudaMemory, cuda_memory
-from course_lib.measure.cuda import fragment, rounded_bytes
+from course_lib.measure.cuda import fragment, rounded_bytes, segment_bytes
 
 
 def test_allocations_are_rounded_up_to_512_bytes():
@@ -21,3 +21,14 @@ def test_without_a_gpu_the_error_says_so():
     for call in (cuda_memory, fragment):
         with pytest.raises(ValueError, match="no CUDA GPU is visible"):
             call()
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "normal", "expandable"),
+    [(1, 2, 2), (MIB, 2, 2), (MIB + 1, 20, 20), (10 * MIB, 10, 20), (33 * MIB, 34, 40), (40 * MIB, 40, 40)],
+)
+def test_segments_are_2_or_20_mib_or_a_tensor_s_own_and_expandable_ones_grow_by_2_or_20(nbytes, normal, expandable):
+    assert (segment_bytes(nbytes), segment_bytes(nbytes, expandable=True)) == (normal * MIB, expandable * MIB)

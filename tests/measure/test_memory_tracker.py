@@ -143,6 +143,39 @@ def test_recomputed_tensors_count_as_activations_and_not_as_temporary():
     assert max(tracker.timeline.bytes_by_kind["activations"]) == 4 * inputs + relu + 8  # loss and its gradient
 
 
+class _OwnGradient(torch.autograd.Function):
+    """x; in backward a gradient in memory of its own, which a list may hold."""
+
+    @staticmethod
+    def forward(ctx, x, held):
+        ctx.held = held
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        own = torch.ones(grad.shape)
+        if ctx.held is not None:
+            ctx.held.append(own)
+        return own, None
+
+
+@pytest.mark.parametrize("held, tensors", [(None, 2), ([], 3)], ids=["nobody else has them", "both are held"])
+def test_gradients_that_meet_are_added_in_place_as_they_are_where_nobody_watches(held, tensors):
+    """Under a mode autograd always adds into a third tensor; without one only if both addends have other holders."""
+    numel, model = 10_000, mlp()
+    x = torch.zeros(numel, requires_grad=True)
+    with MemoryTracker(model) as tracker:
+        loss = _OwnGradient.apply(x, held).sum() + _OwnGradient.apply(x, held).sum()
+        tracker.reset()
+        before = tracker.total_bytes
+        loss.backward()
+        assert tensors <= (tracker.peak_bytes - before) / (4 * numel) < tensors + 0.1
+        left = 1 + len(held or ())  # x's gradient, which is the sum
+        assert left <= (tracker.total_bytes - before) / (4 * numel) < left + 0.1
+        x.grad = None
+        assert tracker.total_bytes < before + (left - 0.9) * 4 * numel
+
+
 def test_a_recomputation_written_by_hand_counts_what_its_first_unrecorded_function_saves():
     class Square(torch.autograd.Function):
         @staticmethod

@@ -14,7 +14,7 @@ from course_lib.measure import MemoryTracker
 from course_lib.memory.budget import budgets, fits
 from course_lib.memory.ledger import LEAF, Ledger, Weight
 from course_lib.memory.operators import linear
-from course_lib.memory.states import LoRA, count_parameters
+from course_lib.memory.states import FP64, LoRA, count_parameters
 from course_lib.memory.zero import Offload
 from course_lib.model import build
 from course_lib.run import Run
@@ -52,6 +52,12 @@ def test_8b_on_four_gpus_of_40_gb_fits_with_full_recomputation():
     (budget,) = budgets(Run(LLAMA_8B, Layout(dp=4, zero_stage=3, recompute="full"), 4096))
     assert round(budget.peak_bytes / GIB, 1) == 33.1 and fits(budget, "a100-40")
     assert budget.between_steps_bytes / count_parameters(LLAMA_8B) == pytest.approx(3.5)  # no gradients
+
+
+def test_a_recipe_needs_no_name_in_the_table():
+    in_fp64, in_fp32 = (budgets(Run(LLAMA, Layout(), SEQ_LEN, recipe))[0] for recipe in (FP64, "fp32"))
+    assert in_fp64.states_bytes == 2 * in_fp32.states_bytes
+    assert 1.9 * in_fp32.peak_bytes < in_fp64.peak_bytes <= 2 * in_fp32.peak_bytes
 
 
 # ---- the update

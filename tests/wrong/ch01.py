@@ -1,60 +1,60 @@
 """Wrong answers to the exercises of chapter 01, each with what its grader must say about it."""
 
 import math
+import weakref
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
 from course_lib.checks.ch01 import (
-    check_count_parameters,
     check_first_failure,
     check_largest_micro_batch,
+    check_mfu,
     check_mlp_kept_bytes,
     check_state_bytes,
     check_swiglu,
+    check_tracker,
 )
 from course_lib.memory.budget import budget
+from course_lib.minimal.memory import Tracker
 
 
-# ------------------------------------------------------------------------------------ 1. parameters
-def count(config, kv_heads=None, matrices=3, norms=1, head_dim=None, heads_counted=None):
-    D, H = config.d_model, head_dim or config.head_dim
-    attention = 2 * D * config.num_heads * H + 2 * D * (kv_heads or config.num_kv_heads) * H
-    embeddings = config.vocab_size * D * (heads_counted or (1 if config.tied else 2))
-    return (
-        embeddings
-        + config.num_layers * (attention + matrices * D * config.d_ff)
-        + norms * (2 * config.num_layers + 1) * D
-    )
+# ------------------------------------------------------------------------------------ 1. MFU
+def share(config, seq_len, tokens_per_s, num_gpus, peak, embeddings=0, attention=12, scale=1.0):
+    D, L, width = config.d_model, config.num_layers, config.num_heads * config.head_dim
+    weights = L * (2 * D * width + 2 * D * config.num_kv_heads * config.head_dim + 3 * D * config.d_ff)
+    weights += (1 + embeddings) * config.vocab_size * D
+    flops = 6 * weights + attention * L * width * seq_len
+    return scale * flops * tokens_per_s / (num_gpus * peak)
 
 
-def rule_of_thumb(config):
-    h = config.d_model
-    return h * config.vocab_size + config.num_layers * (12 * h * h + 13 * h) + 2 * h
+def embedding_counted(*case):
+    return share(*case, embeddings=1)
 
 
-def every_head_its_own_keys(config):
-    return count(config, kv_heads=config.num_heads)
+def six_n_alone(*case):
+    return share(*case, attention=0)
 
 
-def two_mlp_matrices(config):
-    return count(config, matrices=2)
+def attention_forward_only(*case):
+    return share(*case, attention=4)
 
 
-def no_norms(config):
-    return count(config, norms=0)
+def forward_only(*case):
+    return share(*case, scale=1 / 3)
 
 
-def head_size_by_division(config):
-    return count(config, head_dim=config.d_model // config.num_heads)
+def one_gpu(config, seq_len, tokens_per_s, num_gpus, peak):
+    return share(config, seq_len, tokens_per_s, 1, peak)
 
 
-def tied_head_counted(config):
-    return count(config, heads_counted=2)
+def percent(*case):
+    return share(*case, scale=100)
 
 
-def head_never_counted(config):
-    return count(config, heads_counted=1)
+def mfu_as_text(*case):
+    return f"{share(*case):.1%}"
 
 
 # ------------------------------------------------------------------------------------ 2. states
@@ -264,17 +264,90 @@ def index_alone(events, capacity):
     return None if failure is None else failure[0]
 
 
+# ------------------------------------------------------------------------------------ 7. a tracker
+class EveryTensor(Tracker):
+    """Counts a view as if it had memory of its own."""
+
+    def see(self, tensor):
+        self.now_bytes += tensor.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+
+class ViewsOfOperators(Tracker):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata in self.alive:
+                    self.now_bytes += leaf.nbytes
+                else:
+                    self.see(leaf)
+        return out
+
+
+class OnlyTheFirst(Tracker):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out)[:1]:
+            if isinstance(leaf, torch.Tensor):
+                self.see(leaf)
+        return out
+
+
+class WhatIsShown(Tracker):
+    """Counts the elements of a slice."""
+
+    def see(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.alive:
+            nbytes = min(tensor.nbytes, storage.nbytes())
+            self.alive[storage._cdata] = weakref.ref(storage, lambda _, a=storage._cdata, n=nbytes: self.free(a, n))
+            self.now_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+
+class HoldsThem(Tracker):
+    """A strong reference keeps every tensor."""
+
+    def see(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.alive:
+            self.alive[storage._cdata] = storage
+            self.now_bytes += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+
+class ForgetsThePeak(Tracker):
+    def free(self, address, nbytes):
+        super().free(address, nbytes)
+        self.peak_bytes = self.now_bytes
+
+
+class OldAddresses(Tracker):
+    """Never forgets an address."""
+
+    def free(self, address, nbytes):
+        self.now_bytes -= nbytes
+
+
+class Megabytes(Tracker):
+    def __enter__(self):
+        self.now_bytes /= 1e6
+        return super().__enter__()
+
+
 WRONG = {
-    "my_count_parameters": {
-        "check": check_count_parameters,
+    "my_mfu": {
+        "check": check_mfu,
         "answers": [
-            (rule_of_thumb, "the rule of thumb, which counts GPT's matrices"),
-            (every_head_its_own_keys, "k and v have num_kv_heads heads"),
-            (two_mlp_matrices, "SwiGLU has three matrices"),
-            (no_norms, "the norms have a weight"),
-            (head_size_by_division, "a head takes head_dim rows"),
-            (tied_head_counted, "the head is tied"),
-            (head_never_counted, "the head is not tied"),
+            (embedding_counted, "the embedding is a table"),
+            (six_n_alone, "attention is missing"),
+            (attention_forward_only, "4 in forward, 8 in backward"),
+            (forward_only, "these are the FLOPs of forward"),
+            (one_gpu, "this is the peak of one GPU"),
+            (percent, "return a share, not percent"),
+            (mfu_as_text, "return one number"),
         ],
     },
     "my_state_bytes": {
@@ -334,6 +407,19 @@ WRONG = {
             (best_fit, "this is best fit"),
             (from_the_top, "takes the highest address"),
             (index_alone, "the number of the event and the free bytes"),
+        ],
+    },
+    "MyTracker": {
+        "check": check_tracker,
+        "answers": [
+            (EveryTensor, "a storage that is given counts once"),
+            (ViewsOfOperators, "a view and the result of an operator in place"),
+            (OnlyTheFirst, "an operator may return several tensors"),
+            (WhatIsShown, "a slice keeps its whole storage alive"),
+            (HoldsThem, "a storage that is freed must be subtracted"),
+            (ForgetsThePeak, "the peak stays when memory is freed"),
+            (OldAddresses, "forget an address when it is freed"),
+            (Megabytes, "it must be a whole number of bytes"),
         ],
     },
 }

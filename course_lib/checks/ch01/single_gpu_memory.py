@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader
 from course_lib.config import ModelConfig
-from course_lib.memory.states import RECIPES, Recipe, count_parameters, rule_of_thumb_parameters
+from course_lib.flops import attention_flops_per_token, flops_per_token, matmul_parameters
+from course_lib.memory.states import RECIPES, Recipe
 from course_lib.model import MLP, build
 
 
@@ -38,44 +39,76 @@ def _number(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else repr(value)
 
 
-# ------------------------------------------------------------------------------------ 1. parameters
+# ------------------------------------------------------------------------------------ 1. MFU
+MfuCase = tuple[ModelConfig, int, float, int, float]  # config, seq_len, tokens_per_s, num_gpus, peak_flops_per_s
+
+
 @grader
-def check_count_parameters(answer, rng):
-    """The parameters of a Llama, with grouped queries, any head size, and a head that may be tied."""
-    for tied in (False, True):
-        config = _telling_llama(rng, tied)
-        want = sum(parameter.numel() for parameter in build(config, device="meta").parameters())
-        expect_equal(answer(config), want, f"the count for {config}", _wrong_counts(config))
+def check_mfu(answer, rng):
+    """MFU from a log: the FLOPs of linear layers and of attention, over the peak of all GPUs, as a share."""
+    cases = [_mfu_case(rng, tied) for tied in (False, True)]
+    got = [answer(*case) for case in cases]
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in got):
+        fail(f"it returned {got[0]!r}; return one number, a share between 0 and 1")
+    want = [_share(*case, flops_per_token(case[0], case[1])) for case in cases]
+    if _all_close(got, want):
+        return
+    for message, believed in MFU_BELIEFS.items():
+        if _all_close(got, [believed(*case) for case in cases]):
+            fail(message)
+    fail(f"{_mfu_told(*cases[0])}: it returned {got[0]:.6g}, and {want[0]:.6g} is right")
 
 
-def _telling_llama(rng: random.Random, tied: bool) -> ModelConfig:
-    """One for which no two wrong counts are equal by chance."""
-    while True:
-        config = random_llama(rng, tied)
-        counts = [count_parameters(config), *_wrong_counts(config).values()]
-        if len(set(counts)) == len(counts):
-            return config
+def _mfu_case(rng: random.Random, tied: bool) -> MfuCase:
+    config = random_llama(rng, tied)
+    num_gpus, peak_flops_per_s = rng.choice([2, 4, 16]), rng.choice([312e12, 989e12])
+    tokens_per_s = rng.uniform(0.2, 0.6) * num_gpus * peak_flops_per_s / flops_per_token(config, 96)
+    return config, 96, tokens_per_s, num_gpus, peak_flops_per_s
 
 
-def _wrong_counts(config: ModelConfig) -> dict[str, int]:
-    D, L, V = config.d_model, config.num_layers, config.vocab_size
-    right = count_parameters(config)
-    kv_rows_missing = (config.num_heads - config.num_kv_heads) * config.head_dim
-    narrow_heads = (2 * config.num_heads + 2 * config.num_kv_heads) * D * (D // config.num_heads - config.head_dim)
-    return {
-        "this is the rule of thumb, which counts GPT's matrices": rule_of_thumb_parameters(config),
-        "k and v have num_kv_heads heads, not num_heads": right + 2 * L * kv_rows_missing * D,
-        "SwiGLU has three matrices: gate, up and down": right - L * D * config.d_ff,
-        "the norms have a weight for each feature: two in a block and one at the end": right - (2 * L + 1) * D,
-        "a head takes head_dim rows, which need not be d_model // num_heads": right + L * narrow_heads,
-        _head_message(config.tied): right + (V if config.tied else -V) * D,
-    }
+def _mfu_told(config: ModelConfig, seq_len: int, tokens_per_s: float, num_gpus: int, peak_flops_per_s: float) -> str:
+    return (
+        f"{config}, {seq_len} tokens, {tokens_per_s:.6g} tokens/s on {num_gpus} GPUs of {peak_flops_per_s:.3g} FLOP/s"
+    )
 
 
-def _head_message(tied: bool) -> str:
-    if tied:
-        return "the head is tied: it is the embedding's own matrix, counted already"
-    return "the head is not tied: it is a matrix of its own"
+def _all_close(got: list[float], want: list[float]) -> bool:
+    return all(abs(mine - right) <= 1e-9 * right for mine, right in zip(got, want, strict=True))
+
+
+def _share(
+    config: ModelConfig, seq_len: int, tokens_per_s: float, num_gpus: int, peak_flops_per_s: float, flops: float
+) -> float:
+    return flops * tokens_per_s / (num_gpus * peak_flops_per_s)
+
+
+def _with_flops(flops_of: Callable[[ModelConfig, int], float]) -> Callable[..., float]:
+    """Somebody's MFU, whose FLOPs per token are others."""
+    return lambda config, seq_len, *rest: _share(config, seq_len, *rest, flops_of(config, seq_len))
+
+
+def _attention_flops(config: ModelConfig, seq_len: int) -> int:
+    return 3 * attention_flops_per_token(config, seq_len)
+
+
+MFU_BELIEFS: dict[str, Callable[..., float]] = {
+    "the embedding is a table: it multiplies nothing, so its weights do not count": _with_flops(
+        lambda config, s: (
+            6 * (matmul_parameters(config) + config.vocab_size * config.d_model) + _attention_flops(config, s)
+        )
+    ),
+    "attention is missing: 12 L N H S FLOPs per token": _with_flops(lambda config, s: 6 * matmul_parameters(config)),
+    "attention counts 12 L N H S FLOPs per token: 4 in forward, 8 in backward": _with_flops(
+        lambda config, s: 6 * matmul_parameters(config) + _attention_flops(config, s) / 3
+    ),
+    "these are the FLOPs of forward; backward costs twice as many again": _with_flops(
+        lambda config, s: flops_per_token(config, s) / 3
+    ),
+    "this is the peak of one GPU; all of them could have computed": lambda config, s, speed, gpus, peak: _share(
+        config, s, speed, 1, peak, flops_per_token(config, s)
+    ),
+    "return a share, not percent": _with_flops(lambda config, s: 100 * flops_per_token(config, s)),
+}
 
 
 # ------------------------------------------------------------------------------------ 2. states
