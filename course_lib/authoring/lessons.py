@@ -12,6 +12,7 @@ LESSONS = (
     "01_single_gpu_memory",
     "02a_precision",
     "02b_activations",
+    "02c_fine_tuning",
     "03_data_parallel",
     "04_zero",
 )

@@ -40,6 +40,7 @@ CHAPTERS = (
     Chapter("01_single_gpu_memory_in_depth", 1, 2 << 30, f"{ALONE}, one asks the allocator", TRANSFORMERS),
     Chapter("02a_precision", 1, 2 << 30, "the notebook computes on the CPU"),
     Chapter("02b_activations", 1, 2 << 30, "the notebook computes on the CPU"),
+    Chapter("02c_fine_tuning", 1, 2 << 30, "the notebook computes on the CPU"),
     Chapter("02_single_gpu_techniques_in_depth", 1, 2 << 30, ALONE),
     Chapter("03_data_parallel", 4, 2 << 30, f"{ON_GPUS}; a step is traced on the CPU"),
     Chapter("03_data_parallel_in_depth", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU"),

@@ -44,5 +44,6 @@ def merge(model):
     for module in list(model.modules()):
         for name, layer in list(module.named_children()):
             if isinstance(layer, LoRALinear):
-                layer.base.weight.data += layer.scale * (layer.lora_b @ layer.lora_a).detach()
+                change = layer.scale * (layer.lora_b @ layer.lora_a)
+                layer.base.weight.data += change.detach()
                 setattr(module, name, layer.base)

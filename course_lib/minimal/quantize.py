@@ -56,7 +56,8 @@ class EightBitAdamW(torch.optim.Optimizer):
     """AdamW that stores both moments in 8 bits, with a scale for each block."""
 
     def __init__(self, params, lr, betas, weight_decay, block_size=256, make_code=dynamic_code):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
         self.block_size = block_size
         self.codes = {"exp_avg": make_code(True), "exp_avg_sq": make_code(False)}
 

@@ -56,7 +56,7 @@ def show_lora(d_out: Size = 64, d_in: Size = 64, rank: Size = 8) -> None:
             axes.text(box.x + box.columns / 2, below, text, ha="center", va="top", fontsize=9)
         middle = boxes[1].x / 2 + d_in / 2
         axes.text(middle, d_out / 2, r"$+\ \frac{\alpha}{r}$", ha="center", va="center", fontsize=16)
-        axes.set(xlim=(-d_in * 0.3, boxes[2].x + d_in * 1.3), ylim=(d_out * 1.4, -d_out * 0.05), aspect="equal")
+        axes.set(xlim=(-d_in * 0.3, boxes[2].x + d_in * 1.3), ylim=(d_out * 1.25, -d_out * 0.05), aspect="equal")
         axes.set_axis_off()
         axes.set_title("A frozen matrix, and two thin ones beside it (areas: elements)")
         finish(figure)

@@ -10,7 +10,7 @@ from places.environments import environment
 
 from course_lib.authoring import ROOT, code_cells, read
 
-CHAPTERS = ("00_ranks_and_collectives", "01_single_gpu_memory", "02a_precision")
+CHAPTERS = ("00_ranks_and_collectives", "01_single_gpu_memory", "02a_precision", "02c_fine_tuning")
 EXERCISE = "00_ranks_and_collectives.ipynb"
 
 
