@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 
 import pytest
 import yaml
@@ -88,6 +89,12 @@ def test_ci_runs_what_make_test_leaves_out():
     for marker in left_out:
         assert f"-m pytest -m {marker} " in recipe_of(f"test-{marker}")
         assert f"step make test-{marker}\n" in CI
+
+
+def test_no_two_test_files_are_the_same_module_for_pytest():
+    paths = (ROOT / "tests").rglob("test_*.py")
+    named = Counter((path.parent if (path.parent / "__init__.py").exists() else "", path.stem) for path in paths)
+    assert [name for name, count in named.items() if count > 1] == [], "give the folder an __init__.py"
 
 
 def recipe_of(target: str) -> str:

@@ -43,7 +43,7 @@ def test_what_is_left_is_what_the_tracker_counts_at_the_end(tracker):
 
 def test_pytorch_draws_it(tracker):
     page = _memory_viz.trace_plot(snapshot_of(tracker))
-    assert page.startswith("<!DOCTYPE html>") and len(page) > 10_000
+    assert "Active Memory Timeline" in page and len(page) > 10_000
 
 
 def test_a_release_of_what_was_not_recorded_and_a_segment_count_nothing():
