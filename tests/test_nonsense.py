@@ -450,6 +450,10 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "plots.memory": {"show_budgets": {"budgets": {"toy": budgets(RUN)[0]}, "gpus": [gpu("h100")]}},
     "plots.mesh": {"show_mesh": {}},
     "plots.pipeline": {"show_schedule": {}, "show_schedules": {"simulations": [simulate(SCHEDULE)]}},
+    "plots.precision": {
+        "show_numbers": {"names": ["bf16"], "low": 0.98, "high": 1.03, "sum_": 1.001},
+        "show_magnitudes": {"magnitudes": {"gradients": torch.ones(3)}, "name": "fp16"},
+    },
     "plots.recompute": {"show_graph": {}},
     "plots.sharding": {
         "show_zero_stages": {},

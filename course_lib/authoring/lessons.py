@@ -10,7 +10,9 @@ from course_lib.authoring.links import NAVIGATION
 LESSONS = (
     "00_ranks_and_collectives",
     "01_single_gpu_memory",
+    "02a_precision",
     "02b_activations",
+    "02c_fine_tuning",
     "03_data_parallel",
     "04_zero",
 )

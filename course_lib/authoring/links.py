@@ -19,11 +19,9 @@ FILE = re.compile(r"`((?:notebooks/|exercises/|solutions/)?\d\d[a-z]?_\w+\.ipynb
 
 
 def chapters_of(folder: Path) -> list[str]:
-    """The file names of a folder's lessons in reading order: no index, a second reading only where no lesson is."""
-    names = sorted(path.name for path in folder.glob("*.ipynb") if CHAPTER_FILE.match(path.name))
-    lessons = [name for name in names if IN_DEPTH not in name]
-    numbers = {name[:2] for name in lessons}
-    return sorted(lessons + [name for name in names if name[:2] not in numbers])
+    """The file names of a folder's lessons in reading order, without second readings and the index."""
+    names = sorted(path.name for path in folder.glob("*.ipynb"))
+    return [name for name in names if CHAPTER_FILE.match(name) and IN_DEPTH not in name]
 
 
 def chapter_named(number: str, root: Path) -> str | None:

@@ -21,7 +21,6 @@ from course_lib.authoring.form import (
 from course_lib.authoring.lessons import LESSONS, lesson_problems
 from course_lib.authoring.mirrors import mirror_problems
 
-STILL_WIDE = ("00", "01", "02", "03", "04", "06", "09")  # chapters whose tables are not narrow yet
 UNCOMPARED_TAGS = {"nbval-ignore-output", "nbval-skip"}
 UNWANTED_WORDS = re.compile(r"\b(simply|just|obviously)\b", re.IGNORECASE)
 EMOJI = re.compile("[\U0001f000-\U0001faff\u2600-\u26ff\u2705\u2728\u274c\u2757\u2b50\ufe0f]")
@@ -132,8 +131,7 @@ def notebook_problems(path: Path, root: Path = ROOT) -> list[str]:
             "not in its normal form (links, badges and the install cell belong to it); `make fmt` writes it"
         )
     problems += [problem for cell in code_cells(nb) for problem in picture_problems(cell)]
-    if path.stem[:2] not in STILL_WIDE:
-        problems += [problem for cell in code_cells(nb) for problem in width_problems(cell)]
+    problems += [problem for cell in code_cells(nb) for problem in width_problems(cell)]
     problems += heading_problems(nb) + link_problems(nb, path)
     if path.parent.name == "notebooks" and path.stem in LESSONS:
         problems += lesson_problems(nb)

@@ -301,7 +301,8 @@ def has_step_counters(recipe: Recipe | str, optimizer: str) -> bool:
 def moments_bytes(shape: tuple[int, ...], recipe: Recipe, optimizer: str) -> int:
     """Bytes of one tensor's moments.
 
-    8-bit Adam keeps two bytes a number, and an FP32 scale for each 256 numbers of each moment; tensors below 4096
+    8-bit Adam keeps two bytes a number, and an FP32 scale for each block of each moment: 256 numbers, as bitsandbytes
+    has them since 0.44 (the paper has 2,048); tensors below 4096
     numbers stay in FP32.
     Adafactor keeps no first moment, and of the second one number a row and one a column.
 

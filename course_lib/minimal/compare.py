@@ -25,7 +25,13 @@ from course_lib.validate import Size, checked
 
 CONFIG = preset("toy")
 SEQUENCES, SEQ_LEN = 12, 32  # the global batch of a step
-_EVENTS = ("trainer.backward", "autograd::engine::evaluate_function", "Optimizer.step", "gloo:all_reduce")
+_EVENTS = (
+    "trainer.backward",
+    "autograd::engine::evaluate_function",
+    "Optimizer.step",
+    "c10d::allreduce_",
+    "gloo:all_reduce",
+)
 sgd = partial(torch.optim.SGD, lr=0.1)
 adamw = partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
 master_adamw = partial(MasterAdamW, lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
@@ -173,8 +179,9 @@ def _spans(events) -> list[Span]:
     update = named["Optimizer.step"][0]
     bars = [("compute", "forward", start_us, backward_us[0]), ("compute", "backward", *backward_us)]
     bars += [("compute", "optimizer", update.start, update.end)]
-    sends = sorted(named["gloo:all_reduce"], key=lambda e: e.start)
-    bars += [("communication", f"all-reduce {index}", e.start, e.end) for index, e in enumerate(sends)]
+    calls, sends = (sorted(named[name], key=lambda e: e.start) for name in ("c10d::allreduce_", "gloo:all_reduce"))
+    pairs = enumerate(zip(calls, sends, strict=True))  # from the call until gloo's thread has done it
+    bars += [("communication", f"all-reduce {index}", call.start, send.end) for index, (call, send) in pairs]
     return [Span(0, lane, name, (a - start_us) * 1e-6, (b - start_us) * 1e-6) for lane, name, a, b in bars]
 
 

@@ -18,6 +18,8 @@ timeline.py      show_overlap, show_step_times
 curves.py        show_bandwidth, show_throughput, show_alpha_beta, show_curves
 live.py          LiveCurve, drawn again while training goes on
 formats.py       show_float_formats
+precision.py     show_numbers, show_magnitudes, show_mixed_step
+fine_tuning.py   show_lora, show_codes, show_blocks, show_choices
 data_parallel.py  show_replicas, show_buckets, show_batch_tradeoff, show_streams
 sharding.py      show_zero_stages, show_stages, show_flat_shards, show_gathered
 single_gpu.py    show_squares, show_block, show_counters

@@ -169,7 +169,8 @@ def test_a_form_that_sends_more_is_counted():
 
 def test_the_action_runs_once_for_each_backward_after_the_last_gradient():
     layer, seen = torch.nn.Linear(2, 2), []
-    when_all_arrived(layer.parameters(), lambda: seen.append([p.grad is not None for p in layer.parameters()]))
+    params = list(layer.parameters())
+    when_all_arrived(params, lambda: seen.append([p.grad is not None for p in params]))
     for _ in range(2):
         layer(torch.ones(1, 2)).sum().backward()
     assert seen == [[True, True]] * 2
