@@ -244,8 +244,7 @@ class StageProgram:
         made = self.columns(x, names, residual=residual)
         inner = op.product(L, op.pointwise(L, made[0], "SiLU"), made[1], "SiLU x up") if two else None
         inner = inner or op.pointwise(L, made[0], "GELU")
-        del made
-        return self.row(inner, f"{name}.down{suffix}", residual)
+        return self.row(inner, f"{name}.down{suffix}", residual)  # a module's call holds what it has named to the end
 
     # --- experts (moe.py, parallel/dispatch.py, parallel/expert_tensor.py)
 
@@ -263,8 +262,8 @@ class StageProgram:
         if cut:
             y = self.residual.leave(L, y)
         if moe.num_shared_experts:
-            shared = self.residual_mlp(f"{block}.moe.shared", x, self.inside if sharded else self.residual)
-            y = op.residual(L, y, shared)
+            inside = self.inside if sharded else self.residual
+            y = op.residual(L, y, self.residual_mlp(f"{block}.moe.shared", x, inside))
         return self.residual.leave(L, y) if sharded else y
 
     def run_experts(self, block: str, x: Tensor, weights: Tensor) -> Tensor:

@@ -88,6 +88,18 @@ FOUND = [
         "cp=4,tp=2,zero_stage=2,sequence_parallel=true,micro_batches=2,recompute=selective,cp_method=ulysses",
         {"pp": 0, "dp": 0, "cp": 3, "tp": 1},
     ),
+    # an MLP's module has a name for what its first matrices made, until its last one is done
+    (
+        "gpt",
+        "dp=2,tp=2,pp=2,zero_stage=3,schedule=afab,micro_batch=4,micro_batches=8,recompute=full",
+        {"pp": 0, "dp": 1, "cp": 0, "tp": 0},
+    ),
+    # the output of the shared experts is let go once it is added
+    (
+        "experts",
+        "tp=2,pp=4,zero_stage=3,sequence_parallel=true,micro_batch=4",
+        {"pp": 1, "dp": 0, "cp": 0, "tp": 1},
+    ),
 ]
 
 
