@@ -86,13 +86,17 @@ class TapeTracker(MemoryTracker):
 
 @dataclass(frozen=True)
 class Stretch:
-    """What one instruction did: allocations in their order, bytes sent, FLOPs, and the shape of its result."""
+    """What one instruction did: allocations in their order, bytes sent, FLOPs, and the shape of its result.
+
+    keeps_came   whether W needs what came for this I, as a linear's gradient; tp may have gathered it into another
+    """
 
     changes: list[tuple[_Block, int]]
     result_block: _Block | None
     like: tuple | None  # (size, stride, dtype) of the result; None: it has none
     records: list[CommRecord]
     flops: int
+    keeps_came: bool = False
 
 
 class Tape:
@@ -133,6 +137,7 @@ class Tape:
             like=None if result is None else (result.shape, result.stride(), result.dtype),
             records=self.meter.records[records:],
             flops=self.flop_meter.flops - flops,
+            keeps_came=one.op == "I" and came is not None and executor.waiting[one.stage, one.micro_batch].holds(came),
         )
         return result
 
@@ -156,7 +161,7 @@ class Tape:
         if one.op in "BI":
             executor.kept.pop(place)
         if one.op == "I":
-            executor.waiting[place] = came  # a linear's gradient, as which W needs it
+            executor.waiting[place] = came if stretch.keeps_came else None
             executor.peak_waiting = max(executor.peak_waiting, len(executor.waiting))
         elif one.op == "W":
             executor.waiting.pop(place)
