@@ -98,11 +98,6 @@ class WeightGradientStore:
             self.handles.append(_WeightHalf.apply(weight, bias, product))
         return product
 
-    def holds(self, x: Tensor) -> bool:
-        """Whether x is one of the outputs' gradients that wait here."""
-        grads = [handle.grad_fn.product.grad for handle in self.handles]
-        return any(grad is not None and grad.untyped_storage()._cdata == x.untyped_storage()._cdata for grad in grads)
-
     def run(self) -> None:
         """W: computes what waits, last layer first, and adds it to the weights' gradients."""
         handles, self.handles = self.handles, []

@@ -20,6 +20,7 @@ from course_lib.measure.meter import ByteMeter, CommRecord
 from course_lib.measure.tracker import _UNDECIDED, MemoryTracker, _Block
 from course_lib.model.moe import moe_layers
 from course_lib.parallel.executor import Executor, Kept
+from course_lib.parallel.weight_gradients import WeightGradientStore
 from course_lib.schedules.instructions import Instruction
 
 
@@ -137,7 +138,7 @@ class Tape:
             like=None if result is None else (result.shape, result.stride(), result.dtype),
             records=self.meter.records[records:],
             flops=self.flop_meter.flops - flops,
-            keeps_came=one.op == "I" and came is not None and executor.waiting[one.stage, one.micro_batch].holds(came),
+            keeps_came=one.op == "I" and waits(executor.waiting[one.stage, one.micro_batch], came),
         )
         return result
 
@@ -182,6 +183,13 @@ def x_of(executor: Executor, one: Instruction) -> Tensor | None:
     """The input that a stage keeps of a micro-batch."""
     kept = executor.kept.get((one.stage, one.micro_batch))
     return None if kept is None else kept.x
+
+
+def waits(store: WeightGradientStore, came: Tensor | None) -> bool:
+    """Whether what came for an I is one of the outputs' gradients that wait for W."""
+    grads = [handle.grad_fn.product.grad for handle in store.handles]
+    storages = [grad.untyped_storage()._cdata for grad in grads if grad is not None]
+    return came is not None and came.untyped_storage()._cdata in storages
 
 
 def micro_batches_to_run(executor: Executor) -> dict[int, set[int]]:
