@@ -12,7 +12,7 @@ bytes are freed. What remains is to say of each storage what it is:
 A storage has one kind for its whole life. The kind may become known after the birth, as with the optimizer's state of
 the first step, so the timeline is drawn from the recorded events when one asks for it.
 
-Where gradients meet, autograd adds one to the other in place, unless somebody watches: under any TorchDispatchMode it
+Where gradients meet, autograd adds into the one that came first, if nobody else has it. Under any TorchDispatchMode it
 makes a third tensor. That one is counted where the first was, so what is measured is the run that nobody watches.
 """
 
@@ -66,10 +66,10 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Sum:
-    """The last sum that autograd made of two gradients, whose addresses are `addends`; the peak until then."""
+    """The last sum that autograd made of two gradients, the address of the first of them, and the peak until then."""
 
     block: _Block | None
-    addends: set[int]
+    first: int
     peak_before: int
 
 
@@ -281,7 +281,7 @@ class MemoryTracker(TorchDispatchMode):
         self._note_phase()
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.add.Tensor and _adds_for_autograd():
-            self._see_sum(out, args)
+            self._see_sum(out, args[0])
         elif returns_fresh_storage(func):
             if isinstance(out, torch.Tensor):
                 self._see(out)
@@ -337,20 +337,20 @@ class MemoryTracker(TorchDispatchMode):
         self._blocks[block.reference.address] = block
         self._event(block, nbytes)
 
-    def _see_sum(self, total: torch.Tensor, addends: tuple[torch.Tensor, ...]) -> None:
-        """Count it as a tensor of its own, until one of the two is let go before anything else happens."""
-        peak, storage = self._peak, total.untyped_storage()
+    def _see_sum(self, total: torch.Tensor, first: torch.Tensor) -> None:
+        """Count it as a tensor of its own, until the first addend is let go before anything else happens."""
+        peak, storage, before = self._peak, total.untyped_storage(), first.untyped_storage()
         self._see(total)
-        same_size = {x.untyped_storage()._cdata for x in addends if x.untyped_storage().nbytes() == storage.nbytes()}
-        self._sum = _Sum(self._blocks.get(storage._cdata), same_size, peak)
+        if before.nbytes() == storage.nbytes():
+            self._sum = _Sum(self._blocks.get(storage._cdata), before._cdata, peak)
 
     def _is_in_place(self, address: int) -> bool:
         """Whether what is let go at this address is where the last sum would be, if nobody watched."""
         one = self._sum
-        return one is not None and address in one.addends and bool(self._events) and self._events[-1][1] is one.block
+        return one is not None and address == one.first and bool(self._events) and self._events[-1][1] is one.block
 
     def _put_in_place(self, block: _Block) -> None:
-        """Count the sum where that addend was: as if it had never had bytes of its own."""
+        """Count the sum where the first addend was: as if it had never had bytes of its own."""
         total, self._peak, self._sum = self._sum.block, self._sum.peak_before, None
         self._events.pop()
         self._total -= total.nbytes

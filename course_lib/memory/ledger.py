@@ -318,11 +318,11 @@ class _Counted:
 
 
 def _add(held: list[Tensor], grad: Tensor) -> None:
-    """Adds a gradient to the one that is there, in place, in whichever of the two nobody else needs."""
+    """Adds a gradient to the one that is there: in place, unless somebody else needs that one."""
     if not held:
         held.append(grad)
     elif held[0].storage.borrowed:
-        held[0] = grad
+        held[0] = held[0].storage.ledger.make(grad.numel, grad.itemsize)
 
 
 def _dependencies(roots: Sequence[Node]) -> dict[Node | Weight, int]:

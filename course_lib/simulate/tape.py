@@ -20,6 +20,7 @@ from course_lib.measure.meter import ByteMeter, CommRecord
 from course_lib.measure.tracker import _UNDECIDED, MemoryTracker, _Block
 from course_lib.model.moe import moe_layers
 from course_lib.parallel.executor import Executor, Kept
+from course_lib.parallel.weight_gradients import WeightGradientStore
 from course_lib.schedules.instructions import Instruction
 
 
@@ -86,13 +87,17 @@ class TapeTracker(MemoryTracker):
 
 @dataclass(frozen=True)
 class Stretch:
-    """What one instruction did: allocations in their order, bytes sent, FLOPs, and the shape of its result."""
+    """What one instruction did: allocations in their order, bytes sent, FLOPs, and the shape of its result.
+
+    keeps_came   whether W needs what came for this I, as a linear's gradient; tp may have gathered it into another
+    """
 
     changes: list[tuple[_Block, int]]
     result_block: _Block | None
     like: tuple | None  # (size, stride, dtype) of the result; None: it has none
     records: list[CommRecord]
     flops: int
+    keeps_came: bool = False
 
 
 class Tape:
@@ -133,6 +138,7 @@ class Tape:
             like=None if result is None else (result.shape, result.stride(), result.dtype),
             records=self.meter.records[records:],
             flops=self.flop_meter.flops - flops,
+            keeps_came=one.op == "I" and waits(executor.waiting[one.stage, one.micro_batch], came),
         )
         return result
 
@@ -156,7 +162,7 @@ class Tape:
         if one.op in "BI":
             executor.kept.pop(place)
         if one.op == "I":
-            executor.waiting[place] = came  # a linear's gradient, as which W needs it
+            executor.waiting[place] = came if stretch.keeps_came else None
             executor.peak_waiting = max(executor.peak_waiting, len(executor.waiting))
         elif one.op == "W":
             executor.waiting.pop(place)
@@ -177,6 +183,13 @@ def x_of(executor: Executor, one: Instruction) -> Tensor | None:
     """The input that a stage keeps of a micro-batch."""
     kept = executor.kept.get((one.stage, one.micro_batch))
     return None if kept is None else kept.x
+
+
+def waits(store: WeightGradientStore, came: Tensor | None) -> bool:
+    """Whether what came for an I is one of the outputs' gradients that wait for W."""
+    grads = [handle.grad_fn.product.grad for handle in store.handles]
+    storages = [grad.untyped_storage()._cdata for grad in grads if grad is not None]
+    return came is not None and came.untyped_storage()._cdata in storages
 
 
 def micro_batches_to_run(executor: Executor) -> dict[int, set[int]]:

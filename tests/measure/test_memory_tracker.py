@@ -159,18 +159,21 @@ class _OwnGradient(torch.autograd.Function):
         return own, None
 
 
-@pytest.mark.parametrize("held, tensors", [(None, 2), ([], 3)], ids=["nobody else has them", "both are held"])
-def test_gradients_that_meet_are_added_in_place_as_they_are_where_nobody_watches(held, tensors):
-    """Under a mode autograd always adds into a third tensor; without one only if both addends have other holders."""
+@pytest.mark.parametrize("first, second, tensors", [(False, False, 2), (False, True, 2), (True, False, 3)])
+def test_gradients_that_meet_are_added_in_place_as_they_are_where_nobody_watches(first, second, tensors):
+    """Under a mode autograd always adds into a third tensor; without one only if the first has another holder."""
+    held = []
     numel, model = 10_000, mlp()
     x = torch.zeros(numel, requires_grad=True)
     with MemoryTracker(model) as tracker:
-        loss = _OwnGradient.apply(x, held).sum() + _OwnGradient.apply(x, held).sum()
+        later = _OwnGradient.apply(x, held if second else None)
+        loss = _OwnGradient.apply(x, held if first else None).sum() + later.sum()  # backward: the newer one first
+        del later
         tracker.reset()
         before = tracker.total_bytes
         loss.backward()
         assert tensors <= (tracker.peak_bytes - before) / (4 * numel) < tensors + 0.1
-        left = 1 + len(held or ())  # x's gradient, which is the sum
+        left = 1 + len(held)  # x's gradient, which is the sum
         assert left <= (tracker.total_bytes - before) / (4 * numel) < left + 0.1
         x.grad = None
         assert tracker.total_bytes < before + (left - 0.9) * 4 * numel

@@ -80,6 +80,12 @@ FOUND = [
         "cp=2,tp=2,pp=4,schedule=zb_h1,micro_batches=8,recompute=full,cp_method=all_gather,cp_sharding=striped",
         {"pp": 0, "dp": 0, "cp": 1, "tp": 0},
     ),
+    # with sequence parallelism W waits for a gathered copy of what came for I; the tape held what came as well
+    (
+        "llama",
+        "dp=2,tp=2,pp=4,zero_stage=1,sequence_parallel=true,schedule=zb_h2,micro_batches=8,recompute=selective",
+        {"pp": 2, "dp": 1, "cp": 0, "tp": 1},
+    ),
     # everybody's gathered keys and values outlive the loop over them, until their gradients are summed
     ("gpt", "cp=2,pp=2,micro_batch=4,recompute=full,cp_method=all_gather", {"pp": 0, "dp": 0, "cp": 1, "tp": 0}),
     # a tied weight's two gradients are added in place, though a mode that watches makes autograd use a third tensor
