@@ -24,11 +24,12 @@ fine_tuning.py   show_lora, show_codes, show_blocks, show_choices
 data_parallel.py  show_replicas, show_buckets, show_batch_tradeoff, show_streams
 sharding.py      show_zero_stages, show_stages, show_flat_shards, show_gathered
 single_gpu.py    show_squares, show_block, show_counters
-zero_step.py     show_flow, show_step_memory
+zero_step.py     stage_1_rows, show_flow, show_step_memory
 recompute.py     show_graph: what a block keeps, and what is made again
 flash.py         show_tiles: the score matrix and FlashAttention's blocks
 matrices.py      show_linear_pair, show_heads, show_vocabulary
 regions.py       show_regions
+sequence.py      show_cuts, show_half_block: hidden states cut by tokens, and what one rank holds
 pipeline.py      show_schedule, show_schedules
 pipeline_trace.py  show_measured
 stages.py        show_live, show_peaks, show_stages_of_model
