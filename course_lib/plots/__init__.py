@@ -6,6 +6,7 @@ readme.py        the README's pictures, written into docs/
 style.py         sizes, fonts, units; nothing outside a picture is changed
 memory.py        show_memory_timeline, show_budgets
 context.py       show_mask, show_work, show_travel, show_memory_by_length
+tokens.py        show_cut, show_merge, show_gradient_ring, show_chunks, show_heads_for_tokens, show_documents
 comparison.py    show_comparison: predicted beside measured, with the error
 holdings.py      which share of each part of a model the ranks of a layout hold
 pipeline_tradeoff.py  bubble against memory, a point for each schedule
