@@ -343,7 +343,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "TrainRecord": "made by train",
         "describe": {"record": TrainRecord([1.0], [1.0], 1.0, 1)},
         "make_optimizer": {"precision": "fp32"},
-        "train": {"model_config": preset("toy"), "train_config": TrainConfig(1, 1, 8), "device": ..., "progress": ...},
+        "train": {"model_config": preset("toy"), "train_config": TrainConfig(1, 8), "device": ..., "progress": ...},
         "train_step": {"optimizer": torch.optim.SGD(LINEAR.parameters()), "precision": "fp32", "scaler": ...},
         "accumulate_gradients": {"precision": None},
         "progress_bar": {"total": 2, "shown": False},

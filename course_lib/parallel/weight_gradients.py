@@ -127,7 +127,7 @@ class DelayedWeightGradients:
     def _prepare(self, module: nn.Module) -> None:
         for layer in module.modules():
             for name, child in list(layer.named_children()):
-                if type(child) is nn.Linear:
+                if type(child) in (nn.Linear, DelayedLinear):  # an earlier engine of the same model had it
                     setattr(layer, name, DelayedLinear(child, self))
             if isinstance(layer, RowLinear):
                 layer.product = self.linear
