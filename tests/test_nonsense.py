@@ -318,6 +318,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "filled_up": {"x": torch.zeros(2), "width": 4},
         "rotate": {"x_BNSH": torch.zeros(1, 1, 2, 4), "cos_SH": torch.ones(2, 4), "sin_SH": torch.ones(2, 4)},
         "drop": {"x": torch.zeros(2), "probability": 0.5},
+        "project": {"x_BSD": torch.zeros(2), "layers": [LINEAR]},
     },
     "model.llama": {
         "rope_frequencies": {"device": ...},
