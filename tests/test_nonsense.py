@@ -420,6 +420,14 @@ MODULES: dict[str, dict[str, dict | str]] = {
     | {name: {"values": RANKS, "moments": [0]} for name in ("ring_views", "show_ring")},
     "plots.comparison": {"show_comparison": {"rows": [Row("parameters", 10, 9)]}},
     "plots.context": {"show_memory_by_length": {"curves": {"cp 1": {1: 2.0, 2: 3.0}}}},
+    "plots.tokens": {
+        "show_cut": {},
+        "show_merge": {"outputs": [12.0, 30.0], "weights": [2.0, 6.0]},
+        "show_gradient_ring": {},
+        "show_chunks": {},
+        "show_heads_for_tokens": {},
+        "show_documents": {"lengths": [2, 2], "cuts": {"contiguous": [[0, 1], [2, 3]]}},
+    },
     "plots.curves": {
         "show_curves": {"lines": {"model": CURVE}, "points": {"measured": CURVE}},
         "show_bandwidth": {"published": {"measured": CURVE}, "models": {"model": CURVE}},
