@@ -11,10 +11,12 @@ lora.py        a frozen linear layer and two thin matrices beside it
 quantize.py    8-bit moments of Adam, and frozen weights in 4 bits, in blocks
 recompute.py   activation recomputation: of blocks, of segments of blocks, of attention cores
 flash.py       FlashAttention over blocks, forward and backward
+ring_attention.py  context parallelism: ring attention forward and backward, tokens cut in two ways
 accumulate.py  gradient accumulation
 offload.py     activations that wait in the host's memory
 compare.py     one line each: the difference from one process, bytes sent, bytes held, a trace
 compare_sums.py  the same for an all-reduce: the difference from the sum, bytes sent by each rank
+compare_attention.py  the same for attention over cut sequences: differences, blocks sent, bytes kept
 compare_parts.py  the same for a part of a model on ranks: an MLP, its gradients, a loss from parts of the logits
 compare_cut_model.py  the same for a model that is cut: wrong gradients, what a block keeps, different copies
 peaks.py       one line each: the peak of a step by PyTorch's tracker, by kind, and by a profile
