@@ -28,6 +28,7 @@ recompute.py     show_graph: what a block keeps, and what is made again
 flash.py         show_tiles: the score matrix and FlashAttention's blocks
 matrices.py      show_linear_pair, show_heads, show_vocabulary
 regions.py       show_regions
+tensor_block.py  show_f_and_g: a block on ranks; show_vocab_loss
 pipeline.py      show_schedule, show_schedules
 pipeline_trace.py  show_measured
 stages.py        show_live, show_peaks, show_stages_of_model
