@@ -129,6 +129,18 @@ def test_a_flow_has_a_tile_for_every_element_that_a_rank_holds():
     assert {tile.y for tile in tiles} == {0, zero_step.ROW_HEIGHT}
 
 
+def test_a_step_of_stage_1_has_each_shard_in_its_place():
+    own, mean = [[10.0] * 3, [40.0] * 3], [[25.0, 25.0], [25.0]]
+    rows = zero_step.stage_1_rows(own, mean, [[1.0, 2.0], [3.0]], [[1.0, 2.0, 3.0]] * 2)
+    assert [row.of_ranks for row in rows] == [
+        own,
+        [[25.0, 25.0, None], [None, None, 25.0]],
+        [[1.0, 2.0, None], [None, None, 3.0]],
+        [[1.0, 2.0, 3.0]] * 2,
+    ]
+    assert [row.then for row in rows] == ["reduce-scatter (mean)", "update of the shard", "all-gather", ""]
+
+
 def test_every_panel_of_a_step_has_the_same_axis_and_its_own_peak():
     panels = zero_step.step_panels({"a": STEP, "b": STEP})
     assert [panel.title for panel in panels] == ["a\npeak 48.0 B", "b\npeak 48.0 B"]
