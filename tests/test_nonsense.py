@@ -457,6 +457,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "plots.matrices": {name: {} for name in ("show_linear_pair", "show_heads", "show_vocabulary")},
     "plots.memory": {"show_budgets": {"budgets": {"toy": budgets(RUN)[0]}, "gpus": [gpu("h100")]}},
     "plots.mesh": {"show_mesh": {}},
+    "plots.tensor_block": {"show_f_and_g": {}, "show_vocab_loss": {"logits": [1.0, 2.0, 4.0, 1.0], "target": 1}},
     "plots.pipeline": {"show_schedule": {}, "show_schedules": {"simulations": [simulate(SCHEDULE)]}},
     "plots.precision": {
         "show_numbers": {"names": ["bf16"], "low": 0.98, "high": 1.03, "sum_": 1.001},

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from course_lib import comm
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter
 from course_lib.validate import Size, checked
@@ -43,13 +44,13 @@ def compare_mlp(program: Callable, world_size: Size = 4) -> PartRun:
 
 
 @checked
-def mlp_gradient_errors(program: Callable, world_size: Size = 4) -> dict[str, float]:
+def mlp_gradient_errors(program: Callable, enter: Callable, leave: Callable, world_size: Size = 4) -> dict[str, float]:
     """Compare two MLPs with residuals on ranks with one process: relative errors of the loss and of each gradient.
 
-    program(x_TD, weights, group) gets [(a_Df, b_fD), (a_Df, b_fD)], cut by columns and by rows, and returns z_TD; the
-    loss is the mean square of z_TD. Of each error the largest over the ranks is returned.
+    program(x_TD, weights, enter, leave, group) gets [(a_Df, b_fD), (a_Df, b_fD)], cut by columns and by rows, and
+    returns z_TD; the loss is the mean square of z_TD. Of each error the largest over the ranks is returned.
     """
-    of_ranks = launch(_mlp_gradients, world_size, program)
+    of_ranks = launch(_mlp_gradients, world_size, program, enter, leave)
     return {name: max(errors[name] for errors in of_ranks) for name in of_ranks[0]}
 
 
@@ -57,6 +58,16 @@ def mlp_gradient_errors(program: Callable, world_size: Size = 4) -> dict[str, fl
 def compare_vocab_loss(loss_function: Callable, world_size: Size = 4) -> PartRun:
     """Compare loss_function(logits_BSv, y_BS, group), and the gradient of its sum, with cross-entropy of all logits."""
     return _worst(launch(_vocab_loss, world_size, loss_function))
+
+
+def gather_parts(model: nn.Module, full_shapes: dict[str, torch.Size], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Return every parameter in full: one that is shorter than its full shape along a dimension is gathered there."""
+    full = {}
+    for name, param in model.named_parameters():
+        pairs = zip(param.shape, full_shapes[name], strict=True)
+        cut = [dim for dim, (size, full_size) in enumerate(pairs) if size != full_size]
+        full[name] = comm.join(param.detach(), group, cut[0]) if cut else param.detach()
+    return full
 
 
 def random_numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -87,7 +98,7 @@ def _mlp(program: Callable) -> PartRun:
     return PartRun(_relative(z_TD, F.gelu(x_TD @ a_DF) @ b_FD), meter.sent_bytes, meter.calls)
 
 
-def _mlp_gradients(program: Callable) -> dict[str, float]:
+def _mlp_gradients(program: Callable, enter: Callable, leave: Callable) -> dict[str, float]:
     shapes = ((D_MODEL, D_FF), (D_FF, D_MODEL)) * 2
     full = [random_numbers(TOKENS, D_MODEL, seed=9)]
     full += [random_numbers(*shape, seed=seed) / 8 for seed, shape in enumerate(shapes)]
@@ -96,7 +107,8 @@ def _mlp_gradients(program: Callable) -> dict[str, float]:
     full, parts = ([x.clone().requires_grad_() for x in tensors] for tensors in (full, parts))
     want = _loss_of_two_mlps(full)
     want.backward()
-    loss = program(parts[0], [tuple(parts[1:3]), tuple(parts[3:5])], dist.group.WORLD).square().mean()
+    weights = [tuple(parts[1:3]), tuple(parts[3:5])]
+    loss = program(parts[0], weights, enter, leave, dist.group.WORLD).square().mean()
     loss.backward()
     errors = {"loss": _relative(loss.detach(), want.detach())}
     for name, got, right, dim in zip(("x", "A1", "B1", "A2", "B2"), parts, full, dims, strict=True):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from course_lib import comm
+from course_lib.minimal.compare_parts import gather_parts
 
 
 class CopyIn(torch.autograd.Function):
@@ -134,13 +135,10 @@ def cut_block(block, group, enter, leave):
     """Cut attention by heads and the MLP by features, with f before and g behind."""
     kv_heads = block.attention.k.out_features // block.attention.head_dim
     if kv_heads % group.size():
-        raise ValueError(
-            f"{kv_heads} key/value heads do not divide by {group.size()} ranks; choose a tp that divides them"
-        )
-    for part, columns, row in (
-        (block.attention, ("q", "k", "v"), "o"),
-        (block.mlp, ("gate", "up"), "down"),
-    ):
+        raise ValueError(f"{kv_heads} key/value heads do not divide by tp; change tp")
+    attention = block.attention, ("q", "k", "v"), "o"
+    mlp = block.mlp, ("gate", "up"), "down"
+    for part, columns, row in (attention, mlp):
         for name in columns:
             setattr(part, name, ColumnParallelLinear(getattr(part, name), group))
         setattr(part, row, RowParallelLinear(getattr(part, row), group))
@@ -189,10 +187,4 @@ class TensorParallel:
 
     def full_parameters(self):
         """Gather the parts of every parameter."""
-        full = {}
-        for name, param in self.model.named_parameters():
-            pairs = zip(param.shape, self.full_shapes[name], strict=True)
-            cut = [dim for dim, (size, full_size) in enumerate(pairs) if size != full_size]
-            part = param.detach()
-            full[name] = comm.join(part, self.group, cut[0]) if cut else part
-        return full
+        return gather_parts(self.model, self.full_shapes, self.group)

@@ -29,6 +29,7 @@ recompute.py     show_graph: what a block keeps, and what is made again
 flash.py         show_tiles: the score matrix and FlashAttention's blocks
 matrices.py      show_linear_pair, show_heads, show_vocabulary
 regions.py       show_regions
+tensor_block.py  show_f_and_g: a block on ranks; show_vocab_loss
 sequence.py      show_cuts, show_half_block: hidden states cut by tokens, and what one rank holds
 pipeline.py      show_schedule, show_schedules
 pipeline_trace.py  show_measured

@@ -144,6 +144,6 @@ def test_heads_that_do_not_divide_and_a_tied_head_are_refused_in_a_sentence():
         except ValueError as error:
             return str(error)
 
-    assert "4 key/value heads do not divide by 3 ranks" in launch(refuse, 3, CONFIG)[0]
+    assert "4 key/value heads do not divide by tp; change tp" in launch(refuse, 3, CONFIG)[0]
     assert "tied=False" in launch(refuse, 2, replace(CONFIG, tied=True))[0]
     assert "255 does not divide by 2 ranks" in launch(refuse, 2, replace(CONFIG, vocab_size=255))[0]

@@ -20,7 +20,7 @@ from course_lib.measure import KINDS, Timeline
 from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.memory.zero import padded, zero_bytes_per_parameter
 from course_lib.parallel import zero
-from course_lib.plots import curves, matrices, regions, sharding, timeline, zero_step
+from course_lib.plots import curves, matrices, regions, sharding, tensor_block, timeline, zero_step
 from course_lib.run import Run
 from course_lib.span import Span
 from course_lib.timing import tensor_parallel_layer_spans
@@ -303,6 +303,10 @@ PICTURES = {
     "linear pair of 8, uneven": lambda: matrices.show_linear_pair(d_ff=100, tp_size=8),
     "heads": lambda: matrices.show_heads(8, 4, (2, 8)),
     "vocabulary": lambda: matrices.show_vocabulary(),
+    "f and g": lambda: tensor_block.show_f_and_g(),
+    "f and g on 4 ranks": lambda: tensor_block.show_f_and_g(4),
+    "a loss from parts": lambda: tensor_block.show_vocab_loss([1.0, 2.0, 4.0, 1.0], 3, 2),
+    "a loss from many parts": lambda: tensor_block.show_vocab_loss([1.25, -2.5, 4.0, 1.0, 7.5, 3.0, 2.0, 1.0], 0, 4),
     "regions": lambda: regions.show_regions(preset("gpt3-175b")),
     "regions with scores": lambda: regions.show_regions(preset("gpt2"), 4, 1024, 2, ("tp", "tp+sp"), True, False),
     "a layer in time": lambda: timeline.show_overlap(LAYERS, "t"),
