@@ -27,7 +27,7 @@ def check_tensor_parallel(answer, rng):
         if sent > 1.01 * enough:
             fail(
                 f"with {micro_batches(num_micro_batches)} a rank sent {sent:,} bytes, and {enough:,} are enough: one f "
-                "for all layers that share an input, no all-reduce of gradients in update, and logits that stay in parts"
+                "for all layers that share an input, no all-reduce in update, and logits that stay in parts"
             )
 
 
