@@ -4,6 +4,7 @@ ring.py        all-reduce through rank 0, and around a ring
 memory.py      a tracker of storages, what autograd saves, and the formulas that predict both
 data.py        data parallelism: one message per parameter, buckets, overlap with backward
 zero.py        ZeRO-1, ZeRO-2 and ZeRO-3
+one_f_one_b.py a pipeline: lists of instructions, a clock for them, and a rank that executes its list
 precision.py   FP32 master weights, loss scaling, stochastic rounding
 lora.py        a frozen linear layer and two thin matrices beside it
 quantize.py    8-bit moments of Adam, and frozen weights in 4 bits, in blocks
@@ -13,6 +14,7 @@ accumulate.py  gradient accumulation
 offload.py     activations that wait in the host's memory
 compare.py     one line each: the difference from one process, bytes sent, bytes held, a trace
 compare_sums.py  the same for an all-reduce: the difference from the sum, bytes sent by each rank
+compare_pipeline.py  the same for a pipeline: gradients, bytes sent, activations held, when each rank computed
 peaks.py       one line each: the peak of a step by PyTorch's tracker, by kind, and by a profile
 tiny_training.py   one line each, on one device: what a trainer moves, holds and learns
 passes.py      one line each for one GPU: the difference of gradients, bytes kept, FLOPs
@@ -27,6 +29,12 @@ from course_lib.minimal.compare import (
     sent_messages,
     started_in_backward,
     trace_of_a_step,
+)
+from course_lib.minimal.compare_pipeline import (
+    pipeline_difference,
+    pipeline_kept,
+    pipeline_sent,
+    pipeline_trace,
 )
 from course_lib.minimal.compare_sums import compare_with_sum, sent_by_each_rank
 from course_lib.minimal.passes import (
