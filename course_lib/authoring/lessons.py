@@ -15,6 +15,7 @@ LESSONS = (
     "02c_fine_tuning",
     "03_data_parallel",
     "04_zero",
+    "08_pipeline_parallel",
 )
 MOST_WORDS, MOST_CODE_LINES, MOST_CELL_LINES, MOST_IMPORTS, MOST_PREDICTIONS = 3000, 300, 30, 20, 8
 SHORT_CELL_LINES = 12  # of at least half of the cells

@@ -31,6 +31,7 @@ from course_lib.minimal.compare import (
     trace_of_a_step,
 )
 from course_lib.minimal.compare_pipeline import (
+    busy_share,
     pipeline_difference,
     pipeline_kept,
     pipeline_sent,

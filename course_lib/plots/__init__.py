@@ -29,7 +29,7 @@ flash.py         show_tiles: the score matrix and FlashAttention's blocks
 matrices.py      show_linear_pair, show_heads, show_vocabulary
 regions.py       show_regions
 pipeline.py      show_schedule, show_schedules
-pipeline_concepts.py  show_cut, show_messages, show_halves, show_placements
+pipeline_concepts.py  show_cut, show_messages, show_trace, show_halves, show_placements
 pipeline_trace.py  show_measured
 stages.py        show_live, show_peaks, show_stages_of_model
 experts.py       show_load, show_balance, show_parameters

@@ -1,5 +1,6 @@
 """What a pipeline is, in pictures: the cut and its messages, messages in time, two halves of backward, placements."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
@@ -15,9 +16,11 @@ from course_lib.plots.pipeline import (
     legend_of,
     schedule_picture,
 )
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
-from course_lib.schedules.instructions import loop_placement, needs, v_placement
-from course_lib.schedules.simulator import Simulation
+from course_lib.plots.pipeline_trace import measured_picture
+from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, style
+from course_lib.schedules.instructions import Schedule, loop_placement, needs, v_placement
+from course_lib.schedules.simulator import Simulation, simulate
+from course_lib.span import Span
 from course_lib.validate import Size, checked
 
 ACTIVATION_COLOR, GRADIENT_COLOR = OKABE_ITO["blue"], OKABE_ITO["vermillion"]
@@ -123,6 +126,19 @@ def show_messages(simulation: Simulation, title: str) -> None:
             )
         axes.set_title(title)
         axes.set_xlabel("simulated time (slots)")
+        legend_below(axes, legend_of([picture]))
+        finish(figure)
+
+
+@checked
+def show_trace(schedule: Schedule, traces: Sequence[Sequence[Span]], title: str) -> None:
+    """Show when each rank of a schedule computed what, as measured."""
+    picture = measured_picture(simulate(schedule), traces).measured
+    with style():
+        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, chart_height_in(picture) + 0.5))
+        draw_schedule(axes, picture, scale=TIME_UNITS["ms"])
+        axes.set_title(title)
+        axes.set_xlabel("time (ms)")
         legend_below(axes, legend_of([picture]))
         finish(figure)
 

@@ -13,8 +13,10 @@ from course_lib.minimal.compare_pipeline import (
     CONFIG,
     SEQ_LEN,
     SEQUENCES,
+    busy_share,
     pipeline_difference,
     pipeline_kept,
+    pipeline_peak_bytes,
     pipeline_sent,
     pipeline_trace,
 )
@@ -22,6 +24,7 @@ from course_lib.minimal.one_f_one_b import PipelineRank, SplitRank, afab, clock,
 from course_lib.model import build
 from course_lib.parallel import pipeline
 from course_lib.schedules import Costs, from_lists, make, problems, simulate
+from course_lib.span import Span
 
 launches = pytest.mark.launches
 BUILDERS = {"naive": naive, "afab": afab, "1f1b": one_f_one_b}
@@ -70,7 +73,7 @@ def test_gradients_of_split_lists_are_those_of_one_process(name, p, m):
 
 def step_of_both(name, m):
     """Gradients and sent bytes of a step, minimal and engine."""
-    group, parts, rank = dist.group.WORLD, compare_pipeline._micro_batches(m), dist.get_rank()
+    group, parts, rank = dist.group.WORLD, compare_pipeline.micro_batches_of_step(m), dist.get_rank()
     rank_class = SplitRank if name.startswith("zb") else PipelineRank
     worker = rank_class(build(CONFIG, dtype=torch.float64), parts)
     with ByteMeter() as meter:
@@ -102,12 +105,19 @@ def test_sent_bytes_follow_the_formula():
 
 @launches
 def test_kept_bytes_follow_the_micro_batches_in_flight():
-    one = pipeline_kept(PipelineRank, naive(4, 1))
     for build_lists in BUILDERS.values():
         lists = build_lists(4, 6)
         live = simulate(from_lists(lists)).peak_live
-        kept = [peak / unit for peak, unit in zip(pipeline_kept(PipelineRank, lists), one, strict=True)]
-        assert kept == pytest.approx(live, abs=0.3)
+        kept = [peak / one for peak, one in pipeline_peak_bytes(PipelineRank, lists)]
+        assert kept == pytest.approx(live, abs=0.35)
+    assert pipeline_kept(SplitRank, words_of("zb_h1", 4, 6)) == [4, 4, 4, 4]  # those that wait for W, too
+
+
+def test_the_busy_share_counts_all_ranks():
+    traces = [[Span(0, "compute", "F0@0", 1.0, 3.0)], [Span(1, "compute", "F0@1", 3.0, 4.0)]]
+    assert busy_share(traces) == 3.0 / (2 * 3.0)
+    with pytest.raises(ValueError, match="one has no span"):
+        busy_share([[], traces[1]])
 
 
 @launches

@@ -47,6 +47,8 @@ def test_dualpipe_holds_two_different_stages_and_each_stage_twice():
 def test_the_pictures_draw_what_they_are_given(monkeypatch):
     assert {"rank 3", "x_BSD", "its grad"} <= drawn(monkeypatch, plots.show_cut, 8, 4)
     assert {"F0", "B1"} <= drawn(monkeypatch, plots.show_messages, simulate(make("afab", 2, 2)), "title")
+    naive = make("naive", 2, 1)
+    assert {"F0", "B0"} <= drawn(monkeypatch, plots.show_trace, naive, simulate(naive).rows, "title")
     assert {"dW2 = dz xᵀ", "first half I"} <= drawn(monkeypatch, plots.show_halves)
     assert {"stage 7", "DualPipe (two directions)\n4 stages"} <= drawn(monkeypatch, plots.show_placements)
     with pytest.raises(ValueError, match="room for 2 to 8 ranks"):
