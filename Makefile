@@ -1,4 +1,4 @@
-# make lab: install and open the course.   make test: install if needed and test all of it.   make help: the rest.
+# make lab: install and open the course.   make test: install if needed and test it.   make help: the rest.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -36,11 +36,12 @@ found = $(shell for v in $(1); do for p in python$$v $$HOME/.pyenv/versions/$$v.
             $$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; exit; }; done; done)
 FIRST := notebooks/index.ipynb
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
+LESSONS := $(filter-out %_in_depth.ipynb,$(wildcard notebooks/*.ipynb))
 UNIT := -p no:nbval --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
 
 .PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check address \
-        quick-newer test-exhaustive test-long test-colab test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm clean
+        quick-newer test-in-depth test-exhaustive test-long test-colab test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -67,10 +68,13 @@ lab: $(LAB_STAMP)  ## open JupyterLab at the course's index, on this machine onl
 	@test -d '$(LAB_PAGE)' || { mkdir -p '$(LAB_PAGE)' && cp course_lib/templates/*.jupyterlab-workspace '$(LAB_PAGE)'; }
 	JUPYTERLAB_WORKSPACES_DIR='$(LAB_PAGE)' $(RUN) -m jupyterlab --ip=127.0.0.1 $(ROOT_FLAG) --ServerApp.root_dir='$(CURDIR)' --LabApp.default_url=/lab/tree/$(FIRST) $(LAB_FLAGS)
 
-test: setup  ## everything: lint, unit tests, every notebook and solution under strict nbval
+test: setup  ## lint, unit tests, every lesson under strict nbval
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory unit
-	@$(MAKE) --no-print-directory nbval
+	@$(MAKE) --no-print-directory nbval NOTEBOOKS="$(LESSONS)"
+
+test-in-depth: setup  ## the other notebooks, in depth and solutions, under strict nbval
+	@$(MAKE) --no-print-directory nbval NOTEBOOKS="$(filter-out $(LESSONS),$(NOTEBOOKS))"
 
 quick: setup  ## the tests that start no process; about a minute
 	$(RUN) -m pytest -m "not launches and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)

@@ -1,5 +1,7 @@
 """What a model looks like, as numbers: `ModelConfig`, and presets with the exact shapes of published models.
 
+And what every training run is given: `TrainSettings`.
+
 Nothing here builds a tensor; `course_lib.model.build` does. Every preset's parameter count is held in the tests against
 the model that `transformers` builds from the same shape on the meta device.
 """
@@ -8,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
-from course_lib.validate import Amount, Count, Positive, Size, check_fields, checked, number, one_of, whole
+from course_lib.validate import Amount, Count, Positive, Seed, Size, check_fields, checked, number, one_of, whole
 
 FAMILIES = ("llama", "gpt", "xlmr")
 SCORES = ("softmax", "sigmoid")
@@ -220,6 +222,24 @@ class ModelConfig:
     def num_moe_layers(self) -> int:
         """Blocks with experts."""
         return self.num_layers - self.moe.first_dense_layers if self.moe else 0
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """What training on one device (`training.TrainConfig`) and under a layout (`train.TrainPlan`) are both given.
+
+    Raises   ValueError where a number makes no sense
+    """
+
+    steps: Size = 20
+    seq_len: Size = 64
+    seed: Seed = 0
+    learning_rate: Positive = 3e-3
+    weight_decay: Amount = 0.01
+    clip_norm: Positive | None = 1.0
+
+    def __post_init__(self):
+        check_fields(self)
 
 
 def _llama3(name, num_layers, d_model, num_heads, d_ff, scaling_factor, tied=False):

@@ -318,6 +318,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "filled_up": {"x": torch.zeros(2), "width": 4},
         "rotate": {"x_BNSH": torch.zeros(1, 1, 2, 4), "cos_SH": torch.ones(2, 4), "sin_SH": torch.ones(2, 4)},
         "drop": {"x": torch.zeros(2), "probability": 0.5},
+        "project": {"x_BSD": torch.zeros(2), "layers": [LINEAR]},
     },
     "model.llama": {
         "rope_frequencies": {"device": ...},
@@ -343,7 +344,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "TrainRecord": "made by train",
         "describe": {"record": TrainRecord([1.0], [1.0], 1.0, 1)},
         "make_optimizer": {"precision": "fp32"},
-        "train": {"model_config": preset("toy"), "train_config": TrainConfig(1, 1, 8), "device": ..., "progress": ...},
+        "train": {"model_config": preset("toy"), "train_config": TrainConfig(1, 8), "device": ..., "progress": ...},
         "train_step": {"optimizer": torch.optim.SGD(LINEAR.parameters()), "precision": "fp32", "scaler": ...},
         "accumulate_gradients": {"precision": None},
         "progress_bar": {"total": 2, "shown": False},
@@ -419,6 +420,14 @@ MODULES: dict[str, dict[str, dict | str]] = {
     | {name: {"values": RANKS, "moments": [0]} for name in ("ring_views", "show_ring")},
     "plots.comparison": {"show_comparison": {"rows": [Row("parameters", 10, 9)]}},
     "plots.context": {"show_memory_by_length": {"curves": {"cp 1": {1: 2.0, 2: 3.0}}}},
+    "plots.tokens": {
+        "show_cut": {},
+        "show_merge": {"outputs": [12.0, 30.0], "weights": [2.0, 6.0]},
+        "show_gradient_ring": {},
+        "show_chunks": {},
+        "show_heads_for_tokens": {},
+        "show_documents": {"lengths": [2, 2], "cuts": {"contiguous": [[0, 1], [2, 3]]}},
+    },
     "plots.curves": {
         "show_curves": {"lines": {"model": CURVE}, "points": {"measured": CURVE}},
         "show_bandwidth": {"published": {"measured": CURVE}, "models": {"model": CURVE}},
@@ -449,6 +458,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "plots.matrices": {name: {} for name in ("show_linear_pair", "show_heads", "show_vocabulary")},
     "plots.memory": {"show_budgets": {"budgets": {"toy": budgets(RUN)[0]}, "gpus": [gpu("h100")]}},
     "plots.mesh": {"show_mesh": {}},
+    "plots.tensor_block": {"show_f_and_g": {}, "show_vocab_loss": {"logits": [1.0, 2.0, 4.0, 1.0], "target": 1}},
     "plots.pipeline": {"show_schedule": {}, "show_schedules": {"simulations": [simulate(SCHEDULE)]}},
     "plots.precision": {
         "show_numbers": {"names": ["bf16"], "low": 0.98, "high": 1.03, "sum_": 1.001},

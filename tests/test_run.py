@@ -27,7 +27,6 @@ TOY = preset("toy")
         ("tp=2", {"lora": LoRA(4)}, "choose tp 1"),
         ("dp=2,zero_stage=1", {"lora": LoRA(4)}, "choose zero_stage 0"),
         ("dp=1", {"lora": LoRA(4, ("x",))}, "name no matrix"),
-        ("dp=1", {"lora": LoRA(4), "recipe": "autocast"}, "recipe is 'autocast'"),
         ("dp=1", {"lora": LoRA(4, ("embed",))}, "name no matrix"),
         ("dp=2,zero_stage=2", {"offload": Offload(parameters="host")}, "choose zero_stage 3"),
         ("tp=2", {"config": preset("xlm-r-base")}, "choose tp 1"),

@@ -334,14 +334,22 @@ class StageProgram:
         """One whole matrix: as it is, in autocast's dtype, or frozen with an adapter beside it."""
         L, weight = self.L, self.weight(name)
         if self.wide != self.part.itemsize:
-            if name not in self.casts:
-                self.casts[name] = op.cast_weight(L, weight, self.part.itemsize)
-            x = op.cast(L, x, self.part.itemsize)
-            return op.linear_of_cast(L, x, self.casts[name], bias, rows, name)
-        y = op.linear(L, x, weight, bias, rows)
+            narrow = op.cast(L, x, self.part.itemsize)
+            y = op.linear_of_cast(L, narrow, self.cast_matrix(weight), bias, rows, name)
+            del narrow
+        else:
+            y = op.linear(L, x, weight, bias, rows)
         if (adapter := self.adapter(name)) is not None:
             y = op.low_rank(L, x, y, *adapter, rows)
         return y
+
+    def cast_matrix(self, weight: Weight) -> Tensor:
+        """The matrix in autocast's dtype, which autocast keeps for later uses where the matrix is trained."""
+        if weight.frozen:
+            return op.cast_weight(self.L, weight, self.part.itemsize)
+        if weight.name not in self.casts:
+            self.casts[weight.name] = op.cast_weight(self.L, weight, self.part.itemsize)
+        return self.casts[weight.name]
 
     def adapter(self, name: str) -> tuple[Weight, Weight] | None:
         """LoRA's two thin matrices beside this one."""

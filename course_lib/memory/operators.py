@@ -144,9 +144,12 @@ def pointwise(L: Ledger, x: Tensor, name: str) -> Tensor:
 
 
 def product(L: Ledger, x: Tensor, y: Tensor, name: str) -> Tensor:
-    """x * y, of equal size. Saves both."""
-    n, e = x.numel, x.itemsize
-    return output(L, n, e, name, [x, y], [x, y], lambda saved, grads: [L.make(n, e), L.make(n, e)])
+    """x * y, of equal size. Saves of each what the other's gradient needs."""
+    n, e, wanted = x.numel, x.itemsize, [one.node is not None for one in (x, y)]
+    saved = [one for one, want in zip((y, x), wanted, strict=True) if want]
+    return output(
+        L, n, e, name, [x, y], saved, lambda saved, grads: [L.make(n, e) if want else None for want in wanted]
+    )
 
 
 def embedding(L: Ledger, weight: Weight, tokens: Tensor, numel: int, itemsize: int) -> Tensor:
@@ -596,9 +599,13 @@ def biased(L: Ledger, x: Tensor, bias: Weight) -> Tensor:
 
 
 def low_rank(L: Ledger, x: Tensor, y: Tensor, a: Weight, b: Weight, rows: int) -> Tensor:
-    """y + scale x a b: an adapter beside a frozen matrix (lora.py)."""
+    """y + scale x a b: an adapter beside a frozen matrix (lora.py), in the dtype of y."""
     n, e = y.numel, y.itemsize
-    through = linear(L, linear(L, x, a, None, rows), b, None, rows)
+    if x.itemsize == e:
+        through = linear(L, linear(L, x, a, None, rows), b, None, rows)
+    else:  # autocast casts x anew, and what transposes the matrices at every use
+        through = linear_of_cast(L, cast(L, x, e), cast_weight(L, a, e), None, rows, a.name)
+        through = linear_of_cast(L, through, cast_weight(L, b, e), None, rows, b.name)
     scaled = output(L, n, e, "adapter's scale", [through], [], lambda saved, grads: [L.make(n, e)])
     return residual(L, y, scaled)
 
@@ -612,7 +619,7 @@ def cast(L: Ledger, x: Tensor, itemsize: int) -> Tensor:
 
 
 def cast_weight(L: Ledger, weight: Weight, itemsize: int) -> Tensor:
-    """A matrix in another dtype, as autocast makes it once for a forward pass."""
+    """A matrix in another dtype, as autocast makes it: once for a forward pass, of a frozen one at every use."""
     numel = weight.numel
     node = L.node(weight.name, [weight], [], lambda saved, grads: [L.make(numel, FP32)])
     copied = L.make(numel, itemsize)
@@ -621,13 +628,16 @@ def cast_weight(L: Ledger, weight: Weight, itemsize: int) -> Tensor:
 
 
 def linear_of_cast(L: Ledger, x: Tensor, weight: Tensor, bias: Weight | None, rows: int, name: str) -> Tensor:
-    """y = x w + b with w a tensor. Saves both."""
-    n, m, e, biases = x.numel, weight.numel, x.itemsize, [bias] if bias else []
+    """y = x w + b with w a tensor. Saves of x and w what the other's gradient needs."""
+    n, m, e, biases = x.numel, weight.numel, x.itemsize, [bias] if bias and not bias.frozen else []
+    wants_x, wants_w = x.node is not None, weight.node is not None
 
     def backward(saved, grads):
-        return [L.make(n, e), L.make(m, e), *(L.make(each.numel, FP32) for each in biases)]
+        grad_x, grad_w = L.make(n, e) if wants_x else None, L.make(m, e) if wants_w else None
+        return [grad_x, grad_w, *(L.make(each.numel, FP32) for each in biases)]
 
-    return output(L, rows * (m * rows // n), e, name, [x, weight, *biases], [x, weight], backward)
+    saved = [*([x] if wants_w else []), *([weight] if wants_x else [])]
+    return output(L, rows * (m * rows // n), e, name, [x, weight, *biases], saved, backward)
 
 
 def dropout(L: Ledger, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Literal
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.memory.context import check_exchange
-from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA, Recipe, lora_shapes, recipe_of
+from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA, Recipe, lora_shapes
 from course_lib.memory.zero import Offload
 from course_lib.validate import Size, check_fields
 
@@ -90,10 +90,6 @@ def _check_optimizer(run: Run) -> None:
 
 def _check_lora(run: Run) -> None:
     lora_shapes(run.config, run.lora)
-    if recipe_of(run.recipe).name == "autocast":
-        raise ValueError(
-            "recipe is 'autocast', whose casts beside adapters no formula counts; choose fp32 or bf16-master"
-        )
     _check_undivided(run, "the engines do not cut adapters")
     if run.layout.zero_stage:
         raise ValueError(

@@ -1,7 +1,9 @@
 """One line each: is a trainer right, what does it send, what does it hold, what does it do at the same time.
 
 `trainer` is a class as in data.py and zero.py: trainer(model, make_optimizer, group), with backward(micro_batches),
-update() and full_parameters(). All functions run it on real ranks, on the same tiny Llama and the same text.
+update() and full_parameters(). All functions run it on real ranks, on the same tiny Llama and the same text. Each rank
+brings its own sequences of the global batch; a class with `same_tokens = True` (tensor.py) brings all of them on every
+rank.
 """
 
 from collections.abc import Sequence
@@ -104,9 +106,11 @@ def gradient_squares(steps: Size, sequences: Size = 4, world_size: Size = 2) -> 
     return launch(_squares, world_size, steps, sequences)[0]
 
 
-def micro_batches_of_rank(step: int, num_micro_batches: int, seq_len: int = SEQ_LEN) -> list[tuple[Tensor, Tensor]]:
-    """Return this rank's sequences of the global batch of a step."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+def micro_batches_of_rank(
+    step: int, num_micro_batches: int, seq_len: int = SEQ_LEN, trainer: object = None
+) -> list[tuple[Tensor, Tensor]]:
+    """Return this rank's sequences of the global batch of a step: all of them where the trainer has `same_tokens`."""
+    rank, size = (0, 1) if getattr(trainer, "same_tokens", False) else (dist.get_rank(), dist.get_world_size())
     mine = batch(tokens(100_000), step, SEQUENCES, seq_len, dp_rank=rank, dp_size=size)
     return micro_batches(*mine, num_micro_batches)
 
@@ -116,7 +120,7 @@ def _differences(trainer: type, num_micro_batches: int) -> float:
     for make_optimizer, steps in ((sgd, 1), (adamw, 2)):
         made = trainer(build(CONFIG, dtype=torch.float64), make_optimizer, dist.group.WORLD)
         for step in range(steps):
-            made.backward(micro_batches_of_rank(step, num_micro_batches))
+            made.backward(micro_batches_of_rank(step, num_micro_batches, trainer=trainer))
             made.update()
         full, expected = made.full_parameters(), _one_process(make_optimizer, steps)
         if full.keys() != expected.keys():
@@ -138,7 +142,7 @@ def _one_process(make_optimizer, steps: int) -> dict[str, Tensor]:
 
 def _sent(trainer: type, num_micro_batches: int) -> ByteMeter:
     made = trainer(build(CONFIG, dtype=torch.bfloat16), master_adamw, dist.group.WORLD)
-    parts = micro_batches_of_rank(0, num_micro_batches)
+    parts = micro_batches_of_rank(0, num_micro_batches, trainer=trainer)
     with ByteMeter() as meter:
         made.backward(parts)
         made.update()
@@ -149,7 +153,7 @@ def _trace(trainer: type) -> list[Span]:
     """The last of three steps: in the first, threads and buffers are made."""
     made = trainer(build(CONFIG), adamw, dist.group.WORLD)
     for step in range(3):
-        parts = micro_batches_of_rank(step, 1, seq_len=4 * SEQ_LEN)
+        parts = micro_batches_of_rank(step, 1, 4 * SEQ_LEN, trainer)
         dist.barrier()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             with record_function("trainer.backward"):
@@ -188,9 +192,9 @@ def _spans(events) -> list[Span]:
 def _memory(trainer: type, seq_len: int) -> tuple[dict[str, int], Timeline]:
     """Bytes by kind at the end of backward, and over the whole step; the first step makes the optimizer states."""
     made = trainer(build(CONFIG, dtype=torch.bfloat16), master_adamw, dist.group.WORLD)
-    made.backward(micro_batches_of_rank(0, 1, seq_len))
+    made.backward(micro_batches_of_rank(0, 1, seq_len, trainer))
     made.update()
-    parts = micro_batches_of_rank(1, 1, seq_len)
+    parts = micro_batches_of_rank(1, 1, seq_len, trainer)
     mine = [param for group in made.optimizer.param_groups for param in group["params"]]
     with MemoryTracker(nn.ModuleList([made.model, nn.ParameterList(mine)]), made.optimizer) as tracker:
         made.backward(parts)

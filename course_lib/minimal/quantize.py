@@ -61,15 +61,14 @@ class EightBitAdamW(torch.optim.Optimizer):
         self.block_size = block_size
         self.codes = {"exp_avg": make_code(True), "exp_avg_sq": make_code(False)}
 
-    def load(self, param, name):
-        """Return a moment in FP32; at first it is zero."""
-        if name not in self.state[param]:
-            return torch.zeros_like(param, dtype=torch.float32)
-        return dequantize(*self.state[param][name], self.codes[name], param.shape)
-
-    def store(self, param, name, moment):
-        """Keep a moment in 8 bits."""
+    def move_moment(self, param, name, target, beta):
+        """Dequantize a moment, move it towards the target, keep it in 8 bits."""
+        moment = torch.zeros_like(target)  # at first
+        if name in self.state[param]:
+            moment = dequantize(*self.state[param][name], self.codes[name], param.shape)
+        moment = moment.lerp(target, 1 - beta)
         self.state[param][name] = quantize(moment, self.codes[name], self.block_size)
+        return moment
 
     @torch.no_grad()
     def step(self):
@@ -79,10 +78,8 @@ class EightBitAdamW(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
                 grad = param.grad.float()
-                m = self.load(param, "exp_avg").lerp(grad, 1 - beta1)
-                v = self.load(param, "exp_avg_sq").lerp(grad**2, 1 - beta2)
-                self.store(param, "exp_avg", m)
-                self.store(param, "exp_avg_sq", v)
+                m = self.move_moment(param, "exp_avg", grad, beta1)
+                v = self.move_moment(param, "exp_avg_sq", grad**2, beta2)
                 m_hat = m / (1 - beta1 ** group["step"])
                 v_hat = v / (1 - beta2 ** group["step"])
                 param.mul_(1 - lr * group["weight_decay"])

@@ -12,11 +12,12 @@ fills the shorter up with zeros, and keeps them so, its output too.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from course_lib.validate import Share, Size, checked
 
@@ -83,6 +84,12 @@ def drop(x: Tensor, probability: Share) -> Tensor:
     `F.dropout` does so on a GPU; on a CPU it keeps a mask as wide as the data.
     """
     return torch.native_dropout(x, probability, train=True)[0] if probability > 0.0 else x
+
+
+@checked
+def project(x_BSD: Tensor, layers: Iterable[nn.Module]) -> tuple[Tensor, ...]:
+    """The product of one input with each layer: queries, keys and values, or gate and up."""
+    return tuple(layer(x_BSD) for layer in layers)
 
 
 CORES = {"fused": fused_attention, "standard": standard_attention}

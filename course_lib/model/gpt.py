@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.config import ModelConfig
-from course_lib.model.attention import CORES, check_choices, drop
+from course_lib.model.attention import CORES, check_choices, drop, project
 from course_lib.validate import checked
 
 
@@ -49,17 +49,12 @@ class Attention(nn.Module):
         self.q, self.k, self.v = nn.Linear(D, NH), nn.Linear(D, NH), nn.Linear(D, NH)
         self.o = nn.Linear(NH, D)
         self.head_dim, self.dropout, self.causal = config.head_dim, config.dropout, config.family == "gpt"
-        self.core = CORES[attention]
+        self.core, self.project = CORES[attention], project
         self.recompute_core = recompute == "selective"
 
-    def project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values: the three products that share an input."""
-        return self.q(x_BSD), self.k(x_BSD), self.v(x_BSD)
-
     def forward(self, x_BSD: Tensor) -> Tensor:
-        q_BNSH, k_BNSH, v_BNSH = (
-            heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for heads in self.project(x_BSD)
-        )
+        products = self.project(x_BSD, (self.q, self.k, self.v))
+        q_BNSH, k_BNSH, v_BNSH = (heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for heads in products)
         dropout = self.dropout if self.training else 0.0
         if self.recompute_core:
             out_BNSH = checkpoint(self.core, q_BNSH, k_BNSH, v_BNSH, self.causal, dropout, use_reentrant=False)
@@ -75,14 +70,11 @@ class MLP(nn.Module):
         super().__init__()
         self.up = nn.Linear(config.d_model, config.d_ff)
         self.down = nn.Linear(config.d_ff, config.d_model)
+        self.project = project
         self.approximate = "tanh" if config.family == "gpt" else "none"
 
-    def project(self, x_BSD: Tensor) -> tuple[Tensor]:
-        """Up alone; a tuple, as the SwiGLU's `project` returns."""
-        return (self.up(x_BSD),)
-
     def forward(self, x_BSD: Tensor) -> Tensor:
-        (up_BSF,) = self.project(x_BSD)
+        (up_BSF,) = self.project(x_BSD, (self.up,))
         return self.down(F.gelu(up_BSF, approximate=self.approximate))
 
 

@@ -19,7 +19,8 @@ What it keeps for the backward pass, in elements a token; the core's own in atte
     o                 N W
 
 Tensor parallelism cuts it by heads: q_up and kv_up by columns, o by rows. The narrow matrices and their norms stay
-whole on each rank, and so does the part of the key with position, which all heads share: `share_key` brings it to them.
+whole on each rank, and so does the part of the key with position, which all heads share: the field `share_key`
+brings it to them, and is replaced there.
 
 Left out: YaRN, by which DeepSeek-V3 stretches RoPE from 4,096 to 163,840 tokens.
 

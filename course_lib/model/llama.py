@@ -9,7 +9,10 @@ Every matrix is a plain `nn.Linear` with its own name, so that parallelism can b
     model.norm, model.head                          D, D -> V
 
 Head counts are read from the tensors, not from the config, so a layer given a part of the heads works unchanged.
-`attention.project` and `mlp.project` are the products that share an input, in one place.
+Two fields of a layer are functions that parallelism may replace by functions of the same signature:
+
+    attention.core                       softmax(q k^T) v, see attention.py
+    attention.project, mlp.project       (x_BSD, layers) -> the products that share an input
 
 What one block keeps for the backward pass, in elements a token (without recomputation, fused attention):
 
@@ -32,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from course_lib.config import PRESETS, ModelConfig, RopeScaling, preset
 from course_lib.devices import rank_device
-from course_lib.model.attention import CORES, check_choices, rotate
+from course_lib.model.attention import CORES, check_choices, project, rotate
 from course_lib.model.gpt import GPT, Encoder
 from course_lib.model.latent import LatentAttention
 from course_lib.model.moe import MoE
@@ -117,17 +120,12 @@ class Attention(nn.Module):
         self.v = nn.Linear(D, config.num_kv_heads * H, bias=False)
         self.o = nn.Linear(config.num_heads * H, D, bias=False)
         self.head_dim = H
-        self.core = CORES[attention]
+        self.core, self.project = CORES[attention], project
         self.recompute_core = recompute == "selective"
 
-    def project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values: the three products that share an input."""
-        return self.q(x_BSD), self.k(x_BSD), self.v(x_BSD)
-
     def forward(self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
-        q_BNSH, k_BKSH, v_BKSH = (
-            heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for heads in self.project(x_BSD)
-        )
+        products = self.project(x_BSD, (self.q, self.k, self.v))
+        q_BNSH, k_BKSH, v_BKSH = (heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for heads in products)
         q_BNSH, k_BKSH = rotate(q_BNSH, cos_SH, sin_SH), rotate(k_BKSH, cos_SH, sin_SH)
         if self.recompute_core:
             out_BNSH = checkpoint(self.core, q_BNSH, k_BKSH, v_BKSH, use_reentrant=False)
@@ -148,13 +146,10 @@ class MLP(nn.Module):
         self.gate = nn.Linear(config.d_model, width, bias=False)
         self.up = nn.Linear(config.d_model, width, bias=False)
         self.down = nn.Linear(width, config.d_model, bias=False)
-
-    def project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Gate and up: the two products that share an input."""
-        return self.gate(x_BSD), self.up(x_BSD)
+        self.project = project
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        gate_BSF, up_BSF = self.project(x_BSD)
+        gate_BSF, up_BSF = self.project(x_BSD, (self.gate, self.up))
         return self.down(F.silu(gate_BSF) * up_BSF)
 
 

@@ -190,20 +190,24 @@ def make_runner(engine: Pipeline, count: int, shape_BS: tuple[int, int]):
     return schedule_class(one_or_all, count, loss_fn=share_of_loss, scale_grads=False)
 
 
+class StageWithoutWarmUp(PipelineStage):
+    """A stage that sends its neighbours nothing before the first micro-batch: older versions cannot do it on gloo."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+
 def make_stage(engine: Pipeline, number: int, module: nn.Module, shape_BS: tuple[int, int]) -> PipelineStage:
     """Given what goes in and out, as tensors without numbers, PyTorch need not find out by running the model."""
     num_stages = len(engine.rank_of_stage)
     x_BSD = torch.empty(*shape_BS, engine.config.d_model, dtype=engine.dtype, device="meta", requires_grad=True)
     tokens_BS = torch.empty(shape_BS, dtype=torch.int64, device="meta")
     logits_BSV = torch.empty(*shape_BS, engine.config.vocab_size, dtype=engine.dtype, device="meta", requires_grad=True)
-    stage = PipelineStage(
+    return (PipelineStage if PIPELINE_WARMS_UP_ON_GLOO else StageWithoutWarmUp)(
         module, number, num_stages, engine.device, group=engine.group,
         input_args=tokens_BS if number == 0 else x_BSD,
         output_args=logits_BSV if number == num_stages - 1 else x_BSD,
     )  # fmt: skip
-    if not PIPELINE_WARMS_UP_ON_GLOO:
-        stage._get_init_p2p_neighbors_ops = list
-    return stage
 
 
 def order_of(engine: Pipeline, count: int) -> str:

@@ -19,6 +19,7 @@ Source   Shoeybi et al. 2019 (arXiv:1909.08053)
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -143,7 +144,7 @@ def shard_attention(attention: nn.Module, residual: ReplicatedResidual, config: 
     attention.q = ColumnLinear(attention.q, residual)
     attention.k, attention.v = ColumnLinear(attention.k, residual, copies), ColumnLinear(attention.v, residual, copies)
     attention.o = RowLinear(attention.o, residual)
-    attention.project = lambda x: column_linears(x, [attention.q, attention.k, attention.v], residual)
+    attention.project = partial(column_linears, residual=residual)
     if config.dropout > 0:
         attention.core = with_rank_rng(attention.core, residual.group)
 
@@ -169,11 +170,11 @@ def shard_latent_attention(attention: nn.Module, residual: ReplicatedResidual) -
 
 def shard_mlp(mlp: nn.Module, residual: ReplicatedResidual) -> None:
     """By features: gate and up (or up alone) are columns, down is the row."""
-    names = [name for name, _ in mlp.named_children() if name != "down"]
-    for name in names:
-        setattr(mlp, name, ColumnLinear(getattr(mlp, name), residual))
+    for name, linear in list(mlp.named_children()):
+        if name != "down":
+            setattr(mlp, name, ColumnLinear(linear, residual))
     mlp.down = RowLinear(mlp.down, residual)
-    mlp.project = lambda x: column_linears(x, [getattr(mlp, name) for name in names], residual)
+    mlp.project = partial(column_linears, residual=residual)
 
 
 def replica_group_of(config: ModelConfig, group: Group) -> Group | None:

@@ -23,7 +23,6 @@ Source   Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv:2401.10241), se
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -104,6 +103,17 @@ class WeightGradientStore:
         torch.autograd.backward(handles, [handle.detach() for handle in handles])
 
 
+class DelayedLinear(nn.Linear):
+    """A whole linear layer, with the parameters of the one that it replaces."""
+
+    def __init__(self, linear: nn.Linear, delayed: "DelayedWeightGradients"):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        self.weight, self.bias, self.delayed = linear.weight, linear.bias, delayed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.delayed.linear(x, self.weight, self.bias)
+
+
 class DelayedWeightGradients:
     """The linears of one module, cut or whole, which put their weight gradients into `queue` while there is one.
 
@@ -116,17 +126,16 @@ class DelayedWeightGradients:
 
     def _prepare(self, module: nn.Module) -> None:
         for layer in module.modules():
-            if type(layer) is nn.Linear:
-                layer.forward = partial(self._forward, layer)
-            elif isinstance(layer, RowLinear):
-                layer.product = self._linear
+            for name, child in list(layer.named_children()):
+                if type(child) in (nn.Linear, DelayedLinear):  # an earlier engine of the same model had it
+                    setattr(layer, name, DelayedLinear(child, self))
+            if isinstance(layer, RowLinear):
+                layer.product = self.linear
             elif isinstance(layer, ColumnLinear):
                 layer.delayed = self
 
-    def _forward(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        return self._linear(x, layer.weight, layer.bias)
-
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """What `F.linear` gives; with a queue the weight's gradient will wait in it."""
         if self.queue is None or not weight.requires_grad or not torch.is_grad_enabled():
             return F.linear(x, weight, bias)
         return self.queue.linear(x, weight, bias)

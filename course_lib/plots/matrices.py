@@ -122,9 +122,9 @@ def _draw_matrix(axes, left: float, width: float, height: float, pieces: Sequenc
             axes.text((x0 + x1) / 2, (y0 + y1) / 2, "every\nrank", ha="center", va="center", fontsize=8.5)
 
 
-MATRIX_DIMS = {"X": ("B S", "D"), "A": ("D", "f"), "Y": ("B S", "f"), "B": ("f", "D"), "Z": ("B S", "D")}
+MATRIX_DIMS = {"X": ("T", "D"), "A": ("D", "f"), "Y": ("T", "f"), "B": ("f", "D"), "Z": ("T", "D")}
 MATRIX_NOTES = {
-    "X": "whole",
+    "X": "replicated",
     "A": "cut by columns",
     "Y": "stays cut",
     "B": "cut by rows",

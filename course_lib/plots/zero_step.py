@@ -93,6 +93,33 @@ def show_flow(rows: Sequence[FlowRow], title: str) -> None:
         finish(figure)
 
 
+@checked
+def stage_1_rows(
+    gradients: Sequence[Sequence[float]],
+    mean_shards: Sequence[Sequence[float]],
+    new_shards: Sequence[Sequence[float]],
+    new_weights: Sequence[Sequence[float]],
+) -> list[FlowRow]:
+    """Return the four moments of a step of stage 1, each value of a shard in its place among all elements.
+
+    Arguments   of each rank: its own gradient, its shards of the mean gradient and of the new weights, all new weights
+    """
+
+    def in_place(shards: Sequence[Sequence[float]]) -> list[list[float | None]]:
+        held = [[None] * sum(map(len, shards)) for _ in shards]
+        for rank, shard in enumerate(shards):
+            start = sum(map(len, shards[:rank]))
+            held[rank][start : start + len(shard)] = shard
+        return held
+
+    return [
+        FlowRow("own gradient", "gradients", gradients, "reduce-scatter (mean)"),
+        FlowRow("mean gradient", "gradients", in_place(mean_shards), "update of the shard"),
+        FlowRow("new weights", "parameters", in_place(new_shards), "all-gather"),
+        FlowRow("new weights", "parameters", new_weights),
+    ]
+
+
 # ---------------------------------------------------------------- memory of one rank over a step
 
 

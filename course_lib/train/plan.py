@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from course_lib.config import ModelConfig
+from course_lib.config import ModelConfig, TrainSettings
 from course_lib.layout import Layout
-from course_lib.validate import Amount, Index, Positive, Seed, Size, check_fields, checked
+from course_lib.validate import Index, Size, check_fields, checked
 
 if TYPE_CHECKING:  # `course --help` reads this module, and needs no torch
     import torch
@@ -29,24 +29,18 @@ FINAL_SHARE = 0.1  # of the learning rate, where a cosine ends: Brown et al. 202
 
 
 @dataclass(frozen=True)
-class TrainPlan:
+class TrainPlan(TrainSettings):
     """Steps, data and optimizer of a run. `warmup` steps lead up to `learning_rate`, then `decay` leads down from it.
 
     Raises   ValueError where a number makes no sense
     """
 
-    steps: Size = 20
-    seq_len: Size = 64
-    seed: Seed = 0
-    learning_rate: Positive = 3e-3
     warmup: Index = 0
     decay: Literal[DECAYS] = "none"
-    weight_decay: Amount = 0.01
-    clip_norm: Positive | None = 1.0
     precision: Literal[tuple(PRECISIONS)] = "fp32"
 
     def __post_init__(self):
-        check_fields(self)
+        super().__post_init__()
         if self.warmup > self.steps:
             raise ValueError(f"warmup ({self.warmup}) must not exceed steps ({self.steps})")
 

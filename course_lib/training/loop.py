@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import std as tqdm_std
 
-from course_lib.config import ModelConfig
+from course_lib.config import ModelConfig, TrainSettings
 from course_lib.devices import rank_device
 from course_lib.model import build
 from course_lib.model.moe import add_balancing, balance_after_step
@@ -31,7 +31,7 @@ from course_lib.training.precision import (
     precision_named,
     zero_gradients,
 )
-from course_lib.validate import Amount, Index, Positive, Seed, Size, check_fields, checked
+from course_lib.validate import Amount, Index, Positive, Size, checked
 
 __all__ = [
     "LossScaler", "MasterAdamW", "TrainConfig", "TrainRecord", "accumulate_gradients", "clip_gradients", "loss_of",
@@ -40,7 +40,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(TrainSettings):
     """How to train: `batch_size` sequences a step, cut into `micro_batches` parts that run one after the other.
 
     Raises   ValueError where a number makes no sense
@@ -48,16 +48,11 @@ class TrainConfig:
 
     steps: Size = 50
     batch_size: Size = 8
-    seq_len: Size = 64
     micro_batches: Size = 1
-    learning_rate: Positive = 3e-3
-    weight_decay: Amount = 0.01
-    clip_norm: Positive | None = 1.0
     precision: Literal[tuple(PRECISIONS)] = "fp32"
-    seed: Seed = 0
 
     def __post_init__(self):
-        check_fields(self)
+        super().__post_init__()
         if self.micro_batches > self.batch_size:
             raise ValueError(
                 f"micro_batches ({self.micro_batches}) must not exceed batch_size ({self.batch_size}): "

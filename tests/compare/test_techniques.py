@@ -1,5 +1,7 @@
 """The index's table: every technique of the course, with the numbers of the formulas and of nothing else."""
 
+from functools import cache
+
 from course_lib.authoring import ROOT
 from course_lib.authoring.columns import OUTPUT_COLUMNS
 from course_lib.compare.techniques import TECHNIQUES, cost_of, technique_table
@@ -7,9 +9,11 @@ from course_lib.config import preset
 from course_lib.layout import Layout
 from course_lib.memory.states import count_parameters
 
+table = cache(technique_table)
+
 
 def test_the_table_fits_a_page_and_has_a_line_for_every_parallel_chapter():
-    title, heads, *lines = technique_table().split("\n")
+    title, heads, *lines = table().split("\n")
     assert max(map(len, [title, heads, *lines])) <= OUTPUT_COLUMNS
     assert [int(line[:2]) for line in lines] == [technique.chapter for technique in TECHNIQUES]
     assert {technique.chapter for technique in TECHNIQUES} == set(range(1, 10))
@@ -39,4 +43,4 @@ def test_the_numbers_are_what_the_chapters_derive():
 
 def test_the_index_prints_this_table():
     stored = (ROOT / "notebooks" / "index.ipynb").read_text()
-    assert all(line in stored for line in technique_table().split("\n"))
+    assert all(line in stored for line in table().split("\n"))

@@ -353,6 +353,7 @@ def test_reset_forgets_the_past_but_not_what_is_alive():
         del kept, more
 
 
+@pytest.mark.exhaustive
 def test_the_tracker_costs_less_than_15_percent_of_a_step_with_real_work():
     """Steps with and without take turns on one thread, in CPU seconds of that thread; the quickest of each.
 

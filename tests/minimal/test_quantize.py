@@ -127,8 +127,11 @@ def test_the_dynamic_code_trains_as_fp32_moments_and_planted_bugs_do_not():
     assert last(partial(eight_bit, make_code=linear_code)) > expected + 0.3
 
     class StoresTheSquareRoot(EightBitAdamW):
-        def store(self, param, name, moment):
-            super().store(param, name, moment.sqrt() if name == "exp_avg_sq" else moment)
+        def move_moment(self, param, name, target, beta):
+            moment = super().move_moment(param, name, target, beta)
+            if name == "exp_avg_sq":
+                self.state[param][name] = quantize(moment.sqrt(), self.codes[name], self.block_size)
+            return moment
 
     wrong = last(lambda model, make: OneDtype(model, partial(StoresTheSquareRoot, **make.keywords)))
     assert wrong != pytest.approx(expected, abs=0.1)

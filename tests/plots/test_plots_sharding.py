@@ -20,7 +20,7 @@ from course_lib.measure import KINDS, Timeline
 from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.memory.zero import padded, zero_bytes_per_parameter
 from course_lib.parallel import zero
-from course_lib.plots import curves, matrices, regions, sharding, timeline, zero_step
+from course_lib.plots import curves, matrices, regions, sharding, tensor_block, timeline, zero_step
 from course_lib.run import Run
 from course_lib.span import Span
 from course_lib.timing import tensor_parallel_layer_spans
@@ -127,6 +127,18 @@ def test_a_flow_has_a_tile_for_every_element_that_a_rank_holds():
     expected = [(0, 0, "1"), (0, 1, "2"), (0, 2, ""), (0, 3, ""), (1, 0, ""), (1, 1, ""), (1, 2, "3"), (1, 3, "4")]
     assert held == expected
     assert {tile.y for tile in tiles} == {0, zero_step.ROW_HEIGHT}
+
+
+def test_a_step_of_stage_1_has_each_shard_in_its_place():
+    own, mean = [[10.0] * 3, [40.0] * 3], [[25.0, 25.0], [25.0]]
+    rows = zero_step.stage_1_rows(own, mean, [[1.0, 2.0], [3.0]], [[1.0, 2.0, 3.0]] * 2)
+    assert [row.of_ranks for row in rows] == [
+        own,
+        [[25.0, 25.0, None], [None, None, 25.0]],
+        [[1.0, 2.0, None], [None, None, 3.0]],
+        [[1.0, 2.0, 3.0]] * 2,
+    ]
+    assert [row.then for row in rows] == ["reduce-scatter (mean)", "update of the shard", "all-gather", ""]
 
 
 def test_every_panel_of_a_step_has_the_same_axis_and_its_own_peak():
@@ -291,6 +303,10 @@ PICTURES = {
     "linear pair of 8, uneven": lambda: matrices.show_linear_pair(d_ff=100, tp_size=8),
     "heads": lambda: matrices.show_heads(8, 4, (2, 8)),
     "vocabulary": lambda: matrices.show_vocabulary(),
+    "f and g": lambda: tensor_block.show_f_and_g(),
+    "f and g on 4 ranks": lambda: tensor_block.show_f_and_g(4),
+    "a loss from parts": lambda: tensor_block.show_vocab_loss([1.0, 2.0, 4.0, 1.0], 3, 2),
+    "a loss from many parts": lambda: tensor_block.show_vocab_loss([1.25, -2.5, 4.0, 1.0, 7.5, 3.0, 2.0, 1.0], 0, 4),
     "regions": lambda: regions.show_regions(preset("gpt3-175b")),
     "regions with scores": lambda: regions.show_regions(preset("gpt2"), 4, 1024, 2, ("tp", "tp+sp"), True, False),
     "a layer in time": lambda: timeline.show_overlap(LAYERS, "t"),

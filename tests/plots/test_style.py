@@ -4,6 +4,7 @@ from base64 import b64decode
 
 import matplotlib.pyplot as plt
 import nbclient
+import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from course_lib.plots.style import describe
@@ -19,6 +20,7 @@ assert plt.get_fignums() == []"""
 WORDS = "Picture: Time falls. Horizontal axis: ranks. Vertical axis: ms. Colours: ring."
 
 
+@pytest.mark.launches
 def test_a_notebook_stores_a_picture_with_its_words_and_two_pixels_for_each_that_is_shown(monkeypatch):
     monkeypatch.delenv("MPLBACKEND")
     nb = new_notebook(cells=[new_code_cell(DRAW)])

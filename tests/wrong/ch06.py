@@ -8,6 +8,7 @@ from course_lib.checks.ch06 import (
     check_gather_in,
     check_kept,
     check_mlp_block,
+    check_sequence_parallel,
     check_shape,
     check_sum_of_my_tokens,
 )
@@ -24,6 +25,8 @@ from course_lib.comm import (
     sum_out,
 )
 from course_lib.layout import piece_sizes
+from course_lib.minimal.sequence import TensorSequenceParallel, sum_norm_gradients
+from course_lib.minimal.tensor import TensorParallel
 
 
 # ------------------------------------------------------------------------------------ 1. shapes of regions
@@ -136,54 +139,54 @@ def _scatter(grad_BSD, group, op="sum"):
 
 class KeepsMySlice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_BsD, group):
+    def forward(ctx, x_BsD, group, S):
         ctx.group = group
         return _gather(x_BsD, group)
 
     @staticmethod
     def backward(ctx, grad_BSD_partial):
-        return my_piece(grad_BSD_partial, ctx.group.rank(), ctx.group.size(), 1).contiguous(), None
+        return my_piece(grad_BSD_partial, ctx.group.rank(), ctx.group.size(), 1).contiguous(), None, None
 
 
 class Averages(KeepsMySlice):
     @staticmethod
     def backward(ctx, grad_BSD_partial):
-        return _scatter(grad_BSD_partial, ctx.group) / ctx.group.size(), None
+        return _scatter(grad_BSD_partial, ctx.group) / ctx.group.size(), None, None
 
 
 class SumsEverything(KeepsMySlice):
     @staticmethod
     def backward(ctx, grad_BSD_partial):
         whole = all_reduce(grad_BSD_partial.contiguous(), ctx.group)
-        return my_piece(whole, ctx.group.rank(), ctx.group.size(), 1).contiguous(), None
+        return my_piece(whole, ctx.group.rank(), ctx.group.size(), 1).contiguous(), None, None
 
 
 class FirstTokens(KeepsMySlice):
     @staticmethod
     def backward(ctx, grad_BSD_partial):
         whole = all_reduce(grad_BSD_partial.contiguous(), ctx.group)
-        return my_piece(whole, 0, ctx.group.size(), 1).contiguous(), None
+        return my_piece(whole, 0, ctx.group.size(), 1).contiguous(), None, None
 
 
 class AlongTheBatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_BsD, group):
+    def forward(ctx, x_BsD, group, S):
         ctx.group = group
         return all_gather(x_BsD.contiguous(), group)
 
     @staticmethod
     def backward(ctx, grad_BSD_partial):
-        return reduce_scatter(grad_BSD_partial.contiguous(), ctx.group), None
+        return reduce_scatter(grad_BSD_partial.contiguous(), ctx.group), None, None
 
 
 class NoGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_BsD, group):
+    def forward(ctx, x_BsD, group, S):
         return _gather(x_BsD, group)
 
     @staticmethod
     def backward(ctx, grad_BSD_partial):
-        return None, None
+        return None, None, None
 
 
 # ------------------------------------------------------------------------------------ 4. the forgotten sum
@@ -295,6 +298,51 @@ def gathers_a_single_layer(free_bytes, s, b, h, layers, t):
     return _choose(needed | {"regather": 34 * unit}, free_bytes)
 
 
+# ------------------------------------------------------------------------------------ 7. TP + SP from an empty cell
+class WithoutTheSum(TensorSequenceParallel):
+    backward = TensorParallel.backward
+
+
+class AveragesNorms(TensorSequenceParallel):
+    def update(self):
+        for name, param in self.model.named_parameters():
+            if "norm" in name:
+                param.grad /= self.group.size()
+        super().update()
+
+
+class OnlyTheBlocksNorms(WithoutTheSum):
+    def backward(self, micro_batches):
+        super().backward(micro_batches)
+        _sum_together([p.grad for name, p in self.model.named_parameters() if "_norm" in name], self.group)
+
+
+class SumsMatricesToo(WithoutTheSum):
+    def backward(self, micro_batches):
+        super().backward(micro_batches)
+        _sum_together([p.grad for p in self.model.parameters()], self.group)
+
+
+class SumsAfterEachMicroBatch(WithoutTheSum):
+    def backward(self, micro_batches):
+        for x_BS, y_BS in micro_batches:
+            (self.loss(x_BS, y_BS) / len(micro_batches)).backward()
+            sum_norm_gradients(self.model, self.group)
+
+
+class JoinsInFront(TensorSequenceParallel):
+    enter = staticmethod(lambda x_BsD, group: join(x_BsD, group, 1))
+
+
+class AllReducesAndSlices(TensorSequenceParallel):
+    leave = staticmethod(lambda x_BSD, group: split(sum_out(x_BSD, group), group, 1))
+
+
+class CutsTheBatch(TensorSequenceParallel):
+    enter = staticmethod(lambda x_bSD, group: gather_in(x_bSD, group, 0))
+    leave = staticmethod(lambda x_BSD, group: scatter_sum(x_BSD, group, 0))
+
+
 WRONG = {
     "my_shape": {
         "check": check_shape,
@@ -363,6 +411,20 @@ WRONG = {
             (always_the_smallest, "fits as well, and is cheaper"),
             (full_not_divided, "it raised ValueError, but"),
             (gathers_a_single_layer, "34/t for each layer"),
+        ],
+    },
+    "MySequenceParallel": {
+        "check": check_sequence_parallel,
+        "answers": [
+            (TensorParallel, "the first norm was given all"),
+            (CutsTheBatch, "cut the tokens, dimension 1, not the batch"),
+            (WithoutTheSum, "the gradient of every norm is not"),
+            (OnlyTheBlocksNorms, "the gradients of 1 of 9 norms are not summed"),
+            (AveragesNorms, "times too small: averaged"),
+            (SumsMatricesToo, "only what is replicated is to be summed"),
+            (SumsAfterEachMicroBatch, "sum once per step, after the last"),
+            (JoinsInFront, "the backward of a gather sums"),
+            (AllReducesAndSlices, "an all-reduce followed by a slice"),
         ],
     },
 }

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib.checks.core import expect_close, fail, fresh_seed, grader, run_ranks
+from course_lib.layout import piece_sizes
 from course_lib.measure.meter import ByteMeter
 from course_lib.traffic import all_gather_bytes, reduce_scatter_bytes
 
@@ -30,57 +31,59 @@ class Crossed:
 
 @grader
 def check_gather_in(answer, rng):
-    """Tokens together along the sequence; backward sums over ranks and keeps my tokens; bytes both ways."""
+    """Tokens together along the sequence, equal shards and others; backward sums and keeps mine; bytes both ways."""
     for world_size in (2, rng.choice([3, 4])):
-        shape = rng.choice([(2, 3, 5), (3, 2, 4), (4, 6, 3)])
-        seed = fresh_seed(rng)
-        ranks = run_ranks(_cross, world_size, answer, seed, shape)
-        shards = [_randn(seed + rank, *shape) for rank in range(world_size)]
-        B, s, D = shape
-        weights = [_randn(seed + 100 + rank, B, s * world_size, D) for rank in range(world_size)]
-        for rank, seen in enumerate(ranks):
-            _expect_crossed(seen, shards, weights, rank)
-        whole_bytes = 8 * B * s * D * world_size
-        for rank, seen in enumerate(ranks):
-            _expect_half_an_all_reduce(seen, whole_bytes, rank, world_size)
+        for short_by in (0, 1):  # tokens that the last rank has fewer
+            B, most, D = rng.choice([(2, 3, 5), (3, 2, 4), (4, 6, 3)])
+            S, seed = most * world_size - short_by, fresh_seed(rng)
+            ranks = run_ranks(_cross, world_size, answer, seed, (B, S, D))
+            x_BSD = _randn(seed, B, S, D)
+            weights = [_randn(seed + 100 + rank, B, S, D) for rank in range(world_size)]
+            for rank, seen in enumerate(ranks):
+                _expect_crossed(seen, x_BSD, weights, rank)
+            padded_bytes = 8 * B * most * world_size * D
+            for rank, seen in enumerate(ranks):
+                _expect_half_an_all_reduce(seen, padded_bytes, rank, world_size)
 
 
 def _cross(answer: type, seed: int, shape: tuple[int, int, int]) -> Crossed:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    x_BsD = _randn(seed + rank, *shape).requires_grad_()
+    group, rank = dist.group.WORLD, dist.get_rank()
+    x_BsD = _randn(seed, *shape).split(piece_sizes(shape[1], group.size()), dim=1)[rank].clone().requires_grad_()
     with ByteMeter() as forward:
-        out = answer.apply(x_BsD, dist.group.WORLD)
-    B, s, D = shape
-    weight = _randn(seed + 100 + rank, B, s * world_size, D)
+        out = answer.apply(x_BsD, group, shape[1])
+    weight = _randn(seed + 100 + rank, *shape)
     with ByteMeter() as backward:
         if isinstance(out, Tensor) and out.shape == weight.shape and out.requires_grad:
             (out * weight).sum().backward()
     return Crossed(out, x_BsD.grad, forward.sent_bytes, backward.sent_bytes)
 
 
-def _expect_crossed(seen: Crossed, shards: list[Tensor], weights: list[Tensor], rank: int) -> None:
-    world_size, s = len(shards), shards[0].shape[1]
-    where = f"rank {rank} of {world_size}"
-    along_batch = {"the pieces were put together along the batch; tokens are dimension 1": torch.cat(shards, dim=0)}
-    expect_close(seen.out, torch.cat(shards, dim=1), f"{where}, forward", along_batch)
-    mine = slice(rank * s, (rank + 1) * s)
+def _expect_crossed(seen: Crossed, x_BSD: Tensor, weights: list[Tensor], rank: int) -> None:
+    world_size, sizes = len(weights), piece_sizes(x_BSD.shape[1], len(weights))
+    where = f"rank {rank} of {world_size}, {x_BSD.shape[1]} tokens"
+    wrong_forward = {}
+    if len(set(sizes)) == 1:
+        along_batch = torch.cat(x_BSD.split(sizes, dim=1), dim=0)
+        wrong_forward = {"the pieces were put together along the batch; tokens are dimension 1": along_batch}
+    expect_close(seen.out, x_BSD, f"{where}, forward", wrong_forward)
+    mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     total = sum(weights)
     wrong = {
         "only my columns' part of the gradient: each token met the columns of every rank, so sum": weights[rank][
             :, mine
         ],
         "averaged over the ranks; the ranks' parts must be summed": total[:, mine] / world_size,
-        "these are the first rank's tokens": total[:, :s],
+        "these are the first rank's tokens": total[:, : sizes[rank]],
     }
     if seen.grad is None:
-        fail(f"{where}: no gradient arrived at x_BsD; backward must return it first, and None for the group")
+        fail(f"{where}: no gradient arrived at x_BsD; backward must return it first, and None for group and S")
     expect_close(seen.grad, total[:, mine], f"{where}, gradient of my tokens", wrong)
 
 
-def _expect_half_an_all_reduce(seen: Crossed, whole_bytes: int, rank: int, world_size: int) -> None:
+def _expect_half_an_all_reduce(seen: Crossed, padded_bytes: int, rank: int, world_size: int) -> None:
     for way, sent, enough in (
-        ("forward", seen.sent_forward, all_gather_bytes(whole_bytes, world_size, rank, itemsize=8)),
-        ("backward", seen.sent_backward, reduce_scatter_bytes(whole_bytes, world_size, rank, itemsize=8)),
+        ("forward", seen.sent_forward, all_gather_bytes(padded_bytes, world_size, rank, itemsize=8)),
+        ("backward", seen.sent_backward, reduce_scatter_bytes(padded_bytes, world_size, rank, itemsize=8)),
     ):
         if sent > enough:
             fail(
