@@ -48,7 +48,7 @@ LEFT_OUT = {
     ("08_in_depth", "native_all"): "PyTorch's pipelines ask their neighbours for shapes",
     ("08_in_depth", "run_all"): OTHERS,
     ("10", "train_some"): "its data is not allocated",  # PyTorch's checkpoints write and read storages themselves
-    ("07", "both_rings"): "got mixed torch.Tensor and DTensor",  # PyTorch's own ring under the fake process group
+    ("07_in_depth", "both_rings"): "got mixed torch.Tensor and DTensor",  # PyTorch's ring, under the fake group
 }
 
 
