@@ -73,7 +73,15 @@ def draw_ladder(axes, ladder_steps: Sequence[LadderStep], unit: str, limits: Map
             else f" {three_digits(ladder_step.value)} {unit}  (+{_percent(-ladder_step.gain_percent)} %)"
         )
         verdict = ("  fits" if fits else "  does not fit") if limits else ""
-        axes.text(ladder_step.value + max(ladder_step.gain, 0), row, text + verdict, va="center", fontsize=9)
+        axes.text(
+            ladder_step.value + max(ladder_step.gain, 0) + extent / 100,
+            row,
+            text.strip() + verdict,
+            va="center",
+            fontsize=9,
+            zorder=3,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # readable across the line of a limit
+        )
     for name, limit in limits.items():
         axes.axvline(limit, color=LIMIT_COLOR, linestyle="--", linewidth=1.4)
         axes.annotate(
