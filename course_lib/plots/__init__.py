@@ -32,6 +32,7 @@ regions.py       show_regions
 tensor_block.py  show_f_and_g: a block on ranks; show_vocab_loss
 sequence.py      show_cuts, show_half_block: hidden states cut by tokens, and what one rank holds
 pipeline.py      show_schedule, show_schedules
+pipeline_concepts.py  show_cut, show_messages, show_trace, show_halves, show_placements
 pipeline_trace.py  show_measured
 stages.py        show_live, show_peaks, show_stages_of_model
 experts.py       show_load, show_balance, show_parameters
