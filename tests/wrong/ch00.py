@@ -325,6 +325,12 @@ def reduce_scatter_alone(x, group):
     return _phases(x, group, group.size() - 1, 0)
 
 
+def own_piece_taken_from_the_input(x, group):
+    total, size = _phases(x, group, group.size() - 1, group.size() - 1), group.size()
+    total.tensor_split(size)[group.rank()].copy_(x.tensor_split(size)[group.rank()])
+    return total
+
+
 def one_step_more(x, group):
     return _phases(x, group, group.size() - 1, group.size())
 
@@ -453,7 +459,8 @@ WRONG = {
         "check": check_ring_soon,
         "answers": [
             (all_reduce_through_rank_0, "only to its neighbours"),
-            (reduce_scatter_alone, "a finished piece must reach"),
+            (reduce_scatter_alone, "comes from rank 3, in step 2 of the all-gather phase"),
+            (own_piece_taken_from_the_input, "finishes it in the last step (2) of the reduce-scatter phase"),
             (one_step_more, "stop after N - 1 steps of each phase"),
             (whole_tensors_around, "cut the tensor into N pieces"),
             (ring_in_place, "your function changed its input"),

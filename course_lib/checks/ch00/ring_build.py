@@ -38,20 +38,33 @@ def _expect_sum(seen: Seen, rank: int, inputs: list[Tensor], where: str) -> None
         "averaged, not summed": total / len(inputs),
     }
     if not any(torch.allclose(seen.result, value) for value in wrong.values()):
-        _expect_all_pieces(seen.result, total, len(inputs), where)
+        _expect_all_pieces(seen.result, total, rank, len(inputs), where)
     expect_close(seen.result, total, where, wrong)
 
 
-def _expect_all_pieces(result: Tensor, total: Tensor, size: int, where: str) -> None:
+def _expect_all_pieces(result: Tensor, total: Tensor, rank: int, size: int, where: str) -> None:
     """Say which part of the sum is missing, where some elements have it."""
     right, rest = result == total, len(total) % size
     if rest and right[:-rest].all() and not right[-rest:].any():
         fail(f"{where}: the last {rest} elements are not summed; the length does not divide by {size}, so pad or split")
     if right.any() and not right.all():
-        fail(
-            f"{where}: {right.sum().item()} of {len(total)} elements have the full sum; a finished piece must reach "
-            "every rank, which takes N - 1 more steps"
+        pieces = torch.arange(len(total)).tensor_split(size)
+        piece = next(index for index, elements in enumerate(pieces) if not right[elements].all())
+        elements = (
+            f"piece {piece} of the tensor (elements {pieces[piece][0]} to {pieces[piece][-1]}, as tensor_split cuts)"
         )
+        fail(f"{where}: {elements} is not the full sum; {_when_it_is_due(piece, rank, size)}")
+
+
+def _when_it_is_due(piece: int, rank: int, size: int) -> str:
+    """Say in which step of the lesson's ring a rank gets a finished piece; other orders are right too."""
+    if piece == rank:
+        return f"in the lesson's ring rank {rank} finishes it in the last step ({size - 2}) of the reduce-scatter phase"
+    step = (rank - 1 - piece) % size
+    return (
+        f"a finished piece must reach every rank: in the lesson's ring this one comes from rank {(rank - 1) % size}, "
+        f"in step {step} of the all-gather phase, whose steps are 0 to {size - 2}"
+    )
 
 
 def _expect_ring(seen: Seen, rank: int, inputs: list[Tensor], where: str) -> None:
