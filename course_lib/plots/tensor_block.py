@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 from course_lib.layout.partition import piece_sizes
 from course_lib.plots.matrices import WHOLE_COLOR
 from course_lib.plots.palette import AXIS_COLORS, RANK_COLORS, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style
 from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- f and g on a block
@@ -204,8 +204,6 @@ def _tile(axes, corner: tuple[float, float], width: float, color: str, text: str
 @checked
 def show_vocab_loss(logits: Sequence[float], target: Index, tp_size: Size = 2, title: str = "") -> None:
     """Show how three all-reduces give every rank the loss of one token, although each has a part of the logits."""
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.5 + 0.42 * tp_size))
+    with picture_axes(1.5 + 0.42 * tp_size) as axes:
         draw_vocab_loss(axes, logits, target, tp_size)
         axes.set_title(title or "Three numbers per token cross the ranks, whatever the size of the vocabulary is")
-        finish(figure)
