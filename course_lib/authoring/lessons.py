@@ -17,6 +17,8 @@ LESSONS = (
     "04_zero",
     "05_tensor_parallel",
     "06_sequence_parallel",
+    "07_context_parallel",
+    "08_pipeline_parallel",
 )
 MOST_WORDS, MOST_CODE_LINES, MOST_CELL_LINES, MOST_IMPORTS, MOST_PREDICTIONS = 3000, 300, 30, 20, 8
 SHORT_CELL_LINES = 12  # of at least half of the cells

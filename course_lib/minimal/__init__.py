@@ -6,6 +6,7 @@ data.py        data parallelism: one message per parameter, buckets, overlap wit
 zero.py        ZeRO-1, ZeRO-2 and ZeRO-3
 tensor.py      tensor parallelism of a whole Llama: f and g, layers that are cut, a loss from parts of the logits
 sequence.py    sequence parallelism on top of it: two functions change, and the norms' gradients are summed
+one_f_one_b.py a pipeline: lists of instructions, a clock for them, and a rank that executes its list
 precision.py   FP32 master weights, loss scaling, stochastic rounding
 lora.py        a frozen linear layer and two thin matrices beside it
 quantize.py    8-bit moments of Adam, and frozen weights in 4 bits, in blocks
@@ -19,6 +20,7 @@ compare_sums.py  the same for an all-reduce: the difference from the sum, bytes 
 compare_attention.py  the same for attention over cut sequences: differences, blocks sent, bytes kept
 compare_parts.py  the same for a part of a model on ranks: an MLP, its gradients, a loss from parts of the logits
 compare_cut_model.py  the same for a model that is cut: wrong gradients, what a block keeps, different copies
+compare_pipeline.py  the same for a pipeline: gradients, bytes sent, activations held, when each rank computed
 peaks.py       one line each: the peak of a step by PyTorch's tracker, by kind, and by a profile
 tiny_training.py   one line each, on one device: what a trainer moves, holds and learns
 passes.py      one line each for one GPU: the difference of gradients, bytes kept, FLOPs
@@ -33,6 +35,13 @@ from course_lib.minimal.compare import (
     sent_messages,
     started_in_backward,
     trace_of_a_step,
+)
+from course_lib.minimal.compare_pipeline import (
+    busy_share,
+    pipeline_difference,
+    pipeline_kept,
+    pipeline_sent,
+    pipeline_trace,
 )
 from course_lib.minimal.compare_sums import compare_with_sum, sent_by_each_rank
 from course_lib.minimal.passes import (

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib import comm
+from course_lib.devices import rank_device
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter
 from course_lib.validate import Size, checked
@@ -71,8 +72,9 @@ def gather_parts(model: nn.Module, full_shapes: dict[str, torch.Size], group: di
 
 
 def random_numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Return the same normal numbers on every rank, in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    """Return the same normal numbers on every rank, in float64, on the rank's device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(rank_device())
 
 
 def _worst(runs) -> PartRun:
@@ -125,7 +127,7 @@ def _loss_of_two_mlps(tensors: list[Tensor]) -> Tensor:
 
 def _vocab_loss(loss_function: Callable) -> PartRun:
     logits_BSV = (1000 * random_numbers(1, TOKENS, VOCAB)).requires_grad_()  # so large that exp alone overflows
-    y_BS = torch.randint(VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    y_BS = random_numbers(1, TOKENS, VOCAB, seed=1).argmax(-1)
     want_BS = F.cross_entropy(logits_BSV.flatten(0, 1), y_BS.flatten(), reduction="none").view_as(y_BS)
     want_BS.sum().backward()
     logits_BSv, kept = _my_piece(logits_BSV.detach(), 2).requires_grad_(), [0]

@@ -37,13 +37,3 @@ def add_lora(model, rank, alpha, targets=("q", "v")):
     """Freeze a model, and put an adapter beside each linear layer that `targets` names."""
     model.requires_grad_(False)
     replace_linear(model, targets, lambda layer: LoRALinear(layer, rank, alpha))
-
-
-def merge(model):
-    """Add each product into its frozen weight, and remove the adapters."""
-    for module in list(model.modules()):
-        for name, layer in list(module.named_children()):
-            if isinstance(layer, LoRALinear):
-                change = layer.scale * (layer.lora_b @ layer.lora_a)
-                layer.base.weight.data += change.detach()
-                setattr(module, name, layer.base)

@@ -29,6 +29,16 @@ def zigzag(seq_len, cp):
     return [torch.cat([chunks[r], chunks[2 * cp - 1 - r]]) for r in range(cp)]
 
 
+def zigzag_in_documents(lengths, cp):
+    """Return the positions of zigzag in each of the documents that fill a sequence."""
+    pieces, start = [[] for _ in range(cp)], 0
+    for length in lengths:
+        for rank, mine_s in enumerate(zigzag(length, cp)):
+            pieces[rank].append(mine_s + start)
+        start += length
+    return [torch.cat(of_rank) for of_rank in pieces]
+
+
 # --- attention to one block of keys
 def scores_of(q_BNsH, k_BKkH, allowed_sk):
     """Return the scores of my queries with a block of keys; query heads share keys."""
@@ -52,9 +62,9 @@ def merge(out, lse, part, part_lse):
     return (lse - both).exp() * out + (part_lse - both).exp() * part, both
 
 
-def attend_backward(grad_BNsH, tensors, along_BNs1, lse_BNs1, allowed_sk):
+def attend_backward(grad_BNsH, tensors, rows, allowed_sk):
     """Return this block's share of dq, and of dk and dv."""
-    q_BNsH, k_BKkH, v_BKkH = tensors
+    (q_BNsH, k_BKkH, v_BKkH), (along_BNs1, lse_BNs1) = tensors, rows
     copies = q_BNsH.shape[1] // k_BKkH.shape[1]
     k_BNkH, v_BNkH = (x.repeat_interleave(copies, dim=1) for x in (k_BKkH, v_BKkH))
     p_BNsk = (scores_of(q_BNsH, k_BKkH, allowed_sk) - lse_BNs1).exp()  # final weights
@@ -105,14 +115,13 @@ def ring_backward(grad_BNsH, saved, where, group):
     """Return dq of my queries, and dk and dv of my keys and values."""
     q_BNsH, kv, out_BNsH, lse_BNs1 = saved
     rank, size = group.rank(), group.size()
-    along_BNs1 = (grad_BNsH * out_BNsH).sum(-1, keepdim=True)
+    rows = (grad_BNsH * out_BNsH).sum(-1, keepdim=True), lse_BNs1  # one number each
     dq_BNsH, dkv_arrived = torch.zeros_like(q_BNsH), None
     for step in range(size):
         if step < size - 1:
             kv_arrived = pass_on(kv, group)
         allowed_sk = where[(rank - step) % size] <= where[rank][:, None]
-        tensors = (q_BNsH, *kv)
-        dq_part, dkv = attend_backward(grad_BNsH, tensors, along_BNs1, lse_BNs1, allowed_sk)
+        dq_part, dkv = attend_backward(grad_BNsH, (q_BNsH, *kv), rows, allowed_sk)
         dq_BNsH += dq_part
         if step == 0:
             own_dkv = dkv  # my share for my own block stays here
@@ -149,7 +158,7 @@ class RingAttention(torch.autograd.Function):
 def use_ring(model, where, group):
     """Let every attention core of a model be the ring."""
     for block in model.blocks:
-        block.attention.core = lambda q, k, v: RingAttention.apply(q, k, v, where, group)
+        block.attention.core = lambda *qkv: RingAttention.apply(*qkv, where, group)
 
 
 def loss_of_my_tokens(model, x_BS, y_BS, where, group):

@@ -11,7 +11,7 @@ comparison.py    show_comparison: predicted beside measured, with the error
 holdings.py      which share of each part of a model the ranks of a layout hold
 pipeline_tradeoff.py  bubble against memory, a point for each schedule
 ladder.py        show_ladder
-collectives.py   show_collective, show_collectives, show_ring_all_reduce
+collectives.py   show_collectives, show_ring_all_reduce
 ring.py          show_ring
 node.py          show_node
 mesh.py          show_mesh
@@ -32,6 +32,7 @@ regions.py       show_regions
 tensor_block.py  show_f_and_g: a block on ranks; show_vocab_loss
 sequence.py      show_cuts, show_half_block: hidden states cut by tokens, and what one rank holds
 pipeline.py      show_schedule, show_schedules
+pipeline_concepts.py  show_cut, show_messages, show_trace, show_halves, show_placements
 pipeline_trace.py  show_measured
 stages.py        show_live, show_peaks, show_stages_of_model
 experts.py       show_load, show_balance, show_parameters

@@ -44,10 +44,13 @@ LEFT_OUT = {
     ): "Expects the parameter to already be moved to device standin",  # FSDP2, no mesh given
     ("04_in_depth", "try_native"): DDP,  # the last of four
     ("04_in_depth", "accelerated"): ASKED,
-    ("08", "native_all"): "PyTorch's pipelines ask their neighbours for shapes",
-    ("08", "run_all"): OTHERS,
+    ("08", "_peaks"): ASKED,
+    ("08", "_sent"): ASKED,
+    ("08", "train_step"): "PyTorch's pipelines ask their neighbours for shapes",
+    ("08_in_depth", "native_all"): "PyTorch's pipelines ask their neighbours for shapes",
+    ("08_in_depth", "run_all"): OTHERS,
     ("10", "train_some"): "its data is not allocated",  # PyTorch's checkpoints write and read storages themselves
-    ("07", "both_rings"): "got mixed torch.Tensor and DTensor",  # PyTorch's own ring under the fake process group
+    ("07_in_depth", "both_rings"): "got mixed torch.Tensor and DTensor",  # PyTorch's ring, under the fake group
 }
 
 

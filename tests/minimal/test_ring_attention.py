@@ -27,6 +27,7 @@ from course_lib.minimal.ring_attention import (
     merge,
     use_ring,
     zigzag,
+    zigzag_in_documents,
 )
 from course_lib.parallel import context, positions
 from course_lib.parallel import ring as engine
@@ -41,6 +42,12 @@ CUTS = {"contiguous": contiguous, "zigzag": zigzag}
 def test_positions_are_those_of_the_engine(name, cp):
     for rank, mine_s in enumerate(CUTS[name](24, cp)):
         assert torch.equal(mine_s, positions.positions(name, 24, cp, rank))
+
+
+def test_every_document_is_cut_by_itself():
+    first, second = zigzag_in_documents([8, 12, 4], 2)
+    assert first.tolist() == [0, 1, 6, 7, 8, 9, 10, 17, 18, 19, 20, 23]
+    assert sorted([*first.tolist(), *second.tolist()]) == list(range(24))
 
 
 @pytest.mark.parametrize("cut", CUTS.values())
@@ -170,13 +177,13 @@ def passes_nothing_on(outgoing, group):
 _right_backward = ring_attention.attend_backward
 
 
-def with_its_own_lse(grad, tensors, along, lse, allowed):
+def with_its_own_lse(grad, tensors, rows, allowed):
     _, own_lse = attend(*tensors, allowed)
-    return _right_backward(grad, tensors, along, own_lse, allowed)
+    return _right_backward(grad, tensors, (rows[0], own_lse), allowed)
 
 
-def without_the_mean(grad, tensors, along, lse, allowed):
-    return _right_backward(grad, tensors, torch.zeros_like(along), lse, allowed)
+def without_the_mean(grad, tensors, rows, allowed):
+    return _right_backward(grad, tensors, (torch.zeros_like(rows[0]), rows[1]), allowed)
 
 
 @pytest.mark.parametrize(

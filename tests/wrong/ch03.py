@@ -355,6 +355,40 @@ class SendsTheFirstMicroBatch(Broadcasts):
                     bucket.work.wait()
 
 
+class NeverDropsGradients(Broadcasts):
+    def finish(self):
+        for bucket in self.buckets:
+            bucket.work.wait()
+        self.optimizer.step()
+
+
+class DropsTheViews(Broadcasts):
+    """The buckets send the first step's gradients again, and the optimizer reads others."""
+
+    def finish(self):
+        for bucket in self.buckets:
+            bucket.work.wait()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class NeverDividesTheLoss(Broadcasts):
+    def backward(self, micro_batches):
+        for index, (x_BS, y_BS) in enumerate(micro_batches, 1):
+            self.is_last = index == len(micro_batches)
+            loss_of(self.model, x_BS, y_BS).backward()
+
+
+class AveragesNothing(Broadcasts):
+    def send(self, bucket):
+        pass
+
+    def finish(self):
+        self.optimizer.step()
+        for bucket in self.buckets:
+            bucket.flat_P.zero_()
+
+
 class PyTorchs(DataParallel):
     def __init__(self, model, make_optimizer, group):
         super().__init__(model, make_optimizer, group)
@@ -440,8 +474,12 @@ WRONG = {
         "check": check_ddp,
         "answers": [
             (BeginsUnequal, "broadcast rank 0's"),
-            (Sums, "the mean over ranks"),
-            (SendsTheFirstMicroBatch, "the mean over micro-batches"),
+            (Sums, "take the mean over ranks: divide by their number"),
+            (SendsTheFirstMicroBatch, "this rank's own gradient of the later ones; average when the last"),
+            (NeverDropsGradients, "the new gradient plus that of the first step; drop gradients"),
+            (DropsTheViews, "its second step used this rank's own gradient, not averaged"),
+            (NeverDividesTheLoss, "the sum over the 3 micro-batches; take the mean"),
+            (AveragesNothing, "its first step used this rank's own gradient; take the mean over ranks"),
             (SendsAfterBackward, "start a bucket in the hook"),
             (MessagePerTensor, "fill buckets of 60,000"),
             (OneMessage, "one message carried everything"),

@@ -1,19 +1,20 @@
 """Wrong answers to the exercises of chapter 05, each with what its grader must say about it."""
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from course_lib.checks.ch05 import (
     check_column_backward,
-    check_copy_in,
+    check_gather_features,
     check_heads,
     check_row,
     check_share,
-    check_sum_out,
+    check_tensor_parallel,
     check_vocab_loss,
 )
-from course_lib.comm import all_reduce, join, my_piece
+from course_lib.comm import all_gather, all_reduce, join, my_piece
+from course_lib.minimal.tensor import ColumnParallelLinear, TensorParallel, copy_in, put_before
+from course_lib.training import loss_of
 
 
 # ------------------------------------------------------------------------------------ 1. heads by rank
@@ -115,8 +116,8 @@ def gathers_the_input(x_BSf, w_DF, b_D, group):
     return F.linear(x_BSF, w_DF, b_D)
 
 
-# ------------------------------------------------------------------------------------ 4. the pair
-class _Crossing(torch.autograd.Function):
+# ------------------------------------------------------------------------------------ 4. gathered features
+class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, forward, backward):
         ctx.group, ctx.backward_step = group, backward
@@ -127,66 +128,51 @@ class _Crossing(torch.autograd.Function):
         return ctx.backward_step(grad, ctx.group), None, None, None
 
 
-def _as_it_is(x, group):
-    return x.view_as(x)
+def _side_by_side(x, group):
+    return all_gather(x.t().contiguous(), group).t().contiguous()
 
 
-def _sum(x, group):
-    return all_reduce(x.contiguous(), group)
+def _part(grad, group):
+    return my_piece(grad, group.rank(), group.size(), -1).contiguous()
 
 
-def _mean(x, group):
-    return all_reduce(x.contiguous(), group, op="mean")
+def below_each_other(x, group):
+    return _Gathered.apply(x, group, all_gather, lambda grad, group: my_piece(grad, group.rank(), group.size(), 0))
 
 
-def _sum_in_place(x, group):
-    total = all_reduce(x.contiguous(), group)
-    return x.copy_(total)
+def own_part(x, group):
+    return _Gathered.apply(x, group, lambda x, group: x.clone(), lambda grad, group: grad)
 
 
-def no_backward_sum(x, group):
-    return _Crossing.apply(x, group, _as_it_is, _as_it_is)
+def last_rank_first(x, group):
+    def forward(x, group):
+        return torch.cat(_side_by_side(x, group).chunk(group.size(), -1)[::-1], -1)
+
+    return _Gathered.apply(x, group, forward, _part)
 
 
-def averages_backward(x, group):
-    return _Crossing.apply(x, group, _as_it_is, _mean)
+def sums_then_takes_the_part(x, group):
+    def backward(grad, group):
+        return _part(all_reduce(grad.contiguous(), group), group)
+
+    return _Gathered.apply(x, group, _side_by_side, backward)
 
 
-def sums_forward_as_well(x, group):
-    return _Crossing.apply(x, group, _sum, _sum)
+def averages_the_gradient(x, group):
+    return _Gathered.apply(x, group, _side_by_side, lambda grad, group: _part(grad, group) / group.size())
 
 
-def changes_the_gradient(x, group):
-    return _Crossing.apply(x, group, _as_it_is, _sum_in_place)
+def gathers_without_autograd(x, group):
+    return _side_by_side(x.detach(), group)
 
 
-def loses_the_gradient(x, group):
-    return x.detach()
+def gathers_by_an_all_reduce(x, group):
+    def forward(x, group):
+        full = torch.zeros(*x.shape[:-1], x.shape[-1] * group.size(), dtype=x.dtype)
+        my_piece(full, group.rank(), group.size(), -1).copy_(x)
+        return all_reduce(full, group)
 
-
-def sums_backward_as_well(x, group):
-    return _Crossing.apply(x, group, _sum, _sum)
-
-
-def sums_nothing(x, group):
-    return _Crossing.apply(x, group, _as_it_is, _as_it_is)
-
-
-def averages_forward(x, group):
-    return _Crossing.apply(x, group, _mean, _as_it_is)
-
-
-def divides_backward(x, group):
-    return _Crossing.apply(x, group, _sum, lambda grad, group: grad / group.size())
-
-
-def in_place_without_autograd(x, group):
-    dist.all_reduce(x.detach(), group=group)
-    return x
-
-
-def sums_without_autograd(x, group):
-    return all_reduce(x.detach(), group)
+    return _Gathered.apply(x, group, forward, _part)
 
 
 # ------------------------------------------------------------------------------------ 5. backward of a column layer
@@ -294,6 +280,46 @@ def gathers_the_logits(logits_BSv, y_BS, first, group):
     return _pieces(logits_BSv, y_BS, first, group)
 
 
+# ------------------------------------------------------------------------------------ 7. a tensor-parallel Llama
+class ForgetsSameTokens(TensorParallel):
+    same_tokens = False
+
+
+class WithoutF(TensorParallel):
+    enter = staticmethod(lambda x, group: x)
+
+
+class ForgetsMicroBatches(TensorParallel):
+    def backward(self, micro_batches):
+        for x_BS, y_BS in micro_batches:
+            self.loss(x_BS, y_BS).backward()
+
+
+class HeadStaysFull(TensorParallel):
+    """Right, but the head is on every rank in full."""
+
+    def __init__(self, model, make_optimizer, group):
+        head = model.head
+        super().__init__(model, make_optimizer, group)
+        model.head = head
+        self.optimizer = make_optimizer(model.parameters())
+
+    def loss(self, x_BS, y_BS):
+        return loss_of(self.model, x_BS, y_BS)
+
+
+class FBeforeEachColumn(TensorParallel):
+    """Right, but it sends more."""
+
+    enter = staticmethod(lambda x, group: x)
+
+    def __init__(self, model, make_optimizer, group):
+        super().__init__(model, make_optimizer, group)
+        for layer in model.modules():
+            if isinstance(layer, ColumnParallelLinear):
+                put_before(layer, copy_in, group)
+
+
 WRONG = {
     "my_heads": {
         "check": check_heads,
@@ -327,25 +353,16 @@ WRONG = {
             (gathers_the_input, "one all-reduce of the result sends"),
         ],
     },
-    "my_copy_in": {
-        "check": check_copy_in,
+    "my_gather": {
+        "check": check_gather_features,
         "answers": [
-            (no_backward_sum, "the rank's own gradient"),
-            (averages_backward, "the gradients were averaged"),
-            (sums_forward_as_well, "forward it stays as it is"),
-            (changes_the_gradient, "work on a copy"),
-            (loses_the_gradient, "no gradient reaches x"),
-        ],
-    },
-    "my_sum_out": {
-        "check": check_sum_out,
-        "answers": [
-            (sums_backward_as_well, "it was summed again"),
-            (sums_nothing, "the rank's own partial sum"),
-            (averages_forward, "the partial sums were averaged"),
-            (divides_backward, "divided by the number of ranks"),
-            (in_place_without_autograd, "work on a copy"),
-            (sums_without_autograd, "no gradient reaches x"),
+            (below_each_other, "features belong side by side"),
+            (own_part, "forward is an all-gather"),
+            (last_rank_first, "another order"),
+            (sums_then_takes_the_part, "it was summed again"),
+            (averages_the_gradient, "divided by the number of ranks"),
+            (gathers_without_autograd, "no gradient reaches x"),
+            (gathers_by_an_all_reduce, "one all-gather sends"),
         ],
     },
     "my_column_backward": {
@@ -370,7 +387,17 @@ WRONG = {
             (gradient_without_target, "at the target 1 is subtracted"),
             (own_softmax, "divide by the sum over all ranks"),
             (target_on_every_rank, "1 was subtracted on every rank"),
-            (gathers_the_logits, "three numbers a token, never the logits"),
+            (gathers_the_logits, "three numbers per token, never the logits"),
+        ],
+    },
+    "MyTensorParallel": {
+        "check": check_tensor_parallel,
+        "answers": [
+            (ForgetsSameTokens, "needs `same_tokens = True`"),
+            (WithoutF, "is there an f in front of all columns"),
+            (ForgetsMicroBatches, "is each loss divided by the number of micro-batches"),
+            (HeadStaysFull, "bytes of parameters, and its part is"),
+            (FBeforeEachColumn, "bytes, and "),
         ],
     },
 }

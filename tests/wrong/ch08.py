@@ -8,11 +8,13 @@ from course_lib.checks.ch08 import (
     check_bubble,
     check_exchange,
     check_layers,
-    check_one_f_one_b,
+    check_limited,
+    check_pipeline,
     check_shorter,
     check_split_backward,
 )
 from course_lib.checks.ch08.pipeline_formulas import _rounded, _to_the_shortest
+from course_lib.minimal.one_f_one_b import PipelineRank, afab, naive, one_f_one_b
 from course_lib.schedules import make
 
 
@@ -90,23 +92,15 @@ def ahead_alone(name, L, p, m, i):
     return {"naive": 1, "afab": m, "1f1b": min(m, p - 1 - i)}[name] * L // p
 
 
-# ------------------------------------------------------------------------------------ 3. 1F1B
+# ------------------------------------------------------------------------------------ 3. a limit of memory
 def _words(schedule):
     return [[f"{one.op}{one.micro_batch}" for one in row] for row in schedule.instructions]
-
-
-def naive_order(p, m):
-    return _words(make("naive", p, m))
-
-
-def afab_order(p, m):
-    return _words(make("afab", p, m))
 
 
 def _ahead(p, m, ahead_of):
     rows = []
     for rank in range(p):
-        ahead = min(ahead_of(rank), m)
+        ahead = max(0, min(ahead_of(rank), m))
         row = [f"F{i}" for i in range(ahead)]
         for i in range(ahead, m):
             row += [f"F{i}", f"B{i - ahead}"]
@@ -114,39 +108,36 @@ def _ahead(p, m, ahead_of):
     return rows
 
 
-def everybody_as_far_as_rank_0(p, m):
-    return _ahead(p, max(m, p), lambda rank: p - 1) if m >= p else _ahead(p, m, lambda rank: p - 1)
+def without_the_limit(p, m, most):
+    return _ahead(p, m, lambda rank: p - 1 - rank)
 
 
-def ahead_by_one_more(p, m):
-    return _ahead(p, m, lambda rank: p - rank)
+def afab_order(p, m, most):
+    return _words(make("afab", p, m))
 
 
-def ahead_by_one_less(p, m):
-    return _ahead(p, m, lambda rank: max(0, p - 2 - rank))
+def always_naive(p, m, most):
+    return _words(make("naive", p, m))
 
 
-def turned_around(p, m):
-    return _ahead(p, m, lambda rank: rank)
+def one_too_many(p, m, most):
+    return _ahead(p, m, lambda rank: min(p - 1 - rank, most))
 
 
-def last_backwards_missing(p, m):
-    return [row[: 2 * m - 1] for row in _ahead(p, m, lambda rank: p - 1 - rank)]
+def every_rank_the_limit(p, m, most):
+    return _ahead(p, m, lambda rank: most - 1)
 
 
-def split(p, m):
+def wrong_end(p, m, most):
+    return _ahead(p, m, lambda rank: min(rank, most - 1))
+
+
+def last_backwards_missing(p, m, most):
+    return [row[: 2 * m - 1] for row in without_the_limit(p, m, p)]
+
+
+def split(p, m, most):
     return _words(make("zb_h1", p, m))
-
-
-def ahead_of_what_there_is(p, m):
-    rows = []
-    for rank in range(p):
-        ahead = p - 1 - rank
-        row = [f"F{i}" for i in range(ahead)]
-        for i in range(ahead, m):
-            row += [f"F{i}", f"B{i - ahead}"]
-        rows.append(row + [f"B{i}" for i in range(max(0, m - ahead), m)])
-    return rows
 
 
 # ------------------------------------------------------------------------------------ 4. layers
@@ -314,7 +305,67 @@ def a_list(down, up):
     return list(_started(down, up))
 
 
-# ------------------------------------------------------------------------------------ 7. shorter
+# ------------------------------------------------------------------------------------ 7. 1F1B on ranks
+class InOrder(PipelineRank):
+    """Executes the lists of a schedule."""
+
+    lists = staticmethod(one_f_one_b)
+
+    def step(self):
+        self.run(self.lists(self.last + 1, len(self.micro_batches))[self.rank])
+
+
+class SumOfLosses(InOrder):
+    def F(self, i):
+        super().F(i)
+        x, out = self.in_flight[i]
+        self.in_flight[i] = x, out * (len(self.micro_batches) if self.rank == self.last else 1)
+
+
+class AllForwards(InOrder):
+    lists = staticmethod(afab)
+
+
+class OneByOne(InOrder):
+    lists = staticmethod(naive)
+
+
+class OneMoreInWarmUp(InOrder):
+    @staticmethod
+    def lists(p, m):
+        return _ahead(p, m, lambda rank: p - rank)
+
+
+class NewestFirst(InOrder):
+    def B(self, i):
+        newest = max(self.in_flight)
+        self.in_flight[i], self.in_flight[newest] = self.in_flight[newest], self.in_flight[i]
+        super().B(i)
+
+
+class HeadLeftOut(InOrder):
+    """Uses the head, but its stage does not have it."""
+
+    def __init__(self, model, micro_batches):
+        super().__init__(model, micro_batches)
+        head, forward = self.stage.head, self.stage.forward
+        self.stage.head = torch.nn.Identity()
+        self.stage.forward = lambda x: head(forward(x))
+
+
+class SendsTwice(InOrder):
+    """Each message goes to both neighbours' side twice, as a broadcast would."""
+
+    def send(self, x_BSD, dst):
+        super().send(x_BSD, dst)
+        super().send(x_BSD, dst)
+
+    def receive(self, src):
+        super().receive(src)
+        return super().receive(src)
+
+
+# ------------------------------------------------------------------------------------ 8. shorter
 def whole_backwards(p, m):
     return _words(make("1f1b", p, m))
 
@@ -362,18 +413,17 @@ WRONG = {
             (ahead_alone, "works on is alive too"),
         ],
     },
-    "my_one_f_one_b": {
-        "check": check_one_f_one_b,
+    "my_limited": {
+        "check": check_limited,
         "answers": [
-            (naive_order, "waits for the backward of one micro-batch"),
+            (without_the_limit, "1F1B without the limit"),
             (afab_order, "all forwards before all backwards"),
-            (everybody_as_far_as_rank_0, "every rank runs as far ahead as rank 0"),
-            (ahead_by_one_more, "forwards ahead, not more"),
-            (ahead_by_one_less, "forwards ahead, not fewer"),
-            (turned_around, "deadlock"),
+            (always_naive, "with room for more"),
+            (one_too_many, "comes before the first backward"),
+            (every_rank_the_limit, "never needs more than p - i"),
+            (wrong_end, "deadlock"),
             (last_backwards_missing, "is missing, the backward"),
-            (split, "1F1B has whole backwards"),
-            (ahead_of_what_there_is, "but there are 0 to"),
+            (split, "use whole backwards"),
         ],
     },
     "my_layers": {
@@ -410,6 +460,18 @@ WRONG = {
             (not_waited, "wait for the receive"),
             (swapped_results, "there is no such rank"),
             (a_list, "return two things"),
+        ],
+    },
+    "MyPipeline": {
+        "check": check_pipeline,
+        "answers": [
+            (SumOfLosses, "the loss is the mean over micro-batches"),
+            (AllForwards, "all forwards before all backwards"),
+            (OneByOne, "waits for the backward of one micro-batch"),
+            (OneMoreInWarmUp, "forwards in warm-up, not more"),
+            (NewestFirst, "activations of its own micro-batch"),
+            (HeadLeftOut, "have no gradient on any rank, first head.weight"),
+            (SendsTwice, "one message a cut each way"),
         ],
     },
     "my_shorter": {

@@ -173,10 +173,11 @@ def _expect_accumulated(got: Tensor, shares: Tensor, calls: int, rows: list[int]
     by_part = shares.mean(0)  # over ranks; one row a micro-batch
     own = weights @ shares[rank]
     if calls == 0:
-        fail(f"{where}: nothing was averaged; the last micro-batch must run outside no_sync()")
+        fail(f"{where}: it called no all-reduce, and 1 is required: the last micro-batch must run outside no_sync()")
     if calls > 1:
         fail(
-            f"{where}: averaged {calls} times; all but the last micro-batch belong in no_sync(), their forward pass too"
+            f"{where}: it called {calls} all-reduces, and 1 is required: all micro-batches but the last belong in "
+            "no_sync(), their forward pass too"
         )
     right = weights @ by_part
     wrong = {

@@ -1,10 +1,12 @@
 """Graders of chapter 08: pipeline parallel.
 
 pipeline_formulas.py    shares of a bubble, layers kept, layers for each stage
-pipeline_schedules.py   1F1B as lists, a shorter schedule
+pipeline_schedules.py   1F1B with a limit of memory, a shorter schedule
+pipeline_build.py       1F1B on ranks, from an empty cell
 pipeline_ranks.py       backward in two halves, messages both ways
 """
 
+from course_lib.checks.ch08.pipeline_build import check_pipeline
 from course_lib.checks.ch08.pipeline_formulas import check_alive, check_bubble, check_layers
 from course_lib.checks.ch08.pipeline_ranks import check_exchange, check_split_backward
-from course_lib.checks.ch08.pipeline_schedules import check_one_f_one_b, check_shorter
+from course_lib.checks.ch08.pipeline_schedules import check_limited, check_shorter

@@ -1,4 +1,4 @@
-"""Graders of chapter 08, exercises 3 and 7: 1F1B as lists, and a schedule that waits less."""
+"""Graders of chapter 08, exercises 3 and 8: 1F1B with a limit of memory, and a schedule that waits less."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from course_lib.checks.core import fail, grader
 from course_lib.schedules import one_f_one_b
 from course_lib.schedules.check import problems
 from course_lib.schedules.instructions import Schedule, from_lists
-from course_lib.schedules.simulator import Costs, simulate
+from course_lib.schedules.simulator import Costs, Simulation, simulate
 
 
 def _schedule(answer: Callable, p: int, m: int) -> Schedule:
@@ -24,34 +24,50 @@ def _schedule(answer: Callable, p: int, m: int) -> Schedule:
     return schedule
 
 
-# ------------------------------------------------------------------------------------ 3. 1F1B
+# ------------------------------------------------------------------------------------ 3. a limit of memory
 @grader
-def check_one_f_one_b(answer, rng):
-    """Runs, with 1F1B's bubble and no more alive."""
-    p = rng.choice([3, 4, 5])
-    for m in (p + rng.randrange(1, 6), rng.randrange(1, p - 1)):  # p - 1 forwards ahead are then too many
-        schedule, right = _schedule(answer, p, m), one_f_one_b(p, m)
-        got, want = simulate(schedule), simulate(right)
-        where = f"p = {p}, m = {m}"
-        if schedule.splits_backward:
-            fail(f"{where}: 1F1B has whole backwards, B; I and W are for exercise 7")
-        if any(a > b for a, b in zip(got.peak_live, want.peak_live, strict=True)):
-            kept = f"{where}: alive are {got.peak_live}, and {want.peak_live} is right"
-            if got.peak_live == (m,) * p:
-                fail(f"{kept}: these are all forwards before all backwards")
-            if len(set(got.peak_live)) == 1:
-                fail(f"{kept}: every rank runs as far ahead as rank 0; the last need not run ahead at all")
-            fail(f"{kept}: rank i runs p - 1 - i forwards ahead, not more")
-        if got.makespan_s > want.makespan_s:
-            slow = f"{where}: it takes {got.makespan_s:.0f} slots, and {want.makespan_s:.0f} are right"
-            if max(got.peak_live) == 1:
-                fail(f"{slow}: every rank waits for the backward of one micro-batch before it starts the next")
-            fail(f"{slow}: rank i runs p - 1 - i forwards ahead, not fewer")
-        if schedule.instructions != right.instructions:
-            fail(f"{where}: it is as short, but another order than 1F1B's: {right}")
+def check_limited(answer, rng):
+    """Runs in the memory that is allowed, and waits no longer than 1F1B with a shorter warm-up."""
+    p = rng.choice([4, 5])
+    for most in (1, rng.randrange(2, p), p + rng.randrange(3)):
+        for m in (p + rng.randrange(1, 6), rng.randrange(1, p - 1)):
+            schedule = _schedule(lambda p, m, most=most: answer(p, m, most), p, m)
+            _expect_limited(simulate(schedule), p, m, most)
 
 
-# ------------------------------------------------------------------------------------ 7. shorter
+def _expect_limited(got: Simulation, p: int, m: int, most: int) -> None:
+    where, want = f"p = {p}, m = {m}, most = {most}", simulate(limited(p, m, most))
+    if got.schedule.splits_backward:
+        fail(f"{where}: use whole backwards, B; I and W are for exercise 8")
+    if max(got.peak_live) > most:
+        kept = f"{where}: ranks keep up to {got.peak_live} micro-batches, and {most} are allowed"
+        if got.peak_live == simulate(one_f_one_b(p, m)).peak_live:
+            fail(f"{kept}: this is 1F1B without the limit")
+        if got.peak_live == (m,) * p:
+            fail(f"{kept}: these are all forwards before all backwards")
+        if max(got.peak_live) == most + 1:
+            fail(f"{kept}: after warm-up a forward comes before the first backward, and counts too")
+        fail(f"{kept}: shorten the warm-up")
+    if any(count > p - rank for rank, count in enumerate(got.peak_live)):
+        fail(f"{where}: rank i never needs more than p - i micro-batches, here they are {got.peak_live}")
+    if got.makespan_s > want.makespan_s:
+        slow = f"{where}: it takes {got.makespan_s:.0f} slots, and {want.makespan_s:.0f} are possible"
+        if max(got.peak_live) == 1:
+            fail(f"{slow}: with room for more, start the next micro-batch before the backward of this one")
+        fail(f"{slow}: use the memory that is allowed; warm-up has as many forwards as fit")
+
+
+def limited(p: int, m: int, most: int) -> Schedule:
+    """1F1B whose warm-up is cut so that no rank keeps more than `most` micro-batches."""
+    rows = []
+    for rank in range(p):
+        ahead = min(p - 1 - rank, m, most - 1)
+        turns = [word for i in range(ahead, m) for word in (f"F{i}", f"B{i - ahead}")]
+        rows.append([f"F{i}" for i in range(ahead)] + turns + [f"B{i}" for i in range(m - ahead, m)])
+    return from_lists(rows)
+
+
+# ------------------------------------------------------------------------------------ 8. shorter
 @grader
 def check_shorter(answer, rng):
     """Split backwards fill the gap, in the memory of 1F1B."""

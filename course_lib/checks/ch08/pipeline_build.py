@@ -1,0 +1,99 @@
+"""Grader of chapter 08, exercise 7: 1F1B on ranks, judged by gradients, messages and the order of work."""
+
+from collections.abc import Callable
+
+import torch
+
+from course_lib.checks.core import CheckFailed, fail, grader, run_ranks
+from course_lib.measure import ByteMeter
+from course_lib.minimal.compare_pipeline import CONFIG, SEQ_LEN, SEQUENCES, micro_batches_of_step, one_process
+from course_lib.model import build
+from course_lib.schedules import from_lists, one_f_one_b, problems, simulate
+
+DEADLOCK_S = 60.0  # a launch takes seconds
+MESSAGE_BYTES = SEQUENCES * SEQ_LEN * CONFIG.d_model * 8  # float64
+NO_BACKWARD = -1  # of torch._C._current_graph_task_id
+
+
+@grader
+def check_pipeline(answer, rng):
+    """1F1B from an empty cell: gradients of one process, one message a cut each way, in 1F1B's time and memory."""
+    for world_size, count in ((2, rng.choice([3, 5])), (4, rng.choice([2, 3])), (4, rng.choice([6, 7]))):
+        where = f"{world_size} ranks, {count} micro-batches"
+        try:
+            results = list(run_ranks(_step, world_size, answer, count, timeout=DEADLOCK_S))
+        except CheckFailed as failure:
+            if "time limit" in str(failure):
+                fail(f"{where}: ranks wait for each other; start sends with dist.isend, and wait for them at the end")
+            raise
+        _expect_gradients([gradients for gradients, _, _ in results], count, where)
+        _expect_order([list(words) for _, words, _ in results], where)
+        for rank, (_, _, sent) in enumerate(results):
+            enough = ((rank > 0) + (rank < world_size - 1)) * count * MESSAGE_BYTES
+            if sent > 1.01 * enough:
+                fail(f"{where}: rank {rank} sent {sent:,} bytes, and {enough:,} are enough: one message a cut each way")
+
+
+def _step(answer: Callable, count: int) -> tuple[dict, list[str], int]:
+    """In a rank: the gradients after a step, the order of forwards and backwards, and the bytes sent."""
+    model = build(CONFIG, dtype=torch.float64)
+    words: list[str] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda block, *_: _note_forward(words, block))
+        next(block.parameters()).register_post_accumulate_grad_hook(
+            lambda _, block=block: words.append(f"B {id(block)}")
+        )
+    worker = answer(model, micro_batches_of_step(count))
+    with ByteMeter() as meter:
+        worker.step()
+    gradients = {name: param.grad for name, param in worker.stage.named_parameters()}
+    return gradients, _of_one_block(words), meter.sent_bytes
+
+
+def _note_forward(words: list[str], block) -> None:
+    """Recomputation in backward is no forward of the schedule."""
+    if torch._C._current_graph_task_id() == NO_BACKWARD:
+        words.append(f"F {id(block)}")
+
+
+def _of_one_block(words: list[str]) -> list[str]:
+    """The order of the first block that ran, with micro-batches counted."""
+    mine = [word[0] for word in words if word[2:] == words[0][2:]]
+    return [f"{op}{mine[:place].count(op)}" for place, op in enumerate(mine)]
+
+
+def _expect_gradients(of_ranks: list[dict], count: int, where: str) -> None:
+    expected = one_process(count)
+    found = {name: grad for of_rank in of_ranks for name, grad in of_rank.items()}
+    if missing := sorted(name for name in expected if found.get(name) is None):
+        fail(
+            f"{where}: {len(missing)} parameters have no gradient on any rank, first {missing[0]}; worker.stage has "
+            "this rank's blocks under their names in the model, the first the embedding, the last norm and head"
+        )
+    worst = max((found[name] - expected[name]).abs().max().item() for name in expected)
+    if not worst < 1e-9:
+        times = [(found[name].norm() / expected[name].norm()).item() for name in expected]
+        if max(times) - min(times) < 1e-6:
+            fail(f"{where}: gradients are {times[0]:.3g} times too large; the loss is the mean over micro-batches")
+        fail(
+            f"{where}: a gradient differs from one process by {worst:.1e}; does each gradient that is received meet "
+            "the activations of its own micro-batch?"
+        )
+
+
+def _expect_order(rows: list[list[str]], where: str) -> None:
+    p, m = len(rows), sum(word[0] == "F" for word in rows[0])
+    schedule = from_lists(rows)
+    if found := problems(schedule):
+        fail(f"{where}: this order cannot be: {found[0]}")
+    got, want = simulate(schedule), simulate(one_f_one_b(p, m))
+    if any(a > b for a, b in zip(got.peak_live, want.peak_live, strict=True)):
+        kept = f"{where}: ranks keep up to {got.peak_live} micro-batches, and {want.peak_live} are enough"
+        if got.peak_live == (m,) * p:
+            fail(f"{kept}: these are all forwards before all backwards")
+        fail(f"{kept}: rank i does p - 1 - i forwards in warm-up, not more")
+    if got.makespan_s > want.makespan_s:
+        slow = f"{where}: your order takes {got.makespan_s:.0f} slots, and 1F1B {want.makespan_s:.0f}"
+        if max(got.peak_live) == 1:
+            fail(f"{slow}: every rank waits for the backward of one micro-batch before it starts the next")
+        fail(f"{slow}: rank i does p - 1 - i forwards in warm-up, not fewer")

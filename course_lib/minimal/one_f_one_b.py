@@ -1,0 +1,163 @@
+"""Pipeline parallelism without options: one stage per rank, and for each rank a list of words that it executes.
+
+    F3   forward of micro-batch 3             B3   its backward
+    I3   gradient of the stage's input        W3   gradients of its weights: the two halves of B3
+
+A schedule is one such list for each rank. `clock` says when each instruction ends and which can never start;
+`PipelineRank` executes a list. The engine in parallel/pipeline.py adds several stages per rank, receives that are
+started early, messages that are forgotten once they have arrived, weight gradients that cost nothing twice, tied
+embeddings and uneven cuts.
+
+Source   Huang et al. 2019 (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473), section 2.2
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_lib.model import rope_tables
+from course_lib.training import loss_of
+
+
+class Stage(nn.Module):
+    """Consecutive blocks of a Llama; the first stage embeds, the last gives logits."""
+
+    def __init__(self, model, stage, num_stages):
+        super().__init__()
+        self.config, size = model.config, len(model.blocks) // num_stages
+        numbers = range(stage * size, (stage + 1) * size)
+        self.embed = model.embed if stage == 0 else nn.Identity()
+        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in numbers})
+        is_last = stage == num_stages - 1
+        self.norm = model.norm if is_last else nn.Identity()
+        self.head = model.head if is_last else nn.Identity()
+
+    def forward(self, x):
+        """Tokens (first stage) or hidden states in; hidden states or logits out."""
+        x = self.embed(x)
+        tables = rope_tables(self.config, torch.arange(x.shape[1]), x.dtype)
+        for block in self.blocks.values():
+            x = block(x, *tables)
+        return self.head(self.norm(x))
+
+
+class Neighbours:
+    """This rank's stage, and its messages to the rank before and the rank behind."""
+
+    def __init__(self, model, micro_batches):
+        self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
+        self.stage = Stage(model, self.rank, self.last + 1)
+        self.micro_batches, self.in_flight, self.sends = micro_batches, {}, []
+
+    def receive(self, src):
+        """Wait for hidden states, or their gradient."""
+        shape_BSD = (*self.micro_batches[0][0].shape, self.stage.config.d_model)
+        dtype = next(self.stage.parameters()).dtype
+        x_BSD = torch.empty(shape_BSD, dtype=dtype)
+        dist.recv(x_BSD, src)
+        return x_BSD
+
+    def send(self, x_BSD, dst):
+        """Start to send, and go on."""
+        self.sends.append((dist.isend(x_BSD, dst), x_BSD))
+
+
+class PipelineRank(Neighbours):
+    """Executes a list of words: what F and B do on this rank."""
+
+    def F(self, i):
+        """Forward: receive, compute, send; keep what backward needs."""
+        x, y_BS = self.micro_batches[i]
+        if self.rank > 0:
+            x = self.receive(self.rank - 1).requires_grad_()
+        if self.rank == self.last:
+            out = loss_of(self.stage, x, y_BS) / len(self.micro_batches)
+        else:
+            out = self.stage(x)
+            self.send(out.detach(), self.rank + 1)
+        self.in_flight[i] = x, out
+
+    def B(self, i):
+        """Backward: receive the gradient of the output, send that of the input."""
+        x, out = self.in_flight.pop(i)
+        out.backward(None if self.rank == self.last else self.receive(self.rank + 1))
+        if self.rank > 0:
+            self.send(x.grad, self.rank - 1)
+
+    def run(self, words):
+        """Execute a list such as ["F0", "B0"]; gradients add up in the stage."""
+        for word in words:
+            getattr(self, word[0])(int(word[1:]))
+        for work, _ in self.sends:
+            work.wait()
+
+
+class SplitRank(PipelineRank):
+    """Backward in two halves: I now, because a rank waits for it, and W later."""
+
+    def I(self, i):
+        """The gradient of the input alone; W will find what it needs."""
+        x, out = self.in_flight.pop(i)
+        grad = None if self.rank == self.last else self.receive(self.rank + 1)
+        if self.rank > 0:
+            (grad_x,) = torch.autograd.grad(out, x, grad, retain_graph=True)
+            self.send(grad_x, self.rank - 1)
+        self.in_flight["W", i] = out, grad
+
+    def W(self, i):
+        """The gradients of the weights alone."""
+        out, grad = self.in_flight.pop(("W", i))
+        weights = list(self.stage.parameters())
+        torch.autograd.backward(out, grad, inputs=weights)
+
+
+def naive(p, m):
+    """One micro-batch after the other, through all stages and back."""
+    return [[f"{op}{i}" for i in range(m) for op in "FB"]] * p
+
+
+def afab(p, m):
+    """All forwards, then all backwards."""
+    return [[f"{op}{i}" for op in "FB" for i in range(m)]] * p
+
+
+def one_f_one_b(p, m):
+    """Warm-up, then one forward and one backward in turn, then cool-down."""
+    lists = []
+    for rank in range(p):
+        warm_up = min(p - 1 - rank, m)
+        words = [f"F{i}" for i in range(warm_up)]
+        for i in range(warm_up, m):
+            words += [f"F{i}", f"B{i - warm_up}"]
+        words += [f"B{i}" for i in range(m - warm_up, m)]
+        lists.append(words)
+    return lists
+
+
+def needs(word, rank, last):
+    """Return the instructions, each (word, rank), that must be done before this one."""
+    op, i = word[0], word[1:]
+    if op == "F":
+        return [("F" + i, rank - 1)] if rank > 0 else []
+    if op == "W":
+        return [("I" + i, rank)]
+    own = [("F" + i, rank)]
+    return own if rank == last else [*own, (op + i, rank + 1)]
+
+
+def clock(lists, seconds):
+    """Return when each instruction ends, and for each waiting rank its next word."""
+    done, free, place = {}, [0] * len(lists), [0] * len(lists)
+    moved = True
+    while moved:
+        moved = False
+        for rank, words in enumerate(lists):
+            for word in words[place[rank] :]:
+                before = needs(word, rank, len(lists) - 1)
+                if not all(need in done for need in before):
+                    break
+                start = max([free[rank], *(done[need] for need in before)])
+                free[rank] = done[word, rank] = start + seconds[word[0]]
+                place[rank], moved = place[rank] + 1, True
+    stuck = {r: words[place[r]] for r, words in enumerate(lists) if words[place[r] :]}
+    return done, stuck
