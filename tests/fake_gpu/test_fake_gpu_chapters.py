@@ -44,6 +44,8 @@ LEFT_OUT = {
     ): "Expects the parameter to already be moved to device standin",  # FSDP2, no mesh given
     ("04_in_depth", "try_native"): DDP,  # the last of four
     ("04_in_depth", "accelerated"): ASKED,
+    ("08", "_peaks"): ASKED,
+    ("08", "_sent"): ASKED,
     ("08", "train_step"): "PyTorch's pipelines ask their neighbours for shapes",
     ("08_in_depth", "native_all"): "PyTorch's pipelines ask their neighbours for shapes",
     ("08_in_depth", "run_all"): OTHERS,
