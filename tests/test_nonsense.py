@@ -289,7 +289,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "check_settings": {"saved": {"model": {}, "decay": "none"}, "now": {"model": {}, "decay": "none"}},
         "seed_step": {"coordinates": {"dp": 0}},
     },
-    "training.data": {"decode": {"tokens_S": torch.zeros(3, dtype=torch.long)}, "stream_dataset": "needs the network"},
+    "training.data": {"decode": {"tokens_S": torch.zeros(3, dtype=torch.long)}},
     "model.lora": {"apply_lora": {"model": build(preset("toy"))}},
     "training.offload": {"OffloadRecord": "made by offload_activations"},
     "model.moe": {
