@@ -289,7 +289,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "check_settings": {"saved": {"model": {}, "decay": "none"}, "now": {"model": {}, "decay": "none"}},
         "seed_step": {"coordinates": {"dp": 0}},
     },
-    "training.data": {"decode": {"tokens_S": torch.zeros(3, dtype=torch.long)}, "stream_dataset": "needs the network"},
+    "training.data": {"decode": {"tokens_S": torch.zeros(3, dtype=torch.long)}},
     "model.lora": {"apply_lora": {"model": build(preset("toy"))}},
     "training.offload": {"OffloadRecord": "made by offload_activations"},
     "model.moe": {
@@ -410,7 +410,6 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "memory.stages": {"stage_parameters": {"layers": [2, 2]}, "balanced_layers": {"num_stages": 2}},
     "memory.pipeline": {"live_layers": {"layers": [2, 2]}},
     "plots.collectives": {
-        "show_collective": {"before": RANKS, "after": RANKS},
         "show_ring_all_reduce": {"values": RANKS},
         "collective_pairs": {"ranks": [{"all-reduce": ([1], [2])}]},
         "show_collectives": {"ranks": [{"all-reduce": ([1], [2])}]},
@@ -506,7 +505,6 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "offload_to": {"device": "cpu", "nvme_path": None},
         "write": "writes a file",
         "deepspeed": {"stage": 3},
-        "accelerate_deepspeed": {"stage": 3},
     },
 }
 

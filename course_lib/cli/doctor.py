@@ -35,9 +35,9 @@ ON_GPUS = "each rank computes on its own, through NCCL"
 ALONE = "the notebook computes on the CPU; its cell for GPUs times a step there"
 CHAPTERS = (
     Chapter("00_ranks_and_collectives", 4, 2 << 30, f"{ON_GPUS}; launches that look at gloo itself ask for it"),
-    Chapter("00_ranks_and_collectives_in_depth", 8, 2 << 30, f"{ON_GPUS}; one that looks at gloo itself asks for it"),
-    Chapter("01_single_gpu_memory", 1, 2 << 30, "the notebook computes on the CPU; one cell records a memory snapshot"),
-    Chapter("01_single_gpu_memory_in_depth", 1, 2 << 30, f"{ALONE}, one asks the allocator", TRANSFORMERS),
+    Chapter("00_ranks_and_collectives_in_depth", 8, 2 << 30, f"{ON_GPUS}; launches that look at gloo ask for it"),
+    Chapter("01_single_gpu_memory", 1, 2 << 30, "the notebook computes on the CPU"),
+    Chapter("01_single_gpu_memory_in_depth", 1, 2 << 30, f"{ALONE}, two look at its allocator", TRANSFORMERS),
     Chapter("02a_precision", 1, 2 << 30, "the notebook computes on the CPU"),
     Chapter("02b_activations", 1, 2 << 30, "the notebook computes on the CPU"),
     Chapter("02c_fine_tuning", 1, 2 << 30, "the notebook computes on the CPU"),

@@ -1,6 +1,7 @@
 """A layout measured: a toy trained on real ranks, what each holds and sends beside the formulas."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +12,17 @@ from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure.meter import ByteMeter
 from course_lib.measure.tracker import KINDS, MemoryTracker
-from course_lib.memory.budget import budgets
-from course_lib.memory.five_d import five_d_states
+from course_lib.memory.budget import Budget, budgets, states_of
 from course_lib.model.moe import MoE
 from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.traffic import sent
 from course_lib.training import data
+from course_lib.training.precision import precision_named
 
 STATES = ("parameters", "gradients", "optimizer")
 SENT_OVER = "sent over "  # and an axis
+SENT = "sent in a step"  # over all axes
 MOST_RANKS = 8  # they share this machine's cores
 WIDEST = 128  # d_model: two steps on a CPU take seconds
 
@@ -37,6 +39,10 @@ class FiveDComparison:
     def rows(self) -> tuple[Row, ...]:
         """Those of rank 0."""
         return self.of_ranks[0]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.of_ranks)
 
     def row(self, kind: str, rank: int = 0) -> Row:
         """The row of a kind of memory, or of "sent over <axis>".
@@ -59,7 +65,7 @@ class FiveDComparison:
         ]
 
     def __str__(self) -> str:
-        ranks = len(self.of_ranks)
+        ranks = self.num_ranks
         where = f"{ranks} ranks, rank 0 shown" if ranks > 1 else "one rank"
         said = f"States and bytes sent are as the formulas say, to the byte{f', on all {ranks}' if ranks > 1 else ''}"
         if self.unequal:
@@ -73,7 +79,7 @@ class FiveDComparison:
 
 def is_exact(kind: str) -> bool:
     """Whether the formula of a row has it to the byte."""
-    return kind in STATES or kind.startswith(SENT_OVER)
+    return kind in (*STATES, SENT) or kind.startswith(SENT_OVER)
 
 
 @dataclass(frozen=True)
@@ -85,8 +91,8 @@ class Seen:
     choices: list[torch.Tensor]  # expert_Tk, -1 where dropped: of each micro-batch and layer, as they came
 
 
-def measure_five_d(config: ModelConfig, layout: Layout, seq_len: int = 64) -> FiveDComparison:
-    """Train two steps in FP32 on real ranks, and lay what each held and sent on the formulas.
+def measure_five_d(config: ModelConfig, layout: Layout, seq_len: int = 64, recipe: str = "fp32") -> FiveDComparison:
+    """Train two steps on real ranks, and lay what each held and sent on the formulas.
 
     Raises   ValueError if the model cannot lie so, or is too large to be measured here; before a rank starts
     """
@@ -97,22 +103,24 @@ def measure_five_d(config: ModelConfig, layout: Layout, seq_len: int = 64) -> Fi
         )
     layout.check_model(config, seq_len)
     start_s = time.perf_counter()
-    seen = launch(_one_rank, layout.world_size, config, layout, seq_len, quiet=True)
-    predicted = budgets(Run(config, layout, seq_len, "fp32", device=seen.device_type))
-    of_ranks = tuple(_rows(config, layout, seq_len, rank, seen, predicted) for rank in range(layout.world_size))
-    what = f"{config.name}, {layout}, fp32, sequences of {seq_len} tokens"
+    seen = launch(_one_rank, layout.world_size, config, layout, seq_len, recipe, quiet=True)
+    run = Run(config, layout, seq_len, recipe, device=seen.device_type)
+    predicted = budgets(run)
+    of_ranks = tuple(_rows(run, rank, seen, predicted) for rank in range(layout.world_size))
+    what = f"{config.name}, {layout}, {recipe}, sequences of {seq_len} tokens"
     return FiveDComparison(what, of_ranks, time.perf_counter() - start_s)
 
 
-def _rows(config, layout, seq_len, rank, seen, budgets) -> tuple[Row, ...]:
+def _rows(run: Run, rank: int, seen: Sequence[Seen], predicted: Sequence[Budget]) -> tuple[Row, ...]:
+    config, layout = run.config, run.layout
     here, routings = layout.mesh.coordinates(rank), None
     if config.moe is not None:
         members = layout.mesh.members(rank, layout.ep)["ep"]
         routings = list(zip(*(seen[member].choices for member in members), strict=True))
-    states = five_d_states(config, layout, here["pp"], here["tp"], "fp32", step_counters=seen.device_type == "cpu")
-    predicted = budgets[here["pp"]].by_kind | {kind: getattr(states, kind) for kind in STATES}
-    rows = [Row(kind, predicted[kind], seen[rank].largest_bytes[kind]) for kind in KINDS]
-    listed = sent(Run(config, layout, seq_len, "fp32", device=seen.device_type), rank, routings=routings)
+    states = states_of(run, here["pp"], here["tp"])
+    of_stage = predicted[here["pp"]].by_kind | {kind: getattr(states, kind) for kind in STATES}
+    rows = [Row(kind, of_stage[kind], seen[rank].largest_bytes[kind]) for kind in KINDS]
+    listed = sent(run, rank, routings=routings)
     measured = seen[rank].sent_by_axis
     axes = [axis for axis in listed | measured if listed.get(axis, 0) or measured.get(axis, 0)]
     return (*rows, *(Row(SENT_OVER + axis, listed.get(axis, 0), measured.get(axis, 0)) for axis in axes))
@@ -121,9 +129,9 @@ def _rows(config, layout, seq_len, rank, seen, budgets) -> tuple[Row, ...]:
 # ------------------------------------------------------------------------------------ on each rank
 
 
-def _one_rank(config: ModelConfig, layout: Layout, seq_len: int) -> Seen:
+def _one_rank(config: ModelConfig, layout: Layout, seq_len: int, recipe: str = "fp32") -> Seen:
     """One step under the tracker, one under the meter: each sees every operator, so they do not share a step."""
-    engine = five_d.build(config, layout)
+    engine = five_d.build(config, layout, dtype=precision_named(recipe).param_dtype)
     optimizer = five_d.make_optimizer(engine)
     text_T, choices = data.tokens(20_000), []
     dp_rank = engine.groups.dp.rank()

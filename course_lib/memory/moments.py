@@ -29,10 +29,6 @@ class Change:
     moment: str
     most: dict[str, int]
 
-    @property
-    def total_rise(self) -> int:
-        return sum(self.rise.values())
-
 
 class Shard:
     """A flat of ZeRO on a rank: its gradients while they gather and travel, its parameters while they are whole."""

@@ -1,6 +1,6 @@
 """FlashAttention without options: causal attention over blocks, in memory linear in the sequence.
 
-The engine in model/flash.py is not causal where one asks for it; the kernels in PyTorch also share key/value heads.
+The kernels in PyTorch do the same in on-chip memory, and also share key/value heads.
 
 Source   Dao et al. 2022 (arXiv:2205.14135); Milakov and Gimelshein 2018 (arXiv:1805.02867)
 """

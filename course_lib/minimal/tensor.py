@@ -109,8 +109,8 @@ def vocab_parallel_cross_entropy(logits_BSv, y_BS, group):
     """Return the loss of each token from this rank's logits, with three all-reduces."""
     dtype = torch.promote_types(logits_BSv.dtype, torch.float32)
     logits_BSv, count = logits_BSv.to(dtype), logits_BSv.shape[-1]
-    m_BS = comm.all_reduce(logits_BSv.detach().amax(-1), group, op="max")
-    shifted_BSv = logits_BSv - m_BS.unsqueeze(-1)
+    max_BS = comm.all_reduce(logits_BSv.detach().amax(-1), group, op="max")
+    shifted_BSv = logits_BSv - max_BS.unsqueeze(-1)
     s_BS = sum_out(shifted_BSv.exp().sum(-1), group)
     is_mine_BS, row_BS = rows_of(y_BS, group.rank() * count, count)
     target_BS = shifted_BSv.gather(-1, row_BS.unsqueeze(-1)).squeeze(-1)

@@ -1,7 +1,6 @@
 """The models that are parallelised; they know nothing of ranks.
 
 attention.py     the attention core, standard and fused
-flash.py         FlashAttention's idea in PyTorch: attention block by block
 latent.py        multi-head latent attention: DeepSeek's queries, keys and values through narrow vectors
 moe.py           a mixture of experts: router, dispatch, experts, combine, balancing
 synthetic_routing.py  tokens that choose experts at random

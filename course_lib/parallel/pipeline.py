@@ -55,22 +55,9 @@ from course_lib.schedules.messages import Step, plan
 from course_lib.training.precision import gradient_of
 
 __all__ = [
-    "AnySchedule",
-    "Pipeline",
-    "accumulate_gradients",
-    "build",
-    "check_micro_batches",
-    "checked_schedule",
-    "clip_gradients",
-    "execute",
-    "full_gradients",
-    "full_parameters",
-    "make_optimizer",
-    "named_parameters",
-    "run_schedule",
-    "step",
-    "sum_tied",
-    "tied_weight",
+    "AnySchedule", "Pipeline", "accumulate_gradients", "build", "check_micro_batches", "checked_schedule",
+    "clip_gradients", "execute", "full_gradients", "full_parameters", "make_optimizer", "named_parameters",
+    "run_schedule", "step", "sum_tied", "tied_weight",
 ]  # fmt: skip
 
 AnySchedule = str | Schedule | Callable[[int], Schedule]  # a name, a schedule, or a function of the micro-batches

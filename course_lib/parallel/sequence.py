@@ -57,17 +57,8 @@ from course_lib.parallel.tensor import TensorParallel, loss_of
 from course_lib.span import Span
 
 __all__ = [
-    "ShardedResidual",
-    "TensorSequenceParallel",
-    "accumulate_gradients",
-    "build",
-    "clip_gradients",
-    "full_gradients",
-    "full_parameters",
-    "loss_of",
-    "make_optimizer",
-    "of_my_tokens",
-    "step",
+    "ShardedResidual", "TensorSequenceParallel", "accumulate_gradients", "build", "clip_gradients", "full_gradients",
+    "full_parameters", "loss_of", "make_optimizer", "of_my_tokens", "step",
 ]  # fmt: skip
 
 SEQUENCE = 1  # the dimension of x_BSD that is cut

@@ -47,31 +47,10 @@ from course_lib.parallel.vocabulary import VocabEmbedding, vocab_cross_entropy
 from course_lib.training.precision import gradient_of
 
 __all__ = [
-    "Cut",
-    "RankDropout",
-    "TensorParallel",
-    "accumulate_gradients",
-    "build",
-    "check_shardable",
-    "clip_gradients",
-    "cut_attention",
-    "cuts_of",
-    "full_gradients",
-    "full_parameters",
-    "kv_replication",
-    "loss_of",
-    "make_optimizer",
-    "rank_rng",
-    "replica_group_of",
-    "shard_attention",
-    "shard_block",
-    "shard_mlp",
-    "shard_model",
-    "share_seed",
-    "step",
-    "sum_gradients",
-    "sum_replicas",
-    "with_rank_rng",
+    "Cut", "RankDropout", "TensorParallel", "accumulate_gradients", "build", "check_shardable", "clip_gradients",
+    "cut_attention", "cuts_of", "full_gradients", "full_parameters", "kv_replication", "loss_of", "make_optimizer",
+    "rank_rng", "replica_group_of", "shard_attention", "shard_block", "shard_mlp", "shard_model", "share_seed", "step",
+    "sum_gradients", "sum_replicas", "with_rank_rng",
 ]  # fmt: skip
 
 FAMILIES = ("llama", "gpt")

@@ -11,7 +11,7 @@ comparison.py    show_comparison: predicted beside measured, with the error
 holdings.py      which share of each part of a model the ranks of a layout hold
 pipeline_tradeoff.py  bubble against memory, a point for each schedule
 ladder.py        show_ladder
-collectives.py   show_collective, show_collectives, show_ring_all_reduce
+collectives.py   show_collectives, show_ring_all_reduce
 ring.py          show_ring
 node.py          show_node
 mesh.py          show_mesh

@@ -87,38 +87,6 @@ def _grid(axes, columns: int, ranks: int, title: str, label_ranks: bool = True) 
         )
 
 
-@checked
-def show_collective(before: Iterable, after: Iterable, title: str = "What each rank holds before and after") -> None:
-    """Show one collective: each rank's numbers before and after, coloured by the rank that they came from."""
-    left, right = collective_cells(before, after)
-    ranks = len(rows_of(before))
-    widths = [max((cell.column + 1 for cell in cells), default=1) for cells in (left, right)]
-    height = min(0.42 * ranks, 3.4)
-    with style():
-        size = min(1.6 + 0.5 * (sum(widths) + 1), FULL_WIDTH_IN), height + 1.0
-        figure, panels = plt.subplots(1, 2, figsize=size, width_ratios=[max(w, 1.5) for w in widths])
-        for axes, cells, width, name, side in zip(
-            panels, (left, right), widths, ("before", "after"), "EW", strict=True
-        ):
-            _grid(axes, width, ranks, name, label_ranks=name == "before")
-            axes.set_anchor(side)
-            for cell in cells:
-                _draw_cell(axes, cell.rank, cell.column, _number(cell.value), _cell_color(cell.origin))
-        panels[1].annotate(
-            "→",
-            (0, 0.5),
-            xycoords="axes fraction",
-            xytext=(-18, 0),
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            fontsize=16,
-        )
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        figure.supxlabel(_origin_legend(right), x=0.01, ha="left", fontsize=9)
-        finish(figure)
-
-
 def _origin_legend(cells: Sequence[Cell]) -> str:
     dark = any(cell.origin == MIXED for cell in cells)
     return "one colour for each rank's own numbers" + ("; dark: computed from several ranks" if dark else "")

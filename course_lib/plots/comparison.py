@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
-
 from course_lib.plots.palette import MEASURED_COLOR, PREDICTED_COLOR
-from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, style, three_digits, unit_for
+from course_lib.plots.style import UNITS, picture_axes, three_digits, unit_for
 from course_lib.validate import checked
 
 
@@ -64,8 +62,6 @@ def show_comparison(
 ) -> None:
     """Show the rows of a `Comparison` (of `course_lib.compare.profile`) with each error; `what` names the axis."""
     pairs = comparison_pairs(rows)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.0 + 0.45 * len(pairs)))
+    with picture_axes(1.0 + 0.45 * len(pairs)) as axes:
         draw_comparison(axes, pairs, what)
         axes.set_title(title)
-        finish(figure)

@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 from course_lib.hardware import Link
 from course_lib.plots.palette import NEUTRAL_COLOR, OKABE_ITO
-from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, show_bytes, show_seconds, style, three_digits
+from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, picture_axes, show_bytes, show_seconds, three_digits
 from course_lib.timing import collective_costs, collective_s, fastest
 from course_lib.validate import Size, checked
 
@@ -100,13 +99,11 @@ def show_curves(
     value_labels: bool = True,
 ) -> None:
     """Show `{name: {x: y}}` of models as lines beside `{name: {x: y}}` of published measurements as points."""
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN * 0.85, 3.8))
+    with picture_axes(3.8, FULL_WIDTH_IN * 0.85) as axes:
         draw_curves(axes, lines, points, value_labels)
         _scale(axes, sorted({x for curve in [*lines.values(), *points.values()] for x in curve}), log_x, log_y)
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.set_title(title)
-        finish(figure)
 
 
 def _scale(axes, xs: Sequence[float], log_x: bool, log_y: bool) -> None:
@@ -249,11 +246,9 @@ def show_alpha_beta(world_size: Size, link: Link, collective: str = "all_reduce"
     """Show a collective's modelled time over message size, with its latency and its bandwidth regime."""
     picture = alpha_beta_picture(collective, world_size, link)
     crossover = picture.crossover_bytes
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN * 0.85, 3.6))
+    with picture_axes(3.6, FULL_WIDTH_IN * 0.85) as axes:
         draw_alpha_beta(axes, picture)
         default = (
             f"{collective} of {world_size} ranks over {link.name}: bandwidth matters from {show_bytes(crossover)} on"
         )
         axes.set_title(title or default)
-        finish(figure)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
 from course_lib.plots.palette import (
@@ -15,7 +14,7 @@ from course_lib.plots.palette import (
     mix,
     text_on,
 )
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.style import FULL_WIDTH_IN, picture_axes
 from course_lib.span import Span
 from course_lib.validate import Positive, Size, checked
 
@@ -68,8 +67,7 @@ def show_replicas(
 ) -> None:
     """Show a step of data parallelism: equal models, different sequences, one all-reduce, equal models again."""
     boxes, num_ranks = replica_boxes(sequences, own, mean, weights), len(sequences)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 3.6))
+    with picture_axes(3.6) as axes:
         for box in boxes:
             wide = num_ranks - 0.14 if box.rank == ALL_RANKS else 0.86
             left, width = max(box.rank, 0) + box.left * wide, box.width * wide
@@ -90,7 +88,6 @@ def show_replicas(
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         axes.set_title("Equal models, different sequences, one mean, equal models again")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- parameters falling into buckets
@@ -126,8 +123,7 @@ def falls(sizes: Mapping[str, Size], buckets: Sequence[Sequence[str]]) -> list[F
 def show_buckets(sizes: Mapping[str, Size], buckets: Sequence[Sequence[str]], title: str) -> None:
     """Show parameters in model order and, below, the buckets that they fill; widths are true to elements."""
     placed, total = falls(sizes, buckets), sum(sizes.values())
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 2.7))
+    with picture_axes(2.7) as axes:
         for fall in placed:
             color = mix(RANK_COLORS[fall.bucket % len(RANK_COLORS)], "#FFFFFF", 0.35)
             for top, height in ((0, 0.5), (1.35, 0.6)):
@@ -156,7 +152,6 @@ def show_buckets(sizes: Mapping[str, Size], buckets: Sequence[Sequence[str]], ti
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         axes.set_title(title)
-        finish(figure)
 
 
 # ---------------------------------------------------------------- tokens against steps
@@ -176,8 +171,7 @@ def show_batch_tradeoff() -> None:
     """Show how steps fall and tokens rise with the batch, on both sides of the critical batch size."""
     shares = [2 ** (step / 4) for step in range(-20, 21)]
     steps, tokens = zip(*map(times_the_least, shares), strict=True)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN * 0.85, 3.2))
+    with picture_axes(3.2, FULL_WIDTH_IN * 0.85) as axes:
         axes.plot(shares, steps, color=OKABE_ITO["blue"], label="steps / least steps")
         axes.plot(shares, tokens, color=OKABE_ITO["vermillion"], linestyle="--", label="tokens / least tokens")
         axes.axvline(1, ymax=0.7, color="black", linewidth=1, linestyle=":")
@@ -190,7 +184,6 @@ def show_batch_tradeoff() -> None:
         axes.set(xlabel="batch / critical batch size", ylabel="times the least")
         axes.legend(loc="upper center")
         axes.set_title("A larger batch trades tokens for steps (modelled)")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- kernels on two streams
@@ -236,8 +229,7 @@ def show_streams(spans: Sequence[Span], title: str) -> None:
     """Show what the CPU thread and each stream do, with the wait of the compute stream as an arrow."""
     rows = (CPU, COMPUTE, COMMUNICATION)
     last = max((span for span in spans if span.lane == COMMUNICATION), key=lambda span: span.stop_s)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 2.5))
+    with picture_axes(2.5) as axes:
         for span in spans:
             row, color = rows.index(span.lane), STREAM_COLORS[span.lane]
             look = {"height": 0.66, "facecolor": color, "edgecolor": "white", "linewidth": 1}
@@ -253,4 +245,3 @@ def show_streams(spans: Sequence[Span], title: str) -> None:
         axes.set(xlim=(0, 1.01 * max(span.stop_s for span in spans)), ylim=(2.5, -0.5), xticks=[], xlabel="time")
         axes.tick_params(length=0)
         axes.set_title(title)
-        finish(figure)

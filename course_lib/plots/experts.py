@@ -13,7 +13,7 @@ from course_lib.plots.palette import (
     NEUTRAL_COLOR,
     OKABE_ITO,
 )
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style, three_digits
+from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style, three_digits
 from course_lib.validate import Size, checked
 
 MOST_BARS = 64  # more experts are drawn as one outline
@@ -125,11 +125,9 @@ def _label_lines(axes, lines: Sequence[tuple[float, str]], top: float) -> None:
 def show_load(load: Sequence[int], capacity: Size | None = None, title: str = "", experts_per_rank=None) -> None:
     """Show the load of experts: assignments that fell on each, with the mean, and with what a capacity drops."""
     picture = load_picture(load, capacity)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 3.2))
+    with picture_axes(3.2) as axes:
         draw_load(axes, picture, experts_per_rank)
         axes.set_title(title or load_title(picture))
-        finish(figure)
 
 
 # ---------------------------------------------------------------- load while training
@@ -232,8 +230,6 @@ def draw_parameters(axes, parameters: Mapping[str, tuple[float, float]]) -> None
 @checked
 def show_parameters(parameters: Mapping[str, tuple[float, float]], title: str = "") -> None:
     """Show total and active parameters, `{model: (total, active)}`."""
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.3 + 0.4 * len(parameters)))
+    with picture_axes(1.3 + 0.4 * len(parameters)) as axes:
         draw_parameters(axes, parameters)
         axes.set_title(title or parameters_title(parameters))
-        finish(figure)

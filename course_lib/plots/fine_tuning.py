@@ -8,7 +8,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from course_lib.plots.palette import KIND_COLORS, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style
 from course_lib.validate import Size, checked
 
 # ---------------------------------------------------------------- the matrices of LoRA
@@ -43,8 +43,7 @@ def lora_boxes(d_out: Size, d_in: Size, rank: Size) -> list[MatrixBox]:
 def show_lora(d_out: Size = 64, d_in: Size = 64, rank: Size = 8) -> None:
     """Show the frozen matrix beside the two thin ones that are trained."""
     boxes = lora_boxes(d_out, d_in, rank)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 2.7))
+    with picture_axes(2.7) as axes:
         for box in boxes:
             color = KIND_COLORS["parameters"] if box.trained else FROZEN_COLOR
             axes.add_patch(
@@ -59,7 +58,6 @@ def show_lora(d_out: Size = 64, d_in: Size = 64, rank: Size = 8) -> None:
         axes.set(xlim=(-d_in * 0.3, boxes[2].x + d_in * 1.3), ylim=(d_out * 1.25, -d_out * 0.05), aspect="equal")
         axes.set_axis_off()
         axes.set_title("A frozen matrix, and two thin ones beside it (areas: elements)")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- codes and blocks
@@ -68,8 +66,7 @@ def show_lora(d_out: Size = 64, d_in: Size = 64, rank: Size = 8) -> None:
 @checked
 def show_codes(codes: Mapping[str, Sequence[float]]) -> None:
     """Show the values of each code as ticks on a line from -1 to 1."""
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 0.8 + 0.55 * len(codes)))
+    with picture_axes(0.8 + 0.55 * len(codes)) as axes:
         for row, values in enumerate(codes.values()):
             axes.hlines(row, -1, 1, color=NEUTRAL_COLOR, linewidth=1)
             axes.vlines(list(values), row - 0.3, row + 0.3, color="black", linewidth=0.8)
@@ -78,7 +75,6 @@ def show_codes(codes: Mapping[str, Sequence[float]]) -> None:
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
         axes.set_title("Which values a code can store")
-        finish(figure)
 
 
 @checked
@@ -137,8 +133,7 @@ STEPS = (
 @checked
 def show_choices() -> None:
     """Show which technique helps against what, from the cheap ones down to the expensive ones."""
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 3.2))
+    with picture_axes(3.2) as axes:
         for start, end in STEPS:
             one, other = CHOICES[start], CHOICES[end]
             axes.add_patch(
@@ -159,4 +154,3 @@ def show_choices() -> None:
         axes.set(xlim=(-0.55, 3.95), ylim=(1.2, -1.2))
         axes.set_axis_off()
         axes.set_title("First ask what is large")
-        finish(figure)

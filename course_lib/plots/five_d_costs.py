@@ -24,6 +24,7 @@ from course_lib.plots.style import (
     TIME_UNITS,
     UNITS,
     finish,
+    picture_axes,
     show_bytes,
     show_seconds,
     style,
@@ -117,11 +118,9 @@ def show_pipeline_memory(
     limits = gpu_limits(gpus)
     bars = pipeline_bars(of_ranks, limits)
     unit = unit or unit_for(max([bar.total_bytes for bar in bars] + list(limits.values())))
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 3.6))
+    with picture_axes(3.6) as axes:
         draw_pipeline(axes, bars, limits, unit)
         axes.set_title(title or pipeline_title(bars, limits, unit))
-        finish(figure)
 
 
 # ---------------------------------------------------------------- bytes by axis, seconds by part

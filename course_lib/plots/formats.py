@@ -4,11 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
 from course_lib.plots.palette import OKABE_ITO, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.style import picture_axes
 from course_lib.validate import checked
 
 BIT_COLORS = {"sign": OKABE_ITO["black"], "exponent": OKABE_ITO["orange"], "mantissa": OKABE_ITO["sky"]}
@@ -85,14 +84,12 @@ def show_float_formats(
         raise ValueError(f"formats {missing} are unknown; choose from {', '.join(FORMATS)}")
     formats = [FORMATS[name] for name in names]
     widest = max(f.bits for f in formats)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 0.8 + 0.62 * len(formats)))
+    with picture_axes(0.8 + 0.62 * len(formats)) as axes:
         for row, (fmt, cells) in enumerate(zip(formats, format_cells(formats), strict=True)):
             _draw_format(axes, row, fmt, cells, widest)
         axes.set(xlim=(-4.2, widest + 0.2), ylim=(len(formats) * 1.6 - 0.2, -0.4))
         axes.set_axis_off()
         axes.set_title(title)
-        finish(figure)
 
 
 def _draw_format(axes, row: int, fmt: FloatFormat, cells: Sequence[str], widest: int) -> None:

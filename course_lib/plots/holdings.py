@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-import matplotlib.pyplot as plt
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
@@ -14,7 +13,7 @@ from course_lib.memory.five_d import five_d_states
 from course_lib.memory.flats import layers_of, schedule_of
 from course_lib.memory.states import count_parameters
 from course_lib.plots.palette import RANK_COLORS, mix
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style, three_digits
+from course_lib.plots.style import picture_axes, three_digits
 from course_lib.validate import Index, checked
 
 MOST_ROWS = 16
@@ -268,8 +267,6 @@ def show_holdings(config: ModelConfig, layout: Layout, ranks: Sequence[int] | No
     picture = holdings(config, layout, ranks)
     if len(picture.ranks) > MOST_ROWS:
         raise ValueError(f"{len(picture.ranks)} ranks; the picture has room for {MOST_ROWS}, choose some of them")
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, holdings_height_in(picture)))
+    with picture_axes(holdings_height_in(picture)) as axes:
         draw_holdings(axes, picture)
         axes.set_title(title or holdings_title(picture), pad=28)
-        finish(figure)

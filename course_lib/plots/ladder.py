@@ -3,10 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
-
 from course_lib.plots.palette import KIND_COLORS, LIMIT_COLOR, NEUTRAL_COLOR
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style, three_digits
+from course_lib.plots.style import picture_axes, three_digits
 from course_lib.validate import checked
 
 
@@ -109,9 +107,7 @@ def show_ladder(
 ) -> None:
     """Show `{measure: value}` as steps, each with its gain over the one above; all numbers are in `unit`."""
     ladder_steps = gains_of_steps(steps)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.3 + 0.4 * len(ladder_steps)))
+    with picture_axes(1.3 + 0.4 * len(ladder_steps)) as axes:
         draw_ladder(axes, ladder_steps, unit, limits or {})
         axes.set_xlabel(xlabel)
         axes.set_title(title, pad=18 if limits else 6)
-        finish(figure)

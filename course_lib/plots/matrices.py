@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 
 from course_lib.layout.partition import check_heads, piece_sizes
 from course_lib.plots.palette import RANK_COLORS, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style
 from course_lib.validate import Size, checked
 
 MOST_RANKS = 8
@@ -151,11 +151,9 @@ def show_linear_pair(
 ) -> None:
     """Show Y = X A, Z = Y B cut by columns, then by rows, with the shape that one rank holds of each matrix."""
     pieces = linear_pair_pieces(tokens, d_model, d_ff, tp_size)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 3.1))
+    with picture_axes(3.1) as axes:
         draw_linear_pair(axes, pieces)
         axes.set_title(title or "Columns first, then rows: nothing is sent until Z, and there once")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- attention heads
@@ -310,8 +308,6 @@ def show_vocabulary(
 ) -> None:
     """Show an embedding table cut by rows, and how a sum over ranks puts each token's row together."""
     rows = vocabulary_rows(vocab_size, tp_size, token_ids)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.3 + 0.34 * tp_size))
+    with picture_axes(1.3 + 0.34 * tp_size) as axes:
         draw_vocabulary(axes, rows, token_ids)
         axes.set_title(title or "Each token's row is on one rank; the others add zeros")
-        finish(figure)

@@ -5,21 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from course_lib.hardware import GPU
 from course_lib.memory.budget import Budget
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, KINDS, LIMIT_COLOR, text_on
-from course_lib.plots.style import (
-    FULL_WIDTH_IN,
-    UNITS,
-    finish,
-    show_bytes,
-    style,
-    three_digits,
-    unit_for,
-)
+from course_lib.plots.style import UNITS, picture_axes, show_bytes, three_digits, unit_for
 from course_lib.validate import Size, checked
 
 # ---------------------------------------------------------------- memory over time
@@ -141,11 +132,9 @@ def show_memory_timeline(
 ) -> None:
     """Show a measured `Timeline` stacked by kind, with its phases and its peak; over="events" or "time"."""
     picture = timeline_picture(timeline, over)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 3.8))
+    with picture_axes(3.8) as axes:
         draw_memory_timeline(axes, picture, unit or unit_for(picture.peak_bytes))
         axes.set_title(title, pad=16)
-        finish(figure)
 
 
 @checked
@@ -328,7 +317,5 @@ def show_budgets(
     """Show one budget, or several as `{label: budget}`, against GPUs (of `hardware.GPUS`, or `{name: bytes}`)."""
     limits = gpu_limits(gpus)
     bars = budget_bars(budgets, limits)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.9 + 0.55 * len(bars)))
+    with picture_axes(1.9 + 0.55 * len(bars)) as axes:
         draw_budgets(axes, bars, limits, unit, title)
-        finish(figure)

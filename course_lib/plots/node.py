@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
 from course_lib.hardware import GB, Cluster, Link
 from course_lib.plots.palette import COMMUNICATION_COLOR, COMPUTE_COLOR, NEUTRAL_COLOR, OKABE_ITO
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.style import picture_axes
 from course_lib.validate import checked
 
 WIDEST = 0.62  # the fastest wire, where neighbouring GPUs are 1 apart
@@ -51,15 +50,13 @@ def wires_of_node(cluster: Cluster, host: Link) -> list[Wire]:
 def show_node(cluster: Cluster, host: Link, title: str) -> None:
     """Show one node: a switch between its GPUs, PCIe to the processors, and a network card for each GPU."""
     wires, gpus = wires_of_node(cluster, host), cluster.gpus_per_node
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 4.3))
+    with picture_axes(4.3) as axes:
         for wire in wires:
             _draw_wires(axes, wire, gpus)
         _draw_boxes(axes, cluster, gpus)
         axes.set(xlim=(-0.6, gpus + 2.9), ylim=(-0.35, 4.35), xticks=[], yticks=[])
         axes.spines[:].set_visible(False)
         axes.set_title(title)
-        finish(figure)
 
 
 def _draw_wires(axes, wire: Wire, gpus: int) -> None:

@@ -51,7 +51,6 @@ AXIS_COLORS = {
     "pp": OKABE_ITO["purple"],
     "ep": OKABE_ITO["black"],
 }
-AXIS_MARKERS = {"dp": "o", "cp": "s", "tp": "^", "pp": "D", "ep": "v"}
 
 # Up to eight ranks; a rank's number always stands beside its colour.
 RANK_COLORS = (

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.ticker import PercentFormatter
 
 from course_lib.plots.palette import OKABE_ITO
 from course_lib.plots.stages import peaks_of
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.style import picture_axes
 from course_lib.schedules.simulator import Simulation
 from course_lib.validate import checked
 
@@ -52,8 +51,7 @@ def show_tradeoff(simulations: Sequence[Simulation], title: str = "") -> None:
     if not simulations:
         raise ValueError("there is no simulation to draw; give at least one simulate(schedule, costs)")
     points = tradeoff_points(simulations)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 3.3))
+    with picture_axes(3.3) as axes:
         for point, left in zip(points, names_left(points), strict=True):
             axes.plot(point.alive, point.to_the_end, "o", color=OKABE_ITO["blue"])
             place = {"xytext": (-7 if left else 7, 2), "textcoords": "offset points", "ha": "right" if left else "left"}
@@ -68,4 +66,3 @@ def show_tradeoff(simulations: Sequence[Simulation], title: str = "") -> None:
         axes.set_ylabel("bubble, of ideal time")
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_title(title or "Filled: until the last rank is done. Open: from step to step", fontsize=10)
-        finish(figure)

@@ -9,7 +9,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from course_lib.plots.formats import FORMATS, FloatFormat
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style
 from course_lib.validate import Positive, checked, one_of
 
 # ---------------------------------------------------------------- the numbers of a format
@@ -38,8 +38,7 @@ def show_numbers(names: Sequence[str], low: Positive, high: Positive, sum_: Posi
     """Show the numbers of each format as ticks on a line, and to which of them a sum is rounded."""
     for name in names:
         one_of("format", name, tuple(FORMATS))
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 0.9 + 0.7 * len(names)))
+    with picture_axes(0.9 + 0.7 * len(names)) as axes:
         for row, name in enumerate(names):
             numbers = numbers_between(FORMATS[name], low, high)
             nearest = min(numbers, key=lambda number: abs(number - sum_))
@@ -55,7 +54,6 @@ def show_numbers(names: Sequence[str], low: Positive, high: Positive, sum_: Posi
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
         axes.set_title(f"A sum is rounded to the nearest number: {sum_:g}")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- gradients in the range of a format
@@ -164,8 +162,7 @@ def show_mixed_step(scaled: bool = False, title: str = "") -> None:
         ("masters", "parameters"): "round to\n16 bits",
     }
     boxes = mixed_step_boxes()
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 2.6))
+    with picture_axes(2.6) as axes:
         for box in boxes.values():
             color = KIND_COLORS[box.kind]
             axes.add_patch(
@@ -189,7 +186,6 @@ def show_mixed_step(scaled: bool = False, title: str = "") -> None:
         axes.set(xlim=(-2.2, 16.2), ylim=(-0.1, 1.75))
         axes.set_axis_off()
         axes.set_title(title or "One step: 16 bits compute, FP32 remembers (widths: bytes per parameter)")
-        finish(figure)
 
 
 def _draw_arrow(axes, start: StepBox, end: StepBox, text: str) -> None:

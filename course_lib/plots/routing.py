@@ -17,7 +17,7 @@ from course_lib.plots.palette import (
     mix,
     text_on,
 )
-from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, show_bytes, style, unit_for
+from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, picture_axes, show_bytes, style, unit_for
 from course_lib.validate import Index, Size, checked
 
 WITHIN_COLOR, BETWEEN_COLOR = COMPUTE_COLOR, COMMUNICATION_COLOR
@@ -173,11 +173,9 @@ def show_routes(
             "rank brings equally many tokens"
         )
     height = layout.ep_size * max(num_tokens // layout.ep_size, layout.experts_per_rank)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.1 + 0.26 * height))
+    with picture_axes(1.1 + 0.26 * height) as axes:
         draw_routes(axes, routes, layout, num_tokens)
         axes.set_title(title or routes_title(routes))
-        finish(figure)
 
 
 # ---------------------------------------------------------------- who sends what to whom

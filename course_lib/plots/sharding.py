@@ -10,7 +10,7 @@ from course_lib.hardware import GPU
 from course_lib.memory.budget import Budget
 from course_lib.plots.memory import budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, NEUTRAL_COLOR, RANK_COLORS, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style
 from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- who holds what
@@ -161,10 +161,8 @@ def show_stages(
     if not title and limits:
         name = next(iter(limits))
         title = stages_title({bar.label: name in bar.fits for bar in bars}, name)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.9 + 0.55 * len(bars)))
+    with picture_axes(1.9 + 0.55 * len(bars)) as axes:
         draw_budgets(axes, bars, limits, unit, title or "What one GPU holds at each stage")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- a flat buffer, cut by rank
@@ -260,11 +258,9 @@ def show_flat_shards(sizes: Mapping[str, int], num_ranks: Size = 4, title: str =
     pieces = flat_pieces(sizes, num_ranks)
     padding = sum(piece.stop - piece.start for piece in pieces if piece.name == PADDING)
     said = f"{pieces[-1].stop // num_ranks:,} elements for each of {num_ranks} ranks, {padding:,} of them padding"
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.5 + 0.32 * num_ranks))
+    with picture_axes(1.5 + 0.32 * num_ranks) as axes:
         draw_flat_shards(axes, pieces, num_ranks)
         axes.set_title(title or f"Cuts ignore where tensors end: {said}")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- gathered for a moment
@@ -331,8 +327,6 @@ def show_gathered(names: Sequence[str], prefetch: bool = True, title: str = "") 
     steps = gather_steps(len(names), prefetch)
     most = max(len(step.alive) for step in steps)
     said = f"At most {most} of {len(names)} units {'is' if most == 1 else 'are'} full at any moment"
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.5 + 0.3 * len(names)))
+    with picture_axes(1.5 + 0.3 * len(names)) as axes:
         draw_gathered(axes, steps, names)
         axes.set_title(title or said)
-        finish(figure)

@@ -9,7 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from course_lib.config import ModelConfig, require_dense
 from course_lib.plots.palette import KIND_COLORS, NEUTRAL_COLOR, OKABE_ITO, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style
 from course_lib.validate import Size, checked
 
 # ---------------------------------------------------------------- squares
@@ -155,8 +155,7 @@ def show_block(config: ModelConfig, title: str = "") -> None:
     edges = block_edges(config)
     total = sum(edge.elements for edge in edges)
     color = KIND_COLORS["activations"]
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 3.3))
+    with picture_axes(3.3) as axes:
         for edge, points in zip(edges, edge_points(edges), strict=True):
             (x0, y0), (x1, y1) = edge.start, edge.stop
             axes.plot([x0, x1], [y0, y1], color=color, linewidth=points, solid_capstyle="butt", zorder=1)
@@ -175,7 +174,6 @@ def show_block(config: ModelConfig, title: str = "") -> None:
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         axes.set_title(title or f"One block of {config.name} saves {total:,} elements per token")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- who counts which bytes
@@ -216,8 +214,7 @@ def counted_shares() -> dict[str, float]:
 @checked
 def show_counters(title: str = "Who counts which bytes of a GPU (not to scale)") -> None:
     """Show what lies in a GPU's memory, and how much of it each counter sees."""
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 2.3))
+    with picture_axes(2.3) as axes:
         left, total = 0.0, sum(layer.share for layer in LAYERS)
         for layer in LAYERS:
             width = layer.share / total
@@ -236,4 +233,3 @@ def show_counters(title: str = "Who counts which bytes of a GPU (not to scale)")
         axes.set(xlim=(-0.01, 1.01), ylim=(1.0 + 0.55 * len(COUNTERS), -0.1), xticks=[], yticks=[])
         axes.spines[:].set_visible(False)
         axes.set_title(title)
-        finish(figure)

@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, NEUTRAL_COLOR, RANK_COLORS, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style, three_digits
+from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style, three_digits
 from course_lib.schedules.simulator import Simulation
 from course_lib.validate import Amount, checked
 
@@ -126,11 +126,9 @@ def live_height_in(picture: LivePicture) -> float:
 def show_live(simulation: Simulation, title: str = "") -> None:
     """Show how many micro-batches' activations each rank keeps over time."""
     picture = live_picture(simulation)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, live_height_in(picture)))
+    with picture_axes(live_height_in(picture)) as axes:
         draw_live(axes, picture)
         axes.set_title(title or f"{simulation.schedule.name}: {live_title(picture)}", fontsize=10)
-        finish(figure)
 
 
 # ---------------------------------------------------------------- peaks, rank by rank

@@ -2,12 +2,15 @@
 
 import sys
 from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 
 import matplotlib
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
-from course_lib.validate import Amount, checked
+from course_lib.validate import Amount, Positive, checked
 
 FULL_WIDTH_IN = 8.5
 
@@ -32,6 +35,16 @@ _STYLE = {
 def style():
     """The course's drawing settings, as a context manager: nothing is changed outside the `with`."""
     return matplotlib.rc_context(_STYLE)
+
+
+@contextmanager
+@checked
+def picture_axes(height_in: Positive, width_in: Positive = FULL_WIDTH_IN) -> Iterator[Axes]:
+    """Axes of a figure of their own, in the course's style; the figure is shown when they are drawn."""
+    with style():
+        figure, axes = plt.subplots(figsize=(width_in, height_in))
+        yield axes
+        finish(figure)
 
 
 SHARPNESS = 2  # pixels stored for each pixel shown, for screens that have twice as many

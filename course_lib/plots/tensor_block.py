@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 from course_lib.layout.partition import piece_sizes
 from course_lib.plots.matrices import WHOLE_COLOR
 from course_lib.plots.palette import AXIS_COLORS, RANK_COLORS, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style
 from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- f and g on a block
@@ -137,8 +137,8 @@ def loss_columns(logits: Sequence[float], target: Index, tp_size: Size) -> tuple
     targets = tuple(part[target - first] - m if first <= target < first + len(part) else 0.0 for first, part in parts)
     columns = [
         LossColumn("largest logit", tuple(max(part) for _, part in parts), "max", m),
-        LossColumn("sum of exp(z - m)", sums, "sum", sum(sums)),
-        LossColumn("target: z - m, or 0", targets, "sum", sum(targets)),
+        LossColumn("sum of exp(z - $z_{max}$)", sums, "sum", sum(sums)),
+        LossColumn("target: z - $z_{max}$, or 0", targets, "sum", sum(targets)),
     ]
     return columns, math.log(sum(sums)) - sum(targets)
 
@@ -165,7 +165,7 @@ def draw_vocab_loss(axes, logits: Sequence[float], target: Index, tp_size: Size)
             _tile(axes, (width + 0.7 + 2.5 * index, rank), 2.2, color, f"{column.of_ranks[rank]:.4g}")
         axes.text(-0.2, rank + 0.45, f"rank {rank}", ha="right", va="center", fontsize=9)
     axes.text(width / 2, -0.15, "logits z (frame: target)", ha="center", va="bottom", fontsize=9)
-    for index, (column, symbol) in enumerate(zip(columns, ("m", "s", "$z_t$ - m"), strict=True)):
+    for index, (column, symbol) in enumerate(zip(columns, ("$z_{max}$", "s", "$z_t$ - $z_{max}$"), strict=True)):
         left = width + 0.7 + 2.5 * index
         axes.text(left + 1.1, -0.15, column.name, ha="center", va="bottom", fontsize=9)
         axes.text(
@@ -184,7 +184,7 @@ def draw_vocab_loss(axes, logits: Sequence[float], target: Index, tp_size: Size)
     axes.text(
         right - 0.3,
         tp_size + 2.15,
-        f"loss = log s - ($z_t$ - m) = {loss:.4f}",
+        f"loss = log s - ($z_t$ - $z_{{max}}$) = {loss:.4f}",
         ha="right",
         va="center",
         fontsize=10,
@@ -204,8 +204,6 @@ def _tile(axes, corner: tuple[float, float], width: float, color: str, text: str
 @checked
 def show_vocab_loss(logits: Sequence[float], target: Index, tp_size: Size = 2, title: str = "") -> None:
     """Show how three all-reduces give every rank the loss of one token, although each has a part of the logits."""
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.5 + 0.42 * tp_size))
+    with picture_axes(1.5 + 0.42 * tp_size) as axes:
         draw_vocab_loss(axes, logits, target, tp_size)
         axes.set_title(title or "Three numbers per token cross the ranks, whatever the size of the vocabulary is")
-        finish(figure)

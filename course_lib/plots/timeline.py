@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from course_lib.plots.palette import COMMUNICATION_COLOR, COMPUTE_COLOR, EXPOSED_COLOR, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, show_seconds, style, time_unit_for
+from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, picture_axes, show_seconds, style, time_unit_for
 from course_lib.validate import Amount, Share, Size, checked
 
 COMPUTE_LANE = "compute"
@@ -269,8 +269,6 @@ def draw_step_times(axes, seconds: Mapping[str, tuple[float, float]]) -> None:
 @checked
 def show_step_times(seconds: Mapping[str, tuple[float, float]], title: str) -> None:
     """Show modelled steps side by side: `{label: (seconds computing, seconds waiting for communication)}`."""
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.3 + 0.34 * len(seconds)))
+    with picture_axes(1.3 + 0.34 * len(seconds)) as axes:
         draw_step_times(axes, seconds)
         axes.set_title(title)
-        finish(figure)

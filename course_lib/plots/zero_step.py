@@ -8,7 +8,7 @@ from matplotlib.patches import Rectangle
 
 from course_lib.plots.memory import TimelinePicture, kind_patch, stack_kinds, timeline_picture
 from course_lib.plots.palette import KIND_COLORS, KINDS, NEUTRAL_COLOR, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, show_bytes, style, unit_for
+from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, picture_axes, show_bytes, style, unit_for
 from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- elements on ranks, from row to row
@@ -86,11 +86,9 @@ def draw_flow(axes, rows: Sequence[FlowRow]) -> None:
 @checked
 def show_flow(rows: Sequence[FlowRow], title: str) -> None:
     """Show what each rank holds of each element, moment after moment."""
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 0.7 + 0.68 * len(rows)))
+    with picture_axes(0.7 + 0.68 * len(rows)) as axes:
         draw_flow(axes, rows)
         axes.set_title(title)
-        finish(figure)
 
 
 @checked

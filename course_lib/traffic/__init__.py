@@ -33,22 +33,7 @@ from course_lib.traffic.context import attention_calls
 from course_lib.traffic.step import AXES, Calls, calls, sent, stage_calls
 
 __all__ = [
-    "AXES",
-    "Call",
-    "Calls",
-    "all_gather_bytes",
-    "all_to_all_bytes",
-    "attention_calls",
-    "broadcast_bytes",
-    "by_collective",
-    "call_counts",
-    "calls",
-    "gather_bytes",
-    "reduce_bytes",
-    "reduce_scatter_bytes",
-    "ring_all_reduce_bytes",
-    "scatter_bytes",
-    "sent",
-    "sent_bytes",
-    "stage_calls",
-]
+    "AXES", "Call", "Calls", "all_gather_bytes", "all_to_all_bytes", "attention_calls", "broadcast_bytes",
+    "by_collective", "call_counts", "calls", "gather_bytes", "reduce_bytes", "reduce_scatter_bytes",
+    "ring_all_reduce_bytes", "scatter_bytes", "sent", "sent_bytes", "stage_calls",
+]  # fmt: skip

@@ -227,47 +227,6 @@ def accelerate_fsdp2(
 
 
 @checked
-def accelerate_deepspeed(
-    stage: Stage,
-    num_processes: Size,
-    accumulation_steps: Size = 1,
-    clip_norm: Positive | None = 1.0,
-    precision: Precision = "bf16",
-    offload: OffloadTo = OffloadTo(),
-    zero3_init: bool = False,
-    machines: Machines = Machines(),
-) -> dict:
-    """Accelerate's YAML for DeepSpeed, with the choices inside. What it has no key for: `accelerate_deepspeed_file`.
-
-    zero3_init   every layer is cut as it is made (deepspeed.zero.Init), so that no rank holds the whole model
-
-    Offload is None or "cpu" here: `accelerate launch` reads nvme_path but does not hand it on; "nvme" needs the file.
-
-    Raises   ValueError for a choice that DeepSpeed does not know, or would not honour at this stage
-    """
-    if offload.nvme_path:
-        raise ValueError(
-            'a device is "nvme", whose nvme_path `accelerate launch` would lose; '
-            "write `deepspeed(...)` to a .json file, and name that in `accelerate_deepspeed_file`"
-        )
-    offload.check_stage(stage)
-    if zero3_init and stage != 3:
-        raise ValueError(f"zero3_init cuts parameters as they are made, which is stage 3, got stage {stage}")
-    options: dict = {"zero_stage": stage, "gradient_accumulation_steps": accumulation_steps}
-    if clip_norm is not None:
-        options["gradient_clipping"] = clip_norm
-    options["offload_optimizer_device"] = offload.optimizer or "none"
-    options["offload_param_device"] = offload.parameters or "none"
-    options["zero3_init_flag"] = zero3_init
-    if stage == 3:
-        options["zero3_save_16bit_model"] = precision != "fp32"
-    return {
-        **accelerate_world("DEEPSPEED", precision, num_processes, machines),
-        "deepspeed_config": options | machines.launcher,
-    }
-
-
-@checked
 def accelerate_deepspeed_file(
     deepspeed_json: str | Path, num_processes: Size, zero3_init: bool = False, machines: Machines = Machines()
 ) -> dict:

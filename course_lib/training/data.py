@@ -125,28 +125,3 @@ def micro_batches(x_BS: Tensor, y_BS: Tensor, count: Size) -> list[tuple[Tensor,
     if count > len(x_BS):
         raise ValueError(f"micro_batches is {count}; the batch has {len(x_BS)} rows: choose from 1 to {len(x_BS)}")
     return list(zip(x_BS.tensor_split(count), y_BS.tensor_split(count), strict=True))
-
-
-@checked
-def stream_dataset(
-    name: str, max_tokens: Bytes, split: str = "train", field: str = "text", data_files: str | list[str] | None = None
-) -> Tensor:
-    """The first `max_tokens` bytes of a Hugging Face data set, streamed: what is not needed is not downloaded.
-
-    A newline ends each document. Local files need no network: stream_dataset("json", 10_000, data_files="a.jsonl").
-
-    Shapes   -> tokens_T, to use with `batch`
-    Raises   ImportError without the extra, ValueError if a row lacks `field`
-    """
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ImportError("stream_dataset needs the package `datasets`: pip install course-lib[stream]") from error
-    text = bytearray()
-    for row in load_dataset(name, split=split, data_files=data_files, streaming=True):
-        if field not in row:
-            raise ValueError(f"the rows of {name!r} have no field {field!r}; choose from {', '.join(row)}")
-        text += row[field].encode() + b"\n"
-        if len(text) >= max_tokens:
-            break
-    return torch.frombuffer(text[:max_tokens], dtype=torch.uint8).long()

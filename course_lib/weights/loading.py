@@ -3,17 +3,14 @@
 The usual way (`load_whole`) builds the whole model on every rank and copies the whole state dict into it; then a rank
 keeps its shard and forgets the rest. With 8 ranks on a node, a model of 140 GB asks for over 1 TB of host memory.
 
-The other way builds the model on the meta device, which has shapes and no numbers, shards it there, and lets each rank
-read just its numbers from the files (`Weights`, by our names and in our shapes):
+The other way builds the model on the meta device, which has shapes and no numbers, and ZeRO-3 shards it there: each
+rank reads just its numbers from the files (`Weights`, by our names and in our shapes), those from i to j of the
+parameters laid end to end, wherever rows begin:
 
     weights = Weights(folder)
-    config, model = weights.config, build(weights.config, device="meta")
+    zero.build(build(weights.config, device="meta"), group, load=partial(read_flat, weights))
 
-    ZeRO-3             zero.build(model, group, load=partial(read_flat, weights))
-                       numbers i to j of the parameters laid end to end, wherever rows begin
-    tensor parallel    model = tensor.build(model, group)
-                       load_pieces(model, weights, partial(tp_ranges, config=config, tp_rank=tp_rank, tp_size=tp_size))
-                       rows of q k v gate up, embedding and head; columns of o and down; norms whole
+Under any other layout a rank reads its pieces too: `checkpoint/export.py`, import_safetensors.
 
 `host_bytes` tells the two apart. Memory of the process's own (anonymous) is what must exist; pages of mapped files are
 counted as resident too, but all processes share one copy, and the system drops it when memory is short.
@@ -22,7 +19,7 @@ counted as resident too, but all processes share one copy, and the system drops 
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -34,17 +31,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from course_lib.config import ModelConfig
-from course_lib.devices import rank_device
-from course_lib.layout.partition import check_heads, kv_replication
 from course_lib.model import build
-from course_lib.parallel.linear import Cut
 from course_lib.weights.hf_weights import (
     config_from_transformers,
     name_in_transformers,
     naming_of,
     tensor_in_transformers,
 )
-from course_lib.weights.tensor_files import FileTensor, Range, TensorFiles
+from course_lib.weights.tensor_files import FileTensor, TensorFiles
 
 NOT_WEIGHTS = (".inv_freq", ".attn.bias", ".attn.masked_bias", "position_ids")  # tables that older files carry
 
@@ -131,65 +125,6 @@ def load_whole(folder: str | Path, config: ModelConfig | None = None, dtype: tor
 
 
 # --- each rank reads its piece
-
-
-def load_pieces(
-    model: nn.Module,
-    weights: Weights,
-    ranges_of: Callable[[str, torch.Size], Sequence[Range]] = lambda name, shape: (),
-    dtype: torch.dtype | None = None,
-    device: str | torch.device | None = None,
-) -> nn.Module:
-    """Gives a model on the meta device its numbers, tensor by tensor: of each the piece that this rank holds.
-
-    The model may be sharded already, as long as parameters keep their names; a tied one is read once.
-    ranges_of(name, whole shape) -> (start, stop) along each dimension, those left out whole; by default all.
-
-    Bytes    read and held: those of the pieces, and at most one piece more at a time
-    Raises   ValueError if a piece has not the shape of the model's parameter, or that has numbers already
-    """
-    places: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        places.setdefault(parameter, []).append(name)
-    for parameter, names in places.items():
-        if not parameter.is_meta:
-            raise ValueError(f"{names[0]} is on {parameter.device}; required: a model on the meta device (build there)")
-        stored = weights[names[0]]
-        piece = stored.part(*ranges_of(names[0], stored.shape))
-        if piece.shape != parameter.shape:
-            raise ValueError(
-                f"the piece of {names[0]} has shape {tuple(piece.shape)}, the model's has {tuple(parameter.shape)}; "
-                "cut the files by the rule by which the model is sharded"
-            )
-        loaded = nn.Parameter(piece.read(dtype).to(device or rank_device()), requires_grad=parameter.requires_grad)
-        for name in names:
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, loaded)
-    return model
-
-
-def tp_ranges(name: str, shape: Sequence[int], config: ModelConfig, tp_rank: int, tp_size: int) -> tuple[Range, ...]:
-    """Which piece of a parameter one rank of tensor parallelism holds: its (start, stop) along each dimension.
-
-    Rows of q, k, v by heads (a key/value head is on several ranks if tp_size exceeds their number). Rows of gate, up,
-    embedding and head, and columns of o and down by ceil(size / tp_size), the last ranks fewer. All else whole.
-
-    Raises   ValueError if heads do not divide, or tp_rank is outside
-    Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3
-    """
-    check_heads(config.num_heads, config.num_kv_heads, tp_size)
-    if not 0 <= tp_rank < tp_size:
-        raise ValueError(f"tp_rank is {tp_rank}; required: 0 to {tp_size - 1}")
-    layer, _, kind = name.rpartition(".")
-    layer = layer.rpartition(".")[2]
-    if layer in ("q", "k", "v", "gate", "up", "embed", "head"):
-        cut = Cut(0, shape[0], tp_size, kv_replication(config, tp_size) if layer in ("k", "v") else 1)
-    elif layer in ("o", "down") and kind == "weight":
-        cut = Cut(1, shape[1], tp_size)
-    else:
-        return ()
-    start, length = cut.start_and_length(tp_rank)
-    return (*((0, whole) for whole in shape[: cut.dim]), (start, start + length))
 
 
 def read_flat(weights: Weights, names: Sequence[str], start: int, out_p: Tensor) -> None:

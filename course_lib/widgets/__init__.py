@@ -35,15 +35,6 @@ from course_lib.widgets.tensor import tensor_explorer
 from course_lib.widgets.zero import zero_explorer
 
 __all__ = [
-    "collective_explorer",
-    "context_explorer",
-    "dp_explorer",
-    "expert_explorer",
-    "five_d_explorer",
-    "memory_explorer",
-    "pipeline_explorer",
-    "pipeline_puzzle",
-    "precision_explorer",
-    "tensor_explorer",
-    "zero_explorer",
-]
+    "collective_explorer", "context_explorer", "dp_explorer", "expert_explorer", "five_d_explorer", "memory_explorer",
+    "pipeline_explorer", "pipeline_puzzle", "precision_explorer", "tensor_explorer", "zero_explorer",
+]  # fmt: skip

@@ -6,7 +6,8 @@ from typing import Literal
 
 import ipywidgets as widgets
 
-from course_lib.compare.sharded_profile import ShardedComparison, measure_tensor
+from course_lib.compare.five_d_profile import FiveDComparison
+from course_lib.compare.sharded_profile import measure_tensor
 from course_lib.config import PRESETS, ModelConfig, preset
 from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
 from course_lib.layout import Layout
@@ -165,7 +166,7 @@ def describe_tensor(chosen: TensorChoice, view: TensorView) -> str:
 
 
 @checked
-def measure_tensor_choice(chosen: TensorChoice) -> ShardedComparison:
+def measure_tensor_choice(chosen: TensorChoice) -> FiveDComparison:
     """Train a toy for real under the chosen parallelism, and lay measured on predicted.
 
     Raises   ValueError if the choice is impossible

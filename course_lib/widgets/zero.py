@@ -6,7 +6,8 @@ from typing import Literal
 
 import ipywidgets as widgets
 
-from course_lib.compare.sharded_profile import ShardedComparison, measure_zero
+from course_lib.compare.five_d_profile import FiveDComparison
+from course_lib.compare.sharded_profile import measure_zero
 from course_lib.config import PRESETS, preset
 from course_lib.hardware import GPUS, gpu, link
 from course_lib.layout import Layout
@@ -133,7 +134,7 @@ def describe_zero(chosen: ZeroChoice, view: ZeroView) -> str:
 
 
 @checked
-def measure_zero_choice(chosen: ZeroChoice) -> ShardedComparison:
+def measure_zero_choice(chosen: ZeroChoice) -> FiveDComparison:
     """Train a toy for real at the chosen stage and precision, and lay measured on predicted.
 
     Raises   ValueError if the choice is impossible, states are to be offloaded, or the precision cannot be run here

@@ -59,13 +59,10 @@ def notebook_of(folder, cells: list[str]):
 
 def test_engines_and_measure_buttons_keep_to_the_device_of_their_rank(tmp_path):
     head = """from course_lib.compare.five_d_profile import _one_rank
-from course_lib.compare.sharded_profile import Sizes, _tensor_rank, _zero_rank
 from course_lib.config import preset
 from course_lib.launch import launch
 from course_lib.layout import Layout"""
-    cells = [f"launch(_zero_rank, 2, preset('toy'), {stage}, 'fp32', Sizes(), 'none')" for stage in range(4)]
-    cells += [f"launch(_tensor_rank, 2, preset('toy'), {sp}, False, Sizes(), 'none')" for sp in (False, True)]
-    cells += [
+    cells = [
         f"launch(_one_rank, {Layout.parse(text).world_size}, preset('toy'), Layout.parse('{text}'), 64)"
         for text in LAYOUTS
     ]

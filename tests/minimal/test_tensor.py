@@ -9,6 +9,7 @@ import torch.distributed as dist
 from course_lib import comm
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter
+from course_lib.memory.activations import block_terms
 from course_lib.memory.states import count_parameters
 from course_lib.memory.tensor import narrow
 from course_lib.minimal import (
@@ -77,6 +78,11 @@ def test_three_micro_batches_send_the_same_bytes_in_three_times_the_messages():
 def test_activations_fall_by_less_than_the_number_of_ranks():
     one, four = (max(memory_of_a_step(TensorParallel, tp).bytes_by_kind["activations"]) for tp in (1, 4))
     assert 2 < one / four < 3
+
+
+def test_a_layer_of_the_lesson_saves_39_bytes_per_token_and_feature_of_which_8_are_replicated():
+    one, four = (sum(block_terms(narrow(CONFIG, tp), 32, precision="bf16").values()) / CONFIG.d_model for tp in (1, 4))
+    assert round(one) == 39 and round((4 * four - one) / 3) == 8
 
 
 # ------------------------------------------------------------------------------------ planted bugs

@@ -361,7 +361,6 @@ PICTURES = {
     "no GPU": lambda: memory.show_budgets({"parameters": 5 * 10**9}, title="t", unit="GiB"),
     "ladder": lambda: ladder.show_ladder({"a": 3.0, "b": 2.0, "c": 2.5}, "t", limits={"GPU": 2.2}),
     "comparison": lambda: comparison.show_comparison(ROWS, "t"),
-    "collective": lambda: collectives.show_collective([[1, 2], None], [torch.tensor([1, 2]), [3.5]], "t"),
     "ring": lambda: collectives.show_ring_all_reduce([[10.0**r * c for c in range(1, 5)] for r in range(4)], "t"),
     "overlap": lambda: timeline.show_overlap({"a": dp_spans(1, 2, [0.5] * 3), "b": dp_spans(1, 2, [1.5])}, "t"),
     "mesh": lambda: mesh.show_mesh(Mesh(dp=2, tp=2, pp=2), "t"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from course_lib.plots import tensor_block
+from course_lib.plots import style, tensor_block
 from course_lib.plots.tensor_block import block_regions_and_borders, loss_columns
 
 
@@ -49,7 +49,8 @@ def test_a_target_outside_and_too_many_ranks_are_refused():
 )
 def test_both_pictures_name_their_all_reduces(show, monkeypatch):
     figures = []
-    monkeypatch.setattr(tensor_block, "finish", figures.append)
+    for module in (tensor_block, style):
+        monkeypatch.setattr(module, "finish", figures.append)
     show()
     texts = [text.get_text() for axes in figures[0].axes for text in axes.texts]
     assert any("all-reduce" in text for text in texts)

@@ -49,24 +49,6 @@ def test_the_fsdp2_file_reaches_the_plugin_of_the_processes(tmp_path, monkeypatc
     assert not plugin.cpu_ram_efficient_loading
 
 
-def test_the_deepspeed_choices_reach_the_processes(tmp_path):
-    config = export.accelerate_deepspeed(
-        3, 8, accumulation_steps=4, clip_norm=0.5, offload=export.OffloadTo("cpu", "cpu"), zero3_init=True
-    )
-    environment = launched(config, tmp_path / "deepspeed.yaml")
-    expected = {
-        "ACCELERATE_MIXED_PRECISION": "bf16",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
-        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
-        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-    }
-    assert environment | expected == environment
-
-
 def test_a_deepspeed_file_is_named_to_the_processes_and_nothing_said_twice(tmp_path):
     path = export.write(export.deepspeed(3, micro_batch_size=1), tmp_path / "zero3.json")
     config = export.accelerate_deepspeed_file(path, 16, zero3_init=True, **TWO_MACHINES)
@@ -79,16 +61,6 @@ def test_a_deepspeed_file_is_named_to_the_processes_and_nothing_said_twice(tmp_p
         "deepspeed_multinode_launcher",
     }
     assert "mixed_precision" not in config
-
-
-def test_accelerate_launch_loses_the_nvme_path_which_is_why_it_is_refused(tmp_path):
-    config = export.accelerate_deepspeed(3, 8, offload=export.OffloadTo("cpu"))
-    config["deepspeed_config"] |= {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/disk"}
-    environment = launched(config, tmp_path / "deepspeed.yaml")
-    assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == "nvme"
-    assert not any("NVME_PATH" in name for name in environment)
-    with pytest.raises(ValueError, match="accelerate_deepspeed_file"):
-        export.accelerate_deepspeed(3, 8, offload=export.OffloadTo("nvme", nvme_path="/disk"))
 
 
 def test_deepspeeds_file_holds_what_was_chosen():
@@ -119,7 +91,7 @@ def test_stages_have_the_keys_that_they_use():
     assert all(any(key.startswith("stage3") for key in keys) == (stage == 3) for stage, keys in enumerate(of_stage))
 
 
-DEEPSPEED, YAML, FSDP2 = export.deepspeed, export.accelerate_deepspeed, export.accelerate_fsdp2
+DEEPSPEED, YAML, FSDP2 = export.deepspeed, export.accelerate_deepspeed_file, export.accelerate_fsdp2
 OffloadTo = export.OffloadTo
 
 
@@ -138,8 +110,7 @@ OffloadTo = export.OffloadTo
         (OffloadTo, {"parameters": "disk"}, "choose from cpu, nvme"),
         (OffloadTo, {"nvme_path": "/d"}, "no device is"),
         (export.Buckets, {"persist": -1}, "persist is -1; give a whole number of at least 0"),
-        (YAML, {"stage": 2, "num_processes": 8, "zero3_init": True}, "stage 3, got stage 2"),
-        (YAML, {"stage": 3, "num_processes": 9, **TWO_MACHINES}, r"num_processes \(9\).* divisible by"),
+        (YAML, {"deepspeed_json": "a.json", "num_processes": 9, **TWO_MACHINES}, r"num_processes \(9\).* divisible by"),
         (export.Machines, {"count": 2}, "main_process_ip and main_process_port"),
         (export.Machines, {"rank": 1}, "it is 0 to 0"),
         (FSDP2, {"wrap": "Block", "num_processes": 8}, "wrap is 'Block'; give a list"),

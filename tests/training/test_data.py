@@ -1,13 +1,10 @@
-"""The corpus, the sampler that every number of ranks sees alike, and streaming."""
-
-import json
-import sys
+"""The corpus, the sampler that every number of ranks sees alike."""
 
 import pytest
 import torch
 
 from course_lib.training import data
-from course_lib.training.data import batch, corpus, decode, micro_batches, stream_dataset, tokens
+from course_lib.training.data import batch, corpus, decode, micro_batches, tokens
 
 
 def test_the_corpus_is_python_source_the_same_each_time():
@@ -75,24 +72,6 @@ def test_steps_and_seeds_differ():
 def test_wrong_sizes_are_refused_with_what_to_do(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_streaming_without_the_extra_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"pip install course-lib\[stream\]"):
-        stream_dataset("any", 10)
-
-
-def test_streaming_reads_a_local_data_set(tmp_path, monkeypatch):
-    pytest.importorskip("datasets", reason="needs the extra: pip install course-lib[stream]")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    path = tmp_path / "documents.jsonl"
-    path.write_text("".join(json.dumps({"text": f"document {i} é"}) + "\n" for i in range(100)), encoding="utf-8")
-    found = stream_dataset("json", 50, data_files=str(path))
-    assert decode(found).startswith("document 0 é\ndocument 1 é\n")
-    assert len(found) == 50
-    with pytest.raises(ValueError, match="no field 'content'; choose from text"):
-        stream_dataset("json", 50, field="content", data_files=str(path))
 
 
 def test_rows_are_drawn_on_the_cpu_also_where_a_gpu_is_the_default_device():

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from course_lib.launch import RankError, launch
-from course_lib.memory.tensor import narrow
 from course_lib.model import build
 from course_lib.model.llama import preset
-from course_lib.parallel import shards, tensor, zero
+from course_lib.parallel import shards, zero
 from course_lib.weights.hf_weights import config_from_transformers
-from course_lib.weights.loading import Weights, host_bytes, load_pieces, load_whole, read_config, read_flat, tp_ranges
+from course_lib.weights.loading import Weights, host_bytes, load_whole, read_config, read_flat
 
 SMALL = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "head_dim": 8,
          "num_key_value_heads": 2, "intermediate_size": 110, "max_position_embeddings": 128}  # fmt: skip
@@ -63,14 +62,11 @@ def some_tokens():
 
 @pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "several files"])
 @torch.no_grad()
-def test_loaded_logits_are_those_of_transformers_whole_or_from_the_meta_device(folders, name):
+def test_loaded_logits_are_those_of_transformers(folders, name):
     folder, expected = folders[name]
-    weights = Weights(folder)
-    for model in (load_whole(folder), load_pieces(build(weights.config, device="meta"), weights)):
-        torch.testing.assert_close(model.eval()(some_tokens()), expected, rtol=1e-5, atol=1e-5)
-        assert (model.head.weight is model.embed.weight) == weights.config.tied
-    # of the meta device's way: every number once, a tied one too, and nothing that is not needed
-    assert weights.files.read_bytes == 4 * sum(shape.numel() for shape in weights.shapes.values())
+    model = load_whole(folder)
+    torch.testing.assert_close(model.eval()(some_tokens()), expected, rtol=1e-5, atol=1e-5)
+    assert (model.head.weight is model.embed.weight) == Weights(folder).config.tied
 
 
 def test_config_json_says_what_transformers_reads_from_it(folders):
@@ -91,47 +87,6 @@ def test_flat_shards_are_the_pieces_of_the_flattened_whole(folders, name, ranks)
             read_flat(weights, names, rank * len(shard_p), shard_p)
             assert torch.equal(shard_p, expected_p)
     assert weights.files.read_bytes == 4 * sum(shape.numel() for shape in weights.shapes.values())  # each number once
-
-
-@pytest.mark.parametrize(("name", "tp_size"), [("llama", 2), ("llama", 4), ("llama", 8), ("tied", 2), ("gpt2", 4)])
-def test_pieces_for_tensor_parallel_are_cuts_of_the_whole_in_the_shapes_of_a_narrow_model(folders, name, tp_size):
-    weights, whole = Weights(folders[name][0]), load_whole(folders[name][0])
-    config = weights.config
-    for tp_rank in range(tp_size):
-        model = build(narrow(config, tp_size, tp_rank), device="meta")
-        load_pieces(model, weights, partial(tp_ranges, config=config, tp_rank=tp_rank, tp_size=tp_size))
-        for (label, mine), (_, full) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
-            layer = label.split(".")[-2]
-            if layer in ("k", "v") and tp_size > config.num_kv_heads:
-                expected = full.chunk(config.num_kv_heads)[tp_rank * config.num_kv_heads // tp_size]
-            elif layer in ("q", "k", "v", "gate", "up", "embed", "head"):
-                expected = full.chunk(tp_size)[tp_rank]
-            elif layer in ("o", "down") and full.dim() == 2:
-                expected = full.chunk(tp_size, 1)[tp_rank]
-            else:
-                expected = full
-            assert torch.equal(mine, expected), label
-
-
-def logits_of_sharded_model(folder):
-    """This rank's logits of a model that was cut on the meta device; bytes read; bytes of its parameters."""
-    weights, group = Weights(folder), dist.group.WORLD
-    model = tensor.build(build(weights.config, device="meta"), group)
-    load_pieces(
-        model.module, weights, partial(tp_ranges, config=weights.config, tp_rank=group.rank(), tp_size=group.size())
-    )
-    with torch.no_grad():
-        logits_BSv = model.eval()(some_tokens())
-    return logits_BSv, weights.files.read_bytes, sum(parameter.nbytes for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_tensor_parallel_model_cut_before_loading_computes_transformers_logits(folders, name):
-    folder, expected = folders[name]
-    results = launch(logits_of_sharded_model, 2, folder)
-    torch.testing.assert_close(torch.cat([logits for logits, *_ in results], -1), expected, rtol=1e-5, atol=1e-5)
-    for _, read_bytes, held_bytes in results:
-        assert read_bytes == held_bytes < 0.6 * Weights(folder).files.nbytes
 
 
 def engines_from_files(folder):
@@ -173,16 +128,9 @@ def test_dtypes_are_the_file_s_or_those_asked_for(folders, tmp_path):
     shutil.copytree(folders["llama"][0], tmp_path, dirs_exist_ok=True)
     halved = {name: value.bfloat16() for name, value in load_file(tmp_path / "model.safetensors").items()}
     save_file(halved, tmp_path / "model.safetensors")
-    weights = Weights(tmp_path)
-    as_stored, wider = (
-        load_pieces(build(weights.config, device="meta"), weights, dtype=d) for d in (None, torch.float32)
-    )
-    assert {p.dtype for p in as_stored.parameters()} == {torch.bfloat16} == {load_whole(tmp_path).norm.weight.dtype}
-    assert (
-        {p.dtype for p in wider.parameters()}
-        == {torch.float32}
-        == {p.dtype for p in load_whole(tmp_path, dtype=torch.float32).parameters()}
-    )
+    assert {p.dtype for p in load_whole(tmp_path).parameters()} == {torch.bfloat16}
+    wider = load_whole(tmp_path, dtype=torch.float32)
+    assert {p.dtype for p in wider.parameters()} == {torch.float32}
     assert torch.equal(wider.head.weight, halved["lm_head.weight"].float())
 
 
@@ -212,7 +160,8 @@ def test_files_that_do_not_fit_their_config_are_refused(folders, tmp_path, chang
     folder = edited(folders["llama"][0], tmp_path, *changes)
     with pytest.raises(ValueError, match=message):
         weights = Weights(folder)
-        load_pieces(build(weights.config, device="meta"), weights)
+        for name in weights.shapes:
+            weights[name].read()
 
 
 def refused_by_other_stages():
@@ -224,27 +173,18 @@ def test_other_stages_need_a_loaded_model():
         launch(refused_by_other_stages, 1)
 
 
-def test_calls_that_cannot_work_say_what_to_do(folders, tmp_path):
-    weights = Weights(folders["llama"][0])
-    with pytest.raises(ValueError, match="embed.weight is on cpu; required: a model on the meta device"):
-        load_pieces(build(weights.config), weights)
-    with pytest.raises(ValueError, match=r"piece of embed.weight has shape \(97, 64\), the model's has \(49, 64\)"):
-        load_pieces(build(narrow(weights.config, 2), device="meta"), weights)
-    with pytest.raises(ValueError, match="num_heads.*must be divisible by tp"):
-        tp_ranges("head.weight", (97, 64), weights.config, 0, 3)
-    with pytest.raises(ValueError, match="tp_rank is 2; required: 0 to 1"):
-        tp_ranges("head.weight", (97, 64), weights.config, 2, 2)
+def test_a_folder_without_a_config_says_what_is_missing(tmp_path):
     with pytest.raises(ValueError, match="holds no config.json"):
         read_config(tmp_path)
 
 
 # --- host memory
 
-WAYS = ("whole", "tp", "zero3")
+WAYS = ("whole", "zero3")
 
 
 def host_memory(folder, size):
-    """What loading adds to this process as rank 1 of `size`: bytes of its own at the end, resident ones at the highest.
+    """What loading adds to this process, as to a rank of `size`: bytes of its own at the end, resident at most.
 
     Each process of the launch goes another way.
     """
@@ -253,9 +193,6 @@ def host_memory(folder, size):
     before = host_bytes()
     if way == "whole":
         kept = load_whole(folder)
-    elif way == "tp":
-        kept = build(narrow(config, size, rank), device="meta")
-        load_pieces(kept, Weights(folder), partial(tp_ranges, config=config, tp_rank=rank, tp_size=size))
     else:
         weights, kept = Weights(folder), []
         for _, members in zero.unit_parameters(build(config, device="meta")):
@@ -275,6 +212,5 @@ def test_a_rank_that_reads_its_piece_needs_a_share_of_the_memory(tmp_path):
     results = launch(host_memory, len(WAYS), tmp_path, 4)
     own, peak = ({way: one[i] / model_bytes for way, one in zip(WAYS, results, strict=True)} for i in (0, 1))
     assert own["whole"] > 0.95 and peak["whole"] > 1.9  # the model, and the mapped file
-    for way in ("tp", "zero3"):
-        assert 0.15 < own[way] < 0.30  # its quarter, less what an earlier allocation left free in the process
-        assert peak[way] < 0.5  # and of one tensor the mapped pages
+    assert 0.15 < own["zero3"] < 0.30  # its quarter, less what an earlier allocation left free in the process
+    assert peak["zero3"] < 0.5  # and of one tensor the mapped pages

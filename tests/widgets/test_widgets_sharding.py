@@ -4,7 +4,9 @@ import matplotlib.pyplot as plt
 import pytest
 from widget_tree import control, shown, texts
 
-from course_lib.compare.sharded_profile import SENT, Row, ShardedComparison, Sizes, measure_tensor, measure_zero
+from course_lib.compare.five_d_profile import SENT, FiveDComparison
+from course_lib.compare.profile import Row
+from course_lib.compare.sharded_profile import Sizes, measure_tensor, measure_zero
 from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
@@ -130,12 +132,12 @@ def test_what_cannot_be_measured_is_refused_before_a_rank_starts():
     with pytest.raises(ValueError, match="choose tp from"):
         tensor.measure_tensor_choice(TensorChoice(tp=64))
     with pytest.raises(ValueError, match="there is no row"):
-        ShardedComparison("toy", 2, (), 1.0).row("peak")
+        FiveDComparison("toy", ((), ()), 1.0).row("peak")
 
 
 # ---------------------------------------------------------------- the wiring
 
-RESULT = ShardedComparison("toy, made up", 2, (Row("parameters", 90, 100), Row(SENT, 5, 5)), 0.5)
+RESULT = FiveDComparison("toy, made up", ((Row("parameters", 90, 100), Row(SENT, 5, 5)),) * 2, 0.5)
 EXPLORERS = [
     (zero, zero_explorer, "measure_zero_choice", ("ZeRO stage", 2), "2.00 times the parameters"),
     (tensor, tensor_explorer, "measure_tensor_choice", ("tp", 16), "between 2 nodes"),

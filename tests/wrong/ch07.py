@@ -9,6 +9,7 @@ from course_lib.checks.ch07 import (
     check_loss,
     check_merge,
     check_positions,
+    check_ring,
     check_tile,
 )
 from course_lib.comm import all_gather, all_reduce, all_to_all
@@ -324,7 +325,147 @@ class SumsAgain(Right):
         return all_reduce(_back(grad_BnSH, ctx.group).contiguous(), ctx.group), None
 
 
+# ------------------------------------------------------------------------------------ 7. ring attention
+def seen_part(ring, key_rank, s):
+    sharding = "zigzag" if ring.zigzag else "contiguous"
+    part = tile(sharding, s, ring.rank, key_rank)
+    return part and (part.queries, part.keys, part.causal)
+
+
+class Ring:
+    """Right; each wrong answer changes one method."""
+
+    part = staticmethod(seen_part)
+
+    def blocks(self, kv, ring):
+        for step in range(ring.size):
+            arrived = ring.pass_on(kv) if step < ring.size - 1 else None
+            yield (ring.rank - step) % ring.size, kv
+            kv = arrived() if arrived else None
+
+    def shares(self, lse, new_lse):
+        both = torch.logaddexp(lse, new_lse)
+        return (lse - both).exp().unsqueeze(-1), (new_lse - both).exp().unsqueeze(-1), both
+
+    def forward(self, q, k, v, ring):
+        out = lse = None
+        for key_rank, kv in self.blocks(torch.stack([k, v]), ring):
+            part = self.part(ring, key_rank, q.shape[2])
+            if part is None:
+                continue
+            rows, columns, causal = part
+            new, new_lse = ring.tile(q[:, :, rows], *kv[..., columns, :], causal)
+            if out is None:
+                out, lse = new, new_lse
+                continue
+            old, added, both = self.shares(lse[:, :, rows], new_lse)
+            out[:, :, rows] = old * out[:, :, rows] + added * new
+            lse[:, :, rows] = both
+        return out, lse
+
+    def final(self, ring, rows, columns, q, keys, out, lse):
+        return out[:, :, rows], lse[:, :, rows]
+
+    def backward(self, grad, q, k, v, out, lse, ring):
+        dq, own, arrived = torch.zeros_like(q), None, None
+        for key_rank, kv in self.blocks(torch.stack([k, v]), ring):
+            dkv, part = torch.zeros_like(kv), self.part(ring, key_rank, q.shape[2])
+            if part is not None:
+                rows, columns, causal = part
+                keys = kv[..., columns, :]
+                final = self.final(ring, rows, columns, q, keys, out, lse)
+                new_dq, *new_dkv = ring.tile_backward(grad[:, :, rows], q[:, :, rows], *keys, *final, causal)
+                dq[:, :, rows] += new_dq
+                dkv[..., columns, :] = torch.stack(new_dkv)
+            if own is None:
+                own = dkv
+                continue
+            arrived = ring.pass_on(dkv if arrived is None else dkv + arrived())
+        return dq, *self.home(own, arrived)
+
+    def home(self, own, arrived):
+        return own if arrived is None else own + arrived()
+
+
+class OwnBlockAlone(Ring):
+    def forward(self, q, k, v, ring):
+        return ring.tile(q, k, v, True)
+
+
+class ForwardAlone:
+    forward, blocks, part, shares = Ring.forward, Ring.blocks, staticmethod(seen_part), Ring.shares
+
+
+class AddsUnshrunk(Ring):
+    def shares(self, lse, new_lse):
+        old, added, both = super().shares(lse, new_lse)
+        return torch.ones_like(old), added, both
+
+
+class SharesStayAway(Ring):
+    """The gradient of a block never comes back to its owner."""
+
+    def home(self, own, arrived):
+        arrived()
+        return own
+
+
+class EachTilesOwnSum(Ring):
+    def final(self, ring, rows, columns, q, keys, out, lse):
+        from course_lib.parallel.tiles import standard_forward
+
+        own_out, own_lse = standard_forward(q[:, :, rows], *keys, False)
+        return own_out, own_lse
+
+
+class SendsAfterwards(Ring):
+    def blocks(self, kv, ring):
+        for step in range(ring.size):
+            yield (ring.rank - step) % ring.size, kv
+            if step < ring.size - 1:
+                kv = ring.pass_on(kv)()
+
+
+class GoesAroundTwice(Ring):
+    """Right, but the blocks go around once more before the ring that computes."""
+
+    def forward(self, q, k, v, ring):
+        kv = torch.stack([k, v])
+        for _ in range(ring.size):
+            kv = ring.pass_on(kv)()
+        return super().forward(q, *kv, ring)
+
+
+class AlwaysContiguous(Ring):
+    @staticmethod
+    def part(ring, key_rank, s):
+        part = tile("contiguous", s, ring.rank, key_rank)
+        return part and (part.queries, part.keys, part.causal)
+
+
+class WholeTiles(Ring):
+    """Right with zig-zag too, but the kernel computes what the merge then throws away."""
+
+    def forward(self, q, k, v, ring):
+        ring.tile(q, k, v, False)
+        return super().forward(q, k, v, ring)
+
+
 WRONG = {
+    "MyRing": {
+        "check": check_ring,
+        "answers": [
+            (ForwardAlone, "there is no method backward yet"),
+            (OwnBlockAlone, "each saw its own keys alone"),
+            (AddsUnshrunk, "does the old output shrink too"),
+            (EachTilesOwnSum, "does tile_backward get the out and lse over all keys"),
+            (SharesStayAway, "come back to its owner"),
+            (GoesAroundTwice, "need no more than size - 1 ring steps"),
+            (SendsAfterwards, "step 3 (overlap)"),
+            (AlwaysContiguous, "step 4 (zig-zag): out is wrong"),
+            (WholeTiles, "of the ideal work"),
+        ],
+    },
     "my_positions": {
         "check": check_positions,
         "answers": [
