@@ -44,6 +44,8 @@ LEFT_OUT = {
     ): "Expects the parameter to already be moved to device standin",  # FSDP2, no mesh given
     ("04_in_depth", "try_native"): DDP,  # the last of four
     ("04_in_depth", "accelerated"): ASKED,
+    ("06", "save"): "PyTorch's checkpoints write storages themselves",
+    ("06", "load"): "to set the storage of a tensor",  # and read them
     ("08", "_peaks"): ASKED,
     ("08", "_sent"): ASKED,
     ("08", "train_step"): "PyTorch's pipelines ask their neighbours for shapes",
