@@ -50,7 +50,7 @@ CHAPTERS = (
     Chapter("06_sequence_parallel", 4, 2 << 30, ON_GPUS),
     Chapter("06_sequence_parallel_in_depth", 4, 2 << 30, ON_GPUS),
     Chapter("07_context_parallel", 4, 2 << 30, ON_GPUS),
-    Chapter("07_context_parallel_in_depth", 6, 2 << 30, ON_GPUS),
+    Chapter("07_context_parallel_in_depth", 4, 2 << 30, ON_GPUS),
     Chapter("08_pipeline_parallel", 4, 2 << 30, f"{ON_GPUS}; pipelines written by hand stay on the CPU"),
     Chapter("08_pipeline_parallel_in_depth", 4, 2 << 30, ON_GPUS),
     Chapter(

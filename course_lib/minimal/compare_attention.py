@@ -6,6 +6,7 @@ context_parallel_step. All of them run on real ranks, on the same numbers and te
 """
 
 import copy
+import math
 import time
 from collections.abc import Callable
 
@@ -88,7 +89,7 @@ def _output_difference(attend: Callable, seq_len: int, cut: Callable) -> float:
     where, shards = _mine(seq_len, cut)
     out = attend(*shards, where, dist.group.WORLD)
     expected = fused_attention(*_qkv(seq_len))[:, :, where[dist.get_rank()]]
-    return (out - expected).abs().max().item()
+    return _largest(out - expected)
 
 
 def _differences(attend: Callable, seq_len: int, cut: Callable) -> dict[str, float]:
@@ -100,7 +101,7 @@ def _differences(attend: Callable, seq_len: int, cut: Callable) -> dict[str, flo
     (expected * weight).sum().backward()
     pairs = [(out, expected[:, :, mine_s])]
     pairs += [(mine.grad, whole.grad[:, :, mine_s]) for mine, whole in zip(shards, full, strict=True)]
-    found = [(got - want).abs().max().item() for got, want in pairs]
+    found = [_largest(got - want) for got, want in pairs]
     return dict(zip(("out", "dq", "dk", "dv"), found, strict=True))
 
 
@@ -134,5 +135,10 @@ def _step_errors(step: Callable, seq_len: int, cut: Callable) -> tuple[float, fl
     expected = loss_of(reference, x_BS, y_BS)
     expected.backward()
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    worst = max(((mine.grad - want.grad).norm() / want.grad.norm()).item() for mine, want in pairs)
-    return abs(loss / expected - 1).item(), worst
+    worst = torch.stack([(mine.grad - want.grad).norm() / want.grad.norm() for mine, want in pairs])
+    return _largest(loss / expected - 1), _largest(worst)
+
+
+def _largest(difference: Tensor) -> float:
+    """The largest magnitude; what is no number counts as infinite, as Python's max would pass it over."""
+    return difference.detach().abs().nan_to_num(nan=math.inf).max().item()

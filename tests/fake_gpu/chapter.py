@@ -33,7 +33,16 @@ from torch.utils._pytree import tree_map
 from course_lib.launch import RankError, launcher
 from course_lib.training import TrainConfig
 
-LAUNCHERS = ("launch", "train_side_by_side", "measure_tensor")  # by name, in notebooks
+LAUNCHERS = (  # by name, in notebooks
+    "launch",
+    "train_side_by_side",
+    "measure_tensor",
+    "output_differences",
+    "compare_with_full_attention",
+    "compare_step_with_one_process",
+    "sent_blocks",
+    "kept_per_token",
+)
 REAL_LAUNCH = launcher.launch
 STEPS = 2  # of a training that has more
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)

@@ -52,6 +52,7 @@ LEFT_OUT = {
     ("08_in_depth", "native_all"): "PyTorch's pipelines ask their neighbours for shapes",
     ("08_in_depth", "run_all"): OTHERS,
     ("10", "train_some"): "its data is not allocated",  # PyTorch's checkpoints write and read storages themselves
+    ("07", "_step_errors"): "got mixed torch.Tensor and DTensor",  # the last of its calls: PyTorch's ring
     ("07_in_depth", "both_rings"): "got mixed torch.Tensor and DTensor",  # PyTorch's ring, under the fake group
 }
 

@@ -237,6 +237,23 @@ def test_tokens_that_see_their_own_rank_alone_are_right_on_the_first_rank_only()
     assert differences[0] < 1e-12 and min(differences[1:]) > 0.1
 
 
+def test_what_is_no_number_on_one_rank_is_not_passed_over():
+    def no_number(q, k, v, where, group):
+        out = RingAttention.apply(q, k, v, where, group)
+        return out * float("nan") if group.rank() == 1 else out
+
+    differences = compare_with_full_attention(no_number, 2, 32)
+    assert set(differences.values()) == {float("inf")}
+    assert output_differences(no_number, 2, 32)[1] == float("inf")
+
+    def no_gradient(model, x_BS, y_BS, where, group):
+        loss = context_parallel_step(model, x_BS, y_BS, where, group)
+        model.norm.weight.grad *= float("nan")
+        return loss
+
+    assert compare_step_with_one_process(no_gradient, 2, 32)[1] == float("inf")
+
+
 def test_the_model_of_the_comparison_is_the_same_on_every_rank():
     first, second = (copy.deepcopy(sharp_model(1)).state_dict() for _ in range(2))
     assert all(torch.equal(first[key], second[key]) for key in first)
