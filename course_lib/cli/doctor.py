@@ -47,6 +47,7 @@ CHAPTERS = (
     Chapter("04_zero", 4, 2 << 30, ON_GPUS),
     Chapter("04_zero_in_depth", 4, 2 << 30, f"{ON_GPUS}; Accelerate's trap is shown on the CPU", TRANSFORMERS),
     Chapter("05_tensor_parallel", 4, 2 << 30, ON_GPUS),
+    Chapter("05_tensor_parallel_in_depth", 4, 2 << 30, ON_GPUS),
     Chapter("06_sequence_parallel", 4, 2 << 30, ON_GPUS),
     Chapter("06_sequence_parallel_in_depth", 4, 2 << 30, ON_GPUS),
     Chapter("07_context_parallel", 4, 2 << 30, ON_GPUS),

@@ -35,6 +35,7 @@ class Stage(nn.Module):
     def forward(self, x):
         """Tokens (first stage) or hidden states in; hidden states or logits out."""
         x = self.embed(x)
+        # rotary positions: a cosine and a sine for each position, the same in every block
         tables = rope_tables(self.config, torch.arange(x.shape[1]), x.dtype)
         for block in self.blocks.values():
             x = block(x, *tables)
@@ -147,15 +148,16 @@ def needs(word, rank, last):
 
 def clock(lists, seconds):
     """Return when each instruction ends, and for each waiting rank its next word."""
+    # when each word ended; when each rank is free; where it stands in its list
     done, free, place = {}, [0] * len(lists), [0] * len(lists)
     moved = True
-    while moved:
+    while moved:  # until a round over all ranks moves none
         moved = False
         for rank, words in enumerate(lists):
             for word in words[place[rank] :]:
                 before = needs(word, rank, len(lists) - 1)
                 if not all(need in done for need in before):
-                    break
+                    break  # this rank waits; look at the next one
                 start = max([free[rank], *(done[need] for need in before)])
                 free[rank] = done[word, rank] = start + seconds[word[0]]
                 place[rank], moved = place[rank] + 1, True

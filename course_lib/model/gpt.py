@@ -53,8 +53,10 @@ class Attention(nn.Module):
         self.recompute_core = recompute == "selective"
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        products = self.project(x_BSD, (self.q, self.k, self.v))
-        q_BNSH, k_BNSH, v_BNSH = (heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for heads in products)
+        q_BNSH, k_BNSH, v_BNSH = (
+            heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for heads in self.project(x_BSD, (self.q, self.k, self.v))  # no name keeps them
+        )
         dropout = self.dropout if self.training else 0.0
         if self.recompute_core:
             out_BNSH = checkpoint(self.core, q_BNSH, k_BNSH, v_BNSH, self.causal, dropout, use_reentrant=False)

@@ -124,8 +124,10 @@ class Attention(nn.Module):
         self.recompute_core = recompute == "selective"
 
     def forward(self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
-        products = self.project(x_BSD, (self.q, self.k, self.v))
-        q_BNSH, k_BKSH, v_BKSH = (heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for heads in products)
+        q_BNSH, k_BKSH, v_BKSH = (
+            heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for heads in self.project(x_BSD, (self.q, self.k, self.v))  # no name keeps them
+        )
         q_BNSH, k_BKSH = rotate(q_BNSH, cos_SH, sin_SH), rotate(k_BKSH, cos_SH, sin_SH)
         if self.recompute_core:
             out_BNSH = checkpoint(self.core, q_BNSH, k_BKSH, v_BKSH, use_reentrant=False)

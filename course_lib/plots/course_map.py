@@ -31,7 +31,7 @@ COURSE = (
     Chapter(3, "Data\nparallelism", "splits the batch", (0,), "dp"),
     Chapter(4, "ZeRO", "splits the states", (0, 1, 3), "dp"),
     Chapter(5, "Tensor\nparallelism", "splits the matrices", (0, 1, 4), "tp"),
-    Chapter(6, "Sequence\nparallelism", "splits the norms", (1, 2, 5), "tp"),
+    Chapter(6, "Sequence\nparallelism", "splits the norms", (1, 5), "tp"),
     Chapter(7, "Context\nparallelism", "splits the sequence", (0, 2, 5, 6), "cp"),
     Chapter(8, "Pipeline\nparallelism", "splits the layers", (0, 1, 5), "pp"),
     Chapter(9, "Expert\nparallelism", "splits the experts", (0, 3, 4, 5), "ep"),

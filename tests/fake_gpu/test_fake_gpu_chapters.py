@@ -25,11 +25,12 @@ LIMIT_S = 3600  # on a machine that does much else
 DDP = "DDP's reducer is written in C++ and reads addresses"
 OTHERS = "KeyError: 'blocks.2"  # a parameter that another rank would send
 ASKED = "it asks for the CPU by name"
+NO_MESH = "Expects the parameter to already be moved to device standin"  # FSDP2, no mesh given
 LEFT_OUT = {
     ("00", "swap_and_hang"): ASKED,
     ("00", "only_some_take_part"): ASKED,
-    ("00", "wait_with_a_limit"): ASKED,
-    ("00", "call_another_collective"): ASKED,
+    ("00_in_depth", "wait_with_a_limit"): ASKED,
+    ("00_in_depth", "call_another_collective"): ASKED,
     ("00_in_depth", "on_the_wire"): ASKED,
     ("03", "train_with_ddp"): DDP,
     ("03_in_depth", "<lambda>"): DDP,
@@ -38,10 +39,8 @@ LEFT_OUT = {
     ("03_in_depth", "try_unused"): DDP,
     ("03_in_depth", "how_many"): ASKED,
     ("03_in_depth", "accelerated"): "Accelerate looks at the machine itself for GPUs",
-    (
-        "04",
-        "save_and_load",
-    ): "Expects the parameter to already be moved to device standin",  # FSDP2, no mesh given
+    ("04", "save_and_load"): NO_MESH,
+    ("04_in_depth", "most_memory"): NO_MESH,
     ("04_in_depth", "try_native"): DDP,  # the last of four
     ("04_in_depth", "accelerated"): ASKED,
     ("06", "save"): "PyTorch's checkpoints write storages themselves",

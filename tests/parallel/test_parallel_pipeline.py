@@ -345,7 +345,7 @@ def bytes_of_stage(engine, stage, batch):
     handles = [
         layer.register_forward_pre_hook(lambda _, args: inputs.update({args[0].data_ptr(): args[0]}))
         for layer in module.modules()
-        if type(layer) is nn.Linear
+        if isinstance(layer, nn.Linear)
     ]
     brought = tokens_BS.untyped_storage().nbytes() if is_first or is_last else 0  # tokens and targets, there before
     kept = kept_bytes(module, forward) - brought

@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from course_lib.plots import data_parallel as plots
+from course_lib.plots import style
 
 SIZES = {"embed.weight": 4, "block.weight": 6, "head.weight": 2}
 BUCKETS = [["head.weight", "block.weight"], ["embed.weight"]]
@@ -13,7 +14,7 @@ BUCKETS = [["head.weight", "block.weight"], ["embed.weight"]]
 
 def drawn(monkeypatch, show, *args):
     figures = []
-    monkeypatch.setattr(plots, "finish", figures.append)
+    monkeypatch.setattr(style, "finish", figures.append)
     show(*args)
     figures[0].canvas.draw()
     texts = [text.get_text() for text in figures[0].axes[0].texts]

@@ -6,13 +6,14 @@ import torch
 from pictures import overlapping_texts
 
 from course_lib.minimal.quantize import dynamic_code, normal_code
-from course_lib.plots import fine_tuning
+from course_lib.plots import fine_tuning, style
 
 
 @pytest.fixture
 def shown(monkeypatch):
     figures = []
-    monkeypatch.setattr(fine_tuning, "finish", figures.append)
+    for module in (fine_tuning, style):
+        monkeypatch.setattr(module, "finish", figures.append)
     yield figures
     for figure in figures:
         plt.close(figure)

@@ -6,7 +6,7 @@ import torch
 from pictures import overlapping_texts
 
 from course_lib.memory.states import RECIPES
-from course_lib.plots import precision
+from course_lib.plots import precision, style
 from course_lib.plots.formats import FORMATS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -15,7 +15,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 @pytest.fixture
 def shown(monkeypatch):
     figures = []
-    monkeypatch.setattr(precision, "finish", figures.append)
+    for module in (precision, style):
+        monkeypatch.setattr(module, "finish", figures.append)
     yield figures
     for figure in figures:
         plt.close(figure)

@@ -365,6 +365,15 @@ class SendsTwice(InOrder):
         return super().receive(src)
 
 
+class ReceivesInFloat32(InOrder):
+    """The default dtype, whatever the model's is."""
+
+    def receive(self, src):
+        x_BSD = torch.empty(*self.micro_batches[0][0].shape, self.stage.config.d_model)
+        dist.recv(x_BSD, src)
+        return x_BSD
+
+
 # ------------------------------------------------------------------------------------ 8. shorter
 def whole_backwards(p, m):
     return _words(make("1f1b", p, m))
@@ -472,6 +481,7 @@ WRONG = {
             (NewestFirst, "activations of its own micro-batch"),
             (HeadLeftOut, "have no gradient on any rank, first head.weight"),
             (SendsTwice, "one message a cut each way"),
+            (ReceivesInFloat32, "a message of 65,536 bytes came to a buffer of 32,768"),
         ],
     },
     "my_shorter": {

@@ -1,5 +1,6 @@
 """Grader of chapter 08, exercise 7: 1F1B on ranks, judged by gradients, messages and the order of work."""
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,7 @@ from course_lib.schedules import from_lists, one_f_one_b, problems, simulate
 DEADLOCK_S = 60.0  # a launch takes seconds
 MESSAGE_BYTES = SEQUENCES * SEQ_LEN * CONFIG.d_model * 8  # float64
 NO_BACKWARD = -1  # of torch._C._current_graph_task_id
+TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")  # as gloo says it
 
 
 @grader
@@ -25,6 +27,12 @@ def check_pipeline(answer, rng):
         except CheckFailed as failure:
             if "time limit" in str(failure):
                 fail(f"{where}: ranks wait for each other; start sends with dist.isend, and wait for them at the end")
+            if sizes := TOO_LONG.search(str(failure)):
+                sent, room = (f"{int(size):,}" for size in sizes.groups())
+                fail(
+                    f"{where}: a message of {sent} bytes came to a buffer of {room}; make the buffer with the shape of "
+                    "the hidden states and the dtype of the model's parameters, here float64"
+                )
             raise
         _expect_gradients([gradients for gradients, _, _ in results], count, where)
         _expect_order([list(words) for _, words, _ in results], where)
