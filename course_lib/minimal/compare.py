@@ -45,7 +45,17 @@ def compare_with_one_process(trainer: type, world_size: Size = 4, num_micro_batc
 
     A step of SGD shows a wrong factor of the gradient, which AdamW's first step hides. Computed in float64.
     """
-    return max(launch(_differences, world_size, trainer, num_micro_batches))
+    return max(launch(_largest_difference, world_size, trainer, num_micro_batches))
+
+
+@checked
+def differences_after_a_step(trainer: type, world_size: Size = 4, num_micro_batches: Size = 1) -> dict[str, float]:
+    """Return the largest difference of each parameter from one process, after one step of SGD.
+
+    In the order of the model. After one step only the parameters differ whose own gradient is wrong.
+    """
+    of_ranks = launch(_differences, world_size, trainer, num_micro_batches, sgd, 1)
+    return {name: max(differences[name] for differences in of_ranks) for name in of_ranks[0]}
 
 
 @checked
@@ -115,18 +125,20 @@ def micro_batches_of_rank(
     return micro_batches(*mine, num_micro_batches)
 
 
-def _differences(trainer: type, num_micro_batches: int) -> float:
-    found = []
-    for make_optimizer, steps in ((sgd, 1), (adamw, 2)):
-        made = trainer(build(CONFIG, dtype=torch.float64), make_optimizer, dist.group.WORLD)
-        for step in range(steps):
-            made.backward(micro_batches_of_rank(step, num_micro_batches, trainer=trainer))
-            made.update()
-        full, expected = made.full_parameters(), _one_process(make_optimizer, steps)
-        if full.keys() != expected.keys():
-            raise ValueError(f"full_parameters() lacks or adds {sorted(full.keys() ^ expected.keys())}; return all")
-        found += [(full[name] - expected[name]).abs().max().item() for name in expected]
-    return max(found)
+def _largest_difference(trainer: type, num_micro_batches: int) -> float:
+    runs = [_differences(trainer, num_micro_batches, *steps) for steps in ((sgd, 1), (adamw, 2))]
+    return max(difference for differences in runs for difference in differences.values())
+
+
+def _differences(trainer: type, num_micro_batches: int, make_optimizer, steps: int) -> dict[str, float]:
+    made = trainer(build(CONFIG, dtype=torch.float64), make_optimizer, dist.group.WORLD)
+    for step in range(steps):
+        made.backward(micro_batches_of_rank(step, num_micro_batches, trainer=trainer))
+        made.update()
+    full, expected = made.full_parameters(), _one_process(make_optimizer, steps)
+    if full.keys() != expected.keys():
+        raise ValueError(f"full_parameters() lacks or adds {sorted(full.keys() ^ expected.keys())}; return all")
+    return {name: (full[name] - expected[name]).abs().max().item() for name in expected}
 
 
 def _one_process(make_optimizer, steps: int) -> dict[str, Tensor]:

@@ -71,7 +71,8 @@ def attend_backward(grad_BNsH, tensors, rows, allowed_sk):
     ds_BNsk = p_BNsk * (grad_BNsH @ v_BNkH.mT - along_BNs1)
     ds_BNsk = ds_BNsk / math.sqrt(q_BNsH.shape[-1])
     dkv_BNkH = torch.stack([ds_BNsk.mT @ q_BNsH, p_BNsk.mT @ grad_BNsH])
-    dkv_BKkH = dkv_BNkH.unflatten(2, (-1, copies)).sum(3)  # copies of a head: summed
+    # (2, B, N, k, H) becomes (2, B, K, copies, k, H): copies of a head are summed
+    dkv_BKkH = dkv_BNkH.unflatten(2, (-1, copies)).sum(3)
     return ds_BNsk @ k_BNkH, dkv_BKkH
 
 

@@ -65,7 +65,9 @@ def show_ring(values: Iterable, moments: Sequence[Index], title: str) -> None:
         for axes, view in zip(panels[0], views, strict=True):
             _draw_ring(axes, view)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        legend = "outlined: the piece that is sent to the right neighbour \u00b7 green: the sum of all ranks"
+        legend = "outlined: the piece that is sent to the right neighbour"
+        if any(len(view.values) in counts for view in views for counts in view.summed):
+            legend += " \u00b7 green: the sum of all ranks"
         figure.supxlabel(legend, x=0.01, ha="left", fontsize=9)
         finish(figure)
 

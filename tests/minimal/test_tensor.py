@@ -122,6 +122,12 @@ def test_a_planted_bug_differs_from_one_process(wrong):
     assert compare_with_one_process(wrong, 2) > 1e-6
 
 
+def test_a_step_shows_which_parameters_are_wrong():
+    right, summed = (compare.differences_after_a_step(trainer, 2) for trainer in (TensorParallel, SumsNorms))
+    assert max(right.values()) < 1e-10 and list(right) == [name for name, _ in build(CONFIG).named_parameters()]
+    assert {name for name, difference in summed.items() if difference > 1e-6} == {n for n in summed if "norm" in n}
+
+
 def f_before_each_column(model, group):
     """Right, but it sends more: q, k and v each have their own f, and so have gate and up."""
     minimal.tensor_parallel(model, group, enter=lambda x, group: x)

@@ -358,6 +358,26 @@ def rest_left_out(x, group):
     return torch.cat([_phases(x[:even], group, size - 1, size - 1), x[even:]])
 
 
+def equal_pieces_by_split(x, group):
+    """Right wherever `split` gives N pieces; a short tensor has fewer."""
+    total, size = x.clone(), group.size()
+    pieces = total.split(math.ceil(len(x) / size))
+    for one_step in (reduce_scatter_step, all_gather_step):
+        for step in range(size - 1):
+            one_step(pieces, step, group)
+    return total
+
+
+def gathers_from_the_piece_before(x, group):
+    total, size = x.clone(), group.size()
+    pieces = total.tensor_split(size)
+    for step in range(size - 1):
+        reduce_scatter_step(pieces, step, group)
+    for step in range(size - 1):
+        all_gather_step(pieces, step + 1, group)
+    return total
+
+
 def all_send_first(x, group):
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     total = x.clone()
@@ -466,6 +486,8 @@ WRONG = {
             (ring_in_place, "your function changed its input"),
             (ring_of_means, "averaged, not summed"),
             (rest_left_out, "the length does not divide by"),
+            (equal_pieces_by_split, "IndexError"),
+            (gathers_from_the_piece_before, "the all-gather phase starts with a wrong piece"),
             (all_send_first, "let both messages start at once"),
             (built_in, "your function called all_reduce"),
             (own_tensor, "nothing was added"),

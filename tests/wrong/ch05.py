@@ -289,6 +289,14 @@ class WithoutF(TensorParallel):
     enter = staticmethod(lambda x, group: x)
 
 
+class SumsNorms(TensorParallel):
+    def update(self):
+        for name, param in self.model.named_parameters():
+            if "norm" in name:
+                param.grad = all_reduce(param.grad, self.group)
+        super().update()
+
+
 class ForgetsMicroBatches(TensorParallel):
     def backward(self, micro_batches):
         for x_BS, y_BS in micro_batches:
@@ -394,7 +402,8 @@ WRONG = {
         "check": check_tensor_parallel,
         "answers": [
             (ForgetsSameTokens, "needs `same_tokens = True`"),
-            (WithoutF, "is there an f in front of all columns"),
+            (WithoutF, "the first is embed.weight, and the last, which backward reaches first, is norm.weight"),
+            (SumsNorms, "9 of 39 parameters are wrong, the first is blocks.0.attention_norm.weight"),
             (ForgetsMicroBatches, "is each loss divided by the number of micro-batches"),
             (HeadStaysFull, "bytes of parameters, and its part is"),
             (FBeforeEachColumn, "bytes, and "),

@@ -19,7 +19,7 @@ def check_ring_all_reduce(answer, rng):
     """The sum on every rank, from messages between neighbours, with at most 2 (N - 1) pieces sent by each rank."""
     for world_size in (4, rng.choice([2, 3])):
         whole = world_size * rng.randrange(4, 20)
-        lengths = [whole, whole + rng.randrange(1, world_size)]
+        lengths = [whole, whole + rng.randrange(1, world_size), world_size + 1, world_size - 1]
         calls = [Call(one_each(rng, world_size, length)) for length in lengths]
         for call, everybody in zip(calls, run_calls(answer, calls, HANG), strict=True):
             for rank, seen in enumerate(everybody):
@@ -37,9 +37,36 @@ def _expect_sum(seen: Seen, rank: int, inputs: list[Tensor], where: str) -> None
         "it has its own tensor; nothing was added": inputs[rank],
         "averaged, not summed": total / len(inputs),
     }
+    _expect_no_early_gather(seen.result, inputs, rank, where)
     if not any(torch.allclose(seen.result, value) for value in wrong.values()):
         _expect_all_pieces(seen.result, total, rank, len(inputs), where)
     expect_close(seen.result, total, where, wrong)
+
+
+def _expect_no_early_gather(result: Tensor, inputs: list[Tensor], rank: int, where: str) -> None:
+    """Name the lesson's ring with an all-gather phase that starts one piece off: it passes on partial sums."""
+    for shift in (-1, 1):
+        if torch.equal(result, _gathered_from(inputs, rank, shift)) and not torch.equal(result, sum(inputs)):
+            fail(
+                f"{where}: the all-gather phase starts with a wrong piece: in step 0 rank r must send the piece that "
+                f"it has finished (in the lesson's ring piece r, here {rank}), and {'r + 1' if shift > 0 else 'r - 1'} "
+                "was sent, which is a partial sum"
+            )
+
+
+def _gathered_from(inputs: list[Tensor], rank: int, shift: int) -> Tensor:
+    """Return what the lesson's ring leaves on a rank if step s of its all-gather phase sends piece r + shift - s."""
+    size = len(inputs)
+    held = [[piece.clone() for piece in x.tensor_split(size)] for x in inputs]
+    for step in range(2 * (size - 1)):
+        first = -1 if step < size - 1 else shift + size - 1
+        sent = {r: (r + first - step) % size for r in range(size)}
+        carried = {r: held[r][piece].clone() for r, piece in sent.items()}
+        for r in range(size):
+            left = (r - 1) % size
+            arrived = carried[left]
+            held[r][sent[left]] = held[r][sent[left]] + arrived if step < size - 1 else arrived
+    return torch.cat(held[rank])
 
 
 def _expect_all_pieces(result: Tensor, total: Tensor, rank: int, size: int, where: str) -> None:

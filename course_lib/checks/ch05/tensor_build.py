@@ -7,8 +7,10 @@ from course_lib.checks.trainers import micro_batches
 from course_lib.memory.states import count_parameters
 from course_lib.memory.tensor import narrow
 from course_lib.minimal import compare_with_one_process, held_bytes, sent_bytes
-from course_lib.minimal.compare import CONFIG
+from course_lib.minimal.compare import CONFIG, differences_after_a_step
 from course_lib.minimal.tensor import TensorParallel
+
+LARGEST_DIFFERENCE = 1e-9  # in float64
 
 
 @grader
@@ -34,7 +36,7 @@ def check_tensor_parallel(answer, rng):
 def _expect_right(answer: type, world_size: int, num_micro_batches: int) -> None:
     with rank_errors_as_failures(world_size):
         difference = compare_with_one_process(answer, world_size, num_micro_batches)
-    if not difference < 1e-9:
+    if not difference < LARGEST_DIFFERENCE:
         hint = (
             "is each loss divided by the number of micro-batches"
             if num_micro_batches > 1
@@ -42,8 +44,20 @@ def _expect_right(answer: type, world_size: int, num_micro_batches: int) -> None
         )
         fail(
             f"with {micro_batches(num_micro_batches)} on {world_size} ranks a parameter differs from one process by "
-            f"{difference:.1e}; {hint}?"
+            f"{difference:.1e}; {_wrong_after_a_step(answer, world_size, num_micro_batches)}{hint}?"
         )
+
+
+def _wrong_after_a_step(answer: type, world_size: int, num_micro_batches: int) -> str:
+    """Name the parameters with a wrong gradient: backward reaches the last of them first."""
+    differences = differences_after_a_step(answer, world_size, num_micro_batches)
+    wrong = [name for name, difference in differences.items() if not difference < LARGEST_DIFFERENCE]
+    if not wrong:
+        return ""
+    return (
+        f"after one step of SGD {len(wrong)} of {len(differences)} parameters are wrong, the first is {wrong[0]}, and "
+        f"the last, which backward reaches first, is {wrong[-1]}; "
+    )
 
 
 def _expect_parts(answer: type, world_size: int) -> None:

@@ -70,7 +70,7 @@ def _expect_right_gradients(errors: dict[str, float], world_size: int) -> None:
     if wrong == norms:
         fail(
             "the loss is right, and the gradient of every norm is not: a rank has its own tokens' part of it, so add "
-            "the parts of all ranks, once per step"
+            "the parts of all ranks, once per step; all_reduce does not change its argument: use the value it returns"
         )
     if wrong and wrong < norms:
         fail(f"the gradients of {len(wrong)} of {len(norms)} norms are not summed: {sorted(wrong)[0]} is one of them")

@@ -108,7 +108,8 @@ RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
 def _expect_way(ranks: list[Built], way: str, zigzag: bool) -> None:
     """The results of one pass, and no more bytes than it takes."""
-    step = "step 4 (zig-zag)" if zigzag else "step 1 (forward)" if way == "forward" else "step 2 (backward)"
+    first = "step 1 (forward)" if way == "forward" else "step 2 (backward)"
+    step = "steps 1 to 3 are right; step 4 (zig-zag)" if zigzag else first
     sent, size = [seen.sent[way] for seen in ranks], len(ranks)
     if max(sent) == 0:
         fail(f"{step}: no rank passed a block on, so each saw its own keys alone; call ring.pass_on")
@@ -154,8 +155,9 @@ def _expect_even(ranks: list[Built], S: int) -> None:
         share = all_pairs(S) / len(ranks) / max(seen.pairs[way] for seen in ranks)
         if share < TARGET:
             fail(
-                f"step 4 (zig-zag): the {way} pass reaches {share:.0%} of the ideal work, and {TARGET:.0%} is the "
-                "target; give the kernel half of the keys of an earlier rank, and half of your queries for a later one"
+                f"steps 1 to 3 are right; step 4 (zig-zag): the {way} pass reaches {share:.0%} of the ideal work, and "
+                f"{TARGET:.0%} is the target; give the kernel half of the keys of an earlier rank, and half of your "
+                "queries for a later one"
             )
 
 
