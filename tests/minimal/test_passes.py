@@ -11,10 +11,11 @@ from course_lib.memory.activations import block_terms
 from course_lib.minimal import flops_of_a_pass, gradient_difference, kept_bytes, memory_of_a_pass, peak_activations
 from course_lib.minimal.accumulate import accumulate
 from course_lib.minimal.offload import HostOffload
-from course_lib.minimal.passes import DROPOUT_CONFIG, PASS_CONFIG, model_and_batch, no_change
+from course_lib.minimal.passes import DROPOUT_CONFIG, PASS_CONFIG, full_batch, model_and_batch, no_change
 from course_lib.minimal.recompute import Recomputed, own_leaf, recompute_cores, recompute_segments
 from course_lib.model import build
 from course_lib.training import accumulate_gradients, loss_of
+from course_lib.training.data import micro_batches
 from course_lib.training.offload import offload_activations
 
 TOKENS, SEQ_LEN, LAYERS = 4 * 256, 256, PASS_CONFIG.num_layers
@@ -115,6 +116,32 @@ def test_means_that_are_not_weighted_are_found():
             loss_of(model, x_BS[row : row + 1], y_BS[row : row + 1]).backward()
 
     assert gradient_difference(backward=summed) > 1e-3
+
+
+def gradients_with_padding(backward):
+    """Return the gradients where rows have 1, 1/2, 1/4 and 1/8 of their targets; the other targets are -100."""
+    model, (x_BS, y_BS) = model_and_batch(no_change, 64, PASS_CONFIG, torch.float64)
+    y_BS = y_BS.clone()
+    for row in range(len(y_BS)):
+        y_BS[row, y_BS.shape[1] >> row :] = -100
+    backward(model, x_BS, y_BS)
+    return torch.cat([param.grad.flatten() for param in model.parameters()])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_ignored_targets_do_not_count(count):
+    found = gradients_with_padding(partial(accumulate, num_micro_batches=count))
+    assert (found - gradients_with_padding(full_batch)).abs().max() < 1e-14
+
+
+def test_shares_of_all_positions_are_found():
+    def by_positions(model, x_BS, y_BS):
+        for x_part, y_part in micro_batches(x_BS, y_BS, 4):
+            (loss_of(model, x_part, y_part) * y_part.numel() / y_BS.numel()).backward()
+
+    assert gradient_difference(backward=by_positions) < 1e-14  # without ignored targets it is right
+    right = gradients_with_padding(full_batch)
+    assert (gradients_with_padding(by_positions) - right).norm() > 0.05 * right.norm()
 
 
 def test_four_micro_batches_keep_a_quarter_and_their_gradients_wait_beside_it():
