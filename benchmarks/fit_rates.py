@@ -22,8 +22,16 @@ from course_lib.predict.rates import RANGES, RATES, Rates
 from course_lib.predict.table import read_models, read_rows, run_of
 from course_lib.run import Run
 
-OF_MEMORY = ("activation_scale", "logits_bytes", "gathered_copies", "gathered_copies_without_pipeline")
-OF_TIME = tuple(name for name in RANGES if name not in OF_MEMORY)
+OF_MEMORY = ("activation_scale", "logits_bytes", "gathered_copies")
+OF_TIME = (
+    "dense_share",
+    "eager_passes",
+    "layer_launch_ms",
+    "tp_hop_ms",
+    "tp_hop_waiting_ms",
+    "stall_s",
+    "data_share",
+)
 USEFUL_MFU = 10.0  # percent: below, a run mostly waits, and counts half
 
 
@@ -53,8 +61,8 @@ def read_measured(path: Path, models: Mapping, seq_len: int) -> list[Measured]:
     ]
 
 
-def memory_gb(one: Measured, rates: Rates) -> float:
-    return sum(nanotron.memory_of(one.run, rates, one.nodes).values()) / GB
+def memory_gb(one: Measured, rates: Rates, cluster: Cluster) -> float:
+    return sum(nanotron.memory_of(one.run, rates, one.nodes, cluster.gpu.usable_bytes).values()) / GB
 
 
 def speed(one: Measured, rates: Rates, cluster: Cluster) -> float:
@@ -65,8 +73,12 @@ def speed(one: Measured, rates: Rates, cluster: Cluster) -> float:
 
 
 def fit(measured: Sequence[Measured], cluster: Cluster) -> Rates:
-    """Fit the four rates of memory, then the eight of time; outliers count little."""
-    rates = _fitted(RATES, OF_MEMORY, lambda r: [np.log(memory_gb(m, r) / m.memory_gb) for m in measured], "soft_l1")
+    """Fit nanotron's rates of memory, then those of time; outliers count little."""
+
+    def off_in_memory(rates: Rates) -> list[float]:
+        return [np.log(memory_gb(m, rates, cluster) / m.memory_gb) for m in measured]
+
+    rates = _fitted(RATES, OF_MEMORY, off_in_memory, "soft_l1")
 
     def off(rates: Rates) -> list[float]:
         weights = [1.0 if m.mfu_pct >= USEFUL_MFU else 0.5 for m in measured]
@@ -100,7 +112,7 @@ def _fitted(rates: Rates, names: Sequence[str], off: Callable[[Rates], list[floa
 
 def errors(measured: Sequence[Measured], rates: Rates, cluster: Cluster) -> dict[str, float]:
     """The figures by which predictions are judged."""
-    memory = np.array([memory_gb(m, rates) / m.memory_gb - 1 for m in measured])
+    memory = np.array([memory_gb(m, rates, cluster) / m.memory_gb - 1 for m in measured])
     useful = [m for m in measured if m.mfu_pct >= USEFUL_MFU]
     tokens = np.array([speed(m, rates, cluster) / m.tokens_per_s_per_gpu - 1 for m in useful])
     cells = defaultdict(list)
@@ -135,10 +147,16 @@ def draw(measured: Sequence[Measured], rates: Rates, cluster: Cluster, path: Pat
 
     figure = Figure(figsize=(11, 5.2), layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2)
-    kinds = [nanotron.memory_of(m.run, rates, m.nodes) for m in measured]
+    kinds = [nanotron.memory_of(m.run, rates, m.nodes, cluster.gpu.usable_bytes) for m in measured]
     parts = [nanotron.seconds_of(m.run, cluster, rates, m.nodes) for m in measured]
     panels = [
-        (left, kinds, [m.memory_gb for m in measured], [memory_gb(m, rates) for m in measured], "peak GB a GPU"),
+        (
+            left,
+            kinds,
+            [m.memory_gb for m in measured],
+            [memory_gb(m, rates, cluster) for m in measured],
+            "peak GB a GPU",
+        ),
         (
             right,
             parts,

@@ -8,6 +8,7 @@ Three habits of datasheets to know:
 """
 
 from dataclasses import dataclass
+from math import log
 from typing import Literal
 
 from course_lib.validate import Amount, Positive, Size, check_fields, checked, one_of
@@ -32,6 +33,7 @@ class GPU:
     fp8_flops: Positive | None
     link: str  # to its neighbours in the node: a key of LINKS
     source: str
+    sustained: Positive = 1.0  # the rate that it keeps up under a power cap, over an uncapped one's; or calibrated
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -55,6 +57,7 @@ class Link:
     achieved_share: Positive = 1.0  # of the line rate: what a ring's bus bandwidth is at best
     low_latency_bytes_per_s: Positive | None = None  # the most that the LL protocol gives
     switch_share: Positive | None = None  # of the line rate: an all-reduce's bus bandwidth where the switch sums
+    measured: bool = False  # collectives over several nodes get no more than measured_bus_bandwidth
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -78,9 +81,9 @@ class Cluster:
         check_fields(self)
 
 
-def _gpu(name, memory_gib, usable_gib, memory_gb_per_s, tflops, link, source):  # of fp32, tf32, fp16, bf16, fp8
-    peaks = [None if tera is None else tera * TERA for tera in tflops]
-    return GPU(name, memory_gib * GIB, int(usable_gib * GIB), memory_gb_per_s * GB, *peaks, link, source)
+def _gpu(name, memory_gib, usable_gib, memory_gb_per_s, tflops, link, source, sustained=1.0):
+    peaks = [None if tera is None else tera * TERA for tera in tflops]  # of fp32, tf32, fp16, bf16, fp8
+    return GPU(name, memory_gib * GIB, int(usable_gib * GIB), memory_gb_per_s * GB, *peaks, link, source, sustained)
 
 
 # usable: the total capacity in PyTorch's out-of-memory messages of such GPUs, as found in public reports.
@@ -100,6 +103,9 @@ GPUS: dict[str, GPU] = {
                     "NVIDIA A100 datasheet, dense column"),
     "h100": _gpu("H100 SXM 80 GB", 80, 79.19, 3350, (67, 494.5, 989, 989, 1979), "nvlink4",
                  "NVIDIA H100 datasheet, halved: it prints sparsity (BF16 1979, FP8 3958); 989 as in torchtitan"),
+    "h100-96": _gpu("H100 SXM 96 GB, 500 W", 96, 95.0, 2400, (67, 494.5, 989, 989, 1979), "nvlink4",
+                    "torchtitan's benchmarks of December 2024: HBM2e, 2.4 TB/s, 500 of 700 W; usable memory assumed",
+                    500 / 700),
     "h200": _gpu("H200 SXM 141 GB", 141, 139.80, 4800, (67, 494.5, 989, 989, 1979), "nvlink4",
                  "NVIDIA H200 datasheet, halved: it prints sparsity (BF16 1979, FP8 3958)"),
     "b200": _gpu("B200 (HGX) 180 GB", 180, 178.35, 8000, (80, 1100, 2250, 2250, 4500), "nvlink5",
@@ -153,6 +159,8 @@ LINKS: dict[str, Link] = {
     "ib-ndr400": _link("InfiniBand NDR", 14, 50, 100, "400 Gb/s a port, one port a GPU", **_NETWORK),
     "roce-400": _link("RoCE 400G", 14, 50, 100, "Llama 3 paper (arXiv:2407.21783): 400 Gb/s a GPU", **_NETWORK),
     "efa": _link("EFA v2 (p5.48xlarge)", 14, 50, 100, "AWS EC2 guide: 3,200 Gb/s a node of 8 GPUs", **_NETWORK),
+    "efa-measured": _link("EFA v2, collectives as measured", 14, 50, 100, "Ultra-Scale Playbook, bandwidth over nodes",
+                          **_NETWORK, measured=True),
     "ethernet-100g": _link("Ethernet 100G", 14, 12.5, 25, "100 Gb/s", **_NETWORK),
     "nvme": _link("NVMe SSD, PCIe 4.0 x4", 100, 7, 7, _ASSUMED + "; PCIe 4.0 x4 allows 7.9 GB/s", _ASSUMED),
 }
@@ -162,6 +170,7 @@ LINKS: dict[str, Link] = {
 # Source: Ultra-Scale Playbook, data of its figure of bandwidth over nodes. It does not say whether these are bus or
 # algorithm bandwidth; the course reads them as bus bandwidth. 436 GB/s is then more than a ring's 370: the NVSwitch
 # sums. As algorithm bandwidth it would be 763 GB/s of bus bandwidth, which nobody has measured on NVLink 4.
+MEASURED_PER_NODE = 8
 PUBLISHED_BUS_BANDWIDTH: dict[str, dict[int, float]] = {
     "all_reduce": {
         1: 435.9668e9, 2: 361.7492e9, 4: 160.1395e9, 8: 99.5643e9, 16: 84.7405e9, 32: 64.9254e9, 64: 32.9378e9,
@@ -271,6 +280,22 @@ def published_link(num_nodes: Size, collective: Literal[tuple(PUBLISHED_BUS_BAND
         source="Ultra-Scale Playbook, bandwidth over nodes, 256 MB",
         latency_source="none to add: the measured bandwidth has it inside",
     )
+
+
+@checked
+def measured_bus_bandwidth(num_nodes: Size, collective: Literal[tuple(PUBLISHED_BUS_BANDWIDTH)]) -> float:
+    """Bytes per second over that many nodes of 8 H100 with EFA, by PUBLISHED_BUS_BANDWIDTH.
+
+    Between two numbers of nodes that were measured it is a straight line on logarithmic axes; beyond the last one
+    it is the last one's, which is more than such a cluster would give.
+    """
+    measured = PUBLISHED_BUS_BANDWIDTH[collective]
+    fewer = max(nodes for nodes in measured if nodes <= num_nodes)
+    more = min((nodes for nodes in measured if nodes >= num_nodes), default=fewer)
+    if fewer == more:
+        return measured[fewer]
+    way = log(num_nodes / fewer) / log(more / fewer)
+    return measured[fewer] ** (1 - way) * measured[more] ** way
 
 
 @checked

@@ -42,6 +42,8 @@ Check = Callable[[str, Any], None]
 
 def whole(name: str, value: object, least: int = 1, most: int = LARGEST) -> None:
     """Raise unless the value is a whole number from `least` to `most`; True is none, and neither is 2.0."""
+    if type(value) is int and least <= value <= most:
+        return  # the usual case, soon answered
     limits = f"from {least} to {most}" if abs(least) < LARGEST and most < LARGEST else ""
     if not limits and least > -LARGEST:
         limits = f"of at least {least}" if not _is_whole(value) or value < least else f"of at most {most:g}"

@@ -57,6 +57,7 @@ def transformers_model(config):
     return model_class(config_class(**shape), add_pooling_layer=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_as_many_parameters_as_the_transformers_model(name):
     config = PRESETS[name]

@@ -74,6 +74,11 @@ def test_networks_between_nodes():
     assert LINKS["ib-hdr200"].bytes_per_s == 25e9
 
 
+def test_four_lanes_of_pcie_4_carry_what_a_fast_drive_gives():
+    lanes = [LINKS[key].bytes_per_s / 4 / 1e9 for key in ("pcie3", "pcie4")]  # claim C252
+    assert lanes == pytest.approx([3.9, 7.9], abs=0.05) and lanes[0] < LINKS["nvme"].bytes_per_s / 1e9 < lanes[1]
+
+
 def test_nvlink_is_ten_to_fifteen_times_pcie_4():
     both = {key: LINKS[key].both_directions_bytes_per_s for key in ("nvlink3", "nvlink4", "pcie4")}
     assert both["nvlink4"] / both["pcie4"] == pytest.approx(14.1, rel=0.02)  # claim C165

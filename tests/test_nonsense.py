@@ -13,6 +13,7 @@ import pkgutil
 import re
 import signal
 import traceback
+import typing
 from collections import Counter
 from functools import partial
 from importlib import import_module
@@ -23,25 +24,32 @@ import torch
 
 import course_lib
 from course_lib import traffic
+from course_lib.claims import FORMULAS, ledger
+from course_lib.cluster import Site
 from course_lib.compare.profile import Row
 from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
+from course_lib.labs import Machine, lab_named
 from course_lib.layout import Layout, Mesh
 from course_lib.layout.experts import ExpertLayout
+from course_lib.measure.trace import RankTrace
 from course_lib.memory.budget import budget, budgets
 from course_lib.memory.states import LoRA, Recipe, StateBytes
 from course_lib.memory.zero import Offload, offload_link_bytes
 from course_lib.model import build, moe_layers
 from course_lib.model.moe import route
 from course_lib.model.synthetic_routing import synthetic_routing
+from course_lib.plan import Job
 from course_lib.plots.data_parallel import backward_on_streams
+from course_lib.plots.expert_concepts import ExpertKind
 from course_lib.run import Run
 from course_lib.schedules import Costs, make, simulate
+from course_lib.simulate.two_hosts import MEASURED
 from course_lib.span import Span
 from course_lib.timing.data import ZeroLayer
+from course_lib.timing.failures import Failures
 from course_lib.train import TrainPlan
 from course_lib.train.options import Options
-from course_lib.training.loop import TrainConfig, TrainRecord
 from course_lib.training.precision import Precision
 from course_lib.widgets.context import ContextChoice, explore_context
 from course_lib.widgets.data_parallel import DPChoice, explore_dp
@@ -66,6 +74,7 @@ SCHEDULE = make("1f1b", 2, 4)
 MIXTURE = preset("toy-moe")
 RUN = Run(preset("toy"), Layout.parse("dp=2,pp=2,micro_batches=2"), seq_len=16)
 MIXTURE_RUN = Run(MIXTURE, Layout.parse("dp=2,ep=2"), seq_len=16)
+JOB = Job(preset("toy"), Cluster(gpu("h100"), link("nvlink4"), link("efa")), 2, 64, 128)
 EXPERTS = ExpertLayout(num_experts=8, ep_size=2)
 ROUTES = synthetic_routing(EXPERTS, tokens_per_rank=4, top_k=2)
 ROWS = [[1, 2], [3, 4]]
@@ -74,6 +83,7 @@ CURVE = {1.0: 2.0, 2.0: 3.0}
 LINK_BYTES = offload_link_bytes(StateBytes(8, 8, 16), Offload("host"))
 ZERO_LAYER = ZeroLayer(1.0, 2.0, 0.5, 0.5)
 RANKS = [[1.0, 2.0], [3.0, 4.0]]
+CLAIM = ledger()[0]
 ROUTING = route(torch.randn(6, 8), MIXTURE.moe)
 
 
@@ -84,6 +94,19 @@ def routed():
     return moe_layers(model)[0]
 
 
+RANK_TRACE = RankTrace(0, (Span(0, "compute", "gemm", 0.0, 1.0), Span(0, "tp", "all_reduce", 1.0, 2.0)), 3.0, "cpu")
+LAB_RUN = {
+    "lab": lab_named("05"),
+    "machine": Machine(),
+    "layout": Layout.parse("dp=2,tp=4"),
+    "measured": {
+        "lab": "05",
+        "device": "cpu",
+        "ranks": 4,
+        "nodes": 1,
+        "runs": [{"layout": "dp=4", "step_s": 0.1, "tokens_per_s_per_gpu": 9.0, "peak_bytes": None, "sent_bytes": 8.0}],
+    },
+}
 LINEAR = torch.nn.Linear(2, 2)
 PARAMETER = {"parameter": LINEAR.weight}
 PARAMETERS = {"parameters": [LINEAR.weight]}
@@ -97,10 +120,21 @@ def in_floats(record) -> dict:
     return {name: float(value) if isinstance(value, int) else value for name, value in vars(record).items()}
 
 
+def in_hinted_floats(claim) -> dict:
+    """A claim's arguments, whole numbers as floats where its formula takes those."""
+    hints = typing.get_type_hints(FORMULAS[claim.formula])
+    return {name: float(value) if hints[name] is float else value for name, value in claim.arguments.items()}
+
+
+FORMULA_ARGUMENTS = {claim.formula: in_hinted_floats(claim) for claim in ledger()[::-1] if claim.formula}
+
 # What a parameter of that name is in a call that works.
 VALUES = {
     "attention": "fused",
     "cluster": Cluster(gpu("h100"), link("nvlink4"), link("efa")),
+    "failures": Failures(100.0, 10.0, 10.0),
+    "mtbf_of_gpu_s": 1e6,
+    "interval_s": 100.0,
     "forward_s": 1.0,
     "backward_s": 2.0,
     "comm_s": 1.0,
@@ -272,11 +306,50 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "Sent": "made by sent",
         "MoeTraffic": "made by moe_traffic",
         "moe_traffic": {"experts": ROUTES, "layout": EXPERTS},
-        "dropped": {"counts": ROWS},
-        "imbalance": {"load": [1, 2]},
     },
     "traffic.step": {},
     "traffic.tensor": {},
+    "cluster.judge": {
+        **dict.fromkeys(("Row", "Report", "Slower"), "made by judge"),
+        "compare_seconds": {"seconds": CURVE},
+        "judge": "reads what ranks have measured",
+    },
+    "cluster.site": {
+        "Site": {"python": ...},  # a site's own word
+        "read_site": "reads a file",
+        "batch_script": {"site": Site(), "what": "train"},
+        "write_site": "writes files",
+    },
+    "cluster.measure": {
+        "Probe": {},
+        "probe_for": {"device": torch.device("cpu"), "folder": None, "message_mb": None},
+        "pairs_of": {},
+        "phases_of": {"pairs": [(0, 1), (2, 3)]},
+        **dict.fromkeys(
+            (
+                *("check_cluster", "measure", "compute_seconds", "multiply", "timed", "collective_seconds"),
+                *("link_seconds", "there_and_back", "ask_clock", "see_shared_folder", "write_note", "sees"),
+            ),
+            "called on ranks by check_cluster",
+        ),
+    },
+    "cluster.gpus": dict.fromkeys(("look_at_gpu", "ask_nvml"), "asks a GPU's driver"),
+    "cluster.options": {"Check": {"layout": None, "backend": ...}},  # texts that become records, checked
+    "cluster.__main__": {
+        "run_as_script": "ends this process",
+        "run_check": "joins a world",
+        "cluster_here": "called by run_check",
+    },
+    "labs.table": {"Lab": "made by the table of labs", "lab_named": {"chapter": "05"}},
+    "labs.sheet": {
+        "Machine": {"gpu": "h100", "nodes_link": "efa"},
+        "launch_lines": "called by sheet",
+        **{name: LAB_RUN for name in ("modelled", "modelled_sent", "sheet", "compare", "form")},
+    },
+    "labs.measure": {
+        **dict.fromkeys(("run_lab", "measure_layout", "tokens_of"), "called on ranks"),
+    },
+    "labs.__main__": {"Options": "read from the command line; run looks the chapter up", "run": "joins a world"},
     "train.options": {
         "Options": {"model": ..., "layout": ..., "resume": ..., "backend": ...},  # texts that become records, checked
         "read": "reads the command line",
@@ -285,11 +358,37 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "check_world": {"world_size": 2, "engine": ...},
         "check_folders": {"options": Options()},
     },
+    "train.health": {
+        "differences": {"of_ranks": [{"the loss": "1"}, {"the loss": "1"}]},
+        "same_data": {"of_ranks": [{"the tokens of dp=0": "1"}, {"the tokens of dp=1": "2"}]},
+        "slowest_rank": {"seconds": RANKS, "factor": 1.2},
+        **dict.fromkeys(
+            ("compare_ranks", "numbers_of", "checksum", "gather_seconds"), "called on ranks by the trainer"
+        ),
+    },
+    "train.spikes": {
+        "batch_of_step": {"skipped": [1]},
+        **dict.fromkeys(
+            ("spike_in", "StateCopy", "host_copy", "SpikeGuard", "not_finite_on", "LossSpike"),
+            "called on ranks by the trainer",
+        ),
+    },
+    "train.watch": {
+        **dict.fromkeys(("look", "read_run"), "read the logs in a folder"),
+        "RankNow": "made by rank_now",
+        "RunNow": "made by look",
+        "rank_now": {"lines": [], "window": 3, "now_s": 1.0},
+        "verdict": "called by look",
+        "table": "called with what look returned",
+        **dict.fromkeys(("steps_of", "own_seconds", "state_of"), "called by look, with lines of a log"),
+    },
     "train.plan": {
         "check_settings": {"saved": {"model": {}, "decay": "none"}, "now": {"model": {}, "decay": "none"}},
+        "check_ranks": {"of_ranks": [{}]},
+        "check_rollback": {"checkpoints": None},
         "seed_step": {"coordinates": {"dp": 0}},
     },
-    "training.data": {"decode": {"tokens_S": torch.zeros(3, dtype=torch.long)}},
+    "training.data": {},
     "model.lora": {"apply_lora": {"model": build(preset("toy"))}},
     "training.offload": {"OffloadRecord": "made by offload_activations"},
     "model.moe": {
@@ -341,13 +440,9 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "clip_gradients": WITH_GRADIENT | {"max_norm": 1.0},
     },
     "training.loop": {
-        "TrainRecord": "made by train",
-        "describe": {"record": TrainRecord([1.0], [1.0], 1.0, 1)},
         "make_optimizer": {"precision": "fp32"},
-        "train": {"model_config": preset("toy"), "train_config": TrainConfig(1, 8), "device": ..., "progress": ...},
         "train_step": {"optimizer": torch.optim.SGD(LINEAR.parameters()), "precision": "fp32", "scaler": ...},
         "accumulate_gradients": {"precision": None},
-        "progress_bar": {"total": 2, "shown": False},
         "wait_for": "devices are torch's to read",
         "peak_memory_bytes": {"device": ...},
     },
@@ -383,9 +478,25 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "crossing_s": {"link_bytes": LINK_BYTES},
         "offload_s": {"link_bytes": LINK_BYTES},
     },
+    "timing.experts": {
+        "expert_layer_spans": {"seconds": {"attention": 4.0, "dispatch": 2.0, "experts": 4.0, "combine": 2.0}}
+    },
+    "timing.failures": {
+        "Failures": {"mtbf_s": 100.0, "save_s": 10.0, "restart_s": 10.0},
+        **{name: {"interval_s": 100.0} for name in ("shares", "goodput", "simulated_goodput")},
+    },
     "timing.rates": {},
     "timing.step": {"StepTime": "made by step_time"},
     "timing.tensor": {"Part": "made by layer_parts"},
+    "plan.job": {"Job": {"num_gpus": 8, "seq_len": 64, "batch_tokens": 512, "framework": None}},
+    "plan.option": {
+        "Option": "made by work_out",
+        "work_out": {"job": JOB, "layout": Layout(dp=2)},
+        "option_of": "called by the search for each layout that fits",
+        "steady": "called by the search for each layout",
+        "states_bytes": "called by the search for each layout",
+        "fullest_budget": "called by the search for each layout",
+    },
     "memory.run": {"Run": {"recipe": "fp32"}},
     "memory.papers": {},
     "memory.states": {
@@ -433,6 +544,20 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_throughput": {"published": CURVE, "model": CURVE},
         "show_alpha_beta": {},
     },
+    "plots.rank_traces": {
+        "rank_rows": {"traces": [RANK_TRACE]},
+        "show_rank_traces": {"traces": [RANK_TRACE]},
+        "RankRow": "made by rank_rows",
+        **dict.fromkeys(("draw_lanes", "draw_sums"), "drawn by show_rank_traces"),
+    },
+    "measure.trace": {
+        "read_trace": "reads a file",
+        "read_traces": "reads a folder",
+        "seconds_of": {"trace": RANK_TRACE},
+        "lines_of": {"trace": RANK_TRACE},
+        **dict.fromkeys(("calls_of", "trace_step"), "called on ranks"),
+        **dict.fromkeys(("Call", "Calls", "RankTrace", "RankSeconds", "Line"), "made by the functions of the module"),
+    },
     "plots.data_parallel": {
         "show_buckets": {"sizes": {"w": 4, "b": 2}, "buckets": [["b"], ["w"]]},
         "backward_on_streams": {},
@@ -443,6 +568,25 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_balance": {"loads": {"none": [[1.0, 2.0], [2.0, 2.0]]}},
         "show_parameters": {"parameters": {"dense": (4.0, 4.0)}},
     },
+    "plots.expert_concepts": {
+        "show_dense_and_experts": {},
+        "finer": {"kind": ExpertKind(8, 2, 0, 1.0), "parts": 2},
+        "show_expert_kinds": {"kinds": {"coarse": ExpertKind(8, 2, 0, 1.0)}},
+        "show_sorted_rows": {"expert_Tk": [[0, 1], [1, 3]]},
+        "grouped_share_of_peak": {"rows": 8.0},
+        "show_rows_per_expert": {"points": {"one": 8.0}},
+    },
+    "plots.expert_ranks": {
+        "show_travelling_rows": {"expert_Tk": [[[0, 1]], [[2, 3]]], "layout": ExpertLayout(4, 2)},
+        "show_gradient_path": {"knows_gradient": True},
+        "show_two_cuts": {},
+        "show_owners": {},
+    },
+    "plots.failures": {
+        "share_rows": {"intervals_s": [100.0, 200.0]},
+        "show_checkpoint_interval": {"intervals_s": ...},
+    },
+    "plots.hosts": {"show_two_hosts": {"rows": MEASURED}, "link_widths": {"rows": MEASURED}},
     "plots.five_d": {
         "show_ranks": {},
     },
@@ -490,12 +634,29 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "widgets.pipeline_puzzle": {"check_puzzle": {"num_micro_batches": 1}, "best_known": {"split": False}},
     "widgets.tensor": {"explore_tensor": {"chosen": TensorChoice()}},
     "widgets.zero": {"explore_zero": {"chosen": ZeroChoice()}},
+    "claims.record": {
+        "Claim": "made by ledger, from rows that it checks",
+        "claims": {"topic": "zero", "verdict": "wrong", "chapter": "04", "word": ...},
+        "claims_named": {"ids": ["C003"]},
+    },
+    "claims.recompute": {
+        "Recomputed": "made by recompute",
+        "meets": "any stated value is met or not",
+        **{name: {"claim": CLAIM} for name in ("recompute", "verdict_problem", "texts_of")},
+    },
+    "claims.page": {
+        "Quiz": {"claims": (CLAIM,)},
+        "chapter_quiz": {"chapter": "04", "ids": ("C056",)},
+        **{name: {"claim": CLAIM} for name in ("verdict_of", "as_lines", "as_record")},
+    },
+    **{f"claims.{kind}_formulas": FORMULA_ARGUMENTS for kind in ("memory", "traffic", "pipeline", "speed")},
     "hardware": {
         "GPU": in_floats(gpu("h100")),
-        "Link": in_floats(link("efa")),
+        "Link": in_floats(link("efa")) | {"measured": False},
         "Cluster": {"inside": link("nvlink4"), "between": link("efa")},
         "link": {"key": "efa"},
         "published_link": {"num_nodes": 2},
+        "measured_bus_bandwidth": {"num_nodes": 2, "collective": "all_gather"},
         "gpu_of_device": {"device_name": "NVIDIA H100"},
     },
     "train.export": {
@@ -647,6 +808,7 @@ def verdicts(module: str, name: str) -> dict[tuple[str, str], str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_function_of_pictures_and_explorers_checks_its_arguments():
     modules = [module for module in map(import_module, names_of_modules()) if module.__name__.startswith(DRAWN)]
     bare = [

@@ -1,6 +1,7 @@
 """Checkpoints: an engine's state saved under one layout and loaded under any other, while training goes on.
 
 files.py         folders of checkpoints: complete or not there, and found to be whole
+lock.py          one run in a folder, which is found to be writable and large enough
 storage.py       pieces to files through torch.distributed.checkpoint; no code is run from a file
 optimizer.py     what a checkpoint has of an optimizer: moments, master weights, counts of steps, learning rates
 state.py         save, save_async, load
@@ -8,4 +9,5 @@ export.py        checkpoints to the files of transformers, and an engine from th
 """
 
 from course_lib.checkpoint.files import latest
-from course_lib.checkpoint.state import Restored, load, save, save_async, wait_for_earlier
+from course_lib.checkpoint.lock import one_run
+from course_lib.checkpoint.state import Restored, load, save, save_async, size_bytes, wait_for_earlier

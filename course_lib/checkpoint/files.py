@@ -20,6 +20,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from course_lib.comm import all_gather_json
+
 FORMAT = 1
 MANIFEST, PARTIAL = "manifest.json", ".partial"
 SAID = {"step": int, "layout": dict, "model": dict, "optimizer": dict, "about": dict, "files": dict, "tensors": dict}
@@ -28,27 +30,33 @@ Result = TypeVar("Result")
 
 
 def together(group: dist.ProcessGroup, act: Callable[[], Result]) -> list[Result]:
-    """Calls act on each rank; gives every rank what all returned, or raises on every rank if it failed on one."""
-    mine, error = None, None
+    """Calls act on each rank; gives every rank what all returned, or raises on every rank if it failed on one.
+
+    What act returns is of JSON's kinds: it travels as text, and nothing that arrives can run code.
+    """
+    mine, results, failures = outcomes(group, act)
+    if mine is not None:
+        raise mine
+    for rank, (is_value_error, text) in failures.items():
+        raise (ValueError if is_value_error else RuntimeError)(f"rank {rank}: {text}")
+    return results
+
+
+def outcomes(group: dist.ProcessGroup, act: Callable[[], Result]) -> tuple[Exception | None, list[Result], dict]:
+    """Calls act on each rank: this rank's error, what all returned, of each rank that failed (a ValueError?, why)."""
+    result, failure, error = None, None, None
     try:
-        mine = act()
+        result = act()
     except Exception as caught:
-        error = caught
-    told = (mine, None if error is None else (isinstance(error, ValueError), f"{type(error).__name__}: {error}"))
-    everybodys = [None] * group.size()
-    dist.all_gather_object(everybodys, told, group=group)
-    if error is not None:
-        raise error
-    for rank, (_, failure) in enumerate(everybodys):
-        if failure is not None:
-            raise (ValueError if failure[0] else RuntimeError)(f"rank {rank}: {failure[1]}")
-    return [result for result, _ in everybodys]
+        failure, error = (isinstance(caught, ValueError), f"{type(caught).__name__}: {caught}"), caught
+    told = all_gather_json([result, failure], group)
+    return error, [result for result, _ in told], {rank: why for rank, (_, why) in enumerate(told) if why is not None}
 
 
 def everywhere(group: dist.ProcessGroup, act: Callable[[], Result]) -> Result:
     """Calls act on each rank and returns what it returned here; raises on every rank if it failed on one."""
     kept: list[Result] = []
-    together(group, lambda: kept.append(act()))
+    together(group, lambda: kept.append(act()))  # which returns None
     return kept[0]
 
 

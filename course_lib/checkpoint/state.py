@@ -42,6 +42,7 @@ from course_lib.checkpoint import storage as stored_pieces
 from course_lib.checkpoint.files import everywhere, latest, together
 from course_lib.checkpoint.optimizer import STATES, load_optimizer, options_of, options_to_load, state_dtypes, steps_of
 from course_lib.checkpoint.storage import DTYPES, parameter_dtype, widest
+from course_lib.model import build
 from course_lib.parallel.five_d import FiveD
 from course_lib.weights.pieces import Holding, Piece, buffers_of, parameters_of
 
@@ -198,6 +199,13 @@ def begin(
     return final
 
 
+def size_bytes(engine: FiveD, optimizer: Optimizer) -> int:
+    """What a checkpoint takes on the disk, but for its lists: parameters, and what states the optimizer will have."""
+    dtype = engine.pipeline.dtype
+    each = dtype.itemsize + sum(state.itemsize for state in state_dtypes(optimizer, dtype).values())
+    return each * sum(param.numel() for param in build(engine.config, device="meta").parameters())
+
+
 def tensors_of(engine: FiveD, optimizer: Optimizer) -> list[tuple[Holding, str, Tensor]]:
     """(where it belongs, how its names begin, numbers) of all that this rank holds."""
     found = [(holding, "model.", holding.tensor) for holding in [*parameters_of(engine), *buffers_of(engine)]]
@@ -247,7 +255,7 @@ def load(engine: FiveD, optimizer: Optimizer | None, folder: str | Path, convert
              checksum did not show
     """
     group = wait_for_earlier(engine)
-    path = together(group, lambda: files.find(Path(folder)) if group.rank() == 0 else None)[0]
+    path = Path(together(group, lambda: str(files.find(Path(folder))) if group.rank() == 0 else None)[0])
     manifest = everywhere(group, lambda: open_checkpoint(engine, optimizer, path, group, convert))
     restored = everywhere(group, lambda: fill(engine, optimizer, path, manifest, group.rank()))
     for sharded in engine.data_engines.values():

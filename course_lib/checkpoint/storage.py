@@ -1,7 +1,8 @@
-"""Pieces of whole tensors to files and back through torch.distributed.checkpoint (DCP); no code is run from a file.
+"""Pieces of whole tensors to the files of torch.distributed.checkpoint (DCP) and back; no code is run from a file.
 
-A pickle is a program. DCP's `.metadata` is one, and so are its entries that are not tensors. Here the manifest says
-where each piece lies, there are tensors alone, and these are read with `weights_only=True`, which builds nothing else.
+A pickle is a program. DCP's `.metadata` is one, and so are its entries that are not tensors, and what its ranks send
+each other while they save. Here ranks tell each other in JSON where each piece lies, and so does the manifest; there
+are tensors alone, read with `weights_only=True`, which builds nothing else. `.metadata` is written, never read.
 
 To load, each rank asks for the boxes that it needs, whoever wrote them: DCP finds which stored boxes overlap them, and
 the overlaps are copied, one stored box (MAX_PIECE_BYTES) after the other.
@@ -10,6 +11,7 @@ the overlaps are copied, one stored box (MAX_PIECE_BYTES) after the other.
 import hashlib
 import io
 import os
+import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +19,9 @@ from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.default_planner import _validate_global_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -27,19 +29,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from course_lib.checkpoint.files import MANIFEST, advice, everywhere, file_entry, partial_of, put_in_place, together
+from course_lib.checkpoint.files import MANIFEST, advice, everywhere, file_entry, outcomes, partial_of, put_in_place
+from course_lib.comm.records import DTYPES
 from course_lib.weights.pieces import Piece
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8,
-                  torch.bool)
-}  # fmt: skip
+METADATA = ".metadata"
 Place = tuple[str, int, int, tuple[int, ...], str]  # of a stored box: file, first byte, bytes, shape, dtype
 
 
@@ -56,90 +53,103 @@ def write(final: Path, pieces: list[Piece], about: dict, group: dist.ProcessGrou
              then is a partial folder
     """
     first, partial = group.rank() == 0, partial_of(final)
-    writer = TensorWriter(partial, group.rank())
-    try:
-        dcp.save(by_name(pieces), storage_writer=writer, planner=PiecesToWrite(), process_group=group)
-    except dcp.CheckpointException as error:
-        reasons = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items())
+    file = f"__{group.rank()}_0.distcp"
+    mine, of_ranks, failures = outcomes(group, lambda: write_pieces(partial / file, pieces))
+    if failures:
+        reasons = "; ".join(f"rank {rank}: {failure}" for rank, (_, failure) in failures.items())
         raise RuntimeError(
             f"{partial} could not be written ({reasons}); the checkpoints before are as they were"
-        ) from error
-    of_all = [".metadata"] if first else []
-    written = together(group, lambda: writer.files | {name: file_entry(partial / name) for name in of_all})
-    files = {name: entry for of_rank in written for name, entry in of_rank.items()}
-    everywhere(group, lambda: put_in_place(final, partial, about, files, writer.tensors, keep) if first else None)
+        ) from mine
+    files = {f"__{rank}_0.distcp": entry for rank, (entry, _) in enumerate(of_ranks)}
+    tensors = merged([told for _, told in of_ranks])
+
+    def complete() -> None:
+        files[METADATA] = write_metadata(partial / METADATA, tensors)
+        put_in_place(final, partial, about, files, tensors, keep)
+
+    everywhere(group, lambda: complete() if first else None)
 
 
-class PiecesToWrite(dcp.DefaultSavePlanner):
-    """DCP's plan of a save, from pieces: {name: [Piece]}. Its global plan checks that they tile each tensor."""
+def write_pieces(path: Path, pieces: list[Piece]) -> tuple[dict, dict]:
+    """Writes this rank's pieces, one after the other: (bytes and checksum of the file, where each piece is in it)."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # a disk of its own is found when the first rank looks at all
+    with open(path, "wb") as file:
+        summed, tensors = Summed(file), {}
+        try:
+            for piece in pieces:
+                start = summed.length
+                write_tensor(summed, piece.tensor)
+                stored = tensors.setdefault(piece.name, {
+                    "dtype": str(piece.tensor.dtype).removeprefix("torch."), "shape": list(piece.shape), "boxes": []
+                })  # fmt: skip
+                box = [list(piece.offsets), list(piece.tensor.shape), path.name, start, summed.length - start]
+                stored["boxes"].append(box)
+            file.flush()
+            os.fsync(file.fileno())
+        except RuntimeError as error:
+            raise summed.error or error from error  # torch's writer has words of its own for a full disk
+    return summed.entry(), tensors
 
-    def __init__(self):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def create_local_plan(self) -> SavePlan:
-        self.tensors = {index_of(piece): piece.tensor for pieces in self.state_dict.values() for piece in pieces}
-        return SavePlan([write_item(piece) for pieces in self.state_dict.values() for piece in pieces])
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.tensors[write_item.index]
+def write_tensor(file: "Summed", x: Tensor) -> None:
+    """A view is copied first: torch.save would write all of its storage."""
+    torch.save(x.cpu() if x.untyped_storage().nbytes() == x.nbytes else x.to("cpu", copy=True), file)
 
 
 class Summed:
-    """A file that knows the checksum of what was written to it."""
+    """A file that knows the checksum of what was written to it, and why it could not be written."""
 
     def __init__(self, file: BinaryIO):
-        self.file, self.sha256 = file, hashlib.sha256()
+        self.file, self.sha256, self.length = file, hashlib.sha256(), 0
+        self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
+        try:
+            written = self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
         self.sha256.update(data)
-        return self.file.write(data)
+        self.length += written
+        return written
 
     def flush(self) -> None:
         self.file.flush()
 
     def entry(self) -> dict:
-        return {"bytes": self.file.tell(), "sha256": self.sha256.hexdigest()}
+        return {"bytes": self.length, "sha256": self.sha256.hexdigest()}
 
 
-class TensorWriter(FileSystemWriter):
-    """DCP's writer, but for two things: a rank copies one piece at a time, and what the manifest needs is kept.
+def merged(of_ranks: list[dict]) -> dict:
+    """Where each piece of all ranks is. Raises ValueError unless the pieces tile each tensor."""
+    tensors: dict[str, dict] = {}
+    for of_rank in of_ranks:
+        for name, told in of_rank.items():
+            stored = tensors.setdefault(name, {"dtype": told["dtype"], "shape": told["shape"], "boxes": []})
+            if (told["dtype"], told["shape"]) != (stored["dtype"], stored["shape"]):
+                raise ValueError(f"ranks do not agree on dtype and shape of {name}: {told}, {stored}")
+            stored["boxes"] += told["boxes"]
+    for stored in tensors.values():
+        stored["boxes"].sort(key=lambda box: box[0])
+    described_tensors = {name: described(stored) for name, stored in tensors.items()}
+    # Two plans stand for the ranks': of one alone torch does not check that its tensors are complete.
+    if wrong := _validate_global_plan([SavePlan([])] * 2, Metadata(described_tensors)):
+        raise ValueError(f"the ranks' pieces do not tile the tensors: {wrong}")
+    return tensors
 
-    files     of what this rank wrote: bytes and checksum
-    tensors   on the first rank at the end: where each piece of all ranks is
-    """
 
-    def __init__(self, folder: Path, rank: int):
-        super().__init__(folder)
-        self.name, self.files, self.tensors = f"__{rank}_0.distcp", {}, {}
-
-    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        """As DCP's, which keeps every piece that it had to copy until the file is done."""
-        results: Future[list[WriteResult]] = Future()
-        with open(Path(self.path) / self.name, "wb") as file:
-            summed = Summed(file)
-            results.set_result([self.write_item(summed, item, planner.resolve_data(item)) for item in plan.items])
-            file.flush()
-            os.fsync(file.fileno())
-            self.files[self.name] = summed.entry()
-        return results
-
-    def write_item(self, file: Summed, item: WriteItem, x: Tensor) -> WriteResult:
-        """A view is copied first: torch.save would write all of its storage."""
-        start = file.file.tell()
-        torch.save(x.cpu() if x.untyped_storage().nbytes() == x.nbytes else x.to("cpu", copy=True), file)
-        length = file.file.tell() - start
-        return WriteResult(item.index, length, _StorageInfo(self.name, start, length))
-
-    def finish(self, metadata: Metadata, results: list[list]) -> None:
-        super().finish(metadata, results)
-        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        for name, tensor in metadata.state_dict_metadata.items():
-            boxes = []
-            for chunk in tensor.chunks:
-                at = stored[MetadataIndex(name, chunk.offsets)]
-                boxes.append([list(chunk.offsets), list(chunk.sizes), at.relative_path, at.offset, at.length])
-            dtype = str(tensor.properties.dtype).removeprefix("torch.")
-            self.tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "boxes": boxes}
+def write_metadata(path: Path, tensors: dict) -> dict:
+    """The same for PyTorch's own tools: what dcp.load looks for. Returns its bytes and checksum."""
+    places = {
+        MetadataIndex(name, torch.Size(offsets)): _StorageInfo(file, start, length)
+        for name, stored in tensors.items()
+        for offsets, _, file, start, length in stored["boxes"]
+    }
+    with open(path, "wb") as file:
+        pickle.dump(Metadata({name: described(stored) for name, stored in tensors.items()}, None, places), file)
+        file.flush()
+        os.fsync(file.fileno())
+    return file_entry(path)
 
 
 # --- reading
@@ -224,11 +234,11 @@ def read_tensor(
     try:
         with torch.device("cpu"):  # NCCL ranks make new tensors on the GPU otherwise
             x = torch.load(stored, map_location="cpu", weights_only=True)
-    except Exception as error:
+    except Exception:
         raise ValueError(
-            f"{checkpoint / name} holds something at byte {offset} that is no tensor, and is not read: {error} "
+            f"{checkpoint / name} holds something at byte {offset} that is no tensor, and is not read. "
             f"{advice(checkpoint)}"
-        ) from error
+        ) from None  # torch's own text says how to run it
     if not isinstance(x, Tensor) or x.shape != shape or x.dtype != DTYPES[dtype]:
         what = f"a tensor {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise ValueError(
@@ -254,12 +264,6 @@ def index_of(piece: Piece) -> MetadataIndex:
 
 def chunk_of(piece: Piece) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
-
-
-def write_item(piece: Piece) -> WriteItem:
-    properties = TensorProperties.create_from_tensor(piece.tensor)
-    data = TensorWriteData(chunk_of(piece), properties, torch.Size(piece.shape))
-    return WriteItem(index_of(piece), WriteItemType.SHARD, tensor_data=data)
 
 
 def described(stored: dict) -> TensorStorageMetadata:

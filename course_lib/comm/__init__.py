@@ -2,6 +2,7 @@
 
 collectives.py   the collectives as the course uses them, and a step around a ring
 groups.py        the process groups of a mesh, one for each axis
+records.py       JSON and named tensors of all ranks, without pickles
 conjugate.py     what crosses between ranks forward, and the gradient backward, in pairs
 """
 
@@ -25,3 +26,4 @@ from course_lib.comm.collectives import (
 )
 from course_lib.comm.conjugate import copy_in, gather_in, join, my_piece, scatter_sum, split, sum_out
 from course_lib.comm.groups import Groups, make_all_groups, make_groups
+from course_lib.comm.records import all_gather_json, all_gather_tensors

@@ -6,6 +6,8 @@ rendezvous.py    who am I, by what torchrun, accelerate or srun set, and the wor
 _rank.py         inside one rank: prepare the process, call the function, report
 _processes.py    where ranks come from: a fork server, or spawn on Windows
 _fork_server.py  the process that ranks are forked from
+_groups.py       a rank's processes, ended so that no shared memory is left
+_network.py      a network of their own for ranks, where the system allows it
 _watch.py        the notebook's side of a launch: listen until all are done, one failed, or time is up
 _bar.py          how far a launch or a loop is, below the cell or in the terminal
 _failures.py     from what ranks reported to one readable error

@@ -40,7 +40,7 @@ def run(folder: Path, settings: _rank.Settings, output: Output) -> Outcome:
         watch = Watch(world, 1, output, host)
         watch.until(settings.deadline)
         if watch.unfinished():
-            time.sleep(0.2)  # faulthandler in every rank writes where it stands when the time is up
+            time.sleep(_rank.DUMP_S + 0.2)  # faulthandler in every rank writes where it stands when the time is up
     finally:
         world.end()
     if watch.failures:

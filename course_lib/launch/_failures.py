@@ -20,6 +20,10 @@ SECONDARY = re.compile(
     r"remote process exited|communicator was aborted|Socket closed|DistNetworkError|connectFullMesh failed",
     re.IGNORECASE,
 )
+# An error of torch's own; what the function opened itself fails with another kind, such as ConnectionRefusedError.
+OF_TORCH = re.compile(r"(RuntimeError|torch\.[\w.]*Error|Dist\w*Error)\b")
+STOPPED = "stood still: a signal (SIGSTOP) or a debugger has stopped it"
+NOT_MET = "had not met all other ranks"
 _STACK_LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 _LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
 
@@ -55,7 +59,9 @@ def interrupted_text(world_size: int, places: dict[int, str]) -> str:
 
 def is_secondary(failure: Failure) -> bool:
     """Whether this failure is only the echo of another rank's, who went away, perhaps while they still connected."""
-    return failure.kind in ("exception", "start") and any(SECONDARY.search(text) for _, text in failure.chain)
+    return failure.kind in ("exception", "start") and any(
+        OF_TORCH.match(text) and SECONDARY.search(text) for _, text in failure.chain
+    )
 
 
 def first_failure(failures: dict[int, Failure]) -> int:
@@ -107,6 +113,10 @@ def hang_text(world_size: int, timeout: float, places: dict[int, str], nodes: di
         f"time limit: after {timeout:g} s the launch of {world_size} ranks had not finished, and its ranks were ended"
     ]
     lines += place_lines(places, nodes)
+    if any(place.startswith(NOT_MET) for place in places.values()):
+        lines.append("The function had not begun: ranks could not connect to each other. It is not to blame;")
+        lines.append("another process may hold their connections, or a firewall or a debugger may stop them.")
+        return "\n".join(lines)
     lines.append("Do all ranks call the same collectives in the same order?")
     lines.append("If the work takes longer, pass a larger timeout=.")
     return "\n".join(lines)

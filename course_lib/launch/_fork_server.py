@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
 
-from course_lib.launch import _rank
+from course_lib.launch import _groups, _network, _rank
 
 # The launcher itself is as it was when the server started; the course's other files are imported again after an edit.
 OWN = "course_lib.launch"
@@ -38,6 +38,7 @@ def serve(control_fd: int, notebook_pid: int) -> None:
     """Import torch once, then fork ranks on request until the notebook process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
+    _network.leave_shared_network()
     _preload(PRELOAD)
     wake_reader, wake_writer = os.pipe()
     os.set_blocking(wake_writer, False)
@@ -143,6 +144,7 @@ def _become_rank(rank: int, folder: str, descriptor: int, unwanted: list[int]) -
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for other in unwanted:
             os.close(other)
+        _rank.forget_exit_functions()
         _rank.run_rank(rank, folder, Connection(descriptor))
     finally:
         os._exit(1)
@@ -154,17 +156,15 @@ def _reap(worlds: dict[str, dict[int, int]]) -> None:
         for pid in list(ranks):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                kill_group(pid)  # what the rank started ends with it
+                _groups.end_groups([pid])  # what the rank started ends with it
                 _report_exit(ranks.pop(pid), status)
 
 
 def _end_world(folder: str, worlds: dict[str, dict[int, int]]) -> None:
     ranks = worlds.pop(folder, {})
     for pid in ranks:
-        kill_group(pid)
-        os.kill(
-            pid, signal.SIGKILL
-        )  # a rank so young that it has no group yet; not reaped, so the pid is still its own
+        os.kill(pid, signal.SIGKILL)  # maybe so young that it has no group yet; not reaped, so the pid is its own
+    _groups.end_groups(ranks)
     for pid, descriptor in ranks.items():
         _, status = os.waitpid(pid, 0)
         _report_exit(descriptor, status)
@@ -174,10 +174,3 @@ def _report_exit(descriptor: int, status: int) -> None:
     with contextlib.suppress(BrokenPipeError):  # the notebook has stopped listening to this world
         os.write(descriptor, EXIT.pack(os.waitstatus_to_exitcode(status), time.monotonic()))
     os.close(descriptor)
-
-
-def kill_group(pid: int) -> None:
-    with contextlib.suppress(
-        ProcessLookupError, PermissionError
-    ):  # empty group; macOS says EPERM for a group of zombies
-        os.killpg(pid, signal.SIGKILL)

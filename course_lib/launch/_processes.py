@@ -7,19 +7,22 @@ used a GPU or OpenMP, its copies hang.
 
 import atexit
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
-from course_lib.launch import _rank
-from course_lib.launch._fork_server import EXIT, kill_group
+from course_lib.launch import _groups, _rank
+from course_lib.launch._fork_server import EXIT
 
 PRELOAD_IF_USED = ("accelerate", "pytest", "transformers")  # slow as well, but not every notebook uses them
 NOT_FOR_RANKS = tuple(f"course_lib.{name}" for name in ("plots", "widgets", "checks", "authoring", "cli"))
@@ -50,8 +53,7 @@ class ForkedWorld:
     """Ranks forked by this kernel's fork server."""
 
     def __init__(self, folder: str, world_size: int):
-        pairs = [socket.socketpair() for _ in range(world_size)]
-        pipes = [os.pipe() for _ in range(world_size)]
+        pairs, pipes = make_pairs(world_size)
         self.connections = [Connection(ours.detach()) for ours, _ in pairs]
         self.exits = [reader for reader, _ in pipes]
         self._folder = folder
@@ -90,6 +92,41 @@ class ForkedWorld:
             os.close(reader)
 
 
+def make_pairs(world_size: int) -> tuple[list[tuple], list[tuple[int, int]]]:
+    """A connection and a pipe for each rank, or none at all where this process has too many files open."""
+    pairs, pipes = [], []
+    try:
+        for _ in range(world_size):
+            pairs.append(socket.socketpair())
+            pipes.append(os.pipe())
+    except OSError as error:
+        for end in itertools.chain.from_iterable(pairs):
+            end.close()
+        for descriptor in itertools.chain.from_iterable(pipes):
+            os.close(descriptor)
+        raise RuntimeError(
+            f"{world_size} ranks need {4 * world_size} more open files than this process may have ({error.strerror}); "
+            "close files, raise the limit (ulimit -n), or use fewer ranks"
+        ) from error
+    return pairs, pipes
+
+
+@contextlib.contextmanager
+def interrupts_later() -> Iterator[None]:
+    """Hold an interrupt back until the block is done: an answer that nobody took would belong to the next question."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    noted = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if noted:
+        raise KeyboardInterrupt
+
+
 class SpawnedWorld:
     """Ranks as fresh interpreters: slower (seconds), but it works where there is no fork."""
 
@@ -116,9 +153,9 @@ class SpawnedWorld:
 
     def end(self) -> None:
         for process in self._processes:
-            if hasattr(os, "killpg"):
-                kill_group(process.pid)
             process.kill()
+        if hasattr(os, "killpg"):
+            _groups.end_groups([process.pid for process in self._processes])
         for process in self._processes:
             process.join(5)
         for connection in self.connections:
@@ -147,6 +184,7 @@ class ForkServer:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._last_words = ""
+        self._answered = False  # whether it has said anything yet
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server, to tell why it failed
         self._socket, theirs = socket.socketpair()
         code = (
@@ -171,11 +209,17 @@ class ForkServer:
 
     def request(self, message: tuple, descriptors: list[int]):
         """Send one request and wait for its answer."""
+        # The first one may take long, while the server imports torch: that one can be interrupted.
+        with interrupts_later() if self._answered else contextlib.nullcontext():
+            return self._request(message, descriptors)
+
+    def _request(self, message: tuple, descriptors: list[int]):
         try:
             with self._lock:
                 self._socket.settimeout(START_LIMIT_S)
                 socket.send_fds(self._socket, [pickle.dumps(message)], descriptors)
                 reply = self._socket.recv(1 << 16)
+                self._answered = True
         except ConnectionError:
             reply = b""  # the server has just died
         except BaseException:

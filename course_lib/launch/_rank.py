@@ -1,22 +1,29 @@
 """What happens inside one rank: prepare the process, call the learner's function, tell the notebook how it went.
 
-A rank talks to the notebook through one connection. It says `done`, `failed`, `where` (an answer) and `progress`; it
-hears `where` (the question) and `leave`. Results and printed lines can be large: they go through files in the launch's
-own folder, where no reader can block the rank and no death can lose them.
+A rank talks to the notebook through one connection. It says `joined`, `done`, `failed`, `where` (an answer), `progress`
+and `report`; it hears `where` (the question) and `leave`. Results and printed lines can be large: they go through files
+in the launch's own folder, where no reader can block the rank and no death can lose them.
 """
 
+import atexit
+import contextlib
 import dataclasses
 import faulthandler
+import gc
 import io
 import linecache
+import multiprocessing.resource_tracker
 import os
 import pickle
 import signal
+import stat
 import sys
 import threading
 import time
 import traceback
 import types
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,9 +33,12 @@ import torch
 import torch.distributed as dist
 
 from course_lib.devices import BACKENDS, device_for, set_rank_device
+from course_lib.launch import _groups
 
 MAX_MESSAGE_CHARS = 4000  # of an exception; a learner who raises ValueError(tensor) should still see the traceback
 MAX_FRAMES = 40
+DUMP_S = 0.15  # after the time limit a rank that has not answered writes its stack; one that answers is ended before
+FINISH_S = 0.8  # for a rank's exit functions: less than the notebook waits before it ends the rank
 
 link = None  # this process's Link to the notebook while it is a rank; None everywhere else
 
@@ -88,14 +98,7 @@ class Link:
                 else:
                     self.send("where", frames_of(traceback.walk_stack(sys._current_frames()[main_thread_id]))[::-1])
         except (EOFError, OSError):
-            end_own_group()  # the notebook process is gone, and nobody waits for this rank any more
-
-
-def end_own_group() -> None:
-    """End this rank and the processes it has started."""
-    if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)
+            _groups.end_own_group()  # the notebook process is gone, and nobody waits for this rank any more
 
 
 def run_rank(rank: int, folder: str, connection: Connection) -> None:
@@ -111,7 +114,7 @@ def run_rank(rank: int, folder: str, connection: Connection) -> None:
         settings = pickle.loads((place / "settings.pkl").read_bytes())
         backend = settings.backend
         prepare_process(rank, settings, place)
-        message = call(rank, settings, place)
+        message = call(rank, settings, place, link.send)
     except BaseException as error:
         message = ("failed", describe(error, "start"))
     flush_output()
@@ -120,15 +123,17 @@ def run_rank(rank: int, folder: str, connection: Connection) -> None:
     link.leave.wait()
     if backend == "nccl" and message[0] == "done":
         dist.destroy_process_group()  # NCCL holds GPU memory; gloo only sockets, which end with the process
+    finish()
     os._exit(0)  # no interpreter shutdown: a forgotten thread cannot hold the rank back
 
 
-def call(rank: int, settings: Settings, folder: Path) -> tuple:
+def call(rank: int, settings: Settings, folder: Path, tell: Callable[..., None] = lambda name: None) -> tuple:
     """Join the world, call the function, write its result; the message for the notebook says how it went."""
     kind = "start"
     try:
         if settings.backend is not None:
             join_world(rank, settings, folder)
+            tell("joined")
         kind = "load"
         function, args = cloudpickle.loads((folder / "function.pkl").read_bytes())
         fill_main_module([function, *args])
@@ -160,7 +165,8 @@ def prepare_process(rank: int, settings: Settings, folder: Path) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     stack_file = open(folder / f"{rank}.stack", "w")  # noqa: SIM115 - faulthandler needs it open until the process ends
     faulthandler.enable(stack_file)  # SIGSEGV, SIGABRT: the Python lines that led there
-    faulthandler.dump_traceback_later(max(settings.deadline - time.monotonic(), 0.05), file=stack_file)
+    dump_s = max(settings.deadline - time.monotonic(), 0) + DUMP_S
+    faulthandler.dump_traceback_later(dump_s, file=stack_file)
     no_core_dump()
     torch.set_num_threads(settings.threads)
     if "numpy" in sys.modules:
@@ -199,11 +205,41 @@ def redirect_output(rank: int, folder: Path) -> None:
 
 
 def flush_output() -> None:
-    for stream in (sys.stdout, sys.stderr):
+    """Write what the function has printed, and what stands in the buffers of files that it has left open."""
+    for stream in (sys.stdout, sys.stderr, *open_files(io.TextIOWrapper), *open_files(io.BufferedWriter)):
         try:
             stream.flush()
         except (ValueError, OSError, AttributeError):
             continue  # the function closed or replaced its stdout: nothing is left to flush
+
+
+def open_files(kind: type) -> list:
+    """Regular files that this process has open for writing; a pipe's reader could block a flush."""
+    found = []
+    for obj in gc.get_objects():
+        with contextlib.suppress(ValueError, OSError, AttributeError):
+            if type(obj) is kind and obj.writable() and stat.S_ISREG(os.fstat(obj.fileno()).st_mode):
+                found.append(obj)
+    return found
+
+
+def forget_exit_functions() -> None:
+    """In a forked rank: what the fork server was to do at its end is not for its copies."""
+    atexit._clear()
+    weakref.finalize._registry.clear()
+    atexit.register(weakref.finalize._exitfunc)  # such as a TemporaryDirectory of the function's
+
+
+def finish() -> None:
+    """Do what Python does at its end and os._exit does not, within a limit: one may wait for what never comes."""
+    timer = threading.Timer(FINISH_S, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+    atexit._run_exitfuncs()
+    flush_output()
+    tracker = multiprocessing.resource_tracker._resource_tracker
+    if getattr(tracker, "_fd", None) is not None:  # it removes shared memory that nobody has removed
+        tracker._stop()
 
 
 def no_core_dump() -> None:

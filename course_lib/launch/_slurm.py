@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from course_lib.launch import _failures, _rank
 from course_lib.launch._failures import RankError
 from course_lib.launch._file_link import FileLink
 from course_lib.launch._watch import Outcome, Output, Watch, read_text
+from course_lib.launch.rendezvous import check_owned
 
 STATE_S = 1.0  # how often Slurm is asked how the job is; its controller serves many
 ALIVE_S = 2.0  # how often the notebook shows the ranks that it is still there
@@ -133,12 +133,7 @@ class Slurm:
         """The folder in which launches make theirs."""
         folder = Path(self.folder).expanduser().absolute()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mode = folder.stat().st_mode
-        if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
-            raise ValueError(
-                f"folder {folder} can be written by others (mode {stat.S_IMODE(mode):o}), who could put their own "
-                f"files in place of the launch's; use one of your own, or chmod go-w {folder}"
-            )
+        check_owned(folder)
         return str(folder)
 
 

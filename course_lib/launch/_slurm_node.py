@@ -24,7 +24,7 @@ import torch.distributed as dist
 from course_lib.launch import _rank
 from course_lib.launch._failures import frames_in_stack_file
 from course_lib.launch._file_link import POLL_S, FileLink
-from course_lib.launch.rendezvous import Place, as_torchrun, place_of
+from course_lib.launch.rendezvous import Place, as_torchrun, open_store, place_of
 
 
 class RankLink(FileLink):
@@ -141,7 +141,7 @@ def be_rank(ranks: Path, timeout: float, to_notebook: RankLink) -> None:
             store=store,
         )
         _rank.prepare_process(rank, settings, ranks)
-        message = _rank.call(rank, settings, ranks)
+        message = _rank.call(rank, settings, ranks, to_notebook.send)
     except BaseException as error:
         message = ("failed", _rank.describe(error, "start"))
     _rank.flush_output()
@@ -153,6 +153,7 @@ def be_rank(ranks: Path, timeout: float, to_notebook: RankLink) -> None:
         time.sleep(POLL_S)
     if dist.is_initialized() and settings.backend == "nccl":
         dist.destroy_process_group()
+    _rank.finish()
     os._exit(0)
 
 
@@ -172,7 +173,7 @@ def meet(ranks: Path, timeout: float) -> tuple[Place, dist.Store]:
     limit = timedelta(seconds=timeout)
     if place.rank == 0:
         address = address_of_node(variables["SLURMD_NODENAME"])
-        store = dist.TCPStore(address, 0, place.world_size, is_master=True, wait_for_workers=False, timeout=limit)
+        store = open_store(replace(place, address=address, port=0), limit)
         link.send(address, store.port)
         return replace(place, address=address, port=store.port), store
     address, port = wait_for(link, timeout)

@@ -1,14 +1,18 @@
 """The notebook's side of one launch: listen to the ranks until all are done, one has failed, or the time is up."""
 
+import collections
 import contextlib
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from course_lib.launch import _failures
 from course_lib.launch._bar import open_bar
@@ -20,6 +24,7 @@ ECHO_S = 1.2  # after a "connection closed by peer": how long to wait for the ra
 ANSWER_S = 0.3  # for the answer to "where do you stand?"
 MAX_OUTPUT_BYTES = 64 << 20  # of one rank: what an endless print loop wrote earlier is dropped
 MAX_SHOWN_LINES = 1000
+MAX_KEPT_LINES = 100_000  # of one rank
 MAX_SHOWN_CHARS = 2000
 
 
@@ -42,6 +47,7 @@ class Watch:
         self.failures: dict[int, Failure] = {}
         self.places: dict[int, str] = {}
         self.nodes: dict[int, str] = {}
+        self.joined: set[int] = set()  # which have met all others
         self._world = world
         self._world_size = world_size
         self._output = output
@@ -50,6 +56,7 @@ class Watch:
         self._step = None  # (description, count, total) of the loop that rank 0 is in
         self._note = ""  # the last number that a rank reported
         self._settled_at = math.inf
+        self._asking = False
         self._talking = dict(enumerate(world.connections))
         self._living = dict(enumerate(world.exits))
 
@@ -70,6 +77,7 @@ class Watch:
     def ask_where(self) -> None:
         """Learn where every rank stands that has neither finished nor failed."""
         asked = self.unfinished()
+        self._asking = True
         for rank in asked:
             with contextlib.suppress(OSError):  # it has just died
                 self._world.connections[rank].send("where")
@@ -79,9 +87,19 @@ class Watch:
         for rank in asked:
             if rank not in self.places and rank not in self.failures:
                 frames = _failures.frames_in_stack_file(read_text(self._folder / f"{rank}.stack"))
-                self.places[rank] = _failures.describe_place(frames)
+                self.places[rank] = _failures.STOPPED if self._is_stopped(rank) else _failures.describe_place(frames)
+            if rank in self.places and rank not in self.joined:
+                self.places[rank] = f"{_failures.NOT_MET} and {self.places[rank]}"
         for rank in self.done:
             self.places[rank] = "had returned"
+
+    def _is_stopped(self, rank: int) -> bool:
+        """Whether a signal or a debugger holds the rank still."""
+        try:
+            pids = getattr(self._world, "pids", None)  # a rank on another machine has none here
+            return pids is not None and psutil.Process(pids[rank]).status() in ("stopped", "tracing-stop")
+        except psutil.Error:
+            return False
 
     def let_leave(self, limit_s: float) -> None:
         """Tell all ranks to leave, and wait for them, but no longer than `limit_s`."""
@@ -108,7 +126,9 @@ class Watch:
         try:
             while rank in self._talking and self._talking[rank].poll():
                 name, *content = self._talking[rank].recv()
-                if name == "done":
+                if name == "joined":
+                    self.joined.add(rank)
+                elif name == "done":
                     self.done[rank] = tuple(content)
                 elif name == "failed" and rank in self.unfinished():
                     self._fail(rank, content[0])
@@ -131,7 +151,11 @@ class Watch:
         self._hear(rank)
         if rank not in self.done and rank not in self.failures:
             frames = _failures.frames_in_stack_file(read_text(self._folder / f"{rank}.stack"))
-            self._fail(rank, Failure("died", when, [(frames, "")] if frames else [], code))
+            if self._asking and code == -signal.SIGSEGV:
+                # Reading the frames of running Python can crash: the question did that, and no fault of the rank.
+                self.places[rank] = _failures.describe_place(frames)
+            else:
+                self._fail(rank, Failure("died", when, [(frames, "")] if frames else [], code))
 
     def _fail(self, rank: int, failure: Failure) -> None:
         self.failures[rank] = failure
@@ -165,7 +189,7 @@ class Output:
                     self._shown[rank] = 0
 
     def lines(self, rank: int, stream: str = "out") -> list[str]:
-        lines = split_lines(read_text(self._folder / f"{rank}.{stream}"))
+        lines = read_lines(self._folder / f"{rank}.{stream}")
         if self._dropped[rank] and stream == "out":
             lines.insert(0, f"... {self._dropped[rank]:,} bytes of earlier output dropped")
         return lines
@@ -192,6 +216,18 @@ class Output:
 
 def read_text(path: Path) -> str:
     return path.read_bytes().decode(errors="replace") if path.exists() else ""
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file; of very many the first and the last, since a short line takes 30 times its bytes."""
+    if not path.exists():
+        return []
+    first, last, count = [], collections.deque(maxlen=MAX_KEPT_LINES // 2), 0
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for count, line in enumerate(file, start=1):
+            (first if count <= MAX_KEPT_LINES // 2 else last).append(split_lines(line)[0])
+    left_out = count - len(first) - len(last)
+    return [*first, *([f"... {left_out:,} lines left out"] if left_out else []), *last]
 
 
 def split_lines(text: str) -> list[str]:

@@ -122,14 +122,14 @@ def launch(  # noqa: PLR0913 - chapters give these one at a time, by name, and n
     backend, why = choose_backend(backend, world_size, gpu_count)
     payload = _dump_function(fn, args)
     start = time.monotonic()
+    if where is None:
+        _processes.prepare(_processes.start_method(sys.platform))  # before there is a folder, and a clock that runs
     # Of mode 700: who can write there can run code as its owner.
     folder = Path(tempfile.mkdtemp(prefix="course_launch_", dir=where and where.shared_folder()))
     try:
         ranks = folder / "ranks"
         ranks.mkdir()
         (ranks / "function.pkl").write_bytes(payload)
-        if where is None:
-            _processes.prepare(_processes.start_method(sys.platform))  # before the clock of the time limit starts
         settings = _settings(world_size, timeout, backend, threads)
         (ranks / "settings.pkl").write_bytes(pickle.dumps(settings))
         output = Output(ranks, world_size, live, on_report)

@@ -10,17 +10,34 @@
 
 torchrun's variables win: inside a Slurm job it starts the ranks, and srun only the agents.
 
-On one machine all sockets are on the loopback. Across machines rank 0 listens for the others on its node's addresses,
-without a password, as torchrun's own rendezvous does: run there only where nobody else can reach these ports.
+Who can reach the ports, and what for. Nothing that ranks send each other is unpickled, so that no port runs code:
+
+    one machine          ranks meet through a file that only their owner can open, and talk over the loopback. torchrun
+                         and accelerate listen themselves, on all interfaces, at port 29500 unless told another: for
+                         bytes and JSON, as long as their rendezvous is static (their own choice)
+    several machines     rank 0 listens on one address of its node, ranks on those of theirs, without a password: who
+                         reaches these ports can disturb a run and change its numbers. A site closes them with a
+                         firewall, nodes for one user at a time, or a network of the jobs' own
+    --rdzv-backend c10d  and --standalone, which chooses it: torchrun keeps its state as a pickle in a store on all
+                         interfaces: who reaches that port runs code. With `--rdzv-conf store_type=file` and a file of
+                         yours as --rdzv-endpoint there is no such port
 """
 
+import errno
+import getpass
+import ipaddress
 import os
 import re
+import secrets
 import socket
+import stat
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -161,8 +178,9 @@ def join_world(place: Place, backend: str = "auto", timeout_s: float = 600.0) ->
     if place.address is None:
         store = dist.HashStore()
     else:
-        store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
-        store = dist.PrefixStore(f"attempt {attempt_of(place, os.environ)}", store)
+        store = dist.PrefixStore(f"attempt {attempt_of(place, os.environ)}", meet(place, timedelta(seconds=timeout_s)))
+        if place.local_world_size == place.world_size:
+            store = file_of_this_machine(place, store, timedelta(seconds=timeout_s))
     backend, why = agree_on_backend(place, store, backend)
     device = device_for(backend, place.local_rank)
     set_rank_device(device)
@@ -177,6 +195,97 @@ def join_world(place: Place, backend: str = "auto", timeout_s: float = 600.0) ->
     return why
 
 
+def meet(place: Place, timeout: timedelta) -> dist.Store:
+    """The store at rank 0's address: torchrun's own, or one that rank 0 opens on that address and no other."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(iter(dist.rendezvous("env://", timeout=timeout)))[0]
+    if place.rank == 0:
+        return open_store(place, timeout)
+    return dist.TCPStore(place.address, place.port, place.world_size, is_master=False, timeout=timeout)
+
+
+def open_store(place: Place, timeout: timedelta) -> dist.TCPStore:
+    """On rank 0: a store that listens on one address. On all only where that one is not to be had, as behind NAT."""
+    here = place.local_world_size == place.world_size
+    found = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)  # others try both of localhost's
+    is_loopback = ipaddress.ip_address(address[0]).is_loopback
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        # Debian calls a node's own name 127.0.1.1, where no other node finds it.
+        listener.bind(address if here or not is_loopback else ("", place.port))
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            listener.close()
+            raise ValueError(
+                f"rank 0 cannot listen at {place.address}, port {place.port} ({error.strerror}); set MASTER_PORT to a "
+                "port that is free there"
+            ) from error
+        listener.bind(("", place.port))
+    listener.listen(socket.SOMAXCONN)
+    return dist.TCPStore(
+        place.address, listener.getsockname()[1], place.world_size, is_master=True, timeout=timeout,
+        wait_for_workers=False, master_listen_fd=listener.detach(),
+    )  # fmt: skip
+
+
+def file_of_this_machine(place: Place, store: dist.Store, timeout: timedelta) -> dist.Store:
+    """A store in a file that only this user can open; its name comes through the other store, and names nothing else.
+
+    Returns on rank 0 when all have read it: the other store may end with this call.
+
+    Raises   ValueError if the folder for it is not this user's alone, or if the name is none
+    """
+    if place.rank == 0:
+        store.set("file", secrets.token_hex(16))
+    name = store.get("file").decode(errors="replace")
+    if not re.fullmatch(r"[0-9a-f]{32}", name):
+        raise ValueError(f"rank 0 was to name a file, got {name[:40]!r}: another process may use its port; start anew")
+    store.set(f"read/{place.rank}", "")
+    if place.rank == 0:
+        store.wait([f"read/{rank}" for rank in range(place.world_size)], timeout)
+    return dist.FileStore(str(private_folder() / name), place.world_size)
+
+
+def end_script(code: int) -> NoReturn:
+    """End this process, a rank that an engine started, with this exit code, once all that it printed is out.
+
+    No interpreter shutdown: gloo's threads outlive their groups, and one that then asks Python for its lock is ended
+    with a SIGABRT.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def private_folder() -> Path:
+    """A folder of this user's for short-lived files, made if need be. Raises ValueError if others can write there."""
+    folder = Path(tempfile.gettempdir()) / f"course_lib_{getpass.getuser()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or (os.name == "posix" and folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        raise ValueError(f"{folder} is a link, or others can write in it; remove it, or set TMPDIR to one of yours")
+    check_owned(folder)
+    return folder
+
+
+def check_owned(folder: Path) -> None:
+    """Raises ValueError if another user than root could put files of his own in place of those in this folder."""
+    if os.name != "posix":  # Windows: a user's own temporary folder
+        return
+    status = folder.stat()
+    if status.st_uid not in (0, os.geteuid()):
+        raise ValueError(
+            f"folder {folder} belongs to user {status.st_uid}, who could put files in place of the launch's; required: "
+            f"a folder of user {os.geteuid()}. Choose one of your own"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX:
+        raise ValueError(
+            f"folder {folder} can be written by others (mode {stat.S_IMODE(status.st_mode):o}), who could put their "
+            f"own files in place of the launch's; use one of your own, or chmod go-w {folder}"
+        )
+
+
 def as_torchrun(place: Place) -> dict[str, str]:
     """The variables that torchrun would set. Where rank 0's address is loopback, so is the network of all."""
     variables = {
@@ -187,7 +296,7 @@ def as_torchrun(place: Place) -> dict[str, str]:
     }
     if place.address is not None:
         variables |= {"MASTER_ADDR": place.address, "MASTER_PORT": str(place.port)}
-    if place.address is None or place.address in LOOPBACK:
+    if place.address is None or place.address in LOOPBACK or place.local_world_size == place.world_size:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             variables[name] = os.environ.get(name, loopback_interface(sys.platform))
     return variables

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal
 
 from course_lib.config import ModelConfig
@@ -87,11 +88,16 @@ def stage_config(config: ModelConfig, layers: Sequence[int], stage: int) -> Mode
     Both ends are in it, whatever the stage. A stage of dense layers alone has no experts.
     """
     one_of("stage", stage, range(len(layers)))
+    return _layers_of_config(config, layers[stage], sum(layers[:stage]))
+
+
+@lru_cache(maxsize=1024)
+def _layers_of_config(config: ModelConfig, num_layers: int, before: int) -> ModelConfig:
     moe = config.moe
     if moe is not None:
-        dense = max(0, moe.first_dense_layers - sum(layers[:stage]))
-        moe = replace(moe, first_dense_layers=dense) if dense < layers[stage] else None
-    return replace(config, num_layers=layers[stage], moe=moe)
+        dense = max(0, moe.first_dense_layers - before)
+        moe = replace(moe, first_dense_layers=dense) if dense < num_layers else None
+    return replace(config, num_layers=num_layers, moe=moe)
 
 
 # --- keys and values over ranks of cp

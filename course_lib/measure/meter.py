@@ -64,7 +64,7 @@ class ByteMeter(TorchDispatchMode):
     def __init__(self, axes: Mapping[str, dist.ProcessGroup | Sequence[dist.ProcessGroup]] | None = None):
         super().__init__()
         self.records: list[CommRecord] = []
-        self._axis_of_group = {
+        self.axis_of_group = {
             group.group_name: axis
             for axis, groups in (axes or {}).items()
             for group in ([groups] if isinstance(groups, dist.ProcessGroup) else groups)
@@ -119,7 +119,7 @@ class ByteMeter(TorchDispatchMode):
             arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)
         } | kwargs  # those that are left out have defaults
         group = _group_of(arguments)
-        axis = self._axis_of_group.get(group.group_name)
+        axis = self.axis_of_group.get(group.group_name)
         for collective, payload_bytes, sent_bytes in _RULES[name](arguments, group.size(), group.rank()):
             self.records.append(CommRecord(collective, payload_bytes, group.size(), sent_bytes, axis))
 

@@ -12,8 +12,9 @@ bytes are freed. What remains is to say of each storage what it is:
 A storage has one kind for its whole life. The kind may become known after the birth, as with the optimizer's state of
 the first step, so the timeline is drawn from the recorded events when one asks for it.
 
-Where gradients meet, autograd adds into the one that came first, if nobody else has it. Under any TorchDispatchMode it
-makes a third tensor. That one is counted where the first was, so what is measured is the run that nobody watches.
+Where gradients meet, autograd adds into the one that came first, if nothing else holds its storage (a view's base
+does). Under any TorchDispatchMode it always makes a third tensor. Where the sum would be in place, it is counted where
+the first was, so what is measured is the run that nobody watches.
 """
 
 from __future__ import annotations
@@ -338,10 +339,10 @@ class MemoryTracker(TorchDispatchMode):
         self._event(block, nbytes)
 
     def _see_sum(self, total: torch.Tensor, first: torch.Tensor) -> None:
-        """Count it as a tensor of its own, until the first addend is let go before anything else happens."""
+        """Count it as a tensor of its own, until the first addend, which no one else holds, is let go at once."""
         peak, storage, before = self._peak, total.untyped_storage(), first.untyped_storage()
         self._see(total)
-        if before.nbytes() == storage.nbytes():
+        if before.nbytes() == storage.nbytes() and not first._is_view():  # a view's base holds the storage as well
             self._sum = _Sum(self._blocks.get(storage._cdata), before._cdata, peak)
 
     def _is_in_place(self, address: int) -> bool:

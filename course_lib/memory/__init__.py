@@ -15,6 +15,7 @@ run.py           a run as one record: model, layout, recipe, device, optimizer
 ledger.py        the peak needs the order of events: a ledger of what is made, saved and freed
 operators.py     what each operator makes, saves and frees
 blocks.py        one stage of a model on one rank: the order of its operators
+replay.py        equal layers run once; the others repeat what they did
 moments.py       what an instruction of a schedule changes; gradients without ZeRO and with it
 budget.py        budgets(run): all of it together, for each rank of a pipeline
 """

@@ -19,7 +19,7 @@ from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.blocks import Part
 from course_lib.memory.five_d import five_d_states
-from course_lib.memory.flats import Flat, adapters_of, flats_of, layers_of, padded, schedule_of, tensors_of
+from course_lib.memory.flats import Flat, adapters_of, flats_of, layers_of, padded, schedule_of, steps_of, tensors_of
 from course_lib.memory.ledger import KINDS, Ledger, Weight
 from course_lib.memory.moe import narrow_experts
 from course_lib.memory.moments import Buckets, Change, Plain, Shard, StageOnLedger, Units
@@ -27,7 +27,6 @@ from course_lib.memory.pipeline import boundary_bytes
 from course_lib.memory.run import Run
 from course_lib.memory.states import LoRA, StateBytes, has_step_counters, recipe_of, state_bytes
 from course_lib.memory.zero import bytes_by_place, wire_grad_bytes
-from course_lib.schedules.messages import plan
 from course_lib.validate import Index, Size, checked, whole
 
 # Assumptions, not measurements: `tracker.cuda_memory()` measures them on the GPU at hand.
@@ -124,10 +123,17 @@ def budgets(run: Run, tp_rank: int = 0, load: float = 1.0) -> tuple[Budget, ...]
     load     rows that reach this rank's experts, over a fair share
     Raises   ValueError if the model does not read so many tokens, or load is impossible
     """
+    return tuple(budget_of_rank(run, pp_rank, tp_rank, load) for pp_rank in range(run.layout.pp))
+
+
+@lru_cache(maxsize=1024)
+def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0) -> Budget:
+    """Predict the memory of one rank of the pipeline; arguments as `budgets` has them."""
     check_seq_len(run.config, run.seq_len)
+    whole("pp_rank", pp_rank, 0, run.layout.pp - 1)
     if not 0 <= load <= run.layout.ep:
         raise ValueError(f"load is {load}; required: 0 to ep ({run.layout.ep}), where all rows reach this rank")
-    return tuple(_budget_of_rank(run, pp_rank, tp_rank, load) for pp_rank in range(run.layout.pp))
+    return _budget_of_rank(run, pp_rank, tp_rank, load)
 
 
 @checked
@@ -255,7 +261,7 @@ class RankOnLedger:
         self.grads_always = alone and self.recipe.grad_bytes > self.recipe.param_bytes
         self.kept = Plain(keeps=not self.grads_always)
         self.shards: list[Shard] = []
-        steps = plan(self.schedule, pp_rank)
+        steps = steps_of(run.layout, pp_rank)
         ones = [step.instruction for step in steps]
         self.steps, self.in_two = steps, {(one.stage, one.micro_batch) for one in ones if one.op == "W"}
         self.first: dict[int, dict[tuple[str, bool], Change]] = {}

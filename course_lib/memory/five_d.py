@@ -10,6 +10,7 @@ ends of a pipeline (tied embeddings): these are the copies that no axis takes aw
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from course_lib.config import ModelConfig
@@ -33,13 +34,12 @@ def five_d_states(
     step_counters   torch's 4 bytes a tensor, where nothing is sharded
     """
     flats = flats_of(config, layout, pp_rank, tp_rank, recipe_of(recipe).param_bytes)
+    equal = Counter(((flat.numel,) if layout.zero_stage else flat.sizes, flat.ranks) for flat in flats)
     each = [
-        zero_state_bytes(
-            [flat.numel] if layout.zero_stage else flat.sizes, layout.zero_stage, flat.ranks, recipe, optimizer
-        )
-        for flat in flats
+        (zero_state_bytes(sizes, layout.zero_stage, ranks, recipe, optimizer), count)
+        for (sizes, ranks), count in equal.items()
     ]
-    states = StateBytes(*(sum(getattr(one, kind) for one in each) for kind in _STATES))
+    states = StateBytes(*(sum(count * getattr(one, kind) for one, count in each) for kind in _STATES))
     tensors = sum(len(flat.sizes) for flat in flats)
     return replace(states, optimizer=states.optimizer + 4 * tensors * (step_counters and layout.zero_stage == 0))
 

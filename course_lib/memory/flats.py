@@ -9,7 +9,7 @@ flat      tensors of one stage and kind side by side: a bucket, or with ZeRO-3 a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -22,6 +22,7 @@ from course_lib.memory.states import LoRA, Shapes, adapter_shapes, parameter_sha
 from course_lib.memory.tensor import is_replicated
 from course_lib.schedules import make
 from course_lib.schedules.instructions import Schedule
+from course_lib.schedules.messages import Step, plan
 
 BUCKET_BYTES = 25 * 2**20
 _BEFORE_BLOCKS, _AFTER_BLOCKS = ("embed", "positions", "token_type"), ("norm", "norm.bias", "head")
@@ -30,10 +31,29 @@ _BEFORE_BLOCKS, _AFTER_BLOCKS = ("embed", "positions", "token_type"), ("norm", "
 # ---- stages and units
 
 
-@lru_cache(maxsize=8)
 def schedule_of(layout: Layout) -> Schedule:
     """The pipeline of a layout; without one it has one rank."""
-    return make(layout.schedule, layout.pp, layout.micro_batches, layout.v)
+    return _made(layout.schedule, layout.pp, layout.micro_batches, layout.v)
+
+
+def placed_by(layout: Layout) -> Schedule:
+    """A pipeline of few micro-batches with its stages on the same ranks: for what asks where a stage is."""
+    return _made(layout.schedule, layout.pp, 2 * layout.pp, layout.v)
+
+
+def steps_of(layout: Layout, pp_rank: int) -> list[Step]:
+    """What one rank of a layout's pipeline does, sends and receives; not to be changed."""
+    return _planned(layout.schedule, layout.pp, layout.micro_batches, layout.v, pp_rank)
+
+
+@lru_cache(maxsize=64)
+def _made(name: str, pp: int, micro_batches: int, v: int) -> Schedule:
+    return make(name, pp, micro_batches, v)
+
+
+@lru_cache(maxsize=256)
+def _planned(name: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> list[Step]:
+    return plan(_made(name, pp, micro_batches, v), pp_rank)
 
 
 def layers_of(config: ModelConfig, layout: Layout) -> list[int]:
@@ -52,16 +72,19 @@ def unit_shapes(
     """
     layers = layers_of(config, layout)
     whole = parameter_shapes(narrow_experts(config, layout.tp, tp_rank))
-    units = {}
+    units, of_sort = {}, {}
     if stage == 0:
         units["embed"] = {name: whole[name] for name in _BEFORE_BLOCKS if name in whole}
     for layer in range(sum(layers[:stage]), sum(layers[: stage + 1])):
-        alone = narrow_experts(stage_config(config, [1] * config.num_layers, layer), layout.tp, tp_rank)
-        units[f"blocks.{layer}"] = {
-            name: (shape, copies // (layout.ep if name.startswith("moe.experts.") else 1))
-            for name, (shape, copies) in parameter_shapes(alone).items()
-            if name.startswith(("attention.", "mlp.", "moe."))
-        }
+        has_experts = config.moe is not None and layer >= config.moe.first_dense_layers
+        if has_experts not in of_sort:  # layers of one sort have equal shapes
+            alone = narrow_experts(stage_config(config, [1] * config.num_layers, layer), layout.tp, tp_rank)
+            of_sort[has_experts] = {
+                name: (shape, copies // (layout.ep if name.startswith("moe.experts.") else 1))
+                for name, (shape, copies) in parameter_shapes(alone).items()
+                if name.startswith(("attention.", "mlp.", "moe."))
+            }
+        units[f"blocks.{layer}"] = of_sort[has_experts]
     if stage == len(layers) - 1:
         units["end"] = {name: whole[name] for name in _AFTER_BLOCKS if name in whole}
         if config.tied and tied_copy and stage > 0:
@@ -80,17 +103,43 @@ class Named:
     stage: int
 
 
-@lru_cache(maxsize=256)
 def tensors_of(config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0) -> tuple[Named, ...]:
     """List all parameter tensors of a rank, in the model's order."""
-    mine, found = schedule_of(layout).stages_of_rank(pp_rank), []
+    return _tensors_of(config, _cut_of(layout), pp_rank, tp_rank)
+
+
+@lru_cache(maxsize=4096)
+def _cut_of(layout: Layout) -> Layout:
+    """What tensors depend on: one of many layouts that differ in ZeRO, dp, cp, micro-batches and recomputation."""
+    return Layout(
+        dp=layout.ep,
+        tp=layout.tp,
+        pp=layout.pp,
+        ep=layout.ep,
+        schedule=layout.schedule,
+        v=layout.v,
+        micro_batches=2 * layout.pp,
+        layers_of_stage=layout.layers_of_stage,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _tensors_of(config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int) -> tuple[Named, ...]:
+    mine, found = placed_by(layout).stages_of_rank(pp_rank), []
+    named = {}  # of shapes: names, elements and kinds, the same for equal layers
     for stage in mine:
         for unit, shapes in unit_shapes(config, layout, stage, tp_rank, tied_copy=0 not in mine).items():
             prefix = f"{unit}." if unit.startswith("blocks") else ""
-            for name, numel in in_model_order(shapes):
-                table_name = name.rpartition(".")[0] if name.startswith("moe.experts.") else name
-                found.append(Named(f"{prefix}{name}", numel, kind_of(table_name, config, layout), unit, stage))
+            if id(shapes) not in named:
+                named[id(shapes)] = shapes, [*_named(shapes, config, layout)]
+            found += [Named(f"{prefix}{name}", numel, kind, unit, stage) for name, numel, kind in named[id(shapes)][1]]
     return tuple(found)
+
+
+def _named(shapes: Shapes, config: ModelConfig, layout: Layout) -> Iterator[tuple[str, int, str]]:
+    for name, numel in in_model_order(shapes):
+        table_name = name.rpartition(".")[0] if name.startswith("moe.experts.") else name
+        yield name, numel, kind_of(table_name, config, layout)
 
 
 @lru_cache(maxsize=256)
@@ -124,7 +173,7 @@ def kind_of(name: str, config: ModelConfig, layout: Layout) -> str:
     kv       key/value heads that several ranks of tp have
     tied     embedding and head, as copies on two ranks of the pipeline
     """
-    ends = {schedule_of(layout).rank_of_stage[stage] for stage in (0, -1)}
+    ends = {placed_by(layout).rank_of_stage[stage] for stage in (0, -1)}
     if name.startswith("moe.experts."):
         return "experts"
     if name in ("embed", "head") and config.tied and len(ends) == 2:
@@ -191,14 +240,21 @@ def flats_of(
     itemsize   bytes of a parameter: a bucket closes once it has its size
     lora       adapters, which then are all that is summed
     """
+    ranks = {True: layout.expert_shard_size, False: layout.shard_size}
+    groups = _groups_of(config, _cut_of(layout), pp_rank, tp_rank, itemsize, lora, layout.zero_stage == 3)
+    return tuple(Flat(tensors, ranks[tensors[0].kind == "experts"]) for tensors in groups)
+
+
+@lru_cache(maxsize=1024)
+def _groups_of(
+    config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int, itemsize: int, lora: LoRA | None, in_units: bool
+) -> list[tuple[Named, ...]]:
     trained = adapters_of(config, layout, lora) if lora else tensors_of(config, layout, pp_rank, tp_rank)
-    flats = []
-    for stage in schedule_of(layout).stages_of_rank(pp_rank):
+    groups = []
+    for stage in placed_by(layout).stages_of_rank(pp_rank):
         mine = [one for one in trained if one.stage == stage]
-        for tensors in units_of(mine) if layout.zero_stage == 3 else buckets_of(mine, itemsize):
-            ranks = layout.expert_shard_size if tensors[0].kind == "experts" else layout.shard_size
-            flats.append(Flat(tuple(tensors), ranks))
-    return tuple(flats)
+        groups += units_of(mine) if in_units else buckets_of(mine, itemsize)
+    return [tuple(group) for group in groups]
 
 
 def units_of(tensors: Sequence[Named]) -> list[list[Named]]:
@@ -211,9 +267,11 @@ def units_of(tensors: Sequence[Named]) -> list[list[Named]]:
 
 def buckets_of(tensors: Sequence[Named], itemsize: int, bucket_bytes: int = BUCKET_BYTES) -> list[list[Named]]:
     """Tensors of one kind in a bucket, the last first; a bucket closes once it has its size (parallel/data.py)."""
-    closed, filling = [], {}
+    closed, filling, reached = [], {}, {}
     for one in reversed(tensors):
         filling.setdefault(one.kind, []).append(one)
-        if itemsize * sum(each.numel for each in filling[one.kind]) >= bucket_bytes:
+        reached[one.kind] = reached.get(one.kind, 0) + itemsize * one.numel
+        if reached[one.kind] >= bucket_bytes:
             closed.append(filling.pop(one.kind))
+            del reached[one.kind]
     return closed + list(filling.values())

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from course_lib.memory.blocks import Part, StageProgram
 from course_lib.memory.ledger import LEAF, Ledger, Tensor, Weight
+from course_lib.memory.replay import notes_of, repeat, run_stage
 
 
 @dataclass(frozen=True)
@@ -190,41 +191,24 @@ class StageOnLedger:
     """One stage of one rank: what its instructions change, the first time and later."""
 
     def __init__(self, L: Ledger, part: Part, weights: dict[str, Weight], keeper: Plain | Buckets | Units):
-        self.L, self.part, self.keeper = L, part, keeper
+        self.L, self.part, self.weights, self.keeper, self.runs = L, part, weights, keeper, 0
         self.program = StageProgram(L, part, weights.__getitem__, keeper)
         for weight in weights.values():
             weight.receive = keeper.receive
 
     def run(self, in_two: bool) -> dict[tuple[str, bool], Change]:
         """One micro-batch, forward and backward: of each instruction, in one part or in two, what it changes."""
-        L, part, changes = self.L, self.part, {}
-        start = self._start()
-        x = None
-        if not part.is_first:
-            x = L.make(part.own_rows * part.local.d_model, part.itemsize)
-            x.node = LEAF
-        queue = [] if in_two else None
-        L.queue = queue
-        out, root = self.program.forward(x)
-        L.queue = None
-        numel = None if out is None else out.numel
-        del out
-        changes["F", in_two] = self._change(start)
-        start = self._start()
-        grad = L.make(numel, part.itemsize) if numel else L.make(1, 4)
-        grad.storage.borrowed = True
-        came = L.backward([(root, grad)])
-        if not in_two:
-            self.keeper.finish()
-        self.program.casts.clear()
-        self.program.targets = None
-        del x, root, grad, came
-        changes["I" if in_two else "B", in_two] = self._change(start)
-        if in_two:
+        noted = None if self.L.offloads else notes_of(self.part, self.weights, in_two)
+        if noted is None:
+            instructions = run_stage(self.L, self.keeper, self.program, in_two)
+        else:
+            both, which = noted
+            instructions = repeat(self.L, self.keeper, self.weights, both[min(self.runs, 1)], which)
+        self.runs += 1
+        changes, start = {}, self._start()
+        for name in instructions:
+            changes[name, in_two] = self._change(start)
             start = self._start()
-            L.run_queue(queue)
-            self.keeper.finish()
-            changes["W", in_two] = self._change(start)
         return changes
 
     def _start(self) -> dict[str, int]:

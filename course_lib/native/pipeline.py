@@ -105,8 +105,7 @@ class Pipeline(nn.Module, Engine):
 
     def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
         mine = {name: tensor_of(param) for name, param in named_parameters(self)}
-        of_ranks: list[dict[str, Tensor]] = [{}] * self.group.size()
-        dist.all_gather_object(of_ranks, {n: x.cpu() for n, x in mine.items() if x is not None}, group=self.group)
+        of_ranks = comm.all_gather_tensors({n: x for n, x in mine.items() if x is not None}, self.group)
         whole = {name: x.to(self.device) for of_rank in of_ranks for name, x in of_rank.items()}
         if self.config.tied:
             whole.pop("head.weight", None)

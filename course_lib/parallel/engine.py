@@ -14,10 +14,11 @@ a technique's file makes one. That file says how the model is cut and what is se
 Losses and norms are those of the global batch, on every rank.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -144,6 +145,8 @@ def accumulate_gradients(engine: Engine, micro_batches: MicroBatches) -> Tensor:
     """Leaves the gradient of the global batch in each rank's parameters, or shards; returns the mean loss.
 
     Give all micro-batches of a step in one call: a second one before `update` sums again what is summed already.
+    Every target counts: micro-batches weigh by their tokens, which is wrong where cross-entropy ignores some (-100). To
+    leave tokens out, multiply their losses by zero.
     """
     share = engine.run(micro_batches)
     engine.finish()
@@ -196,6 +199,26 @@ def step(
         clip_gradients(engine, clip_norm)
     update(engine, optimizer)
     return loss
+
+
+class StepNumbers(NamedTuple):
+    """What a step says of itself: the mean loss of all ranks, this rank's share of it, the gradient norm of all."""
+
+    loss: Tensor
+    share: Tensor
+    norm: Tensor
+
+
+def measured_step(
+    engine: Engine, micro_batches: MicroBatches, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
+) -> StepNumbers:
+    """Take `step`, and return the gradient norm before clipping and this rank's share of the loss as well."""
+    share = engine.run(micro_batches)
+    engine.finish()
+    loss = engine.mean_loss(share)
+    norm = clip_gradients(engine, math.inf if clip_norm is None else clip_norm)
+    update(engine, optimizer)
+    return StepNumbers(loss, share, norm)
 
 
 def update(engine: Engine, optimizer: torch.optim.Optimizer) -> None:

@@ -59,7 +59,7 @@ from course_lib.parallel.vocabulary import vocab_cross_entropy
 
 __all__ = [
     "ExpertGroups", "ExpertParallel", "accumulate_gradients", "build", "clip_gradients", "expert_groups",
-    "full_gradients", "full_parameters", "make_optimizer", "routing_load", "step",
+    "full_gradients", "full_parameters", "make_optimizer", "step",
 ]  # fmt: skip
 
 
@@ -291,18 +291,3 @@ def sum_over_ranks(engine: ExpertParallel) -> None:
     sum_gradients([param for param in engine.parameters() if param not in experts], groups.dp)
     if groups.expert_dp.size() > 1:
         sum_gradients([param for param in engine.parameters() if param in experts], groups.expert_dp)
-
-
-# --- for tests and for looking
-
-
-@torch.no_grad()
-def routing_load(engine: ExpertParallel) -> list[tuple[Tensor, Tensor]]:
-    """For each layer with experts (tokens_E, dropped_E): the assignments of the last micro-batch, of all ranks."""
-    return [
-        (
-            comm.all_reduce(moe.routing.tokens_E, engine.groups.dp),
-            comm.all_reduce(moe.routing.dropped_E, engine.groups.dp),
-        )
-        for moe in moe_layers(engine)
-    ]

@@ -49,12 +49,14 @@ from course_lib.parallel.data import BucketedDP, Sharing
 from course_lib.parallel.engine import (
     Engine,
     MicroBatches,
+    StepNumbers,
     Trace,
     accumulate_gradients,
     clip_gradients,
     full_gradients,
     full_parameters,
     make_optimizer,
+    measured_step,
     step,
     update,
 )
@@ -70,9 +72,9 @@ from course_lib.parallel.whole import put_together
 from course_lib.training.precision import accumulate_in_fp32
 
 __all__ = [
-    "CutStageRunner", "FiveD", "accumulate_gradients", "build", "check_micro_batches", "clip_gradients", "cuts_of",
-    "fill_from_seed", "full_gradients", "full_parameters", "keep_experts", "make_optimizer", "named_parameters",
-    "reduce_gradients", "run_layout", "seed_dropout", "shard_over_data", "step", "update",
+    "CutStageRunner", "FiveD", "StepNumbers", "accumulate_gradients", "build", "check_micro_batches", "clip_gradients",
+    "cuts_of", "fill_from_seed", "full_gradients", "full_parameters", "keep_experts", "make_optimizer", "measured_step",
+    "named_parameters", "reduce_gradients", "run_layout", "seed_dropout", "shard_over_data", "step", "update",
 ]  # fmt: skip
 
 # --- a model on a layout
@@ -401,8 +403,7 @@ def check_lengths(engine: FiveD, lengths: list[int]) -> None:
     longest, shortest = comm.all_reduce(both_ends, world, op="max").tolist()
     if longest == [-length for length in shortest]:
         return
-    of_ranks: list[list[int] | None] = [None] * world.size()
-    dist.all_gather_object(of_ranks, lengths, group=world)
+    of_ranks = comm.all_gather(torch.tensor([lengths], device=device), world).tolist()
     odd = next(rank for rank, others in enumerate(of_ranks) if others != of_ranks[0])
     raise ValueError(
         f"rank {odd} brings micro-batches of {of_ranks[odd]} tokens a sequence, rank 0 of {of_ranks[0]}; "

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib import comm
@@ -111,10 +110,9 @@ class Pipeline(nn.Module, Engine):
         return ((param, 2 if param is tied else 1) for param in self.parameters() if param.requires_grad)
 
     def whole(self, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-        """All ranks' tensors, pickled and gathered: the slow and simple way."""
+        """All ranks' tensors, gathered: the slow and simple way."""
         tensors = {name: tensor_of(param) for name, param in named_parameters(self).items()}
-        gathered: list[dict[str, Tensor] | None] = [None] * self.group.size()
-        dist.all_gather_object(gathered, {n: x.cpu() for n, x in tensors.items() if x is not None}, group=self.group)
+        gathered = comm.all_gather_tensors({n: x for n, x in tensors.items() if x is not None}, self.group)
         device = next(self.parameters()).device
         together = {name: x.to(device) for of_rank in gathered for name, x in of_rank.items()}
         return {name: together[name] for name in self.names if name in together}

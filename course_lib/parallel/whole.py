@@ -3,9 +3,9 @@
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from course_lib import comm
 from course_lib.comm.conjugate import Group
 from course_lib.config import ModelConfig
 from course_lib.model import build as build_whole
@@ -18,26 +18,23 @@ __all__ = ["full_gradients", "full_parameters", "names_of", "put_together"]
 def put_together(
     config: ModelConfig, mine: dict[str, Tensor], cuts: dict[str, Cut], group: Group, tp_rank: int
 ) -> dict[str, Tensor]:
-    """All ranks' parts, pickled and gathered, then put together along the dimension that tp has cut.
+    """All ranks' parts, gathered, then put together along the dimension that tp has cut.
 
     mine, cuts   this rank's parts by the model's names, and how tp has cut them
     """
     first = next(iter(mine.values()), torch.empty(0))
-    places = [(name, tp_rank, cuts.get(name), x.shape) for name, x in mine.items()]
-    flat_P = torch.cat([torch.empty(0, dtype=first.dtype, device="cpu"), *(x.cpu().flatten() for x in mine.values())])
-    gathered: list[tuple | None] = [None] * group.size()
-    dist.all_gather_object(gathered, (places, flat_P), group=group)
+    cut_places = {name: None if cut is None else [cut.dim, cut.copies] for name, cut in cuts.items()}
+    told = comm.all_gather_json([tp_rank, {name: cut_places.get(name) for name in mine}], group)
     parts: dict[str, dict[int, Tensor]] = {}  # by name and tp rank
-    cut_of: dict[str, Cut | None] = {}
-    for places, flat_P in gathered:
-        pieces = flat_P.split([shape.numel() for *_, shape in places])
-        for (name, rank, cut, shape), piece in zip(places, pieces, strict=True):
-            parts.setdefault(name, {})[rank], cut_of[name] = piece.view(shape), cut
+    cut_of: dict[str, list[int] | None] = {}  # dimension and copies
+    for (rank, of_rank), tensors in zip(told, comm.all_gather_tensors(mine, group), strict=True):
+        for name, x in tensors.items():
+            parts.setdefault(name, {})[rank], cut_of[name] = x, of_rank[name]
     whole = {}
     for name in names_of(config):
         if name in parts:
             cut, tensors = cut_of[name], [parts[name][rank] for rank in sorted(parts[name])]
-            x = tensors[0] if cut is None else torch.cat(tensors[:: cut.copies], cut.dim)
+            x = tensors[0] if cut is None else torch.cat(tensors[:: cut[1]], cut[0])
             whole[name] = x.to(first.device)
     return whole
 

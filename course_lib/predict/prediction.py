@@ -1,28 +1,63 @@
-"""One run predicted: memory and seconds by kind, tokens/s, MFU, whether it fits, and why."""
+"""One run predicted: memory and seconds by kind, tokens/s, MFU, whether it fits, how sure that is, and why."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from course_lib.flops import flops_per_token, step_flops
 from course_lib.hardware import GB, Cluster, peak_flops
-from course_lib.predict import nanotron
+from course_lib.predict import frameworks, nanotron
+from course_lib.predict.frameworks import How
 from course_lib.predict.rates import RATES, Rates
 from course_lib.run import Run
-from course_lib.timing.rates import mfu
-from course_lib.validate import check_fields, checked
+from course_lib.timing.rates import hfu, mfu
+from course_lib.validate import Amount, Positive, check_fields, checked
 
-FRAMEWORKS = ("nanotron",)
+FRAMEWORKS = ("nanotron", *frameworks.FRAMEWORKS)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Between which factors on the prediction nine in ten measured values of such runs lay."""
+
+    memory: tuple[Positive, Positive]
+    speed: tuple[Positive, Positive]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+# From residuals of runs whose model was not in the fit (benchmarks/fit_rates.py), and of published runs that set no
+# rate (benchmarks/published_errors.py). Speeds lie far below where pipelines stalled whose columns do not say so.
+SLOW_MFU = 0.1
+SPREAD: dict[tuple[str, str], Spread] = {
+    ("nanotron", "one stage"): Spread((0.84, 1.07), (0.75, 1.35)),
+    ("nanotron", "pipeline"): Spread((0.89, 1.18), (0.32, 1.28)),
+    ("nanotron", "slow"): Spread((0.87, 1.22), (0.79, 1.34)),
+    ("others", "one stage"): Spread((0.96, 1.08), (0.80, 1.24)),
+    ("others", "pipeline"): Spread((1.10, 1.23), (0.95, 1.27)),
+}
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes of the fullest rank by kind, and seconds of a step by what they are spent on."""
+    """Bytes of the fullest rank by kind, and seconds of a step by what they are spent on.
+
+    mfu          0 to 1, as the framework counts it
+    causal_mfu   the same without the pairs that a causal mask forbids, whose FLOPs no kernel does
+    hfu          as mfu, with what recomputation repeats
+    spread       between which factors on this nine in ten measured values of such runs lay
+    """
 
     bytes_by_kind: dict[str, float]
     seconds_by_part: dict[str, float]
     tokens_per_s_per_gpu: float
-    mfu: float  # 0 to 1, as the framework counts it
+    mfu: float
+    causal_mfu: float
+    hfu: float
     usable_bytes: float
+    spread: Spread
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -48,27 +83,106 @@ class Prediction:
         verdict = "fits" if self.fits else f"needs {self.memory_bytes / GB:.1f} of {self.usable_bytes / GB:.1f} GB"
         return f"{verdict}; most memory: {kind} {memory:.1f} GB; most time: {part} {seconds / self.step_s:.0%}"
 
+    @property
+    def memory_range(self) -> tuple[float, float]:
+        """Bytes between which nine in ten such runs lay."""
+        return tuple(factor * self.memory_bytes for factor in self.spread.memory)
+
+    @property
+    def speed_range(self) -> tuple[float, float]:
+        """Tokens/s of a GPU between which nine in ten such runs lay."""
+        return tuple(factor * self.tokens_per_s_per_gpu for factor in self.spread.speed)
+
+    def table(self) -> str:
+        """Where the time goes and what the memory is, in lines to print; all of it is modelled."""
+        slow, fast = self.speed_range
+        few, most = (size / GB for size in self.memory_range)
+        lines = [
+            f"step {self.step_s:.3g} s, {self.tokens_per_s_per_gpu:,.0f} tokens/s/GPU; nine in ten such runs: "
+            f"{slow:,.0f} to {fast:,.0f}",
+            "where the time goes (modelled):",
+            *_bars(self.seconds_by_part, "s"),
+            f"peak {self.memory_bytes / GB:.1f} GB; nine in ten such runs: {few:.1f} to {most:.1f}",
+            "what the memory is (modelled):",
+            *_bars({kind: size / GB for kind, size in self.bytes_by_kind.items()}, "GB"),
+        ]
+        shares = (self.mfu, self.causal_mfu, self.hfu)
+        names = ("MFU", "MFU of causal pairs", "HFU with recomputation")
+        lines.append(", ".join(f"{name} {share:.1%}" for name, share in zip(names, shares, strict=True)))
+        return "\n".join(lines)
+
+
+def _bars(amounts: dict[str, float], unit: str) -> list[str]:
+    total = sum(amounts.values())
+    ranked = sorted(((size, name) for name, size in amounts.items() if size > 0.005 * total), reverse=True)
+    return [
+        f"  {name:16s}{size:9.2f} {unit} {size / total:5.0%}  {'#' * round(40 * size / total)}" for size, name in ranked
+    ]
+
 
 @checked
-def predict(run: Run, cluster: Cluster, framework: str = "nanotron", rates: Rates = RATES) -> Prediction:
+def predict(
+    run: Run,
+    cluster: Cluster,
+    framework: Literal[FRAMEWORKS] = "nanotron",
+    rates: Rates = RATES,
+    how: How = How(),
+) -> Prediction:
     """Predict what a framework's run shows on a cluster: modelled, with constants fitted to measured runs.
 
-    Raises   ValueError for a framework that is not known, or a model with experts or of several context ranks
+    Raises   ValueError for a framework that is not known, and for what nanotron's fitted runs do not have
     """
-    if framework not in FRAMEWORKS:
-        raise ValueError(f"framework is {framework!r}; known: {', '.join(FRAMEWORKS)}")
     layout = run.layout
-    for axis in ("cp", "ep"):
-        if getattr(layout, axis) > 1:
-            raise ValueError(f"{axis} is {getattr(layout, axis)}, and the fitted runs have none; choose {axis} 1")
     nodes = max(1, layout.world_size // cluster.gpus_per_node)
-    seconds = nanotron.seconds_of(run, cluster, rates, nodes)
+    if framework == "nanotron":
+        _check_nanotron(run, how)
+        memory = nanotron.memory_of(run, rates, nodes, cluster.gpu.usable_bytes)
+        seconds = nanotron.seconds_of(run, cluster, rates, nodes)
+    else:
+        facts = frameworks.FRAMEWORKS[framework]
+        memory = frameworks.memory_of(run, facts, how)
+        seconds = frameworks.seconds_of(run, cluster, facts, rates, how)
     step_s, num_tokens = sum(seconds.values()), layout.sequences_per_step * run.seq_len
-    flops = num_tokens * nanotron.counted_flops_per_token(run)
+    gpus = (step_s, layout.world_size, peak_flops(cluster.gpu))
+    full = flops_per_token(run.config, run.seq_len)
+    counted = nanotron.counted_flops_per_token(run) if framework == "nanotron" else full
+    repeated = step_flops(run.config, num_tokens, run.seq_len, layout.recompute) - num_tokens * full
+    if how.operators:
+        repeated += frameworks.repeated_flops(run)
+    counted_mfu = mfu(num_tokens * counted, *gpus)
     return Prediction(
-        nanotron.memory_of(run, rates, nodes),
+        memory,
         seconds,
         num_tokens / step_s / layout.world_size,
-        mfu(flops, step_s, layout.world_size, peak_flops(cluster.gpu)),
-        float(cluster.gpu.usable_bytes),
+        mfu=counted_mfu,
+        causal_mfu=mfu(num_tokens * flops_per_token(run.config, run.seq_len, causal=True), *gpus),
+        hfu=hfu(num_tokens * counted + repeated, *gpus),
+        usable_bytes=float(cluster.gpu.usable_bytes),
+        spread=spread_of(run, framework, counted_mfu),
     )
+
+
+@checked
+def spread_of(run: Run, framework: Literal[FRAMEWORKS], predicted_mfu: Amount) -> Spread:
+    """Between which factors runs like this one lay: by framework, by its pipeline, and by whether it mostly waits."""
+    kind = "one stage" if run.layout.pp == 1 else "pipeline"
+    if framework != "nanotron":
+        return SPREAD["others", kind]
+    return SPREAD["nanotron", "slow" if predicted_mfu < SLOW_MFU else kind]
+
+
+def _check_nanotron(run: Run, how: How) -> None:
+    """Its fitted runs are dense, in BF16, and recompute nothing."""
+    for axis in ("cp", "ep"):
+        if getattr(run.layout, axis) > 1:
+            raise ValueError(
+                f"{axis} is {getattr(run.layout, axis)}, and nanotron's fitted runs have none; choose {axis} 1, or "
+                f"another framework: {', '.join(frameworks.FRAMEWORKS)}"
+            )
+    if run.layout.recompute != "none" or how != How():
+        raise ValueError(
+            "nanotron's fitted runs compute in bf16 and recompute nothing; choose bf16 and recompute none, or another "
+            f"framework: {', '.join(frameworks.FRAMEWORKS)}"
+        )
+    if run.layout.schedule != "1f1b":
+        raise ValueError(f"schedule is {run.layout.schedule!r}; nanotron's fitted runs have 1f1b: choose it")

@@ -1,31 +1,53 @@
 """A table of runs, and the same table with predictions: CSV in, CSV out.
 
 columns read    model nodes gpus mbs grad_acc dp pp tp zero      (others are handed through)
+    and, if there cp ep sp seq precision recompute offload schedule v layers_of_stage dp_replicate cp_method cp_sharding
 columns added   predicted_mem_gb predicted_tok_s_gpu predicted_mfu_pct fits why
+    and, if asked mem_gb_from mem_gb_to tok_s_gpu_from tok_s_gpu_to: where nine in ten runs like it lay
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
-from course_lib.config import ModelConfig
+from course_lib.config import ModelConfig, MoeConfig, Recompute, preset
 from course_lib.hardware import GB, Cluster
 from course_lib.layout import Layout
+from course_lib.memory.zero import Offload
+from course_lib.predict.frameworks import PRECISIONS, How
 from course_lib.predict.prediction import Prediction, predict
 from course_lib.predict.rates import RATES, Rates
 from course_lib.run import Run
-from course_lib.validate import Size, checked
+from course_lib.validate import Size, checked, one_of
 
 READ = ("nodes", "gpus", "mbs", "grad_acc", "dp", "pp", "tp", "zero")
 ADDED = ("predicted_mem_gb", "predicted_tok_s_gpu", "predicted_mfu_pct", "fits", "why")
+BARS = ("mem_gb_from", "mem_gb_to", "tok_s_gpu_from", "tok_s_gpu_to")
 SHAPES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")
+WIDTHS = (
+    "head_dim",
+    "experts",
+    "top_k",
+    "expert_ffn",
+    "shared_experts",
+    "dense_layers",
+    "family",
+)  # of a shape, if it has them
+# Columns that a table may have beside: name in the table -> name in a Layout, or what `run_of` makes of it.
+WHOLE = {"cp": "cp", "ep": "ep", "v": "v", "dp_replicate": "dp_replicate"}
+WORDS = {"schedule": "schedule", "cp_method": "cp_method", "cp_sharding": "cp_sharding", "layers_of_stage": None}
+RECOMPUTE = (*get_args(Recompute), "operators")
 
 
 def read_models(path: str | Path, seq_len: int) -> dict[str, ModelConfig]:
     """Read shapes by name: {"8B": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 32, "ffn": 14336, ...}}.
+
+    A shape may also be the name of a preset. Experts: experts, top_k, expert_ffn, shared_experts, dense_layers.
 
     Raises   ValueError that names the model and what it lacks
     """
@@ -35,13 +57,29 @@ def read_models(path: str | Path, seq_len: int) -> dict[str, ModelConfig]:
     return {name: _model(name, shape, seq_len) for name, shape in told.items()}
 
 
-def _model(name: str, shape: Mapping[str, object], seq_len: int) -> ModelConfig:
-    if not isinstance(shape, dict) or set(shape) != set(SHAPES):
+def _model(name: str, shape: Mapping[str, object] | str, seq_len: int) -> ModelConfig:
+    if isinstance(shape, str):
+        return preset(shape)
+    if not isinstance(shape, dict) or not set(SHAPES) <= set(shape) <= {*SHAPES, *WIDTHS}:
         got = ", ".join(shape) if isinstance(shape, dict) else repr(shape)
-        raise ValueError(f"model {name!r} has {got}; required: {', '.join(SHAPES)}")
-    sizes = (shape[key] for key in SHAPES)
-    layers, hidden, heads, kv_heads, ffn, vocab, tied = sizes
-    return ModelConfig(name, layers, hidden, heads, kv_heads, ffn, vocab, seq_len, tied=tied)
+        raise ValueError(f"model {name!r} has {got}; required: {', '.join(SHAPES)}; possible: {', '.join(WIDTHS)}")
+    layers, hidden, heads, kv_heads, ffn, vocab, tied = (shape[key] for key in SHAPES)
+    moe = None
+    if "experts" in shape:
+        if not {"top_k", "expert_ffn"} <= set(shape):
+            raise ValueError(f"model {name!r} has experts; required beside: top_k, expert_ffn")
+        moe = MoeConfig(
+            shape["experts"],
+            shape["top_k"],
+            shape["expert_ffn"],
+            shape.get("shared_experts", 0),
+            normalise_weights=shape["top_k"] > 1,
+            first_dense_layers=shape.get("dense_layers", 0),
+        )
+    sizes = (layers, hidden, heads, kv_heads, ffn, vocab, seq_len)
+    return ModelConfig(
+        name, *sizes, tied=tied, head_dim=shape.get("head_dim"), moe=moe, family=shape.get("family", "llama")
+    )
 
 
 @checked
@@ -52,25 +90,61 @@ def run_of(row: Mapping[str, str], models: Mapping[str, ModelConfig], seq_len: S
     """
     if (name := row.get("model")) not in models:
         raise ValueError(f"model is {name!r}; known: {', '.join(models)}")
-    numbers = {}
-    for column in READ:
-        text = (row.get(column) or "").strip()
-        if not text.isdigit():
-            raise ValueError(f"{column} is {row.get(column)!r}; required: a whole number")
-        numbers[column] = int(text)
+    numbers = {column: _whole(row, column) for column in READ}
+    changes = {field: _whole(row, column) for column, field in WHOLE.items() if row.get(column)}
     dp, pp, tp = (numbers[axis] for axis in ("dp", "pp", "tp"))
-    if numbers["gpus"] != dp * pp * tp:
-        raise ValueError(f"gpus is {numbers['gpus']}, but dp x pp x tp is {dp * pp * tp}")
+    cp = changes.get("cp", 1)
+    if numbers["gpus"] != dp * pp * tp * cp:
+        product = "dp x pp x tp" + (" x cp" if cp > 1 else "")
+        raise ValueError(f"gpus is {numbers['gpus']}, but {product} is {dp * pp * tp * cp}")
+    changes |= {column: row[column] for column in WORDS if row.get(column)}
+    if "layers_of_stage" in changes:
+        changes["layers_of_stage"] = tuple(int(part) for part in changes["layers_of_stage"].split("-"))
+    recompute = _word(row, "recompute", RECOMPUTE)
+    sharded_sequence = tp > 1 and _word(row, "sp", ("yes", "no")) == "yes"
     layout = Layout(
         dp=dp,
         pp=pp,
         tp=tp,
         zero_stage=numbers["zero"],
-        sequence_parallel=tp > 1,
+        sequence_parallel=sharded_sequence,
+        regather=sharded_sequence,
         micro_batch=numbers["mbs"],
         micro_batches=numbers["grad_acc"],
+        recompute="none" if recompute == "operators" else recompute,
+        **changes,
     )
-    return Run(models[name], layout, seq_len, "bf16-master-fp32-grads")
+    tokens = _whole(row, "seq") if row.get("seq") else seq_len
+    config = models[name]
+    if tokens > config.max_seq_len and config.family == "llama":
+        config = replace(config, max_seq_len=tokens)
+    return Run(config, layout, tokens, "bf16-master-fp32-grads", offload=_offload(row))
+
+
+def how_of(row: Mapping[str, str]) -> How:
+    """What the row says of precision and recomputation."""
+    return How(_word(row, "precision", PRECISIONS), _word(row, "recompute", RECOMPUTE) == "operators")
+
+
+def _whole(row: Mapping[str, str], column: str) -> int:
+    text = (row.get(column) or "").strip()
+    if not text.isdigit():
+        raise ValueError(f"{column} is {row.get(column)!r}; required: a whole number")
+    return int(text)
+
+
+def _word(row: Mapping[str, str], column: str, known: Sequence[str]) -> str:
+    word = row.get(column) or known[0]
+    one_of(column, word, known)
+    return word
+
+
+def _offload(row: Mapping[str, str]) -> Offload:
+    """Of a column such as "optimizer" or "optimizer-activations": these wait on the host."""
+    names = [name for name in (row.get("offload") or "").split("-") if name]
+    for name in names:
+        one_of("offload", name, ("optimizer", "parameters", "activations"))
+    return Offload(**dict.fromkeys(names, "host"))
 
 
 def read_rows(path: str | Path) -> list[dict[str, str]]:
@@ -90,22 +164,26 @@ def predict_rows(
     seq_len: int,
     framework: str = "nanotron",
     rates: Rates = RATES,
-) -> list[dict[str, str]]:
-    """Predict each row; one that cannot be has no numbers, does not fit, and says why."""
-    found = []
+) -> list[Prediction | str]:
+    """Predict each row; of one that cannot be, say why.
+
+    Raises   ValueError for a model that no shape is known of
+    """
+    found: list[Prediction | str] = []
     for number, row in enumerate(rows, 2):  # line 1 is the header
+        if row.get("model") not in models:
+            raise ValueError(f"line {number}: model is {row.get('model')!r}; known: {', '.join(models)}")
         try:
-            run = run_of(row, models, seq_len)
+            found.append(predict(run_of(row, models, seq_len), cluster, framework, rates, how_of(row)))
         except ValueError as error:
-            if row.get("model") not in models:
-                raise ValueError(f"line {number}: {error}") from None
-            found.append({**row, **dict.fromkeys(ADDED, ""), "fits": "no", "why": f"cannot be: {error}"})
-            continue
-        found.append({**row, **_told(predict(run, cluster, framework, rates))})
+            found.append(f"cannot be: {error}")
     return found
 
 
-def _told(one: Prediction) -> dict[str, str]:
+def told(one: Prediction | str) -> dict[str, str]:
+    """The columns that are added to a row; one that cannot be has no numbers, does not fit, and says why."""
+    if isinstance(one, str):
+        return dict.fromkeys(ADDED, "") | {"fits": "no", "why": one}
     return {
         "predicted_mem_gb": f"{one.memory_bytes / GB:.2f}",
         "predicted_tok_s_gpu": f"{one.tokens_per_s_per_gpu:.1f}",
@@ -115,15 +193,20 @@ def _told(one: Prediction) -> dict[str, str]:
     }
 
 
-def predict_table(
-    runs: str | Path, models: str | Path, cluster: Cluster, seq_len: int, framework: str, out: str | Path
-) -> list[dict[str, str]]:
-    """Read a table of runs, predict each, and write the table with what was added."""
-    rows = predict_rows(read_rows(runs), read_models(models, seq_len), cluster, seq_len, framework)
-    if not rows:
-        raise ValueError(f"{runs} has a header and no run; required: a line for each run")
+def bars_of(one: Prediction | str) -> dict[str, str]:
+    """Between which values nine in ten measured runs like it lay, of memory and of speed."""
+    if isinstance(one, str):
+        return dict.fromkeys(BARS, "")
+    ends = (*(size / GB for size in one.memory_range), *one.speed_range)
+    return {name: f"{value:.1f}" for name, value in zip(BARS, ends, strict=True)}
+
+
+def write_table(
+    rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction | str], out: str | Path, bars: bool = False
+) -> None:
+    """Write the rows with their predictions, and with error bars if asked for."""
     with open(out, "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), extrasaction="ignore")
+        writer = csv.DictWriter(file, [*rows[0], *ADDED, *(BARS if bars else ())], extrasaction="ignore")
         writer.writeheader()
-        writer.writerows(rows)
-    return rows
+        for row, one in zip(rows, predictions, strict=True):
+            writer.writerow({**row, **told(one), **bars_of(one)})

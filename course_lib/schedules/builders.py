@@ -4,7 +4,7 @@
     schedule.instructions[3]      # rank 3: F0@3 B0@3 F1@3 B1@3 ...
     make("zbv", 4, 8)             # by name
 
-    bubble (p ranks, m micro-batches; F, I, W a stage's times)      alive on rank i, in stages     stages
+    bubble (p ranks, m micro-batches; F, I, W a stage's times)      in flight on rank i (stages)    stages
     naive         m (p - 1) (F + I + W)                             1                              p
     afab          (p - 1) (F + I + W)                               m                              p
     1f1b          (p - 1) (F + I + W)                               p - i                          p
@@ -39,7 +39,7 @@ def naive(pp: Size, num_micro_batches: Size) -> Schedule:
 
 @checked
 def all_forward_all_backward(pp: int, num_micro_batches: int) -> Schedule:
-    """All forwards, then all backwards, in the same order of micro-batches: each rank keeps m of them alive.
+    """All forwards, then all backwards, in the same order of micro-batches: each rank has m of them in flight.
 
     Source   Huang et al. 2019, GPipe (arXiv:1811.06965)
     """
@@ -52,7 +52,7 @@ def all_forward_all_backward(pp: int, num_micro_batches: int) -> Schedule:
 def one_f_one_b(pp: int, num_micro_batches: int) -> Schedule:
     """Rank i runs pp - i - 1 forwards ahead, then a forward and a backward in turn, then what backwards remain.
 
-    The lead is the least that lets every backward come as soon as it can, so rank i keeps min(m, pp - i) alive.
+    The lead is the least that lets every backward come as soon as it can, so rank i has min(m, pp - i) in flight.
     Source   Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1, "PipeDream-Flush"
     """
     check_sizes(pp, num_micro_batches)
@@ -113,9 +113,9 @@ def interleaved_1f1b(pp: int, num_micro_batches: int, v: int = 2) -> Schedule:
 
 @checked
 def zb_h1(pp: int, num_micro_batches: int) -> Schedule:
-    """1F1B with W put off by as many micro-batches as the rank's number: no more memory than 1F1B.
+    """1F1B with W delayed by as many micro-batches as the rank's number: no more memory than 1F1B.
 
-    Ranks far from the first keep fewer micro-batches alive, so they can afford to let more wait for W.
+    Ranks far from the first have fewer micro-batches in flight, so they can afford to let more wait for W.
     Source   Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.3
     """
     check_sizes(pp, num_micro_batches)
@@ -127,7 +127,7 @@ def zb_h1(pp: int, num_micro_batches: int) -> Schedule:
 def zb_h2(pp: int, num_micro_batches: int) -> Schedule:
     """Twice ZB-H1's lead of forwards and twice its delay of W: rank 0 need not wait for the first gradient.
 
-    Rank i keeps 2 (pp - i) - 1 micro-batches alive and lets 2 i wait for W: about twice the memory.
+    Rank i has 2 (pp - i) - 1 micro-batches in flight and lets 2 i wait for W: about twice the memory.
     Source   Qi et al. 2024 (arXiv:2401.10241), section 2.3
     """
     check_sizes(pp, num_micro_batches)

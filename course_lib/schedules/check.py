@@ -142,7 +142,7 @@ def _order_problems(schedule: Schedule) -> Iterator[str]:
     for rank, row in enumerate(schedule.instructions):
         place_of = {one: place for place, one in reversed(list(enumerate(row)))}
         for place, one in enumerate(row):
-            for need in needs(one, schedule) if one.op in OPS else ():
+            for need in schedule.needed[one] if one.op in OPS else ():
                 if place_of.get(need, -1) > place:
                     yield (
                         f"rank {rank}, place {place}: {one} stands before {need} (place {place_of[need]}), "
@@ -173,7 +173,7 @@ def _deadlock(schedule: Schedule) -> list[str]:
 
 def _rests_on(one: Instruction, other: Instruction, schedule: Schedule) -> bool:
     """Whether one is the other, or needs it, or needs something that does: then it cannot come before."""
-    return one == other or any(_rests_on(need, other, schedule) for need in needs(one, schedule))
+    return one == other or any(_rests_on(need, other, schedule) for need in schedule.needed[one])
 
 
 def _circle(schedule: Schedule, reached: list[int]) -> dict[int, tuple[Instruction, Instruction]]:
@@ -184,7 +184,7 @@ def _circle(schedule: Schedule, reached: list[int]) -> dict[int, tuple[Instructi
     waits = {}
     while rank is not None and rank not in waits:
         one = rows[rank][reached[rank]]
-        need = next(need for need in needs(one, schedule) if need not in done)
+        need = next(need for need in schedule.needed[one] if need not in done)
         waits[rank] = (one, need)
         rank = schedule.rank_of_stage[need.stage]
     return dict(list(waits.items())[list(waits).index(rank) :]) if waits else {}
@@ -252,7 +252,7 @@ def chart_problems(chart: str, rank_of_stage: tuple[int, ...] | None = None, who
             slots[one] = (start, stop)
     found = []
     for rank, _, one in _placed(schedule):
-        for need in needs(one, schedule):
+        for need in schedule.needed[one]:
             start, (_, ready) = slots[one][0], slots.get(need, (0, None))
             owner = schedule.rank_of_stage[need.stage]
             if ready is None:

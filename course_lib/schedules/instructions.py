@@ -69,6 +69,11 @@ class Schedule:
         """Every instruction, of all ranks together."""
         return frozenset(instruction for row in self.instructions for instruction in row)
 
+    @cached_property
+    def needed(self) -> dict[Instruction, list[Instruction]]:
+        """For every instruction what must be done before it: what `needs` returns, kept for walks over all of them."""
+        return {one: needs(one, self) for one in self.all}
+
     @property
     def splits_backward(self) -> bool:
         """Whether any backward is done in two parts, I and W."""

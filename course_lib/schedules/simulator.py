@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from course_lib.schedules.check import check, runnable_order
-from course_lib.schedules.instructions import OPS, Instruction, Schedule, needs
+from course_lib.schedules.instructions import OPS, Instruction, Schedule
 from course_lib.span import Span
 from course_lib.validate import Amount, Positive, Size, check_fields, checked
 
@@ -76,7 +76,7 @@ def _of_stage(value: PerStage, stage: int) -> float:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A schedule on the clock. `rows[rank][i]` is when `schedule.instructions[rank][i]` ran.
+    """A schedule on the clock. `times[rank][i]` is when `schedule.instructions[rank][i]` began and ended, in seconds.
 
     Idle time is counted in two ways, and its share in two as well:
     - until all ranks are done (`makespan_s`): so it is if a step ends with a barrier, as with a global gradient norm;
@@ -86,27 +86,35 @@ class Simulation:
 
     schedule: Schedule
     costs: Costs
-    rows: tuple[tuple[Span, ...], ...] = field(repr=False)
+    times: tuple[tuple[tuple[float, float], ...], ...] = field(repr=False)
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Span, ...], ...]:
+        """The spans of each rank; a span's name is the instruction as text."""
+        return tuple(
+            tuple(Span(rank, "compute", str(one), *time) for one, time in zip(row, times, strict=True))
+            for rank, (row, times) in enumerate(zip(self.schedule.instructions, self.times, strict=True))
+        )
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """All of them, rank by rank; a span's name is the instruction as text."""
+        """All spans, rank by rank."""
         return tuple(span for row in self.rows for span in row)
 
     @cached_property
     def makespan_s(self) -> float:
         """Seconds until the last rank is done."""
-        return max(row[-1].stop_s for row in self.rows)
+        return max(row[-1][1] for row in self.times)
 
     @cached_property
     def back_to_back_s(self) -> float:
         """Seconds from one step to the next, if ranks need not wait for each other between steps."""
-        return max(row[-1].stop_s - row[0].start_s for row in self.rows)
+        return max(row[-1][1] - row[0][0] for row in self.times)
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
         """Seconds of work of each rank; the longest is the ideal time of a step."""
-        return tuple(sum(span.seconds for span in row) for row in self.rows)
+        return tuple(sum(stop_s - start_s for start_s, stop_s in row) for row in self.times)
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -121,17 +129,17 @@ class Simulation:
     @property
     def bubble_of_total(self) -> float:
         """Idle time over all time, all ranks together: (p - 1) / (m + p - 1) for 1F1B with equal stages."""
-        return sum(self.idle_s) / (len(self.rows) * self.makespan_s)
+        return sum(self.idle_s) / (len(self.times) * self.makespan_s)
 
     @property
     def bubble_of_ideal_back_to_back(self) -> float:
         """As bubble_of_ideal, without a barrier between steps."""
-        return len(self.rows) * self.back_to_back_s / sum(self.busy_s) - 1
+        return len(self.times) * self.back_to_back_s / sum(self.busy_s) - 1
 
     @property
     def bubble_of_total_back_to_back(self) -> float:
         """As bubble_of_total, without a barrier between steps."""
-        return 1 - sum(self.busy_s) / (len(self.rows) * self.back_to_back_s)
+        return 1 - sum(self.busy_s) / (len(self.times) * self.back_to_back_s)
 
     @cached_property
     def live(self) -> tuple[tuple[tuple[float, int], ...], ...]:
@@ -194,7 +202,6 @@ def _held_bytes(
 
 
 @checked
-@checked
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
     """Clocks a schedule.
 
@@ -205,18 +212,19 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
     seconds = {(op, stage): costs.seconds(Instruction(op, 0, stage)) for op in OPS for stage in range(num_stages)}
     crossing_s = {None: 0.0} | {stage: _of_stage(costs.transfer_s, stage) for stage in range(num_stages - 1)}
     sent_s: dict[Instruction, float] = {}
-    rows: list[list[Span]] = [[] for _ in range(schedule.pp)]
+    times: list[list[tuple[float, float]]] = [[] for _ in range(schedule.pp)]
     for rank, group, awaited in order:
-        free_s = rows[rank][-1].stop_s if rows[rank] else 0.0
-        start_s = max([free_s, *(sent_s[need] + crossing_s[boundary] for need, boundary in awaited)])
+        start_s = times[rank][-1][1] if times[rank] else 0.0
+        for need, boundary in awaited:
+            start_s = max(start_s, sent_s[need] + crossing_s[boundary])
         durations = [seconds[instruction.op, instruction.stage] for instruction in group]
         if len(group) == 2:
             durations = [costs.pair_s * duration / (sum(durations) or 1.0) for duration in durations]
-        for instruction, duration in zip(group, durations, strict=True):
-            rows[rank].append(Span(rank, "compute", str(instruction), start_s, start_s + duration))
+        for duration in durations:
+            times[rank].append((start_s, start_s + duration))
             start_s += duration
         sent_s.update(dict.fromkeys(group, start_s))
-    return Simulation(schedule, costs, tuple(map(tuple, rows)))
+    return Simulation(schedule, costs, tuple(map(tuple, times)))
 
 
 @lru_cache(maxsize=8)
@@ -242,7 +250,7 @@ def _check_all_ran(schedule: Schedule, ran: set[Instruction]) -> None:
 def _awaited(group: Sequence[Instruction], schedule: Schedule) -> Iterator[tuple[Instruction, int | None]]:
     """What a group needs, each with the boundary between stages that it crosses to another rank, or None."""
     for instruction in group:
-        for need in needs(instruction, schedule):
+        for need in schedule.needed[instruction]:
             if need not in group:
                 same_rank = schedule.rank_of_stage[need.stage] == schedule.rank_of_stage[instruction.stage]
                 yield need, None if same_rank else min(need.stage, instruction.stage)

@@ -8,7 +8,9 @@ collectives.py   a collective as NCCL would do it: algorithm, protocol, link
 rates.py         the share of its peak that a GPU reaches; MFU, HFU, roofline
 data.py          buckets beside backward; ZeRO-3's gathers beside computing; offload
 tensor.py        a layer of tensor and sequence parallelism: which sums hide
+experts.py       a layer of experts: rows that travel beside another micro-batch's computation
 context.py       a layer's attention over context-parallel ranks: which ring steps hide
+failures.py      how often to save when GPUs fail: lost work against the time of saving
 
 Everything here is modelled, nothing measured.
 """

@@ -4,11 +4,11 @@ The fastest way counts. Nothing here runs or measures anything.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
-from course_lib.hardware import Cluster, Link
+from course_lib.hardware import MEASURED_PER_NODE, Cluster, Link, measured_bus_bandwidth
 from course_lib.layout import Layout
 from course_lib.traffic import Call
 from course_lib.validate import Amount, Positive, Size, checked, one_of
@@ -135,7 +135,16 @@ def collective_costs(name: str, world_size: Size, network: Link | Cluster, per_n
     if name == "all_reduce" and "plain" not in (group.inside.kind, group.between.kind):
         costs += [_tree(group, protocol) for protocol in _protocols(group, "tree")]
         costs += _in_the_switch(group)
-    return costs
+    most = _most_measured(name, group)
+    return [replace(cost, payload_bytes_per_s=min(cost.payload_bytes_per_s, most)) for cost in costs]
+
+
+def _most_measured(name: str, group: _Group) -> float:
+    """Payload rate that was measured over as many whole nodes; each GPU has a port, so fewer of a node get a share."""
+    if group.nodes == 1 or not group.between.measured or name in _CHAINS:
+        return inf
+    bus = measured_bus_bandwidth(group.nodes, name.removeprefix("ring_"))
+    return bus * group.per_node / MEASURED_PER_NODE / bus_factor(name, group.size)
 
 
 @checked
@@ -250,14 +259,15 @@ def bus_bandwidth(name: str, payload_bytes: Amount, seconds: Positive, world_siz
 
 
 # ------------------------------------------------------------------------------------ the calls of a layout
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def ranks_in_a_node(layout: Layout, cluster: Cluster, axis: str) -> int:
     """Count the ranks of rank 0's group along `axis` that share its node.
 
     It is 1 where nodes would have unequal numbers, and for a pipeline over several nodes: its slowest message counts.
     """
-    one_of("axis", axis, tuple(layout.members(0)))
-    members = layout.members(0)[axis]
+    groups = _first_groups(layout)
+    one_of("axis", axis, tuple(groups))
+    members = groups[axis]
     here = sum(rank < cluster.gpus_per_node for rank in members)
     apart = axis == "pp" and here < len(members)
     return 1 if apart or len(members) % here else here
@@ -267,7 +277,12 @@ def ranks_in_a_node(layout: Layout, cluster: Cluster, axis: str) -> int:
 def ring_link(layout: Layout, cluster: Cluster, axis: str = "cp") -> Link:
     """Return the slowest link of a ring along `axis`: all of its ranks wait for the step that crosses nodes."""
     here = ranks_in_a_node(layout, cluster, axis)
-    return cluster.inside if len(layout.members(0)[axis]) <= here else cluster.between
+    return cluster.inside if len(_first_groups(layout)[axis]) <= here else cluster.between
+
+
+@lru_cache(maxsize=1024)
+def _first_groups(layout: Layout) -> dict[str, list[int]]:
+    return layout.members(0)
 
 
 @checked
@@ -278,6 +293,11 @@ def calls_s(calls: Iterable[Call], layout: Layout, cluster: Cluster, axis: str) 
 
 def _call_s(call: Call, layout: Layout, cluster: Cluster, axis: str) -> float:
     if call.to_one:
-        return collective_s("send", call.payload_bytes, 2, ring_link(layout, cluster, axis))
+        return _collective_s("send", call.payload_bytes, 2, ring_link(layout, cluster, axis), None)
     per_node = ranks_in_a_node(layout, cluster, axis)
-    return collective_s(call.collective, call.payload_bytes, call.group_size, cluster, per_node)
+    return _collective_s(call.collective, call.payload_bytes, call.group_size, cluster, per_node)
+
+
+@lru_cache(maxsize=8192)  # layers call the same
+def _collective_s(name: str, payload_bytes: float, world_size: int, network: Link | Cluster, per_node) -> float:
+    return collective_s(name, payload_bytes, world_size, network, per_node)

@@ -28,13 +28,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import isclose
 
 from course_lib.flops import attention_flops_per_token, flops_per_token, head_parameters, stage_flops
 from course_lib.hardware import Cluster, peak_flops
 from course_lib.layout import Layout
 from course_lib.layout.partition import stage_config
-from course_lib.memory.flats import layers_of, schedule_of
+from course_lib.memory.flats import layers_of, placed_by
+from course_lib.memory.zero import Offload
 from course_lib.run import Run
+from course_lib.schedules import make
 from course_lib.schedules.simulator import Costs, simulate
 from course_lib.timing.collectives import calls_s
 from course_lib.timing.context import attention_time
@@ -118,25 +122,29 @@ def step_time(
 
     Raises   TypeError if an argument is no such record
     """
-    config, layout, seq_len, schedule = run.config, run.layout, run.seq_len, schedule_of(run.layout)
+    config, layout, seq_len, schedule = run.config, run.layout, run.seq_len, placed_by(run.layout)
     stages = _stage_times(run, cluster, utilisation, overlap)
     costs = _costs(run, cluster, stages)
-    without_transfers = simulate(schedule, replace(costs, transfer_s=0.0))
-    makespan_s = simulate(schedule, costs).makespan_s if layout.pp > 1 else without_transfers.makespan_s
-    busiest = max(range(layout.pp), key=lambda rank: without_transfers.busy_s[rank])
+    pipeline = layout.schedule, layout.pp, layout.micro_batches, layout.v
+    alone_s, busy_s = _simulated(*pipeline, replace(costs, transfer_s=0.0))
+    makespan_s, _ = _simulated(*pipeline, costs)
+    busiest = max(range(layout.pp), key=lambda rank: busy_s[rank])
     spent = {
         name: layout.micro_batches * sum(getattr(stages[stage], name) for stage in schedule.stages_of_rank(busiest))
         for name in ("compute_s", "tp_s", "cp_s", "ep_s")
     }
-    data_s = max(
-        _exposed_data_s(run, cluster, overlap, rank, _of(stages, schedule.stages_of_rank(rank)))
-        for rank in range(layout.pp)
-    )
+    layers = layers_of(config, layout)
+    unlike = {}  # of ranks whose stages are alike, one
+    for rank in range(layout.pp):
+        mine = schedule.stages_of_rank(rank)
+        parts = tuple((stage_config(config, layers, one), one == 0, one == len(layers) - 1) for one in mine)
+        unlike.setdefault((parts, rank in (0, layout.pp - 1)), (rank, _of(stages, mine)))
+    data_s = max(_exposed_data_s(run, cluster, overlap, *each) for each in unlike.values())
     num_tokens = layout.sequences_per_step * seq_len
     return StepTime(
         **spent,
-        bubble_s=max(0.0, without_transfers.makespan_s - sum(spent.values())),
-        transfer_s=makespan_s - without_transfers.makespan_s,
+        bubble_s=max(0.0, alone_s - sum(spent.values())),
+        transfer_s=makespan_s - alone_s,
         data_s=data_s,
         num_tokens=num_tokens,
         num_gpus=layout.world_size,
@@ -144,6 +152,28 @@ def step_time(
         causal_flops=num_tokens * flops_per_token(config, seq_len, causal=True),
         peak_flops_per_s=peak_flops(cluster.gpu),
     )
+
+
+STEADY = 4  # times pp micro-batches: from here on each further pp of them mostly take as long as the pp before
+
+
+def _simulated(name: str, pp: int, micro_batches: int, v: int, costs: Costs) -> tuple[float, tuple[float, ...]]:
+    """Seconds of a pipeline, and of these those in which each rank works; a steady state is not walked to its end."""
+    rounds = micro_batches // pp - STEADY
+    first = micro_batches - rounds * pp
+    if rounds > STEADY and v == 1:  # loops over uneven stages drift for longer
+        (begun_s, busy_s), (then_s, _), (later_s, _) = (
+            _walked(name, pp, first + more * pp, v, costs) for more in range(3)
+        )
+        if isclose(later_s - then_s, then_s - begun_s, rel_tol=1e-9):
+            return begun_s + rounds * (then_s - begun_s), tuple(micro_batches / first * busy for busy in busy_s)
+    return _walked(name, pp, micro_batches, v, costs)
+
+
+@lru_cache(maxsize=256)  # layouts that differ in ZeRO alone have one pipeline
+def _walked(name: str, pp: int, micro_batches: int, v: int, costs: Costs) -> tuple[float, tuple[float, ...]]:
+    found = simulate(make(name, pp, micro_batches, v), costs)
+    return found.makespan_s, tuple(found.busy_s)
 
 
 @checked
@@ -181,17 +211,19 @@ class _StageTime:
 
 
 def _stage_times(run: Run, cluster: Cluster, utilisation: Utilisation, overlap: Overlap) -> list[_StageTime]:
-    """Return the times of each stage; most are alike, and computed once."""
-    config, layers, known = run.config, layers_of(run.config, run.layout), {}
+    """Return the times of each stage; most are alike, and computed once, also for runs that differ in ZeRO alone."""
+    config, layers = run.config, layers_of(run.config, run.layout)
     kinds = [
         (stage_config(config, layers, stage), stage == 0, stage == len(layers) - 1) for stage in range(len(layers))
     ]
-    for stage, kind in enumerate(kinds):
-        if kind not in known:
-            known[kind] = _stage_time(run, cluster, utilisation, overlap, stage)
-    return [known[kind] for kind in kinds]
+    inside = replace(run.layout, zero_stage=0, dp_replicate=1) if run.layout.zero_stage else run.layout
+    alike = replace(run, layout=inside, offload=Offload()) if run.layout.zero_stage else run
+    first = {kind: stage for stage, kind in reversed(list(enumerate(kinds)))}
+    found = {kind: _stage_time(alike, cluster, utilisation, overlap, stage) for kind, stage in first.items()}
+    return [found[kind] for kind in kinds]
 
 
+@lru_cache(maxsize=4096)
 def _stage_time(run: Run, cluster: Cluster, utilisation: Utilisation, overlap: Overlap, stage: int) -> _StageTime:
     config, layout, seq_len = run.config, run.layout, run.seq_len
     layers = layers_of(config, layout)

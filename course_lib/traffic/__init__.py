@@ -22,11 +22,8 @@ from course_lib.traffic.collectives import (
     broadcast_bytes,
     by_collective,
     call_counts,
-    gather_bytes,
-    reduce_bytes,
     reduce_scatter_bytes,
     ring_all_reduce_bytes,
-    scatter_bytes,
     sent_bytes,
 )
 from course_lib.traffic.context import attention_calls
@@ -34,6 +31,6 @@ from course_lib.traffic.step import AXES, Calls, calls, sent, stage_calls
 
 __all__ = [
     "AXES", "Call", "Calls", "all_gather_bytes", "all_to_all_bytes", "attention_calls", "broadcast_bytes",
-    "by_collective", "call_counts", "calls", "gather_bytes", "reduce_bytes", "reduce_scatter_bytes",
-    "ring_all_reduce_bytes", "scatter_bytes", "sent", "sent_bytes", "stage_calls",
+    "by_collective", "call_counts", "calls", "reduce_scatter_bytes",
+    "ring_all_reduce_bytes", "sent", "sent_bytes", "stage_calls",
 ]  # fmt: skip

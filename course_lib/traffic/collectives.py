@@ -53,24 +53,6 @@ def broadcast_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, src
     return 0 if (rank + 1) % world_size == src else payload_bytes
 
 
-@checked
-def reduce_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, dst: Index = 0) -> int:
-    """Count what a rank sends in a reduce along a chain that ends at dst: the payload; dst sends nothing."""
-    return 0 if rank == dst else payload_bytes
-
-
-@checked
-def gather_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, dst: Index = 0) -> int:
-    """Count what a rank sends in a gather: its shard, 1 / N of the gathered result; dst sends nothing."""
-    return 0 if rank == dst else payload_bytes // world_size
-
-
-@checked
-def scatter_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, src: Index = 0) -> int:
-    """Count what a rank sends in a scatter: src sends (N - 1) / N of what it holds, the other ranks nothing."""
-    return payload_bytes - payload_bytes // world_size if rank == src else 0
-
-
 def _piece_bytes(payload_bytes: int, world_size: int, index: int, itemsize: int) -> int:
     """Piece `index` of world_size, cut as `tensor_split` cuts: the first ones have one element more."""
     if payload_bytes % itemsize != 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from course_lib.memory.flats import Flat, schedule_of
+from course_lib.memory.flats import Flat, placed_by
 from course_lib.memory.pipeline import boundary_bytes
 from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import wire_grad_bytes
@@ -21,7 +21,7 @@ def boundary_calls(run: Run, pp_rank: Index, tp_rank: Index) -> list[Call]:
     Two consecutive stages on the same rank send nothing. Of the schedule only v matters: with v stages per rank, v
     times the bytes or nearly. With sequence parallelism each tp rank sends its own tokens.
     """
-    layout, itemsize, owners = run.layout, recipe_of(run.recipe).compute_bytes, schedule_of(run.layout).rank_of_stage
+    layout, itemsize, owners = run.layout, recipe_of(run.recipe).compute_bytes, placed_by(run.layout).rank_of_stage
     share = (layout.tp, tp_rank) if layout.sequence_parallel else (1, 0)
     payload = boundary_bytes(run.config, layout.micro_batch, run.seq_len, itemsize, layout.cp, *share)
     crossed = [(stage, stage + 1) for stage in range(len(owners) - 1) if owners[stage] != owners[stage + 1]]

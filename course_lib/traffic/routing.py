@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from course_lib.layout.experts import METHODS, ExpertLayout
-from course_lib.validate import Bytes, Count, Size, checked
+from course_lib.validate import Bytes, Size, checked
 
 ID_BYTES = 4  # an expert's number beside a row, int32
 COUNT_BYTES = 8  # how many rows will come, int64
@@ -216,16 +216,3 @@ def _count_rows(layout: ExpertLayout, method: str) -> list[Rows]:
 
 def _sum(layout: ExpertLayout, hops: list[list[Sent]]) -> list[Sent]:
     return [sum((hop[rank] for hop in hops), Sent()) for rank in range(layout.ep_size)]
-
-
-# ------------------------------------------------------------------------------------ capacity
-@checked
-def dropped(counts: Sequence[Sequence[int]], capacity: Count) -> int:
-    """Assignments beyond the capacity that each expert has for each rank."""
-    return sum(max(0, count - capacity) for row in counts for count in row)
-
-
-@checked
-def imbalance(load: Sequence[int]) -> float:
-    """The largest load over the mean: 1 is even; experts run as long as the largest takes."""
-    return max(load) * len(load) / sum(load) if sum(load) else 1.0

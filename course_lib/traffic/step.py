@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from course_lib.layout.mesh import REPLICA_AXES
 from course_lib.layout.partition import stage_config
-from course_lib.memory.flats import flats_of, layers_of, schedule_of
+from course_lib.memory.flats import flats_of, layers_of, placed_by
 from course_lib.memory.states import recipe_of
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call, sent_bytes
@@ -51,7 +51,7 @@ def calls(run: Run, rank: Index = 0, clip: bool = False, routings: Sequence[Rout
                without them the rows are expected ones, of tokens that choose evenly
     """
     layout, place = run.layout, run.layout.mesh.coordinates(rank)
-    stages = schedule_of(layout).stages_of_rank(place["pp"])
+    stages = placed_by(layout).stages_of_rank(place["pp"])
     itemsize = recipe_of(run.recipe).param_bytes
     flats = flats_of(run.config, layout, place["pp"], place["tp"], itemsize, run.lora)
     by_axis: Calls = {axis: [] for axis in AXES}

@@ -9,13 +9,10 @@ moe_training.py  experts beside a dense model of equal FLOPs: load, drops, loss 
 
 from course_lib.training.loop import (
     TrainConfig,
-    TrainRecord,
     accumulate_gradients,
-    describe,
     loss_of,
     make_optimizer,
     peak_memory_bytes,
-    train,
     train_step,
     wait_for,
 )

@@ -17,7 +17,6 @@ from torch import Tensor
 from course_lib.devices import rank_device
 from course_lib.validate import Index, Seed, Size, checked, whole
 
-VOCAB_SIZE = 256  # a token is a byte
 Bytes = Annotated[int, whole]
 # Left out: what some installations lack or write themselves.
 LEFT_OUT = {
@@ -72,12 +71,6 @@ def tokens(max_tokens: Bytes = 2_000_000, held_out: bool = False) -> Tensor:
     everything = torch.frombuffer(bytearray(corpus(max_tokens)), dtype=torch.uint8).long()
     boundary = len(everything) * 9 // 10
     return everything[boundary:] if held_out else everything[:boundary]
-
-
-@checked
-def decode(tokens_S: Tensor) -> str:
-    """Tokens as text again; a character that is cut in two shows as a replacement mark."""
-    return bytes(tokens_S.tolist()).decode("utf-8", errors="replace")
 
 
 @checked

@@ -1,25 +1,19 @@
 """The single-process reference: what every parallel version of the course must equal.
 
-tokens -> batch -> micro-batches -> loss -> backward -> clip -> AdamW -> TrainRecord
+batch -> micro-batches -> loss -> backward -> clip -> AdamW
 """
 
-import importlib.util
-import statistics
 import sys
-import time
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import std as tqdm_std
 
-from course_lib.config import ModelConfig, TrainSettings
-from course_lib.devices import rank_device
-from course_lib.model import build
+from course_lib.config import TrainSettings
 from course_lib.model.moe import add_balancing, balance_after_step
-from course_lib.training.data import batch, micro_batches, tokens
+from course_lib.training.data import micro_batches
 from course_lib.training.precision import (
     PRECISIONS,
     LossScaler,
@@ -31,11 +25,11 @@ from course_lib.training.precision import (
     precision_named,
     zero_gradients,
 )
-from course_lib.validate import Amount, Index, Positive, Size, checked
+from course_lib.validate import Amount, Positive, Size, checked
 
 __all__ = [
-    "LossScaler", "MasterAdamW", "TrainConfig", "TrainRecord", "accumulate_gradients", "clip_gradients", "loss_of",
-    "make_optimizer", "train", "train_step",
+    "LossScaler", "MasterAdamW", "TrainConfig", "accumulate_gradients", "clip_gradients", "loss_of",
+    "make_optimizer", "train_step",
 ]  # fmt: skip
 
 
@@ -58,20 +52,6 @@ class TrainConfig(TrainSettings):
                 f"micro_batches ({self.micro_batches}) must not exceed batch_size ({self.batch_size}): "
                 "each part needs a sequence"
             )
-
-
-@dataclass(frozen=True)
-class TrainRecord:
-    """What a run left: loss and duration of each step, tokens_per_s of the median step, mfu where the peak is known.
-
-    `peak_bytes`: on a GPU the allocator's peak during the run; on a CPU the most memory that this process ever held.
-    """
-
-    losses: list[float]
-    step_s: list[float]
-    tokens_per_s: float
-    peak_bytes: int
-    mfu: float | None = None
 
 
 @checked
@@ -149,73 +129,6 @@ def train_step(
     if scaler:
         scaler.update(finite)
     return loss
-
-
-@checked
-def train(
-    model_config: ModelConfig,
-    train_config: TrainConfig,
-    attention: str = "fused",
-    recompute: str = "none",
-    device: str | torch.device | None = None,
-    flops_per_token: Positive | None = None,
-    peak_flops: Positive | None = None,
-    progress: bool = True,
-) -> TrainRecord:
-    """Builds the model of that config and trains it on the standard library's text, under a progress bar.
-
-    MFU is shown and recorded if both `flops_per_token` (of the model, forward and backward) and `peak_flops` (of the
-    device, per second) are given; `course_lib.flops` and `course_lib.hardware` know them.
-    """
-    plan, precision, device = train_config, precision_named(train_config.precision), device or rank_device()
-    model = build(model_config, plan.seed, precision.param_dtype, device, attention, recompute)
-    optimizer = make_optimizer(model, plan.precision, plan.learning_rate, plan.weight_decay)
-    scaler = LossScaler() if precision.loss_scaling else None
-    text_T = tokens()
-    if torch.device(device).type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    losses, step_s = [], []
-    with progress_bar(plan.steps, progress) as bar, torch.random.fork_rng():
-        torch.manual_seed(plan.seed)  # dropout's, in the gpt family
-        for index in range(plan.steps):
-            x_BS, y_BS = (t.to(device) for t in batch(text_T, index, plan.batch_size, plan.seq_len, seed=plan.seed))
-            start_s = time.perf_counter()
-            loss = train_step(model, optimizer, x_BS, y_BS, plan.micro_batches, plan.clip_norm, plan.precision, scaler)
-            wait_for(device)
-            losses.append(loss)
-            step_s.append(time.perf_counter() - start_s)
-            record = _record(losses, step_s, plan, device, flops_per_token, peak_flops)
-            bar.set_postfix_str(describe(record), refresh=False)
-            bar.update()
-    return record
-
-
-def _record(losses, step_s, plan, device, flops_per_token, peak_flops) -> TrainRecord:
-    warm_s = step_s[1:] or step_s  # the first step warms up
-    tokens_per_s = plan.batch_size * plan.seq_len / statistics.median(warm_s)
-    mfu = tokens_per_s * flops_per_token / peak_flops if flops_per_token and peak_flops else None
-    return TrainRecord(list(losses), list(step_s), tokens_per_s, peak_memory_bytes(device), mfu)
-
-
-@checked
-def describe(record: TrainRecord) -> str:
-    """The last loss, speed, memory and MFU in one line, as the bar shows them."""
-    parts = [
-        f"loss {record.losses[-1]:.3f}",
-        f"{record.tokens_per_s:,.0f} tokens/s",
-        f"{record.peak_bytes / 1e9:.2f} GB",
-    ]
-    return ", ".join(parts + ([f"MFU {record.mfu:.1%}"] if record.mfu is not None else []))
-
-
-@checked
-def progress_bar(total: Index, shown: bool = True) -> tqdm_std.tqdm:
-    """A tqdm bar: a widget in a notebook that has ipywidgets, plain text elsewhere."""
-    if importlib.util.find_spec("ipywidgets") is None:
-        return tqdm_std.tqdm(total=total, disable=not shown)
-    from tqdm.auto import tqdm
-
-    return tqdm(total=total, disable=not shown)
 
 
 @checked

@@ -250,16 +250,6 @@ def from_transformers(hf_model: nn.Module, attention: str = "fused", recompute: 
     return model
 
 
-@torch.no_grad()
-def into_transformers(model: nn.Module, hf_model: nn.Module) -> None:
-    """Copies our weights into their model of the same shape, in place."""
-    theirs = hf_model.state_dict()  # its tensors are those of the model
-    for name, parameter in model.named_parameters():
-        tensor_in_transformers(theirs, name, model.config).copy_(parameter)
-    for router, bias_E in _routers_and_biases(model, theirs):
-        bias_E.copy_(router.bias_E)
-
-
 def _routers_and_biases(model: nn.Module, state: Mapping[str, Tensor]) -> list[tuple[nn.Module, Tensor]]:
     """DeepSeek's routers beside their biases in theirs: multiples of bias_speed, which ours counts."""
     first = model.config.num_layers - model.config.num_moe_layers

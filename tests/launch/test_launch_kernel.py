@@ -287,8 +287,10 @@ print(list(launch(untidy, 2)))
 
 def test_the_interrupt_button_ends_the_ranks_and_the_next_launch_works(kernel):
     message = kernel.start("launch(lambda: (print('up'), time.sleep(100)), 3, live=True)")
-    while kernel.client.get_iopub_msg(timeout=60)["msg_type"] != "stream":
-        pass
+    printed = ""
+    while printed.count("up") < 3:  # every rank has begun
+        said = kernel.client.get_iopub_msg(timeout=60)
+        printed += said["content"]["text"] if said["msg_type"] == "stream" else ""
     ranks = kernel.helpers()
     assert len(ranks) == 4  # the fork server and three ranks
     kernel.manager.interrupt_kernel()

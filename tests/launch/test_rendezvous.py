@@ -2,7 +2,11 @@
 
 import dataclasses
 import os
+import socket
 import threading
+import time
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from course_lib import devices
-from course_lib.launch import launch, rendezvous
+from course_lib.launch import _network, _processes, launch, rendezvous
 from course_lib.launch.rendezvous import (
     Place,
     agree_on_backend,
     as_torchrun,
     first_node,
     join_world,
+    open_store,
     place_of,
     restart_hint,
     tasks_of_nodes,
@@ -146,6 +151,41 @@ def test_whoever_asks_torchrun_for_restarts_is_told_what_gloo_needs():
         assert restart_hint(TORCHRUN | enough) is None
 
 
+def listens_on(port: int) -> set[str]:
+    """Addresses, as /proc writes them, on which somebody listens at that port."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    local = [fields[1].rpartition(":") for fields in lines if fields[3:4] == ["0A"]]
+    return {address for address, _, number in local if int(number, 16) == port}
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's /proc")
+def test_rank_0_listens_on_one_address_and_on_all_only_where_its_name_is_loopback_for_others():
+    limit = timedelta(seconds=20)
+    alone, several = Place("srun", 0, 1, 0, 1, "127.0.0.1", 0), Place("srun", 0, 2, 0, 1, "localhost", 0)
+    store = open_store(alone, limit)
+    store.set("x", "1")
+    client = dist.TCPStore("127.0.0.1", store.port, 1, is_master=False, timeout=limit)
+    assert client.get("x") == b"1" and listens_on(store.port) == {"0100007F"}
+    assert listens_on(open_store(several, limit).port) <= {"00000000", "0" * 32}
+    with pytest.raises(ValueError, match=f"cannot listen at 127.0.0.1, port {store.port} .*MASTER_PORT"):
+        open_store(dataclasses.replace(alone, port=store.port), limit)
+
+
+def test_ranks_of_one_machine_meet_in_a_file_that_only_their_owner_can_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
+    place, store = Place("torchrun", 0, 1, 0, 1, "127.0.0.1", 1), dist.HashStore()
+    kept = rendezvous.file_of_this_machine(place, store, timedelta(seconds=9))
+    kept.set("x", "1")
+    folder = rendezvous.private_folder()
+    assert folder.stat().st_mode & 0o777 == 0o700 and len(list(folder.iterdir())) == 1
+    store.set("file", "../../elsewhere")  # by somebody who reached torchrun's port
+    with pytest.raises(ValueError, match=r"rank 0 was to name a file, got '../../elsewhere'"):
+        rendezvous.file_of_this_machine(Place("torchrun", 1, 2, 1, 2, "127.0.0.1", 1), store, timedelta(seconds=9))
+    folder.chmod(0o777)
+    with pytest.raises(ValueError, match="others can write in it; remove it"):
+        rendezvous.private_folder()
+
+
 def joined_through_an_agents_store(port: int, attempt: int) -> float:
     """In a rank: leave the world of launch, and join as a process that torchrun has started for the nth time would."""
     rank = dist.get_rank()
@@ -157,7 +197,27 @@ def joined_through_an_agents_store(port: int, attempt: int) -> float:
     return sum_1.item()
 
 
-def test_ranks_that_start_again_do_not_look_for_those_that_died_in_a_store_that_outlived_them():
+def test_ranks_that_start_again_do_not_look_for_those_that_died_in_a_store_that_outlived_them(monkeypatch):
+    monkeypatch.setenv(_network.CHOICE, "host")  # the agent is no rank, and its store must be reached from there
+    monkeypatch.setattr(_processes, "_server", None)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for attempt in range(2):
         assert list(launch(joined_through_an_agents_store, 2, store.port, attempt, timeout=60)) == [2.0, 2.0]
+
+
+def joined_without_an_agent(port: int) -> float:
+    """In a rank: leave the world of launch, and join as two tasks of srun on one machine do, the second one late."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    time.sleep(2.0 * rank)
+    join_world(Place("srun", rank, 2, rank, 2, "127.0.0.1", port), "gloo", timeout_s=20)
+    sum_1 = torch.ones(1)
+    dist.all_reduce(sum_1)
+    return sum_1.item()
+
+
+def test_a_rank_that_comes_late_finds_the_store_through_which_ranks_meet():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert list(launch(joined_without_an_agent, 2, port, timeout=60)) == [2.0, 2.0]

@@ -26,6 +26,7 @@ LLAMA_8B = preset("llama-3.1-8b")
 GIB = 2**30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, recompute", sampled([*product(MODELS, ("none", "selective", "full"))], 1))
 def test_one_gpu_peaks_where_the_engine_does(name, recompute):
     for micro_batches in (1, 2):

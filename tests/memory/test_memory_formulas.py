@@ -71,6 +71,13 @@ def test_C021_the_well_known_formula_fits_gpt_and_misses_llama():
         assert count_parameters(config) - rule_of_thumb_parameters(config) == config.max_seq_len * config.d_model
 
 
+def test_C234_twice_the_width_is_four_times_the_parameters_and_twice_the_layers_twice():
+    wide = replace(GPT3, d_model=24_576, d_ff=98_304, num_heads=192, num_kv_heads=192)
+    deep = replace(GPT3, num_layers=192)
+    times = [count_parameters(config) / count_parameters(GPT3) for config in (wide, deep)]
+    assert times == pytest.approx([3.99, 2.0], abs=0.005)
+
+
 def test_C024_recipes_cost_16_18_20_bytes_a_parameter():
     assert {name: recipe.bytes_per_param for name, recipe in RECIPES.items()} == {
         "fp32": 16,

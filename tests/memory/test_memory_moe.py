@@ -97,6 +97,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe, recomputes", [("fp32", ["none", "full"]), ("bf16-master", ["selective"])])
 @pytest.mark.parametrize("case", CASES)
 def test_states_are_measured_to_the_byte_and_activations_within_a_fraction_of_a_kilobyte(case, recipe, recomputes):

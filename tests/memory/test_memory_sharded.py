@@ -106,6 +106,12 @@ def test_C127_C128_C132_a_7b_model_over_8_gpus():
     assert zero_bytes_per_parameter(3, 8) == 16 / 8  # C132
 
 
+def test_C227_C248_shards_of_weights_and_gradients_over_two_and_four_ranks():
+    assert zero_state_bytes([8 * 10**9], 3, 4).parameters == 4e9
+    halves, eighths = (zero_state_bytes([8 * 10**9], 2, ranks).gradients for ranks in (2, 8))
+    assert (halves, eighths) == (8e9, 2e9)  # a half with two ranks alone
+
+
 def test_C073_the_playbook_s_bars_of_8b_over_8_ranks():
     """15, 15 and 60 GiB of parameters, gradients, moments: 8 bytes of optimizer a parameter, no master copy."""
     parameters = 15 * GIB / 2

@@ -54,6 +54,7 @@ def differences(run, place):
     return wrong, error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, pytest.param(COUNT, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_stage_of_random_layouts_holds_and_sends_what_the_formulas_say(name, count):
@@ -109,6 +110,7 @@ FOUND = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, text, place", FOUND, ids=[text for _, text, _ in FOUND])
 def test_layouts_that_once_differed(name, text, place):
     layout = Layout.parse(text)

@@ -39,6 +39,7 @@ def test_every_way_to_attend_and_to_recompute_gives_the_same_loss_and_gradients(
             torch.testing.assert_close(other, found[0], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value_dim", [24, 32, 40])  # keys have 32
 def test_the_tracker_sees_what_the_formula_says_whatever_is_recomputed(value_dim):
     config = latent(value_dim)
@@ -94,6 +95,7 @@ def test_a_token_sees_its_past_alone_and_how_far_away_it_is():
     assert (model(x_BS, positions_S * 2) - logits).abs().max() > 1e-4
 
 
+@pytest.mark.slow
 def test_deepseek_v3_has_its_671_billion_parameters():
     config = preset("deepseek-v3")  # all of its 61 layers take seven seconds; the first three are dense
     model = build(replace(config, num_layers=4), dtype=torch.bfloat16, device="meta")

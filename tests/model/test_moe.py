@@ -227,6 +227,7 @@ def test_the_bias_moves_against_the_load_of_the_whole_batch_after_the_step():
     assert build(with_moe(TOY, balancing="none")).blocks[0].mlp.router.bias_E is None
 
 
+@pytest.mark.slow
 def test_each_balancing_brings_the_load_closer_to_even():
     worst = {}
     for balancing in ("none", "aux_loss", "bias"):
@@ -245,6 +246,7 @@ def test_each_balancing_brings_the_load_closer_to_even():
     assert worst["bias"] < worst["none"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_recomputation_counts_the_load_once_and_leaves_no_graph(recompute):
     model = build(TOY, recompute=recompute, dtype=torch.float64)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from harness import message_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -163,14 +164,6 @@ def bfloat16():
         for gradients in (zero.full_gradients(engine).values(), [p.grad for p in reference.parameters()])
     )
     return meter.by_collective, dtypes, ((got - expected).norm() / expected.norm()).item()
-
-
-def message_of(function, *args, **options):
-    try:
-        function(*args, **options)
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "no error"
 
 
 def refusals():

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from harness import VOCAB, OddModel, message_of, some_batches
 from torch import nn
 
 from course_lib import model
@@ -22,23 +23,6 @@ from course_lib.training import data, loss_of
 
 SMALL_BUCKETS = 300  # bytes: several buckets for the tiny models below
 STEPS = 3
-VOCAB = 11
-
-
-class OddModel(nn.Module):
-    """Sizes that no number of ranks divides, an embedding tied to the head, a frozen layer, a strided parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, 7)
-        self.up = nn.Linear(7, 13)
-        self.up.weight = nn.Parameter(torch.randn(7, 13).t())
-        self.frozen = nn.Linear(13, 7).requires_grad_(False)
-        self.head = nn.Linear(7, VOCAB, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x_BS):
-        return self.head(self.frozen(torch.tanh(self.up(self.embed(x_BS)))))
 
 
 def odd_model():
@@ -280,19 +264,6 @@ class Branches(nn.Module):
         return self.layers[self.layer](self.embed(x_BS))
 
 
-def some_batches(count, seed=0):
-    text_T = torch.randint(VOCAB, (200,), generator=torch.Generator().manual_seed(seed))
-    return [data.batch(text_T, index, 2, seq_len=5) for index in range(count)]
-
-
-def message_of(function, *args):
-    try:
-        function(*args)
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "no error"
-
-
 def unused_parameters():
     group, rank = dist.group.WORLD, dist.get_rank()
     refused = message_of(parallel.accumulate_gradients, bucketed(Branches(), group), some_batches(1))
@@ -528,8 +499,10 @@ def bytes_by_number_of_ranks():
 
 def test_each_rank_holds_as_many_bytes_however_many_there_are():
     for peaks in launch(bytes_by_number_of_ranks, 4):  # claim C048: constant
-        assert peaks[1] == peaks[2] == peaks[4]
-        assert all(peaks[1][kind] > 0 for kind in ("parameters", "gradients", "optimizer", "activations"))
+        activations = [peaks[size].pop("activations") for size in (1, 2, 4)]
+        assert max(activations) - min(activations) <= 8  # gloo's thread lets go of the last mean loss when it can
+        assert min(activations) > 0 and peaks[1] == peaks[2] == peaks[4]
+        assert all(peaks[1][kind] > 0 for kind in ("parameters", "gradients", "optimizer"))
 
 
 def leaves_out_a_parameter():

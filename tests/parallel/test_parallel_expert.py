@@ -13,7 +13,7 @@ import torch.distributed as dist
 from harness import one_process
 from torch import nn
 
-from course_lib import model
+from course_lib import comm, model
 from course_lib.comm import conjugate, make_groups
 from course_lib.config import MlaConfig, ModelConfig, MoeConfig
 from course_lib.launch import launch
@@ -157,6 +157,10 @@ def engine_of(case, whole):
     return expert.build(whole, dp, case.ep, case.method, case.ranks_per_node, tp, case.sp)
 
 
+def load_of(routing, group):
+    return [comm.all_reduce(count_E, group).tolist() for count_E in (routing.tokens_E, routing.dropped_E)]
+
+
 def measure(case, plant=lambda engine: None):
     whole, batches = built(case), batches_of(case)
     engine = engine_of(case, copy.deepcopy(whole))
@@ -172,7 +176,7 @@ def measure(case, plant=lambda engine: None):
         "size": max(grad.abs().max().item() for grad in expected.values()),
         "same parameters": all(torch.equal(parameters[name], param) for name, param in whole.named_parameters()),
         "shapes": {name: tuple(param.shape) for name, param in engine.named_parameters()},
-        "load": [tuple(x.tolist() for x in pair) for pair in expert.routing_load(engine)],
+        "load": [load_of(layer.routing, engine.groups.dp) for layer in moe.moe_layers(engine)],
     }
 
 
@@ -293,8 +297,8 @@ def step_bytes():
     rank, ep_rank = dist.get_rank(), engine.groups.ep.rank()
     traffic = 0
     for expert_Tk in routings:
-        both = [None, None]
-        dist.all_gather_object(both, expert_Tk, group=engine.groups.ep)
+        both = comm.all_gather_tensors({"expert_Tk": expert_Tk}, engine.groups.ep)
+        both = [of_rank["expert_Tk"] for of_rank in both]
         traffic += moe_traffic(both, engine.layout, 16, itemsize=8).sent_bytes(ep_rank)
     sizes = [0, 0]
     for name, param in engine.named_parameters():

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import one_process
 
-from course_lib import model
+from course_lib import comm, model
 from course_lib.comm import my_piece
 from course_lib.config import ModelConfig
 from course_lib.launch import launch
@@ -160,8 +160,8 @@ def dropped_like_one_process():
 
     with mock.patch.object(attention, "drop", recording), mock.patch.object(gpt, "drop", recording):
         sequence.accumulate_gradients(engine, batches)
-    of_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(of_rank, mine)
+    named = {str(index): mask for index, mask in enumerate(mine)}
+    of_rank = [list(gathered.values()) for gathered in comm.all_gather_tensors(named, dist.group.WORLD)]
     joined = iter([torch.cat(masks, dim=1) for masks in zip(*of_rank, strict=True)])
     with mock.patch.object(attention, "drop", replaying), mock.patch.object(gpt, "drop", replaying):
         one_process(whole, batches)

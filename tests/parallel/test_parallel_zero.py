@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from harness import largest_difference
+from harness import VOCAB, OddModel, largest_difference, message_of, some_batches
 from torch import nn
 
 from course_lib import model
@@ -25,28 +25,11 @@ from course_lib.training import MasterAdamW, data, loss_of
 SMALL_BUCKETS = 3000  # bytes: several buckets for the tiny models below
 MICRO_BATCHES = {2: 3, 3: 1, 4: 2}  # by number of ranks; a rank has 3 rows: in 2 parts they are 2 and 1
 CLIP = 0.05  # the gradients below are longer: clipping acts
-VOCAB = 11
 TINY = ModelConfig("tiny", 3, 12, num_heads=3, num_kv_heads=1, d_ff=17, vocab_size=VOCAB, max_seq_len=8)
 TINY_GPT = ModelConfig("tiny gpt", 2, 6, 2, 2, d_ff=25, vocab_size=VOCAB, max_seq_len=8, family="gpt", tied=True)
 
 
 # --- models
-
-
-class OddModel(nn.Module):
-    """One unit: sizes that no number of ranks divides, a tied head, a frozen layer, a strided parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, 7)
-        self.up = nn.Linear(7, 13)
-        self.up.weight = nn.Parameter(torch.randn(7, 13).t())
-        self.frozen = nn.Linear(13, 7).requires_grad_(False)
-        self.head = nn.Linear(7, VOCAB, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x_BS):
-        return self.head(self.frozen(torch.tanh(self.up(self.embed(x_BS)))))
 
 
 def odd(seed):
@@ -441,19 +424,6 @@ class Branches(nn.Module):
 
     def forward(self, x_BS):
         return self.layers[str(self.layer)](self.embed(x_BS))
-
-
-def some_batches(count, seed=0):
-    text_T = torch.randint(VOCAB, (200,), generator=torch.Generator().manual_seed(seed))
-    return [data.batch(text_T, index, 2, seq_len=5) for index in range(count)]
-
-
-def message_of(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "no error"
 
 
 def unused_parameters(stage):

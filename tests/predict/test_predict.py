@@ -12,11 +12,11 @@ import pytest
 
 from course_lib.cli import main
 from course_lib.config import ModelConfig, preset
-from course_lib.hardware import Cluster, gpu, link
+from course_lib.hardware import PUBLISHED_BUS_BANDWIDTH, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.states import count_parameters
-from course_lib.predict import RATES, Rates, predict, predict_table
-from course_lib.predict.nanotron import memory_of, parameters_of, seconds_of, stages_of, stalls
+from course_lib.predict import RATES, Rates, predict, predict_rows
+from course_lib.predict.nanotron import is_crowded, memory_of, parameters_of, seconds_of, stages_of, stalls
 from course_lib.predict.table import ADDED, READ, read_models, read_rows, run_of
 from course_lib.run import Run
 
@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import fit_rates  # noqa: E402 - a script beside the package
 
 CLUSTER = Cluster(gpu("h100"), link("nvlink4"), link("efa"))
+USABLE = CLUSTER.gpu.usable_bytes
 SHAPES = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 32, "ffn": 14336, "vocab": 131072, "tied": False}
 SMALL = SHAPES | {"layers": 16, "hidden": 2048, "ffn": 8192, "tied": True}
 EIGHT = ModelConfig("8B", 32, 4096, 32, 32, 14336, 131072, 4096)
@@ -85,16 +86,16 @@ def test_a_tied_head_is_counted_once_beside_the_embedding():
 
 
 def test_states_are_18_bytes_a_parameter_and_zero_shards_12_of_them():
-    kinds = memory_of(a_run(dp=8), RATES, 1)
+    kinds = memory_of(a_run(dp=8), RATES, 1, USABLE)
     parameters = count_parameters(EIGHT) - EIGHT.d_model
     states = [kinds[name] for name in ("parameters", "gradients", "optimizer")]
     assert states == [2 * parameters, 4 * parameters, 12 * parameters]
-    assert memory_of(a_run(dp=8, zero_stage=1), RATES, 1)["optimizer"] == 12 * parameters / 8
+    assert memory_of(a_run(dp=8, zero_stage=1), RATES, 1, USABLE)["optimizer"] == 12 * parameters / 8
 
 
 def test_activations_grow_with_micro_batch_and_with_micro_batches_in_flight():
     def kept(**axes) -> float:
-        return memory_of(a_run(**axes), RATES, 1)["activations"]
+        return memory_of(a_run(**axes), RATES, 1, USABLE)["activations"]
 
     assert kept(tp=4, micro_batch=16) == 2 * kept(tp=4, micro_batch=8)
     assert kept(tp=8, micro_batch=16) == kept(tp=4, micro_batch=8)
@@ -103,7 +104,7 @@ def test_activations_grow_with_micro_batch_and_with_micro_batches_in_flight():
 
 
 def test_the_update_is_the_peak_of_small_batches():
-    kinds = memory_of(a_run(tp=8, micro_batches=1), RATES, 1)
+    kinds = memory_of(a_run(tp=8, micro_batches=1), RATES, 1, USABLE)
     assert kinds["update"] > 0 and kinds["activations"] == 0
 
 
@@ -120,8 +121,56 @@ def test_parts_add_up_and_tokens_follow():
 def test_a_pipeline_over_64_nodes_stalls_and_one_node_does_not():
     over, inside = a_run(dp=32, pp=2, tp=8, zero_stage=1), a_run(pp=2, tp=4)
     assert stalls(over, 64) and not stalls(inside, 1)
-    assert seconds_of(over, CLUSTER, RATES, 64)["stall"] == RATES.stall_s * 9
+    assert seconds_of(over, CLUSTER, RATES, 64)["stall"] == RATES.stall_s * 8  # micro-batches, at one neighbour
+    deeper = a_run(dp=8, pp=8, tp=8, zero_stage=1)
+    assert seconds_of(deeper, CLUSTER, RATES, 64)["stall"] == pytest.approx(RATES.stall_s * (2 * 8 + 6))
     assert predict(over, CLUSTER).mfu < 0.08
+
+
+@pytest.mark.parametrize(
+    ("axes", "nodes", "stalling"),
+    [
+        ({"dp": 1, "pp": 2, "tp": 32}, 8, True),  # tp over four nodes
+        ({"dp": 2, "pp": 2, "tp": 16, "zero_stage": 1}, 8, False),
+        ({"dp": 4, "pp": 4, "tp": 4}, 8, False),  # ZeRO-0: eight micro-batches, then sixteen
+        ({"dp": 4, "pp": 4, "tp": 4, "micro_batches": 16}, 8, True),
+        ({"dp": 2, "pp": 4, "tp": 8, "micro_batches": 16}, 8, False),  # tp is one node
+        ({"dp": 1, "pp": 16, "tp": 4, "micro_batches": 16}, 8, False),  # no gradients to sum
+        ({"dp": 32, "pp": 4, "tp": 2, "zero_stage": 1}, 32, True),
+        ({"dp": 16, "pp": 4, "tp": 4, "zero_stage": 1}, 32, False),
+        ({"dp": 16, "pp": 4, "tp": 4, "zero_stage": 1, "micro_batch": 2}, 32, True),
+        ({"dp": 512, "zero_stage": 1}, 64, False),  # no pipeline
+    ],
+)
+def test_which_pipelines_stall(axes, nodes, stalling):
+    assert stalls(a_run(**axes), nodes) is stalling
+
+
+def test_a_run_that_would_fill_the_memory_keeps_less_and_waits():
+    eighty = replace(EIGHT, name="80B", num_layers=80, d_model=8192, d_ff=28672, num_heads=64, num_kv_heads=64)
+    fine, full = (
+        a_run(eighty, dp=4, tp=16, zero_stage=1, micro_batch=size, micro_batches=64 // size) for size in (1, 2)
+    )
+    assert [is_crowded(run, RATES, 8, USABLE) for run in (fine, full)] == [False, True]
+    assert not is_crowded(full, RATES, 8, 2 * USABLE) and not is_crowded(full, RATES, 1, USABLE)
+    kept = [memory_of(full, RATES, 8, size)["gathered"] for size in (USABLE, 2 * USABLE)]
+    assert kept[0] == 0 < kept[1]
+    assert predict(full, CLUSTER).tokens_per_s_per_gpu < predict(fine, CLUSTER).tokens_per_s_per_gpu / 2
+
+
+def test_over_64_nodes_tp_of_a_node_waits_and_narrower_tp_does_not():
+    parts = {tp: predict(a_run(dp=512 // tp, tp=tp, micro_batches=1), CLUSTER).seconds_by_part for tp in (4, 8)}
+    assert parts[4]["stall"] == 0 and parts[8]["stall"] == RATES.stall_s
+    assert parts[8]["launches and tp"] > 5 * parts[4]["launches and tp"]
+    fewer = predict(a_run(dp=32, tp=8, micro_batches=1), CLUSTER).seconds_by_part
+    assert fewer["stall"] == 0
+
+
+def test_gradients_go_at_the_bandwidth_that_was_measured_over_as_many_nodes():
+    run = a_run(dp=32, tp=4, zero_stage=1)
+    volume = 6 * parameters_of(EIGHT, stages_of(EIGHT, 1)[0]) / 4 * 31 / 32
+    measured = PUBLISHED_BUS_BANDWIDTH["reduce_scatter"][16]
+    assert seconds_of(run, CLUSTER, RATES, 16)["data"] == pytest.approx(volume / (RATES.data_share * measured))
 
 
 def test_tensor_parallel_over_nodes_is_slower_than_pipeline():
@@ -137,6 +186,8 @@ def test_tensor_parallel_over_nodes_is_slower_than_pipeline():
     [
         (a_run(cp=2), "choose cp 1"),
         (Run(preset("mixtral-8x7b"), Layout(ep=2, dp=2), 4096), "choose ep 1"),
+        (a_run(recompute="full"), "recompute none"),
+        (a_run(pp=2, schedule="interleaved", v=2), "1f1b: choose it"),
     ],
 )
 def test_what_no_run_was_fitted_to_is_refused(run, said):
@@ -145,10 +196,10 @@ def test_what_no_run_was_fitted_to_is_refused(run, said):
 
 
 def test_unknown_frameworks_and_implausible_rates_are_refused():
-    with pytest.raises(ValueError, match="known: nanotron"):
-        predict(a_run(), CLUSTER, framework="megatron")
-    with pytest.raises(ValueError, match="plausible: 0.3 to 0.8"):
-        Rates(matmul_share=2.0)
+    with pytest.raises(ValueError, match="choose from nanotron, megatron"):
+        predict(a_run(), CLUSTER, framework="colossal")
+    with pytest.raises(ValueError, match="plausible: 0.45 to 0.75"):
+        Rates(dense_share=2.0)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +248,7 @@ def test_two_thousand_rows_take_seconds(tmp_path):
     rows = [a_row(mbs=1 + index % 4, grad_acc=16 + index) for index in range(2000)]
     runs, models = a_table(tmp_path, rows)
     begun = time.process_time()
-    assert len(predict_table(runs, models, CLUSTER, 4096, "nanotron", tmp_path / "out.csv")) == 2000
+    assert len(predict_rows(read_rows(runs), read_models(models, 4096), CLUSTER, 4096)) == 2000
     assert time.process_time() - begun < 20
 
 
@@ -206,8 +257,10 @@ def test_two_thousand_rows_take_seconds(tmp_path):
 
 def test_the_fit_finds_the_rates_that_made_a_table(tmp_path):
     """Runs made with other rates, fitted from the package's own: every rate comes back."""
+    fitted = {name: getattr(RATES, name) for name in (*fit_rates.OF_MEMORY, *fit_rates.OF_TIME)}
     true = Rates(
-        **{name: value * (1.08 if index % 2 else 0.93) for index, (name, value) in enumerate(asdict(RATES).items())}
+        **asdict(RATES)
+        | {name: value * (1.08 if index % 2 else 0.93) for index, (name, value) in enumerate(fitted.items())}
     )
     models = {
         "8B": EIGHT,
@@ -228,7 +281,7 @@ def test_the_fit_finds_the_rates_that_made_a_table(tmp_path):
             replace(
                 one,
                 tokens_per_s_per_gpu=fit_rates.speed(one, true, CLUSTER),
-                memory_gb=fit_rates.memory_gb(one, true),
+                memory_gb=fit_rates.memory_gb(one, true, CLUSTER),
             )
         )
     assert asdict(fit_rates.fit(measured, CLUSTER)) == pytest.approx(asdict(true), rel=0.02)
@@ -249,9 +302,17 @@ def test_errors_on_measured_runs(capsys, tmp_path):
     with capsys.disabled():
         print({name: round(value, 3) for name, value in found.items()}, "fit", sum(fitting) / len(fitting))
     assert found["memory, median error"] <= 0.05
-    assert found["memory, nine in ten within"] <= 0.17
-    assert found["tokens/s, median error"] <= 0.07
-    assert found["tokens/s, nine in ten within"] <= 0.35
-    assert found["rank correlation in a cell, median"] >= 0.88
-    assert found["of runs below 5 % MFU, predicted below 8 %"] >= 0.9
-    assert sum(fitting) >= 0.97 * len(fitting)
+    assert found["memory, nine in ten within"] <= 0.155
+    assert found["tokens/s, median error"] <= 0.055
+    assert found["tokens/s, nine in ten within"] <= 0.24
+    assert found["rank correlation in a cell, median"] >= 0.93
+    assert found["of runs below 5 % MFU, predicted below 8 %"] >= 0.95
+    assert sum(fitting) >= 0.99 * len(fitting)
+    for which, told in (("memory", "memory_bytes"), ("speed", "tokens_per_s_per_gpu")):
+        inside = []
+        for one in measured:
+            predicted = predict(one.run, CLUSTER)
+            value = one.memory_gb * 1e9 if which == "memory" else one.tokens_per_s_per_gpu
+            low, high = getattr(predicted.spread, which)
+            inside.append(low <= value / getattr(predicted, told) <= high)
+        assert 0.86 <= sum(inside) / len(inside) <= 0.94  # nine in ten

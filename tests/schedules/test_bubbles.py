@@ -137,6 +137,11 @@ def test_C102_C140_the_two_definitions_of_the_1f1b_bubble():
     assert [round(bubble("1f1b", 4, m).of_total, 3) for m in (1, 8, 16)] == [0.75, 0.273, 0.158]
 
 
+def test_C257_eight_micro_batches_cut_the_ratio_to_an_eighth_and_the_share_of_all_to_less_than_half():
+    one, eight = (bubble("1f1b", 4, m) for m in (1, 8))
+    assert one.of_ideal / eight.of_ideal == 8 and one.of_total / eight.of_total == pytest.approx(2.75)
+
+
 def test_C104_C112_1f1b_is_not_interleaved():
     """The bubble of v stages a rank is 1 / v of that of 1F1B for the same layers, whose stages take v times as long."""
     layers_s = 6.0

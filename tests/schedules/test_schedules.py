@@ -86,6 +86,7 @@ def test_the_order_is_that_of_pytorch(name, v, micro_batches):
         assert schedule.instructions == tuple(torch_rows(name, 4, m, v)), (name, m)
 
 
+@pytest.mark.slow
 def test_every_schedule_has_the_stages_it_says():
     for (name, pp, m, v), schedule in schedules():
         assert (schedule.pp, schedule.num_micro_batches) == (pp, m)

@@ -145,6 +145,7 @@ def test_llama_3_405b_beside_its_published_mfu():
         assert time.causal_mfu == pytest.approx(published, rel=0.06)
 
 
+@pytest.mark.slow
 def test_rows_that_recomputation_sends_again_hide_behind_backward():
     """Over no network are rows hidden without recomputation, and seen with it: half of them then are in backward."""
     layout, hidden = Layout(pp=16, dp=128, ep=64, zero_stage=1, micro_batches=32), []

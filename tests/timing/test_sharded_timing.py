@@ -99,6 +99,7 @@ def test_C079_the_model_falls_with_the_published_scaling(sp):
     assert errors[32] > 1.5 or sp
 
 
+@pytest.mark.slow
 def test_C080_the_largest_micro_batch_grows_with_tp_and_more_with_sequence_parallelism():
     """Published: 3,8,12,16,20 with TP; 4,10,20,40,100 with sequence parallelism. Predicted for a GPU of 80 GB."""
 

@@ -1,8 +1,11 @@
 """Hand values, papers' formulas, and the quantitative claims that the course recomputes (claim numbers in comments)."""
 
+from math import log
+
 import pytest
 
 from course_lib import timing
+from course_lib.claims.speed_formulas import LAYER_OF_22B_MS, STEPS
 from course_lib.config import ModelConfig, preset
 from course_lib.hardware import (
     GPUS,
@@ -11,24 +14,12 @@ from course_lib.hardware import (
     PUBLISHED_DP_THROUGHPUT,
     Cluster,
     Link,
+    measured_bus_bandwidth,
     published_link,
 )
 from course_lib.traffic import ring_all_reduce_bytes
 
 H100, A100 = GPUS["h100"], GPUS["a100-80"]
-KORTHIKANTI_TABLE_4_MS = {  # forward, backward of one layer of 22B, tensor parallel 8 (Korthikanti et al. 2022, A100)
-    "kept": (7.7, 11.9),
-    "kept, sequence parallel": (7.2, 11.8),
-    "full": (7.7, 19.5),
-    "selective": (7.7, 13.2),
-    "selective, sequence parallel": (7.2, 13.1),
-}
-KORTHIKANTI_TABLE_5 = {  # layers, hidden, heads, batch, GPUs; seconds a step: full, selective with sequence parallelism
-    "22B": (48, 6144, 64, 4, 8, 1.42, 1.10),
-    "175B": (96, 12288, 96, 64, 64, 18.13, 13.75),
-    "530B": (105, 20480, 128, 280, 280, 49.05, 37.83),
-    "1T": (128, 25600, 160, 512, 512, 94.42, 71.49),
-}
 PLAYBOOK_3B = preset("playbook-3b")
 
 
@@ -221,7 +212,7 @@ def test_recomputation_costs_a_third_in_full_and_3_percent_of_the_forward_when_s
 
 
 def test_a_layer_of_22b_took_39_percent_longer_under_full_recomputation_and_7_under_selective():
-    ms = {name: sum(passes) for name, passes in KORTHIKANTI_TABLE_4_MS.items()}
+    ms = {name: sum(passes) for name, passes in LAYER_OF_22B_MS.items()}
     longer = {name: round(100 * (taken / ms["kept"] - 1)) for name, taken in ms.items()}
     assert longer["full"] == 39  # claims C013, C035, C043: more than the FLOPs, 33 %
     assert longer["selective"] == 7 and longer["selective, sequence parallel"] == 4  # claim C044
@@ -230,7 +221,7 @@ def test_a_layer_of_22b_took_39_percent_longer_under_full_recomputation_and_7_un
 
 def test_sequence_parallelism_and_selective_recomputation_together_gain_what_full_recomputation_costs():
     gain, in_flops, reached = {}, {}, {}
-    for name, (layers, h, heads, batch, num_gpus, full_s, both_s) in KORTHIKANTI_TABLE_5.items():
+    for name, (layers, h, heads, batch, num_gpus, full_s, both_s) in STEPS.items():
         config = ModelConfig(name, layers, h, heads, heads, 4 * h, 51_200, 2048, tied=True, family="gpt")
         flops = {how: timing.step_flops(config, batch * 2048, 2048, how) for how in ("none", "selective", "full")}
         reached[name] = 100 * timing.mfu(flops["none"], both_s, num_gpus, A100.bf16_flops)
@@ -353,7 +344,8 @@ def test_more_buckets_expose_less_but_pay_more_latency():
     assert exposed == pytest.approx([1.0, 0.25, 0.05])
     link = _link(1e9, latency_s=1e-3)
     one, many = (count * timing.collective_s("all_reduce", 1e9 / count, 4, link) for count in (1, 100))
-    assert many - one == pytest.approx(99 * 6e-3)  # claim C047: the bytes stay, only the number of calls changes
+    # claim C047: the bytes stay, only the number of calls changes
+    assert many - one == pytest.approx(99 * 6e-3)
 
 
 def test_accumulation_steps_complete_the_global_batch():
@@ -422,3 +414,23 @@ def test_copies_in_the_same_stream_hide_nothing_and_beside_it_all_but_the_last()
     slow = timing.copy_spans(1.0, 2.0, 3)  # the copies are the longer ones: each waits for the one before it
     assert [(s.start_s, s.stop_s) for s in slow if s.lane == "copy"] == [(1, 3), (3, 5), (5, 7)]
     assert timing.exposed_s(slow) == 4.0 and timing.exposed_s(beside) == 1.0
+
+
+def test_collectives_over_a_measured_network_get_what_was_measured():
+    """Over whole nodes the published bus bandwidth; one rank a node has one port of eight."""
+    measured = Cluster(H100, LINKS["nvlink4"], LINKS["efa-measured"])
+    for nodes, gb in ((2, 184.6132), (8, 68.9975), (64, 11.0383)):
+        seconds = timing.collective_s("all_gather", 256e9, 8 * nodes, measured)  # so long that latency is nothing
+        assert timing.bus_bandwidth("all_gather", 256e9, seconds, 8 * nodes) == pytest.approx(gb * 1e9, rel=1e-3)
+    one_a_node = timing.collective_s("all_reduce", 256e9, 8, measured, 1)
+    assert timing.bus_bandwidth("all_reduce", 256e9, one_a_node, 8) == pytest.approx(99.5643e9 / 8, rel=1e-3)
+    assert timing.collective_s("all_gather", 256e6, 8, measured) == timing.collective_s("all_gather", 256e6, 8, NODES)
+    assert timing.collective_s("send", 256e6, 2, measured, 1) == timing.collective_s("send", 256e6, 2, NODES, 1)
+
+
+def test_between_two_measured_numbers_of_nodes_the_line_is_straight_on_logarithmic_axes():
+    assert measured_bus_bandwidth(32, "all_gather") == 27.9692e9
+    assert measured_bus_bandwidth(24, "all_gather") == pytest.approx(
+        27.9692e9 ** (log(1.5) / log(2)) * 54.9723e9 ** (1 - log(1.5) / log(2))
+    )
+    assert measured_bus_bandwidth(2_048, "all_gather") == 11.0383e9

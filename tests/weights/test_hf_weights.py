@@ -16,11 +16,9 @@ from transformers import (
     XLMRobertaXLModel,
 )
 
-from course_lib.model import build
 from course_lib.weights.hf_weights import (
     config_from_transformers,
     from_transformers,
-    into_transformers,
     name_in_transformers,
     tensor_in_transformers,
 )
@@ -98,18 +96,14 @@ def outputs(hf_model, x_BS):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_outputs_equal_transformers_with_its_weights_and_with_ours(kind):
+def test_outputs_equal_transformers_with_its_weights(kind):
     theirs = randomised(MODELS[kind]())
     x_BS = torch.randint(2, 97, (2, 100), generator=torch.Generator().manual_seed(5))
     for attention in ("fused", "standard"):
         ours = from_transformers(theirs, attention=attention).eval()
         with torch.no_grad():
             torch.testing.assert_close(ours(x_BS), outputs(theirs, x_BS), rtol=1e-5, atol=1e-5)
-    fresh = build(config_from_transformers(theirs.config), seed=9).eval()
-    into_transformers(fresh, theirs)
-    with torch.no_grad():
-        torch.testing.assert_close(fresh(x_BS), outputs(theirs, x_BS), rtol=1e-5, atol=1e-5)
-    assert sum(p.numel() for p in fresh.parameters()) == sum(p.numel() for p in theirs.parameters())
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
 
 
 def test_gradients_equal_transformers():

@@ -1,0 +1,71 @@
+"""One run in a folder of checkpoints: a second one is told whose it is, and a folder that cannot take a save is found.
+
+The lock is the system's, so that it goes with the process that holds it, however that ends; beside it stands who that
+is. Disks that several machines share keep it as well, unless they were mounted with local locks alone.
+"""
+
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from filelock import FileLock, Timeout
+
+from course_lib.checkpoint.files import everywhere
+from course_lib.validate import writable
+
+LOCK, OWNER = ".lock", ".in-use.json"
+WAIT_S = 5.0  # for a run that is just ending
+
+
+@contextmanager
+def one_run(folder: Path, needed_bytes: int, group: dist.ProcessGroup) -> Iterator[None]:
+    """Have the folder to this run, from now to the end of the block. All ranks enter; the first one holds the lock.
+
+    needed_bytes   what one checkpoint takes
+
+    Raises   ValueError on every rank if another run has the folder, or it cannot be written, or is too full
+    """
+    first = group.rank() == 0
+    lock = FileLock(folder / LOCK)
+    everywhere(group, lambda: take(folder, lock, needed_bytes) if first else None)
+    try:
+        yield
+    finally:
+        if first:
+            (folder / OWNER).unlink(missing_ok=True)
+            lock.release()
+
+
+def take(folder: Path, lock: FileLock, needed_bytes: int) -> None:
+    writable("the folder of checkpoints", folder)
+    try:
+        lock.acquire(timeout=WAIT_S)
+    except Timeout:
+        raise ValueError(
+            f"{folder} is in use by another run ({owner_of(folder)}), and one run writes to a folder; wait until that "
+            "has ended, end it, or give another folder"
+        ) from None
+    owner = {"host": socket.gethostname(), "process": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        lock.release()
+        raise ValueError(
+            f"a checkpoint takes {needed_bytes / 1e9:.2f} GB, and the disk of {folder} has {free_bytes / 1e9:.2f} GB "
+            "left; make room, or give a folder on another disk"
+        )
+    (folder / OWNER).write_text(json.dumps(owner), encoding="utf-8")
+
+
+def owner_of(folder: Path) -> str:
+    """Who has the folder, as that run has written it down."""
+    try:
+        owner = json.loads((folder / OWNER).read_text(encoding="utf-8"))
+        return f"process {owner['process']} on {owner['host']}, started {owner['started']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "which has not said its process"

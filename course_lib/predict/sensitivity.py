@@ -1,0 +1,58 @@
+"""Which assumption decides: what becomes of a ranking of runs if a rate is a fifth less, or a fifth more."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from course_lib.hardware import Cluster
+from course_lib.predict.calibrate import Calibration
+from course_lib.predict.prediction import Prediction
+from course_lib.predict.rates import RANGES, Rates
+
+CHANGE = 0.2
+
+Predicted = Sequence[Prediction | str]
+
+
+def fastest(rows: Sequence[Mapping[str, str]], predictions: Predicted) -> dict[tuple[str, str], int]:
+    """Of each (model, gpus) the index of the fastest run that fits."""
+    cells: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
+    for index, (row, one) in enumerate(zip(rows, predictions, strict=True)):
+        if not isinstance(one, str) and one.fits:
+            cells[row["model"], row["gpus"]].append((one.tokens_per_s_per_gpu, -index))
+    return {cell: -max(found)[1] for cell, found in cells.items()}
+
+
+def sensitivity(
+    rows: Sequence[Mapping[str, str]],
+    predict_all: Callable[[Cluster, Rates], Predicted],
+    cluster: Cluster,
+    rates: Rates,
+) -> dict[str, tuple[int, float]]:
+    """Of each assumption: cells whose fastest run changes, and the largest change of a prediction (a share)."""
+    before = predict_all(cluster, rates)
+    best = fastest(rows, before)
+    changed = {}
+    for name in (*RANGES, *Calibration.__dataclass_fields__):
+        flips, largest = set(), 0.0
+        for factor in (1 - CHANGE, 1 + CHANGE):
+            after = predict_all(*_with(name, factor, cluster, rates))
+            flips |= {cell for cell, index in fastest(rows, after).items() if best.get(cell, index) != index}
+            largest = max(largest, *(_moved(one, other) for one, other in zip(before, after, strict=True)), 0.0)
+        changed[f"{name} +-{CHANGE:.0%}"] = (len(flips), largest)
+    return changed
+
+
+def _with(name: str, factor: float, cluster: Cluster, rates: Rates) -> tuple[Cluster, Rates]:
+    if name not in RANGES:
+        return Calibration(**{name: factor}).of(cluster), rates
+    least, most = RANGES[name]
+    return cluster, replace(rates, **{name: min(most, max(least, factor * getattr(rates, name)))})
+
+
+def _moved(one: Prediction | str, other: Prediction | str) -> float:
+    if isinstance(one, str) or isinstance(other, str):
+        return 0.0
+    return max(abs(other.step_s / one.step_s - 1), abs(other.memory_bytes / one.memory_bytes - 1))

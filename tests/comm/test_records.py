@@ -1,0 +1,135 @@
+"""Nothing that comes from another process is unpickled: unpickling runs code that the sender chose."""
+
+import os
+import pickle
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from course_lib import checkpoint, comm
+from course_lib.authoring import ROOT
+from course_lib.config import ModelConfig
+from course_lib.launch import launch
+from course_lib.layout import Layout
+from course_lib.model import build as build_whole
+from course_lib.native import pipeline as native_pipeline
+from course_lib.parallel import five_d
+from course_lib.parallel.engine import full_parameters
+
+PICKLED = re.compile(r"\b((?:all_)?gather_object|(?:broadcast|scatter|send|recv)_object_list|dcp\.(?:async_)?save)\(")
+TOY = ModelConfig("toy", num_layers=2, d_model=16, num_heads=2, num_kv_heads=2, d_ff=32, vocab_size=64, max_seq_len=16)
+
+
+class Evil:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def everything(rank: int) -> tuple[dict, dict]:
+    value = {"rank": rank, "text": "é" * rank, "list": [rank, None, 0.5]}
+    tensors = {
+        "whole": torch.arange(rank * 3),
+        "": torch.tensor(rank + 0.5, dtype=torch.bfloat16),
+        "cut": torch.ones(2, rank, 3, dtype=torch.bool)[:, :, :2],
+    }
+    return value, tensors
+
+
+def gather_everything():
+    value, tensors = everything(dist.get_rank())
+    return comm.all_gather_json(value, dist.group.WORLD), comm.all_gather_tensors(tensors, dist.group.WORLD)
+
+
+def test_json_and_tensors_of_all_ranks_arrive_whole():
+    for values, tensors in launch(gather_everything, 3):
+        for rank in range(3):
+            value, mine = everything(rank)
+            assert values[rank] == value and tensors[rank].keys() == mine.keys()
+            assert all(torch.equal(x, mine[name]) and x.dtype == mine[name].dtype for name, x in tensors[rank].items())
+
+
+def attacked(folder: Path, attack: str):
+    """Rank 1 is somebody else, who took its place: it sends a pickle, lengths that cannot be, or too few bytes."""
+    world, told = dist.group.WORLD, pickle.dumps(Evil(folder / "ran"))
+    if dist.get_rank() == 1:
+        if attack == "length":
+            comm.all_gather(torch.tensor([1 << 60]), world)
+            return "attacked"
+        shapes = b'[["x", "float32", [1000]]]' if attack == "shapes" else told
+        for message in (shapes, told)[: 1 + (attack == "shapes")]:
+            comm.all_gather(torch.tensor([len(message)]), world)
+            comm.all_gather(torch.frombuffer(bytearray(message), dtype=torch.uint8), world)  # longer than rank 0's
+        return "attacked"
+    with pytest.raises(ValueError) as refusal:
+        comm.all_gather_tensors({"x": torch.zeros(1)}, world)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("attack", "said"),
+    [("pickle", "what came from rank 1 is no JSON"), ("length", "at most"), ("shapes", "rank 1 did not send the tens")],
+)
+def test_a_process_that_took_a_ranks_place_runs_nothing(tmp_path, attack, said):
+    pickle.loads(pickle.dumps(Evil(tmp_path / "works")))
+    assert (tmp_path / "works").is_dir()
+    refusal, attacker = launch(attacked, 2, tmp_path, attack, timeout=30)
+    assert attacker == "attacked" and said in refusal
+    assert not (tmp_path / "ran").exists()
+
+
+def without_pickles(folder: Path) -> str:
+    """Engines, what they show, and checkpoints, where whatever torch would unpickle from a rank is an error."""
+
+    def refuse(*arguments, **options):
+        raise AssertionError("a pickle of another rank was about to be read")
+
+    with mock.patch.object(distributed_c10d, "_tensor_to_object", refuse):
+        with pytest.raises(AssertionError, match="about to be read"):
+            dist.all_gather_object([None, None], 1)  # so the trap works
+        dist.barrier()
+        engine = five_d.build(TOY, Layout.parse("tp=2"), 0)
+        optimizer = five_d.make_optimizer(engine)
+        torch.manual_seed(0)
+        micro_batches = [(torch.randint(64, (1, 8)), torch.randint(64, (1, 8)))]
+        five_d.step(engine, micro_batches, optimizer)
+        full_parameters(engine)
+        checkpoint.save(engine, optimizer, folder, 1)
+        checkpoint.state.save_async(engine, optimizer, folder, 2).wait()
+        checkpoint.load(engine, optimizer, folder)
+        length = 8 - dist.get_rank()
+        short = [(x_BS[:, :length], y_BS[:, :length]) for x_BS, y_BS in micro_batches]
+        with pytest.raises(ValueError, match=r"rank 1 brings micro-batches of \[7\] tokens a sequence"):
+            five_d.step(engine, short, optimizer)
+        pipelines = [five_d.build(TOY, Layout.parse("pp=2"), 0).pipeline]
+        torch.manual_seed(0)
+        pipelines += [native_pipeline.build(build_whole(TOY), dist.group.WORLD)]
+        native_pipeline.step(pipelines[1], micro_batches * 2, native_pipeline.make_optimizer(pipelines[1]))
+        for pipeline in pipelines:
+            full_parameters(pipeline)
+    return "done"
+
+
+def test_no_engine_and_no_checkpoint_reads_a_pickle_of_another_rank(tmp_path):
+    assert launch(without_pickles, 2, tmp_path, timeout=60) == ["done", "done"]
+
+
+def test_no_collective_of_pickles_is_left_in_package_notebooks_and_templates():
+    """dcp.save sends pickles between ranks too. Two lessons show it as what PyTorch ships; the package has its own."""
+    files = [path for path in (ROOT / "course_lib").rglob("*") if path.suffix in (".py", ".sbatch", ".sh")]
+    found = [path for path in files if PICKLED.search(path.read_text(encoding="utf-8"))]
+    notebooks = [path for name in ("notebooks", "solutions", "exercises") for path in (ROOT / name).rglob("*.ipynb")]
+    lessons = [path for path in notebooks if "_object" in "".join(PICKLED.findall(path.read_text(encoding="utf-8")))]
+    assert found + lessons == [], "send JSON or tensors instead: comm.all_gather_json, comm.all_gather_tensors"
+    for planted in ("dist.all_gather_object(everyone, mine)", "dcp.save(state)", "broadcast_object_list([1], src=0)"):
+        assert PICKLED.search(planted), planted
+    assert len(files) > 200 and len(notebooks) > 40

@@ -1,0 +1,154 @@
+"""What a rank leaves behind when its function has returned, and what a launch does when it is disturbed."""
+
+import atexit
+import os
+import re
+import resource
+import signal
+import socket
+import tempfile
+import threading
+import time
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from course_lib.launch import RankError, _failures, _processes, _rank, _watch, launch
+
+kept = []  # what a function forgets to close
+
+
+def leave_everything_open(folder: Path) -> tuple[str, str]:
+    rank = dist.get_rank()
+    kept.append((folder / f"{rank}.txt").open("w"))
+    kept[-1].write("still in the buffer")
+    kept.append((folder / f"{rank}.bin").open("wb"))
+    kept[-1].write(b"bytes")
+    kept.append(shared_memory.SharedMemory(create=True, size=64))
+    kept.append(tempfile.TemporaryDirectory(dir=folder))
+    atexit.register((folder / f"{rank}.atexit").write_text, "ran")
+    return kept[-2].name, kept[-1].name
+
+
+def test_files_are_written_and_what_is_temporary_goes_when_ranks_leave(tmp_path):
+    results = launch(leave_everything_open, 2, tmp_path)
+    for rank, (memory, folder) in enumerate(results):
+        assert (tmp_path / f"{rank}.txt").read_text() == "still in the buffer"
+        assert (tmp_path / f"{rank}.bin").read_bytes() == b"bytes"
+        assert (tmp_path / f"{rank}.atexit").read_text() == "ran"
+        assert not Path(folder).exists()
+        with pytest.raises(FileNotFoundError):
+            shared_memory.SharedMemory(memory)
+
+
+def wait_at_exit(folder: Path) -> None:
+    atexit.register(time.sleep, 1000)
+    kept.append((folder / "open.txt").open("w"))
+    kept[-1].write("written before")
+
+
+def kill_rank_1(name: str) -> None:
+    rank = dist.get_rank()
+    kept.append(shared_memory.SharedMemory(f"{name}_{rank}", create=True, size=64))
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_shared_memory_of_ranks_that_are_killed_is_removed():
+    name = f"course_killed_{os.getpid()}"
+    with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
+        launch(kill_rank_1, 2, name, timeout=30, quiet=True)
+    for rank in range(2):
+        with pytest.raises(FileNotFoundError):
+            shared_memory.SharedMemory(f"{name}_{rank}")
+
+
+def test_an_exit_function_that_never_ends_holds_no_launch_back(tmp_path):
+    launch(wait_at_exit, 1, tmp_path, timeout=30)
+    assert (tmp_path / "open.txt").read_text() == "written before"
+
+
+def test_of_very_many_lines_the_first_and_the_last_are_kept(tmp_path):
+    file = tmp_path / "0.out"
+    file.write_text("".join(f"{number}\n" for number in range(300_000)))
+    lines = _watch.read_lines(file)
+    assert len(lines) == _watch.MAX_KEPT_LINES + 1
+    assert (lines[0], lines[_watch.MAX_KEPT_LINES // 2], lines[-1]) == ("0", "... 200,000 lines left out", "299999")
+    file.write_text("one\n\nthree\rfour")
+    assert _watch.read_lines(file) == ["one", "", "four"] and _watch.read_lines(tmp_path / "none") == []
+
+
+def test_an_interrupt_while_ranks_are_started_or_ended_keeps_the_fork_server(monkeypatch):
+    launch(os.getpid, 1)
+    server, send = _processes._server._process.pid, _processes.socket.send_fds
+
+    def interrupted(control, messages, descriptors):
+        signal.raise_signal(signal.SIGINT)
+        return send(control, messages, descriptors)
+
+    monkeypatch.setattr(_processes.socket, "send_fds", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch(os.getpid, 1)
+    monkeypatch.undo()
+    assert len(launch(os.getpid, 2)) == 2
+    assert _processes._server._process.pid == server
+
+
+def stop_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def test_a_rank_that_was_stopped_is_named_as_such():
+    with pytest.raises(RankError, match="rank 1 stood still: a signal .SIGSTOP. or a debugger has stopped it"):
+        launch(stop_rank_1, 2, timeout=2)
+
+
+def crash_when_asked() -> None:
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    _rank.frames_of = lambda frames: signal.pthread_kill(threading.get_ident(), signal.SIGSEGV)
+    dist.barrier()
+
+
+def test_a_rank_that_crashes_while_it_is_asked_where_it_stands_is_not_to_blame():
+    with pytest.raises(RankError, match=r"\Atime limit") as error:
+        launch(crash_when_asked, 2, timeout=2)
+    assert "rank 0 stood still: a signal" in str(error.value)
+    assert re.search(r"rank 1 stood at [^\n]*\s+in\s+crash_when_asked:\s+dist\.barrier", str(error.value))
+
+
+def connect_to_nobody() -> None:
+    if dist.get_rank() == 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        socket.create_connection(("127.0.0.1", port))
+    dist.barrier()
+
+
+def test_a_connection_of_the_functions_own_that_is_refused_is_no_echo():
+    own = _rank.Failure("exception", 1.0, [([], "ConnectionRefusedError: [Errno 111] Connection refused")])
+    torchs = _rank.Failure("exception", 1.0, [([], "torch.distributed.DistNetworkError: Connection refused")])
+    assert not _failures.is_secondary(own) and _failures.is_secondary(torchs)
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2 failed.*ConnectionRefusedError"):
+        launch(connect_to_nobody, 2, timeout=30)
+
+
+def test_a_process_out_of_descriptors_is_told_so_and_loses_none():
+    launch(os.getpid, 1)
+    process, (soft, hard) = psutil.Process(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = process.num_fds()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 20, hard))
+    try:
+        with pytest.raises(RuntimeError, match="8 ranks need 32 more open files than this process may have"):
+            launch(os.getpid, 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert process.num_fds() == before

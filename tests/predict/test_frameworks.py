@@ -1,0 +1,258 @@
+"""Frameworks beside nanotron: what each adds to the course's own engines, and how far published runs are."""
+
+import csv
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from course_lib.cli import main
+from course_lib.config import preset
+from course_lib.hardware import Cluster, gpu, link
+from course_lib.layout import Layout
+from course_lib.memory.budget import budgets
+from course_lib.predict import FRAMEWORKS, RATES, Calibration, How, Rates, calibrate, predict
+from course_lib.predict import frameworks as fw
+from course_lib.predict.calibrate import measured_step_s
+from course_lib.predict.sensitivity import fastest, sensitivity
+from course_lib.predict.table import predict_rows, run_of
+from course_lib.run import Run
+from course_lib.timing.step import step_time
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import published_errors  # noqa: E402 - a script beside the package
+
+CLUSTER = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
+EIGHT = replace(preset("llama-3.1-8b"), max_seq_len=2**18)
+TITAN, MEGATRON = fw.FRAMEWORKS["torchtitan"], fw.FRAMEWORKS["megatron"]
+
+
+def a_run(config=EIGHT, seq_len=8192, **axes) -> Run:
+    return Run(config, Layout(**{"dp": 8, "zero_stage": 3, **axes}), seq_len)
+
+
+# ---- memory
+
+
+def test_megatron_holds_what_the_engines_hold_with_18_bytes():
+    run = a_run(zero_stage=1, micro_batches=4)
+    own = budgets(replace(run, recipe="bf16-master-fp32-grads"))[0]
+    assert sum(fw.memory_of(run, MEGATRON).values()) == own.total_bytes
+
+
+def test_torchtitan_keeps_embedding_head_and_bf16_logits_and_reserves_a_twentieth_more():
+    run = a_run(recompute="full", micro_batch=2)
+    own = budgets(replace(run, recipe="bf16-master"))[0].peak_bytes
+    ends, logits = 2 * 2 * 128_256 * 4096, 2 * 2 * 8192 * 128_256
+    assert sum(fw.memory_of(run, TITAN).values()) == pytest.approx(1.05 * (own + ends + logits))
+
+
+def test_operators_keep_outputs_of_attention_and_of_every_second_product():
+    run, kinds = a_run(micro_batch=2), []
+    for how, layout in ((How(operators=True), run.layout), (How(), replace(run.layout, recompute="full"))):
+        kinds.append(fw.memory_of(replace(run, layout=layout), TITAN, how)["activations"])
+    a_token = 2 * (4096 + 4096 + 1024 + 14_336 + 4096)  # attention, q, v, gate, down
+    assert kinds[0] - kinds[1] == 2 * 8192 * 32 * a_token
+
+
+def test_zero_3_in_a_pipeline_keeps_parameters_and_fp32_gradients():
+    run = a_run(pp=4, micro_batches=8, recompute="full")
+    under = fw.run_under(run, TITAN, How())
+    assert (under.layout.zero_stage, under.recipe) == (1, "bf16-master-fp32-grads")
+    assert fw.run_under(run, MEGATRON, How()).layout.zero_stage == 3
+    messages = fw.memory_of(run, TITAN)["messages"]
+    assert messages == 2 * 2 * 8 * 8192 * 4096  # of 8 micro-batches, in and out
+
+
+# ---- time
+
+
+def test_time_is_step_time_at_an_effective_rate_and_an_update():
+    run = a_run(zero_stage=1)
+    parts = fw.seconds_of(run, CLUSTER, MEGATRON, RATES)
+    own = step_time(
+        fw.run_under(run, MEGATRON, How()), CLUSTER, fw.utilisation_of(run, CLUSTER, MEGATRON, RATES, How())
+    )
+    assert parts["compute"] == own.compute_s and parts["bubble"] == own.bubble_s
+    assert parts["update"] > 0
+
+
+@pytest.mark.parametrize(
+    ("faster", "slower"),
+    [
+        ((a_run(), "torchtitan", How("fp8")), (a_run(), "torchtitan", How())),
+        ((a_run(), "torchtitan", How()), (a_run(), "fsdp2", How())),
+        ((a_run(), "torchtitan", How()), (a_run(), "torchtitan", How(operators=True))),
+        ((a_run(), "torchtitan", How(operators=True)), (a_run(recompute="full"), "torchtitan", How())),
+    ],
+)
+def test_what_is_faster_is_predicted_to_be(faster, slower):
+    steps = [predict(run, CLUSTER, name, how=how).step_s for run, name, how in (faster, slower)]
+    assert steps[0] < steps[1]
+
+
+def test_a_small_micro_batch_takes_as_long_as_its_kernels_need_to_be_launched():
+    """A layer of 128 tokens computes in a fraction of a millisecond; launching its kernels one by one takes 2.8 ms."""
+    small = Run(replace(EIGHT, vocab_size=64), Layout(), 128)
+    eager, fused = (predict(small, CLUSTER, name).seconds_by_part["compute"] for name in ("fsdp2", "torchtitan"))
+    assert eager == pytest.approx(32 * 2.8e-3, rel=0.05) and fused < eager / 3
+
+
+def test_a_contiguous_ring_waits_and_megatrons_zigzag_does_not():
+    run = a_run(dp=1, cp=8, seq_len=262_144)
+    waiting = [predict(run, CLUSTER, name, how=How("fp8")).seconds_by_part["cp"] for name in ("torchtitan", "megatron")]
+    assert waiting[0] > 10 * waiting[1]
+
+
+def test_hfu_counts_what_recomputation_repeats_and_mfu_does_not():
+    plain, full, some = (
+        predict(a_run(recompute=recompute), CLUSTER, "torchtitan", how=how)
+        for recompute, how in (("none", How()), ("full", How()), ("none", How(operators=True)))
+    )
+    assert plain.hfu == plain.mfu and plain.causal_mfu < plain.mfu
+    assert full.hfu / full.mfu > some.hfu / some.mfu > 1
+    assert full.hfu / full.mfu < 4 / 3
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_table_of_parts_adds_up(name):
+    one = predict(a_run(zero_stage=1), CLUSTER, name)
+    lines = one.table().splitlines()
+    shares = [int(line.split()[3].removesuffix("%")) for line in lines if line.startswith("  ")]
+    assert 195 <= sum(shares) <= 203  # two tables, parts below 0.5 % left out
+    assert max(map(len, lines)) <= 100 and "nine in ten" in lines[0]
+    assert one.speed_range[0] < one.tokens_per_s_per_gpu < one.speed_range[1]
+
+
+def test_experts_over_ranks_are_predicted():
+    one = predict(Run(preset("mixtral-8x7b"), Layout(dp=8, ep=8, zero_stage=1), 4096), CLUSTER, "megatron")
+    assert one.seconds_by_part["ep"] > 0 and 0 < one.mfu < 0.6
+
+
+def test_offload_takes_optimizer_states_away():
+    row = {"model": "8B", "nodes": 1, "gpus": 8, "mbs": 1, "grad_acc": 1, "dp": 8, "pp": 1, "tp": 1, "zero": 3}
+    row = {key: str(value) for key, value in row.items()}
+    kinds = [
+        predict(run_of(row | extra, {"8B": EIGHT}, 8192), CLUSTER, "deepspeed").bytes_by_kind
+        for extra in ({}, {"offload": "optimizer"})
+    ]
+    assert kinds[0]["optimizer"] > 0 and "optimizer" not in kinds[1]
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"recompute": "half"}, "recompute is 'half'; choose from none"),
+        ({"precision": "fp4"}, "precision is 'fp4'"),
+        ({"offload": "gradients"}, "offload is 'gradients'"),
+        ({"cp": "2"}, "dp x pp x tp x cp is 16"),
+    ],
+)
+def test_a_row_that_cannot_be_says_why_in_its_line(extra, said):
+    row = {"model": "8B", "nodes": 1, "gpus": 8, "mbs": 1, "grad_acc": 1, "dp": 8, "pp": 1, "tp": 1, "zero": 1}
+    row = {key: str(value) for key, value in row.items()} | extra
+    (found,) = predict_rows([row], {"8B": EIGHT}, CLUSTER, 8192, "torchtitan")
+    assert said in found
+
+
+# ---- published runs
+
+
+def test_published_runs_are_predicted_within_what_the_document_says():
+    """Rows that set no rate: dense and cp runs of torchtitan, memory and step."""
+    rows = [one for one in published_errors.read_published() if one.source.startswith("torchtitan 2024-12")]
+    checked = [one for one in rows if one.sample == "check"]
+    figures = published_errors.summary(checked, [published_errors.errors_of(one) for one in checked])
+    count, step, _, with_memory, memory, _ = figures["sample check"]
+    assert (count, with_memory) == (12, 12)
+    assert step <= 0.2 and memory <= 0.12
+    one_f_one_b, interleaved = (one.predicted().memory_bytes for one in rows if "table 5" in one.source)
+    assert interleaved < one_f_one_b  # as published: 72.7 and 82.5 GiB
+
+
+# ---- calibration
+
+
+def test_calibration_finds_the_rates_that_made_three_runs():
+    small = replace(EIGHT, num_layers=4)
+    layouts = ({"zero_stage": 1}, {"dp": 4, "tp": 8, "zero_stage": 1}, {"dp": 32, "tp": 2})
+    runs = [a_run(small, **layout) for layout in layouts]
+
+    def steps(calibration: Calibration) -> list[float]:
+        return [predict(run, calibration.of(CLUSTER), "deepspeed").step_s for run in runs]
+
+    true = Calibration(0.8, 0.3, 0.7)
+    found = calibrate(steps, steps(true))
+    assert found.compute == pytest.approx(true.compute, rel=0.03)
+    errors = [new / told - 1 for new, told in zip(steps(found), steps(true), strict=True)]
+    assert (
+        max(map(abs, errors))
+        < 0.03
+        < max(abs(new / told - 1) for new, told in zip(steps(Calibration()), steps(true), strict=True))
+    )
+
+
+def test_a_measured_step_is_read_from_three_columns(tmp_path):
+    (tmp_path / "log").write_text(
+        "\n".join(json.dumps({"step": i, "seconds": 9.0 if i < 3 else 2.0}) for i in range(8))
+    )
+    assert measured_step_s({"step_s": "1.5"}, 100, tmp_path) == 1.5
+    assert measured_step_s({"tok_s_gpu": "50", "gpus": "2"}, 100, tmp_path) == 1.0
+    assert measured_step_s({"log": "log"}, 100, tmp_path) == 2.0
+    for row, said in (
+        ({}, "required: step_s, tok_s_gpu or log"),
+        ({"step_s": "soon"}, "required: a number"),
+        ({"log": "none"}, "there is no log"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            measured_step_s(row, 100, tmp_path)
+
+
+COLUMNS = "model,nodes,gpus,mbs,grad_acc,dp,pp,tp,zero,step_s"
+ROWS = ("8B,1,8,1,2,8,1,1,1,0.3", "8B,4,32,1,2,4,1,8,1,0.1", "8B,8,64,1,1,32,1,2,3,0.12")
+
+
+def test_the_commands_calibrate_then_predict_with_it(tmp_path, capsys):
+    runs, models, out = tmp_path / "runs.csv", tmp_path / "models.json", tmp_path / "mine.json"
+    runs.write_text("\n".join((COLUMNS, *ROWS)) + "\n")
+    small = {"layers": 4, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000, "tied": False}
+    models.write_text(json.dumps({"8B": small}))
+    common = [str(runs), "--models", str(models), "--recipe", "megatron", "--seq", "8192"]
+    assert main(["calibrate", *common, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "before" in said and said.count(" -> ") == 3 and "compute x" in said
+    table = tmp_path / "out.csv"
+    options = ["--calibration", str(out), "--breakdown", "--sensitivity", "--error-bars", "--out", str(table)]
+    assert main(["predict", *common, *options]) == 0
+    said = capsys.readouterr().out
+    assert "where the time goes" in said and "HFU" in said and "dense_share +-20%" in said
+    assert max(len(line) for line in said.splitlines()[1:]) <= 100
+    with table.open() as file:
+        for row in csv.DictReader(file):
+            low, told, high = (float(row[name]) for name in ("tok_s_gpu_from", "predicted_tok_s_gpu", "tok_s_gpu_to"))
+            assert low < told < high and float(row["predicted_mem_gb"]) > 0
+    assert main(["predict", *common, "--calibration", str(models), "--out", str(table)]) == 2
+    assert "is no calibration" in capsys.readouterr().err
+
+
+def test_sensitivity_finds_the_rate_that_turns_a_ranking():
+    """One run has more recomputation, the other more waiting at the network: a slower network turns them."""
+    row = {"model": "8B", "nodes": 2, "gpus": 16, "mbs": 1, "pp": 1, "zero": 1}
+    rows = [
+        {key: str(value) for key, value in (row | axes).items()}
+        for axes in ({"dp": 16, "tp": 1, "grad_acc": 1}, {"dp": 2, "tp": 8, "grad_acc": 8})
+    ]
+    models = {"8B": replace(EIGHT, num_layers=8)}
+
+    def predict_all(cluster: Cluster, rates: Rates):
+        return predict_rows(rows, models, cluster, 8192, "megatron", rates)
+
+    found = sensitivity(rows, predict_all, CLUSTER, RATES)
+    assert found["dense_share +-20%"][1] > 0.1 and found["stall_s +-20%"] == (0, 0.0)
+    best = {
+        fastest(rows, predict_all(Calibration(network=share).of(CLUSTER), RATES))["8B", "16"] for share in (1, 0.02)
+    }
+    assert best == {0, 1}
