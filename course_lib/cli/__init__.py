@@ -4,7 +4,12 @@ commands.py      the subcommands and their options; none needs torch to tell its
 doctor.py        what this machine can run
 notebooks.py     a chapter without a browser; notebooks in a folder of the learner's
 demo.py          one table: one process against 2 and 4 ranks
-predict.py       `course predict`: what runs of a table would show on a cluster
+plan.py          `course plan`: the fastest layout that fits, and why
+predict.py       `course predict`, `course calibrate`: what runs of a table would show on a cluster
+cluster.py       `course cluster`: a site written down, and looked at before a long job
+lab.py           `course lab`: what to run on a cluster for a chapter, and what was measured beside the model
+claims.py        `course claims`: claims that circulate, recomputed
+watch.py         `course watch`: a run's ranks in a table, while they train
 simulate.py      a layout of any size, stage by stage, against a GPU's memory
 """
 

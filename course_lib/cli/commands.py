@@ -4,14 +4,20 @@
 """
 
 import importlib.metadata
+import os
 import sys
 from pathlib import Path
 
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
 from tyro.extras import SubcommandApp
 
-from course_lib.cli.predict import predict
+from course_lib.cli.claims import list_claims
+from course_lib.cli.cluster import cluster
+from course_lib.cli.lab import lab
+from course_lib.cli.plan import plan
+from course_lib.cli.predict import calibrate_cluster, predict
 from course_lib.cli.simulate import simulate
+from course_lib.cli.watch import watch
 from course_lib.train.options import Options
 
 DESCRIPTION = """How large language models are trained on many GPUs.
@@ -84,6 +90,12 @@ def _bench(json: bool = False, check: bool = False, rounds: int = 30) -> int:
 
 app.command(simulate, name="simulate")
 app.command(predict, name="predict")
+app.command(plan, name="plan")
+app.command(calibrate_cluster, name="calibrate")
+app.command(list_claims, name="claims")
+app.command(watch, name="watch")
+app.command(cluster, name="cluster")
+app.command(lab, name="lab")
 
 
 @app.command(name="train")
@@ -101,7 +113,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"course {importlib.metadata.version('course-lib')}")
         return 0
     try:
-        return app.cli(prog="course", description=DESCRIPTION, args=argv, config=(FlagCreatePairsOff,))
+        code = app.cli(prog="course", description=DESCRIPTION, args=argv, config=(FlagCreatePairsOff,))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who reads has seen enough: course claims | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+        return 0
     except (ValueError, RuntimeError) as error:
         if not _is_told(error):
             raise

@@ -54,10 +54,21 @@ CHAPTERS = (
     Chapter("07_context_parallel_in_depth", 4, 2 << 30, ON_GPUS),
     Chapter("08_pipeline_parallel", 4, 2 << 30, f"{ON_GPUS}; pipelines written by hand stay on the CPU"),
     Chapter("08_pipeline_parallel_in_depth", 4, 2 << 30, ON_GPUS),
+    Chapter("09a_mixture_of_experts", 1, 2 << 30, "the notebook computes on the CPU", TRANSFORMERS),
+    Chapter("09b_expert_parallel", 4, 2 << 30, ON_GPUS),
     Chapter(
-        "09_expert_parallel", 4, 2 << 30, f"{ON_GPUS}; what the notebook trains itself stays on the CPU", TRANSFORMERS
+        "09_expert_parallel_in_depth",
+        4,
+        2 << 30,
+        f"{ON_GPUS}; what the notebook trains itself stays on the CPU",
+        TRANSFORMERS,
     ),
-    Chapter("10_five_d", 8, 2 << 30, ON_GPUS),
+    Chapter("10_five_d", 16, 4 << 30, ON_GPUS),
+    Chapter("10_five_d_in_depth", 8, 2 << 30, ON_GPUS),
+    Chapter("11_finding_a_configuration", 4, 2 << 30, ON_GPUS),
+    Chapter("11_finding_a_configuration_in_depth", 1, 2 << 30, "the notebook computes on the CPU"),
+    Chapter("12_on_a_cluster", 4, 2 << 30, "ranks stay on the CPU, where their waits are measured"),
+    Chapter("12_on_a_cluster_in_depth", 4, 2 << 30, "broken runs stay on the CPU, where gloo's errors are shown"),
 )
 
 

@@ -1,46 +1,147 @@
-"""`course predict`: what runs of a table would show on a cluster.
+"""`course predict` and `course calibrate`: what runs of a table would show on a cluster.
 
 course predict runs.csv --models models.json --gpu h100-80g --nodes-link efa --recipe nanotron --seq 4096 --out out.csv
+course calibrate measured.csv --models models.json --gpu h100-80g --nodes-link efa --recipe torchtitan --out mine.json
+course predict runs.csv ... --calibration mine.json --breakdown --sensitivity
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from tyro.conf import Positional
+from tyro.conf import OmitArgPrefixes, Positional
 
 from course_lib.hardware import Cluster
 from course_lib.hardware import gpu as gpu_named
 from course_lib.hardware import link as link_named
-from course_lib.predict import predict_table
-from course_lib.validate import whole
+from course_lib.predict import (
+    FRAMEWORKS,
+    RATES,
+    Calibration,
+    Prediction,
+    calibrate,
+    predict_rows,
+    read_models,
+    read_rows,
+    write_table,
+)
+from course_lib.predict import sensitivity as assumptions
+from course_lib.predict.calibrate import measured_step_s
+from course_lib.validate import one_of, whole
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and with what the runs of a table train."""
+
+    gpu: str = "h100-80g"  # a GPU, such as h100-80g
+    nodes_link: str = "efa"  # the network between nodes, such as efa
+    recipe: str = "nanotron"  # the framework whose runs these are: nanotron, megatron, fsdp2, torchtitan, deepspeed
+    seq: int = 4096  # tokens of a sequence
+
+    def cluster(self) -> Cluster:
+        whole("seq", self.seq)
+        one_of("recipe", self.recipe, FRAMEWORKS)
+        device = gpu_named(self.gpu)
+        return Cluster(device, link_named(device.link), link_named(self.nodes_link))
 
 
 def predict(
     runs: Positional[Path],
     models: Path,
     out: Path,
-    gpu: str = "h100-80g",
-    nodes_link: str = "efa",
-    recipe: str = "nanotron",
-    seq: int = 4096,
+    machine: OmitArgPrefixes[Machine] = Machine(),
+    calibration: Path | None = None,
+    error_bars: bool = False,
+    breakdown: bool = False,
+    sensitivity: bool = False,
 ) -> int:
     """Predict peak memory, tokens/s and MFU of each run of a table, and write the table with them added.
 
     Args:
-        runs: CSV with the columns model, nodes, gpus, mbs, grad_acc, dp, pp, tp, zero
+        runs: CSV with model, nodes, gpus, mbs, grad_acc, dp, pp, tp, zero; also cp, ep, seq, precision, ...
         models: JSON with the shapes of its models
         out: the CSV that is written
-        gpu: a GPU, such as h100-80g
-        nodes_link: the network between nodes, such as efa
-        recipe: the framework whose runs these are: nanotron
-        seq: tokens of a sequence
+        calibration: what `course calibrate` wrote
+        error_bars: columns more: between which values nine in ten measured runs like it lay
+        breakdown: of the fastest run that fits, for each model and number of GPUs: where time and memory go
+        sensitivity: which assumption changes the fastest run
     """
-    whole("seq", seq)
-    device = gpu_named(gpu)
-    cluster = Cluster(device, link_named(device.link), link_named(nodes_link))
-    for path in (runs, models):
-        if not path.is_file():
-            raise ValueError(f"there is no file {path}; give one")
-    rows = predict_table(runs, models, cluster, seq, recipe, out)
-    fitting = sum(row["fits"] == "yes" for row in rows)
+    cluster, seq, recipe = machine.cluster(), machine.seq, machine.recipe
+    _check_files(runs, models, calibration)
+    if calibration:
+        cluster = Calibration.load(calibration).of(cluster)
+    rows, shapes = _rows(runs), read_models(models, seq)
+    predictions = predict_rows(rows, shapes, cluster, seq, recipe)
+    write_table(rows, predictions, out, error_bars)
+    fitting = sum(not isinstance(one, str) and one.fits for one in predictions)
     print(f"{len(rows):,} runs, {fitting:,} predicted to fit; modelled with rates fitted to measured runs: {out}")
+    if breakdown:
+        for (model, gpus), index in assumptions.fastest(rows, predictions).items():
+            layout = " ".join(f"{axis}={rows[index][axis]}" for axis in ("dp", "pp", "tp", "mbs", "grad_acc", "zero"))
+            print(f"\n{model} on {gpus} GPUs, fastest of the table: {layout}\n{predictions[index].table()}")
+    if sensitivity:
+        _print_sensitivity(rows, lambda *how: predict_rows(rows, shapes, how[0], seq, recipe, how[1]), cluster)
     return 0
+
+
+def calibrate_cluster(
+    runs: Positional[Path],
+    models: Path,
+    out: Path,
+    machine: OmitArgPrefixes[Machine] = Machine(),
+) -> int:
+    """Fit what your cluster's GPUs and links reach to one to three measured runs, for `course predict --calibration`.
+
+    Args:
+        runs: the CSV of `course predict`, and of each run step_s, tok_s_gpu or log (a file of `course train`)
+        models: JSON with the shapes of its models
+        out: the JSON that is written
+    """
+    cluster, seq, recipe = machine.cluster(), machine.seq, machine.recipe
+    _check_files(runs, models)
+    rows, shapes = _rows(runs), read_models(models, seq)
+
+    def steps(calibration: Calibration) -> list[float]:
+        found = predict_rows(rows, shapes, calibration.of(cluster), seq, recipe)
+        for number, one in enumerate(found, 2):
+            if isinstance(one, str):
+                raise ValueError(f"line {number}: {one}")
+        return [one.step_s for one in found]
+
+    before = predict_rows(rows, shapes, cluster, seq, recipe)
+    steps(Calibration())
+    measured = [
+        measured_step_s(row, round(one.tokens_per_s_per_gpu * one.step_s * int(row["gpus"])), runs.parent)
+        for row, one in zip(rows, before, strict=True)
+    ]
+    found = calibrate(steps, measured)
+    found.save(out)
+    print("seconds of a step      measured    before     after")
+    for row, told, old, new in zip(rows, measured, before, steps(found), strict=True):
+        name = f"{row['model']} on {row['gpus']}"
+        errors = f"{old.step_s / told - 1:+.0%} -> {new / told - 1:+.0%}"
+        print(f"{name:20s}{told:11.3f}{old.step_s:10.3f}{new:10.3f}   {errors}")
+    print(f"compute x {found.compute}, network x {found.network}, link of a node x {found.node_link}: {out}")
+    return 0
+
+
+def _check_files(*files: Path | None) -> None:
+    for path in files:
+        if path is not None and not path.is_file():
+            raise ValueError(f"there is no file {path}; give one")
+
+
+def _rows(runs: Path) -> list[dict[str, str]]:
+    rows = read_rows(runs)
+    if not rows:
+        raise ValueError(f"{runs} has a header and no run; required: a line for each run")
+    return rows
+
+
+def _print_sensitivity(rows: list[dict[str, str]], predict_all, cluster: Cluster) -> None:
+    predictions: list[Prediction | str] = predict_all(cluster, RATES)
+    cells = len(assumptions.fastest(rows, predictions))
+    found = assumptions.sensitivity(rows, predict_all, cluster, RATES)
+    print(f"\n{'assumption':32s}{'fastest run changes':>22s}{'largest change':>18s}")
+    for name, (flips, largest) in sorted(found.items(), key=lambda one: (-one[1][0], -one[1][1])):
+        print(f"{name:32s}{f'{flips} of {cells} cells':>22s}{largest:>17.0%}")

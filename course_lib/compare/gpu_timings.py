@@ -7,7 +7,7 @@ of the communication computation hides.
 
 import textwrap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.model import build
 from course_lib.parallel import five_d
-from course_lib.span import Span
+from course_lib.span import Span, busy
 from course_lib.timing import bus_bandwidth, fastest
 from course_lib.training import make_optimizer, train_step
 
@@ -172,15 +172,6 @@ def overlap(spans: list[Span]) -> str:
         return "nothing is communicated"
     hidden_s = busy_s + busy(compute) - busy(spans)
     return f"communication {busy_s * 1e3:.1f} ms, {hidden_s / busy_s:.0%} of it hidden by computation"
-
-
-def busy(spans: Iterable[Span]) -> float:
-    """Return the seconds in which at least one of the spans runs."""
-    total_s, until_s = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span.start_s):
-        total_s += max(0.0, span.stop_s - max(span.start_s, until_s))
-        until_s = max(until_s, span.stop_s)
-    return total_s
 
 
 def median_s(action) -> float:

@@ -2,11 +2,18 @@
 
 plan.py          what a run is asked to do: steps, learning rate, random numbers, checkpoints
 options.py       the command line as records
+health.py        whether ranks hold the same numbers, and which is slow
+spikes.py        loss spikes: found by a rule, rolled back, their batches skipped
+interval.py      how long a save takes, measured
+step_clock.py    what a rank says of a step: speed, memory, where its seconds went
+step_trace.py    one step under the profiler, a file for each rank
 log.py           a run's log: JSON lines that can be read whenever the run was killed
+watch.py         what the logs of a run say now: who is slow, has stopped, failed
+clients.py       TensorBoard, Weights & Biases and trackio, which get the same numbers
 stop.py          asked to stop by a signal: all ranks after the same step, and the exit code says so
 trainer.py       the run itself
 export.py        its choices as configs of Accelerate and DeepSpeed
 __main__.py      python -m course_lib.train
 """
 
-from course_lib.train.plan import Checkpoints, TrainPlan
+from course_lib.train.plan import Checkpoints, Logs, TrainPlan

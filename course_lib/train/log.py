@@ -1,12 +1,59 @@
-"""A run's log: a file of JSON lines that outlives the run, and can be read whenever the run was killed.
+"""A run's log: of each rank a file of JSON lines that outlives the run, and can be read whenever the run was killed.
+
+    FOLDER/log/rank0.jsonl      {"event": "start", ...}, {"step": 0, "loss": ..., "seconds": ...}, ..., {"event": "end"}
 
 A step that was repeated, because the run was killed after it and before the next checkpoint, has two lines.
 """
 
 import json
 import os
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from course_lib.train import clients
+from course_lib.train.plan import Logs
+
+
+def log_path(folder: str | Path, rank: int = 0) -> Path:
+    """Return where a rank's log is in the folder of a run."""
+    return Path(folder) / "log" / f"rank{rank}.jsonl"
+
+
+class RunLog:
+    """One rank's log while its run goes on; `open_log` makes it."""
+
+    def __init__(self, logs: Logs, path: Path, sinks: Sequence[clients.Sink]):
+        self.logs, self.path, self.sinks = logs, path, sinks
+
+    def tell(self, **fields: object) -> None:
+        """Write one line more; the numbers of a step go to the clients as well."""
+        append(self.path, **fields, time=time.time(), host=socket.gethostname(), pid=os.getpid())
+        numbers = {name: value for name, value in fields.items() if isinstance(value, int | float)}
+        if "step" in numbers:
+            step = numbers.pop("step")
+            for send in self.sinks:
+                send(step, numbers)
+
+
+@contextmanager
+def open_log(logs: Logs | None, rank: int) -> Iterator[RunLog | None]:
+    """Open a rank's log; it begins with an event "start" and ends with "end", or with "error" and its text."""
+    if logs is None:
+        yield None
+        return
+    path = log_path(logs.folder, rank)
+    with ExitStack() as opened:
+        log = RunLog(logs, path, [opened.enter_context(clients.OPEN[name](path.parent, rank)) for name in logs.clients])
+        log.tell(event="start")
+        try:
+            yield log
+        except BaseException as error:
+            log.tell(event="error", text=f"{type(error).__name__}: {error}")
+            raise
+        log.tell(event="end")
 
 
 def append(path: str | Path, **fields: object) -> None:
@@ -22,18 +69,24 @@ def append(path: str | Path, **fields: object) -> None:
         os.close(descriptor)
 
 
-def read(path: str | Path) -> list[dict]:
-    """All whole lines, in order; an empty list if there is no file."""
+def read(path: str | Path, last_bytes: int | None = None) -> list[dict]:
+    """All whole lines, in order, or those in the last bytes of the file; an empty list if there is no file."""
     path = Path(path)
-    return list(_whole_lines(path.read_text(encoding="utf-8"))) if path.exists() else []
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(0 if last_bytes is None else max(0, path.stat().st_size - last_bytes))
+        return list(_whole_lines(file.read().decode("utf-8", errors="replace")))
 
 
 def _whole_lines(text: str) -> Iterator[dict]:
-    for line in text.splitlines():
+    for line in text.split("\n"):
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
+            fields = json.loads(line)
+        except ValueError:
             continue  # torn
+        if isinstance(fields, dict):
+            yield fields
 
 
 def losses_of(path: str | Path) -> dict[int, list[float]]:

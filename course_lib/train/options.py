@@ -12,8 +12,9 @@ from tyro.conf import OmitArgPrefixes
 
 from course_lib.config import ModelConfig, preset
 from course_lib.layout import Layout
-from course_lib.train.plan import Checkpoints, TrainPlan
-from course_lib.validate import Size, check_fields, checked, writable
+from course_lib.train import clients
+from course_lib.train.plan import Checkpoints, Logs, TrainPlan, check_rollback
+from course_lib.validate import Positive, Size, check_fields, checked, writable
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Options:
 
     # None may begin one of torchrun's options: it would take `--log`, behind the script's name, for two of its own.
     model: str = "toy"  # a preset, with changes behind it: "toy,num_layers=2"
-    layout: str = "dp=1"  # such as "dp=2,tp=2,zero_stage=1"; dp=1 is one process
+    layout: str = "dp=1"  # such as "dp=2,tp=2,zero_stage=1"; dp=auto takes all ranks, with batch; dp=1 is one process
     batch: Size | None = None  # sequences per step under any layout; sets micro_batches
     plan: OmitArgPrefixes[TrainPlan] = field(default_factory=TrainPlan)
     checkpoint: str | None = None  # the folder of checkpoints, on a disk that all machines see; None: no checkpoints
@@ -30,20 +31,36 @@ class Options:
     keep: Size = Checkpoints.keep  # how many checkpoints remain
     resume: str = Checkpoints.resume  # auto: from the last checkpoint if there is one; never: the folder must have none
     in_background: bool = Checkpoints.in_background  # write checkpoints while training goes on
-    log_file: str | None = None  # a file that gets a JSON line for each step
+    log_folder: str | None = None  # gets log/rank0.jsonl and so on, a JSON line for each step: `course watch` reads it
+    log_to: str = ""  # clients that get the numbers, too: "tensorboard,wandb,trackio"; each is an extra
+    peak_tflops: Positive | None = None  # what MFU is a share of; a GPU's is known
+    trace: Size | None = None  # this step, counted from 0, is recorded: log_folder/trace/rank0.json.gz for Perfetto
     backend: str = "auto"  # auto: NCCL if each rank has a GPU of its own, else gloo on the CPU; nccl, gloo, shared-gpu
 
     def __post_init__(self):
         check_fields(self)
+        if (self.log_to or self.peak_tflops or self.trace) and not self.log_folder:
+            raise ValueError("log_to, peak_tflops and trace say more of a log, and there is none; give log_folder")
+        if self.trace is not None and self.trace >= self.plan.steps:
+            raise ValueError(
+                f"trace is step {self.trace}, and steps is {self.plan.steps}; give 1 to {self.plan.steps - 1}"
+            )
+
+    @property
+    def logs(self) -> Logs | None:
+        """Where the run tells of its steps."""
+        clients = tuple(name.strip() for name in self.log_to.split(",") if name.strip())
+        return Logs(self.log_folder, clients, self.peak_tflops, self.trace) if self.log_folder else None
 
 
 @checked
 def read(
-    argv: Sequence[str] | Options | None, aloud: bool = True
+    argv: Sequence[str] | Options | None, aloud: bool = True, world_size: Size = 1
 ) -> tuple[ModelConfig, Layout, TrainPlan, Checkpoints | None, Options]:
     """Return the options as records, each checked.
 
-    aloud    whether this rank says what is wrong: one of them should
+    aloud         whether this rank says what is wrong: one of them should
+    world_size    ranks that there are, for a layout with dp=auto
     Raises   SystemExit (2) for options that cannot be read, ValueError for what layout and model cannot be together
     """
     options = argv if isinstance(argv, Options) else _parse(argv, aloud)
@@ -52,7 +69,8 @@ def read(
         checkpoints = Checkpoints(
             options.checkpoint, options.every, options.keep, options.resume, options.in_background
         )
-    layout, config = layout_for(options.layout, options.batch), model_named(options.model)
+    check_rollback(options.plan, checkpoints)
+    layout, config = layout_for(options.layout, options.batch, world_size), model_named(options.model)
     layout.check_model(config, options.plan.seq_len)
     return config, layout, options.plan, checkpoints, options
 
@@ -65,11 +83,12 @@ def _parse(argv: Sequence[str] | None, aloud: bool) -> Options:
 
 @checked
 def check_folders(options: Options) -> None:
-    """Raises ValueError if checkpoints or the log cannot be written; called before any rank waits for another."""
+    """Raises ValueError if checkpoints or logs cannot be written or sent; called before any rank waits for another."""
     if options.checkpoint:
         writable("checkpoint", Path(options.checkpoint))
-    if options.log_file:
-        writable("the folder of log_file", Path(options.log_file).parent)
+    if options.logs:
+        writable("log_folder", Path(options.log_folder))
+        clients.check(options.logs.clients)
 
 
 # --- texts that stand for records
@@ -106,19 +125,24 @@ def _like(default: object, field: str, text: str) -> object:
 
 
 @checked
-def layout_for(text: str, batch_size: int | None) -> Layout:
+def layout_for(text: str, batch_size: int | None, world_size: Size = 1) -> Layout:
     """The layout that the text describes; with a batch size it accumulates until a step has so many sequences.
+
+    dp=auto in the text stands for as many as the ranks allow: a run that lost half of them and is started again on the
+    rest has the same sequences in each step, with twice the micro_batches.
 
     Raises   ValueError if the layout's own numbers give another batch, or no micro_batches gives this one
     """
+    if is_auto := AUTO_DP in _parts(text):
+        text = _with_dp(text, batch_size, world_size)
     if batch_size is None:
         return Layout.parse(text)
-    at_once = [part for part in text.split(",") if part.partition("=")[0].strip() in ("dp", "micro_batch")]
-    together = Layout.parse(",".join(at_once) or "dp=1").sequences_per_step
+    together = _some(text, "dp", "micro_batch").sequences_per_step
     if batch_size < 1 or batch_size % together:
         low = max(batch_size, 0) // together * together
-        nearest = f"{low} or {low + together}" if low else together
-        raise ValueError(f"batch ({batch_size}) must be a multiple of dp x micro_batch ({together}); choose {nearest}")
+        nearest = f"choose {low} or {low + together}" if low else f"choose {together}"
+        advice = _ranks_for(text, batch_size) if is_auto else nearest
+        raise ValueError(f"batch ({batch_size}) must be a multiple of dp x micro_batch ({together}); {advice}")
     if "micro_batches" not in text:
         return Layout.parse(f"{text},micro_batches={batch_size // together}")
     layout = Layout.parse(text)
@@ -128,6 +152,38 @@ def layout_for(text: str, batch_size: int | None) -> Layout:
             "leave out micro_batches, or batch"
         )
     return layout
+
+
+AUTO_DP = "dp=auto"
+
+
+def _parts(text: str) -> list[str]:
+    return ["=".join(piece.strip() for piece in part.split("=")) for part in text.split(",")]
+
+
+def _some(text: str, *names: str) -> Layout:
+    """A layout of these parts of the text alone."""
+    return Layout.parse(",".join(part for part in _parts(text) if part.partition("=")[0] in names) or "dp=1")
+
+
+def _with_dp(text: str, batch_size: int | None, world_size: int) -> str:
+    """The text with the dp that takes all ranks in place of dp=auto."""
+    if batch_size is None:
+        raise ValueError(f"layout {text} has dp=auto, but no batch; give --batch, the sequences of a step")
+    ranks = _some(text, "cp", "tp", "pp").world_size
+    if world_size % ranks:
+        raise ValueError(
+            f"layout {text} takes all ranks in groups of cp x tp x pp ({ranks}), but there {_are(world_size)}; start "
+            f"{ranks} ranks or a multiple"
+        )
+    return ",".join(f"dp={world_size // ranks}" if part == AUTO_DP else part for part in _parts(text))
+
+
+def _ranks_for(text: str, batch_size: int) -> str:
+    """Which numbers of ranks dp=auto can take: a run that goes on must keep its batch."""
+    at_once, ranks = _some(text, "micro_batch").micro_batch, _some(text, "cp", "tp", "pp").world_size
+    fits = [str(dp * ranks) for dp in range(1, batch_size // at_once + 1) if batch_size % (dp * at_once) == 0]
+    return f"start {', '.join(fits)} ranks" if fits else f"give a multiple of micro_batch ({at_once})"
 
 
 STARTS = {  # how each engine starts that many ranks
@@ -152,5 +208,9 @@ def check_world(layout: Layout, world_size: Size, engine: str = "torchrun") -> N
         commands.insert(1, f"torchrun --nnodes {machines} --nproc-per-node {each} on each of {machines} machines")
     raise ValueError(
         f"layout {layout} needs {ranks} rank{'s' * (ranks > 1)} ({sizes}), but there "
-        f"{'is 1' if world_size == 1 else f'are {world_size}'}; use {', or '.join(commands)}"
+        f"{_are(world_size)}; use {', or '.join(commands)}"
     )
+
+
+def _are(world_size: int) -> str:
+    return "is 1" if world_size == 1 else f"are {world_size}"

@@ -6,13 +6,14 @@ killed needs no memory of them: the number of its next step says it all.
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, Literal
 
 from course_lib.config import ModelConfig, TrainSettings
 from course_lib.layout import Layout
-from course_lib.validate import Index, Size, check_fields, checked
+from course_lib.validate import Amount, Count, Index, Positive, Size, check_fields, checked, one_of
 
 if TYPE_CHECKING:  # `course --help` reads this module, and needs no torch
     import torch
@@ -24,6 +25,10 @@ PRECISIONS = {
     "bf16-master-fp32-grads": ("bfloat16", "float32"),
     "fp64": ("float64", None),
 }
+SPIKE_FIELDS = ("spike_factor", "spike_window", "spike_rollbacks", "spike_copy_every")
+PARTS = ("model", "layout", "text", "versions")  # of settings, each with names of its own
+SHOWN_CHARS = 16  # of a text or a checksum in an error
+CLIENTS = ("tensorboard", "wandb", "trackio")  # each an extra of the package
 DECAYS = ("none", "cosine")
 FINAL_SHARE = 0.1  # of the learning rate, where a cosine ends: Brown et al. 2020 (arXiv:2005.14165), appendix B
 
@@ -36,6 +41,11 @@ class TrainPlan(TrainSettings):
     """
 
     warmup: Index = 0
+    compare_every: Count = 0  # steps after which ranks compare what they hold alike; 0: never
+    spike_factor: Amount = 0.0  # a step whose loss or norm is above this x the median is rolled back; 0: none is
+    spike_window: Size = 20  # of so many good steps
+    spike_rollbacks: Count = 3  # the run ends with an error at the spike after these
+    spike_copy_every: Count = 0  # steps between copies in memory to roll back to; 0: to the last checkpoint
     decay: Literal[DECAYS] = "none"
     precision: Literal[tuple(PRECISIONS)] = "fp32"
 
@@ -43,6 +53,8 @@ class TrainPlan(TrainSettings):
         super().__post_init__()
         if self.warmup > self.steps:
             raise ValueError(f"warmup ({self.warmup}) must not exceed steps ({self.steps})")
+        if 0 < self.spike_factor <= 1:
+            raise ValueError(f"spike_factor is {self.spike_factor}; give more than 1, or 0 for no rule")
 
     @property
     def dtypes(self) -> tuple["torch.dtype", "torch.dtype | None"]:
@@ -71,6 +83,28 @@ class Checkpoints:
 
     def __post_init__(self):
         check_fields(self)
+
+
+@dataclass(frozen=True)
+class Logs:
+    """Where a run tells of its steps: of each rank a file of JSON lines, FOLDER/log/rank0.jsonl.
+
+    clients      which get the same numbers, in FOLDER/log too: of CLIENTS
+    peak_tflops  what MFU is a share of; None: the dense peak of this GPU. A CPU has no MFU without it
+    trace        the step of which each rank writes a profile, FOLDER/trace/rank0.json.gz; None: of none
+
+    Raises   ValueError for a client that is none
+    """
+
+    folder: str
+    clients: tuple[str, ...] = ()
+    peak_tflops: Positive | None = None
+    trace: Size | None = None
+
+    def __post_init__(self):
+        check_fields(self)
+        for client in self.clients:
+            one_of("client", client, CLIENTS)
 
 
 @checked
@@ -103,31 +137,92 @@ def seed_step(plan: TrainPlan, step: Index, coordinates: Mapping[str, int]) -> N
 
 @checked
 def settings_of(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict[str, object]:
-    """All that decides a run's numbers, as JSON can hold it.
+    """All that decides a run's numbers, as JSON can hold it: the text that this machine has, and versions, too.
 
     The layout is not part of it. It decides them up to rounding, but for what is counted over one micro-batch of the
     ranks: auxiliary losses, capacity, and the places that dropout draws.
     """
-    return {"model": asdict(config), "batch_size": layout.sequences_per_step, **asdict(plan)}
+    import torch
+
+    from course_lib.training import data
+
+    text = data.corpus()
+    identity = {
+        "text": {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()},
+        "versions": {"course_lib": _version("course-lib"), "torch": torch.__version__.partition("+")[0]},
+    }
+    return {"model": asdict(config), "batch_size": layout.sequences_per_step, **asdict(plan), **identity}
 
 
 @checked
 def check_settings(saved: Mapping[str, object], now: Mapping[str, object], where: str) -> None:
     """Raises ValueError if a run that goes on would differ from the one that was saved: what, and what to do.
 
-    The number of steps may change, unless the learning rate's decay depends on it.
+    What ranks compare may change, the rule of spikes, and the number of steps, unless the learning rate's decay
+    depends on it.
     """
     if "model" not in saved:
         raise ValueError(f"{where} does not say how it was trained, so it is not the trainer's; give another folder")
-    before, here = _flat(saved), _flat(now)
-    free = {"steps", "model.name"} if now["decay"] == "none" else {"model.name"}
-    different = [name for name in here if name not in free and before.get(name) != here[name]]
-    if different:
-        values = ", ".join(f"{name} {before.get(name)!r} (now {here[name]!r})" for name in different)
-        raise ValueError(f"{where} was made with {values}; give the same, or another folder for the checkpoints")
+    free = {"model.name", "compare_every", *SPIKE_FIELDS} | ({"steps"} if now["decay"] == "none" else set())
+    if different := _differences(saved, now, free):
+        raise ValueError(
+            f"{where} was made with {_told(different, 'now')}; give the same, or another folder for the checkpoints"
+            + _hint(different)
+        )
+
+
+@checked
+def check_rollback(plan: TrainPlan, checkpoints: Checkpoints | None) -> None:
+    """Raises ValueError if spikes are to be rolled back and there would be nothing to go back to."""
+    if plan.spike_factor and checkpoints is None and not plan.spike_copy_every:
+        raise ValueError(
+            f"spike_factor is {plan.spike_factor} and there is no state to go back to; give a folder of checkpoints, "
+            "or spike_copy_every"
+        )
+
+
+@checked
+def check_ranks(of_ranks: Sequence[Mapping[str, object]]) -> None:
+    """Raises ValueError unless all ranks are about to run the same: which rank differs from rank 0, and in what."""
+    for rank, settings in enumerate(of_ranks):
+        if different := _differences(of_ranks[0], settings, set()):
+            raise ValueError(
+                f"rank 0 has {_told(different, f'rank {rank}')}; all ranks must be started with the same options, on "
+                "machines with the same packages" + _hint(different)
+            )
+
+
+def _differences(before: Mapping, after: Mapping, free: set[str]) -> dict[str, tuple]:
+    """What two settings say differently: name -> (before, after)."""
+    before, after = _flat(before), _flat(after)
+    names = [name for name in after if name not in free and before.get(name) != after[name]]
+    return {name: (before.get(name), after[name]) for name in names}
+
+
+def _told(different: dict[str, tuple], other: str) -> str:
+    return ", ".join(f"{name} {_short(old)} ({other} {_short(new)})" for name, (old, new) in different.items())
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}...'"
+
+
+def _hint(different: dict[str, tuple]) -> str:
+    if "text.sha256" not in different:
+        return ""
+    return ". The text is the standard library of this Python, of which each release has another: use the same Python"
+
+
+def _version(package: str) -> str | None:
+    """None where the package lies on PYTHONPATH and is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _flat(settings: Mapping[str, object]) -> dict[str, object]:
-    return {f"model.{name}": value for name, value in settings["model"].items()} | {
-        name: value for name, value in settings.items() if name != "model"
-    }
+    parts = {part: settings[part] for part in PARTS if isinstance(settings.get(part), Mapping)}
+    nested = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+    return nested | {name: value for name, value in settings.items() if name not in parts}

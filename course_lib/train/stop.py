@@ -13,16 +13,38 @@ What Slurm and torchrun do with the two signals that are heard here, and how lon
                                 starts them again from the new checkpoint as often as --max-restarts says (over gloo
                                 on several machines: rendezvous.restart_hint)
 
+    SIGKILL to torchrun         it can pass nothing on: its ranks see that their parent is gone, and end at once
+
 torchrun sends SIGTERM to its other ranks when one is lost, too: they cannot agree without it, and end with an error or
 after that time.
 """
 
+import os
 import signal
+import sys
+import threading
+import time
 
 import torch
 import torch.distributed as dist
 
 HEARD = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))  # Windows has no USR1
+
+
+PARENT_S = 0.5  # how often a rank looks whether its engine is still there
+LOST_PARENT = 3  # the exit code of a rank whose engine has gone
+
+
+def end_with_parent() -> None:
+    """From now on this process ends when the one that started it does: nobody would end its ranks, or start others."""
+
+    def watch(parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_S)
+        print("the process that started this rank has gone, and the rank ends", file=sys.stderr, flush=True)
+        os._exit(LOST_PARENT)
+
+    threading.Thread(target=watch, args=(os.getppid(),), name="parent", daemon=True).start()
 
 
 class Stop:

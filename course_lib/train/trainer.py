@@ -1,9 +1,11 @@
 """The trainer as a script: any layout, on one machine or many, from a checkpoint if there is one.
 
     torchrun --nproc-per-node 4 -m course_lib.train --layout dp=2,tp=2 --model toy --steps 20 --checkpoint runs/a
-    torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --max-restarts 3 \\
+    torchrun --nnodes 2 --nproc-per-node 2 --rdzv-id RUN --rdzv-backend c10d --rdzv-conf store_type=file \\
+        --rdzv-endpoint FILE-ON-A-SHARED-DISK --max-restarts 3 \\
         -m course_lib.train --layout dp=2,tp=2 ...               on each of two machines
-    accelerate launch --multi_gpu --num_processes 4 -m course_lib.train --layout dp=2,tp=2 ...
+    torchrun --nnodes 1:2 ... -m course_lib.train --layout dp=auto,tp=2 --batch 8 ...    goes on if one of them is lost
+    accelerate launch --multi_gpu --num_processes 4 --main_process_port 0 -m course_lib.train --layout dp=2,tp=2 ...
     srun --ntasks 4 --gpus-per-task 1 python -m course_lib.train --layout dp=2,tp=2 ...     without the GPUs: on CPUs
     python -m course_lib.train ...                               one process alone
 
@@ -11,9 +13,10 @@ and in a notebook `launch(train, 4, config, layout, plan)`: every rank calls the
 
 A step sees the same sequences under any layout, and a run that was killed and goes on has bit for bit the losses and
 the weights of one that was not: data, learning rate and random numbers follow from the number of the step, and the
-rest is in the checkpoint. Asked to stop by SIGTERM or SIGUSR1, a script that keeps checkpoints finishes the step it is
-in, saves, and ends with 128 + the signal's number on every rank; before its first step, or without checkpoints, it ends
-at once. train_stop.py says who sends these signals, and how long they wait.
+rest is in the checkpoint. With other ranks than before, as dp=auto allows, they are the same up to rounding. Asked to
+stop by SIGTERM or SIGUSR1, a script that keeps checkpoints finishes the step it is in, saves, and ends with 128 + the
+signal's number on every rank; before its first step, or without checkpoints, it ends at once. train_stop.py says who
+sends these signals, and how long they wait.
 
 Under several agents of torchrun on gloo set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for these: without it restarted ranks
 of torch 2.13 look for each other at addresses of those that died.
@@ -23,7 +26,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,24 +37,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib import checkpoint
+from course_lib import checkpoint, comm
 from course_lib.checkpoint.files import read_manifest, together
 from course_lib.config import ModelConfig
 from course_lib.devices import rank_device
 from course_lib.launch.rendezvous import Place, join_world, place_of, restart_hint
 from course_lib.layout import Layout
 from course_lib.parallel import five_d
+from course_lib.parallel.engine import compute_span
 from course_lib.train import log as train_log
+from course_lib.train.health import compare_ranks
 from course_lib.train.options import Options, check_folders, check_world, read
-from course_lib.train.plan import Checkpoints, TrainPlan, check_settings, learning_rate_of, seed_step, settings_of
-from course_lib.train.stop import Stop, agreed, exit_code, stop_text
-from course_lib.training import data, peak_memory_bytes, wait_for
+from course_lib.train.plan import (
+    Checkpoints,
+    Logs,
+    TrainPlan,
+    check_ranks,
+    check_rollback,
+    check_settings,
+    learning_rate_of,
+    seed_step,
+    settings_of,
+)
+from course_lib.train.spikes import SpikeGuard, not_finite_on
+from course_lib.train.step_clock import clock_step, memory_of, peak_flops_of, speed_of
+from course_lib.train.step_trace import StepTrace, trace_problem
+from course_lib.train.stop import Stop, agreed, end_with_parent, exit_code, stop_text
+from course_lib.training import data, peak_memory_bytes
 
 WAIT_FOR_RANK_0_S = 5.0  # an engine ends all ranks when the first one ends: rank 0 must have said why
 
 Optimizer = torch.optim.Optimizer
 Say = Callable[[str], None]
 print_now = partial(print, flush=True)  # an engine reads a pipe: what is not flushed dies with a rank
+
+
+class RanksDiffer(ValueError):
+    """Ranks are not about to run the same; every rank raises the same."""
 
 
 class CannotResume(ValueError):
@@ -63,6 +86,7 @@ class RunRecord:
 
     `peak_bytes`: on a GPU the allocator's peak during the run; on a CPU the most memory that this process ever held.
     `stopped_by`: the signal on which all ranks stopped before the last step, or 0.
+    `skipped`: the batches that were left out of the order after a loss spike.
     """
 
     first_step: int
@@ -71,6 +95,7 @@ class RunRecord:
     tokens_per_s: float
     peak_bytes: int
     stopped_by: int
+    skipped: list[int]
 
 
 # --- a run, on every rank of a world
@@ -81,48 +106,81 @@ def train(
     layout: Layout,
     plan: TrainPlan,
     checkpoints: Checkpoints | None = None,
-    log: str | Path | None = None,
+    logs: Logs | None = None,
     say: Say = print_now,
     stop: Stop | None = None,
 ) -> RunRecord:
     """Trains the model on the standard library's text. Every rank of a world of the layout's size calls it.
 
-    log   a file of JSON lines, one a step, that rank 0 writes; `train_log.losses_of` reads it
+    logs  where each rank writes a line for each step, which `course watch` reads
     say   what rank 0 does with its lines of text
     stop  listens to signals from the first step on; all ranks save and return after the step in which one came. Not in
           a notebook: its process would keep the handlers. None, or no checkpoints: nothing is listened to
 
     Bytes    for `stop` an all-reduce of 4 bytes a step
-    Raises   ValueError for what cannot be, alike on every rank and before anything is built; FloatingPointError on
-             every rank if the loss is no number any more
+    Raises   ValueError for what cannot be, alike on every rank and before anything is built; on every rank
+             FloatingPointError if the loss is no number any more, LossSpike after too many spikes, and RanksDisagree,
+             every plan.compare_every steps, if one holds other numbers than it should
     """
     check_world(layout, dist.get_world_size(), "launch")
     layout.check_model(config, plan.seq_len)
-    is_first, device = dist.get_rank() == 0, rank_device()
-    say = say if is_first else ignore
+    check_rollback(plan, checkpoints)
+    say = say if dist.get_rank() == 0 else ignore
+    settings = agree(config, layout, plan)
     engine = five_d.build(config, layout, plan.seed, plan.dtypes[0], grad_dtype=plan.dtypes[1])
     optimizer = five_d.make_optimizer(engine, plan.learning_rate, plan.weight_decay)
-    first_step = resume(engine, optimizer, checkpoints, plan) if checkpoints else 0
+    with folder_for(engine, optimizer, checkpoints), train_log.open_log(logs, dist.get_rank()) as log:
+        return run_steps(engine, optimizer, plan, settings, checkpoints, log, say, stop)
+
+
+def run_steps(
+    engine: five_d.FiveD,
+    optimizer: Optimizer,
+    plan: TrainPlan,
+    settings: dict,
+    checkpoints: Checkpoints | None,
+    log: train_log.RunLog | None,
+    say: Say,
+    stop: Stop | None,
+) -> RunRecord:
+    """Trains from the last checkpoint on until all steps are done or all ranks were asked to stop; saves."""
+    layout, device, logs = engine.layout, rank_device(), log.logs if log is not None else None
+    first_step, about = resume(engine, optimizer, checkpoints, settings) if checkpoints else (0, {})
     losses, step_s, text_T, stopped_by = [], [], data.tokens(), 0
     if may_stop := checkpoints is not None and stop is not None:
         group = checkpoint.wait_for_earlier(engine)
         stop.listen()
         dist.barrier(group)  # else a signal to all could end a rank that is late, and with it the others in their step
     say(start_text(engine, plan, first_step))
-    for step in range(first_step, plan.steps):
-        start_s = time.perf_counter()
-        losses.append(train_step(engine, optimizer, plan, step, text_T))
-        wait_for(device)
-        step_s.append(time.perf_counter() - start_s)
-        if log is not None and is_first:
-            rate = learning_rate_of(plan, step)
-            train_log.append(log, step=step, loss=losses[-1], learning_rate=rate, seconds=step_s[-1])
-        check_finite(losses[-1], step)
-        done = step + 1
+    if why_not := trace_problem(logs, first_step):
+        say(why_not)
+    guard = SpikeGuard(engine, optimizer, plan, checkpoints, about)
+    trace = StepTrace(engine, logs)
+    if checkpoints and guard.needs_first_checkpoint(first_step):
+        save(engine, optimizer, checkpoints, settings | guard.about(), first_step)
+    step = first_step
+    while step < plan.steps:
+        guard.keep(step)
+        with clock_step(engine, device, in_parts=log is not None) as seconds:
+            micro_batches = batch_of(engine, plan, guard.batch(step), text_T)
+            do_step = partial(train_step, engine, optimizer, plan, step, micro_batches)
+            numbers = trace.run(step, do_step)
+            losses.append(numbers.loss.item())
+        step_s.append(seconds["seconds"])
+        if log is not None:
+            log.tell(**line_of(engine, plan, logs, step, numbers, seconds))
+        if why := guard.find(numbers):
+            step = go_back(guard, step, why, numbers, log, say)
+            del losses[step - first_step :], step_s[step - first_step :]
+            continue
+        check_finite(numbers, step)
+        step = done = step + 1
+        if plan.compare_every and done % plan.compare_every == 0:
+            compare_ranks(engine, done - 1, numbers, micro_batches)  # before it is saved
         if may_stop and done < plan.steps:
             stopped_by = agreed(stop.number, device)
         if checkpoints and (done % checkpoints.every == 0 or done == plan.steps or stopped_by):
-            save(engine, optimizer, checkpoints, plan, done)
+            save(engine, optimizer, checkpoints, settings | guard.about(), done)
         if done % max(1, plan.steps // 10) == 0 or done == plan.steps:
             say(f"step {done} of {plan.steps}: loss {losses[-1]:.4f}, {step_s[-1]:.2f} s")
         if stopped_by:
@@ -131,30 +189,85 @@ def train(
     if stopped_by:
         say(stop_text(stopped_by, done, plan.steps, checkpoints.folder))
         dist.barrier(group)  # an engine may end all ranks when the first one ends
-    return record_of(first_step, losses, step_s, layout, plan, device, stopped_by)
+    tokens_per_s = tokens_per_s_of(step_s, layout.sequences_per_step * plan.seq_len)
+    peak_bytes = peak_memory_bytes(device)
+    return RunRecord(first_step, losses, step_s, tokens_per_s, peak_bytes, stopped_by, guard.skipped)
 
 
-def train_step(engine: five_d.FiveD, optimizer: Optimizer, plan: TrainPlan, step: int, text_T: Tensor) -> float:
-    """One step; returns the mean loss of all its tokens. Nothing but the weights comes from the steps before."""
-    layout, here = engine.layout, engine.groups.coordinates
-    x_BS, y_BS = data.batch(
-        text_T, step, layout.sequences_per_step, plan.seq_len, here["dp"], layout.dp, seed=plan.seed
-    )
-    micro_batches = data.micro_batches(x_BS, y_BS, layout.micro_batches)
-    seed_step(plan, step, here)
+def agree(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict:
+    """What decides this run's numbers, once it is found to be the same on all ranks.
+
+    Raises   RanksDiffer on every rank if one has other options, another text or other versions
+    """
+    settings = settings_of(config, layout, plan)
+    of_ranks = comm.all_gather_json(settings | {"layout": layout.to_dict()}, dist.group.WORLD)
+    try:
+        check_ranks(of_ranks)
+    except ValueError as error:
+        raise RanksDiffer(str(error)) from error
+    return settings
+
+
+def batch_of(engine: five_d.FiveD, plan: TrainPlan, index: int, text_T: Tensor) -> five_d.MicroBatches:
+    """This rank's micro-batches of the batch with that number."""
+    layout, dp_rank = engine.layout, engine.groups.coordinates["dp"]
+    with compute_span(engine.trace, "data"):
+        x_BS, y_BS = data.batch(
+            text_T, index, layout.sequences_per_step, plan.seq_len, dp_rank, layout.dp, seed=plan.seed
+        )
+        return data.micro_batches(x_BS, y_BS, layout.micro_batches)
+
+
+def train_step(
+    engine: five_d.FiveD, optimizer: Optimizer, plan: TrainPlan, step: int, micro_batches: five_d.MicroBatches
+) -> five_d.StepNumbers:
+    """One step; returns its loss and gradient norm. Nothing but the weights comes from the steps before."""
+    seed_step(plan, step, engine.groups.coordinates)
     for options in optimizer.param_groups:
         options["lr"] = learning_rate_of(plan, step)
-    return five_d.step(engine, micro_batches, optimizer, plan.clip_norm).item()
+    return five_d.measured_step(engine, micro_batches, optimizer, plan.clip_norm)
+
+
+def line_of(
+    engine: five_d.FiveD, plan: TrainPlan, logs: Logs, step: int, numbers: five_d.StepNumbers, seconds: dict
+) -> dict[str, object]:
+    """What a rank's log says of a step."""
+    layout, device = engine.layout, rank_device()
+    share = layout.sequences_per_step * plan.seq_len / layout.world_size
+    peak_flops = peak_flops_of(logs, device, plan.dtypes[0])
+    return {
+        "step": step,
+        "loss": numbers.loss.item(),
+        "learning_rate": learning_rate_of(plan, step),
+        "grad_norm": numbers.norm.item(),
+        **seconds,
+        **speed_of(engine.config, plan.seq_len, share, seconds["seconds"], peak_flops),
+        **memory_of(device),
+    }
+
+
+def go_back(
+    guard: SpikeGuard, step: int, why: str, numbers: five_d.StepNumbers, log: train_log.RunLog | None, say: Say
+) -> int:
+    """Roll back after a spike, say so and write it into the log; returns how many steps are done."""
+    batch = guard.batch(step)
+    done = guard.roll_back(step, why, numbers)
+    say(f"step {step} is a spike: {why}; back to step {done} from {guard.source}, without batch {batch}")
+    if log is not None:
+        log.tell(step=step, back_to_step=done, skipped_batch=batch, why=why)
+    return done
 
 
 def ignore(text: str) -> None:
     """What ranks other than the first say."""
 
 
-def check_finite(loss: float, step: int) -> None:
+def check_finite(numbers: five_d.StepNumbers, step: int) -> None:
+    loss = numbers.loss.item()
     if not math.isfinite(loss):
         raise FloatingPointError(
-            f"the loss of step {step} is {loss}; go on from the last checkpoint with a lower learning rate or clipping"
+            f"the loss of step {step} is {loss}{not_finite_on(numbers)}; go on from the last checkpoint with a lower "
+            "learning rate or clipping"
         )
 
 
@@ -168,37 +281,51 @@ def start_text(engine: five_d.FiveD, plan: TrainPlan, first_step: int) -> str:
     )
 
 
-def record_of(first_step, losses, step_s, layout, plan, device, stopped_by) -> RunRecord:
+def tokens_per_s_of(step_s: Sequence[float], tokens_a_step: int) -> float:
     warm_s = step_s[1:] or step_s  # the first step warms up
-    tokens_per_s = layout.sequences_per_step * plan.seq_len / median(warm_s) if warm_s else 0.0
-    return RunRecord(first_step, losses, step_s, tokens_per_s, peak_memory_bytes(device), stopped_by)
+    return tokens_a_step / median(warm_s) if warm_s else 0.0
 
 
 # --- checkpoints
 
 
-def save(engine: five_d.FiveD, optimizer: Optimizer, checkpoints: Checkpoints, plan: TrainPlan, done: int) -> None:
+def save(engine: five_d.FiveD, optimizer: Optimizer, checkpoints: Checkpoints, settings: dict, done: int) -> None:
     """The state after `done` steps, and what the run was asked to do."""
     act = checkpoint.save_async if checkpoints.in_background else checkpoint.save
-    about = settings_of(engine.config, engine.layout, plan)
-    act(engine, optimizer, checkpoints.folder, done, about=about, keep=checkpoints.keep)
+    act(engine, optimizer, checkpoints.folder, done, about=settings, keep=checkpoints.keep)
 
 
-def resume(engine: five_d.FiveD, optimizer: Optimizer, checkpoints: Checkpoints, plan: TrainPlan) -> int:
-    """Loads the last complete checkpoint, whatever layout wrote it; returns how many steps it has done, 0 without one.
+@contextmanager
+def folder_for(engine: five_d.FiveD, optimizer: Optimizer, checkpoints: Checkpoints | None) -> Iterator[None]:
+    """Has the folder of checkpoints to this run. Raises CannotResume if it is another's, not writable or too full."""
+    with ExitStack() as held:
+        if checkpoints is not None:
+            group = checkpoint.wait_for_earlier(engine)
+            needed_bytes = checkpoint.size_bytes(engine, optimizer)
+            try:
+                held.enter_context(checkpoint.one_run(Path(checkpoints.folder), needed_bytes, group))
+            except ValueError as error:
+                raise CannotResume(str(error)) from error
+        yield
+
+
+def resume(engine: five_d.FiveD, optimizer: Optimizer, checkpoints: Checkpoints, settings: dict) -> tuple[int, dict]:
+    """Loads the last complete checkpoint, whatever layout wrote it; returns the steps it has done and what it says.
+
+    0 and nothing without one.
 
     Rank 0 looks for it, so that all load the same one.
     Raises   CannotResume if it is torn, of another model, data or optimizer, or should not be there
     """
-    settings = settings_of(engine.config, engine.layout, plan)
     try:
         path = together(dist.group.WORLD, lambda: look_for(checkpoints, settings) if dist.get_rank() == 0 else None)[0]
-        return checkpoint.load(engine, optimizer, path).step if path else 0
+        restored = checkpoint.load(engine, optimizer, path) if path else None
+        return (restored.step, restored.about) if restored else (0, {})
     except ValueError as error:
         raise CannotResume(str(error)) from error
 
 
-def look_for(checkpoints: Checkpoints, settings: dict) -> Path | None:
+def look_for(checkpoints: Checkpoints, settings: dict) -> str | None:
     """The last complete checkpoint, if this run may go on from it."""
     path = checkpoint.latest(checkpoints.folder)
     if path is None:
@@ -209,7 +336,7 @@ def look_for(checkpoints: Checkpoints, settings: dict) -> Path | None:
     check_settings(about["about"], settings, str(path))
     if about["step"] > settings["steps"]:
         raise ValueError(f"{path} has done {about['step']} steps, more than steps ({settings['steps']}); give more")
-    return path
+    return str(path)
 
 
 # --- the script
@@ -220,7 +347,9 @@ def main(argv: Sequence[str] | Options | None = None) -> int:
     place = Place()
     try:
         place = place_of(os.environ)
-        config, layout, plan, checkpoints, options = read(argv, aloud=place.rank == 0)
+        if place.engine in ("torchrun", "accelerate"):  # Slurm ends its tasks itself
+            end_with_parent()
+        config, layout, plan, checkpoints, options = read(argv, place.rank == 0, place.world_size)
         check_world(layout, place.world_size, place.engine)
         if place.rank == 0:
             check_folders(options)
@@ -235,8 +364,8 @@ def main(argv: Sequence[str] | Options | None = None) -> int:
         say(hint)
     stop = Stop()
     try:
-        run = train(config, layout, plan, checkpoints, options.log_file, say, stop)
-    except CannotResume as error:
+        run = train(config, layout, plan, checkpoints, options.logs, say, stop)
+    except (CannotResume, RanksDiffer) as error:
         return refuse(place, error)
     dist.destroy_process_group()
     stop.ignore()

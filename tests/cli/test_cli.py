@@ -210,7 +210,7 @@ assert time.process_time() < 1, f"took {time.process_time()} s of CPU time"
 """
 
 
-@pytest.mark.parametrize("command", ["", "doctor", "new", "run", "demo", "bench", "simulate", "train"])
+@pytest.mark.parametrize("command", ["", "doctor", "new", "run", "demo", "bench", "simulate", "plan", "train"])
 def test_help_needs_less_than_a_second_and_no_torch(command):
     run = subprocess.run([sys.executable, "-c", HELP, *command.split(), "--help"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -13,6 +13,7 @@ import pytest
 from kernels import Kernel, remaining, slowness
 
 from course_lib.authoring import ROOT
+from course_lib.cluster import Site, write_site
 
 pytestmark = pytest.mark.skipif(
     "course_slurm_" not in os.environ.get("SLURM_CONF", ""),
@@ -95,7 +96,7 @@ print(results.nodes, results.lines[2], results.stderr[3], results.backend, min(r
     seen = [(rank, rank % 2, 2, [12.0, 12.0]) for rank in range(4)]
     rest = "('n1', 'n1', 'n2', 'n2') ['hello from n2'] ['a warning'] gloo True\n"
     assert cell.out == f"{lines}{seen}\n{rest}"
-    assert "[rank 3] a warning" in cell.err
+    assert "[rank 3] a warning" in cell.err and "bar" not in cell.err
 
 
 def test_a_failing_rank_is_named_with_its_node_and_the_others_with_where_they_stood(kernel):
@@ -236,3 +237,14 @@ def test_srun_alone_starts_the_same_trainer(tmp_path):
 def run_in(folder, command, **variables):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def test_the_check_of_a_site_looks_at_both_nodes_and_says_what_it_saw(tmp_path):
+    write_site(Site(python=sys.executable), tmp_path)
+    done = run_in(tmp_path, ["sbatch", "--parsable", "check.sbatch"])
+    until_queue_is_empty(120)
+    text = (tmp_path / f"course-check-{done.stdout.strip()}.log").read_text()
+    assert re.search(r"4 ranks on 2 hosts, gloo, cpu; layout dp=2,tp=2,zero_stage=1; messages of 4 MB", text), text
+    assert re.search(r"shared folder +seen by 4 ranks", text)
+    assert re.search(r"clock +n[12] +[+-]\d\.\d+ s  known to", text)
+    assert all(f"{low} - {high}, between nodes" in text for low, high in ((0, 2), (1, 3))) and "verdict: " in text

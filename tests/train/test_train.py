@@ -1,5 +1,6 @@
 """The trainer: one loss under any layout; killed and resumed, bit for bit what it would have been."""
 
+import os
 import random
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def test_a_run_in_parts_is_bit_for_bit_the_run_in_one_on_four_ranks_with_dropout
     assert [record.first_step for record in results] == [0, 3, 6, 0]
     assert results[0].losses + results[1].losses == results[3].losses
     assert equal_bits(weights_in(tmp_path / "parts", config), weights_in(tmp_path / "one", config))
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["step-00000004", "step-00000006"]
+    assert sorted(path.name for path in (tmp_path / "one").glob("step-*")) == ["step-00000004", "step-00000006"]
 
 
 def test_a_run_goes_on_under_another_layout_with_the_same_losses(tmp_path):
@@ -115,7 +116,7 @@ def test_a_process_killed_at_a_random_moment_goes_on_as_if_it_had_not_been(tmp_p
     """A real process, SIGKILL; the run that it is held to is not the script but the same function in a launch."""
     text = f"--model {DROPOUT} --batch {BATCH} --steps 24 --seq-len 32 --every 3 --warmup 4 --decay cosine --seed 5"
     plan = TrainPlan(24, 32, seed=5, warmup=4, decay="cosine")
-    log, folder, config = tmp_path / "log.jsonl", tmp_path / "killed", model_named(DROPOUT)
+    log, folder, config = train_log.log_path(tmp_path), tmp_path / "killed", model_named(DROPOUT)
     command = [
         sys.executable,
         "-m",
@@ -123,16 +124,16 @@ def test_a_process_killed_at_a_random_moment_goes_on_as_if_it_had_not_been(tmp_p
         *text.split(),
         "--checkpoint",
         str(folder),
-        "--log-file",
-        str(log),
+        "--log-folder",
+        str(tmp_path),
     ]
     killed = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     last = random.randint(4, 16)
-    wait_until(lambda: len(train_log.read(log)) > last or killed.poll() is not None)
+    wait_until(lambda: len(train_log.losses_of(log)) > last or killed.poll() is not None)
     time.sleep(random.random() * 0.02)
     killed.kill()
     assert killed.wait() < 0, "it ended before it was killed"
-    done = len(train_log.read(log))
+    done = len(train_log.losses_of(log))
     goes_on = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
     assert "goes on at step" in goes_on.stdout
     whole = Checkpoints(str(tmp_path / "whole"), every=3)
@@ -171,6 +172,30 @@ def test_a_checkpoint_that_does_not_suit_the_run_is_refused_alike_on_every_rank(
     assert "torn" in text and "step-00000004" in text
 
 
+def test_a_second_run_in_a_folder_is_told_whose_it_is_and_the_first_goes_on(tmp_path):
+    first = checkpoint.lock.FileLock(tmp_path / checkpoint.lock.LOCK)
+    checkpoint.lock.take(tmp_path, first, 0)
+    (tmp_path / checkpoint.lock.OWNER).read_text()
+    run = (LLAMA, Layout(), PLAN, Checkpoints(str(tmp_path), every=2))
+    (text,) = launch(by_each, 1, [run])[0]
+    assert f"is in use by another run (process {os.getpid()} on " in text and "or give another folder" in text, text
+    assert checkpoint.latest(tmp_path) is None
+    first.release()  # as the system does when its process ends
+    (done,) = launch(by_each, 1, [run])[0]
+    assert checkpoint.latest(tmp_path).name == "step-00000006", done
+
+
+def test_a_folder_that_cannot_be_written_or_is_too_full_is_found_before_the_first_step(tmp_path):
+    (tmp_path / "file").write_text("")
+    run = (LLAMA, Layout(), PLAN, Checkpoints(str(tmp_path / "file" / "folder"), every=2))
+    (text,) = launch(by_each, 1, [run])[0]
+    assert text.startswith("CannotResume: the folder of checkpoints is ") and "cannot be written" in text
+    lock = checkpoint.lock.FileLock(tmp_path / checkpoint.lock.LOCK)
+    with pytest.raises(ValueError, match=r"a checkpoint takes 1000000.00 GB, and the disk of .* has .* GB left"):
+        checkpoint.lock.take(tmp_path, lock, 10**15)
+    assert not lock.is_locked
+
+
 def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step():
     (text,) = launch(by_each, 1, [(LLAMA, Layout(), replace(PLAN, learning_rate=1e35, warmup=0))])[0]
     assert text.startswith("FloatingPointError: the loss of step 2 is nan")
@@ -185,6 +210,7 @@ def lonely(monkeypatch):
 
 
 def test_what_cannot_be_is_one_line_of_rank_0_and_exit_code_2(lonely, monkeypatch, capsys):
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # main says there who its ranks are
     for argv, text in [
         ("--layout dp=2,tp=2", "use torchrun --nproc-per-node 4, or torchrun --nnodes 2 --nproc-per-node 2"),
         ("--layout dp=2,zero_stage=9", "zero_stage (9)"),

@@ -14,3 +14,13 @@ def test_a_torn_line_is_left_out_and_the_next_run_begins_a_line_of_its_own(tmp_p
     train_log.append(log, event="end")
     assert train_log.losses_of(log) == {0: [5.5], 1: [0.1 + 0.2, 0.1 + 0.2]}
     assert len(train_log.read(log)) == 4
+
+
+def test_the_end_of_a_long_file_is_read_without_the_rest(tmp_path):
+    log = tmp_path / "log.jsonl"
+    for step in range(100):
+        train_log.append(log, step=step, loss=1.0)
+    with log.open("a") as file:
+        file.write('7\n{"step": 100, "lo')
+    assert [line["step"] for line in train_log.read(log, last_bytes=90)] == [98, 99]
+    assert train_log.read(log, last_bytes=10**6) == train_log.read(log)

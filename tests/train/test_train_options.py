@@ -17,7 +17,7 @@ def test_options_become_records():
     config, layout, plan, checkpoints, options = read(text.split())
     assert (config, layout) == (preset("mini"), Layout(dp=2, tp=2, micro_batches=4))
     assert plan == TrainPlan(30, 32, learning_rate=1e-3, warmup=3, decay="cosine", clip_norm=None)
-    assert checkpoints == Checkpoints("runs/a", every=7, in_background=True) and options.log_file is None
+    assert checkpoints == Checkpoints("runs/a", every=7, in_background=True) and options.logs is None
     assert read([])[2:4] == (TrainPlan(), None)
 
 
@@ -97,6 +97,29 @@ def test_a_batch_size_gives_every_layout_its_accumulation():
         layout_for("dp=2", -3)
 
 
+def test_dp_auto_takes_all_ranks_and_keeps_the_batch():
+    for text, world_size, expected in [
+        ("dp=auto", 4, Layout(dp=4, micro_batches=2)),
+        ("dp=auto", 1, Layout(micro_batches=8)),
+        ("tp=2, dp = auto,zero_stage=1", 4, Layout(dp=2, tp=2, zero_stage=1, micro_batches=4)),
+        ("tp=2,dp=auto,zero_stage=1", 2, Layout(tp=2, zero_stage=1, micro_batches=8)),
+        ("pp=2,dp=auto,micro_batch=2", 4, Layout(dp=2, pp=2, micro_batch=2, micro_batches=2)),
+    ]:
+        layout = layout_for(text, 8, world_size)
+        assert layout == expected and (layout.world_size, layout.sequences_per_step) == (world_size, 8)
+    assert read(["--layout", "dp=auto", "--batch", "8"], world_size=2)[1] == Layout(dp=2, micro_batches=4)
+    for text, batch, world_size, error in [
+        ("dp=auto", None, 4, "has dp=auto, but no batch; give --batch"),
+        ("dp=auto,tp=2", 8, 3, r"groups of cp x tp x pp \(2\), but there are 3; start 2 ranks or a multiple"),
+        ("dp=auto,tp=2", 8, 6, r"batch \(8\) .* dp x micro_batch \(3\); start 2, 4, 8, 16 ranks"),
+        ("dp=auto,micro_batch=2", 9, 2, r"\(4\); give a multiple of micro_batch \(2\)"),
+        ("dp=auto,micro_batches=4", 8, 4, "layout dp=4,micro_batches=4 has 16 sequences a step; leave out micro"),
+        ("dp=auto,ep=3", 8, 4, "ep"),
+    ]:
+        with pytest.raises(ValueError, match=error):
+            layout_for(text, batch, world_size)
+
+
 def test_a_wrong_number_of_ranks_names_commands_that_start_the_right_one():
     check_world(Layout(dp=2), 2)
     with pytest.raises(ValueError) as error:
@@ -110,7 +133,7 @@ def test_a_wrong_number_of_ranks_names_commands_that_start_the_right_one():
         check_world(Layout(tp=2), 1, "accelerate")
 
 
-@pytest.mark.parametrize("option", ["--checkpoint {}", "--log-file {}/log.jsonl"])
+@pytest.mark.parametrize("option", ["--checkpoint {}", "--log-folder {}"])
 def test_a_folder_that_cannot_be_written_is_one_line_before_the_first_step(tmp_path, capsys, monkeypatch, option):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(trainer, "join_world", lambda *_: pytest.fail("ranks were joined before the folder was tried"))

@@ -8,7 +8,7 @@ import torch
 from course_lib.config import preset
 from course_lib.layout import Layout
 from course_lib.train import TrainPlan
-from course_lib.train.plan import check_settings, learning_rate_of, seed_step, settings_of
+from course_lib.train.plan import check_ranks, check_settings, learning_rate_of, seed_step, settings_of
 
 
 def test_the_learning_rate_goes_up_in_a_line_and_down_by_a_cosine_to_a_tenth():
@@ -62,9 +62,24 @@ def test_a_checkpoint_may_change_hands_between_layouts_but_not_between_runs():
         (saved, settings_of(config, Layout(dp=4), plan), r"batch_size 2 \(now 4\)"),
         (saved, settings_of(config, Layout(dp=2), TrainPlan(seed=1)), r"seed 0 \(now 1\)"),
         (saved, settings_of(preset("mini"), Layout(dp=2), plan), r"model.d_model 64 \(now 256\)"),
+        (saved | {"text": {"bytes": 9, "sha256": "0" * 64}}, saved, "text.bytes 9 .*'000000.* use the same Python"),
+        (saved | {"versions": {}}, saved, r"versions.course_lib None \(now '.*versions.torch None"),
         (settings_of(config, Layout(), cosine), settings_of(config, Layout(), TrainPlan(40, decay="cosine")), "steps"),
     ]:
         with pytest.raises(ValueError, match=f"runs/a was made with .*{text}"):
             check_settings(before, after, "runs/a")
     with pytest.raises(ValueError, match="runs/a does not say how it was trained"):  # checkpoint.save without `about`
         check_settings({}, settings_of(config, Layout(), plan), "runs/a")
+
+
+def test_a_rank_with_another_text_layout_or_version_is_named():
+    of_rank = settings_of(preset("toy"), Layout(dp=2), TrainPlan())
+    check_ranks([of_rank] * 3)
+    other_text = {"text": of_rank["text"] | {"sha256": "f" * 64}}
+    for change, said in [
+        (other_text, r"rank 0 has text.sha256 '.*\(rank 2 'f+\.\.\.'\).*the same Python"),
+        ({"versions": of_rank["versions"] | {"torch": "1.0"}}, r"versions.torch '.*' \(rank 2 '1.0'\); all ranks must"),
+        ({"learning_rate": 1.0}, r"learning_rate 0.003 \(rank 2 1.0\)"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            check_ranks([of_rank, of_rank, of_rank | change])

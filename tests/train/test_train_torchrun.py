@@ -91,7 +91,7 @@ def options(folder: Path, steps: int = STEPS, layout: str = LAYOUT) -> list[str]
     text = (
         f"--model {MODEL} --layout {layout} --batch {BATCH} --steps {steps} --seq-len 32 --seed 7 --warmup 4 --every 3"
     )
-    return [*text.split(), "--checkpoint", str(folder), "--log-file", str(folder / "log.jsonl")]
+    return [*text.split(), "--checkpoint", str(folder), "--log-folder", str(folder)]
 
 
 def uninterrupted(steps: int, layout: str, folder: Path | None = None) -> list[float]:
@@ -117,17 +117,27 @@ def weights_in(*folders: Path) -> list[dict[str, torch.Tensor]]:
 
 def test_two_torchrun_agents_lose_a_rank_restart_all_and_end_as_if_they_had_not(tmp_path):
     folder = tmp_path / "agents"
-    log, rendezvous = folder / "log.jsonl", f"127.0.0.1:{free_port()}"
+    log, rendezvous = train_log.log_path(folder), str(tmp_path / "store")  # in a file, as the batch script has it
     agent = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous, "--local-addr", "127.0.0.1", "--max-restarts", "3"),
+        *(
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-conf",
+            "store_type=file",
+            "--rdzv-endpoint",
+            rendezvous,
+            "--rdzv-id",
+            "run",
+        ),
+        *("--local-addr", "127.0.0.1", "--max-restarts", "3"),
         *("-m", "course_lib.train", *options(folder)),
     ]
     with children() as seen:
         outs = [tmp_path / f"agent{index}.txt" for index in range(2)]
         agents = [start(seen, agent, out) for out in outs]
         last = random.randint(5, 16)
-        wait_until(lambda: len(train_log.read(log)) > last or any(one.poll() is not None for one in agents), seen)
+        wait_until(lambda: len(train_log.losses_of(log)) > last or any(one.poll() is not None for one in agents), seen)
         assert all(one.poll() is None for one in agents), "\n".join(out.read_text() for out in outs)
         ranks = [child for one in agents for child in psutil.Process(one.pid).children()]
         assert len(ranks) == 4
@@ -155,7 +165,7 @@ def test_accelerate_launch_runs_it_and_one_process_of_its_cpu_flag_is_told_what_
         wait_until(lambda: run.poll() is not None and alone.poll() is not None, seen)
     said = (tmp_path / "run.txt").read_text()
     assert run.returncode == 0 and "started by accelerate" in said, said
-    losses = train_log.losses_of(tmp_path / "run" / "log.jsonl")
+    losses = train_log.losses_of(train_log.log_path(tmp_path / "run"))
     assert [loss for of_step in losses.values() for loss in of_step] == uninterrupted(4, "dp=2")
     said = (tmp_path / "alone.txt").read_text()
     assert alone.returncode != 0 and "needs 2 ranks (dp 2), but there is 1" in said and "--multi_gpu" in said
@@ -182,7 +192,7 @@ def test_processes_that_srun_describes_find_each_other_without_torchruns_variabl
     said = [out.read_text() for out in outs]
     assert [task.returncode for task in tasks] == [0, 0], said
     assert "started by srun" in said[0] and said[1] == ""
-    losses = train_log.losses_of(tmp_path / "run" / "log.jsonl")
+    losses = train_log.losses_of(train_log.log_path(tmp_path / "run"))
     assert [loss for of_step in losses.values() for loss in of_step] == uninterrupted(4, "tp=2")
 
 
@@ -195,3 +205,66 @@ def test_the_script_ends_without_python_s_shutdown(tmp_path):
         run = start(seen, script, tmp_path / "out.txt", PYTHONPATH=path)
         wait_until(lambda: run.poll() is not None, seen)
     assert run.returncode == 0 and "step 4 of 4" in (tmp_path / "out.txt").read_text()
+
+
+# --- fewer ranks than before
+
+EXACT = "toy,num_layers=2,d_model=32,d_ff=64,num_heads=4,num_kv_heads=2"  # no dropout, whose places the layout decides
+EXACT_PLAN = TrainPlan(STEPS, 32, seed=7, warmup=4, precision="fp64")
+
+
+def elastic(folder: Path, layout: str) -> list[str]:
+    """The trainer's options for a run that takes the ranks that there are."""
+    plan = f"--steps {STEPS} --seq-len 32 --seed 7 --warmup 4 --precision fp64 --every 3"
+    told = f"--model {EXACT} --layout {layout} --batch {BATCH} {plan} --checkpoint {folder}"
+    return [*told.split(), "--log-folder", str(folder)]
+
+
+@pytest.mark.parametrize("layout", ["dp=auto,tp=2,zero_stage=1", "dp=auto,zero_stage=3"])
+def test_a_machine_is_lost_and_torchrun_goes_on_with_the_other_and_the_same_batch(layout, tmp_path):
+    """All processes of one of two machines are killed; torchrun may go on with one, and the trainer with its ranks."""
+    folder = tmp_path / "run"
+    log, meeting = (
+        train_log.log_path(folder),
+        f"--rdzv-endpoint {tmp_path / 'store'} --rdzv-id run --local-addr 127.0.0.1",
+    )
+    soon = "store_type=file,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    torchrun = f"--nnodes 1:2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-conf {soon} {meeting} --max-restarts 3"
+    command = [sys.executable, "-m", "torch.distributed.run", *torchrun.split(), "-m", "course_lib.train"]
+    with children() as seen:
+        outs = [tmp_path / f"agent{index}.txt" for index in range(2)]
+        agents = [start(seen, [*command, *elastic(folder, layout)], out) for out in outs]
+        wait_until(lambda: len(train_log.losses_of(log)) > 7 or any(one.poll() is not None for one in agents), seen)
+        assert all(one.poll() is None for one in agents), "\n".join(out.read_text() for out in outs)
+        for process in [psutil.Process(agents[1].pid), *psutil.Process(agents[1].pid).children()]:
+            process.kill()
+        wait_until(lambda: agents[0].poll() is not None, seen)
+    said = "".join(out.read_text() for out in outs)
+    assert agents[0].returncode == 0, said
+    before, after = (str(layout_for(layout, BATCH, ranks)) for ranks in (4, 2))
+    assert f"on 4 ranks ({before})" in said and f"on 2 ranks ({after})" in said, said
+    assert "goes on at step" in said
+    whole = launch(trainer.train, 1, model_named(EXACT), layout_for("dp=auto", BATCH, 1), EXACT_PLAN, quiet=True)[0]
+    losses = train_log.losses_of(log)
+    assert list(losses) == list(range(STEPS))
+    for step, of_step in losses.items():
+        assert of_step == pytest.approx([whole.losses[step]] * len(of_step), abs=1e-10)
+
+
+def test_a_rank_is_killed_under_one_torchrun_and_all_start_again_bit_for_bit(tmp_path):
+    folder = tmp_path / "run"
+    log = train_log.log_path(folder)
+    torchrun = f"--nproc-per-node 2 --max-restarts 1 --master-addr 127.0.0.1 --master-port {free_port()}"
+    command = [sys.executable, "-m", "torch.distributed.run", *torchrun.split(), "-m", "course_lib.train"]
+    with children() as seen:
+        agent = start(seen, [*command, *elastic(folder, "dp=auto")], tmp_path / "out.txt")
+        wait_until(lambda: len(train_log.losses_of(log)) > 7 or agent.poll() is not None, seen)
+        assert agent.poll() is None, (tmp_path / "out.txt").read_text()
+        psutil.Process(agent.pid).children()[1].kill()
+        wait_until(lambda: agent.poll() is not None, seen)
+    said = (tmp_path / "out.txt").read_text()
+    assert agent.returncode == 0 and said.count("on 2 ranks (dp=2,micro_batches=4)") == 2, said
+    whole = launch(trainer.train, 2, model_named(EXACT), layout_for("dp=auto", BATCH, 2), EXACT_PLAN, quiet=True)[0]
+    losses = train_log.losses_of(log)
+    assert list(losses) == list(range(STEPS))
+    assert all(loss == whole.losses[step] for step, of_step in losses.items() for loss in of_step)

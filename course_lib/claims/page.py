@@ -1,0 +1,114 @@
+"""The ledger for people: lines for a terminal, statements of a quiz, and docs/CLAIMS.md."""
+
+from collections import Counter
+from dataclasses import dataclass
+from textwrap import fill
+
+from course_lib.claims.recompute import recompute, texts_of
+from course_lib.claims.record import TOPICS, VERDICTS, Claim, claims, claims_named
+from course_lib.validate import check_fields, checked
+
+LABELS = {"right": "Right", "right-if": "Right if", "wrong": "Wrong", "ambiguous": "It depends: right if"}
+NAMES = {
+    "network": "Links and collectives", "memory": "Memory", "throughput": "Speed and utilisation",
+    "dp": "Data parallelism", "zero": "ZeRO", "tp": "Tensor parallelism", "sp": "Sequence parallelism",
+    "cp": "Context parallelism", "pp": "Pipeline parallelism", "ep": "Expert parallelism",
+    "5d": "All axes together", "ops": "Operation",
+}  # fmt: skip
+HEAD = """# What to say instead
+
+Claims that circulate on the training of language models, each recomputed by a function of this package:
+{counts}. `course claims` lists them all, and `course claims --json` with the numbers.
+Written by `make fmt` from course_lib/claims/ledger.toml; the numbers are computed when it is written.
+"""
+
+
+@checked
+def verdict_of(claim: Claim) -> str:
+    """Return the verdict with its condition, as a sentence: "Right if the score matrices are saved for backward."""
+    return f"{LABELS[claim.verdict]} {claim.condition}".strip() + "."
+
+
+@checked
+def as_lines(claim: Claim) -> str:
+    """Return what a terminal shows of a claim, in lines of at most 96 columns."""
+    answer, say = texts_of(claim)
+    chapter = f", chapter {', '.join(claim.chapters)}" if claim.chapters else ""
+    parts = [claim.claim, verdict_of(claim), f"Comes out: {answer}.", say, f"Source: {claim.source}."]
+    said = [fill(part, 96, initial_indent="    ", subsequent_indent="      ") for part in parts if part]
+    return "\n".join([f"{claim.id}  {claim.topic}{chapter}", *said])
+
+
+@checked
+def as_record(claim: Claim) -> dict:
+    """Return a claim with all that is computed of it, as `course claims --json` prints it."""
+    found, (answer, say) = recompute(claim), texts_of(claim)
+    computed = {"values": found.values, "other_values": found.other} if found else {"values": {}, "other_values": {}}
+    return vars(claim) | computed | {"answer": answer, "say": say, "chapters": claim.chapters}
+
+
+@dataclass(frozen=True)
+class Quiz:
+    """Statements to judge. A notebook shows them with folded answers, a terminal without answers."""
+
+    claims: tuple[Claim, ...]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def __repr__(self) -> str:
+        return "\n".join(fill(f"{i}. {claim.claim}", 96) for i, claim in enumerate(self.claims, 1))
+
+    def _repr_markdown_(self) -> str:
+        return "\n\n".join(self._folded(i, claim) for i, claim in enumerate(self.claims, 1))
+
+    def _folded(self, number: int, claim: Claim) -> str:
+        answer, say = texts_of(claim)
+        text = " ".join(filter(None, (verdict_of(claim), f"{answer[:1].upper()}{answer[1:]}.", say)))
+        return f"<details><summary>{number}. {claim.claim}</summary>\n\n{text}\n</details>"
+
+
+@checked
+def chapter_quiz(chapter: str, ids: tuple[str, ...] = ()) -> Quiz:
+    """Return the true-or-false statements of a chapter ("04"), all that its notebooks answer or those of some ids.
+
+    Raises   ValueError for a chapter that there is not, or an id that the chapter does not answer
+    """
+    found = claims(chapter=chapter)
+    foreign = [claim.id for claim in claims_named(ids) if claim not in found]
+    if foreign:
+        raise ValueError(f"chapter {chapter} does not answer {', '.join(foreign)}; choose from {_ids(found)}")
+    return Quiz(claims_named(ids) or found)
+
+
+def _ids(found: tuple[Claim, ...]) -> str:
+    return ", ".join(claim.id for claim in found)
+
+
+def claims_page() -> str:
+    """Return docs/CLAIMS.md: of each topic the wrong claims with what to say, then those with a condition."""
+    count = Counter(claim.verdict for claim in claims())
+    words = {"right": "right", "right-if": "right under a condition", "wrong": "wrong", "ambiguous": "ambiguous"}
+    parts = [HEAD.format(counts=", ".join(f"{count[verdict]} {words[verdict]}" for verdict in VERDICTS))]
+    for topic in TOPICS:
+        chapter = f" (chapter {TOPICS[topic]})" if TOPICS[topic] else ""
+        parts.append(f"## {NAMES[topic]}{chapter}\n")
+        wrong = claims(topic, "wrong")
+        if wrong:
+            parts.append("| wrong | what comes out | what to say |\n|---|---|---|")
+            parts += [_row(claim.id + ": " + claim.claim, *texts_of(claim)) for claim in wrong]
+            parts.append("")
+        conditional = claims(topic, "right-if") + claims(topic, "ambiguous")
+        if conditional:
+            parts.append("| said | verdict | what comes out |\n|---|---|---|")
+            for claim in conditional:
+                answer, say = texts_of(claim)
+                parts.append(_row(f"{claim.id}: {claim.claim}", verdict_of(claim), f"{answer}. {say}"))
+            parts.append("")
+        if right := claims(topic, "right"):
+            parts += [f"Right: {_ids(right)}.", ""]
+    return "\n".join(parts)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.strip().replace('|', '/') for cell in cells)} |"

@@ -1,0 +1,50 @@
+"""`course lab`: the sheet of a chapter's lab, or its form with what was measured.
+
+course lab 05 --gpu a100-80g --nodes-link ib-hdr200 > lab05.md
+course lab 05 --measured lab05.json
+"""
+
+from json import dumps, loads
+from pathlib import Path
+
+from tyro.conf import OmitArgPrefixes, Positional
+
+from course_lib.labs.sheet import Machine, compare, form, sheet
+from course_lib.labs.table import LABS, lab_named
+from course_lib.validate import writable
+
+
+def lab(
+    chapter: Positional[str],
+    machine: OmitArgPrefixes[Machine] = Machine(),
+    measured: Path | None = None,
+    folder: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Print a lab sheet: what to submit on a cluster, what to measure, what it should show.
+
+    Args:
+        chapter: 03 to 10, or all
+        measured: the JSON that `python -m course_lib.labs` wrote: print it beside what is modelled
+        folder: write the sheet there, as 05.md, rather than print it
+        json: with --measured: the same as JSON
+    """
+    labs = list(LABS.values()) if chapter == "all" else [lab_named(chapter)]
+    if measured is not None:
+        if len(labs) > 1 or not measured.is_file():
+            raise ValueError(f"there is no file {measured} of one lab; give a chapter and the file of its lab")
+        try:
+            found = loads(measured.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{measured} is no JSON ({error}); write one with: python -m course_lib.labs") from None
+        print(dumps(compare(labs[0], found, machine), indent=2) if json else form(labs[0], found, machine))
+        return 0
+    if folder is not None:
+        writable("folder", folder)
+    for one in labs:
+        text = sheet(one, machine)
+        if folder is None:
+            print(text)
+        else:
+            (folder / f"{one.chapter}.md").write_text(text, encoding="utf-8")
+    return 0

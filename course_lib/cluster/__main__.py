@@ -1,0 +1,66 @@
+"""`torchrun -m course_lib.cluster`, or `srun python -m course_lib.cluster`: look before a long job.
+
+torchrun --nproc-per-node 4 -m course_lib.cluster --layout dp=2,tp=2 --folder /shared/me
+"""
+
+import json
+import os
+import sys
+from typing import NoReturn
+
+import torch.distributed as dist
+import tyro
+
+from course_lib.cluster.judge import Limits
+from course_lib.cluster.measure import check_cluster, probe_for
+from course_lib.cluster.options import Check
+from course_lib.devices import rank_device
+from course_lib.hardware import Cluster, gpu_of_device, link
+from course_lib.launch.rendezvous import end_script, join_world, place_of
+from course_lib.layout import Layout
+
+
+def run_check(options: Check) -> int:
+    """Join the world that started this process, measure, print on rank 0; 0 if nothing is wrong, otherwise 1."""
+    place = place_of(os.environ)
+    layout = Layout.parse(options.layout or f"dp={place.world_size}")
+    if layout.world_size != place.world_size:
+        raise ValueError(
+            f"layout {layout} has {layout.world_size} ranks, and {place.world_size} were started ({place.engine}); "
+            f"use torchrun --nproc-per-node {layout.world_size}, or another layout"
+        )
+    between = link(options.between) if options.between else None
+    join_world(place, options.backend)
+    on_gpu = rank_device().type == "cuda"
+    probe = probe_for(layout, rank_device(), options.folder and str(options.folder), options.message_mb)
+    limits = Limits(slower_than=options.slower_than or (1.3 if on_gpu else 3.0))  # CPU ranks share cores
+    report = check_cluster(probe, limits, cluster_here(between, place.local_world_size))
+    if dist.get_rank() == 0:
+        print(json.dumps(report.to_dict(), indent=2) if options.json else f"{report.table()}\n{report.verdict}")
+    dist.barrier()
+    return 1 if report.faults else 0
+
+
+def cluster_here(between, gpus_per_node: int) -> Cluster | None:
+    """The links that this machine's GPUs should have; None on a CPU, whose loopback no table has."""
+    import torch
+
+    if rank_device().type != "cuda" or between is None:
+        return None
+    properties = torch.cuda.get_device_properties(rank_device())
+    gpu = gpu_of_device(properties.name, properties.total_memory)
+    return gpu and Cluster(gpu, link(gpu.link), between, gpus_per_node)
+
+
+def run_as_script(options: Check | None = None) -> NoReturn:
+    """Check, and end this process with the exit code; without options they are read from the command line."""
+    try:
+        code = run_check(options or tyro.cli(Check, prog="python -m course_lib.cluster"))
+    except ValueError as error:
+        print(f"course_lib.cluster: {error}", file=sys.stderr)
+        code = 2
+    end_script(code)
+
+
+if __name__ == "__main__":
+    run_as_script()

@@ -1,0 +1,58 @@
+"""`torchrun -m course_lib.labs 05 --out lab05.json`: a lab on the ranks that were started."""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+import tyro
+from tyro.conf import Positional
+
+from course_lib.labs.measure import ROUNDS, run_lab
+from course_lib.labs.sheet import form
+from course_lib.labs.table import lab_named
+from course_lib.launch.rendezvous import end_script, join_world, place_of
+from course_lib.validate import Size, check_fields
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure a lab on these ranks; rank 0 prints the form and writes the file."""
+
+    chapter: Positional[str]  # 03 to 10
+    out: Path | None = None  # the JSON that is written
+    rounds: Size = ROUNDS  # steps of each layout
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def run(options: Options) -> int:
+    """Join the world that started this process, measure, print and write on rank 0."""
+    lab, place = lab_named(options.chapter), place_of(os.environ)
+    lab.layouts_on(place.world_size)
+    join_world(place)
+    measured = run_lab(lab.chapter, options.rounds)
+    if dist.get_rank() == 0:
+        if options.out:
+            options.out.write_text(json.dumps(measured, indent=2), encoding="utf-8")
+        print(form(lab, measured))
+    dist.barrier()
+    return 0
+
+
+def run_as_script() -> NoReturn:
+    """Run the lab and end this process with the exit code."""
+    try:
+        code = run(tyro.cli(Options, prog="python -m course_lib.labs"))
+    except ValueError as error:
+        print(f"course_lib.labs: {error}", file=sys.stderr)
+        code = 2
+    end_script(code)
+
+
+if __name__ == "__main__":
+    run_as_script()

@@ -1,0 +1,101 @@
+"""A plan in the words of the chapters: fit, batch, throughput, as the Ultra-Scale Playbook goes about a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from course_lib.hardware import GB
+from course_lib.memory.states import count_parameters, recipe_of
+from course_lib.plan.option import Option
+from course_lib.plan.search import Plan
+from course_lib.validate import checked
+
+STAGES = {1: "the optimizer's states", 2: "optimizer states and gradients", 3: "all states"}
+RECOMPUTED = {"selective": "attention's core runs again in backward", "full": "every layer runs again in backward"}
+
+
+@checked
+def explain(plan: Plan) -> list[str]:
+    """Say why the best layout is the best, step by step, and why its neighbours lost."""
+    return [*_fit(plan), *_batch(plan), *_throughput(plan), *_lost(plan)]
+
+
+def _fit(plan: Plan) -> list[str]:
+    job, best = plan.job, plan.best
+    layout, recipe = best.layout, recipe_of(job.recipe)
+    each = recipe.param_bytes + recipe.grad_bytes + recipe.master_bytes + recipe.moment_bytes
+    count = count_parameters(job.config)
+    lines = [
+        f"1. Fit. {count / 1e9:.2f} billion parameters of {each} bytes are {count * each / GB:,.0f} GB of states; a "
+        f"{job.cluster.gpu.name} has {best.usable_bytes / GB:.1f} GB."
+    ]
+    if layout.tp > 1:
+        lines.append(f"   tp {layout.tp}: each matrix is cut over {layout.tp} GPUs of a node; tokens between them too.")
+    if layout.pp > 1:
+        lines.append(f"   pp {layout.pp}: {layout.num_stages} stages of layers, schedule {layout.schedule}.")
+    if layout.ep > 1:
+        lines.append(f"   ep {layout.ep}: the experts of a layer are spread over {layout.ep} GPUs.")
+    if layout.cp > 1:
+        lines.append(f"   cp {layout.cp}: each sequence is cut into {job.seq_len // layout.cp:,} tokens for each GPU.")
+    if layout.zero_stage:
+        inside = f", {layout.dp_replicate} replicas (HSDP)" if layout.dp_replicate > 1 else ""
+        what = STAGES[layout.zero_stage]
+        lines.append(f"   ZeRO-{layout.zero_stage}: {what} are sharded over {layout.shard_size} GPUs{inside}.")
+    again = RECOMPUTED.get(layout.recompute, "nothing runs again, all activations are kept")
+    lines.append(f"   recomputation {layout.recompute}: {again}.")
+    return [*lines, f"   The fullest GPU needs {best.memory_in_words}."]
+
+
+def _batch(plan: Plan) -> list[str]:
+    job, layout = plan.job, plan.best.layout
+    return [
+        f"2. Batch. dp {layout.dp} x micro-batch {layout.micro_batch} x {layout.micro_batches} micro-batches = "
+        f"{job.sequences:,} sequences,",
+        f"   and {job.sequences:,} x {job.seq_len:,} tokens are {job.batch_tokens:,} tokens a step.",
+    ]
+
+
+def _throughput(plan: Plan) -> list[str]:
+    best = plan.best
+    shares = {name: seconds / best.step_s for name, seconds in best.seconds_by_part.items() if seconds > 0}
+    told = ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda one: -one[1])[:5])
+    less = 1 - best.tokens_per_s / plan.ranked[0].tokens_per_s
+    chosen = (
+        f"   The fastest is predicted {less:.1%} faster: less than rates can tell. This one needs the least memory."
+    )
+    return [
+        *([chosen] if less else []),
+        *[
+            f"3. Throughput. A step takes {best.step_s:.2f} s (modelled): {told}.",
+            f"   That is MFU {best.mfu:.1%}, {best.tokens_per_s / best.layout.world_size:,.0f} tokens/s for each GPU.",
+        ],
+    ]
+
+
+def _lost(plan: Plan) -> list[str]:
+    lines = ["The nearest layouts that lost:"] if plan.rejected else []
+    for rejected in plan.rejected:
+        lines += [f"   {changes(plan.best, rejected.layout)}", f"      {rejected.reason}"]
+    return lines
+
+
+def changes(best: Option, layout) -> str:
+    """What differs from the best layout, as name=value."""
+    own, other = best.layout.to_dict(), layout.to_dict()
+    return ", ".join(f"{name}={value} instead of {own[name]}" for name, value in other.items() if value != own[name])
+
+
+@checked
+def table(options: Sequence[Option]) -> list[str]:
+    """A line for each layout: memory, MFU, tokens/s, what it waits for most."""
+    lines = ["      GB    MFU  tokens/s/GPU  waits most for          layout"]
+    for option in options:
+        waits = {name: seconds for name, seconds in option.seconds_by_part.items() if name != "compute"}
+        part = max(waits, key=waits.get)
+        share = waits[part] / option.step_s
+        waits_for = f"{part} {share:.1%}" if share >= 0.001 else "nothing"
+        each = option.tokens_per_s / option.layout.world_size
+        lines.append(
+            f"{option.memory_bytes / GB:>8.1f} {option.mfu:>6.1%} {each:>13,.0f}  {waits_for:<22}  {option.layout}"
+        )
+    return lines

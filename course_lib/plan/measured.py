@@ -1,0 +1,93 @@
+"""Runs that were measured on a real cluster: what a plan's advice is judged by.
+
+measured_runs.csv has 58 finished runs of nanotron that the authors of the Ultra-Scale Playbook measured and published:
+Llamas of 8 and of 80 billion parameters on nodes of 8 H100 80 GB, NVLink in a node, EFA between nodes; sequences of
+4,096 tokens, 256 of them a step; ZeRO 0 or 1, 1F1B, sequence parallelism where tp is more than 1, no recomputation.
+All finished runs of 8B on 8 and on 64 GPUs and of 80B on 128 GPUs are there, and the fastest on other numbers of GPUs.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from course_lib.config import ModelConfig
+from course_lib.hardware import Cluster, gpu, link
+from course_lib.layout import Layout
+from course_lib.plan.job import Job
+from course_lib.validate import Positive, Size, check_fields, checked
+
+PATH = Path(__file__).with_name("measured_runs.csv")
+SEQ_LEN, SEQUENCES = 4096, 256
+CLUSTER = Cluster(gpu("h100"), link("nvlink4"), link("efa"))
+MODELS = {
+    "8B": ModelConfig("8B", 32, 4096, 32, 32, 14_336, 131_072, SEQ_LEN),
+    "80B": ModelConfig("80B", 80, 8192, 64, 64, 28_672, 131_072, SEQ_LEN),
+}
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run as it was measured: mfu is 0 to 1 as nanotron counts it, memory is the logged peak of a GPU."""
+
+    model: Literal[tuple(MODELS)]
+    layout: Layout
+    tokens_per_s_per_gpu: Positive
+    mfu: Positive
+    memory_gb: Positive
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def num_gpus(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step of all GPUs."""
+        return SEQUENCES * SEQ_LEN / self.tokens_per_s_per_gpu / self.num_gpus
+
+
+@checked
+def measured_job(model: Literal[tuple(MODELS)], num_gpus: Size) -> Job:
+    """Return the job that was measured: that model on so many GPUs, 256 sequences of 4,096 tokens a step."""
+    return Job(MODELS[model], CLUSTER, num_gpus, SEQ_LEN, SEQUENCES * SEQ_LEN, framework="nanotron")
+
+
+@checked
+def measured_runs(model: Literal[tuple(MODELS)], num_gpus: Size | None = None) -> list[MeasuredRun]:
+    """Return a model's measured runs on so many GPUs, fastest first; without a number on any.
+
+    Raises   ValueError if none was measured there
+    """
+    of_model = [run for run in _all_runs() if run.model == model]
+    found = [run for run in of_model if num_gpus in (None, run.num_gpus)]
+    if not found:
+        known = ", ".join(map(str, sorted({run.num_gpus for run in of_model})))
+        raise ValueError(f"num_gpus is {num_gpus}; runs of {model} were measured on {known} GPUs: choose one of these")
+    return sorted(found, key=lambda run: -run.tokens_per_s_per_gpu)
+
+
+@lru_cache(maxsize=1)
+def _all_runs() -> tuple[MeasuredRun, ...]:
+    with PATH.open(newline="") as file:
+        return tuple(_run_of(row) for row in csv.DictReader(file))
+
+
+def _run_of(row: dict[str, str]) -> MeasuredRun:
+    tp = int(row["tp"])
+    layout = Layout(
+        dp=int(row["dp"]),
+        tp=tp,
+        pp=int(row["pp"]),
+        zero_stage=int(row["zero"]),
+        micro_batch=int(row["micro_batch"]),
+        micro_batches=int(row["micro_batches"]),
+        sequence_parallel=tp > 1,
+    )
+    speed, share, memory = (float(row[name]) for name in ("tokens_per_s_per_gpu", "mfu_percent", "memory_gb"))
+    return MeasuredRun(row["model"], layout, speed, share / 100, memory)

@@ -1,0 +1,110 @@
+"""One layout worked out: bytes of the fullest rank by kind, seconds of a step by what they are spent on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from course_lib.hardware import GB
+from course_lib.layout import Layout
+from course_lib.memory.budget import Budget, budget_of_rank, budgets, overheads_of, states_of
+from course_lib.plan.job import Job
+from course_lib.predict import predict
+from course_lib.run import Run
+from course_lib.timing import step_time
+from course_lib.validate import check_fields, checked
+
+STEADY = 2  # times pp micro-batches: a rank holds no more with more of them
+
+
+@dataclass(frozen=True)
+class Option:
+    """A run, what its fullest rank holds, and what its step takes; all modelled."""
+
+    run: Run
+    bytes_by_kind: dict[str, float]
+    seconds_by_part: dict[str, float]
+    mfu: float
+    usable_bytes: float
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def layout(self) -> Layout:
+        return self.run.layout
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of the fullest rank, what is no tensor included."""
+        return sum(self.bytes_by_kind.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes <= self.usable_bytes
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds_by_part.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all GPUs together."""
+        return self.layout.sequences_per_step * self.run.seq_len / self.step_s
+
+    @property
+    def memory_in_words(self) -> str:
+        """How much of what there is, and what takes most of it."""
+        kind = max(self.bytes_by_kind, key=self.bytes_by_kind.get)
+        return (
+            f"{self.memory_bytes / GB:.1f} of {self.usable_bytes / GB:.1f} GB, most for {kind} "
+            f"({self.bytes_by_kind[kind] / GB:.1f} GB)"
+        )
+
+
+@checked
+def work_out(job: Job, layout: Layout) -> Option:
+    """Work out one layout of a job, every rank of its pipeline.
+
+    Raises   ValueError if the job's model cannot lie so, or its framework has no such runs
+    """
+    run = job.run(layout)
+    if job.framework is not None:
+        found = predict(run, job.cluster, job.framework)
+        return Option(run, found.bytes_by_kind, found.seconds_by_part, found.mfu, found.usable_bytes)
+    fullest = max(budgets(steady(run)), key=lambda budget: budget.total_bytes)
+    return option_of(job, run, fullest)
+
+
+def option_of(job: Job, run: Run, fullest: Budget) -> Option:
+    """The option of a run whose fullest rank is known."""
+    time = step_time(run, job.cluster)
+    kinds = {kind: float(size) for kind, size in (fullest.at_peak | fullest.overheads).items() if size}
+    return Option(run, kinds, time.parts, time.mfu, float(job.cluster.gpu.usable_bytes))
+
+
+def steady(run: Run) -> Run:
+    """The same run with so few micro-batches that its memory is the same and soon worked out."""
+    layout, enough = run.layout, STEADY * run.layout.pp
+    return run if layout.micro_batches <= enough else replace(run, layout=replace(layout, micro_batches=enough))
+
+
+def states_bytes(run: Run) -> int:
+    """Parameters and optimizer of the first rank, and what is no tensor: there at every moment of a step."""
+    states = states_of(steady(run))
+    return states.parameters + states.optimizer + sum(overheads_of(run).values())
+
+
+def fullest_budget(run: Run, usable_bytes: float) -> Budget:
+    """The budget of the fullest rank of a pipeline, or of the first that is found not to fit.
+
+    One of three is the fullest: the first rank has most micro-batches in flight, the second may be the first with
+    experts, the last has the logits.
+    """
+    few, fullest = steady(run), None
+    for rank in dict.fromkeys((0, run.layout.pp - 1, min(1, run.layout.pp - 1))):
+        budget = budget_of_rank(few, rank)
+        if fullest is None or budget.total_bytes > fullest.total_bytes:
+            fullest = budget
+        if budget.total_bytes > usable_bytes:
+            break
+    return fullest

@@ -1,0 +1,182 @@
+"""The search: layouts in the order of the least time that they could take, until enough that fit are worked out.
+
+What a step takes at least is known from its stages alone: their computing, what they wait inside a layer, and the
+filling of the pipeline. A layout that is leaner takes no less than the one that it comes from, so it is looked at only
+where that one does not fit. What is left when the search ends could not have been faster than the best.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import count
+
+from course_lib.hardware import GB
+from course_lib.layout import Layout
+from course_lib.plan.job import Job
+from course_lib.plan.option import Option, fullest_budget, option_of, states_bytes, work_out
+from course_lib.plan.space import leaner, shapes, sharded
+from course_lib.schedules import make
+from course_lib.timing import stage_costs
+from course_lib.validate import Size, checked
+
+ENOUGH = 50  # layouts that fit and are worked out
+LEAST_SHARE = 0.5  # of the best throughput: slower ones are of no interest
+TOLD_APART = 0.04  # fitted rates miss the speed of half of the runs by 4.9 % and more (docs/PREDICTOR.md)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout that lost, and why."""
+
+    layout: Layout
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found.
+
+    best       the fastest that fits; by fitted rates, of those that they cannot tell from it, the one of least memory
+    ranked     all that fit and were worked out, fastest first
+    front      those of them that no other beats in memory and in MFU, fastest first
+    rejected   the two layouts nearest to the best that lost, with the reason
+    num_tried  layouts of which it is known whether they fit
+    """
+
+    job: Job
+    best: Option
+    ranked: tuple[Option, ...]
+    front: tuple[Option, ...]
+    rejected: tuple[Rejected, ...]
+    num_tried: int
+
+
+@checked
+def search(job: Job, enough: Size = ENOUGH) -> Plan:
+    """Find the fastest layout of a job that fits its GPUs.
+
+    enough   so many layouts that fit are worked out, more only where one could still be the fastest
+    Raises   ValueError if no layout divides, or none fits
+    """
+    found, lost = _all_predicted(job) if job.framework is not None else _fastest_first(job, enough)
+    if not found and not lost:
+        raise ValueError(
+            f"no layout of {job.config.name} divides {job.num_gpus} GPUs and {job.sequences} sequences a step; choose "
+            "a batch that is a multiple of the GPUs, or fewer GPUs"
+        )
+    if not found:
+        raise ValueError(
+            f"no layout of {job.config.name} on {job.num_gpus} GPUs fits {job.cluster.gpu.usable_bytes / GB:.1f} GB; "
+            "choose more GPUs, a GPU with more memory, or shorter sequences"
+        )
+    ranked = tuple(sorted(found, key=lambda option: (-option.tokens_per_s, option.memory_bytes)))
+    best = ranked[0] if job.framework is None else advised(ranked)
+    return Plan(job, best, ranked, front(ranked), _nearest(job, best, ranked, lost), len(found) + len(lost))
+
+
+def advised(ranked: Sequence[Option]) -> Option:
+    """Of the options within TOLD_APART of the fastest, which stands first, the one that needs the least memory."""
+    near = [option for option in ranked if option.tokens_per_s >= (1 - TOLD_APART) * ranked[0].tokens_per_s]
+    return min(near, key=lambda option: option.memory_bytes)
+
+
+def front(ranked: tuple[Option, ...]) -> tuple[Option, ...]:
+    """Those that no other beats in memory and in MFU, of options that stand fastest first."""
+    kept: list[Option] = []
+    for option in ranked:
+        if not kept or option.memory_bytes < kept[-1].memory_bytes:
+            kept.append(option)
+    return tuple(kept)
+
+
+def _all_predicted(job: Job) -> tuple[list[Option], list[Layout]]:
+    """Work out every layout: what a framework's rates predict is quickly done."""
+    found, lost = [], []
+    for shape in shapes(job):
+        for layout in sharded(job, shape):
+            option = work_out(job, layout)
+            if option.fits:
+                found.append(option)
+            else:
+                lost.append(layout)
+    return found, lost
+
+
+def _fastest_first(job: Job, enough: int) -> tuple[list[Option], list[Layout]]:
+    found: list[Option] = []
+    lost: list[Layout] = []
+    usable = job.cluster.gpu.usable_bytes
+    best_s, seen, ties = float("inf"), set(), count()
+    waiting = [(least_s(job, shape), next(ties), sharded(job, shape)) for shape in shapes(job)]
+    heapq.heapify(waiting)
+    while waiting:
+        bound_s, _, layouts = heapq.heappop(waiting)
+        if bound_s * LEAST_SHARE > best_s or (len(found) >= enough and bound_s >= best_s):
+            break
+        too_large, saved = [], 0
+        for layout in reversed(layouts):  # those that shard most first
+            run = job.run(layout)
+            held = states_bytes(run)
+            if held + saved > usable:
+                lost.append(layout)
+                if held <= usable:
+                    too_large.append(layout)
+                continue
+            fullest = fullest_budget(run, usable)
+            if fullest.total_bytes > usable:  # with any ZeRO stage these activations are there at once
+                saved = max(saved, fullest.at_peak["activations"] + fullest.at_peak["logits"])
+                lost.append(layout)
+                too_large.append(layout)
+                continue
+            found.append(option_of(job, run, fullest))
+            best_s = min(best_s, found[-1].step_s)
+        for fewer in zip(*(leaner(layout) for layout in reversed(too_large)), strict=True):
+            if fewer[0] not in seen:
+                seen.add(fewer[0])
+                heapq.heappush(waiting, (least_s(job, fewer[0]), next(ties), list(fewer)))
+    return found, lost
+
+
+def least_s(job: Job, layout: Layout) -> float:
+    """Seconds that a step takes at least: the busiest rank's work, and what passes before and behind it."""
+    alone = replace(layout, zero_stage=0, dp_replicate=1, micro_batches=2 * layout.pp)
+    costs, schedule = (
+        stage_costs(job.run(alone), job.cluster),
+        make(layout.schedule, layout.pp, 2 * layout.pp, layout.v),
+    )
+    forward_s, input_s, weight_s = costs.forward_s, costs.input_backward_s, costs.weight_backward_s
+    # a rank whose weight gradients wait does them while others are passed on its way back
+    whole_backward = layout.schedule in ("1f1b", "interleaved")
+    least = passed_s = 0.0
+    for rank in range(layout.pp):
+        mine = schedule.stages_of_rank(rank)
+        busy_s = layout.micro_batches * sum(forward_s[one] + input_s[one] + weight_s[one] for one in mine)
+        least = max(least, busy_s + passed_s)
+        passed_s += forward_s[rank] + (input_s[rank] + weight_s[rank] if whole_backward else 0.0)
+    return least
+
+
+# ---- what lost
+
+
+def _nearest(job: Job, best: Option, ranked: tuple[Option, ...], lost: list[Layout]) -> tuple[Rejected, ...]:
+    """The two that differ least from the best: first those that would be faster and do not fit, then slower ones."""
+    rejected = []
+    for layout in sorted(lost, key=lambda layout: differences(best.layout, layout))[:2]:
+        option = work_out(job, layout)
+        rejected.append(Rejected(layout, f"does not fit: {option.memory_in_words}"))
+    slower = [option for option in ranked if option.step_s > best.step_s]
+    slower.sort(key=lambda option: (differences(best.layout, option.layout), option.step_s))
+    for option in slower[: 2 - len(rejected)]:
+        share = 1 - option.tokens_per_s / best.tokens_per_s
+        more = {part: seconds - best.seconds_by_part[part] for part, seconds in option.seconds_by_part.items()}
+        part = max(more, key=more.get)
+        rejected.append(Rejected(option.layout, f"{share:.1%} slower: {part} takes {more[part]:.3f} s more"))
+    return tuple(rejected)
+
+
+def differences(one: Layout, other: Layout) -> int:
+    """In how many choices two layouts differ."""
+    return sum(getattr(one, each.name) != getattr(other, each.name) for each in fields(Layout))

@@ -1,0 +1,85 @@
+"""What a rank says of each step: its speed, its memory, and where the seconds of the step went.
+
+    forward_s, backward_s     computing; W of a split backward counts as backward; waits for other ranks are left out
+    optimizer_s, data_s       the optimizer's update; making the micro-batches
+    communication_s           waits for other ranks, wherever in the step: exposed communication (measure/waits.py)
+    seconds                   the whole step; what is missing to it is copying into buckets, clipping, and the rest
+
+Forward, backward and optimizer are what `health.slowest_rank` wants: what a rank does alone. On a GPU all parts are
+None: kernels run on after the program has started them, and to wait for each would end the overlap that is to be seen.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import psutil
+import torch
+
+from course_lib.config import ModelConfig
+from course_lib.flops import flops_per_token
+from course_lib.hardware import TERA, gpu_of_device
+from course_lib.measure.waits import own_seconds, record_waits
+from course_lib.parallel import five_d
+from course_lib.span import Span
+from course_lib.train.plan import Logs
+from course_lib.training import peak_memory_bytes, wait_for
+
+PART_OF = {"F": "forward_s", "B": "backward_s", "I": "backward_s", "W": "backward_s"}  # as schedules name them
+PARTS = ("forward_s", "backward_s", "optimizer_s", "data_s", "communication_s")
+
+
+@contextmanager
+def clock_step(engine: five_d.FiveD, device: torch.device, in_parts: bool) -> Iterator[dict[str, float | None]]:
+    """Give a dictionary that has, when the step is done, its `seconds`; with in_parts each of PARTS as well.
+
+    in_parts   on a CPU; a GPU's are None
+    """
+    measured: dict[str, float | None] = {}
+    spans: list[Span] = []
+    on_cpu = device.type == "cpu"
+    if in_parts and on_cpu:
+        engine.pipeline.trace = spans  # not engine.trace: that of buckets changes what is waited for
+    with record_waits() as waits:
+        start_s = time.perf_counter()
+        yield measured
+        wait_for(device)
+        measured["seconds"] = time.perf_counter() - start_s
+    engine.pipeline.trace = None
+    if in_parts:
+        measured |= parts_of(spans, waits) if on_cpu else dict.fromkeys(PARTS)
+
+
+def parts_of(spans: Sequence[Span], waits: Sequence[Span]) -> dict[str, float]:
+    """Return the seconds of each of PARTS: of computing without the waits in it, and of all waits."""
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for span in spans:
+        seconds[PART_OF.get(span.name[0], f"{span.name}_s")] += own_seconds(span, waits)
+    seconds["communication_s"] = sum(wait.seconds for wait in waits)
+    return seconds
+
+
+def speed_of(config: ModelConfig, seq_len: int, tokens: float, seconds: float, peak: float | None) -> dict:
+    """Return the tokens per second of this rank's share of a step, and which share of the peak that is.
+
+    tokens   of a step, divided by the ranks
+    peak     in FLOP/s; None where nobody knows it
+    """
+    tokens_per_s = tokens / seconds
+    mfu = flops_per_token(config, seq_len) * tokens_per_s / peak if peak else None
+    return {"tokens_per_s_per_rank": tokens_per_s, "mfu": mfu}
+
+
+def peak_flops_of(logs: Logs, device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the FLOP/s that MFU is a share of: what the user gave, else this GPU's, else None."""
+    if logs.peak_tflops is not None:
+        return logs.peak_tflops * TERA
+    known = gpu_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return known and (known.bf16_flops if dtype == torch.bfloat16 else known.fp32_flops)
+
+
+def memory_of(device: torch.device) -> dict[str, int]:
+    """Return the bytes that are held now, and the most so far: of a GPU's allocator, else of this process."""
+    on_gpu = device.type == "cuda"
+    held = torch.cuda.memory_allocated(device) if on_gpu else psutil.Process().memory_info().rss
+    return {"memory_bytes": held, "peak_memory_bytes": peak_memory_bytes(device)}

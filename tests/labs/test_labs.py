@@ -1,0 +1,122 @@
+"""Each lab runs on CPU ranks and sends what its formula says; sheets and forms say what the table and the model say."""
+
+import json
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from course_lib.cli import commands
+from course_lib.labs import LABS, Machine, form, lab_named, sheet
+from course_lib.labs.measure import run_lab
+from course_lib.labs.sheet import compare, launch_lines, modelled, modelled_sent
+from course_lib.launch import launch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "chapter", [pytest.param(one, marks=pytest.mark.slow if one == "05" else pytest.mark.long) for one in LABS]
+)
+def test_a_lab_runs_on_four_cpu_ranks_and_sends_what_is_counted(chapter):
+    measured = launch(run_lab, 4, chapter, 1, quiet=True)[0]
+    rows = compare(lab_named(chapter), json.loads(json.dumps(measured)))
+    assert [row["layout"] for row in rows] == [str(layout) for layout in LABS[chapter].layouts_on(4)]
+    for row in rows:
+        assert row["measured"]["tokens_per_s_per_gpu"] > 0 and row["measured"]["peak_bytes"] is None
+        if "ep" in row["layout"]:  # tokens choose; the formula expects an even choice
+            assert row["measured"]["sent_bytes"] == pytest.approx(row["modelled"]["sent_bytes"], rel=0.2)
+        else:
+            assert row["measured"]["sent_bytes"] == row["modelled"]["sent_bytes"] > 0
+
+
+def test_there_is_a_lab_for_each_chapter_from_03_to_10_and_its_layouts_fit_four_and_eight_ranks():
+    assert list(LABS) == [f"{chapter:02}" for chapter in range(3, 11)] and lab_named("5") is LABS["05"]
+    for lab in LABS.values():
+        assert (ROOT / "notebooks" / f"{lab.notebook}.ipynb").exists() and len(lab.layouts) > 1
+        for ranks in (4, 8):
+            for layout in lab.layouts_on(ranks):
+                assert layout.world_size == ranks
+                layout.check_model(*lab.model(on_gpu=True))
+        for layout in lab.layouts_on(4):
+            layout.check_model(*lab.model(on_gpu=False))
+
+
+@pytest.mark.parametrize("chapter", sorted(LABS))
+def test_the_sheets_in_docs_are_those_of_the_table(chapter):
+    path = ROOT / "docs" / "labs" / f"{chapter}.md"
+    assert path.read_text(encoding="utf-8") == sheet(LABS[chapter]), "run: course lab all --folder docs/labs"
+    assert all(question in path.read_text() for question in LABS[chapter].questions)
+
+
+def test_every_launch_line_starts_as_many_ranks_of_the_lab():
+    lab, machine = LABS["05"], Machine(2, 4)
+    lines = {way: shlex.split(line) for way, line in launch_lines(lab, machine).items()}
+    assert all(words[-5:] == ["-m", "course_lib.labs", "05", "--out", "lab05.json"] for words in lines.values())
+    of_torchrun = [words[1:] for words in lines.values() if words[0] == "torchrun"]
+    told = [get_args_parser().parse_args(words) for words in of_torchrun]
+    assert [(one.nnodes, one.nproc_per_node, one.module, one.training_script_args[0]) for one in told] == [
+        ("2", "4", True, "05"), ("1:1", "4", True, "05"),
+    ]  # fmt: skip
+    assert [words[words.index("--num_processes") + 1] for words in lines.values() if words[0] == "accelerate"] == ["8"]
+    assert lines["srun"][1:5] == ["--nodes", "2", "--ntasks-per-node", "4"]
+
+
+def of_gpus(lab, speed=1.0, memory=1.0) -> dict:
+    """What four GPUs would have measured, as factors on what is predicted."""
+    cluster = Machine(2, 2).cluster()
+    runs = []
+    for layout in lab.layouts_on(4):
+        one = modelled(lab, layout, cluster)
+        runs.append({
+            "layout": str(layout), "step_s": one.step_s / speed, "peak_bytes": one.memory_bytes * memory,
+            "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu * speed, "sent_bytes": modelled_sent(lab, layout),
+        })  # fmt: skip
+    return {"lab": lab.chapter, "device": "NVIDIA H100 80GB HBM3", "ranks": 4, "nodes": 2, "runs": runs}
+
+
+def test_a_form_says_what_lies_inside_the_error_bars_and_what_does_not():
+    lab = LABS["04"]
+    assert all(all(row["inside"].values()) for row in compare(lab, of_gpus(lab)))
+    slow = form(lab, of_gpus(lab, speed=0.5, memory=2.0))
+    assert slow.count(": below") == slow.count(": above") == 3 and slow.count("exactly as counted") == 3
+    assert "4 ranks on 2 nodes, NVIDIA H100 80GB HBM3" in slow and "fastest measured: dp=4" in slow
+    assert max(map(len, slow.splitlines())) <= 100
+
+
+def test_the_command_prints_sheets_and_forms_and_refuses_what_is_no_file_of_the_lab(tmp_path, capsys):
+    assert commands.main(["lab", "5", "--gpu", "a100-80", "--nodes", "1"]) == 0
+    assert "on 1 nodes of 4 A100 SXM 80 GB" in capsys.readouterr().out
+    path = tmp_path / "lab05.json"
+    path.write_text(json.dumps(of_gpus(LABS["05"])))
+    assert commands.main(["lab", "05", "--measured", str(path)]) == 0
+    assert "inside" in capsys.readouterr().out
+    assert commands.main(["lab", "05", "--measured", str(path), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 3
+    for arguments, text in [
+        (["06", "--measured", str(path)], "the file is of lab '05'; give one of lab 06"),
+        (["05", "--measured", str(tmp_path / "none")], "there is no file"),
+        (["12"], "chapter is '12'; labs are for 03, 04"),
+        (["05", "--nodes", "3"], "lab 05 has 12 ranks; start it with 4 or 8"),
+    ]:
+        assert commands.main(["lab", *arguments]) == 2 and text in capsys.readouterr().err
+    path.write_text('{"lab": "05", "runs": []}')
+    assert commands.main(["lab", "05", "--measured", str(path)]) == 2
+    assert "the file lacks something" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_lab_under_torchrun_writes_the_file_and_prints_the_form(tmp_path):
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", port]
+    command += ["-m", "course_lib.labs", "03", "--out", str(tmp_path / "lab03.json"), "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("lab 03, Data parallelism with and without accumulation: measured on 4 ranks")
+    assert compare(LABS["03"], json.loads((tmp_path / "lab03.json").read_text()))

@@ -1,0 +1,162 @@
+"""The search finds what working out every layout finds, and says truly why others lost."""
+
+import random
+import sys
+from dataclasses import replace
+
+import pytest
+from random_layouts import LLAMA, MODELS
+
+from course_lib.config import preset
+from course_lib.hardware import Cluster, gpu, link
+from course_lib.layout import Layout
+from course_lib.memory.budget import budgets
+from course_lib.plan import Job, explain, search, work_out
+from course_lib.plan import option as options
+from course_lib.plan.search import advised, front, least_s
+from course_lib.plan.space import leaner, shapes, sharded
+
+H100 = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
+SMALL_GPU = replace(gpu("h100"), usable_bytes=2 * 2**30)  # of which 1.1 to 1.9 GiB are no tensors
+JOB = Job(replace(LLAMA, d_model=512, num_heads=8, d_ff=2048, head_dim=64), H100, 16, 512, 32 * 512)
+TIGHT = replace(
+    JOB,
+    cluster=replace(H100, gpu=SMALL_GPU, gpus_per_node=4),
+    config=replace(JOB.config, d_model=1024, head_dim=128, vocab_size=8192, num_layers=16),
+)
+
+
+def every_layout(job: Job) -> list[Layout]:
+    """All shapes under all ZeRO stages, lean and leaner."""
+    found = dict.fromkeys(one for shape in shapes(job) for one in sharded(job, shape))
+    todo = list(found)
+    while todo:
+        for fewer in leaner(todo.pop()):
+            if fewer not in found:
+                found[fewer] = None
+                todo.append(fewer)
+    return list(found)
+
+
+@pytest.fixture(scope="module")
+def tight():
+    return search(TIGHT)
+
+
+def test_shapes_divide_gpus_and_batch():
+    found = list(shapes(JOB))
+    assert len(found) == len(set(found)) > 50
+    for layout in found:
+        layout.check_model(JOB.config, JOB.seq_len)
+        assert layout.world_size == 16 and layout.sequences_per_step == 32 and layout.tp <= 8
+    assert {layout.schedule for layout in found} == {"1f1b", "interleaved", "zb_h1"}
+    experts = {layout.ep for layout in shapes(replace(JOB, config=MODELS["experts"]))}
+    assert experts == {1, 2, 4, 8}
+
+
+def test_zero_has_all_stages_and_hsdp_inside_a_node():
+    found = sharded(JOB, Layout(dp=16, micro_batches=2))
+    assert [(one.zero_stage, one.dp_replicate) for one in found] == [(0, 1), (1, 1), (2, 1), (3, 1), (3, 2)]
+    split = sharded(JOB, Layout(dp=8, pp=2, schedule="zb_h1", micro_batches=4))
+    assert [one.zero_stage for one in split] == [0, 1]
+
+
+@pytest.mark.slow
+def test_the_best_is_the_best_of_all(tight):
+    worked = [work_out(TIGHT, layout) for layout in random.Random(0).sample(every_layout(TIGHT), 50)]
+    fitting = [option for option in worked if option.fits]
+    assert fitting and len(fitting) < len(worked)
+    assert tight.best.tokens_per_s >= max(option.tokens_per_s for option in fitting)
+    assert tight.best.fits and work_out(TIGHT, tight.best.layout) == tight.best
+
+
+@pytest.mark.exhaustive
+def test_the_best_is_the_best_of_each_and_every_one(tight):
+    worked = [work_out(TIGHT, layout) for layout in every_layout(TIGHT)]
+    assert tight.best.tokens_per_s == max(option.tokens_per_s for option in worked if option.fits)
+
+
+def test_no_step_takes_less_than_the_bound():
+    for layout in random.Random(1).sample(every_layout(TIGHT), 30):
+        option = work_out(TIGHT, layout)
+        assert least_s(TIGHT, layout) <= option.step_s * (1 + 1e-9), layout
+        for fewer in leaner(layout):
+            assert least_s(TIGHT, layout) <= least_s(TIGHT, fewer) * (1 + 1e-9), fewer
+
+
+def test_a_bound_that_is_too_high_loses_the_best(tight, monkeypatch):
+    """Planted: of the layouts that the best is one of, a bound ten times as high."""
+    best = tight.best.layout
+
+    def wrong_s(job, one):
+        return least_s(job, one) * (10 if (one.tp, one.pp, one.cp) == (best.tp, best.pp, best.cp) else 1)
+
+    monkeypatch.setattr(sys.modules["course_lib.plan.search"], "least_s", wrong_s)
+    assert search(TIGHT, 5).best.tokens_per_s < tight.best.tokens_per_s
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=2,zero_stage=2",
+        "dp=2,zero_stage=3",
+        "pp=4",
+        "pp=4,schedule=interleaved,v=2,recompute=full",
+        "pp=4,schedule=zb_h1,tp=2,sequence_parallel=true",
+    ],
+)
+def test_few_micro_batches_and_three_ranks_say_how_much_memory(text):
+    layout = replace(Layout.parse(f"{text},micro_batches=8"), micro_batches=32)
+    run = TIGHT.run(layout)
+    whole = max(budgets(run), key=lambda budget: budget.total_bytes)
+    found = options.fullest_budget(run, 10**15)
+    assert options.steady(run) != run and found.total_bytes == whole.total_bytes
+    assert found.at_peak == whole.at_peak
+
+
+def test_ranked_front_and_rejected_are_what_they_say(tight):
+    speeds = [option.tokens_per_s for option in tight.ranked]
+    assert speeds == sorted(speeds, reverse=True) and tight.ranked[0] is tight.best
+    for option in tight.front:
+        assert not any(other.memory_bytes < option.memory_bytes and other.mfu > option.mfu for other in tight.ranked)
+    assert front(tight.ranked[:1]) == tight.ranked[:1]
+    assert len(tight.rejected) == 2
+    for rejected in tight.rejected:
+        option = work_out(TIGHT, rejected.layout)
+        assert rejected.reason.startswith("does not fit") == (not option.fits)
+        assert option.fits or option.memory_in_words in rejected.reason
+
+
+def test_where_all_fit_the_rejected_are_slower():
+    found = search(JOB, 10)
+    assert all(" slower: " in rejected.reason for rejected in found.rejected)
+
+
+def test_a_framework_s_own_rates_rank_its_runs():
+    found = search(Job(preset("llama-3.1-8b"), H100, 16, 4096, 256 * 4096, framework="nanotron"))
+    assert found.best.layout.cp == 1 and found.best.layout.schedule == "1f1b"
+    assert "launches and tp" in found.best.seconds_by_part
+
+
+def test_of_layouts_that_fitted_rates_cannot_tell_apart_the_one_of_least_memory_is_advised():
+    found = search(Job(preset("llama-3.1-8b"), H100, 64, 4096, 256 * 4096, framework="nanotron"))
+    fastest = found.ranked[0]
+    near = [one for one in found.ranked if one.tokens_per_s >= 0.96 * fastest.tokens_per_s]
+    assert found.best is not fastest and len(near) < len(found.ranked)
+    assert found.best.memory_bytes == min(one.memory_bytes for one in near)
+    assert any("needs the least memory" in line for line in explain(found))
+    assert advised(found.ranked[:1]) is fastest
+    modelled = search(JOB, 10)
+    assert modelled.best is modelled.ranked[0]
+    assert not any("needs the least memory" in line for line in explain(modelled))
+
+
+def test_what_cannot_be_is_told():
+    with pytest.raises(ValueError, match="choose 16384 or 20480"):
+        replace(JOB, seq_len=4096, batch_tokens=17_000)
+    with pytest.raises(ValueError, match="num_gpus .12. must fill nodes of 8; choose 8 or 16"):
+        replace(JOB, num_gpus=12)
+    with pytest.raises(ValueError, match="divides 16 GPUs and 1 sequences"):
+        search(replace(JOB, batch_tokens=512, config=replace(JOB.config, num_heads=1, num_kv_heads=1, num_layers=1)))
+    with pytest.raises(ValueError, match="choose more GPUs"):
+        search(Job(preset("llama-3.1-405b"), H100, 8, 8192, 8 * 8192))
