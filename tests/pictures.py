@@ -31,3 +31,16 @@ def look(draw: Callable[[], None], monkeypatch, max_bytes: int, dpi: float | str
     ((png_bytes, overlaps),) = seen
     assert 3_000 < png_bytes < max_bytes and overlaps == []
     assert plt.get_fignums() == []
+
+
+def drawn(monkeypatch, show, *args) -> list[str]:
+    """The texts in the panels of the picture that show(*args) draws."""
+    texts = []
+
+    def note():
+        plt.gcf().canvas.draw()
+        texts.extend(text.get_text() for axes in plt.gcf().axes for text in axes.texts)
+
+    monkeypatch.setattr(plt, "show", note)
+    show(*args)
+    return texts

@@ -3,7 +3,7 @@
 `trainer` is a class as in data.py and zero.py: trainer(model, make_optimizer, group), with backward(micro_batches),
 update() and full_parameters(). All functions run it on real ranks, on the same tiny Llama and the same text. Each rank
 brings its own sequences of the global batch; a class with `same_tokens = True` (tensor.py) brings all of them on every
-rank.
+rank. A class with a `config` (experts.py) trains that model in place of the tiny Llama.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from course_lib import comm
-from course_lib.config import preset
+from course_lib.config import ModelConfig, preset
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter, MemoryTracker, Timeline
+from course_lib.minimal.compare_parts import worst_of_ranks
 from course_lib.minimal.data import DataParallel
 from course_lib.model import build
 from course_lib.span import Span
@@ -54,8 +55,7 @@ def differences_after_a_step(trainer: type, world_size: Size = 4, num_micro_batc
 
     In the order of the model. After one step only the parameters differ whose own gradient is wrong.
     """
-    of_ranks = launch(_differences, world_size, trainer, num_micro_batches, sgd, 1)
-    return {name: max(differences[name] for differences in of_ranks) for name in of_ranks[0]}
+    return worst_of_ranks(launch(_differences, world_size, trainer, num_micro_batches, sgd, 1))
 
 
 @checked
@@ -67,7 +67,13 @@ def sent_bytes(trainer: type, world_size: Size = 4, num_micro_batches: Size = 1)
 @checked
 def sent_messages(trainer: type, world_size: Size = 4, num_micro_batches: Size = 1) -> int:
     """Return how many collectives one rank calls in a step."""
-    return sum(launch(_sent, world_size, trainer, num_micro_batches)[0].calls.values())
+    return sum(calls_of_a_step(trainer, world_size, num_micro_batches).values())
+
+
+@checked
+def calls_of_a_step(trainer: type, world_size: Size = 4, num_micro_batches: Size = 1) -> dict[str, int]:
+    """Return how often one rank calls each collective in a step."""
+    return launch(_sent, world_size, trainer, num_micro_batches)[0].calls
 
 
 @checked
@@ -131,19 +137,24 @@ def _largest_difference(trainer: type, num_micro_batches: int) -> float:
 
 
 def _differences(trainer: type, num_micro_batches: int, make_optimizer, steps: int) -> dict[str, float]:
-    made = trainer(build(CONFIG, dtype=torch.float64), make_optimizer, dist.group.WORLD)
+    config = _config_of(trainer)
+    made = trainer(build(config, dtype=torch.float64), make_optimizer, dist.group.WORLD)
     for step in range(steps):
         made.backward(micro_batches_of_rank(step, num_micro_batches, trainer=trainer))
         made.update()
-    full, expected = made.full_parameters(), _one_process(make_optimizer, steps)
+    full, expected = made.full_parameters(), _one_process(config, make_optimizer, steps)
     if full.keys() != expected.keys():
         raise ValueError(f"full_parameters() lacks or adds {sorted(full.keys() ^ expected.keys())}; return all")
     return {name: (full[name] - expected[name]).abs().max().item() for name in expected}
 
 
-def _one_process(make_optimizer, steps: int) -> dict[str, Tensor]:
+def _config_of(trainer: type) -> ModelConfig:
+    return getattr(trainer, "config", CONFIG)
+
+
+def _one_process(config: ModelConfig, make_optimizer, steps: int) -> dict[str, Tensor]:
     """Train on the whole global batch without any ranks; return the parameters."""
-    model = build(CONFIG, dtype=torch.float64)
+    model = build(config, dtype=torch.float64)
     optimizer = make_optimizer(model.parameters())
     for step in range(steps):
         optimizer.zero_grad()
@@ -153,7 +164,7 @@ def _one_process(make_optimizer, steps: int) -> dict[str, Tensor]:
 
 
 def _sent(trainer: type, num_micro_batches: int) -> ByteMeter:
-    made = trainer(build(CONFIG, dtype=torch.bfloat16), master_adamw, dist.group.WORLD)
+    made = trainer(build(_config_of(trainer), dtype=torch.bfloat16), master_adamw, dist.group.WORLD)
     parts = micro_batches_of_rank(0, num_micro_batches, trainer=trainer)
     with ByteMeter() as meter:
         made.backward(parts)
@@ -163,7 +174,7 @@ def _sent(trainer: type, num_micro_batches: int) -> ByteMeter:
 
 def _trace(trainer: type) -> list[Span]:
     """The last of three steps: in the first, threads and buffers are made."""
-    made = trainer(build(CONFIG), adamw, dist.group.WORLD)
+    made = trainer(build(_config_of(trainer)), adamw, dist.group.WORLD)
     for step in range(3):
         parts = micro_batches_of_rank(step, 1, 4 * SEQ_LEN, trainer)
         dist.barrier()
@@ -203,7 +214,7 @@ def _spans(events) -> list[Span]:
 
 def _memory(trainer: type, seq_len: int) -> tuple[dict[str, int], Timeline]:
     """Bytes by kind at the end of backward, and over the whole step; the first step makes the optimizer states."""
-    made = trainer(build(CONFIG, dtype=torch.bfloat16), master_adamw, dist.group.WORLD)
+    made = trainer(build(_config_of(trainer), dtype=torch.bfloat16), master_adamw, dist.group.WORLD)
     made.backward(micro_batches_of_rank(0, 1, seq_len, trainer))
     made.update()
     parts = micro_batches_of_rank(1, 1, seq_len, trainer)

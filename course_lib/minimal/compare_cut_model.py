@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.launch import launch
-from course_lib.measure import ByteMeter
 from course_lib.minimal.compare import CONFIG, SEQ_LEN, adamw, master_adamw, sgd
+from course_lib.minimal.compare_parts import my_part, worst_of_ranks
 from course_lib.model import build
 from course_lib.training import loss_of
 from course_lib.training.data import batch, micro_batches, tokens
@@ -27,14 +27,7 @@ def gradient_errors(trainer: type, world_size: Size = 4, num_micro_batches: Size
 
     Gradients are compared as the optimizer is given them.
     """
-    found = launch(_errors, world_size, trainer, num_micro_batches)
-    return {name: max(errors[name] for errors in found) for name in found[0]}
-
-
-@checked
-def calls_of_a_step(trainer: type, world_size: Size = 4) -> dict[str, int]:
-    """Return how often one rank calls each collective in a step."""
-    return launch(_calls, world_size, trainer)[0]
+    return worst_of_ranks(launch(_errors, world_size, trainer, num_micro_batches))
 
 
 @checked
@@ -77,27 +70,13 @@ def _errors(trainer: type, num_micro_batches: int) -> dict[str, float]:
 
     def compare(*_) -> None:
         for (name, param), full in zip(made.model.named_parameters(), whole.parameters(), strict=True):
-            expected = _my_part(full.grad, param.shape)
+            expected = my_part(full.grad, param.shape)
             errors[name] = ((param.grad - expected).norm() / expected.norm()).item()
 
     made.optimizer.register_step_pre_hook(compare)
     made.backward(parts)
     made.update()
     return errors
-
-
-def _my_part(full: Tensor, shape: torch.Size) -> Tensor:
-    """This rank's part of a tensor: cut along the dimension in which the shapes differ, or all of it."""
-    cut = [dim for dim, (part, whole) in enumerate(zip(shape, full.shape, strict=True)) if part != whole]
-    return full.chunk(dist.get_world_size(), cut[0])[dist.get_rank()] if cut else full
-
-
-def _calls(trainer: type) -> dict[str, int]:
-    made = trainer(build(CONFIG, dtype=torch.bfloat16), master_adamw, dist.group.WORLD)
-    with ByteMeter() as meter:
-        made.backward(_parts(0))
-        made.update()
-    return meter.calls
 
 
 def _kept(trainer: type | None, seq_len: int) -> list[int]:

@@ -3,7 +3,7 @@
 Every function runs a learner's program on real ranks in float64, beside one process with the same numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,15 @@ def mlp_gradient_errors(program: Callable, enter: Callable, leave: Callable, wor
     returns z_TD; the loss is the mean square of z_TD. Of each error the largest over the ranks is returned.
     """
     of_ranks = launch(_mlp_gradients, world_size, program, enter, leave)
-    return {name: max(errors[name] for errors in of_ranks) for name in of_ranks[0]}
+    return worst_of_ranks(of_ranks)
+
+
+@checked
+def show_mlp_gradients(program: Callable, enter: Callable, leave: Callable, world_size: Size = 4) -> dict[str, float]:
+    """Print which of mlp_gradient_errors are nothing, and the others in percent; return all of them."""
+    errors = mlp_gradient_errors(program, enter, leave, world_size)
+    print({name: "right" if error < _EQUAL else f"{error:.0%}" for name, error in errors.items()})
+    return errors
 
 
 @checked
@@ -61,14 +69,24 @@ def compare_vocab_loss(loss_function: Callable, world_size: Size = 4) -> PartRun
     return _worst(launch(_vocab_loss, world_size, loss_function))
 
 
+def worst_of_ranks(of_ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return of each name the largest number among the ranks, in the order of rank 0."""
+    return {name: max(errors[name] for errors in of_ranks) for name in of_ranks[0]}
+
+
 def gather_parts(model: nn.Module, full_shapes: dict[str, torch.Size], group: dist.ProcessGroup) -> dict[str, Tensor]:
     """Return every parameter in full: one that is shorter than its full shape along a dimension is gathered there."""
     full = {}
     for name, param in model.named_parameters():
-        pairs = zip(param.shape, full_shapes[name], strict=True)
-        cut = [dim for dim, (size, full_size) in enumerate(pairs) if size != full_size]
-        full[name] = comm.join(param.detach(), group, cut[0]) if cut else param.detach()
+        dim = _cut_dim(param.shape, full_shapes[name])
+        full[name] = param.detach() if dim is None else comm.join(param.detach(), group, dim)
     return full
+
+
+def my_part(full: Tensor, shape: torch.Size) -> Tensor:
+    """Return this rank's part of a tensor: cut along the dimension in which the shapes differ, or all of it."""
+    dim = _cut_dim(shape, full.shape)
+    return full if dim is None else _my_piece(full, dim)
 
 
 def random_numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -81,12 +99,18 @@ def _worst(runs) -> PartRun:
     return max(runs, key=lambda run: run.error)
 
 
+def _cut_dim(shape: torch.Size, full_shape: torch.Size) -> int | None:
+    """The dimension along which a part is shorter than the full tensor, if there is one."""
+    pairs = enumerate(zip(shape, full_shape, strict=True))
+    return next((dim for dim, (size, full_size) in pairs if size != full_size), None)
+
+
 def _relative(got: Tensor | None, want: Tensor) -> float:
     return 1.0 if got is None else ((got - want).norm() / want.norm()).item()
 
 
 def _my_piece(x: Tensor, dim: int) -> Tensor:
-    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
+    return comm.my_piece(x, dist.get_rank(), dist.get_world_size(), dim).contiguous()
 
 
 def _mlp(program: Callable) -> PartRun:
@@ -113,8 +137,8 @@ def _mlp_gradients(program: Callable, enter: Callable, leave: Callable) -> dict[
     loss = program(parts[0], weights, enter, leave, dist.group.WORLD).square().mean()
     loss.backward()
     errors = {"loss": _relative(loss.detach(), want.detach())}
-    for name, got, right, dim in zip(("x", "A1", "B1", "A2", "B2"), parts, full, dims, strict=True):
-        errors[name] = _relative(got.grad, right.grad if dim is None else _my_piece(right.grad, dim))
+    for name, got, right in zip(("x", "A1", "B1", "A2", "B2"), parts, full, strict=True):
+        errors[name] = _relative(got.grad, my_part(right.grad, got.shape))
     return errors
 
 

@@ -33,6 +33,7 @@ class Tracker(TorchDispatchMode):
     def see(self, tensor):
         """Add the bytes of a storage that is new."""
         storage = tensor.untyped_storage()
+        # _cdata: address of the storage itself; data_ptr() is 0 for every empty one
         address, nbytes = storage._cdata, storage.nbytes()
         if address in self.alive:  # a view shares the storage of another tensor
             return
@@ -99,6 +100,8 @@ def block_saved_bytes(config, itemsize):
 def model_saved_bytes(config, batch_size, seq_len, itemsize):
     """Return what a Llama saves for backward, without the loss."""
     blocks = config.num_layers * sum(block_saved_bytes(config, itemsize).values())
-    ends = 8 + 2 * config.d_model * itemsize + 4  # token id (int64), head, last norm
+    ends = 8  # embedding: the id of the token (int64)
+    ends += config.d_model * itemsize + 4  # last norm: its input, one FP32 number
+    ends += config.d_model * itemsize  # head: its input
     rope_tables = 2 * seq_len * config.head_dim * itemsize
     return batch_size * seq_len * (blocks + ends) + rope_tables

@@ -3,10 +3,10 @@
     F3   forward of micro-batch 3             B3   its backward
     I3   gradient of the stage's input        W3   gradients of its weights: the two halves of B3
 
-A schedule is one such list for each rank. `clock` says when each instruction ends and which can never start;
-`PipelineRank` executes a list. The engine in parallel/pipeline.py adds several stages per rank, receives that are
-started early, messages that are forgotten once they have arrived, weight gradients that cost nothing twice, tied
-embeddings and uneven cuts.
+A schedule is one such list for each rank; `schedules.simulate` says when each instruction ends, `PipelineRank`
+executes a list. The engine in parallel/pipeline.py adds several stages per rank, receives that are started early,
+messages that are forgotten once they have arrived, weight gradients that cost nothing twice, tied embeddings and
+uneven cuts.
 
 Source   Huang et al. 2019 (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473), section 2.2
 """
@@ -133,33 +133,3 @@ def one_f_one_b(p, m):
         words += [f"B{i}" for i in range(m - warm_up, m)]
         lists.append(words)
     return lists
-
-
-def needs(word, rank, last):
-    """Return the instructions, each (word, rank), that must be done before this one."""
-    op, i = word[0], word[1:]
-    if op == "F":
-        return [("F" + i, rank - 1)] if rank > 0 else []
-    if op == "W":
-        return [("I" + i, rank)]
-    own = [("F" + i, rank)]
-    return own if rank == last else [*own, (op + i, rank + 1)]
-
-
-def clock(lists, seconds):
-    """Return when each instruction ends, and for each waiting rank its next word."""
-    # when each word ended; when each rank is free; where it stands in its list
-    done, free, place = {}, [0] * len(lists), [0] * len(lists)
-    moved = True
-    while moved:  # until a round over all ranks moves none
-        moved = False
-        for rank, words in enumerate(lists):
-            for word in words[place[rank] :]:
-                before = needs(word, rank, len(lists) - 1)
-                if not all(need in done for need in before):
-                    break  # this rank waits; look at the next one
-                start = max([free[rank], *(done[need] for need in before)])
-                free[rank] = done[word, rank] = start + seconds[word[0]]
-                place[rank], moved = place[rank] + 1, True
-    stuck = {r: words[place[r]] for r, words in enumerate(lists) if words[place[r] :]}
-    return done, stuck

@@ -21,8 +21,12 @@ class Prediction:
         if self.mine == measured:
             print(f"You predicted {self.mine:,} {self.unit}: right.")
             return
-        far = "" if measured == 0 else f", {abs(self.mine / measured - 1):.0%} {_side(self.mine, measured)}"
-        print(f"You predicted {self.mine:,} {self.unit}; measured {measured:,} {self.unit}{far}.")
+        print(f"You predicted {self.mine:,} {self.unit}; measured {measured:,} {self.unit}{self._far_from(measured)}.")
+
+    def _far_from(self, measured: Amount) -> str:
+        if self.unit == "%":  # no percent of percent
+            return f", {round(abs(self.mine - measured), 2):g} percentage points {_side(self.mine, measured)}"
+        return "" if measured == 0 else f", {abs(self.mine / measured - 1):.0%} {_side(self.mine, measured)}"
 
 
 def _side(mine: float, measured: float) -> str:

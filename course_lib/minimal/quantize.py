@@ -104,7 +104,7 @@ class FourBitLinear(nn.Module):
         return dequantize(index, self.scale, normal_code(), self.shape).to(self.dtype)
 
     def forward(self, x):
-        """Multiply by the dequantized weight, which autograd saves for backward."""
+        """Multiply by the dequantized weight."""
         return F.linear(x, self.weight)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 
 def own_leaf(x):
-    """Return x as the start of a graph of its own."""
+    """Return x as the start of a graph of its own; RoPE's tables need no gradient."""
     return x.detach().requires_grad_(x.requires_grad)
 
 

@@ -64,14 +64,14 @@ def merge(out, lse, part, part_lse):
 
 def attend_backward(grad_BNsH, tensors, rows, allowed_sk):
     """Return this block's share of dq, and of dk and dv."""
-    (q_BNsH, k_BKkH, v_BKkH), (along_BNs1, lse_BNs1) = tensors, rows
+    (q_BNsH, k_BKkH, v_BKkH), (delta_BNs1, lse_BNs1) = tensors, rows
     copies = q_BNsH.shape[1] // k_BKkH.shape[1]
     k_BNkH, v_BNkH = (x.repeat_interleave(copies, dim=1) for x in (k_BKkH, v_BKkH))
     p_BNsk = (scores_of(q_BNsH, k_BKkH, allowed_sk) - lse_BNs1).exp()  # final weights
-    ds_BNsk = p_BNsk * (grad_BNsH @ v_BNkH.mT - along_BNs1)
+    ds_BNsk = p_BNsk * (grad_BNsH @ v_BNkH.mT - delta_BNs1)
     ds_BNsk = ds_BNsk / math.sqrt(q_BNsH.shape[-1])
     dkv_BNkH = torch.stack([ds_BNsk.mT @ q_BNsH, p_BNsk.mT @ grad_BNsH])
-    # (2, B, N, k, H) becomes (2, B, K, copies, k, H): copies of a head are summed
+    # N = K x copies: split this dimension in two, and sum the copies of each key head
     dkv_BKkH = dkv_BNkH.unflatten(2, (-1, copies)).sum(3)
     return ds_BNsk @ k_BNkH, dkv_BKkH
 
@@ -116,7 +116,7 @@ def ring_backward(grad_BNsH, saved, where, group):
     """Return dq of my queries, and dk and dv of my keys and values."""
     q_BNsH, kv, out_BNsH, lse_BNs1 = saved
     rank, size = group.rank(), group.size()
-    rows = (grad_BNsH * out_BNsH).sum(-1, keepdim=True), lse_BNs1  # one number each
+    rows = (grad_BNsH * out_BNsH).sum(-1, keepdim=True), lse_BNs1  # delta, lse
     dq_BNsH, dkv_arrived = torch.zeros_like(q_BNsH), None
     for step in range(size):
         if step < size - 1:

@@ -26,6 +26,7 @@ CONFIG = preset("toy")
 class TinyTraining:
     """What a short training left: the loss of each step, the share of parameters that moved, bytes by kind.
 
+    A parameter that became infinite or NaN did not move, and the losses show it.
     `scales` are the loss scales before each step, for a trainer that has one.
     """
 
@@ -73,7 +74,8 @@ def train_tiny(
         held = held_bytes_of(made, model)
         made.update()
         losses.append(loss.item())
-    moved = sum((param != before).sum().item() for param, before in zip(model.parameters(), start, strict=True))
+    pairs = zip(model.parameters(), start, strict=True)
+    moved = sum(((param != before) & param.isfinite()).sum().item() for param, before in pairs)
     return TinyTraining(losses, moved / sum(before.numel() for before in start), held, scales)
 
 

@@ -94,11 +94,11 @@ def gather(flat):
 def gather_use_free(unit, flat):
     """Keep the parameters of a unit full only while the unit computes."""
 
-    def after_forward(unit, inputs, output):
+    def after_forward(module, inputs, output):
         free(flat)
         output.register_hook(lambda grad: gather(flat))  # when backward comes here
 
-    unit.register_forward_pre_hook(lambda unit, inputs: gather(flat))
+    unit.register_forward_pre_hook(lambda module, inputs: gather(flat))
     unit.register_forward_hook(after_forward)
     when_all_arrived(flat.params, lambda: free(flat))
 
@@ -122,4 +122,4 @@ class Zero3(Zero2):
         """Gather every unit and return every parameter by its name."""
         for flat in self.flats:
             gather(flat)
-        return super().full_parameters()
+        return super().full_parameters()  # from the model, as DataParallel does

@@ -34,9 +34,17 @@ sequence.py      show_cuts, show_half_block: hidden states cut by tokens, and wh
 pipeline.py      show_schedule, show_schedules
 pipeline_concepts.py  show_cut, show_messages, show_trace, show_halves, show_placements
 pipeline_trace.py  show_measured
+rank_traces.py   show_rank_traces: one step on every rank, side by side
 stages.py        show_live, show_peaks, show_stages_of_model
 experts.py       show_load, show_balance, show_parameters
+expert_concepts.py  show_dense_and_experts, show_expert_kinds, show_sorted_rows, show_rows_per_expert
+expert_ranks.py  show_travelling_rows, show_gradient_path, show_owners: experts on ranks
 routing.py       show_routes, show_traffic
+choosing.py      show_steps, show_cuts, show_paths, show_options, show_front, show_predicted, show_scaling
+run_log.py       show_run: loss, speed, memory and seconds of a run's ranks, from its logs
+failures.py      show_checkpoint_interval: training, saving and lost work by the interval
+hosts.py         show_two_hosts: what crosses a thin link, by layout
 five_d.py        show_ranks
 five_d_costs.py  show_pipeline_memory, show_costs
+layout_choice.py show_ladder, show_losses, show_options, show_waiting
 """

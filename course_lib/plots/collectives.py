@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
-from course_lib.plots.palette import NEUTRAL_COLOR, OKABE_ITO, RANK_COLORS, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.palette import NEUTRAL_COLOR, OKABE_ITO, RANK_COLORS, mix
+from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, style
 from course_lib.validate import checked
 
 MIXED = -1  # the origin of a value that no single rank had before: a sum, a mean, a maximum
@@ -70,9 +70,7 @@ def _cell_color(origin: int | None) -> str:
 
 
 def _draw_cell(axes, rank: int, column: int, text: str, color: str, **outline) -> None:
-    box = {"edgecolor": "white", "linewidth": 1.5} | outline
-    axes.add_patch(Rectangle((column, rank), 1, 1, facecolor=color, **box))
-    axes.text(column + 0.5, rank + 0.5, text, ha="center", va="center", color=text_on(color), fontsize=9)
+    labelled_box(axes, (column, rank), (1, 1), color, text, fontsize=9, **({"linewidth": 1.5} | outline))
 
 
 def _grid(axes, columns: int, ranks: int, title: str, label_ranks: bool = True) -> None:
@@ -226,8 +224,7 @@ def show_ring_all_reduce(
                 axes.set_axis_off()
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         figure.supxlabel(
-            "outlined: just came from the rank above (rank 0: from the last) · bluer: more ranks summed · "
-            "green: the sum of all",
+            "outlined: just came from the left neighbour · bluer: more ranks summed · green: the sum of all",
             fontsize=9,
         )
         finish(figure)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from course_lib.hardware import GPU
 from course_lib.layout.block_pairs import all_pairs, idle_pairs, pairs, pairs_of_ranks, share_of_ideal, step_pairs
@@ -12,7 +12,7 @@ from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_contex
 from course_lib.parallel.positions import positions
 from course_lib.plots.curves import LINE_COLORS, LINE_STYLES, MARKERS
 from course_lib.plots.palette import LIMIT_COLOR, NEUTRAL_COLOR, RANK_COLORS, channels, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, style, three_digits
+from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, labelled_box, style, three_digits
 from course_lib.validate import Amount, Size, checked
 
 MASKED_COLOR = "#F4F4F4"
@@ -37,17 +37,6 @@ def mask_ranks(sequence_sharding: str, seq_len: Size, cp_size: Size, causal: boo
 
 
 @checked
-def mask_steps(sequence_sharding: str, seq_len: Size, cp_size: Size, causal: bool = True) -> list[list[int | None]]:
-    """At which step of a ring each pair is computed: the distance from the key's rank to the query's."""
-    ranks = mask_ranks(sequence_sharding, seq_len, cp_size, causal=False)
-    owner = [row[0] for row in ranks]
-    return [
-        [(owner[q] - owner[k]) % cp_size if not causal or k <= q else None for k in range(seq_len)]
-        for q in range(seq_len)
-    ]
-
-
-@checked
 def mask_caption(sequence_sharding: str, seq_len: Size, cp_size: Size, causal: bool = True) -> str:
     """What a panel shows, in one line: how many pairs a rank has."""
     totals = pairs_of_ranks(pairs(sequence_sharding, seq_len, cp_size, causal))
@@ -56,8 +45,8 @@ def mask_caption(sequence_sharding: str, seq_len: Size, cp_size: Size, causal: b
 
 
 @checked
-def draw_mask(axes, cells: Sequence[Sequence[int | None]], caption: str, steps: bool = False) -> None:
-    """A square for each pair, queries downwards, keys to the right, coloured by rank (or by step, numbered)."""
+def draw_mask(axes, cells: Sequence[Sequence[int | None]], caption: str) -> None:
+    """A square for each pair, queries downwards, keys to the right, coloured by rank."""
     size = len(cells)
     colors = [[MASKED_COLOR if of is None else RANK_COLORS[of % MOST_RANKS] for of in row] for row in cells]
     squares = [[channels(color) for color in row] for row in colors]
@@ -65,11 +54,6 @@ def draw_mask(axes, cells: Sequence[Sequence[int | None]], caption: str, steps: 
     borders = {"color": "white", "linewidth": 0.6}
     axes.hlines(range(size + 1), 0, size, **borders)
     axes.vlines(range(size + 1), 0, size, **borders)
-    for q, row in enumerate(cells):
-        for k, of in enumerate(row):
-            if steps and of is not None and size <= 16:
-                ink = text_on(colors[q][k])
-                axes.text(k + 0.5, q + 0.5, str(of), ha="center", va="center", fontsize=5.5, color=ink)
     axes.set(xlim=(0, size), ylim=(size, 0), xticks=[], yticks=[], xlabel="keys", ylabel="queries")
     axes.set_aspect("equal")
     axes.spines[:].set_visible(False)
@@ -82,26 +66,21 @@ def show_mask(
     seq_len: Size = 16,
     shardings: Sequence[str] = SEQUENCE_SHARDINGS,
     causal: bool = True,
-    by: str = "rank",
     title: str = "",
 ) -> None:
-    """Show which rank computes which (query, key) pair under each sequence sharding; with by="step" at which step of a
-    ring.
+    """Show which rank computes which (query, key) pair under each sequence sharding.
 
-    Raises   ValueError for more ranks than there are colours, more tokens than there is room for, or another word
+    Raises   ValueError for more ranks than there are colours, or more tokens than there is room for
     """
     _check_ranks(cp_size)
-    if by not in ("rank", "step"):
-        raise ValueError(f"by is {by!r}; choose rank or step")
     if seq_len > 64:
         raise ValueError(f"seq_len is {seq_len}; the picture has room for 64, the pattern is the same")
-    cells_of = mask_ranks if by == "rank" else mask_steps
     with style():
         figure, panels = plt.subplots(1, len(shardings), figsize=(FULL_WIDTH_IN, 3.9), squeeze=False)
         for axes, sequence_sharding in zip(panels[0], shardings, strict=True):
             caption = mask_caption(sequence_sharding, seq_len, cp_size, causal)
-            draw_mask(axes, cells_of(sequence_sharding, seq_len, cp_size, causal), caption, by == "step")
-        handles = [Patch(facecolor=RANK_COLORS[index], label=f"{by} {index}") for index in range(cp_size)]
+            draw_mask(axes, mask_ranks(sequence_sharding, seq_len, cp_size, causal), caption)
+        handles = [Patch(facecolor=RANK_COLORS[index], label=f"rank {index}") for index in range(cp_size)]
         if causal:
             handles.append(Patch(facecolor=MASKED_COLOR, label="masked"))
         figure.legend(handles=handles, loc="outside lower center", ncol=min(len(handles), 5))
@@ -224,13 +203,9 @@ def draw_travel(axes, table: Sequence[Sequence[Held]]) -> None:
     for rank, row in enumerate(table):
         for step, held in enumerate(row):
             color = RANK_COLORS[held.key_rank % MOST_RANKS]
-            look = {"facecolor": color} if held.pairs else {"facecolor": "white", "hatch": "////"}
-            edge = "white" if held.pairs else color
-            axes.add_patch(Rectangle((step + 0.04, rank + 0.08), 0.92, 0.84, edgecolor=edge, linewidth=1.2, **look))
+            face, look = (color, {}) if held.pairs else ("#FFFFFF", {"edgecolor": color, "hatch": "////"})
             text = f"k v of {held.key_rank}" if size <= 6 else str(held.key_rank)
-            ground = {} if held.pairs else {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
-            ink = text_on(color) if held.pairs else "black"
-            axes.text(step + 0.5, rank + 0.5, text, ha="center", va="center", fontsize=8.5, color=ink, **ground)
+            labelled_box(axes, (step + 0.04, rank + 0.08), (0.92, 0.84), face, text, linewidth=1.2, **look)
     axes.set_xticks([step + 0.5 for step in range(size)], [f"step {step}" for step in range(size)])
     axes.set_yticks([rank + 0.5 for rank in range(size)], [f"rank {rank}" for rank in range(size)])
     axes.set(xlim=(0, size), ylim=(size, 0))

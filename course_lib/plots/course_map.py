@@ -10,7 +10,7 @@ from course_lib.plots.style import FULL_WIDTH_IN, finish, style
 from course_lib.validate import checked
 
 PLAIN_COLOR = "#E6E6E6"
-BOX_WIDTH, BOX_HEIGHT, HEIGHT_IN = 0.86, 0.72, 3.4
+BOX_WIDTH, BOX_HEIGHT, HEIGHT_IN = 0.9, 0.72, 3.4
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,11 @@ COURSE = (
     Chapter(5, "Tensor\nparallelism", "splits the matrices", (0, 1, 4), "tp"),
     Chapter(6, "Sequence\nparallelism", "splits the norms", (1, 5), "tp"),
     Chapter(7, "Context\nparallelism", "splits the sequence", (0, 2, 5, 6), "cp"),
-    Chapter(8, "Pipeline\nparallelism", "splits the layers", (0, 1, 5), "pp"),
-    Chapter(9, "Expert\nparallelism", "splits the experts", (0, 3, 4, 5), "ep"),
-    Chapter(10, "All at once", "one layout of all", (4, 5, 6, 7, 8, 9)),
+    Chapter(8, "Pipeline\nparallelism", "splits the layers", (0, 1, 2, 4), "pp"),
+    Chapter(9, "Expert\nparallelism", "splits the experts", (3, 4, 5), "ep"),
+    Chapter(10, "All five\nat once", "one layout of all", (4, 5, 6, 7, 8, 9)),
+    Chapter(11, "Finding a\nconfiguration", "which layout to use", (1, 10)),
+    Chapter(12, "On a\ncluster", "run, watch, repair", (3, 10, 11)),
 )
 
 
@@ -84,8 +86,8 @@ def draw_course(axes, course: Sequence[Chapter] = COURSE) -> None:
         color = AXIS_COLORS[chapter.axis] if chapter.axis else PLAIN_COLOR
         corner = (x - BOX_WIDTH / 2, y - BOX_HEIGHT / 2)
         axes.add_patch(plt.Rectangle(corner, BOX_WIDTH, BOX_HEIGHT, facecolor=color, edgecolor="#333333"))
-        texts = ((-0.22, f"{chapter.number:02d}", 10, "bold"), (0.0, chapter.name, 8.5, "bold"))
-        for below, text, size, weight in (*texts, (0.25, chapter.subject, 7, "normal")):
+        texts = ((-0.22, f"{chapter.number:02d}", 9, "bold"), (0.0, chapter.name, 7, "bold"))
+        for below, text, size, weight in (*texts, (0.25, chapter.subject, 5.8, "normal")):
             axes.text(x, y + below, text, ha="center", va="center", size=size, weight=weight, color=text_on(color))
     columns, rows = zip(*drawn.places.values(), strict=True)
     axes.set(xlim=(-0.5, max(columns) + 0.5), ylim=(max(rows) + 0.45, min(rows) - 0.45))

@@ -182,7 +182,8 @@ def alpha_beta_picture(
     best = [fastest(collective, size, world_size, link) for size in sizes]
     crossover = crossover_bytes(collective, world_size, link)
     latency_s = collective_s(collective, 0, world_size, link)
-    ways = [(size, f"{cost.algorithm}, {cost.protocol}") for size, cost in zip(sizes, best, strict=True)]
+    names = [cost.algorithm if cost.protocol == "plain" else f"{cost.algorithm}, {cost.protocol}" for cost in best]
+    ways = list(zip(sizes, names, strict=True))
     first = [way for index, way in enumerate(ways) if index == 0 or ways[index - 1][1] != way[1]]
     total = [cost.seconds(size) for size, cost in zip(sizes, best, strict=True)]
     return AlphaBetaPicture(sizes, total, latency_s, [latency_s * size / crossover for size in sizes], crossover, first)

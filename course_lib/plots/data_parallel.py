@@ -14,7 +14,7 @@ from course_lib.plots.palette import (
     mix,
     text_on,
 )
-from course_lib.plots.style import FULL_WIDTH_IN, picture_axes
+from course_lib.plots.style import FULL_WIDTH_IN, labelled_box, picture_axes
 from course_lib.span import Span
 from course_lib.validate import Positive, Size, checked
 
@@ -72,10 +72,8 @@ def show_replicas(
             wide = num_ranks - 0.14 if box.rank == ALL_RANKS else 0.86
             left, width = max(box.rank, 0) + box.left * wide, box.width * wide
             edge = "black" if box.rank == ALL_RANKS else "white"
-            look = {"facecolor": box.color, "edgecolor": edge, "linewidth": 1.5}
-            axes.add_patch(Rectangle((left, box.row), width, 0.66, **look))
-            middle = left + width / 2, box.row + 0.33
-            axes.text(*middle, box.text, ha="center", va="center", fontsize=9.5, color=text_on(box.color))
+            look = {"fontsize": 9.5, "edgecolor": edge, "linewidth": 1.5}
+            labelled_box(axes, (left, box.row), (width, 0.66), box.color, box.text, **look)
         for row in range(len(REPLICA_ROWS) - 1):
             for rank in range(num_ranks):
                 axes.annotate(
@@ -126,17 +124,15 @@ def show_buckets(sizes: Mapping[str, Size], buckets: Sequence[Sequence[str]], ti
     with picture_axes(2.7) as axes:
         for fall in placed:
             color = mix(RANK_COLORS[fall.bucket % len(RANK_COLORS)], "#FFFFFF", 0.35)
-            for top, height in ((0, 0.5), (1.35, 0.6)):
-                look = {"facecolor": color, "edgecolor": "white", "linewidth": 0.8}
-                axes.add_patch(Rectangle((fall.start, top), fall.size, height, **look))
+            label = fall.name.replace(".weight", "").rpartition(".")[2] if fall.size > 0.04 * total else ""
+            for top, height, text in ((0, 0.5, label), (1.35, 0.6, "")):
+                look = {"fontsize": 8, "linewidth": 0.8}
+                labelled_box(axes, (fall.start, top), (fall.size, height), color, text, **look)
             middle = fall.start + fall.size / 2
             if fall.size > 0.013 * total:
                 axes.annotate(
                     "", (middle, 1.33), xytext=(middle, 0.53), arrowprops={"arrowstyle": "->", "color": "0.4"}
                 )
-            if fall.size > 0.04 * total:
-                label = fall.name.replace(".weight", "").rpartition(".")[2]
-                axes.text(middle, 0.25, label, ha="center", va="center", fontsize=8, color=text_on(color))
         for index, names in enumerate(buckets):
             inside = [fall for fall in placed if fall.name in set(names)]
             left, right = inside[0].start, inside[-1].start + inside[-1].size

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import matplotlib.pyplot as plt
-from matplotlib.patches import Rectangle
 
 from course_lib.layout.partition import check_heads, piece_sizes
-from course_lib.plots.palette import RANK_COLORS, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style
+from course_lib.plots.palette import RANK_COLORS, mix
+from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, picture_axes, style
 from course_lib.validate import Size, checked
 
 MOST_RANKS = 8
@@ -110,16 +109,17 @@ def _draw_matrix(axes, left: float, width: float, height: float, pieces: Sequenc
         x0, x1 = (left + width * c / columns for c in piece.columns)
         y0, y1 = (height / 2 - height * r / rows for r in piece.rows)
         color = WHOLE_COLOR if piece.rank is None else RANK_COLORS[piece.rank % len(RANK_COLORS)]
-        box = (x0 + lift, y1 + lift - (_LIFT * last / 2 if piece.partial else 0)), x1 - x0, y0 - y1
-        axes.add_patch(
-            Rectangle(*box, facecolor=color, edgecolor="white" if not piece.partial else "black", linewidth=0.9)
-        )
-        if piece.rank is not None and (not piece.partial or piece.rank == 0):
-            (cx, cy), w, h = box
-            text = "0 + 1" + (" + ..." if last > 1 else "") if piece.partial else str(piece.rank)
-            axes.text(cx + w / 2, cy + h / 2, text, ha="center", va="center", fontsize=8.5, color=text_on(color))
-        elif piece.rank is None:
-            axes.text((x0 + x1) / 2, (y0 + y1) / 2, "every\nrank", ha="center", va="center", fontsize=8.5)
+        box = (x0 + lift, y1 + lift - (_LIFT * last / 2 if piece.partial else 0)), (x1 - x0, y0 - y1)
+        edge = "black" if piece.partial else "white"
+        labelled_box(axes, *box, color, _text_of(piece, last), linewidth=0.9, edgecolor=edge)
+
+
+def _text_of(piece: MatrixPiece, last: int) -> str:
+    if piece.rank is None:
+        return "every\nrank"
+    if not piece.partial:
+        return str(piece.rank)
+    return "0 + 1" + (" + ..." if last > 1 else "") if piece.rank == 0 else ""
 
 
 MATRIX_DIMS = {"X": ("T", "D"), "A": ("D", "f"), "Y": ("T", "f"), "B": ("f", "D"), "Z": ("T", "D")}
@@ -193,20 +193,15 @@ def draw_heads(axes, ranks: Sequence[RankHeads]) -> None:
         color = RANK_COLORS[of_rank.rank % len(RANK_COLORS)]
         axes.text(x + width / 2, -0.12, f"rank {of_rank.rank}", ha="center", va="bottom", fontsize=9)
         for index, head in enumerate(of_rank.q_heads):
-            _head_box(axes, x + index, 0, 1, f"q{head}", mix(color, "#FFFFFF", 0.35), "")
+            labelled_box(axes, (x + index, 0), (1, 1), mix(color, "#FFFFFF", 0.35), f"q{head}", linewidth=1.5)
         each = width / len(of_rank.kv_heads)
         for index, head in enumerate(of_rank.kv_heads):
             hatch = "//" if of_rank.replicas > 1 else ""
-            _head_box(axes, x + index * each, 1.1, each, f"k{head} v{head}", color, hatch)
+            look = {"hatch": hatch, "linewidth": 1.5}
+            labelled_box(axes, (x + index * each, 1.1), (each, 1), color, f"k{head} v{head}", **look)
         x += width + 0.5
     axes.set(xlim=(-0.05, x - 0.45), ylim=(2.15, -0.6))
     axes.set_axis_off()
-
-
-def _head_box(axes, x: float, y: float, width: float, text: str, color: str, hatch: str) -> None:
-    axes.add_patch(Rectangle((x, y), width, 1, facecolor=color, hatch=hatch, edgecolor="white", linewidth=1.5))
-    ground = {"facecolor": color, "edgecolor": "none", "pad": 0.8} if hatch else None
-    axes.text(x + width / 2, y + 0.5, text, ha="center", va="center", fontsize=8.5, color=text_on(color), bbox=ground)
 
 
 @checked
@@ -272,9 +267,8 @@ def draw_vocabulary(axes, rows: Sequence[VocabularyRows], token_ids: Sequence[in
     for of_rank in rows:
         color = RANK_COLORS[of_rank.rank % len(RANK_COLORS)]
         y = of_rank.rank
-        axes.add_patch(Rectangle((0, y), 2.3, 1, facecolor=color, edgecolor="white", linewidth=1.5))
         held = f"{of_rank.start:,} to {of_rank.stop - 1:,}" if of_rank.stop > of_rank.start else "no row"
-        axes.text(1.15, y + 0.5, held, ha="center", va="center", fontsize=8.5, color=text_on(color))
+        labelled_box(axes, (0, y), (2.3, 1), color, held, linewidth=1.5)
         for column, answered in enumerate(of_rank.answers):
             _token_box(axes, left + column, y, color if answered else "#F4F4F4", "row" if answered else "0")
     for column, token in enumerate(token_ids):
@@ -291,12 +285,9 @@ def draw_vocabulary(axes, rows: Sequence[VocabularyRows], token_ids: Sequence[in
 
 
 def _token_box(axes, x: float, y: float, color: str, text: str) -> None:
-    box = {"facecolor": color, "edgecolor": "white", "linewidth": 1.5}
-    axes.add_patch(Rectangle((x, y), 1, 1, **box))
-    faint = color == "#F4F4F4"
-    axes.text(
-        x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8.5, color="#595959" if faint else text_on(color)
-    )
+    label = labelled_box(axes, (x, y), (1, 1), color, text, linewidth=1.5)
+    if color == "#F4F4F4":
+        label.set_color("#595959")
 
 
 @checked

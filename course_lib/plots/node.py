@@ -6,7 +6,7 @@ from matplotlib.patches import Rectangle
 
 from course_lib.hardware import GB, Cluster, Link
 from course_lib.plots.palette import COMMUNICATION_COLOR, COMPUTE_COLOR, NEUTRAL_COLOR, OKABE_ITO
-from course_lib.plots.style import picture_axes
+from course_lib.plots.style import labelled_box, picture_axes
 from course_lib.validate import checked
 
 WIDEST = 0.62  # the fastest wire, where neighbouring GPUs are 1 apart
@@ -84,6 +84,5 @@ def _draw_boxes(axes, cluster: Cluster, gpus: int) -> None:
 
 
 def _box(axes, middle: float, height: float, width: float, text: str, color: str) -> None:
-    box = {"facecolor": color, "edgecolor": "black", "linewidth": 0.8, "zorder": 2}
-    axes.add_patch(Rectangle((middle - width / 2, height - 0.22), width, 0.44, **box))
-    axes.text(middle, height, text, ha="center", va="center", fontsize=8.5, zorder=3)
+    look = {"edgecolor": "black", "linewidth": 0.8}
+    labelled_box(axes, (middle - width / 2, height - 0.22), (width, 0.44), color, text, **look)

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
-from matplotlib.patches import Rectangle
 
 from course_lib.layout.partition import even_layers
-from course_lib.plots.palette import OKABE_ITO, RANK_COLORS, mix, text_on
+from course_lib.plots.palette import OKABE_ITO, RANK_COLORS, mix
 from course_lib.plots.pipeline import (
     OP_COLORS,
     chart_height_in,
@@ -17,7 +16,7 @@ from course_lib.plots.pipeline import (
     schedule_picture,
 )
 from course_lib.plots.pipeline_trace import measured_picture
-from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, style
+from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, labelled_box, style
 from course_lib.schedules.instructions import Schedule, loop_placement, needs, v_placement
 from course_lib.schedules.simulator import Simulation, simulate
 from course_lib.span import Span
@@ -65,8 +64,7 @@ def show_cut(num_layers: Size, num_stages: Size) -> None:
         figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.2 + 0.2 * lines))
         for box in boxes:
             color = mix(RANK_COLORS[box.rank % len(RANK_COLORS)], "#FFFFFF", 0.45)
-            axes.add_patch(Rectangle((box.rank, 0), 0.62, 1, facecolor=color, edgecolor="black"))
-            axes.text(box.rank + 0.31, 0.5, box.text, ha="center", va="center", fontsize=9, color=text_on(color))
+            labelled_box(axes, (box.rank, 0), (0.62, 1), color, box.text, fontsize=9, edgecolor="black")
             axes.text(box.rank + 0.31, 1.12, f"rank {box.rank}", ha="center", fontsize=9.5, fontweight="bold")
         for rank in range(num_stages - 1):
             ends = (rank + 0.65, rank + 0.97)
@@ -173,10 +171,7 @@ def show_halves(num_layers: Size = 3) -> None:
     with style():
         figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 2.7))
         for box in half_boxes(num_layers):
-            color = OP_COLORS[box.op]
-            axes.add_patch(Rectangle((box.column, box.row), 0.7, 0.55, facecolor=color, edgecolor="white"))
-            place = box.column + 0.35, box.row + 0.275
-            axes.text(*place, box.text, ha="center", va="center", fontsize=10, color=text_on(color))
+            labelled_box(axes, (box.column, box.row), (0.7, 0.55), OP_COLORS[box.op], box.text, fontsize=10)
         arrow = {"arrowstyle": "-|>", "color": "black", "linewidth": 1.5}
         for layer in range(num_layers + 1):
             axes.annotate("", (layer - 0.02, 0.275), xytext=(layer - 0.3, 0.275), arrowprops=arrow)
@@ -237,10 +232,8 @@ def show_placements(pp: Size = 4) -> None:
                 for place, stage in enumerate(stages):
                     color = mix(OKABE_ITO["sky"], "#FFFFFF", 0.75 * stage / (num_stages - 1))
                     width = 0.86 / len(stages)
-                    left = rank + place * width
-                    axes.add_patch(Rectangle((left, row), width, 0.62, facecolor=color, edgecolor="white", linewidth=2))
-                    says = f"stage {stage}"
-                    axes.text(left + width / 2, row + 0.31, says, ha="center", va="center", fontsize=9)
+                    corner = rank + place * width, row
+                    labelled_box(axes, corner, (width, 0.62), color, f"stage {stage}", fontsize=9, linewidth=2)
             axes.text(-0.1, row + 0.31, f"{name}\n{num_stages} stages", ha="right", va="center", fontsize=9)
         axes.set_xticks([rank + 0.43 for rank in range(pp)], [f"rank {rank}" for rank in range(pp)])
         axes.xaxis.tick_top()

@@ -9,11 +9,11 @@ from matplotlib.patches import Patch
 
 from course_lib.plots.palette import mix
 from course_lib.plots.pipeline import (
+    DENSE_DPI,
     OP_COLORS,
     SchedulePicture,
     boxes_of,
     chart_height_in,
-    dpi_of,
     draw_boxes,
     draw_schedule,
     legend_below,
@@ -95,7 +95,7 @@ def show_measured(simulation: Simulation, traces: Sequence[Sequence[Span]], titl
     simulated = Patch(facecolor="white", edgecolor=OUTLINE_COLOR, label="simulated")
     with style():
         size = {"figsize": (FULL_WIDTH_IN, chart_height_in(picture.measured) + 0.5)}
-        figure, axes = plt.subplots(dpi=dpi_of([picture.measured], picture.end_s), **size)
+        figure, axes = plt.subplots(dpi=DENSE_DPI, **size)  # measured boxes can be small
         draw_measured(axes, picture)
         axes.set_title(title or measured_title(picture), fontsize=9.5)
         legend_below(axes, [*legend_of([picture.measured]), simulated])

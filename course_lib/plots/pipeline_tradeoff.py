@@ -62,7 +62,7 @@ def show_tradeoff(simulations: Sequence[Simulation], title: str = "") -> None:
                 axes.plot(point.alive, point.step_to_step, "o", mfc="white", color=OKABE_ITO["blue"])
         top = 1.15 * max(point.to_the_end for point in points) or 1.0
         axes.set(xlim=(0, 1.3 * max(point.alive for point in points)), ylim=(-0.06 * top, top))
-        axes.set_xlabel("most micro-batches alive on a rank (through all of its layers)")
+        axes.set_xlabel("peak in-flight micro-batches on a rank (through all of its layers)")
         axes.set_ylabel("bubble, of ideal time")
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_title(title or "Filled: until the last rank is done. Open: from step to step", fontsize=10)

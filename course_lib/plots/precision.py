@@ -8,8 +8,8 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from course_lib.plots.formats import FORMATS, FloatFormat
-from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style
+from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO, mix
+from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, picture_axes, style
 from course_lib.validate import Positive, checked, one_of
 
 # ---------------------------------------------------------------- the numbers of a format
@@ -61,13 +61,14 @@ def show_numbers(names: Sequence[str], low: Positive, high: Positive, sum_: Posi
 
 @dataclass(frozen=True)
 class MagnitudePanel:
-    """A histogram over powers of two, and the shares that are zero, subnormal and infinite in the format."""
+    """A histogram over powers of two, the shares that are zero, subnormal and infinite in the format, the largest."""
 
     title: str
     shares: dict[int, float]
     lost: float
     subnormal: float
     overflowed: float
+    largest: float
 
 
 @checked
@@ -83,7 +84,8 @@ def magnitude_panels(magnitudes: Mapping, fmt: FloatFormat) -> list[MagnitudePan
         shares = {int(e): int(n) / len(size) for e, n in zip(exponents, counts, strict=True)}
         lost = (size <= fmt.smallest / 2).double().mean().item()
         below = (size < fmt.smallest_normal).double().mean().item()
-        panels.append(MagnitudePanel(title, shares, lost, below - lost, (size > fmt.largest).double().mean().item()))
+        overflowed = (size > fmt.largest).double().mean().item()
+        panels.append(MagnitudePanel(title, shares, lost, below - lost, overflowed, size.max().item()))
     return panels
 
 
@@ -117,6 +119,10 @@ def show_magnitudes(magnitudes: Mapping, name: str = "fp16", title: str = "") ->
                 edgecolor="black",
                 linewidth=0.5,
             )
+            if panel.largest > 0:  # few are so large that their bar is invisible
+                place = math.log2(panel.largest)
+                axes.plot([place], [0], "v", color="black", markersize=6, clip_on=False)
+                axes.text(place, 0.08 * top, "largest", ha="center", va="bottom", fontsize=9)
             axes.set(ylim=(0, 1.1 * top), ylabel="% of all")
             axes.set_title(panel.title, fontsize=9.5, fontweight="normal")
         ticks = range(-32, 20, 8)
@@ -165,22 +171,9 @@ def show_mixed_step(scaled: bool = False, title: str = "") -> None:
     with picture_axes(2.6) as axes:
         for box in boxes.values():
             color = KIND_COLORS[box.kind]
-            axes.add_patch(
-                Rectangle(
-                    (box.x, box.y), box.width, 0.42, facecolor=color, hatch=KIND_HATCHES[box.kind], edgecolor="white"
-                )
-            )
-            axes.add_patch(Rectangle((box.x, box.y), box.width, 0.42, fill=False, edgecolor=LIMIT_COLOR))
-            axes.text(
-                box.x + box.width / 2,
-                box.y + 0.21,
-                f"{box.label}, {box.width} B",
-                ha="center",
-                va="center",
-                fontsize=9,
-                color=text_on(color),
-                bbox={"facecolor": color, "edgecolor": "none", "pad": 1.5},
-            )
+            corner, size, text = (box.x, box.y), (box.width, 0.42), f"{box.label}, {box.width} B"
+            labelled_box(axes, corner, size, color, text, fontsize=9, hatch=KIND_HATCHES[box.kind])
+            axes.add_patch(Rectangle(corner, *size, fill=False, edgecolor=LIMIT_COLOR))
         for (start, end), text in arrows.items():
             _draw_arrow(axes, boxes[start], boxes[end], text)
         axes.set(xlim=(-2.2, 16.2), ylim=(-0.1, 1.75))

@@ -7,8 +7,8 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
 from course_lib.config import ModelConfig
-from course_lib.plots.palette import AXIS_COLORS, NEUTRAL_COLOR, OKABE_ITO, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, show_bytes, style, three_digits, unit_for
+from course_lib.plots.palette import AXIS_COLORS, NEUTRAL_COLOR, OKABE_ITO, mix
+from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, labelled_box, show_bytes, style, three_digits, unit_for
 from course_lib.validate import Size, checked
 
 MODES = ("none", "tp", "tp+sp")
@@ -105,15 +105,17 @@ def _dims(name: str, mode: str) -> str:
 
 
 @checked
-def block_borders(mode: str) -> list[Border]:
+def block_borders(mode: str, regather: bool = False) -> list[Border]:
     """The collectives of one block, into and out of attention and the MLP, named as in `course_lib.comm.conjugate`.
 
+    regather   under TP + SP: backward gathers the input of attention and of the MLP once more
     Source   Shoeybi et al. 2019 (arXiv:1909.08053), figure 3; Korthikanti et al. 2022, figures 4 and 5
     """
+    into = "all-gather\nand reduce-scatter" if regather else "reduce-scatter"
     pairs = {
         "none": (),
         "tp": (("copy_in", "", "all-reduce"), ("sum_out", "all-reduce", "")),
-        "tp+sp": (("gather_in", "all-gather", "reduce-scatter"), ("scatter_sum", "reduce-scatter", "all-gather")),
+        "tp+sp": (("gather_in", "all-gather", into), ("scatter_sum", "reduce-scatter", "all-gather")),
     }[mode]
     return [Border(index + side, *pair) for index in (1, 4) for side, pair in enumerate(pairs)]
 
@@ -130,9 +132,7 @@ def draw_regions(axes, regions: Sequence[Region], borders: Sequence[Border], hig
     for region, width in zip(regions, _WIDTHS, strict=False):  # regions may be fewer
         lefts.append(x)
         color = HELD_COLORS[region.held]
-        axes.add_patch(Rectangle((x, 0), width, 0.8, facecolor=color, edgecolor="white", linewidth=1.2))
-        text = {"ha": "center", "va": "center", "fontsize": 8.5, "color": text_on(color)}
-        axes.text(x + width / 2, 0.4, f"{region.name}\n{region.dims}", **text)
+        labelled_box(axes, (x, 0), (width, 0.8), color, f"{region.name}\n{region.dims}", linewidth=1.2)
         floor = _BARS_FROM
         for held, value in region.bytes_by_held.items():
             height = _TALLEST * value / highest
@@ -159,7 +159,8 @@ def draw_regions(axes, regions: Sequence[Region], borders: Sequence[Border], hig
 def _ylim(regions: Sequence[Region], borders: Sequence[Border], highest: float) -> tuple[float, float]:
     """Room for the borders' texts below and for the tallest bar with its number above."""
     tallest = _TALLEST * max(region.bytes for region in regions) / highest
-    return -1.0 if borders else -0.1, _BARS_FROM + max(tallest + 0.35, 0.75)
+    lines = max((border.backward.count("\n") for border in borders), default=0)
+    return -1.0 - 0.25 * lines if borders else -0.1, _BARS_FROM + max(tallest + 0.35, 0.75)
 
 
 @checked
@@ -186,13 +187,14 @@ def show_regions(
     strips = {mode: block_regions(config, batch_size, seq_len, tp_size, mode, scores, regather) for mode in modes}
     highest = max(region.bytes for regions in strips.values() for region in regions)
     totals = {mode: sum(region.bytes for region in regions) for mode, regions in strips.items()}
-    limits = [_ylim(regions, block_borders(mode), highest) for mode, regions in strips.items()]
+    limits = [_ylim(regions, block_borders(mode, regather), highest) for mode, regions in strips.items()]
     heights = [top - bottom for bottom, top in limits]
     with style():
         size = FULL_WIDTH_IN, 0.75 + 0.52 * sum(heights)
         figure, panels = plt.subplots(len(modes), 1, figsize=size, squeeze=False, height_ratios=heights)
         for axes, (mode, regions) in zip(panels[:, 0], strips.items(), strict=True):
-            draw_regions(axes, regions, block_borders(mode), highest, MODE_NAMES[mode])
+            label = MODE_NAMES[mode] + ("\nre-gather" if regather and mode == "tp+sp" else "")
+            draw_regions(axes, regions, block_borders(mode, regather), highest, label)
         used = {held for regions in strips.values() for region in regions for held in region.bytes_by_held}
         handles = [
             Patch(facecolor=HELD_COLORS[held], hatch=HELD_HATCHES[held], edgecolor="white", label=HELD_NAMES[held])

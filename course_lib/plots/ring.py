@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
-from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.patches import FancyArrowPatch
 
 from course_lib.plots.collectives import RingStep, ring_all_reduce_steps
-from course_lib.plots.palette import COMMUNICATION_COLOR, OKABE_ITO, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.palette import COMMUNICATION_COLOR, OKABE_ITO, mix
+from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, style
 from course_lib.validate import Index, Positive, Share, checked
 
 RADIUS, CELL_WIDTH, CELL_HEIGHT = 2.6, 0.78, 0.6
@@ -92,11 +92,9 @@ def _draw_buffer(axes, view: RingView, rank: int) -> None:
         share = 0.85 - 0.85 * (count - 1) / max(num_ranks - 1, 1)
         color = OKABE_ITO["green"] if count == num_ranks else mix(OKABE_ITO["sky"], "#FFFFFF", share)
         sent = piece == view.sends[rank]
-        outline = {"edgecolor": "black", "linewidth": 2, "zorder": 3} if sent else {"edgecolor": "white"}
+        outline = {"edgecolor": "black", "linewidth": 2, "zorder": 3} if sent else {}
         corner = left + piece * CELL_WIDTH, height - CELL_HEIGHT / 2
-        axes.add_patch(Rectangle(corner, CELL_WIDTH, CELL_HEIGHT, facecolor=color, **outline))
-        text = {"ha": "center", "va": "center", "fontsize": 8, "color": text_on(color), "zorder": 4}
-        axes.text(corner[0] + CELL_WIDTH / 2, height, f"{value:g}", **text)
+        labelled_box(axes, corner, (CELL_WIDTH, CELL_HEIGHT), color, f"{value:g}", fontsize=8, **outline)
     axes.text(middle, height + CELL_HEIGHT / 2 + 0.12, f"rank {rank}", ha="center", va="bottom", fontsize=9)
 
 

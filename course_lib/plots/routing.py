@@ -17,7 +17,7 @@ from course_lib.plots.palette import (
     mix,
     text_on,
 )
-from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, picture_axes, show_bytes, style, unit_for
+from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, labelled_box, picture_axes, show_bytes, style, unit_for
 from course_lib.validate import Index, Size, checked
 
 WITHIN_COLOR, BETWEEN_COLOR = COMPUTE_COLOR, COMMUNICATION_COLOR
@@ -130,12 +130,9 @@ def _column(axes, x: float, count: int, num_ranks: int, height: float, letter: s
         first = rank * share + (share - per_rank * box) / 2
         for place in range(per_rank):
             y = first + place * box
-            axes.add_patch(Rectangle((x, y + 0.03), 0.9, box - 0.06, facecolor=color, edgecolor="white"))
             index = rank * per_rank + place
             middle[index] = y + box / 2
-            axes.text(
-                x + 0.45, middle[index], f"{letter}{index}", ha="center", va="center", fontsize=8, color=text_on(color)
-            )
+            labelled_box(axes, (x, y + 0.03), (0.9, box - 0.06), color, f"{letter}{index}", fontsize=8)
         if num_ranks > 1:
             side = {"ha": "right" if left else "left", "va": "center", "fontsize": 9}
             axes.text(x - 0.08 if left else x + 0.98, (rank + 0.5) * share, f"rank {rank}", **side)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
-from course_lib.plots.palette import AXIS_COLORS, NEUTRAL_COLOR, OKABE_ITO, RANK_COLORS, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.palette import AXIS_COLORS, NEUTRAL_COLOR, OKABE_ITO, RANK_COLORS, mix
+from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, style
 from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- one tensor, cut in two ways
@@ -53,9 +53,7 @@ def show_cuts() -> None:
         for axes, (by_tokens, (title, text)) in zip(panels, _CUTS.items(), strict=True):
             for tile in cut_tiles(by_tokens):
                 color = mix(RANK_COLORS[tile.rank], "#FFFFFF", 0.25)
-                axes.add_patch(Rectangle((tile.feature, tile.token), 0.94, 0.9, facecolor=color, edgecolor="white"))
-                place = tile.feature + 0.47, tile.token + 0.45
-                axes.text(*place, f"{tile.rank}", ha="center", va="center", fontsize=9, color=text_on(color))
+                labelled_box(axes, (tile.feature, tile.token), (0.94, 0.9), color, str(tile.rank), fontsize=9)
             outline = {"facecolor": "none", "edgecolor": "black", "linewidth": 2}
             axes.add_patch(Rectangle((-0.06, 0.94), NUM_FEATURES + 0.06, 1.0, **outline))
             axes.text(NUM_FEATURES / 2, NUM_TOKENS + 0.25, text, ha="center", va="top", fontsize=9.5)

@@ -9,8 +9,8 @@ from matplotlib.patches import Patch, Rectangle
 from course_lib.hardware import GPU
 from course_lib.memory.budget import Budget
 from course_lib.plots.memory import budget_bars, draw_budgets, gpu_limits
-from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, NEUTRAL_COLOR, RANK_COLORS, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style
+from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, NEUTRAL_COLOR, RANK_COLORS, mix
+from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, picture_axes, style
 from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- who holds what
@@ -230,21 +230,9 @@ def draw_flat_shards(axes, pieces: Sequence[FlatPiece], num_ranks: Size) -> None
 def _flat_box(axes, start: int, stop: int, y: float, color: str, total: int, name: str, padding: bool) -> None:
     hatch = "////" if padding else ""
     edge = "#666666" if padding else "white"
-    axes.add_patch(Rectangle((start, y), stop - start, 0.84, facecolor=color, hatch=hatch, edgecolor=edge, linewidth=1))
     room = (stop - start) / total
     label = next((text for text in (f"{name}: {stop - start:,}", name) if room > 0.0098 * len(text) + 0.008), "")
-    if label:
-        ground = {"facecolor": color, "edgecolor": "none", "pad": 1} if padding else None
-        axes.text(
-            (start + stop) / 2,
-            y + 0.42,
-            label,
-            ha="center",
-            va="center",
-            fontsize=8.5,
-            color=text_on(color),
-            bbox=ground,
-        )
+    labelled_box(axes, (start, y), (stop - start, 0.84), color, label, hatch=hatch, edgecolor=edge)
 
 
 @checked

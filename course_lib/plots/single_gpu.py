@@ -8,8 +8,8 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
 from course_lib.config import ModelConfig, require_dense
-from course_lib.plots.palette import KIND_COLORS, NEUTRAL_COLOR, OKABE_ITO, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style
+from course_lib.plots.palette import KIND_COLORS, NEUTRAL_COLOR, OKABE_ITO
+from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, picture_axes, style
 from course_lib.validate import Size, checked
 
 # ---------------------------------------------------------------- squares
@@ -219,11 +219,7 @@ def show_counters(title: str = "Who counts which bytes of a GPU (not to scale)")
         for layer in LAYERS:
             width = layer.share / total
             edge = "#999999" if layer.hatch else "white"
-            look = {"facecolor": layer.color, "hatch": layer.hatch, "edgecolor": edge, "linewidth": 1}
-            axes.add_patch(Rectangle((left, 0), width, 1, **look))
-            ground = {"facecolor": layer.color, "edgecolor": "none", "pad": 1}
-            look = {"ha": "center", "va": "center", "fontsize": 8.5, "color": text_on(layer.color), "bbox": ground}
-            axes.text(left + width / 2, 0.5, layer.name, **look)
+            labelled_box(axes, (left, 0), (width, 1), layer.color, layer.name, hatch=layer.hatch, edgecolor=edge)
             left += width
         for row, (name, end) in enumerate(counted_shares().items()):
             y = 1.4 + 0.55 * row

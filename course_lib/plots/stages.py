@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, NEUTRAL_COLOR, RANK_COLORS, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style, three_digits
+from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, picture_axes, style, three_digits
 from course_lib.schedules.simulator import Simulation
 from course_lib.validate import Amount, checked
 
@@ -51,8 +51,8 @@ def live_title(picture: LivePicture) -> str:
     most, least = max(picture.peak_alive), min(picture.peak_alive)
     most_at, least_at = picture.peak_alive.index(most), picture.peak_alive.index(least)
     if most == least:
-        return f"every rank keeps up to {short(most)} micro-batches alive"
-    return f"rank {most_at} keeps up to {short(most)} micro-batches alive, rank {least_at} at most {short(least)}"
+        return f"every rank has up to {short(most)} micro-batches in flight"
+    return f"rank {most_at} has up to {short(most)} micro-batches in flight, rank {least_at} at most {short(least)}"
 
 
 @checked
@@ -109,7 +109,7 @@ def peaks_together(picture: LivePicture) -> list[float]:
 
 @checked
 def live_legend(picture: LivePicture) -> list[Patch]:
-    handles = [Patch(facecolor=ALIVE_COLOR, label="alive: from F to B (or I)")]
+    handles = [Patch(facecolor=ALIVE_COLOR, label="in flight: from F to B (or I)")]
     if any(picture.peak_waiting):
         look = {"facecolor": WAITING_COLOR, "hatch": WAITING_HATCH, "edgecolor": ALIVE_COLOR, "linewidth": 0}
         handles.append(Patch(**look, label="waiting for weight gradients"))
@@ -228,11 +228,8 @@ def _write_range(axes, block: StageBlock, ends: float, color: str) -> None:
 
 
 def _layer_box(axes, x: float, width: float, rank: int, color: str, label: str, layers: int, hatch: str = "") -> None:
-    look = {"facecolor": color, "edgecolor": "white", "hatch": hatch, "linewidth": 1.0 if layers <= 48 else 0.4}
-    axes.add_patch(Rectangle((x, rank + 0.36), width, 0.54, **look))
-    ground = {"facecolor": color, "edgecolor": "none", "pad": 0.8} if hatch else None
-    text = {"ha": "center", "va": "center", "fontsize": 7.5, "color": text_on(color), "bbox": ground}
-    axes.text(x + width / 2, rank + 0.63, label, **text)
+    look = {"hatch": hatch, "linewidth": 1.0 if layers <= 48 else 0.4}
+    labelled_box(axes, (x, rank + 0.36), (width, 0.54), color, label, fontsize=7.5, **look)
 
 
 @checked

@@ -9,7 +9,10 @@ from io import BytesIO
 import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.text import Text
 
+from course_lib.plots.palette import text_on
 from course_lib.validate import Amount, Positive, checked
 
 FULL_WIDTH_IN = 8.5
@@ -45,6 +48,43 @@ def picture_axes(height_in: Positive, width_in: Positive = FULL_WIDTH_IN) -> Ite
         figure, axes = plt.subplots(figsize=(width_in, height_in))
         yield axes
         finish(figure)
+
+
+@checked
+def labelled_box(
+    axes,
+    corner: tuple[float, float],
+    size: tuple[float, float],
+    color: str,
+    text: str = "",
+    fontsize: float = 8.5,
+    **look,
+) -> Text | None:
+    """Draw a filled box with its text in the middle, black or white, whichever reads better; return the text, if any.
+
+    look   of the box, as Rectangle has it; below a hatch the text has a plain ground
+    """
+    axes.add_patch(Rectangle(corner, *size, **({"facecolor": color, "edgecolor": "white"} | look)))
+    if not text:
+        return None
+    ground = {"facecolor": color, "edgecolor": "none", "pad": 1} if look.get("hatch") else None
+    text_look = {"ha": "center", "va": "center", "fontsize": fontsize, "color": text_on(color), "bbox": ground}
+    middle = corner[0] + size[0] / 2, corner[1] + size[1] / 2
+    return axes.text(*middle, text, zorder=look.get("zorder", 2) + 1, **text_look)
+
+
+@checked
+def bare(axes, xlim: tuple[float, float], ylim: tuple[float, float]) -> None:
+    """Leave nothing of the axes but their limits: a drawing has no scale."""
+    axes.set(xlim=xlim, ylim=ylim, xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+
+
+@checked
+def arrow(axes, start: tuple[float, float], stop: tuple[float, float], **look) -> None:
+    """Draw an arrow; look as FancyArrowPatch has it."""
+    look = {"arrowstyle": "-|>", "mutation_scale": 9, "color": "#444444", "linewidth": 1, "shrinkA": 0} | look
+    axes.add_patch(FancyArrowPatch(start, stop, **look))
 
 
 SHARPNESS = 2  # pixels stored for each pixel shown, for screens that have twice as many

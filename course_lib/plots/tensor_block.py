@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
-from matplotlib.patches import Rectangle
 
 from course_lib.layout.partition import piece_sizes
 from course_lib.plots.matrices import WHOLE_COLOR
-from course_lib.plots.palette import AXIS_COLORS, RANK_COLORS, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style
+from course_lib.plots.palette import AXIS_COLORS, RANK_COLORS
+from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, picture_axes, style
 from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- f and g on a block
@@ -74,10 +73,8 @@ def draw_block(axes, direction: str, num_ranks: Size = 2) -> None:
         for rank in lanes:
             color = WHOLE_COLOR if rank is None else RANK_COLORS[rank % len(RANK_COLORS)]
             bottom, height = (0, num_ranks) if rank is None else (num_ranks - 1 - rank, 1)
-            box = {"facecolor": color, "edgecolor": "white", "linewidth": 1.5}
-            axes.add_patch(Rectangle((region.left, bottom), region.width, height, **box))
-            middle = region.left + region.width / 2, bottom + height / 2
-            axes.text(*middle, region.name, ha="center", va="center", fontsize=8, color=text_on(color))
+            corner, size = (region.left, bottom), (region.width, height)
+            labelled_box(axes, corner, size, color, region.name, fontsize=8, linewidth=1.5)
     for border in borders:
         color = AXIS_COLORS["tp"] if border.sends else "#8C8C8C"
         axes.plot([border.at] * 2, [-0.1, num_ranks + 0.1], color=color, linewidth=5 if border.sends else 1.5)
@@ -195,10 +192,8 @@ def draw_vocab_loss(axes, logits: Sequence[float], target: Index, tp_size: Size)
 
 
 def _tile(axes, corner: tuple[float, float], width: float, color: str, text: str, outlined: bool = False) -> None:
-    edge = {"edgecolor": "black", "linewidth": 2.2, "zorder": 3} if outlined else {"edgecolor": "white", "linewidth": 1}
-    axes.add_patch(Rectangle(corner, width - 0.06, 0.9, facecolor=color, **edge))
-    middle = corner[0] + width / 2, corner[1] + 0.45
-    axes.text(*middle, text, ha="center", va="center", fontsize=9, color=text_on(color), zorder=4)
+    edge = {"edgecolor": "black", "linewidth": 2.2, "zorder": 3} if outlined else {}
+    labelled_box(axes, corner, (width - 0.06, 0.9), color, text, fontsize=9, **edge)
 
 
 @checked

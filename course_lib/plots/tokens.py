@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
-from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
+from matplotlib.patches import Patch
 
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
 from course_lib.parallel.positions import positions
 from course_lib.plots.context import MASKED_COLOR, draw_mask
-from course_lib.plots.palette import COMMUNICATION_COLOR, NEUTRAL_COLOR, RANK_COLORS, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.palette import COMMUNICATION_COLOR, NEUTRAL_COLOR, RANK_COLORS, mix
+from course_lib.plots.style import FULL_WIDTH_IN, arrow, bare, finish, labelled_box, style
 from course_lib.validate import Positive, Size, checked
 
 MOST_RANKS = len(RANK_COLORS)
@@ -24,18 +24,6 @@ def _check_room(cp_size: int, seq_len: int = 1) -> None:
             f"cp_size is {cp_size} and seq_len {seq_len}; the picture has room for {MOST_RANKS} ranks and "
             f"{MOST_TOKENS} tokens"
         )
-
-
-def _bare(axes, xlim: tuple, ylim: tuple) -> None:
-    axes.set(xlim=xlim, ylim=ylim, xticks=[], yticks=[])
-    axes.spines[:].set_visible(False)
-
-
-def _box(axes, corner: tuple, size: tuple, color: str, text: str = "", **look) -> None:
-    axes.add_patch(Rectangle(corner, *size, facecolor=color, **({"edgecolor": "white", "linewidth": 1} | look)))
-    if text:
-        ink = text_on(color)
-        axes.text(corner[0] + size[0] / 2, corner[1] + size[1] / 2, text, fontsize=8.5, color=ink, **CENTRED)
 
 
 # ---------------------------------------------------------------- where tokens mix
@@ -56,9 +44,11 @@ def show_cut(cp_size: Size = 4, title: str = "") -> None:
         for rank in range(cp_size):
             for x, part in enumerate(PARTS):
                 if x != place:
-                    _box(axes, (x + 0.05, rank + 0.12), (0.9, 0.76), RANK_COLORS[rank], part)
-        _box(axes, (place + 0.05, 0.12), (0.9, cp_size - 0.24), "#E6E6E6", "attention:\nkeys and\nvalues of\nall ranks")
-        _bare(axes, (-0.75, len(PARTS)), (cp_size, 0))
+                    labelled_box(axes, (x + 0.05, rank + 0.12), (0.9, 0.76), RANK_COLORS[rank], part)
+        labelled_box(
+            axes, (place + 0.05, 0.12), (0.9, cp_size - 0.24), "#E6E6E6", "attention:\nkeys and\nvalues of\nall ranks"
+        )
+        bare(axes, (-0.75, len(PARTS)), (cp_size, 0))
         for rank in range(cp_size):
             axes.text(-0.1, rank + 0.5, f"rank {rank}", ha="right", va="center", fontsize=9)
         axes.set_title(title or "Each rank computes on its own tokens; only attention needs those of other ranks")
@@ -101,10 +91,10 @@ def show_merge(outputs: Sequence[Positive], weights: Sequence[Positive], title: 
         left = 0.0
         for index, (output, weight) in enumerate(zip(outputs, weights, strict=True)):
             text = f"block {index + 1}\noutput {output:g}"
-            _box(panels[0], (left, 0), (weight, output), RANK_COLORS[index % MOST_RANKS], text)
+            labelled_box(panels[0], (left, 0), (weight, output), RANK_COLORS[index % MOST_RANKS], text)
             left += weight
         text = f"all keys\noutput {whole.output:g}"
-        _box(panels[1], (0, 0), (whole.weight, whole.output), mix(NEUTRAL_COLOR, "#FFFFFF", 0.5), text)
+        labelled_box(panels[1], (0, 0), (whole.weight, whole.output), mix(NEUTRAL_COLOR, "#FFFFFF", 0.5), text)
         for axes, caption in zip(panels, ("each block by itself", "merged: the same area"), strict=True):
             axes.set(xlim=(0, whole.weight), ylim=(0, 1.1 * max(outputs)), xlabel="weight: sum of exponentials")
             axes.set_title(caption, fontsize=9.5, fontweight="normal")
@@ -138,16 +128,16 @@ def show_gradient_ring(cp_size: Size = 4, title: str = "") -> None:
         for rank, row in enumerate(table):
             for step, shares in enumerate(row):
                 color_here = "#F4F4F4" if shares is None else color
-                _box(axes, (step + 0.03, rank + 0.12), (0.94, 0.76), color_here, _said_of(shares))
+                labelled_box(axes, (step + 0.03, rank + 0.12), (0.94, 0.76), color_here, _said_of(shares))
         for step in range(1, cp_size):
             start, stop = (step + 0.5, step + 0.88), (step + 1.35, step + 1.12)
             if step < cp_size - 1:
                 _arrow(axes, start, stop)
         home = cp_size + 0.03
-        _box(axes, (home, 0.12), (0.94, 0.76), color, f"dkv of 0:\n{cp_size} shares")
+        labelled_box(axes, (home, 0.12), (0.94, 0.76), color, f"dkv of 0:\n{cp_size} shares")
         if cp_size > 1:
             _arrow(axes, (cp_size, cp_size - 0.5), (home + 0.47, 0.9))
-        _bare(axes, (-0.6, cp_size + 1), (cp_size, -0.35))
+        bare(axes, (-0.6, cp_size + 1), (cp_size, -0.35))
         for rank in range(cp_size):
             axes.text(-0.05, rank + 0.5, f"rank {rank}", ha="right", va="center", fontsize=9)
             axes.text(rank + 0.5, -0.1, f"step {rank}", fontsize=9, **CENTRED)
@@ -164,8 +154,7 @@ def _said_of(shares: int | None) -> str:
 
 
 def _arrow(axes, start: tuple, stop: tuple) -> None:
-    how = {"arrowstyle": "-|>", "mutation_scale": 13, "linewidth": 1.8, "color": COMMUNICATION_COLOR, "zorder": 4}
-    axes.add_patch(FancyArrowPatch(start, stop, **how))
+    arrow(axes, start, stop, mutation_scale=13, linewidth=1.8, color=COMMUNICATION_COLOR, shrinkA=2, zorder=4)
 
 
 # ---------------------------------------------------------------- chunks of a sequence
@@ -250,8 +239,8 @@ def show_heads_for_tokens(cp_size: Size = 4, num_heads: Size = 8, seq_len: Size 
         for axes, cells, caption in zip(panels, tables, captions, strict=True):
             for head, row in enumerate(cells):
                 for token, rank in enumerate(row):
-                    _box(axes, (token, head), (1, 1), RANK_COLORS[rank])
-            _bare(axes, (0, seq_len), (num_heads, 0))
+                    labelled_box(axes, (token, head), (1, 1), RANK_COLORS[rank])
+            bare(axes, (0, seq_len), (num_heads, 0))
             axes.set(xlabel="tokens", ylabel="heads")
             axes.set_title(caption, fontsize=9.5, fontweight="normal", loc="center")
         handles = [Patch(facecolor=RANK_COLORS[rank], label=f"rank {rank}") for rank in range(cp_size)]

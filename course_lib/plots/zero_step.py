@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
-from matplotlib.patches import Rectangle
 
 from course_lib.plots.memory import TimelinePicture, kind_patch, stack_kinds, timeline_picture
-from course_lib.plots.palette import KIND_COLORS, KINDS, NEUTRAL_COLOR, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, picture_axes, show_bytes, style, unit_for
+from course_lib.plots.palette import KIND_COLORS, KINDS, NEUTRAL_COLOR
+from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, labelled_box, picture_axes, show_bytes, style, unit_for
 from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- elements on ranks, from row to row
@@ -66,9 +65,8 @@ def draw_flow(axes, rows: Sequence[FlowRow]) -> None:
     tiles, num_elements = flow_tiles(rows), len(rows[0].of_ranks[0])
     for tile in tiles:
         color = KIND_COLORS[tile.kind] if tile.text else "#FFFFFF"
-        box = {"facecolor": color, "edgecolor": NEUTRAL_COLOR, "linewidth": 0.8}
-        axes.add_patch(Rectangle((tile.x, tile.y), 0.94, 0.9, **box))
-        axes.text(tile.x + 0.47, tile.y + 0.45, tile.text, ha="center", va="center", fontsize=9, color=text_on(color))
+        look = {"fontsize": 9, "edgecolor": NEUTRAL_COLOR, "linewidth": 0.8}
+        labelled_box(axes, (tile.x, tile.y), (0.94, 0.9), color, tile.text, **look)
     right = max(tile.x for tile in tiles) + 1
     for index, row in enumerate(rows):
         if row.then:

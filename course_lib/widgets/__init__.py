@@ -11,6 +11,8 @@ context.py          sequence, cp and placement: memory, and one layer's attentio
 pipeline.py         schedule, ranks, micro-batches, times: the chart, its bubble, what is kept alive
 pipeline_puzzle.py  place the blocks of a pipeline by hand; a checker answers
 experts.py          experts, skew and nodes: load, drops, bytes within and between nodes
+plan.py             a job: ranked layouts, their memory and speed, the best one as a file
+watch.py            a run watched from its logs, while it trains and after it
 five_d.py           a whole layout: who holds what, memory, bytes by axis, modelled step; a toy measured
 """
 
@@ -30,11 +32,24 @@ from course_lib.widgets.five_d import five_d_explorer
 from course_lib.widgets.memory import memory_explorer
 from course_lib.widgets.pipeline import pipeline_explorer
 from course_lib.widgets.pipeline_puzzle import pipeline_puzzle
+from course_lib.widgets.plan import plan_explorer
 from course_lib.widgets.precision import precision_explorer
 from course_lib.widgets.tensor import tensor_explorer
+from course_lib.widgets.watch import watch
 from course_lib.widgets.zero import zero_explorer
 
 __all__ = [
-    "collective_explorer", "context_explorer", "dp_explorer", "expert_explorer", "five_d_explorer", "memory_explorer",
-    "pipeline_explorer", "pipeline_puzzle", "precision_explorer", "tensor_explorer", "zero_explorer",
+    "collective_explorer",
+    "context_explorer",
+    "dp_explorer",
+    "expert_explorer",
+    "five_d_explorer",
+    "memory_explorer",
+    "pipeline_explorer",
+    "pipeline_puzzle",
+    "plan_explorer",
+    "precision_explorer",
+    "tensor_explorer",
+    "watch",
+    "zero_explorer",
 ]  # fmt: skip

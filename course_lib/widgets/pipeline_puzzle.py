@@ -20,7 +20,6 @@ from course_lib.widgets import parts
 
 MOST_RANKS, MOST_MICRO_BATCHES = 8, 12
 COSTS = Costs(forward_s=1.0, input_backward_s=1.0, weight_backward_s=1.0)
-NAME = "Your schedule"
 SHOWN = 4  # problems at once; the rest is counted
 
 
@@ -233,7 +232,7 @@ def _score(simulation: Simulation) -> str:
     text = (
         f"<b>Complete and right.</b> Length {short(simulation.makespan_s)}; bubble "
         f"{percent(simulation.bubble_of_ideal)} of ideal time, {percent(simulation.bubble_of_total)} of total; "
-        f"peak of micro-batches alive, by rank: {', '.join(map(str, peaks))}. "
+        f"peak in-flight micro-batches, by rank: {', '.join(map(str, peaks))}. "
     )
     if behind_s > 1e-9:
         text += f"The best known with {kind}, {best.name}, takes {short(best.makespan_s)}: {short(behind_s)} less."
@@ -241,9 +240,9 @@ def _score(simulation: Simulation) -> str:
         text += f"That is {short(-behind_s)} less than the best that this course knows, {best.name}!"
     elif sum(peaks) > sum(best.peaks):
         fewer = ", ".join(map(str, best.peaks))
-        text += f"Nothing known with {kind} is shorter, but {best.name} keeps fewer alive: {fewer}."
+        text += f"Nothing known with {kind} is shorter, but {best.name} has fewer in flight: {fewer}."
     else:
-        text += f"Nothing known with {kind} is shorter or keeps fewer alive."
+        text += f"Nothing known with {kind} is shorter or has fewer in flight."
     if not split:
         other = best_known(schedule.pp, schedule.num_micro_batches, True)
         if other.makespan_s < simulation.makespan_s - 1e-9:

@@ -5,7 +5,12 @@ import torch.nn.functional as F
 
 from course_lib import comm
 from course_lib.launch import RankError
-from course_lib.minimal.compare_parts import compare_mlp, compare_vocab_loss, mlp_gradient_errors
+from course_lib.minimal.compare_parts import (
+    compare_mlp,
+    compare_vocab_loss,
+    mlp_gradient_errors,
+    show_mlp_gradients,
+)
 from course_lib.minimal.tensor import copy_in, sum_out, vocab_parallel_cross_entropy
 
 pytestmark = pytest.mark.launches
@@ -55,6 +60,12 @@ def test_gradients_are_right_with_f_and_g_alone():
     without_f = mlp_gradient_errors(two_mlps, lambda x, group: x, sum_out, 4)
     assert max(without_f["loss"], without_f["A2"], without_f["B2"]) < 1e-12
     assert min(without_f["x"], without_f["A1"], without_f["B1"]) > 0.5
+
+
+def test_wrong_gradients_are_shown_in_percent_and_right_ones_as_right(capsys):
+    errors = show_mlp_gradients(two_mlps, lambda x, group: x, sum_out, 2)
+    shown = capsys.readouterr().out
+    assert f"'A1': '{errors['A1']:.0%}'" in shown and "'loss': 'right'" in shown and shown.count("right") == 3
 
 
 def test_a_loss_from_parts_sends_three_numbers_per_token_and_keeps_a_part():

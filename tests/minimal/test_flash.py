@@ -40,6 +40,7 @@ def test_scores_that_overflow_without_the_running_maximum():
     assert flash.flash_forward(q, k, v, 8)[0].isfinite().all()
 
 
+@pytest.mark.slow
 def test_the_model_has_the_same_gradients_and_keeps_no_scores():
     assert gradient_difference(flash.use_flash) < 1e-14
     standard, fused = (sum(block_terms(PASS_CONFIG, 256, name).values()) for name in ("standard", "fused"))
@@ -47,6 +48,7 @@ def test_the_model_has_the_same_gradients_and_keeps_no_scores():
     assert kept_bytes(flash.use_flash, 512) == 2 * kept_bytes(flash.use_flash, 256) - 4
 
 
+@pytest.mark.slow
 def test_selective_recomputation_after_flash_saves_the_log_sum_exp_alone():
     def both(model):
         flash.use_flash(model)

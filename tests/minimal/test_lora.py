@@ -77,6 +77,7 @@ def test_bytes_of_states_are_those_of_the_formula(targets):
     assert held == {name: getattr(formula, name) for name in ("parameters", "gradients", "optimizer")}
 
 
+@pytest.mark.slow
 def test_frozen_weights_need_no_gradient():
     share = flops_of_a_pass(lambda model: model.head.requires_grad_(False), CONFIG) / flops_of_a_pass(no_change, CONFIG)
     tokens, head = 8 * 128, CONFIG.vocab_size * CONFIG.d_model

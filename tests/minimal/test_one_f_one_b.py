@@ -20,10 +20,10 @@ from course_lib.minimal.compare_pipeline import (
     pipeline_sent,
     pipeline_trace,
 )
-from course_lib.minimal.one_f_one_b import PipelineRank, SplitRank, afab, clock, naive, one_f_one_b
+from course_lib.minimal.one_f_one_b import PipelineRank, SplitRank, afab, naive, one_f_one_b
 from course_lib.model import build
 from course_lib.parallel import pipeline
-from course_lib.schedules import Costs, from_lists, make, problems, simulate
+from course_lib.schedules import from_lists, make, simulate
 from course_lib.span import Span
 
 launches = pytest.mark.launches
@@ -39,23 +39,6 @@ def words_of(name, p, m):
 @pytest.mark.parametrize("name", BUILDERS)
 def test_lists_are_those_of_the_package(name, p, m):
     assert BUILDERS[name](p, m) == words_of(name, p, m)
-
-
-@pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 8), (5, 11)])
-@pytest.mark.parametrize("name", ["naive", "afab", "1f1b", "zb_h1", "zb_h2"])
-def test_the_clock_is_that_of_the_simulator(name, p, m):
-    costs = Costs(forward_s=1.0, input_backward_s=1.25, weight_backward_s=0.75)
-    done, stuck = clock(words_of(name, p, m), {"F": 1.0, "I": 1.25, "W": 0.75, "B": 2.0})
-    simulation = simulate(make(name, p, m), costs)
-    expected = {tuple([span.name.split("@")[0], span.rank]): span.stop_s for span in simulation.spans}
-    assert stuck == {} and done == pytest.approx(expected)
-
-
-def test_the_clock_stands_still_where_the_checker_finds_a_deadlock():
-    lists = [["F0", "B0", "F1", "B1"], ["F0", "F1", "B0", "B1"]]
-    done, stuck = clock(lists, {"F": 1, "B": 2})
-    assert stuck == {0: "B0", 1: "F1"} and done == {("F0", 0): 1, ("F0", 1): 2}
-    assert "deadlock" in problems(from_lists(lists))[0]
 
 
 @launches

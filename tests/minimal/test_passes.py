@@ -55,11 +55,13 @@ def test_gradients_are_those_of_the_models_own_recomputation():
         (recompute_segments, "full", LAYERS * INPUT),
     ],
 )
+@pytest.mark.slow
 def test_kept_bytes_and_flops_are_the_formulas_to_the_byte_and_to_the_flop(change, mode, blocks_keep):
     assert kept_bytes(change) == blocks_keep + HEAD + TABLES + 4  # 4: the sum of the loss's weights
     assert flops_of_a_pass(change) == step_flops(PASS_CONFIG, TOKENS, SEQ_LEN, mode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_peak_is_one_input_per_segment_and_one_segment(size):
     peak = peak_activations(partial(recompute_segments, blocks_per_segment=size))
@@ -93,12 +95,14 @@ def other_dropout(model):
         block.forward = partial(OtherDropout.apply, block.forward)
 
 
+@pytest.mark.slow
 def test_a_second_run_with_other_random_numbers_is_found():
     assert gradient_difference(other_dropout) == 0  # without dropout nothing is random
     assert gradient_difference(other_dropout, config=DROPOUT_CONFIG) > 1e-4
 
 
 # ------------------------------------------------------------------------------------ accumulation
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_accumulated_gradients_are_those_of_the_batch_and_of_the_engine(count):
     assert gradient_difference(backward=partial(accumulate, num_micro_batches=count)) < 1e-14
@@ -128,12 +132,14 @@ def gradients_with_padding(backward):
     return torch.cat([param.grad.flatten() for param in model.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_ignored_targets_do_not_count(count):
     found = gradients_with_padding(partial(accumulate, num_micro_batches=count))
     assert (found - gradients_with_padding(full_batch)).abs().max() < 1e-14
 
 
+@pytest.mark.slow
 def test_shares_of_all_positions_are_found():
     def by_positions(model, x_BS, y_BS):
         for x_part, y_part in micro_batches(x_BS, y_BS, 4):
@@ -162,6 +168,7 @@ def on_host(model, x_BS, y_BS):
     return host
 
 
+@pytest.mark.slow
 def test_offloaded_activations_come_back_unchanged_and_leave_the_device():
     assert gradient_difference(backward=on_host) == 0
     assert gradient_difference(recompute_segments, on_host) == 0

@@ -1,5 +1,6 @@
 """The smallest mixed precision equals one dtype where nothing is rounded, and the engine in 16 bits; bugs do not."""
 
+import math
 from functools import partial
 
 import pytest
@@ -56,6 +57,7 @@ def test_master_weights_are_those_of_the_engine():
     assert difference(found, expected) < 1e-2
 
 
+@pytest.mark.slow
 def test_loss_scaling_skips_the_steps_that_the_engine_skips():
     found = train_tiny(partial(LossScaling, scale=2.0**20, growth_interval=4), fp16, steps=12, learning_rate=1e-3)
     scaler, scales = LossScaler(scale=2.0**20, growth_interval=4), []
@@ -116,9 +118,15 @@ def test_a_planted_bug_in_the_scale_changes_the_master_weights(wrong):
     assert sgd_difference(LossScaling) == 0 and sgd_difference(wrong) > 0
 
 
+@pytest.mark.slow
 def test_master_weights_keep_what_rounding_loses_and_a_planted_bug_does_not():
     right, wrong = (train_tiny(trainer, bf16, steps=20).moved for trainer in (MasterWeights, RoundsTheMasters))
     assert right > 0.7 and wrong < 0.25 and train_tiny(OneDtype, bf16, steps=20).moved < 0.25
+
+
+def test_a_parameter_that_became_nan_did_not_move():
+    naive = train_tiny(OneDtype, fp16, steps=2)  # AdamW's epsilon is 0 in fp16
+    assert naive.moved == 0 and math.isnan(naive.losses[1])
 
 
 @pytest.mark.parametrize(

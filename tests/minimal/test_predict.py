@@ -26,6 +26,19 @@ def test_a_prediction_says_how_far_off_it_was(mine, measured, said, capsys):
     assert capsys.readouterr().out == said
 
 
+@pytest.mark.parametrize(
+    ("mine", "measured", "said"),
+    [
+        (90, 78, "You predicted 90 %; measured 78 %, 12 percentage points too high.\n"),
+        (0.5, 27.3, "You predicted 0.5 %; measured 27.3 %, 26.8 percentage points too low.\n"),
+        (5, 0, "You predicted 5 %; measured 0 %, 5 percentage points too high.\n"),
+    ],
+)
+def test_shares_differ_by_percentage_points(mine, measured, said, capsys):
+    predict("Which share?", unit="%", mine=mine).compare(measured)
+    assert capsys.readouterr().out == said
+
+
 @pytest.mark.parametrize("wrong", ["12", True, None])
 def test_a_prediction_that_is_no_number_is_refused(wrong):
     with pytest.raises(ValueError, match="give your prediction as a number"):

@@ -118,13 +118,14 @@ def test_with_a_code_fine_enough_it_is_adamw(monkeypatch):
     assert torch.allclose(params[0], params[1], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_dynamic_code_trains_as_fp32_moments_and_planted_bugs_do_not():
     def last(trainer):
-        return train_tiny(trainer, steps=30, learning_rate=1e-3).losses[-1]
+        return train_tiny(trainer, steps=12, learning_rate=2e-3).losses[-1]
 
     expected = last(OneDtype)
     assert last(eight_bit) == pytest.approx(expected, abs=0.1)
-    assert last(partial(eight_bit, make_code=linear_code)) > expected + 0.3
+    assert last(partial(eight_bit, make_code=linear_code)) > expected + 1
 
     class StoresTheSquareRoot(EightBitAdamW):
         def move_moment(self, param, name, target, beta):
@@ -134,7 +135,7 @@ def test_the_dynamic_code_trains_as_fp32_moments_and_planted_bugs_do_not():
             return moment
 
     wrong = last(lambda model, make: OneDtype(model, partial(StoresTheSquareRoot, **make.keywords)))
-    assert wrong != pytest.approx(expected, abs=0.1)
+    assert wrong > expected + 1
 
 
 def replace_all(model, layer_class):

@@ -8,8 +8,8 @@ from course_lib import comm
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter
 from course_lib.minimal import compare, compare_with_one_process, sent_bytes
+from course_lib.minimal.compare import calls_of_a_step
 from course_lib.minimal.compare_cut_model import (
-    calls_of_a_step,
     different_copies,
     gradient_errors,
     kept_by_a_block,

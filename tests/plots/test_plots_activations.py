@@ -53,6 +53,7 @@ def test_what_has_no_room_or_no_meaning_is_refused():
         flash.show_tiles(8, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", [lambda: recompute.show_graph(PASS_CONFIG, 1024, 256), flash.show_tiles])
 def test_pictures_are_readable(draw, monkeypatch):
     look(draw, monkeypatch, 60_000)

@@ -25,14 +25,9 @@ LLAMA_8B = preset("llama-3.1-8b")
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_coloured_squares_are_the_work_that_was_counted(sequence_sharding, causal):
     table = pairs(sequence_sharding, 24, 4, causal)
-    ranks, steps = (cells(sequence_sharding, 24, 4, causal) for cells in (context.mask_ranks, context.mask_steps))
-    drawn = Counter(
-        (rank, step) for of, at in zip(ranks, steps, strict=True) for rank, step in zip(of, at, strict=True)
-    )
-    assert drawn.pop((None, None), 0) == (24 * 23 // 2 if causal else 0)
-    assert {place: count for place, count in drawn.items()} == {
-        (rank, step): count for rank, row in enumerate(table) for step, count in enumerate(row) if count
-    }
+    drawn = Counter(rank for row in context.mask_ranks(sequence_sharding, 24, 4, causal) for rank in row)
+    assert drawn.pop(None, 0) == (24 * 23 // 2 if causal else 0)
+    assert drawn == dict(enumerate(pairs_of_ranks(table)))
 
 
 def test_captions_say_whether_work_is_even():
@@ -84,8 +79,6 @@ def test_what_there_is_no_room_for_is_refused():
         context.show_work(9, 4608)
     with pytest.raises(ValueError, match="room for 64"):
         context.show_mask(4, 128)
-    with pytest.raises(ValueError, match="rank or step"):
-        context.show_mask(by="colour")
     with pytest.raises(ValueError, match="give 1 to 6"):
         context.show_memory_by_length({})
 
@@ -107,7 +100,7 @@ def _curves():
 
 PICTURES = {
     "mask": lambda: context.show_mask(),
-    "mask of 8 by step": lambda: context.show_mask(8, 16, ("contiguous", "zigzag"), by="step"),
+    "mask of 8": lambda: context.show_mask(8, 16, ("contiguous", "zigzag")),
     "mask, all to all": lambda: context.show_mask(2, 16, causal=False),
     "work": lambda: context.show_work(),
     "work of 8": lambda: context.show_work(8, 4096),
@@ -117,6 +110,7 @@ PICTURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_shown_once_with_no_text_on_another(name, monkeypatch):
     look(PICTURES[name], monkeypatch, 80_000)

@@ -2,24 +2,13 @@
 
 from itertools import pairwise
 
-import matplotlib.pyplot as plt
 import pytest
+from pictures import drawn
 
 from course_lib.plots import data_parallel as plots
-from course_lib.plots import style
 
 SIZES = {"embed.weight": 4, "block.weight": 6, "head.weight": 2}
 BUCKETS = [["head.weight", "block.weight"], ["embed.weight"]]
-
-
-def drawn(monkeypatch, show, *args):
-    figures = []
-    monkeypatch.setattr(style, "finish", figures.append)
-    show(*args)
-    figures[0].canvas.draw()
-    texts = [text.get_text() for text in figures[0].axes[0].texts]
-    plt.close(figures[0])
-    return texts
 
 
 def test_each_rank_has_its_own_sequences_and_gradient_and_the_same_mean():

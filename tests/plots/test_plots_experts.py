@@ -120,6 +120,7 @@ PICTURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_shown_once_with_no_text_on_another(name, monkeypatch):
     look(PICTURES[name], monkeypatch, 100_000)

@@ -35,6 +35,7 @@ def test_every_choice_is_reached_from_the_question():
     assert reached == set(fine_tuning.CHOICES)
 
 
+@pytest.mark.slow
 def test_pictures_can_be_read(shown):
     fine_tuning.show_lora()
     fine_tuning.show_codes({"dynamic": dynamic_code().tolist(), "NF4": normal_code().tolist()})

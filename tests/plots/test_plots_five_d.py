@@ -216,6 +216,7 @@ PICTURES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_shown_once_with_no_text_on_another(name, monkeypatch):
     look(PICTURES[name], monkeypatch, 60_000)

@@ -149,8 +149,8 @@ def test_what_is_alive_is_counted_in_micro_batches_through_all_layers_of_a_rank(
     one, two = stages.live_picture(ALL["1f1b"]), stages.live_picture(ALL["interleaved"])
     assert one.peak_alive == [4, 3, 2, 1] and not any(one.peak_waiting)
     assert two.peak_alive == [5.5, 4.5, 3.5, 2.5]  # 11, 9, 7, 5 chunks of half a rank
-    assert stages.live_title(one) == "rank 0 keeps up to 4 micro-batches alive, rank 3 at most 1"
-    assert stages.live_title(stages.live_picture(ALL["afab"])) == "every rank keeps up to 8 micro-batches alive"
+    assert stages.live_title(one) == "rank 0 has up to 4 micro-batches in flight, rank 3 at most 1"
+    assert stages.live_title(stages.live_picture(ALL["afab"])) == "every rank has up to 8 micro-batches in flight"
     assert stages.peaks_of(ALL["zb_h2"]) == list(ALL["zb_h2"].peak_live)
 
 
@@ -198,6 +198,7 @@ PICTURES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_shown_once_with_no_text_on_another(name, monkeypatch):
     look(PICTURES[name], monkeypatch, 160_000, dpi="figure")

@@ -43,6 +43,7 @@ def test_panels_count_what_torch_makes_of_gradients():
     assert sum(panel.shares.values()) == pytest.approx(1)
     below = (gradients.double() < torch.finfo(torch.float16).smallest_normal).double().mean().item()
     assert panel.subnormal == pytest.approx(below - panel.lost)
+    assert panel.largest == gradients.double().max().item()
 
 
 def test_widths_of_a_step_are_the_bytes_of_the_recipe():

@@ -1,19 +1,9 @@
 """The records behind the pictures of sequence parallelism: who holds which tile, what a rank holds of each tensor."""
 
-import matplotlib.pyplot as plt
 import pytest
+from pictures import drawn
 
 from course_lib.plots import sequence as plots
-
-
-def drawn(monkeypatch, show, *args):
-    figures = []
-    monkeypatch.setattr(plots, "finish", figures.append)
-    show(*args)
-    figures[0].canvas.draw()
-    texts = [text.get_text() for axes in figures[0].axes for text in axes.texts]
-    plt.close(figures[0])
-    return texts
 
 
 def test_by_tokens_a_token_is_on_one_rank_and_by_features_on_all():

@@ -249,6 +249,8 @@ def test_borders_of_a_block_mirror_in_backward():
     sp = regions.block_borders("tp+sp")
     assert [b.forward for b in sp] == ["all-gather", "reduce-scatter"] * 2
     assert [b.backward for b in sp] == ["reduce-scatter", "all-gather"] * 2
+    again = regions.block_borders("tp+sp", regather=True)  # one more all-gather in front of attention and the MLP
+    assert sum(b.backward.count("all-gather") for b in again) == sum(b.backward.count("all-gather") for b in sp) + 2
     assert regions.regions_title({"tp": 13.0, "tp+sp": 4.25}, 8).endswith("3.1 times less than TP 8 alone keeps")
 
 

@@ -72,6 +72,7 @@ def test_what_is_said_of_known_layouts_is_so():
     assert explore_five_d(LAPTOP).layout.world_size == 8
 
 
+@pytest.mark.slow
 def test_deepseek_v3_fits_with_another_schedule():
     few = replace(DEEPSEEK, micro_batches=32)  # as many alive as with 120
     v_shaped, plain = explore_five_d(few), explore_five_d(replace(few, schedule="1f1b"))
@@ -91,6 +92,7 @@ def test_the_picture_has_no_text_on_another(choice):
 # ---------------------------------------------------------------- the widget
 
 
+@pytest.mark.slow
 def test_a_known_layout_sets_all_controls_and_a_change_makes_it_ones_own(monkeypatch):
     drawn = []
     monkeypatch.setattr(five_d, "five_d_png", lambda choice: drawn.append(choice) or choice.model.encode())

@@ -119,8 +119,8 @@ def test_the_best_known_reaches_the_bounds(pp, m):
 def test_the_score_says_how_far_from_the_best():
     said = {name: describe_puzzle(check_puzzle(rows_of(make(name, 3, 4)), 4)) for name in ("naive", "afab", "1f1b")}
     assert "The best known with whole backwards, 1F1B, takes 18: 18 less." in said["naive"]
-    assert "1F1B keeps fewer alive: 3, 2, 1." in said["afab"] and "by rank: 4, 4, 4" in said["afab"]
-    assert "is shorter or keeps fewer alive. With B split into I and W, ZB-H1 takes 14: try it." in said["1f1b"]
+    assert "1F1B has fewer in flight: 3, 2, 1." in said["afab"] and "by rank: 4, 4, 4" in said["afab"]
+    assert "is shorter or has fewer in flight. With B split into I and W, ZB-H1 takes 14: try it." in said["1f1b"]
     assert "50 % of ideal time, 33.3 % of total" in said["1f1b"]
     split = "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3", "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3"
     third = "F0 I0 F1 I1 F2 I2 F3 W0 I3 W1 W2 W3"

@@ -399,6 +399,16 @@ def adapters_everywhere(shapes, targets, rank):
     return 2 * frozen + 16 * trained
 
 
+def a_gradient_forgotten(shapes, targets, rank):
+    frozen, trained = _counts(shapes, targets, rank)
+    return 2 * frozen + 14 * trained
+
+
+def base_without_targets(shapes, targets, rank):
+    others = {name: shape for name, shape in shapes.items() if name not in targets}
+    return 2 * _counts(others, (), rank)[0] + 16 * _counts(shapes, targets, rank)[1]
+
+
 # ------------------------------------------------------------------------------------ 6. utilisation
 def _utilisation(config, seq_len, tokens, seconds, gpus, peak, recompute):
     possible = seconds * gpus * peak
@@ -449,6 +459,14 @@ def _first_fit(config, batch_size, seq_len, ladder_steps, limit, added=True, div
 
 def each_step_alone(*setting):
     return next(iter(_first_fit(*setting, added=False)), None)
+
+
+def changes_not_kept(config, batch_size, seq_len, ladder_steps, limit):
+    for name, changes in ladder_steps:
+        rows = batch_size // changes.get("micro_batches", 1)
+        if budget(config, rows, seq_len, **changes).total_bytes <= limit:
+            return name
+    return None
 
 
 def batch_not_divided(*setting):
@@ -556,6 +574,8 @@ WRONG = {
             (adapters_without_states, "the adapters need gradients"),
             (no_masters, "FP32 master weights are missing"),
             (adapters_everywhere, "beside the targets only"),
+            (a_gradient_forgotten, "2 bytes are missing"),
+            (base_without_targets, "the targets' own matrices are missing"),
         ],
     },
     "my_utilisation": {
@@ -574,6 +594,7 @@ WRONG = {
         "check": check_first_fit,
         "answers": [
             (each_step_alone, "each step was tried alone"),
+            (changes_not_kept, "the changes of the steps above were not kept"),
             (batch_not_divided, "has batch_size // micro_batches rows"),
             (last_that_fits, "the last step that fits costs most"),
             (strictly_less, "what needs exactly the limit fits"),

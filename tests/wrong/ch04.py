@@ -14,7 +14,7 @@ from course_lib.checks.ch04 import (
 )
 from course_lib.comm import all_gather, all_reduce
 from course_lib.minimal.data import DataParallel, when_all_arrived
-from course_lib.minimal.zero import FlatParameter, Zero1, Zero2, Zero3, free, gather, units_of
+from course_lib.minimal.zero import FlatParameter, Zero1, Zero2, Zero3, free, gather, gather_use_free, units_of
 
 
 # ------------------------------------------------------------------------------------ 1. bytes held
@@ -285,6 +285,16 @@ def regather(output, flat):
     output.register_hook(lambda grad: gather(flat))
 
 
+class ShardIsAView(Zero3):
+    """Without a clone the shard's memory is given back with the buffer: the optimizer writes to nothing."""
+
+    def __init__(self, model, make_optimizer, group):
+        Zero2.__init__(self, model, make_optimizer, group)
+        for unit, flat in zip(units_of(model), self.flats, strict=True):
+            free(flat)
+            gather_use_free(unit, flat)
+
+
 class AllReducesFirst(Zero3):
     """The full gradient on every rank, and then a shard of it."""
 
@@ -375,6 +385,7 @@ WRONG = {
         "answers": [
             (NeverFrees, "free a unit after its forward"),
             (FreesAfterForwardAlone, "free a unit after its backward"),
+            (ShardIsAView, "is your shard a view of the buffer that you empty?"),
             (AllReducesFirst, "phases are"),
             (Sums, "take the mean over ranks"),
             (OptimizerOfEverything, "bytes of optimizer"),

@@ -6,14 +6,16 @@ import torch
 
 from course_lib.checks.ch09 import (
     check_bias_step,
-    check_combine,
-    check_dispatch,
     check_keep,
+    check_layer,
     check_route,
     check_sent_bytes,
     check_sum_gradients,
 )
-from course_lib.comm import all_reduce_
+from course_lib.checks.ch09.expert_parallel import bytes_of_a_recomputed_layer
+from course_lib.comm import all_gather, all_reduce_, all_to_all
+from course_lib.minimal.experts import Exchange, by_expert
+from course_lib.minimal.moe import combine, dispatch, run_experts
 from course_lib.model import moe
 from course_lib.model.moe import scores
 
@@ -64,90 +66,7 @@ def softmax_of_logits(logits_TE, top_k, score, bias_E):
     return expert_Tk, logits_TE.gather(1, expert_Tk).softmax(-1)
 
 
-# ------------------------------------------------------------------------------------ 2. dispatch
-def _dispatched(x_TD, expert_Tk, num_experts, num_ranks):
-    assignment_R = expert_Tk.flatten().argsort(stable=True)
-    rows_E = expert_Tk.flatten().bincount(minlength=num_experts)
-    return x_TD[assignment_R // expert_Tk.shape[1]], assignment_R, rows_E.view(num_ranks, -1).sum(1).tolist()
-
-
-def tokens_for_choices(x_TD, expert_Tk, num_experts, num_ranks):
-    x_RD, assignment_R, rows = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
-    return x_RD, assignment_R // expert_Tk.shape[1], rows
-
-
-def not_sorted(x_TD, expert_Tk, num_experts, num_ranks):
-    _, assignment_R, rows = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
-    return x_TD.repeat_interleave(expert_Tk.shape[1], 0), torch.arange(len(assignment_R)), rows
-
-
-def by_slot(x_TD, expert_Tk, num_experts, num_ranks):
-    x_RD, _, rows = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
-    return x_RD, expert_Tk.t().flatten().argsort(stable=True), rows
-
-
-def token_by_remainder(x_TD, expert_Tk, num_experts, num_ranks):
-    _, assignment_R, rows = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
-    return x_TD[assignment_R % len(x_TD)], assignment_R, rows
-
-
-def rows_of_experts(x_TD, expert_Tk, num_experts, num_ranks):
-    x_RD, assignment_R, _ = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
-    return x_RD, assignment_R, expert_Tk.flatten().bincount(minlength=num_experts).tolist()
-
-
-def rows_of_choices(x_TD, expert_Tk, num_experts, num_ranks):
-    x_RD, assignment_R, rows = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
-    return x_RD, assignment_R.argsort(), rows
-
-
-def experts_dealt_out(x_TD, expert_Tk, num_experts, num_ranks):
-    x_RD, assignment_R, _ = _dispatched(x_TD, expert_Tk, num_experts, num_ranks)
-    return x_RD, assignment_R, (expert_Tk.flatten() % num_ranks).bincount(minlength=num_ranks).tolist()
-
-
-# ------------------------------------------------------------------------------------ 3. combine
-def _added(y_RD, assignment_R, weight_Tk):
-    y_TD = torch.zeros(len(weight_Tk), y_RD.shape[1], dtype=y_RD.dtype)
-    return y_TD.index_add(0, assignment_R // weight_Tk.shape[1], y_RD)
-
-
-def without_weights(y_RD, assignment_R, weight_Tk):
-    return _added(y_RD, assignment_R, weight_Tk)
-
-
-def weights_in_order(y_RD, assignment_R, weight_Tk):
-    return _added(y_RD * weight_Tk.flatten()[: len(y_RD), None], assignment_R, weight_Tk)
-
-
-def last_row_wins(y_RD, assignment_R, weight_Tk):
-    y_TD = torch.zeros(len(weight_Tk), y_RD.shape[1], dtype=y_RD.dtype)
-    for row, choice in enumerate(assignment_R.tolist()):
-        y_TD[choice // weight_Tk.shape[1]] = y_RD[row] * weight_Tk.flatten()[choice]
-    return y_TD
-
-
-def mean_of_choices(y_RD, assignment_R, weight_Tk):
-    return _added(y_RD * weight_Tk.flatten()[assignment_R, None], assignment_R, weight_Tk) / weight_Tk.shape[1]
-
-
-def weights_cut_off(y_RD, assignment_R, weight_Tk):
-    return _added(y_RD * weight_Tk.detach().flatten()[assignment_R, None], assignment_R, weight_Tk)
-
-
-def renormalised(y_RD, assignment_R, weight_Tk):
-    weight_R1 = weight_Tk.flatten()[assignment_R, None]
-    return _added(y_RD * weight_R1, assignment_R, weight_Tk) / _added(weight_R1, assignment_R, weight_Tk).clamp(
-        min=1e-9
-    )
-
-
-def added_by_remainder(y_RD, assignment_R, weight_Tk):
-    y_TD = torch.zeros(len(weight_Tk), y_RD.shape[1], dtype=y_RD.dtype)
-    return y_TD.index_add(0, assignment_R % len(weight_Tk), y_RD * weight_Tk.flatten()[assignment_R, None])
-
-
-# ------------------------------------------------------------------------------------ 4. capacity
+# ------------------------------------------------------------------------------------ 3. capacity
 def _room(expert_Tk, num_experts, factor):
     return factor * expert_Tk.numel() / num_experts
 
@@ -176,45 +95,70 @@ def down_and_one_more(expert_Tk, num_experts, factor):
     return moe.keep(expert_Tk, num_experts, math.floor(_room(expert_Tk, num_experts, factor)) + 1)
 
 
+def without_k_rounded_down(expert_Tk, num_experts, factor):
+    return moe.keep(expert_Tk, num_experts, int(factor * len(expert_Tk) / num_experts))
+
+
+def without_k_token_by_token(expert_Tk, num_experts, factor):
+    """Two mistakes at once."""
+    room, kept_Tk = factor * len(expert_Tk) / num_experts, torch.zeros_like(expert_Tk, dtype=torch.bool)
+    taken = [0] * num_experts
+    for token, chosen in enumerate(expert_Tk.tolist()):
+        for slot, expert in enumerate(chosen):
+            kept_Tk[token, slot] = taken[expert] < room
+            taken[expert] += 1
+    return kept_Tk
+
+
 def tokens_dropped_whole(expert_Tk, num_experts, factor):
     kept_Tk = moe.keep(expert_Tk, num_experts, math.ceil(_room(expert_Tk, num_experts, factor)))
     return kept_Tk & kept_Tk.all(1, keepdim=True)
 
 
-# ------------------------------------------------------------------------------------ 5. bytes of a layer
+# ------------------------------------------------------------------------------------ 4. bytes of a layer
 def _out_and_back(rows, rank):
     return sum(rows[rank]) - rows[rank][rank], sum(row[rank] for row in rows) - rows[rank][rank]
 
 
-def home_included(rows, rank, d_model, itemsize):
-    return 2 * (sum(rows[rank]) + sum(row[rank] for row in rows)) * d_model * itemsize
+def home_included(rows, rank, d_model, narrow, wide):
+    return bytes_of_a_recomputed_layer(sum(rows[rank]), sum(row[rank] for row in rows), d_model, narrow, wide)
 
 
-def four_times_out(rows, rank, d_model, itemsize):
-    return 4 * _out_and_back(rows, rank)[0] * d_model * itemsize
+def out_both_ways(rows, rank, d_model, narrow, wide):
+    out, _ = _out_and_back(rows, rank)
+    return bytes_of_a_recomputed_layer(out, out, d_model, narrow, wide)
 
 
-def forward_alone(rows, rank, d_model, itemsize):
-    return sum(_out_and_back(rows, rank)) * d_model * itemsize
+def forward_once(rows, rank, d_model, narrow, wide):
+    out, back = _out_and_back(rows, rank)
+    return d_model * (out * narrow + back * wide + (out + back) * wide)
 
 
-def dispatch_alone(rows, rank, d_model, itemsize):
-    return 2 * _out_and_back(rows, rank)[0] * d_model * itemsize
+def forward_alone(rows, rank, d_model, narrow, wide):
+    out, back = _out_and_back(rows, rank)
+    return 2 * d_model * (out * narrow + back * wide)
 
 
-def numbers_for_bytes(rows, rank, d_model, itemsize):
-    return 2 * sum(_out_and_back(rows, rank)) * d_model
+def all_narrow(rows, rank, d_model, narrow, wide):
+    return 3 * d_model * narrow * sum(_out_and_back(rows, rank))
 
 
-def backward_twice(rows, rank, d_model, itemsize):
-    return 3 * sum(_out_and_back(rows, rank)) * d_model * itemsize
+def all_wide(rows, rank, d_model, narrow, wide):
+    return 3 * d_model * wide * sum(_out_and_back(rows, rank))
 
 
-def received_as_well(rows, rank, d_model, itemsize):
-    return 4 * sum(_out_and_back(rows, rank)) * d_model * itemsize
+def narrow_gradients(rows, rank, d_model, narrow, wide):
+    out, back = _out_and_back(rows, rank)
+    return d_model * (2 * (out * narrow + back * wide) + out * wide + back * narrow)
 
 
-# ------------------------------------------------------------------------------------ 6. a balancing step
+def received_as_well(rows, rank, d_model, narrow, wide):
+    out, back = _out_and_back(rows, rank)
+    sizes = d_model, narrow, wide
+    return bytes_of_a_recomputed_layer(out, back, *sizes) + bytes_of_a_recomputed_layer(back, out, *sizes)
+
+
+# ------------------------------------------------------------------------------------ 2. a balancing step
 def wrong_way(bias_E, load_E, speed):
     return bias_E - speed * (load_E.double().mean() - load_E).sign()
 
@@ -243,7 +187,7 @@ def from_the_median(bias_E, load_E, speed):
     return bias_E + speed * (load_E.median() - load_E).sign()
 
 
-# ------------------------------------------------------------------------------------ 7. whose gradients
+# ------------------------------------------------------------------------------------ 5. whose gradients
 def _sum(grads, group, divisor):
     for grad in grads:
         all_reduce_(grad, group)
@@ -279,6 +223,70 @@ def rest_over_few(expert_grads, other_grads, ep_group, expert_dp_group, dp_group
     _sum([*expert_grads, *other_grads], expert_dp_group, dp_group.size())
 
 
+# ------------------------------------------------------------------------------------ 6. a layer
+def _plain(x, sent, received, group):
+    return all_to_all(x, group, sent, received)
+
+
+def _with(move=Exchange.apply, weighted=True, spread=True, undo=torch.argsort):
+    """A layer as the lesson's, with one thing changed."""
+
+    def layer(x_TD, expert_Tk, weight_Tk, experts, num_experts, group):
+        x_RD, order_R, rows_E = dispatch(x_TD, expert_Tk, num_experts)
+        to_Ne = rows_E.view(group.size(), -1)
+        from_Ne = all_to_all(to_Ne, group)
+        sent, received = to_Ne.sum(1).tolist(), from_Ne.sum(1).tolist()
+        x_RD = move(x_RD, sent, received, group)
+        sort_R = by_expert(from_Ne) if spread else torch.arange(len(x_RD))
+        y_RD = run_experts(experts, x_RD[sort_R], from_Ne.sum(0))
+        y_RD = move(y_RD[undo(sort_R)], received, sent, group)
+        return combine(y_RD, order_R, weight_Tk if weighted else torch.ones_like(weight_Tk))
+
+    return layer
+
+
+def lost_gradients(*args):
+    return _with(move=_plain)(*args)
+
+
+def unweighted(*args):
+    return _with(weighted=False)(*args)
+
+
+def not_sorted(*args):
+    return _with(spread=False)(*args)
+
+
+def sorted_twice(*args):
+    return _with(undo=lambda sort_R: sort_R)(*args)
+
+
+def still_sorted(*args):
+    return _with(undo=lambda sort_R: torch.arange(len(sort_R)))(*args)
+
+
+def cut_off(*args):
+    return _with()(*args).detach()
+
+
+class _HalfWay(Exchange):
+    @staticmethod
+    def backward(ctx, grad_RD):
+        grad_RD, *rest = Exchange.backward(ctx, grad_RD)
+        return grad_RD / ctx.group.size(), *rest
+
+
+def averaged(*args):
+    return _with(move=_HalfWay.apply)(*args)
+
+
+def all_tokens_gathered(x_TD, expert_Tk, weight_Tk, experts, num_experts, group):
+    """Right numbers: every token goes to every rank, padded; gradients by an all-gather's own backward."""
+    y_TD = _with()(x_TD, expert_Tk, weight_Tk, experts, num_experts, group)
+    all_gather(torch.zeros(64, x_TD.shape[1], dtype=x_TD.dtype), group)
+    return y_TD
+
+
 WRONG = {
     "my_route": {
         "check": check_route,
@@ -293,34 +301,12 @@ WRONG = {
             (weights_alone, "return expert_Tk, weight_Tk"),
         ],
     },
-    "my_dispatch": {
-        "check": check_dispatch,
-        "answers": [
-            (tokens_for_choices, "these are the tokens"),
-            (not_sorted, "sort them by expert"),
-            (by_slot, "flatten expert_Tk token by token"),
-            (token_by_remainder, "not % T"),
-            (rows_of_experts, "each rank has several experts"),
-            (rows_of_choices, "in which row each assignment is"),
-            (experts_dealt_out, "not every N-th"),
-        ],
-    },
-    "my_combine": {
-        "check": check_combine,
-        "answers": [
-            (without_weights, "the weights are missing"),
-            (weights_in_order, "these are the weights of the first rows"),
-            (last_row_wins, "kept only the last"),
-            (mean_of_choices, "a mean over assignments"),
-            (weights_cut_off, "the weights get no gradient"),
-            (renormalised, "to add up to 1 again"),
-            (added_by_remainder, "not % T"),
-        ],
-    },
     "my_keep": {
         "check": check_keep,
         "answers": [
-            (capacity_without_k, "the capacity counts assignments"),
+            (capacity_without_k, "only k is missing in the capacity"),
+            (without_k_rounded_down, "k is missing in the capacity, and its rounding goes up"),
+            (without_k_token_by_token, "k is missing in the capacity, and first choices go before second ones"),
             (rounded_down, "the capacity is rounded up"),
             (one_too_many, "one too many"),
             (token_by_token, "all first assignments come before any second one"),
@@ -332,11 +318,12 @@ WRONG = {
         "check": check_sent_bytes,
         "answers": [
             (home_included, "what stays on the rank is not sent"),
-            (four_times_out, "combine returns the rows that came from others"),
-            (forward_alone, "this is the forward pass alone"),
-            (dispatch_alone, "the results travel as well"),
-            (numbers_for_bytes, "each has itemsize bytes"),
-            (backward_twice, "backward sends as much as forward"),
+            (out_both_ways, "combine returns the rows that came from others"),
+            (forward_once, "forward runs twice"),
+            (forward_alone, "gradients travel too"),
+            (all_narrow, "only rows in dispatch are narrow"),
+            (all_wide, "rows in dispatch have narrow_bytes"),
+            (narrow_gradients, "the gradients of dispatched rows are wide"),
             (received_as_well, "received rows are counted"),
         ],
     },
@@ -361,6 +348,19 @@ WRONG = {
             (experts_left, "not summed: the same expert"),
             (never_divided, "not divided: each rank's loss"),
             (rest_over_few, "not only on those with the same experts"),
+        ],
+    },
+    "my_layer": {
+        "check": check_layer,
+        "answers": [
+            (lost_gradients, "the experts get no gradient"),
+            (unweighted, "added without their weights"),
+            (not_sorted, "rows arrive sorted by source rank"),
+            (sorted_twice, "is applied once more"),
+            (still_sorted, "they are still sorted by expert"),
+            (cut_off, "has no graph"),
+            (averaged, "the gradient of x_TD is wrong"),
+            (all_tokens_gathered, "a row goes to the rank of its expert only"),
         ],
     },
 }

@@ -3,6 +3,7 @@
 import math
 
 from course_lib.checks.ch10 import (
+    check_choice,
     check_combined_sums,
     check_groups,
     check_norm,
@@ -12,7 +13,8 @@ from course_lib.checks.ch10 import (
 )
 from course_lib.checks.ch10.five_d import smallest_cut
 from course_lib.comm import all_reduce, all_reduce_
-from course_lib.layout import Mesh
+from course_lib.layout import Layout, Mesh
+from course_lib.minimal.choose import choose
 
 
 # ------------------------------------------------------------------------------------ 1. who is in which group
@@ -369,6 +371,41 @@ def numbers_divided(held, layout, world):
     return _length(held, world, {kind: copies**2 for kind, copies in _right(layout).items()})
 
 
+# ------------------------------------------------------------------------------------ 7. a layout for a job
+def _layout(job, tp=1, **choices):
+    dp = job.num_gpus // tp
+    sizes = {"dp": dp, "tp": tp, "micro_batches": job.sequences // dp}
+    return Layout(**sizes, sequence_parallel=tp > 1, regather=tp > 1, **choices)
+
+
+def a_text(job):
+    return "dp=8"
+
+
+def twice_the_gpus(job):
+    return Layout(dp=2 * job.num_gpus)
+
+
+def one_micro_batch(job):
+    return Layout(dp=job.num_gpus, zero_stage=3)
+
+
+def whole_copies(job):
+    return _layout(job, zero_stage=1)
+
+
+def always_recomputed(job):
+    return _layout(job, zero_stage=3, recompute="full")
+
+
+def a_node_of_tp(job):
+    return _layout(job, 8, zero_stage=1)
+
+
+def stops_where_it_fits(job):
+    return _layout(job, 8, zero_stage=3) if job.config.num_layers == 80 else choose(job).option.layout
+
+
 WRONG = {
     "my_groups": {
         "check": check_groups,
@@ -465,6 +502,18 @@ WRONG = {
             (copies_of_dp_alone, "data is dp times cp"),
             (everything_on_every_rank, "its own number of copies"),
             (numbers_divided, "divide the squares"),
+        ],
+    },
+    "my_choice": {
+        "check": check_choice,
+        "answers": [
+            (a_text, "return a Layout"),
+            (twice_the_gpus, "ep and SP need no ranks"),
+            (one_micro_batch, "the global batch is"),
+            (whole_copies, "does not fit by"),
+            (always_recomputed, "it computes more"),
+            (a_node_of_tp, "tp waits in every layer"),
+            (stops_where_it_fits, "more tokens per GPU"),
         ],
     },
 }

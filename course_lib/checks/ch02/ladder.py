@@ -45,6 +45,7 @@ def check_lora_bytes(answer, rng):
     shapes = {"embed": (1000, width), "q": (width, width), "v": (width // 4, width), "down": (width, 3 * width)}
     targets = rng.choice([("q", "v"), ("v", "down")])
     base = sum(rows * columns for rows, columns in shapes.values())
+    others = sum(rows * columns for name, (rows, columns) in shapes.items() if name not in targets)
     adapters = sum(rank * sum(shapes[name]) for name in targets)
     full = sum(rank * rows * columns for rows, columns in (shapes[name] for name in targets))
     only_a = sum(rank * shapes[name][1] for name in targets)
@@ -62,6 +63,8 @@ def check_lora_bytes(answer, rng):
             "the adapters need gradients, master weights and moments too": 2 * base + 2 * adapters,
             "the adapters' FP32 master weights are missing": 2 * base + 12 * adapters,
             "adapters stand beside the targets only": 2 * base + 16 * everywhere,
+            "2 bytes are missing: an adapter has weights and gradients in bf16": 2 * base + 14 * adapters,
+            "the targets' own matrices are missing: they stay too, frozen": 2 * others + 16 * adapters,
         },
     )
 
@@ -114,10 +117,13 @@ def _needed(config, options: dict, batch_size: int, seq_len: int, divided: bool 
     return budget(config, rows, seq_len, **options).total_bytes
 
 
-def _totals(config, ladder_steps, batch_size: int, seq_len: int, added: bool = True, divided: bool = True) -> list[int]:
+def _totals(
+    config, ladder_steps, batch_size: int, seq_len: int, before: dict | None = None, divided: bool = True
+) -> list[int]:
+    """Bytes of each step, added to those above it; with `before`, added to these options alone."""
     options, totals = {}, []
     for _, changes in ladder_steps:
-        options = options | changes if added else dict(ladder_steps[0][1]) | changes
+        options = (options if before is None else before) | changes
         totals.append(_needed(config, options, batch_size, seq_len, divided))
     return totals
 
@@ -142,7 +148,8 @@ def check_first_fit(answer, rng):
     totals = _totals(config, LADDER, batch_size, seq_len)
     limits = _limits(rng, totals)
     got = [answer(config, batch_size, seq_len, LADDER, limit) for limit in limits]
-    alone = _totals(config, LADDER, batch_size, seq_len, added=False)
+    alone = _totals(config, LADDER, batch_size, seq_len, before=LADDER[0][1])
+    forgotten = _totals(config, LADDER, batch_size, seq_len, before={})
     undivided = _totals(config, LADDER, batch_size, seq_len, divided=False)
     want = [_choose(totals, limit) for limit in limits]
     expect_equal(
@@ -151,6 +158,7 @@ def check_first_fit(answer, rng):
         "the step for each of the limits, from tight to ample,",
         {
             "each step was tried alone; it adds to the steps above it": [_choose(alone, limit) for limit in limits],
+            "the changes of the steps above were not kept": [_choose(forgotten, limit) for limit in limits],
             "a micro-batch has batch_size // micro_batches rows": [_choose(undivided, limit) for limit in limits],
             "the last step that fits costs most; the first is asked for": [
                 _choose(totals, limit, last=True) for limit in limits

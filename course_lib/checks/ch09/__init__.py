@@ -1,8 +1,10 @@
-"""Graders of chapter 09: expert parallel.
+"""Graders of chapter 09: expert parallelism.
 
-routing.py              router, dispatch, combine, capacity, balance
+routing.py              a router, a balancing step, what a capacity drops
 expert_parallel.py      bytes of a layer, whose gradients are summed
+expert_build.py         a layer of experts on ranks, from an empty cell
 """
 
+from course_lib.checks.ch09.expert_build import check_layer
 from course_lib.checks.ch09.expert_parallel import check_sent_bytes, check_sum_gradients
-from course_lib.checks.ch09.routing import check_bias_step, check_combine, check_dispatch, check_keep, check_route
+from course_lib.checks.ch09.routing import check_bias_step, check_keep, check_route

@@ -1,4 +1,4 @@
-"""Graders of chapter 09, exercises 5 and 7: bytes of a layer, whose gradients are summed over whom."""
+"""Graders of chapter 09, exercises 4 and 5: bytes of a layer, whose gradients are summed over whom."""
 
 from collections.abc import Callable
 
@@ -12,35 +12,49 @@ from course_lib.parallel.expert import expert_groups
 DP, EP = 4, 2
 
 
-# ------------------------------------------------------------------------------------ 5. bytes of a layer
+# ------------------------------------------------------------------------------------ 4. bytes of a layer
 @grader
 def check_sent_bytes(answer, rng):
-    """Forward and backward of one rank, from the table of rows; what stays at home costs nothing."""
+    """A recomputed block with a narrow dispatch, from the table of rows; what stays at home costs nothing."""
     for _ in range(3):
-        ranks, d_model, itemsize = rng.randrange(3, 7), rng.randrange(16, 100), rng.choice([4, 8])
+        ranks, d_model, narrow, wide = rng.randrange(3, 7), rng.randrange(16, 100), 1, rng.choice([2, 4])
         rows = [[rng.randrange(1, 60) for _ in range(ranks)] for _ in range(ranks)]
         rank = rng.randrange(ranks)
         rows[rank][rank - 1] += 60 * ranks  # more goes out than comes back
         out = sum(n for dst, n in enumerate(rows[rank]) if dst != rank)
         back = sum(row[rank] for src, row in enumerate(rows) if src != rank)
-        if out == 3 * back:  # two mistakes would give one number
-            rows[rank][rank - 1], out = rows[rank][rank - 1] + 1, out + 1
-        row_bytes, home = d_model * itemsize, rows[rank][rank]
-        want = 2 * (out + back) * row_bytes
+        want, home = bytes_of_a_recomputed_layer(out, back, d_model, narrow, wide), rows[rank][rank]
         believed = {
-            "what stays on the rank is not sent": want + 4 * home * row_bytes,
-            "combine returns the rows that came from others, not those that I sent": 4 * out * row_bytes,
-            "this is the forward pass alone; gradients travel too": (out + back) * row_bytes,
-            "dispatch and its gradients alone; the results travel as well": 2 * out * row_bytes,
-            "these are numbers; each has itemsize bytes": want // itemsize,
-            "backward sends as much as forward, not twice: rows have gradients, and weights stay": want * 3 // 2,
-            "received rows are counted as well; return what this rank sends": 2 * want,
+            "what stays on the rank is not sent": bytes_of_a_recomputed_layer(
+                out + home, back + home, d_model, narrow, wide
+            ),
+            "combine returns the rows that came from others, not those that I sent": bytes_of_a_recomputed_layer(
+                out, out, d_model, narrow, wide
+            ),
+            "forward runs twice: before its backward the block dispatches and combines once more": want
+            - d_model * (out * narrow + back * wide),
+            "this is forward, twice; gradients travel too": 2 * d_model * (out * narrow + back * wide),
+            "only rows in dispatch are narrow; results and gradients have wide_bytes": 3
+            * d_model
+            * narrow
+            * (out + back),
+            "rows in dispatch have narrow_bytes per element": 3 * d_model * wide * (out + back),
+            "the gradients of dispatched rows are wide": want - d_model * back * (wide - narrow),
+            "received rows are counted as well; return what this rank sends": want
+            + bytes_of_a_recomputed_layer(back, out, d_model, narrow, wide),
         }
-        where = f"rows {rows}, rank {rank}, D = {d_model}, {itemsize} bytes a number: bytes"
-        expect_equal(answer([list(row) for row in rows], rank, d_model, itemsize), want, where, believed)
+        where = f"rows {rows}, rank {rank}, D = {d_model}, {narrow} and {wide} bytes per element: bytes"
+        got = answer([list(row) for row in rows], rank, d_model, narrow, wide)
+        expect_equal(got, want, where, {m: value for m, value in believed.items() if value != want})
 
 
-# ------------------------------------------------------------------------------------ 7. whose gradients
+def bytes_of_a_recomputed_layer(out: int, back: int, d_model: int, narrow_bytes: int, wide_bytes: int) -> int:
+    """Return the bytes that a rank sends: dispatch and combine twice, and the gradients of both once."""
+    forward = out * narrow_bytes + back * wide_bytes
+    return d_model * (2 * forward + (out + back) * wide_bytes)
+
+
+# ------------------------------------------------------------------------------------ 5. whose gradients
 @grader
 def check_sum_gradients(answer, rng):
     """Four ranks, ep 2: the gradient of the mean over all tokens, of experts and of the rest."""

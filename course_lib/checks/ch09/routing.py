@@ -1,12 +1,11 @@
-"""Graders of chapter 09, exercises 1 to 4 and 6: router, dispatch, combine, capacity, a balancing step."""
+"""Graders of chapter 09, exercises 1 to 3: a router, a balancing step, what a capacity drops."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader
+from course_lib.checks.core import expect_close, fail, fresh_generator, grader
 from course_lib.config import MoeConfig
 from course_lib.model import moe
 
@@ -78,98 +77,7 @@ def _expect_routed(expert_Tk: Tensor, weight_Tk: Tensor, logits_TE: Tensor, bias
     expect_close(weight_Tk, want.weight_Tk, f"{where}: weight_Tk", wrong)
 
 
-# ------------------------------------------------------------------------------------ 2. dispatch
-@grader
-def check_dispatch(answer, rng):
-    """Rows sorted by expert, where each comes from, and how many go to each rank."""
-    for _ in range(3):
-        generator, ranks, k = fresh_generator(rng), rng.choice([2, 4]), rng.choice([2, 3])
-        experts, tokens = ranks * rng.choice([2, 3]), rng.randrange(9, 30)
-        x_TD, expert_Tk = _numbers(generator, tokens, 3), _random_choice(generator, tokens, experts, k)
-        x_RD, assignment_R, rows = _pair(answer(x_TD, expert_Tk, experts, ranks), 3, "x_RD, assignment_R, rows")
-        _expect_dispatched(x_RD, assignment_R, rows, x_TD, expert_Tk, experts, ranks)
-
-
-def _expect_dispatched(x_RD, assignment_R, rows, x_TD: Tensor, expert_Tk: Tensor, experts: int, ranks: int) -> None:
-    tokens, k = expert_Tk.shape
-    where = f"{tokens} tokens, k = {k}, {experts} experts on {ranks} ranks"
-    want_R = expert_Tk.flatten().argsort(stable=True)
-    by_slot_R = expert_Tk.t().flatten().argsort(stable=True)
-    believed = {
-        "these are the tokens; it must say token * k + slot": want_R // k,
-        "this says in which row each assignment is; it must say which assignment is in each row": want_R.argsort(),
-        "these are all assignments in order; sort them by expert": torch.arange(tokens * k),
-        "the first assignments of all tokens stand before the second ones; flatten expert_Tk token by token": by_slot_R,
-    }
-    _expect_integers(assignment_R, want_R, f"{where}: assignment_R", believed)
-    wrong = {
-        "row r is of token assignment_R[r] // k, not % T": x_TD[want_R % tokens],
-        "these are the rows before sorting": x_TD.repeat_interleave(k, 0),
-    }
-    expect_close(x_RD, x_TD[want_R // k], f"{where}: x_RD", wrong)
-    rows_E = expert_Tk.flatten().bincount(minlength=experts)
-    got = rows.tolist() if isinstance(rows, Tensor) else rows
-    tokens_N = [len({t for t in range(tokens) if r in expert_Tk[t].div(experts // ranks, rounding_mode="floor")})
-                for r in range(ranks)]  # fmt: skip
-    wrong_rows = {
-        "rows of each expert; each rank has several experts": rows_E.tolist(),
-        "experts lie in neighbours: rank 0 has the first ones, not every N-th": rows_E.view(-1, ranks).sum(0).tolist(),
-        "tokens; one with two experts on a rank sends it two rows": tokens_N,
-    }
-    want = rows_E.view(ranks, -1).sum(1).tolist()
-    expect_equal(got, want, f"{where}: rows for each rank", {m: v for m, v in wrong_rows.items() if v != want})
-
-
-# ------------------------------------------------------------------------------------ 3. combine
-@grader
-def check_combine(answer, rng):
-    """Each token's weighted sum, zero where all its assignments are dropped; and the weights' gradient."""
-    for _ in range(2):
-        generator, k, tokens = fresh_generator(rng), rng.choice([2, 3]), rng.randrange(9, 30)
-        expert_Tk = _random_choice(generator, tokens, 6, k)
-        order_R = expert_Tk.flatten().argsort(stable=True)
-        order_R = order_R[(order_R // k != 1) & (order_R != 4 * k)]  # token 1 lost all its assignments, token 4 one
-        y_RD, weight_Tk = _numbers(generator, len(order_R), 3), _numbers(generator, tokens, k).softmax(-1)
-        _expect_combined(answer, y_RD, order_R, weight_Tk.requires_grad_())
-
-
-def _expect_combined(answer: Callable, y_RD: Tensor, assignment_R: Tensor, weight_Tk: Tensor) -> None:
-    (tokens, k), token_R = weight_Tk.shape, assignment_R // weight_Tk.shape[1]
-    where, weight_R1 = (
-        f"{tokens} tokens, k = {k}, some assignments dropped",
-        weight_Tk.flatten()[assignment_R].unsqueeze(1),
-    )
-
-    def added(rows_RD: Tensor) -> Tensor:
-        return torch.zeros(tokens, 3, dtype=torch.float64).index_add(0, token_R, rows_RD)
-
-    want, last = added(y_RD * weight_R1), torch.zeros(tokens, 3, dtype=torch.float64)
-    for row, token in enumerate(token_R.tolist()):
-        last[token] = (y_RD * weight_R1)[row].detach()
-    got = answer(y_RD, assignment_R, weight_Tk)
-    wrong = {
-        "the weights are missing": added(y_RD),
-        "row r has the weight of assignment_R[r]; these are the weights of the first rows": added(
-            y_RD * weight_Tk.flatten()[: len(y_RD)].unsqueeze(1)
-        ),
-        "a token with several rows kept only the last: they must be added up": last,
-        "a mean over assignments; the weights add up to 1 already": want / k,
-        "what was dropped is missing; the weights of the rest are not made to add up to 1 again": want
-        / added(weight_R1.expand(-1, 3)).clamp(min=1e-9),
-        "row r is of token assignment_R[r] // k, not % T": torch.zeros(tokens, 3, dtype=torch.float64).index_add(
-            0, assignment_R % tokens, y_RD * weight_R1
-        ),
-    }
-    expect_close(got, want.detach(), f"{where}: y_TD", {message: value.detach() for message, value in wrong.items()})
-    grad = None
-    if got.requires_grad:
-        (grad,) = torch.autograd.grad(got.square().sum(), weight_Tk, allow_unused=True)
-    if grad is None:
-        fail(f"{where}: the weights get no gradient; it is all that the router learns from")
-    expect_close(grad, torch.autograd.grad(want.square().sum(), weight_Tk)[0], f"{where}: gradient of the weights")
-
-
-# ------------------------------------------------------------------------------------ 4. capacity
+# ------------------------------------------------------------------------------------ 3. capacity
 @grader
 def check_keep(answer, rng):
     """Which assignments fit: capacity counts assignments, rounded up; first assignments go first."""
@@ -202,10 +110,7 @@ def _drawn_capacity(rng, rounding: str) -> tuple:
         if rounding != "none" and not 0.01 < part < (0.49 if rounding == "near below" else 0.99):
             continue
         want = moe.keep(expert_Tk, experts, math.ceil(k * share))
-        believed = {
-            "the capacity counts assignments, k for each token: factor * k * T / E": moe.keep(
-                expert_Tk, experts, math.ceil(share)
-            ),
+        believed = _without_k(expert_Tk, experts, share) | {
             ONE_MORE[rounding == "none"]: moe.keep(expert_Tk, experts, math.ceil(k * share) + 1),
             "token by token; all first assignments come before any second one": _keep_by_token(
                 expert_Tk, math.ceil(k * share)
@@ -218,6 +123,18 @@ def _drawn_capacity(rng, rounding: str) -> tuple:
             return expert_Tk, experts, factor, want, believed
 
 
+def _without_k(expert_Tk: Tensor, experts: int, share: float) -> dict[str, Tensor]:
+    """Who leaves k out of the capacity: alone, rounded down, and token by token; message -> what they keep."""
+    up, order = "its rounding goes up", "first choices go before second ones"
+    formula = "assignments count, k for each token: factor * k * T / E"
+    return {
+        f"only k is missing in the capacity; {formula}": moe.keep(expert_Tk, experts, math.ceil(share)),
+        f"k is missing in the capacity, and {up}; {formula}": moe.keep(expert_Tk, experts, math.floor(share)),
+        f"k is missing in the capacity, and {order}; {formula}": _keep_by_token(expert_Tk, math.ceil(share)),
+        f"k is missing in the capacity, {up}, and {order}; {formula}": _keep_by_token(expert_Tk, math.floor(share)),
+    }
+
+
 def _keep_by_token(expert_Tk: Tensor, room: int) -> Tensor:
     taken, kept = {}, []
     for expert in expert_Tk.flatten().tolist():
@@ -226,7 +143,7 @@ def _keep_by_token(expert_Tk: Tensor, room: int) -> Tensor:
     return torch.tensor(kept).view_as(expert_Tk)
 
 
-# ------------------------------------------------------------------------------------ 6. a balancing step
+# ------------------------------------------------------------------------------------ 2. a balancing step
 @grader
 def check_bias_step(answer, rng):
     """One step down for overloaded experts, up for the others, none at the mean."""

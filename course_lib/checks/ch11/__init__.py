@@ -1,0 +1,8 @@
+"""Graders of chapter 11: finding a configuration.
+
+estimates.py   tokens per second and days, GPUs for a deadline
+choose.py      yield of a planner's advice, a margin for memory, a choice under a limit that the planner does not know
+"""
+
+from course_lib.checks.ch11.choose import check_choose, check_margin, check_yield
+from course_lib.checks.ch11.estimates import check_deadline, check_estimate

@@ -1,0 +1,68 @@
+"""A run watched from a notebook: four pictures that are drawn again from its logs, while it trains and after it."""
+
+import asyncio
+from html import escape
+from io import BytesIO
+from pathlib import Path
+
+import ipywidgets as widgets
+from matplotlib.figure import Figure
+
+from course_lib.plots.run_log import HEIGHT_IN, draw_run, run_rows
+from course_lib.plots.style import FULL_WIDTH_IN, style
+from course_lib.train.watch import RunNow, look, read_run, table
+from course_lib.validate import Positive, checked
+from course_lib.widgets import parts
+
+
+@checked
+def run_png(folder: str | Path, now: RunNow) -> bytes:
+    """The four pictures of a run as PNG."""
+    rows = run_rows(read_run(folder))
+    with style():
+        figure = Figure(figsize=(FULL_WIDTH_IN, HEIGHT_IN))
+        draw_run(figure, rows, now.verdict)
+        buffer = BytesIO()
+        figure.savefig(buffer, format="png", dpi=parts.WIDGET_DPI)
+    return buffer.getvalue()
+
+
+@checked
+def watch(folder: str | Path, every_s: Positive = 2.0) -> widgets.VBox:
+    """Show a run's pictures and table; with "Watch" they are renewed until the run has ended, or "Stop".
+
+    Without a click they stand as they are: the run may be over. A cell that trains in this kernel keeps it busy, so
+    watch a run of another process, or one in the background.
+    """
+    follow = widgets.ToggleButton(description="Watch", tooltip="renew the pictures until the run has ended")
+    refresh = widgets.Button(description="Refresh", tooltip="look once more", button_style="info")
+    image, text = parts.picture(), widgets.HTML()
+    tasks: list[asyncio.Task] = []
+
+    def show() -> bool:
+        """Draw; whether there will be more to see."""
+        ended = []
+
+        def made() -> tuple[bytes, str]:
+            now = look(folder)
+            ended.append(now.ended)
+            lines = escape("\n".join(table(now)))
+            return run_png(folder, now), f'<pre style="overflow-x: auto">{lines}</pre>'
+
+        parts.show_in(image, text, made)
+        return not any(ended)
+
+    async def renew() -> None:
+        while follow.value and show():
+            await asyncio.sleep(every_s)
+        follow.value = False
+
+    def pressed(change: dict) -> None:
+        follow.description = "Stop" if follow.value else "Watch"
+        if follow.value:
+            tasks[:] = [asyncio.ensure_future(renew())]  # kept: a task that nobody holds may be collected
+
+    follow.observe(pressed, names="value")
+    refresh.on_click(lambda button: show())
+    show()
+    return parts.panel([follow, refresh], image, text)
