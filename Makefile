@@ -37,11 +37,11 @@ found = $(shell for v in $(1); do for p in python$$v $$HOME/.pyenv/versions/$$v.
 FIRST := notebooks/index.ipynb
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 LESSONS := $(filter-out %_in_depth.ipynb,$(wildcard notebooks/*.ipynb))
-UNIT := -p no:nbval --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu
+UNIT := -p no:nbval --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/hosts --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu --ignore=tests/faults
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
 
 .PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check address \
-        quick-newer test-in-depth test-exhaustive test-long test-colab test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm clean
+        quick-newer test-in-depth test-exhaustive test-long test-faults test-colab test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm test-hosts clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -76,8 +76,8 @@ test: setup  ## lint, unit tests, every lesson under strict nbval
 test-in-depth: setup  ## the other notebooks, in depth and solutions, under strict nbval
 	@$(MAKE) --no-print-directory nbval NOTEBOOKS="$(filter-out $(LESSONS),$(NOTEBOOKS))"
 
-quick: setup  ## the tests that start no process; about a minute
-	$(RUN) -m pytest -m "not launches and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
+quick: setup  ## the tests that start no process and take no seconds; under a minute
+	$(RUN) -m pytest -m "not launches and not slow and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
 
 quick-newer:  ## the same on Python 3.13, in .venv-3.13; says so where there is none
 	@if [ -z "$(call found,3.13)" ]; then echo "make: skipped, no Python 3.13 with venv here"; \
@@ -93,8 +93,11 @@ unit: setup  ## the tests of the package; of many cases a sample
 test-long: setup  ## what make test leaves out: the trainer under torchrun, accelerate and srun, killed and asked to stop
 	$(RUN) -m pytest -m long -n $(WORKERS) --dist load $(UNIT)
 
+test-faults: setup  ## ranks of every parallelism killed, stopped, hung, raising, disagreeing: one error, nothing left
+	$(RUN) -m pytest -p no:nbval -p no:cacheprovider -n $(WORKERS) --dist loadgroup tests/faults
+
 test-exhaustive: setup  ## the cases of which make test runs a sample: layouts, checkpoints, simulated ranks
-	$(RUN) -m pytest -m exhaustive -n $(WORKERS) --dist loadfile $(UNIT)
+	$(RUN) -m pytest -m exhaustive -n $(WORKERS) --dist worksteal $(UNIT)
 
 nbval: setup  ## every notebook and solution runs, and prints what it stores
 	@if [ -n "$(NOTEBOOKS)" ]; then env -u MPLBACKEND OMP_NUM_THREADS=1 $(RUN) -m pytest $(NBVAL) $(NOTEBOOKS); else echo "no notebooks yet"; fi
@@ -132,7 +135,7 @@ address: setup  ## where the course is had from: make address REPOSITORY=https:/
 test-gpu: $(STAMP)  ## what needs a GPU; each test says why it is skipped without one
 	$(RUN) -m pytest -rs -p no:cacheprovider tests/gpu
 
-test-fake-gpu: setup  ## engines, and what chapters 00 and 03 to 10 launch, on fake CUDA tensors: a wrong device raises
+test-fake-gpu: setup  ## engines, and what chapters 00 and 03 to 11 launch, on fake CUDA tensors: a wrong device raises
 	$(RUN) -m pytest -rs -p no:cacheprovider -n $(WORKERS) --dist loadfile tests/fake_gpu
 
 test-browser: setup  ## JupyterLab in headless Chromium: chapters run, sliders move, pages narrow and wide, light and dark
@@ -149,11 +152,14 @@ test-grading: setup  ## nbgrader takes the solutions as its source
 
 test-deepspeed: setup  ## ZeRO by DeepSpeed, stages 0 to 3, against one process
 	@$(RUN) -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("deepspeed"))' || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,deepspeed]"
-	$(RUN) -m pytest -rs tests/native/test_deepspeed.py
+	$(RUN) -m pytest -rs tests/native/test_deepspeed.py tests/plan/test_plan_export.py
 
 test-slurm: setup  ## launches and the trainer on a real Slurm of two virtual nodes (Debian or Ubuntu, as root)
 	@$(RUN) -c 'import submitit' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,slurm]"
 	$(RUN) tests/slurm/cluster.py -- $(RUN) -m pytest -rs -p no:cacheprovider tests/slurm
+
+test-hosts: setup  ## two emulated hosts with a thin link between them (Linux, as root); says why where it cannot
+	$(RUN) -m pytest -rs -p no:nbval -p no:cacheprovider tests/hosts
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

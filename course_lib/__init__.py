@@ -12,6 +12,8 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     traffic/       bytes that ranks send
     timing/        seconds of a collective, of a step
     predict/       what a framework's run shows on a real cluster, with fitted rates
+    plan/          which layout to train with: all that divide, those that fit, the fastest
+    claims/        claims that circulate, each recomputed, with a verdict
     run.py         a model, its layout and its numbers in one record that every formula takes
 1. A world of N ranks
     compat.py, devices.py    differences between torch versions; the device of this rank
@@ -30,6 +32,8 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     simulate/      one rank of thousands, in one process
     compare/       predicted beside measured
     train/         the trainer
+    labs/          what to run on a real cluster for a chapter, and what was measured there
+    cluster/       a site before a long job: what it is like, and whether its nodes and links are well
 5. What people see and learn with
     plots/, widgets/         pictures from plain records; sliders on the same pictures
     checks/        graders of the exercises, a folder a chapter

@@ -1,10 +1,13 @@
 """What all tests share: no display, one thread a process, why gpu tests are skipped, which tests start processes."""
 
 import os
+import sys
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Two test processes with two threads each on two cores wait for each other: small steps took thirty times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
+# nbformat imports jsonschema, and that a grammar of internet addresses: 3 s of a process, for a check nobody asks for.
+sys.modules["rfc3987_syntax"] = None  # jsonschema goes without it
 
 import subprocess
 from pathlib import Path

@@ -39,6 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from course_lib import checkpoint
+from course_lib.comm import records
 from course_lib.devices import set_rank_device
 from course_lib.measure.storages import is_dtensor
 from course_lib.simulate.fake_world import ASK_DEVICE, let_arrive
@@ -246,8 +248,12 @@ def swap_tensors(old: FakeTensor, new: FakeTensor) -> None:
     old.fake_device = new.fake_device
 
 
-def all_gather_object(found: list, mine: object, group=None) -> None:
-    found[:] = [mine] * len(found)
+def all_gather_raw(raw_P: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    return [raw_P] * group.size()
+
+
+def all_gather_bytes(text: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    return [text] * group.size()
 
 
 def new_group(ranks=None, *args, backend=None, make=dist.new_group, **options) -> dist.ProcessGroup:
@@ -361,6 +367,8 @@ PATCHES = (
     (DistributedDataParallel, "__init__", not_faked("DDP's reducer is written in C++ and reads addresses")),
     (_PipelineStageBase, "__init__", not_faked("PyTorch's pipelines ask their neighbours for shapes")),
     (torch.distributed.checkpoint, "save", not_faked("PyTorch's checkpoints write storages themselves")),
+    (checkpoint, "save", not_faked("checkpoints write storages themselves")),
+    (checkpoint, "load", not_faked("checkpoints read storages themselves")),
     (accelerate.Accelerator, "__init__", not_faked("Accelerate looks at the machine itself for GPUs")),
     (loading, "load_file", load_file),
     (tensor_files, "_open", open_file),
@@ -373,8 +381,8 @@ PATCHES = (
     (FakeTensor, "numpy", numpy_of),
     (dist, "get_backend", lambda group=None: "cpu:gloo,cuda:nccl"),
     (dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl"),
-    (dist, "all_gather_object", all_gather_object),
-    (dist, "broadcast_object_list", lambda objects, *args, **options: None),
+    (records, "_all_gather_raw", all_gather_raw),
+    (records, "_all_gather_bytes", all_gather_bytes),
     (dist, "new_group", new_group),
     (torch.utils, "swap_tensors", swap_tensors),
     (torch.cuda, "current_device", lambda: 0),

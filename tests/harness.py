@@ -1,13 +1,47 @@
-"""What tests share: one process that sees all tokens, how far two results are apart, a sample of many cases."""
+"""What tests share: one process that sees all tokens, an odd model, how far results are apart, a sample of cases."""
 
 import math
 import random
 
 import pytest
+import torch
+from torch import nn
 
 from course_lib import training
+from course_lib.training.data import batch
 
 EXHAUSTIVE = pytest.mark.exhaustive
+VOCAB = 11
+
+
+class OddModel(nn.Module):
+    """Sizes that no number of ranks divides, an embedding tied to the head, a frozen layer, a strided parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 7)
+        self.up = nn.Linear(7, 13)
+        self.up.weight = nn.Parameter(torch.randn(7, 13).t())
+        self.frozen = nn.Linear(13, 7).requires_grad_(False)
+        self.head = nn.Linear(7, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x_BS):
+        return self.head(self.frozen(torch.tanh(self.up(self.embed(x_BS)))))
+
+
+def some_batches(count, seed=0):
+    text_T = torch.randint(VOCAB, (200,), generator=torch.Generator().manual_seed(seed))
+    return [batch(text_T, index, 2, seq_len=5) for index in range(count)]
+
+
+def message_of(function, *args, **kwargs):
+    """What it says when it refuses."""
+    try:
+        function(*args, **kwargs)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "no error"
 
 
 def one_process(whole, batches):

@@ -10,7 +10,7 @@ mirrors.py    cells held to the package
 exercises.py  exercises from solutions
 rules.py      what a notebook must satisfy
 lessons.py    what a lesson must keep to
-readme.py     the map that you are reading, copied into docs/MAP.md
+readme.py     the package's map, copied into docs/MAP.md, and docs/CLAIMS.md, written from the ledger
 __main__.py   fmt, mirrors, exercises, check, address
 """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from course_lib.authoring.exercises import exercise_problems, move_to, write_exercises
 from course_lib.authoring.form import ROOT, format_notebooks, notebook_paths
 from course_lib.authoring.mirrors import rewrite_mirrors
-from course_lib.authoring.readme import write_map
+from course_lib.authoring.readme import write_claims, write_map
 from course_lib.authoring.rules import notebook_problems
 
 
@@ -18,8 +18,8 @@ def check() -> list[str]:
 
 
 def fmt() -> list[Path]:
-    """Write notebooks and solutions in their normal form, and the map of docs/MAP.md."""
-    return format_notebooks() + write_map()
+    """Write notebooks and solutions in their normal form, the map of docs/MAP.md, and docs/CLAIMS.md."""
+    return format_notebooks() + write_map() + write_claims()
 
 
 def main(argv: list[str] | None = None) -> int:

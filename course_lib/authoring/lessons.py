@@ -19,6 +19,11 @@ LESSONS = (
     "06_sequence_parallel",
     "07_context_parallel",
     "08_pipeline_parallel",
+    "09a_mixture_of_experts",
+    "09b_expert_parallel",
+    "10_five_d",
+    "11_finding_a_configuration",
+    "12_on_a_cluster",
 )
 MOST_WORDS, MOST_CODE_LINES, MOST_CELL_LINES, MOST_IMPORTS, MOST_PREDICTIONS = 3000, 300, 30, 20, 8
 SHORT_CELL_LINES = 12  # of at least half of the cells

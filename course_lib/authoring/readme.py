@@ -1,9 +1,10 @@
-"""docs/MAP.md's map of the package: copied from the docstring of course_lib, where it is kept."""
+"""Documents that are written: docs/MAP.md's map, from the docstring of course_lib; docs/CLAIMS.md, from the ledger."""
 
 import ast
 from pathlib import Path
 
 from course_lib.authoring.form import ROOT
+from course_lib.claims import claims_page
 
 START, STOP = "<!-- map: written by make fmt from course_lib/__init__.py -->\n", "<!-- end of the map -->"
 
@@ -27,4 +28,13 @@ def write_map(root: Path = ROOT) -> list[Path]:
     if with_map(text, root) == text:
         return []
     path.write_text(with_map(text, root), encoding="utf-8")
+    return [path]
+
+
+def write_claims(root: Path = ROOT) -> list[Path]:
+    """Write docs/CLAIMS.md; returns it if it changed."""
+    path, text = root / "docs" / "CLAIMS.md", claims_page()
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return []
+    path.write_text(text, encoding="utf-8")
     return [path]

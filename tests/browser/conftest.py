@@ -135,7 +135,7 @@ def _environment(tmp_path: Path, token: str, mark: str) -> dict[str, str]:
     return inherited | {name: str(value) for name, value in own.items()}
 
 
-def _wait_until_up(lab: Lab, server: subprocess.Popen, log: Path, limit_s: float = 60) -> None:
+def _wait_until_up(lab: Lab, server: subprocess.Popen, log: Path, limit_s: float = 180) -> None:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         assert server.poll() is None, f"JupyterLab ended while starting:\n{log.read_text()}"
