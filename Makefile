@@ -38,7 +38,7 @@ FIRST := notebooks/index.ipynb
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 LESSONS := $(filter-out %_in_depth.ipynb,$(wildcard notebooks/*.ipynb))
 UNIT := -p no:nbval --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/hosts --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu --ignore=tests/faults
-NBVAL := --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
+NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
 
 .PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check address \
         quick-newer test-in-depth test-exhaustive test-long test-faults test-colab test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-slurm test-hosts clean

@@ -3,10 +3,12 @@
 import os
 import re
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import psutil
-from jupyter_client import KernelManager
+from jupyter_client.manager import start_new_kernel
+from kernel_starts import started
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -15,11 +17,7 @@ class Kernel:
     """A notebook kernel, and what a reader would see below a cell."""
 
     def __init__(self):
-        self.manager = KernelManager()
-        self.manager.start_kernel()
-        self.client = self.manager.client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.manager, self.client = started(partial(start_new_kernel, startup_timeout=60))
         self.process = psutil.Process(self.manager.provisioner.pid)
 
     def start(self, code):

@@ -1,0 +1,34 @@
+"""A pytest plugin for nbval, and a helper of our own kernels: a kernel that dies while it starts is started again.
+
+jupyter_client looks for five free ports, closes them, and has the kernel open them a second later. Where launches open
+hundreds of sockets in that second, one of the five may be taken, and the kernel dies before it has answered. A kernel
+that dies three times in a row is an error.
+"""
+
+import warnings
+
+TRIES = 3
+
+
+def started(start, tries=TRIES):
+    """Return what start() returns; where it raises RuntimeError ("Kernel died before ..."), call it again.
+
+    Errors: what the last of the tries raised; any other error at once.
+    """
+    for trial in range(1, tries + 1):
+        try:
+            return start()
+        except RuntimeError as error:
+            if trial == tries:
+                raise
+            warnings.warn(f"try {trial} of {tries} to start a kernel: {error}", stacklevel=2)
+
+
+def pytest_configure(config):
+    """Let nbval start its kernels through `started`."""
+    if not config.pluginmanager.hasplugin("nbval"):
+        return
+    from nbval import kernel  # only where nbval runs
+
+    once = kernel.start_new_kernel
+    kernel.start_new_kernel = lambda *args, **kwargs: started(lambda: once(*args, **kwargs))
