@@ -43,6 +43,9 @@ LAUNCHERS = (  # by name, in notebooks
     "compare_step_with_one_process",
     "sent_blocks",
     "kept_per_token",
+    "errors_by_kind",
+    "losses_under",
+    "sent_by_axis",
 )
 REAL_LAUNCH = launcher.launch
 STEPS = 2  # of a training that has more
