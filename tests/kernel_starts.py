@@ -10,18 +10,18 @@ import warnings
 TRIES = 3
 
 
-def started(start, tries=TRIES):
+def started(start):
     """Return what start() returns; where it raises RuntimeError ("Kernel died before ..."), call it again.
 
-    Errors: what the last of the tries raised; any other error at once.
+    Errors: what the last try raised; any other error at once.
     """
-    for trial in range(1, tries + 1):
+    for trial in range(1, TRIES + 1):
         try:
             return start()
         except RuntimeError as error:
-            if trial == tries:
+            if trial == TRIES:
                 raise
-            warnings.warn(f"try {trial} of {tries} to start a kernel: {error}", stacklevel=2)
+            warnings.warn(f"try {trial} of {TRIES} to start a kernel: {error}", stacklevel=2)
 
 
 def pytest_configure(config):
