@@ -4,16 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    XLMRobertaConfig,
-    XLMRobertaModel,
-    XLMRobertaXLConfig,
-    XLMRobertaXLModel,
-)
 
 from course_lib.model import build
 from course_lib.model.llama import PRESETS, ModelConfig, RopeScaling, preset
@@ -42,17 +32,22 @@ def count(model):
 
 
 def transformers_model(config):
-    """Theirs, of our shape; the class by the preset's name."""
+    """Theirs, of our shape; the class by the preset's name. (Imported here: it takes seconds.)"""
+    import transformers as hf
+
     shape = {"vocab_size": config.vocab_size, "hidden_size": config.d_model, "num_hidden_layers": config.num_layers,
              "num_attention_heads": config.num_heads, "tie_word_embeddings": config.tied}  # fmt: skip
     if config.family == "llama":
-        return LlamaForCausalLM(
-            LlamaConfig(**shape, num_key_value_heads=config.num_kv_heads, intermediate_size=config.d_ff)
+        return hf.LlamaForCausalLM(
+            hf.LlamaConfig(**shape, num_key_value_heads=config.num_kv_heads, intermediate_size=config.d_ff)
         )
     if config.family == "gpt":
-        return GPT2LMHeadModel(GPT2Config(**shape, n_positions=config.max_seq_len))
-    kinds = {"xlm-r-xl": (XLMRobertaXLConfig, XLMRobertaXLModel), "xlm-r-xxl": (XLMRobertaXLConfig, XLMRobertaXLModel)}
-    config_class, model_class = kinds.get(config.name, (XLMRobertaConfig, XLMRobertaModel))
+        return hf.GPT2LMHeadModel(hf.GPT2Config(**shape, n_positions=config.max_seq_len))
+    kinds = {
+        "xlm-r-xl": (hf.XLMRobertaXLConfig, hf.XLMRobertaXLModel),
+        "xlm-r-xxl": (hf.XLMRobertaXLConfig, hf.XLMRobertaXLModel),
+    }
+    config_class, model_class = kinds.get(config.name, (hf.XLMRobertaConfig, hf.XLMRobertaModel))
     shape |= {"intermediate_size": config.d_ff, "max_position_embeddings": config.max_seq_len + 2, "type_vocab_size": 1}
     return model_class(config_class(**shape), add_pooling_layer=False)
 
@@ -78,6 +73,7 @@ def test_llama_presets_carry_the_context_and_rope_of_their_model_cards():
     assert (preset("smollm-1.7b").max_seq_len, preset("gpt3-175b").max_seq_len) == (2048, 2048)
 
 
+@pytest.mark.slow
 def test_the_8b_model_of_transformers_built_whole_has_8_030_261_248_parameters():
     with torch.device("meta"):
         assert count(transformers_model(preset("llama-3.1-8b"))) == 8_030_261_248

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from course_lib import timing
 from course_lib.compare.profile import profile_step, scale_down
@@ -41,7 +40,10 @@ def test_parameters_and_tensors_are_counted_as_the_built_model_has_them(name):
         assert sum(copies for _, copies in parameter_shapes(config).values()) == len(parameters)
 
 
+@pytest.mark.slow
 def test_mixtral_and_deepseek_v3_have_as_many_parameters_as_transformers_models():
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig, MixtralForCausalLM
+
     with torch.device("meta"):  # the classes' defaults are the shapes of the published models
         one, two = (count(MixtralForCausalLM(MixtralConfig(num_hidden_layers=layers))) for layers in (1, 2))
         four, five = (count(DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=n, vocab_size=129_280)))

@@ -8,9 +8,6 @@ import dataclasses
 
 import pytest
 import torch
-from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from course_lib.config import ModelConfig, MoeConfig, preset
 from course_lib.model import build, moe, moe_layers, with_moe
@@ -37,7 +34,11 @@ def text(rows=4, index=0):
 # ---- the router
 
 
+@pytest.mark.slow
 def test_the_router_equals_deepseek_v3s_in_transformers():
+    from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
     config = MoeConfig(16, 4, d_expert=8, score="sigmoid", balancing="bias", num_groups=4, max_groups=2,
                        routed_scale=2.5, bias_speed=0.01)  # fmt: skip
     ours = moe.Router(32, config)
@@ -178,7 +179,10 @@ def test_expert_parallelism_finds_its_seam():
 # ---- balancing
 
 
+@pytest.mark.slow
 def test_balance_loss_is_one_in_balance_and_transformers_is_top_k_times_it():
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
     even_TE = torch.full((16, 8), 1 / 8, dtype=torch.float64)
     assert balance_loss(even_TE, torch.full((8,), 4)).item() == pytest.approx(1.0)
     one_TE, all_on_one = torch.eye(8, dtype=torch.float64)[:1].expand(16, 8), torch.tensor([16] + [0] * 7)

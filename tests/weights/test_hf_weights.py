@@ -2,19 +2,6 @@
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    XLMRobertaXLConfig,
-    XLMRobertaXLModel,
-)
 
 from course_lib.weights.hf_weights import (
     config_from_transformers,
@@ -23,20 +10,29 @@ from course_lib.weights.hf_weights import (
     tensor_in_transformers,
 )
 
+pytestmark = pytest.mark.slow
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 32, "rope_theta": 500_000.0}  # fmt: skip
+
+
+def hf():
+    """The library: imported when a test runs, since every worker of the quick tests would wait for it."""
+    import transformers
+
+    return transformers
 
 
 def llama(**changes):
     shape = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8,
              "num_key_value_heads": 2, "intermediate_size": 112, "max_position_embeddings": 128}  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**(shape | changes)))
+    return hf().LlamaForCausalLM(hf().LlamaConfig(**(shape | changes)))
 
 
 def mixtral():
-    return MixtralForCausalLM(
-        MixtralConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
-                      intermediate_size=80, max_position_embeddings=128, num_local_experts=6, num_experts_per_tok=3)
+    return hf().MixtralForCausalLM(
+        hf().MixtralConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=8,
+                           num_key_value_heads=2, intermediate_size=80, max_position_embeddings=128,
+                           num_local_experts=6, num_experts_per_tok=3)
     )  # fmt: skip
 
 
@@ -47,19 +43,19 @@ def deepseek(**changes):
              "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "n_shared_experts": 2,
              "q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 20,
              "max_position_embeddings": 128}  # fmt: skip
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**(shape | changes)))
+    model = hf().DeepseekV3ForCausalLM(hf().DeepseekV3Config(**(shape | changes)))
     for layer in model.model.layers[1:]:
         layer.mlp.gate.e_score_correction_bias.copy_(torch.arange(16) % 5 * 0.05)
     return model
 
 
 def gpt2():
-    return GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=64, n_layer=3, n_head=4, n_positions=128))
+    return hf().GPT2LMHeadModel(hf().GPT2Config(vocab_size=97, n_embd=64, n_layer=3, n_head=4, n_positions=128))
 
 
 def xlmr():
-    return XLMRobertaXLModel(
-        XLMRobertaXLConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+    return hf().XLMRobertaXLModel(
+        hf().XLMRobertaXLConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
                            intermediate_size=256, max_position_embeddings=130),
         add_pooling_layer=False,
     )  # fmt: skip
@@ -141,4 +137,4 @@ def test_other_models_are_refused():
     with pytest.raises(
         ValueError, match="model_type is 'bert'; this course has llama, mixtral, deepseek_v3, gpt2 and xlm-roberta-xl"
     ):
-        config_from_transformers(BertConfig())
+        config_from_transformers(hf().BertConfig())
