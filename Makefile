@@ -90,13 +90,13 @@ lint: setup  ## ruff, for the package, the tests and the notebooks
 unit: setup  ## the tests of the package; of many cases a sample
 	$(RUN) -m pytest -m "not long and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
 
-test-long: setup  ## what make test leaves out: the trainer under torchrun, accelerate and srun, killed and asked to stop
+test-long: setup  ## what make test leaves out: ranks started by scripts, kernels, torchrun, accelerate; the trainer killed and stopped
 	$(RUN) -m pytest -m long -n $(WORKERS) --dist load $(UNIT)
 
 test-faults: setup  ## ranks of every parallelism killed, stopped, hung, raising, disagreeing: one error, nothing left
 	$(RUN) -m pytest -p no:nbval -p no:cacheprovider -n $(WORKERS) --dist loadgroup tests/faults
 
-test-exhaustive: setup  ## the cases of which make test runs a sample: layouts, checkpoints, simulated ranks
+test-exhaustive: setup  ## the cases of which make test runs a sample: layouts, checkpoints, simulated ranks, right answers for graders
 	$(RUN) -m pytest -m exhaustive -n $(WORKERS) --dist worksteal $(UNIT)
 
 nbval: setup  ## every notebook and solution runs, and prints what it stores

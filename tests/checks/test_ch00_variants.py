@@ -142,6 +142,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("check", "answer"),
     [(check, answer) for check, answers in VARIANTS for answer in answers],

@@ -103,6 +103,7 @@ class ScattersThenGathers(LikeTheLesson):
             bucket.flat_P.zero_()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("answer", [LikeTheLesson, CopiesIntoBuckets, WaitsAtTheEndOfBackward, ScattersThenGathers])
 def test_a_right_answer_that_is_arranged_otherwise_passes(answer, capsys):
     ch03.check_ddp(answer)

@@ -231,6 +231,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("check", "answer"), sampled([(check, answer) for check, answers in RIGHT.items() for answer in answers], 7)
 )
@@ -239,6 +240,7 @@ def test_a_right_answer_that_is_arranged_otherwise_passes(check, answer, capsys)
     assert f"{check}: passed" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(8))
 def test_two_sums_in_one_message_pass_with_any_number_of_ranks(seed, capsys):
     ch05.check_vocab_loss(loss_with_two_sums_in_one_message, seed=seed)

@@ -279,6 +279,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("check", "answer"), sampled([(check, answer) for check, answers in RIGHT.items() for answer in answers], 8)
 )
@@ -287,6 +288,7 @@ def test_a_right_answer_that_is_arranged_otherwise_passes(check, answer, capsys)
     assert f"{check}: passed" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("answer", RIGHT["check_ring"])
 def test_every_right_ring_passes_on_two_and_on_four_ranks(answer, seed):

@@ -346,6 +346,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("check", "answer"), sampled([(check, answer) for check, answers in RIGHT.items() for answer in answers], 8)
 )

@@ -130,6 +130,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("check", "answer"),
     [pytest.param(check, answer, id=answer.__name__) for check, answers in RIGHT for answer in answers],

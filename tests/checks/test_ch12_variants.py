@@ -162,6 +162,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.launches
 @pytest.mark.parametrize(("check", "answer"), RIGHT, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_right_answer_that_is_arranged_otherwise_passes(check, answer):

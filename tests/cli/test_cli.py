@@ -75,6 +75,7 @@ def notebook(folder: Path, *sources: str) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_run_leaves_the_file_alone_unless_asked_to_save(tmp_path, capsys):
     path = notebook(tmp_path, "print(6 * 7)", "import os; print(os.path.basename(os.getcwd()))")
     before = path.read_bytes()
@@ -96,6 +97,7 @@ def test_run_finds_that_it_cannot_save_before_the_first_cell(tmp_path, monkeypat
     assert "nothing can be written" in capsys.readouterr().err and not (tmp_path / "ran").exists()
 
 
+@pytest.mark.long
 def test_run_says_which_cell_failed_and_which_took_too_long(tmp_path, capsys):
     assert cli.main(["run", str(notebook(tmp_path, "x = 1", "x / 0", "x"))]) == 1
     error = capsys.readouterr().err
@@ -210,6 +212,7 @@ assert time.process_time() < 1, f"took {time.process_time()} s of CPU time"
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["", "doctor", "new", "run", "demo", "bench", "simulate", "plan", "train"])
 def test_help_needs_less_than_a_second_and_no_torch(command):
     run = subprocess.run([sys.executable, "-c", HELP, *command.split(), "--help"], capture_output=True, text=True)
@@ -224,6 +227,7 @@ def test_the_shell_can_complete_every_subcommand(capsys):
     assert "complete " in script and all(name in script for name in ("doctor", "new", "simulate", "train"))
 
 
+@pytest.mark.long
 def test_train_is_the_trainer(tmp_path):
     small = ["--model", "toy,num_layers=1,d_model=32,num_heads=2,num_kv_heads=2", "--steps", "1", "--seq-len", "16"]
     command = [sys.executable, "-m", "course_lib", "train", *small]

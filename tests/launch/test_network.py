@@ -83,6 +83,7 @@ assert all(network == os.readlink("/proc/self/ns/net") for _, network in results
 """
 
 
+@pytest.mark.long
 @own_network
 def test_ranks_keep_the_machines_network_where_that_is_asked_for_and_the_attack_then_works():
     """So the attack of the test above is one."""
