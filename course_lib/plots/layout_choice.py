@@ -136,7 +136,7 @@ def show_options(options: Mapping[str, Option], title: str) -> None:
             axes.plot(x, y, "o" if option.fits else "X", color=color, markersize=8)
             axes.annotate(name.split()[0], (x, y), xytext=(-16, -4), textcoords="offset points", fontsize=9.5)
         axes.axvline(limit_gb, color=LIMIT_COLOR, linestyle="--")
-        axes.text(limit_gb, 3, " of one GPU", fontsize=8.5)
+        axes.text(limit_gb, 3, f" one GPU: {limit_gb:.1f} GB", fontsize=8.5)
         right = max(option.memory_bytes / GB for option in options.values())
         axes.set(xlim=(0, 1.25 * max(right, limit_gb)), ylim=(0, 60))
         axes.set_xlabel("memory of the most loaded rank (GB)")
