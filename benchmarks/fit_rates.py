@@ -17,6 +17,7 @@ from scipy.optimize import least_squares
 from tyro.conf import Positional
 
 from course_lib.hardware import GB, Cluster, gpu, link
+from course_lib.plan.search import TOLD_APART
 from course_lib.predict import nanotron
 from course_lib.predict.rates import RANGES, RATES, Rates
 from course_lib.predict.table import read_models, read_rows, run_of
@@ -129,7 +130,25 @@ def errors(measured: Sequence[Measured], rates: Rates, cluster: Cluster) -> dict
         "tokens/s, nine in ten within": float(np.quantile(abs(tokens), 0.9)),
         "rank correlation in a cell, median": float(np.median(ranks)) if ranks else float("nan"),
         "of runs below 5 % MFU, predicted below 8 %": float(np.mean(found)) if found else float("nan"),
+        "worst yield of the fastest": worst_yield(measured, rates, cluster),
+        "worst yield of the least memory near it": worst_yield(measured, rates, cluster, TOLD_APART),
     }
+
+
+def worst_yield(measured: Sequence[Measured], rates: Rates, cluster: Cluster, told_apart: float = 0.0) -> float:
+    """Of the cells (a model on a number of nodes), the least measured speed of what is chosen, over the best measured.
+
+    told_apart   of runs predicted so near to the fastest (a share of its speed), the one with the least memory
+    """
+    cells, yields = defaultdict(list), []
+    for m in measured:
+        cells[m.model, m.nodes].append(m)
+    for cell in cells.values():
+        predicted = [speed(m, rates, cluster) for m in cell]
+        near = [m for m, one in zip(cell, predicted, strict=True) if one >= (1 - told_apart) * max(predicted)]
+        chosen = min(near, key=lambda m: memory_gb(m, rates, cluster))
+        yields.append(chosen.tokens_per_s_per_gpu / max(m.tokens_per_s_per_gpu for m in cell))
+    return min(yields)
 
 
 def _mfu(one: Measured, rates: Rates, cluster: Cluster) -> float:

@@ -123,7 +123,7 @@ def show_paths(num_layers: Size = 4) -> None:
         axes.text(-0.1, 0.35, "pp over nodes", ha="right", va="center", fontsize=9)
         axes.set(xlim=(-0.22 * num_layers - 0.15, 1.62 * num_layers), ylim=(-0.1, 2.25), xticks=[], yticks=[])
         axes.spines[:].set_visible(False)
-        axes.set_title("Forward of one micro-batch: “sum” and “send” use the network; the GPU waits for each sum")
+        axes.set_title("Forward, not to scale: “sum” and “send” use the network; the GPU waits for each sum")
         finish(figure)
 
 
@@ -225,7 +225,7 @@ def show_predicted(runs: Sequence[MeasuredRun], options: Sequence[Option]) -> No
         axes.set_xlabel("predicted tokens/s per GPU (modelled)")
         axes.set_ylabel("measured tokens/s per GPU")
         axes.legend(loc="upper left")
-        axes.set_title("Runs far below the line stalled", fontsize=10)
+        axes.set_title("Predicted and measured speed: equal on the dashed line", fontsize=10)
 
 
 @checked

@@ -307,6 +307,8 @@ def test_errors_on_measured_runs(capsys, tmp_path):
     assert found["tokens/s, nine in ten within"] <= 0.24
     assert found["rank correlation in a cell, median"] >= 0.93
     assert found["of runs below 5 % MFU, predicted below 8 %"] >= 0.95
+    assert found["worst yield of the fastest"] >= 0.73
+    assert found["worst yield of the least memory near it"] >= 0.85
     assert sum(fitting) >= 0.99 * len(fitting)
     for which, told in (("memory", "memory_bytes"), ("speed", "tokens_per_s_per_gpu")):
         inside = []
