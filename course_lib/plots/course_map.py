@@ -10,7 +10,8 @@ from course_lib.plots.style import FULL_WIDTH_IN, finish, style
 from course_lib.validate import checked
 
 PLAIN_COLOR = "#E6E6E6"
-BOX_WIDTH, BOX_HEIGHT, HEIGHT_IN = 0.9, 0.72, 3.4
+BOX_WIDTH, BOX_HEIGHT, HEIGHT_IN = 0.9, 0.72, 3.8
+MOST_COLUMNS = 2  # of a straight arrow: a longer one would cross boxes
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ COURSE = (
     Chapter(3, "Data\nparallelism", "splits the batch", (0,), "dp"),
     Chapter(4, "ZeRO", "splits the states", (0, 1, 3), "dp"),
     Chapter(5, "Tensor\nparallelism", "splits the matrices", (0, 1, 4), "tp"),
-    Chapter(6, "Sequence\nparallelism", "splits the norms", (1, 5), "tp"),
+    Chapter(6, "Sequence\nparallelism", "cuts what TP leaves", (1, 5), "tp"),
     Chapter(7, "Context\nparallelism", "splits the sequence", (0, 2, 5, 6), "cp"),
     Chapter(8, "Pipeline\nparallelism", "splits the layers", (0, 1, 2, 4), "pp"),
     Chapter(9, "Expert\nparallelism", "splits the experts", (3, 4, 5), "ep"),
@@ -68,8 +69,9 @@ def course_map(course: Sequence[Chapter] = COURSE) -> CourseMap:
         stacked = [number for number in columns if columns[number] == column]
         places |= {number: (column, row - (len(stacked) - 1) / 2) for row, number in enumerate(stacked)}
         sources = [start for start, end in arrows if end == stacked[0]]
-        if len(stacked) == len(sources) == 1:  # alone, behind one other: in its row
-            places[stacked[0]] = (column, places[sources[0]][1])
+        rows = {places[source][1] for source in sources}
+        if len(stacked) == len(rows) == 1:  # alone, behind others of one row: in their row
+            places[stacked[0]] = (column, rows.pop())
     return CourseMap(places, arrows)
 
 
@@ -80,7 +82,13 @@ def draw_course(axes, course: Sequence[Chapter] = COURSE) -> None:
     for start, end in drawn.arrows:
         (x, y), (to_x, to_y) = drawn.places[start], drawn.places[end]
         arrow = {"arrowstyle": "-|>", "color": "#666666", "shrinkA": 0, "shrinkB": 0}
-        axes.annotate("", (to_x - BOX_WIDTH / 2, to_y), (x + BOX_WIDTH / 2, y), arrowprops=arrow)
+        if to_x - x <= MOST_COLUMNS:
+            axes.annotate("", (to_x - BOX_WIDTH / 2, to_y), (x + BOX_WIDTH / 2, y), arrowprops=arrow)
+        else:  # around the boxes between them, above the upper row or below the lower one
+            side = -1 if y < 0 else 1
+            bend = arrow | {"connectionstyle": f"arc3,rad={0.3 * side}"}
+            ends = [(at, row + side * BOX_HEIGHT / 2) for at, row in ((to_x, to_y), (x, y))]
+            axes.annotate("", *ends, arrowprops=bend)
     for chapter in course:
         x, y = drawn.places[chapter.number]
         color = AXIS_COLORS[chapter.axis] if chapter.axis else PLAIN_COLOR
@@ -90,7 +98,7 @@ def draw_course(axes, course: Sequence[Chapter] = COURSE) -> None:
         for below, text, size, weight in (*texts, (0.25, chapter.subject, 5.8, "normal")):
             axes.text(x, y + below, text, ha="center", va="center", size=size, weight=weight, color=text_on(color))
     columns, rows = zip(*drawn.places.values(), strict=True)
-    axes.set(xlim=(-0.5, max(columns) + 0.5), ylim=(max(rows) + 0.45, min(rows) - 0.45))
+    axes.set(xlim=(-0.5, max(columns) + 0.5), ylim=(max(rows) + 0.65, min(rows) - 0.65))
     axes.axis("off")
 
 
