@@ -78,9 +78,9 @@ def calls_of_a_step(trainer: type, world_size: Size = 4, num_micro_batches: Size
 
 @checked
 def trace_of_a_step(trainer: type, world_size: Size = 2) -> list[Span]:
-    """Return what rank 0 was busy with in one step, as torch.profiler saw it: computation, and each all-reduce.
+    """Return what rank 0 was busy with in one step, as torch.profiler saw it: computation, and a lane per all-reduce.
 
-    On the CPU, where both lanes share the cores: the order is that of GPUs, the seconds are not.
+    On the CPU, where all lanes share the cores: the order is that of GPUs, the seconds are not.
     """
     return launch(_trace, world_size, trainer, backend="gloo", quiet=True)[0]
 
@@ -107,9 +107,9 @@ def memory_of_a_step(trainer: type, world_size: Size = 4, seq_len: Size = SEQ_LE
 
 @checked
 def started_in_backward(spans: Sequence[Span]) -> tuple[int, int]:
-    """Return how many all-reduces of a trace start before its backward is over, and how many there are."""
+    """Return how many all-reduces of a trace start while its backward computes, and how many there are."""
     stop_s = next(span.stop_s for span in spans if span.name == "backward")
-    starts = [span.start_s for span in spans if span.lane == "communication"]
+    starts = [span.start_s for span in spans if span.lane != "compute"]
     return sum(start_s < stop_s for start_s in starts), len(starts)
 
 
@@ -198,17 +198,20 @@ def _squares(steps: int, sequences: int) -> list[tuple[float, float]]:
 
 
 def _spans(events) -> list[Span]:
-    """Forward, backward, the optimizer and each all-reduce of a profile, from the moment when forward begins."""
+    """Forward, backward, the optimizer and each all-reduce of a profile, from the moment when forward begins.
+
+    Backward is over when its last node begins, which only stores the last gradient and calls its hooks.
+    """
     named = {name: [e.time_range for e in events if e.name.startswith(name)] for name in _EVENTS}
     start_us = named["trainer.backward"][0].start
     backward = named["autograd::engine::evaluate_function"]
-    backward_us = min(e.start for e in backward), max(e.end for e in backward)
+    backward_us = min(e.start for e in backward), max(e.start for e in backward)
     update = named["Optimizer.step"][0]
     bars = [("compute", "forward", start_us, backward_us[0]), ("compute", "backward", *backward_us)]
     bars += [("compute", "optimizer", update.start, update.end)]
     calls, sends = (sorted(named[name], key=lambda e: e.start) for name in ("c10d::allreduce_", "gloo:all_reduce"))
     pairs = enumerate(zip(calls, sends, strict=True))  # from the call until gloo's thread has done it
-    bars += [("communication", f"all-reduce {index}", call.start, send.end) for index, (call, send) in pairs]
+    bars += [(f"all-reduce {index}", f"all-reduce {index}", call.start, send.end) for index, (call, send) in pairs]
     return [Span(0, lane, name, (a - start_us) * 1e-6, (b - start_us) * 1e-6) for lane, name, a, b in bars]
 
 

@@ -110,7 +110,7 @@ class OverlappedDP(BucketedDP):
 
     def __init__(self, model, make_optimizer, group):
         super().__init__(model, make_optimizer, group)
-        for bucket in self.buckets:
+        for bucket in self.buckets:  # `bucket=bucket`: this one, not the loop's last
             when_all_arrived(bucket.params, lambda bucket=bucket: self.send(bucket))
 
     def send(self, bucket):

@@ -29,7 +29,7 @@ def reduce_scatter_tokens(x_BSD_partial, group):
 
 
 class GatherIn(torch.autograd.Function):
-    """g: every rank uses all tokens for something else, so backward sums."""
+    """Every rank uses all tokens for something else, so backward sums."""
 
     @staticmethod
     def forward(ctx, x_BsD, group):
@@ -42,7 +42,7 @@ class GatherIn(torch.autograd.Function):
 
 
 class ScatterSum(torch.autograd.Function):
-    """g with a bar: every rank's partial sum reached the tokens of all ranks."""
+    """Every rank's partial sum reached the tokens of all ranks."""
 
     @staticmethod
     def forward(ctx, x_BSD_partial, group):
@@ -55,12 +55,12 @@ class ScatterSum(torch.autograd.Function):
 
 
 def gather_in(x_BsD, group):
-    """g: forward all tokens, backward my tokens of the summed gradient."""
+    """Forward all tokens, backward my tokens of the summed gradient."""
     return GatherIn.apply(x_BsD, group)
 
 
 def scatter_sum(x_BSD_partial, group):
-    """g with a bar: forward my tokens of the sum, backward the gradient of all tokens."""
+    """Forward my tokens of the sum, backward the gradient of all tokens."""
     return ScatterSum.apply(x_BSD_partial, group)
 
 

@@ -23,11 +23,12 @@ class CopyIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return x.view_as(x)
+        return x.view_as(x)  # autograd needs a new tensor
 
     @staticmethod
     def backward(ctx, grad_partial):
-        return comm.all_reduce(grad_partial.contiguous(), ctx.group), None
+        grad_partial = grad_partial.contiguous()  # collectives need dense memory
+        return comm.all_reduce(grad_partial, ctx.group), None
 
 
 class SumOut(torch.autograd.Function):
@@ -108,11 +109,12 @@ class VocabParallelEmbedding(nn.Module):
 def vocab_parallel_cross_entropy(logits_BSv, y_BS, group):
     """Return the loss of each token from this rank's logits, with three all-reduces."""
     dtype = torch.promote_types(logits_BSv.dtype, torch.float32)
-    logits_BSv, count = logits_BSv.to(dtype), logits_BSv.shape[-1]
+    logits_BSv = logits_BSv.to(dtype)
     max_BS = comm.all_reduce(logits_BSv.detach().amax(-1), group, op="max")
     shifted_BSv = logits_BSv - max_BS.unsqueeze(-1)
     s_BS = sum_out(shifted_BSv.exp().sum(-1), group)
-    is_mine_BS, row_BS = rows_of(y_BS, group.rank() * count, count)
+    v = logits_BSv.shape[-1]
+    is_mine_BS, row_BS = rows_of(y_BS, group.rank() * v, v)
     target_BS = shifted_BSv.gather(-1, row_BS.unsqueeze(-1)).squeeze(-1)
     return s_BS.log() - sum_out(target_BS * is_mine_BS, group)
 

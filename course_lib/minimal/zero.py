@@ -41,7 +41,7 @@ class FlatParameter:
             param.grad = None
 
     def all_gather(self):
-        """Fill flat_P with the shards of all ranks."""
+        """Fill flat_P with the shards of all ranks; my shard may lie inside it."""
         comm.all_gather_into(self.flat_P, self.shard_p.detach(), self.group)
 
 

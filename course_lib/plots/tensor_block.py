@@ -82,14 +82,28 @@ def draw_block(axes, direction: str, num_ranks: Size = 2) -> None:
         sends = border.sends or "nothing"
         weight = "bold" if border.sends else "normal"
         axes.text(border.at, -0.2, sends, ha="center", va="top", fontsize=8.5, color=color, fontweight=weight)
+    _draw_residuals(axes, regions, direction, num_ranks)
     right = regions[-1].left + regions[-1].width
     arrow = (right + 0.15, -0.15) if direction == "forward" else (-0.15, right + 0.15)
     look = {"arrowstyle": "->", "linewidth": 1.4, "color": "#404040"}
     axes.annotate("", xy=(arrow[0], -0.85), xytext=(arrow[1], -0.85), arrowprops=look)
     for rank in range(num_ranks):
         axes.text(-0.2, num_ranks - rank - 0.5, f"rank {rank}", ha="right", va="center", fontsize=9)
-    axes.set(xlim=(-1.0, right + 0.25), ylim=(-1.0, num_ranks + 0.75))
+    axes.set(xlim=(-1.0, right + 0.25), ylim=(-1.0, num_ranks + 1.3))
     axes.set_axis_off()
+
+
+def _draw_residuals(axes, regions: list[BlockRegion], direction: str, num_ranks: int) -> None:
+    """Draw the two residual connections above f and g, from before a norm to the next sum."""
+    norm, sum_and_norm, last_sum = (region for region in regions if not region.is_cut)
+    top = num_ranks + 1.05
+    for start, stop in ((norm.left - 0.08, sum_and_norm.left), (sum_and_norm.left + 0.42, last_sum.left)):
+        ends = (start, stop + 0.23) if direction == "forward" else (stop + 0.23, start)
+        axes.plot([ends[0], ends[0], ends[1]], [num_ranks, top, top], color="#404040", linewidth=1.4)
+        arrow = {"arrowstyle": "->", "linewidth": 1.4, "color": "#404040", "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", xy=(ends[1], num_ranks), xytext=(ends[1], top), arrowprops=arrow)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.text((start + stop) / 2, top, "residual", ha="center", va="center", fontsize=8.5, bbox=box)
 
 
 @checked
@@ -98,7 +112,7 @@ def show_f_and_g(num_ranks: Size = 2, title: str = "") -> None:
     if num_ranks > 4:
         raise ValueError(f"num_ranks is {num_ranks}; the picture has room for 4, the pattern is the same")
     with style():
-        figure, panels = plt.subplots(2, 1, figsize=(FULL_WIDTH_IN, 2.4 + 0.75 * num_ranks))
+        figure, panels = plt.subplots(2, 1, figsize=(FULL_WIDTH_IN, 3.0 + 0.75 * num_ranks))
         for axes, direction in zip(panels, ("forward", "backward"), strict=True):
             draw_block(axes, direction, num_ranks)
             axes.set_title(direction, fontsize=10, fontweight="normal")

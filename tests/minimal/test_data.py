@@ -79,8 +79,8 @@ def test_buckets_send_fewer_messages_and_the_same_bytes_however_many_micro_batch
         assert sent_bytes(trainer, 4, num_micro_batches) == 2 * 2 * PSI * 3 // 4
 
 
-@pytest.mark.parametrize(("trainer", "during"), [(DataParallel, (0, 39)), (BucketedDP, (0, 4)), (OverlappedDP, (4, 4))])
-def test_only_hooks_start_all_reduces_while_backward_runs(trainer, during):
+@pytest.mark.parametrize(("trainer", "during"), [(DataParallel, (0, 39)), (BucketedDP, (0, 4)), (OverlappedDP, (3, 4))])
+def test_only_hooks_start_all_reduces_while_backward_computes_and_not_that_of_the_last_bucket(trainer, during):
     assert started_in_backward(trace_of_a_step(trainer)) == during
 
 
@@ -99,7 +99,7 @@ def test_gradient_squares_are_those_of_one_rank_and_of_the_mean():
 def test_a_trace_goes_from_forward_to_the_optimizer_which_waits_for_all_buckets():
     spans = {span.name: span for span in trace_of_a_step(OverlappedDP)}
     assert spans["forward"].start_s == 0 and spans["forward"].stop_s == spans["backward"].start_s
-    last = max(span.stop_s for span in spans.values() if span.lane == "communication")
+    last = max(span.stop_s for span in spans.values() if span.lane != "compute")
     assert spans["backward"].stop_s <= spans["optimizer"].start_s and last <= spans["optimizer"].start_s
 
 

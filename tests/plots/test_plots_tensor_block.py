@@ -55,3 +55,15 @@ def test_both_pictures_name_their_all_reduces(show, monkeypatch):
     texts = [text.get_text() for axes in figures[0].axes for text in axes.texts]
     assert any("all-reduce" in text for text in texts)
     plt.close(figures[0])
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_residuals_pass_f_and_g_by_and_end_at_the_sums_forward(direction):
+    figure, axes = plt.subplots()
+    tensor_block.draw_block(axes, direction)
+    sums = [region.left for region in block_regions_and_borders(direction)[0] if "+" in region.name]
+    tops = [text.xy for text in axes.texts if hasattr(text, "xy") and text.xy[1] == 2]  # arrows onto the upper lane
+    assert [text.get_text() for text in axes.texts].count("residual") == len(tops) == 2
+    at_sums = [any(left < x < left + 0.4 for left in sums) for x, _ in tops]
+    assert at_sums == [direction == "forward"] * 2
+    plt.close(figure)

@@ -281,6 +281,18 @@ class FreesAfterForwardAlone(Zero3):
             when_all_arrived(flat.params, flat.reduce_scatter)
 
 
+class NeverGathersForBackward(Zero3):
+    """Forward is right, and backward meets emptied weights."""
+
+    def __init__(self, model, make_optimizer, group):
+        Zero2.__init__(self, model, make_optimizer, group)
+        for unit, flat in zip(units_of(model), self.flats, strict=True):
+            flat.shard_p.data = flat.shard_p.detach().clone()
+            free(flat)
+            unit.register_forward_pre_hook(lambda *_, flat=flat: gather(flat))
+            unit.register_forward_hook(lambda *_, flat=flat: free(flat))
+
+
 def regather(output, flat):
     output.register_hook(lambda grad: gather(flat))
 
@@ -385,6 +397,7 @@ WRONG = {
         "answers": [
             (NeverFrees, "free a unit after its forward"),
             (FreesAfterForwardAlone, "free a unit after its backward"),
+            (NeverGathersForBackward, "gather it before its forward, and again before its backward"),
             (ShardIsAView, "is your shard a view of the buffer that you empty?"),
             (AllReducesFirst, "phases are"),
             (Sums, "take the mean over ranks"),

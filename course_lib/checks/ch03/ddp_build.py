@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from course_lib.checks.ch03.dp_hooks import WatchedWork
 from course_lib.checks.core import fail, grader, run_ranks
-from course_lib.checks.trainers import expect_right, expect_sent
+from course_lib.checks.trainers import expect_right, expect_sent, micro_batches
 from course_lib.memory.states import count_parameters
 from course_lib.minimal import compare
 from course_lib.model import build
@@ -39,6 +39,8 @@ def check_ddp(answer, rng):
             fail(f"rank {rank} begins with other weights than rank 0; broadcast rank 0's in __init__")
     seen = {count: run_ranks(_watch, world_size, answer, count)[0] for count in (1, 3)}
     _expect_sent_once(seen[1].total, seen[3].total)
+    for num_micro_batches in (1, 3):
+        _expect_waited(seen[num_micro_batches], num_micro_batches)
     expect_right(answer, world_size)
     for num_micro_batches in (1, 3):
         _expect_overlap(seen[num_micro_batches], num_micro_batches)
@@ -98,8 +100,17 @@ def _expect_sent_once(of_one: int, of_three: int) -> None:
         )
 
 
+def _expect_waited(seen: Watched, num_micro_batches: int) -> None:
+    """A trainer that does not wait is told so before its numbers: what it reads too early can also make ranks hang."""
+    if seen.never_waited:
+        fail(
+            f"with {micro_batches(num_micro_batches)} {seen.never_waited} messages were never waited for; the update "
+            "may read too early"
+        )
+
+
 def _expect_overlap(seen: Watched, num_micro_batches: int) -> None:
-    where = f"with {num_micro_batches} micro-batch{'es' * (num_micro_batches > 1)}"
+    where = f"with {micro_batches(num_micro_batches)}"
     if seen.total == 0:
         fail(
             f"{where} no collective of torch.distributed was called; write the buckets yourself, without PyTorch's DDP"
@@ -113,5 +124,3 @@ def _expect_overlap(seen: Watched, num_micro_batches: int) -> None:
         fail(f"{where} one message carried everything, so nothing overlapped; close a bucket at 60,000 parameters")
     if seen.blocking or (seen.most_in_flight <= 1 and not seen.in_flight_after_backward):
         fail(f"{where} backward waited for every message; start with async_op=True, and wait in update")
-    if seen.never_waited:
-        fail(f"{where} {seen.never_waited} messages were never waited for; the update may read too early")

@@ -17,9 +17,12 @@ from course_lib.model import build
 NUM_PARAMS = count_parameters(compare.CONFIG)
 MOST_MESSAGES = 3  # buckets of at least 60,000 parameters
 ITEMSIZE = 2  # bfloat16, in which sent_bytes and memory_of_a_step compute
-READS_FREED_STORAGE = (
-    "your code read or wrote memory that it had given back; is your shard a view of the buffer that you empty? Clone it"
-)
+SIGNS_OF_FREED_MEMORY = {
+    "killed by SIGSEGV": "your code read or wrote memory that it had given back; is your shard a view of the buffer "
+    "that you empty? Clone it",
+    "out of bounds for storage of size 0": "a unit was used after it was freed: gather it before its forward, and "
+    "again before its backward",
+}
 
 
 @grader
@@ -63,9 +66,10 @@ def check_zero3(answer, rng):
     try:
         expect_right(answer, world_size)
     except CheckFailed as failure:
-        if "killed by SIGSEGV" not in str(failure):
+        why = next((why for sign, why in SIGNS_OF_FREED_MEMORY.items() if sign in str(failure)), None)
+        if why is None:
             raise
-        fail(f"{READS_FREED_STORAGE}\n{failure}")
+        fail(f"{why}\n{failure}")
     with rank_errors_as_failures(world_size):
         held = held_bytes(answer, world_size)
         peak = memory_of_a_step(answer, world_size).peak_bytes
