@@ -182,7 +182,7 @@ def ring_all_reduce_steps(values: Iterable) -> list[RingStep]:
             values[rank][piece] = values[rank][piece] + value if reducing else value
             summed[rank][piece] = summed[rank][piece] + count if reducing else count
         trip = "reduce-scatter" if reducing else "all-gather"
-        steps.append(RingStep(f"{trip} {step % (n - 1) + 1}", _copy(values), _copy(summed), received))
+        steps.append(RingStep(f"{trip}, s = {step % (n - 1)}", _copy(values), _copy(summed), received))
     return steps
 
 

@@ -238,7 +238,7 @@ def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = No
         box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}
         label, here = f"{show_bytes(at_bytes)}: {show_seconds(total)}", (at_bytes, total / scale)
         side = "left" if at_bytes < low * 1e3 else "right"
-        axes.annotate(label, here, xytext=(0, 14), textcoords="offset points", fontweight="bold", ha=side, bbox=box)
+        axes.annotate(label, here, xytext=(0, 24), textcoords="offset points", fontweight="bold", ha=side, bbox=box)
     axes.set(xlabel="message (bytes)", ylabel="time (ms)")
 
 

@@ -45,7 +45,7 @@ def _view(steps: Sequence[RingStep], moment: int) -> RingView:
     if moment + 1 < len(steps):
         received = steps[moment + 1].received
         sends = [received[(rank + 1) % num_ranks] for rank in range(num_ranks)]
-        title += f"; the arrows are step {moment + 1}"
+        title += "; the arrows show the next step" if moment else "; the arrows show the first step"
     return RingView(title, step.values, step.summed, sends)
 
 

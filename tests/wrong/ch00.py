@@ -378,6 +378,16 @@ def gathers_from_the_piece_before(x, group):
     return total
 
 
+def sums_in_new_tensors(x, group):
+    total, size = x.clone(), group.size()
+    pieces = total.tensor_split(size)
+    for step in range(size - 1):
+        reduce_scatter_step([piece.clone() for piece in pieces], step, group)
+    for step in range(size - 1):
+        all_gather_step(pieces, step, group)
+    return total
+
+
 def all_send_first(x, group):
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     total = x.clone()
@@ -487,6 +497,7 @@ WRONG = {
             (ring_of_means, "averaged, not summed"),
             (rest_left_out, "the length does not divide by"),
             (equal_pieces_by_split, "IndexError"),
+            (sums_in_new_tensors, "no piece was changed"),
             (gathers_from_the_piece_before, "the all-gather phase starts with a wrong piece"),
             (all_send_first, "let both messages start at once"),
             (built_in, "your function called all_reduce"),

@@ -36,6 +36,9 @@ def _expect_sum(seen: Seen, rank: int, inputs: list[Tensor], where: str) -> None
     wrong = {
         "it has its own tensor; nothing was added": inputs[rank],
         "averaged, not summed": total / len(inputs),
+        "no piece was changed: `a = a + b` makes a new tensor, and `a += b` writes into the view": torch.cat(
+            [x.tensor_split(len(inputs))[piece] for piece, x in enumerate(inputs)]
+        ),
     }
     _expect_no_early_gather(seen.result, inputs, rank, where)
     if not any(torch.allclose(seen.result, value) for value in wrong.values()):
