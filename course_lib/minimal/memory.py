@@ -86,11 +86,11 @@ def block_saved_bytes(config, itemsize):
     statistic = 4  # one FP32 number
     return {
         "norm 1": D * itemsize + statistic,
-        "q, k, v": D * itemsize,
+        "q, k, v": D * itemsize,  # one input for all three
         "attention": (N + 2 * K) * H * itemsize + N * statistic,
         "o": N * H * itemsize,
         "norm 2": D * itemsize + statistic,
-        "gate, up": D * itemsize,
+        "gate, up": D * itemsize,  # one input for both
         "silu": F * itemsize,
         "product": 2 * F * itemsize,
         "down": F * itemsize,

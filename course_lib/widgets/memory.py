@@ -79,9 +79,9 @@ def _verdict(bar: BudgetBar, limits_bytes: dict[str, int]) -> str:
     if not limits_bytes:
         return total
     return (
-        f"{total} fit {len(bar.fits)} of {len(limits_bytes)} GPUs"
+        f"{total} fit in {len(bar.fits)} of {len(limits_bytes)} GPUs"
         if bar.fits
-        else f"{total} fit none of the chosen GPUs"
+        else f"{total} fit in none of the chosen GPUs"
     )
 
 

@@ -31,7 +31,7 @@ def test_the_memory_view_is_the_budget_against_the_gpus():
     assert f"{needed.total_bytes / 1e9:.1f} GB = {needed.total_bytes / 2**30:.1f} GiB" in view.text
     assert "128.5 GB (119.7 GiB) for 8,030,261,248 parameters" in view.text
     assert "Out of memory: T4, H100 SXM 80 GB" in view.text
-    assert "fit 1 of 3 GPUs" in view.title
+    assert "fit in 1 of 3 GPUs" in view.title
 
 
 def test_a_memory_choice_changes_the_kind_that_it_should():

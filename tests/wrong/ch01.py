@@ -318,6 +318,14 @@ class HoldsThem(Tracker):
             self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
 
+class DropsTheReference(Tracker):
+    """A weak reference that is not kept never calls."""
+
+    def see(self, tensor):
+        super().see(tensor)
+        self.alive = dict.fromkeys(self.alive)
+
+
 class ForgetsThePeak(Tracker):
     def free(self, address, nbytes):
         super().free(address, nbytes)
@@ -416,7 +424,8 @@ WRONG = {
             (ViewsOfOperators, "a view and the result of an operator in place"),
             (OnlyTheFirst, "an operator may return several tensors"),
             (WhatIsShown, "a slice keeps its whole storage alive"),
-            (HoldsThem, "a storage that is freed must be subtracted"),
+            (HoldsThem, "a storage must not be held"),
+            (DropsTheReference, "a freed storage must be subtracted"),
             (ForgetsThePeak, "the peak stays when memory is freed"),
             (OldAddresses, "forget an address when it is freed"),
             (Megabytes, "it must be a whole number of bytes"),
