@@ -50,8 +50,13 @@ def sent_blocks(attend: Callable, world_size: Size = 4, seq_len: Size = 64, cut:
 
 
 @checked
-def kept_per_token(attend: Callable, world_size: Size = 4, shard_len: Size = 64, cut: Callable = contiguous) -> float:
-    """Return the bytes that one rank keeps for the backward pass of one attention, per token of this rank."""
+def kept_per_position(
+    attend: Callable, world_size: Size = 4, shard_len: Size = 64, cut: Callable = contiguous
+) -> float:
+    """Return the bytes that one rank keeps for the backward pass of one attention, per position of this rank.
+
+    A position is one token of each of the 2 sequences.
+    """
     return launch(_kept, world_size, attend, shard_len * world_size, cut)[0] / shard_len
 
 

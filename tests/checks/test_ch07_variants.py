@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from harness import sampled
 
 from course_lib.checks import ch07
+from course_lib.checks.ch07 import ring_build
+from course_lib.checks.core import CheckFailed, run_ranks
 from course_lib.comm import all_to_all
 from course_lib.layout import tile
 
@@ -298,3 +300,19 @@ def test_every_right_ring_passes_on_two_and_on_four_ranks(answer, seed):
 def test_every_grader_has_three_right_variants():
     assert set(RIGHT) == {name for name in dir(ch07) if name.startswith("check_")}
     assert all(len(answers) >= 3 for answers in RIGHT.values())
+
+
+class StopsPassingOn(AsInTheLesson):
+    """Rank 0 of contiguous tokens sees no other block, and passes none on."""
+
+    def forward(self, q, k, v, ring):
+        if ring.rank == 0:
+            return ring.tile(q, k, v, True)
+        return AsInTheLesson.forward(self, q, k, v, ring)
+
+
+def test_a_rank_that_stops_passing_on_in_forward_is_told_of_forward():
+    with pytest.raises(CheckFailed, match="time limit") as told:
+        run_ranks(ring_build._build, 2, StopsPassingOn, 0, 8, False, timeout=8.0)
+    assert " in go_on" in str(told.value)
+    assert " in backward" not in str(told.value)

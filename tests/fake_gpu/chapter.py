@@ -42,7 +42,7 @@ LAUNCHERS = (  # by name, in notebooks
     "compare_with_full_attention",
     "compare_step_with_one_process",
     "sent_blocks",
-    "kept_per_token",
+    "kept_per_position",
     "errors_by_kind",
     "losses_under",
     "sent_by_axis",

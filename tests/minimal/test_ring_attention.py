@@ -13,7 +13,7 @@ from course_lib.minimal import compare_attention, ring_attention
 from course_lib.minimal.compare_attention import (
     compare_step_with_one_process,
     compare_with_full_attention,
-    kept_per_token,
+    kept_per_position,
     output_differences,
     sent_blocks,
     sharp_model,
@@ -64,7 +64,7 @@ def test_a_ring_sends_a_block_per_step_forward_and_two_backward(cut):
 
 
 def test_what_is_kept_does_not_grow_with_the_ranks():
-    assert {kept_per_token(RingAttention.apply, world_size) for world_size in (1, 2, 4)} == {1088.0}
+    assert {kept_per_position(RingAttention.apply, world_size) for world_size in (1, 2, 4)} == {1088.0}
 
 
 def both_of(name, seq_len):
