@@ -26,8 +26,9 @@ def check(schedule: Schedule) -> None:
     """Raises ValueError, with every problem, unless the schedule is right."""
     if found := problems(schedule):
         more = f"\n- and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        mistakes = "1 mistake" if len(found) == 1 else f"{len(found)} mistakes"
         listed = "".join(f"\n- {problem}" for problem in found[:SHOWN])
-        raise ValueError(f"schedule {schedule.name!r} cannot be run, {len(found)} found:{listed}{more}")
+        raise ValueError(f"schedule {schedule.name!r} cannot be run, {mistakes} found:{listed}{more}")
 
 
 @checked

@@ -251,9 +251,11 @@ def test_a_shape_that_cannot_be_is_said_first():
 
 def test_check_raises_all_it_found_and_counts_the_rest():
     check(zbv(2, 4))
-    with pytest.raises(ValueError, match=r"(?s)schedule 'handmade' cannot be run, 1 found:\n- rank 1: B0@1 is missing"):
+    with pytest.raises(
+        ValueError, match=r"(?s)schedule 'handmade' cannot be run, 1 mistake found:\n- rank 1: B0@1 is missing"
+    ):
         check(from_text("F0 B0\nF0"))
-    with pytest.raises(ValueError, match=r"60 found:(.*\n){10}- .*\n- and 50 more$"):
+    with pytest.raises(ValueError, match=r"60 mistakes found:(.*\n){10}- .*\n- and 50 more$"):
         check(replace(one_f_one_b(3, 12), instructions=(one_f_one_b(3, 12).instructions[0][:12], (), ())))
 
 
