@@ -24,9 +24,9 @@ def choose_experts(logits_TE, k):
 
 def dispatch(x_TD, expert_Tk, num_experts):
     """Return one row per assignment, sorted by expert; which assignment each row is; how many rows each expert has."""
-    expert_R = expert_Tk.flatten()  # assignment t k + slot
-    order_R = expert_R.argsort(stable=True)
-    rows_E = expert_R.bincount(minlength=num_experts)
+    expert_A = expert_Tk.flatten()  # one for each assignment t k + slot
+    order_R = expert_A.argsort(stable=True)
+    rows_E = expert_A.bincount(minlength=num_experts)
     return x_TD[order_R // expert_Tk.shape[1]], order_R, rows_E
 
 
