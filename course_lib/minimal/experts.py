@@ -1,4 +1,4 @@
-"""Expert parallelism without options: each rank has its own tokens and E / N of the experts; rows travel.
+"""Expert parallelism without options: each rank has its own tokens and E / ep of the experts; rows travel.
 
     count   how many rows I have for each expert; an all-to-all tells each rank what will come
     rows    Exchange to the ranks of the experts; forward x, backward its gradient on the way back
@@ -40,7 +40,7 @@ class GatheringMoE(MoE):
 
 
 def my_experts(experts, group):
-    """Keep this rank's E / N neighbours; they keep their numbers."""
+    """Keep the E / ep consecutive experts of this rank, under their numbers."""
     each = len(experts) // group.size()
     if each * group.size() != len(experts):
         raise ValueError(f"{len(experts)} experts do not divide by {group.size()} ranks; change ep")
@@ -48,11 +48,12 @@ def my_experts(experts, group):
     return nn.ModuleDict({str(e): experts[e] for e in range(first, first + each)})
 
 
-def by_expert(from_Ne):
+def by_expert(from_rank):
     """Return the order that sorts rows by expert; they came sorted by source rank, then by expert."""
-    ranks, experts = from_Ne.shape
-    expert_R = torch.arange(experts, device=from_Ne.device).repeat(ranks)
-    return expert_R.repeat_interleave(from_Ne.flatten()).argsort(stable=True)
+    ranks, experts = from_rank.shape
+    numbers = torch.arange(experts, device=from_rank.device).repeat(ranks)
+    expert_R = numbers.repeat_interleave(from_rank.flatten())
+    return expert_R.argsort(stable=True)
 
 
 def send_rows(x_RD, sent, received, group):
@@ -72,12 +73,12 @@ class NaiveExpertParallelMoE(MoE):
     def run(self, x_TD, expert_Tk, weight_Tk):
         """Dispatch, counts, rows, my experts, rows back, combine."""
         x_RD, order_R, rows_E = dispatch(x_TD, expert_Tk, self.router.out_features)
-        to_Ne = rows_E.view(self.group.size(), -1)  # for each expert of each rank
-        from_Ne = comm.all_to_all(to_Ne, self.group)  # for each of mine, from each rank
-        sent, received = to_Ne.sum(1).tolist(), from_Ne.sum(1).tolist()
+        to_rank = rows_E.view(self.group.size(), -1)  # for each expert of each rank
+        from_rank = comm.all_to_all(to_rank, self.group)  # for each of mine, from each rank
+        sent, received = to_rank.sum(1).tolist(), from_rank.sum(1).tolist()
         x_RD = self.move(x_RD, sent, received, self.group)
-        sort_R = by_expert(from_Ne)
-        y_RD = run_experts(self.experts.values(), x_RD[sort_R], from_Ne.sum(0))
+        sort_R = by_expert(from_rank)
+        y_RD = run_experts(self.experts.values(), x_RD[sort_R], from_rank.sum(0))
         y_RD = self.move(y_RD[sort_R.argsort()], received, sent, self.group)
         return combine(y_RD, order_R, weight_Tk)
 
