@@ -56,7 +56,7 @@ def take(folder: Path, lock: FileLock, needed_bytes: int) -> None:
     if free_bytes < needed_bytes:
         lock.release()
         raise ValueError(
-            f"a checkpoint takes {needed_bytes / 1e9:.2f} GB, and the disk of {folder} has {free_bytes / 1e9:.2f} GB "
+            f"a checkpoint takes {needed_bytes / 1e6:,.1f} MB, and the disk of {folder} has {free_bytes / 1e6:,.1f} MB "
             "left; make room, or give a folder on another disk"
         )
     (folder / OWNER).write_text(json.dumps(owner), encoding="utf-8")

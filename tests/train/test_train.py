@@ -191,7 +191,7 @@ def test_a_folder_that_cannot_be_written_or_is_too_full_is_found_before_the_firs
     (text,) = launch(by_each, 1, [run])[0]
     assert text.startswith("CannotResume: the folder of checkpoints is ") and "cannot be written" in text
     lock = checkpoint.lock.FileLock(tmp_path / checkpoint.lock.LOCK)
-    with pytest.raises(ValueError, match=r"a checkpoint takes 1000000.00 GB, and the disk of .* has .* GB left"):
+    with pytest.raises(ValueError, match=r"a checkpoint takes 1,000,000,000.0 MB, and the disk of .* has .* MB left"):
         checkpoint.lock.take(tmp_path, lock, 10**15)
     assert not lock.is_locked
 
