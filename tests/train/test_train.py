@@ -172,6 +172,27 @@ def test_a_checkpoint_that_does_not_suit_the_run_is_refused_alike_on_every_rank(
     assert "torn" in text and "step-00000004" in text
 
 
+def with_another_text(ranks: tuple[int, ...], run: tuple) -> train.RunRecord | str:
+    """In a rank: the same run; on some ranks the text differs in its last byte, as another Python's would."""
+    text = data.corpus()
+    if dist.get_rank() in ranks:
+        data.corpus = lambda: text[:-1] + bytes([text[-1] ^ 1])
+    return attempt(*run)
+
+
+def test_a_rank_or_a_resumed_run_with_another_text_is_refused_before_its_first_step(tmp_path):
+    for layout in (layout_for("dp=2", BATCH), layout_for("pp=2", BATCH)):
+        run = (LLAMA, layout, replace(PLAN, steps=2), Checkpoints(str(tmp_path / str(layout)), every=1))
+        for told in launch(with_another_text, 2, (1,), run):
+            assert told.startswith("RanksDiffer: rank 0 has text.sha256 ") and "(rank 1 " in told
+        assert checkpoint.latest(run[-1].folder) is None
+    assert all(record.first_step == 0 for record in launch(with_another_text, 2, (), run))
+    longer = (*run[:2], replace(PLAN, steps=4), run[3])
+    for told in launch(with_another_text, 2, (0, 1), longer):
+        assert told.startswith("CannotResume: ") and "text.sha256" in told and "use the same Python" in told
+    assert [record.first_step for record in launch(with_another_text, 2, (), longer)] == [2, 2]
+
+
 def test_a_second_run_in_a_folder_is_told_whose_it_is_and_the_first_goes_on(tmp_path):
     first = checkpoint.lock.FileLock(tmp_path / checkpoint.lock.LOCK)
     checkpoint.lock.take(tmp_path, first, 0)
