@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -212,9 +213,24 @@ def test_a_folder_that_cannot_be_written_or_is_too_full_is_found_before_the_firs
     (text,) = launch(by_each, 1, [run])[0]
     assert text.startswith("CannotResume: the folder of checkpoints is ") and "cannot be written" in text
     lock = checkpoint.lock.FileLock(tmp_path / checkpoint.lock.LOCK)
-    with pytest.raises(ValueError, match=r"a checkpoint takes 1,000,000,000.0 MB, and the disk of .* has .* MB left"):
+    with pytest.raises(
+        ValueError, match=r"takes 1,000,000,000.0 MB, 1 more must fit at once, and the disk of .* MB left"
+    ):
         checkpoint.lock.take(tmp_path, lock, 10**15)
     assert not lock.is_locked
+
+
+def test_there_must_be_room_for_all_checkpoints_that_a_run_has_at_once(tmp_path, monkeypatch):
+    """Two are kept, and a third is written before the oldest goes; what is there already is not needed again."""
+    lock = checkpoint.lock.FileLock(tmp_path / checkpoint.lock.LOCK)
+    monkeypatch.setattr(checkpoint.lock.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * 10**6))
+    with pytest.raises(ValueError, match=r"a checkpoint takes 1.0 MB, 3 more must fit at once, .* has 2.0 MB left"):
+        checkpoint.lock.take(tmp_path, lock, 10**6, at_once=3)
+    (tmp_path / "step-00000005").mkdir()
+    checkpoint.lock.take(tmp_path, lock, 10**6, at_once=3)
+    lock.release()
+    kept = Checkpoints(str(tmp_path), every=2, keep=2)
+    assert [kept.most_at_once(steps) for steps in (1, 2, 3, 4, 60)] == [1, 1, 2, 2, 3]
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step():
