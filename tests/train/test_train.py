@@ -1,10 +1,12 @@
 """The trainer: one loss under any layout; killed and resumed, bit for bit what it would have been."""
 
 import os
+import pickle
 import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from course_lib import checkpoint, model
 from course_lib.authoring import ROOT
@@ -19,7 +22,7 @@ from course_lib.launch import launch
 from course_lib.launch.rendezvous import Place
 from course_lib.layout import Layout
 from course_lib.parallel import five_d
-from course_lib.train import Checkpoints, TrainPlan
+from course_lib.train import Checkpoints, Logs, TrainPlan
 from course_lib.train import log as train_log
 from course_lib.train import trainer as train
 from course_lib.train.options import layout_for, model_named
@@ -192,6 +195,34 @@ def test_a_rank_or_a_resumed_run_with_another_text_is_refused_before_its_first_s
     for told in launch(with_another_text, 2, (0, 1), longer):
         assert told.startswith("CannotResume: ") and "text.sha256" in told and "use the same Python" in told
     assert [record.first_step for record in launch(with_another_text, 2, (), longer)] == [2, 2]
+
+
+def without_pickles(act: Callable, *arguments: object) -> object:
+    """In a rank: call it where every pickle that is read is an error; what it returns, or the error's text."""
+
+    def refuse(*arguments, **keywords):
+        raise RuntimeError("a pickle was read")
+
+    pickle.loads = pickle.load = pickle.Unpickler = distributed_c10d._unpickler = refuse
+    try:
+        return act(*arguments)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_no_pickle_is_read_by_ranks_that_train_compare_save_and_load(tmp_path):
+    experts = model_named("toy-moe")
+    runs = []
+    for layout in ("dp=2", "dp=2,zero_stage=3", "tp=2,sequence_parallel=true", "cp=2", "pp=2", "dp=2,ep=2"):
+        config = experts if "ep" in layout else LLAMA
+        kept = Checkpoints(str(tmp_path / layout), every=2, in_background=layout == "dp=2")
+        plan = replace(PLAN, steps=2, compare_every=1)
+        run = (config, layout_for(layout, BATCH), plan, kept, Logs(str(tmp_path / layout)))
+        runs += [run, (*run[:2], replace(plan, steps=4), *run[3:])]
+    for records in launch(without_pickles, 2, by_each, runs):
+        assert [record.first_step for record in records] == [0, 2] * (len(runs) // 2), records
+    gathered = launch(without_pickles, 2, lambda: dist.all_gather_object([None] * 2, "one that sends pickles"))
+    assert list(gathered) == ["a pickle was read"] * 2
 
 
 def test_a_second_run_in_a_folder_is_told_whose_it_is_and_the_first_goes_on(tmp_path):
