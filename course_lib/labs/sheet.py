@@ -70,7 +70,7 @@ def modelled_sent(lab: Lab, layout: Layout, on_gpu: bool = True) -> float:
 
 
 @checked
-def modelled_sums(machine: Machine, num_bytes: Bytes = SUMMED_BYTES, device: str | None = None) -> dict[str, dict]:
+def modelled_sums(machine: Machine, payload_bytes: Bytes = SUMMED_BYTES, device: str | None = None) -> dict[str, dict]:
     """Return for each way to sum a tensor the modelled seconds, their range, and the bytes that rank 0 sends.
 
     Through rank 0 one message follows the other. A ring by hand waits for each of its steps on the slowest link.
@@ -78,15 +78,15 @@ def modelled_sums(machine: Machine, num_bytes: Bytes = SUMMED_BYTES, device: str
     cluster, ranks = machine.cluster(device), machine.num_ranks
     inside, between = cluster.inside, cluster.between
     of_peers = [inside if peer < machine.gpus_per_node else between for peer in range(1, ranks)]
-    ring_sent = ring_all_reduce_bytes(num_bytes, ranks)
-    step_s = collective_s("send", num_bytes / ranks, 2, between if machine.nodes > 1 else inside)
+    ring_sent = ring_all_reduce_bytes(payload_bytes, ranks)
+    step_s = collective_s("send", payload_bytes / ranks, 2, between if machine.nodes > 1 else inside)
     sums = {
         "through rank 0": (
-            2 * sum(collective_s("send", num_bytes, 2, peer) for peer in of_peers),
-            num_bytes * (ranks - 1),
+            2 * sum(collective_s("send", payload_bytes, 2, peer) for peer in of_peers),
+            payload_bytes * (ranks - 1),
         ),
         "ring by hand": (2 * (ranks - 1) * step_s, ring_sent),
-        "backend": (collective_s("all_reduce", num_bytes, ranks, cluster), ring_sent),
+        "backend": (collective_s("all_reduce", payload_bytes, ranks, cluster), ring_sent),
     }
     least, most = published_shares()
     return {
