@@ -144,6 +144,7 @@ Look at the nodes first: `course cluster init site` with your partition, then `s
 ## What to submit
 
 One of these. Each runs all lines of the table below, and rank 0 writes the file.
+FIRST-NODE is the name of the first node. If its port {PORT} is taken, give another one on all nodes.
 
 {ways}
 
