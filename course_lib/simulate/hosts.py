@@ -39,6 +39,8 @@ TRIAL = (  # for a network that ends with the trial
     f"tc qdisc add dev {DEVICE} root tbf rate 1mbit burst {BURST_BYTES} latency 1s"
 )
 
+_lines: list[subprocess.Popen] = []  # kept, or else their stdin would be closed
+
 LinkRate = Annotated[float, lambda name, value: number(name, value, least=1e4, most=1e9)]
 Latency = Annotated[float, lambda name, value: number(name, value, least=0, most=1)]
 
@@ -150,13 +152,9 @@ def _make_tun(pid: int) -> int:
 def _start_delay_line(latency_s: float, devices: list[int]) -> None:
     """Start the process that passes packets on; it ends when this rank does, which has the other end of its stdin."""
     command = [sys.executable, "-IS", delay_line.__file__, str(latency_s), *map(str, devices)]
-    line = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=devices)
-    _lines.append(line)  # else its stdin would be closed
+    _lines.append(subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=devices))
     for device in devices:
         os.close(device)
-
-
-_lines: list[subprocess.Popen] = []
 
 
 def find(name: str) -> str | None:
