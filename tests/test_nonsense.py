@@ -104,7 +104,7 @@ LAB_RUN = {
         "device": "cpu",
         "ranks": 4,
         "nodes": 1,
-        "runs": [{"layout": "dp=4", "step_s": 0.1, "tokens_per_s_per_gpu": 9.0, "peak_bytes": None, "sent_bytes": 8.0}],
+        "runs": [{"run": "dp=4", "step_s": 0.1, "tokens_per_s_per_gpu": 9.0, "peak_bytes": None, "sent_bytes": 8.0}],
     },
 }
 LINEAR = torch.nn.Linear(2, 2)
@@ -344,10 +344,10 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "labs.sheet": {
         "Machine": {"gpu": "h100", "nodes_link": "efa"},
         "launch_lines": "called by sheet",
-        **{name: LAB_RUN for name in ("modelled", "modelled_sent", "sheet", "compare", "form")},
+        **{name: LAB_RUN for name in ("modelled", "modelled_sent", "modelled_sums", "sheet", "compare", "form")},
     },
     "labs.measure": {
-        **dict.fromkeys(("run_lab", "measure_layout", "tokens_of"), "called on ranks"),
+        **dict.fromkeys(("run_lab", "measure_layout", "measure_sum", "slowest_s", "tokens_of"), "called on ranks"),
     },
     "labs.__main__": {"Options": "read from the command line; run looks the chapter up", "run": "joins a world"},
     "train.options": {

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
-from course_lib.checkpoint.files import everywhere
+from course_lib.checkpoint.files import complete, everywhere
 from course_lib.validate import writable
 
 LOCK, OWNER = ".lock", ".in-use.json"
@@ -24,16 +24,17 @@ WAIT_S = 5.0  # for a run that is just ending
 
 
 @contextmanager
-def one_run(folder: Path, needed_bytes: int, group: dist.ProcessGroup) -> Iterator[None]:
+def one_run(folder: Path, checkpoint_bytes: int, at_once: int, group: dist.ProcessGroup) -> Iterator[None]:
     """Have the folder to this run, from now to the end of the block. All ranks enter; the first one holds the lock.
 
-    needed_bytes   what one checkpoint takes
+    checkpoint_bytes   what one checkpoint takes
+    at_once            the most that this run has there at a time, with those that are there already
 
     Raises   ValueError on every rank if another run has the folder, or it cannot be written, or is too full
     """
     first = group.rank() == 0
     lock = FileLock(folder / LOCK)
-    everywhere(group, lambda: take(folder, lock, needed_bytes) if first else None)
+    everywhere(group, lambda: take(folder, lock, checkpoint_bytes, at_once) if first else None)
     try:
         yield
     finally:
@@ -42,7 +43,7 @@ def one_run(folder: Path, needed_bytes: int, group: dist.ProcessGroup) -> Iterat
             lock.release()
 
 
-def take(folder: Path, lock: FileLock, needed_bytes: int) -> None:
+def take(folder: Path, lock: FileLock, checkpoint_bytes: int, at_once: int = 1) -> None:
     writable("the folder of checkpoints", folder)
     try:
         lock.acquire(timeout=WAIT_S)
@@ -53,11 +54,12 @@ def take(folder: Path, lock: FileLock, needed_bytes: int) -> None:
         ) from None
     owner = {"host": socket.gethostname(), "process": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
     free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < needed_bytes:
+    to_come = max(1, at_once - len(complete(folder)))
+    if free_bytes < to_come * checkpoint_bytes:
         lock.release()
         raise ValueError(
-            f"a checkpoint takes {needed_bytes / 1e9:.2f} GB, and the disk of {folder} has {free_bytes / 1e9:.2f} GB "
-            "left; make room, or give a folder on another disk"
+            f"a checkpoint takes {checkpoint_bytes / 1e6:,.1f} MB, {to_come} more must fit at once, and the disk of "
+            f"{folder} has {free_bytes / 1e6:,.1f} MB left; make room, or give a folder on another disk"
         )
     (folder / OWNER).write_text(json.dumps(owner), encoding="utf-8")
 

@@ -24,7 +24,8 @@ def lab(
     """Print a lab sheet: what to submit on a cluster, what to measure, what it should show.
 
     Args:
-        chapter: 03 to 10, or all
+        chapter: 00 to 12, or all
+        machine: a lab of one GPU, 01 or 02, takes one of it
         measured: the JSON that `python -m course_lib.labs` wrote: print it beside what is modelled
         folder: write the sheet there, as 05.md, rather than print it
         json: with --measured: the same as JSON

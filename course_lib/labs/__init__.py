@@ -1,8 +1,8 @@
-"""Labs: what to run on a real cluster for chapters 03 to 10, and the measured values beside the modelled ones.
+"""Labs: what to run on a real cluster for each chapter, and the measured values beside the modelled ones.
 
-table.py         the labs: layouts to compare, model, questions
+table.py         the labs: what is compared, model, questions
 sheet.py         a lab's sheet as Markdown, and the form with what was measured; all from the table
-measure.py       what ranks measure: a step of each layout of a lab
+measure.py       what ranks measure: a step of each layout of a lab, or each way to sum
 __main__.py      python -m course_lib.labs 05: a lab under torchrun, srun, accelerate or alone
 
 What is imported here needs no torch.

@@ -22,9 +22,9 @@ from course_lib.validate import Size, check_fields
 class Options:
     """Measure a lab on these ranks; rank 0 prints the form and writes the file."""
 
-    chapter: Positional[str]  # 03 to 10
+    chapter: Positional[str]  # 00 to 12
     out: Path | None = None  # the JSON that is written
-    rounds: Size = ROUNDS  # steps of each layout
+    rounds: Size = ROUNDS  # steps of each layout, or calls of each way to sum
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -33,7 +33,7 @@ class Options:
 def run(options: Options) -> int:
     """Join the world that started this process, measure, print and write on rank 0."""
     lab, place = lab_named(options.chapter), place_of(os.environ)
-    lab.layouts_on(place.world_size)
+    lab.check_ranks(place.world_size)
     join_world(place)
     measured = run_lab(lab.chapter, options.rounds)
     if dist.get_rank() == 0:

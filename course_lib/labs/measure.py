@@ -1,4 +1,4 @@
-"""What ranks measure in a lab: some steps of each of its layouts, by the engine of chapter 10."""
+"""What ranks measure in a lab: some steps of each of its layouts, by the engine of chapter 10; or ways to sum."""
 
 import gc
 import socket
@@ -11,13 +11,15 @@ from course_lib import comm
 from course_lib.cluster.measure import device_name, timed
 from course_lib.config import ModelConfig
 from course_lib.devices import rank_device
-from course_lib.labs.table import lab_named
+from course_lib.labs.table import SUMMED_BYTES, SUMMED_BYTES_ON_CPU, lab_named
 from course_lib.layout import Layout
 from course_lib.measure import ByteMeter
+from course_lib.minimal.ring import all_reduce_through_rank_0, ring_all_reduce
 from course_lib.parallel import five_d
 from course_lib.validate import Size, checked
 
 ROUNDS = 10
+SUMS = {"through rank 0": all_reduce_through_rank_0, "ring by hand": ring_all_reduce, "backend": comm.all_reduce}
 
 
 @checked
@@ -25,12 +27,13 @@ def run_lab(chapter: str, rounds: Size = ROUNDS) -> dict:
     """Measure a lab on these ranks; the same on every rank, made of JSON's kinds.
 
     Of each layout: seconds of a step (median of the slowest rank), tokens/s of a rank, the largest peak of a GPU, bytes
-    that rank 0 sends in a step.
+    that rank 0 sends in a step. Of each way to sum: seconds and bytes of a call.
     """
     lab, world = lab_named(chapter), dist.group.WORLD
     on_gpu = rank_device().type == "cuda"
     config, seq_len = lab.model(on_gpu)
-    runs = []
+    lab.check_ranks(world.size())
+    runs = [] if lab.layouts else [measure_sum(name, on_gpu, rounds) for name in SUMS]
     for layout in lab.layouts_on(world.size()):
         runs.append(measure_layout(config, layout, seq_len, rounds))
         gc.collect()  # the engine of this layout, before the next one is built
@@ -61,15 +64,29 @@ def measure_layout(config: ModelConfig, layout: Layout, seq_len: int, rounds: in
         torch.cuda.reset_peak_memory_stats(device)
     seconds = timed(lambda: five_d.step(engine, micro_batches, optimizer), rounds, world)
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    of_ranks = comm.all_gather_json({"seconds": seconds, "peak_bytes": peak_bytes, "sent": meter.sent_bytes}, world)
-    step_s = median(map(max, zip(*(one["seconds"] for one in of_ranks), strict=True)))
+    step_s, sent_bytes = slowest_s(seconds), comm.all_gather_json(meter.sent_bytes, world)[0]
     return {
-        "layout": str(layout),
+        "run": str(layout),
         "step_s": step_s,
         "tokens_per_s_per_gpu": layout.sequences_per_step * seq_len / step_s / world.size(),
-        "peak_bytes": max(one["peak_bytes"] for one in of_ranks) if peak_bytes is not None else None,
-        "sent_bytes": of_ranks[0]["sent"],
+        "peak_bytes": max(comm.all_gather_json(peak_bytes, world)) if peak_bytes is not None else None,
+        "sent_bytes": sent_bytes,
     }
+
+
+def measure_sum(name: str, on_gpu: bool, rounds: int) -> dict:
+    """Sum a tensor of FP32 over all ranks in one of the ways of SUMS."""
+    world, act = dist.group.WORLD, SUMS[name]
+    x_P = torch.ones((SUMMED_BYTES if on_gpu else SUMMED_BYTES_ON_CPU) // 4, device=rank_device())
+    with ByteMeter() as meter:
+        act(x_P, world)
+    step_s = slowest_s(timed(lambda: act(x_P, world), rounds, world))
+    return {"run": name, "step_s": step_s, "sent_bytes": comm.all_gather_json(meter.sent_bytes, world)[0]}
+
+
+def slowest_s(seconds: list[float]) -> float:
+    """The median over the rounds; of each round its slowest rank counts."""
+    return median(map(max, zip(*comm.all_gather_json(seconds, dist.group.WORLD), strict=True)))
 
 
 def tokens_of(config: ModelConfig, micro_batch: int, seq_len: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

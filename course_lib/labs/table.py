@@ -1,4 +1,7 @@
-"""The labs. Each compares layouts of one model on the same ranks; on the CPU a toy stands for the model."""
+"""The labs. Each compares layouts of one model on the same ranks, and the first ways to sum a tensor over ranks.
+
+On the CPU a toy stands for the model, and a small tensor for the large one.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -15,14 +18,18 @@ EXPERTS = replace(
     moe=MoeConfig(num_experts=8, top_k=2, d_expert=2048, balancing="aux_loss"),
 )
 SEQ_LEN, SEQ_LEN_ON_CPU = 4096, 64
+SUMMED_BYTES, SUMMED_BYTES_ON_CPU = 256 * 10**6, 10**6
+ONE_GPU, CLUSTER = (1,), (4, 8)
 
 
 @dataclass(frozen=True)
 class Lab:
     """A lab of a chapter.
 
-    layouts     as texts, in which {n} is the number of ranks, {half} a half of it and {many} four times it
+    layouts     as texts, in which {n} is the number of ranks, {half} a half of it and {many} four times it; none where
+                ways to sum are compared
     questions   what to hand in beside the file
+    ranks       numbers of ranks that it can be started with
     """
 
     chapter: str
@@ -32,18 +39,22 @@ class Lab:
     aim: str
     questions: tuple[str, ...]
     experts: bool = False
+    ranks: tuple[int, ...] = CLUSTER
     minutes: Size = 10
 
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def layouts_on(self, num_ranks: int) -> list[Layout]:
-        """Return the layouts for so many ranks.
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise ValueError for a number of ranks that the lab cannot be started with."""
+        if num_ranks not in self.ranks:
+            raise ValueError(
+                f"lab {self.chapter} has {num_ranks} ranks; start it with {' or '.join(map(str, self.ranks))}"
+            )
 
-        Raises   ValueError for a number that the lab's model cannot be cut by
-        """
-        if num_ranks not in (4, 8):
-            raise ValueError(f"lab {self.chapter} has {num_ranks} ranks; start it with 4 or 8")
+    def layouts_on(self, num_ranks: int) -> list[Layout]:
+        """Return the layouts for so many ranks, a number that `check_ranks` takes."""
+        self.check_ranks(num_ranks)
         return [
             Layout.parse(text.format(n=num_ranks, half=num_ranks // 2, many=4 * num_ranks)) for text in self.layouts
         ]
@@ -56,6 +67,28 @@ class Lab:
 
 
 _LABS = (
+    Lab(
+        "00", "Three ways to sum a tensor over all ranks", "00_ranks_and_collectives", (),
+        "Through rank 0 all bytes pass one rank. In a ring each rank sends at most twice the tensor.",
+        ("How many times slower is the way through rank 0?", "Why is the backend faster than the ring by hand?"),
+    ),
+    Lab(
+        "01", "Memory of one GPU: constant and per sequence", "01_single_gpu_memory",
+        ("dp=1", "dp=1,micro_batch=2"),
+        "Parameters, gradients and optimizer states take the same in both runs. Activations take twice as much.",
+        (
+            "Compute both parts from the two peaks. How many bytes per parameter is the constant part?",
+            "How many TFLOP/s does the GPU reach, and what is the MFU?",
+        ),
+        ranks=ONE_GPU,
+    ),
+    Lab(
+        "02", "The same batch with less memory", "02b_activations",
+        ("dp=1,micro_batch=2", "dp=1,micro_batches=2", "dp=1,micro_batch=2,recompute=full"),
+        "Two micro-batches in place of one, or recomputation: both lower the peak, at different costs.",
+        ("Which of the two saves more, and what does each cost in seconds?", "When would you need both?"),
+        ranks=ONE_GPU,
+    ),
     Lab(
         "03", "Data parallelism with and without accumulation", "03_data_parallel",
         ("dp={n}", "dp={n},micro_batches=8"),
@@ -104,6 +137,29 @@ _LABS = (
         ("dp=2,tp={half},sequence_parallel=true", "tp={half},pp=2,micro_batches=8", "dp={half},pp=2,micro_batches=8"),
         "The network joins two nodes: along dp, along pp, or along pp with more data parallelism inside.",
         ("Which layout is fastest, and was it predicted to be?", "Which axis sends most bytes over the network?"),
+    ),
+    Lab(
+        "11", "Is the order of a planner the measured order?", "11_finding_a_configuration",
+        (
+            "dp={n},zero_stage=1,micro_batches=4",
+            "dp={half},tp=2,zero_stage=1,micro_batches=8",
+            "dp={half},pp=2,zero_stage=1,micro_batches=8",
+        ),
+        "Three layouts with the same global batch. The model ranks them before anything runs.",
+        (
+            "Is the measured order the modelled one?",
+            "Which modelled rate would you correct first? Predict again with `course calibrate`.",
+        ),
+    ),
+    Lab(
+        "12", "Which axis may cross the network", "12_on_a_cluster",
+        ("tp={half},pp=2,micro_batches=8", "tp={half},pp=2,micro_batches=8,order=tp-dp-cp-pp"),
+        "The same two axes twice: first pp joins the nodes, then tp. The bytes are the same, and cross another link.",
+        (
+            "Hand in what check.sbatch printed. Which link is slowest?",
+            "How much slower is the second layout, and which link does it wait for?",
+            "Submit site/train.sbatch and kill one rank. From which step does the run go on, and what was lost?",
+        ),
     ),
 )  # fmt: skip
 LABS = {lab.chapter: lab for lab in _LABS}

@@ -117,7 +117,8 @@ def hang_text(world_size: int, timeout: float, places: dict[int, str], nodes: di
         lines.append("The function had not begun: ranks could not connect to each other. It is not to blame;")
         lines.append("another process may hold their connections, or a firewall or a debugger may stop them.")
         return "\n".join(lines)
-    lines.append("Do all ranks call the same collectives in the same order?")
+    lines.append("Do all ranks call the same collectives, in the same order, with tensors of the same shapes?")
+    lines.append('os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL" before the next launch lets PyTorch compare them.')
     lines.append("If the work takes longer, pass a larger timeout=.")
     return "\n".join(lines)
 
@@ -178,8 +179,11 @@ def cell_name(file: str) -> str | None:
     return name[0] if name else None
 
 
-def describe_place(frames: list[Frame]) -> str:
-    """Where a rank stands, in the learner's terms: the innermost line of their code, and the call that it is inside."""
+def describe_place(frames: list[Frame], tensors: str = "") -> str:
+    """Where a rank stands, in the learner's terms: the innermost line of their code, and the call that it is inside.
+
+    tensors   what a call of torch.distributed was given, if the rank could tell
+    """
     if not frames:
         return "gave no answer (it is inside native code that holds the interpreter)"
     own = [index for index, (file, _, _) in enumerate(frames) if not _is_library(file)]
@@ -188,7 +192,7 @@ def describe_place(frames: list[Frame]) -> str:
     linecache.checkcache(file)
     source = linecache.getline(file, line).strip()
     callees = [callee for _, _, callee in frames[here + 1 :] if callee != "wrapper"]
-    inside = f" (inside {callees[0]})" if callees else ""
+    inside = f" (inside {callees[0]}{' of ' * bool(tensors)}{tensors})" if callees else ""
     return f"stood at {cell_name(file) or file}, line {line}, in {name}: {source}{inside}"
 
 

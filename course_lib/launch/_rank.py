@@ -31,6 +31,7 @@ from pathlib import Path
 import cloudpickle
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from course_lib.devices import BACKENDS, device_for, set_rank_device
 from course_lib.launch import _groups
@@ -96,7 +97,8 @@ class Link:
                 if question == "leave":
                     self.leave.set()
                 else:
-                    self.send("where", frames_of(traceback.walk_stack(sys._current_frames()[main_thread_id]))[::-1])
+                    stack = list(traceback.walk_stack(sys._current_frames()[main_thread_id]))
+                    self.send("where", frames_of(stack)[::-1], tensors_in(stack))
         except (EOFError, OSError):
             _groups.end_own_group()  # the notebook process is gone, and nobody waits for this rank any more
 
@@ -347,3 +349,23 @@ def frames_of(walk) -> list[Frame]:
     if len(frames) > MAX_FRAMES:
         frames = frames[: MAX_FRAMES // 2] + frames[-MAX_FRAMES // 2 :]
     return frames
+
+
+def tensors_in(stack: list[tuple[types.FrameType, int]]) -> str:
+    """What the call of torch.distributed that a stack stands in was given: `float32[2, 16]`; "" without such a call."""
+    calls = [frame for frame, _ in stack if frame.f_code.co_filename == distributed_c10d.__file__]
+    if not calls:
+        return ""
+    outermost = calls[-1]
+    given = [outermost.f_locals.get(name) for name in outermost.f_code.co_varnames[: outermost.f_code.co_argcount]]
+    return ", ".join(filter(None, map(tensor_text, given)))
+
+
+def tensor_text(given: object) -> str:
+    """Dtype and shape of a tensor or of each tensor in a list; "" for anything else."""
+    if isinstance(given, list | tuple):
+        texts = [tensor_text(one) for one in given]
+        return f"{len(texts)} x {texts[0]}" if len(set(texts)) == 1 and texts[0] else ", ".join(filter(None, texts))
+    if not isinstance(given, torch.Tensor):
+        return ""
+    return f"{str(given.dtype).removeprefix('torch.')}{list(given.shape)}"

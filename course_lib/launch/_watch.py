@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import itertools
 import math
 import os
 import signal
@@ -133,7 +134,7 @@ class Watch:
                 elif name == "failed" and rank in self.unfinished():
                     self._fail(rank, content[0])
                 elif name == "where":
-                    self.places[rank] = _failures.describe_place(content[0])
+                    self.places[rank] = _failures.describe_place(*content)
                 elif name == "progress":
                     self._step = content
                     self._bar.draw(*content, self._note)
@@ -222,12 +223,13 @@ def read_lines(path: Path) -> list[str]:
     """The lines of a file; of very many the first and the last, since a short line takes 30 times its bytes."""
     if not path.exists():
         return []
-    first, last, count = [], collections.deque(maxlen=MAX_KEPT_LINES // 2), 0
+    half = MAX_KEPT_LINES // 2
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for count, line in enumerate(file, start=1):
-            (first if count <= MAX_KEPT_LINES // 2 else last).append(split_lines(line)[0])
-    left_out = count - len(first) - len(last)
-    return [*first, *([f"... {left_out:,} lines left out"] if left_out else []), *last]
+        lines = list(itertools.islice(file, half))
+        last = collections.deque(enumerate(file, start=1), maxlen=half)
+    if last and (left_out := last[-1][0] - len(last)):
+        lines.append(f"... {left_out:,} lines left out")
+    return [split_lines(line)[0] for line in [*lines, *(line for _, line in last)]]
 
 
 def split_lines(text: str) -> list[str]:

@@ -18,7 +18,7 @@ from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.parallel import five_d
 from course_lib.run import Run
-from course_lib.simulate.hosts import LinkRate, link_bytes, split_into_hosts, why_no_hosts
+from course_lib.simulate.hosts import Latency, LinkRate, link_bytes, split_into_hosts, why_no_hosts
 from course_lib.traffic.step import sent
 from course_lib.training import data
 from course_lib.validate import Size, checked
@@ -64,7 +64,11 @@ MEASURED = (
 
 @checked
 def measure_two_hosts(
-    layouts: Sequence[str] = LAYOUTS, bytes_per_s: LinkRate = BYTES_PER_S, seq_len: Size = 256, steps: Size = 1
+    layouts: Sequence[str] = LAYOUTS,
+    bytes_per_s: LinkRate = BYTES_PER_S,
+    seq_len: Size = 256,
+    steps: Size = 1,
+    latency_s: Latency = 0.0,
 ) -> list[HostRow]:
     """Train each layout for some steps on two emulated hosts of two ranks each, and return what was measured.
 
@@ -76,7 +80,7 @@ def measure_two_hosts(
         layout.check_model(MODEL, seq_len)
     if why := why_no_hosts():
         raise ValueError(why)
-    of_ranks = launch(time_layouts, RANKS, parsed, bytes_per_s, seq_len, steps, quiet=True)
+    of_ranks = launch(time_layouts, RANKS, parsed, (bytes_per_s, latency_s), seq_len, steps, quiet=True)
     rows = []
     for index, layout in enumerate(parsed):
         inside, across = axes_of(layout)
@@ -103,9 +107,10 @@ def formula_bytes(layout: Layout, across: str, seq_len: int) -> int:
     return max(sum(of_ranks[:RANKS_PER_HOST]), sum(of_ranks[RANKS_PER_HOST:]))
 
 
-def time_layouts(layouts: list[Layout], bytes_per_s: float, seq_len: int, steps: int) -> list[tuple[float, int]]:
+def time_layouts(layouts: list[Layout], link: tuple[float, float], seq_len: int, steps: int) -> list[tuple[float, int]]:
     """In a rank: for each layout the seconds of its fastest step, and this host's bytes on the link in it."""
-    split_into_hosts(bytes_per_s, RANKS_PER_HOST)
+    bytes_per_s, latency_s = link
+    split_into_hosts(bytes_per_s, RANKS_PER_HOST, latency_s)
     return [min(time_steps(layout, seq_len, steps)) for layout in layouts]
 
 

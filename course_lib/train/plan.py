@@ -84,6 +84,10 @@ class Checkpoints:
     def __post_init__(self):
         check_fields(self)
 
+    def most_at_once(self, steps: Size) -> int:
+        """Return how many a run of so many steps has at a time: the oldest goes when a new one is complete."""
+        return min(self.keep + 1, math.ceil(steps / self.every))
+
 
 @dataclass(frozen=True)
 class Logs:

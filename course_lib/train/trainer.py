@@ -129,7 +129,7 @@ def train(
     settings = agree(config, layout, plan)
     engine = five_d.build(config, layout, plan.seed, plan.dtypes[0], grad_dtype=plan.dtypes[1])
     optimizer = five_d.make_optimizer(engine, plan.learning_rate, plan.weight_decay)
-    with folder_for(engine, optimizer, checkpoints), train_log.open_log(logs, dist.get_rank()) as log:
+    with folder_for(engine, optimizer, plan, checkpoints), train_log.open_log(logs, dist.get_rank()) as log:
         return run_steps(engine, optimizer, plan, settings, checkpoints, log, say, stop)
 
 
@@ -296,14 +296,17 @@ def save(engine: five_d.FiveD, optimizer: Optimizer, checkpoints: Checkpoints, s
 
 
 @contextmanager
-def folder_for(engine: five_d.FiveD, optimizer: Optimizer, checkpoints: Checkpoints | None) -> Iterator[None]:
+def folder_for(
+    engine: five_d.FiveD, optimizer: Optimizer, plan: TrainPlan, checkpoints: Checkpoints | None
+) -> Iterator[None]:
     """Has the folder of checkpoints to this run. Raises CannotResume if it is another's, not writable or too full."""
     with ExitStack() as held:
         if checkpoints is not None:
             group = checkpoint.wait_for_earlier(engine)
-            needed_bytes = checkpoint.size_bytes(engine, optimizer)
+            size_bytes = checkpoint.size_bytes(engine, optimizer)
+            at_once = checkpoints.most_at_once(plan.steps)
             try:
-                held.enter_context(checkpoint.one_run(Path(checkpoints.folder), needed_bytes, group))
+                held.enter_context(checkpoint.one_run(Path(checkpoints.folder), size_bytes, at_once, group))
             except ValueError as error:
                 raise CannotResume(str(error)) from error
         yield

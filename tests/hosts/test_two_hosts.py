@@ -146,6 +146,40 @@ def test_without_the_limit_tensor_parallelism_across_does_not_collapse():
     assert all(row.step_s < row.link_bytes / LINK_BYTES_PER_S for row in rows), rows  # less than the thin link alone
 
 
+def times_across(latency_s: float) -> tuple[str, list[float]]:
+    """In a rank: this host's network, and the seconds of small messages there and back between the hosts."""
+    split_into_hosts(1e8, 1, latency_s)
+    x, seconds = torch.zeros(1), []
+    for _ in range(5):
+        dist.barrier()
+        start_s = time.perf_counter()
+        for source in (0, 1):
+            dist.broadcast(x, source)
+        seconds.append(time.perf_counter() - start_s)
+    return my_network(), seconds
+
+
+@on_hosts
+def test_a_message_takes_as_much_longer_as_the_latency_says():
+    before = devices()
+    fastest = {}
+    for latency_s in (0.0, 0.05, 0.2):
+        ranks = launch(times_across, 2, latency_s, quiet=True)
+        fastest[latency_s] = min(ranks[0][1])  # rank 0 sends, and waits for the answer
+        until_gone({network for network, _ in ranks})
+    assert fastest[0.0] < 0.1 <= fastest[0.05] < 0.4 <= fastest[0.2] < 0.8, fastest
+    assert devices() == before
+
+
+@on_hosts
+def test_a_latency_alone_makes_tensor_parallelism_across_collapse():
+    """Of the bandwidth there is plenty. Each of the many all-reduces of tp waits for the link; of pp few sends do."""
+    latency_s = 0.05
+    pp_across, tp_across = measure_two_hosts([LAYOUTS[0], LAYOUTS[3]], 1e8, seq_len=64, latency_s=latency_s)
+    all_reduces = 4 * (4 * 4 + 2 + 3)  # of each micro-batch: blocks, both ends, loss
+    assert tp_across.step_s > all_reduces * latency_s > 2 * pp_across.step_s, (tp_across, pp_across)
+
+
 # --- what cannot be
 
 
@@ -169,6 +203,15 @@ def test_why_hosts_cannot_be_is_one_sentence(monkeypatch):
     assert why_no_hosts() == "unshare cannot make an emulated host: exit code 1"
     monkeypatch.setattr(hosts.sys, "platform", "darwin")
     assert "this is darwin" in why_no_hosts()
+
+
+@on_hosts
+def test_without_tun_devices_a_latency_is_refused(monkeypatch):
+    monkeypatch.setattr(hosts, "TUN", "/dev/net/none")
+    with pytest.raises(OSError, match="a latency needs /dev/net/none, which is not here; use latency_s=0"):
+        hosts._make_tun(os.getpid())
+    with pytest.raises(ValueError, match="latency_s is 2.0"):
+        measure_two_hosts(LAYOUTS, latency_s=2.0)
 
 
 def test_a_world_of_another_size_and_a_rank_on_no_host_are_refused():

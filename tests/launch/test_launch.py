@@ -301,6 +301,26 @@ def test_tensors_that_a_function_brings_along_arrive_whole():
     assert devices.unpack(*devices.pack(torch.tensor(True))).item() is True
 
 
+def sum_as_many_as_my_rank() -> None:
+    dist.all_reduce(torch.ones(1 + dist.get_rank()))  # too small for gloo to see that it is wrong
+
+
+def test_small_tensors_of_different_shapes_hang_and_each_rank_says_its_own():
+    with pytest.raises(RankError, match=r"\Atime limit") as error:
+        launch(sum_as_many_as_my_rank, 2, timeout=2)
+    text = " ".join(str(error.value).split())
+    assert "(inside all_reduce of float32[1])" in text and "(inside all_reduce of float32[2])" in text, text
+    assert "with tensors of the same shapes?" in text and 'os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"' in text
+    assert max(map(len, str(error.value).splitlines())) <= 100
+
+
+def test_tensors_are_told_by_dtype_and_shape_and_equal_ones_of_a_list_once():
+    x_2 = torch.zeros(2, dtype=torch.bfloat16)
+    assert _rank.tensor_text(x_2) == "bfloat16[2]" and _rank.tensor_text([x_2, x_2]) == "2 x bfloat16[2]"
+    assert _rank.tensor_text([x_2, torch.zeros(3, 1)]) == "bfloat16[2], float32[3, 1]"
+    assert _rank.tensor_text(None) == _rank.tensor_text([None]) == _rank.tensor_text([]) == ""
+
+
 @pytest.mark.parametrize("file", ["/tmp/ipykernel_7/123456.py", "<ipython-input-3-abcdef>"])
 def test_a_cell_of_ipython_7_has_its_name_in_an_error(monkeypatch, file):
     """Colab and Kaggle have IPython 7.34, whose compiler cannot name a cell."""

@@ -12,7 +12,9 @@ import psutil
 import pytest
 from kernels import Kernel, remaining, slowness
 
+from course_lib import checkpoint
 from course_lib.authoring import ROOT
+from course_lib.checkpoint.files import read_manifest
 from course_lib.cluster import Site, write_site
 
 pytestmark = pytest.mark.skipif(
@@ -195,10 +197,7 @@ def wait_for_output(kernel, text):
 def test_the_batch_script_trains_four_ranks_on_two_nodes_stops_when_slurm_asks_and_goes_on(tmp_path):
     shutil.copy(ROOT / "course_lib" / "templates" / "train.sbatch", tmp_path)
     job, log = submit(tmp_path, STEPS="1000000")
-    give_up = time.monotonic() + 120
-    while "starts anew" not in (log.read_text() if log.exists() else ""):
-        assert queue() and time.monotonic() < give_up, log.read_text()
-        time.sleep(0.1)
+    wait_until(lambda: log.exists() and "starts anew" in log.read_text(), log)
     subprocess.run(["scancel", "--signal=TERM", job], check=True)  # as --signal=TERM@120 does, to the steps alone
     until_queue_is_empty(60)
     text = log.read_text()
@@ -213,6 +212,36 @@ def test_the_batch_script_trains_four_ranks_on_two_nodes_stops_when_slurm_asks_a
     assert state_of(job) == "COMPLETED" and f"goes on at step {done} from its checkpoint" in text, text
     assert re.findall(rf"^[01]: step {last} of {last}: loss", text, re.MULTILINE), text  # either node may have rank 0
     assert f"step-{last:08d}" in [path.name for path in checkpoints.iterdir()]
+
+
+def test_a_job_whose_node_goes_down_waits_again_and_ends_bit_for_bit_as_an_undisturbed_one(tmp_path):
+    shutil.copy(ROOT / "course_lib" / "templates" / "train.sbatch", tmp_path)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    submit(tmp_path, STEPS="100", CHECKPOINT=str(whole))
+    until_queue_is_empty(240)
+    job, log = submit(tmp_path, STEPS="100", CHECKPOINT=str(broken))
+    wait_until(lambda: checkpoint.latest(broken) is not None, log)
+    control("update", "NodeName=n2", "State=DOWN", "Reason=test")  # slurm.conf lets it come back by itself
+    wait_until(lambda: state_of(job) == "PENDING", log)
+    control("update", f"JobId={job}", "StartTime=now")  # Slurm itself would let it wait for two minutes
+    until_queue_is_empty(240)
+    text = log.read_text()
+    (done,) = re.findall(r"goes on at step (\d+) from its checkpoint", text)
+    assert state_of(job) == "COMPLETED" and 0 < int(done) < 100, text
+    of_runs = [read_manifest(checkpoint.latest(folder))["files"] for folder in (whole, broken)]
+    of_ranks = [{name: entry for name, entry in files.items() if name.endswith(".distcp")} for files in of_runs]
+    assert len(of_ranks[0]) == 4 and of_ranks[0] == of_ranks[1]  # sizes and checksums of what each rank wrote
+
+
+def wait_until(happened, log, within_s=120):
+    give_up = time.monotonic() + within_s
+    while not happened():
+        assert time.monotonic() < give_up, log.read_text() if log.exists() else queue()
+        time.sleep(0.1)
+
+
+def control(*words):
+    subprocess.run(["scontrol", *words], check=True)
 
 
 def submit(folder, **variables):
@@ -232,6 +261,27 @@ def test_srun_alone_starts_the_same_trainer(tmp_path):
     done = run_in(tmp_path, command, MASTER_ADDR="127.0.0.1")  # no name service knows the virtual nodes
     assert done.returncode == 0 and "0: step 2 of 2: loss" in done.stdout, done.stdout + done.stderr
     assert "started by srun" in done.stdout and re.findall(r"^[123]:", done.stdout, re.MULTILINE) == []
+
+
+def test_every_lab_runs_from_a_notebook_on_the_cluster_and_under_srun(kernel, tmp_path):
+    kernel.show("""
+from course_lib.labs import LABS
+from course_lib.labs.measure import run_lab
+from course_lib.labs.sheet import compare
+def measure(chapters):
+    return [run_lab(chapter, 1) for chapter in chapters]
+done = []
+for ranks, place in ((4, where), (1, dataclasses.replace(where, nodes=1, ntasks_per_node=1))):
+    chapters = [lab.chapter for lab in LABS.values() if ranks in lab.ranks]
+    done += [(chapter, measured["nodes"], len(compare(LABS[chapter], measured)))
+             for chapter, measured in zip(chapters, launch(measure, ranks, chapters, where=place, timeout=500)[0])]
+assert sorted(chapter for chapter, _, _ in done) == list(LABS), done
+assert all(rows > 1 for _, _, rows in done), done
+""")
+    command = ["srun", "--nodes=2", "--ntasks-per-node=2", sys.executable, "-m", "course_lib.labs", "00"]
+    done = run_in(tmp_path, [*command, "--out", "lab00.json", "--rounds", "1"], MASTER_ADDR="127.0.0.1")
+    assert done.returncode == 0 and done.stdout.startswith("lab 00, Three ways to sum a tensor"), done.stderr
+    assert "measured on 4 ranks on" in done.stdout and (tmp_path / "lab00.json").stat().st_size > 100
 
 
 def run_in(folder, command, **variables):

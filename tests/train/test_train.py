@@ -1,16 +1,20 @@
 """The trainer: one loss under any layout; killed and resumed, bit for bit what it would have been."""
 
 import os
+import pickle
 import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from course_lib import checkpoint, model
 from course_lib.authoring import ROOT
@@ -18,7 +22,7 @@ from course_lib.launch import launch
 from course_lib.launch.rendezvous import Place
 from course_lib.layout import Layout
 from course_lib.parallel import five_d
-from course_lib.train import Checkpoints, TrainPlan
+from course_lib.train import Checkpoints, Logs, TrainPlan
 from course_lib.train import log as train_log
 from course_lib.train import trainer as train
 from course_lib.train.options import layout_for, model_named
@@ -172,6 +176,55 @@ def test_a_checkpoint_that_does_not_suit_the_run_is_refused_alike_on_every_rank(
     assert "torn" in text and "step-00000004" in text
 
 
+def with_another_text(ranks: tuple[int, ...], run: tuple) -> train.RunRecord | str:
+    """In a rank: the same run; on some ranks the text differs in its last byte, as another Python's would."""
+    text = data.corpus()
+    if dist.get_rank() in ranks:
+        data.corpus = lambda: text[:-1] + bytes([text[-1] ^ 1])
+    return attempt(*run)
+
+
+def test_a_rank_or_a_resumed_run_with_another_text_is_refused_before_its_first_step(tmp_path):
+    for layout in (layout_for("dp=2", BATCH), layout_for("pp=2", BATCH)):
+        run = (LLAMA, layout, replace(PLAN, steps=2), Checkpoints(str(tmp_path / str(layout)), every=1))
+        for told in launch(with_another_text, 2, (1,), run):
+            assert told.startswith("RanksDiffer: rank 0 has text.sha256 ") and "(rank 1 " in told
+        assert checkpoint.latest(run[-1].folder) is None
+    assert all(record.first_step == 0 for record in launch(with_another_text, 2, (), run))
+    longer = (*run[:2], replace(PLAN, steps=4), run[3])
+    for told in launch(with_another_text, 2, (0, 1), longer):
+        assert told.startswith("CannotResume: ") and "text.sha256" in told and "use the same Python" in told
+    assert [record.first_step for record in launch(with_another_text, 2, (), longer)] == [2, 2]
+
+
+def without_pickles(act: Callable, *arguments: object) -> object:
+    """In a rank: call it where every pickle that is read is an error; what it returns, or the error's text."""
+
+    def refuse(*arguments, **keywords):
+        raise RuntimeError("a pickle was read")
+
+    pickle.loads = pickle.load = pickle.Unpickler = distributed_c10d._unpickler = refuse
+    try:
+        return act(*arguments)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_no_pickle_is_read_by_ranks_that_train_compare_save_and_load(tmp_path):
+    experts = model_named("toy-moe")
+    runs = []
+    for layout in ("dp=2", "dp=2,zero_stage=3", "tp=2,sequence_parallel=true", "cp=2", "pp=2", "dp=2,ep=2"):
+        config = experts if "ep" in layout else LLAMA
+        kept = Checkpoints(str(tmp_path / layout), every=2, in_background=layout == "dp=2")
+        plan = replace(PLAN, steps=2, compare_every=1)
+        run = (config, layout_for(layout, BATCH), plan, kept, Logs(str(tmp_path / layout)))
+        runs += [run, (*run[:2], replace(plan, steps=4), *run[3:])]
+    for records in launch(without_pickles, 2, by_each, runs):
+        assert [record.first_step for record in records] == [0, 2] * (len(runs) // 2), records
+    gathered = launch(without_pickles, 2, lambda: dist.all_gather_object([None] * 2, "one that sends pickles"))
+    assert list(gathered) == ["a pickle was read"] * 2
+
+
 def test_a_second_run_in_a_folder_is_told_whose_it_is_and_the_first_goes_on(tmp_path):
     first = checkpoint.lock.FileLock(tmp_path / checkpoint.lock.LOCK)
     checkpoint.lock.take(tmp_path, first, 0)
@@ -191,9 +244,24 @@ def test_a_folder_that_cannot_be_written_or_is_too_full_is_found_before_the_firs
     (text,) = launch(by_each, 1, [run])[0]
     assert text.startswith("CannotResume: the folder of checkpoints is ") and "cannot be written" in text
     lock = checkpoint.lock.FileLock(tmp_path / checkpoint.lock.LOCK)
-    with pytest.raises(ValueError, match=r"a checkpoint takes 1000000.00 GB, and the disk of .* has .* GB left"):
+    with pytest.raises(
+        ValueError, match=r"takes 1,000,000,000.0 MB, 1 more must fit at once, and the disk of .* MB left"
+    ):
         checkpoint.lock.take(tmp_path, lock, 10**15)
     assert not lock.is_locked
+
+
+def test_there_must_be_room_for_all_checkpoints_that_a_run_has_at_once(tmp_path, monkeypatch):
+    """Two are kept, and a third is written before the oldest goes; what is there already is not needed again."""
+    lock = checkpoint.lock.FileLock(tmp_path / checkpoint.lock.LOCK)
+    monkeypatch.setattr(checkpoint.lock.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * 10**6))
+    with pytest.raises(ValueError, match=r"a checkpoint takes 1.0 MB, 3 more must fit at once, .* has 2.0 MB left"):
+        checkpoint.lock.take(tmp_path, lock, 10**6, at_once=3)
+    (tmp_path / "step-00000005").mkdir()
+    checkpoint.lock.take(tmp_path, lock, 10**6, at_once=3)
+    lock.release()
+    kept = Checkpoints(str(tmp_path), every=2, keep=2)
+    assert [kept.most_at_once(steps) for steps in (1, 2, 3, 4, 60)] == [1, 1, 2, 2, 3]
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step():
