@@ -37,8 +37,9 @@ def linear(L: Ledger, x: Tensor, weight: Weight, bias: Weight | None, rows: int)
         if place is not None:
             L.wait_in(place, [saved[0], grads[0]])
             return [L.make(numel, e) if wants_x else None, *[None] * (1 + len(biases))]
-        grad_x = L.make(numel, e) if wants_x else None
-        return [grad_x, L.make(weight.numel, e), *(L.make(each.numel, e) for each in biases)]
+        grad_x, grad_w = L.make(numel, e) if wants_x else None, L.make(weight.numel, e)
+        grad_w.storage.borrowed = True  # a transposed view: autograd adds a tied weight's other gradient not in place
+        return [grad_x, grad_w, *(L.make(each.numel, e) for each in biases)]
 
     inputs = [x, weight, *biases]
     return output(L, rows * (weight.numel * rows // x.numel), x.itemsize, weight.name, inputs, [x], backward)
