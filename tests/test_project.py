@@ -88,7 +88,7 @@ def test_ci_runs_what_make_test_leaves_out():
     )
     for marker in left_out:
         assert f"-m pytest -m {marker} " in recipe_of(f"test-{marker}")
-        assert f"step make test-{marker}\n" in CI
+        assert re.search(rf"\bstep make test-{marker}\b", CI)
 
 
 def test_no_two_test_files_are_the_same_module_for_pytest():
