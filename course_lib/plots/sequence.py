@@ -95,10 +95,9 @@ class Held:
 
 @dataclass(frozen=True)
 class Operator:
-    """What is communicated at a border, forward and backward: the course's name and its paper's symbol."""
+    """What is communicated at a border, forward and backward. No symbol: the papers use g for two operators."""
 
     name: str
-    symbol: str
     forward: str
     backward: str
 
@@ -127,10 +126,10 @@ def operators(sequence_parallel: bool) -> tuple[Operator, Operator]:
     """Return what lies at the two borders: into the column-parallel layers, and out of the row-parallel layer."""
     if sequence_parallel:
         return (
-            Operator("gather_in", "$g$", "all-gather", "reduce-scatter"),
-            Operator("scatter_sum", r"$\bar{g}$", "reduce-scatter", "all-gather"),
+            Operator("gather_in", "all-gather", "reduce-scatter"),
+            Operator("scatter_sum", "reduce-scatter", "all-gather"),
         )
-    return Operator("copy_in", "$f$", "nothing", "all-reduce"), Operator("sum_out", "$g$", "all-reduce", "nothing")
+    return Operator("copy_in", "nothing", "all-reduce"), Operator("sum_out", "all-reduce", "nothing")
 
 
 @checked
@@ -164,7 +163,7 @@ def _draw_half_block(axes, sequence_parallel: bool, rank: int, num_ranks: int) -
             axes.text(
                 middle,
                 1.06,
-                f"{operator.name}  {operator.symbol}",
+                operator.name,
                 ha="center",
                 va="top",
                 fontsize=9,

@@ -47,9 +47,9 @@ def test_an_unknown_holding_is_refused():
         plots.part_of("half", 0, 2)
 
 
-def test_the_pictures_name_functions_symbols_and_collectives(monkeypatch):
+def test_the_pictures_name_functions_and_collectives(monkeypatch):
     texts = drawn(monkeypatch, plots.show_half_block)
-    assert {"copy_in  $f$", "sum_out  $g$", "gather_in  $g$", r"scatter_sum  $\bar{g}$"} <= set(texts)
+    assert {"copy_in", "sum_out", "gather_in", "scatter_sum"} <= set(texts)
     assert "→ all-gather\n← reduce-scatter" in texts and "→ reduce-scatter\n← all-gather" in texts
     cuts = drawn(monkeypatch, plots.show_cuts)
     assert cuts.count("0") == cuts.count("1") == plots.NUM_TOKENS * plots.NUM_FEATURES
