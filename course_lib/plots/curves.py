@@ -47,16 +47,14 @@ def draw_curves(axes, lines: Mapping[str, Curve], points: Mapping[str, Curve], v
 
 
 @checked
-def value_labels_of(
-    curves: Sequence[Curve], nearest: float = 0.09, lines: Sequence[Curve] = ()
-) -> list[tuple[float, float, bool]]:
+def value_labels_of(curves: Sequence[Curve], lines: Sequence[Curve] = ()) -> list[tuple[float, float, bool]]:
     """Which points carry their number, as (x, y, above).
 
     All of the first curve's do: above, or below where a line would strike it through or another point lies there.
-    Of other curves those that have room: below, or else above. `nearest` is the height of a number, of the highest y.
+    Of other curves those that have room: below, or else above.
     """
     top = max((y for curve in curves for y in curve.values()), default=0)
-    height, reach = nearest * top, 0.12 * top  # reach: from a point to the far edge of its number
+    height, reach = 0.09 * top, 0.12 * top  # of a number; from a point to the far edge of its number
 
     def struck(x: float, y: float) -> bool:
         at_x = [line[x] - y for line in lines if x in line]
@@ -134,16 +132,9 @@ def show_bandwidth(published: Mapping[str, Curve], models: Mapping[str, Curve], 
 
 
 @checked
-def show_throughput(
-    published: Curve,
-    model: Curve,
-    title: str,
-    ylabel: str = "tokens per second and GPU",
-    published_name: str = "published",
-    model_name: str = "alpha-beta model",
-) -> None:
+def show_throughput(published: Curve, model: Curve, title: str) -> None:
     """Show throughput over GPUs: `{gpus: tokens per second and GPU}`, published as points, modelled as a line."""
-    show_curves({model_name: model}, {published_name: published}, title, "GPUs", ylabel)
+    show_curves({"alpha-beta model": model}, {"published": published}, title, "GPUs", "tokens per second and GPU")
 
 
 # ---------------------------------------------------------------- alpha-beta
@@ -171,14 +162,12 @@ def crossover_bytes(collective: str, world_size: Size, link: Link) -> float:
 
 
 @checked
-def alpha_beta_picture(
-    collective: str, world_size: Size, link: Link, lowest: float = 1e3, highest: float = 1e10
-) -> AlphaBetaPicture:
-    """Times of messages from `lowest` to `highest` bytes, eight to a decade, each by the fastest way."""
+def alpha_beta_picture(collective: str, world_size: Size, link: Link) -> AlphaBetaPicture:
+    """Times of messages from 1 KB to 10 GB, eight to a decade, each by the fastest way."""
     ratio = 10 ** (1 / 8)
-    sizes = [lowest]
-    while sizes[-1] < highest:
-        sizes.append(min(sizes[-1] * ratio, highest))
+    sizes = [1e3]
+    while sizes[-1] < 1e10:
+        sizes.append(min(sizes[-1] * ratio, 1e10))
     best = [fastest(collective, size, world_size, link) for size in sizes]
     crossover = crossover_bytes(collective, world_size, link)
     latency_s = collective_s(collective, 0, world_size, link)

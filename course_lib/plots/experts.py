@@ -6,14 +6,8 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from course_lib.plots.palette import (
-    COMPUTE_COLOR,
-    EXPOSED_COLOR,
-    LIMIT_COLOR,
-    NEUTRAL_COLOR,
-    OKABE_ITO,
-)
-from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style, three_digits
+from course_lib.plots.palette import COMPUTE_COLOR, EXPOSED_COLOR, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO
+from course_lib.plots.style import FULL_WIDTH_IN, finish, panel_title, picture_axes, style, three_digits
 from course_lib.validate import Size, checked
 
 MOST_BARS = 64  # more experts are drawn as one outline
@@ -173,7 +167,7 @@ def draw_balance(axes, picture: BalancePicture, top: float) -> None:
 
 
 @checked
-def show_balance(loads: Mapping[str, Sequence[Sequence[float]]], title: str = "") -> None:
+def show_balance(loads: Mapping[str, Sequence[Sequence[float]]]) -> None:
     """Show the load of experts while training, `{label: loads[step][expert]}`, side by side on one scale."""
     pictures = {label: balance_picture(steps) for label, steps in loads.items()}
     top = 1.08 * max(max(map(max, picture.relative)) for picture in pictures.values())
@@ -182,7 +176,7 @@ def show_balance(loads: Mapping[str, Sequence[Sequence[float]]], title: str = ""
         for axes, (label, picture) in zip(panels[0], pictures.items(), strict=True):
             draw_balance(axes, picture, top)
             said = f"{label}\nmax load, last {picture.last_steps} steps: {three_digits(picture.largest_at_end)} x mean"
-            axes.set_title(said, fontsize=9.5, fontweight="normal")
+            panel_title(axes, said)
         panels[0, 0].set_ylabel("load / mean load")
         handles, labels = panels[0, 0].get_legend_handles_labels()
         handles += [
@@ -190,8 +184,6 @@ def show_balance(loads: Mapping[str, Sequence[Sequence[float]]], title: str = ""
             plt.Line2D([], [], color="black", linestyle=":", linewidth=1),
         ]
         figure.legend(handles, [*labels, "each expert", "even load"], loc="outside lower center", ncol=4)
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         finish(figure)
 
 
@@ -228,8 +220,8 @@ def draw_parameters(axes, parameters: Mapping[str, tuple[float, float]]) -> None
 
 
 @checked
-def show_parameters(parameters: Mapping[str, tuple[float, float]], title: str = "") -> None:
+def show_parameters(parameters: Mapping[str, tuple[float, float]]) -> None:
     """Show total and active parameters, `{model: (total, active)}`."""
     with picture_axes(1.3 + 0.4 * len(parameters)) as axes:
         draw_parameters(axes, parameters)
-        axes.set_title(title or parameters_title(parameters))
+        axes.set_title(parameters_title(parameters))

@@ -11,7 +11,7 @@ from course_lib.layout import Layout
 from course_lib.layout.mesh import AXES, AxisLinks, links_of_axes
 from course_lib.plots.holdings import draw_boxes
 from course_lib.plots.palette import NEUTRAL_COLOR, RANK_COLORS, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.style import FULL_WIDTH_IN, bare, finish, style
 from course_lib.validate import Index, Positive, Size, checked
 
 # ---------------------------------------------------------------- ranks on nodes
@@ -118,8 +118,7 @@ def draw_rank_map(axes, picture: RankMap, coordinates: bool = True, numbers: boo
         where = " ".join(str(picture.coordinates[rank][axis]) for axis in long_axes)
         axes.text(x, y + 0.2, where, fontsize=6.5 if len(where) < 7 else 6, **text)
     right = across * (shown + 0.5) - 1
-    axes.set(xlim=(-0.65, right + 0.15), ylim=(rows * ROW - 0.6, -0.6), xticks=[], yticks=[])
-    axes.spines[:].set_visible(False)
+    bare(axes, (-0.65, right + 0.15), (rows * ROW - 0.6, -0.6))
     axes.set_title(links_text(picture), fontsize=9, fontweight="normal")
 
 
@@ -199,13 +198,12 @@ def _show_maps(titled: Sequence[tuple[str, RankMap]], title: str) -> None:
             draw_rank_map(axes, picture, few, numbers=axes is panels[0, 0])
             if name:
                 axes.set_title(f"{name}\n{links_text(picture)}", fontsize=9, fontweight="normal")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         _lines_legend(figure, panels.flat[-1] if free else None)
-        finish(figure)
+        finish(figure, title)
 
 
 @checked
-def show_ranks(layout: Layout, ranks_per_node: Size = 8, axes: Sequence[str] | None = None, title: str = "") -> None:
+def show_ranks(layout: Layout, ranks_per_node: Size = 8, axes: Sequence[str] | None = None) -> None:
     """Show the ranks of a layout on nodes, a panel an axis: who talks to whom, inside a node and between nodes.
 
     axes     of MAP_AXES; by default those with more than one rank
@@ -220,7 +218,7 @@ def show_ranks(layout: Layout, ranks_per_node: Size = 8, axes: Sequence[str] | N
     if named:
         few = len(chosen) * layout.world_size <= MOST_COORDINATES
         said += f"; under each its place along {', '.join(named)}" if few else f", {' x '.join(named)}, innermost last"
-    _show_maps(pictures, title or said)
+    _show_maps(pictures, said)
 
 
 def _counted(number: int, word: str) -> str:

@@ -4,12 +4,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import matplotlib.pyplot as plt
-from matplotlib.patches import Patch
 
 from course_lib.hardware import GPU
 from course_lib.layout.mesh import REPLICA_AXES
 from course_lib.plots.holdings import draw_boxes
-from course_lib.plots.memory import BudgetBar, budget_bars, gpu_limits, merge_limits
+from course_lib.plots.memory import BudgetBar, budget_bars, gpu_limits, kind_patch, merge_limits
 from course_lib.plots.palette import (
     AXIS_COLORS,
     COMPUTE_COLOR,
@@ -24,6 +23,7 @@ from course_lib.plots.style import (
     TIME_UNITS,
     UNITS,
     finish,
+    panel_title,
     picture_axes,
     show_bytes,
     show_seconds,
@@ -99,10 +99,7 @@ def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, in
     axes.set_xlabel("" if few else "place along pp")
     axes.tick_params(axis="x", length=0)
     axes.set(xlim=(-0.6, len(bars) - 0.4), ylim=(0, top), ylabel=f"memory ({unit})")
-    handles = [
-        Patch(facecolor=KIND_COLORS[kind], hatch=KIND_HATCHES[kind], edgecolor="white", label=kind)
-        for kind in visible_kinds(bars)
-    ]
+    handles = [kind_patch(kind) for kind in visible_kinds(bars)]
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 2.2 if few else 3.6}
     axes.legend(handles=handles, ncol=len(handles), columnspacing=1.0, handlelength=1.4, handletextpad=0.5, **below)
 
@@ -225,15 +222,13 @@ def _bars(axes, widths: Mapping[str, float], labels: Mapping[str, str], colors, 
 
 
 @checked
-def show_costs(sent_bytes: Mapping[str, int], seconds: Mapping[str, float], title: str = "") -> None:
+def show_costs(sent_bytes: Mapping[str, int], seconds: Mapping[str, float]) -> None:
     """Show bytes by axis, of `traffic.sent` or a meter, beside seconds by part, of `StepTime.parts`."""
     rows = max(len(sent_rows(sent_bytes)), len(time_rows(seconds)))
     with style():
-        figure, (left, right) = plt.subplots(1, 2, figsize=(FULL_WIDTH_IN, 1.25 + 0.27 * rows + 0.25 * bool(title)))
+        figure, (left, right) = plt.subplots(1, 2, figsize=(FULL_WIDTH_IN, 1.25 + 0.27 * rows))
         draw_sent_by_axis(left, sent_bytes)
         draw_time_by_part(right, seconds)
-        left.set_title(sent_title(sent_bytes), fontsize=9.5, fontweight="normal")
-        right.set_title(time_title(seconds), fontsize=9.5, fontweight="normal")
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        panel_title(left, sent_title(sent_bytes))
+        panel_title(right, time_title(seconds))
         finish(figure)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 
 from course_lib.plots.palette import AXIS_COLORS, NEUTRAL_COLOR
-from course_lib.plots.style import FULL_WIDTH_IN, bare, finish, labelled_box, style
+from course_lib.plots.style import CENTRED, FULL_WIDTH_IN, bare, finish, labelled_box, style
 from course_lib.simulate.two_hosts import HostRow
 from course_lib.validate import Positive, checked
 
@@ -51,7 +51,7 @@ def draw_two_hosts(axes, row: HostRow, width: Positive) -> None:
         axes.plot(*ends, color=AXIS_COLORS[axis], linewidth=points, solid_capstyle="butt", zorder=1)
     for rank, (x, y) in enumerate(RANKS_AT):
         axes.scatter(x, y, s=190, color="white", edgecolor="black", zorder=2)
-        axes.text(x, y - 0.02, str(rank), ha="center", va="center", fontsize=9, zorder=3)
+        axes.text(x, y - 0.02, str(rank), **CENTRED, fontsize=9, zorder=3)
     axes.set_title(f"{row.inside} inside, {row.across} across", fontsize=9.5)
     told = f"{row.link_bytes / 1e6:.1f} MB on the link\n{row.step_s:.1f} s for a step"
     axes.text(1.3, -0.75, told, ha="center", va="top", fontsize=9)

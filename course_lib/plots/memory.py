@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 from course_lib.hardware import GPU
 from course_lib.memory.budget import Budget
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, KINDS, LIMIT_COLOR, text_on
-from course_lib.plots.style import UNITS, picture_axes, show_bytes, three_digits, unit_for
+from course_lib.plots.style import CENTRED, UNITS, picture_axes, show_bytes, three_digits, unit_for, write_above
 from course_lib.validate import Size, checked
 
 # ---------------------------------------------------------------- memory over time
@@ -115,7 +115,7 @@ def _draw_phases(axes, picture: TimelinePicture, peak: float) -> None:
         axes.axvline(start, color="black", linewidth=0.5, alpha=0.5, ymax=1.17 / 1.28)
         share = (stop - start) / width
         label = name if share > 0.015 * len(name) else name[:1].upper() if share > 0.012 else ""
-        axes.text((start + stop) / 2, peak * 1.22, label, ha="center", va="center", fontsize=8)
+        axes.text((start + stop) / 2, peak * 1.22, label, **CENTRED, fontsize=8)
         if label and label != name and name not in shortened:
             shortened.append(name)
     key = ", ".join(f"{name[:1].upper()} {name}" for name in shortened)
@@ -189,11 +189,11 @@ def gpu_limits(gpus: Mapping[str, float] | Iterable[GPU]) -> dict[str, int]:
 
 
 @checked
-def merge_limits(limits_bytes: Mapping[str, int], tolerance: float = 0.02) -> list[tuple[str, int]]:
-    """Limits that would be drawn on top of each other become one line that names them all, at the smallest of them."""
+def merge_limits(limits_bytes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Limits within 2 % would be drawn on top of each other: one line names them all, at the smallest of them."""
     merged: list[tuple[list[str], int]] = []
     for name, limit in sorted(limits_bytes.items(), key=lambda item: item[1]):
-        if merged and limit <= merged[-1][1] * (1 + tolerance):
+        if merged and limit <= 1.02 * merged[-1][1]:
             merged[-1][0].append(name)
         else:
             merged.append(([name], limit))
@@ -259,8 +259,7 @@ def _draw_stack(axes, row: float, bar: BudgetBar, size: int, extent: float) -> N
                 left + width / 2,
                 row,
                 label,
-                ha="center",
-                va="center",
+                **CENTRED,
                 fontsize=9,
                 color=text_on(color),
                 bbox={"facecolor": color, "edgecolor": "none", "pad": 1.2},
@@ -295,16 +294,7 @@ def label_levels(labels: Sequence[tuple[float, str]], extent: float) -> list[int
 
 def _draw_limit(axes, x: float, label: str, level: int) -> None:
     axes.axvline(x, color=LIMIT_COLOR, linestyle="--", linewidth=1.4)
-    axes.annotate(
-        label,
-        (x, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(0, 3 + 13 * level),
-        textcoords="offset points",
-        ha="center",
-        va="bottom",
-        fontsize=8.5,
-    )
+    write_above(axes, x, label, 3 + 13 * level, 8.5)
 
 
 @checked

@@ -15,12 +15,7 @@ from course_lib.schedules.simulator import Simulation
 from course_lib.span import Span
 from course_lib.validate import Amount, Index, Positive, Size, checked
 
-OP_COLORS = {
-    "F": OKABE_ITO["sky"],
-    "B": OKABE_ITO["vermillion"],
-    "I": OKABE_ITO["orange"],
-    "W": OKABE_ITO["green"],
-}
+OP_COLORS = {"F": OKABE_ITO["sky"], "B": OKABE_ITO["vermillion"], "I": OKABE_ITO["orange"], "W": OKABE_ITO["green"]}
 OP_MEANINGS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
 IDLE_COLOR = "#EDEDED"
 LIGHTEST = 0.55  # white mixed into the colour of a rank's last chunk
@@ -267,13 +262,13 @@ def legend_below(axes, handles: Sequence[Patch]) -> None:
 
 
 @checked
-def show_schedule(simulation: Simulation, title: str = "") -> None:
+def show_schedule(simulation: Simulation) -> None:
     """Show a simulated schedule as a chart, with its bubble in both definitions as the title."""
-    show_schedules([simulation], title)
+    show_schedules([simulation])
 
 
 @checked
-def show_schedules(simulations: Sequence[Simulation], title: str = "") -> None:
+def show_schedules(simulations: Sequence[Simulation]) -> None:
     """Show several simulated schedules one above the other, on one time axis; each says its bubbles.
 
     Raises   ValueError if there is none
@@ -291,6 +286,4 @@ def show_schedules(simulations: Sequence[Simulation], title: str = "") -> None:
             axes.set_title(chart_title(picture), fontsize=9.5)
         panels[-1, 0].set_xlabel("simulated time")
         legend_below(panels[-1, 0], legend_of(pictures))
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         finish(figure)

@@ -9,7 +9,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from course_lib.plots.formats import FORMATS, FloatFormat
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO, mix
-from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, picture_axes, style
+from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, panel_title, picture_axes, style
 from course_lib.validate import Positive, checked, one_of
 
 # ---------------------------------------------------------------- the numbers of a format
@@ -124,13 +124,12 @@ def show_magnitudes(magnitudes: Mapping, name: str = "fp16", title: str = "") ->
                 axes.plot([place], [0], "v", color="black", markersize=6, clip_on=False)
                 axes.text(place, 0.08 * top, "largest", ha="center", va="bottom", fontsize=9)
             axes.set(ylim=(0, 1.1 * top), ylabel="% of all")
-            axes.set_title(panel.title, fontsize=9.5, fontweight="normal")
+            panel_title(axes, panel.title)
         ticks = range(-32, 20, 8)
         all_axes[-1, 0].set_xticks(ticks, [f"$2^{{{tick}}}$" for tick in ticks])
         all_axes[-1, 0].set_xlim(left, high + 6)
         all_axes[-1, 0].set_xlabel("size of a gradient")
-        figure.suptitle(title or f"Gradients in the range of {name}", x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
+        finish(figure, title or f"Gradients in the range of {name}")
 
 
 # ---------------------------------------------------------------- one step with master weights

@@ -115,6 +115,5 @@ def show_rank_traces(traces: Sequence[RankTrace], title: str = "One step on ever
         above.set_title("over time: above what is computed, below what is sent, both where it is exposed", **plain)
         draw_sums(below, rows)
         below.set_title("in sum: computing, exposed communication by axis, neither", **plain)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         figure.legend(handles=handles, loc="outside lower center", ncol=min(4, len(handles)))
-        finish(figure)
+        finish(figure, title)

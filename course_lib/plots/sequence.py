@@ -197,5 +197,4 @@ def show_half_block(rank: Index = 1, num_ranks: Size = 4) -> None:
         ]
         figure.legend(handles=handles, loc="outside lower center", ncol=4)
         title = f"What rank {rank} of {num_ranks} holds along half a block (tokens down, features across)"
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
+        finish(figure, title)

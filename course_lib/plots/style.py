@@ -9,13 +9,14 @@ from io import BytesIO
 import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 from matplotlib.text import Text
 
-from course_lib.plots.palette import text_on
-from course_lib.validate import Amount, Positive, checked
+from course_lib.plots.palette import RANK_COLORS, text_on
+from course_lib.validate import Amount, Positive, Size, checked
 
 FULL_WIDTH_IN = 8.5
+CENTRED = {"ha": "center", "va": "center"}  # of a text
 
 _STYLE = {
     "figure.dpi": 80,
@@ -48,6 +49,33 @@ def picture_axes(height_in: Positive, width_in: Positive = FULL_WIDTH_IN) -> Ite
         figure, axes = plt.subplots(figsize=(width_in, height_in))
         yield axes
         finish(figure)
+
+
+@checked
+def panel_title(axes, text: str, loc: str = "left") -> None:
+    """Say what one panel of several shows."""
+    axes.set_title(text, fontsize=9.5, fontweight="normal", loc=loc)
+
+
+@checked
+def name_ranks(axes, count: Size, middle: float = 0.5) -> None:
+    """Name the rows of a drawing by rank, and leave nothing else of its frame; `middle` of a row, from its top."""
+    axes.set_yticks([rank + middle for rank in range(count)], [f"rank {rank}" for rank in range(count)])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+@checked
+def write_above(axes, x: float, text: str, points: float = 3, fontsize: float = 9) -> None:
+    """Write a text so many points above the axes, centred at x, as the name of a line there."""
+    place = {"xycoords": ("data", "axes fraction"), "xytext": (0, points), "textcoords": "offset points"}
+    axes.annotate(text, (x, 1), ha="center", va="bottom", fontsize=fontsize, **place)
+
+
+@checked
+def rank_patches(count: Size) -> list[Patch]:
+    """The legend's entries of so many ranks."""
+    return [Patch(facecolor=RANK_COLORS[rank], label=f"rank {rank}") for rank in range(count)]
 
 
 @checked
@@ -91,8 +119,13 @@ SHARPNESS = 2  # pixels stored for each pixel shown, for screens that have twice
 
 
 @checked
-def finish(figure) -> None:
-    """Show the figure, then free it; a figure that stays open is memory that a long notebook never gets back."""
+def finish(figure, title: str = "") -> None:
+    """Show the figure, under a title of all panels if there is one, and free it.
+
+    A figure that stays open is memory that a long notebook never gets back.
+    """
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     ipython = sys.modules.get("IPython")  # the package draws without it, too
     if ipython and hasattr(ipython.get_ipython(), "kernel"):
         buffer = BytesIO()

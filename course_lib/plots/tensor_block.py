@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from course_lib.layout.partition import piece_sizes
 from course_lib.plots.matrices import WHOLE_COLOR
 from course_lib.plots.palette import AXIS_COLORS, RANK_COLORS
-from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, picture_axes, style
+from course_lib.plots.style import CENTRED, FULL_WIDTH_IN, finish, labelled_box, picture_axes, style
 from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- f and g on a block
@@ -107,7 +107,7 @@ def _draw_residuals(axes, regions: list[BlockRegion], direction: str, num_ranks:
 
 
 @checked
-def show_f_and_g(num_ranks: Size = 2, title: str = "") -> None:
+def show_f_and_g(num_ranks: Size = 2) -> None:
     """Show a block of a Llama on ranks: which operations are cut, and what f and g send in each direction."""
     if num_ranks > 4:
         raise ValueError(f"num_ranks is {num_ranks}; the picture has room for 4, the pattern is the same")
@@ -117,8 +117,7 @@ def show_f_and_g(num_ranks: Size = 2, title: str = "") -> None:
             draw_block(axes, direction, num_ranks)
             axes.set_title(direction, fontsize=10, fontweight="normal")
         said = "A block has two all-reduces forward (g) and two backward (f)"
-        figure.suptitle(title or said, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
+        finish(figure, said)
 
 
 # ---------------------------------------------------------------- a loss from parts of the logits
@@ -183,8 +182,7 @@ def draw_vocab_loss(axes, logits: Sequence[float], target: Index, tp_size: Size)
             left + 1.1,
             tp_size + 0.4,
             f"\u2193 all-reduce ({column.operation})",
-            ha="center",
-            va="center",
+            **CENTRED,
             fontsize=8.5,
             color=AXIS_COLORS["tp"],
             fontweight="bold",
@@ -211,8 +209,8 @@ def _tile(axes, corner: tuple[float, float], width: float, color: str, text: str
 
 
 @checked
-def show_vocab_loss(logits: Sequence[float], target: Index, tp_size: Size = 2, title: str = "") -> None:
+def show_vocab_loss(logits: Sequence[float], target: Index, tp_size: Size = 2) -> None:
     """Show how three all-reduces give every rank the loss of one token, although each has a part of the logits."""
     with picture_axes(1.5 + 0.42 * tp_size) as axes:
         draw_vocab_loss(axes, logits, target, tp_size)
-        axes.set_title(title or "Three numbers per token cross the ranks, whatever the size of the vocabulary is")
+        axes.set_title("Three numbers per token cross the ranks, whatever the size of the vocabulary is")

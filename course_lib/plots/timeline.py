@@ -8,7 +8,17 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from course_lib.plots.palette import COMMUNICATION_COLOR, COMPUTE_COLOR, EXPOSED_COLOR, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, picture_axes, show_seconds, style, time_unit_for
+from course_lib.plots.style import (
+    CENTRED,
+    FULL_WIDTH_IN,
+    TIME_UNITS,
+    finish,
+    panel_title,
+    picture_axes,
+    show_seconds,
+    style,
+    time_unit_for,
+)
 from course_lib.validate import Amount, Share, Size, checked
 
 COMPUTE_LANE = "compute"
@@ -112,30 +122,14 @@ def draw_overlap(axes, picture: OverlapPicture, keys: Mapping[str, str] | None =
         share = (bar.stop_s - bar.start_s) / picture.end_s
         _draw_bar(axes, bar, scale, picture.end_s, label_for(bar.name, share) if keys is None else keys[bar.name])
     for row, start, stop in joined(picture.exposed, 0.01 * picture.end_s):
-        axes.barh(
-            row,
-            (stop - start) / scale,
-            left=start / scale,
-            height=0.72,
-            facecolor="none",
-            edgecolor=EXPOSED_COLOR,
-            hatch="////",
-            linewidth=1.6,
-        )
+        frame = {"height": 0.72, "facecolor": "none", "edgecolor": EXPOSED_COLOR, "hatch": "////", "linewidth": 1.6}
+        axes.barh(row, (stop - start) / scale, left=start / scale, **frame)
     axes.set_yticks(range(len(picture.rows)), picture.rows)
     axes.set(ylim=(len(picture.rows) - 0.4, -0.6), xlim=(0, picture.end_s / scale * 1.02), xlabel=f"time ({unit})")
     worst = max(picture.exposed_s.values())
     note = f"{show_seconds(picture.end_s)}; communication that nothing hides (hatched): {show_seconds(worst)}"
-    axes.annotate(
-        note,
-        (1, 1),
-        xycoords="axes fraction",
-        xytext=(0, 2),
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-        fontsize=8.5,
-    )
+    place = {"xycoords": "axes fraction", "xytext": (0, 2), "textcoords": "offset points"}
+    axes.annotate(note, (1, 1), ha="right", va="bottom", fontsize=8.5, **place)
 
 
 @checked
@@ -181,8 +175,7 @@ def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float, label: str) ->
             (bar.start_s + bar.stop_s) / 2 / scale,
             bar.row,
             label,
-            ha="center",
-            va="center",
+            **CENTRED,
             fontsize=8.5,
             color=text_on(color),
             bbox={"facecolor": color, "edgecolor": "none", "pad": 1},
@@ -215,14 +208,13 @@ def show_overlap(
         for axes, (label, picture) in zip(panels[:, 0], pictures.items(), strict=True):
             draw_overlap(axes, picture, shown)
             axes.set_xlim(0, slowest / TIME_UNITS[time_unit_for(slowest)] * 1.02)
-            axes.set_title(label, fontsize=9.5, fontweight="normal")
+            panel_title(axes, label)
             if axes is not panels[-1, 0]:
                 axes.set_xlabel("")
             axes.tick_params(labelbottom=True)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         if listed:
             figure.supxlabel("\n".join(listed), x=0.01, ha="left", fontsize=8.5)
-        finish(figure)
+        finish(figure, title)
 
 
 @checked

@@ -212,7 +212,7 @@ PICTURES = {
         budgets(Run(LLAMA, Layout(pp=2, micro_batches=2), 4096)), [gpu("h100"), gpu("a100-80"), gpu("a100-40")]
     ),
     "memory of 16": lambda: five_d_costs.show_pipeline_memory([{"parameters": 10**10, "logits": p} for p in range(16)]),
-    "costs": lambda: five_d_costs.show_costs(SENT, SECONDS, "Llama"),
+    "costs": lambda: five_d_costs.show_costs(SENT, SECONDS),
 }  # fmt: skip
 
 
