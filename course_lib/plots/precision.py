@@ -61,13 +61,12 @@ def show_numbers(names: Sequence[str], low: Positive, high: Positive, sum_: Posi
 
 @dataclass(frozen=True)
 class MagnitudePanel:
-    """A histogram over powers of two, the shares that are zero, subnormal and infinite in the format, the largest."""
+    """A histogram over powers of two, the shares that are zero and subnormal in the format, the largest."""
 
     title: str
     shares: dict[int, float]
     lost: float
     subnormal: float
-    overflowed: float
     largest: float
 
 
@@ -84,8 +83,7 @@ def magnitude_panels(magnitudes: Mapping, fmt: FloatFormat) -> list[MagnitudePan
         shares = {int(e): int(n) / len(size) for e, n in zip(exponents, counts, strict=True)}
         lost = (size <= fmt.smallest / 2).double().mean().item()
         below = (size < fmt.smallest_normal).double().mean().item()
-        overflowed = (size > fmt.largest).double().mean().item()
-        panels.append(MagnitudePanel(title, shares, lost, below - lost, overflowed, size.max().item()))
+        panels.append(MagnitudePanel(title, shares, lost, below - lost, size.max().item()))
     return panels
 
 

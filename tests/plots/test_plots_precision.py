@@ -39,7 +39,6 @@ def test_panels_count_what_torch_makes_of_gradients():
     (panel,) = precision.magnitude_panels({"all": gradients}, FORMATS["fp16"])
     low = gradients.half()
     assert panel.lost == pytest.approx((low == 0).double().mean().item(), abs=1e-12)
-    assert panel.overflowed == pytest.approx(low.isinf().double().mean().item(), abs=1e-3)
     assert sum(panel.shares.values()) == pytest.approx(1)
     below = (gradients.double() < torch.finfo(torch.float16).smallest_normal).double().mean().item()
     assert panel.subnormal == pytest.approx(below - panel.lost)

@@ -121,14 +121,15 @@ ROUNDING = 1e-6  # relative
 
 
 def first_difference(
-    first: list[str], second: list[str], tolerance: float = ROUNDING, by_rank: bool = False, keep: str = "last"
+    first: list[str], second: list[str], tolerance: float = ROUNDING, by_rank: bool = False
 ) -> tuple[int, int, str] | None:
-    """(step, rank, kind) where two runs begin to differ, or None.
+    """(step, rank, kind) where two runs begin to differ, or None; of a step with two lines the last one counts.
 
     by_rank   looks for a rank before a kind
-    keep      which line counts of a step that a rank wrote twice: the "last", or the "first"
     """
-    runs = [[_lines_of(text, keep) for text in run] for run in (first, second)]
+    runs = [
+        [{line["step"]: line for line in map(json.loads, text.splitlines())} for text in run] for run in (first, second)
+    ]
     steps = sorted(set.intersection(*(set(of_rank) for run in runs for of_rank in run)))
     ranks = range(len(first))
     for step in steps:
@@ -137,14 +138,6 @@ def first_difference(
             if not _same(*(run[rank][step][kind] for run in runs), tolerance):
                 return step, rank, kind
     return None
-
-
-def _lines_of(text: str, keep: str) -> dict[int, dict]:
-    found: dict[int, dict] = {}
-    for line in map(json.loads, text.splitlines()):
-        if keep == "last" or line["step"] not in found:
-            found[line["step"]] = line
-    return found
 
 
 def _same(one, other, tolerance: float) -> bool:
