@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader
+from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader, numbers
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, tile
 from course_lib.parallel.positions import positions
 from course_lib.parallel.tiles import standard_forward
@@ -69,9 +69,9 @@ def check_merge(answer, rng):
 
 def _expect_merged(answer: Callable, generator: torch.Generator, scale: float, count: int) -> None:
     B, N, q, H = 2, 3, 5, 4
-    queries = scale * torch.randn(B, N, q, H, generator=generator, dtype=torch.float64)
+    queries = scale * numbers(generator, B, N, q, H)
     sizes = [*torch.randint(4, 8, (count - 1,), generator=generator).tolist(), 1]  # the last is never the heaviest
-    k, v = (torch.randn(B, N, sum(sizes), H, generator=generator, dtype=torch.float64) for _ in range(2))
+    k, v = (numbers(generator, B, N, sum(sizes), H) for _ in range(2))
     want, want_lse = standard_forward(queries, k, v, causal=False)
     blocks = zip(k.split(sizes, dim=2), v.split(sizes, dim=2), strict=True)
     parts = [standard_forward(queries, k_part, v_part, causal=False) for k_part, v_part in blocks]

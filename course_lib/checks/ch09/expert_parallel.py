@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checks.core import expect_close, expect_equal, fresh_seed, grader, run_ranks
+from course_lib.checks.core import expect_close, expect_equal, fresh_seed, grader, numbers, run_ranks
 from course_lib.parallel.expert import expert_groups
 
 DP, EP = 4, 2
@@ -89,7 +89,7 @@ def check_sum_gradients(answer, rng):
 
 def _sum_on_this_rank(answer: Callable, seed: int, size: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed + dist.get_rank())
-    one, two = torch.randn(2, size, 2, generator=generator, dtype=torch.float64)
+    one, two = numbers(generator, 2, size, 2)
     groups, given = expert_groups(dist.group.WORLD, EP), {"expert": one.clone(), "rest": two.clone()}
     answer([one], [two], groups.ep, groups.expert_dp, groups.dp)
     return given | {"expert after": one, "rest after": two}

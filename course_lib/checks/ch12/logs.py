@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from course_lib.checks.core import expect_equal, fail, fresh_seed, grader
+from course_lib.checks.core import expect_equal, expect_number, fail, fresh_seed, grader
 
 
 # ------------------------------------------------------------------------------------ 1. goodput
@@ -14,15 +14,7 @@ def check_goodput(answer, rng):
     """Of a job without failures, one that went on after failures, and two that did not, of which one failed saving."""
     for name, lines in _jobs(rng).items():
         got = answer([dict(line) for line in lines])
-        if isinstance(got, bool) or not isinstance(got, int | float):
-            fail(f"{name}: return one number, a share of the wall time; got {got!r}")
-        want = goodput_of(lines)
-        if math.isclose(got, want, rel_tol=1e-9):
-            continue
-        for told, wrong in _goodput_misconceptions(lines).items():
-            if math.isclose(got, wrong, rel_tol=1e-9):
-                fail(f"{name}: the goodput is {got:.4f}, and {want:.4f} is right: {told}")
-        fail(f"{name}: the goodput is {got:.4f}, and {want:.4f} is right")
+        expect_number(got, goodput_of(lines), f"{name}: the goodput", _goodput_misconceptions(lines), form=".4f")
 
 
 def goodput_of(lines: list[dict], complete: str = "saved", drop: bool = True) -> float:
