@@ -7,12 +7,11 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from course_lib.plots.palette import COMPUTE_COLOR, EXPOSED_COLOR, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO
-from course_lib.plots.style import FULL_WIDTH_IN, finish, panel_title, picture_axes, style, three_digits
+from course_lib.plots.style import BELOW, FULL_WIDTH_IN, finish, panel_title, picture_axes, style, three_digits
 from course_lib.validate import Size, checked
 
 MOST_BARS = 64  # more experts are drawn as one outline
 MOST_BORDERS = 32  # between ranks
-BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4, "columnspacing": 1.4}
 
 # ---------------------------------------------------------------- load
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import matplotlib.pyplot as plt
-from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
+from course_lib.plots.holdings import draw_boxes as draw_many_boxes
 from course_lib.plots.palette import OKABE_ITO, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
 from course_lib.plots.timeline import merge, subtract
@@ -191,12 +191,8 @@ def draw_schedule(
 @checked
 def draw_boxes(axes, spans: Sequence[tuple[float, float, float]], scale: Positive, height: Positive, **look) -> None:
     """Many boxes, (row, start, stop), as one collection: a chart has up to two thousand."""
-    half = height / 2
-    corners = [
-        [(a / scale, row - half), (b / scale, row - half), (b / scale, row + half), (a / scale, row + half)]
-        for row, a, b in spans
-    ]
-    axes.add_collection(PolyCollection(corners, **({"edgecolor": "white"} | look)), autolim=False)
+    boxes = [(a / scale, row - height / 2, (b - a) / scale, height) for row, a, b in spans]
+    draw_many_boxes(axes, boxes, **({"edgecolor": "white"} | look))
 
 
 def _number_boxes(axes, picture: SchedulePicture, labels: Mapping[str, Label], scale: float, height: float) -> None:

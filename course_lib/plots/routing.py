@@ -18,6 +18,7 @@ from course_lib.plots.palette import (
     text_on,
 )
 from course_lib.plots.style import (
+    BELOW,
     CENTRED,
     FULL_WIDTH_IN,
     UNITS,
@@ -35,7 +36,6 @@ WITHIN_COLOR, BETWEEN_COLOR = COMPUTE_COLOR, COMMUNICATION_COLOR
 BETWEEN_HATCH = "////"
 MOST_RANKS_WITH_NUMBERS = 16
 MOST_RANKS = 64
-BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4, "columnspacing": 1.4}
 
 # ---------------------------------------------------------------- the way of tokens
 

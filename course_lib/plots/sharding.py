@@ -1,14 +1,12 @@
 """ZeRO in pictures: who holds what, a flat buffer cut by rank, and parameters that are gathered for a moment."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
-from course_lib.hardware import GPU
-from course_lib.memory.budget import Budget
-from course_lib.plots.memory import budget_bars, draw_budgets, gpu_limits
+from course_lib.plots.memory import show_budgets
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, NEUTRAL_COLOR, RANK_COLORS, mix
 from course_lib.plots.style import CENTRED, FULL_WIDTH_IN, finish, labelled_box, panel_title, picture_axes, style
 from course_lib.validate import Index, Size, checked
@@ -126,38 +124,7 @@ def _kind_label(kind: str, bytes_by_kind: Mapping[str, float]) -> str:
 # ---------------------------------------------------------------- bytes of a GPU at each stage
 
 
-@checked
-def stages_title(fits: Mapping[str, bool], gpu_name: str) -> str:
-    """What the bars show, in one sentence: which of them the GPU holds."""
-    fitting = [label for label, fit in fits.items() if fit]
-    if not fitting:
-        return f"Nothing here fits on one {gpu_name}"
-    if len(fitting) == len(fits):
-        return f"Everything here fits on one {gpu_name}"
-    named = ", ".join(fitting)
-    return (
-        f"{named[:1].upper()}{named[1:]} {'fits' if len(fitting) == 1 else 'fit'} on one {gpu_name}, the rest does not"
-    )
-
-
-@checked
-def show_stages(
-    budgets: Mapping[str, Mapping[str, int] | Budget],
-    gpus: Mapping[str, float] | Iterable[GPU] = (),
-    title: str = "",
-    unit: str = "GB",
-) -> None:
-    """Show bytes by kind of one GPU side by side, a Budget or {kind: bytes} for each label; each limit is a line.
-
-    `gpus` are records of `hardware.GPUS`, or `{name: bytes}`. Without a title, the first GPU's verdict is the title.
-    """
-    limits = gpu_limits(gpus)
-    bars = budget_bars(dict(budgets), limits)
-    if not title and limits:
-        name = next(iter(limits))
-        title = stages_title({bar.label: name in bar.fits for bar in bars}, name)
-    with picture_axes(1.9 + 0.55 * len(bars)) as axes:
-        draw_budgets(axes, bars, limits, unit, title or "What one GPU holds at each stage")
+show_stages = show_budgets  # of one GPU, side by side
 
 
 # ---------------------------------------------------------------- a flat buffer, cut by rank

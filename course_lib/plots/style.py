@@ -16,6 +16,7 @@ from course_lib.plots.palette import RANK_COLORS, text_on
 from course_lib.validate import Amount, Positive, Size, checked
 
 FULL_WIDTH_IN = 8.5
+BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4, "columnspacing": 1.4}  # of a legend
 CENTRED = {"ha": "center", "va": "center"}  # of a text
 
 _STYLE = {
