@@ -17,6 +17,7 @@ from course_lib.plots.style import (
     FULL_WIDTH_IN,
     UNITS,
     finish,
+    ground,
     labelled_box,
     name_ranks,
     panel_title,
@@ -278,11 +279,9 @@ def show_memory_by_length(curves: Mapping[str, Mapping[int, float]], gpu: GPU | 
         if gpu:
             axes.axhline(limit / UNITS[unit], color=LIMIT_COLOR, linewidth=1.2, linestyle=(0, (3, 2)), zorder=0)
             label = f"{gpu.name}: {three_digits(limit / UNITS[unit])} {unit}"
-            axes.annotate(
-                label, (0, limit / UNITS[unit]), xycoords=axes.get_yaxis_transform(), xytext=(4, 3),
-                textcoords="offset points", ha="left", va="bottom", fontsize=8.5,
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
-            )  # fmt: skip
+            place = {"xycoords": axes.get_yaxis_transform(), "xytext": (4, 3), "textcoords": "offset points"}
+            look = {"ha": "left", "va": "bottom", "fontsize": 8.5, "bbox": ground("white", 0.5, 0.8)}
+            axes.annotate(label, (0, limit / UNITS[unit]), **place, **look)
         axes.set(xlabel="tokens of one sequence", ylabel=f"{unit} of one GPU")
         axes.legend(loc="upper left")
         axes.set_title(

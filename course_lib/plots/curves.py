@@ -7,7 +7,15 @@ import numpy as np
 
 from course_lib.hardware import Link
 from course_lib.plots.palette import NEUTRAL_COLOR, OKABE_ITO
-from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, picture_axes, show_bytes, show_seconds, three_digits
+from course_lib.plots.style import (
+    FULL_WIDTH_IN,
+    TIME_UNITS,
+    ground,
+    picture_axes,
+    show_bytes,
+    show_seconds,
+    three_digits,
+)
 from course_lib.timing import collective_costs, collective_s, fastest
 from course_lib.validate import Size, checked
 
@@ -22,27 +30,15 @@ Curve = Mapping[float, float]
 def draw_curves(axes, lines: Mapping[str, Curve], points: Mapping[str, Curve], value_labels: bool = True) -> None:
     """Lines for models, markers for measurements; measurements carry their numbers."""
     for index, (name, curve) in enumerate(lines.items()):
-        axes.plot(
-            list(curve),
-            list(curve.values()),
-            label=name,
-            color=LINE_COLORS[index % 6],
-            linestyle=LINE_STYLES[index % 6],
-        )
+        look = {"color": LINE_COLORS[index % 6], "linestyle": LINE_STYLES[index % 6]}
+        axes.plot(list(curve), list(curve.values()), label=name, **look)
     for index, (name, curve) in enumerate(points.items()):
         look = {"color": LINE_COLORS[(index + len(lines)) % 6], "marker": MARKERS[index % 6], "markersize": 8}
         axes.plot(list(curve), list(curve.values()), label=name, linestyle="none", markeredgecolor="white", **look)
     for x, y, above in value_labels_of(list(points.values()), lines=list(lines.values())) if value_labels else ():
-        axes.annotate(
-            three_digits(y),
-            (x, y),
-            xytext=(0, 7 if above else -8),
-            textcoords="offset points",
-            ha="center",
-            va="bottom" if above else "top",
-            fontsize=8.5,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.3},
-        )
+        look = {"va": "bottom" if above else "top", "ha": "center", "bbox": ground("white", 0.3, 0.75)}
+        place = {"xytext": (0, 7 if above else -8), "textcoords": "offset points"}
+        axes.annotate(three_digits(y), (x, y), fontsize=8.5, **place, **look)
     axes.legend(loc="best")
 
 
@@ -195,13 +191,8 @@ def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = No
         picture.sizes_bytes, [t / scale for t in picture.total_s], color=OKABE_ITO["blue"], label="time", zorder=3
     )
     axes.axhline(picture.latency_s / scale, color=OKABE_ITO["orange"], linestyle="--", linewidth=1.5)
-    axes.text(
-        picture.sizes_bytes[0],
-        picture.latency_s / scale,
-        f" latency alone: {show_seconds(picture.latency_s)}\n",
-        va="center",
-        fontsize=9,
-    )
+    said = f" latency alone: {show_seconds(picture.latency_s)}\n"
+    axes.text(picture.sizes_bytes[0], picture.latency_s / scale, said, va="center", fontsize=9)
     axes.loglog(
         picture.sizes_bytes, [t / scale for t in picture.bandwidth_s], color=OKABE_ITO["green"], linestyle=":", zorder=2
     )
@@ -224,7 +215,7 @@ def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = No
     if at_bytes:
         total = interpolated(picture, at_bytes)
         axes.plot(at_bytes, total / scale, "o", color=OKABE_ITO["vermillion"], markersize=10, zorder=4)
-        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}
+        box = ground("white", 1, 0.85)
         label, here = f"{show_bytes(at_bytes)}: {show_seconds(total)}", (at_bytes, total / scale)
         side = "left" if at_bytes < low * 1e3 else "right"
         axes.annotate(label, here, xytext=(0, 24), textcoords="offset points", fontweight="bold", ha=side, bbox=box)

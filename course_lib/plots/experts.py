@@ -89,12 +89,8 @@ def draw_load(axes, picture: LoadPicture, experts_per_rank: Size | None = None) 
     step = max(1, -(-len(experts) // 16))
     axes.set_xticks(range(0, len(experts), step))
     ranks = ", grey lines between ranks" if 1 <= borders < MOST_BORDERS else ""
-    axes.set(
-        xlim=(-0.6, len(experts) - 0.4),
-        ylim=(0, top * 1.1),
-        xlabel=f"expert{ranks}",
-        ylabel="assignments (token, slot)",
-    )
+    axes.set(xlim=(-0.6, len(experts) - 0.4), ylim=(0, top * 1.1))
+    axes.set(xlabel=f"expert{ranks}", ylabel="assignments (token, slot)")
     if any(picture.dropped):
         handles = [
             Patch(facecolor=COMPUTE_COLOR, label="computed"),

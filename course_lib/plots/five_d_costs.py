@@ -23,6 +23,7 @@ from course_lib.plots.style import (
     TIME_UNITS,
     UNITS,
     finish,
+    ground,
     panel_title,
     picture_axes,
     show_bytes,
@@ -86,10 +87,8 @@ def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, in
     top = 1.14 * max([*floor, *(limit / size for limit in limits_bytes.values())])
     if len(bars) <= 16:
         for place, total in zip(places, floor, strict=True):
-            text = {"ha": "center", "va": "bottom", "fontsize": 8.5}
-            axes.text(place, total + 0.01 * top, three_digits(total), **text).set_bbox(
-                {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
-            )
+            text = {"ha": "center", "va": "bottom", "fontsize": 8.5, "bbox": ground("white", 0.6)}
+            axes.text(place, total + 0.01 * top, three_digits(total), **text)
     for name, limit in merge_limits(limits_bytes):
         axes.axhline(limit / size, color=LIMIT_COLOR, linestyle="--", linewidth=1.3, zorder=1.5)
         said = f" {name}\n {three_digits(limit / size)} {unit}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from matplotlib.patches import Rectangle
 
 from course_lib.plots.palette import OKABE_ITO, mix, text_on
-from course_lib.plots.style import CENTRED, picture_axes, write_above
+from course_lib.plots.style import CENTRED, ground, picture_axes, write_above
 from course_lib.validate import checked
 
 BIT_COLORS = {"sign": OKABE_ITO["black"], "exponent": OKABE_ITO["orange"], "mantissa": OKABE_ITO["sky"]}
@@ -103,15 +103,9 @@ def _draw_format(axes, row: int, fmt: FloatFormat, cells: Sequence[str], widest:
         ("mantissa", 1 + fmt.exponent_bits, fmt.mantissa_bits),
     ):
         label = f"{count} {part}" if count >= 5 else f"{count}"
-        axes.text(
-            start + count / 2,
-            top + 0.4,
-            label,
-            **CENTRED,
-            fontsize=9,
-            color=text_on(BIT_COLORS[part]),
-            bbox={"facecolor": BIT_COLORS[part], "edgecolor": "none", "pad": 1},
-        )
+        color = BIT_COLORS[part]
+        look = {"fontsize": 9, "color": text_on(color), "bbox": ground(color)} | CENTRED
+        axes.text(start + count / 2, top + 0.4, label, **look)
     facts = (
         f"{fmt.bits} bits · largest {fmt.largest:.3g} · smallest normal {fmt.smallest_normal:.2g}"
         f" · after 1 comes 1 + {fmt.epsilon:.2g}"

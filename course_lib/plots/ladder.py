@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from course_lib.plots.palette import KIND_COLORS, LIMIT_COLOR, NEUTRAL_COLOR
-from course_lib.plots.style import picture_axes, three_digits, write_above
+from course_lib.plots.style import ground, picture_axes, three_digits, write_above
 from course_lib.validate import checked
 
 
@@ -51,8 +51,9 @@ def draw_ladder(axes, ladder_steps: Sequence[LadderStep], unit: str, limits: Map
             text += f"  ({'−' if one.gain > 0 else '+'}{_percent(abs(one.gain_percent))} %)"
         if limits:
             text += "  fits" if fits else "  does not fit"
-        ground = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # readable across the line of a limit
-        axes.text(end + extent / 100, row, text, va="center", fontsize=9, zorder=3, bbox=ground)
+        axes.text(
+            end + extent / 100, row, text, va="center", fontsize=9, zorder=3, bbox=ground("white")
+        )  # readable across a limit
     for name, limit in limits.items():
         axes.axvline(limit, color=LIMIT_COLOR, linestyle="--", linewidth=1.4)
         write_above(axes, limit, f"{name}: {three_digits(limit)} {unit}")

@@ -7,7 +7,7 @@ from matplotlib.lines import Line2D
 
 from course_lib.layout.mesh import Mesh
 from course_lib.plots.palette import AXIS_COLORS, text_on
-from course_lib.plots.style import CENTRED, picture_axes
+from course_lib.plots.style import CENTRED, ground, picture_axes
 from course_lib.validate import checked
 
 DRAWN_AXES = ("tp", "dp", "pp")  # across, into the depth, down
@@ -58,16 +58,8 @@ def draw_mesh(axes, picture: MeshPicture) -> None:
         axes.scatter(x, y, s=620, color=color, edgecolor="black", linewidth=1.2, zorder=2)
         where = " ".join(f"{axis}{at[axis]}" for axis in ("dp", "tp", "pp") if axis in picture.groups)
         axes.text(x, y - 0.03, str(rank), **CENTRED, fontsize=11, fontweight="bold", color=text_on(color), zorder=3)
-        axes.text(
-            x + 0.08,
-            y + 0.17,
-            where,
-            ha="left",
-            va="top",
-            fontsize=8,
-            zorder=3,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.3},
-        )
+        behind = ground("white", 0.3, 0.8)
+        axes.text(x + 0.08, y + 0.17, where, ha="left", va="top", fontsize=8, zorder=3, bbox=behind)
     xs, ys = zip(*picture.positions, strict=True)
     axes.set(xlim=(min(xs) - 0.4, max(xs) + 0.95), ylim=(max(ys) + 0.5, min(ys) - 0.4), aspect="equal")
     axes.set_axis_off()

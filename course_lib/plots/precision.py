@@ -109,14 +109,8 @@ def show_magnitudes(magnitudes: Mapping, name: str = "fp16", title: str = "") ->
             ):
                 axes.axvspan(start, end, color=color, zorder=0)
                 axes.text((start + end) / 2, top, text, ha="center", va="top", fontsize=9)
-            axes.bar(
-                [exponent + 0.5 for exponent in panel.shares],
-                [100 * share for share in panel.shares.values()],
-                width=0.9,
-                color=KIND_COLORS["gradients"],
-                edgecolor="black",
-                linewidth=0.5,
-            )
+            xs, heights = zip(*((exponent + 0.5, 100 * share) for exponent, share in panel.shares.items()), strict=True)
+            axes.bar(xs, heights, width=0.9, color=KIND_COLORS["gradients"], edgecolor="black", linewidth=0.5)
             if panel.largest > 0:  # few are so large that their bar is invisible
                 place = math.log2(panel.largest)
                 axes.plot([place], [0], "v", color="black", markersize=6, clip_on=False)

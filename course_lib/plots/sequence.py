@@ -161,15 +161,8 @@ def _draw_half_block(axes, sequence_parallel: bool, rank: int, num_ranks: int) -
         if index in borders:
             operator, middle = borders[index], x + _GAP / 2 - 0.15
             axes.plot([middle, middle], [-0.05, 1.0], color="black", linewidth=1.8)
-            axes.text(
-                middle,
-                1.06,
-                f"{operator.name}  {operator.symbol}",
-                ha="center",
-                va="top",
-                fontsize=9,
-                fontweight="bold",
-            )
+            name = f"{operator.name}  {operator.symbol}"
+            axes.text(middle, 1.06, name, ha="center", va="top", fontsize=9, fontweight="bold")
             sent = f"\u2192 {operator.forward}\n\u2190 {operator.backward}"
             axes.text(middle, 1.28, sent, ha="center", va="top", fontsize=8.5)
             x += _GAP

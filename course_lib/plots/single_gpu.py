@@ -9,7 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from course_lib.config import ModelConfig, require_dense
 from course_lib.plots.palette import KIND_COLORS, NEUTRAL_COLOR, OKABE_ITO
-from course_lib.plots.style import CENTRED, FULL_WIDTH_IN, bare, finish, labelled_box, picture_axes, style
+from course_lib.plots.style import CENTRED, FULL_WIDTH_IN, bare, finish, ground, labelled_box, picture_axes, style
 from course_lib.validate import Size, checked
 
 # ---------------------------------------------------------------- squares
@@ -224,7 +224,6 @@ def show_counters(title: str = "Who counts which bytes of a GPU (not to scale)")
         for row, (name, end) in enumerate(counted_shares().items()):
             y = 1.4 + 0.55 * row
             axes.annotate("", (end, y), (0, y), arrowprops={"arrowstyle": "|-|", "mutation_scale": 3})
-            ground = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-            axes.text(0.02, y, name, va="center", fontsize=8.5, bbox=ground)
+            axes.text(0.02, y, name, va="center", fontsize=8.5, bbox=ground("white"))
         bare(axes, (-0.01, 1.01), (1.0 + 0.55 * len(COUNTERS), -0.1))
         axes.set_title(title)

@@ -11,6 +11,7 @@ from course_lib.plots.style import (
     CENTRED,
     FULL_WIDTH_IN,
     finish,
+    ground,
     labelled_box,
     name_ranks,
     picture_axes,
@@ -229,8 +230,7 @@ def _stage_frame(axes, block: StageBlock, ends: float, label: str) -> None:
 def _write_range(axes, block: StageBlock, ends: float, color: str) -> None:
     """First and last layer of a stage, where single layers have no room for their numbers."""
     label = f"{block.first}–{block.stop - 1}" if block.stop - block.first > 1 else str(block.first)
-    ground = {"facecolor": color, "edgecolor": "none", "pad": 0.8}
-    text = {"ha": "center", "va": "center", "fontsize": 7.5, "color": text_on(color), "bbox": ground}
+    text = {"fontsize": 7.5, "color": text_on(color), "bbox": ground(color, 0.8)} | CENTRED
     axes.text(ends + (block.first + block.stop) / 2, block.rank + 0.63, label, **text)
 
 

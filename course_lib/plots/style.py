@@ -13,7 +13,7 @@ from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 from matplotlib.text import Text
 
 from course_lib.plots.palette import RANK_COLORS, text_on
-from course_lib.validate import Amount, Positive, Size, checked
+from course_lib.validate import Amount, Positive, Share, Size, checked
 
 FULL_WIDTH_IN = 8.5
 BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4, "columnspacing": 1.4}  # of a legend
@@ -74,6 +74,12 @@ def write_above(axes, x: float, text: str, points: float = 3, fontsize: float = 
 
 
 @checked
+def ground(color: str, pad: float = 1, alpha: Share = 1.0) -> dict:
+    """The box behind a text that lies on something, as axes.text has it."""
+    return {"facecolor": color, "edgecolor": "none", "pad": pad, "alpha": alpha}
+
+
+@checked
 def rank_patches(count: Size) -> list[Patch]:
     """The legend's entries of so many ranks."""
     return [Patch(facecolor=RANK_COLORS[rank], label=f"rank {rank}") for rank in range(count)]
@@ -96,8 +102,8 @@ def labelled_box(
     axes.add_patch(Rectangle(corner, *size, **({"facecolor": color, "edgecolor": "white"} | look)))
     if not text:
         return None
-    ground = {"facecolor": color, "edgecolor": "none", "pad": 1} if look.get("hatch") else None
-    text_look = {"ha": "center", "va": "center", "fontsize": fontsize, "color": text_on(color), "bbox": ground}
+    behind = ground(color) if look.get("hatch") else None
+    text_look = CENTRED | {"fontsize": fontsize, "color": text_on(color), "bbox": behind}
     middle = corner[0] + size[0] / 2, corner[1] + size[1] / 2
     return axes.text(*middle, text, zorder=look.get("zorder", 2) + 1, **text_look)
 

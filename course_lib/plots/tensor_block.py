@@ -178,27 +178,13 @@ def draw_vocab_loss(axes, logits: Sequence[float], target: Index, tp_size: Size)
     for index, (column, symbol) in enumerate(zip(columns, ("$z_{max}$", "s", "$z_t$ - $z_{max}$"), strict=True)):
         left = width + 0.7 + 2.5 * index
         axes.text(left + 1.1, -0.15, column.name, ha="center", va="bottom", fontsize=9)
-        axes.text(
-            left + 1.1,
-            tp_size + 0.4,
-            f"\u2193 all-reduce ({column.operation})",
-            **CENTRED,
-            fontsize=8.5,
-            color=AXIS_COLORS["tp"],
-            fontweight="bold",
-        )
+        look = {"fontsize": 8.5, "color": AXIS_COLORS["tp"], "fontweight": "bold"}
+        axes.text(left + 1.1, tp_size + 0.4, f"\u2193 all-reduce ({column.operation})", **CENTRED, **look)
         _tile(axes, (left, tp_size + 0.75), 2.2, WHOLE_COLOR, f"{symbol} = {column.result:.4g}")
     axes.text(width + 0.4, tp_size + 1.2, "every rank", ha="right", va="center", fontsize=9)
     right = width + 0.7 + 2.5 * len(columns)
-    axes.text(
-        right - 0.3,
-        tp_size + 2.15,
-        f"loss = log s - ($z_t$ - $z_{{max}}$) = {loss:.4f}",
-        ha="right",
-        va="center",
-        fontsize=10,
-        fontweight="bold",
-    )
+    said = f"loss = log s - ($z_t$ - $z_{{max}}$) = {loss:.4f}"
+    axes.text(right - 0.3, tp_size + 2.15, said, ha="right", va="center", fontsize=10, fontweight="bold")
     axes.set(xlim=(-1.2, right), ylim=(tp_size + 2.6, -0.75))
     axes.set_axis_off()
 

@@ -13,6 +13,7 @@ from course_lib.plots.style import (
     FULL_WIDTH_IN,
     TIME_UNITS,
     finish,
+    ground,
     panel_title,
     picture_axes,
     show_seconds,
@@ -171,16 +172,8 @@ def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float, label: str) ->
     look = {"height": 0.72, "facecolor": color, "edgecolor": "white", "linewidth": gap}
     axes.barh(bar.row, width / scale, left=bar.start_s / scale, **look)
     if label:
-        axes.text(
-            (bar.start_s + bar.stop_s) / 2 / scale,
-            bar.row,
-            label,
-            **CENTRED,
-            fontsize=8.5,
-            color=text_on(color),
-            bbox={"facecolor": color, "edgecolor": "none", "pad": 1},
-            zorder=3,
-        )
+        look = {"fontsize": 8.5, "color": text_on(color), "bbox": ground(color), "zorder": 3} | CENTRED
+        axes.text((bar.start_s + bar.stop_s) / 2 / scale, bar.row, label, **look)
 
 
 @checked
