@@ -3,11 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
 from course_lib.plots.palette import NEUTRAL_COLOR, OKABE_ITO, RANK_COLORS, mix
-from course_lib.plots.style import CENTRED, FULL_WIDTH_IN, finish, labelled_box, panel_title, style
+from course_lib.plots.style import CENTRED, labelled_box, panel_title, picture_panels
 from course_lib.validate import checked
 
 MIXED = -1  # the origin of a value that no single rank had before: a sum, a mean, a maximum
@@ -109,16 +108,16 @@ def show_collectives(ranks: Sequence[Mapping], title: str) -> None:
     """Show collectives side by side, each as tiles before and after: `ranks[rank][name]` is (before, after)."""
     pairs, columns = collective_pairs(ranks), 2
     rows = -(-len(pairs) // columns)
-    with style():
-        size = FULL_WIDTH_IN, rows * (0.28 * len(ranks) + 0.52) + 0.6
-        figure, panels = plt.subplots(rows, columns, figsize=size, squeeze=False)
+    with picture_panels(rows, columns, rows * (0.28 * len(ranks) + 0.52) + 0.6, title, squeeze=False) as (
+        figure,
+        panels,
+    ):
         for axes in panels.flat[len(pairs) :]:
             axes.set_axis_off()
         for axes, (name, (before, after)) in zip(panels.flat, pairs.items(), strict=False):
             _draw_pair(axes, name, before, after, len(ranks))
         legend = _origin_legend([cell for _, after in pairs.values() for cell in after])
         figure.supxlabel(legend, x=0.01, ha="left", fontsize=9)
-        finish(figure, title)
 
 
 def _draw_pair(axes, name: str, before: list[Cell], after: list[Cell], ranks: int) -> None:
@@ -214,8 +213,7 @@ def show_ring_all_reduce(
     steps = ring_all_reduce_steps(values)
     columns = min(len(steps), 4)
     rows = -(-len(steps) // columns)
-    with style():
-        figure, panels = plt.subplots(rows, columns, figsize=(FULL_WIDTH_IN, 2.05 * rows + 0.75), squeeze=False)
+    with picture_panels(rows, columns, 2.05 * rows + 0.75, title, squeeze=False) as (figure, panels):
         for index, axes in enumerate(panels.flat):
             if index < len(steps):
                 _draw_ring_step(axes, steps[index], label_ranks=index % columns == 0)
@@ -224,4 +222,3 @@ def show_ring_all_reduce(
         figure.supxlabel(
             "outlined: just came from the left neighbour · bluer: more ranks summed · green: the sum of all", fontsize=9
         )
-        finish(figure, title)

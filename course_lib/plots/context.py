@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from course_lib.hardware import GPU
@@ -14,16 +13,14 @@ from course_lib.plots.curves import LINE_COLORS, LINE_STYLES, MARKERS
 from course_lib.plots.palette import LIMIT_COLOR, NEUTRAL_COLOR, RANK_COLORS, channels, text_on
 from course_lib.plots.style import (
     CENTRED,
-    FULL_WIDTH_IN,
     UNITS,
-    finish,
     ground,
     labelled_box,
     name_ranks,
     panel_title,
     picture_axes,
+    picture_panels,
     rank_patches,
-    style,
     three_digits,
 )
 from course_lib.validate import Amount, Size, checked
@@ -82,14 +79,12 @@ def show_mask(cp_size: Size = 4, seq_len: Size = 16) -> None:
     _check_ranks(cp_size)
     if seq_len > 64:
         raise ValueError(f"seq_len is {seq_len}; the picture has room for 64, the pattern is the same")
-    with style():
-        figure, panels = plt.subplots(1, len(SEQUENCE_SHARDINGS), figsize=(FULL_WIDTH_IN, 3.9))
+    said = f"{all_pairs(seq_len):,} pairs of {seq_len} tokens, shared out over {cp_size} ranks"
+    with picture_panels(1, len(SEQUENCE_SHARDINGS), 3.9, said) as (figure, panels):
         for axes, sharding in zip(panels, SEQUENCE_SHARDINGS, strict=True):
             draw_mask(axes, mask_ranks(sharding, seq_len, cp_size), mask_caption(sharding, seq_len, cp_size))
         handles = [*rank_patches(cp_size), Patch(facecolor=MASKED_COLOR, label="masked")]
         figure.legend(handles=handles, loc="outside lower center", ncol=min(len(handles), 5))
-        said = f"{all_pairs(seq_len):,} pairs of {seq_len} tokens, shared out over {cp_size} ranks"
-        finish(figure, said)
 
 
 # ---------------------------------------------------------------- who waits at each step
@@ -154,17 +149,15 @@ def show_work(cp_size: Size = 4, seq_len: Size = 4096, shardings: Sequence[str] 
     _check_ranks(cp_size)
     tables = {sharding: pairs(sharding, seq_len, cp_size) for sharding in shardings}
     end = max(sum(step_pairs(table)) for table in tables.values())
-    with style():
-        height = (0.5 + 0.24 * cp_size) * len(shardings) + 0.9
-        figure, panels = plt.subplots(len(shardings), 1, figsize=(FULL_WIDTH_IN, height), sharex=True, squeeze=False)
+    height = (0.5 + 0.24 * cp_size) * len(shardings) + 0.9
+    said = f"A step of the ring ends with its busiest rank: {cp_size} ranks, {seq_len:,} tokens"
+    with picture_panels(len(shardings), 1, height, said, sharex=True, squeeze=False) as (_, panels):
         for axes, (sequence_sharding, table) in zip(panels[:, 0], tables.items(), strict=True):
             draw_work(axes, work_bars(table), work_caption(sequence_sharding, table), end)
         in_millions = end >= 10**6
         axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}" if in_millions else f"{x:,.0f}")
         unit = "million pairs" if in_millions else "pairs"
         axes.set_xlabel(f"{unit} computed one after the other (numbers: steps of the ring; hatched: waiting)")
-        said = f"A step of the ring ends with its busiest rank: {cp_size} ranks, {seq_len:,} tokens"
-        finish(figure, said)
 
 
 # ---------------------------------------------------------------- blocks that travel

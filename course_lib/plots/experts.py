@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from course_lib.plots.palette import COMPUTE_COLOR, EXPOSED_COLOR, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO
-from course_lib.plots.style import BELOW, FULL_WIDTH_IN, finish, panel_title, picture_axes, style, three_digits
+from course_lib.plots.style import BELOW, panel_title, picture_axes, picture_panels, three_digits
 from course_lib.validate import Size, checked
 
 MOST_BARS = 64  # more experts are drawn as one outline
@@ -166,8 +166,7 @@ def show_balance(loads: Mapping[str, Sequence[Sequence[float]]]) -> None:
     """Show the load of experts while training, `{label: loads[step][expert]}`, side by side on one scale."""
     pictures = {label: balance_picture(steps) for label, steps in loads.items()}
     top = 1.08 * max(max(map(max, picture.relative)) for picture in pictures.values())
-    with style():
-        figure, panels = plt.subplots(1, len(pictures), figsize=(FULL_WIDTH_IN, 3.1), squeeze=False, sharey=True)
+    with picture_panels(1, len(pictures), 3.1, squeeze=False, sharey=True) as (figure, panels):
         for axes, (label, picture) in zip(panels[0], pictures.items(), strict=True):
             draw_balance(axes, picture, top)
             said = f"{label}\nmax load, last {picture.last_steps} steps: {three_digits(picture.largest_at_end)} x mean"
@@ -179,7 +178,6 @@ def show_balance(loads: Mapping[str, Sequence[Sequence[float]]]) -> None:
             plt.Line2D([], [], color="black", linestyle=":", linewidth=1),
         ]
         figure.legend(handles, [*labels, "each expert", "even load"], loc="outside lower center", ncol=4)
-        finish(figure)
 
 
 # ---------------------------------------------------------------- total and active parameters

@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from course_lib.plots.palette import KIND_COLORS, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO, mix, text_on
-from course_lib.plots.style import CENTRED, FULL_WIDTH_IN, finish, panel_title, picture_axes, style
+from course_lib.plots.style import CENTRED, panel_title, picture_axes, picture_panels
 from course_lib.validate import Size, checked
 
 # ---------------------------------------------------------------- the matrices of LoRA
@@ -80,8 +79,8 @@ def show_codes(codes: Mapping[str, Sequence[float]]) -> None:
 @checked
 def show_blocks(numbers: Sequence[float], stored: Mapping[str, Sequence[float]], block_size: Size) -> None:
     """Show numbers beside what is stored of them, in one panel for each way to choose the scales."""
-    with style():
-        figure, all_axes = plt.subplots(1, len(stored), figsize=(FULL_WIDTH_IN, 2.7), sharey=True, squeeze=False)
+    said = "One large number spoils the scale of its block only"
+    with picture_panels(1, len(stored), 2.7, said, sharey=True, squeeze=False) as (figure, all_axes):
         xs = range(len(numbers))
         for axes, (name, values) in zip(all_axes[0], stored.items(), strict=True):
             axes.bar(xs, numbers, width=0.9, color=FROZEN_COLOR, edgecolor=NEUTRAL_COLOR, label="number")
@@ -95,7 +94,6 @@ def show_blocks(numbers: Sequence[float], stored: Mapping[str, Sequence[float]],
             axes.yaxis.set_major_locator(MaxNLocator(4, prune="both"))
         handles, labels = all_axes[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncol=2)
-        finish(figure, "One large number spoils the scale of its block only")
 
 
 # ---------------------------------------------------------------- what to try first

@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AXES, AxisLinks, links_of_axes
 from course_lib.plots.holdings import draw_boxes
 from course_lib.plots.palette import NEUTRAL_COLOR, RANK_COLORS, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, bare, finish, style
+from course_lib.plots.style import FULL_WIDTH_IN, bare, picture_panels
 from course_lib.validate import Index, Positive, Size, checked
 
 # ---------------------------------------------------------------- ranks on nodes
@@ -190,8 +189,7 @@ def _show_maps(titled: Sequence[tuple[str, RankMap]], title: str) -> None:
     lines = max(name.count("\n") + bool(name) for name, _ in titled)
     free = rows * columns - len(titled)
     height = rows * (map_height_in(titled[0][1], width_in) + 0.32 + 0.16 * lines) + (0.4 if free else 0.65)
-    with style():
-        figure, panels = plt.subplots(rows, columns, figsize=(FULL_WIDTH_IN, height), squeeze=False)
+    with picture_panels(rows, columns, height, title, squeeze=False) as (figure, panels):
         for axes in panels.flat[len(titled) :]:
             axes.set_axis_off()
         for axes, (name, picture) in zip(panels.flat, titled, strict=False):  # a panel may stay free
@@ -199,7 +197,6 @@ def _show_maps(titled: Sequence[tuple[str, RankMap]], title: str) -> None:
             if name:
                 axes.set_title(f"{name}\n{links_text(picture)}", fontsize=9, fontweight="normal")
         _lines_legend(figure, panels.flat[-1] if free else None)
-        finish(figure, title)
 
 
 @checked

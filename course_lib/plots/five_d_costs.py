@@ -3,8 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-import matplotlib.pyplot as plt
-
 from course_lib.hardware import GPU
 from course_lib.layout.mesh import REPLICA_AXES
 from course_lib.plots.holdings import draw_boxes
@@ -19,16 +17,14 @@ from course_lib.plots.palette import (
     NEUTRAL_COLOR,
 )
 from course_lib.plots.style import (
-    FULL_WIDTH_IN,
     TIME_UNITS,
     UNITS,
-    finish,
     ground,
     panel_title,
     picture_axes,
+    picture_panels,
     show_bytes,
     show_seconds,
-    style,
     three_digits,
     time_unit_for,
     unit_for,
@@ -224,10 +220,8 @@ def _bars(axes, widths: Mapping[str, float], labels: Mapping[str, str], colors, 
 def show_costs(sent_bytes: Mapping[str, int], seconds: Mapping[str, float]) -> None:
     """Show bytes by axis, of `traffic.sent` or a meter, beside seconds by part, of `StepTime.parts`."""
     rows = max(len(sent_rows(sent_bytes)), len(time_rows(seconds)))
-    with style():
-        figure, (left, right) = plt.subplots(1, 2, figsize=(FULL_WIDTH_IN, 1.25 + 0.27 * rows))
+    with picture_panels(1, 2, 1.25 + 0.27 * rows) as (_, (left, right)):
         draw_sent_by_axis(left, sent_bytes)
         draw_time_by_part(right, seconds)
         panel_title(left, sent_title(sent_bytes))
         panel_title(right, time_title(seconds))
-        finish(figure)

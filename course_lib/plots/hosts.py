@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 
-import matplotlib.pyplot as plt
-
 from course_lib.plots.palette import AXIS_COLORS, NEUTRAL_COLOR
-from course_lib.plots.style import CENTRED, FULL_WIDTH_IN, bare, finish, labelled_box, style
+from course_lib.plots.style import CENTRED, bare, labelled_box, picture_panels
 from course_lib.simulate.two_hosts import HostRow
 from course_lib.validate import Positive, checked
 
@@ -27,11 +25,9 @@ def link_widths(rows: Sequence[HostRow]) -> list[float]:
 def show_two_hosts(rows: Sequence[HostRow]) -> None:
     """Show for each row which axis lies inside the hosts and which across, its bytes on the link, and its seconds."""
     widths = link_widths(rows)
-    with style():
-        figure, panels = plt.subplots(1, len(rows), figsize=(FULL_WIDTH_IN, 2.1), squeeze=False)
+    with picture_panels(1, len(rows), 2.1, squeeze=False) as (_, panels):
         for axes, row, width in zip(panels[0], rows, widths, strict=True):
             draw_two_hosts(axes, row, width)
-        finish(figure)
 
 
 @checked

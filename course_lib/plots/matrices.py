@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import matplotlib.pyplot as plt
-
 from course_lib.layout.partition import check_heads, piece_sizes
 from course_lib.plots.palette import RANK_COLORS, mix
-from course_lib.plots.style import CENTRED, FULL_WIDTH_IN, finish, labelled_box, name_ranks, picture_axes, style
+from course_lib.plots.style import CENTRED, labelled_box, name_ranks, picture_axes, picture_panels
 from course_lib.validate import Size, checked
 
 MOST_RANKS = 8
@@ -212,14 +210,12 @@ def show_heads(num_heads: Size = 8, num_kv_heads: Size = 4, tp_size: Size | Sequ
     sizes = [tp_size] if isinstance(tp_size, int) else list(tp_size)
     if num_heads > 16:
         raise ValueError(f"num_heads is {num_heads}; the picture has room for 16, the pattern is the same")
-    with style():
-        figure, panels = plt.subplots(len(sizes), 1, figsize=(FULL_WIDTH_IN, 0.4 + 1.35 * len(sizes)), squeeze=False)
+    said = f"{num_heads} query heads and {num_kv_heads} key/value heads, dealt out by rank"
+    with picture_panels(len(sizes), 1, 0.4 + 1.35 * len(sizes), said, squeeze=False) as (_, panels):
         for axes, size in zip(panels[:, 0], sizes, strict=True):
             ranks = heads_by_rank(num_heads, num_kv_heads, size)
             draw_heads(axes, ranks)
             axes.set_title(f"tp {size}: {heads_title(ranks)}", fontsize=10, fontweight="normal")
-        said = f"{num_heads} query heads and {num_kv_heads} key/value heads, dealt out by rank"
-        finish(figure, said)
 
 
 # ---------------------------------------------------------------- a vocabulary by rows

@@ -4,12 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from course_lib.plots.formats import FORMATS, FloatFormat
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO, mix
-from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, panel_title, picture_axes, style
+from course_lib.plots.style import labelled_box, panel_title, picture_axes, picture_panels
 from course_lib.validate import Positive, checked, one_of
 
 # ---------------------------------------------------------------- the numbers of a format
@@ -94,10 +93,8 @@ def show_magnitudes(magnitudes: Mapping, name: str = "fp16", title: str = "") ->
     fmt = FORMATS[name]
     panels = magnitude_panels(magnitudes, fmt)
     low, normal, high = (math.log2(value) for value in (fmt.smallest / 2, fmt.smallest_normal, fmt.largest))
-    with style():
-        figure, all_axes = plt.subplots(
-            len(panels), 1, figsize=(FULL_WIDTH_IN, 0.7 + 1.5 * len(panels)), sharex=True, squeeze=False
-        )
+    said = title or f"Gradients in the range of {name}"
+    with picture_panels(len(panels), 1, 0.7 + 1.5 * len(panels), said, sharex=True, squeeze=False) as (_, all_axes):
         left = min(low - 8, *(min(panel.shares) for panel in panels))
         for axes, panel in zip(all_axes[:, 0], panels, strict=True):
             top = 115 * max(panel.shares.values())
@@ -121,7 +118,6 @@ def show_magnitudes(magnitudes: Mapping, name: str = "fp16", title: str = "") ->
         all_axes[-1, 0].set_xticks(ticks, [f"$2^{{{tick}}}$" for tick in ticks])
         all_axes[-1, 0].set_xlim(left, high + 6)
         all_axes[-1, 0].set_xlabel("size of a gradient")
-        finish(figure, title or f"Gradients in the range of {name}")
 
 
 # ---------------------------------------------------------------- one step with master weights

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
 from course_lib.config import ModelConfig, Recompute
 from course_lib.memory.activations import block_terms
 from course_lib.plots.palette import KIND_COLORS, NEUTRAL_COLOR
-from course_lib.plots.style import FULL_WIDTH_IN, bare, finish, panel_title, show_bytes, style
+from course_lib.plots.style import bare, panel_title, picture_panels, show_bytes
 from course_lib.validate import Bytes, Size, checked
 
 STEP = 1.25  # from one tensor to the next, in widths of a block's input
@@ -93,8 +92,8 @@ def draw_graph(axes, mode: Recompute, tensors: Sequence[SavedTensor]) -> None:
 def show_graph(config: ModelConfig, num_tokens: Size, seq_len: Size) -> None:
     """Show one block without recomputation, with selective and with full recomputation; widths are true to bytes."""
     tensors = saved_tensors(config, num_tokens, seq_len)
-    with style():
-        figure, panels = plt.subplots(4, 1, figsize=(FULL_WIDTH_IN, 4.1), height_ratios=[0.95, 1, 1, 1])
+    said = "One block and what it keeps for backward; widths are bytes"
+    with picture_panels(4, 1, 4.1, said, height_ratios=[0.95, 1, 1, 1]) as (figure, panels):
         for axes, mode in zip(panels[1:], ("none", "selective", "full"), strict=True):
             draw_graph(axes, mode, tensors)
             kept = sum(t.nbytes for t, kept in zip(tensors, kept_names(mode, tensors), strict=True) if kept)
@@ -105,8 +104,6 @@ def show_graph(config: ModelConfig, num_tokens: Size, seq_len: Size) -> None:
             Patch(fc="white", ec=KIND_COLORS["temporary"], linestyle="--", label="made again in backward"),
         ]
         figure.legend(handles=handles, loc="outside lower center", ncol=2)
-        title = "One block and what it keeps for backward; widths are bytes"
-        finish(figure, title)
 
 
 def _name_operations(axes, boxes: Sequence[GraphBox], tensors: Sequence[SavedTensor]) -> None:

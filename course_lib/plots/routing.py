@@ -20,14 +20,12 @@ from course_lib.plots.palette import (
 from course_lib.plots.style import (
     BELOW,
     CENTRED,
-    FULL_WIDTH_IN,
     UNITS,
-    finish,
     labelled_box,
     panel_title,
     picture_axes,
+    picture_panels,
     show_bytes,
-    style,
     unit_for,
 )
 from course_lib.validate import Index, Size, checked
@@ -314,10 +312,8 @@ def show_traffic(
     """Show who sends how many bytes to whom, from rows[src][dst] of row_bytes each, and what crosses between nodes."""
     picture = traffic_picture(rows, row_bytes, ranks_per_node)
     unit = unit_for(max(max(row) for row in picture.bytes_sent))
-    with style():
-        size = (FULL_WIDTH_IN, traffic_size_in(picture))
-        figure, (left, right) = plt.subplots(1, 2, figsize=size, width_ratios=(1.35, 1))
+    said = title or traffic_title(picture)
+    with picture_panels(1, 2, traffic_size_in(picture), said, width_ratios=(1.35, 1)) as (_, (left, right)):
         draw_traffic(left, picture, unit)
         draw_sent(right, picture, unit)
         panel_title(left, f"each cell in {unit}")
-        finish(figure, title or traffic_title(picture))

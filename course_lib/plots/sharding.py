@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
 from course_lib.plots.memory import show_budgets
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, NEUTRAL_COLOR, RANK_COLORS, mix
-from course_lib.plots.style import CENTRED, FULL_WIDTH_IN, finish, labelled_box, panel_title, picture_axes, style
+from course_lib.plots.style import CENTRED, labelled_box, panel_title, picture_axes, picture_panels
 from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- who holds what
@@ -98,8 +97,7 @@ def show_zero_stages(num_ranks: Size = 4) -> None:
     if num_ranks > 16:
         raise ValueError(f"num_ranks is {num_ranks}; the picture has room for 16, the pattern is the same")
     of_each = {"parameters": 2, "gradients": 2, "optimizer": 12}  # bytes per parameter
-    with style():
-        figure, panels = plt.subplots(1, 4, figsize=(FULL_WIDTH_IN, 1.45 + 0.27 * num_ranks))
+    with picture_panels(1, 4, 1.45 + 0.27 * num_ranks, zero_title(of_each, num_ranks)) as (figure, panels):
         for stage, axes in enumerate(panels):
             pieces = zero_pieces(stage, num_ranks)
             text = f"stage {stage}\n{held_bytes(pieces, of_each):.4g} bytes per parameter"
@@ -114,7 +112,6 @@ def show_zero_stages(num_ranks: Size = 4) -> None:
             for kind in STATE_KINDS
         ]
         figure.legend(handles=handles, loc="outside lower center", ncol=3)
-        finish(figure, zero_title(of_each, num_ranks))
 
 
 def _kind_label(kind: str, bytes_by_kind: Mapping[str, float]) -> str:

@@ -52,6 +52,19 @@ def picture_axes(height_in: Positive, width_in: Positive = FULL_WIDTH_IN) -> Ite
         finish(figure)
 
 
+@contextmanager
+@checked
+def picture_panels(rows: Size, columns: Size, height_in: Positive, title: str = "", **look) -> Iterator[tuple]:
+    """The figure and its panels, in the course's style; the figure is shown under its title when they are drawn.
+
+    look   of the panels, as plt.subplots has it
+    """
+    with style():
+        figure, panels = plt.subplots(rows, columns, figsize=(FULL_WIDTH_IN, height_in), **look)
+        yield figure, panels
+        finish(figure, title)
+
+
 @checked
 def panel_title(axes, text: str, loc: str = "left") -> None:
     """Say what one panel of several shows."""

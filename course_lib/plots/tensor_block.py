@@ -4,12 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
-
 from course_lib.layout.partition import piece_sizes
 from course_lib.plots.matrices import WHOLE_COLOR
 from course_lib.plots.palette import AXIS_COLORS, RANK_COLORS
-from course_lib.plots.style import CENTRED, FULL_WIDTH_IN, finish, labelled_box, picture_axes, style
+from course_lib.plots.style import CENTRED, labelled_box, picture_axes, picture_panels
 from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- f and g on a block
@@ -111,13 +109,11 @@ def show_f_and_g(num_ranks: Size = 2) -> None:
     """Show a block of a Llama on ranks: which operations are cut, and what f and g send in each direction."""
     if num_ranks > 4:
         raise ValueError(f"num_ranks is {num_ranks}; the picture has room for 4, the pattern is the same")
-    with style():
-        figure, panels = plt.subplots(2, 1, figsize=(FULL_WIDTH_IN, 3.0 + 0.75 * num_ranks))
+    said = "A block has two all-reduces forward (g) and two backward (f)"
+    with picture_panels(2, 1, 3.0 + 0.75 * num_ranks, said) as (_, panels):
         for axes, direction in zip(panels, ("forward", "backward"), strict=True):
             draw_block(axes, direction, num_ranks)
             axes.set_title(direction, fontsize=10, fontweight="normal")
-        said = "A block has two all-reduces forward (g) and two backward (f)"
-        finish(figure, said)
 
 
 # ---------------------------------------------------------------- a loss from parts of the logits

@@ -4,20 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from course_lib.plots.palette import COMMUNICATION_COLOR, COMPUTE_COLOR, EXPOSED_COLOR, mix, text_on
 from course_lib.plots.style import (
     CENTRED,
-    FULL_WIDTH_IN,
     TIME_UNITS,
-    finish,
     ground,
     panel_title,
     picture_axes,
+    picture_panels,
     show_seconds,
-    style,
     time_unit_for,
 )
 from course_lib.validate import Amount, Share, Size, checked
@@ -188,15 +185,15 @@ def show_overlap(
     heights = [0.65 + 0.34 * len(picture.rows) for picture in pictures.values()]
     shown = keys_for(list(pictures.values())) if keys else None
     listed = wrap_entries([f"{key}: {name}" for name, key in (shown or {}).items() if key != name])
-    with style():
-        figure, panels = plt.subplots(
-            len(pictures),
-            1,
-            figsize=(FULL_WIDTH_IN, sum(heights) + 0.75 + 0.16 * len(listed)),
-            squeeze=False,
-            sharex=True,
-            height_ratios=heights,
-        )
+    with picture_panels(
+        len(pictures),
+        1,
+        sum(heights) + 0.75 + 0.16 * len(listed),
+        title,
+        squeeze=False,
+        sharex=True,
+        height_ratios=heights,
+    ) as (figure, panels):
         slowest = max(picture.end_s for picture in pictures.values())
         for axes, (label, picture) in zip(panels[:, 0], pictures.items(), strict=True):
             draw_overlap(axes, picture, shown)
@@ -207,7 +204,6 @@ def show_overlap(
             axes.tick_params(labelbottom=True)
         if listed:
             figure.supxlabel("\n".join(listed), x=0.01, ha="left", fontsize=8.5)
-        finish(figure, title)
 
 
 @checked

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from course_lib.layout.sequence_sharding import check_context
@@ -12,15 +11,13 @@ from course_lib.plots.context import MASKED_COLOR, draw_mask
 from course_lib.plots.palette import COMMUNICATION_COLOR, NEUTRAL_COLOR, RANK_COLORS, mix
 from course_lib.plots.style import (
     CENTRED,
-    FULL_WIDTH_IN,
     arrow,
     bare,
-    finish,
     labelled_box,
     panel_title,
     picture_axes,
+    picture_panels,
     rank_patches,
-    style,
 )
 from course_lib.validate import Positive, Size, checked
 
@@ -93,8 +90,7 @@ def show_merge(outputs: Sequence[Positive], weights: Sequence[Positive]) -> None
     Raises   ValueError unless there are as many weights as outputs
     """
     whole = merged_part(outputs, weights)
-    with style():
-        figure, panels = plt.subplots(1, 2, figsize=(FULL_WIDTH_IN, 2.6), sharey=True)
+    with picture_panels(1, 2, 2.6, "The merged output is a weighted mean", sharey=True) as (figure, panels):
         figure.get_layout_engine().set(wspace=0.08)
         left = 0.0
         for index, (output, weight) in enumerate(zip(outputs, weights, strict=True)):
@@ -107,7 +103,6 @@ def show_merge(outputs: Sequence[Positive], weights: Sequence[Positive]) -> None
             axes.set(xlim=(0, whole.weight), ylim=(0, 1.1 * max(outputs)), xlabel="weight: sum of exponentials")
             panel_title(axes, caption)
         panels[0].set(ylabel="output", yticks=sorted({0, *outputs, whole.output}))
-        finish(figure, "The merged output is a weighted mean")
 
 
 # ---------------------------------------------------------------- gradients that travel
@@ -186,8 +181,7 @@ def show_chunks(cp_size: Size = 4, seq_len: Size = 16) -> None:
     Raises   ValueError for more ranks than colours, or more tokens than there is room for
     """
     _check_room(cp_size, seq_len)
-    with style():
-        figure, panels = plt.subplots(2, 1, figsize=(FULL_WIDTH_IN, 3.6), sharex=True)
+    with picture_panels(2, 1, 3.6, "A late token sees more keys than an early one", sharex=True) as (_, panels):
         for axes, name in zip(panels, ("contiguous", "zigzag"), strict=True):
             totals = [0] * cp_size
             for token, rank in enumerate(owners(name, seq_len, cp_size)):
@@ -199,8 +193,6 @@ def show_chunks(cp_size: Size = 4, seq_len: Size = 16) -> None:
             axes.set(xlim=(-0.6, seq_len - 0.4), ylim=(0, 1.12 * seq_len), ylabel="keys seen", yticks=[1, seq_len])
         panels[-1].set_xticks(range(seq_len))
         panels[-1].set_xlabel("position of the token (above a bar and as its colour: its rank)")
-        title = "A late token sees more keys than an early one"
-        finish(figure, title)
 
 
 # ---------------------------------------------------------------- heads for tokens
@@ -233,8 +225,8 @@ def show_heads_for_tokens(cp_size: Size = 4, num_heads: Size = 8, seq_len: Size 
         f"before: all {num_heads} heads of {seq_len // cp_size} tokens each",
         f"after: {num_heads // cp_size} heads of all {seq_len} tokens each",
     )
-    with style():
-        figure, panels = plt.subplots(1, 2, figsize=(FULL_WIDTH_IN, 1.1 + 0.26 * num_heads))
+    said = "After the all-to-all a rank has few heads, and all tokens"
+    with picture_panels(1, 2, 1.1 + 0.26 * num_heads, said) as (figure, panels):
         for axes, cells, caption in zip(panels, tables, captions, strict=True):
             for head, row in enumerate(cells):
                 for token, rank in enumerate(row):
@@ -243,8 +235,6 @@ def show_heads_for_tokens(cp_size: Size = 4, num_heads: Size = 8, seq_len: Size 
             axes.set(xlabel="tokens", ylabel="heads")
             panel_title(axes, caption, "center")
         figure.legend(handles=rank_patches(cp_size), loc="outside lower center", ncol=cp_size)
-        said = "After the all-to-all a rank has few heads, and all tokens"
-        finish(figure, said)
 
 
 # ---------------------------------------------------------------- documents in one sequence
@@ -283,12 +273,10 @@ def show_documents(lengths: Sequence[Size], cuts: Mapping[str, Sequence]) -> Non
         raise ValueError(f"got {len(lengths)} documents and {len(cuts)} cuts; give at least one of each")
     ranks = max(len(where) for where in cuts.values())
     _check_room(ranks, sum(lengths))
-    with style():
-        figure, panels = plt.subplots(1, len(cuts), figsize=(FULL_WIDTH_IN, 4.1), squeeze=False)
+    said = f"{len(lengths)} documents in one sequence: a query sees keys of its own document"
+    with picture_panels(1, len(cuts), 4.1, said, squeeze=False) as (figure, panels):
         for axes, (name, where) in zip(panels[0], cuts.items(), strict=True):
             pairs = ", ".join(map(str, document_pairs(lengths, where)))
             draw_mask(axes, document_cells(lengths, where), f"{name}\npairs by rank: {pairs}")
         handles = [*rank_patches(ranks), Patch(facecolor=MASKED_COLOR, label="masked")]
         figure.legend(handles=handles, loc="outside lower center", ncol=len(handles))
-        said = f"{len(lengths)} documents in one sequence: a query sees keys of its own document"
-        finish(figure, said)

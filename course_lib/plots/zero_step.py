@@ -3,20 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
-
 from course_lib.plots.memory import TimelinePicture, kind_patch, stack_kinds, timeline_picture
 from course_lib.plots.palette import KIND_COLORS, KINDS, NEUTRAL_COLOR
 from course_lib.plots.style import (
     CENTRED,
-    FULL_WIDTH_IN,
     UNITS,
-    finish,
     labelled_box,
     panel_title,
     picture_axes,
+    picture_panels,
     show_bytes,
-    style,
     unit_for,
 )
 from course_lib.validate import Index, Size, checked
@@ -150,8 +146,7 @@ def show_step_memory(timelines: Mapping, title: str) -> None:
     """Show measured steps side by side on one axis of bytes, stacked by kind; B is backward, O the optimizer."""
     panels = step_panels(timelines)
     unit = unit_for(panels[0].limit)
-    with style():
-        figure, all_axes = plt.subplots(1, len(panels), figsize=(FULL_WIDTH_IN, 3.2), sharey=True, squeeze=False)
+    with picture_panels(1, len(panels), 3.2, title, sharey=True, squeeze=False) as (figure, all_axes):
         for axes, panel in zip(all_axes[0], panels, strict=True):
             stack_kinds(axes, panel.picture, unit)
             axes.set(xlim=(0, panel.picture.xs[-1]), ylim=(0, panel.limit / UNITS[unit]), xticks=[])
@@ -161,7 +156,6 @@ def show_step_memory(timelines: Mapping, title: str) -> None:
         drawn = {kind for panel in panels for kind in panel.picture.bytes_by_kind}
         handles = [kind_patch(kind) for kind in KINDS if kind in drawn]
         figure.legend(handles=handles, loc="outside lower center", ncol=len(handles))
-        finish(figure, title)
 
 
 def _draw_marks(axes, panel: StepPanel) -> None:
