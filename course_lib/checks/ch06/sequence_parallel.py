@@ -39,18 +39,16 @@ def _expect_region(answer: Callable, region: str, sp: bool, config: ModelConfig,
     if not isinstance(got, (tuple, list)):
         fail(f"{where}: a tuple of three sizes is asked for, got {got!r}")
     cut_both = (*want[:1], mine, want[2]) if region in ("queries", "features") else (B, mine, D // t)
+    of_residual = (
+        {"with sp the residual stream is in shards along the sequence": whole}
+        if sp
+        else {"tensor parallelism alone leaves the residual stream whole on every rank": shard}
+    )
     believed = {
-        "tensor parallelism alone leaves the residual stream whole on every rank": shard
-        if region == "residual" and not sp
-        else (),
-        "with sp the residual stream is in shards along the sequence": whole if region == "residual" and sp else (),
-        "a column's input is gathered first: it needs all tokens": shard if region == "column input" else (),
-        "it is still a part of a sum over all tokens, and is cut when it leaves": shard
-        if region == "row output"
-        else (),
-        "tokens that do not divide: the first ranks have ceil(S / t) each": (B, S // t, D)
-        if region == "residual"
-        else (),
+        "residual": of_residual | {"tokens that do not divide: the first ranks have ceil(S / t) each": (B, S // t, D)},
+        "column input": {"a column's input is gathered first: it needs all tokens": shard},
+        "row output": {"it is still a part of a sum over all tokens, and is cut when it leaves": shard},
+    }.get(region, {}) | {
         "a tensor is cut along the sequence or along features, never both": cut_both,
         "the residual stream is cut along the sequence, not along features": (B, S, D // t),
     }
