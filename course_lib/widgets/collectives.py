@@ -5,7 +5,7 @@ from html import escape
 
 import ipywidgets as widgets
 
-from course_lib.hardware import LINKS, link
+from course_lib.hardware import link
 from course_lib.plots.curves import alpha_beta_picture, crossover_bytes, draw_alpha_beta
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.timing import bus_factor, fastest
@@ -65,7 +65,7 @@ def collective_explorer() -> widgets.VBox:
     collective = parts.choice("collective", COLLECTIVES, "all_reduce")
     size = parts.slider("message", SIZES, 10**6)
     ranks = parts.slider("ranks", parts.powers_of_two(2, 1024), 8)
-    wire = parts.choice("link", [(known.name, key) for key, known in LINKS.items()], "nvlink4")
+    wire = parts.choice("link", parts.ALL_LINKS, "nvlink4")
 
     def predict() -> tuple[bytes, str]:
         view = explore_collective(collective.value, size.value, ranks.value, wire.value)
