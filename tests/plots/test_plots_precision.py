@@ -1,25 +1,14 @@
 """Pictures of precision: ticks are the numbers that torch has, panels count what torch rounds, widths are bytes."""
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 from pictures import overlapping_texts
 
 from course_lib.memory.states import RECIPES
-from course_lib.plots import precision, style
+from course_lib.plots import precision
 from course_lib.plots.formats import FORMATS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@pytest.fixture
-def shown(monkeypatch):
-    figures = []
-    for module in (precision, style):
-        monkeypatch.setattr(module, "finish", figures.append)
-    yield figures
-    for figure in figures:
-        plt.close(figure)
 
 
 @pytest.mark.parametrize("name", DTYPES)
