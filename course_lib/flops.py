@@ -90,11 +90,7 @@ def flops_per_token(config: ModelConfig, seq_len: Size, causal: bool = False) ->
 
 @checked
 def step_flops(
-    config: ModelConfig,
-    num_tokens: Bytes,
-    seq_len: Size,
-    recompute: Recompute = "none",
-    causal: bool = False,
+    config: ModelConfig, num_tokens: Bytes, seq_len: Size, recompute: Recompute = "none", causal: bool = False
 ) -> int:
     """Count the FLOPs that the hardware does in one step; with recompute="none" they are the model FLOPs.
 

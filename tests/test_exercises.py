@@ -15,7 +15,7 @@ For the writer of a chapter: beside `solutions/NN_stem.ipynb`, with a cell `chec
     }
 
 At least three answers an exercise; each part is found in the message of its own answer and in no other's. An answer may
-also be a number or a class. The references are read from the solution notebook (`authoring.load_solution`), the undone
+also be a number or a class. The references are read from the solution notebook (`load_solution`), the undone
 exercises from exercises/; both run without a kernel.
 """
 
@@ -25,8 +25,9 @@ import random
 
 import cloudpickle
 import pytest
+from solved import load_solution
 
-from course_lib.authoring import ROOT, code_cells, load_solution, notebook_paths, read, without_magics
+from course_lib.authoring import ROOT, code_cells, notebook_paths, read, without_magics
 from course_lib.checks.core import CheckFailed
 
 pytestmark = pytest.mark.launches

@@ -18,7 +18,6 @@ from course_lib.authoring.columns import without_magics
 from course_lib.authoring.exercises import (
     exercise_from,
     exercise_problems,
-    load_solution,
     move_to,
     without_solutions,
     write_exercises,

@@ -59,10 +59,5 @@ def _indent(line: str) -> str:
 
 def _wrapped(words: str, start: str) -> str:
     return textwrap.fill(
-        words,
-        COLUMNS,
-        initial_indent=start,
-        subsequent_indent=start,
-        break_long_words=False,
-        break_on_hyphens=False,
+        words, COLUMNS, initial_indent=start, subsequent_indent=start, break_long_words=False, break_on_hyphens=False
     )

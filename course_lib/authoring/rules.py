@@ -8,16 +8,7 @@ from pathlib import Path
 import nbformat
 
 from course_lib.authoring.columns import COLUMNS, OUTPUT_COLUMNS, without_magics
-from course_lib.authoring.form import (
-    RANDOM_ID,
-    ROOT,
-    SLUG,
-    TAGS,
-    code_cells,
-    formatted,
-    read,
-    tags_of,
-)
+from course_lib.authoring.form import RANDOM_ID, ROOT, SLUG, TAGS, code_cells, formatted, read, tags_of
 from course_lib.authoring.lessons import LESSONS, lesson_problems
 from course_lib.authoring.mirrors import mirror_problems
 

@@ -12,6 +12,7 @@ The learner calls `check_mean_of_ranks(my_mean)` and reads `check_mean_of_ranks:
 """
 
 import functools
+import math
 import random
 import re
 import traceback
@@ -79,6 +80,15 @@ def fresh_seed(rng: random.Random) -> int:
 def fresh_generator(rng: random.Random) -> torch.Generator:
     """A torch generator for this run of the grader."""
     return torch.Generator().manual_seed(fresh_seed(rng))
+
+
+def numbers(source: random.Random | torch.Generator | int, *shape: int) -> Tensor:
+    """Normal numbers in float64, drawn by a run of the grader, by a generator, or from a seed that all ranks know."""
+    if isinstance(source, random.Random):
+        source = fresh_generator(source)
+    if isinstance(source, int):
+        source = torch.Generator().manual_seed(source)
+    return torch.randn(shape, generator=source, dtype=torch.float64)
 
 
 def run_ranks(fn: Callable, world_size: int, *args, timeout: float = RANK_SECONDS) -> Results:
@@ -157,6 +167,31 @@ def expect_equal(got: Any, want: Any, what: str, misconceptions: dict[str, Any] 
         if got == value:
             raise CheckFailed(f"{what} is {_shown(got)}, and {_shown(want)} is right: {message}")
     raise CheckFailed(f"{what} is {_shown(got)}, and {_shown(want)} is right")
+
+
+def expect_number(
+    got: Any, want: float, where: str, misconceptions: dict[str, float], rtol: float = 1e-9, form: str = ".4g"
+) -> None:
+    """The answer is this number up to rounding; misconceptions as in `expect_close`, `form` as in an f-string."""
+    if isinstance(got, bool) or not isinstance(got, int | float):
+        raise CheckFailed(f"{where}: it returned {got!r}; return a number")
+    if math.isclose(got, want, rel_tol=rtol):
+        return
+    said = f"{where}: it returned {got:{form}}, and {want:{form}} is right"
+    told = next((text for text, value in misconceptions.items() if math.isclose(got, value, rel_tol=rtol)), None)
+    raise CheckFailed(f"{said}: {told}" if told else said)
+
+
+def fail_by_belief(got: list, want: list, cases: list, beliefs: dict[str, Callable], tell: Callable) -> None:
+    """Fail with the misconception that explains every answer given, or else with the first case that is wrong."""
+    if got == want:
+        return
+    for message, believed in beliefs.items():
+        if got == [believed(*case) for case in cases]:
+            fail(message)
+    for case, mine, right in zip(cases, got, want, strict=True):
+        if mine != right:
+            fail(f"{tell(*case)}: it returned {_shown(mine)}, and {_shown(right)} is right")
 
 
 def _shown(value: Any) -> str:

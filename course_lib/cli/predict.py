@@ -85,10 +85,7 @@ def predict(
 
 
 def calibrate_cluster(
-    runs: Positional[Path],
-    models: Path,
-    out: Path,
-    machine: OmitArgPrefixes[Machine] = Machine(),
+    runs: Positional[Path], models: Path, out: Path, machine: OmitArgPrefixes[Machine] = Machine()
 ) -> int:
     """Fit what your cluster's GPUs and links reach to one to three measured runs, for `course predict --calibration`.
 

@@ -155,10 +155,7 @@ def scatter(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_to_all(
-    x: Tensor,
-    group: dist.ProcessGroup,
-    sent_rows: list[int] | None = None,
-    received_rows: list[int] | None = None,
+    x: Tensor, group: dist.ProcessGroup, sent_rows: list[int] | None = None, received_rows: list[int] | None = None
 ) -> Tensor:
     """Piece j of rank i goes to rank j, which puts it at place i: a transpose between ranks, along dimension 0.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from course_lib.compare.profile import Row
+from course_lib.compare.profile import Row, row_of
 from course_lib.config import ModelConfig
 from course_lib.launch import launch
 from course_lib.layout import Layout
@@ -49,10 +49,7 @@ class FiveDComparison:
 
         Raises   ValueError if there is none
         """
-        for row in self.of_ranks[rank]:
-            if row.kind == kind:
-                return row
-        raise ValueError(f"there is no row {kind!r}; choose from {', '.join(row.kind for row in self.of_ranks[rank])}")
+        return row_of(self.of_ranks[rank], kind)
 
     @property
     def unequal(self) -> list[tuple[int, Row]]:

@@ -39,6 +39,14 @@ class Row:
         return 100 * (self.predicted_bytes / self.measured_bytes - 1)
 
 
+def row_of(rows: tuple[Row, ...], kind: str) -> Row:
+    """The row of one kind. Raises ValueError if there is none."""
+    for row in rows:
+        if row.kind == kind:
+            return row
+    raise ValueError(f"there is no row {kind!r}; choose from {', '.join(row.kind for row in rows)}")
+
+
 @dataclass(frozen=True)
 class Comparison:
     """A row for each kind at its own largest, then the peak of all together; and what was trained, for how long."""
@@ -55,10 +63,7 @@ class Comparison:
 
         Raises   ValueError if there is no such row
         """
-        for row in self.rows:
-            if row.kind == kind:
-                return row
-        raise ValueError(f"there is no row {kind!r}; choose from {', '.join(row.kind for row in self.rows)}")
+        return row_of(self.rows, kind)
 
     def __str__(self) -> str:
         lines = [f"{'kind':<12}{'predicted MB':>14}{'measured MB':>14}{'error %':>10}"]

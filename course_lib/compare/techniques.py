@@ -1,6 +1,5 @@
 """What each technique of the course splits, holds and sends, for one model on eight GPUs: the table of the index."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from course_lib.config import preset
@@ -69,14 +68,14 @@ def cost_of(technique: Technique, seq_len: Size = 4096) -> TechniqueCost:
 
 
 @checked
-def technique_table(techniques: Sequence[Technique] = TECHNIQUES, seq_len: Size = 4096) -> str:
+def technique_table() -> str:
     """Return the table as text: a line for each technique, GB of the most loaded of eight GPUs."""
     lines = [
-        f"Predicted, GB on the most loaded GPU: Llama 3.1 8B, a step of 8 sequences of {seq_len:,} tokens",
+        "Predicted, GB on the most loaded GPU: Llama 3.1 8B, a step of 8 sequences of 4,096 tokens",
         f"{'chapter, technique':26}{'splits':17}{'states':>7}{'saved':>7}{'peak':>7}{'sent':>7}  of what",
     ]
-    for technique in techniques:
-        cost = cost_of(technique, seq_len)
+    for technique in TECHNIQUES:
+        cost = cost_of(technique)
         sizes = (cost.states_bytes, cost.saved_bytes, cost.peak_bytes, cost.sent_bytes)
         numbers = "".join(f"{size / 1e9:7.1f}" for size in sizes)
         name = f"{technique.chapter:02} {technique.name}"

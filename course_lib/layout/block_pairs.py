@@ -14,7 +14,6 @@ contiguous (against another kernel's speed, so a little more is possible), 100 %
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 from course_lib.layout.sequence_sharding import check_context, tile
 from course_lib.validate import Size, checked
@@ -57,21 +56,12 @@ def step_pairs(table: Table) -> list[int]:
 
 
 @checked
-def imbalance(table: Table) -> float:
-    """Pairs of the busiest rank over the mean of all: 1 is even."""
-    totals = pairs_of_ranks(table)
-    return max(totals) * len(totals) / sum(totals)
-
-
-@checked
-def share_of_ideal(table: Table, waits: Literal["each step", "end"] = "each step") -> float:
+def share_of_ideal(table: Table) -> float:
     """Share of the speed that evenly divided work would have (0 to 1), if computing pairs were all that takes time.
 
-    waits    "each step": a ring, whose step ends with its slowest rank. "end": all keys are there first (gathered, or
-             ahead in the ring), and ranks wait for each other at the end of the layer alone
+    Of a ring, whose step ends with its slowest rank.
     """
-    ways = {"each step": sum(step_pairs(table)), "end": max(pairs_of_ranks(table))}
-    return sum(pairs_of_ranks(table)) / len(table) / ways[waits]
+    return sum(pairs_of_ranks(table)) / len(table) / sum(step_pairs(table))
 
 
 @checked

@@ -31,16 +31,16 @@ def snapshot_of(tracker: MemoryTracker) -> dict:
     return {"segments": [], "device_traces": [trace]}
 
 
-def peak_of_snapshot(snapshot: dict, device: int = 0) -> dict[str, int]:
-    """Return the bytes of each first frame at the highest moment of a snapshot's trace.
+def peak_of_snapshot(snapshot: dict) -> dict[str, int]:
+    """Return the bytes of each first frame at the highest moment of a snapshot's trace, of its first device.
 
-    Raises   ValueError if the snapshot has no trace of that device
+    Raises   ValueError if the snapshot has no such trace
     """
-    traces = snapshot.get("device_traces", [])
-    if not 0 <= device < len(traces) or not traces[device]:
-        raise ValueError(f"the snapshot has no trace of device {device}; record the history before the steps")
+    trace = next(iter(snapshot.get("device_traces", [])), None)
+    if not trace:
+        raise ValueError("the snapshot has no trace of a device; record the history before the steps")
     names, alive, total, peak, found = {}, Counter(), 0, 0, {}
-    for event in traces[device]:
+    for event in trace:
         if event["action"] == ALLOCATION:
             names[event["addr"]] = event["frames"][0]["name"] if event.get("frames") else "unknown"
         elif event["action"] != RELEASE or event["addr"] not in names:

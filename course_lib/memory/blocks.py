@@ -238,13 +238,13 @@ class StageProgram:
     def mlp(self, block: str, x: Tensor) -> Tensor:
         return self.residual_mlp(f"{block}.mlp", x, self.residual)
 
-    def residual_mlp(self, name: str, x: Tensor, residual: op.Residual, suffix: str = "") -> Tensor:
+    def residual_mlp(self, name: str, x: Tensor, residual: op.Residual) -> Tensor:
         L, two = self.L, self.config.family == "llama"
-        names = [f"{name}.{part}{suffix}" for part in (("gate", "up") if two else ("up",))]
+        names = [f"{name}.{part}" for part in (("gate", "up") if two else ("up",))]
         made = self.columns(x, names, residual=residual)
         inner = op.product(L, op.pointwise(L, made[0], "SiLU"), made[1], "SiLU x up") if two else None
         inner = inner or op.pointwise(L, made[0], "GELU")
-        return self.row(inner, f"{name}.down{suffix}", residual)  # a module's call holds what it has named to the end
+        return self.row(inner, f"{name}.down", residual)  # a module's call holds what it has named to the end
 
     # --- experts (moe.py, parallel/dispatch.py, parallel/expert_tensor.py)
 

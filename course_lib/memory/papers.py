@@ -95,16 +95,6 @@ def megatron_activation_bytes(config: ModelConfig, batch_size: Size, seq_len: Si
 
 
 @checked
-def zero_paper_bytes(config: ModelConfig, batch_size: Size, seq_len: Size) -> int:
-    """Predict activations as the ZeRO paper does: 12 numbers of 2 bytes a token, feature and layer; no scores.
-
-    Source   Rajbhandari et al. 2020 (arXiv:1910.02054), footnote in section 3.2
-    """
-    require_dense(config, "zero_paper_bytes")
-    return 2 * 12 * config.d_model * batch_size * seq_len * config.num_layers
-
-
-@checked
 def selective_flops_share(config: ModelConfig, seq_len: Size) -> float:
     """Predict the extra compute of selective recomputation as the paper does: (1 + s / 3 h) / (1 + s / 6 h) - 1.
 

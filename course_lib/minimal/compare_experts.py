@@ -139,10 +139,7 @@ def put_experts(model: nn.Module, layer: Callable) -> nn.Module:
 
 @checked
 def train_experts(
-    layer: Callable = MoE,
-    balance: Callable | None = None,
-    coefficient: Positive = 0.01,
-    steps: Size = 100,
+    layer: Callable = MoE, balance: Callable | None = None, coefficient: Positive = 0.01, steps: Size = 100
 ) -> MoeRun:
     """Train a small Llama with such layers on real text; count how many assignments fell on each expert.
 

@@ -10,7 +10,7 @@ from course_lib.hardware import GB
 from course_lib.plan.measured import MeasuredRun
 from course_lib.plan.option import Option
 from course_lib.plots.palette import AXIS_COLORS, KIND_COLORS, OKABE_ITO, mix
-from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, picture_axes, style
+from course_lib.plots.style import CENTRED, FULL_WIDTH_IN, bare, finish, labelled_box, picture_axes, style
 from course_lib.validate import Amount, Positive, Size, checked
 
 # Kinds of memory as the predictors tell them -> the six that a picture has room for.
@@ -36,8 +36,7 @@ def show_steps(
     if len(steps) < 2:
         raise ValueError(f"{len(steps)} steps cannot be a chart; give at least 2")
     last = len(steps) - 1
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 2.1))
+    with picture_axes(2.1) as axes:
         for place, (name, text) in enumerate(steps.items()):
             color = mix(OKABE_ITO["sky"], "#FFFFFF", 0.5)
             labelled_box(axes, (place, 0), (0.78, 1), color, f"{name}\n\n{text}", fontsize=8.5, edgecolor="black")
@@ -47,11 +46,9 @@ def show_steps(
         look = {"arrowstyle": "-|>", "color": OKABE_ITO["vermillion"], "linewidth": 1.5}
         bend = look | {"connectionstyle": f"bar,fraction={-0.3 / max(1, last - 2):.2f}"}
         axes.annotate("", (max(0, last - 2) + 0.39, 0), xytext=(last + 0.39, 0), arrowprops=bend)
-        axes.text(last - 0.61, -0.22, back, ha="center", va="center", fontsize=9, color=OKABE_ITO["vermillion"])
-        axes.set(xlim=(-0.05, last + 0.83), ylim=(-0.65, 1.05), xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
+        axes.text(last - 0.61, -0.22, back, **CENTRED, fontsize=9, color=OKABE_ITO["vermillion"])
+        bare(axes, (-0.05, last + 0.83), (-0.65, 1.05))
         axes.set_title(title)
-        finish(figure)
 
 
 # ---------------------------------------------------------------- all cuts of a number of GPUs
@@ -107,8 +104,7 @@ def show_paths(num_layers: Size = 4) -> None:
         raise ValueError(f"num_layers is {num_layers}; the picture has room for 1 to 8")
     tensor, stage = AXIS_COLORS["tp"], AXIS_COLORS["pp"]
     computing = mix(OKABE_ITO["sky"], "#FFFFFF", 0.6)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 2.0))
+    with picture_axes(2.0) as axes:
         x = 0.0
         for layer in range(num_layers):
             for part in ("attention", "MLP"):
@@ -121,10 +117,8 @@ def show_paths(num_layers: Size = 4) -> None:
         labelled_box(axes, (num_layers, 0), (0.3, 0.7), stage, "send", fontsize=7.5)
         axes.text(-0.1, 1.55, "tp over nodes", ha="right", va="center", fontsize=9)
         axes.text(-0.1, 0.35, "pp over nodes", ha="right", va="center", fontsize=9)
-        axes.set(xlim=(-0.22 * num_layers - 0.15, 1.62 * num_layers), ylim=(-0.1, 2.25), xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
+        bare(axes, (-0.22 * num_layers - 0.15, 1.62 * num_layers), (-0.1, 2.25))
         axes.set_title("Forward, not to scale: “sum” and “send” use the network; the GPU waits for each sum")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- what options need

@@ -3,11 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
 from course_lib.plots.palette import NEUTRAL_COLOR, OKABE_ITO, RANK_COLORS, mix
-from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, style
+from course_lib.plots.style import CENTRED, labelled_box, panel_title, picture_panels
 from course_lib.validate import checked
 
 MIXED = -1  # the origin of a value that no single rank had before: a sum, a mean, a maximum
@@ -78,7 +77,7 @@ def _grid(axes, columns: int, ranks: int, title: str, label_ranks: bool = True) 
     axes.set_yticks([r + 0.5 for r in range(ranks)], [f"rank {r}" for r in range(ranks)] if label_ranks else [])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    axes.set_title(title, fontsize=9.5, fontweight="normal", loc="center")
+    panel_title(axes, title, "center")
     for rank in range(ranks):
         axes.add_patch(
             Rectangle((0, rank), columns, 1, facecolor="none", edgecolor=NEUTRAL_COLOR, linestyle=":", linewidth=0.8)
@@ -109,17 +108,16 @@ def show_collectives(ranks: Sequence[Mapping], title: str) -> None:
     """Show collectives side by side, each as tiles before and after: `ranks[rank][name]` is (before, after)."""
     pairs, columns = collective_pairs(ranks), 2
     rows = -(-len(pairs) // columns)
-    with style():
-        size = FULL_WIDTH_IN, rows * (0.28 * len(ranks) + 0.52) + 0.6
-        figure, panels = plt.subplots(rows, columns, figsize=size, squeeze=False)
+    with picture_panels(rows, columns, rows * (0.28 * len(ranks) + 0.52) + 0.6, title, squeeze=False) as (
+        figure,
+        panels,
+    ):
         for axes in panels.flat[len(pairs) :]:
             axes.set_axis_off()
         for axes, (name, (before, after)) in zip(panels.flat, pairs.items(), strict=False):
             _draw_pair(axes, name, before, after, len(ranks))
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         legend = _origin_legend([cell for _, after in pairs.values() for cell in after])
         figure.supxlabel(legend, x=0.01, ha="left", fontsize=9)
-        finish(figure)
 
 
 def _draw_pair(axes, name: str, before: list[Cell], after: list[Cell], ranks: int) -> None:
@@ -133,7 +131,7 @@ def _draw_pair(axes, name: str, before: list[Cell], after: list[Cell], ranks: in
             axes.add_patch(Rectangle((left, rank), width, 1, facecolor="none", **outline))
         for cell in cells:
             _draw_cell(axes, cell.rank, left + cell.column, _number(cell.value), _cell_color(cell.origin))
-    axes.text(columns + 0.75, ranks / 2, "\u2192", ha="center", va="center", fontsize=14)
+    axes.text(columns + 0.75, ranks / 2, "\u2192", **CENTRED, fontsize=14)
     axes.set(xlim=(-0.05, right + columns + 0.8), ylim=(ranks + 0.05, -0.05), xticks=[])
     axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)], fontsize=8)
     axes.tick_params(length=0)
@@ -215,16 +213,12 @@ def show_ring_all_reduce(
     steps = ring_all_reduce_steps(values)
     columns = min(len(steps), 4)
     rows = -(-len(steps) // columns)
-    with style():
-        figure, panels = plt.subplots(rows, columns, figsize=(FULL_WIDTH_IN, 2.05 * rows + 0.75), squeeze=False)
+    with picture_panels(rows, columns, 2.05 * rows + 0.75, title, squeeze=False) as (figure, panels):
         for index, axes in enumerate(panels.flat):
             if index < len(steps):
                 _draw_ring_step(axes, steps[index], label_ranks=index % columns == 0)
             else:
                 axes.set_axis_off()
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         figure.supxlabel(
-            "outlined: just came from the left neighbour · bluer: more ranks summed · green: the sum of all",
-            fontsize=9,
+            "outlined: just came from the left neighbour · bluer: more ranks summed · green: the sum of all", fontsize=9
         )
-        finish(figure)

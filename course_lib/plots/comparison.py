@@ -36,7 +36,7 @@ def error_text(error_percent: float) -> str:
 
 
 @checked
-def draw_comparison(axes, pairs: Sequence[PairOfBars], what: str = "largest of each kind") -> None:
+def draw_comparison(axes, pairs: Sequence[PairOfBars], what: str) -> None:
     """Two bars a kind; the numbers and the error stand beside them."""
     largest = max(max(pair.predicted_bytes, pair.measured_bytes) for pair in pairs)
     unit = unit_for(largest)

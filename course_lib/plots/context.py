@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from course_lib.hardware import GPU
@@ -12,7 +11,18 @@ from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_contex
 from course_lib.parallel.positions import positions
 from course_lib.plots.curves import LINE_COLORS, LINE_STYLES, MARKERS
 from course_lib.plots.palette import LIMIT_COLOR, NEUTRAL_COLOR, RANK_COLORS, channels, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, labelled_box, style, three_digits
+from course_lib.plots.style import (
+    CENTRED,
+    UNITS,
+    ground,
+    labelled_box,
+    name_ranks,
+    panel_title,
+    picture_axes,
+    picture_panels,
+    rank_patches,
+    three_digits,
+)
 from course_lib.validate import Amount, Size, checked
 
 MASKED_COLOR = "#F4F4F4"
@@ -22,8 +32,8 @@ MOST_RANKS = len(RANK_COLORS)
 
 
 @checked
-def mask_ranks(sequence_sharding: str, seq_len: Size, cp_size: Size, causal: bool = True) -> list[list[int | None]]:
-    """Which rank computes each pair: [query][key], None where the mask forbids it. A pair is its query's rank's.
+def mask_ranks(sequence_sharding: str, seq_len: Size, cp_size: Size) -> list[list[int | None]]:
+    """Which rank computes each pair: [query][key], None for later keys. A pair is its query's rank's.
 
     Raises   ValueError as `sequence_sharding.check_context`
     """
@@ -33,13 +43,13 @@ def mask_ranks(sequence_sharding: str, seq_len: Size, cp_size: Size, causal: boo
         for rank in range(cp_size)
         for place in positions(sequence_sharding, seq_len, cp_size, rank).tolist()
     }
-    return [[owner[q] if not causal or k <= q else None for k in range(seq_len)] for q in range(seq_len)]
+    return [[owner[q] if k <= q else None for k in range(seq_len)] for q in range(seq_len)]
 
 
 @checked
-def mask_caption(sequence_sharding: str, seq_len: Size, cp_size: Size, causal: bool = True) -> str:
+def mask_caption(sequence_sharding: str, seq_len: Size, cp_size: Size) -> str:
     """What a panel shows, in one line: how many pairs a rank has."""
-    totals = pairs_of_ranks(pairs(sequence_sharding, seq_len, cp_size, causal))
+    totals = pairs_of_ranks(pairs(sequence_sharding, seq_len, cp_size))
     each = f"{totals[0]:,} pairs each" if len(set(totals)) == 1 else f"{min(totals):,} to {max(totals):,} pairs a rank"
     return f"{sequence_sharding}\n{each}"
 
@@ -57,17 +67,11 @@ def draw_mask(axes, cells: Sequence[Sequence[int | None]], caption: str) -> None
     axes.set(xlim=(0, size), ylim=(size, 0), xticks=[], yticks=[], xlabel="keys", ylabel="queries")
     axes.set_aspect("equal")
     axes.spines[:].set_visible(False)
-    axes.set_title(caption, fontsize=9.5, fontweight="normal", loc="center")
+    panel_title(axes, caption, "center")
 
 
 @checked
-def show_mask(
-    cp_size: Size = 4,
-    seq_len: Size = 16,
-    shardings: Sequence[str] = SEQUENCE_SHARDINGS,
-    causal: bool = True,
-    title: str = "",
-) -> None:
+def show_mask(cp_size: Size = 4, seq_len: Size = 16) -> None:
     """Show which rank computes which (query, key) pair under each sequence sharding.
 
     Raises   ValueError for more ranks than there are colours, or more tokens than there is room for
@@ -75,18 +79,12 @@ def show_mask(
     _check_ranks(cp_size)
     if seq_len > 64:
         raise ValueError(f"seq_len is {seq_len}; the picture has room for 64, the pattern is the same")
-    with style():
-        figure, panels = plt.subplots(1, len(shardings), figsize=(FULL_WIDTH_IN, 3.9), squeeze=False)
-        for axes, sequence_sharding in zip(panels[0], shardings, strict=True):
-            caption = mask_caption(sequence_sharding, seq_len, cp_size, causal)
-            draw_mask(axes, mask_ranks(sequence_sharding, seq_len, cp_size, causal), caption)
-        handles = [Patch(facecolor=RANK_COLORS[index], label=f"rank {index}") for index in range(cp_size)]
-        if causal:
-            handles.append(Patch(facecolor=MASKED_COLOR, label="masked"))
+    said = f"{all_pairs(seq_len):,} pairs of {seq_len} tokens, shared out over {cp_size} ranks"
+    with picture_panels(1, len(SEQUENCE_SHARDINGS), 3.9, said) as (figure, panels):
+        for axes, sharding in zip(panels, SEQUENCE_SHARDINGS, strict=True):
+            draw_mask(axes, mask_ranks(sharding, seq_len, cp_size), mask_caption(sharding, seq_len, cp_size))
+        handles = [*rank_patches(cp_size), Patch(facecolor=MASKED_COLOR, label="masked")]
         figure.legend(handles=handles, loc="outside lower center", ncol=min(len(handles), 5))
-        said = f"{all_pairs(seq_len, causal):,} pairs of {seq_len} tokens, shared out over {cp_size} ranks"
-        figure.suptitle(title or said, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- who waits at each step
@@ -130,7 +128,7 @@ def draw_work(axes, bars: Sequence[WorkBar], caption: str, end: int) -> None:
             axes.barh(bar.rank, bar.pairs, left=bar.start, height=0.74, color=color, edgecolor="white", linewidth=1)
             if bar.pairs > 0.03 * end:
                 centre = bar.start + bar.pairs / 2
-                axes.text(centre, bar.rank, str(bar.step), ha="center", va="center", fontsize=8, color=text_on(color))
+                axes.text(centre, bar.rank, str(bar.step), **CENTRED, fontsize=8, color=text_on(color))
         if bar.idle:
             waits = {"facecolor": "none", "edgecolor": NEUTRAL_COLOR, "hatch": "////", "linewidth": 0}
             axes.barh(bar.rank, bar.idle, left=bar.start + bar.pairs, height=0.74, **waits)
@@ -139,36 +137,27 @@ def draw_work(axes, bars: Sequence[WorkBar], caption: str, end: int) -> None:
     axes.set(xlim=(0, end), ylim=(ranks - 0.5, -0.5))
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    axes.set_title(caption, fontsize=9.5, fontweight="normal", loc="left")
+    panel_title(axes, caption)
 
 
 @checked
-def show_work(
-    cp_size: Size = 4,
-    seq_len: Size = 4096,
-    shardings: Sequence[str] = SEQUENCE_SHARDINGS,
-    causal: bool = True,
-    title: str = "",
-) -> None:
+def show_work(cp_size: Size = 4, seq_len: Size = 4096, shardings: Sequence[str] = SEQUENCE_SHARDINGS) -> None:
     """Show what each rank computes at each step of a ring, numbered, and how long it waits for the busiest.
 
     Raises   ValueError for more ranks than there are colours
     """
     _check_ranks(cp_size)
-    tables = {sequence_sharding: pairs(sequence_sharding, seq_len, cp_size, causal) for sequence_sharding in shardings}
+    tables = {sharding: pairs(sharding, seq_len, cp_size) for sharding in shardings}
     end = max(sum(step_pairs(table)) for table in tables.values())
-    with style():
-        height = (0.5 + 0.24 * cp_size) * len(shardings) + 0.9
-        figure, panels = plt.subplots(len(shardings), 1, figsize=(FULL_WIDTH_IN, height), sharex=True, squeeze=False)
+    height = (0.5 + 0.24 * cp_size) * len(shardings) + 0.9
+    said = f"A step of the ring ends with its busiest rank: {cp_size} ranks, {seq_len:,} tokens"
+    with picture_panels(len(shardings), 1, height, said, sharex=True, squeeze=False) as (_, panels):
         for axes, (sequence_sharding, table) in zip(panels[:, 0], tables.items(), strict=True):
             draw_work(axes, work_bars(table), work_caption(sequence_sharding, table), end)
         in_millions = end >= 10**6
         axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}" if in_millions else f"{x:,.0f}")
         unit = "million pairs" if in_millions else "pairs"
         axes.set_xlabel(f"{unit} computed one after the other (numbers: steps of the ring; hatched: waiting)")
-        said = f"A step of the ring ends with its busiest rank: {cp_size} ranks, {seq_len:,} tokens"
-        figure.suptitle(title or said, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- blocks that travel
@@ -183,14 +172,12 @@ class Held:
 
 
 @checked
-def travel(
-    cp_size: Size, sequence_sharding: str = "zigzag", shard_len: Size = 2, causal: bool = True
-) -> list[list[Held]]:
-    """What each rank has at each step of a ring, [rank][step]: at step t the block of rank r - t."""
-    check_context(shard_len * cp_size, cp_size, sequence_sharding)
+def travel(cp_size: Size, sequence_sharding: str = "zigzag") -> list[list[Held]]:
+    """What each rank has at each step of a ring, [rank][step]: at step t the block of rank r - t, of two tokens."""
+    check_context(2 * cp_size, cp_size, sequence_sharding)
 
     def held(rank: int, step: int) -> Held:
-        seen = tile(sequence_sharding, shard_len, rank, (rank - step) % cp_size, causal)
+        seen = tile(sequence_sharding, 2, rank, (rank - step) % cp_size)
         return Held((rank - step) % cp_size, seen.pairs if seen else 0)
 
     return [[held(rank, step) for step in range(cp_size)] for rank in range(cp_size)]
@@ -207,28 +194,24 @@ def draw_travel(axes, table: Sequence[Sequence[Held]]) -> None:
             text = f"k v of {held.key_rank}" if size <= 6 else str(held.key_rank)
             labelled_box(axes, (step + 0.04, rank + 0.08), (0.92, 0.84), face, text, linewidth=1.2, **look)
     axes.set_xticks([step + 0.5 for step in range(size)], [f"step {step}" for step in range(size)])
-    axes.set_yticks([rank + 0.5 for rank in range(size)], [f"rank {rank}" for rank in range(size)])
+    name_ranks(axes, size)
     axes.set(xlim=(0, size), ylim=(size, 0))
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
 
 
 @checked
-def show_travel(cp_size: Size = 4, sequence_sharding: str = "contiguous", causal: bool = True, title: str = "") -> None:
+def show_travel(cp_size: Size = 4, sequence_sharding: str = "contiguous") -> None:
     """Show whose keys and values each rank has at each step; hatched where its queries may see none of them.
 
     Raises   ValueError for more ranks than there are colours
     """
     _check_ranks(cp_size)
-    table = travel(cp_size, sequence_sharding, causal=causal)
+    table = travel(cp_size, sequence_sharding)
     idle = sum(held.pairs == 0 for row in table for held in row)
     said = f"{cp_size - 1} ring steps bring every block to every rank"
     said += f"; in {idle} of {cp_size**2} places it is of no use there" if idle else ""
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.1 + 0.42 * cp_size))
+    with picture_axes(1.1 + 0.42 * cp_size) as axes:
         draw_travel(axes, table)
-        axes.set_title(title or said)
-        finish(figure)
+        axes.set_title(said)
 
 
 def _check_ranks(cp_size: int) -> None:
@@ -266,18 +249,15 @@ def line_label(name: str, curve: Mapping[int, float], limit_bytes: Amount | None
 
 
 @checked
-def show_memory_by_length(
-    curves: Mapping[str, Mapping[int, float]], gpu: GPU | None = None, title: str = "", unit: str = "GiB"
-) -> None:
-    """Show bytes of one GPU by tokens of a sequence, `{"cp 4": {16384: bytes, ...}, ...}`, and the GPU's limit.
+def show_memory_by_length(curves: Mapping[str, Mapping[int, float]], gpu: GPU | None = None, title: str = "") -> None:
+    """Show GiB of one GPU by tokens of a sequence, `{"cp 4": {16384: bytes, ...}, ...}`, and the GPU's limit.
 
     Raises   ValueError if there are more lines than looks to tell them apart
     """
     if not 1 <= len(curves) <= len(LINE_STYLES):
         raise ValueError(f"there are {len(curves)} lines; give 1 to {len(LINE_STYLES)}")
-    limit = gpu.usable_bytes if gpu else None
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 3.8))
+    limit, unit = gpu.usable_bytes if gpu else None, "GiB"
+    with picture_axes(3.8) as axes:
         for index, (name, curve) in enumerate(curves.items()):
             look = {"color": LINE_COLORS[index], "linestyle": LINE_STYLES[index], "marker": MARKERS[index]}
             values = [size / UNITS[unit] for size in curve.values()]
@@ -292,17 +272,14 @@ def show_memory_by_length(
         if gpu:
             axes.axhline(limit / UNITS[unit], color=LIMIT_COLOR, linewidth=1.2, linestyle=(0, (3, 2)), zorder=0)
             label = f"{gpu.name}: {three_digits(limit / UNITS[unit])} {unit}"
-            axes.annotate(
-                label, (0, limit / UNITS[unit]), xycoords=axes.get_yaxis_transform(), xytext=(4, 3),
-                textcoords="offset points", ha="left", va="bottom", fontsize=8.5,
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
-            )  # fmt: skip
+            place = {"xycoords": axes.get_yaxis_transform(), "xytext": (4, 3), "textcoords": "offset points"}
+            look = {"ha": "left", "va": "bottom", "fontsize": 8.5, "bbox": ground("white", 0.5, 0.8)}
+            axes.annotate(label, (0, limit / UNITS[unit]), **place, **look)
         axes.set(xlabel="tokens of one sequence", ylabel=f"{unit} of one GPU")
         axes.legend(loc="upper left")
         axes.set_title(
             title or "Activations grow with the sequence, and are divided by the ranks of context parallelism"
         )
-        finish(figure)
 
 
 def _within(value: float, curves: Mapping[str, Mapping[int, float]]) -> bool:

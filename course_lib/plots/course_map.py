@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 
 from course_lib.plots.palette import AXIS_COLORS, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.style import CENTRED, FULL_WIDTH_IN, finish, style
 from course_lib.validate import checked
 
 PLAIN_COLOR = "#E6E6E6"
@@ -96,23 +96,23 @@ def draw_course(axes, course: Sequence[Chapter] = COURSE) -> None:
         axes.add_patch(plt.Rectangle(corner, BOX_WIDTH, BOX_HEIGHT, facecolor=color, edgecolor="#333333"))
         texts = ((-0.22, f"{chapter.number:02d}", 9, "bold"), (0.0, chapter.name, 7, "bold"))
         for below, text, size, weight in (*texts, (0.25, chapter.subject, 5.8, "normal")):
-            axes.text(x, y + below, text, ha="center", va="center", size=size, weight=weight, color=text_on(color))
+            axes.text(x, y + below, text, **CENTRED, size=size, weight=weight, color=text_on(color))
     columns, rows = zip(*drawn.places.values(), strict=True)
     axes.set(xlim=(-0.5, max(columns) + 0.5), ylim=(max(rows) + 0.65, min(rows) - 0.65))
     axes.axis("off")
 
 
 @checked
-def course_figure(course: Sequence[Chapter] = COURSE):
+def course_figure():
     """Return the map as a figure of pyplot."""
     with style():
         figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, HEIGHT_IN))
-        draw_course(axes, course)
+        draw_course(axes, COURSE)
         axes.set_title("Each chapter builds on those that point to it")
     return figure
 
 
 @checked
-def show_course(course: Sequence[Chapter] = COURSE) -> None:
+def show_course() -> None:
     """Show the map."""
-    finish(course_figure(course))
+    finish(course_figure())

@@ -7,7 +7,15 @@ import numpy as np
 
 from course_lib.hardware import Link
 from course_lib.plots.palette import NEUTRAL_COLOR, OKABE_ITO
-from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, picture_axes, show_bytes, show_seconds, three_digits
+from course_lib.plots.style import (
+    FULL_WIDTH_IN,
+    TIME_UNITS,
+    ground,
+    picture_axes,
+    show_bytes,
+    show_seconds,
+    three_digits,
+)
 from course_lib.timing import collective_costs, collective_s, fastest
 from course_lib.validate import Size, checked
 
@@ -22,41 +30,27 @@ Curve = Mapping[float, float]
 def draw_curves(axes, lines: Mapping[str, Curve], points: Mapping[str, Curve], value_labels: bool = True) -> None:
     """Lines for models, markers for measurements; measurements carry their numbers."""
     for index, (name, curve) in enumerate(lines.items()):
-        axes.plot(
-            list(curve),
-            list(curve.values()),
-            label=name,
-            color=LINE_COLORS[index % 6],
-            linestyle=LINE_STYLES[index % 6],
-        )
+        look = {"color": LINE_COLORS[index % 6], "linestyle": LINE_STYLES[index % 6]}
+        axes.plot(list(curve), list(curve.values()), label=name, **look)
     for index, (name, curve) in enumerate(points.items()):
         look = {"color": LINE_COLORS[(index + len(lines)) % 6], "marker": MARKERS[index % 6], "markersize": 8}
         axes.plot(list(curve), list(curve.values()), label=name, linestyle="none", markeredgecolor="white", **look)
     for x, y, above in value_labels_of(list(points.values()), lines=list(lines.values())) if value_labels else ():
-        axes.annotate(
-            three_digits(y),
-            (x, y),
-            xytext=(0, 7 if above else -8),
-            textcoords="offset points",
-            ha="center",
-            va="bottom" if above else "top",
-            fontsize=8.5,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.3},
-        )
+        look = {"va": "bottom" if above else "top", "ha": "center", "bbox": ground("white", 0.3, 0.75)}
+        place = {"xytext": (0, 7 if above else -8), "textcoords": "offset points"}
+        axes.annotate(three_digits(y), (x, y), fontsize=8.5, **place, **look)
     axes.legend(loc="best")
 
 
 @checked
-def value_labels_of(
-    curves: Sequence[Curve], nearest: float = 0.09, lines: Sequence[Curve] = ()
-) -> list[tuple[float, float, bool]]:
+def value_labels_of(curves: Sequence[Curve], lines: Sequence[Curve] = ()) -> list[tuple[float, float, bool]]:
     """Which points carry their number, as (x, y, above).
 
     All of the first curve's do: above, or below where a line would strike it through or another point lies there.
-    Of other curves those that have room: below, or else above. `nearest` is the height of a number, of the highest y.
+    Of other curves those that have room: below, or else above.
     """
     top = max((y for curve in curves for y in curve.values()), default=0)
-    height, reach = nearest * top, 0.12 * top  # reach: from a point to the far edge of its number
+    height, reach = 0.09 * top, 0.12 * top  # of a number; from a point to the far edge of its number
 
     def struck(x: float, y: float) -> bool:
         at_x = [line[x] - y for line in lines if x in line]
@@ -134,16 +128,9 @@ def show_bandwidth(published: Mapping[str, Curve], models: Mapping[str, Curve], 
 
 
 @checked
-def show_throughput(
-    published: Curve,
-    model: Curve,
-    title: str,
-    ylabel: str = "tokens per second and GPU",
-    published_name: str = "published",
-    model_name: str = "alpha-beta model",
-) -> None:
+def show_throughput(published: Curve, model: Curve, title: str) -> None:
     """Show throughput over GPUs: `{gpus: tokens per second and GPU}`, published as points, modelled as a line."""
-    show_curves({model_name: model}, {published_name: published}, title, "GPUs", ylabel)
+    show_curves({"alpha-beta model": model}, {"published": published}, title, "GPUs", "tokens per second and GPU")
 
 
 # ---------------------------------------------------------------- alpha-beta
@@ -171,14 +158,12 @@ def crossover_bytes(collective: str, world_size: Size, link: Link) -> float:
 
 
 @checked
-def alpha_beta_picture(
-    collective: str, world_size: Size, link: Link, lowest: float = 1e3, highest: float = 1e10
-) -> AlphaBetaPicture:
-    """Times of messages from `lowest` to `highest` bytes, eight to a decade, each by the fastest way."""
+def alpha_beta_picture(collective: str, world_size: Size, link: Link) -> AlphaBetaPicture:
+    """Times of messages from 1 KB to 10 GB, eight to a decade, each by the fastest way."""
     ratio = 10 ** (1 / 8)
-    sizes = [lowest]
-    while sizes[-1] < highest:
-        sizes.append(min(sizes[-1] * ratio, highest))
+    sizes = [1e3]
+    while sizes[-1] < 1e10:
+        sizes.append(min(sizes[-1] * ratio, 1e10))
     best = [fastest(collective, size, world_size, link) for size in sizes]
     crossover = crossover_bytes(collective, world_size, link)
     latency_s = collective_s(collective, 0, world_size, link)
@@ -206,13 +191,8 @@ def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = No
         picture.sizes_bytes, [t / scale for t in picture.total_s], color=OKABE_ITO["blue"], label="time", zorder=3
     )
     axes.axhline(picture.latency_s / scale, color=OKABE_ITO["orange"], linestyle="--", linewidth=1.5)
-    axes.text(
-        picture.sizes_bytes[0],
-        picture.latency_s / scale,
-        f" latency alone: {show_seconds(picture.latency_s)}\n",
-        va="center",
-        fontsize=9,
-    )
+    said = f" latency alone: {show_seconds(picture.latency_s)}\n"
+    axes.text(picture.sizes_bytes[0], picture.latency_s / scale, said, va="center", fontsize=9)
     axes.loglog(
         picture.sizes_bytes, [t / scale for t in picture.bandwidth_s], color=OKABE_ITO["green"], linestyle=":", zorder=2
     )
@@ -235,7 +215,7 @@ def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = No
     if at_bytes:
         total = interpolated(picture, at_bytes)
         axes.plot(at_bytes, total / scale, "o", color=OKABE_ITO["vermillion"], markersize=10, zorder=4)
-        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}
+        box = ground("white", 1, 0.85)
         label, here = f"{show_bytes(at_bytes)}: {show_seconds(total)}", (at_bytes, total / scale)
         side = "left" if at_bytes < low * 1e3 else "right"
         axes.annotate(label, here, xytext=(0, 24), textcoords="offset points", fontweight="bold", ha=side, bbox=box)

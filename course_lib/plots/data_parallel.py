@@ -14,7 +14,7 @@ from course_lib.plots.palette import (
     mix,
     text_on,
 )
-from course_lib.plots.style import FULL_WIDTH_IN, labelled_box, picture_axes
+from course_lib.plots.style import CENTRED, FULL_WIDTH_IN, labelled_box, picture_axes
 from course_lib.span import Span
 from course_lib.validate import Positive, Size, checked
 
@@ -232,7 +232,7 @@ def show_streams(spans: Sequence[Span], title: str) -> None:
             axes.barh(row, span.seconds, left=span.start_s, **look)
             middle = (span.start_s + span.stop_s) / 2
             small = {"fontsize": 7, "rotation": 90} if span.name == "wait" else {"fontsize": 8.5}
-            axes.text(middle, row, span.name, ha="center", va="center", color=text_on(color), **small)
+            axes.text(middle, row, span.name, **CENTRED, color=text_on(color), **small)
         axes.annotate(
             "wait()", (last.stop_s, 1.33), xytext=(last.stop_s, 1.67), fontsize=8.5, ha="center",
             arrowprops={"arrowstyle": "->"},

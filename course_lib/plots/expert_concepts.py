@@ -5,14 +5,13 @@ from dataclasses import dataclass
 
 from course_lib.hardware import GPU
 from course_lib.plots.palette import COMPUTE_COLOR, NEUTRAL_COLOR, OKABE_ITO, RANK_COLORS, mix
-from course_lib.plots.style import arrow, bare, labelled_box, picture_axes, three_digits
+from course_lib.plots.style import CENTRED, arrow, bare, labelled_box, picture_axes, three_digits
 from course_lib.timing.rates import peak_flops, roofline_s
 from course_lib.validate import Positive, Size, checked
 
 USED_COLOR, SHARED_COLOR = COMPUTE_COLOR, OKABE_ITO["green"]
 IDLE_COLOR = mix(NEUTRAL_COLOR, "#FFFFFF", 0.55)
 MOST_BOXES = 64
-CENTRED = {"ha": "center", "va": "center"}
 
 
 # ---------------------------------------------------------------- a dense MLP and experts
@@ -101,7 +100,7 @@ def show_dense_and_experts(num_experts: Size = 8, top_k: Size = 2) -> None:
 
 
 @checked
-def show_expert_kinds(kinds: Mapping[str, ExpertKind], title: str = "") -> None:
+def show_expert_kinds(kinds: Mapping[str, ExpertKind]) -> None:
     """Show rows of experts under each other, with true widths: what is stored, used, and shared.
 
     Raises   ValueError if there is no kind, or one has too many experts to draw
@@ -119,7 +118,7 @@ def show_expert_kinds(kinds: Mapping[str, ExpertKind], title: str = "") -> None:
             labelled_box(axes, (x, len(kinds) - 0.05), (0.025 * widest, 0.25), color)
             axes.text(x + 0.035 * widest, len(kinds) + 0.08, text, va="center", fontsize=9)
         bare(axes, (-0.3 * widest, 1.02 * widest), (len(kinds) + 0.4, -0.1))
-        axes.set_title(title or "One token: the same width is stored and used, cut in another way")
+        axes.set_title("One token: the same width is stored and used, cut in another way")
 
 
 # ---------------------------------------------------------------- rows, sorted
@@ -154,7 +153,7 @@ def sorted_rows(expert_Tk: Sequence, num_experts: Size) -> SortedRows:
 
 
 @checked
-def show_sorted_rows(expert_Tk: Sequence, num_experts: Size, title: str = "") -> None:
+def show_sorted_rows(expert_Tk: Sequence, num_experts: Size) -> None:
     """Show dispatch and combine: tokens, their rows sorted by expert, one box per expert, and the way back.
 
     Raises   ValueError as sorted_rows, and where there is no room
@@ -192,7 +191,7 @@ def show_sorted_rows(expert_Tk: Sequence, num_experts: Size, title: str = "") ->
         axes.text(count + 0.15, 1.1, "combine", va="center", fontsize=9)
         bare(axes, (-1.1, count + 0.9), (-0.1, 4.6))
         used = sum(rows > 0 for rows in picture.rows)
-        axes.set_title(title or f"{tokens} tokens, {count} rows, {used} calls of an expert: one for each")
+        axes.set_title(f"{tokens} tokens, {count} rows, {used} calls of an expert: one for each")
 
 
 # ---------------------------------------------------------------- rows per expert and speed

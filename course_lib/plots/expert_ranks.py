@@ -4,18 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from course_lib.layout.experts import ExpertLayout
-from course_lib.plots.palette import (
-    COMMUNICATION_COLOR,
-    COMPUTE_COLOR,
-    EXPOSED_COLOR,
-    NEUTRAL_COLOR,
-    RANK_COLORS,
-    mix,
-)
-from course_lib.plots.style import arrow, bare, labelled_box, picture_axes
+from course_lib.plots.palette import COMMUNICATION_COLOR, COMPUTE_COLOR, EXPOSED_COLOR, NEUTRAL_COLOR, RANK_COLORS, mix
+from course_lib.plots.style import CENTRED, arrow, bare, labelled_box, picture_axes
 from course_lib.validate import Size, checked
 
-CENTRED = {"ha": "center", "va": "center"}
 STAGES = ("tokens", "rows,\nby expert", "arrived,\nby source", "sorted\nby expert", "returned", "summed")
 MOST_ROWS = 12  # of one rank at one stage
 
@@ -66,7 +58,7 @@ def stages_of_rows(expert_Tk: Sequence, layout: ExpertLayout) -> list[list[list[
 
 
 @checked
-def show_travelling_rows(expert_Tk: Sequence, layout: ExpertLayout, title: str = "") -> None:
+def show_travelling_rows(expert_Tk: Sequence, layout: ExpertLayout) -> None:
     """Show tokens and rows at each stage of a layer, rank by rank; colours are the ranks where tokens are at home.
 
     Raises   ValueError where there is no room
@@ -96,7 +88,7 @@ def show_travelling_rows(expert_Tk: Sequence, layout: ExpertLayout, title: str =
         bare(axes, (-1.5, 9.1), (layout.ep_size * height - 0.5, -1.5))
         moved = sum(row.home != row.away for row in travelling_rows(expert_Tk, layout))
         said = f"{moved} of {sum(map(len, stages[1]))} rows leave their rank, and come back"
-        axes.set_title(title or said)
+        axes.set_title(said)
 
 
 def _draw_moves(axes, before: list, after: list, xs: tuple, sizes: tuple) -> None:
@@ -119,7 +111,7 @@ PATH = ("x", "all-to-all", "expert", "all-to-all", "weighted\nsum", "loss")
 
 
 @checked
-def show_gradient_path(knows_gradient: bool, title: str = "") -> None:
+def show_gradient_path(knows_gradient: bool) -> None:
     """Show a row's way to an expert and back: forward, and where backward ends if the all-to-all has no gradient."""
     with picture_axes(1.75) as axes:
         for place, name in enumerate(PATH):
@@ -138,7 +130,7 @@ def show_gradient_path(knows_gradient: bool, title: str = "") -> None:
         axes.text(0, 0.5, "black: forward     red: gradients", fontsize=8.5, va="center")
         bare(axes, (-0.1, 1.6 * 5 + 1.2), (-0.1, 1.85))
         said = "gradients pass both all-to-alls" if knows_gradient else "gradients end at the second all-to-all"
-        axes.set_title(title or f"{'With' if knows_gradient else 'Without'} a backward: {said}")
+        axes.set_title(f"{'With' if knows_gradient else 'Without'} a backward: {said}")
 
 
 # ---------------------------------------------------------------- who has what
@@ -156,7 +148,7 @@ def owners(num_experts: Size, ep_size: Size) -> list[tuple[str, list[int]]]:
 
 
 @checked
-def show_owners(num_experts: Size = 8, ep_size: Size = 4, title: str = "") -> None:
+def show_owners(num_experts: Size = 8, ep_size: Size = 4) -> None:
     """Show which rank has which part of a block, and which gradients are summed over ranks.
 
     Raises   ValueError if experts do not divide by the ranks, or where there is no room
@@ -175,7 +167,7 @@ def show_owners(num_experts: Size = 8, ep_size: Size = 4, title: str = "") -> No
         _brace(axes, 0, 4, ep_size + 0.15, "each rank: its own tokens;\nall-reduce of gradients")
         _brace(axes, 4, len(parts), ep_size + 0.15, "tokens of all ranks came to the expert;\nno all-reduce")
         bare(axes, (-1.1, len(parts) + 0.1), (ep_size + 1.35, -1.0))
-        axes.set_title(title or "Gradients are summed where several ranks have the same parameter")
+        axes.set_title("Gradients are summed where several ranks have the same parameter")
 
 
 def _brace(axes, left: float, right: float, y: float, text: str) -> None:
@@ -187,7 +179,7 @@ def _brace(axes, left: float, right: float, y: float, text: str) -> None:
 
 
 @checked
-def show_two_cuts(num_experts: Size = 8, num_ranks: Size = 4, title: str = "") -> None:
+def show_two_cuts(num_experts: Size = 8, num_ranks: Size = 4) -> None:
     """Show all experts cut over ranks in two ways: some experts on each rank, or a slice of each expert.
 
     Raises   ValueError if experts do not divide by the ranks, or where there is no room
@@ -207,4 +199,4 @@ def show_two_cuts(num_experts: Size = 8, num_ranks: Size = 4, title: str = "") -
                 for rank in range(num_ranks):
                     labelled_box(axes, (left + e + 0.05, rank), (0.9, 1), RANK_COLORS[rank], str(rank))
         bare(axes, (-0.1, 2.15 * num_experts + 0.1), (num_ranks + 0.1, -1.1))
-        axes.set_title(title or f"{num_experts} experts on {num_ranks} ranks: whole experts, or a slice of each")
+        axes.set_title(f"{num_experts} experts on {num_ranks} ranks: whole experts, or a slice of each")

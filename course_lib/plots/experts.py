@@ -6,19 +6,12 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from course_lib.plots.palette import (
-    COMPUTE_COLOR,
-    EXPOSED_COLOR,
-    LIMIT_COLOR,
-    NEUTRAL_COLOR,
-    OKABE_ITO,
-)
-from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style, three_digits
+from course_lib.plots.palette import COMPUTE_COLOR, EXPOSED_COLOR, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO
+from course_lib.plots.style import BELOW, panel_title, picture_axes, picture_panels, three_digits
 from course_lib.validate import Size, checked
 
 MOST_BARS = 64  # more experts are drawn as one outline
 MOST_BORDERS = 32  # between ranks
-BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4, "columnspacing": 1.4}
 
 # ---------------------------------------------------------------- load
 
@@ -96,12 +89,8 @@ def draw_load(axes, picture: LoadPicture, experts_per_rank: Size | None = None) 
     step = max(1, -(-len(experts) // 16))
     axes.set_xticks(range(0, len(experts), step))
     ranks = ", grey lines between ranks" if 1 <= borders < MOST_BORDERS else ""
-    axes.set(
-        xlim=(-0.6, len(experts) - 0.4),
-        ylim=(0, top * 1.1),
-        xlabel=f"expert{ranks}",
-        ylabel="assignments (token, slot)",
-    )
+    axes.set(xlim=(-0.6, len(experts) - 0.4), ylim=(0, top * 1.1))
+    axes.set(xlabel=f"expert{ranks}", ylabel="assignments (token, slot)")
     if any(picture.dropped):
         handles = [
             Patch(facecolor=COMPUTE_COLOR, label="computed"),
@@ -173,16 +162,15 @@ def draw_balance(axes, picture: BalancePicture, top: float) -> None:
 
 
 @checked
-def show_balance(loads: Mapping[str, Sequence[Sequence[float]]], title: str = "") -> None:
+def show_balance(loads: Mapping[str, Sequence[Sequence[float]]]) -> None:
     """Show the load of experts while training, `{label: loads[step][expert]}`, side by side on one scale."""
     pictures = {label: balance_picture(steps) for label, steps in loads.items()}
     top = 1.08 * max(max(map(max, picture.relative)) for picture in pictures.values())
-    with style():
-        figure, panels = plt.subplots(1, len(pictures), figsize=(FULL_WIDTH_IN, 3.1), squeeze=False, sharey=True)
+    with picture_panels(1, len(pictures), 3.1, squeeze=False, sharey=True) as (figure, panels):
         for axes, (label, picture) in zip(panels[0], pictures.items(), strict=True):
             draw_balance(axes, picture, top)
             said = f"{label}\nmax load, last {picture.last_steps} steps: {three_digits(picture.largest_at_end)} x mean"
-            axes.set_title(said, fontsize=9.5, fontweight="normal")
+            panel_title(axes, said)
         panels[0, 0].set_ylabel("load / mean load")
         handles, labels = panels[0, 0].get_legend_handles_labels()
         handles += [
@@ -190,9 +178,6 @@ def show_balance(loads: Mapping[str, Sequence[Sequence[float]]], title: str = ""
             plt.Line2D([], [], color="black", linestyle=":", linewidth=1),
         ]
         figure.legend(handles, [*labels, "each expert", "even load"], loc="outside lower center", ncol=4)
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- total and active parameters
@@ -228,8 +213,8 @@ def draw_parameters(axes, parameters: Mapping[str, tuple[float, float]]) -> None
 
 
 @checked
-def show_parameters(parameters: Mapping[str, tuple[float, float]], title: str = "") -> None:
+def show_parameters(parameters: Mapping[str, tuple[float, float]]) -> None:
     """Show total and active parameters, `{model: (total, active)}`."""
     with picture_axes(1.3 + 0.4 * len(parameters)) as axes:
         draw_parameters(axes, parameters)
-        axes.set_title(title or parameters_title(parameters))
+        axes.set_title(parameters_title(parameters))

@@ -30,16 +30,9 @@ def share_rows(failures: Failures, intervals_s: Sequence[Positive]) -> dict[str,
 
 
 @checked
-def show_checkpoint_interval(
-    failures: Failures, intervals_s: Sequence[Positive] | None = None, title: str = ""
-) -> None:
-    """Show as stacked areas what becomes of the job's time, and the interval of the highest goodput.
-
-    Raises   ValueError if fewer than two intervals are given
-    """
-    intervals_s = default_intervals(failures) if intervals_s is None else sorted(intervals_s)
-    if len(intervals_s) < 2:
-        raise ValueError(f"intervals_s has {len(intervals_s)} value; give at least 2, or leave it out")
+def show_checkpoint_interval(failures: Failures, title: str = "") -> None:
+    """Show as stacked areas what becomes of the job's time, and the interval of the highest goodput."""
+    intervals_s = default_intervals(failures)
     rows, best_s = share_rows(failures, intervals_s), best_interval_s(failures)
     with picture_axes(3.4) as axes:
         colors = [OKABE_ITO[color] for color in COLORS.values()]

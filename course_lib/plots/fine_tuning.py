@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from course_lib.plots.palette import KIND_COLORS, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style
+from course_lib.plots.style import CENTRED, panel_title, picture_axes, picture_panels
 from course_lib.validate import Size, checked
 
 # ---------------------------------------------------------------- the matrices of LoRA
@@ -54,7 +53,7 @@ def show_lora(d_out: Size = 64, d_in: Size = 64, rank: Size = 8) -> None:
             below = box.y + box.rows + 0.06 * d_out
             axes.text(box.x + box.columns / 2, below, text, ha="center", va="top", fontsize=9)
         middle = boxes[1].x / 2 + d_in / 2
-        axes.text(middle, d_out / 2, r"$+\ \frac{\alpha}{r}$", ha="center", va="center", fontsize=16)
+        axes.text(middle, d_out / 2, r"$+\ \frac{\alpha}{r}$", **CENTRED, fontsize=16)
         axes.set(xlim=(-d_in * 0.3, boxes[2].x + d_in * 1.3), ylim=(d_out * 1.25, -d_out * 0.05), aspect="equal")
         axes.set_axis_off()
         axes.set_title("A frozen matrix, and two thin ones beside it (areas: elements)")
@@ -80,8 +79,8 @@ def show_codes(codes: Mapping[str, Sequence[float]]) -> None:
 @checked
 def show_blocks(numbers: Sequence[float], stored: Mapping[str, Sequence[float]], block_size: Size) -> None:
     """Show numbers beside what is stored of them, in one panel for each way to choose the scales."""
-    with style():
-        figure, all_axes = plt.subplots(1, len(stored), figsize=(FULL_WIDTH_IN, 2.7), sharey=True, squeeze=False)
+    said = "One large number spoils the scale of its block only"
+    with picture_panels(1, len(stored), 2.7, said, sharey=True, squeeze=False) as (figure, all_axes):
         xs = range(len(numbers))
         for axes, (name, values) in zip(all_axes[0], stored.items(), strict=True):
             axes.bar(xs, numbers, width=0.9, color=FROZEN_COLOR, edgecolor=NEUTRAL_COLOR, label="number")
@@ -90,15 +89,11 @@ def show_blocks(numbers: Sequence[float], stored: Mapping[str, Sequence[float]],
             )
             for edge in range(block_size, len(numbers), block_size):
                 axes.axvline(edge - 0.5, color=LIMIT_COLOR, linestyle=":", linewidth=1)
-            axes.set_title(name, fontsize=9.5, fontweight="normal", loc="center")
+            panel_title(axes, name, "center")
             axes.set_xticks([])
             axes.yaxis.set_major_locator(MaxNLocator(4, prune="both"))
         handles, labels = all_axes[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncol=2)
-        figure.suptitle(
-            "One large number spoils the scale of its block only", x=0.01, ha="left", fontsize=11, fontweight="bold"
-        )
-        finish(figure)
 
 
 # ---------------------------------------------------------------- what to try first
@@ -150,7 +145,7 @@ def show_choices() -> None:
                     edgecolor=LIMIT_COLOR, linewidth=0.9,
                 )
             )  # fmt: skip
-            axes.text(choice.x, choice.y, choice.text, ha="center", va="center", fontsize=8.5, color=text_on(color))
+            axes.text(choice.x, choice.y, choice.text, **CENTRED, fontsize=8.5, color=text_on(color))
         axes.set(xlim=(-0.55, 3.95), ylim=(1.2, -1.2))
         axes.set_axis_off()
         axes.set_title("First ask what is large")

@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AXES, AxisLinks, links_of_axes
 from course_lib.plots.holdings import draw_boxes
 from course_lib.plots.palette import NEUTRAL_COLOR, RANK_COLORS, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.style import FULL_WIDTH_IN, bare, picture_panels
 from course_lib.validate import Index, Positive, Size, checked
 
 # ---------------------------------------------------------------- ranks on nodes
@@ -118,8 +117,7 @@ def draw_rank_map(axes, picture: RankMap, coordinates: bool = True, numbers: boo
         where = " ".join(str(picture.coordinates[rank][axis]) for axis in long_axes)
         axes.text(x, y + 0.2, where, fontsize=6.5 if len(where) < 7 else 6, **text)
     right = across * (shown + 0.5) - 1
-    axes.set(xlim=(-0.65, right + 0.15), ylim=(rows * ROW - 0.6, -0.6), xticks=[], yticks=[])
-    axes.spines[:].set_visible(False)
+    bare(axes, (-0.65, right + 0.15), (rows * ROW - 0.6, -0.6))
     axes.set_title(links_text(picture), fontsize=9, fontweight="normal")
 
 
@@ -191,21 +189,18 @@ def _show_maps(titled: Sequence[tuple[str, RankMap]], title: str) -> None:
     lines = max(name.count("\n") + bool(name) for name, _ in titled)
     free = rows * columns - len(titled)
     height = rows * (map_height_in(titled[0][1], width_in) + 0.32 + 0.16 * lines) + (0.4 if free else 0.65)
-    with style():
-        figure, panels = plt.subplots(rows, columns, figsize=(FULL_WIDTH_IN, height), squeeze=False)
+    with picture_panels(rows, columns, height, title, squeeze=False) as (figure, panels):
         for axes in panels.flat[len(titled) :]:
             axes.set_axis_off()
         for axes, (name, picture) in zip(panels.flat, titled, strict=False):  # a panel may stay free
             draw_rank_map(axes, picture, few, numbers=axes is panels[0, 0])
             if name:
                 axes.set_title(f"{name}\n{links_text(picture)}", fontsize=9, fontweight="normal")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         _lines_legend(figure, panels.flat[-1] if free else None)
-        finish(figure)
 
 
 @checked
-def show_ranks(layout: Layout, ranks_per_node: Size = 8, axes: Sequence[str] | None = None, title: str = "") -> None:
+def show_ranks(layout: Layout, ranks_per_node: Size = 8, axes: Sequence[str] | None = None) -> None:
     """Show the ranks of a layout on nodes, a panel an axis: who talks to whom, inside a node and between nodes.
 
     axes     of MAP_AXES; by default those with more than one rank
@@ -220,7 +215,7 @@ def show_ranks(layout: Layout, ranks_per_node: Size = 8, axes: Sequence[str] | N
     if named:
         few = len(chosen) * layout.world_size <= MOST_COORDINATES
         said += f"; under each its place along {', '.join(named)}" if few else f", {' x '.join(named)}, innermost last"
-    _show_maps(pictures, title or said)
+    _show_maps(pictures, said)
 
 
 def _counted(number: int, word: str) -> str:

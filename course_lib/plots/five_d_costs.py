@@ -3,13 +3,10 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-import matplotlib.pyplot as plt
-from matplotlib.patches import Patch
-
 from course_lib.hardware import GPU
 from course_lib.layout.mesh import REPLICA_AXES
 from course_lib.plots.holdings import draw_boxes
-from course_lib.plots.memory import BudgetBar, budget_bars, gpu_limits, merge_limits
+from course_lib.plots.memory import BudgetBar, budget_bars, gpu_limits, kind_patch, merge_limits
 from course_lib.plots.palette import (
     AXIS_COLORS,
     COMPUTE_COLOR,
@@ -20,14 +17,14 @@ from course_lib.plots.palette import (
     NEUTRAL_COLOR,
 )
 from course_lib.plots.style import (
-    FULL_WIDTH_IN,
     TIME_UNITS,
     UNITS,
-    finish,
+    ground,
+    panel_title,
     picture_axes,
+    picture_panels,
     show_bytes,
     show_seconds,
-    style,
     three_digits,
     time_unit_for,
     unit_for,
@@ -86,10 +83,8 @@ def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, in
     top = 1.14 * max([*floor, *(limit / size for limit in limits_bytes.values())])
     if len(bars) <= 16:
         for place, total in zip(places, floor, strict=True):
-            text = {"ha": "center", "va": "bottom", "fontsize": 8.5}
-            axes.text(place, total + 0.01 * top, three_digits(total), **text).set_bbox(
-                {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
-            )
+            text = {"ha": "center", "va": "bottom", "fontsize": 8.5, "bbox": ground("white", 0.6)}
+            axes.text(place, total + 0.01 * top, three_digits(total), **text)
     for name, limit in merge_limits(limits_bytes):
         axes.axhline(limit / size, color=LIMIT_COLOR, linestyle="--", linewidth=1.3, zorder=1.5)
         said = f" {name}\n {three_digits(limit / size)} {unit}"
@@ -99,10 +94,7 @@ def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, in
     axes.set_xlabel("" if few else "place along pp")
     axes.tick_params(axis="x", length=0)
     axes.set(xlim=(-0.6, len(bars) - 0.4), ylim=(0, top), ylabel=f"memory ({unit})")
-    handles = [
-        Patch(facecolor=KIND_COLORS[kind], hatch=KIND_HATCHES[kind], edgecolor="white", label=kind)
-        for kind in visible_kinds(bars)
-    ]
+    handles = [kind_patch(kind) for kind in visible_kinds(bars)]
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 2.2 if few else 3.6}
     axes.legend(handles=handles, ncol=len(handles), columnspacing=1.0, handlelength=1.4, handletextpad=0.5, **below)
 
@@ -225,15 +217,11 @@ def _bars(axes, widths: Mapping[str, float], labels: Mapping[str, str], colors, 
 
 
 @checked
-def show_costs(sent_bytes: Mapping[str, int], seconds: Mapping[str, float], title: str = "") -> None:
+def show_costs(sent_bytes: Mapping[str, int], seconds: Mapping[str, float]) -> None:
     """Show bytes by axis, of `traffic.sent` or a meter, beside seconds by part, of `StepTime.parts`."""
     rows = max(len(sent_rows(sent_bytes)), len(time_rows(seconds)))
-    with style():
-        figure, (left, right) = plt.subplots(1, 2, figsize=(FULL_WIDTH_IN, 1.25 + 0.27 * rows + 0.25 * bool(title)))
+    with picture_panels(1, 2, 1.25 + 0.27 * rows) as (_, (left, right)):
         draw_sent_by_axis(left, sent_bytes)
         draw_time_by_part(right, seconds)
-        left.set_title(sent_title(sent_bytes), fontsize=9.5, fontweight="normal")
-        right.set_title(time_title(seconds), fontsize=9.5, fontweight="normal")
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
+        panel_title(left, sent_title(sent_bytes))
+        panel_title(right, time_title(seconds))

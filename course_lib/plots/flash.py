@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
 from course_lib.plots.palette import KIND_COLORS, NEUTRAL_COLOR, mix
-from course_lib.plots.style import FULL_WIDTH_IN, finish, style
+from course_lib.plots.style import CENTRED, panel_title, picture_panels
 from course_lib.validate import Index, Size, checked
 
 DONE, NOW, TO_COME, SKIPPED = "used and dropped", "in fast memory now", "still to come", "never computed"
@@ -59,7 +58,7 @@ def draw_tiles(axes, tiles: Sequence[Tile]) -> None:
         look = {"facecolor": TILE_COLORS[tile.state], "edgecolor": NEUTRAL_COLOR, "linewidth": 0.8}
         axes.add_patch(Rectangle((tile.key_block, tile.query_block), 1, 1, **look))
         if tile.turn:
-            axes.text(tile.key_block + 0.5, tile.query_block + 0.5, tile.turn, ha="center", va="center", fontsize=9)
+            axes.text(tile.key_block + 0.5, tile.query_block + 0.5, tile.turn, **CENTRED, fontsize=9)
         if tile.state == NOW:
             text = "running\n$m$, $\\ell$, $o$"
             axes.text(size + 0.15, tile.query_block + 0.5, text, ha="left", va="center", fontsize=9)
@@ -95,15 +94,12 @@ def show_tiles(num_blocks: Size = 4, block_size: Size = 4, now: Index = 8) -> No
     if num_blocks * block_size > 32:
         raise ValueError(f"{num_blocks} blocks of {block_size} are too many cells; give at most 32 tokens")
     tiles = flash_tiles(num_blocks, now)
-    with style():
-        figure, (left, right) = plt.subplots(1, 2, figsize=(FULL_WIDTH_IN, 3.6), width_ratios=[1, 1.3])
+    said = "The same scores: one matrix in memory, or one tile after the other"
+    with picture_panels(1, 2, 3.6, said, width_ratios=[1, 1.3]) as (figure, (left, right)):
         draw_score_matrix(left, num_blocks * block_size)
-        left.set_title("standard: all scores kept", fontsize=9.5, fontweight="normal")
+        panel_title(left, "standard: all scores kept")
         draw_tiles(right, tiles)
-        right.set_title("blocks: one tile at a time", fontsize=9.5, fontweight="normal")
+        panel_title(right, "blocks: one tile at a time")
         handles = [Patch(facecolor=KEPT_COLOR, label="kept for backward (light: masked)")]
         handles += [Patch(facecolor=c, edgecolor=NEUTRAL_COLOR, label=name) for name, c in TILE_COLORS.items()]
         figure.legend(handles=handles, loc="outside lower center", ncol=3)
-        title = "The same scores: one matrix in memory, or one tile after the other"
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)

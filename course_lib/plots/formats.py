@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from matplotlib.patches import Rectangle
 
 from course_lib.plots.palette import OKABE_ITO, mix, text_on
-from course_lib.plots.style import picture_axes
+from course_lib.plots.style import CENTRED, ground, picture_axes, write_above
 from course_lib.validate import checked
 
 BIT_COLORS = {"sign": OKABE_ITO["black"], "exponent": OKABE_ITO["orange"], "mantissa": OKABE_ITO["sky"]}
@@ -97,22 +97,15 @@ def _draw_format(axes, row: int, fmt: FloatFormat, cells: Sequence[str], widest:
     for bit, part in enumerate(cells):
         axes.add_patch(Rectangle((bit, top), 1, 0.8, facecolor=BIT_COLORS[part], edgecolor="white", linewidth=1.2))
     axes.text(-0.4, top + 0.4, f"{fmt.name}", ha="right", va="center", fontweight="bold")
-    axes.text(0.5, top + 0.4, "±", ha="center", va="center", color="white", fontsize=9)
+    axes.text(0.5, top + 0.4, "±", **CENTRED, color="white", fontsize=9)
     for part, start, count in (
         ("exponent", 1, fmt.exponent_bits),
         ("mantissa", 1 + fmt.exponent_bits, fmt.mantissa_bits),
     ):
         label = f"{count} {part}" if count >= 5 else f"{count}"
-        axes.text(
-            start + count / 2,
-            top + 0.4,
-            label,
-            ha="center",
-            va="center",
-            fontsize=9,
-            color=text_on(BIT_COLORS[part]),
-            bbox={"facecolor": BIT_COLORS[part], "edgecolor": "none", "pad": 1},
-        )
+        color = BIT_COLORS[part]
+        look = {"fontsize": 9, "color": text_on(color), "bbox": ground(color)} | CENTRED
+        axes.text(start + count / 2, top + 0.4, label, **look)
     facts = (
         f"{fmt.bits} bits · largest {fmt.largest:.3g} · smallest normal {fmt.smallest_normal:.2g}"
         f" · after 1 comes 1 + {fmt.epsilon:.2g}"
@@ -132,16 +125,7 @@ def draw_ranges(axes, formats: Sequence[FloatFormat], marks: Mapping[str, float]
         axes.text(low, row, f"from {fmt.smallest:.2g} ", va="center", ha="right", fontsize=9)
     for index, (name, value) in enumerate(marks.items()):
         axes.axvline(math.log10(value), color="black", linestyle=("--", ":")[index % 2], linewidth=1.6)
-        label = f"{name} {value:.3g}"
-        axes.annotate(
-            label,
-            (math.log10(value), 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 3 + 13 * index),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-        )
+        write_above(axes, math.log10(value), f"{name} {value:.3g}", 3 + 13 * index)
     axes.set_yticks(range(len(formats)), [fmt.name for fmt in formats])
     ticks = range(-45, 46, 15)
     axes.set_xticks(ticks, [f"$10^{{{tick}}}$" for tick in ticks])

@@ -262,11 +262,11 @@ def holdings_height_in(picture: Holdings) -> float:
 
 
 @checked
-def show_holdings(config: ModelConfig, layout: Layout, ranks: Sequence[int] | None = None, title: str = "") -> None:
+def show_holdings(config: ModelConfig, layout: Layout, ranks: Sequence[int] | None = None) -> None:
     """Show which share of each part of a model each rank holds; of more than 16 ranks one for each place along pp."""
     picture = holdings(config, layout, ranks)
     if len(picture.ranks) > MOST_ROWS:
         raise ValueError(f"{len(picture.ranks)} ranks; the picture has room for {MOST_ROWS}, choose some of them")
     with picture_axes(holdings_height_in(picture)) as axes:
         draw_holdings(axes, picture)
-        axes.set_title(title or holdings_title(picture), pad=28)
+        axes.set_title(holdings_title(picture), pad=28)

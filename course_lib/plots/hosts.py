@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 
-import matplotlib.pyplot as plt
-
 from course_lib.plots.palette import AXIS_COLORS, NEUTRAL_COLOR
-from course_lib.plots.style import FULL_WIDTH_IN, bare, finish, labelled_box, style
+from course_lib.plots.style import CENTRED, bare, labelled_box, picture_panels
 from course_lib.simulate.two_hosts import HostRow
 from course_lib.validate import Positive, checked
 
@@ -27,11 +25,9 @@ def link_widths(rows: Sequence[HostRow]) -> list[float]:
 def show_two_hosts(rows: Sequence[HostRow]) -> None:
     """Show for each row which axis lies inside the hosts and which across, its bytes on the link, and its seconds."""
     widths = link_widths(rows)
-    with style():
-        figure, panels = plt.subplots(1, len(rows), figsize=(FULL_WIDTH_IN, 2.1), squeeze=False)
+    with picture_panels(1, len(rows), 2.1, squeeze=False) as (_, panels):
         for axes, row, width in zip(panels[0], rows, widths, strict=True):
             draw_two_hosts(axes, row, width)
-        finish(figure)
 
 
 @checked
@@ -51,7 +47,7 @@ def draw_two_hosts(axes, row: HostRow, width: Positive) -> None:
         axes.plot(*ends, color=AXIS_COLORS[axis], linewidth=points, solid_capstyle="butt", zorder=1)
     for rank, (x, y) in enumerate(RANKS_AT):
         axes.scatter(x, y, s=190, color="white", edgecolor="black", zorder=2)
-        axes.text(x, y - 0.02, str(rank), ha="center", va="center", fontsize=9, zorder=3)
+        axes.text(x, y - 0.02, str(rank), **CENTRED, fontsize=9, zorder=3)
     axes.set_title(f"{row.inside} inside, {row.across} across", fontsize=9.5)
     told = f"{row.link_bytes / 1e6:.1f} MB on the link\n{row.step_s:.1f} s for a step"
     axes.text(1.3, -0.75, told, ha="center", va="top", fontsize=9)

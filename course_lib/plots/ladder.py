@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from course_lib.plots.palette import KIND_COLORS, LIMIT_COLOR, NEUTRAL_COLOR
-from course_lib.plots.style import picture_axes, three_digits
+from course_lib.plots.style import ground, picture_axes, three_digits, write_above
 from course_lib.validate import checked
 
 
@@ -36,63 +36,28 @@ def _percent(value: float) -> str:
 @checked
 def draw_ladder(axes, ladder_steps: Sequence[LadderStep], unit: str, limits: Mapping[str, float]) -> None:
     """Horizontal bars from the start downward; the ghost of a bar is what this step saved."""
-    extent = (
-        max([ladder_step.value + max(ladder_step.gain, 0) for ladder_step in ladder_steps] + list(limits.values()))
-        * 1.42
-    )
+    ends = [one.value + max(one.gain, 0) for one in ladder_steps]
+    extent = max([*ends, *limits.values()]) * 1.42
     lowest = min(limits.values(), default=float("inf"))
-    for row, ladder_step in enumerate(ladder_steps):
-        fits = ladder_step.value <= lowest
-        color = (
-            KIND_COLORS["optimizer"]
-            if limits and fits
-            else KIND_COLORS["activations"]
-            if limits
-            else KIND_COLORS["parameters"]
-        )
-        axes.barh(row, ladder_step.value, height=0.6, color=color)
-        if ladder_step.gain > 0:
-            axes.barh(
-                row,
-                ladder_step.gain,
-                left=ladder_step.value,
-                height=0.6,
-                color="white",
-                edgecolor=NEUTRAL_COLOR,
-                hatch="///",
-                linewidth=0.8,
-            )
-        text = f" {three_digits(ladder_step.value)} {unit}" + (
-            f"  (−{_percent(ladder_step.gain_percent)} %)" if ladder_step.gain > 0 else ""
-        )
-        text = (
-            text
-            if ladder_step.gain >= 0
-            else f" {three_digits(ladder_step.value)} {unit}  (+{_percent(-ladder_step.gain_percent)} %)"
-        )
-        verdict = ("  fits" if fits else "  does not fit") if limits else ""
+    for row, (one, end) in enumerate(zip(ladder_steps, ends, strict=True)):
+        fits = one.value <= lowest
+        kind = ("optimizer" if fits else "activations") if limits else "parameters"
+        axes.barh(row, one.value, height=0.6, color=KIND_COLORS[kind])
+        if one.gain > 0:
+            ghost = {"color": "white", "edgecolor": NEUTRAL_COLOR, "hatch": "///", "linewidth": 0.8}
+            axes.barh(row, one.gain, left=one.value, height=0.6, **ghost)
+        text = f"{three_digits(one.value)} {unit}"
+        if one.gain:
+            text += f"  ({'−' if one.gain > 0 else '+'}{_percent(abs(one.gain_percent))} %)"
+        if limits:
+            text += "  fits" if fits else "  does not fit"
         axes.text(
-            ladder_step.value + max(ladder_step.gain, 0) + extent / 100,
-            row,
-            text.strip() + verdict,
-            va="center",
-            fontsize=9,
-            zorder=3,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # readable across the line of a limit
-        )
+            end + extent / 100, row, text, va="center", fontsize=9, zorder=3, bbox=ground("white")
+        )  # readable across a limit
     for name, limit in limits.items():
         axes.axvline(limit, color=LIMIT_COLOR, linestyle="--", linewidth=1.4)
-        axes.annotate(
-            f"{name}: {three_digits(limit)} {unit}",
-            (limit, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
-            fontsize=9,
-        )
-    axes.set_yticks(range(len(ladder_steps)), [ladder_step.label for ladder_step in ladder_steps])
+        write_above(axes, limit, f"{name}: {three_digits(limit)} {unit}")
+    axes.set_yticks(range(len(ladder_steps)), [one.label for one in ladder_steps])
     axes.tick_params(axis="y", length=0)
     axes.set(xlim=(0, extent), ylim=(len(ladder_steps) - 0.4, -0.6))
 

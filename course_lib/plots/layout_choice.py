@@ -11,7 +11,7 @@ from course_lib.hardware import GB
 from course_lib.plan.option import Option
 from course_lib.plots.holdings import draw_boxes
 from course_lib.plots.palette import AXIS_COLORS, COMPUTE_COLOR, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO, mix
-from course_lib.plots.style import FULL_WIDTH_IN, finish, picture_axes, style
+from course_lib.plots.style import CENTRED, bare, picture_axes
 from course_lib.validate import Positive, checked
 
 # ---------------------------------------------------------------- the ladder as a flow chart
@@ -56,8 +56,7 @@ def show_ladder(marked: str | None = None) -> None:
     names = [rung.name for rung in RUNGS]
     if marked is not None and marked not in names:
         raise ValueError(f"marked is {marked!r}; choose from {', '.join(names)}, or None")
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 5.7))
+    with picture_axes(5.7) as axes:
         for row, rung in enumerate(RUNGS):
             y = -1.6 * row
             color = OKABE_ITO["yellow"] if rung.name == marked else mix(OKABE_ITO["sky"], "#FFFFFF", 0.7)
@@ -66,27 +65,20 @@ def show_ladder(marked: str | None = None) -> None:
                 question = "no" if row < 2 else "nothing fits, or the fastest\nso far waits for 25 % or more"
                 _arrow(axes, (2.45, y - 0.03), (2.45, y - 0.6), question)
                 _arrow(axes, (4.95, y + 0.47), (6.15, y + 0.47), "yes", above=True)
-        _box(
-            axes,
-            (6.2, -3.2, 2.7, 4.15),
-            _STOP,
-            "#E8F4EC",
-        )
+        _box(axes, (6.2, -3.2, 2.7, 4.15), _STOP, "#E8F4EC")
         _box(axes, (6.2, -4.8, 2.7, 0.95), "End: of all that fit,\ntake the fastest", "#E8F4EC")
         _arrow(axes, (4.95, -4.33), (6.15, -4.33), "all were tried", above=True)
         _arrow(axes, (4.95, -3.05), (6.15, -4.0), "      it waits for\n         less than 25 %")
         axes.text(0, -5.05, _HOLDS_FOR, fontsize=9, va="top")
-        axes.set(xlim=(-0.1, 9), ylim=(-5.55, 1.1), xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
+        bare(axes, (-0.1, 9), (-5.55, 1.1))
         axes.set_title("Small copies of the model first, recomputation last")
-        finish(figure)
 
 
 def _box(axes, box: tuple[float, float, float, float], text: str, color: str) -> None:
     x, y, width, height = box
     shape = FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.02", facecolor=color, edgecolor="black")
     axes.add_patch(shape)
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=9)
+    axes.text(x + width / 2, y + height / 2, text, **CENTRED, fontsize=9)
 
 
 def _arrow(axes, start: tuple[float, float], stop: tuple[float, float], text: str, above: bool = False) -> None:

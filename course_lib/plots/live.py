@@ -27,8 +27,8 @@ class LiveCurve:
     """
 
     @checked
-    def __init__(self, title: str, steps: Size | None = None, xlabel: str = "step", ylabel: str = "loss"):
-        self.title, self.steps, self.xlabel, self.ylabel = title, steps, xlabel, ylabel
+    def __init__(self, title: str, steps: Size | None = None):
+        self.title, self.steps = title, steps
         self.values: dict[str, list[float]] = {}
         self._display_id = None
         self._next_s = time.monotonic() + REDRAW_S
@@ -73,7 +73,7 @@ class LiveCurve:
                 if smooth != values:
                     axes.plot(steps, values, color=look["color"], linewidth=0.8, alpha=0.3)
                 axes.plot(steps, smooth, label=name, **look)
-            axes.set(xlabel=self.xlabel, ylabel=self.ylabel)
+            axes.set(xlabel="step", ylabel="loss")
             if self.steps is not None:
                 axes.set_xlim(0, self.steps)
             axes.set_title(self.title)

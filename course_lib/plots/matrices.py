@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import matplotlib.pyplot as plt
-
 from course_lib.layout.partition import check_heads, piece_sizes
 from course_lib.plots.palette import RANK_COLORS, mix
-from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, picture_axes, style
+from course_lib.plots.style import CENTRED, labelled_box, name_ranks, picture_axes, picture_panels
 from course_lib.validate import Size, checked
 
 MOST_RANKS = 8
@@ -17,12 +15,7 @@ WHOLE_COLOR = "#E6E6E6"  # the same numbers on every rank
 
 @checked
 def chunk_bounds(size: Size, num_ranks: Size) -> list[tuple[int, int]]:
-    """Where `size` is cut for each rank, as `piece_sizes` has it: (start, stop).
-
-    Raises   ValueError if size or num_ranks is below 1
-    """
-    if size < 1 or num_ranks < 1:
-        raise ValueError(f"size is {size} and num_ranks {num_ranks}; both must be at least 1")
+    """Where `size` is cut for each rank, as `piece_sizes` has it: (start, stop)."""
     stops = list(accumulate(piece_sizes(size, num_ranks)))
     return list(zip([0, *stops], stops, strict=False))  # the last stop starts no piece
 
@@ -93,7 +86,7 @@ def draw_linear_pair(axes, pieces: Sequence[MatrixPiece]) -> None:
         stacked = spread if name == "Z" else 0
         x += width + stacked + _GAP
         if sign:
-            axes.text(x - _GAP / 2, 0, sign, ha="center", va="center", fontsize=9 if len(sign) > 1 else 13)
+            axes.text(x - _GAP / 2, 0, sign, **CENTRED, fontsize=9 if len(sign) > 1 else 13)
     for name, left, width, height, of_it in places:
         _draw_matrix(axes, left, width, height, of_it)
         _name_matrix(axes, name, left + (width + (spread if name == "Z" else 0)) / 2, of_it)
@@ -146,14 +139,12 @@ def _name_matrix(axes, name: str, x: float, pieces: Sequence[MatrixPiece]) -> No
 
 
 @checked
-def show_linear_pair(
-    tokens: Size = 4096, d_model: Size = 4096, d_ff: Size = 14_336, tp_size: Size = 2, title: str = ""
-) -> None:
+def show_linear_pair(tokens: Size = 4096, d_model: Size = 4096, d_ff: Size = 14_336, tp_size: Size = 2) -> None:
     """Show Y = X A, Z = Y B cut by columns, then by rows, with the shape that one rank holds of each matrix."""
     pieces = linear_pair_pieces(tokens, d_model, d_ff, tp_size)
     with picture_axes(3.1) as axes:
         draw_linear_pair(axes, pieces)
-        axes.set_title(title or "Columns first, then rows: nothing is sent until Z, and there once")
+        axes.set_title("Columns first, then rows: nothing is sent until Z, and there once")
 
 
 # ---------------------------------------------------------------- attention heads
@@ -214,22 +205,17 @@ def heads_title(ranks: Sequence[RankHeads]) -> str:
 
 
 @checked
-def show_heads(
-    num_heads: Size = 8, num_kv_heads: Size = 4, tp_size: Size | Sequence[int] = (2, 8), title: str = ""
-) -> None:
+def show_heads(num_heads: Size = 8, num_kv_heads: Size = 4, tp_size: Size | Sequence[int] = (2, 8)) -> None:
     """Show which heads each rank computes, for one tp size or one below the other for several."""
     sizes = [tp_size] if isinstance(tp_size, int) else list(tp_size)
     if num_heads > 16:
         raise ValueError(f"num_heads is {num_heads}; the picture has room for 16, the pattern is the same")
-    with style():
-        figure, panels = plt.subplots(len(sizes), 1, figsize=(FULL_WIDTH_IN, 0.4 + 1.35 * len(sizes)), squeeze=False)
+    said = f"{num_heads} query heads and {num_kv_heads} key/value heads, dealt out by rank"
+    with picture_panels(len(sizes), 1, 0.4 + 1.35 * len(sizes), said, squeeze=False) as (_, panels):
         for axes, size in zip(panels[:, 0], sizes, strict=True):
             ranks = heads_by_rank(num_heads, num_kv_heads, size)
             draw_heads(axes, ranks)
             axes.set_title(f"tp {size}: {heads_title(ranks)}", fontsize=10, fontweight="normal")
-        said = f"{num_heads} query heads and {num_kv_heads} key/value heads, dealt out by rank"
-        figure.suptitle(title or said, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- a vocabulary by rows
@@ -278,10 +264,8 @@ def draw_vocabulary(axes, rows: Sequence[VocabularyRows], token_ids: Sequence[in
     axes.text(1.15, -0.15, "rows of the table", ha="center", va="bottom", fontsize=8.5)
     axes.text(left - 0.1, -0.15, "token", ha="right", va="bottom", fontsize=8.5)
     axes.text(left - 0.15, ranks + 0.75, "all-reduce: the sum", ha="right", va="center", fontsize=8.5)
-    axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
+    name_ranks(axes, ranks)
     axes.set(xlim=(-0.05, left + len(token_ids) + 0.05), ylim=(ranks + 1.3, -0.6), xticks=[])
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
 
 
 def _token_box(axes, x: float, y: float, color: str, text: str) -> None:
@@ -292,13 +276,10 @@ def _token_box(axes, x: float, y: float, color: str, text: str) -> None:
 
 @checked
 def show_vocabulary(
-    vocab_size: Size = 128_256,
-    tp_size: Size = 4,
-    token_ids: Sequence[int] = (9906, 40_000, 70_123, 127_999, 11),
-    title: str = "",
+    vocab_size: Size = 128_256, tp_size: Size = 4, token_ids: Sequence[int] = (9906, 40_000, 70_123, 127_999, 11)
 ) -> None:
     """Show an embedding table cut by rows, and how a sum over ranks puts each token's row together."""
     rows = vocabulary_rows(vocab_size, tp_size, token_ids)
     with picture_axes(1.3 + 0.34 * tp_size) as axes:
         draw_vocabulary(axes, rows, token_ids)
-        axes.set_title(title or "Each token's row is on one rank; the others add zeros")
+        axes.set_title("Each token's row is on one rank; the others add zeros")

@@ -10,7 +10,17 @@ from matplotlib.patches import Patch
 from course_lib.hardware import GPU
 from course_lib.memory.budget import Budget
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, KINDS, LIMIT_COLOR, text_on
-from course_lib.plots.style import UNITS, picture_axes, show_bytes, three_digits, unit_for
+from course_lib.plots.style import (
+    BELOW,
+    CENTRED,
+    UNITS,
+    ground,
+    picture_axes,
+    show_bytes,
+    three_digits,
+    unit_for,
+    write_above,
+)
 from course_lib.validate import Size, checked
 
 # ---------------------------------------------------------------- memory over time
@@ -115,7 +125,7 @@ def _draw_phases(axes, picture: TimelinePicture, peak: float) -> None:
         axes.axvline(start, color="black", linewidth=0.5, alpha=0.5, ymax=1.17 / 1.28)
         share = (stop - start) / width
         label = name if share > 0.015 * len(name) else name[:1].upper() if share > 0.012 else ""
-        axes.text((start + stop) / 2, peak * 1.22, label, ha="center", va="center", fontsize=8)
+        axes.text((start + stop) / 2, peak * 1.22, label, **CENTRED, fontsize=8)
         if label and label != name and name not in shortened:
             shortened.append(name)
     key = ", ".join(f"{name[:1].upper()} {name}" for name in shortened)
@@ -189,11 +199,11 @@ def gpu_limits(gpus: Mapping[str, float] | Iterable[GPU]) -> dict[str, int]:
 
 
 @checked
-def merge_limits(limits_bytes: Mapping[str, int], tolerance: float = 0.02) -> list[tuple[str, int]]:
-    """Limits that would be drawn on top of each other become one line that names them all, at the smallest of them."""
+def merge_limits(limits_bytes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Limits within 2 % would be drawn on top of each other: one line names them all, at the smallest of them."""
     merged: list[tuple[list[str], int]] = []
     for name, limit in sorted(limits_bytes.items(), key=lambda item: item[1]):
-        if merged and limit <= merged[-1][1] * (1 + tolerance):
+        if merged and limit <= 1.02 * merged[-1][1]:
             merged[-1][0].append(name)
         else:
             merged.append(([name], limit))
@@ -211,17 +221,9 @@ def draw_budgets(
     for row, bar in enumerate(bars):
         _draw_stack(axes, row, bar, size, extent)
         end = bar.total_bytes / size
-        axes.annotate(
-            f"{three_digits(end)} {unit}{_verdict(bar, limits_bytes)}",
-            (end, row),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            fontweight="bold",
-            linespacing=1.3,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # a limit's line stops before it
-        )
+        said = f"{three_digits(end)} {unit}{_verdict(bar, limits_bytes)}"
+        look = {"fontsize": 9, "fontweight": "bold", "linespacing": 1.3, "bbox": ground("white", 0.8)}
+        axes.annotate(said, (end, row), xytext=(4, 0), textcoords="offset points", va="center", **look)
     levels = label_levels([(limit / size, _limit_label(name, limit, unit)) for name, limit in limits], extent)
     for (name, limit), level in zip(limits, levels, strict=True):
         _draw_limit(axes, limit / size, _limit_label(name, limit, unit), level)
@@ -232,17 +234,8 @@ def draw_budgets(
         xlim=(0, extent), ylim=(len(bars) - 0.4, -0.6), xlabel=f"memory ({unit}, 1 {unit} = {UNITS[unit]:,} bytes)"
     )
     shown = [kind for kind in KINDS if any(kind in bar.bytes_by_kind for bar in bars)]
-    axes.legend(
-        handles=[kind_patch(kind) for kind in shown],
-        loc="upper center",
-        bbox_to_anchor=(0.5, 0),
-        bbox_transform=axes.transAxes,
-        ncol=len(shown),
-        borderaxespad=4.2,
-        columnspacing=1.0,
-        handlelength=1.5,
-        handletextpad=0.5,
-    )
+    handles, spacing = [kind_patch(kind) for kind in shown], {"columnspacing": 1.0, "handlelength": 1.5}
+    axes.legend(handles=handles, ncol=len(shown), borderaxespad=4.2, handletextpad=0.5, **(BELOW | spacing))
 
 
 def _draw_stack(axes, row: float, bar: BudgetBar, size: int, extent: float) -> None:
@@ -255,16 +248,8 @@ def _draw_stack(axes, row: float, bar: BudgetBar, size: int, extent: float) -> N
         )
         label = three_digits(width)
         if width / extent > 0.011 * len(label) + 0.01:
-            axes.text(
-                left + width / 2,
-                row,
-                label,
-                ha="center",
-                va="center",
-                fontsize=9,
-                color=text_on(color),
-                bbox={"facecolor": color, "edgecolor": "none", "pad": 1.2},
-            )
+            look = {"color": text_on(color), "bbox": ground(color, 1.2)}
+            axes.text(left + width / 2, row, label, fontsize=9, **CENTRED, **look)
         left += width
 
 
@@ -295,16 +280,7 @@ def label_levels(labels: Sequence[tuple[float, str]], extent: float) -> list[int
 
 def _draw_limit(axes, x: float, label: str, level: int) -> None:
     axes.axvline(x, color=LIMIT_COLOR, linestyle="--", linewidth=1.4)
-    axes.annotate(
-        label,
-        (x, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(0, 3 + 13 * level),
-        textcoords="offset points",
-        ha="center",
-        va="bottom",
-        fontsize=8.5,
-    )
+    write_above(axes, x, label, 3 + 13 * level, 8.5)
 
 
 @checked

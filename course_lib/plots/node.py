@@ -6,7 +6,7 @@ from matplotlib.patches import Rectangle
 
 from course_lib.hardware import GB, Cluster, Link
 from course_lib.plots.palette import COMMUNICATION_COLOR, COMPUTE_COLOR, NEUTRAL_COLOR, OKABE_ITO
-from course_lib.plots.style import labelled_box, picture_axes
+from course_lib.plots.style import bare, labelled_box, picture_axes
 from course_lib.validate import checked
 
 WIDEST = 0.62  # the fastest wire, where neighbouring GPUs are 1 apart
@@ -54,8 +54,7 @@ def show_node(cluster: Cluster, host: Link, title: str) -> None:
         for wire in wires:
             _draw_wires(axes, wire, gpus)
         _draw_boxes(axes, cluster, gpus)
-        axes.set(xlim=(-0.6, gpus + 2.9), ylim=(-0.35, 4.35), xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
+        bare(axes, (-0.6, gpus + 2.9), (-0.35, 4.35))
         axes.set_title(title)
 
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import matplotlib.pyplot as plt
-from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
+from course_lib.plots.holdings import draw_boxes as draw_many_boxes
 from course_lib.plots.palette import OKABE_ITO, mix, text_on
 from course_lib.plots.style import FULL_WIDTH_IN, finish, style
 from course_lib.plots.timeline import merge, subtract
@@ -15,12 +15,7 @@ from course_lib.schedules.simulator import Simulation
 from course_lib.span import Span
 from course_lib.validate import Amount, Index, Positive, Size, checked
 
-OP_COLORS = {
-    "F": OKABE_ITO["sky"],
-    "B": OKABE_ITO["vermillion"],
-    "I": OKABE_ITO["orange"],
-    "W": OKABE_ITO["green"],
-}
+OP_COLORS = {"F": OKABE_ITO["sky"], "B": OKABE_ITO["vermillion"], "I": OKABE_ITO["orange"], "W": OKABE_ITO["green"]}
 OP_MEANINGS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
 IDLE_COLOR = "#EDEDED"
 LIGHTEST = 0.55  # white mixed into the colour of a rank's last chunk
@@ -196,12 +191,8 @@ def draw_schedule(
 @checked
 def draw_boxes(axes, spans: Sequence[tuple[float, float, float]], scale: Positive, height: Positive, **look) -> None:
     """Many boxes, (row, start, stop), as one collection: a chart has up to two thousand."""
-    half = height / 2
-    corners = [
-        [(a / scale, row - half), (b / scale, row - half), (b / scale, row + half), (a / scale, row + half)]
-        for row, a, b in spans
-    ]
-    axes.add_collection(PolyCollection(corners, **({"edgecolor": "white"} | look)), autolim=False)
+    boxes = [(a / scale, row - height / 2, (b - a) / scale, height) for row, a, b in spans]
+    draw_many_boxes(axes, boxes, **({"edgecolor": "white"} | look))
 
 
 def _number_boxes(axes, picture: SchedulePicture, labels: Mapping[str, Label], scale: float, height: float) -> None:
@@ -267,13 +258,13 @@ def legend_below(axes, handles: Sequence[Patch]) -> None:
 
 
 @checked
-def show_schedule(simulation: Simulation, title: str = "") -> None:
+def show_schedule(simulation: Simulation) -> None:
     """Show a simulated schedule as a chart, with its bubble in both definitions as the title."""
-    show_schedules([simulation], title)
+    show_schedules([simulation])
 
 
 @checked
-def show_schedules(simulations: Sequence[Simulation], title: str = "") -> None:
+def show_schedules(simulations: Sequence[Simulation]) -> None:
     """Show several simulated schedules one above the other, on one time axis; each says its bubbles.
 
     Raises   ValueError if there is none
@@ -291,6 +282,4 @@ def show_schedules(simulations: Sequence[Simulation], title: str = "") -> None:
             axes.set_title(chart_title(picture), fontsize=9.5)
         panels[-1, 0].set_xlabel("simulated time")
         legend_below(panels[-1, 0], legend_of(pictures))
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         finish(figure)

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
-
 from course_lib.layout.partition import even_layers
 from course_lib.plots.palette import OKABE_ITO, RANK_COLORS, mix
 from course_lib.plots.pipeline import (
@@ -16,7 +14,7 @@ from course_lib.plots.pipeline import (
     schedule_picture,
 )
 from course_lib.plots.pipeline_trace import measured_picture
-from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, labelled_box, style
+from course_lib.plots.style import TIME_UNITS, bare, labelled_box, picture_axes
 from course_lib.schedules.instructions import Schedule, loop_placement, needs, v_placement
 from course_lib.schedules.simulator import Simulation, simulate
 from course_lib.span import Span
@@ -60,8 +58,7 @@ def show_cut(num_layers: Size, num_stages: Size) -> None:
     """Show a model cut into stages, and the two messages that cross each cut for every micro-batch."""
     boxes = cut_boxes(num_layers, num_stages)
     lines = max(box.text.count("\n") + 1 for box in boxes)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.2 + 0.2 * lines))
+    with picture_axes(1.2 + 0.2 * lines) as axes:
         for box in boxes:
             color = mix(RANK_COLORS[box.rank % len(RANK_COLORS)], "#FFFFFF", 0.45)
             labelled_box(axes, (box.rank, 0), (0.62, 1), color, box.text, fontsize=9, edgecolor="black")
@@ -74,10 +71,8 @@ def show_cut(num_layers: Size, num_stages: Size) -> None:
             middle = rank + 0.81
             axes.text(middle, 0.82, "x_BSD", ha="center", fontsize=8.5, color=ACTIVATION_COLOR)
             axes.text(middle, 0.12, "its grad", ha="center", fontsize=8.5, color=GRADIENT_COLOR)
-        axes.set(xlim=(-0.05, num_stages - 0.33), ylim=(-0.05, 1.3), xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
+        bare(axes, (-0.05, num_stages - 0.33), (-0.05, 1.3))
         axes.set_title("Only the cuts communicate: hidden states forward, their gradient backward")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- messages of a schedule in time
@@ -112,8 +107,7 @@ def message_arrows(simulation: Simulation) -> list[MessageArrow]:
 def show_messages(simulation: Simulation, title: str) -> None:
     """Show a simulated schedule as a chart, with an arrow for each message."""
     picture, arrows = schedule_picture(simulation), message_arrows(simulation)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, chart_height_in(picture) + 0.95))
+    with picture_axes(chart_height_in(picture) + 0.95) as axes:
         draw_schedule(axes, picture)
         for arrow in arrows:
             color = ACTIVATION_COLOR if arrow.op == "F" else GRADIENT_COLOR
@@ -125,20 +119,17 @@ def show_messages(simulation: Simulation, title: str) -> None:
         axes.set_title(title)
         axes.set_xlabel("simulated time (slots)")
         legend_below(axes, legend_of([picture]))
-        finish(figure)
 
 
 @checked
 def show_trace(schedule: Schedule, traces: Sequence[Sequence[Span]], title: str) -> None:
     """Show when each rank of a schedule computed what, as measured."""
     picture = measured_picture(simulate(schedule), traces).measured
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, chart_height_in(picture) + 0.5))
+    with picture_axes(chart_height_in(picture) + 0.5) as axes:
         draw_schedule(axes, picture, scale=TIME_UNITS["ms"])
         axes.set_title(title)
         axes.set_xlabel("time (ms)")
         legend_below(axes, legend_of([picture]))
-        finish(figure)
 
 
 # ---------------------------------------------------------------- backward in two halves
@@ -168,8 +159,7 @@ def half_boxes(num_layers: Size) -> list[HalfBox]:
 @checked
 def show_halves(num_layers: Size = 3) -> None:
     """Show which products of backward the rank before waits for, and which nobody waits for."""
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 2.7))
+    with picture_axes(2.7) as axes:
         for box in half_boxes(num_layers):
             labelled_box(axes, (box.column, box.row), (0.7, 0.55), OP_COLORS[box.op], box.text, fontsize=10)
         arrow = {"arrowstyle": "-|>", "color": "black", "linewidth": 1.5}
@@ -191,10 +181,8 @@ def show_halves(num_layers: Size = 3) -> None:
             2.275: "second half W:\nat any time after I",
         }.items():
             axes.text(num_layers + 0.05, y, text, ha="left", va="center", fontsize=9)
-        axes.set(xlim=(-1.15, num_layers + 0.95), ylim=(2.65, -0.15), xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
+        bare(axes, (-1.15, num_layers + 0.95), (2.65, -0.15))
         axes.set_title("Backward has two products per layer; only one of them is waited for")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- which stages a rank holds
@@ -224,8 +212,7 @@ def show_placements(pp: Size = 4) -> None:
     if not 2 <= pp <= MOST_STAGES:
         raise ValueError(f"pp is {pp}; the picture has room for 2 to {MOST_STAGES} ranks")
     rows = placements(pp)
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 2.9))
+    with picture_axes(2.9) as axes:
         for row, (name, of_ranks) in enumerate(rows.items()):
             num_stages = 1 + max(stage for stages in of_ranks for stage in stages)
             for rank, stages in enumerate(of_ranks):
@@ -241,4 +228,3 @@ def show_placements(pp: Size = 4) -> None:
         axes.set(xlim=(-0.05, pp), ylim=(len(rows) - 0.25, -0.15), yticks=[])
         axes.spines[:].set_visible(False)
         axes.set_title("Which stages a rank holds; a lighter stage is nearer to the loss")
-        finish(figure)

@@ -89,7 +89,7 @@ def draw_measured(axes, picture: MeasuredPicture) -> None:
 
 
 @checked
-def show_measured(simulation: Simulation, traces: Sequence[Sequence[Span]], title: str = "") -> None:
+def show_measured(simulation: Simulation, traces: Sequence[Sequence[Span]]) -> None:
     """Show what ranks did and when, with the simulated schedule as outlines; simulate with the measured costs."""
     picture = measured_picture(simulation, traces)
     simulated = Patch(facecolor="white", edgecolor=OUTLINE_COLOR, label="simulated")
@@ -97,7 +97,7 @@ def show_measured(simulation: Simulation, traces: Sequence[Sequence[Span]], titl
         size = {"figsize": (FULL_WIDTH_IN, chart_height_in(picture.measured) + 0.5)}
         figure, axes = plt.subplots(dpi=DENSE_DPI, **size)  # measured boxes can be small
         draw_measured(axes, picture)
-        axes.set_title(title or measured_title(picture), fontsize=9.5)
+        axes.set_title(measured_title(picture), fontsize=9.5)
         legend_below(axes, [*legend_of([picture.measured]), simulated])
         finish(figure)
 

@@ -43,7 +43,7 @@ def names_left(points: Sequence[Point]) -> list[bool]:
 
 
 @checked
-def show_tradeoff(simulations: Sequence[Simulation], title: str = "") -> None:
+def show_tradeoff(simulations: Sequence[Simulation]) -> None:
     """Show bubble against memory; an arrow leads to the bubble that is left without a barrier between steps.
 
     Raises   ValueError if there is no simulation
@@ -65,4 +65,4 @@ def show_tradeoff(simulations: Sequence[Simulation], title: str = "") -> None:
         axes.set_xlabel("peak in-flight micro-batches on a rank (through all of its layers)")
         axes.set_ylabel("bubble, of ideal time")
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.set_title(title or "Filled: until the last rank is done. Open: from step to step", fontsize=10)
+        axes.set_title("Filled: until the last rank is done. Open: from step to step", fontsize=10)

@@ -4,12 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from course_lib.plots.formats import FORMATS, FloatFormat
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, LIMIT_COLOR, NEUTRAL_COLOR, OKABE_ITO, mix
-from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, picture_axes, style
+from course_lib.plots.style import labelled_box, panel_title, picture_axes, picture_panels
 from course_lib.validate import Positive, checked, one_of
 
 # ---------------------------------------------------------------- the numbers of a format
@@ -61,13 +60,12 @@ def show_numbers(names: Sequence[str], low: Positive, high: Positive, sum_: Posi
 
 @dataclass(frozen=True)
 class MagnitudePanel:
-    """A histogram over powers of two, the shares that are zero, subnormal and infinite in the format, the largest."""
+    """A histogram over powers of two, the shares that are zero and subnormal in the format, the largest."""
 
     title: str
     shares: dict[int, float]
     lost: float
     subnormal: float
-    overflowed: float
     largest: float
 
 
@@ -84,8 +82,7 @@ def magnitude_panels(magnitudes: Mapping, fmt: FloatFormat) -> list[MagnitudePan
         shares = {int(e): int(n) / len(size) for e, n in zip(exponents, counts, strict=True)}
         lost = (size <= fmt.smallest / 2).double().mean().item()
         below = (size < fmt.smallest_normal).double().mean().item()
-        overflowed = (size > fmt.largest).double().mean().item()
-        panels.append(MagnitudePanel(title, shares, lost, below - lost, overflowed, size.max().item()))
+        panels.append(MagnitudePanel(title, shares, lost, below - lost, size.max().item()))
     return panels
 
 
@@ -96,10 +93,8 @@ def show_magnitudes(magnitudes: Mapping, name: str = "fp16", title: str = "") ->
     fmt = FORMATS[name]
     panels = magnitude_panels(magnitudes, fmt)
     low, normal, high = (math.log2(value) for value in (fmt.smallest / 2, fmt.smallest_normal, fmt.largest))
-    with style():
-        figure, all_axes = plt.subplots(
-            len(panels), 1, figsize=(FULL_WIDTH_IN, 0.7 + 1.5 * len(panels)), sharex=True, squeeze=False
-        )
+    said = title or f"Gradients in the range of {name}"
+    with picture_panels(len(panels), 1, 0.7 + 1.5 * len(panels), said, sharex=True, squeeze=False) as (_, all_axes):
         left = min(low - 8, *(min(panel.shares) for panel in panels))
         for axes, panel in zip(all_axes[:, 0], panels, strict=True):
             top = 115 * max(panel.shares.values())
@@ -111,26 +106,18 @@ def show_magnitudes(magnitudes: Mapping, name: str = "fp16", title: str = "") ->
             ):
                 axes.axvspan(start, end, color=color, zorder=0)
                 axes.text((start + end) / 2, top, text, ha="center", va="top", fontsize=9)
-            axes.bar(
-                [exponent + 0.5 for exponent in panel.shares],
-                [100 * share for share in panel.shares.values()],
-                width=0.9,
-                color=KIND_COLORS["gradients"],
-                edgecolor="black",
-                linewidth=0.5,
-            )
+            xs, heights = zip(*((exponent + 0.5, 100 * share) for exponent, share in panel.shares.items()), strict=True)
+            axes.bar(xs, heights, width=0.9, color=KIND_COLORS["gradients"], edgecolor="black", linewidth=0.5)
             if panel.largest > 0:  # few are so large that their bar is invisible
                 place = math.log2(panel.largest)
                 axes.plot([place], [0], "v", color="black", markersize=6, clip_on=False)
                 axes.text(place, 0.08 * top, "largest", ha="center", va="bottom", fontsize=9)
             axes.set(ylim=(0, 1.1 * top), ylabel="% of all")
-            axes.set_title(panel.title, fontsize=9.5, fontweight="normal")
+            panel_title(axes, panel.title)
         ticks = range(-32, 20, 8)
         all_axes[-1, 0].set_xticks(ticks, [f"$2^{{{tick}}}$" for tick in ticks])
         all_axes[-1, 0].set_xlim(left, high + 6)
         all_axes[-1, 0].set_xlabel("size of a gradient")
-        figure.suptitle(title or f"Gradients in the range of {name}", x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- one step with master weights

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from course_lib.measure.trace import RankSeconds, RankTrace, seconds_of
 from course_lib.plots.palette import AXIS_COLORS, COMPUTE_COLOR, NEUTRAL_COLOR, OKABE_ITO
-from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, show_seconds, style, time_unit_for
+from course_lib.plots.style import TIME_UNITS, picture_panels, show_seconds, time_unit_for
 from course_lib.plots.timeline import merge, subtract
 from course_lib.span import COMPUTE
 from course_lib.validate import checked
@@ -109,12 +108,9 @@ def show_rank_traces(traces: Sequence[RankTrace], title: str = "One step on ever
     handles += [Patch(facecolor=_color_of(axis), label=f"communication over {axis}") for axis in names]
     handles += [Patch(facecolor=NEUTRAL_COLOR, label="neither (below)")]
     plain = {"fontsize": 9.5, "fontweight": "normal"}
-    with style():
-        figure, (above, below) = plt.subplots(2, 1, figsize=(FULL_WIDTH_IN, 2.2 + 0.95 * len(rows)))
+    with picture_panels(2, 1, 2.2 + 0.95 * len(rows), title) as (figure, (above, below)):
         draw_lanes(above, rows)
         above.set_title("over time: above what is computed, below what is sent, both where it is exposed", **plain)
         draw_sums(below, rows)
         below.set_title("in sum: computing, exposed communication by axis, neither", **plain)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         figure.legend(handles=handles, loc="outside lower center", ncol=min(4, len(handles)))
-        finish(figure)

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
 from course_lib.config import ModelConfig, Recompute
 from course_lib.memory.activations import block_terms
 from course_lib.plots.palette import KIND_COLORS, NEUTRAL_COLOR
-from course_lib.plots.style import FULL_WIDTH_IN, finish, show_bytes, style
+from course_lib.plots.style import bare, panel_title, picture_panels, show_bytes
 from course_lib.validate import Bytes, Size, checked
 
 STEP = 1.25  # from one tensor to the next, in widths of a block's input
@@ -86,29 +85,25 @@ def draw_graph(axes, mode: Recompute, tensors: Sequence[SavedTensor]) -> None:
             arrow = {"arrowstyle": "->", "color": "black" if box.kept else KIND_COLORS["temporary"], "linewidth": 1.2}
             axes.annotate("", (box.left, 0.5), (box.left - STEP, 0.5), arrowprops=arrow)
     right = boxes[-1].left + boxes[-1].width
-    axes.set(xlim=(-0.3, right + 0.3), ylim=(-0.15, 1.15), xticks=[], yticks=[])
-    axes.spines[:].set_visible(False)
+    bare(axes, (-0.3, right + 0.3), (-0.15, 1.15))
 
 
 @checked
 def show_graph(config: ModelConfig, num_tokens: Size, seq_len: Size) -> None:
     """Show one block without recomputation, with selective and with full recomputation; widths are true to bytes."""
     tensors = saved_tensors(config, num_tokens, seq_len)
-    with style():
-        figure, panels = plt.subplots(4, 1, figsize=(FULL_WIDTH_IN, 4.1), height_ratios=[0.95, 1, 1, 1])
+    said = "One block and what it keeps for backward; widths are bytes"
+    with picture_panels(4, 1, 4.1, said, height_ratios=[0.95, 1, 1, 1]) as (figure, panels):
         for axes, mode in zip(panels[1:], ("none", "selective", "full"), strict=True):
             draw_graph(axes, mode, tensors)
             kept = sum(t.nbytes for t, kept in zip(tensors, kept_names(mode, tensors), strict=True) if kept)
-            axes.set_title(f"{mode}: keeps {show_bytes(kept)}", fontsize=9.5, fontweight="normal")
+            panel_title(axes, f"{mode}: keeps {show_bytes(kept)}")
         _name_operations(panels[0], graph_boxes("none", tensors), tensors)
         handles = [
             Patch(color=KIND_COLORS["activations"], label="kept from forward to backward"),
             Patch(fc="white", ec=KIND_COLORS["temporary"], linestyle="--", label="made again in backward"),
         ]
         figure.legend(handles=handles, loc="outside lower center", ncol=2)
-        title = "One block and what it keeps for backward; widths are bytes"
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
 
 
 def _name_operations(axes, boxes: Sequence[GraphBox], tensors: Sequence[SavedTensor]) -> None:
@@ -119,6 +114,5 @@ def _name_operations(axes, boxes: Sequence[GraphBox], tensors: Sequence[SavedTen
         if tensor.made_by:
             axes.text(box.left - STEP / 2, 0, tensor.made_by, ha="center", va="bottom", fontsize=7.5, rotation=90,
                       color="#444444")  # fmt: skip
-    axes.set(xlim=(-0.3, boxes[-1].left + boxes[-1].width + 0.3), ylim=(0, 1), xticks=[], yticks=[])
-    axes.spines[:].set_visible(False)
+    bare(axes, (-0.3, boxes[-1].left + boxes[-1].width + 0.3), (0, 1))
     axes.axhline(0, color=NEUTRAL_COLOR, linewidth=0)

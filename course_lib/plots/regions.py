@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
 from course_lib.config import ModelConfig
 from course_lib.plots.palette import AXIS_COLORS, NEUTRAL_COLOR, OKABE_ITO, mix
-from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, labelled_box, show_bytes, style, three_digits, unit_for
+from course_lib.plots.style import UNITS, labelled_box, picture_panels, show_bytes, three_digits, unit_for
 from course_lib.validate import Size, checked
 
 MODES = ("none", "tp", "tp+sp")
@@ -179,22 +178,25 @@ def show_regions(
     seq_len: Size = 2048,
     tp_size: Size = 8,
     modes: Sequence[str] = MODES,
-    scores: bool = False,
-    regather: bool = True,
     title: str = "",
 ) -> None:
-    """Show one GPT block under no parallelism, TP and TP + SP: held dimensions, borders, bytes kept by one rank."""
-    strips = {mode: block_regions(config, batch_size, seq_len, tp_size, mode, scores, regather) for mode in modes}
+    """Show one GPT block under no parallelism, TP and TP + SP: held dimensions, borders, bytes kept by one rank.
+
+    Scores are not kept, and under TP + SP inputs are gathered again for backward.
+    """
+    strips = {mode: block_regions(config, batch_size, seq_len, tp_size, mode, scores=False) for mode in modes}
     highest = max(region.bytes for regions in strips.values() for region in regions)
     totals = {mode: sum(region.bytes for region in regions) for mode, regions in strips.items()}
-    limits = [_ylim(regions, block_borders(mode, regather), highest) for mode, regions in strips.items()]
+    limits = [_ylim(regions, block_borders(mode, True), highest) for mode, regions in strips.items()]
     heights = [top - bottom for bottom, top in limits]
-    with style():
-        size = FULL_WIDTH_IN, 0.75 + 0.52 * sum(heights)
-        figure, panels = plt.subplots(len(modes), 1, figsize=size, squeeze=False, height_ratios=heights)
+    said = title or regions_title(totals, tp_size)
+    with picture_panels(len(modes), 1, 0.75 + 0.52 * sum(heights), said, squeeze=False, height_ratios=heights) as (
+        figure,
+        panels,
+    ):
         for axes, (mode, regions) in zip(panels[:, 0], strips.items(), strict=True):
-            label = MODE_NAMES[mode] + ("\nre-gather" if regather and mode == "tp+sp" else "")
-            draw_regions(axes, regions, block_borders(mode, regather), highest, label)
+            label = MODE_NAMES[mode] + ("\nre-gather" if mode == "tp+sp" else "")
+            draw_regions(axes, regions, block_borders(mode, True), highest, label)
         used = {held for regions in strips.values() for region in regions for held in region.bytes_by_held}
         handles = [
             Patch(facecolor=HELD_COLORS[held], hatch=HELD_HATCHES[held], edgecolor="white", label=HELD_NAMES[held])
@@ -202,5 +204,3 @@ def show_regions(
             if held in used
         ]
         figure.legend(handles=handles, loc="outside lower center", ncol=3)
-        figure.suptitle(title or regions_title(totals, tp_size), x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)

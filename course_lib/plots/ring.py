@@ -4,12 +4,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch
 
 from course_lib.plots.collectives import RingStep, ring_all_reduce_steps
 from course_lib.plots.palette import COMMUNICATION_COLOR, OKABE_ITO, mix
-from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, style
+from course_lib.plots.style import CENTRED, labelled_box, panel_title, picture_panels
 from course_lib.validate import Index, Positive, Share, checked
 
 RADIUS, CELL_WIDTH, CELL_HEIGHT = 2.6, 0.78, 0.6
@@ -60,16 +59,13 @@ def place_on_circle(turn: Share, radius: Positive = RADIUS) -> tuple[float, floa
 def show_ring(values: Iterable, moments: Sequence[Index], title: str) -> None:
     """Show a ring all-reduce as a ring, after so many steps each: buffers, and the piece that each rank sends."""
     views = ring_views(values, moments)
-    with style():
-        figure, panels = plt.subplots(1, len(views), figsize=(FULL_WIDTH_IN, 4.2), squeeze=False)
+    with picture_panels(1, len(views), 4.2, title, squeeze=False) as (figure, panels):
         for axes, view in zip(panels[0], views, strict=True):
             _draw_ring(axes, view)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         legend = "outlined: the piece that is sent to the right neighbour"
         if any(len(view.values) in counts for view in views for counts in view.summed):
             legend += " \u00b7 green: the sum of all ranks"
         figure.supxlabel(legend, x=0.01, ha="left", fontsize=9)
-        finish(figure)
 
 
 def _draw_ring(axes, view: RingView) -> None:
@@ -81,7 +77,7 @@ def _draw_ring(axes, view: RingView) -> None:
     reach = RADIUS + 0.5 * num_ranks * CELL_WIDTH + 0.2
     axes.set(xlim=(-reach, reach), ylim=(-RADIUS - 1, RADIUS + 1), xticks=[], yticks=[], aspect="equal")
     axes.spines[:].set_visible(False)
-    axes.set_title(view.title, fontsize=9.5, fontweight="normal", loc="center")
+    panel_title(axes, view.title, "center")
 
 
 def _draw_buffer(axes, view: RingView, rank: int) -> None:
@@ -106,4 +102,4 @@ def _draw_message(axes, view: RingView, rank: int) -> None:
                             color=COMMUNICATION_COLOR)  # fmt: skip
     axes.add_patch(arrow)
     x, y = place_on_circle((rank + 0.5) / num_ranks, 0.44 * RADIUS)
-    axes.text(x, y, f"piece {view.sends[rank]}", ha="center", va="center", fontsize=8.5)
+    axes.text(x, y, f"piece {view.sends[rank]}", **CENTRED, fontsize=8.5)

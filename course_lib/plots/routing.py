@@ -17,14 +17,23 @@ from course_lib.plots.palette import (
     mix,
     text_on,
 )
-from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, labelled_box, picture_axes, show_bytes, style, unit_for
+from course_lib.plots.style import (
+    BELOW,
+    CENTRED,
+    UNITS,
+    labelled_box,
+    panel_title,
+    picture_axes,
+    picture_panels,
+    show_bytes,
+    unit_for,
+)
 from course_lib.validate import Index, Size, checked
 
 WITHIN_COLOR, BETWEEN_COLOR = COMPUTE_COLOR, COMMUNICATION_COLOR
 BETWEEN_HATCH = "////"
 MOST_RANKS_WITH_NUMBERS = 16
 MOST_RANKS = 64
-BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4, "columnspacing": 1.4}
 
 # ---------------------------------------------------------------- the way of tokens
 
@@ -100,12 +109,12 @@ def draw_routes(axes, routes: Sequence[Route], layout: ExpertLayout, num_tokens:
             axes.plot(*crossed, marker="x", color="black", markersize=7, markeredgewidth=2, zorder=3)
     for node in range(layout.num_nodes if layout.num_nodes > 1 else 0):
         middle = height * (node + 0.5) / layout.num_nodes
-        axes.text(-1.72, middle, f"node {node}", rotation=90, ha="center", va="center", fontsize=9)
+        axes.text(-1.72, middle, f"node {node}", rotation=90, **CENTRED, fontsize=9)
         if node:
             axes.axhline(height * node / layout.num_nodes, color=NEUTRAL_COLOR, linewidth=1)
     axes.set(xlim=(-1.85, 3.6), ylim=(height, -0.75), xticks=[], yticks=[])
     for x, text in ((-0.45, "tokens"), (2.45, "experts")):
-        axes.text(x, -0.35, text, ha="center", va="center", fontsize=9)
+        axes.text(x, -0.35, text, **CENTRED, fontsize=9)
     axes.spines[:].set_visible(False)
     links = [link for link in ROUTE_COLORS if any(route.link == link and route.kept for route in routes)]
     handles = [
@@ -303,11 +312,8 @@ def show_traffic(
     """Show who sends how many bytes to whom, from rows[src][dst] of row_bytes each, and what crosses between nodes."""
     picture = traffic_picture(rows, row_bytes, ranks_per_node)
     unit = unit_for(max(max(row) for row in picture.bytes_sent))
-    with style():
-        size = (FULL_WIDTH_IN, traffic_size_in(picture))
-        figure, (left, right) = plt.subplots(1, 2, figsize=size, width_ratios=(1.35, 1))
+    said = title or traffic_title(picture)
+    with picture_panels(1, 2, traffic_size_in(picture), said, width_ratios=(1.35, 1)) as (_, (left, right)):
         draw_traffic(left, picture, unit)
         draw_sent(right, picture, unit)
-        left.set_title(f"each cell in {unit}", fontsize=9.5, fontweight="normal")
-        figure.suptitle(title or traffic_title(picture), x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
+        panel_title(left, f"each cell in {unit}")

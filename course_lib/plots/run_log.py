@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from course_lib.plots.palette import COMPUTE_COLOR, EXPOSED_COLOR, NEUTRAL_COLOR, OKABE_ITO, RANK_COLORS
 from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, style, unit_for
 from course_lib.train.watch import RunNow, look, read_run, steps_of
-from course_lib.validate import Positive, Size, checked
+from course_lib.validate import Size, checked
 
 PARTS = {  # of a step, in the order of the bars: the field of the log, its colour
     "forward": ("forward_s", COMPUTE_COLOR),
@@ -118,14 +118,14 @@ def draw_seconds(axes: Axes, rows: RunRows) -> None:
 
 
 @checked
-def show_run(folder: str | Path, window: Size = 20, height_in: Positive = HEIGHT_IN) -> RunNow:
+def show_run(folder: str | Path) -> RunNow:
     """Draw a run from the logs in its folder, now or after it; return what `look` says of it.
 
     Raises   ValueError if the folder has no logs, or no step in them
     """
-    now, rows = look(folder, window), run_rows(read_run(folder), window)
+    now, rows = look(folder, 20), run_rows(read_run(folder))
     with style():
-        figure = plt.figure(figsize=(FULL_WIDTH_IN, height_in))
+        figure = plt.figure(figsize=(FULL_WIDTH_IN, HEIGHT_IN))
         draw_run(figure, rows, now.verdict)
         finish(figure)
     return now

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
 from course_lib.plots.palette import AXIS_COLORS, NEUTRAL_COLOR, OKABE_ITO, RANK_COLORS, mix
-from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, style
+from course_lib.plots.style import labelled_box, picture_panels
 from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- one tensor, cut in two ways
@@ -48,8 +47,7 @@ _CUTS = {  # title, what a norm of the outlined token needs
 @checked
 def show_cuts() -> None:
     """Show hidden states cut along the sequence and along the features, and what the norm of one token needs."""
-    with style():
-        figure, panels = plt.subplots(1, 2, figsize=(FULL_WIDTH_IN, 2.75))
+    with picture_panels(1, 2, 2.75) as (figure, panels):
         for axes, (by_tokens, (title, text)) in zip(panels, _CUTS.items(), strict=True):
             for tile in cut_tiles(by_tokens):
                 color = mix(RANK_COLORS[tile.rank], "#FFFFFF", 0.25)
@@ -63,7 +61,6 @@ def show_cuts() -> None:
             axes.spines[:].set_visible(False)
             axes.set_title(title, loc="center")
         figure.suptitle("The number in a tile is its rank; one token is outlined", x=0.01, ha="left", fontsize=10)
-        finish(figure)
 
 
 # ---------------------------------------------------------------- what one rank holds along half a block
@@ -160,15 +157,7 @@ def _draw_half_block(axes, sequence_parallel: bool, rank: int, num_ranks: int) -
         if index in borders:
             operator, middle = borders[index], x + _GAP / 2 - 0.15
             axes.plot([middle, middle], [-0.05, 1.0], color="black", linewidth=1.8)
-            axes.text(
-                middle,
-                1.06,
-                operator.name,
-                ha="center",
-                va="top",
-                fontsize=9,
-                fontweight="bold",
-            )
+            axes.text(middle, 1.06, operator.name, ha="center", va="top", fontsize=9, fontweight="bold")
             sent = f"\u2192 {operator.forward}\n\u2190 {operator.backward}"
             axes.text(middle, 1.28, sent, ha="center", va="top", fontsize=8.5)
             x += _GAP
@@ -185,8 +174,8 @@ def _draw_half_block(axes, sequence_parallel: bool, rank: int, num_ranks: int) -
 @checked
 def show_half_block(rank: Index = 1, num_ranks: Size = 4) -> None:
     """Show which part of each tensor of half a block one rank holds, under TP and under TP + SP, and what is sent."""
-    with style():
-        figure, panels = plt.subplots(2, 1, figsize=(FULL_WIDTH_IN, 4.2))
+    said = f"What rank {rank} of {num_ranks} holds along half a block (tokens down, features across)"
+    with picture_panels(2, 1, 4.2, said) as (figure, panels):
         for axes, sequence_parallel in zip(panels, (False, True), strict=True):
             _draw_half_block(axes, sequence_parallel, rank, num_ranks)
             axes.set_title("TP + SP" if sequence_parallel else "TP")
@@ -195,6 +184,3 @@ def show_half_block(rank: Index = 1, num_ranks: Size = 4) -> None:
             for held, name in HOLDING_NAMES.items()
         ]
         figure.legend(handles=handles, loc="outside lower center", ncol=4)
-        title = f"What rank {rank} of {num_ranks} holds along half a block (tokens down, features across)"
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)

@@ -1,16 +1,13 @@
 """ZeRO in pictures: who holds what, a flat buffer cut by rank, and parameters that are gathered for a moment."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
-from course_lib.hardware import GPU
-from course_lib.memory.budget import Budget
-from course_lib.plots.memory import budget_bars, draw_budgets, gpu_limits
+from course_lib.plots.memory import show_budgets
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, NEUTRAL_COLOR, RANK_COLORS, mix
-from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, picture_axes, style
+from course_lib.plots.style import CENTRED, labelled_box, panel_title, picture_axes, picture_panels
 from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- who holds what
@@ -33,13 +30,11 @@ class Piece:
 def zero_pieces(stage: Index, num_ranks: Size) -> list[Piece]:
     """What each rank holds of parameters, gradients and optimizer states at a ZeRO stage.
 
-    Raises   ValueError if stage is not 0 to 3, or num_ranks below 1
+    Raises   ValueError if stage is not 0 to 3
     Source   Rajbhandari et al. 2020 (arXiv:1910.02054), figure 1
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage is {stage!r}; choose 0 (plain data parallel), 1, 2 or 3")
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks is {num_ranks}; it must be at least 1")
     return [
         Piece(rank, kind, rank / num_ranks, (rank + 1) / num_ranks)
         if stage >= SHARDED_FROM[kind]
@@ -83,7 +78,7 @@ def draw_zero_pieces(
     axes.set_yticks([r + 0.5 for r in range(ranks)], [f"rank {r}" for r in range(ranks)] if label_ranks else [])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    axes.set_title(title, fontsize=9.5, fontweight="normal", loc="center")
+    panel_title(axes, title, "center")
 
 
 @checked
@@ -94,21 +89,18 @@ def zero_title(bytes_by_kind: Mapping[str, float], num_ranks: Size) -> str:
 
 
 @checked
-def show_zero_stages(num_ranks: Size = 4, bytes_by_kind: Mapping[str, float] | None = None, title: str = "") -> None:
-    """Show who holds what at stages 0 to 3; `bytes_by_kind` are bytes per parameter (BF16 with FP32 master weights: 2,
-    2, 12).
+def show_zero_stages(num_ranks: Size = 4) -> None:
+    """Show who holds what at stages 0 to 3 of BF16 with FP32 master weights.
 
     Raises   ValueError if there are more ranks than the picture has room for
     """
     if num_ranks > 16:
         raise ValueError(f"num_ranks is {num_ranks}; the picture has room for 16, the pattern is the same")
-    of_each = dict(bytes_by_kind or {"parameters": 2, "gradients": 2, "optimizer": 12})
-    names = ("stage 0", "stage 1", "stage 2", "stage 3")
-    with style():
-        figure, panels = plt.subplots(1, 4, figsize=(FULL_WIDTH_IN, 1.45 + 0.27 * num_ranks))
+    of_each = {"parameters": 2, "gradients": 2, "optimizer": 12}  # bytes per parameter
+    with picture_panels(1, 4, 1.45 + 0.27 * num_ranks, zero_title(of_each, num_ranks)) as (figure, panels):
         for stage, axes in enumerate(panels):
             pieces = zero_pieces(stage, num_ranks)
-            text = f"{names[stage]}\n{held_bytes(pieces, of_each):.4g} bytes per parameter"
+            text = f"stage {stage}\n{held_bytes(pieces, of_each):.4g} bytes per parameter"
             draw_zero_pieces(axes, pieces, of_each, text, label_ranks=stage == 0)
         handles = [
             Patch(
@@ -120,8 +112,6 @@ def show_zero_stages(num_ranks: Size = 4, bytes_by_kind: Mapping[str, float] | N
             for kind in STATE_KINDS
         ]
         figure.legend(handles=handles, loc="outside lower center", ncol=3)
-        figure.suptitle(title or zero_title(of_each, num_ranks), x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
 
 
 def _kind_label(kind: str, bytes_by_kind: Mapping[str, float]) -> str:
@@ -131,38 +121,7 @@ def _kind_label(kind: str, bytes_by_kind: Mapping[str, float]) -> str:
 # ---------------------------------------------------------------- bytes of a GPU at each stage
 
 
-@checked
-def stages_title(fits: Mapping[str, bool], gpu_name: str) -> str:
-    """What the bars show, in one sentence: which of them the GPU holds."""
-    fitting = [label for label, fit in fits.items() if fit]
-    if not fitting:
-        return f"Nothing here fits on one {gpu_name}"
-    if len(fitting) == len(fits):
-        return f"Everything here fits on one {gpu_name}"
-    named = ", ".join(fitting)
-    return (
-        f"{named[:1].upper()}{named[1:]} {'fits' if len(fitting) == 1 else 'fit'} on one {gpu_name}, the rest does not"
-    )
-
-
-@checked
-def show_stages(
-    budgets: Mapping[str, Mapping[str, int] | Budget],
-    gpus: Mapping[str, float] | Iterable[GPU] = (),
-    title: str = "",
-    unit: str = "GB",
-) -> None:
-    """Show bytes by kind of one GPU side by side, a Budget or {kind: bytes} for each label; each limit is a line.
-
-    `gpus` are records of `hardware.GPUS`, or `{name: bytes}`. Without a title, the first GPU's verdict is the title.
-    """
-    limits = gpu_limits(gpus)
-    bars = budget_bars(dict(budgets), limits)
-    if not title and limits:
-        name = next(iter(limits))
-        title = stages_title({bar.label: name in bar.fits for bar in bars}, name)
-    with picture_axes(1.9 + 0.55 * len(bars)) as axes:
-        draw_budgets(axes, bars, limits, unit, title or "What one GPU holds at each stage")
+show_stages = show_budgets  # of one GPU, side by side
 
 
 # ---------------------------------------------------------------- a flat buffer, cut by rank
@@ -186,10 +145,10 @@ def flat_pieces(sizes: Mapping[str, int], num_ranks: Size) -> list[FlatPiece]:
 
     `sizes` are numbers in each tensor. A tensor that crosses a cut becomes several pieces.
 
-    Raises   ValueError if there is no tensor, or num_ranks is below 1
+    Raises   ValueError if there is no tensor
     """
-    if not sizes or num_ranks < 1:
-        raise ValueError(f"got {len(sizes)} tensors and num_ranks {num_ranks}; give at least one of each")
+    if not sizes:
+        raise ValueError("sizes is empty; give at least one tensor")
     total = sum(sizes.values())
     shard = -(-total // num_ranks)
     pieces, start = [], 0
@@ -236,7 +195,7 @@ def _flat_box(axes, start: int, stop: int, y: float, color: str, total: int, nam
 
 
 @checked
-def show_flat_shards(sizes: Mapping[str, int], num_ranks: Size = 4, title: str = "") -> None:
+def show_flat_shards(sizes: Mapping[str, int], num_ranks: Size = 4) -> None:
     """Show tensors laid into one flat buffer and cut into equal shards, one for each rank, with the padding.
 
     Raises   ValueError if there are more ranks than the picture has room for
@@ -248,7 +207,7 @@ def show_flat_shards(sizes: Mapping[str, int], num_ranks: Size = 4, title: str =
     said = f"{pieces[-1].stop // num_ranks:,} elements for each of {num_ranks} ranks, {padding:,} of them padding"
     with picture_axes(1.5 + 0.32 * num_ranks) as axes:
         draw_flat_shards(axes, pieces, num_ranks)
-        axes.set_title(title or f"Cuts ignore where tensors end: {said}")
+        axes.set_title(f"Cuts ignore where tensors end: {said}")
 
 
 # ---------------------------------------------------------------- gathered for a moment
@@ -268,11 +227,7 @@ def gather_steps(num_units: Size, prefetch: bool = True) -> list[GatherStep]:
     """Which units are whole while each one computes: it and, with prefetch, the next one in line.
 
     Forward goes from the first unit to the last, backward returns. A unit's turn over, it is freed.
-
-    Raises   ValueError if num_units is below 1
     """
-    if num_units < 1:
-        raise ValueError(f"num_units is {num_units}; it must be at least 1")
     order = [("forward", unit) for unit in range(num_units)]
     order += [("backward", unit) for unit in reversed(range(num_units))]
     steps = []
@@ -292,8 +247,8 @@ def draw_gathered(axes, steps: Sequence[GatherStep], names: Sequence[str]) -> No
             hatch = KIND_HATCHES["gathered"] if unit in step.alive and unit != step.computing else ""
             axes.add_patch(Rectangle((x, unit), 1, 1, facecolor=color, hatch=hatch, edgecolor="white", linewidth=1.5))
             if unit == step.computing:
-                axes.text(x + 0.5, unit + 0.5, step.phase[0].upper(), ha="center", va="center", fontsize=9)
-        axes.text(x + 0.5, -0.35, str(len(step.alive)), ha="center", va="center", fontsize=9, fontweight="bold")
+                axes.text(x + 0.5, unit + 0.5, step.phase[0].upper(), **CENTRED, fontsize=9)
+        axes.text(x + 0.5, -0.35, str(len(step.alive)), **CENTRED, fontsize=9, fontweight="bold")
     units = len(names)
     axes.set_yticks([-0.35] + [unit + 0.5 for unit in range(units)], ["full units", *names])
     axes.set(xlim=(0, len(steps)), ylim=(units, -0.75), xticks=[], xlabel="moments of one step, in order")

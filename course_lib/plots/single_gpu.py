@@ -9,7 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from course_lib.config import ModelConfig, require_dense
 from course_lib.plots.palette import KIND_COLORS, NEUTRAL_COLOR, OKABE_ITO
-from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, picture_axes, style
+from course_lib.plots.style import CENTRED, FULL_WIDTH_IN, bare, finish, ground, labelled_box, picture_axes, style
 from course_lib.validate import Size, checked
 
 # ---------------------------------------------------------------- squares
@@ -150,7 +150,7 @@ def edge_points(edges: Sequence[Edge], widest: float = 20.0) -> list[float]:
 
 
 @checked
-def show_block(config: ModelConfig, title: str = "") -> None:
+def show_block(config: ModelConfig) -> None:
     """Show one block with the tensors that it saves for backward on the edges, as thick as their bytes."""
     edges = block_edges(config)
     total = sum(edge.elements for edge in edges)
@@ -168,12 +168,12 @@ def show_block(config: ModelConfig, title: str = "") -> None:
         axes.text(7.2, MLP_Y, "next\nblock", fontsize=8, va="center")
         for node in NODES:
             box = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "black", "linewidth": 0.9}
-            axes.text(node.x, node.y, node.name, ha="center", va="center", fontsize=9, bbox=box, zorder=3)
+            axes.text(node.x, node.y, node.name, **CENTRED, fontsize=9, bbox=box, zorder=3)
         axes.set(xlim=(0, 7.7), ylim=(-0.45, 1.5), xticks=[], yticks=[ATTENTION_Y, MLP_Y])
         axes.set_yticklabels(["attention", "MLP"])
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        axes.set_title(title or f"One block of {config.name} saves {total:,} elements per token")
+        axes.set_title(f"One block of {config.name} saves {total:,} elements per token")
 
 
 # ---------------------------------------------------------------- who counts which bytes
@@ -224,8 +224,6 @@ def show_counters(title: str = "Who counts which bytes of a GPU (not to scale)")
         for row, (name, end) in enumerate(counted_shares().items()):
             y = 1.4 + 0.55 * row
             axes.annotate("", (end, y), (0, y), arrowprops={"arrowstyle": "|-|", "mutation_scale": 3})
-            ground = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-            axes.text(0.02, y, name, va="center", fontsize=8.5, bbox=ground)
-        axes.set(xlim=(-0.01, 1.01), ylim=(1.0 + 0.55 * len(COUNTERS), -0.1), xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
+            axes.text(0.02, y, name, va="center", fontsize=8.5, bbox=ground("white"))
+        bare(axes, (-0.01, 1.01), (1.0 + 0.55 * len(COUNTERS), -0.1))
         axes.set_title(title)

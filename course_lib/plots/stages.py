@@ -7,7 +7,17 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
 from course_lib.plots.palette import KIND_COLORS, KIND_HATCHES, NEUTRAL_COLOR, RANK_COLORS, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, picture_axes, style, three_digits
+from course_lib.plots.style import (
+    CENTRED,
+    FULL_WIDTH_IN,
+    finish,
+    ground,
+    labelled_box,
+    name_ranks,
+    picture_axes,
+    style,
+    three_digits,
+)
 from course_lib.schedules.simulator import Simulation
 from course_lib.validate import Amount, checked
 
@@ -123,12 +133,12 @@ def live_height_in(picture: LivePicture) -> float:
 
 
 @checked
-def show_live(simulation: Simulation, title: str = "") -> None:
+def show_live(simulation: Simulation) -> None:
     """Show how many micro-batches' activations each rank keeps over time."""
     picture = live_picture(simulation)
     with picture_axes(live_height_in(picture)) as axes:
         draw_live(axes, picture)
-        axes.set_title(title or f"{simulation.schedule.name}: {live_title(picture)}", fontsize=10)
+        axes.set_title(f"{simulation.schedule.name}: {live_title(picture)}", fontsize=10)
 
 
 # ---------------------------------------------------------------- peaks, rank by rank
@@ -204,9 +214,7 @@ def draw_stages(axes, blocks: Sequence[StageBlock]) -> None:
             _layer_box(axes, 0.0, ends, block.rank, color, "embed", layers, hatch="....")
         if block.head:
             _layer_box(axes, ends + layers, ends, block.rank, color, "head", layers, hatch="....")
-    axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
+    name_ranks(axes, ranks)
     axes.set(xlim=(-0.01 * layers, layers * 1.01 + 2 * ends), ylim=(ranks + 0.02, -0.02), xticks=[])
     axes.set_xlabel("the model from input to output, layers numbered from 0; in frames the stages")
 
@@ -216,14 +224,13 @@ def _stage_frame(axes, block: StageBlock, ends: float, label: str) -> None:
     stop = ends + block.stop + ends * block.head
     frame = {"facecolor": "#F6F6F6", "edgecolor": "#777777", "linewidth": 0.8}
     axes.add_patch(Rectangle((start, block.rank + 0.03), stop - start, 0.94, **frame))
-    axes.text((start + stop) / 2, block.rank + 0.19, label, ha="center", va="center", fontsize=8)
+    axes.text((start + stop) / 2, block.rank + 0.19, label, **CENTRED, fontsize=8)
 
 
 def _write_range(axes, block: StageBlock, ends: float, color: str) -> None:
     """First and last layer of a stage, where single layers have no room for their numbers."""
     label = f"{block.first}–{block.stop - 1}" if block.stop - block.first > 1 else str(block.first)
-    ground = {"facecolor": color, "edgecolor": "none", "pad": 0.8}
-    text = {"ha": "center", "va": "center", "fontsize": 7.5, "color": text_on(color), "bbox": ground}
+    text = {"fontsize": 7.5, "color": text_on(color), "bbox": ground(color, 0.8)} | CENTRED
     axes.text(ends + (block.first + block.stop) / 2, block.rank + 0.63, label, **text)
 
 
@@ -254,7 +261,6 @@ def show_stages_of_model(
     layers_of_stage: Sequence[int],
     rank_of_stage: Sequence[int] | None = None,
     parameters_of_rank: Sequence[float] | None = None,
-    title: str = "",
 ) -> None:
     """Show which layers are where, with embedding and head; beside it the parameters of each rank, if given."""
     blocks = stage_blocks(layers_of_stage, rank_of_stage)
@@ -270,5 +276,4 @@ def show_stages_of_model(
         if parameters_of_rank is not None:
             held = [{"parameters": parameters} for parameters in parameters_of_rank]
             draw_held(panels[0, 1], held, "parameters (billions)", 1e9)
-        figure.suptitle(title or stages_title(blocks), x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
+        finish(figure, stages_title(blocks))

@@ -9,13 +9,15 @@ from io import BytesIO
 import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 from matplotlib.text import Text
 
-from course_lib.plots.palette import text_on
-from course_lib.validate import Amount, Positive, checked
+from course_lib.plots.palette import RANK_COLORS, text_on
+from course_lib.validate import Amount, Positive, Share, Size, checked
 
 FULL_WIDTH_IN = 8.5
+BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4, "columnspacing": 1.4}  # of a legend
+CENTRED = {"ha": "center", "va": "center"}  # of a text
 
 _STYLE = {
     "figure.dpi": 80,
@@ -50,6 +52,52 @@ def picture_axes(height_in: Positive, width_in: Positive = FULL_WIDTH_IN) -> Ite
         finish(figure)
 
 
+@contextmanager
+@checked
+def picture_panels(rows: Size, columns: Size, height_in: Positive, title: str = "", **look) -> Iterator[tuple]:
+    """The figure and its panels, in the course's style; the figure is shown under its title when they are drawn.
+
+    look   of the panels, as plt.subplots has it
+    """
+    with style():
+        figure, panels = plt.subplots(rows, columns, figsize=(FULL_WIDTH_IN, height_in), **look)
+        yield figure, panels
+        finish(figure, title)
+
+
+@checked
+def panel_title(axes, text: str, loc: str = "left") -> None:
+    """Say what one panel of several shows."""
+    axes.set_title(text, fontsize=9.5, fontweight="normal", loc=loc)
+
+
+@checked
+def name_ranks(axes, count: Size, middle: float = 0.5) -> None:
+    """Name the rows of a drawing by rank, and leave nothing else of its frame; `middle` of a row, from its top."""
+    axes.set_yticks([rank + middle for rank in range(count)], [f"rank {rank}" for rank in range(count)])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+@checked
+def write_above(axes, x: float, text: str, points: float = 3, fontsize: float = 9) -> None:
+    """Write a text so many points above the axes, centred at x, as the name of a line there."""
+    place = {"xycoords": ("data", "axes fraction"), "xytext": (0, points), "textcoords": "offset points"}
+    axes.annotate(text, (x, 1), ha="center", va="bottom", fontsize=fontsize, **place)
+
+
+@checked
+def ground(color: str, pad: float = 1, alpha: Share = 1.0) -> dict:
+    """The box behind a text that lies on something, as axes.text has it."""
+    return {"facecolor": color, "edgecolor": "none", "pad": pad, "alpha": alpha}
+
+
+@checked
+def rank_patches(count: Size) -> list[Patch]:
+    """The legend's entries of so many ranks."""
+    return [Patch(facecolor=RANK_COLORS[rank], label=f"rank {rank}") for rank in range(count)]
+
+
 @checked
 def labelled_box(
     axes,
@@ -67,8 +115,8 @@ def labelled_box(
     axes.add_patch(Rectangle(corner, *size, **({"facecolor": color, "edgecolor": "white"} | look)))
     if not text:
         return None
-    ground = {"facecolor": color, "edgecolor": "none", "pad": 1} if look.get("hatch") else None
-    text_look = {"ha": "center", "va": "center", "fontsize": fontsize, "color": text_on(color), "bbox": ground}
+    behind = ground(color) if look.get("hatch") else None
+    text_look = CENTRED | {"fontsize": fontsize, "color": text_on(color), "bbox": behind}
     middle = corner[0] + size[0] / 2, corner[1] + size[1] / 2
     return axes.text(*middle, text, zorder=look.get("zorder", 2) + 1, **text_look)
 
@@ -91,8 +139,13 @@ SHARPNESS = 2  # pixels stored for each pixel shown, for screens that have twice
 
 
 @checked
-def finish(figure) -> None:
-    """Show the figure, then free it; a figure that stays open is memory that a long notebook never gets back."""
+def finish(figure, title: str = "") -> None:
+    """Show the figure, under a title of all panels if there is one, and free it.
+
+    A figure that stays open is memory that a long notebook never gets back.
+    """
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     ipython = sys.modules.get("IPython")  # the package draws without it, too
     if ipython and hasattr(ipython.get_ipython(), "kernel"):
         buffer = BytesIO()

@@ -4,12 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
-
 from course_lib.layout.partition import piece_sizes
 from course_lib.plots.matrices import WHOLE_COLOR
 from course_lib.plots.palette import AXIS_COLORS, RANK_COLORS
-from course_lib.plots.style import FULL_WIDTH_IN, finish, labelled_box, picture_axes, style
+from course_lib.plots.style import CENTRED, labelled_box, picture_axes, picture_panels
 from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- f and g on a block
@@ -107,18 +105,15 @@ def _draw_residuals(axes, regions: list[BlockRegion], direction: str, num_ranks:
 
 
 @checked
-def show_f_and_g(num_ranks: Size = 2, title: str = "") -> None:
+def show_f_and_g(num_ranks: Size = 2) -> None:
     """Show a block of a Llama on ranks: which operations are cut, and what f and g send in each direction."""
     if num_ranks > 4:
         raise ValueError(f"num_ranks is {num_ranks}; the picture has room for 4, the pattern is the same")
-    with style():
-        figure, panels = plt.subplots(2, 1, figsize=(FULL_WIDTH_IN, 3.0 + 0.75 * num_ranks))
+    said = "A block has two all-reduces forward (g) and two backward (f)"
+    with picture_panels(2, 1, 3.0 + 0.75 * num_ranks, said) as (_, panels):
         for axes, direction in zip(panels, ("forward", "backward"), strict=True):
             draw_block(axes, direction, num_ranks)
             axes.set_title(direction, fontsize=10, fontweight="normal")
-        said = "A block has two all-reduces forward (g) and two backward (f)"
-        figure.suptitle(title or said, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- a loss from parts of the logits
@@ -179,28 +174,13 @@ def draw_vocab_loss(axes, logits: Sequence[float], target: Index, tp_size: Size)
     for index, (column, symbol) in enumerate(zip(columns, ("$z_{max}$", "s", "$z_t$ - $z_{max}$"), strict=True)):
         left = width + 0.7 + 2.5 * index
         axes.text(left + 1.1, -0.15, column.name, ha="center", va="bottom", fontsize=9)
-        axes.text(
-            left + 1.1,
-            tp_size + 0.4,
-            f"\u2193 all-reduce ({column.operation})",
-            ha="center",
-            va="center",
-            fontsize=8.5,
-            color=AXIS_COLORS["tp"],
-            fontweight="bold",
-        )
+        look = {"fontsize": 8.5, "color": AXIS_COLORS["tp"], "fontweight": "bold"}
+        axes.text(left + 1.1, tp_size + 0.4, f"\u2193 all-reduce ({column.operation})", **CENTRED, **look)
         _tile(axes, (left, tp_size + 0.75), 2.2, WHOLE_COLOR, f"{symbol} = {column.result:.4g}")
     axes.text(width + 0.4, tp_size + 1.2, "every rank", ha="right", va="center", fontsize=9)
     right = width + 0.7 + 2.5 * len(columns)
-    axes.text(
-        right - 0.3,
-        tp_size + 2.15,
-        f"loss = log s - ($z_t$ - $z_{{max}}$) = {loss:.4f}",
-        ha="right",
-        va="center",
-        fontsize=10,
-        fontweight="bold",
-    )
+    said = f"loss = log s - ($z_t$ - $z_{{max}}$) = {loss:.4f}"
+    axes.text(right - 0.3, tp_size + 2.15, said, ha="right", va="center", fontsize=10, fontweight="bold")
     axes.set(xlim=(-1.2, right), ylim=(tp_size + 2.6, -0.75))
     axes.set_axis_off()
 
@@ -211,8 +191,8 @@ def _tile(axes, corner: tuple[float, float], width: float, color: str, text: str
 
 
 @checked
-def show_vocab_loss(logits: Sequence[float], target: Index, tp_size: Size = 2, title: str = "") -> None:
+def show_vocab_loss(logits: Sequence[float], target: Index, tp_size: Size = 2) -> None:
     """Show how three all-reduces give every rank the loss of one token, although each has a part of the logits."""
     with picture_axes(1.5 + 0.42 * tp_size) as axes:
         draw_vocab_loss(axes, logits, target, tp_size)
-        axes.set_title(title or "Three numbers per token cross the ranks, whatever the size of the vocabulary is")
+        axes.set_title("Three numbers per token cross the ranks, whatever the size of the vocabulary is")

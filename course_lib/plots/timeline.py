@@ -4,11 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from course_lib.plots.palette import COMMUNICATION_COLOR, COMPUTE_COLOR, EXPOSED_COLOR, mix, text_on
-from course_lib.plots.style import FULL_WIDTH_IN, TIME_UNITS, finish, picture_axes, show_seconds, style, time_unit_for
+from course_lib.plots.style import (
+    CENTRED,
+    TIME_UNITS,
+    ground,
+    panel_title,
+    picture_axes,
+    picture_panels,
+    show_seconds,
+    time_unit_for,
+)
 from course_lib.validate import Amount, Share, Size, checked
 
 COMPUTE_LANE = "compute"
@@ -112,30 +120,14 @@ def draw_overlap(axes, picture: OverlapPicture, keys: Mapping[str, str] | None =
         share = (bar.stop_s - bar.start_s) / picture.end_s
         _draw_bar(axes, bar, scale, picture.end_s, label_for(bar.name, share) if keys is None else keys[bar.name])
     for row, start, stop in joined(picture.exposed, 0.01 * picture.end_s):
-        axes.barh(
-            row,
-            (stop - start) / scale,
-            left=start / scale,
-            height=0.72,
-            facecolor="none",
-            edgecolor=EXPOSED_COLOR,
-            hatch="////",
-            linewidth=1.6,
-        )
+        frame = {"height": 0.72, "facecolor": "none", "edgecolor": EXPOSED_COLOR, "hatch": "////", "linewidth": 1.6}
+        axes.barh(row, (stop - start) / scale, left=start / scale, **frame)
     axes.set_yticks(range(len(picture.rows)), picture.rows)
     axes.set(ylim=(len(picture.rows) - 0.4, -0.6), xlim=(0, picture.end_s / scale * 1.02), xlabel=f"time ({unit})")
     worst = max(picture.exposed_s.values())
     note = f"{show_seconds(picture.end_s)}; communication that nothing hides (hatched): {show_seconds(worst)}"
-    axes.annotate(
-        note,
-        (1, 1),
-        xycoords="axes fraction",
-        xytext=(0, 2),
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-        fontsize=8.5,
-    )
+    place = {"xycoords": "axes fraction", "xytext": (0, 2), "textcoords": "offset points"}
+    axes.annotate(note, (1, 1), ha="right", va="bottom", fontsize=8.5, **place)
 
 
 @checked
@@ -177,17 +169,8 @@ def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float, label: str) ->
     look = {"height": 0.72, "facecolor": color, "edgecolor": "white", "linewidth": gap}
     axes.barh(bar.row, width / scale, left=bar.start_s / scale, **look)
     if label:
-        axes.text(
-            (bar.start_s + bar.stop_s) / 2 / scale,
-            bar.row,
-            label,
-            ha="center",
-            va="center",
-            fontsize=8.5,
-            color=text_on(color),
-            bbox={"facecolor": color, "edgecolor": "none", "pad": 1},
-            zorder=3,
-        )
+        look = {"fontsize": 8.5, "color": text_on(color), "bbox": ground(color), "zorder": 3} | CENTRED
+        axes.text((bar.start_s + bar.stop_s) / 2 / scale, bar.row, label, **look)
 
 
 @checked
@@ -202,27 +185,25 @@ def show_overlap(
     heights = [0.65 + 0.34 * len(picture.rows) for picture in pictures.values()]
     shown = keys_for(list(pictures.values())) if keys else None
     listed = wrap_entries([f"{key}: {name}" for name, key in (shown or {}).items() if key != name])
-    with style():
-        figure, panels = plt.subplots(
-            len(pictures),
-            1,
-            figsize=(FULL_WIDTH_IN, sum(heights) + 0.75 + 0.16 * len(listed)),
-            squeeze=False,
-            sharex=True,
-            height_ratios=heights,
-        )
+    with picture_panels(
+        len(pictures),
+        1,
+        sum(heights) + 0.75 + 0.16 * len(listed),
+        title,
+        squeeze=False,
+        sharex=True,
+        height_ratios=heights,
+    ) as (figure, panels):
         slowest = max(picture.end_s for picture in pictures.values())
         for axes, (label, picture) in zip(panels[:, 0], pictures.items(), strict=True):
             draw_overlap(axes, picture, shown)
             axes.set_xlim(0, slowest / TIME_UNITS[time_unit_for(slowest)] * 1.02)
-            axes.set_title(label, fontsize=9.5, fontweight="normal")
+            panel_title(axes, label)
             if axes is not panels[-1, 0]:
                 axes.set_xlabel("")
             axes.tick_params(labelbottom=True)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         if listed:
             figure.supxlabel("\n".join(listed), x=0.01, ha="left", fontsize=8.5)
-        finish(figure)
 
 
 @checked

@@ -3,19 +3,26 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
+from course_lib.layout.sequence_sharding import check_context
 from course_lib.parallel.positions import positions
 from course_lib.plots.context import MASKED_COLOR, draw_mask
 from course_lib.plots.palette import COMMUNICATION_COLOR, NEUTRAL_COLOR, RANK_COLORS, mix
-from course_lib.plots.style import FULL_WIDTH_IN, arrow, bare, finish, labelled_box, style
+from course_lib.plots.style import (
+    CENTRED,
+    arrow,
+    bare,
+    labelled_box,
+    panel_title,
+    picture_axes,
+    picture_panels,
+    rank_patches,
+)
 from course_lib.validate import Positive, Size, checked
 
 MOST_RANKS = len(RANK_COLORS)
 MOST_TOKENS = 32
-CENTRED = {"ha": "center", "va": "center"}
 
 
 def _check_room(cp_size: int, seq_len: int = 1) -> None:
@@ -32,15 +39,14 @@ PARTS = ("embedding", "norm", "q, k, v", "attention", "output", "norm", "MLP", "
 
 
 @checked
-def show_cut(cp_size: Size = 4, title: str = "") -> None:
+def show_cut(cp_size: Size = 4) -> None:
     """Show the parts of a model from left to right, and the tokens of each rank as a row: only attention mixes rows.
 
     Raises   ValueError for more ranks than there are colours
     """
     _check_room(cp_size)
     place = PARTS.index("attention")
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.2 + 0.4 * cp_size))
+    with picture_axes(1.2 + 0.4 * cp_size) as axes:
         for rank in range(cp_size):
             for x, part in enumerate(PARTS):
                 if x != place:
@@ -51,8 +57,7 @@ def show_cut(cp_size: Size = 4, title: str = "") -> None:
         bare(axes, (-0.75, len(PARTS)), (cp_size, 0))
         for rank in range(cp_size):
             axes.text(-0.1, rank + 0.5, f"rank {rank}", ha="right", va="center", fontsize=9)
-        axes.set_title(title or "Each rank computes on its own tokens; only attention needs those of other ranks")
-        finish(figure)
+        axes.set_title("Each rank computes on its own tokens; only attention needs those of other ranks")
 
 
 # ---------------------------------------------------------------- two outputs become one
@@ -79,14 +84,13 @@ def merged_part(outputs: Sequence[float], weights: Sequence[Positive]) -> Part:
 
 
 @checked
-def show_merge(outputs: Sequence[Positive], weights: Sequence[Positive], title: str = "") -> None:
+def show_merge(outputs: Sequence[Positive], weights: Sequence[Positive]) -> None:
     """Show each output as a box as wide as its weight, and the merged one with the same area in all.
 
     Raises   ValueError unless there are as many weights as outputs
     """
     whole = merged_part(outputs, weights)
-    with style():
-        figure, panels = plt.subplots(1, 2, figsize=(FULL_WIDTH_IN, 2.6), sharey=True)
+    with picture_panels(1, 2, 2.6, "The merged output is a weighted mean", sharey=True) as (figure, panels):
         figure.get_layout_engine().set(wspace=0.08)
         left = 0.0
         for index, (output, weight) in enumerate(zip(outputs, weights, strict=True)):
@@ -97,10 +101,8 @@ def show_merge(outputs: Sequence[Positive], weights: Sequence[Positive], title: 
         labelled_box(panels[1], (0, 0), (whole.weight, whole.output), mix(NEUTRAL_COLOR, "#FFFFFF", 0.5), text)
         for axes, caption in zip(panels, ("each block by itself", "merged: the same area"), strict=True):
             axes.set(xlim=(0, whole.weight), ylim=(0, 1.1 * max(outputs)), xlabel="weight: sum of exponentials")
-            axes.set_title(caption, fontsize=9.5, fontweight="normal")
+            panel_title(axes, caption)
         panels[0].set(ylabel="output", yticks=sorted({0, *outputs, whole.output}))
-        figure.suptitle(title or "The merged output is a weighted mean", x=0.01, ha="left", fontsize=11, weight="bold")
-        finish(figure)
 
 
 # ---------------------------------------------------------------- gradients that travel
@@ -116,15 +118,14 @@ def shares_on_the_way(cp_size: Size) -> list[list[int | None]]:
 
 
 @checked
-def show_gradient_ring(cp_size: Size = 4, title: str = "") -> None:
+def show_gradient_ring(cp_size: Size = 4) -> None:
     """Show the way of the keys and values of rank 0 in the backward pass, and of their gradient behind them.
 
     Raises   ValueError for more ranks than there are colours
     """
     _check_room(cp_size)
     table, color = shares_on_the_way(cp_size), RANK_COLORS[0]
-    with style():
-        figure, axes = plt.subplots(figsize=(FULL_WIDTH_IN, 1.3 + 0.55 * cp_size))
+    with picture_axes(1.3 + 0.55 * cp_size) as axes:
         for rank, row in enumerate(table):
             for step, shares in enumerate(row):
                 color_here = "#F4F4F4" if shares is None else color
@@ -143,8 +144,7 @@ def show_gradient_ring(cp_size: Size = 4, title: str = "") -> None:
             axes.text(rank + 0.5, -0.1, f"step {rank}", fontsize=9, **CENTRED)
         axes.text(cp_size + 0.5, -0.1, "at home", fontsize=9, **CENTRED)
         said = f"The gradient of a block makes {cp_size - 1} ring steps, one behind its keys and values"
-        axes.set_title(title or said)
-        finish(figure)
+        axes.set_title(said)
 
 
 def _said_of(shares: int | None) -> str:
@@ -175,33 +175,24 @@ def owners(sequence_sharding: str, seq_len: Size, cp_size: Size) -> list[int]:
 
 
 @checked
-def show_chunks(cp_size: Size = 4, seq_len: Size = 16, shardings: Sequence[str] = ("contiguous", "zigzag")) -> None:
-    """Show each token as a bar as high as the keys that it sees, in the colour of its rank, for each sequence sharding.
+def show_chunks(cp_size: Size = 4, seq_len: Size = 16) -> None:
+    """Show each token as a bar as high as the keys that it sees, in the colour of its rank: contiguous, and zig-zag.
 
-    Raises   ValueError for another word, more ranks than colours, or more tokens than there is room for
+    Raises   ValueError for more ranks than colours, or more tokens than there is room for
     """
     _check_room(cp_size, seq_len)
-    of_shardings = {name: owners(name, seq_len, cp_size) for name in shardings}
-    if not of_shardings:
-        raise ValueError(f"shardings is empty; choose from {', '.join(SEQUENCE_SHARDINGS)}")
-    with style():
-        figure, panels = plt.subplots(
-            len(of_shardings), 1, figsize=(FULL_WIDTH_IN, 0.9 + 1.35 * len(of_shardings)), sharex=True, squeeze=False
-        )
-        for axes, (name, of_tokens) in zip(panels[:, 0], of_shardings.items(), strict=True):
+    with picture_panels(2, 1, 3.6, "A late token sees more keys than an early one", sharex=True) as (_, panels):
+        for axes, name in zip(panels, ("contiguous", "zigzag"), strict=True):
             totals = [0] * cp_size
-            for token, rank in enumerate(of_tokens):
+            for token, rank in enumerate(owners(name, seq_len, cp_size)):
                 axes.bar(token, token + 1, width=0.94, color=RANK_COLORS[rank])
                 axes.text(token, token + 1 + 0.04 * seq_len, str(rank), fontsize=8, **CENTRED)
                 totals[rank] += token + 1
             said = ", ".join(f"rank {rank}: {total}" for rank, total in enumerate(totals))
-            axes.set_title(f"{name}: pairs of {said}", fontsize=9.5, fontweight="normal")
+            panel_title(axes, f"{name}: pairs of {said}")
             axes.set(xlim=(-0.6, seq_len - 0.4), ylim=(0, 1.12 * seq_len), ylabel="keys seen", yticks=[1, seq_len])
-        panels[-1, 0].set_xticks(range(seq_len))
-        panels[-1, 0].set_xlabel("position of the token (above a bar and as its colour: its rank)")
-        title = "A late token sees more keys than an early one"
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
+        panels[-1].set_xticks(range(seq_len))
+        panels[-1].set_xlabel("position of the token (above a bar and as its colour: its rank)")
 
 
 # ---------------------------------------------------------------- heads for tokens
@@ -223,7 +214,7 @@ def head_token_owners(cp_size: Size, num_heads: Size, seq_len: Size) -> tuple[li
 
 
 @checked
-def show_heads_for_tokens(cp_size: Size = 4, num_heads: Size = 8, seq_len: Size = 16, title: str = "") -> None:
+def show_heads_for_tokens(cp_size: Size = 4, num_heads: Size = 8, seq_len: Size = 16) -> None:
     """Show which rank has which head of which token, before and after the all-to-all of Ulysses.
 
     Raises   ValueError unless the ranks divide heads and tokens, or where there is no room
@@ -234,20 +225,16 @@ def show_heads_for_tokens(cp_size: Size = 4, num_heads: Size = 8, seq_len: Size 
         f"before: all {num_heads} heads of {seq_len // cp_size} tokens each",
         f"after: {num_heads // cp_size} heads of all {seq_len} tokens each",
     )
-    with style():
-        figure, panels = plt.subplots(1, 2, figsize=(FULL_WIDTH_IN, 1.1 + 0.26 * num_heads))
+    said = "After the all-to-all a rank has few heads, and all tokens"
+    with picture_panels(1, 2, 1.1 + 0.26 * num_heads, said) as (figure, panels):
         for axes, cells, caption in zip(panels, tables, captions, strict=True):
             for head, row in enumerate(cells):
                 for token, rank in enumerate(row):
                     labelled_box(axes, (token, head), (1, 1), RANK_COLORS[rank])
             bare(axes, (0, seq_len), (num_heads, 0))
             axes.set(xlabel="tokens", ylabel="heads")
-            axes.set_title(caption, fontsize=9.5, fontweight="normal", loc="center")
-        handles = [Patch(facecolor=RANK_COLORS[rank], label=f"rank {rank}") for rank in range(cp_size)]
-        figure.legend(handles=handles, loc="outside lower center", ncol=cp_size)
-        said = "After the all-to-all a rank has few heads, and all tokens"
-        figure.suptitle(title or said, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
+            panel_title(axes, caption, "center")
+        figure.legend(handles=rank_patches(cp_size), loc="outside lower center", ncol=cp_size)
 
 
 # ---------------------------------------------------------------- documents in one sequence
@@ -276,7 +263,7 @@ def document_pairs(lengths: Sequence[Size], where: Sequence) -> list[int]:
 
 
 @checked
-def show_documents(lengths: Sequence[Size], cuts: Mapping[str, Sequence], title: str = "") -> None:
+def show_documents(lengths: Sequence[Size], cuts: Mapping[str, Sequence]) -> None:
     """Show the mask of documents packed into one sequence, each pair in the colour of its rank, for each cut.
 
     cuts     {name: the positions of each rank's tokens}
@@ -286,14 +273,10 @@ def show_documents(lengths: Sequence[Size], cuts: Mapping[str, Sequence], title:
         raise ValueError(f"got {len(lengths)} documents and {len(cuts)} cuts; give at least one of each")
     ranks = max(len(where) for where in cuts.values())
     _check_room(ranks, sum(lengths))
-    with style():
-        figure, panels = plt.subplots(1, len(cuts), figsize=(FULL_WIDTH_IN, 4.1), squeeze=False)
+    said = f"{len(lengths)} documents in one sequence: a query sees keys of its own document"
+    with picture_panels(1, len(cuts), 4.1, said, squeeze=False) as (figure, panels):
         for axes, (name, where) in zip(panels[0], cuts.items(), strict=True):
             pairs = ", ".join(map(str, document_pairs(lengths, where)))
             draw_mask(axes, document_cells(lengths, where), f"{name}\npairs by rank: {pairs}")
-        handles = [Patch(facecolor=RANK_COLORS[rank], label=f"rank {rank}") for rank in range(ranks)]
-        handles.append(Patch(facecolor=MASKED_COLOR, label="masked"))
+        handles = [*rank_patches(ranks), Patch(facecolor=MASKED_COLOR, label="masked")]
         figure.legend(handles=handles, loc="outside lower center", ncol=len(handles))
-        said = f"{len(lengths)} documents in one sequence: a query sees keys of its own document"
-        figure.suptitle(title or said, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)

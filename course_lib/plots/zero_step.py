@@ -3,11 +3,18 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
-
 from course_lib.plots.memory import TimelinePicture, kind_patch, stack_kinds, timeline_picture
 from course_lib.plots.palette import KIND_COLORS, KINDS, NEUTRAL_COLOR
-from course_lib.plots.style import FULL_WIDTH_IN, UNITS, finish, labelled_box, picture_axes, show_bytes, style, unit_for
+from course_lib.plots.style import (
+    CENTRED,
+    UNITS,
+    labelled_box,
+    panel_title,
+    picture_axes,
+    picture_panels,
+    show_bytes,
+    unit_for,
+)
 from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- elements on ranks, from row to row
@@ -70,9 +77,7 @@ def draw_flow(axes, rows: Sequence[FlowRow]) -> None:
     right = max(tile.x for tile in tiles) + 1
     for index, row in enumerate(rows):
         if row.then:
-            axes.text(
-                right / 2, (index + 0.76) * ROW_HEIGHT, f"\u2193 {row.then}", ha="center", va="center", fontsize=9
-            )
+            axes.text(right / 2, (index + 0.76) * ROW_HEIGHT, f"\u2193 {row.then}", **CENTRED, fontsize=9)
     for rank in range(len(rows[0].of_ranks)):
         axes.text(rank_left(rank, num_elements) + num_elements / 2, -0.4, f"rank {rank}", ha="center", fontsize=10)
     axes.set_yticks([index * ROW_HEIGHT + 0.45 for index in range(len(rows))], [row.label for row in rows])
@@ -141,19 +146,16 @@ def show_step_memory(timelines: Mapping, title: str) -> None:
     """Show measured steps side by side on one axis of bytes, stacked by kind; B is backward, O the optimizer."""
     panels = step_panels(timelines)
     unit = unit_for(panels[0].limit)
-    with style():
-        figure, all_axes = plt.subplots(1, len(panels), figsize=(FULL_WIDTH_IN, 3.2), sharey=True, squeeze=False)
+    with picture_panels(1, len(panels), 3.2, title, sharey=True, squeeze=False) as (figure, all_axes):
         for axes, panel in zip(all_axes[0], panels, strict=True):
             stack_kinds(axes, panel.picture, unit)
             axes.set(xlim=(0, panel.picture.xs[-1]), ylim=(0, panel.limit / UNITS[unit]), xticks=[])
-            axes.set_title(panel.title, fontsize=9.5, fontweight="normal", loc="center")
+            panel_title(axes, panel.title, "center")
             _draw_marks(axes, panel)
         all_axes[0, 0].set_ylabel(f"tensors alive ({unit})")
         drawn = {kind for panel in panels for kind in panel.picture.bytes_by_kind}
         handles = [kind_patch(kind) for kind in KINDS if kind in drawn]
         figure.legend(handles=handles, loc="outside lower center", ncol=len(handles))
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        finish(figure)
 
 
 def _draw_marks(axes, panel: StepPanel) -> None:

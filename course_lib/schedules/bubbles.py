@@ -49,12 +49,7 @@ class Bubble:
 
 @checked
 def bubble(
-    name: str,
-    pp: Size,
-    num_micro_batches: Size,
-    v: Size = 1,
-    costs: Costs = Costs(),
-    barrier: bool = False,
+    name: str, pp: Size, num_micro_batches: Size, v: Size = 1, costs: Costs = Costs(), barrier: bool = False
 ) -> Bubble:
     """Return the closed form of a schedule, from what one stage takes for one micro-batch.
 

@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from course_lib.schedules.check import check, runnable_order
 from course_lib.schedules.instructions import OPS, Instruction, Schedule
 from course_lib.span import Span
-from course_lib.validate import Amount, Positive, Size, check_fields, checked
+from course_lib.validate import Amount, Positive, check_fields, checked
 
 PerStage = Amount | Sequence[Amount]
 
@@ -260,19 +260,19 @@ def _awaited(group: Sequence[Instruction], schedule: Schedule) -> Iterator[tuple
 
 
 @checked
-def text_chart(simulation: Simulation, slot_s: Positive | None = None, max_columns: Size = 200) -> str:
+def text_chart(simulation: Simulation, slot_s: Positive | None = None) -> str:
     """A line a rank, a column a slot of time: F0 where it starts, "-" where it goes on, "." where the rank waits.
 
     slot_s, the width of a column, is the shortest instruction unless given; times are rounded to it. A stage is named
     (F0@4) where ranks have more than one. schedule_check.chart_problems reads such a chart.
-    Raises   ValueError if that makes more columns than max_columns
+    Raises   ValueError if that makes more than 200 columns
     """
     slot_s = slot_s or min((span.seconds for span in simulation.spans if span.seconds > 0), default=1.0)
     num_slots = _slot(simulation.makespan_s, slot_s)
-    if num_slots > max_columns:
+    if num_slots > 200:
+        longer_s = simulation.makespan_s / 200
         raise ValueError(
-            f"{num_slots} slots of {slot_s:g} s are more than max_columns ({max_columns}); choose slot_s of at least "
-            f"{simulation.makespan_s / max_columns:.3g}, or raise max_columns"
+            f"{num_slots} slots of {slot_s:g} s are more than 200; choose slot_s of at least {longer_s:.3g}"
         )
     several = simulation.schedule.num_stages > simulation.schedule.pp
     chart = [["."] * num_slots for _ in simulation.rows]

@@ -126,11 +126,7 @@ def simulate_rank(
         start_optimizer(optimizer)
         tokens_BS = torch.zeros(layout.micro_batch, run.seq_len, dtype=torch.int64)
         micro_batches = [(tokens_BS, tokens_BS)] * layout.micro_batches
-        with (
-            TapeTracker(engine, optimizer) as tracker,
-            ByteMeter(axes=engine.axes) as meter,
-            FlopMeter() as flop_meter,
-        ):
+        with TapeTracker(engine, optimizer) as tracker, ByteMeter(axes=engine.axes) as meter, FlopMeter() as flop_meter:
             tape = Tape(tracker, meter, flop_meter)
             with replaced(Executor, "compute", tape.wrap) if replay else nullcontext():
                 five_d.step(engine, micro_batches, optimizer, clip_norm)

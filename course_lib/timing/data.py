@@ -55,24 +55,15 @@ def dp_step_s(
 
 
 @checked
-def dp_throughput(
-    dp_size: Size,
-    tokens_per_gpu: Amount,
-    compute_s: Amount,
-    grad_bytes: Amount,
-    link: Link,
-    overlap: bool = True,
-    num_buckets: Size = 25,
-) -> float:
-    """Return tokens per second and GPU of data parallelism.
+def dp_throughput(dp_size: Size, tokens_per_gpu: Amount, compute_s: Amount, grad_bytes: Amount, link: Link) -> float:
+    """Return tokens per second and GPU of data parallelism with 25 buckets that overlap.
 
     Assumes: compute_s does not depend on dp_size; a third of it is forward, two thirds backward; `link` is the slowest
     of the ring, at the bandwidth it really gives at this size (see hardware.published_link); no rank is late; the
     optimizer's time is within compute_s.
     """
-    comm_s = num_buckets * collective_s("all_reduce", grad_bytes / num_buckets, dp_size, link)
-    step_s = dp_step_s(compute_s / 3, compute_s * 2 / 3, comm_s, num_buckets, overlap)
-    return tokens_per_gpu / step_s
+    comm_s = 25 * collective_s("all_reduce", grad_bytes / 25, dp_size, link)
+    return tokens_per_gpu / dp_step_s(compute_s / 3, compute_s * 2 / 3, comm_s, 25)
 
 
 @checked
@@ -121,14 +112,12 @@ def zero3_layer(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisati
 
 
 @checked
-def tokens_that_hide_a_gather(
-    dp_size: Size, bytes_per_s: Positive, gpu: GPU, utilisation: Share, param_bytes: Size = 2
-) -> float:
+def tokens_that_hide_a_gather(dp_size: Size, bytes_per_s: Positive, gpu: GPU, utilisation: Share) -> float:
     """Tokens a GPU from which on computing a block takes as long as gathering it: the model's size cancels.
 
-    Bytes    a parameter costs param_bytes (N - 1) / N sent and 2 FLOPs a token forward; backward costs twice of both
+    Bytes    a parameter costs 2 (N - 1) / N sent and 2 FLOPs a token forward; backward costs twice of both
     """
-    return param_bytes * (dp_size - 1) / dp_size / bytes_per_s * utilisation * peak_flops(gpu) / 2
+    return (dp_size - 1) / dp_size / bytes_per_s * utilisation * peak_flops(gpu)
 
 
 @checked

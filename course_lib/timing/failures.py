@@ -61,15 +61,6 @@ def young_interval_s(failures: Failures) -> float:
 
 
 @checked
-def daly_interval_s(failures: Failures) -> float:
-    """Daly's interval: Young's with two terms more; from save = 2 mtbf on simply mtbf."""
-    if failures.save_s >= 2 * failures.mtbf_s:
-        return failures.mtbf_s
-    ratio = failures.save_s / (2 * failures.mtbf_s)
-    return young_interval_s(failures) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - failures.save_s
-
-
-@checked
 def best_interval_s(failures: Failures) -> float:
     """The interval of the highest goodput, found by halving: there (1 - t) e^(t + save / mtbf) = 1, t in units of mtbf.
 

@@ -7,7 +7,6 @@ With skew, or a limit that follows the scores, draw a routing (synthetic_routing
 """
 
 import math
-from typing import Literal
 
 from course_lib.layout.experts import ExpertLayout, check_choice
 from course_lib.validate import Size, checked
@@ -28,17 +27,7 @@ def expected_places(num_experts: Size, places: Size, top_k: Size, max_places: Si
 
 
 @checked
-def expected_crossings(
-    layout: ExpertLayout,
-    top_k: Size,
-    method: Literal["plain", "once_per_node"] = "plain",
-    max_nodes: Size | None = None,
-) -> float:
-    """Rows between nodes for one token on average, routed uniformly: of its assignments or nodes, those not at home."""
-    nodes = layout.num_nodes
-    if method == "plain":
-        check_choice(layout.num_experts, top_k, nodes, max_nodes)
-        reached = float(top_k)
-    else:
-        reached = expected_places(layout.num_experts, nodes, top_k, max_nodes)
-    return reached * (nodes - 1) / nodes
+def expected_crossings(layout: ExpertLayout, top_k: Size) -> float:
+    """Rows between nodes for one token on average, routed uniformly: of its assignments those not at home."""
+    check_choice(layout.num_experts, top_k, layout.num_nodes, None)
+    return top_k * (layout.num_nodes - 1) / layout.num_nodes

@@ -153,13 +153,11 @@ class HostBytes:
 
     resident       all pages in memory, those of mapped files too
     anonymous      of these the process's own, which no file backs; None where the system does not tell (not Linux)
-    proportional   resident, with a page that k processes share counted as 1/k; None likewise
     """
 
     resident: int
     peak_resident: int
     anonymous: int | None
-    proportional: int | None
 
 
 def host_bytes() -> HostBytes:
@@ -173,7 +171,7 @@ def host_bytes() -> HostBytes:
             pairs = [line.split() for line in file]
         detail = {words[0]: int(words[1]) * 1024 for words in pairs if words[-1] == "kB"}
     info = psutil.Process().memory_info()
-    return HostBytes(info.rss, _peak_resident(info), detail.get("Anonymous:"), detail.get("Pss:"))
+    return HostBytes(info.rss, _peak_resident(info), detail.get("Anonymous:"))
 
 
 def _peak_resident(info) -> int:

@@ -5,7 +5,7 @@ from html import escape
 
 import ipywidgets as widgets
 
-from course_lib.hardware import LINKS, link
+from course_lib.hardware import link
 from course_lib.plots.curves import alpha_beta_picture, crossover_bytes, draw_alpha_beta
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.timing import bus_factor, fastest
@@ -60,12 +60,12 @@ def describe_collective(view: CollectiveView) -> str:
 
 
 @checked
-def collective_explorer(link_key: str = "nvlink4", world_size: Size = 8) -> widgets.VBox:
+def collective_explorer() -> widgets.VBox:
     """Sliders over message size and ranks: the modelled time on its curve."""
     collective = parts.choice("collective", COLLECTIVES, "all_reduce")
     size = parts.slider("message", SIZES, 10**6)
-    ranks = parts.slider("ranks", parts.powers_of_two(2, 1024), world_size)
-    wire = parts.choice("link", [(known.name, key) for key, known in LINKS.items()], link_key)
+    ranks = parts.slider("ranks", parts.powers_of_two(2, 1024), 8)
+    wire = parts.choice("link", parts.ALL_LINKS, "nvlink4")
 
     def predict() -> tuple[bytes, str]:
         view = explore_collective(collective.value, size.value, ranks.value, wire.value)

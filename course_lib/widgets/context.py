@@ -6,7 +6,7 @@ from html import escape
 import ipywidgets as widgets
 
 from course_lib.config import PRESETS, ModelConfig, preset
-from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
+from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.layout.block_pairs import pairs, share_of_ideal
 from course_lib.layout.partition import CP_METHODS
@@ -121,8 +121,6 @@ def describe_context(config: ModelConfig, chosen: ContextChoice, times: dict[str
 def context_explorer(start: ContextChoice | None = None) -> widgets.VBox:
     """Sliders over model, sequence, tp, cp, sequence sharding, GPU and links."""
     start = start or ContextChoice()
-    links = [(known.name, key) for key, known in LINKS.items() if key != "nvme"]
-    gpus = [(known.name, key) for key, known in GPUS.items() if known.bf16_flops]
     fields = {
         "model": parts.choice("model", PRESETS, start.model),
         "seq_len": parts.slider("sequence", parts.powers_of_two(1024, 2**20), start.seq_len),
@@ -130,9 +128,9 @@ def context_explorer(start: ContextChoice | None = None) -> widgets.VBox:
         "cp": parts.slider("cp", parts.powers_of_two(1, 64), start.cp),
         "sequence_sharding": parts.choice("sequence sharding", SEQUENCE_SHARDINGS, start.sequence_sharding),
         "recompute": parts.choice("recomputation", ["none", "selective", "full"], start.recompute),
-        "gpu_key": parts.choice("GPU", gpus, start.gpu_key),
-        "inside": parts.choice("inside a node", links, start.inside),
-        "between": parts.choice("between nodes", links, start.between),
+        "gpu_key": parts.choice("GPU", parts.BF16_GPUS, start.gpu_key),
+        "inside": parts.choice("inside a node", parts.GPU_LINKS, start.inside),
+        "between": parts.choice("between nodes", parts.GPU_LINKS, start.between),
     }
 
     def predict() -> tuple[bytes, str]:

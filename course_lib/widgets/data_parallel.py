@@ -7,7 +7,7 @@ import ipywidgets as widgets
 
 from course_lib.config import PRESETS, preset
 from course_lib.flops import step_flops
-from course_lib.hardware import GPUS, LINKS, gpu, link, peak_flops
+from course_lib.hardware import gpu, link, peak_flops
 from course_lib.memory.states import count_parameters
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_overlap, overlap_picture
@@ -118,8 +118,8 @@ def dp_explorer(start: DPChoice | None = None) -> widgets.VBox:
         "batch_size": parts.slider("micro-batch", parts.powers_of_two(1, 64), start.batch_size),
         "seq_len": parts.slider("sequence", parts.powers_of_two(128, 131_072), start.seq_len),
         "micro_batches": parts.slider("micro-batches", parts.powers_of_two(1, 64), start.micro_batches),
-        "link_key": parts.choice("slowest link", [(known.name, key) for key, known in LINKS.items()], start.link_key),
-        "gpu_key": parts.choice("GPU", [(known.name, key) for key, known in GPUS.items()], start.gpu_key),
+        "link_key": parts.choice("slowest link", parts.ALL_LINKS, start.link_key),
+        "gpu_key": parts.choice("GPU", parts.ALL_GPUS, start.gpu_key),
         "overlap": widgets.Checkbox(description="overlap with the backward pass", value=start.overlap),
     }
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from course_lib.compare.five_d_profile import FiveDComparison, measure_five_d
 from course_lib.config import MOE_PRESETS, PRESETS, preset
-from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
+from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AxisLinks, links_of_axes
 from course_lib.layout.partition import fewer_at_the_ends
@@ -266,15 +266,13 @@ def sizes_up_to(last: int, *others: int) -> list[tuple[str, int]]:
 def five_d_explorer(start: FiveDChoice | None = None) -> widgets.VBox:
     """Controls for a whole layout, a menu of known ones, and a button that measures a toy on real ranks."""
     start = start or FiveDChoice()
-    links = [(known.name, key) for key, known in LINKS.items() if key != "nvme"]
-    gpus = [(known.name, key) for key, known in GPUS.items() if known.bf16_flops]  # BF16 is what the step computes in
     models = [name for name, config in (PRESETS | MOE_PRESETS).items() if config.family == "llama"]
     controls = {
         "model": parts.choice("model", models, start.model),
-        "gpu_key": parts.choice("GPU", gpus, start.gpu_key),
+        "gpu_key": parts.choice("GPU", parts.BF16_GPUS, start.gpu_key),
         "ranks_per_node": parts.slider("ranks a node", parts.powers_of_two(1, 64), start.ranks_per_node),
-        "inside": parts.choice("inside a node", links, start.inside),
-        "between": parts.choice("between nodes", links, start.between),
+        "inside": parts.choice("inside a node", parts.GPU_LINKS, start.inside),
+        "between": parts.choice("between nodes", parts.GPU_LINKS, start.between),
         "seq_len": parts.slider("sequence", parts.powers_of_two(64, 131_072), start.seq_len),
         "micro_batch": parts.slider("micro-batch", parts.powers_of_two(1, 16), start.micro_batch),
         "micro_batches": parts.slider("micro-batches", sizes_up_to(512, 120), start.micro_batches),

@@ -8,11 +8,11 @@ import ipywidgets as widgets
 
 from course_lib.compare.profile import Comparison, profile_step, scale_down
 from course_lib.config import PRESETS, preset
-from course_lib.hardware import GPUS, gpu
+from course_lib.hardware import gpu
 from course_lib.layout import Layout
 from course_lib.memory.budget import Budget, budgets
 from course_lib.memory.states import OPTIMIZERS, RECIPES, count_parameters
-from course_lib.plots.comparison import comparison_pairs, draw_comparison, error_text
+from course_lib.plots.comparison import error_text
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes
 from course_lib.run import Run
@@ -142,7 +142,7 @@ def memory_explorer(
     }
     chosen_gpus = widgets.SelectMultiple(
         description="GPUs",
-        options=[(known.name, key) for key, known in GPUS.items()],
+        options=parts.ALL_GPUS,
         value=tuple(gpus),
         rows=5,
         style=parts.LABEL,
@@ -159,9 +159,7 @@ def memory_explorer(
 
     def measure() -> tuple[bytes, str]:
         result = measure_memory(current())
-        drawn = comparison_pairs(result.rows)
-        png = parts.figure_png(lambda axes: draw_comparison(axes, drawn), 1.0 + 0.45 * len(drawn))
-        return png, escape(describe_measurement(result))
+        return parts.comparison_png(result.rows, "largest of each kind"), escape(describe_measurement(result))
 
     controls = [*fields.values(), chosen_gpus]
     return parts.measured_panel(controls, predict, measure, "train a scaled-down model for real")

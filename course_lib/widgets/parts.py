@@ -11,12 +11,17 @@ from io import BytesIO
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
+from course_lib.hardware import GPUS, LINKS
 from course_lib.plots.comparison import comparison_pairs, draw_comparison
 from course_lib.plots.style import FULL_WIDTH_IN, picture_output, style
 from course_lib.validate import Positive, Size, checked
 
 LABEL = {"description_width": "110px"}
 WIDTH = "390px"
+# (label, key) pairs of `course_lib.hardware`, for `choice`
+ALL_GPUS, ALL_LINKS = ([(known.name, key) for key, known in table.items()] for table in (GPUS, LINKS))
+BF16_GPUS = [(name, key) for name, key in ALL_GPUS if GPUS[key].bf16_flops]  # BF16 is what a step computes in
+GPU_LINKS = [(name, key) for name, key in ALL_LINKS if key != "nvme"]
 WIDGET_DPI = 160  # the page stretches the picture to its width
 
 
@@ -168,13 +173,10 @@ def stands_for(model: str, num_gpus: Size, num_ranks: Size) -> str:
 
 
 @checked
-def comparison_png(rows: Sequence) -> bytes:
+def comparison_png(rows: Sequence, what: str = "rank 0: largest of each kind, and bytes sent") -> bytes:
     """Predicted beside measured, row by row, as PNG."""
     pairs = comparison_pairs(rows)
-    return figure_png(
-        lambda axes: draw_comparison(axes, pairs, "rank 0: largest of each kind, and bytes sent"),
-        1.0 + 0.45 * len(pairs),
-    )
+    return figure_png(lambda axes: draw_comparison(axes, pairs, what), 1.0 + 0.45 * len(pairs))
 
 
 @checked

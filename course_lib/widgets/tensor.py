@@ -9,7 +9,7 @@ import ipywidgets as widgets
 from course_lib.compare.five_d_profile import FiveDComparison
 from course_lib.compare.sharded_profile import measure_tensor
 from course_lib.config import PRESETS, ModelConfig, preset
-from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
+from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.budget import Budget, budgets
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
@@ -180,8 +180,6 @@ def measure_tensor_choice(chosen: TensorChoice) -> FiveDComparison:
 def tensor_explorer(start: TensorChoice | None = None) -> widgets.VBox:
     """Sliders over model, tp, SP, sequence, GPU and links, and a button that measures a toy on real ranks."""
     start = start or TensorChoice()
-    links = [(known.name, key) for key, known in LINKS.items() if key != "nvme"]
-    gpus = [(known.name, key) for key, known in GPUS.items() if known.bf16_flops]  # BF16 is what the step computes in
     fields = {
         "model": parts.choice("model", PRESETS, start.model),
         "tp": parts.slider("tp", parts.powers_of_two(1, LARGEST_TP), start.tp),
@@ -189,27 +187,26 @@ def tensor_explorer(start: TensorChoice | None = None) -> widgets.VBox:
         "seq_len": parts.slider("sequence", parts.powers_of_two(64, 131_072), start.seq_len),
         "batch_size": parts.slider("micro-batch", parts.powers_of_two(1, 64), start.batch_size),
         "recompute": parts.choice("recomputation", RECOMPUTE, start.recompute),
-        "gpu_key": parts.choice("GPU", gpus, start.gpu_key),
-        "inside": parts.choice("inside a node", links, start.inside),
-        "between": parts.choice("between nodes", links, start.between),
+        "gpu_key": parts.choice("GPU", parts.BF16_GPUS, start.gpu_key),
+        "inside": parts.choice("inside a node", parts.GPU_LINKS, start.inside),
+        "between": parts.choice("between nodes", parts.GPU_LINKS, start.between),
     }
 
-    def draw(chosen: TensorChoice) -> tuple[bytes, str]:
-        view = explore_tensor(chosen)
+    def current() -> TensorChoice:
+        return TensorChoice(**parts.values_of(fields))
+
+    def predict() -> tuple[bytes, str]:
+        view = explore_tensor(current())
         draw_bars = lambda axes: draw_budgets(axes, view.bars, view.limits_bytes, "GB", view.title)  # noqa: E731
         times = step_times(view)
         below = 1.3 + 0.3 * len(times)
         drawings = [(draw_bars, 1.9 + 0.55 * len(view.bars)), (lambda axes: draw_step_times(axes, times), below)]
         return parts.stacked_png(drawings), escape(view.text)
 
-    def current() -> TensorChoice:
-        return TensorChoice(**parts.values_of(fields))
-
-    def measured(chosen: TensorChoice) -> tuple[bytes, str]:
+    def measure() -> tuple[bytes, str]:
+        chosen = current()
         result = measure_tensor_choice(chosen)
         stands = parts.stands_for(chosen.model, chosen.tp, result.num_ranks)
         return parts.comparison_png(result.rows), escape(f"{result} {stands}")
 
-    return parts.measured_panel(
-        list(fields.values()), lambda: draw(current()), lambda: measured(current()), "train a toy on real ranks"
-    )
+    return parts.measured_panel(list(fields.values()), predict, measure, "train a toy on real ranks")

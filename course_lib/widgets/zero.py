@@ -9,7 +9,7 @@ import ipywidgets as widgets
 from course_lib.compare.five_d_profile import FiveDComparison
 from course_lib.compare.sharded_profile import measure_zero
 from course_lib.config import PRESETS, preset
-from course_lib.hardware import GPUS, gpu, link
+from course_lib.hardware import gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.budget import Budget, budgets
 from course_lib.memory.states import RECIPES, count_parameters
@@ -153,7 +153,7 @@ def zero_explorer(start: ZeroChoice | None = None) -> widgets.VBox:
         "model": parts.choice("model", PRESETS, start.model),
         "stage": parts.slider("ZeRO stage", [(f"{stage}", stage) for stage in range(4)], start.stage),
         "dp_size": parts.slider("GPUs", parts.powers_of_two(1, 1024), start.dp_size),
-        "gpu_key": parts.choice("GPU", [(known.name, key) for key, known in GPUS.items()], start.gpu_key),
+        "gpu_key": parts.choice("GPU", parts.ALL_GPUS, start.gpu_key),
         "recipe": parts.choice("precision", RECIPES, start.recipe),
         "offload": parts.choice("offload", OFFLOADS, start.offload),
         "batch_size": parts.slider("micro-batch", parts.powers_of_two(1, 64), start.batch_size),
@@ -161,19 +161,18 @@ def zero_explorer(start: ZeroChoice | None = None) -> widgets.VBox:
         "recompute": parts.choice("recomputation", RECOMPUTE, start.recompute),
     }
 
-    def draw(chosen: ZeroChoice) -> tuple[bytes, str]:
-        view = explore_zero(chosen)
-        draw_bars = lambda axes: draw_budgets(axes, view.bars, view.limits_bytes, "GB", view.title)  # noqa: E731
-        return parts.figure_png(draw_bars, 3.0), escape(view.text)
-
     def current() -> ZeroChoice:
         return ZeroChoice(**parts.values_of(fields))
 
-    def measured(chosen: ZeroChoice) -> tuple[bytes, str]:
+    def predict() -> tuple[bytes, str]:
+        view = explore_zero(current())
+        draw_bars = lambda axes: draw_budgets(axes, view.bars, view.limits_bytes, "GB", view.title)  # noqa: E731
+        return parts.figure_png(draw_bars, 3.0), escape(view.text)
+
+    def measure() -> tuple[bytes, str]:
+        chosen = current()
         result = measure_zero_choice(chosen)
         stands = parts.stands_for(chosen.model, chosen.dp_size, result.num_ranks)
         return parts.comparison_png(result.rows), escape(f"{result} {stands}")
 
-    return parts.measured_panel(
-        list(fields.values()), lambda: draw(current()), lambda: measured(current()), "train a toy on real ranks"
-    )
+    return parts.measured_panel(list(fields.values()), predict, measure, "train a toy on real ranks")

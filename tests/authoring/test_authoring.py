@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from solved import load_solution
 
 from course_lib import authoring
 from course_lib.authoring.address import install_source
@@ -302,7 +303,7 @@ def test_load_solution_defines_and_launches_nothing(root):
     path = root / "solutions" / "00_x.ipynb"
     authoring.write(authoring.normalise(chapter(*cells)), path)
     for given in (path, "00_x"):
-        names = authoring.load_solution(given, root)
+        names = load_solution(given, root)
         assert names["helper"](4) == 8 and names["SIZE"] == 3 and "results" not in names
         assert names["double"].__module__ == "__main__", "so that it travels to ranks by value"
 

@@ -1,6 +1,5 @@
 """The pictures of a choice: what they count, and that no text lies on another."""
 
-import matplotlib.pyplot as plt
 import pytest
 from pictures import overlapping_texts
 
@@ -13,16 +12,6 @@ from course_lib.plots.choosing import cut_name, cuts_of, shown_kinds
 JOB = measured_job("8B", 64)
 RUNS = measured_runs("8B", 64)
 RANKED = plan(JOB)
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures that were shown."""
-    figures = []
-    monkeypatch.setattr(choosing, "finish", figures.append)
-    monkeypatch.setattr("course_lib.plots.style.finish", figures.append)
-    yield figures
-    plt.close("all")
 
 
 def test_cuts_say_which_tp_leaves_its_node():
@@ -50,13 +39,13 @@ def test_bars_add_up_to_the_memory():
     ],
     ids=["steps", "cuts", "paths", "options", "front", "predicted", "scaling"],
 )
-def test_a_picture_can_be_read(show, drawn):
+def test_a_picture_can_be_read(show, shown):
     show()
-    (figure,) = drawn
+    (figure,) = shown
     assert overlapping_texts(figure) == []
 
 
-def test_what_cannot_be_drawn_is_refused(drawn):
+def test_what_cannot_be_drawn_is_refused(shown):
     for show, said in (
         (lambda: choosing.show_steps({"one": "step"}), "at least 2"),
         (lambda: choosing.show_cuts([]), "1 to 256"),

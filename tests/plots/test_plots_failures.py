@@ -22,7 +22,4 @@ def test_the_line_stands_at_the_best_interval(monkeypatch):
     drawn = []
     monkeypatch.setattr(plt, "show", lambda: drawn.append(plt.gcf().axes[0].lines[0].get_xdata()[0]))
     show_checkpoint_interval(FAILURES)
-    show_checkpoint_interval(FAILURES, [100.0, 1000.0, 10_000.0])
-    assert drawn == [best_interval_s(FAILURES)] * 2
-    with pytest.raises(ValueError, match="at least 2"):
-        show_checkpoint_interval(FAILURES, [100.0])
+    assert drawn == [best_interval_s(FAILURES)]

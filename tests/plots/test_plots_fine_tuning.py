@@ -1,22 +1,11 @@
 """Pictures of fine-tuning: areas are elements, every choice is reached, and no text lies on another."""
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 from pictures import overlapping_texts
 
 from course_lib.minimal.quantize import dynamic_code, normal_code
-from course_lib.plots import fine_tuning, style
-
-
-@pytest.fixture
-def shown(monkeypatch):
-    figures = []
-    for module in (fine_tuning, style):
-        monkeypatch.setattr(module, "finish", figures.append)
-    yield figures
-    for figure in figures:
-        plt.close(figure)
+from course_lib.plots import fine_tuning
 
 
 def test_areas_are_the_elements_of_the_matrices_and_the_product_has_the_shape_of_w():

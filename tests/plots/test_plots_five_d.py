@@ -62,16 +62,13 @@ def test_groups_side_by_side_have_lines_of_their_own_below_the_boxes():
     assert five_d.free_level([(0, 4, 0), (1, 5, 1)], 2, 3) == 2 and five_d.free_level([(0, 4, 0)], 5, 6) == 0
 
 
-def test_the_legend_of_lines_stands_in_a_panel_that_is_left_over(monkeypatch):
+def test_the_legend_of_lines_stands_in_a_panel_that_is_left_over(shown):
     for axes, (below, inside) in (("pp",), (1, 0)), (("pp", "dp", "tp"), (0, 1)):
-        found = []
-        monkeypatch.setattr(five_d, "finish", found.append)
         five_d.show_ranks(EIGHT, 4, axes)
-        assert (len(found[0].legends), sum(panel.get_legend() is not None for panel in found[0].axes)) == (
+        assert (len(shown[-1].legends), sum(panel.get_legend() is not None for panel in shown[-1].axes)) == (
             below,
             inside,
         )
-        plt.close(found[0])
 
 
 # ---------------------------------------------------------------- who holds what
@@ -212,7 +209,7 @@ PICTURES = {
         budgets(Run(LLAMA, Layout(pp=2, micro_batches=2), 4096)), [gpu("h100"), gpu("a100-80"), gpu("a100-40")]
     ),
     "memory of 16": lambda: five_d_costs.show_pipeline_memory([{"parameters": 10**10, "logits": p} for p in range(16)]),
-    "costs": lambda: five_d_costs.show_costs(SENT, SECONDS, "Llama"),
+    "costs": lambda: five_d_costs.show_costs(SENT, SECONDS),
 }  # fmt: skip
 
 

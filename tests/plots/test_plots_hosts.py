@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import matplotlib.pyplot as plt
 import pytest
 
 from course_lib.plots.hosts import WIDEST_POINTS, link_widths, show_two_hosts
@@ -10,11 +9,9 @@ from course_lib.plots.palette import AXIS_COLORS
 from course_lib.simulate.two_hosts import MEASURED
 
 
-def test_the_lines_across_are_as_wide_as_the_bytes(monkeypatch):
-    drawn = []
-    monkeypatch.setattr("course_lib.plots.hosts.finish", drawn.append)
+def test_the_lines_across_are_as_wide_as_the_bytes(shown):
     show_two_hosts(MEASURED)
-    panels = drawn[0].axes
+    panels = shown[0].axes
     for panel, row in zip(panels, MEASURED, strict=True):
         above, below, *inside = panel.lines
         assert {line.get_color() for line in (above, below)} == {AXIS_COLORS[row.across]}
@@ -22,7 +19,6 @@ def test_the_lines_across_are_as_wide_as_the_bytes(monkeypatch):
         assert above.get_linewidth() == pytest.approx(WIDEST_POINTS * row.link_bytes / MEASURED[3].link_bytes)
         texts = [text.get_text() for text in panel.texts]
         assert f"{row.link_bytes / 1e6:.1f} MB on the link\n{row.step_s:.1f} s for a step" in texts
-    plt.close(drawn[0])
 
 
 def test_no_rows_are_refused():

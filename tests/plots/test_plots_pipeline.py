@@ -186,7 +186,7 @@ PICTURES = {
     "1F1B, turned numbers": lambda: pipeline.show_schedule(simulate(one_f_one_b(3, 36))),
     "a V": lambda: pipeline.show_schedule(simulate(make("dualpipe_v", 4, 10), HALF)),
     "pairs": lambda: pipeline.show_schedule(simulate(make("dualpipe_v", 2, 4), replace(HALF, pair_s=1.0))),
-    "stacked": lambda: pipeline.show_schedules([ALL["naive"], ALL["1f1b"], ALL["zb_h2"]], "t"),
+    "stacked": lambda: pipeline.show_schedules([ALL["naive"], ALL["1f1b"], ALL["zb_h2"]]),
     "measured": lambda: pipeline_trace.show_measured(
         simulate(one_f_one_b(4, 8), Costs(4e-3, 4e-3, 4e-3)),
         simulate(one_f_one_b(4, 8), Costs([4e-3, 4e-3, 5e-3, 4e-3], 5e-3, 4e-3, 1e-3)).rows,

@@ -32,9 +32,7 @@ def test_the_parts_of_a_bar_end_where_the_step_ends():
     plt.close(figure)
 
 
-def test_a_picture_is_shown_and_none_without_traces(monkeypatch):
-    shown = []
-    monkeypatch.setattr("course_lib.plots.rank_traces.finish", lambda figure: shown.append(figure) or plt.close(figure))
+def test_a_picture_is_shown_and_none_without_traces(shown):
     show_rank_traces([trace(0), trace(1)])
     texts = [text.get_text() for text in shown[0].legends[0].get_texts()]
     assert texts == ["computing", "communication over tp", "communication over data", "neither (below)"]

@@ -64,9 +64,6 @@ def test_a_stage_and_a_number_of_ranks_that_do_not_exist_are_refused():
 
 
 def test_the_title_of_the_stages_says_what_fits():
-    assert sharding.stages_title({"stage 2": False, "stage 3": True}, "G") == "Stage 3 fits on one G, the rest does not"
-    assert sharding.stages_title({"a": True, "b": True}, "G") == "Everything here fits on one G"
-    assert sharding.stages_title({"a": False}, "G") == "Nothing here fits on one G"
     assert (
         sharding.zero_title(BYTES, 4) == "Each stage cuts one more kind into 4: from 16 bytes per parameter down to 4"
     )
@@ -294,7 +291,7 @@ FLOW = zero_step.FlowRow("gradients", "gradients", [[10.0, None], [None, 40.0]],
 STEP = Timeline([0.0, 1.0, 2.0], {kind: [4, 8, 4] for kind in KINDS}, [(1.0, "backward"), (2.0, "optimizer")])
 PICTURES = {
     "stages": lambda: sharding.show_zero_stages(4),
-    "stages of 16": lambda: sharding.show_zero_stages(16, {"parameters": 2, "gradients": 4, "optimizer": 12}),
+    "stages of 16": lambda: sharding.show_zero_stages(16),
     "bytes of stages": lambda: sharding.show_stages(STAGES, [gpu("a100-40"), gpu("h100")]),
     "flat": lambda: sharding.show_flat_shards({"norm": 64, "q": 4096, "k": 2048, "o": 4096, "gate": 11_038}, 4),
     "flat, small": lambda: sharding.show_flat_shards({"w": 7, "b": 3}, 4),
@@ -310,7 +307,7 @@ PICTURES = {
     "a loss from parts": lambda: tensor_block.show_vocab_loss([1.0, 2.0, 4.0, 1.0], 3, 2),
     "a loss from many parts": lambda: tensor_block.show_vocab_loss([1.25, -2.5, 4.0, 1.0, 7.5, 3.0, 2.0, 1.0], 0, 4),
     "regions": lambda: regions.show_regions(preset("gpt3-175b")),
-    "regions with scores": lambda: regions.show_regions(preset("gpt2"), 4, 1024, 2, ("tp", "tp+sp"), True, False),
+    "regions of two": lambda: regions.show_regions(preset("gpt2"), 4, 1024, 2, ("tp", "tp+sp")),
     "a layer in time": lambda: timeline.show_overlap(LAYERS, "t"),
     "a layer in time, with letters": lambda: timeline.show_overlap(LAYERS, "t", keys=True),
     "step times": lambda: timeline.show_step_times(

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from course_lib.plots import style, tensor_block
+from course_lib.plots import tensor_block
 from course_lib.plots.tensor_block import block_regions_and_borders, loss_columns
 
 
@@ -47,14 +47,10 @@ def test_a_target_outside_and_too_many_ranks_are_refused():
 @pytest.mark.parametrize(
     "show", [tensor_block.show_f_and_g, lambda: tensor_block.show_vocab_loss([1.0, 2, 4, 1], 3, 2)]
 )
-def test_both_pictures_name_their_all_reduces(show, monkeypatch):
-    figures = []
-    for module in (tensor_block, style):
-        monkeypatch.setattr(module, "finish", figures.append)
+def test_both_pictures_name_their_all_reduces(show, shown):
     show()
-    texts = [text.get_text() for axes in figures[0].axes for text in axes.texts]
+    texts = [text.get_text() for axes in shown[0].axes for text in axes.texts]
     assert any("all-reduce" in text for text in texts)
-    plt.close(figures[0])
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -57,7 +57,6 @@ def test_documents_do_not_see_each_other():
         lambda: tokens.show_merge([12, 30], [2, 6]),
         lambda: tokens.show_gradient_ring(4),
         lambda: tokens.show_chunks(4, 16),
-        lambda: tokens.show_chunks(2, 16, ("contiguous", "zigzag", "striped")),
         lambda: tokens.show_heads_for_tokens(4, 8, 16),
         lambda: tokens.show_documents(DOCUMENTS, {"whole": WHOLE, "the same": WHOLE}),
     ],
@@ -71,7 +70,6 @@ def test_a_picture_is_shown_once_without_text_on_text_and_closed(show, monkeypat
     [
         (lambda: tokens.show_cut(9), "the picture has room for 8 ranks"),
         (lambda: tokens.show_chunks(4, 64), "32 tokens"),
-        (lambda: tokens.show_chunks(4, 16, ()), "shardings is empty"),
         (lambda: tokens.show_documents([], {}), "0 documents"),
     ],
 )

@@ -7,7 +7,6 @@ import pytest
 from course_lib.timing.failures import (
     Failures,
     best_interval_s,
-    daly_interval_s,
     goodput,
     mtbf_of_job_s,
     shares,
@@ -33,14 +32,12 @@ def test_no_other_interval_is_better_and_the_estimates_are_near(failures):
     best_s = best_interval_s(failures)
     best = goodput(failures, best_s)
     assert all(goodput(failures, best_s * factor) < best for factor in (0.5, 0.99, 1.01, 2.0))
-    assert abs(daly_interval_s(failures) / best_s - 1) < 1e-3 < abs(young_interval_s(failures) / best_s - 1)
     assert goodput(failures, young_interval_s(failures)) == pytest.approx(best, rel=2e-3)
 
 
 def test_numbers_by_hand():
     assert young_interval_s(Failures(mtbf_s=10_000.0, save_s=50.0)) == 1000.0
     assert mtbf_of_job_s(50_000 * 3600.0, 16_384) == pytest.approx(10_986, abs=1)  # three hours
-    assert daly_interval_s(Failures(mtbf_s=10.0, save_s=20.0)) == 10.0
     one = Failures(mtbf_s=100.0, save_s=1.0)
     assert goodput(one, 99.0) == pytest.approx(0.99 / (math.e - 1))
 

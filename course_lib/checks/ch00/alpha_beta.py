@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from course_lib.checks.core import fail, grader
+from course_lib.checks.core import expect_number, fail, fail_by_belief, grader
 from course_lib.hardware import Link
 
 
@@ -24,15 +24,8 @@ def check_crossover_bytes(answer, rng):
     """The message size at which a ring all-reduce spends as long on latency as on bandwidth."""
     for _ in range(20):
         world_size, link = rng.choice([3, 4, 8, 16, 64, 512]), _random_link(rng)
-        got, want = answer(world_size, link), world_size * link.latency_s * link.bytes_per_s
-        where = _shown(world_size, link)
-        if not isinstance(got, int | float):
-            fail(f"{where}: it returned {got!r}, and a number of bytes is asked for")
-        if not math.isclose(got, want, rel_tol=1e-6):
-            why = [
-                why for why, value in _wrong_sizes(world_size, link).items() if math.isclose(got, value, rel_tol=1e-6)
-            ]
-            fail(f"{where}: {got:.4g} bytes, and {want:.4g} are right" + (f": {why[0]}" if why else ""))
+        want, where = world_size * link.latency_s * link.bytes_per_s, f"{_shown(world_size, link)}, bytes"
+        expect_number(answer(world_size, link), want, where, _wrong_sizes(world_size, link), rtol=1e-6)
 
 
 def _wrong_sizes(world_size: int, link: Link) -> dict[str, float]:
@@ -58,17 +51,16 @@ Case = tuple[int, int, Link]  # payload_bytes, world_size, link
 def check_faster_all_reduce(answer, rng):
     """Ring or doubling, whichever the alpha-beta model calls faster, over many sizes, ranks and links."""
     cases = [_random_case(rng) for _ in range(300)]
-    got, want = [answer(*case) for case in cases], [_faster(*case) for case in cases]
+    got = [answer(*case) for case in cases]
     unknown = [name for name in got if name not in ("ring", "doubling")]
     if unknown:
         fail(f'it returned {unknown[0]!r}; return "ring" or "doubling"')
-    for message, believed in BELIEFS.items():
-        if got != want and got == [believed(*case) for case in cases]:
-            fail(message)
-    for case, name in zip(cases, got, strict=True):
-        if name != _faster(*case):
-            seconds = f"the ring takes {_ring_s(*case):.3g} s, doubling {_doubling_s(*case):.3g} s"
-            fail(f"{case[0]:,} bytes, {_shown(*case[1:])}: you say {name}, but {seconds}")
+    fail_by_belief(got, [_faster(*case) for case in cases], cases, BELIEFS, _told)
+
+
+def _told(*case) -> str:
+    seconds = f"the ring takes {_ring_s(*case):.3g} s, doubling {_doubling_s(*case):.3g} s"
+    return f"{case[0]:,} bytes, {_shown(*case[1:])}: {seconds}"
 
 
 def _random_case(rng: random.Random) -> Case:

@@ -5,8 +5,8 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from course_lib.checks.ch01.single_gpu_memory import fail_by_belief, random_llama
-from course_lib.checks.core import grader
+from course_lib.checks.ch01.single_gpu_memory import random_llama
+from course_lib.checks.core import fail_by_belief, grader
 from course_lib.config import ModelConfig
 from course_lib.memory.budget import budget
 

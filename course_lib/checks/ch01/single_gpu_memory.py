@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader
+from course_lib.checks.core import expect_close, expect_equal, fail, fail_by_belief, fresh_generator, grader, numbers
 from course_lib.config import ModelConfig
 from course_lib.flops import attention_flops_per_token, flops_per_token, matmul_parameters
 from course_lib.memory.states import RECIPES, Recipe
@@ -21,22 +21,6 @@ def random_llama(rng: random.Random, tied: bool) -> ModelConfig:
     head_dim = rng.choice([h for h in (4, 6, 8, 10, 12) if h * heads != d_model])
     d_ff, vocab_size = d_model * 3 + 4 * rng.randrange(1, 9), rng.randrange(100, 400)
     return ModelConfig("drawn", rng.randrange(2, 5), d_model, heads, kv_heads, d_ff, vocab_size, 128, tied, head_dim)
-
-
-def fail_by_belief(got: list, want: list, cases: list, beliefs: dict[str, Callable], tell: Callable) -> None:
-    """Fail with the misconception that explains every answer given, or else with the first case that is wrong."""
-    if got == want:
-        return
-    for message, believed in beliefs.items():
-        if got == [believed(*case) for case in cases]:
-            fail(message)
-    for case, mine, right in zip(cases, got, want, strict=True):
-        if mine != right:
-            fail(f"{tell(*case)}: it returned {_number(mine)}, and {_number(right)} is right")
-
-
-def _number(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) else repr(value)
 
 
 # ------------------------------------------------------------------------------------ 1. MFU
@@ -230,7 +214,7 @@ MLP_BELIEFS = {
 def check_swiglu(answer, rng):
     """silu(gate) * up with the right gradients, keeping gate and up and nothing else."""
     generator, shape = fresh_generator(rng), (rng.randrange(3, 9), rng.randrange(10, 30))
-    gate, up, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    gate, up, grad = (numbers(generator, *shape) for _ in range(3))
     mine = [tensor.clone().requires_grad_() for tensor in (gate, up)]
     outputs: list[Tensor] = []
     kept = kept_bytes(lambda: outputs.append(answer(*mine)) or outputs[0])

@@ -73,11 +73,7 @@ def _releases(tracker_type: type, size: int) -> None:
         _expect(tracker.now_bytes, 2 * FP32 * size, "a storage lives as long as any of its views does")
         del z
         held = "a storage must not be held, or it is never freed"
-        why = (
-            held
-            if storage()
-            else "a freed storage must be subtracted; a weak reference calls only while it is kept"
-        )
+        why = held if storage() else "a freed storage must be subtracted; a weak reference calls only while it is kept"
         _expect(tracker.now_bytes, FP32 * size, why)
         _expect(tracker.peak_bytes, 2 * FP32 * size, "the peak stays when memory is freed", "peak_bytes")
         del x

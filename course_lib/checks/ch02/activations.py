@@ -1,7 +1,6 @@
 """Graders of chapter 02: recomputation where the input needs no gradient, and attention over blocks with a window."""
 
 import math
-import random
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from course_lib.checks.core import expect_close, fail, fresh_generator, fresh_seed, grader
+from course_lib.checks.core import expect_close, fail, fresh_seed, grader, numbers
 from course_lib.measure import MemoryTracker
-
-
-def _randn(rng: random.Random, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=fresh_generator(rng), dtype=torch.float64)
 
 
 # ------------------------------------------------------------------------------------ recomputation
@@ -24,8 +19,7 @@ class _DroppingBlock(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.up, self.down = (
-            nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
-            for shape in ((width, 4 * width), (4 * width, width))
+            nn.Parameter(numbers(generator, *shape)) for shape in ((width, 4 * width), (4 * width, width))
         )
         self.calls = 0
 
@@ -38,7 +32,7 @@ class _DroppingBlock(nn.Module):
 def check_recompute(answer, rng):
     """The block's output and gradients, its input alone kept, random numbers as without; also where x is frozen."""
     seed, draws, width = fresh_seed(rng), fresh_seed(rng), rng.randrange(3, 6)
-    x, grad = _randn(rng, 6, width), _randn(rng, 6, width)
+    x, grad = numbers(rng, 6, width), numbers(rng, 6, width)
     for needs_grad in (True, False):
         x.requires_grad_(needs_grad)
         want = _run_block(lambda block, x: block(x), seed, draws, width, x, grad)
@@ -128,7 +122,7 @@ def check_windowed_attention(answer, rng):
     """Causal attention with a window and grouped heads, over blocks: output, log-sum-exp, largest tensor, FLOPs."""
     K, group, H, block = rng.choice([2, 3]), 2, rng.choice([4, 6]), rng.choice([8, 10])
     seq_len, window = rng.randrange(53, 60), rng.randrange(2 * block + 2, 3 * block)
-    q, k, v = (_randn(rng, 2, heads, seq_len, H) for heads in (K * group, K, K))
+    q, k, v = (numbers(rng, 2, heads, seq_len, H) for heads in (K * group, K, K))
     _expect_attention(answer, q, k, v, window, block)
     _expect_attention(answer, 40 * q, 40 * k, v, window, block)  # exp of such scores overflows
     _expect_attention(answer, q, k, v, seq_len, block)

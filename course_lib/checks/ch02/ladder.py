@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader
+from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader, numbers
 from course_lib.config import preset
 from course_lib.flops import flops_per_token, forward_flops_per_token, step_flops
 from course_lib.memory.budget import budget
@@ -19,7 +19,7 @@ def check_merged_weight(answer, rng):
     generator, rank, alpha = fresh_generator(rng), rng.randrange(2, 4), float(rng.randrange(5, 12))
     d_out = rng.randrange(5, 8)
     shapes = ((d_out, d_out), (rank, d_out), (d_out, rank))  # square, so that a swapped product has the right shape
-    weight, lora_a, lora_b = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    weight, lora_a, lora_b = (numbers(generator, *shape) for shape in shapes)
     before = weight.clone()
     got = answer(weight, lora_a, lora_b, alpha)
     if not torch.equal(weight, before):

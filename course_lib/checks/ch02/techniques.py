@@ -7,13 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, fresh_seed, grader
+from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, fresh_seed, grader, numbers
 
 NO_TARGET = -100
-
-
-def _randn(rng: random.Random, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=fresh_generator(rng), dtype=torch.float64)
 
 
 # ------------------------------------------------------------------------------------ 1. accumulation
@@ -23,7 +19,7 @@ class _Tiny(nn.Module):
     def __init__(self, seed: int):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.table = nn.Parameter(torch.randn(11, 11, generator=generator, dtype=torch.float64))
+        self.table = nn.Parameter(numbers(generator, 11, 11))
         self.rows: list[int] = []
 
     def forward(self, x_BS: Tensor) -> Tensor:
@@ -97,7 +93,7 @@ def check_scaled_step(answer, rng):
     """Unscale, step or skip, and the next scale."""
     interval, scale = rng.randrange(5, 9), 2.0 ** rng.randrange(8, 12)
     for bad in (None, math.inf, -math.inf, math.nan):
-        true = [_randn(rng, rng.randrange(2, 6)) for _ in range(3)]
+        true = [numbers(rng, rng.randrange(2, 6)) for _ in range(3)]
         gradients = [gradient * scale for gradient in true]
         if bad is not None:
             gradients[-1][rng.randrange(2)] = bad
@@ -122,7 +118,7 @@ def check_scaled_step(answer, rng):
                 "the scale was too large, and it was doubled": (scale * 2, 0),
             },
         )
-    got = answer([_randn(rng, 3)], scale, interval - 1, interval, lambda: None)
+    got = answer([numbers(rng, 3)], scale, interval - 1, interval, lambda: None)
     expect_equal(
         tuple(got),
         (scale * 2, 0),
@@ -162,7 +158,7 @@ def check_merge(answer, rng):
     """Attention over two sets of keys, from the two outputs and log-sum-exps."""
     rows, H = rng.randrange(3, 6), rng.randrange(2, 5)
     for size in (1.0, 400.0):  # exp overflows above 709
-        q, k, v = size * _randn(rng, 2, rows, H).abs(), 2 + _randn(rng, 2, 9, H).abs(), _randn(rng, 2, 9, H)
+        q, k, v = size * numbers(rng, 2, rows, H).abs(), 2 + numbers(rng, 2, 9, H).abs(), numbers(rng, 2, 9, H)
         cut = rng.randrange(3, 6)
         first, second = _attention(q, k[:, :cut], v[:, :cut]), _attention(q, k[:, cut:], v[:, cut:])
         _expect_merged(answer(*first, *second), first, second, _attention(q, k, v))

@@ -1,14 +1,13 @@
 """Graders of chapter 03, exercises 1 to 4: the size of a batch, averages weighted and clipped, buckets."""
 
 import functools
-import random
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checks.core import expect_close, fail, fresh_generator, grader
+from course_lib.checks.core import expect_close, fail, fail_by_belief, grader, numbers
 from course_lib.checks.observe import Call, Seen, expect_input_kept, run_calls
 from course_lib.traffic import ring_all_reduce_bytes
 
@@ -65,7 +64,7 @@ def _expect_refused(answer: Callable, case: tuple[int, int, int, int]) -> None:
 def check_average_by_tokens(answer, rng):
     """The gradient of the mean over all tokens, from ranks with unequal numbers of tokens, one of them with none."""
     for world_size in (2, 4):
-        grads = [_grads(rng, 40) for _ in range(world_size)]
+        grads = [numbers(rng, 40) for _ in range(world_size)]
         counts = rng.sample([7, 11, 13, 19, 23], world_size)
         if world_size == 4:
             lost = rng.randrange(4)
@@ -74,10 +73,6 @@ def check_average_by_tokens(answer, rng):
         [everybody] = run_calls(functools.partial(_with_own_count, answer), [call], SAME_CALLS)
         for rank, seen in enumerate(everybody):
             _expect_token_mean(seen, rank, grads, counts)
-
-
-def _grads(rng: random.Random, length: int) -> Tensor:
-    return torch.randn(length, generator=fresh_generator(rng), dtype=torch.float64)
 
 
 def _with_own_count(answer: Callable, grad_P: Tensor, counts: list[int], group) -> object:
@@ -113,7 +108,7 @@ def check_average_and_clip(answer, rng):
     """Averaged gradients of several tensors, scaled together so that their norm is at most max_norm."""
     sizes = [rng.randrange(2, 9) for _ in range(3)]
     for world_size in (2, 4):
-        shares = [_grads(rng, sum(sizes)) for _ in range(world_size)]
+        shares = [numbers(rng, sum(sizes)) for _ in range(world_size)]
         mean_norm = torch.stack(shares).mean(0).norm().item()
         limits = [0.4 * mean_norm, 10 * mean_norm]  # one that clips; one above every norm in play
         calls = [Call(shares, (sizes, limit)) for limit in limits]
@@ -173,13 +168,8 @@ def check_buckets(answer, rng):
         sizes = [rng.randrange(1, 90) for _ in range(rng.randrange(8, 20))]
         cases.append((sizes, cap, rng.randrange(5, cap // 2)))
     got = [answer(list(case[0]), *case[1:]) for case in cases]
-    want = [_buckets(*case) for case in cases]
-    for message, believed in BELIEFS.items():
-        if got != want and got == [believed(*case) for case in cases]:
-            fail(message)
-    for (sizes, cap, first), mine, right in zip(cases, got, want, strict=True):
-        if mine != right:
-            fail(f"sizes {sizes}, bucket_bytes {cap}, first_bucket_bytes {first}: it returned {mine}; right is {right}")
+    tell = "sizes {}, bucket_bytes {}, first_bucket_bytes {}".format
+    fail_by_belief(got, [_buckets(*case) for case in cases], cases, BELIEFS, tell)
 
 
 def _buckets(sizes: list[int], cap: int, first: int) -> Plan:

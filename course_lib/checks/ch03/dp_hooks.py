@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.checks.core import expect_close, fail, fresh_seed, grader, run_ranks
+from course_lib.checks.core import expect_close, fail, fresh_seed, grader, numbers, run_ranks
 from course_lib.measure.meter import ByteMeter
 
 
@@ -157,7 +157,7 @@ def _accumulated(answer: Callable, rows: list[int], seed: int) -> tuple[Tensor, 
         model, alone = (nn.Linear(5, 1, bias=False).double() for _ in range(2))
     alone.load_state_dict(model.state_dict())
     generator = torch.Generator().manual_seed(seed + dist.get_rank())
-    parts = [[torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((b, 5), (b,))] for b in rows]
+    parts = [[numbers(generator, *shape) for shape in ((b, 5), (b,))] for b in rows]
     own = torch.stack([torch.autograd.grad(_mean_loss(alone, *part), alone.weight)[0].flatten() for part in parts])
     engine = DistributedDataParallel(model)
     with ByteMeter() as meter:

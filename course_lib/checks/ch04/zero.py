@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader
+from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader, numbers
 from course_lib.checks.observe import Call, Seen, expect_input_kept, run_calls
 
 SAME_CALLS = "Does every rank of the group make the same calls in the same order?"
@@ -56,7 +56,7 @@ def check_clip_shards(answer, rng):
     """Shards scaled by one factor, so that the whole gradient has a norm of at most max_norm."""
     for world_size in (2, rng.choice([3, 4])):
         generator = fresh_generator(rng)
-        shards = [torch.randn(50, generator=generator, dtype=torch.float64) * (1 + rank) for rank in range(world_size)]
+        shards = [numbers(generator, 50) * (1 + rank) for rank in range(world_size)]
         norm = torch.cat(shards).norm().item()
         limits = [0.2 * min(shard.norm().item() for shard in shards), 10 * norm]
         seen = run_calls(answer, [Call(shards, (limit,)) for limit in limits], SAME_CALLS)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib import comm
-from course_lib.checks.core import CheckFailed, expect_close, fail, fresh_seed, grader, run_ranks
+from course_lib.checks.core import CheckFailed, expect_close, fail, fresh_seed, grader, numbers, run_ranks
 
 WIDTH = 4
 
@@ -108,11 +108,11 @@ def check_gather_use_free(answer, rng):
 
 def _weights(num_units: int, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) for _ in range(num_units)]
+    return [numbers(generator, WIDTH, WIDTH) for _ in range(num_units)]
 
 
 def _input(seed: int, rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed + 1 + rank), dtype=torch.float64)
+    return numbers(seed + 1 + rank, 3, WIDTH)
 
 
 def _on_rank(answer: Callable, num_units: int, seed: int) -> tuple:

@@ -3,11 +3,10 @@
 import functools
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from course_lib.checks.core import expect_close, fail, fresh_generator, grader
+from course_lib.checks.core import expect_close, expect_number, fail, fresh_generator, grader, numbers
 from course_lib.checks.observe import Call, Seen, expect_input_kept, run_calls
 from course_lib.comm.conjugate import my_piece
 from course_lib.traffic import ring_all_reduce_bytes
@@ -87,14 +86,7 @@ def _expect_share(got: object, case: tuple) -> None:
     where = (
         f"{layers} layers, width {width}, tp {tp}, {both_directions / 1e9:.0f} GB/s as sold, {flops / 1e12:.0f} TFLOP/s"
     )
-    if not isinstance(got, float | int):
-        fail(f"{where}: it returned {got!r}; return a number")
-    if abs(got - want) <= 1e-9 * want:
-        return
-    for message, value in believed.items():
-        if abs(got - value) <= 1e-9 * value:
-            fail(f"{where}: it returned {got:.4f}, and {want:.4f} is right: {message}")
-    fail(f"{where}: it returned {got:.4f}, and {want:.4f} is right")
+    expect_number(got, want, where, believed, form=".4f")
 
 
 # ------------------------------------------------------------------------------------ 3. a row layer
@@ -104,8 +96,8 @@ def check_row(answer, rng):
     for world_size in (2, rng.choice([3, 4])):
         F_ = D = world_size * rng.randrange(3, 7)  # square: a cut along the wrong dimension has the right shape
         generator = fresh_generator(rng)
-        x_BSF = torch.randn(2, 5, F_, generator=generator, dtype=torch.float64)
-        w_DF, b_D = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((D, F_), (D,)))
+        x_BSF = numbers(generator, 2, 5, F_)
+        w_DF, b_D = (numbers(generator, *size) for size in ((D, F_), (D,)))
         pieces = [my_piece(x_BSF, rank, world_size, -1).contiguous() for rank in range(world_size)]
         [everybody] = run_calls(functools.partial(_row, answer), [Call(pieces, (w_DF, b_D))], SAME_CALLS)
         for rank, seen in enumerate(everybody):

@@ -8,15 +8,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from course_lib.checks.core import expect_close, expect_equal, fail, fresh_seed, grader, run_ranks
+from course_lib.checks.core import expect_close, expect_equal, fail, fresh_seed, grader, numbers, run_ranks
 from course_lib.comm.conjugate import my_piece
 from course_lib.layout.partition import piece_sizes
 from course_lib.measure.meter import ByteMeter
 from course_lib.traffic import ring_all_reduce_bytes
-
-
-def _numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # ------------------------------------------------------------------------------------ 4. gathered features
@@ -65,8 +61,8 @@ def _gather_bytes(y: Tensor, world_size: int) -> int:
 def _cross(answer: Callable, seed: int) -> Crossed:
     """All ranks go on with the same numbers, so the gradient that arrives is the same on each."""
     rank, N = dist.get_rank(), dist.get_world_size()
-    x_Tf = _numbers(4, 3, seed=seed + rank).requires_grad_()
-    grad_y = _numbers(3 * N, 4, seed=seed + 50).t()  # strided, as gradients may be
+    x_Tf = numbers(seed + rank, 4, 3).requires_grad_()
+    grad_y = numbers(seed + 50, 3 * N, 4).t()  # strided, as gradients may be
     before = x_Tf.detach().clone(), grad_y.clone()
     with ByteMeter() as forward:
         y_TF = answer(x_Tf, dist.group.WORLD)
@@ -116,13 +112,13 @@ def check_column_backward(answer, rng):
 def _column(answer: Callable, D: int, f: int, seed: int) -> tuple:
     """What the answer gave; x's gradient of this rank and of all, the weight's and the bias's, each also summed."""
     rank, N = dist.get_rank(), dist.get_world_size()
-    x_BSD, w_fD = _numbers(2, 3, D, seed=seed), _numbers(f, D, seed=seed + 1 + rank)
-    grad_BSf = _numbers(2, 3, f, seed=seed + 20 + rank)
+    x_BSD, w_fD = numbers(seed, 2, 3, D), numbers(seed + 1 + rank, f, D)
+    grad_BSf = numbers(seed + 20 + rank, 2, 3, f)
     with ByteMeter() as meter:
         got = answer(grad_BSf.clone(), x_BSD.clone(), w_fD.clone(), dist.group.WORLD)
     whole = []
     for r in range(N):
-        grad, w = _numbers(2, 3, f, seed=seed + 20 + r), _numbers(f, D, seed=seed + 1 + r)
+        grad, w = numbers(seed + 20 + r, 2, 3, f), numbers(seed + 1 + r, f, D)
         flat = grad.flatten(0, 1)
         whole.append((grad @ w, flat.t() @ x_BSD.flatten(0, 1), flat.sum(0)))
     mine = whole[rank]
@@ -160,7 +156,7 @@ def check_vocab_loss(answer, rng):
 
 def _loss(answer: Callable, V: int, seed: int, scale: float) -> tuple:
     rank, N = dist.get_rank(), dist.get_world_size()
-    logits_BSV = (scale * _numbers(2, 4, V, seed=seed)).requires_grad_()
+    logits_BSV = (scale * numbers(seed, 2, 4, V)).requires_grad_()
     y_BS = torch.randint(V, (2, 4), generator=torch.Generator().manual_seed(seed))
     want_BS = F.cross_entropy(logits_BSV.flatten(0, 1), y_BS.flatten(), reduction="none").view_as(y_BS)
     want_BS.sum().backward()

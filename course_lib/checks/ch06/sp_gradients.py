@@ -8,27 +8,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.checks.core import expect_close, fail, fresh_seed, grader, run_ranks
+from course_lib.checks.core import expect_close, fail, fresh_seed, grader, numbers, run_ranks
+from course_lib.checks.observe import Crossed, cross
 from course_lib.layout import piece_sizes
 from course_lib.measure.meter import ByteMeter
 from course_lib.traffic import all_gather_bytes, reduce_scatter_bytes
 
 
-def _randn(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 # ------------------------------------------------------------------------------------ 3. gather_in
-@dataclass(frozen=True)
-class Crossed:
-    """What one rank saw of gather_in: its result and gradient, and what was sent each way."""
-
-    out: Tensor
-    grad: Tensor | None
-    sent_forward: int
-    sent_backward: int
-
-
 @grader
 def check_gather_in(answer, rng):
     """Tokens together along the sequence, equal shards and others; backward sums and keeps mine; bytes both ways."""
@@ -37,8 +24,8 @@ def check_gather_in(answer, rng):
             B, most, D = rng.choice([(2, 3, 5), (3, 2, 4), (4, 6, 3)])
             S, seed = most * world_size - short_by, fresh_seed(rng)
             ranks = run_ranks(_cross, world_size, answer, seed, (B, S, D))
-            x_BSD = _randn(seed, B, S, D)
-            weights = [_randn(seed + 100 + rank, B, S, D) for rank in range(world_size)]
+            x_BSD = numbers(seed, B, S, D)
+            weights = [numbers(seed + 100 + rank, B, S, D) for rank in range(world_size)]
             for rank, seen in enumerate(ranks):
                 _expect_crossed(seen, x_BSD, weights, rank)
             padded_bytes = 8 * B * most * world_size * D
@@ -48,14 +35,8 @@ def check_gather_in(answer, rng):
 
 def _cross(answer: type, seed: int, shape: tuple[int, int, int]) -> Crossed:
     group, rank = dist.group.WORLD, dist.get_rank()
-    x_BsD = _randn(seed, *shape).split(piece_sizes(shape[1], group.size()), dim=1)[rank].clone().requires_grad_()
-    with ByteMeter() as forward:
-        out = answer.apply(x_BsD, group, shape[1])
-    weight = _randn(seed + 100 + rank, *shape)
-    with ByteMeter() as backward:
-        if isinstance(out, Tensor) and out.shape == weight.shape and out.requires_grad:
-            (out * weight).sum().backward()
-    return Crossed(out, x_BsD.grad, forward.sent_bytes, backward.sent_bytes)
+    x_BsD = numbers(seed, *shape).split(piece_sizes(shape[1], group.size()), dim=1)[rank].clone()
+    return cross(lambda x: answer.apply(x, group, shape[1]), x_BsD, numbers(seed + 100 + rank, *shape))
 
 
 def _expect_crossed(seen: Crossed, x_BSD: Tensor, weights: list[Tensor], rank: int) -> None:
@@ -125,7 +106,7 @@ def check_sum_of_my_tokens(answer, rng):
 
 def _gradients(seed: int, rank: int, width: int) -> dict[str, Tensor]:
     shapes = {name: (width, 3) if name in CUT and "weight" in name else (width,) for name in CUT + WHOLE}
-    return {name: _randn(seed + 50 * rank + at, *shape) for at, (name, shape) in enumerate(sorted(shapes.items()))}
+    return {name: numbers(seed + 50 * rank + at, *shape) for at, (name, shape) in enumerate(sorted(shapes.items()))}
 
 
 def _sum_gradients(answer: Callable, seed: int, width: int) -> Summed:
@@ -180,7 +161,7 @@ def check_mlp_block(answer, rng):
 def _half_block_inputs(seed: int, sizes: tuple[int, int, int, int]) -> dict[str, Tensor]:
     B, S, D, ff = sizes
     shapes = {"x": (B, S, D), "norm": (D,), "up": (ff, D), "down": (D, ff), "bias": (D,)}
-    tensors = {name: _randn(seed + at, *shape) for at, (name, shape) in enumerate(shapes.items())}
+    tensors = {name: numbers(seed + at, *shape) for at, (name, shape) in enumerate(shapes.items())}
     return {name: x.requires_grad_() for name, x in tensors.items()}
 
 
@@ -210,7 +191,7 @@ def _half_block(answer: Callable, seed: int, sizes: tuple[int, int, int, int]) -
 
 def _loss_weights(seed: int, shape: tuple[int, ...]) -> Tensor:
     """The same for every token, so that shards of any rank have theirs."""
-    return _randn(seed + 77, shape[-1])
+    return numbers(seed + 77, shape[-1])
 
 
 def _expect_half_block(seen: HalfBlock, seed: int, sizes: tuple, rank: int, world_size: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader
+from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader, numbers
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, tile
 from course_lib.parallel.positions import positions
 from course_lib.parallel.tiles import standard_forward
@@ -30,31 +30,23 @@ def _expect_positions(answer: Callable, sequence_sharding: str, S: int, ranks: i
     if not isinstance(got, list):
         fail(f"{where}: a list of positions is asked for, got {got!r}")
     chunks = torch.arange(S).chunk(2 * ranks)
-    zigzag = sequence_sharding == "zigzag"
+    neighbours, dealt = list(range(rank * S // ranks, (rank + 1) * S // ranks)), list(range(rank, S, ranks))
+
+    def both(first: int, second: int) -> list[int]:
+        return torch.cat([chunks[first], chunks[second]]).tolist()
+
     believed = {
-        "zig-zag pairs chunk r with chunk 2 ranks - 1 - r, counted from the end": torch.cat(
-            [chunks[rank], chunks[ranks + rank]]
-        ).tolist()
-        if zigzag
-        else None,
-        "these are two neighbouring chunks: the rank's work would grow with its number": torch.cat(
-            [chunks[2 * rank], chunks[2 * rank + 1]]
-        ).tolist()
-        if zigzag
-        else None,
-        "the same tokens, but in descending chunks: positions ascend": torch.cat(
-            [chunks[2 * ranks - 1 - rank], chunks[rank]]
-        ).tolist()
-        if zigzag
-        else None,
-        "striped deals tokens out one by one: every ranks-th, beginning with rank": list(
-            range(rank * S // ranks, (rank + 1) * S // ranks)
-        )
-        if sequence_sharding == "striped"
-        else None,
-        "contiguous tokens are neighbours": list(range(rank, S, ranks)) if sequence_sharding == "contiguous" else None,
+        "zigzag": {
+            "zig-zag pairs chunk r with chunk 2 ranks - 1 - r, counted from the end": both(rank, ranks + rank),
+            "these are two neighbouring chunks: the rank's work would grow with its number": both(
+                2 * rank, 2 * rank + 1
+            ),
+            "the same tokens, but in descending chunks: positions ascend": both(2 * ranks - 1 - rank, rank),
+        },
+        "striped": {"striped deals tokens out one by one: every ranks-th, beginning with rank": neighbours},
+        "contiguous": {"contiguous tokens are neighbours": dealt},
     }
-    expect_equal(got, want, where, {message: value for message, value in believed.items() if value is not None})
+    expect_equal(got, want, where, believed[sequence_sharding])
 
 
 # ------------------------------------------------------------------------------------ 2. merge
@@ -69,9 +61,9 @@ def check_merge(answer, rng):
 
 def _expect_merged(answer: Callable, generator: torch.Generator, scale: float, count: int) -> None:
     B, N, q, H = 2, 3, 5, 4
-    queries = scale * torch.randn(B, N, q, H, generator=generator, dtype=torch.float64)
+    queries = scale * numbers(generator, B, N, q, H)
     sizes = [*torch.randint(4, 8, (count - 1,), generator=generator).tolist(), 1]  # the last is never the heaviest
-    k, v = (torch.randn(B, N, sum(sizes), H, generator=generator, dtype=torch.float64) for _ in range(2))
+    k, v = (numbers(generator, B, N, sum(sizes), H) for _ in range(2))
     want, want_lse = standard_forward(queries, k, v, causal=False)
     blocks = zip(k.split(sizes, dim=2), v.split(sizes, dim=2), strict=True)
     parts = [standard_forward(queries, k_part, v_part, causal=False) for k_part, v_part in blocks]
@@ -173,17 +165,15 @@ def _sent(method: str, c: int, B: int, s: int, N: int, K: int, H: int, itemsize:
 def _expect_bytes(answer: Callable, method: str, sizes: tuple[int, ...]) -> None:
     c, B, s, N, K, H, itemsize = sizes
     want, block = _sent(method, *sizes), 2 * B * s * K * H
-    head_bytes = B * s * H * itemsize
+    head_bytes, again = B * s * H * itemsize, (c - 1) * block * (itemsize + 4)
     believed = {
         "ring": {
             "K heads travel, not N: copies are made where they arrive": want * N // K,
-            "a block makes c - 1 ring steps, its gradient too: what the home adds itself never travels": want
-            * c
-            // (c - 1),
+            "a block makes c - 1 ring steps, its gradient too: what the home adds itself never travels": (
+                want * c // (c - 1)
+            ),
             "gradients travel in FP32 while they are summed": (c - 1) * block * 3 * itemsize,
-            "keys and values go around in backward once more: a rank keeps its own only": (c - 1)
-            * block
-            * (itemsize + 4),
+            "keys and values go around in backward once more: a rank keeps its own only": again,
             "keys and values: that is 2 tensors": want // 2,
             "that is the forward pass; backward is asked for as well": (c - 1) * block * itemsize,
             "a gradient is home after c - 1 ring steps: the first share is the next rank's, the home's never travels": (

@@ -10,18 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from course_lib import model
-from course_lib.checks.core import expect_close, expect_shape, fail, fresh_seed, grader, run_ranks
+from course_lib.checks.core import expect_close, expect_shape, fail, fresh_seed, grader, numbers, run_ranks
+from course_lib.checks.observe import Crossed, cross
 from course_lib.config import ModelConfig
-from course_lib.measure.meter import ByteMeter
 from course_lib.parallel import context
 from course_lib.traffic import all_to_all_bytes
 from course_lib.training import loss_of
 
 SMALL = ModelConfig("small", 1, d_model=16, num_heads=4, num_kv_heads=2, d_ff=24, vocab_size=29, max_seq_len=64)
-
-
-def _randn(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # ------------------------------------------------------------------------------------ 5. the loss of a shard
@@ -127,16 +123,6 @@ def _shifted(right_BsV: Tensor, x_Bs: Tensor, y_Bs: Tensor, world_size: int) -> 
 
 
 # ------------------------------------------------------------------------------------ 6. tokens for heads
-@dataclass(frozen=True)
-class Crossed:
-    """What one rank saw of the exchange: its result and gradient, and what was sent each way."""
-
-    out: Tensor
-    grad: Tensor | None
-    sent_forward: int
-    sent_backward: int
-
-
 @grader
 def check_heads_for_tokens(answer, rng):
     """My heads of all tokens in order; backward brings every number home; bytes both ways."""
@@ -144,8 +130,8 @@ def check_heads_for_tokens(answer, rng):
         B, n, s, H = rng.choice([(2, 2, 3, 5), (3, 2, 4, 2), (2, 3, 5, 4)])
         seed = fresh_seed(rng)
         ranks = run_ranks(_cross, world_size, answer, seed, (B, n * world_size, s, H))
-        shards = [_randn(seed + rank, B, n * world_size, s, H) for rank in range(world_size)]
-        weights = [_randn(seed + 100 + rank, B, n, s * world_size, H) for rank in range(world_size)]
+        shards = [numbers(seed + rank, B, n * world_size, s, H) for rank in range(world_size)]
+        weights = [numbers(seed + 100 + rank, B, n, s * world_size, H) for rank in range(world_size)]
         for rank, seen in enumerate(ranks):
             _expect_crossed(seen, shards, weights, rank)
 
@@ -153,14 +139,8 @@ def check_heads_for_tokens(answer, rng):
 def _cross(answer: type, seed: int, shape: tuple[int, int, int, int]) -> Crossed:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     B, N, s, H = shape
-    x_BNsH = _randn(seed + rank, *shape).requires_grad_()
-    with ByteMeter() as forward:
-        out = answer.apply(x_BNsH, dist.group.WORLD)
-    weight = _randn(seed + 100 + rank, B, N // world_size, s * world_size, H)
-    with ByteMeter() as backward:
-        if isinstance(out, Tensor) and out.shape == weight.shape and out.requires_grad:
-            (out * weight).sum().backward()
-    return Crossed(out, x_BNsH.grad, forward.sent_bytes, backward.sent_bytes)
+    weight = numbers(seed + 100 + rank, B, N // world_size, s * world_size, H)
+    return cross(lambda x: answer.apply(x, dist.group.WORLD), numbers(seed + rank, *shape), weight)
 
 
 def _expect_crossed(seen: Crossed, shards: list[Tensor], weights: list[Tensor], rank: int) -> None:

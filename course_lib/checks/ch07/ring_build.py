@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checks.core import fail, fresh_seed, grader, run_ranks
+from course_lib.checks.core import fail, fresh_seed, grader, numbers, run_ranks
 from course_lib.layout.block_pairs import all_pairs
 from course_lib.minimal import ring_attention
 from course_lib.model import fused_attention
@@ -165,7 +165,7 @@ def _build(answer: type, seed: int, S: int, zigzag: bool) -> Built:
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     generator = torch.Generator().manual_seed(seed)
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    *full, weight = (torch.randn(2, n, S, HEAD_DIM, generator=generator, dtype=torch.float64) for n in heads)
+    *full, weight = (numbers(generator, 2, n, S, HEAD_DIM) for n in heads)
     mine_s = positions("zigzag" if zigzag else "contiguous", S, size, rank)
     shards = [x[:, :, mine_s].clone() for x in full]
     forward, backward = (Ring(rank, size, zigzag, group) for _ in range(2))

@@ -20,33 +20,29 @@ def check_bubble(answer, rng):
         if not isinstance(got, tuple) or len(got) != 2:
             fail(f"{where}: return two numbers, of ideal time and of total time; got {got!r}")
         form = bubble("interleaved", p, m, v)
-        want = form.of_ideal, form.of_total
+        want, plain, waits = (form.of_ideal, form.of_total), (p - 1) / (m + p - 1), p * v - 1
         wrong = {
             "the two are in the wrong order; waiting over working comes first": want[::-1],
-            "v is missing: stages are 1 / v as long": ((p - 1) / m, (p - 1) / (m + p - 1)),
+            "v is missing: stages are 1 / v as long": ((p - 1) / m, plain),
             "p ranks have p - 1 cuts; the first micro-batch is at the last rank after p - 1 stages": (
-                p / (v * m),
-                p / (v * m + p),
+                _shares(p, v * m)
             ),
-            "of total time: v divides the waiting, and that stands in the denominator too": (
-                want[0],
-                (p - 1) / (m + p - 1) / v,
-            ),
+            "of total time: v divides the waiting, and that stands in the denominator too": (want[0], plain / v),
             "total time is working and waiting together, so m + p - 1, not m": (want[0], want[0]),
             "v stages a rank are not v times as many waits: a rank waits for p - 1 short stages": (
-                (p * v - 1) / (v * m),
-                (p * v - 1) / (v * m + p * v - 1),
+                _shares(waits, v * m)
             ),
-            "the total too has v m short stages, and p - 1 that a rank waits": (
-                want[0],
-                (p - 1) / (m + p - 1),
-            ),
+            "the total too has v m short stages, and p - 1 that a rank waits": (want[0], plain),
             "these are per cent; return shares": (100 * want[0], 100 * want[1]),
         }
         told = next((why for why, value in wrong.items() if _near(got, value)), None)
         if not _near(got, want):
             shown = f"{where}: got {tuple(round(share, 4) for share in got)}, right is "
             fail(f"{shown}{tuple(round(share, 4) for share in want)}" + (f": {told}" if told else ""))
+
+
+def _shares(waits: int, works: int) -> tuple[float, float]:
+    return waits / works, waits / (works + waits)
 
 
 def _near(got: tuple, want: tuple) -> bool:

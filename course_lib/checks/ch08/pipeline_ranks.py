@@ -8,7 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checks.core import CheckFailed, expect_close, fail, fresh_generator, fresh_seed, grader, run_ranks
+from course_lib.checks.core import (
+    CheckFailed,
+    expect_close,
+    fail,
+    fresh_generator,
+    fresh_seed,
+    grader,
+    numbers,
+    run_ranks,
+)
 
 DEADLOCK_S = 6.0  # a launch takes under a second
 
@@ -53,9 +62,9 @@ def check_split_backward(answer, rng):
 def _drawn_stage(rng) -> tuple[Tensor, list[Tensor], Tensor]:
     generator, tokens = fresh_generator(rng), rng.randrange(5, 9)
     widths = [rng.randrange(3, 7) for _ in range(rng.choice([3, 4]))]
-    x = torch.randn(tokens, widths[0], generator=generator, dtype=torch.float64)
-    linears = [torch.randn(b, a, generator=generator, dtype=torch.float64) for a, b in pairwise(widths)]
-    return x, linears, torch.randn(tokens, widths[-1], generator=generator, dtype=torch.float64)
+    x = numbers(generator, tokens, widths[0])
+    linears = [numbers(generator, b, a) for a, b in pairwise(widths)]
+    return x, linears, numbers(generator, tokens, widths[-1])
 
 
 def _tells_nothing(want: tuple, no_relu: tuple) -> bool:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.checks.core import expect_close, expect_equal, fail, fresh_seed, grader, run_ranks
+from course_lib.checks.core import expect_close, expect_equal, fail, fresh_seed, grader, numbers, run_ranks
 from course_lib.measure import ByteMeter
 
 D, F = 16, 8
@@ -99,8 +99,8 @@ def _layer(answer: Callable, per_rank: int, k: int, seed: int) -> dict:
 
 def _tokens(generator: torch.Generator, count: int, num_experts: int, k: int) -> tuple[Tensor, ...]:
     """Tokens, their experts, their weights, and what the loss multiplies outputs by; nobody chooses the last expert."""
-    x_TD, c_TD = torch.randn(2, count, D, generator=generator, dtype=torch.float64)
-    logits_TE = torch.randn(count, num_experts, generator=generator, dtype=torch.float64)
+    x_TD, c_TD = numbers(generator, 2, count, D)
+    logits_TE = numbers(generator, count, num_experts)
     logits_TE[:, -1] = -100.0
     return x_TD, logits_TE.topk(k).indices, torch.rand(count, k, generator=generator, dtype=torch.float64), c_TD
 
@@ -108,7 +108,7 @@ def _tokens(generator: torch.Generator, count: int, num_experts: int, k: int) ->
 def _expert(generator: torch.Generator) -> nn.Module:
     expert = nn.Sequential(nn.Linear(D, F, bias=False), nn.Tanh(), nn.Linear(F, D, bias=False)).double()
     for param in expert.parameters():
-        param.data = torch.randn(param.shape, generator=generator, dtype=torch.float64) / 4
+        param.data = numbers(generator, *param.shape) / 4
     return expert
 
 

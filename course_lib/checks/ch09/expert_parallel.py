@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checks.core import expect_close, expect_equal, fresh_seed, grader, run_ranks
+from course_lib.checks.core import expect_close, expect_equal, fresh_seed, grader, numbers, run_ranks
 from course_lib.parallel.expert import expert_groups
 
 DP, EP = 4, 2
@@ -23,25 +23,23 @@ def check_sent_bytes(answer, rng):
         rows[rank][rank - 1] += 60 * ranks  # more goes out than comes back
         out = sum(n for dst, n in enumerate(rows[rank]) if dst != rank)
         back = sum(row[rank] for src, row in enumerate(rows) if src != rank)
-        want, home = bytes_of_a_recomputed_layer(out, back, d_model, narrow, wide), rows[rank][rank]
+        sizes, home = (d_model, narrow, wide), rows[rank][rank]
+        want, once, of_all = (
+            bytes_of_a_recomputed_layer(out, back, *sizes), d_model * (out * narrow + back * wide),
+            3 * d_model * (out + back),
+        )  # fmt: skip
+        both = want + bytes_of_a_recomputed_layer(back, out, *sizes)
+        with_home = bytes_of_a_recomputed_layer(out + home, back + home, *sizes)
+        as_sent = bytes_of_a_recomputed_layer(out, out, *sizes)
         believed = {
-            "what stays on the rank is not sent": bytes_of_a_recomputed_layer(
-                out + home, back + home, d_model, narrow, wide
-            ),
-            "combine returns the rows that came from others, not those that I sent": bytes_of_a_recomputed_layer(
-                out, out, d_model, narrow, wide
-            ),
-            "forward runs twice: before its backward the block dispatches and combines once more": want
-            - d_model * (out * narrow + back * wide),
-            "this is forward, twice; gradients travel too": 2 * d_model * (out * narrow + back * wide),
-            "only rows in dispatch are narrow; results and gradients have wide_bytes": 3
-            * d_model
-            * narrow
-            * (out + back),
-            "rows in dispatch have narrow_bytes per element": 3 * d_model * wide * (out + back),
+            "what stays on the rank is not sent": with_home,
+            "combine returns the rows that came from others, not those that I sent": as_sent,
+            "forward runs twice: before its backward the block dispatches and combines once more": want - once,
+            "this is forward, twice; gradients travel too": 2 * once,
+            "only rows in dispatch are narrow; results and gradients have wide_bytes": of_all * narrow,
+            "rows in dispatch have narrow_bytes per element": of_all * wide,
             "the gradients of dispatched rows are wide": want - d_model * back * (wide - narrow),
-            "received rows are counted as well; return what this rank sends": want
-            + bytes_of_a_recomputed_layer(back, out, d_model, narrow, wide),
+            "received rows are counted as well; return what this rank sends": both,
         }
         where = f"rows {rows}, rank {rank}, D = {d_model}, {narrow} and {wide} bytes per element: bytes"
         got = answer([list(row) for row in rows], rank, d_model, narrow, wide)
@@ -64,32 +62,27 @@ def check_sum_gradients(answer, rng):
     for rank, seen in enumerate(everybody):
         where, mine = f"rank {rank} of {DP}, ep {EP}", given_experts[rank % EP :: EP].sum(0)
         first = rank - rank % EP
+        others, same_rest = given_experts[first : first + EP].sum(0), given_rest[rank % EP :: EP]
+        per_expert = mine / (DP // EP)
         wrong = {
-            "a mean over the ranks that have this expert: ep times too large; divide by all ranks of dp": mine
-            / (DP // EP),
+            "a mean over the ranks that have this expert: ep times too large; divide by all ranks of dp": per_expert,
             "summed over all ranks, those with other experts too": given_experts.sum(0) / DP,
-            "summed over the ranks that exchange tokens; those have other experts": given_experts[
-                first : first + EP
-            ].sum(0)
-            / DP,
+            "summed over the ranks that exchange tokens; those have other experts": others / DP,
             "not summed: the same expert on another rank saw other tokens": given_experts[rank] / DP,
             "not divided: each rank's loss is a mean over its own tokens, of which there are dp": mine,
         }
         expect_close(seen["expert after"], mine / DP, f"{where}: an expert's gradient", wrong)
         wrong = {
             "not divided by the number of ranks": given_rest.sum(0),
-            "the rest is on all ranks, not only on those with the same experts": given_rest[rank % EP :: EP].sum(0)
-            / DP,
-            "a mean over the ranks with the same experts; the rest is on all ranks": given_rest[rank % EP :: EP].mean(
-                0
-            ),
+            "the rest is on all ranks, not only on those with the same experts": same_rest.sum(0) / DP,
+            "a mean over the ranks with the same experts; the rest is on all ranks": same_rest.mean(0),
         }
         expect_close(seen["rest after"], given_rest.mean(0), f"{where}: the gradient of the rest", wrong)
 
 
 def _sum_on_this_rank(answer: Callable, seed: int, size: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed + dist.get_rank())
-    one, two = torch.randn(2, size, 2, generator=generator, dtype=torch.float64)
+    one, two = numbers(generator, 2, size, 2)
     groups, given = expert_groups(dist.group.WORLD, EP), {"expert": one.clone(), "rest": two.clone()}
     answer([one], [two], groups.ep, groups.expert_dp, groups.dp)
     return given | {"expert after": one, "rest after": two}

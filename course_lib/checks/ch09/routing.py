@@ -5,13 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from course_lib.checks.core import expect_close, fail, fresh_generator, grader
+from course_lib.checks.core import expect_close, fail, fresh_generator, grader, numbers
 from course_lib.config import MoeConfig
 from course_lib.model import moe
-
-
-def _numbers(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def _expect_integers(got, want: Tensor, what: str, believed: dict[str, Tensor]) -> None:
@@ -38,7 +34,7 @@ def _pair(got, count: int, names: str) -> tuple:
 def _random_choice(generator: torch.Generator, tokens: int, experts: int, k: int) -> Tensor:
     """k different experts a token, the first ones preferred."""
     lean_E = torch.linspace(1.5, 0, experts, dtype=torch.float64)
-    return (_numbers(generator, tokens, experts) + lean_E).topk(k).indices
+    return (numbers(generator, tokens, experts) + lean_E).topk(k).indices
 
 
 # ------------------------------------------------------------------------------------ 1. the router
@@ -48,7 +44,7 @@ def check_route(answer, rng):
     for score in ("softmax", "sigmoid"):
         generator, experts, k = fresh_generator(rng), rng.randrange(5, 10), rng.choice([2, 3])
         config = MoeConfig(experts, k, 8, score=score, balancing="bias")
-        logits_TE, bias_E = _numbers(generator, 60, experts), 0.3 * _numbers(generator, experts)
+        logits_TE, bias_E = numbers(generator, 60, experts), 0.3 * numbers(generator, experts)
         expert_Tk, weight_Tk = _pair(answer(logits_TE.clone(), k, score, bias_E.clone()), 2, "expert_Tk, weight_Tk")
         _expect_routed(expert_Tk, weight_Tk, logits_TE, bias_E, config)
 
@@ -154,7 +150,7 @@ def check_bias_step(answer, rng):
         off_E = torch.cat([-off_E, torch.stack([above, off_E.sum() - above])])  # most are below, so that the median is
         load_E = 50 + off_E[torch.randperm(experts, generator=generator)]
         load_E = torch.cat([load_E, torch.tensor([50, 50])])  # the mean is 50: these two stay
-        bias_E, below_E = 0.1 * _numbers(generator, experts + 2), 50.0 - load_E.double()
+        bias_E, below_E = 0.1 * numbers(generator, experts + 2), 50.0 - load_E.double()
         step_E = speed * below_E.sign()
         given = bias_E.clone()
         got = answer(given, load_E.clone(), speed)

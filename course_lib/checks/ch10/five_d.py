@@ -1,5 +1,7 @@
 """Graders of chapter 10, exercises 1 to 4: groups, whose gradient, a pipeline or ZeRO-3, the smallest cut that fits."""
 
+from functools import partial
+
 from course_lib.checks.core import CheckFailed, expect_equal, fail, grader
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AXES, Mesh
@@ -56,9 +58,7 @@ def _believed_of_groups(mesh: Mesh, rank: int, ep: int) -> dict[str, dict[str, l
             usual: by_default["tp"],
         },
         "data": {
-            "ranks that differ in dp alone; those that differ in cp have the same parameters too": mesh.ranks_along(
-                "dp", rank
-            ),
+            "ranks that differ in dp alone; those that differ in cp have the same parameters too": right["dp"],
             "the right ranks, but in rank order they are others: sort them": _data_in_other_order(mesh, rank),
             "those that differ in pp have other layers, and nothing of mine to sum": same_tp,
             usual: by_default["data"],
@@ -185,26 +185,15 @@ def check_smallest_cut(answer, rng):
         gpus, per_node = 8 * 2 ** rng.randrange(2, 6), rng.choice([4, 8])
         numel = rng.randrange(5, 120) * GB
         limit = _limit_that_tells(numel, gpus, per_node, case, rng)
-        right = smallest_cut(numel, gpus, per_node, limit)
+        cut = partial(smallest_cut, numel, gpus, per_node, limit)
+        right = cut()
         believed = {
-            "with ZeRO-1 the optimizer's 12 bytes are divided by dp as well": smallest_cut(
-                numel, gpus, per_node, limit, sharded=0
-            ),
+            "with ZeRO-1 the optimizer's 12 bytes are divided by dp as well": cut(sharded=0),
             "tp must stay inside a node": smallest_cut(numel, gpus, gpus, limit),
-            "it fits, but a smaller cut fits too: more of the GPUs can be dp": (
-                min(per_node, gpus),
-                gpus // per_node,
-                1,
-            ),
-            "of equal cuts the one with the larger tp, as far as a node goes": smallest_cut(
-                numel, gpus, per_node, limit, pp_first=True
-            ),
-            "with ZeRO-1 parameters and gradients, 4 bytes, are whole on each rank of dp": smallest_cut(
-                numel, gpus, per_node, limit, sharded=16
-            ),
-            "dp is what tp and pp leave: the more they cut, the less there is to shard over": smallest_cut(
-                numel, gpus, per_node, limit, dp_is_all=True
-            ),
+            "it fits, but a smaller cut fits too: more of the GPUs can be dp": (per_node, gpus // per_node, 1),
+            "of equal cuts the one with the larger tp, as far as a node goes": cut(pp_first=True),
+            "with ZeRO-1 parameters and gradients, 4 bytes, are whole on each rank of dp": cut(sharded=16),
+            "dp is what tp and pp leave: the more they cut, the less there is to shard over": cut(dp_is_all=True),
         }
         given = answer(numel, gpus, per_node, limit)
         given = tuple(given) if isinstance(given, list | tuple) else given

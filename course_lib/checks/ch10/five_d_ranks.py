@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from course_lib import comm
-from course_lib.checks.core import expect_close, fail, fresh_seed, grader, run_ranks
+from course_lib.checks.core import expect_close, fail, fresh_seed, grader, numbers, run_ranks
 from course_lib.config import ModelConfig, preset
 from course_lib.layout import Layout
 from course_lib.model import build as build_whole
@@ -219,7 +219,7 @@ def _held(rank: int, layout: Layout, seed: int, size: int) -> dict[str, Tensor]:
     here, ep_rank = layout.mesh.coordinates(rank), layout.mesh.members(rank, layout.ep)["ep"].index(rank)
     owner = {"matrices": 10 + here["tp"], "norms": 20, "experts": 30 + 10 * here["tp"] + ep_rank}
     draw = {kind: torch.Generator().manual_seed(seed + number) for kind, number in owner.items()}
-    return {kind: torch.randn(size, 3, generator=generator, dtype=torch.float64) for kind, generator in draw.items()}
+    return {kind: numbers(generator, size, 3) for kind, generator in draw.items()}
 
 
 def _norms_on_this_rank(answer: Callable, texts: list[str], seed: int, size: int) -> list[Tensor]:

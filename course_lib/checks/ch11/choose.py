@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-import torch
-
-from course_lib.checks.core import expect_close, fail, grader
+from course_lib.checks.core import expect_number, fail, grader
 from course_lib.hardware import GB
 from course_lib.layout import Layout
 from course_lib.plan import Job, work_out
@@ -42,9 +40,7 @@ def check_yield(answer, rng):
             "the k tries have the highest predictions, not the lowest": yield_of([-p for p in predicted], measured, k),
             "choose by prediction: whoever knows the measurements needs no planner": 1.0,
         }
-        got = answer(list(predicted), list(measured), k)
-        what = f"the yield of {k} tries"
-        _expect_number(got, want, what, wrong)
+        expect_number(answer(list(predicted), list(measured), k), want, f"the yield of {k} tries", wrong)
 
 
 # ------------------------------------------------------------------------------------ 4. a margin
@@ -72,15 +68,7 @@ def check_margin(answer, rng):
             ],
         }
         got = answer(list(predicted), list(measured), share)
-        _expect_number(got, want, f"the margin for {share:.0%} of {count} runs", wrong)
-
-
-def _expect_number(got: object, want: float, what: str, wrong: dict[str, float]) -> None:
-    if not isinstance(got, int | float) or isinstance(got, bool):
-        fail(f"{what} must be a number, got {got!r}")
-    wanted = torch.tensor(want, dtype=torch.float64)
-    told = {message: torch.tensor(value, dtype=torch.float64) for message, value in wrong.items() if value != want}
-    expect_close(torch.tensor(float(got), dtype=torch.float64), wanted, f"{what} ({got:.4g}, right {want:.4g})", told)
+        expect_number(got, want, f"the margin for {share:.0%} of {count} runs", wrong)
 
 
 # ------------------------------------------------------------------------------------ 5. a choice under a limit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from course_lib.checks.core import expect_equal, fail, fresh_seed, grader
+from course_lib.checks.core import expect_equal, expect_number, fail, fresh_seed, grader
 
 
 # ------------------------------------------------------------------------------------ 1. goodput
@@ -14,15 +14,7 @@ def check_goodput(answer, rng):
     """Of a job without failures, one that went on after failures, and two that did not, of which one failed saving."""
     for name, lines in _jobs(rng).items():
         got = answer([dict(line) for line in lines])
-        if isinstance(got, bool) or not isinstance(got, int | float):
-            fail(f"{name}: return one number, a share of the wall time; got {got!r}")
-        want = goodput_of(lines)
-        if math.isclose(got, want, rel_tol=1e-9):
-            continue
-        for told, wrong in _goodput_misconceptions(lines).items():
-            if math.isclose(got, wrong, rel_tol=1e-9):
-                fail(f"{name}: the goodput is {got:.4f}, and {want:.4f} is right: {told}")
-        fail(f"{name}: the goodput is {got:.4f}, and {want:.4f} is right")
+        expect_number(got, goodput_of(lines), f"{name}: the goodput", _goodput_misconceptions(lines), form=".4f")
 
 
 def goodput_of(lines: list[dict], complete: str = "saved", drop: bool = True) -> float:
@@ -121,14 +113,15 @@ ROUNDING = 1e-6  # relative
 
 
 def first_difference(
-    first: list[str], second: list[str], tolerance: float = ROUNDING, by_rank: bool = False, keep: str = "last"
+    first: list[str], second: list[str], tolerance: float = ROUNDING, by_rank: bool = False
 ) -> tuple[int, int, str] | None:
-    """(step, rank, kind) where two runs begin to differ, or None.
+    """(step, rank, kind) where two runs begin to differ, or None; of a step with two lines the last one counts.
 
     by_rank   looks for a rank before a kind
-    keep      which line counts of a step that a rank wrote twice: the "last", or the "first"
     """
-    runs = [[_lines_of(text, keep) for text in run] for run in (first, second)]
+    runs = [
+        [{line["step"]: line for line in map(json.loads, text.splitlines())} for text in run] for run in (first, second)
+    ]
     steps = sorted(set.intersection(*(set(of_rank) for run in runs for of_rank in run)))
     ranks = range(len(first))
     for step in steps:
@@ -137,14 +130,6 @@ def first_difference(
             if not _same(*(run[rank][step][kind] for run in runs), tolerance):
                 return step, rank, kind
     return None
-
-
-def _lines_of(text: str, keep: str) -> dict[int, dict]:
-    found: dict[int, dict] = {}
-    for line in map(json.loads, text.splitlines()):
-        if keep == "last" or line["step"] not in found:
-            found[line["step"]] = line
-    return found
 
 
 def _same(one, other, tolerance: float) -> bool:

@@ -1,0 +1,15 @@
+"""What tests of pictures share: the figures that are shown."""
+
+import matplotlib.pyplot as plt
+import pytest
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """The figures that pictures show, one after the other, open until the test ends."""
+    figures = []
+    with monkeypatch.context() as patched:
+        patched.setattr(plt, "show", lambda: figures.append(plt.gcf()))
+        patched.setattr(plt, "close", lambda figure: None)
+        yield figures
+    plt.close("all")
