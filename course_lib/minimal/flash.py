@@ -33,7 +33,7 @@ def flash_forward(q_BNSH, k_BNSH, v_BNSH, block_size):
         o_BNqH = torch.zeros_like(q_BNSH[..., queries, :])
         l_BNq1 = torch.zeros_like(o_BNqH[..., :1])
         m_BNq1 = torch.full_like(l_BNq1, -math.inf)
-        for keys in blocks_of(queries.stop, block_size):
+        for keys in blocks_of(queries.stop, block_size):  # keys up to the last query
             scores_BNqk = block_scores(q_BNSH, k_BNSH, queries, keys)
             new_m_BNq1 = torch.maximum(m_BNq1, scores_BNqk.amax(-1, keepdim=True))
             shrink_BNq1 = (m_BNq1 - new_m_BNq1).exp()  # 0 at the first block

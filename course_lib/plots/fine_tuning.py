@@ -117,11 +117,11 @@ CHOICES = {
     "recompute": Choice("recomputation,\nthen offload", 2.2, -0.3),
     "adapt": Choice("fine-tuning:\nLoRA, QLoRA", 2.2, 0.3),
     "train": Choice("all weights:\n8-bit Adam, Adafactor", 2.2, 0.9),
-    "gpus": Choice("more GPUs:\nZeRO, chapter 4", 3.4, 0.6),
+    "gpus": Choice("more GPUs:\nfrom chapter 3 on", 3.4, 0.3),
 }
 STEPS = (
     ("large", "activations"), ("large", "states"), ("activations", "cheap"), ("activations", "recompute"),
-    ("states", "adapt"), ("states", "train"), ("adapt", "gpus"), ("train", "gpus"),
+    ("states", "adapt"), ("states", "train"), ("recompute", "gpus"), ("adapt", "gpus"), ("train", "gpus"),
 )  # fmt: skip
 
 

@@ -35,12 +35,13 @@ class TimelineBar:
 
 @dataclass(frozen=True)
 class OverlapPicture:
-    """The rows, the bars, and the intervals of communication during which that rank computes nothing."""
+    """The rows, the bars, and the intervals of `others` (such as copy) during which that rank computes nothing."""
 
     rows: list[str]
     bars: list[TimelineBar]
     exposed: list[tuple[int, float, float]]
     exposed_s: dict[int, float]
+    others: str
     end_s: float
 
 
@@ -103,10 +104,11 @@ def overlap_picture(spans: Sequence) -> OverlapPicture:
         waiting = [part for whole in merge([(s.start_s, s.stop_s) for s in others]) for part in subtract(whole, busy)]
         exposed_s[rank] = sum(stop - start for start, stop in waiting)
     return OverlapPicture(
-        rows=[f"rank {rank} {lane}" for rank, lane in lanes],
+        rows=[f"rank {rank} {lane}" if len(exposed_s) > 1 else lane for rank, lane in lanes],
         bars=[TimelineBar(row_of[s.rank, s.lane], s.name, s.start_s, s.stop_s, s.lane == COMPUTE_LANE) for s in spans],
         exposed=exposed,
         exposed_s=exposed_s,
+        others=" and ".join(sorted({lane for _, lane in lanes} - {COMPUTE_LANE})) or "communication",
         end_s=max(span.stop_s for span in spans),
     )
 
@@ -125,7 +127,7 @@ def draw_overlap(axes, picture: OverlapPicture, keys: Mapping[str, str] | None =
     axes.set_yticks(range(len(picture.rows)), picture.rows)
     axes.set(ylim=(len(picture.rows) - 0.4, -0.6), xlim=(0, picture.end_s / scale * 1.02), xlabel=f"time ({unit})")
     worst = max(picture.exposed_s.values())
-    note = f"{show_seconds(picture.end_s)}; communication that nothing hides (hatched): {show_seconds(worst)}"
+    note = f"{show_seconds(picture.end_s)}; {picture.others} that nothing hides (hatched): {show_seconds(worst)}"
     place = {"xycoords": "axes fraction", "xytext": (0, 2), "textcoords": "offset points"}
     axes.annotate(note, (1, 1), ha="right", va="bottom", fontsize=8.5, **place)
 

@@ -271,7 +271,11 @@ def test_exposed_communication_is_what_no_computation_covers():
     spans = dp_spans(0.01, 0.02, [0.004] * 5)
     picture = timeline.overlap_picture(spans)
     assert picture.exposed_s[0] == pytest.approx(exposed_s(spans))
-    assert picture.rows == ["rank 0 compute", "rank 0 communication"]
+    assert picture.rows == ["compute", "communication"] and picture.others == "communication"
+    two_ranks = [Span(rank, lane, "a", 0, 1) for rank in (0, 1) for lane in ("copy", "compute")]
+    picture = timeline.overlap_picture(two_ranks)
+    assert picture.rows == ["rank 0 compute", "rank 0 copy", "rank 1 compute", "rank 1 copy"]
+    assert picture.others == "copy"
     early = [Span(0, "comm", "wait", 0, 2), Span(0, "compute", "forward", 1, 3), Span(0, "comm", "again", 1.5, 4)]
     assert timeline.overlap_picture(early).exposed_s[0] == pytest.approx(2.0)  # 0 to 1 and 3 to 4
     assert timeline.subtract((0, 10), [(2, 3), (5, 20)]) == [(0, 2), (3, 5)]
