@@ -70,12 +70,13 @@ def work_out(job: Job, layout: Layout) -> Option:
     """
     if layout.world_size != job.num_gpus:
         raise ValueError(
-            f"pp x dp x cp x tp is {layout.world_size}; it must be {job.num_gpus}, the job's GPUs (ep and SP need no ranks)"
+            f"pp x dp x cp x tp is {layout.world_size}; it must be {job.num_gpus}, the job's GPUs (ep and SP need no "
+            "ranks)"
         )
     if layout.sequences_per_step != job.sequences:
         raise ValueError(
-            f"dp x micro_batch x micro_batches is {layout.sequences_per_step}; it must be {job.sequences}, the sequences "
-            "of the job's global batch"
+            f"dp x micro_batch x micro_batches is {layout.sequences_per_step}; it must be {job.sequences}, the "
+            "sequences of the job's global batch"
         )
     run = job.run(layout)
     if job.framework is not None:
