@@ -65,8 +65,19 @@ class Option:
 def work_out(job: Job, layout: Layout) -> Option:
     """Work out one layout of a job, every rank of its pipeline.
 
-    Raises   ValueError if the job's model cannot lie so, or its framework has no such runs
+    Raises   ValueError if the layout has other GPUs or another global batch than the job, if the job's model cannot lie
+             so, or its framework has no such runs
     """
+    if layout.world_size != job.num_gpus:
+        raise ValueError(
+            f"pp x dp x cp x tp is {layout.world_size}; it must be {job.num_gpus}, the job's GPUs (ep and SP need no "
+            "ranks)"
+        )
+    if layout.sequences_per_step != job.sequences:
+        raise ValueError(
+            f"dp x micro_batch x micro_batches is {layout.sequences_per_step}; it must be {job.sequences}, the "
+            "sequences of the job's global batch"
+        )
     run = job.run(layout)
     if job.framework is not None:
         found = predict(run, job.cluster, job.framework)

@@ -68,7 +68,7 @@ def show_ladder(marked: str | None = None) -> None:
         _box(axes, (6.2, -3.2, 2.7, 4.15), _STOP, "#E8F4EC")
         _box(axes, (6.2, -4.8, 2.7, 0.95), "End: of all that fit,\ntake the fastest", "#E8F4EC")
         _arrow(axes, (4.95, -4.33), (6.15, -4.33), "all were tried", above=True)
-        _arrow(axes, (4.95, -3.05), (6.15, -4.0), "      it waits for\n         less than 25 %")
+        _arrow(axes, (4.95, -3.05), (6.15, -4.0), "      the fastest waits\n        for less than 25 %")
         axes.text(0, -5.05, _HOLDS_FOR, fontsize=9, va="top")
         bare(axes, (-0.1, 9), (-5.55, 1.1))
         axes.set_title("Small copies of the model first, recomputation last")

@@ -48,7 +48,7 @@ def test_right_answers_pass(answer, seed):
 WRONG = {
     "return a Layout; it is 'dp=8'": lambda job: "dp=8",
     "pp x dp x cp x tp is": lambda job: Layout(dp=job.num_gpus * 2, micro_batches=1),
-    "the global batch is": lambda job: Layout(dp=job.num_gpus, zero_stage=3),
+    "the job's global batch": lambda job: Layout(dp=job.num_gpus, zero_stage=3),
     "does not fit by": lambda job: layout_with(job, zero_stage=1),
     "recomputation": lambda job: layout_with(job, zero_stage=3, recompute="full"),
     "tp waits in every layer": lambda job: layout_with(job, 8, zero_stage=1),

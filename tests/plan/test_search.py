@@ -76,6 +76,20 @@ def test_the_best_is_the_best_of_each_and_every_one(tight):
     assert tight.best.tokens_per_s == max(option.tokens_per_s for option in worked if option.fits)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dp=8,micro_batches=4", "pp x dp x cp x tp is 8; it must be 16, the job's GPUs"),
+        ("dp=32", "pp x dp x cp x tp is 32; it must be 16, the job's GPUs"),
+        ("dp=16", "dp x micro_batch x micro_batches is 16; it must be 32, the sequences of the job's global batch"),
+    ],
+)
+@pytest.mark.parametrize("framework", [None, "nanotron"])
+def test_a_layout_of_other_gpus_or_another_batch_is_refused(text, message, framework):
+    with pytest.raises(ValueError, match=message):
+        work_out(replace(JOB, framework=framework), Layout.parse(text))
+
+
 def test_no_step_takes_less_than_the_bound():
     for layout in random.Random(1).sample(every_layout(TIGHT), 30):
         option = work_out(TIGHT, layout)

@@ -509,7 +509,7 @@ WRONG = {
         "answers": [
             (a_text, "return a Layout"),
             (twice_the_gpus, "ep and SP need no ranks"),
-            (one_micro_batch, "the global batch is"),
+            (one_micro_batch, "the job's global batch"),
             (whole_copies, "does not fit by"),
             (always_recomputed, "it computes more"),
             (a_node_of_tp, "tp waits in every layer"),
