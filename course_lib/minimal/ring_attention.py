@@ -127,12 +127,12 @@ def ring_backward(grad_BNsH, saved, where, group):
         if step == 0:
             own_dkv = dkv  # my share for my own block stays here
         else:
-            if dkv_arrived is not None:
+            if step > 1:
                 dkv += dkv_arrived()  # the shares of the ranks before me
             dkv_arrived = pass_on(dkv, group)
         if step < size - 1:
             kv = kv_arrived()
-    if dkv_arrived is not None:
+    if size > 1:
         own_dkv += dkv_arrived()  # home: the shares of all other ranks
     return dq_BNsH, own_dkv
 

@@ -125,9 +125,17 @@ def show_gradient_path(knows_gradient: bool) -> None:
                 arrow(axes, (right, 1.1), (left, 1.1), color=EXPOSED_COLOR)
             elif place == 3:
                 axes.text((left + right) / 2, 1.1, "x", color=EXPOSED_COLOR, fontsize=13, fontweight="bold", **CENTRED)
-        arrow(axes, (1.6 * 4 + 0.55, 0.3), (1.6 * 4 + 0.55, 0.88))
-        axes.text(1.6 * 4 + 0.55, 0.12, "router's weights: always get a gradient", fontsize=8.5, **CENTRED)
-        axes.text(0, 0.5, "black: forward     red: gradients", fontsize=8.5, va="center")
+        # the other way, through the router: tokens in, a weight for each row out; gradients come back on it
+        router = 1.6 * 4
+        labelled_box(axes, (router, 0), (1.1, 0.5), COMPUTE_COLOR, "router")
+        forward, back = ((0.75, 0.88), (0.75, 0.38)), ((router - 0.02, 0.12), (0.35, 0.12))
+        for (start, corner), color in ((forward, "#444444"), (back, EXPOSED_COLOR)):
+            axes.plot(*zip(start, corner, strict=True), color=color, linewidth=1.2)
+        arrow(axes, (0.75, 0.38), (router - 0.02, 0.38))
+        arrow(axes, (0.35, 0.12), (0.35, 0.88), color=EXPOSED_COLOR)
+        arrow(axes, (router + 0.35, 0.52), (router + 0.35, 0.88))
+        arrow(axes, (router + 0.75, 0.88), (router + 0.75, 0.52), color=EXPOSED_COLOR)
+        axes.text(1.2, 0.63, "black: forward     red: gradients", fontsize=8.5, va="center")
         bare(axes, (-0.1, 1.6 * 5 + 1.2), (-0.1, 1.85))
         said = "gradients pass both all-to-alls" if knows_gradient else "gradients end at the second all-to-all"
         axes.set_title(f"{'With' if knows_gradient else 'Without'} a backward: {said}")
@@ -198,5 +206,7 @@ def show_two_cuts(num_experts: Size = 8, num_ranks: Size = 4) -> None:
                     continue
                 for rank in range(num_ranks):
                     labelled_box(axes, (left + e + 0.05, rank), (0.9, 1), RANK_COLORS[rank], str(rank))
+        width_at = (1.15 * num_experts - 0.4, num_ranks / 2)
+        axes.text(*width_at, "width $F_e$ of an expert", fontsize=8.5, rotation=90, **CENTRED)
         bare(axes, (-0.1, 2.15 * num_experts + 0.1), (num_ranks + 0.1, -1.1))
         axes.set_title(f"{num_experts} experts on {num_ranks} ranks: whole experts, or a slice of each")
