@@ -161,9 +161,7 @@ def verdict(ranks: Sequence[RankNow], own_s: Sequence[Sequence[Amount]], factor:
     if slow is not None and ranks[slow].wait_s == min(one.wait_s for one in ranks):  # else nobody waits for it
         of_others = median(median(row) for row in own_s[:slow] + own_s[slow + 1 :])
         ratio = median(own_s[slow]) / of_others
-        return (
-            f"rank {ranks[slow].rank} is slow: it computes {ratio:.1f} times as long as the others, which wait for it"
-        )
+        return f"rank {ranks[slow].rank} is slow: it computes {ratio:.1f} times as long as the median of the others"
     if len(ranks) == 1:
         return "one rank, which nobody waits for"
     return (

@@ -41,7 +41,7 @@ def test_the_slow_rank_is_named_by_what_it_computes_though_all_steps_are_as_long
         run_logs.write(tmp_path, rank, run_logs.steps(rank, 6, own_s=0.35 if rank == 2 else 0.1))
     run = look(tmp_path)
     assert {one.step_s for one in run.ranks} == {0.5}
-    assert run.verdict == "rank 2 is slow: it computes 3.5 times as long as the others, which wait for it"
+    assert run.verdict == "rank 2 is slow: it computes 3.5 times as long as the median of the others"
 
 
 def test_a_rank_that_computes_longer_and_waits_as_long_keeps_nobody_waiting(tmp_path):
