@@ -23,7 +23,7 @@ from course_lib.predict.rates import RANGES, RATES, Rates
 from course_lib.predict.table import read_models, read_rows, run_of
 from course_lib.run import Run
 
-OF_MEMORY = ("activation_scale", "logits_bytes", "gathered_copies")
+OF_MEMORY = ("activation_scale", "gathered_copies")
 OF_TIME = (
     "dense_share",
     "eager_passes",
@@ -63,7 +63,7 @@ def read_measured(path: Path, models: Mapping, seq_len: int) -> list[Measured]:
 
 
 def memory_gb(one: Measured, rates: Rates, cluster: Cluster) -> float:
-    return sum(nanotron.memory_of(one.run, rates, one.nodes, cluster.gpu.usable_bytes).values()) / GB
+    return sum(nanotron.memory_of(one.run, cluster, rates, one.nodes).values()) / GB
 
 
 def speed(one: Measured, rates: Rates, cluster: Cluster) -> float:
@@ -166,7 +166,7 @@ def draw(measured: Sequence[Measured], rates: Rates, cluster: Cluster, path: Pat
 
     figure = Figure(figsize=(11, 5.2), layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2)
-    kinds = [nanotron.memory_of(m.run, rates, m.nodes, cluster.gpu.usable_bytes) for m in measured]
+    kinds = [nanotron.memory_of(m.run, cluster, rates, m.nodes) for m in measured]
     parts = [nanotron.seconds_of(m.run, cluster, rates, m.nodes) for m in measured]
     panels = [
         (

@@ -3,10 +3,10 @@
     python benchmarks/published_errors.py --fit-rates --picture docs/predictor_published.png
 
 published_runs.csv has the columns that `course predict` reads, and source, recipe, gpu, nodes_link, tok_s_gpu, mem_gib.
-Rows of the sample "fit" set two rates, `fused_passes` and `fp8_speedup`; rows of the sample "check" set none. Where a
-source does not tell how long its pipeline's chunks are or how many micro-batches it takes, the row is our choice:
-Llama 3 interleaved by 4, NeMo's long sequences with 4 million tokens a step. NeMo AutoModel is FSDP2 with Transformer
-Engine's fused kernels, and so stands as torchtitan does.
+Rows of the sample "fit" set three rates, `fused_passes`, `fp8_speedup` and `width_gain`; rows of the sample "check" set
+none. Where a source does not tell how long its pipeline's chunks are or how many micro-batches it takes, the row is our
+choice: Llama 3 interleaved by 4, NeMo's long sequences with 4 million tokens a step. NeMo AutoModel is FSDP2 with
+Transformer Engine's fused kernels, and so stands as torchtitan does.
 """
 
 import csv
@@ -26,7 +26,7 @@ from course_lib.predict.table import how_of, read_models, run_of
 from course_lib.run import Run
 
 HERE = Path(__file__).parent
-SHARED = ("fused_passes", "fp8_speedup")
+SHARED = ("fused_passes", "fp8_speedup", "width_gain")
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ def errors_of(one: Published, rates: Rates = RATES) -> tuple[float, float | None
 
 
 def fit(published: Sequence[Published]) -> Rates:
-    """Fit the two shared rates to the rows of the sample "fit"; the others stay."""
+    """Fit the three shared rates to the rows of the sample "fit"; the others stay."""
     rows = [one for one in published if one.sample == "fit"]
-    start = [getattr(RATES, name) for name in SHARED]
+    start = [max(0.1, getattr(RATES, name)) for name in SHARED]
 
     def off(values: np.ndarray) -> list[float]:
         rates = Rates(**asdict(RATES) | dict(zip(SHARED, map(float, values), strict=True)))
@@ -147,7 +147,7 @@ def main(fit_rates: bool = False, picture: Path | None = None) -> None:
     """Print each published run beside its prediction, and the errors by source.
 
     Args:
-        fit_rates: fit the two shared rates first, and print them
+        fit_rates: fit the three shared rates first, and print them
         picture: a PNG of predicted against published
     """
     published = read_published()

@@ -493,9 +493,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "Option": "made by work_out",
         "work_out": {"job": JOB, "layout": Layout(dp=2)},
         "option_of": "called by the search for each layout that fits",
-        "steady": "called by the search for each layout",
         "states_bytes": "called by the search for each layout",
-        "fullest_budget": "called by the search for each layout",
     },
     "memory.run": {"Run": {"recipe": "fp32"}},
     "memory.papers": {},
@@ -509,6 +507,8 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "memory.budget": {
         "Budget": "made by budgets",
         "Saved": "made by saved_for_backward",
+        "steady": "called by the search for each layout",
+        "fullest_budget": "called by the search for each layout",
         "fits": {"budget": budgets(RUN)[0], "gpu_or_key": "h100"},
         "largest_that_fits": {"budget_of": partial(budget, preset("toy"), seq_len=64)},
     },

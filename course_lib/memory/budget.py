@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -38,6 +38,7 @@ ASSUMED_OVERHEADS: dict[str, int] = {
 # defines of its src/init.cc); 16 channels are assumed for each group of ranks. EFA's own buffers lie in host memory.
 NCCL_CHANNELS = 16
 NCCL_CHANNEL_BYTES = 4 * 2**20 + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16
+STEADY = 2  # times pp micro-batches: a rank holds no more with more of them
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,28 @@ def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0) 
     if not 0 <= load <= run.layout.ep:
         raise ValueError(f"load is {load}; required: 0 to ep ({run.layout.ep}), where all rows reach this rank")
     return _budget_of_rank(run, pp_rank, tp_rank, load)
+
+
+def steady(run: Run) -> Run:
+    """The same run with so few micro-batches that its memory is the same and soon worked out."""
+    layout, enough = run.layout, STEADY * run.layout.pp
+    return run if layout.micro_batches <= enough else replace(run, layout=replace(layout, micro_batches=enough))
+
+
+def fullest_budget(run: Run, usable_bytes: float = float("inf")) -> Budget:
+    """The budget of the fullest rank of a pipeline, or of the first that is found not to fit.
+
+    One of three is the fullest: the first rank has most micro-batches in flight, the second may be the first with
+    experts, the last has the logits.
+    """
+    few, fullest = steady(run), None
+    for rank in dict.fromkeys((0, run.layout.pp - 1, min(1, run.layout.pp - 1))):
+        budget = budget_of_rank(few, rank)
+        if fullest is None or budget.total_bytes > fullest.total_bytes:
+            fullest = budget
+        if budget.total_bytes > usable_bytes:
+            break
+    return fullest
 
 
 @checked

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import chain, product
 
 from course_lib.layout import Layout
-from course_lib.plan.option import Option, fullest_budget, option_of, states_bytes
+from course_lib.memory.budget import fullest_budget
+from course_lib.plan.option import Option, option_of, states_bytes
 
 MOST_WAITING = 0.05  # of a step: less is not worth another try
 COST_OF_RECOMPUTATION = 0.25  # of a step: one forward pass more, beside one forward and two of backward

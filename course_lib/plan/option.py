@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from course_lib.hardware import GB
 from course_lib.layout import Layout
-from course_lib.memory.budget import Budget, budget_of_rank, budgets, overheads_of, states_of
+from course_lib.memory.budget import Budget, budgets, overheads_of, states_of, steady
 from course_lib.plan.job import Job
 from course_lib.predict import predict
 from course_lib.run import Run
 from course_lib.timing import step_time
 from course_lib.validate import check_fields, checked
-
-STEADY = 2  # times pp micro-batches: a rank holds no more with more of them
 
 
 @dataclass(frozen=True)
@@ -93,29 +91,7 @@ def option_of(job: Job, run: Run, fullest: Budget) -> Option:
     return Option(run, kinds, time.parts, time.mfu, float(job.cluster.gpu.usable_bytes))
 
 
-def steady(run: Run) -> Run:
-    """The same run with so few micro-batches that its memory is the same and soon worked out."""
-    layout, enough = run.layout, STEADY * run.layout.pp
-    return run if layout.micro_batches <= enough else replace(run, layout=replace(layout, micro_batches=enough))
-
-
 def states_bytes(run: Run) -> int:
     """Parameters and optimizer of the first rank, and what is no tensor: there at every moment of a step."""
     states = states_of(steady(run))
     return states.parameters + states.optimizer + sum(overheads_of(run).values())
-
-
-def fullest_budget(run: Run, usable_bytes: float) -> Budget:
-    """The budget of the fullest rank of a pipeline, or of the first that is found not to fit.
-
-    One of three is the fullest: the first rank has most micro-batches in flight, the second may be the first with
-    experts, the last has the logits.
-    """
-    few, fullest = steady(run), None
-    for rank in dict.fromkeys((0, run.layout.pp - 1, min(1, run.layout.pp - 1))):
-        budget = budget_of_rank(few, rank)
-        if fullest is None or budget.total_bytes > fullest.total_bytes:
-            fullest = budget
-        if budget.total_bytes > usable_bytes:
-            break
-    return fullest

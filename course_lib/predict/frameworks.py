@@ -19,7 +19,7 @@ from course_lib.config import ModelConfig, require_dense
 from course_lib.flops import attention_parameters, head_parameters, matmul_parameters, mlp_parameters
 from course_lib.hardware import Cluster, peak_flops
 from course_lib.layout import Layout
-from course_lib.memory.budget import budgets
+from course_lib.memory.budget import fullest_budget
 from course_lib.memory.states import RECIPES
 from course_lib.predict.rates import Rates
 from course_lib.run import Run
@@ -124,7 +124,7 @@ def memory_of(run: Run, framework: Framework, how: How = How()) -> dict[str, flo
 def _memory_of(run: Run, framework: Framework, how: How) -> dict[str, float]:
     under = run_under(run, framework, how)
     config, layout = under.config, under.layout
-    fullest = max(budgets(under), key=lambda one: one.peak_bytes)
+    fullest = fullest_budget(under)
     kinds = {kind: float(size) for kind, size in fullest.at_peak.items()}
     tokens = layout.micro_batch * run.seq_len / layout.cp
     in_flight = min(layout.micro_batches, layout.pp)
@@ -162,7 +162,7 @@ def utilisation_of(run: Run, cluster: Cluster, framework: Framework, rates: Rate
     """Shares of the peak that make `step_time` spend what products and small operations take together."""
     config, gpu = run.config, cluster.gpu
     peak, is_a100 = peak_flops(gpu), "A100" in gpu.name
-    share = rates.dense_share * gpu.sustained
+    share = rates.share_at(config.d_model) * gpu.sustained
     head = 2 * head_parameters(config)
     linear = 2 * matmul_parameters(config) - head
     faster = rates.fp8_speedup if how.precision == "fp8" else 1.0

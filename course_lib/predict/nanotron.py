@@ -7,6 +7,7 @@ time at each message; and runs that would fill the memory are slow.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
@@ -22,18 +23,22 @@ from course_lib.timing.rates import FLASH_ATTENTION_2
 
 RECIPE = RECIPES["bf16-master-fp32-grads"]
 # Assumed, not fitted: outside of tensors; of a parameter, a copy for the wire; and all that an update holds besides.
-OUTSIDE_BYTES = int(0.31 * GB)
+OUTSIDE_BYTES = int(0.25 * GB)
 WIRE_BYTES, UPDATE_BYTES = 0.7, 4.9
+LOGITS_BYTES = 8  # of a number of the logits, on a rank that has embedding and head: FP32, and their gradient
+UNSHARED_BYTES = 400  # of a token and layer, that tp does not share: narrow models with wide tp show it
 REFERENCE_WIDTH, WIDTH_POWER = 4096, 0.3  # a gathered tensor's numbers a token: d_model ** 0.3 * 4096 ** 0.7
 MANY_NODES, SOME_NODES, FEW_NODES = 64, 32, 4
 TP_OF_ONE_NODE, TP_OF_FOUR_NODES = 8, 32
 MANY_SHARDS, MANY_MICRO_BATCHES = 32, 16
-WITHOUT_PIPELINE, ONE_MICRO_BATCH = 2.0, 0.6  # of the gathered copies of a pipeline, of these again
+WITHOUT_PIPELINE, ONE_MICRO_BATCH = 2.0, 0.5  # of the gathered copies of a pipeline, of these again
 STEP_S = 0.05  # of every step: data, logging
 FITTED_PORT_GB_PER_S = 50.0  # of the cluster whose bandwidth was measured; other ports are faster or slower by that
-TP_GB_PER_S, NETWORK_GB_PER_S = 350.0, 130.0  # of tp's collectives inside a node, and over nodes
-UNGATHERED_BYTES = 25 * GB  # what would be more than this is not kept gathered: such runs hold their shards alone
-CROWDED_SHARE = 0.88  # of the GPU's memory: a run that wants more waits for memory to become free
+TP_GB_PER_S, NETWORK_GB_PER_S = 350.0, 150.0  # of tp's collectives inside a node, and over nodes
+ROUNDING = 8  # a layer takes the longer of its work and its least time; where both are near, a little more
+HEAD_COST = 0.95  # of its parameters, as the cut counts the head: over 16 stages the last one has it alone
+CROWDED_SHARE = 0.89  # of the GPU's memory: a run that wants more waits for memory to become free
+QUEUED_SHARE = 0.8  # of a layer's least time: ranks of two stages with more work than this queue kernels ahead
 WIDE_TP = 16  # without a pipeline: over many nodes, the collectives of tp up to this wait, and keep no copies
 
 
@@ -53,7 +58,7 @@ def stages_of(config: ModelConfig, pp: int) -> tuple[Stage, ...]:
     A last stage may be left without a layer.
     """
     require_dense(config, "nanotron's cut")
-    costs = [0] + [layer_matmul_parameters(config)] * config.num_layers + [head_parameters(config)]
+    costs = [0] + [layer_matmul_parameters(config)] * config.num_layers + [HEAD_COST * head_parameters(config)]
     counts, reached, stage = [0] * pp, 0, 0
     head_at = 0
     for index, cost in enumerate(costs):
@@ -94,19 +99,19 @@ def stalls(run: Run, nodes: int) -> bool:
     return beside_messages and nodes >= FEW_NODES and layout.tp != TP_OF_ONE_NODE
 
 
-def is_crowded(run: Run, rates: Rates, nodes: int, usable_bytes: float) -> bool:
+def is_crowded(run: Run, cluster: Cluster, rates: Rates, nodes: int) -> bool:
     """Whether a run that queues its kernels ahead would want nearly all of the memory, and more than one node.
 
     The allocator then waits for the GPU before it gives a block again, and so do the other ranks at the next message.
     """
-    wanted = sum(_memory_of(run, rates, _gathered_copies(run, rates, nodes)).values())
-    return nodes > 1 and wanted > CROWDED_SHARE * usable_bytes
+    wanted = sum(_memory_of(run, rates, _gathered_copies(run, cluster, rates, nodes)).values())
+    return nodes > 1 and wanted > CROWDED_SHARE * cluster.gpu.usable_bytes
 
 
-def memory_of(run: Run, rates: Rates, nodes: int, usable_bytes: float) -> dict[str, float]:
+def memory_of(run: Run, cluster: Cluster, rates: Rates, nodes: int) -> dict[str, float]:
     """Bytes of the first stage's rank at its peak, by kind."""
-    crowded = is_crowded(run, rates, nodes, usable_bytes)
-    return _memory_of(run, rates, 0.0 if crowded else _gathered_copies(run, rates, nodes))
+    crowded = is_crowded(run, cluster, rates, nodes)
+    return _memory_of(run, rates, 0.0 if crowded else _gathered_copies(run, cluster, rates, nodes))
 
 
 def _memory_of(run: Run, rates: Rates, gathered_copies: float) -> dict[str, float]:
@@ -117,7 +122,8 @@ def _memory_of(run: Run, rates: Rates, gathered_copies: float) -> dict[str, floa
     kept = _kept_tokens(run)
     tokens = layout.micro_batch * run.seq_len
     activations = 2 * kept * (10 * config.d_model + 4 * config.d_ff) * rates.activation_scale / layout.tp
-    logits = rates.logits_bytes * tokens * config.vocab_size / layout.tp if layout.pp == 1 else 0.0
+    activations += UNSHARED_BYTES * kept
+    logits = LOGITS_BYTES * tokens * config.vocab_size / layout.tp if layout.pp == 1 else 0.0
     gathered = gathered_copies * _gathered_bytes(run)
     during, update = activations + gathered + logits, UPDATE_BYTES * parameters
     peak_is_update = update > during
@@ -146,52 +152,89 @@ def _gathered_bytes(run: Run) -> float:
     return 2 * _kept_tokens(run) * run.config.d_model**WIDTH_POWER * REFERENCE_WIDTH ** (1 - WIDTH_POWER)
 
 
-def _gathered_copies(run: Run, rates: Rates, nodes: int) -> float:
-    """Copies of a whole sequence beside the shard: none where the run stalls; with one micro-batch runs differ, and
-    their columns do not say why, so that they stand in between."""
+def _gathered_copies(run: Run, cluster: Cluster, rates: Rates, nodes: int) -> float:
+    """Copies of a whole sequence beside the shard: none where the run stalls, nor of two stages whose ranks wait for
+    each other longer than they compute, for then no kernels are queued; with one micro-batch runs differ, and their
+    columns do not say why, so that they stand in between."""
     layout = run.layout
-    if layout.tp == 1 or stalls(run, nodes):
+    if layout.tp == 1 or stalls(run, nodes) or 1 < layout.micro_batches < layout.pp:
         return 0.0
+    if layout.pp == 2:
+        layer = layer_of(run, cluster, rates, waits=nodes > 1)
+        if layer.work_s < QUEUED_SHARE * layer.least_s:
+            return 0.0
     if layout.pp > 1:
-        return rates.gathered_copies if layout.micro_batches > 1 and layout.pp > 2 and layout.tp < 32 else 0.0
+        steady = 0.5 if layout.micro_batches == layout.pp else 1.0
+        return steady * rates.gathered_copies if layout.tp < 32 else 0.0
     if nodes >= MANY_NODES and layout.tp <= WIDE_TP:
         return 0.0
     copies = WITHOUT_PIPELINE * rates.gathered_copies
     if layout.micro_batches == 1:
-        copies *= ONE_MICRO_BATCH if layout.tp >= 8 else 0.0
-    return 0.0 if copies * _gathered_bytes(run) > UNGATHERED_BYTES else copies
+        copies *= ONE_MICRO_BATCH
+    return copies
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Seconds of one layer and micro-batch on each rank of tp, forward and backward.
+
+    compute_s   products, attention, small operations
+    tp_s        bytes of tp's collectives
+    least_s     launches; and waiting for other ranks
+    hops_s      latency of tp's collectives over nodes, on top of all
+    """
+
+    compute_s: float
+    tp_s: float
+    least_s: float
+    hops_s: float
+
+    @property
+    def work_s(self) -> float:
+        """Computing, and sending: beside each other over nodes, one after the other in a node."""
+        return max(self.compute_s, self.tp_s) if self.hops_s else self.compute_s + self.tp_s
+
+    @property
+    def total_s(self) -> float:
+        return (self.work_s**ROUNDING + self.least_s**ROUNDING) ** (1 / ROUNDING) + self.hops_s
+
+
+def layer_of(run: Run, cluster: Cluster, rates: Rates, waits: bool) -> LayerSeconds:
+    """Seconds of one layer; `waits` says that its ranks wait for other ranks of tp."""
+    config, layout = run.config, run.layout
+    peak = peak_flops(cluster.gpu) * cluster.gpu.sustained
+    tokens, tp = layout.micro_batch * run.seq_len, layout.tp
+    over_nodes = tp > cluster.gpus_per_node
+    scores = attention_flops_per_token(config, run.seq_len, causal=True)
+    small = 2 * (8 * config.d_model + 4 * config.d_ff)
+    a_token_s = 6 * layer_matmul_parameters(config) / (peak * rates.dense_share)
+    a_token_s += 3.5 * scores / config.num_layers / (peak * FLASH_ATTENTION_2)
+    a_token_s += rates.eager_passes * small / cluster.gpu.memory_bytes_per_s
+    return LayerSeconds(
+        tokens * a_token_s / tp,
+        8 * 2 * tokens * config.d_model * (tp - 1) / tp / ((NETWORK_GB_PER_S if over_nodes else TP_GB_PER_S) * GB),
+        (rates.layer_launch_ms + (rates.tp_hop_waiting_ms * tp if waits and tp > 1 else 0.0)) / 1000,
+        rates.tp_hop_ms * tp / 1000 if over_nodes else 0.0,
+    )
 
 
 def seconds_of(run: Run, cluster: Cluster, rates: Rates, nodes: int) -> dict[str, float]:
     """Seconds of one step by what they are spent on: the parts add up to the step."""
     config, layout = run.config, run.layout
-    peak = peak_flops(cluster.gpu) * cluster.gpu.sustained
-    tokens, tp = layout.micro_batch * run.seq_len, layout.tp
-    matrices, scores = layer_matmul_parameters(config), attention_flops_per_token(config, run.seq_len, causal=True)
-    small = 2 * (8 * config.d_model + 4 * config.d_ff)
-    a_token_s = 6 * matrices / (peak * rates.dense_share)
-    a_token_s += 3.5 * scores / config.num_layers / (peak * FLASH_ATTENTION_2)
-    a_token_s += rates.eager_passes * small / cluster.gpu.memory_bytes_per_s
-    compute_s = tokens * a_token_s / tp
-    rate = (TP_GB_PER_S if tp <= cluster.gpus_per_node else NETWORK_GB_PER_S) * GB
-    tp_s = 8 * 2 * tokens * config.d_model * (tp - 1) / tp / rate
-    crowded = is_crowded(run, rates, nodes, cluster.gpu.usable_bytes)
+    crowded, scattered = is_crowded(run, cluster, rates, nodes), _is_scattered(layout, cluster, nodes)
     crossing = layout.pp > 1 and nodes > 1
-    scattered = _is_scattered(layout, cluster, nodes)
-    waiting = crossing or crowded or (scattered and tp <= WIDE_TP)
-    hop_ms = rates.tp_hop_waiting_ms if waiting else rates.tp_hop_ms
-    least_s = (rates.layer_launch_ms + (hop_ms * tp if tp > 1 else 0.0)) / 1000
-    layer_s = ((compute_s + tp_s) ** 8 + least_s**8) ** (1 / 8)
-    head_s = 1.3 * 6 * tokens * head_parameters(config) / (tp * peak * rates.dense_share)
+    layer = layer_of(run, cluster, rates, waits=crossing or crowded or (scattered and layout.tp <= WIDE_TP))
+    head_flops = 1.3 * 6 * layout.micro_batch * run.seq_len * head_parameters(config) / layout.tp
+    head_s = head_flops / (peak_flops(cluster.gpu) * cluster.gpu.sustained * rates.dense_share)
     num_waits = int(scattered)
     if layout.pp > 1 and (crowded or stalls(run, nodes)):
         num_waits = layout.micro_batches * min(2, layout.pp - 1) + layout.pp - 2  # of a stage's neighbours; and to fill
     cut = stages_of(config, layout.pp)
-    slots = [stage.layers * layer_s + stage.head * head_s for stage in cut]
-    parameters = parameters_of(config, cut[0]) / tp
+    slots = [stage.layers * layer.total_s + stage.head * head_s for stage in cut]
+    slot, filling = pipeline_s(slots, layout.micro_batches)
+    parameters = parameters_of(config, cut[0]) / layout.tp
     shards = layout.dp if layout.zero_stage else 1
-    slot, filling = max(slots), sum(slots) - max(slots)
-    compute_share = min(1.0, compute_s / layer_s)
+    compute_share = min(1.0, layer.compute_s / layer.total_s)
     return {
         "compute": layout.micro_batches * slot * compute_share,
         "launches and tp": layout.micro_batches * slot * (1 - compute_share),
@@ -203,6 +246,23 @@ def seconds_of(run: Run, cluster: Cluster, rates: Rates, nodes: int) -> dict[str
     }
 
 
+def pipeline_s(slots: Sequence[float], micro_batches: int) -> tuple[float, float]:
+    """Seconds that the stage that decides computes for one micro-batch, and that it waits besides in a 1F1B step.
+
+    It first waits for stages before it. Then it runs ahead, one micro-batch for each stage behind it, and waits for the
+    first gradient if that comes later; and again for the last one. A backward takes twice as long as a forward.
+    slots   seconds of each stage, forward and backward of one micro-batch
+    """
+    found = []
+    for stage, slot in enumerate(slots):
+        behind, ahead = sum(slots[stage + 1 :]), len(slots) - 1 - stage
+        waits = sum(slots[:stage]) + max(0.0, behind - min(ahead, micro_batches - 1) * slot / 3)
+        if micro_batches > ahead + 1:
+            waits += max(0.0, behind - ahead * slot * 2 / 3)
+        found.append((micro_batches * slot + waits, slot, waits))
+    return max(found)[1:]
+
+
 def _is_scattered(layout: Layout, cluster: Cluster, nodes: int) -> bool:
     """Whether each node is in as many data-parallel groups as it has GPUs, over many nodes and without a pipeline:
     every GPU's gradients then go over the network alone, and the step waits for the last group."""
@@ -210,15 +270,17 @@ def _is_scattered(layout: Layout, cluster: Cluster, nodes: int) -> bool:
 
 
 def _data_s(run: Run, cluster: Cluster, rates: Rates, nodes: int, parameters: float) -> float:
-    """Reduce-scatter of FP32 gradients and all-gather of parameters; ZeRO-0's all-reduce hides behind backward."""
+    """Reduce-scatter of FP32 gradients and all-gather of parameters; ZeRO-0's all-reduce of gradients hides behind
+    backward, but not in a pipeline."""
     layout = run.layout
-    if layout.dp == 1 or not layout.zero_stage:
+    if layout.dp == 1 or not (layout.zero_stage or layout.pp > 1):
         return 0.0
     spread = min(layout.dp * layout.tp / cluster.gpus_per_node, nodes)
     port = cluster.between.achieved_bytes_per_s / (FITTED_PORT_GB_PER_S * GB)
     measured = measured_bus_bandwidth(ceil(spread), "reduce_scatter")
     rate = TP_GB_PER_S * GB if spread <= 1 else port * rates.data_share * measured
-    return 6 * parameters * (layout.dp - 1) / layout.dp / rate
+    size = 6 if layout.zero_stage else 8
+    return size * parameters * (layout.dp - 1) / layout.dp / rate
 
 
 def counted_flops_per_token(run: Run) -> int:

@@ -32,9 +32,9 @@ class Spread:
 # rate (benchmarks/published_errors.py). Speeds lie far below where pipelines stalled whose columns do not say so.
 SLOW_MFU = 0.1
 SPREAD: dict[tuple[str, str], Spread] = {
-    ("nanotron", "one stage"): Spread((0.84, 1.07), (0.75, 1.35)),
-    ("nanotron", "pipeline"): Spread((0.89, 1.18), (0.32, 1.28)),
-    ("nanotron", "slow"): Spread((0.87, 1.22), (0.79, 1.34)),
+    ("nanotron", "one stage"): Spread((0.67, 1.06), (0.67, 1.20)),
+    ("nanotron", "pipeline"): Spread((0.88, 1.12), (0.32, 1.13)),
+    ("nanotron", "slow"): Spread((0.88, 1.19), (0.84, 1.31)),
     ("others", "one stage"): Spread((0.96, 1.08), (0.80, 1.24)),
     ("others", "pipeline"): Spread((1.10, 1.23), (0.95, 1.27)),
 }
@@ -136,7 +136,7 @@ def predict(
     nodes = max(1, layout.world_size // cluster.gpus_per_node)
     if framework == "nanotron":
         _check_nanotron(run, how)
-        memory = nanotron.memory_of(run, rates, nodes, cluster.gpu.usable_bytes)
+        memory = nanotron.memory_of(run, cluster, rates, nodes)
         seconds = nanotron.seconds_of(run, cluster, rates, nodes)
     else:
         facts = frameworks.FRAMEWORKS[framework]

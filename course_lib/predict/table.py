@@ -9,6 +9,7 @@ columns added   predicted_mem_gb predicted_tok_s_gpu predicted_mfu_pct fits why
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -41,6 +42,20 @@ WIDTHS = (
 # Columns that a table may have beside: name in the table -> name in a Layout, or what `run_of` makes of it.
 WHOLE = {"cp": "cp", "ep": "ep", "v": "v", "dp_replicate": "dp_replicate"}
 WORDS = {"schedule": "schedule", "cp_method": "cp_method", "cp_sharding": "cp_sharding", "layers_of_stage": None}
+KNOWN = {
+    "model",
+    *READ,
+    *WHOLE,
+    *WORDS,
+    "sp",
+    "seq",
+    "precision",
+    "recompute",
+    "offload",
+    "status",
+    "step_s",
+    "tok_s_gpu",
+}
 RECOMPUTE = (*get_args(Recompute), "operators")
 
 
@@ -51,10 +66,19 @@ def read_models(path: str | Path, seq_len: int) -> dict[str, ModelConfig]:
 
     Raises   ValueError that names the model and what it lacks
     """
-    told = json.loads(Path(path).read_text())
+    try:
+        told = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except ValueError as error:  # no JSON, or no text
+        raise ValueError(f"{path} is no JSON: {error}") from None
     if not isinstance(told, dict):
         raise ValueError(f"{path} holds a {type(told).__name__}; required: an object of shapes by a model's name")
-    return {name: _model(name, shape, seq_len) for name, shape in told.items()}
+    models = {}
+    for name, shape in told.items():
+        try:
+            models[name] = _model(name, shape, seq_len)
+        except TypeError as error:
+            raise ValueError(f"model {name!r}: {error}") from None
+    return models
 
 
 def _model(name: str, shape: Mapping[str, object] | str, seq_len: int) -> ModelConfig:
@@ -148,13 +172,35 @@ def _offload(row: Mapping[str, str]) -> Offload:
 
 
 def read_rows(path: str | Path) -> list[dict[str, str]]:
-    """Read a CSV file; ValueError if it lacks a column."""
-    with open(path, newline="") as file:
-        reader = csv.DictReader(file)
-        missing = [column for column in ("model", *READ) if column not in (reader.fieldnames or ())]
-        if missing:
-            raise ValueError(f"{path} has no column {', '.join(missing)}; required: model, {', '.join(READ)}")
-        return list(reader)
+    """Read a CSV file: the rows by column, whatever the case of its names; lines without a value are left out.
+
+    Raises   ValueError if it is no text, lacks a column, or a line is longer than the header
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 (byte {error.start}); give a CSV file") from None
+    reader = csv.DictReader(io.StringIO(text, newline=""), restval="", skipinitialspace=True)
+    columns = [
+        name.strip().lower() if name.strip().lower() in KNOWN else name.strip() for name in reader.fieldnames or ()
+    ]
+    missing = [column for column in ("model", *READ) if column not in columns]
+    if missing:
+        raise ValueError(
+            f"{path} has no column {', '.join(missing)}; required: model, {', '.join(READ)}, separated by commas; "
+            f"found: {', '.join(columns) or 'nothing'}"
+        )
+    reader.fieldnames = columns
+    rows = []
+    for row in reader:
+        if None in row:
+            raise ValueError(
+                f"{path}, line {reader.line_num} has {len(row[None])} values more than the header; give one a column"
+            )
+        row = {name: value.strip() for name, value in row.items()}
+        if any(row.values()):
+            rows.append(row)
+    return rows
 
 
 def predict_rows(
@@ -204,9 +250,10 @@ def bars_of(one: Prediction | str) -> dict[str, str]:
 def write_table(
     rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction | str], out: str | Path, bars: bool = False
 ) -> None:
-    """Write the rows with their predictions, and with error bars if asked for."""
+    """Write the rows with their predictions, and with error bars if asked for; older predictions are replaced."""
+    columns = [name for name in rows[0] if name not in (*ADDED, *BARS)]
     with open(out, "w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *ADDED, *(BARS if bars else ())], extrasaction="ignore")
+        writer = csv.DictWriter(file, [*columns, *ADDED, *(BARS if bars else ())], extrasaction="ignore")
         writer.writeheader()
         for row, one in zip(rows, predictions, strict=True):
             writer.writerow({**row, **told(one), **bars_of(one)})

@@ -10,9 +10,8 @@ from random_layouts import LLAMA, MODELS
 from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
-from course_lib.memory.budget import budgets
+from course_lib.memory.budget import budgets, fullest_budget, steady
 from course_lib.plan import Job, explain, search, work_out
-from course_lib.plan import option as options
 from course_lib.plan.search import advised, front, least_s
 from course_lib.plan.space import leaner, shapes, sharded
 
@@ -123,8 +122,8 @@ def test_few_micro_batches_and_three_ranks_say_how_much_memory(text):
     layout = replace(Layout.parse(f"{text},micro_batches=8"), micro_batches=32)
     run = TIGHT.run(layout)
     whole = max(budgets(run), key=lambda budget: budget.total_bytes)
-    found = options.fullest_budget(run, 10**15)
-    assert options.steady(run) != run and found.total_bytes == whole.total_bytes
+    found = fullest_budget(run)
+    assert steady(run) != run and found.total_bytes == whole.total_bytes
     assert found.at_peak == whole.at_peak
 
 

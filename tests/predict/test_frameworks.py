@@ -95,10 +95,10 @@ def test_what_is_faster_is_predicted_to_be(faster, slower):
 
 
 def test_a_small_micro_batch_takes_as_long_as_its_kernels_need_to_be_launched():
-    """A layer of 128 tokens computes in a fraction of a millisecond; launching its kernels one by one takes 2.8 ms."""
+    """A layer of 128 tokens computes in a fraction of a millisecond; launching its kernels one by one takes 4.28 ms."""
     small = Run(replace(EIGHT, vocab_size=64), Layout(), 128)
     eager, fused = (predict(small, CLUSTER, name).seconds_by_part["compute"] for name in ("fsdp2", "torchtitan"))
-    assert eager == pytest.approx(32 * 2.8e-3, rel=0.05) and fused < eager / 3
+    assert eager == pytest.approx(32 * 4.28e-3, rel=0.05) and fused < eager / 3
 
 
 def test_a_contiguous_ring_waits_and_megatrons_zigzag_does_not():

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import asdict, replace
@@ -16,16 +17,25 @@ from course_lib.hardware import PUBLISHED_BUS_BANDWIDTH, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.states import count_parameters
 from course_lib.predict import RATES, Rates, predict, predict_rows
-from course_lib.predict.nanotron import is_crowded, memory_of, parameters_of, seconds_of, stages_of, stalls
+from course_lib.predict.nanotron import (
+    is_crowded,
+    layer_of,
+    memory_of,
+    parameters_of,
+    pipeline_s,
+    seconds_of,
+    stages_of,
+    stalls,
+)
 from course_lib.predict.table import ADDED, READ, read_models, read_rows, run_of
 from course_lib.run import Run
+from course_lib.schedules import Costs, one_f_one_b, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import fit_rates  # noqa: E402 - a script beside the package
 
 CLUSTER = Cluster(gpu("h100"), link("nvlink4"), link("efa"))
-USABLE = CLUSTER.gpu.usable_bytes
 SHAPES = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 32, "ffn": 14336, "vocab": 131072, "tied": False}
 SMALL = SHAPES | {"layers": 16, "hidden": 2048, "ffn": 8192, "tied": True}
 EIGHT = ModelConfig("8B", 32, 4096, 32, 32, 14336, 131072, 4096)
@@ -86,25 +96,26 @@ def test_a_tied_head_is_counted_once_beside_the_embedding():
 
 
 def test_states_are_18_bytes_a_parameter_and_zero_shards_12_of_them():
-    kinds = memory_of(a_run(dp=8), RATES, 1, USABLE)
+    kinds = memory_of(a_run(dp=8), CLUSTER, RATES, 1)
     parameters = count_parameters(EIGHT) - EIGHT.d_model
     states = [kinds[name] for name in ("parameters", "gradients", "optimizer")]
     assert states == [2 * parameters, 4 * parameters, 12 * parameters]
-    assert memory_of(a_run(dp=8, zero_stage=1), RATES, 1, USABLE)["optimizer"] == 12 * parameters / 8
+    assert memory_of(a_run(dp=8, zero_stage=1), CLUSTER, RATES, 1)["optimizer"] == 12 * parameters / 8
 
 
 def test_activations_grow_with_micro_batch_and_with_micro_batches_in_flight():
     def kept(**axes) -> float:
-        return memory_of(a_run(**axes), RATES, 1, USABLE)["activations"]
+        return memory_of(a_run(**axes), CLUSTER, RATES, 1)["activations"]
 
     assert kept(tp=4, micro_batch=16) == 2 * kept(tp=4, micro_batch=8)
-    assert kept(tp=8, micro_batch=16) == kept(tp=4, micro_batch=8)
+    unshared = 400 * 32 * 8 * 4096  # bytes of a token and layer, of 8 sequences more
+    assert kept(tp=8, micro_batch=16) - kept(tp=4, micro_batch=8) == pytest.approx(unshared)
     one, four = kept(tp=2, pp=4, micro_batch=8, micro_batches=1), kept(tp=2, pp=4, micro_batch=8, micro_batches=16)
     assert four == pytest.approx(4 * one)
 
 
 def test_the_update_is_the_peak_of_small_batches():
-    kinds = memory_of(a_run(tp=8, micro_batches=1), RATES, 1, USABLE)
+    kinds = memory_of(a_run(tp=8, micro_batches=1), CLUSTER, RATES, 1)
     assert kinds["update"] > 0 and kinds["activations"] == 0
 
 
@@ -151,9 +162,10 @@ def test_a_run_that_would_fill_the_memory_keeps_less_and_waits():
     fine, full = (
         a_run(eighty, dp=4, tp=16, zero_stage=1, micro_batch=size, micro_batches=64 // size) for size in (1, 2)
     )
-    assert [is_crowded(run, RATES, 8, USABLE) for run in (fine, full)] == [False, True]
-    assert not is_crowded(full, RATES, 8, 2 * USABLE) and not is_crowded(full, RATES, 1, USABLE)
-    kept = [memory_of(full, RATES, 8, size)["gathered"] for size in (USABLE, 2 * USABLE)]
+    larger = replace(CLUSTER, gpu=replace(CLUSTER.gpu, usable_bytes=2 * CLUSTER.gpu.usable_bytes))
+    assert [is_crowded(run, CLUSTER, RATES, 8) for run in (fine, full)] == [False, True]
+    assert not is_crowded(full, larger, RATES, 8) and not is_crowded(full, CLUSTER, RATES, 1)
+    kept = [memory_of(full, cluster, RATES, 8)["gathered"] for cluster in (CLUSTER, larger)]
     assert kept[0] == 0 < kept[1]
     assert predict(full, CLUSTER).tokens_per_s_per_gpu < predict(fine, CLUSTER).tokens_per_s_per_gpu / 2
 
@@ -171,6 +183,35 @@ def test_gradients_go_at_the_bandwidth_that_was_measured_over_as_many_nodes():
     volume = 6 * parameters_of(EIGHT, stages_of(EIGHT, 1)[0]) / 4 * 31 / 32
     measured = PUBLISHED_BUS_BANDWIDTH["reduce_scatter"][16]
     assert seconds_of(run, CLUSTER, RATES, 16)["data"] == pytest.approx(volume / (RATES.data_share * measured))
+
+
+def test_zero_0_shows_its_all_reduce_in_a_pipeline_only():
+    hidden, shown = a_run(dp=32, tp=4), a_run(dp=32, pp=2, tp=2, micro_batches=4)
+    assert seconds_of(hidden, CLUSTER, RATES, 16)["data"] == 0
+    volume = 8 * parameters_of(EIGHT, stages_of(EIGHT, 2)[0]) / 2 * 31 / 32  # FP32, there and back
+    rate = RATES.data_share * PUBLISHED_BUS_BANDWIDTH["reduce_scatter"][8]
+    assert seconds_of(shown, CLUSTER, RATES, 16)["data"] == pytest.approx(volume / rate)
+
+
+def test_a_layer_of_a_small_micro_batch_takes_its_launches_and_tp_over_nodes_its_hops():
+    inside, over = layer_of(a_run(tp=8), CLUSTER, RATES, False), layer_of(a_run(tp=16), CLUSTER, RATES, False)
+    assert inside.total_s == pytest.approx(inside.least_s, rel=0.01) and inside.hops_s == 0
+    assert over.total_s == pytest.approx(over.least_s + 16 * RATES.tp_hop_ms / 1000, rel=0.02)
+    waiting = layer_of(a_run(tp=8), CLUSTER, RATES, True)
+    assert waiting.least_s - inside.least_s == pytest.approx(8 * RATES.tp_hop_waiting_ms / 1000)
+    large = layer_of(a_run(tp=8, micro_batch=16), CLUSTER, RATES, True)
+    assert large.total_s == pytest.approx(large.work_s, rel=0.02)  # its launches hide behind its computing
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 6, 8, 32])
+@pytest.mark.parametrize(
+    "slots", [[3.0] * 4, [9, 6, 6, 6], [6, 6, 9, 6], [6, 6, 6, 15], [9, 6, 6, 9, 6, 6, 6, 7.5], [3.0, 30.0]]
+)
+def test_a_pipeline_of_unequal_stages_takes_as_long_as_the_simulator_says(slots, micro_batches):
+    costs = Costs([slot / 3 for slot in slots], [slot / 3 for slot in slots], [slot / 3 for slot in slots])
+    simulated = simulate(one_f_one_b(len(slots), micro_batches), costs).makespan_s
+    slot, waits = pipeline_s(slots, micro_batches)
+    assert micro_batches * slot + waits == pytest.approx(simulated, rel=1e-3)
 
 
 def test_tensor_parallel_over_nodes_is_slower_than_pipeline():
@@ -266,10 +307,11 @@ def test_the_fit_finds_the_rates_that_made_a_table(tmp_path):
         "8B": EIGHT,
         "1B": replace(EIGHT, name="1B", num_layers=16, d_model=2048, d_ff=8192, head_dim=64, tied=True),
     }
+    layouts = [(16, 1, 1), (4, 1, 4), (64, 1, 4), (2, 1, 8), (2, 1, 16), (2, 4, 4), (4, 8, 2), (32, 2, 8), (8, 4, 1)]
     grid = [
         (name, dp, pp, tp, zero, mbs)
         for name in models
-        for dp, pp, tp in [(16, 1, 1), (4, 1, 4), (64, 1, 4), (2, 1, 8), (2, 4, 4), (4, 8, 2), (32, 2, 8), (8, 4, 1)]
+        for dp, pp, tp in layouts
         for zero in (0, 1)
         for mbs in (1, 2, 4, 8)
     ]
@@ -318,3 +360,55 @@ def test_errors_on_measured_runs(capsys, tmp_path):
             low, high = getattr(predicted.spread, which)
             inside.append(low <= value / getattr(predicted, told) <= high)
         assert 0.86 <= sum(inside) / len(inside) <= 0.94  # nine in ten
+
+
+# ---- odd tables
+
+HEADER = "model,nodes,gpus,mbs,grad_acc,dp,pp,tp,zero,Note"
+LINE = "8B,2,16,1,64,4,1,4,1,mine"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"\ufeff{HEADER}\n{LINE}\n",
+        f"{HEADER.upper().replace('NOTE', 'Note')}\n{LINE}\n",
+        f"{HEADER}\n{LINE}\n".replace(",", ", "),
+        f"{HEADER}\n\n{LINE}\n,,,,,,,,,\n",
+        f"{HEADER},predicted_mem_gb,fits\n{LINE},1.0,no\n",
+    ],
+)
+def test_a_table_may_be_written_in_other_ways(tmp_path, text):
+    runs, models = a_table(tmp_path, [a_row()])
+    runs.write_text(text)
+    main(["predict", str(runs), "--models", str(models), "--gpu", "h100-80g", "--out", str(tmp_path / "out.csv")])
+    header, line = (tmp_path / "out.csv").read_text().splitlines()
+    assert header.split(",") == [*HEADER.split(","), *ADDED]
+    assert line.startswith(LINE) and ",yes,fits" in line
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "has no column model, nodes.*found: nothing"),
+        (HEADER.replace(",", ";").encode(), "separated by commas; found: model;nodes"),
+        (f"{HEADER}\n".encode(), "has a header and no run"),
+        (f"{HEADER}\n{LINE},7,8\n".encode(), "line 2 has 2 values more than the header"),
+        (bytes(range(256)), "is no text in UTF-8"),
+    ],
+)
+def test_what_is_no_table_is_told_in_a_sentence(tmp_path, capsys, content, message):
+    runs, models = a_table(tmp_path, [a_row()])
+    runs.write_bytes(content)
+    assert main(["predict", str(runs), "--models", str(models), "--gpu", "h100-80g", "--out", str(tmp_path / "o")]) == 2
+    told = capsys.readouterr().err
+    assert re.search(message, told) and len(told.splitlines()) == 1
+
+
+def test_a_row_that_is_short_or_no_number_says_so_and_the_others_are_predicted(tmp_path):
+    runs, models = a_table(tmp_path, [a_row()])
+    runs.write_text(f"{HEADER}\n{LINE}\n8B,2,16\n{LINE.replace(',64,', ',many,')}\n")
+    main(["predict", str(runs), "--models", str(models), "--gpu", "h100-80g", "--out", str(tmp_path / "out.csv")])
+    fine, short, word = csv.DictReader((tmp_path / "out.csv").open())
+    assert fine["fits"] == "yes" and {short["fits"], word["fits"]} == {"no"}
+    assert "mbs is ''" in short["why"] and "grad_acc is 'many'; required: a whole number" in word["why"]
