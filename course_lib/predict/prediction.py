@@ -184,5 +184,10 @@ def _check_nanotron(run: Run, how: How) -> None:
             "nanotron's fitted runs compute in bf16 and recompute nothing; choose bf16 and recompute none, or another "
             f"framework: {', '.join(frameworks.FRAMEWORKS)}"
         )
+    if run.layout.zero_stage > 1:
+        raise ValueError(
+            f"zero_stage is {run.layout.zero_stage}, and nanotron's fitted runs have 0 or 1; choose one of these, or "
+            f"another framework: {', '.join(frameworks.FRAMEWORKS)}"
+        )
     if run.layout.schedule != "1f1b":
         raise ValueError(f"schedule is {run.layout.schedule!r}; nanotron's fitted runs have 1f1b: choose it")

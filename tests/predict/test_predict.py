@@ -228,6 +228,7 @@ def test_tensor_parallel_over_nodes_is_slower_than_pipeline():
         (a_run(cp=2), "choose cp 1"),
         (Run(preset("mixtral-8x7b"), Layout(ep=2, dp=2), 4096), "choose ep 1"),
         (a_run(recompute="full"), "recompute none"),
+        (a_run(dp=2, zero_stage=3), "0 or 1; choose"),
         (a_run(pp=2, schedule="interleaved", v=2), "1f1b: choose it"),
     ],
 )
