@@ -1,5 +1,6 @@
 """The ledger: every claim as one frozen record, read from ledger.toml."""
 
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -83,13 +84,14 @@ def claims(
             one_of(name, value, known)
     if chapter:
         one_of("chapter", chapter, tuple(sorted(filter(None, TOPICS.values()))))
+    begins_a_word = re.compile(rf"(?<!\w){re.escape(word)}", re.IGNORECASE)  # "ring" finds "rings", but not "during"
     return tuple(
         claim
         for claim in ledger()
         if topic in (None, claim.topic)
         and verdict in (None, claim.verdict)
         and (not chapter or chapter in claim.chapters)
-        and word.lower() in " ".join((claim.id, claim.claim, claim.answer, claim.condition, claim.say)).lower()
+        and begins_a_word.search(" ".join((claim.id, claim.claim, claim.answer, claim.condition, claim.say)))
     )
 
 

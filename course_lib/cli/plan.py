@@ -124,6 +124,7 @@ def lines(found: Plan, show: int) -> list[str]:
     return [
         f"{job.config.name} on {job.num_gpus:,} x {job.cluster.gpu.name}, {job.batch_tokens:,} tokens a step; "
         f"{found.num_tried:,} layouts tried, {len(found.ranked):,} fit",
+        f"recipe {job.recipe}; {said_of_rates(job.framework)}",
         "",
         *table(found.ranked[:show]),
         "",
@@ -132,6 +133,16 @@ def lines(found: Plan, show: int) -> list[str]:
         "Less memory for less throughput: no layout of these beats another in both.",
         *table(found.front[:show]),
     ]
+
+
+def said_of_rates(framework: str | None) -> str:
+    """How far its seconds can be trusted."""
+    if framework is None:
+        return (
+            "seconds assume well tuned kernels and links, and are fitted to no run.\n"
+            "Measure the first few layouts, then course calibrate; or name your framework: --framework"
+        )
+    return f"seconds as {framework}'s runs had them: docs/PREDICTOR.md has the errors"
 
 
 def report(found: Plan, show: int) -> dict:

@@ -136,6 +136,8 @@ def test_claims_are_chosen_by_topic_verdict_word_and_chapter():
     assert "C148" in {claim.id for claim in claims(word="RING")}
     assert all("04" in claim.chapters for claim in claims(chapter="04")) and len(claims(chapter="04")) > 20
     assert claims(word="no such word") == ()
+    anywhere = {claim.id for claim in ledger() if "ring" in claim.claim.lower()}
+    assert anywhere - {claim.id for claim in claims(word="ring")}, "'during' and 'sharding' are not about rings"
     for arguments, said in (({"topic": "zer"}, "zero"), ({"verdict": "rong"}, "wrong"), ({"chapter": "4"}, "00, 01")):
         with pytest.raises(ValueError, match=said):
             claims(**arguments)
