@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from course_lib.layout.partition import piece_sizes
 from course_lib.plots.matrices import WHOLE_COLOR
 from course_lib.plots.palette import AXIS_COLORS, RANK_COLORS
-from course_lib.plots.style import CENTRED, labelled_box, picture_axes, picture_panels
+from course_lib.plots.style import CENTRED, bare, labelled_box, picture_axes, picture_panels
 from course_lib.validate import Index, Size, checked
 
 # ---------------------------------------------------------------- f and g on a block
@@ -87,8 +87,7 @@ def draw_block(axes, direction: str, num_ranks: Size = 2) -> None:
     axes.annotate("", xy=(arrow[0], -0.85), xytext=(arrow[1], -0.85), arrowprops=look)
     for rank in range(num_ranks):
         axes.text(-0.2, num_ranks - rank - 0.5, f"rank {rank}", ha="right", va="center", fontsize=9)
-    axes.set(xlim=(-1.0, right + 0.25), ylim=(-1.0, num_ranks + 1.3))
-    axes.set_axis_off()
+    bare(axes, (-1.0, right + 0.25), (-1.0, num_ranks + 1.3))
 
 
 def _draw_residuals(axes, regions: list[BlockRegion], direction: str, num_ranks: int) -> None:

@@ -3,6 +3,7 @@
 import pytest
 from pictures import overlapping_texts
 
+from course_lib.layout import Layout
 from course_lib.minimal.planner import cuts, front, plan
 from course_lib.plan import work_out
 from course_lib.plan.measured import measured_job, measured_runs
@@ -23,7 +24,7 @@ def test_cuts_say_which_tp_leaves_its_node():
 def test_bars_add_up_to_the_memory():
     for option in RANKED[:20]:
         assert sum(shown_kinds(option).values()) * 1e9 == pytest.approx(option.memory_bytes)
-    assert cut_name(RANKED[0].layout) == "dp32 tp2 z1 mb2"
+    assert cut_name(Layout.parse("dp=32,tp=2,zero_stage=1,micro_batch=2")) == "dp32 tp2 z1 mb2"
 
 
 @pytest.mark.parametrize(
