@@ -90,7 +90,7 @@ lint: setup  ## ruff, for the package, the tests and the notebooks
 unit: setup  ## the tests of the package; of many cases a sample
 	$(RUN) -m pytest -m "not long and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
 
-test-long: setup  ## what make test leaves out: ranks started by scripts, kernels, torchrun, accelerate; the trainer killed and stopped
+test-long: setup  ## what make test leaves out: ranks started by scripts, kernels, torchrun, accelerate; the trainer killed and stopped; what takes longest
 	$(RUN) -m pytest -m long -n $(WORKERS) --dist load $(UNIT)
 
 test-faults: setup  ## ranks of every parallelism killed, stopped, hung, raising, disagreeing: one error, nothing left

@@ -12,6 +12,8 @@ from course_lib.training.data import batch
 
 EXHAUSTIVE = pytest.mark.exhaustive
 VOCAB = 11
+# (ranks, micro-batches): two pairs differ in both; the other two are for make test-exhaustive.
+WORLDS = [(2, 3), (4, 1), pytest.param(2, 1, marks=EXHAUSTIVE), pytest.param(4, 3, marks=EXHAUSTIVE)]
 
 
 class OddModel(nn.Module):

@@ -65,6 +65,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags", [("-p", "tests.kernel_starts"), ()])
 def test_nbval_starts_a_kernel_again_with_the_plugin_alone(flags, tmp_path):
     path = tmp_path / "one.ipynb"

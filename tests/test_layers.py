@@ -86,6 +86,7 @@ def test_arithmetic_imports_without_torch_and_layouts_in_a_fifth_of_a_second():
     assert min(float(run.stdout) for run in runs) < 0.2
 
 
+@pytest.mark.long
 def test_everything_but_the_widgets_imports_without_jupyter():
     """In a process where ipywidgets, IPython and JupyterLab cannot be imported."""
     no_test_extra = ("widgets/", "authoring/")  # they need ipywidgets, and nbformat, which is an extra

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from harness import WORLDS
 
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter
@@ -38,8 +39,7 @@ TRAINERS = {
 PSI = count_parameters(compare.CONFIG)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize(("world_size", "num_micro_batches"), WORLDS)
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_parameters_after_sgd_and_adamw_are_those_of_one_process(trainer, world_size, num_micro_batches):
     assert compare_with_one_process(trainer, world_size, num_micro_batches) < 1e-10

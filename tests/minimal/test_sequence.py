@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from harness import WORLDS
 
 from course_lib import comm
 from course_lib.launch import launch
@@ -31,8 +32,7 @@ pytestmark = pytest.mark.launches
 L, D, N = (getattr(compare.CONFIG, name) for name in ("num_layers", "d_model", "num_heads"))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize(("world_size", "num_micro_batches"), WORLDS)
 def test_parameters_after_sgd_and_adamw_are_those_of_one_process(world_size, num_micro_batches):
     assert compare_with_one_process(TensorSequenceParallel, world_size, num_micro_batches) < 1e-10
 
@@ -52,8 +52,7 @@ def step_of_both(num_micro_batches):
     return (grads, meter.by_collective, meter.calls), (expected, engine_meter.by_collective, engine_meter.calls)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize(("world_size", "num_micro_batches"), WORLDS)
 def test_gradients_bytes_and_calls_are_those_of_the_engine(world_size, num_micro_batches):
     for (grads, sent, calls), (expected, engine_sent, engine_calls) in launch(
         step_of_both, world_size, num_micro_batches

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from harness import WORLDS
 
 from course_lib import comm
 from course_lib.launch import launch
@@ -48,8 +49,7 @@ def step_of_both(num_micro_batches):
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize(("world_size", "num_micro_batches"), WORLDS)
 def test_gradients_and_bytes_are_those_of_the_engine(world_size, num_micro_batches):
     for (got, sent, calls), (expected, engine_sent, engine_calls) in launch(
         step_of_both, world_size, num_micro_batches

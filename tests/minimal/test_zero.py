@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from harness import WORLDS
 
 from course_lib import comm
 from course_lib.config import preset
@@ -23,8 +24,7 @@ STAGES = {Zero1: 1, Zero2: 2, Zero3: 3}
 PSI = count_parameters(preset("toy"))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize(("world_size", "num_micro_batches"), WORLDS)
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_parameters_after_sgd_and_adamw_are_those_of_one_process(trainer, world_size, num_micro_batches):
     assert compare_with_one_process(trainer, world_size, num_micro_batches) < 1e-10
@@ -63,8 +63,7 @@ def step_of_both(trainer, num_micro_batches):
     return (kept, made.full_parameters(), meter.sent_bytes - own_gather), (grads, params, engine_meter.sent_bytes)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize(("world_size", "num_micro_batches"), WORLDS)
 @pytest.mark.parametrize("trainer", STAGES)
 def test_gradients_parameters_and_bytes_are_those_of_the_engine(trainer, world_size, num_micro_batches):
     for minimal, engine in launch(step_of_both, world_size, trainer, num_micro_batches):

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness import distance, one_process
+from harness import EXHAUSTIVE, distance, one_process
 from kept_bytes import kept_bytes
 from torch import nn
 
@@ -163,7 +163,7 @@ def measure_all(given):
     return [measure(case, shared) for case in given]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=EXHAUSTIVE)])
 def measured(request):
     given = cases(request.param)
     return given, launch(measure_all, request.param, given)

@@ -80,6 +80,7 @@ def equal_bits(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -
     return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
 
 
+@pytest.mark.long
 def test_every_layout_sees_the_same_batches_and_has_the_losses_of_one_process():
     plan = replace(PLAN, steps=4, precision="fp64")
     texts = ["dp=4,zero_stage=3", "pp=2,dp=2,zero_stage=1", "cp=2,tp=2,sequence_parallel=true"]
@@ -116,6 +117,7 @@ def test_a_run_goes_on_under_another_layout_with_the_same_losses(tmp_path):
     assert losses == pytest.approx(by_one_process(plan), abs=1e-10)
 
 
+@pytest.mark.long
 def test_a_process_killed_at_a_random_moment_goes_on_as_if_it_had_not_been(tmp_path):
     """A real process, SIGKILL; the run that it is held to is not the script but the same function in a launch."""
     text = f"--model {DROPOUT} --batch {BATCH} --steps 24 --seq-len 32 --every 3 --warmup 4 --decay cosine --seed 5"
@@ -156,6 +158,7 @@ def wait_until(happened, timeout_s: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_does_not_suit_the_run_is_refused_alike_on_every_rank(tmp_path):
     layout, kept = layout_for("dp=2", BATCH), Checkpoints(str(tmp_path), every=2)
     run = (LLAMA, layout, PLAN, kept)
@@ -184,6 +187,7 @@ def with_another_text(ranks: tuple[int, ...], run: tuple) -> train.RunRecord | s
     return attempt(*run)
 
 
+@pytest.mark.long
 def test_a_rank_or_a_resumed_run_with_another_text_is_refused_before_its_first_step(tmp_path):
     for layout in (layout_for("dp=2", BATCH), layout_for("pp=2", BATCH)):
         run = (LLAMA, layout, replace(PLAN, steps=2), Checkpoints(str(tmp_path / str(layout)), every=1))
@@ -210,6 +214,7 @@ def without_pickles(act: Callable, *arguments: object) -> object:
         return str(error)
 
 
+@pytest.mark.long
 def test_no_pickle_is_read_by_ranks_that_train_compare_save_and_load(tmp_path):
     experts = model_named("toy-moe")
     runs = []
@@ -225,6 +230,7 @@ def test_no_pickle_is_read_by_ranks_that_train_compare_save_and_load(tmp_path):
     assert list(gathered) == ["a pickle was read"] * 2
 
 
+@pytest.mark.long
 def test_a_second_run_in_a_folder_is_told_whose_it_is_and_the_first_goes_on(tmp_path):
     first = checkpoint.lock.FileLock(tmp_path / checkpoint.lock.LOCK)
     checkpoint.lock.take(tmp_path, first, 0)

@@ -61,6 +61,7 @@ def stopped_and_gone_on(folder: Path, signals: dict[int, tuple[int, ...]]) -> li
     return [first, train.train(*run), lines]
 
 
+@pytest.mark.long
 def test_a_signal_to_one_rank_alone_stops_all_after_the_same_step_and_the_first_of_two_counts(tmp_path):
     ranks = launch(stopped_and_gone_on, 4, tmp_path, {2: (signal.SIGUSR1, signal.SIGTERM)})
     expected = uninterrupted(6, LAYOUT)
@@ -157,6 +158,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.long
 def test_ranks_end_when_the_engine_that_started_them_was_killed(tmp_path):
     """An engine that gets SIGKILL can pass nothing on; its ranks would train on beside those that come next."""
     log = train_log.log_path(tmp_path / "run")

@@ -166,6 +166,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.long
 def test_only_the_widgets_need_ipywidgets_and_they_say_what_to_install():
     import course_lib
 
