@@ -117,7 +117,7 @@ def zero_savings(dp: Size) -> Values:
 
 @checked
 def on_gpus(model: str, layout: str, seq_len: Size, gpu: str, recipe: str = "bf16-master") -> Values:
-    """GB of the most loaded rank, by the course's own count, and whether it fits the GPU."""
+    """GB of the most loaded rank, by the course's own count, and of the GPU; the total, with overheads, must fit it."""
     device = gpu_of(gpu)
     run = Run(preset(model), Layout.parse(layout), seq_len, recipe)
     most = max(budgets(run), key=lambda rank: rank.total_bytes)
@@ -125,7 +125,9 @@ def on_gpus(model: str, layout: str, seq_len: Size, gpu: str, recipe: str = "bf1
         "states_gb": most.states_bytes / GB,
         "activations_gb": most.activations / GB,
         "peak_gb": most.peak_bytes / GB,
-        "left_gb": device.memory_bytes / GIB - most.states_bytes / GB,
+        "total_gb": most.total_bytes / GB,
+        "gpu_gb": device.usable_bytes / GB,
+        "left_gb": (device.usable_bytes - most.states_bytes) / GB,
         "fits": fits(most, device),
     }
 

@@ -83,7 +83,7 @@ def claims(
         if value is not None:
             one_of(name, value, known)
     if chapter:
-        one_of("chapter", chapter, tuple(sorted(filter(None, TOPICS.values()))))
+        one_of("chapter", chapter, tuple(sorted({number for claim in ledger() for number in claim.chapters})))
     begins_a_word = re.compile(rf"(?<!\w){re.escape(word)}", re.IGNORECASE)  # "ring" finds "rings", but not "during"
     return tuple(
         claim

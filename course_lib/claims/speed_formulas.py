@@ -16,6 +16,7 @@ from course_lib.hardware import (
 )
 from course_lib.hardware import gpu as gpu_of
 from course_lib.memory.states import count_parameters
+from course_lib.timing.failures import Failures, young_interval_s
 from course_lib.timing.rates import hfu, mfu, roofline_s, tokens_per_s
 from course_lib.validate import Amount, Positive, Share, Size, checked, one_of
 
@@ -203,8 +204,8 @@ def tp_throughput(sp: bool = False) -> Values:
 
 @checked
 def checkpoint_steps(write_s: Positive, hours_between_failures: Positive, step_s: Positive) -> Values:
-    """Steps between checkpoints that lose least: sqrt(2 x cost x mean time between failures)."""
-    return {"steps": sqrt(2 * write_s * hours_between_failures * 3600) / step_s}
+    """Steps between checkpoints that lose least, by Young's interval."""
+    return {"steps": young_interval_s(Failures(3600 * hours_between_failures, write_s)) / step_s}
 
 
 @checked

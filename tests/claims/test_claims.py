@@ -82,6 +82,8 @@ def claim_problems(claim: Claim) -> list[str]:
     """What is wrong with the places of one claim, in sentences."""
     looked = [look_up(place) for place in claim.where]
     found = [problem for problem, _, _ in looked if problem]
+    if not claim.chapters:
+        found.append("no chapter teaches it: name a cell")
     if TOPICS[claim.topic] and not any(recomputes for _, _, recomputes in looked):
         found.append("nothing recomputes it: name a code cell or a test that does")
     values = numbers(" ".join((claim.claim, *texts_of(claim)))) | roundings(recompute(claim))
@@ -116,6 +118,7 @@ def test_every_claim_that_a_test_names_is_in_the_list():
     ("where", "problem"),
     [
         ((), "nothing recomputes it"),
+        (("tests/test_hardware.py::test_networks_between_nodes",), "no chapter teaches it"),
         (("notebooks/03_data_parallel_in_depth.ipynb#bucket-saw",), "nothing recomputes it"),  # prose
         (("notebooks/03_data_parallel_in_depth.ipynb#widget",), "nothing recomputes it"),  # not compared
         (("notebooks/03_data_parallel_in_depth.ipynb#no-such-cell",), "is no cell"),

@@ -24,6 +24,7 @@ from course_lib.claims import (
     texts_of,
     verdict_problem,
 )
+from course_lib.hardware import gpu
 
 BY_SOURCE_ALONE = {"C008", "C092", "C147", "C164", "C174", "C223", "C243"}  # facts that no formula gives
 
@@ -41,7 +42,7 @@ def test_claims_without_a_formula_are_a_closed_list():
 def test_every_formula_is_used_and_every_claim_has_an_id_of_its_own():
     assert {claim.formula for claim in ledger()} - {""} == set(FORMULAS)
     ids = [claim.id for claim in ledger()]
-    assert ids == sorted(set(ids)) and all(re.fullmatch(r"C\d{3}", name) for name in ids) and len(ids) >= 226
+    assert ids == sorted(set(ids)) and all(re.fullmatch(r"C\d{3}", name) for name in ids) and len(ids) >= 234
 
 
 def opposite(claim: Claim) -> Claim:
@@ -101,6 +102,13 @@ def test_the_values_of_a_claim_change_with_the_package(monkeypatch):
     assert zero.zero_bytes_per_parameter(1, 64) * 7.5 == pytest.approx(31.40625)
 
 
+def test_what_is_left_of_a_gpu_is_counted_in_one_unit():
+    (claim,) = claims_named(["C010"])
+    values = recompute(claim).values
+    assert values["states_gb"] + values["left_gb"] == pytest.approx(gpu("a100-40").usable_bytes / 1e9)
+    assert values["gpu_gb"] == pytest.approx(42.4, abs=0.05)  # 39.49 GiB
+
+
 def test_a_record_that_says_half_is_refused():
     (claim,) = claims_named(["C004"])
     for changed, said in (
@@ -135,6 +143,7 @@ def test_claims_are_chosen_by_topic_verdict_word_and_chapter():
     assert {claim.verdict for claim in claims(verdict="wrong")} == {"wrong"}
     assert "C148" in {claim.id for claim in claims(word="RING")}
     assert all("04" in claim.chapters for claim in claims(chapter="04")) and len(claims(chapter="04")) > 20
+    assert {claim.id for claim in claims(chapter="12")} == {"C174", "C175"}
     assert claims(word="no such word") == ()
     anywhere = {claim.id for claim in ledger() if "ring" in claim.claim.lower()}
     assert anywhere - {claim.id for claim in claims(word="ring")}, "'during' and 'sharding' are not about rings"

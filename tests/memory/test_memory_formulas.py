@@ -241,9 +241,13 @@ def test_C221_C219_full_recomputation_keeps_2sbhL_and_one_layer():
 
 @pytest.mark.parametrize(
     ("name", "batch_size", "checkpoints", "layer", "weights", "total"),
-    [("xlm-r-xl", 192, 9.1, 6.3, 7.0, 22), ("xlm-r-xxl", 128, 12.9, 5.9, 21.4, 40)],
+    [
+        ("xlm-r-large", 256, 3.2, 3.6, 1.1, 8),
+        ("xlm-r-xl", 192, 9.1, 6.3, 7.0, 22),
+        ("xlm-r-xxl", 128, 12.9, 5.9, 21.4, 40),
+    ],
 )
-def test_C216_C217_encoder_budgets_with_recomputation_and_lora(name, batch_size, checkpoints, layer, weights, total):
+def test_C216_C217_C280_encoder_budgets_with_lora(name, batch_size, checkpoints, layer, weights, total):
     config = preset(name)
     kept = korthikanti_layer_bytes(config, batch_size, 256, "full") * config.num_layers
     one = korthikanti_layer_bytes(config, batch_size, 256)

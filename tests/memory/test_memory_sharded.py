@@ -371,6 +371,7 @@ def test_C010_8b_on_four_gpus_of_40_gb():
     assert round(states / GB, 1) == 32.1 and 40 * GB - states < 8 * GB  # not 30 GB left
     assert round((states - plan().gradients) / count_parameters(LLAMA_8B), 2) == 3.5  # between steps no gradients
     assert not fits(plan(), gpu) and fits(plan(recompute="full"), gpu)
+    assert not fits(plan(2048), gpu) and not fits(plan(8192, recompute="full"), gpu)  # claim C278
     assert round(plan(recompute="full").peak_bytes / GIB, 1) == 33.1  # of the 39.5 that the GPU reports
     assert fits(plan(recompute="full", optimizer="adamw-8bit"), gpu)
     offloaded = plan(recompute="full", offload=Offload("host"))
