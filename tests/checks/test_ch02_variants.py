@@ -1,4 +1,4 @@
-"""The graders of chapter 02's activations accept right answers that are arranged otherwise, three of each."""
+"""The graders of chapter 02 accept right answers that are arranged otherwise, three of each."""
 
 import itertools
 import math
@@ -10,6 +10,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.checks import ch02
+from course_lib.flops import flops_per_token, step_flops
+from course_lib.memory.budget import budget
+from course_lib.timing import hfu, mfu
 
 
 # ------------------------------------------------------------------------------------ accumulation
@@ -188,8 +191,135 @@ def heads_in_groups(q, k, v, window, block):
     return out.view(B, N, S, H), lse.view(B, N, S, 1)
 
 
+# ------------------------------------------------------------------------------------ loss scaling
+def scaled_by_the_sum(gradients, scale, good_steps, growth_interval, update):
+    """One number that is not finite makes the sum of all not finite; the division is by a power of two."""
+    if not math.isfinite(sum(float(gradient.sum()) for gradient in gradients)):
+        return scale / 2, 0
+    for gradient in gradients:
+        gradient.mul_(1 / scale)
+    update()
+    if good_steps + 1 < growth_interval:
+        return scale, good_steps + 1
+    return 2 * scale, 0
+
+
+def scaled_by_torch(gradients, scale, good_steps, growth_interval, update):
+    found_inf = torch.zeros(1, dtype=gradients[0].dtype)
+    for gradient in gradients:
+        found_inf += gradient.isinf().sum() + gradient.isnan().sum()
+    if found_inf == 0:
+        torch._foreach_div_(gradients, scale)
+        update()
+    row = good_steps + 1 if found_inf == 0 else 0
+    factor = 0.5 if found_inf else 2.0 if row == growth_interval else 1.0
+    return [scale * factor, row % growth_interval]
+
+
+def scaled_before_the_test(gradients, scale, good_steps, growth_interval, update):
+    """Divides first: in a step that is left out nobody reads the gradients."""
+    for gradient in gradients:
+        gradient /= scale
+    finite = torch.cat([gradient.flatten() for gradient in gradients]).isfinite().all().item()
+    if finite:
+        update()
+        good_steps += 1
+        return (scale * 2, 0) if good_steps >= growth_interval else (scale, good_steps)
+    return scale * 0.5, 0
+
+
+# ------------------------------------------------------------------------------------ LoRA
+def merged_in_place_of_a_copy(weight, lora_a, lora_b, alpha):
+    return weight.clone().addmm_(lora_b, lora_a, alpha=alpha / lora_a.shape[0])
+
+
+def merged_rank_by_rank(weight, lora_a, lora_b, alpha):
+    merged = weight.clone()
+    for row, column in zip(lora_a, lora_b.T, strict=True):
+        merged += alpha / lora_b.shape[1] * torch.outer(column, row)
+    return merged
+
+
+def merged_from_outputs(weight, lora_a, lora_b, alpha):
+    """What both layers make of the identity, column by column."""
+    unit = torch.eye(weight.shape[1], dtype=weight.dtype)
+    return (F.linear(unit, weight) + alpha / len(lora_a) * F.linear(F.linear(unit, lora_a), lora_b)).T
+
+
+def lora_bytes_by_kind(shapes, targets, rank):
+    trained = rank * sum(sum(shapes[name]) for name in targets)
+    parameters = 2 * (sum(math.prod(shape) for shape in shapes.values()) + trained)
+    return parameters + 2 * trained + 12 * trained
+
+
+def lora_bytes_by_matrix(shapes, targets, rank):
+    total = 0
+    for name, (d_out, d_in) in shapes.items():
+        total += 2 * d_out * d_in
+        if name in targets:
+            total += 16 * (rank * d_in) + 16 * (d_out * rank)
+    return total
+
+
+def lora_bytes_of_tensors(shapes, targets, rank):
+    meta = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+    thin = [torch.empty(rank, width, device="meta") for name in targets for width in meta[name].shape]
+    return sum(matrix.nbytes for matrix in meta.values()) + 4 * sum(matrix.nbytes for matrix in thin)
+
+
+# ------------------------------------------------------------------------------------ utilisation
+def utilisation_by_the_package(config, seq_len, tokens, seconds, gpus, peak, recompute):
+    needed, executed = tokens * flops_per_token(config, seq_len), step_flops(config, tokens, seq_len, recompute)
+    return mfu(needed, seconds, gpus, peak), hfu(executed, seconds, gpus, peak)
+
+
+def utilisation_of_a_gpu(config, seq_len, tokens, seconds, gpus, peak, recompute):
+    needed = tokens / gpus / seconds * flops_per_token(config, seq_len)
+    return [needed / peak, step_flops(config, tokens, seq_len, recompute) / gpus / seconds / peak]
+
+
+def utilisation_by_seconds(config, seq_len, tokens, seconds, gpus, peak, recompute):
+    """The seconds that a step would take at the peak, over those that it took."""
+    modes = ("none", recompute)
+    mfu, hfu = (step_flops(config, tokens, seq_len, mode) / (gpus * peak) / seconds for mode in modes)
+    return mfu, hfu
+
+
+# ------------------------------------------------------------------------------------ the ladder
+def needed(config, batch_size, seq_len, options):
+    return budget(config, batch_size // options.get("micro_batches", 1), seq_len, **options).total_bytes
+
+
+def first_fit_accumulated(config, batch_size, seq_len, ladder_steps, limit_bytes):
+    settings = itertools.accumulate((changes for _, changes in ladder_steps), lambda before, new: {**before, **new})
+    for (name, _), options in zip(ladder_steps, settings, strict=True):
+        if needed(config, batch_size, seq_len, options) <= limit_bytes:
+            return name
+    return None
+
+
+def first_fit_recursively(config, batch_size, seq_len, ladder_steps, limit_bytes, options=None):
+    if not ladder_steps:
+        return None
+    (name, changes), *below = ladder_steps
+    options = {**(options or {}), **changes}
+    if not needed(config, batch_size, seq_len, options) > limit_bytes:
+        return name
+    return first_fit_recursively(config, batch_size, seq_len, below, limit_bytes, options)
+
+
+def first_fit_from_all(config, batch_size, seq_len, ladder_steps, limit_bytes):
+    options, fitting = {}, []
+    for name, changes in ladder_steps:
+        options.update(changes)
+        if limit_bytes - needed(config, batch_size, seq_len, options) >= 0:
+            fitting.append(name)
+    return next(iter(fitting), None)
+
+
 RIGHT = {
     "check_accumulate": (by_weighted_means, divided_at_the_end, with_log_softmax),
+    "check_scaled_step": (scaled_by_the_sum, scaled_by_torch, scaled_before_the_test),
     "check_merge": (by_logaddexp, by_sigmoid, by_softmax),
     "check_recompute": (
         parameters_as_inputs,
@@ -197,6 +327,10 @@ RIGHT = {
         hooks_of_saved_tensors,
         torchs_own,
     ),
+    "check_merged_weight": (merged_in_place_of_a_copy, merged_rank_by_rank, merged_from_outputs),
+    "check_lora_bytes": (lora_bytes_by_kind, lora_bytes_by_matrix, lora_bytes_of_tensors),
+    "check_utilisation": (utilisation_by_the_package, utilisation_of_a_gpu, utilisation_by_seconds),
+    "check_first_fit": (first_fit_accumulated, first_fit_recursively, first_fit_from_all),
     "check_windowed_attention": (merges_finished_blocks, maximum_first_then_sums, heads_in_groups),
 }
 
@@ -208,3 +342,8 @@ def test_a_right_answer_that_is_arranged_otherwise_passes(check, answer, capsys)
     for seed in range(5):
         getattr(ch02, check)(answer, seed=seed)
     assert f"{check}: passed" in capsys.readouterr().out
+
+
+def test_every_grader_has_three_right_variants():
+    assert set(RIGHT) == {name for name in dir(ch02) if name.startswith("check_")}
+    assert all(len(answers) >= 3 for answers in RIGHT.values())
