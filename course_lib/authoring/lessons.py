@@ -1,6 +1,7 @@
 """What a lesson must keep to, so that it is learned in one sitting: its length, its pictures, its predictions."""
 
 import ast
+import re
 
 from course_lib.authoring.address import INSTALL
 from course_lib.authoring.columns import without_magics
@@ -28,6 +29,7 @@ LESSONS = (
 MOST_WORDS, MOST_CODE_LINES, MOST_CELL_LINES, MOST_IMPORTS, MOST_PREDICTIONS = 3000, 300, 30, 20, 8
 SHORT_CELL_LINES = 12  # of at least half of the cells
 FEWEST_PICTURES, FEWEST_BREAKS = 5, 4
+KOREAN = re.compile("[가-힣]")
 SECTIONS = ("Formula == Run", "In production", "Break it", "True or false?", "Names", "Recap")
 
 
@@ -82,6 +84,10 @@ def lesson_problems(nb) -> list[str]:
     if pictures < FEWEST_PICTURES:
         problems.append(f"{pictures} pictures; a lesson has at least {FEWEST_PICTURES}")
     problems += [f"no section is called {name!r}" for name in SECTIONS if not any(name in line for line in headings)]
+    if not any("widget" in tags_of(cell) for cell in cells):
+        problems.append("no cell is tagged 'widget'; a lesson has one to play with")
+    if not any(KOREAN.search(cell.source) for cell in nb.cells if "Names" in cell.source):
+        problems.append("the table of names has no Korean")
     return problems + _folding_problems(nb, cells)
 
 

@@ -24,8 +24,9 @@ PICTURE = new_output("display_data", data={"image/png": "aGk="})
 @pytest.fixture
 def lesson():
     """A lesson as short as one can be, without a problem."""
-    text = "\n".join(f"## {name}" for name in SECTIONS) + "<details></details>" * FEWEST_BREAKS
+    text = "\n".join(f"## {name}" for name in SECTIONS) + "<details></details>" * FEWEST_BREAKS + "랭크"
     cells = [new_code_cell("import math", id="setup", metadata={"tags": ["setup"]})]
+    cells += [new_code_cell("play()", id="widget", metadata={"tags": ["widget"]})]
     cells += [new_code_cell("draw()", id=f"picture-{n}", outputs=[copy.deepcopy(PICTURE)]) for n in range(5)]
     return new_notebook(cells=[new_markdown_cell(text, id="text"), *cells])
 
@@ -64,16 +65,19 @@ def test_a_planted_fault_is_told(lesson, cell, said):
 
 def test_what_is_missing_is_told(lesson):
     lesson.cells[-1].outputs = []
-    lesson.cells[0].source = lesson.cells[0].source.replace("## Recap", "").replace("<details>", "", 1)
+    text = lesson.cells[0].source.replace("## Recap", "").replace("<details>", "", 1).replace("랭크", "")
+    lesson.cells[0].source, lesson.cells[2].metadata = text, {}
     assert lesson_problems(lesson) == [
         "4 pictures; a lesson has at least 5",
         "no section is called 'Recap'",
+        "no cell is tagged 'widget'; a lesson has one to play with",
+        "the table of names has no Korean",
         "3 folded invitations under 'Break it'; a lesson has at least 4",
     ]
 
 
 def test_most_cells_must_be_short(lesson):
-    lesson.cells += [new_code_cell("x = 1\n" * 13) for _ in range(7)]
+    lesson.cells += [new_code_cell("x = 1\n" * 13) for _ in range(8)]
     assert "fewer than half of the code cells have at most 12 lines" in lesson_problems(lesson)
 
 
