@@ -22,6 +22,7 @@ exercises from exercises/; both run without a kernel.
 import ast
 import importlib
 import random
+import re
 
 import cloudpickle
 import pytest
@@ -94,3 +95,14 @@ def test_a_chapter_has_four_exercises_or_more_and_no_wrong_answers_without_one(s
     answers = [answer for name, _, answer in EXERCISES if name == stem]
     assert len(answers) >= 4
     assert set(wrong_answers(stem)) == set(answers)
+
+
+@pytest.mark.parametrize("stem", [path.stem for path in notebook_paths("solutions")])
+def test_an_exercise_says_its_minutes_and_its_difficulty_and_each_check_has_three_hints(stem):
+    cells = [cell.source for cell in read(ROOT / "solutions" / f"{stem}.ipynb").cells]
+    for exercise in re.split(r"^## (?=Exercise)", "\n".join(cells), flags=re.M)[1:]:
+        title = exercise.partition("\n")[0]
+        assert re.search(r"\*[^*]*\d minutes[^*]*(easy|medium|hard)", exercise), title
+        hints = re.findall(r"<summary>Hint (\d)", exercise)
+        assert hints == ["1", "2", "3"] * len(re.findall(r"^check_\w+\(", exercise, flags=re.M)), title
+    assert re.search(r"^## Exercise .*from an empty cell$", "\n".join(cells), re.M), "no exercise builds its subject"
