@@ -14,9 +14,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch.distributed as dist
@@ -40,11 +44,12 @@ def be_host(folder: str, timeout: float, lost_s: float) -> None:
     rank, ranks = int(os.environ["SLURM_PROCID"]), Path(folder)
     to_notebook = RankLink(rank, ranks / f"{rank}.said")
     to_notebook.send("node", os.environ["SLURMD_NODENAME"])
+    to_rank, to_host = Pipe()
     child = os.fork()  # torch is imported, but has no thread yet and has touched no GPU
     if child == 0:
-        be_rank(ranks, timeout, to_notebook)
+        be_rank(ranks, timeout, to_notebook, to_host)
     try:
-        code = attend(child, ranks, to_notebook, lost_s)
+        code = attend(child, ranks, to_notebook, to_rank, lost_s)
     except BaseException:  # such as the folder gone, when the host of rank 0 has found the notebook lost
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
@@ -55,7 +60,7 @@ def be_host(folder: str, timeout: float, lost_s: float) -> None:
         wait_for_the_end(ranks, lost_s)  # the notebook asks the other ranks where they stand, then it ends the job
 
 
-def attend(child: int, ranks: Path, to_notebook: RankLink, lost_s: float) -> int | None:
+def attend(child: int, ranks: Path, to_notebook: RankLink, to_rank: Connection, lost_s: float) -> int | None:
     """Wait for the end of the rank, and answer for it. Its exit code if it ended without being asked to."""
     asked_to_end = []
 
@@ -80,8 +85,9 @@ def attend(child: int, ranks: Path, to_notebook: RankLink, lost_s: float) -> int
                 asked_to_end.append(question)
             else:
                 os.kill(child, signal.SIGUSR1)
+                to_rank.send(question)
                 time.sleep(2 * POLL_S)  # faulthandler writes at once, whatever the rank is doing
-                to_notebook.send("where", stack(place))
+                to_notebook.send("where", stack(place), to_rank.recv() if to_rank.poll() else "")
         if notebook.is_lost():
             os.killpg(child, signal.SIGKILL)
             notebook.end_job(to_notebook.rank)
@@ -120,7 +126,7 @@ def wait_for_the_end(ranks: Path, lost_s: float) -> None:
         time.sleep(POLL_S)
 
 
-def be_rank(ranks: Path, timeout: float, to_notebook: RankLink) -> None:
+def be_rank(ranks: Path, timeout: float, to_notebook: RankLink, to_host: Connection) -> None:
     """Be the rank: as `_rank.run_rank` on one machine. Never returns."""
     rank = to_notebook.rank
     os.setpgid(0, 0)  # it is ended with the processes that it has started
@@ -130,6 +136,7 @@ def be_rank(ranks: Path, timeout: float, to_notebook: RankLink) -> None:
     places = (ranks / f"{rank}.where").open("w")
     faulthandler.register(signal.SIGUSR1, file=places)
     faulthandler.register(signal.SIGTERM, file=places, chain=True)  # writes where it stands, then ends it
+    threading.Thread(target=tell_tensors, args=(to_host, threading.get_ident()), daemon=True).start()
     try:
         settings = pickle.loads((ranks / "settings.pkl").read_bytes())
         place, store = meet(ranks, timeout)
@@ -155,6 +162,13 @@ def be_rank(ranks: Path, timeout: float, to_notebook: RankLink) -> None:
         dist.destroy_process_group()
     _rank.finish()
     os._exit(0)
+
+
+def tell_tensors(to_host: Connection, main_thread_id: int) -> None:
+    """Answer the host with what the collective was given in which the rank stands; faulthandler tells the rest."""
+    with contextlib.suppress(EOFError, OSError):  # the host is gone
+        while to_host.recv():
+            to_host.send(_rank.tensors_in(list(traceback.walk_stack(sys._current_frames()[main_thread_id]))))
 
 
 def environment_here(of_notebook: dict[str, str]) -> dict[str, str]:
