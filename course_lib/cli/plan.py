@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from json import dumps as as_json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tyro.conf import OmitArgPrefixes, Positional
 
@@ -14,9 +15,16 @@ from course_lib.config import ModelConfig, preset
 from course_lib.hardware import Cluster
 from course_lib.hardware import gpu as gpu_named
 from course_lib.hardware import link as link_named
+from course_lib.layout import Layout
+from course_lib.memory.states import recipe_of
 from course_lib.plan import Job, Option, Plan, explain, export, search, table
+from course_lib.plan.export import in_your_script, need
 from course_lib.predict.table import read_models
+from course_lib.run import Run
 from course_lib.validate import whole, writable
+
+if TYPE_CHECKING:
+    from course_lib.train.export import Machines
 
 
 @dataclass(frozen=True)
@@ -67,40 +75,92 @@ def plan(options: OmitArgPrefixes[PlanOptions]) -> int:
 
 def write_files(best: Option, folder: Path, per_node: int) -> list[str]:
     """Write what frameworks need for a layout; tell each file, and each refusal with its reason."""
-    import yaml
-
-    from course_lib.train import export as of_trainer
+    from course_lib.train.export import Machines
 
     writable("export", folder)
-    files, refused = export(best, per_node)
-    layout = best.layout
-    nodes = layout.world_size // per_node
-    world = of_trainer.Machines(nodes, 0, "head-node", 29500) if nodes > 1 else of_trainer.Machines()
-    alone = layout.world_size == layout.dp and layout.dp_replicate == 1 and layout.ep == 1
-    no_axes = "has no tp, pp, cp, ep or replicas in this file; choose a layout of dp alone"
-    if alone and layout.recompute != "selective" and layout.zero_stage in (2, 3):
-        fsdp = of_trainer.accelerate_fsdp2(
-            ["LlamaDecoderLayer"],
-            layout.world_size,
-            reshard_after_forward=layout.zero_stage == 3,
-            recompute=layout.recompute == "full",
-            machines=world,
-        )
-        files["accelerate_fsdp2.yaml"] = yaml.safe_dump(fsdp, sort_keys=False)
-    else:
-        why = no_axes if not alone else "has ZeRO-2 and 3, without recomputation of attention alone; choose these"
-        refused["accelerate_fsdp2.yaml"] = f"Accelerate with FSDP2 {why}"
-    if alone and layout.recompute == "none":
-        config = of_trainer.deepspeed(layout.zero_stage, layout.micro_batch, layout.micro_batches)
-        files["deepspeed.json"] = as_json(config, indent=2) + "\n"
-        file = of_trainer.accelerate_deepspeed_file("deepspeed.json", layout.world_size, machines=world)
-        files["accelerate_deepspeed.yaml"] = yaml.safe_dump(file, sort_keys=False)
-    else:
-        refused["deepspeed.json"] = f"DeepSpeed {no_axes}, without recomputation, which the model's code asks for"
+    nodes = best.layout.world_size // per_node
+    machines = Machines(nodes, 0, "head-node", 29500) if nodes > 1 else Machines()
+    of_accelerate = {
+        "accelerate_fsdp2.yaml": lambda run: fsdp2(run, machines),
+        "deepspeed.json": deepspeed,
+        "accelerate_deepspeed.yaml": lambda run: accelerate_deepspeed(run, machines),
+    }
+    files, refused = export(best, per_node, of_accelerate)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     return ["", *(f"wrote {folder / name}" for name in files), *(f"no {name}: {why}" for name, why in refused.items())]
+
+
+FSDP2_RECIPES = {"fp32": "fp32", "bf16-master": "bf16"}  # FP32 shards are the master copy: as many bytes
+DEEPSPEED_RECIPES = {  # precision, and what gradients are summed in where that is another
+    "fp32": ("fp32", None),
+    "bf16-master": ("bf16", None),
+    "bf16-master-fp32-grads": ("bf16", "fp32"),
+    "fp16-master-fp32-grads": ("fp16", "fp32"),
+}
+
+
+def not_dp_alone(layout: Layout) -> dict[str, bool]:
+    """What these files do not say."""
+    axes = {f"{axis} in this file": getattr(layout, axis) > 1 for axis in ("tp", "pp", "cp", "ep")}
+    return axes | {"replicas (HSDP) in this file": layout.dp_replicate > 1}
+
+
+def fsdp2(run: Run, machines: "Machines") -> str:
+    """Accelerate's YAML for FSDP2, with a comment on what no field says: gradients stay sharded while they add up."""
+    from course_lib.train.export import accelerate_fsdp2
+
+    layout, config = run.layout, run.config
+    checks = {
+        f"ZeRO-{layout.zero_stage} (only 2 and 3)": layout.zero_stage < 2,
+        "recomputation of attention alone": layout.recompute == "selective",
+    }
+    need("Accelerate with FSDP2", run, FSDP2_RECIPES, not_dp_alone(layout) | checks)
+    block = "GPT2Block" if config.family == "gpt" else "MixtralDecoderLayer" if config.moe else "LlamaDecoderLayer"
+    fields = accelerate_fsdp2(
+        ["DeepseekV3DecoderLayer" if config.mla else block],
+        layout.world_size,
+        reshard_after_forward=layout.zero_stage == 3,
+        precision=FSDP2_RECIPES[recipe_of(run.recipe).name],
+        recompute=layout.recompute == "full",
+        machines=machines,
+    )
+    steps = f"num_steps={layout.micro_batches}, sync_each_batch=True"
+    return f"{in_your_script(run)}\n# and GradientAccumulationPlugin({steps})\n{as_yaml(fields)}"
+
+
+def deepspeed(run: Run) -> str:
+    """DeepSpeed's JSON."""
+    from course_lib.train import export as of_trainer
+
+    layout = run.layout
+    precision, sums = DEEPSPEED_RECIPES.get(recipe_of(run.recipe).name, (None, None))
+    checks = {
+        f"recomputation {layout.recompute}: the model's code asks for it": layout.recompute != "none",
+        "FP32 gradients without ZeRO": sums is not None and layout.zero_stage == 0,
+    }
+    need("DeepSpeed", run, DEEPSPEED_RECIPES, not_dp_alone(layout) | checks)
+    config = of_trainer.deepspeed(layout.zero_stage, layout.micro_batch, layout.micro_batches, precision=precision)
+    return as_json(config | ({"data_types": {"grad_accum_dtype": sums}} if sums else {}), indent=2) + "\n"
+
+
+def accelerate_deepspeed(run: Run, machines: "Machines") -> str:
+    """Accelerate's YAML that leaves all to that JSON.
+
+    Raises   ValueError as `deepspeed`
+    """
+    from course_lib.train.export import accelerate_deepspeed_file
+
+    deepspeed(run)
+    fields = accelerate_deepspeed_file("deepspeed.json", run.layout.world_size, machines=machines)
+    return f"{in_your_script(run)}\n{as_yaml(fields)}"
+
+
+def as_yaml(fields: dict) -> str:
+    import yaml
+
+    return yaml.safe_dump(fields, sort_keys=False)
 
 
 def model_of(text: str, seq_len: int) -> ModelConfig:

@@ -2,38 +2,50 @@
 
     files, refused = export(option, gpus_per_node=8)   # {"torchtitan.toml": "...", ...}, {"nanotron.yaml": "why", ...}
 
-Nothing is left out: a choice that a framework does not have is a refusal. Data and tokenizer are for you to fill in.
+Nothing is left out: a choice that a framework does not have is a refusal. Steps, learning rate, data and tokenizer are
+for you to add; nanotron and picotron do not start without them.
 
-Sources of the fields: torchtitan, tests/integration_tests/base_config.toml at 2dfaa27 and job_config.py at 6404b93;
-nanotron, examples/config_tiny_llama.yaml at 09fd0ec; picotron, template/base_config.json at 59714b1; Megatron-LM,
-examples/llama/train_llama3_8b_h100_fp8.sh and megatron/training/arguments.py; Accelerate 1.15, commands/launch.py
+Sources of the fields: torchtitan 0.2.1, config/job_config.py; nanotron at 2411b02, config/parallelism_config.py,
+config.py and models_config.py; picotron at 59714b1, template/base_config.json and train.py; Megatron-LM at d98e8a6,
+megatron/training/arguments.py and core/transformer/transformer_config.py; Accelerate 1.15, commands/launch.py and
+MegatronLMPlugin in utils/dataclasses.py
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from itertools import accumulate
 
-from course_lib.config import MOE_PRESETS, PRESETS
+from course_lib.config import MOE_PRESETS, PRESETS, RopeScaling
+from course_lib.layout.partition import even_layers
+from course_lib.memory.states import recipe_of
+from course_lib.memory.zero import Offload
 from course_lib.plan.option import Option
 from course_lib.run import Run
 from course_lib.validate import Size, checked
 
 PRECISIONS = ("fp32", "bf16-master", "bf16-master-fp32-grads")  # of the recipes those that the trainer has
-TORCHTITAN_SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
+Writer = Callable[[Run], str]
 
 
 @checked
-def export(option: Option, gpus_per_node: Size = 8) -> tuple[dict[str, str], dict[str, str]]:
-    """Write a layout for each framework that can do it; return texts by file name, and reasons by file name."""
-    writers: dict[str, Callable[[Run], str]] = {
+def export(
+    option: Option, gpus_per_node: Size = 8, more: Mapping[str, Writer] | None = None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Write a layout for each framework that can do it; return texts by file name, and reasons by file name.
+
+    more    writers of other files, by file name; one raises ValueError for what its framework cannot do
+    """
+    writers: dict[str, Writer] = {
         "torchtitan.toml": torchtitan,
         "megatron.args": megatron,
         "nanotron.yaml": nanotron,
         "picotron.json": picotron,
-        "accelerate_megatron.yaml": accelerate_megatron,
+        "accelerate_megatron.yaml": lambda run: accelerate_megatron(run, gpus_per_node),
         "course.sh": lambda run: course_command(run, gpus_per_node),
         "course.sbatch": lambda run: sbatch(run, gpus_per_node),
+        **(more or {}),
     }
     files, refused = {}, {}
     for name, write in writers.items():
@@ -44,33 +56,117 @@ def export(option: Option, gpus_per_node: Size = 8) -> tuple[dict[str, str], dic
     return files, refused
 
 
-def _need(framework: str, checks: dict[str, bool]) -> None:
-    """Raise ValueError that names all that a framework cannot do; a key says what, its value whether it is asked."""
-    asked = [what for what, is_asked in checks.items() if is_asked]
+def need(
+    framework: str, run: Run, recipes: Collection[str], checks: Mapping[str, bool], order: str = "pp-dp-cp-tp"
+) -> None:
+    """Raise ValueError that names all that a framework cannot do.
+
+    recipes   names of those of `memory.states.RECIPES` that it has
+    checks    a key says what, its value whether it is asked
+    order     how the framework lays axes on the hardware, outermost first
+    """
+    layout, recipe = run.layout, recipe_of(run.recipe).name
+    long = [axis for axis in layout.order if layout.mesh.sizes[axis] > 1]
+    its_own = [axis for axis in order.split("-") if axis in long]
+    of_every_file = {
+        f"recipe {recipe} (it has {', '.join(recipes)})": recipe not in recipes,
+        f"order {'-'.join(long)} of ranks (it has {'-'.join(its_own)})": long != its_own,
+        "encoders in this file": run.config.family == "xlmr",
+        "LoRA in this file": run.lora is not None,
+        f"optimizer {run.optimizer} in this file": run.optimizer != "adamw",
+        f"{run.optimizer_implementation} optimizer in this file": run.optimizer_implementation is not None,
+        "offload in this file": run.offload != Offload(),
+        "attention that is not fused": run.attention != "fused",
+        "CPUs in this file": run.device != "cuda",
+    }
+    asked = [what for what, is_asked in (of_every_file | dict(checks)).items() if is_asked]
     if asked:
-        raise ValueError(f"{framework} has no {', no '.join(asked)}; choose a layout without")
+        raise ValueError(f"{framework} has no {', no '.join(asked)}; choose a run without")
+
+
+def _course_alone(run: Run) -> dict[str, bool]:
+    """Checks for what the course's engines do, and few others."""
+    config, layout = run.config, run.layout
+    widths = [config.d_ff, config.moe.d_expert if config.moe else config.d_ff]
+    pieces = layout.cp * (2 if layout.cp > 1 and layout.cp_sharding == "zigzag" else 1)
+    pieces *= layout.tp if layout.sequence_parallel else 1
+    return {
+        f"sequences of {run.seq_len:,} in {pieces} equal pieces": run.seq_len % pieces != 0,
+        f"matrices that tp {layout.tp} cuts unevenly": any(width % layout.tp for width in widths),
+        f"rows of experts {layout.expert_method}": layout.expert_method != "plain",
+    }
+
+
+# ---- torchtitan
+
+TORCHTITAN_MODELS = {
+    "llama-3.1-8b": ("llama3", "8B"),
+    "llama-3.1-70b": ("llama3", "70B"),
+    "llama-3.1-405b": ("llama3", "405B"),
+    "deepseek-v3": ("deepseek_v3", "671B"),
+}
+TORCHTITAN_SCHEDULES = {
+    "afab": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zbv": "ZBVZeroBubble",
+    "dualpipe_v": "DualPipeV",
+}
+_FP32_SHARDS = {"dtype": "float32", "mixed_precision_param": "bfloat16"}  # they are the master copy; gradients FP32
+TORCHTITAN_RECIPES = {
+    "fp32": {"dtype": "float32", "mixed_precision_param": "float32"},
+    "bf16-master": _FP32_SHARDS,
+    "bf16-master-fp32-grads": _FP32_SHARDS,
+    "bf16": {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"},
+}
 
 
 @checked
 def torchtitan(run: Run) -> str:
-    """Return torchtitan's TOML; sequence parallelism comes with its tensor parallelism."""
-    layout = run.layout
-    several = layout.tp * layout.pp * layout.cp > 1
-    _need(
+    """Return torchtitan's TOML, for 0.2.1: 0.2.2 heeds no method of context parallelism, 0.3 reads Python.
+
+    Sequence parallelism comes with its tensor parallelism. FP32 parameters are the master copy, of which BF16 casts
+    are gathered: 16 bytes a parameter, as bf16-master has them. In a pipeline gradients are summed in FP32, and stay
+    whole to the end of a step, parameters too: its FSDP is then ZeRO-1.
+    """
+    config, layout, recipe = run.config, run.layout, recipe_of(run.recipe).name
+    several, piped, shards = layout.tp * layout.pp > 1, layout.pp > 1, layout.data_size > 1
+    known = config == (PRESETS | MOE_PRESETS).get(config.name) and config.name in TORCHTITAN_MODELS
+    need(
         "torchtitan",
+        run,
+        TORCHTITAN_RECIPES,
         {
-            "ZeRO-1 (it shards all states or none)": layout.zero_stage == 1,
-            "ZeRO-0 beside tp, pp or cp": layout.zero_stage == 0 and several,
-            f"schedule {layout.schedule}": layout.pp > 1 and layout.schedule not in TORCHTITAN_SCHEDULES,
+            "ZeRO-1 without a pipeline (it shards all states or none)": layout.zero_stage == 1 and shards and not piped,
+            f"ZeRO-{layout.zero_stage} in a pipeline (gradients are whole to the end of a step)": layout.zero_stage > 1
+            and piped,
+            "ZeRO-0 beside tp, pp, cp or ep": layout.zero_stage == 0
+            and shards
+            and (several or layout.cp * layout.ep > 1),
+            "mixed precision beside tp or pp without dp or cp": several
+            and not shards
+            and TORCHTITAN_RECIPES.get(recipe) is _FP32_SHARDS,
+            "BF16 gradients in a pipeline (recipe bf16-master-fp32-grads)": piped and recipe == "bf16-master",
+            "replicas that cut through cp": layout.dp % layout.dp_replicate != 0,
+            f"schedule {layout.schedule}": piped and layout.schedule not in TORCHTITAN_SCHEDULES,
             "recomputation of attention alone (its selective mode repeats other operators)": layout.recompute
             == "selective",
-            "tp without sequence parallelism in this file": layout.tp > 1 and not layout.sequence_parallel,
-            "layers_of_stage in this file": layout.layers_of_stage is not None,
+            "recomputation in DualPipeV with ep": layout.schedule == "dualpipe_v"
+            and layout.ep > 1
+            and layout.recompute != "none",
+            "tp without sequence parallelism": layout.tp > 1 and not layout.sequence_parallel,
+            "regather (it keeps gathered inputs)": layout.regather,
             "exchange of keys and values by heads (Ulysses)": layout.cp > 1 and layout.cp_method == "ulysses",
+            f"{layout.cp_sharding} pieces of a sequence": layout.cp > 1 and layout.cp_sharding != "zigzag",
+            "latent attention over cp": layout.cp > 1 and config.mla is not None,
+            f"tp above {config.num_kv_heads} key/value heads": layout.tp > config.num_kv_heads,
+            f"{config.name} among its models": not known
+            and bool(config.family != "llama" or config.tied or config.moe or config.mla),
+            **_course_alone(run),
         },
     )
+    model, flavor = TORCHTITAN_MODELS[config.name] if known else ("llama3", config.name)
     replicas = layout.dp if layout.zero_stage == 0 else layout.dp_replicate
-    at_once = layout.micro_batch * (layout.micro_batches if layout.pp > 1 else 1)
     parallelism = {
         "data_parallel_replicate_degree": replicas,
         "data_parallel_shard_degree": layout.dp // replicas,
@@ -79,47 +175,107 @@ def torchtitan(run: Run) -> str:
         "pipeline_parallel_degree": layout.pp,
         "context_parallel_degree": layout.cp,
         "expert_parallel_degree": layout.ep,
+        "expert_tensor_parallel_degree": layout.tp if layout.ep > 1 else 1,
     }
-    if layout.pp > 1:
+    if piped:
         parallelism["pipeline_parallel_schedule"] = TORCHTITAN_SCHEDULES[layout.schedule]
         parallelism["pipeline_parallel_microbatch_size"] = layout.micro_batch
+        parallelism["module_fqns_per_model_part"] = _modules_of_stages(run)
     if layout.cp > 1:
         parallelism["context_parallel_rotate_method"] = "alltoall" if layout.cp_method == "ring" else "allgather"
     training = {
-        "local_batch_size": at_once,
+        "local_batch_size": layout.micro_batch * (layout.micro_batches if piped else 1),
         "global_batch_size": layout.sequences_per_step,
         "seq_len": run.seq_len,
+        **TORCHTITAN_RECIPES[recipe],
     }
-    tables = {"training": training, "parallelism": parallelism, "activation_checkpoint": {"mode": layout.recompute}}
-    return "\n".join(_toml_table(name, values) for name, values in tables.items())
+    tables = {
+        "model": {"name": model, "flavor": flavor},
+        "training": training,
+        "parallelism": parallelism,
+        "activation_checkpoint": {"mode": layout.recompute},
+    }
+    head = "# torchtitan 0.2.1: 0.2.2 heeds no method of context parallelism, and 0.3 reads no TOML\n"
+    if not known:
+        head += f"# add the flavor {flavor} to torchtitan/models/llama3/__init__.py\n"
+    return head + "\n".join(_toml_table(name, values) for name, values in tables.items())
+
+
+def _modules_of_stages(run: Run) -> list[list[str]]:
+    """The modules of each stage: by itself torchtitan gives the first and the last stage a layer less."""
+    layers = run.layout.layers_of_stage or even_layers(run.config.num_layers, run.layout.num_stages)
+    ends = accumulate(layers)
+    stages = [[f"layers.{index}" for index in range(end - own, end)] for own, end in zip(layers, ends, strict=True)]
+    stages[0].insert(0, "tok_embeddings")
+    stages[-1] += ["norm", "output"]
+    return stages
 
 
 def _toml_table(name: str, values: dict) -> str:
     return "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items()), ""])
 
 
-def _check_megatron(run: Run, framework: str) -> None:
-    layout, layers = run.layout, run.config.num_layers
-    _need(
+# ---- Megatron-LM
+
+MEGATRON_RECIPES = {
+    "fp32": {},
+    "bf16-master": {"bf16": True, "grad-reduce-in-bf16": True},
+    "bf16-master-fp32-grads": {"bf16": True},
+    "fp16-master-fp32-grads": {"fp16": True, "accumulate-allreduce-grads-in-fp32": True},
+}
+MEGATRON_EXCHANGES = {"ring": "p2p", "all_gather": "allgather", "ulysses": "a2a"}
+
+
+def _check_megatron(run: Run, framework: str, recipes: Collection[str], more: Mapping[str, bool]) -> None:
+    layout, layers, moe = run.layout, run.config.num_layers, run.config.moe
+    rope = run.config.rope_scaling
+    other_moe = moe and (
+        moe.num_shared_experts
+        or moe.first_dense_layers
+        or moe.score != "softmax"
+        or moe.balancing == "bias"
+        or moe.capacity_factor
+        or moe.max_groups < moe.num_groups
+        or moe.routed_scale != 1
+    )
+    need(
         framework,
+        run,
+        recipes,
         {
-            f"ZeRO-{layout.zero_stage} (its distributed optimizer is ZeRO-1)": layout.zero_stage > 1,
-            "replicas of shards (HSDP) in these arguments": layout.dp_replicate > 1,
             f"schedule {layout.schedule}": layout.pp > 1 and layout.schedule not in ("1f1b", "interleaved"),
             f"{layers} layers over {layout.num_stages} equal stages": layers % layout.num_stages != 0,
             "layers_of_stage in these arguments": layout.layers_of_stage is not None,
+            f"{layout.cp_sharding} pieces of a sequence": layout.cp > 1 and layout.cp_sharding != "zigzag",
+            "context parallelism in fp32": layout.cp > 1 and recipe_of(run.recipe).name == "fp32",
             "latent attention in these arguments": run.config.mla is not None,
-            "first dense layers in these arguments": bool(run.config.moe and run.config.moe.first_dense_layers),
+            "shared experts, first dense layers, groups, scores, biases, capacity or scale of experts in these "
+            "arguments": bool(other_moe),
+            "experts beside tp without sequence parallelism": moe is not None
+            and layout.tp > 1
+            and not layout.sequence_parallel,
+            "other bounds of scaled RoPE": rope is not None and rope != RopeScaling(rope.factor),
+            **_course_alone(run),
+            **more,
         },
     )
 
 
 @checked
 def megatron(run: Run) -> str:
-    """Return Megatron-LM's arguments, one to a line; its sequence parallelism always gathers again in backward."""
-    config, layout = run.config, run.layout
-    _check_megatron(run, "Megatron-LM")
-    _need("Megatron-LM", {"exchange of keys and values by heads here": layout.cp > 1 and layout.cp_method == "ulysses"})
+    """Return Megatron-LM's arguments, one to a line.
+
+    Its sequence parallelism always gathers again in backward. It pads the vocabulary to a multiple of 128 x tp. It
+    wants CUDA_DEVICE_MAX_CONNECTIONS=1 beside tp and cp, but not with its FSDP, which is ZeRO-2 and 3.
+    """
+    config, layout, moe = run.config, run.layout, run.config.moe
+    llama, fsdp = config.family == "llama", layout.zero_stage > 1
+    _check_megatron(
+        run,
+        "Megatron-LM",
+        MEGATRON_RECIPES,
+        {f"ZeRO-{layout.zero_stage} in a pipeline in these arguments": fsdp and layout.pp > 1},
+    )
     values: dict[str, object] = {
         "num-layers": config.num_layers,
         "hidden-size": config.d_model,
@@ -129,24 +285,48 @@ def megatron(run: Run) -> str:
         "num-query-groups": config.num_kv_heads if config.num_kv_heads < config.num_heads else None,
         "kv-channels": config.head_dim,
         "seq-length": run.seq_len,
-        "max-position-embeddings": config.max_seq_len,
-        "swiglu": config.family == "llama" or None,
-        "normalization": "RMSNorm" if config.family == "llama" else "LayerNorm",
-        "position-embedding-type": "rope" if config.family == "llama" else "learned_absolute",
+        "max-position-embeddings": max(config.max_seq_len, run.seq_len),
+        "swiglu": llama or None,
+        "disable-bias-linear": llama or None,
+        "normalization": "RMSNorm" if llama else "LayerNorm",
+        "norm-epsilon": config.norm_eps,
+        "attention-dropout": config.dropout,
+        "hidden-dropout": config.dropout,
+        "position-embedding-type": "rope" if llama else "learned_absolute",
+        "rotary-base": int(config.rope_theta) if llama else None,
+        "use-rope-scaling": config.rope_scaling is not None or None,
+        "rope-scaling-factor": config.rope_scaling.factor if config.rope_scaling else None,
         "untie-embeddings-and-output-weights": not config.tied or None,
         "tensor-model-parallel-size": layout.tp,
         "sequence-parallel": layout.sequence_parallel or None,
         "pipeline-model-parallel-size": layout.pp,
         "context-parallel-size": layout.cp,
-        "expert-model-parallel-size": layout.ep if config.moe else None,
-        "num-experts": config.moe.num_experts if config.moe else None,
-        "moe-router-topk": config.moe.top_k if config.moe else None,
-        "moe-ffn-hidden-size": config.moe.d_expert if config.moe else None,
-        "use-distributed-optimizer": layout.zero_stage == 1 or None,
+        "cp-comm-type": MEGATRON_EXCHANGES[layout.cp_method] if layout.cp > 1 else None,
+        "use-distributed-optimizer": layout.zero_stage > 0 or None,
+        "num-distributed-optimizer-instances": layout.dp_replicate if layout.dp_replicate > 1 else None,
         "micro-batch-size": layout.micro_batch,
         "global-batch-size": layout.sequences_per_step,
-        "bf16": True,
+        **MEGATRON_RECIPES[recipe_of(run.recipe).name],
     }
+    if moe:
+        values |= {
+            "num-experts": moe.num_experts,
+            "moe-ffn-hidden-size": moe.d_expert,
+            "moe-router-topk": moe.top_k,
+            "moe-router-pre-softmax": not moe.normalise_weights or None,
+            "moe-router-load-balancing-type": moe.balancing,
+            "moe-aux-loss-coeff": moe.aux_coefficient if moe.balancing == "aux_loss" else None,
+            "moe-token-dispatcher-type": "alltoall",
+            "expert-model-parallel-size": layout.ep,
+            "expert-tensor-parallel-size": layout.tp,
+        }
+    if fsdp:
+        values |= {
+            "use-megatron-fsdp": True,
+            "data-parallel-sharding-strategy": "optim_grads" if layout.zero_stage == 2 else "optim_grads_params",
+            "no-gradient-accumulation-fusion": True,
+            "ckpt-format": "fsdp_dtensor",
+        }
     if layout.schedule == "interleaved" and layout.pp > 1:
         values["num-layers-per-virtual-pipeline-stage"] = config.num_layers // layout.num_stages
     if layout.recompute != "none":
@@ -157,23 +337,38 @@ def megatron(run: Run) -> str:
     return "".join(f"--{name}\n" if value is True else f"--{name} {value}\n" for name, value in given.items())
 
 
+# ---- nanotron, picotron
+
+NANOTRON_RECIPES = {"bf16-master-fp32-grads": True, "bf16": False}  # whether gradients, and with them a copy, are FP32
+
+
+def _has_other_heads(run: Run) -> bool:
+    return run.config.head_dim * run.config.num_heads != run.config.d_model
+
+
 @checked
 def nanotron(run: Run) -> str:
     """Return nanotron's YAML: the sections that lay out a run."""
-    layout = run.layout
-    _need(
+    config, layout = run.config, run.layout
+    need(
         "nanotron",
+        run,
+        NANOTRON_RECIPES,
         {
             f"ZeRO-{layout.zero_stage}": layout.zero_stage > 1,
+            "replicas of shards (HSDP)": layout.dp_replicate > 1,
             "context parallelism in this file": layout.cp > 1,
-            "expert parallelism in this file": layout.ep > 1 or run.config.moe is not None,
-            "latent attention": run.config.mla is not None,
-            f"schedule {layout.schedule}": layout.pp > 1 and layout.schedule != "1f1b",
-            f"recomputation {layout.recompute} in this file": layout.recompute != "none",
-            "layers_of_stage": layout.layers_of_stage is not None,
+            "experts in this file": config.moe is not None,
+            "latent attention": config.mla is not None,
+            f"models of the {config.family} family": config.family != "llama",
+            "heads of another width than d_model / num_heads": _has_other_heads(run),
+            f"tp above {config.num_kv_heads} key/value heads": layout.tp > config.num_kv_heads,
+            f"schedule {layout.schedule}": layout.pp > 1 and layout.schedule not in ("1f1b", "afab"),
+            "recomputation of attention alone": layout.recompute == "selective",
+            "layers_of_stage (it cuts by cost)": layout.layers_of_stage is not None,
+            **_course_alone(run),
         },
     )
-    config = run.config
     sections = {
         "model": {
             "dtype": "bfloat16",
@@ -181,23 +376,30 @@ def nanotron(run: Run) -> str:
                 "hidden_size": config.d_model,
                 "intermediate_size": config.d_ff,
                 "is_llama_config": True,
-                "max_position_embeddings": config.max_seq_len,
+                "max_position_embeddings": max(config.max_seq_len, run.seq_len),
                 "num_attention_heads": config.num_heads,
                 "num_hidden_layers": config.num_layers,
                 "num_key_value_heads": config.num_kv_heads,
+                "rms_norm_eps": config.norm_eps,
+                "rope_theta": config.rope_theta,
                 "tie_word_embeddings": config.tied,
                 "vocab_size": config.vocab_size,
             },
         },
-        "optimizer": {"accumulate_grad_in_fp32": True, "zero_stage": layout.zero_stage},
+        "optimizer": {
+            "accumulate_grad_in_fp32": NANOTRON_RECIPES[recipe_of(run.recipe).name],
+            "zero_stage": layout.zero_stage,
+        },
         "parallelism": {
             "dp": layout.dp,
             "expert_parallel_size": 1,
             "pp": layout.pp,
-            "pp_engine": "1f1b",
+            "pp_engine": layout.schedule if layout.pp > 1 else "1f1b",
+            "recompute_layer": layout.recompute == "full",
             "tp": layout.tp,
             "tp_linear_async_communication": layout.sequence_parallel,
             "tp_mode": "REDUCE_SCATTER" if layout.sequence_parallel else "ALL_REDUCE",
+            "tp_recompute_allgather": layout.regather,
         },
         "tokens": {
             "batch_accumulation_per_replica": layout.micro_batches,
@@ -205,25 +407,43 @@ def nanotron(run: Run) -> str:
             "sequence_length": run.seq_len,
         },
     }
-    return _yaml(sections)
+    head = "# nanotron cuts layers into stages by their cost, not evenly\n" if layout.pp > 1 else ""
+    if config.rope_scaling is not None:
+        head += "# nanotron's Llama does not scale RoPE\n"
+    return head + _yaml(sections)
 
 
 @checked
 def picotron(run: Run) -> str:
-    """Return picotron's JSON: the sections that lay out a run."""
+    """Return picotron's JSON: the sections that lay out a run.
+
+    All other sizes of the model come from the Hugging Face config that you name in model.name. There is no master
+    copy; with dp, gradients are summed in FP32, 4 bytes a parameter more than recipe bf16 has.
+    """
     config, layout = run.config, run.layout
-    _need(
+    need(
         "picotron",
+        run,
+        ("bf16",),
         {
             "ZeRO": layout.zero_stage > 0,
             "sequence parallelism": layout.sequence_parallel,
             "experts": config.moe is not None,
             "latent attention": config.mla is not None,
+            f"models of the {config.family} family": config.family != "llama",
+            "tied head": config.tied,
+            "heads of another width than d_model / num_heads": _has_other_heads(run),
+            f"tp above {config.num_kv_heads} key/value heads": layout.tp > config.num_kv_heads,
+            f"vocabulary that tp {layout.tp} cuts unevenly": config.vocab_size % layout.tp != 0,
             "exchange of keys and values but a ring": layout.cp > 1 and layout.cp_method != "ring",
-            f"schedule {layout.schedule}": layout.pp > 1 and layout.schedule != "1f1b",
+            f"{layout.cp_sharding} pieces of a sequence": layout.cp > 1 and layout.cp_sharding != "contiguous",
+            "cp without dp (it then sums no gradients)": layout.cp > 1 and layout.dp == 1,
+            f"schedule {layout.schedule}": layout.pp > 1 and layout.schedule not in ("1f1b", "afab"),
             "recomputation": layout.recompute != "none",
             "layers_of_stage": layout.layers_of_stage is not None,
+            **_course_alone(run),
         },
+        order="dp-pp-cp-tp",
     )
     sections = {
         "distributed": {
@@ -231,7 +451,7 @@ def picotron(run: Run) -> str:
             "cp_size": layout.cp,
             "pp_size": layout.pp,
             "dp_size": layout.dp,
-            "pp_engine": "1f1b",
+            "pp_engine": layout.schedule if layout.pp > 1 else "1f1b",
             "backend": "nccl",
             "use_cpu": False,
         },
@@ -251,41 +471,73 @@ def picotron(run: Run) -> str:
     return json.dumps(sections, indent=2) + "\n"
 
 
+# ---- Accelerate's plugin for Megatron-LM
+
+ACCELERATE_MEGATRON_RECIPES = {"fp32": "no", "bf16-master-fp32-grads": "bf16"}
+
+
 @checked
-def accelerate_megatron(run: Run) -> str:
-    """Return Accelerate's YAML for its Megatron-LM plugin."""
+def accelerate_megatron(run: Run, gpus_per_node: Size) -> str:
+    """Return Accelerate's YAML for its Megatron-LM plugin.
+
+    Its plugin recomputes layers where a file says nothing, and divides the batch by all ranks but tp and pp: a layout
+    with cp would have cp times the batch.
+    """
     layout = run.layout
-    _check_megatron(run, "Accelerate's Megatron-LM plugin")
-    _need(
-        "Accelerate's Megatron-LM file",
+    _check_megatron(
+        run,
+        "Accelerate's Megatron-LM plugin",
+        ACCELERATE_MEGATRON_RECIPES,
         {
+            f"ZeRO-{layout.zero_stage} in this file": layout.zero_stage > 1,
+            "replicas of shards (HSDP)": layout.dp_replicate > 1,
             "interleaved stages": layout.pp > 1 and layout.schedule == "interleaved",
+            "experts of these models": run.config.moe is not None,
+            "context parallelism (it counts cp's ranks as data)": layout.cp > 1,
+            "recomputation but full, which is what it does unasked": layout.recompute != "full",
         },
     )
-    again = {} if layout.recompute == "none" else {"megatron_lm_recompute_granularity": layout.recompute}
-    if layout.recompute == "full":
-        again |= {"megatron_lm_recompute_method": "uniform", "megatron_lm_recompute_num_layers": 1}
-    return _yaml(
-        {
-            "compute_environment": "LOCAL_MACHINE",
-            "distributed_type": "MEGATRON_LM",
-            "mixed_precision": "bf16",
-            "num_processes": layout.world_size,
-            "use_cpu": False,
-            "debug": False,
-            "megatron_lm_config": {
-                "megatron_lm_tp_degree": layout.tp,
-                "megatron_lm_pp_degree": layout.pp,
-                "megatron_lm_num_micro_batches": layout.micro_batches,
-                "megatron_lm_sequence_parallelism": layout.sequence_parallel,
-                "megatron_lm_context_parallel_size": layout.cp,
-                "megatron_lm_expert_model_parallel_size": layout.ep,
-                "megatron_lm_use_distributed_optimizer": layout.zero_stage == 1,
-                "megatron_lm_gradient_clipping": 1.0,
-                **again,
-            },
-        }
+    nodes = _nodes(layout.world_size, gpus_per_node)
+    rendezvous = {
+        "main_process_ip": "head-node",
+        "main_process_port": 29500,
+        "rdzv_backend": "static",
+        "same_network": True,
+    }
+    sections = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MEGATRON_LM",
+        "mixed_precision": ACCELERATE_MEGATRON_RECIPES[recipe_of(run.recipe).name],
+        "num_processes": layout.world_size,
+        "num_machines": nodes,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "use_cpu": False,
+        **(rendezvous if nodes > 1 else {}),
+        "megatron_lm_config": {
+            "megatron_lm_tp_degree": layout.tp,
+            "megatron_lm_pp_degree": layout.pp,
+            "megatron_lm_num_micro_batches": layout.micro_batches,
+            "megatron_lm_sequence_parallelism": layout.sequence_parallel,
+            "megatron_lm_context_parallel_size": 1,
+            "megatron_lm_expert_model_parallel_size": 1,
+            "megatron_lm_use_distributed_optimizer": layout.zero_stage == 1,
+            "megatron_lm_gradient_clipping": 1.0,
+            "megatron_lm_recompute_granularity": "full",
+            "megatron_lm_recompute_method": "uniform",
+            "megatron_lm_recompute_num_layers": 1,
+        },
+    }
+    return (
+        f"{in_your_script(run)}\n"
+        "# of a Llama the plugin reads layers, width and heads alone: give the rest in other_megatron_args\n"
+        f"{_yaml(sections)}"
     )
+
+
+def in_your_script(run: Run) -> str:
+    """What no field of Accelerate's says, as a comment."""
+    return f"# in your script: batches of {run.layout.micro_batch} x {run.seq_len:,} tokens for each rank"
 
 
 def _yaml(sections: dict, indent: str = "") -> str:
@@ -295,23 +547,38 @@ def _yaml(sections: dict, indent: str = "") -> str:
         if isinstance(value, dict):
             text += f"{indent}{name}:\n{_yaml(value, indent + '  ')}"
         else:
-            text += f"{indent}{name}: {json.dumps(value)}\n"
+            plain = json.dumps(value)
+            if isinstance(value, float) and "." not in plain:
+                plain = plain.replace("e", ".0e")  # YAML 1.1 takes 1e-05 for a text
+            text += f"{indent}{name}: {plain}\n"
     return text
+
+
+# ---- the course's own trainer
+
+
+def _nodes(world_size: int, gpus_per_node: int) -> int:
+    if world_size > gpus_per_node and world_size % gpus_per_node:
+        low = world_size // gpus_per_node * gpus_per_node
+        raise ValueError(
+            f"{world_size} ranks do not fill nodes of {gpus_per_node} GPUs; choose {low} or {low + gpus_per_node}"
+        )
+    return max(1, world_size // gpus_per_node)
 
 
 def _trainer(run: Run) -> str:
     if run.config not in (PRESETS | MOE_PRESETS).values():
         raise ValueError(f"the course's trainer has presets alone, and {run.config.name} is none; choose a preset")
-    if run.recipe not in PRECISIONS:
-        raise ValueError(f"the course's trainer has no recipe {run.recipe}; choose from {', '.join(PRECISIONS)}")
-    options = f"--model {run.config.name} --layout {run.layout} --seq-len {run.seq_len} --precision {run.recipe}"
+    need("the course's trainer", run, PRECISIONS, {}, order="-".join(run.layout.order))
+    precision = recipe_of(run.recipe).name
+    options = f"--model {run.config.name} --layout {run.layout} --seq-len {run.seq_len} --precision {precision}"
     return f"-m course_lib.train {options}"
 
 
 @checked
 def course_command(run: Run, gpus_per_node: Size) -> str:
     """Return the command that starts the course's own trainer, the same on every node."""
-    nodes = max(1, run.layout.world_size // gpus_per_node)
+    nodes = _nodes(run.layout.world_size, gpus_per_node)
     several = '--rdzv-backend c10d --rdzv-endpoint "$HEAD_NODE:29500" ' if nodes > 1 else ""
     each = run.layout.world_size // nodes
     return f"torchrun --nnodes {nodes} --nproc-per-node {each} {several}{_trainer(run)}\n"
@@ -319,16 +586,18 @@ def course_command(run: Run, gpus_per_node: Size) -> str:
 
 @checked
 def sbatch(run: Run, gpus_per_node: Size) -> str:
-    """Return a batch script for Slurm: one torchrun a node."""
-    nodes = max(1, run.layout.world_size // gpus_per_node)
+    """Return a batch script for Slurm: one torchrun a node, with 8 cores for each GPU."""
+    nodes = _nodes(run.layout.world_size, gpus_per_node)
+    each = run.layout.world_size // nodes
     return "\n".join(
         [
             "#!/bin/bash",
             "#SBATCH --job-name=course",
             f"#SBATCH --nodes={nodes}",
             "#SBATCH --ntasks-per-node=1",
-            f"#SBATCH --gpus-per-node={run.layout.world_size // nodes}",
+            f"#SBATCH --cpus-per-task={8 * each}",
+            f"#SBATCH --gpus-per-node={each}",
             'export HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            f"srun {course_command(run, gpus_per_node)}",
+            'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 ' + course_command(run, gpus_per_node),
         ]
     )

@@ -10,16 +10,20 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import MegatronLMPlugin
 
 from course_lib.cli.plan import write_files
 from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
+from course_lib.memory.states import LoRA
+from course_lib.memory.zero import Offload
 from course_lib.plan import Job, export, work_out
-from course_lib.plan.export import course_command
+from course_lib.plan.export import course_command, torchtitan
 from course_lib.train.options import read
 
 H100 = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
+FP32_GRADS = "bf16-master-fp32-grads"
 ALL = [
     "dp=16,zero_stage=3,micro_batches=2",
     "dp=16,micro_batches=2",
@@ -28,6 +32,7 @@ ALL = [
     "dp=2,tp=2,pp=4,sequence_parallel=true,schedule=interleaved,v=2,micro_batches=16,recompute=selective",
     "dp=4,cp=2,pp=2,schedule=zb_h1,micro_batches=8",
     "dp=4,cp=4,micro_batches=8",
+    "dp=4,tp=4,pp=2,sequence_parallel=true,zero_stage=1,micro_batches=8,recompute=full",
 ]
 
 # https://github.com/huggingface/picotron/blob/59714b1bf255/template/base_config.json
@@ -37,25 +42,27 @@ PICOTRON = {
     "training": "seed learning_rate total_train_steps seq_length micro_batch_size gradient_accumulation_steps "
     "num_samples max_tokens",
 }
-# https://github.com/huggingface/nanotron/blob/09fd0ece7579/examples/config_tiny_llama.yaml
+# https://github.com/huggingface/nanotron/tree/2411b022a75f/src/nanotron/config: config.py, parallelism_config.py
 NANOTRON = {
     "model": "ddp_bucket_cap_mb dtype init_method make_vocab_size_divisible_by model_config",
     "optimizer": "accumulate_grad_in_fp32 clip_grad learning_rate_scheduler optimizer_factory weight_decay zero_stage",
-    "parallelism": "dp expert_parallel_size pp pp_engine tp tp_linear_async_communication tp_mode",
+    "parallelism": "dp pp tp pp_engine tp_mode tp_linear_async_communication recompute_layer tp_recompute_allgather "
+    "expert_parallel_size context_parallel_size",
     "tokens": "batch_accumulation_per_replica limit_test_batches limit_val_batches micro_batch_size sequence_length "
     "train_steps val_check_interval",
 }
-# https://github.com/pytorch/torchtitan/blob/2dfaa2765e8c/tests/integration_tests/base_config.toml, and the fields of
-# pipelines and of keys that travel in torchtitan/config/job_config.py
+# https://github.com/pytorch/torchtitan/blob/v0.2.1/torchtitan/config/job_config.py
 TORCHTITAN = {
-    "training": "local_batch_size global_batch_size seq_len max_norm steps dataset",
+    "model": "name flavor hf_assets_path",
+    "training": "local_batch_size global_batch_size seq_len max_norm steps dataset dtype mixed_precision_param",
     "parallelism": "data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward "
     "tensor_parallel_degree enable_async_tensor_parallel pipeline_parallel_degree context_parallel_degree "
     "expert_parallel_degree expert_tensor_parallel_degree pipeline_parallel_schedule pipeline_parallel_microbatch_size "
-    "context_parallel_rotate_method",
+    "context_parallel_rotate_method module_fqns_per_model_part",
     "activation_checkpoint": "mode selective_ac_option",
 }
-# https://github.com/NVIDIA/Megatron-LM: examples/llama/train_llama3_8b_h100_fp8.sh, megatron/training/arguments.py
+# https://github.com/NVIDIA/Megatron-LM/tree/d98e8a64ddf3: megatron/training/arguments.py, of which many are made of
+# the fields of megatron/core/transformer/transformer_config.py; examples/megatron_fsdp/train_llama3_8b_fsdp_h100_fp8.sh
 MEGATRON = [
     "num-layers",
     "hidden-size",
@@ -67,14 +74,32 @@ MEGATRON = [
     "seq-length",
     "max-position-embeddings",
     "swiglu",
+    "disable-bias-linear",
     "normalization",
+    "norm-epsilon",
+    "attention-dropout",
+    "hidden-dropout",
+    "rotary-base",
+    "use-rope-scaling",
+    "rope-scaling-factor",
     "position-embedding-type",
     "untie-embeddings-and-output-weights",
     "tensor-model-parallel-size",
     "sequence-parallel",
     "pipeline-model-parallel-size",
     "context-parallel-size",
+    "cp-comm-type",
     "use-distributed-optimizer",
+    "num-distributed-optimizer-instances",
+    "use-megatron-fsdp",
+    "data-parallel-sharding-strategy",
+    "no-gradient-accumulation-fusion",
+    "ckpt-format",
+    "expert-tensor-parallel-size",
+    "moe-router-pre-softmax",
+    "moe-router-load-balancing-type",
+    "moe-aux-loss-coeff",
+    "moe-token-dispatcher-type",
     "expert-model-parallel-size",
     "num-experts",
     "moe-router-topk",
@@ -82,6 +107,9 @@ MEGATRON = [
     "micro-batch-size",
     "global-batch-size",
     "bf16",
+    "fp16",
+    "grad-reduce-in-bf16",
+    "accumulate-allreduce-grads-in-fp32",
     "num-layers-per-virtual-pipeline-stage",
     "recompute-granularity",
     "recompute-method",
@@ -89,10 +117,44 @@ MEGATRON = [
 ]
 
 
-def option_of(text: str):
-    layout = Layout.parse(text)
-    tokens = layout.sequences_per_step * 4096
-    return work_out(Job(preset("llama-3.1-8b"), H100, layout.world_size, 4096, tokens), layout)
+def option_of(text: str, recipe: str = FP32_GRADS, model: str = "llama-3.1-8b"):
+    config, layout = preset(model), Layout.parse(text)
+    seq_len = min(4096, config.max_seq_len)
+    tokens = layout.sequences_per_step * seq_len
+    return work_out(Job(config, H100, layout.world_size, seq_len, tokens, recipe), layout)
+
+
+def arguments(text: str) -> dict[str, str]:
+    """Megatron-LM's arguments; one without a value has an empty text."""
+    return dict((line.removeprefix("--") + " ").split(" ", 1) for line in text.splitlines())
+
+
+def counted(name: str, text: str) -> tuple[int, int]:
+    """How many ranks a file asks for (0: it does not say), and how many sequences of a step they have."""
+    if name == "torchtitan.toml":
+        found = tomllib.loads(text)
+        sizes = {name.removesuffix("_degree"): size for name, size in found["parallelism"].items()}
+        data = sizes["data_parallel_replicate"] * sizes["data_parallel_shard"]
+        assert found["training"]["global_batch_size"] % (data * found["training"]["local_batch_size"]) == 0
+        axes = ("tensor_parallel", "pipeline_parallel", "context_parallel")
+        return data * sizes[axes[0]] * sizes[axes[1]] * sizes[axes[2]], found["training"]["global_batch_size"]
+    if name == "megatron.args":
+        return 0, int(arguments(text)["global-batch-size"])
+    if name == "nanotron.yaml":
+        found = yaml.safe_load(text)
+        axes, tokens = found["parallelism"], found["tokens"]
+        sequences = axes["dp"] * tokens["micro_batch_size"] * tokens["batch_accumulation_per_replica"]
+        return axes["dp"] * axes["tp"] * axes["pp"], sequences
+    if name == "picotron.json":
+        found = json.loads(text)
+        sizes, training = found["distributed"], found["training"]
+        ranks = sizes["dp_size"] * sizes["cp_size"] * sizes["tp_size"] * sizes["pp_size"]
+        return ranks, sizes["dp_size"] * training["micro_batch_size"] * training["gradient_accumulation_steps"]
+    words = text.split()
+    layout = Layout.parse(words[words.index("--layout") + 1])
+    return int(words[words.index("--nnodes") + 1]) * int(words[words.index("--nproc-per-node") + 1]), (
+        layout.sequences_per_step
+    )
 
 
 @pytest.fixture(scope="module")
@@ -109,19 +171,69 @@ def test_every_file_is_written_or_refused_with_a_reason(exported):
     written = set()
     for text, (files, refused) in exported.items():
         assert len(files) + len(refused) == 7 and not set(files) & set(refused), text
-        assert all(reason.endswith("choose a layout without") for reason in refused.values())
+        assert all(reason.endswith("choose a run without") for reason in refused.values())
         written |= set(files)
-    assert len(written) == 7
+    assert len(written) == 6 and "picotron.json" in export(option_of("dp=16", "bf16"))[0]
 
 
-def test_torchtitan_has_these_fields_and_as_many_ranks(exported):
-    for text, (files, _) in exported.items():
-        if "torchtitan.toml" in files:
-            found, layout = tomllib.loads(files["torchtitan.toml"]), Layout.parse(text)
-            check_fields_of(found, TORCHTITAN)
-            sizes = [value for name, value in found["parallelism"].items() if name.endswith("_degree")]
-            assert sizes[0] * sizes[1] * sizes[2] * sizes[3] * sizes[4] == layout.world_size
-            assert found["training"]["global_batch_size"] == layout.sequences_per_step
+def test_files_have_the_ranks_and_the_batch_of_their_layout(exported):
+    of_bf16 = {text: export(option_of(text, "bf16")) for text in (*ALL, "dp=4,pp=4,micro_batches=4,order=dp-pp-cp-tp")}
+    for text, (files, _) in [*exported.items(), *of_bf16.items()]:
+        layout = Layout.parse(text)
+        for name in set(files) - {"accelerate_megatron.yaml"}:
+            ranks, sequences = counted(name, files[name])
+            assert ranks in (0, layout.world_size) and sequences == layout.sequences_per_step, (text, name)
+
+
+def test_torchtitan_has_these_fields(exported):
+    files = [files["torchtitan.toml"] for files, _ in exported.values() if "torchtitan.toml" in files]
+    assert len(files) == 5
+    for text in files:
+        check_fields_of(tomllib.loads(text), TORCHTITAN)
+
+
+def test_torchtitan_reads_its_file(exported, tmp_path):
+    reason = "torchtitan is not installed; pip install --no-deps torchtitan==0.2.1, and triton"
+    config = pytest.importorskip("torchtitan.config", reason=reason, exc_type=ImportError)
+    (tmp_path / "run.toml").write_text(exported[ALL[7]][0]["torchtitan.toml"])
+    found = config.ConfigManager().parse_args(["--job.config_file", str(tmp_path / "run.toml")])
+    parts = found.parallelism.module_fqns_per_model_part
+    assert [len(part) for part in parts] == [17, 18]  # 16 layers each: with the embedding; with the last norm and head
+    assert (found.model.flavor, found.training.local_batch_size, found.activation_checkpoint.mode) == ("8B", 8, "full")
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "said"),
+    [
+        ("dp=8,zero_stage=3,dp_replicate=2", "llama-3.1-8b", {"fsdp_reshard_after_forward": "always"}),
+        ("dp=8,zero_stage=2", "llama-3.1-8b", {"fsdp_reshard_after_forward": "never"}),
+        ("dp=8,zero_stage=3,dp_replicate=2", "llama-3.1-8b", {"data_parallel_replicate_degree": 2}),
+        ("dp=8", "llama-3.1-8b", {"data_parallel_replicate_degree": 8, "data_parallel_shard_degree": 1}),
+        ("dp=2,cp=2,zero_stage=3", "llama-3.1-8b", {"context_parallel_rotate_method": "alltoall"}),
+        (
+            "dp=2,cp=2,zero_stage=3,cp_method=all_gather",
+            "llama-3.1-8b",
+            {"context_parallel_rotate_method": "allgather"},
+        ),
+        (
+            "dp=16,ep=8,tp=2,sequence_parallel=true,zero_stage=3",
+            "deepseek-v3",
+            {"expert_parallel_degree": 8, "expert_tensor_parallel_degree": 2, "data_parallel_shard_degree": 16},
+        ),
+    ],
+)
+def test_torchtitan_is_told_each_choice(text, model, said):
+    found = tomllib.loads(torchtitan(option_of(text, model=model).run))["parallelism"]
+    assert said.items() <= found.items()
+
+
+def test_torchtitan_has_the_layers_of_each_stage():
+    text = "dp=2,pp=2,zero_stage=1,schedule=interleaved,v=2,micro_batches=2,layers_of_stage=7-9-9-7"
+    parts = tomllib.loads(torchtitan(option_of(text).run))["parallelism"]["module_fqns_per_model_part"]
+    assert [len(part) for part in parts] == [8, 9, 9, 9] and parts[1][0] == "layers.7" and parts[3][6] == "layers.31"
+    option = option_of("dp=4,pp=6,zero_stage=1,micro_batches=6")
+    parts = tomllib.loads(torchtitan(option.run))["parallelism"]["module_fqns_per_model_part"]
+    assert [len(part) for part in parts] == [7, 6, 5, 5, 5, 7]
 
 
 def test_nanotron_and_picotron_have_these_fields(exported):
@@ -130,38 +242,103 @@ def test_nanotron_and_picotron_have_these_fields(exported):
         if "nanotron.yaml" in files:
             found = yaml.safe_load(files["nanotron.yaml"])
             check_fields_of(found, NANOTRON)
-            assert found["optimizer"]["zero_stage"] == layout.zero_stage
+            assert found["optimizer"] == {"accumulate_grad_in_fp32": True, "zero_stage": layout.zero_stage}
             assert (found["parallelism"]["tp_mode"] == "REDUCE_SCATTER") == layout.sequence_parallel
-        if "picotron.json" in files:
-            found = json.loads(files["picotron.json"])
-            check_fields_of(found, PICOTRON)
-            assert found["distributed"]["cp_size"] == layout.cp
+            assert found["parallelism"]["recompute_layer"] == (layout.recompute == "full")
+            assert found["model"]["model_config"]["rms_norm_eps"] == 1e-5  # a number: YAML takes 1e-05 for a text
+    assert "recompute_layer: true" in exported[ALL[7]][0]["nanotron.yaml"]
+    for regather in ("true", "false"):
+        again = f"dp=2,tp=2,sequence_parallel=true,regather={regather}"
+        assert f"tp_recompute_allgather: {regather}\n" in export(option_of(again))[0]["nanotron.yaml"]
+    ring = "dp=2,cp=2,cp_sharding=contiguous"
+    found = json.loads(export(option_of(ring, "bf16"))[0]["picotron.json"])
+    check_fields_of(found, PICOTRON)
+    assert found["distributed"]["cp_size"] == 2
 
 
 def test_megatron_has_these_arguments(exported):
     for text, (files, _) in exported.items():
         if "megatron.args" in files:
-            lines = dict((line.removeprefix("--") + " ").split(" ", 1) for line in files["megatron.args"].splitlines())
+            lines = arguments(files["megatron.args"])
             assert set(lines) <= set(MEGATRON)
             layout = Layout.parse(text)
             assert int(lines["tensor-model-parallel-size"]) == layout.tp
-            assert int(lines["global-batch-size"]) == layout.sequences_per_step
             assert ("sequence-parallel" in lines) == layout.sequence_parallel
+            assert ("use-megatron-fsdp" in lines) == (layout.zero_stage > 1)
     interleaved = exported[ALL[4]][0]["megatron.args"]
     assert "--num-layers-per-virtual-pipeline-stage 4\n" in interleaved  # 32 layers, 4 ranks of 2 stages
+
+
+def test_megatron_builds_the_model_that_was_planned():
+    """Without these its defaults are another model: biases, dropout 0.1, RoPE's base 10,000, no loss of balance."""
+    llama = arguments(export(option_of("dp=8,zero_stage=1"))[0]["megatron.args"])
+    assert "disable-bias-linear" in llama and llama["attention-dropout"] == llama["hidden-dropout"] == "0.0 "
+    assert (llama["rotary-base"], llama["rope-scaling-factor"]) == ("500000 ", "8.0 ")
+    gpt2 = arguments(export(option_of("dp=8", model="gpt2"))[0]["megatron.args"])
+    assert "disable-bias-linear" not in gpt2 and gpt2["hidden-dropout"] == "0.1 " and "rotary-base" not in gpt2
+    moe = arguments(
+        export(option_of("dp=8,tp=2,ep=4,sequence_parallel=true", model="mixtral-8x7b"))[0]["megatron.args"]
+    )
+    assert set(moe) <= set(MEGATRON)
+    sizes = ("expert-model-parallel-size", "expert-tensor-parallel-size", "moe-aux-loss-coeff")
+    assert [moe[name] for name in sizes] == ["4 ", "2 ", "0.02 "] and moe["moe-token-dispatcher-type"] == "alltoall "
+    for method, named in (("ring", "p2p "), ("all_gather", "allgather "), ("ulysses", "a2a ")):
+        text = f"dp=2,cp=2,cp_method={method}"
+        assert arguments(export(option_of(text))[0]["megatron.args"])["cp-comm-type"] == named
+    hybrid = arguments(export(option_of("dp=16,zero_stage=2,dp_replicate=2"))[0]["megatron.args"])
+    assert hybrid["data-parallel-sharding-strategy"] == "optim_grads "
+    assert hybrid["num-distributed-optimizer-instances"] == "2 "
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "said"),
+    [
+        ("torchtitan.toml", "fp32", 'mixed_precision_param = "float32"'),
+        ("torchtitan.toml", "bf16-master", 'dtype = "float32"\nmixed_precision_param = "bfloat16"'),
+        ("torchtitan.toml", "bf16", '\ndtype = "bfloat16"'),
+        ("megatron.args", "bf16-master", "--bf16\n--grad-reduce-in-bf16\n"),
+        ("megatron.args", "fp16-master-fp32-grads", "--fp16\n--accumulate-allreduce-grads-in-fp32\n"),
+        ("nanotron.yaml", "bf16", "accumulate_grad_in_fp32: false"),
+        ("deepspeed.json", "fp32", '"enabled": false'),
+        ("deepspeed.json", "fp16-master-fp32-grads", '"grad_accum_dtype": "fp32"'),
+        ("accelerate_fsdp2.yaml", "fp32", "mixed_precision: 'no'"),
+        ("course.sh", "fp32", "--precision fp32"),
+    ],
+)
+def test_number_formats_are_fields(name, recipe, said, tmp_path):
+    stage = {"nanotron.yaml": 1, "megatron.args": 1}.get(name, 3)
+    write_files(option_of(f"dp=8,zero_stage={stage}", recipe), tmp_path, 8)
+    assert said in (tmp_path / name).read_text()
+
+
+def test_megatron_computes_in_fp32_unless_told():
+    lines = arguments(export(option_of("dp=8,zero_stage=1", "fp32"))[0]["megatron.args"])
+    assert not {"bf16", "fp16", "grad-reduce-in-bf16"} & set(lines)
 
 
 def test_accelerate_reads_its_files(exported, tmp_path):
     known = {action.dest for action in launch_command_parser()._actions}
     path = tmp_path / "megatron.yaml"
-    path.write_text(exported[ALL[2]][0]["accelerate_megatron.yaml"])
+    path.write_text(exported[ALL[7]][0]["accelerate_megatron.yaml"])
     config = load_config_from_file(str(path))
     assert set(config.megatron_lm_config) <= known and config.megatron_lm_config["megatron_lm_pp_degree"] == 2
+    assert (config.num_processes, config.num_machines) == (32, 4)
     for text in ALL[:2]:
-        write_files(option_of(text), tmp_path / text, 8)
+        write_files(option_of(text, "bf16-master"), tmp_path / text, 8)
         for file in (tmp_path / text).glob("accelerate_[df]*.yaml"):
-            assert load_config_from_file(str(file)).num_processes == 16
-    assert (tmp_path / ALL[0] / "accelerate_fsdp2.yaml").is_file()
+            config = load_config_from_file(str(file))
+            assert (config.num_processes, config.num_machines) == (16, 2)
+            assert file.read_text().startswith("# in your script: batches of 1 x 4,096 tokens for each rank")
+    fsdp2 = (tmp_path / ALL[0] / "accelerate_fsdp2.yaml").read_text()
+    assert "GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)" in fsdp2
+    write_files(option_of("dp=8,zero_stage=3", "bf16-master", "mixtral-8x7b"), tmp_path / "moe", 8)
+    assert "to_wrap: MixtralDecoderLayer" in (tmp_path / "moe" / "accelerate_fsdp2.yaml").read_text()
+
+
+def test_accelerates_megatron_plugin_recomputes_unasked():
+    """Why only full recomputation is written: of other choices the plugin would make this one, without a word."""
+    plugin = MegatronLMPlugin()
+    assert (plugin.recompute_granularity, plugin.recompute_method) == ("full", "uniform")
 
 
 def test_deepspeed_reads_its_json(tmp_path):
@@ -170,8 +347,8 @@ def test_deepspeed_reads_its_json(tmp_path):
     from deepspeed.runtime.config import DeepSpeedConfig
 
     write_files(option_of(ALL[0]), tmp_path, 8)
-    config = json.loads((tmp_path / "deepspeed.json").read_text())
-    assert DeepSpeedConfig(config | {"train_batch_size": 2}).zero_optimization_stage == 3
+    config = DeepSpeedConfig(json.loads((tmp_path / "deepspeed.json").read_text()) | {"train_batch_size": 2})
+    assert (config.zero_optimization_stage, config.grad_accum_dtype) == (3, "fp32")
 
 
 def test_the_trainer_reads_its_command(exported):
@@ -179,28 +356,83 @@ def test_the_trainer_reads_its_command(exported):
         words = shlex.split(course_command(option_of(text).run, 8).partition("-m course_lib.train ")[2])
         config, layout, plan, _, _ = read(words)
         assert (config, layout, plan.seq_len) == (preset("llama-3.1-8b"), Layout.parse(text), 4096)
-        assert "--nodes=2\n" in exported[text][0]["course.sbatch"]
+        script, nodes = exported[text][0]["course.sbatch"], Layout.parse(text).world_size // 8
+        assert f"--nodes={nodes}\n" in script and "--cpus-per-task=64\n" in script
 
 
 @pytest.mark.parametrize(
     ("text", "name", "why"),
     [
-        (ALL[2], "torchtitan.toml", "ZeRO-1"),
-        (ALL[0], "megatron.args", "ZeRO-3"),
+        ("dp=4,tp=2,sequence_parallel=true,zero_stage=1", "torchtitan.toml", "ZeRO-1 without a pipeline"),
+        ("dp=4,pp=2,zero_stage=3", "torchtitan.toml", "ZeRO-3 in a pipeline"),
+        ("dp=4,ep=2", "torchtitan.toml", "ZeRO-0 beside tp, pp, cp or ep"),
+        ("tp=4,sequence_parallel=true", "torchtitan.toml", "mixed precision beside tp or pp without dp or cp"),
+        ("dp=2,cp=4,dp_replicate=4,zero_stage=3", "torchtitan.toml", "replicas that cut through cp"),
+        ("dp=2,cp=2,zero_stage=3,cp_sharding=contiguous", "torchtitan.toml", "contiguous pieces"),
+        ("dp=2,tp=2,sequence_parallel=true,regather=true,zero_stage=3", "torchtitan.toml", "regather"),
+        (ALL[4], "torchtitan.toml", "recomputation of attention alone"),
+        ("dp=4,pp=2,zero_stage=1,micro_batches=4,order=dp-pp-cp-tp", "torchtitan.toml", "order dp-pp of ranks"),
+        ("dp=4,pp=2,zero_stage=2", "megatron.args", "ZeRO-2 in a pipeline"),
+        ("dp=4,cp=2,cp_sharding=striped", "megatron.args", "striped pieces"),
         (ALL[5], "megatron.args", "schedule zb_h1"),
+        ("dp=8,pp=3,micro_batches=3", "megatron.args", "32 layers over 3 equal stages"),
         (ALL[6], "nanotron.yaml", "context parallelism"),
         (ALL[2], "picotron.json", "no sequence parallelism"),
+        ("cp=2,cp_sharding=contiguous", "picotron.json", "cp without dp"),
+        ("dp=2,cp=2", "picotron.json", "zigzag pieces"),
+        ("dp=2,pp=2", "picotron.json", "order pp-dp of ranks (it has dp-pp)"),
+        ("dp=2", "picotron.json", f"no recipe {FP32_GRADS} (it has bf16)"),
         (ALL[4], "accelerate_megatron.yaml", "interleaved stages"),
-        (ALL[4], "torchtitan.toml", "recomputation of attention alone"),
+        (ALL[2], "accelerate_megatron.yaml", "recomputation but full"),
+        ("dp=4,cp=2,recompute=full", "accelerate_megatron.yaml", "counts cp's ranks as data"),
     ],
 )
-def test_what_a_framework_cannot_do_is_refused(exported, text, name, why):
-    files, refused = exported[text]
+def test_what_a_framework_cannot_do_is_refused(text, name, why):
+    model = "mixtral-8x7b" if "ep=" in text else "llama-3.1-8b"
+    files, refused = export(option_of(text, model=model))
     assert name not in files and why in refused[name]
 
 
-def test_a_layer_left_over_is_refused():
-    layout = Layout(pp=3, micro_batches=3)
-    option = option_of(ALL[1])
-    _, refused = export(replace(option, run=replace(option.run, layout=layout)))
-    assert "32 layers over 3 equal stages" in refused["megatron.args"]
+@pytest.mark.parametrize(
+    ("recipe", "model", "name", "why"),
+    [
+        ("bf16-master", "llama-3.1-8b", "nanotron.yaml", "no recipe bf16-master"),
+        ("fp32", "llama-3.1-8b", "nanotron.yaml", "no recipe fp32"),
+        ("bf16", "llama-3.1-8b", "megatron.args", "no recipe bf16"),
+        ("bf16", "llama-3.1-8b", "course.sh", "no recipe bf16"),
+        (FP32_GRADS, "gpt2", "nanotron.yaml", "no models of the gpt family"),
+        (FP32_GRADS, "gpt2", "torchtitan.toml", "no gpt2 among its models"),
+        ("bf16", "smollm-1.7b", "picotron.json", "no tied head"),
+        (FP32_GRADS, "deepseek-v3", "megatron.args", "no latent attention"),
+        (FP32_GRADS, "xlm-r-base", "course.sh", "no encoders"),
+    ],
+)
+def test_number_formats_and_models_that_it_has_not_are_refused(recipe, model, name, why):
+    files, refused = export(option_of("dp=8", recipe, model))
+    assert name not in files and why in refused[name]
+
+
+def test_what_no_file_says_is_refused_by_all(tmp_path):
+    option = option_of("dp=8,zero_stage=3")
+    for changes, why in [
+        ({"optimizer": "adamw-8bit"}, "optimizer adamw-8bit"),
+        ({"offload": Offload(optimizer="host")}, "offload"),
+        ({"lora": LoRA(8), "layout": Layout(dp=8)}, "LoRA"),
+        ({"attention": "standard"}, "attention that is not fused"),
+    ]:
+        told = write_files(replace(option, run=replace(option.run, **changes)), tmp_path, 8)
+        assert len(told) == 11 and all(f"no {why}" in line.replace(", no", " no") for line in told[1:]), told
+
+
+def test_a_flavor_that_torchtitan_lacks_is_told_and_is_no_other_model():
+    option = option_of("dp=8,zero_stage=3")
+    shorter = replace(
+        option, run=replace(option.run, config=replace(preset("llama-3.1-8b"), num_layers=16, name="mine"))
+    )
+    text = export(shorter)[0]["torchtitan.toml"]
+    assert "add the flavor mine to" in text and tomllib.loads(text)["model"] == {"name": "llama3", "flavor": "mine"}
+
+
+def test_ranks_that_fill_no_nodes_are_refused():
+    _, refused = export(option_of("dp=8"), gpus_per_node=3)
+    assert "8 ranks do not fill nodes of 3 GPUs; choose 6 or 9" in refused["course.sbatch"]

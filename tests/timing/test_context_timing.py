@@ -1,5 +1,6 @@
 """Modelled seconds of context parallelism: Ring Attention's condition, hand values, what is exposed."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -17,6 +18,7 @@ from course_lib.timing import (
     ring_spans,
     tokens_that_hide_a_hop,
 )
+from course_lib.timing.tensor import layer_parts
 
 H100, NVLINK, IB = gpu("h100"), link("nvlink4"), link("ib-ndr400")
 CLUSTER = Cluster(H100, NVLINK, IB)
@@ -89,3 +91,10 @@ def test_contiguous_waits_and_gathering_hides_nothing():
     apart = {method: time(method, seq_len=short, per_node=1).total_s for method in ("ring", "all_gather", "ulysses")}
     assert min(apart, key=apart.get) == "ulysses" and apart["ring"] > 2 * time(seq_len=short).total_s
     assert [ring_link(Layout(cp=cp, tp=tp), CLUSTER) for cp, tp in ((16, 1), (8, 1), (8, 8))] == [IB, NVLINK, IB]
+
+
+def test_a_layer_is_timed_in_a_model_whose_first_layers_are_dense():
+    run = Run(preset("deepseek-v3"), Layout(cp=2, tp=2), seq_len=8192)
+    dense = replace(run, config=replace(run.config, moe=None))
+    assert attention_time(run, CLUSTER) == attention_time(dense, CLUSTER)
+    assert layer_parts(run, CLUSTER) == layer_parts(dense, CLUSTER)
