@@ -74,7 +74,7 @@ def attention_time(run: Run, cluster: Cluster, utilisation: Utilisation = Utilis
     Raises   ValueError as `block_pairs.pairs`
     """
     layout, once = run.layout, replace(run, layout=replace(run.layout, recompute="none"))
-    pair_flops = layout.micro_batch * attention_flops_per_token(replace(run.config, num_layers=1), 1)
+    pair_flops = layout.micro_batch * attention_flops_per_token(replace(run.config, num_layers=1, moe=None), 1)
     pair_s = pair_flops / layout.tp / utilisation.attention_flops_per_s(cluster)
     table = pairs(layout.cp_sharding, run.seq_len, layout.cp, utilisation.causal)
     ideal_s = pair_s * (1 + FUSED_BACKWARD) * sum(pairs_of_ranks(table)) / layout.cp
