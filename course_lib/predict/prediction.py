@@ -143,15 +143,11 @@ def predict(
     Raises   ValueError for a framework that is not known, and for what nanotron's fitted runs do not have
     """
     layout = run.layout
-    nodes = max(1, layout.world_size // cluster.gpus_per_node)
+    memory = predicted_bytes(run, cluster, framework, rates, how)
     if framework == "nanotron":
-        _check_nanotron(run, how)
-        memory = nanotron.memory_of(run, cluster, rates, nodes)
-        seconds = nanotron.seconds_of(run, cluster, rates, nodes)
+        seconds = nanotron.seconds_of(run, cluster, rates, _nodes_of(run, cluster))
     else:
-        facts = frameworks.FRAMEWORKS[framework]
-        memory = frameworks.memory_of(run, facts, how)
-        seconds = frameworks.seconds_of(run, cluster, facts, rates, how)
+        seconds = frameworks.seconds_of(run, cluster, frameworks.FRAMEWORKS[framework], rates, how)
     step_s, num_tokens = sum(seconds.values()), layout.sequences_per_step * run.seq_len
     gpus = (step_s, layout.world_size, peak_flops(cluster.gpu))
     full = flops_per_token(run.config, run.seq_len)
@@ -170,6 +166,28 @@ def predict(
         usable_bytes=float(cluster.gpu.usable_bytes),
         spread=spread_of(run, framework, counted_mfu),
     )
+
+
+@checked
+def predicted_bytes(
+    run: Run,
+    cluster: Cluster,
+    framework: Literal[FRAMEWORKS] = "nanotron",
+    rates: Rates = RATES,
+    how: How = How(),
+) -> dict[str, float]:
+    """Predict the bytes of the fullest rank by kind, as `predict` has them, without its seconds.
+
+    Raises   ValueError as `predict`
+    """
+    if framework == "nanotron":
+        _check_nanotron(run, how)
+        return nanotron.memory_of(run, cluster, rates, _nodes_of(run, cluster))
+    return frameworks.memory_of(run, frameworks.FRAMEWORKS[framework], how)
+
+
+def _nodes_of(run: Run, cluster: Cluster) -> int:
+    return max(1, run.layout.world_size // cluster.gpus_per_node)
 
 
 @checked
