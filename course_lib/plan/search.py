@@ -18,6 +18,7 @@ from course_lib.memory.budget import fullest_budget
 from course_lib.plan.job import Job
 from course_lib.plan.option import Option, option_of, states_bytes, work_out
 from course_lib.plan.space import leaner, shapes, sharded
+from course_lib.predict import predicted_bytes
 from course_lib.schedules import make
 from course_lib.timing import stage_costs
 from course_lib.validate import Size, checked
@@ -93,13 +94,13 @@ def front(ranked: tuple[Option, ...]) -> tuple[Option, ...]:
 
 
 def _all_predicted(job: Job) -> tuple[list[Option], list[Layout]]:
-    """Work out every layout: what a framework's rates predict is quickly done."""
+    """Work out every layout that fits."""
     found, lost = [], []
-    for shape in shapes(job):
+    for shape in sorted(shapes(job), key=lambda shape: (shape.pp, shape.micro_batches)):  # equal pipelines in a row
         for layout in sharded(job, shape):
-            option = work_out(job, layout)
-            if option.fits:
-                found.append(option)
+            held = sum(predicted_bytes(job.run(layout), job.cluster, job.framework).values())
+            if held <= job.cluster.gpu.usable_bytes:
+                found.append(work_out(job, layout))
             else:
                 lost.append(layout)
     return found, lost

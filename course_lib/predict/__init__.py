@@ -14,11 +14,11 @@ adds to that and what a network takes away; `benchmarks/fit_rates.py` fits it, d
 
 from course_lib.predict.calibrate import Calibration, calibrate
 from course_lib.predict.frameworks import How
-from course_lib.predict.prediction import FRAMEWORKS, Prediction, predict
+from course_lib.predict.prediction import FRAMEWORKS, Prediction, predict, predicted_bytes
 from course_lib.predict.rates import RATES, Rates
 from course_lib.predict.table import predict_rows, read_models, read_rows, write_table
 
 __all__ = [
     "FRAMEWORKS", "RATES", "Calibration", "How", "Prediction", "Rates", "calibrate", "predict", "predict_rows",
-    "read_models", "read_rows", "write_table",
+    "predicted_bytes", "read_models", "read_rows", "write_table",
 ]  # fmt: skip

@@ -35,6 +35,7 @@ WITHOUT_PIPELINE, ONE_MICRO_BATCH = 2.0, 0.5  # of the gathered copies of a pipe
 STEP_S = 0.05  # of every step: data, logging
 FITTED_PORT_GB_PER_S = 50.0  # of the cluster whose bandwidth was measured; other ports are faster or slower by that
 TP_GB_PER_S, NETWORK_GB_PER_S = 350.0, 150.0  # of tp's collectives inside a node, and over nodes
+HIDING_BYTES = 4  # of a parameter, there and back, in an all-reduce beside backward: runs hide as BF16 gradients would
 ROUNDING = 8  # a layer takes the longer of its work and its least time; where both are near, a little more
 HEAD_COST = 0.95  # of its parameters, as the cut counts the head: over 16 stages the last one has it alone
 CROWDED_SHARE = 0.89  # of the GPU's memory: a run that wants more waits for memory to become free
@@ -240,7 +241,7 @@ def seconds_of(run: Run, cluster: Cluster, rates: Rates, nodes: int) -> dict[str
         "launches and tp": layout.micro_batches * slot * (1 - compute_share),
         "bubble": filling,
         "stall": num_waits * rates.stall_s,
-        "data": _data_s(run, cluster, rates, nodes, parameters),
+        "data": _data_s(run, cluster, rates, nodes, parameters, slots[0] * 2 / 3),
         "update": rates.eager_passes * 16 * parameters / shards / cluster.gpu.memory_bytes_per_s,
         "step": STEP_S,
     }
@@ -269,18 +270,20 @@ def _is_scattered(layout: Layout, cluster: Cluster, nodes: int) -> bool:
     return layout.pp == 1 and nodes >= MANY_NODES and layout.tp >= cluster.gpus_per_node
 
 
-def _data_s(run: Run, cluster: Cluster, rates: Rates, nodes: int, parameters: float) -> float:
-    """Reduce-scatter of FP32 gradients and all-gather of parameters; ZeRO-0's all-reduce of gradients hides behind
-    backward, but not in a pipeline."""
+def _data_s(run: Run, cluster: Cluster, rates: Rates, nodes: int, parameters: float, backward_s: float) -> float:
+    """Reduce-scatter of FP32 gradients and all-gather of parameters; of ZeRO-0's all-reduce what the last micro-batch's
+    backward (backward_s) does not hide. In a pipeline nothing hides it."""
     layout = run.layout
-    if layout.dp == 1 or not (layout.zero_stage or layout.pp > 1):
+    if layout.dp == 1:
         return 0.0
+    hides = layout.zero_stage == 0 and layout.pp == 1
     spread = min(layout.dp * layout.tp / cluster.gpus_per_node, nodes)
     port = cluster.between.achieved_bytes_per_s / (FITTED_PORT_GB_PER_S * GB)
-    measured = measured_bus_bandwidth(ceil(spread), "reduce_scatter")
+    measured = measured_bus_bandwidth(ceil(spread), "all_reduce" if hides else "reduce_scatter")
     rate = TP_GB_PER_S * GB if spread <= 1 else port * rates.data_share * measured
-    size = 6 if layout.zero_stage else 8
-    return size * parameters * (layout.dp - 1) / layout.dp / rate
+    size = HIDING_BYTES if hides else 6 if layout.zero_stage else 8
+    seconds = size * parameters * (layout.dp - 1) / layout.dp / rate
+    return max(0.0, seconds - backward_s) if hides else seconds
 
 
 def counted_flops_per_token(run: Run) -> int:

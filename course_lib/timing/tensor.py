@@ -41,8 +41,7 @@ def layer_parts(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisati
     tokens = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp) / layout.tp
     rows = {"attention": config.d_model * config.num_heads * config.value_dim, "MLP": config.d_model * config.d_ff}
     parameters = {"attention": attention_parameters(config), "MLP": mlp_parameters(config)}
-    one = replace(config, num_layers=1, moe=None)  # its first layers may be dense
-    scores_flops = attention_flops_per_token(one, run.seq_len, utilisation.causal)
+    scores_flops = attention_flops_per_token(replace(config, num_layers=1, moe=None), run.seq_len, utilisation.causal)
     parts = []
     for name, numel in parameters.items():
         product_s = 2 * tokens * numel / utilisation.matmul_flops_per_s(cluster)

@@ -151,6 +151,16 @@ def test_a_framework_s_own_rates_rank_its_runs():
     assert "launches and tp" in found.best.seconds_by_part
 
 
+@pytest.mark.parametrize("framework", ["nanotron", "torchtitan"])
+def test_by_the_rates_of_a_framework_all_that_fit_are_ranked(framework):
+    job = replace(TIGHT, framework=framework)
+    worked = [work_out(job, layout) for shape in shapes(job) for layout in sharded(job, shape)]
+    fitting = {option.layout: option for option in worked if option.fits}
+    found = search(job)
+    assert {option.layout: option for option in found.ranked} == fitting
+    assert found.num_tried == len(worked) > len(fitting)
+
+
 def test_of_layouts_that_fitted_rates_cannot_tell_apart_the_one_of_least_memory_is_advised():
     found = search(Job(preset("llama-3.1-8b"), H100, 64, 4096, 256 * 4096, framework="nanotron"))
     fastest = found.ranked[0]

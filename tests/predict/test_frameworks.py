@@ -16,6 +16,7 @@ from course_lib.memory.budget import budgets
 from course_lib.predict import FRAMEWORKS, RATES, Calibration, How, Rates, calibrate, predict
 from course_lib.predict import frameworks as fw
 from course_lib.predict.calibrate import measured_step_s
+from course_lib.predict.prediction import Spread
 from course_lib.predict.sensitivity import fastest, sensitivity
 from course_lib.predict.table import predict_rows, run_of
 from course_lib.run import Run
@@ -124,7 +125,16 @@ def test_a_table_of_parts_adds_up(name):
     shares = [int(line.split()[3].removesuffix("%")) for line in lines if line.startswith("  ")]
     assert 195 <= sum(shares) <= 203  # two tables, parts below 0.5 % left out
     assert max(map(len, lines)) <= 100 and "nine in ten" in lines[0]
-    assert one.speed_range[0] < one.tokens_per_s_per_gpu < one.speed_range[1]
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_error_bars_contain_the_prediction_with_and_without_a_pipeline(name):
+    for pp in (1, 2):
+        one = predict(a_run(pp=pp, zero_stage=1), CLUSTER, name)
+        assert one.speed_range[0] <= one.tokens_per_s_per_gpu <= one.speed_range[1]
+        assert one.memory_range[0] <= one.memory_bytes <= one.memory_range[1]
+    with pytest.raises(ValueError, match=r"memory is \(1.1, 1.23\); the prediction must be inside"):
+        Spread((1.1, 1.23), (0.8, 1.2))
 
 
 def test_experts_over_ranks_are_predicted():

@@ -185,12 +185,22 @@ def test_gradients_go_at_the_bandwidth_that_was_measured_over_as_many_nodes():
     assert seconds_of(run, CLUSTER, RATES, 16)["data"] == pytest.approx(volume / (RATES.data_share * measured))
 
 
-def test_zero_0_shows_its_all_reduce_in_a_pipeline_only():
-    hidden, shown = a_run(dp=32, tp=4), a_run(dp=32, pp=2, tp=2, micro_batches=4)
-    assert seconds_of(hidden, CLUSTER, RATES, 16)["data"] == 0
+def test_zero_0_shows_its_all_reduce_in_a_pipeline():
+    shown = a_run(dp=32, pp=2, tp=2, micro_batches=4)
     volume = 8 * parameters_of(EIGHT, stages_of(EIGHT, 2)[0]) / 2 * 31 / 32  # FP32, there and back
     rate = RATES.data_share * PUBLISHED_BUS_BANDWIDTH["reduce_scatter"][8]
     assert seconds_of(shown, CLUSTER, RATES, 16)["data"] == pytest.approx(volume / rate)
+
+
+def test_zero_0_shows_of_its_all_reduce_what_one_backward_does_not_hide():
+    run, ethernet = a_run(dp=32, tp=4, micro_batch=2), replace(CLUSTER, between=link("ethernet-100g"))
+    assert seconds_of(run, CLUSTER, RATES, 16)["data"] == 0
+    volume = 4 * parameters_of(EIGHT, stages_of(EIGHT, 1)[0]) / 4 * 31 / 32
+    rate = RATES.data_share * PUBLISHED_BUS_BANDWIDTH["all_reduce"][16] / 4  # a quarter of EFA's 400 Gb/s
+    exposed_s = seconds_of(run, ethernet, RATES, 16)
+    backward_s = (exposed_s["compute"] + exposed_s["launches and tp"]) / 8 * 2 / 3
+    assert exposed_s["data"] == pytest.approx(volume / rate - backward_s)
+    assert backward_s > 0.1 and exposed_s["data"] > 0.1
 
 
 def test_a_layer_of_a_small_micro_batch_takes_its_launches_and_tp_over_nodes_its_hops():

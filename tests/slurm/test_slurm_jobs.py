@@ -136,10 +136,10 @@ launch(work, 4, where=where, timeout=20)
     )
     assert "time limit: after 20 s the launch of 4 ranks had not finished" in cell.error, cell.error
     said = " ".join(cell.error.split())
-    assert "rank 2 on n2 stood at Cell, line 4, in work: time.sleep(60)" in said, said
+    assert "rank 2 on n2 stood at Cell, line 3, in work: time.sleep(60)" in said, said
     for rank, node in ((0, "n1"), (1, "n1"), (3, "n2")):
         call = "dist.all_reduce(torch.zeros(2, 16)) (inside all_reduce of float32[2, 16])"
-        assert f"rank {rank} on {node} stood at Cell, line 5, in work: {call}" in said, said
+        assert f"rank {rank} on {node} stood at Cell, line 4, in work: {call}" in said, said
 
 
 def test_a_rank_that_dies_is_named_and_so_is_a_job_that_slurm_ends(kernel):

@@ -194,3 +194,10 @@ def test_long_sequences_on_cp_ranks_beside_published_throughput():
 def test_a_utilisation_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="matmul is 55; give a finite number"):
         step_time(_run(LLAMA_8B, Layout()), H100, Utilisation(55))
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2, "sequence_parallel": True}, {"cp": 2}])
+def test_stages_of_dense_layers_before_those_with_experts_are_timed_over_tp_and_cp(axes):
+    config = replace(preset("deepseek-v3"), num_layers=8)  # its first three layers are dense
+    time = step_time(Run(config, Layout(pp=8, micro_batches=8, **axes), 4096), H100, HALF)
+    assert time.tp_s + time.cp_s > 0

@@ -22,9 +22,7 @@ def test_a_model_that_does_not_fit_is_an_error_in_words():
 
 def test_a_slower_network_gives_no_faster_layout():
     fast, slow = (explore_plan(PlanChoice(between=name)).ranked for name in ("efa", "ethernet-100g"))
-    assert slow[0].step_s >= fast[0].step_s  # equal where nothing waits for the network: ZeRO-0 hides its all-reduce
-    sharded = [next(one for one in ranked if one.layout.zero_stage) for ranked in (fast, slow)]
-    assert sharded[1].step_s > sharded[0].step_s
+    assert slow[0].step_s > fast[0].step_s
 
 
 def test_export_writes_the_best_layout(tmp_path, monkeypatch):
