@@ -175,7 +175,7 @@ def draw(measured: Sequence[Measured], rates: Rates, cluster: Cluster, path: Pat
             kinds,
             [m.memory_gb for m in measured],
             [memory_gb(m, rates, cluster) for m in measured],
-            "peak GB a GPU",
+            "peak GiB a GPU",
         ),
         (
             right,
