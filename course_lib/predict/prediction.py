@@ -201,9 +201,5 @@ def _check_nanotron(run: Run, how: How) -> None:
             f"zero_stage is {run.layout.zero_stage}, and nanotron's fitted runs have 0 or 1; choose one of these, or "
             f"another framework: {', '.join(frameworks.FRAMEWORKS)}"
         )
-    if run.layout.micro_batches < run.layout.pp - 1:
-        raise ValueError(
-            f"micro_batches is {run.layout.micro_batches}; nanotron's 1F1B takes pp - 1 or more: {run.layout.pp - 1}"
-        )
     if run.layout.schedule != "1f1b":
         raise ValueError(f"schedule is {run.layout.schedule!r}; nanotron's fitted runs have 1f1b: choose it")

@@ -218,18 +218,21 @@ def predict_rows(
     for row in rows:
         try:
             one = predict(run_of(row, models, seq_len), cluster, framework, rates, how_of(row))
-            found.append(replace(one, note=_note(row, cluster)))
+            found.append(replace(one, note=_note(row, cluster, framework)))
         except ValueError as error:
             found.append(f"cannot be: {error}")
     return found
 
 
-def _note(row: Mapping[str, str], cluster: Cluster) -> str:
-    """What a row's number of nodes leaves open: GPUs are counted, and fill the cluster's nodes."""
+def _note(row: Mapping[str, str], cluster: Cluster, framework: str) -> str:
+    """What else to know of a row: its nodes are not those that its GPUs fill; nanotron would refuse it."""
     gpus, nodes = _whole(row, "gpus"), ceil(_whole(row, "gpus") / cluster.gpus_per_node)
-    if _whole(row, "nodes") == nodes:
-        return ""
-    return f"nodes is {row['nodes']}, predicted for {nodes}: {gpus} GPUs in nodes of {cluster.gpus_per_node}"
+    notes = []
+    if _whole(row, "nodes") != nodes:
+        notes.append(f"nodes is {row['nodes']}, predicted for {nodes}: {gpus} GPUs in nodes of {cluster.gpus_per_node}")
+    if framework == "nanotron" and _whole(row, "grad_acc") < (least := _whole(row, "pp") - 1):
+        notes.append(f"nanotron takes {least} micro-batches or more")
+    return "; ".join(notes)
 
 
 def told(one: Prediction | str) -> dict[str, str]:
