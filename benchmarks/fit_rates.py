@@ -16,14 +16,14 @@ import tyro
 from scipy.optimize import least_squares
 from tyro.conf import Positional
 
-from course_lib.hardware import GB, Cluster, gpu, link
+from course_lib.hardware import GIB, Cluster, gpu, link
 from course_lib.plan.search import TOLD_APART
 from course_lib.predict import nanotron
 from course_lib.predict.rates import RANGES, RATES, Rates
 from course_lib.predict.table import read_models, read_rows, run_of
 from course_lib.run import Run
 
-OF_MEMORY = ("activation_scale", "gathered_copies")
+OF_MEMORY = ("activation_scale", "queued_tensors")
 OF_TIME = (
     "dense_share",
     "eager_passes",
@@ -63,7 +63,8 @@ def read_measured(path: Path, models: Mapping, seq_len: int) -> list[Measured]:
 
 
 def memory_gb(one: Measured, rates: Rates, cluster: Cluster) -> float:
-    return sum(nanotron.memory_of(one.run, cluster, rates, one.nodes).values()) / GB
+    """As nanotron's log has it: in GiB, which it calls GB."""
+    return sum(nanotron.memory_of(one.run, cluster, rates, one.nodes).values()) / GIB
 
 
 def speed(one: Measured, rates: Rates, cluster: Cluster) -> float:
@@ -174,7 +175,7 @@ def draw(measured: Sequence[Measured], rates: Rates, cluster: Cluster, path: Pat
             kinds,
             [m.memory_gb for m in measured],
             [memory_gb(m, rates, cluster) for m in measured],
-            "peak GB a GPU",
+            "peak GiB a GPU",
         ),
         (
             right,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from course_lib.config import ModelConfig
-from course_lib.hardware import Cluster, gpu, link
+from course_lib.hardware import GB, GIB, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.plan.job import Job
 from course_lib.validate import Positive, Size, check_fields, checked
@@ -31,7 +31,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run as it was measured: mfu is 0 to 1 as nanotron counts it, memory is the logged peak of a GPU."""
+    """A run as it was measured: mfu is 0 to 1 as nanotron counts it, memory the peak that its allocator reserved."""
 
     model: Literal[tuple(MODELS)]
     layout: Layout
@@ -89,5 +89,5 @@ def _run_of(row: dict[str, str]) -> MeasuredRun:
         micro_batches=int(row["micro_batches"]),
         sequence_parallel=tp > 1,
     )
-    speed, share, memory = (float(row[name]) for name in ("tokens_per_s_per_gpu", "mfu_percent", "memory_gb"))
-    return MeasuredRun(row["model"], layout, speed, share / 100, memory)
+    speed, share, memory = (float(row[name]) for name in ("tokens_per_s_per_gpu", "mfu_percent", "memory_gib"))
+    return MeasuredRun(row["model"], layout, speed, share / 100, memory * GIB / GB)

@@ -16,7 +16,8 @@ from course_lib.validate import Amount, Positive, Size, checked
 # Kinds of memory as the predictors tell them -> the six that a picture has room for.
 SHOWN_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary", "overhead")
 SHOWN_AS = {"gathered": "activations", "messages": "temporary", "logits": "temporary", "update": "temporary"}
-SHOWN_AS |= {"communication": "temporary"} | {kind: kind for kind in SHOWN_KINDS}
+SHOWN_AS |= {"whole sequences": "temporary", "queued": "temporary", "backward": "gradients"}
+SHOWN_AS |= {kind: kind for kind in SHOWN_KINDS}
 MOST_BARS, MOST_CUTS = 12, 256
 
 

@@ -43,7 +43,7 @@ class Framework:
     states            bytes of parameters, gradients, optimizer by kind: a name of memory/states.py
     fused             small operations run as one kernel: torch.compile, Transformer Engine
     root_gathered     with ZeRO-3 embedding and head, FSDP's root unit, stay gathered from forward to backward
-    kept_in_pipeline  in a pipeline ZeRO-3's parameters stay gathered, and FP32 gradients are sharded once a step;
+    kept_in_pipeline  in a pipeline parameters stay gathered with any ZeRO, and FP32 gradients are sharded once a step;
                       buffers for the messages of all micro-batches are there from the start
     loss_bytes        of each logit, more than the course's loss has at its peak: the BF16 logits' place stays reserved
     tp_loss_bytes     the same where tp cuts the vocabulary: two more FP32 copies in its backward
@@ -107,7 +107,9 @@ def run_under(run: Run, framework: Framework, how: How) -> Run:
         changes["recompute"] = "full"
     if framework.contiguous and layout.cp > 1 and layout.cp_method == "ring":
         changes["cp_sharding"] = "contiguous"
-    if framework.kept_in_pipeline and layout.pp > 1 and layout.zero_stage == 3:
+    if layout.data_size == 1 and run.offload.parameters == "device":
+        changes["zero_stage"] = 0  # there is nobody to shard over
+    elif framework.kept_in_pipeline and layout.pp > 1 and layout.zero_stage > 0:
         changes["zero_stage"], states = 1, "bf16-master-fp32-grads"
     return replace(run, layout=replace(layout, **changes), recipe=states)
 

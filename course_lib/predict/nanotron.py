@@ -1,8 +1,9 @@
 """nanotron: how it cuts a model into stages, what its ranks keep, and where its steps wait.
 
-What is counted here was read off measured runs: their peak is that of the first stage, whose micro-batches in flight
-are the most; the cut into stages follows the cost of layers and head; pipelines over many nodes stall, for the same
-time at each message; and runs that would fill the memory are slow.
+Memory is counted tensor by tensor, as nanotron's code of February 2025 keeps them on rank 0, which writes the log: the
+first stage, whose micro-batches in flight are the most. Its log has what PyTorch's allocator reserved, in GiB. What
+waits and where was read off measured runs: pipelines over many nodes stall, for the same time at each message, and runs
+that would fill the memory are slow.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from math import ceil
 
 from course_lib.config import ModelConfig, require_dense
 from course_lib.flops import attention_flops_per_token, head_parameters, layer_matmul_parameters
-from course_lib.hardware import GB, Cluster, measured_bus_bandwidth, peak_flops
+from course_lib.hardware import GB, GIB, Cluster, measured_bus_bandwidth, peak_flops
 from course_lib.layout import Layout
 from course_lib.memory.states import RECIPES
 from course_lib.predict.rates import Rates
@@ -22,25 +23,26 @@ from course_lib.run import Run
 from course_lib.timing.rates import FLASH_ATTENTION_2
 
 RECIPE = RECIPES["bf16-master-fp32-grads"]
-# Assumed, not fitted: outside of tensors; of a parameter, a copy for the wire; and all that an update holds besides.
-OUTSIDE_BYTES = int(0.25 * GB)
-WIRE_BYTES, UPDATE_BYTES = 0.7, 4.9
-LOGITS_BYTES = 8  # of a number of the logits, on a rank that has embedding and head: FP32, and their gradient
-UNSHARED_BYTES = 400  # of a token and layer, that tp does not share: narrow models with wide tp show it
-REFERENCE_WIDTH, WIDTH_POWER = 4096, 0.3  # a gathered tensor's numbers a token: d_model ** 0.3 * 4096 ** 0.7
+# Counted: BF16 gradients of one backward, which are added to the FP32 ones when it ends; FP32 logits and their softmax;
+# with tp, tensors of a whole sequence: two that are gathered into for every layer, one that a product makes, one sent.
+BACKWARD_BYTES, LOGITS_BYTES, WHOLE_TENSORS = 2, 8, 4
+# Assumed: of a parameter, buckets of DDP, by which ZeRO-0 sends (2 bytes of buckets, but half is found); all that an
+# update holds beside states; and pieces of the allocator that no tensor fills.
+BUCKET_BYTES, UPDATE_BYTES = 1, 6
+UNFILLED_BYTES = int(0.2 * GIB)
 MANY_NODES, SOME_NODES, FEW_NODES = 64, 32, 4
 TP_OF_ONE_NODE, TP_OF_FOUR_NODES = 8, 32
 MANY_SHARDS, MANY_MICRO_BATCHES = 32, 16
-WITHOUT_PIPELINE, ONE_MICRO_BATCH = 2.0, 0.5  # of the gathered copies of a pipeline, of these again
+SENT_OF_LAYER = 2  # tensors of a whole sequence that a layer sends, forward and again backward: attention's, the MLP's
 STEP_S = 0.05  # of every step: data, logging
 FITTED_PORT_GB_PER_S = 50.0  # of the cluster whose bandwidth was measured; other ports are faster or slower by that
 TP_GB_PER_S, NETWORK_GB_PER_S = 350.0, 150.0  # of tp's collectives inside a node, and over nodes
 HIDING_BYTES = 4  # of a parameter, there and back, in an all-reduce beside backward: runs hide as BF16 gradients would
 ROUNDING = 8  # a layer takes the longer of its work and its least time; where both are near, a little more
 HEAD_COST = 0.95  # of its parameters, as the cut counts the head: over 16 stages the last one has it alone
-CROWDED_SHARE = 0.89  # of the GPU's memory: a run that wants more waits for memory to become free
-QUEUED_SHARE = 0.8  # of a layer's least time: ranks of two stages with more work than this queue kernels ahead
-WIDE_TP = 16  # without a pipeline: over many nodes, the collectives of tp up to this wait, and keep no copies
+CROWDED_SHARE = 0.93  # of the GPU's memory: a run that wants more keeps nothing queued, and waits for memory
+QUEUED_SHARE = 0.8  # of a layer's least time: ranks of a pipeline with more work than this fill the queue of launches
+WIDE_TP = 16  # without a pipeline: over many nodes, the collectives of tp up to this wait, and none is queued
 
 
 @dataclass(frozen=True)
@@ -100,79 +102,80 @@ def stalls(run: Run, nodes: int) -> bool:
     return beside_messages and nodes >= FEW_NODES and layout.tp != TP_OF_ONE_NODE
 
 
-def is_crowded(run: Run, cluster: Cluster, rates: Rates, nodes: int) -> bool:
-    """Whether a run that queues its kernels ahead would want nearly all of the memory, and more than one node.
-
-    The allocator then waits for the GPU before it gives a block again, and so do the other ranks at the next message.
-    """
-    wanted = sum(_memory_of(run, rates, _gathered_copies(run, cluster, rates, nodes)).values())
+def fills_memory(run: Run, cluster: Cluster, rates: Rates, nodes: int) -> bool:
+    """Whether a run that queues its kernels ahead would want nearly all of the memory, and more than one node: the
+    allocator then gives back what nobody holds, and waits for the GPU before it takes a block again."""
+    wanted = sum(_memory_of(run, _queued_tensors(run, cluster, rates, nodes), rates).values())
     return nodes > 1 and wanted > CROWDED_SHARE * cluster.gpu.usable_bytes
 
 
+def is_crowded(run: Run, cluster: Cluster, rates: Rates, nodes: int) -> bool:
+    """Whether a run fills the memory with every micro-batch, and not once a step while a pipeline fills: its ranks wait
+    for the allocator, and at the next message for each other."""
+    return run.layout.micro_batches > run.layout.pp and fills_memory(run, cluster, rates, nodes)
+
+
 def memory_of(run: Run, cluster: Cluster, rates: Rates, nodes: int) -> dict[str, float]:
-    """Bytes of the first stage's rank at its peak, by kind."""
-    crowded = is_crowded(run, cluster, rates, nodes)
-    return _memory_of(run, rates, 0.0 if crowded else _gathered_copies(run, cluster, rates, nodes))
+    """Bytes that the allocator of the first stage's rank reserves at its peak, by kind."""
+    full = fills_memory(run, cluster, rates, nodes)
+    return _memory_of(run, 0.0 if full else _queued_tensors(run, cluster, rates, nodes), rates)
 
 
-def _memory_of(run: Run, rates: Rates, gathered_copies: float) -> dict[str, float]:
+def _memory_of(run: Run, queued_tensors: float, rates: Rates) -> dict[str, float]:
     config, layout = run.config, run.layout
     stage = stages_of(config, layout.pp)[0]
     parameters = parameters_of(config, stage) / layout.tp
     shards = layout.dp if layout.zero_stage else 1
-    kept = _kept_tokens(run)
     tokens = layout.micro_batch * run.seq_len
-    activations = 2 * kept * (10 * config.d_model + 4 * config.d_ff) * rates.activation_scale / layout.tp
-    activations += UNSHARED_BYTES * kept
-    logits = LOGITS_BYTES * tokens * config.vocab_size / layout.tp if layout.pp == 1 else 0.0
-    gathered = gathered_copies * _gathered_bytes(run)
-    during, update = activations + gathered + logits, UPDATE_BYTES * parameters
-    peak_is_update = update > during
+    kept = stage.layers * tokens * min(layout.micro_batches, layout.pp)
+    whole = 2 * tokens * config.d_model if layout.tp > 1 else 0
+    has_buckets = layout.zero_stage == 0 and layout.dp > 1
+    step = {
+        "activations": rates.activation_scale * 2 * kept * _kept_numbers(config) / layout.tp,
+        "logits": LOGITS_BYTES * tokens * config.vocab_size / layout.tp if layout.pp == 1 else 0.0,
+        "whole sequences": WHOLE_TENSORS * whole,
+        "queued": queued_tensors * whole,
+        "backward": (BACKWARD_BYTES + BUCKET_BYTES * has_buckets) * parameters,
+    }
+    if (update := UPDATE_BYTES * parameters) > sum(step.values()):
+        step = {"update": update}
     return {
         "parameters": RECIPE.param_bytes * parameters,
         "gradients": RECIPE.grad_bytes * parameters,
         "optimizer": (RECIPE.master_bytes + RECIPE.moment_bytes) * parameters / shards,
-        "activations": 0.0 if peak_is_update else activations,
-        "gathered": 0.0 if peak_is_update else gathered,
-        "logits": 0.0 if peak_is_update else logits,
-        "update": update if peak_is_update else 0.0,
-        "communication": WIRE_BYTES * parameters if layout.dp > 1 else 0.0,
-        "outside": float(OUTSIDE_BYTES),
+        **step,
+        "unfilled": float(UNFILLED_BYTES),
     }
 
 
-def _kept_tokens(run: Run) -> int:
-    """Tokens whose activations the first stage keeps, of all its layers and micro-batches in flight."""
+def _kept_numbers(config: ModelConfig) -> int:
+    """Numbers that a layer keeps of a token: inputs of both norms and their outputs; q, k, v and attention's output;
+    the MLP's four. Where q, k and v are one tensor, k and v stay beside the copy that attention reads."""
+    queries, pairs = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
+    copied = pairs if config.num_kv_heads == config.num_heads else 0
+    return 4 * config.d_model + 2 * queries + pairs + copied + 4 * config.d_ff
+
+
+def _queued_tensors(run: Run, cluster: Cluster, rates: Rates, nodes: int) -> float:
+    """Tensors of a whole sequence that tp's collectives still read: their memory is free again when the GPU has sent
+    them, and Python runs ahead of it, in a pipeline from the forwards that fill it on. The queue of launches holds only
+    so many; ranks that wait for each other more than they compute do not fill it; and none is left where a run stalls.
+    """
     layout = run.layout
-    layers = stages_of(run.config, layout.pp)[0].layers
-    return layers * layout.micro_batch * run.seq_len * min(layout.micro_batches, layout.pp)
-
-
-def _gathered_bytes(run: Run) -> float:
-    """One tensor of the whole sequence for each layer and micro-batch in flight."""
-    return 2 * _kept_tokens(run) * run.config.d_model**WIDTH_POWER * REFERENCE_WIDTH ** (1 - WIDTH_POWER)
-
-
-def _gathered_copies(run: Run, cluster: Cluster, rates: Rates, nodes: int) -> float:
-    """Copies of a whole sequence beside the shard: none where the run stalls, nor of two stages whose ranks wait for
-    each other longer than they compute, for then no kernels are queued; with one micro-batch runs differ, and their
-    columns do not say why, so that they stand in between."""
-    layout = run.layout
-    if layout.tp == 1 or stalls(run, nodes) or 1 < layout.micro_batches < layout.pp:
+    if layout.tp == 1 or stalls(run, nodes):
         return 0.0
-    if layout.pp == 2:
-        layer = layer_of(run, cluster, rates, waits=nodes > 1)
-        if layer.work_s < QUEUED_SHARE * layer.least_s:
+    a_pass = SENT_OF_LAYER * stages_of(run.config, layout.pp)[0].layers
+    if layout.pp == 1:
+        if nodes >= MANY_NODES and layout.tp <= WIDE_TP:
             return 0.0
-    if layout.pp > 1:
-        steady = 0.5 if layout.micro_batches == layout.pp else 1.0
-        return steady * rates.gathered_copies if layout.tp < 32 else 0.0
-    if nodes >= MANY_NODES and layout.tp <= WIDE_TP:
-        return 0.0
-    copies = WITHOUT_PIPELINE * rates.gathered_copies
-    if layout.micro_batches == 1:
-        copies *= ONE_MICRO_BATCH
-    return copies
+        return min(rates.queued_tensors, a_pass if layout.micro_batches == 1 else 2 * a_pass)
+    layer = layer_of(run, cluster, rates, waits=nodes > 1)
+    filling = min(layout.micro_batches, layout.pp) - 1
+    if layer.work_s < QUEUED_SHARE * layer.least_s:
+        return min(rates.queued_tensors, a_pass * max(0, filling - 1))
+    if layout.micro_batches > layout.pp:
+        return rates.queued_tensors
+    return min(rates.queued_tensors, a_pass * max(1, filling))
 
 
 @dataclass(frozen=True)

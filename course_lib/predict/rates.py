@@ -14,7 +14,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "fp8_speedup": (1.2, 2.0),
     "width_gain": (0.0, 0.6),
     "activation_scale": (0.8, 1.5),
-    "gathered_copies": (0.0, 2.0),
+    "queued_tensors": (10.0, 100.0),
     "layer_launch_ms": (1.5, 5.0),
     "tp_hop_ms": (0.05, 1.5),
     "tp_hop_waiting_ms": (0.5, 6.0),
@@ -39,9 +39,9 @@ class Rates:
     layer_launch_ms       least milliseconds of a layer, forward and backward, one kernel for each operation: launches
 
     Of nanotron alone:
-    activation_scale      of what a layer keeps, over the count of its tensors (10 d_model + 4 d_ff a token, in bytes 2)
-    gathered_copies       tensors of a whole sequence that a layer keeps beside its shard, where tp ranks share it, in a
-                          pipeline of three stages or more; twice as many without a pipeline
+    activation_scale      of what a layer keeps, over the bytes of its tensors: pieces of the allocator that they leave
+    queued_tensors        tensors of a whole sequence that wait at most in the queue of launches, where tp ranks share
+                          the sequence: it holds 1,024 kernels, of which about one in 23 is such a collective
     tp_hop_ms             milliseconds that a layer takes longer for each rank of a tp group over nodes: latency of its
                           collectives, which go from rank to rank
     tp_hop_waiting_ms     milliseconds of a layer's least time more for each rank of tp, where the ranks wait for each
@@ -55,8 +55,8 @@ class Rates:
     fused_passes: Amount = 3.0
     fp8_speedup: Amount = 1.51
     width_gain: Amount = 0.106
-    activation_scale: Amount = 1.036
-    gathered_copies: Amount = 0.787
+    activation_scale: Amount = 1.055
+    queued_tensors: Amount = 44.7
     layer_launch_ms: Amount = 4.28
     tp_hop_ms: Amount = 0.384
     tp_hop_waiting_ms: Amount = 2.26

@@ -3,6 +3,7 @@
 columns read    model nodes gpus mbs grad_acc dp pp tp zero      (others are handed through)
     and, if there cp ep sp seq precision recompute offload schedule v layers_of_stage dp_replicate cp_method cp_sharding
 columns added   predicted_mem_gb predicted_tok_s_gpu predicted_mfu_pct fits why
+                mem_gb as the framework's log counts: nanotron's in GiB, the others' in GB
     and, if asked mem_gb_from mem_gb_to tok_s_gpu_from tok_s_gpu_to: where nine in ten runs like it lay
 """
 
@@ -13,11 +14,12 @@ import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import get_args
 
 from course_lib.config import ModelConfig, MoeConfig, Recompute, preset
-from course_lib.hardware import GB, Cluster
+from course_lib.hardware import Cluster
 from course_lib.layout import Layout
 from course_lib.memory.zero import Offload
 from course_lib.predict.frameworks import PRECISIONS, How
@@ -151,7 +153,7 @@ def how_of(row: Mapping[str, str]) -> How:
 
 
 def _whole(row: Mapping[str, str], column: str) -> int:
-    text = (row.get(column) or "").strip()
+    text = (row.get(column) or "").strip().removesuffix(".0")  # as spreadsheets write whole numbers
     if not text.isdigit():
         raise ValueError(f"{column} is {row.get(column)!r}; required: a whole number")
     return int(text)
@@ -211,19 +213,26 @@ def predict_rows(
     framework: str = "nanotron",
     rates: Rates = RATES,
 ) -> list[Prediction | str]:
-    """Predict each row; of one that cannot be, say why.
-
-    Raises   ValueError for a model that no shape is known of
-    """
+    """Predict each row; of one that cannot be, say why."""
     found: list[Prediction | str] = []
-    for number, row in enumerate(rows, 2):  # line 1 is the header
-        if row.get("model") not in models:
-            raise ValueError(f"line {number}: model is {row.get('model')!r}; known: {', '.join(models)}")
+    for row in rows:
         try:
-            found.append(predict(run_of(row, models, seq_len), cluster, framework, rates, how_of(row)))
+            one = predict(run_of(row, models, seq_len), cluster, framework, rates, how_of(row))
+            found.append(replace(one, note=_note(row, cluster, framework)))
         except ValueError as error:
             found.append(f"cannot be: {error}")
     return found
+
+
+def _note(row: Mapping[str, str], cluster: Cluster, framework: str) -> str:
+    """What else to know of a row: its nodes are not those that its GPUs fill; nanotron would refuse it."""
+    gpus, nodes = _whole(row, "gpus"), ceil(_whole(row, "gpus") / cluster.gpus_per_node)
+    notes = []
+    if _whole(row, "nodes") != nodes:
+        notes.append(f"nodes is {row['nodes']}, predicted for {nodes}: {gpus} GPUs in nodes of {cluster.gpus_per_node}")
+    if framework == "nanotron" and _whole(row, "grad_acc") < (least := _whole(row, "pp") - 1):
+        notes.append(f"nanotron takes {least} micro-batches or more")
+    return "; ".join(notes)
 
 
 def told(one: Prediction | str) -> dict[str, str]:
@@ -231,7 +240,7 @@ def told(one: Prediction | str) -> dict[str, str]:
     if isinstance(one, str):
         return dict.fromkeys(ADDED, "") | {"fits": "no", "why": one}
     return {
-        "predicted_mem_gb": f"{one.memory_bytes / GB:.2f}",
+        "predicted_mem_gb": f"{one.memory_bytes / one.gb:.2f}",
         "predicted_tok_s_gpu": f"{one.tokens_per_s_per_gpu:.1f}",
         "predicted_mfu_pct": f"{100 * one.mfu:.2f}",
         "fits": "yes" if one.fits else "no",
@@ -243,7 +252,7 @@ def bars_of(one: Prediction | str) -> dict[str, str]:
     """Between which values nine in ten measured runs like it lay, of memory and of speed."""
     if isinstance(one, str):
         return dict.fromkeys(BARS, "")
-    ends = (*(size / GB for size in one.memory_range), *one.speed_range)
+    ends = (*(size / one.gb for size in one.memory_range), *one.speed_range)
     return {name: f"{value:.1f}" for name, value in zip(BARS, ends, strict=True)}
 
 

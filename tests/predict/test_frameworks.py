@@ -68,6 +68,21 @@ def test_zero_3_in_a_pipeline_keeps_parameters_and_fp32_gradients():
     assert messages == 2 * 2 * 8 * 8192 * 4096  # of 8 micro-batches, in and out
 
 
+@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize("axes", [{"dp": 1, "tp": 4}, {"dp": 4, "tp": 2}, {"dp": 4, "pp": 2, "micro_batches": 4}])
+def test_more_zero_needs_no_more_memory_and_more_sequences_need_more(name, axes):
+    def needed(stage: int, size: int) -> float:
+        run = a_run(**axes | {"zero_stage": stage, "micro_batch": size})
+        return predict(run, CLUSTER, name).memory_bytes
+
+    stages = (0, 1) if name == "nanotron" else (0, 1, 2, 3)
+    grid = [[needed(stage, size) for size in (1, 2)] for stage in stages]
+    for one, two in grid:
+        assert one < two
+    for sizes in zip(*grid, strict=True):
+        assert list(sizes) == sorted(sizes, reverse=True)
+
+
 # ---- time
 
 

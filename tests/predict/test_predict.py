@@ -18,6 +18,7 @@ from course_lib.layout import Layout
 from course_lib.memory.states import count_parameters
 from course_lib.predict import RATES, Rates, predict, predict_rows
 from course_lib.predict.nanotron import (
+    fills_memory,
     is_crowded,
     layer_of,
     memory_of,
@@ -39,6 +40,7 @@ CLUSTER = Cluster(gpu("h100"), link("nvlink4"), link("efa"))
 SHAPES = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 32, "ffn": 14336, "vocab": 131072, "tied": False}
 SMALL = SHAPES | {"layers": 16, "hidden": 2048, "ffn": 8192, "tied": True}
 EIGHT = ModelConfig("8B", 32, 4096, 32, 32, 14336, 131072, 4096)
+NARROW = ModelConfig("1B", 16, 2048, 32, 32, 8192, 131072, 4096, tied=True)
 TABLE = Path(os.environ.get("MEASURED_RUNS", ROOT.parent / "shared" / "data" / "cluster_runs.csv"))
 
 
@@ -103,20 +105,69 @@ def test_states_are_18_bytes_a_parameter_and_zero_shards_12_of_them():
     assert memory_of(a_run(dp=8, zero_stage=1), CLUSTER, RATES, 1)["optimizer"] == 12 * parameters / 8
 
 
-def test_activations_grow_with_micro_batch_and_with_micro_batches_in_flight():
-    def kept(**axes) -> float:
-        return memory_of(a_run(**axes), CLUSTER, RATES, 1)["activations"]
+def test_a_backward_holds_bf16_gradients_and_zero_0_the_buckets_of_ddp_too():
+    parameters = (count_parameters(EIGHT) - EIGHT.d_model) / 4
+    held = [
+        memory_of(a_run(dp=dp, tp=4, zero_stage=zero, micro_batch=4), CLUSTER, RATES, 1)["backward"]
+        for dp, zero in ((1, 0), (2, 1), (2, 0))
+    ]
+    assert held == [2 * parameters, 2 * parameters, 3 * parameters]
 
-    assert kept(tp=4, micro_batch=16) == 2 * kept(tp=4, micro_batch=8)
-    unshared = 400 * 32 * 8 * 4096  # bytes of a token and layer, of 8 sequences more
-    assert kept(tp=8, micro_batch=16) - kept(tp=4, micro_batch=8) == pytest.approx(unshared)
+
+def test_activations_grow_with_micro_batch_and_with_micro_batches_in_flight():
+    def kept(config=EIGHT, **axes) -> float:
+        return memory_of(a_run(config, **axes), CLUSTER, RATES, 1)["activations"]
+
+    assert kept(tp=4, micro_batch=16) == 2 * kept(tp=4, micro_batch=8) == 2 * kept(tp=8, micro_batch=16)
     one, four = kept(tp=2, pp=4, micro_batch=8, micro_batches=1), kept(tp=2, pp=4, micro_batch=8, micro_batches=16)
     assert four == pytest.approx(4 * one)
+    a_token = 32 * 2 * (10 * 4096 + 4 * 14_336) * RATES.activation_scale
+    assert kept(micro_batch=2) == pytest.approx(2 * 4096 * a_token)
+    grouped = replace(EIGHT, num_kv_heads=8)  # k and v a quarter as wide, and not kept twice
+    assert kept(micro_batch=2) - kept(grouped, micro_batch=2) == pytest.approx(
+        2 * 4096 * 32 * 2 * (2 * 4096 + 2 * 3072) * RATES.activation_scale
+    )
+
+
+@pytest.mark.parametrize(
+    ("axes", "nodes", "tensors"),
+    [
+        ({"tp": 8}, 1, RATES.queued_tensors),  # 32 layers x 2 of each pass are more than the queue holds
+        ({"tp": 8, "config": "narrow", "micro_batches": 1}, 1, 2 * 16),  # the forward alone
+        ({"dp": 128, "tp": 4}, 64, 0),  # over 64 nodes ranks wait for each other
+        ({"pp": 8, "tp": 4, "micro_batch": 8}, 4, RATES.queued_tensors),  # in flight: more than fill the pipeline
+        ({"pp": 4, "tp": 4, "micro_batch": 8, "micro_batches": 4, "config": "narrow"}, 2, 2 * 5 * 3),  # these alone
+        ({"pp": 4, "tp": 8, "config": "narrow"}, 4, 2 * 5 * 2),  # ranks wait for each other
+        ({"pp": 2, "tp": 8, "config": "narrow"}, 2, 0),
+        ({"dp": 64, "pp": 2, "tp": 4}, 64, 0),  # stalled
+        ({"tp": 1, "micro_batch": 4, "config": "narrow"}, 1, 0),
+    ],
+)
+def test_tensors_of_a_whole_sequence_wait_in_the_queue_of_launches(axes, nodes, tensors):
+    config = NARROW if axes.get("config") == "narrow" else EIGHT
+    run = a_run(config, **{name: value for name, value in axes.items() if name != "config"})
+    whole = 2 * run.layout.micro_batch * 4096 * config.d_model
+    larger = replace(CLUSTER, gpu=replace(CLUSTER.gpu, usable_bytes=4 * CLUSTER.gpu.usable_bytes))
+    kinds = memory_of(run, larger, RATES, nodes)
+    assert kinds["queued"] / whole == pytest.approx(tensors)
+    assert kinds["whole sequences"] == (4 * whole if run.layout.tp > 1 else 0)
+
+
+def test_the_largest_micro_batch_of_a_model_in_no_fit_is_the_one_that_was_published():
+    """3.57 billion parameters on one node (Ultra-Scale Playbook, TP scaling): 4, 10, 20 sequences with tp 2, 4, 8."""
+    model = replace(preset("playbook-3b"), max_seq_len=4096)
+
+    def fits(tp: int, size: int) -> bool:
+        return predict(a_run(model, tp=tp, micro_batch=size, micro_batches=1), CLUSTER).fits
+
+    largest = [max(size for size in range(1, 30) if fits(tp, size)) for tp in (2, 4, 8)]
+    assert largest == [4, 10, 20]
 
 
 def test_the_update_is_the_peak_of_small_batches():
-    kinds = memory_of(a_run(tp=8, micro_batches=1), CLUSTER, RATES, 1)
-    assert kinds["update"] > 0 and kinds["activations"] == 0
+    small, large = (memory_of(a_run(micro_batch=size), CLUSTER, RATES, 1) for size in (1, 4))
+    assert small["update"] == 6 * (count_parameters(EIGHT) - EIGHT.d_model) and "activations" not in small
+    assert "update" not in large and large["activations"] > 0
 
 
 # ---- time
@@ -165,9 +216,12 @@ def test_a_run_that_would_fill_the_memory_keeps_less_and_waits():
     larger = replace(CLUSTER, gpu=replace(CLUSTER.gpu, usable_bytes=2 * CLUSTER.gpu.usable_bytes))
     assert [is_crowded(run, CLUSTER, RATES, 8) for run in (fine, full)] == [False, True]
     assert not is_crowded(full, larger, RATES, 8) and not is_crowded(full, CLUSTER, RATES, 1)
-    kept = [memory_of(full, cluster, RATES, 8)["gathered"] for cluster in (CLUSTER, larger)]
-    assert kept[0] == 0 < kept[1]
+    queued = [memory_of(full, cluster, RATES, 8).get("queued", 0.0) for cluster in (CLUSTER, larger)]
+    assert queued[0] == 0 < queued[1]
     assert predict(full, CLUSTER).tokens_per_s_per_gpu < predict(fine, CLUSTER).tokens_per_s_per_gpu / 2
+    once, again = (a_run(dp=8, pp=4, tp=4, zero_stage=1, micro_batch=8, micro_batches=size) for size in (4, 8))
+    assert [fills_memory(run, CLUSTER, RATES, 16) for run in (once, again)] == [True, True]
+    assert [is_crowded(run, CLUSTER, RATES, 16) for run in (once, again)] == [False, True]
 
 
 def test_over_64_nodes_tp_of_a_node_waits_and_narrower_tp_does_not():
@@ -290,7 +344,7 @@ def test_the_table_keeps_its_columns_and_gains_five(tmp_path):
     first, second = csv.DictReader(out.open())
     assert list(first) == ["model", *READ, "status", *ADDED]
     found = predict(run_of(first, read_models(models, 4096), 4096), CLUSTER)
-    assert float(first["predicted_mem_gb"]) == pytest.approx(found.memory_bytes / 1e9, abs=0.005)
+    assert float(first["predicted_mem_gb"]) == pytest.approx(found.memory_bytes / 2**30, abs=0.005)  # as its log
     assert float(first["predicted_tok_s_gpu"]) == pytest.approx(found.tokens_per_s_per_gpu, abs=0.05)
     assert first["fits"] == "yes" and "most memory" in first["why"]
     assert second["predicted_mem_gb"] == "" and second["fits"] == "no" and "32 layers" in second["why"]
@@ -355,9 +409,9 @@ def test_errors_on_measured_runs(capsys, tmp_path):
     with capsys.disabled():
         print({name: round(value, 3) for name, value in found.items()}, "fit", sum(fitting) / len(fitting))
     assert found["memory, median error"] <= 0.05
-    assert found["memory, nine in ten within"] <= 0.155
+    assert found["memory, nine in ten within"] <= 0.14
     assert found["tokens/s, median error"] <= 0.055
-    assert found["tokens/s, nine in ten within"] <= 0.24
+    assert found["tokens/s, nine in ten within"] <= 0.18
     assert found["rank correlation in a cell, median"] >= 0.93
     assert found["of runs below 5 % MFU, predicted below 8 %"] >= 0.95
     assert found["worst yield of the fastest"] >= 0.73
@@ -367,7 +421,7 @@ def test_errors_on_measured_runs(capsys, tmp_path):
         inside = []
         for one in measured:
             predicted = predict(one.run, CLUSTER)
-            value = one.memory_gb * 1e9 if which == "memory" else one.tokens_per_s_per_gpu
+            value = one.memory_gb * 2**30 if which == "memory" else one.tokens_per_s_per_gpu
             low, high = getattr(predicted.spread, which)
             inside.append(low <= value / getattr(predicted, told) <= high)
         assert 0.86 <= sum(inside) / len(inside) <= 0.94  # nine in ten
@@ -423,3 +477,14 @@ def test_a_row_that_is_short_or_no_number_says_so_and_the_others_are_predicted(t
     fine, short, word = csv.DictReader((tmp_path / "out.csv").open())
     assert fine["fits"] == "yes" and {short["fits"], word["fits"]} == {"no"}
     assert "mbs is ''" in short["why"] and "grad_acc is 'many'; required: a whole number" in word["why"]
+
+
+def test_a_row_of_an_unknown_model_and_one_of_other_nodes_say_so_and_the_table_goes_on(tmp_path):
+    rows = [a_row(), a_row(model="9B"), a_row(nodes=4), a_row(mbs="1.0"), a_row(pp=4, dp=1, grad_acc=2)]
+    runs, models = a_table(tmp_path, rows)
+    main(["predict", str(runs), "--models", str(models), "--out", str(tmp_path / "out.csv")])
+    fine, unknown, other, spreadsheet, few = csv.DictReader((tmp_path / "out.csv").open())
+    assert (unknown["fits"], unknown["why"]) == ("no", "cannot be: model is '9B'; known: 8B, 1B")
+    assert other["why"] == fine["why"] + "; nodes is 4, predicted for 2: 16 GPUs in nodes of 8"
+    assert few["why"].endswith("; nanotron takes 3 micro-batches or more")
+    assert other["predicted_mem_gb"] == fine["predicted_mem_gb"] == spreadsheet["predicted_mem_gb"]

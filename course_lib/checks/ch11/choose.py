@@ -101,7 +101,7 @@ def advice(job: Job, layouts: list[Layout], limit_gb: float) -> Layout:
 def check_choose(answer, rng):
     """On two measured jobs, limits drawn afresh: never more than the limit, nearly the best, better than the advice."""
     reached, advised = [], []
-    for model, num_gpus, limits in (("8B", 64, (34.5, 38, 42, 46, 50)), ("80B", 128, (48.0, 50, 55, 57, 63))):
+    for model, num_gpus, limits in (("8B", 64, (37.0, 41, 45, 49, 54)), ("80B", 128, (51.5, 54, 59, 61, 67.5))):
         job = measured_job(model, num_gpus)
         for limit in rng.sample(limits[1:], 2) + [limits[0]]:
             limit_gb = limit + 0.3 * rng.random()
