@@ -135,8 +135,17 @@ class Units:
     """Stage 3: a unit's parameters are gathered while it computes, with the next one's; then its gradients leave."""
 
     def __init__(self, shards: list[Shard], units: list[str], uses: dict[int, tuple[int, int]]):
-        self.shards, self.units = shards, units
-        self.uses = uses  # of each shard: its first and its last unit
+        self.shards = shards
+        self.place = {unit: index for index, unit in enumerate(units)}
+        self.needed: list[list[Shard]] = [[] for _ in units]  # by each unit
+        self.first: list[list[Shard]] = [[] for _ in units]  # those of which it is the first
+        for place, shard in enumerate(shards):
+            first, last = uses[place]
+            self.first[first].append(shard)
+            for index in range(first, last + 1):
+                self.needed[index].append(shard)
+        self.held: list[Shard] = []  # whole now
+        self.leaving: list[Shard] = []  # being reduced
         self.shard_of = {name: shard for shard in shards for name in shard.names}
         self.lowest, self.in_backward = len(units) - 1, False
 
@@ -144,47 +153,46 @@ class Units:
         self.shard_of[weight.name].collect(weight.name)
         came.clear()
 
-    def needed(self, index: int) -> list[Shard]:
-        return [shard for place, shard in enumerate(self.shards) if self.uses[place][0] <= index <= self.uses[place][1]]
-
     def hold(self, *indices: int) -> None:
-        wanted = [shard for index in indices for shard in self.needed(index)]
-        for shard in self.shards:
+        wanted = [shard for index in indices if 0 <= index < len(self.needed) for shard in self.needed[index]]
+        for shard in self.held:
             if shard not in wanted:
                 shard.whole = None
         for shard in wanted:
             shard.gather()
+        self.held = wanted
 
     def before_unit(self, unit: str, x: Tensor | None) -> None:
         if self.in_backward:
             return
-        index = self.units.index(unit)
+        index = self.place[unit]
         if x is not None and x.node is not None and x.node is not LEAF:
             x.node.before = lambda: self.before_backward(index - 1)
             self.lowest = min(self.lowest, index - 1)
         self.hold(index, index + 1)
 
     def after_forward(self, root) -> None:
-        last = len(self.units) - 1
+        last = len(self.place) - 1
         root.before = lambda: self.before_backward(last)
         self.hold()
 
     def before_backward(self, index: int) -> None:
         self.in_backward = True
-        self.reduce([shard for place, shard in enumerate(self.shards) if self.uses[place][0] == index + 1])
+        self.reduce(self.first[index + 1] if index + 1 < len(self.first) else [])
         self.hold(*([index, index - 1] if index > self.lowest else [index]))
 
     def reduce(self, left: list[Shard]) -> None:
-        for shard in self.shards:
+        for shard in self.leaving:
             shard.finish_reduce()
         for shard in left:
             shard.start_reduce()
+        self.leaving = left
 
     def finish(self) -> None:
-        self.reduce([shard for place, shard in enumerate(self.shards) if self.uses[place][0] <= self.lowest])
+        self.reduce([shard for shards in self.first[: self.lowest + 1] for shard in shards])
         self.reduce([])
         self.hold()
-        self.lowest, self.in_backward = len(self.units) - 1, False
+        self.lowest, self.in_backward = len(self.place) - 1, False
 
 
 class StageOnLedger:
