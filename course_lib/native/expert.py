@@ -157,15 +157,15 @@ def keep_my_experts(moe: MoE, layout: ExpertLayout, ep_rank: int) -> None:
 def run_grouped(group: dist.ProcessGroup, experts: GroupedExperts, x_TD: Tensor, routing: Routing) -> Tensor:
     """`moe.run_experts` over a group: a row for every choice."""
     x_RD, assignment_R, rows_E = dispatch(x_TD, routing)
-    to_rank_Ne = rows_E.view(group.size(), -1)
-    from_rank_Ne = torch.empty_like(to_rank_Ne)
-    dist.all_to_all_single(from_rank_Ne, to_rank_Ne, group=group)
-    sent_rows, received_rows = to_rank_Ne.sum(1).tolist(), from_rank_Ne.sum(1).tolist()
+    to_rank = rows_E.view(group.size(), -1)
+    from_rank = torch.empty_like(to_rank)
+    dist.all_to_all_single(from_rank, to_rank, group=group)
+    sent_rows, received_rows = to_rank.sum(1).tolist(), from_rank.sum(1).tolist()
 
     received_RD = all_to_all_single_autograd(x_RD, received_rows, sent_rows, group)
-    expert_R = torch.arange(to_rank_Ne.shape[1], device=x_RD.device).repeat(group.size())
-    order_R = expert_R.repeat_interleave(from_rank_Ne.flatten()).argsort(stable=True)
-    y_RD = experts(received_RD[order_R], from_rank_Ne.sum(0))
+    expert_R = torch.arange(to_rank.shape[1], device=x_RD.device).repeat(group.size())
+    order_R = expert_R.repeat_interleave(from_rank.flatten()).argsort(stable=True)
+    y_RD = experts(received_RD[order_R], from_rank.sum(0))
     returned_RD = all_to_all_single_autograd(y_RD[order_R.argsort()], sent_rows, received_rows, group)
     return combine(returned_RD, assignment_R, routing)
 

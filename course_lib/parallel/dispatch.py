@@ -67,22 +67,22 @@ def exchange_counts(counts: Tensor, group: Group) -> Tensor:
 def run_plain(group: Group, experts: nn.Module, x_TD: Tensor, routing: Routing) -> Tensor:
     """What `moe.run_experts` does alone, here over a group: each row travels. My experts are E / N neighbours."""
     x_RD, assignment_R, rows_E = dispatch(x_TD, routing)
-    to_rank_Ne = rows_E.view(group.size(), -1)
-    from_rank_Ne = exchange_counts(to_rank_Ne, group)
-    sent_rows, received_rows = to_rank_Ne.sum(1).tolist(), from_rank_Ne.sum(1).tolist()
+    to_rank = rows_E.view(group.size(), -1)
+    from_rank = exchange_counts(to_rank, group)
+    sent_rows, received_rows = to_rank.sum(1).tolist(), from_rank.sum(1).tolist()
 
     (received_RD,) = exchange([x_RD], group, sent_rows, received_rows)  # by source, then by expert
-    order_R = by_expert(from_rank_Ne)
-    y_RD = apply_experts(experts.values(), received_RD[order_R], from_rank_Ne.sum(0).tolist())
+    order_R = by_expert(from_rank)
+    y_RD = apply_experts(experts.values(), received_RD[order_R], from_rank.sum(0).tolist())
     (returned_RD,) = exchange([y_RD[inverse(order_R)]], group, received_rows, sent_rows)
     return combine(returned_RD, assignment_R, routing)
 
 
-def by_expert(from_rank_Ne: Tensor) -> Tensor:
+def by_expert(from_rank: Tensor) -> Tensor:
     """The order that puts rows sorted by source, then expert, into one sorted by expert, then source."""
-    ranks, experts = from_rank_Ne.shape
-    expert_R = torch.arange(experts, device=from_rank_Ne.device).repeat(ranks)
-    return expert_R.repeat_interleave(from_rank_Ne.flatten()).argsort(stable=True)
+    ranks, experts = from_rank.shape
+    expert_R = torch.arange(experts, device=from_rank.device).repeat(ranks)
+    return expert_R.repeat_interleave(from_rank.flatten()).argsort(stable=True)
 
 
 def inverse(order_R: Tensor) -> Tensor:

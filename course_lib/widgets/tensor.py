@@ -21,7 +21,7 @@ from course_lib.traffic import calls, sent_bytes
 from course_lib.validate import Size, check_fields, checked
 from course_lib.widgets import parts
 
-UTILISATION = Utilisation(matmul=0.4)  # of one GPU while it computes
+UTILISATION = Utilisation(matmul=0.45)  # of one GPU while it computes
 GPUS_PER_NODE = 8
 LARGEST_TP = 64
 MODES = [("TP", "tp"), ("TP + SP", "tp+sp"), ("TP + SP, gathered again in backward", "tp+sp regather")]

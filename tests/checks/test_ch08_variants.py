@@ -38,17 +38,17 @@ def bubble_by_the_clock(p, m, v):
 
 
 # ------------------------------------------------------------------------------------ 2. layers kept
-def alive_by_the_clock(name, L, p, m, i):
+def kept_by_the_clock(name, L, p, m, i):
     return simulate(make(name, p, m)).peak_live[i] * (L // p)
 
 
-def alive_by_cases(name, L, p, m, i):
+def kept_by_cases(name, L, p, m, i):
     if name == "naive":
         return L / p
     return (m if name == "afab" or m < p - i else p - i) * L / p
 
 
-def alive_by_counting(name, L, p, m, i):
+def kept_by_counting(name, L, p, m, i):
     held = most = 0
     for one in make(name, p, m).instructions[i]:
         held += 1 if one.op == "F" else -1
@@ -336,7 +336,7 @@ def whole_backwards_on_rank_0(p, m):
 
 RIGHT = {
     "check_bubble": (bubble_by_slots, bubble_by_fractions, bubble_by_the_clock),
-    "check_alive": (alive_by_the_clock, alive_by_cases, alive_by_counting),
+    "check_layers_kept": (kept_by_the_clock, kept_by_cases, kept_by_counting),
     "check_limited": (limited_from_1f1b, limited_greedily, limited_by_slices),
     "check_layers": (layers_by_search, layers_from_the_back, layers_by_moving),
     "check_split_backward": (KeepsADict, Recursive, KeepsTwoLists),

@@ -66,20 +66,20 @@ class Swap(torch.autograd.Function):
 
 
 def _counts(rows_E, group):
-    to_Ne = rows_E.view(group.size(), -1)
-    from_Ne = torch.empty_like(to_Ne)
-    dist.all_to_all_single(from_Ne, to_Ne, group=group)
-    return to_Ne, from_Ne
+    to_rank = rows_E.view(group.size(), -1)
+    from_rank = torch.empty_like(to_rank)
+    dist.all_to_all_single(from_rank, to_rank, group=group)
+    return to_rank, from_rank
 
 
 def layer_point_to_point(x_TD, expert_Tk, weight_Tk, experts, num_experts, group):
     """Weights travel nowhere; rows of one expert are found by a mask."""
     expert_R, k = expert_Tk.flatten(), expert_Tk.shape[1]
     order_R = expert_R.argsort(stable=True)
-    to_Ne, from_Ne = _counts(expert_R.bincount(minlength=num_experts), group)
-    sent, received = to_Ne.sum(1).tolist(), from_Ne.sum(1).tolist()
+    to_rank, from_rank = _counts(expert_R.bincount(minlength=num_experts), group)
+    sent, received = to_rank.sum(1).tolist(), from_rank.sum(1).tolist()
     x_RD = Swap.apply(x_TD[order_R // k], sent, received, group)
-    number_R = torch.arange(len(experts)).repeat(group.size()).repeat_interleave(from_Ne.flatten())
+    number_R = torch.arange(len(experts)).repeat(group.size()).repeat_interleave(from_rank.flatten())
     y_RD = torch.zeros_like(x_RD)
     for number, expert in enumerate(experts):
         y_RD = y_RD.index_put((number_R == number,), expert(x_RD[number_R == number]))
@@ -111,11 +111,11 @@ def layer_weighted_there(x_TD, expert_Tk, weight_Tk, experts, num_experts, group
     """The weight travels as one more element of its row, so that the expert's rank multiplies."""
     expert_R, k = expert_Tk.flatten(), expert_Tk.shape[1]
     order_R = expert_R.argsort()
-    to_Ne, from_Ne = _counts(expert_R.bincount(minlength=num_experts), group)
-    sent, received = to_Ne.sum(1).tolist(), from_Ne.sum(1).tolist()
+    to_rank, from_rank = _counts(expert_R.bincount(minlength=num_experts), group)
+    sent, received = to_rank.sum(1).tolist(), from_rank.sum(1).tolist()
     rows = torch.cat([x_TD.repeat_interleave(k, 0), weight_Tk.reshape(-1, 1)], 1)[order_R]
     rows = all_to_all_single_autograd(rows, received, sent, group)
-    pieces = list(rows.split(from_Ne.flatten().tolist()))
+    pieces = list(rows.split(from_rank.flatten().tolist()))
     done = [experts[i % len(experts)](piece[:, :-1]) * piece[:, -1:] for i, piece in enumerate(pieces)]
     back = all_to_all_single_autograd(torch.cat(done), sent, received, group)
     return torch.zeros_like(x_TD).index_add(0, order_R // k, back)

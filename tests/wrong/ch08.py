@@ -4,10 +4,10 @@ import torch
 import torch.distributed as dist
 
 from course_lib.checks.ch08 import (
-    check_alive,
     check_bubble,
     check_exchange,
     check_layers,
+    check_layers_kept,
     check_limited,
     check_pipeline,
     check_shorter,
@@ -52,12 +52,12 @@ def total_without_v(p, m, v):
 
 
 # ------------------------------------------------------------------------------------ 2. layers kept
-def _alive(name, m, p, i):
+def _in_flight(name, m, p, i):
     return {"naive": 1, "afab": m, "1f1b": min(m, p - i)}[name]
 
 
 def micro_batches_only(name, L, p, m, i):
-    return _alive(name, m, p, i)
+    return _in_flight(name, m, p, i)
 
 
 def divided_by_p(name, L, p, m, i):
@@ -65,11 +65,11 @@ def divided_by_p(name, L, p, m, i):
 
 
 def all_layers(name, L, p, m, i):
-    return _alive(name, m, p, i) * L
+    return _in_flight(name, m, p, i) * L
 
 
 def always_first_rank(name, L, p, m, i):
-    return _alive(name, m, p, 0) * L // p
+    return _in_flight(name, m, p, 0) * L // p
 
 
 def more_than_there_are(name, L, p, m, i):
@@ -81,11 +81,11 @@ def as_afab(name, L, p, m, i):
 
 
 def naive_as_1f1b(name, L, p, m, i):
-    return _alive("afab" if name == "afab" else "1f1b", m, p, i) * L // p
+    return _in_flight("afab" if name == "afab" else "1f1b", m, p, i) * L // p
 
 
 def last_rank_ahead(name, L, p, m, i):
-    return _alive(name, m, p, p - 1 - i) * L // p
+    return _in_flight(name, m, p, p - 1 - i) * L // p
 
 
 def ahead_alone(name, L, p, m, i):
@@ -408,8 +408,8 @@ WRONG = {
             (per_cent, "per cent"),
         ],
     },
-    "my_alive": {
-        "check": check_alive,
+    "my_layers_kept": {
+        "check": check_layers_kept,
         "answers": [
             (micro_batches_only, "these are micro-batches"),
             (divided_by_p, "not divided by p"),
@@ -419,7 +419,7 @@ WRONG = {
             (as_afab, "that is AFAB"),
             (naive_as_1f1b, "one micro-batch at a time"),
             (last_rank_ahead, "the other way round"),
-            (ahead_alone, "works on is alive too"),
+            (ahead_alone, "works on is kept too"),
         ],
     },
     "my_limited": {
@@ -453,7 +453,7 @@ WRONG = {
         "answers": [
             (NoRelu, "relu passes no gradient"),
             (KeepsDy, "dy where dz belongs"),
-            (Early, "already; nothing is put off"),
+            (Early, "already; nothing is delayed"),
             (Backwards, "come in the order of backward"),
             (Averaged, "it is their sum"),
             (ByAutograd, "autograd does both halves"),
@@ -489,7 +489,7 @@ WRONG = {
         "answers": [
             (whole_backwards, "split B into I and W"),
             (w_behind_i, "W stands directly behind each I"),
-            (all_w_at_the_end, "put W off where others wait"),
+            (all_w_at_the_end, "delay W where others wait"),
             (with_more_memory, "buys its time with memory"),
         ],
     },

@@ -233,12 +233,12 @@ def _with(move=Exchange.apply, weighted=True, spread=True, undo=torch.argsort):
 
     def layer(x_TD, expert_Tk, weight_Tk, experts, num_experts, group):
         x_RD, order_R, rows_E = dispatch(x_TD, expert_Tk, num_experts)
-        to_Ne = rows_E.view(group.size(), -1)
-        from_Ne = all_to_all(to_Ne, group)
-        sent, received = to_Ne.sum(1).tolist(), from_Ne.sum(1).tolist()
+        to_rank = rows_E.view(group.size(), -1)
+        from_rank = all_to_all(to_rank, group)
+        sent, received = to_rank.sum(1).tolist(), from_rank.sum(1).tolist()
         x_RD = move(x_RD, sent, received, group)
-        sort_R = by_expert(from_Ne) if spread else torch.arange(len(x_RD))
-        y_RD = run_experts(experts, x_RD[sort_R], from_Ne.sum(0))
+        sort_R = by_expert(from_rank) if spread else torch.arange(len(x_RD))
+        y_RD = run_experts(experts, x_RD[sort_R], from_rank.sum(0))
         y_RD = move(y_RD[undo(sort_R)], received, sent, group)
         return combine(y_RD, order_R, weight_Tk if weighted else torch.ones_like(weight_Tk))
 

@@ -7,6 +7,6 @@ pipeline_ranks.py       backward in two halves, messages both ways
 """
 
 from course_lib.checks.ch08.pipeline_build import check_pipeline
-from course_lib.checks.ch08.pipeline_formulas import check_alive, check_bubble, check_layers
+from course_lib.checks.ch08.pipeline_formulas import check_bubble, check_layers, check_layers_kept
 from course_lib.checks.ch08.pipeline_ranks import check_exchange, check_split_backward
 from course_lib.checks.ch08.pipeline_schedules import check_limited, check_shorter

@@ -1,4 +1,4 @@
-"""Graders of chapter 08, exercises 1, 2 and 4: both shares of a bubble, layers kept alive, layers for each stage."""
+"""Graders of chapter 08, exercises 1, 2 and 4: both shares of a bubble, layers kept, layers for each stage."""
 
 from collections.abc import Callable
 
@@ -51,7 +51,7 @@ def _near(got: tuple, want: tuple) -> bool:
 
 # ------------------------------------------------------------------------------------ 2. layers kept
 @grader
-def check_alive(answer, rng):
+def check_layers_kept(answer, rng):
     """Counted from the schedules themselves, rank by rank."""
     for name in ("naive", "afab", "1f1b"):
         for few in (False, True):
@@ -67,15 +67,15 @@ def check_alive(answer, rng):
                     "that is AFAB, which does no backward before the last forward": m * each,
                     "that is rank 0; rank i runs p - 1 - i forwards ahead": min(m, p) * each,
                     "there are only m micro-batches": (p - i) * each,
-                    "that is one micro-batch; several are alive at once, so activations are not divided by p": each,
+                    "that is one micro-batch; several are in flight at once, so activations are not divided by p": each,
                 }
                 if name == "1f1b":
                     wrong = {
                         "that is the other way round: the first rank runs furthest ahead": min(m, i + 1) * each,
-                        "the micro-batch that a rank works on is alive too": min(m, p - 1 - i) * each,
+                        "the micro-batch that a rank works on is kept too": min(m, p - 1 - i) * each,
                     } | wrong
                 if name == "naive":
-                    wrong = {"one micro-batch at a time is alive": min(m, p - i) * each} | wrong
+                    wrong = {"one micro-batch at a time is in flight": min(m, p - i) * each} | wrong
                 got = answer(name, L, p, m, i)
                 expect_equal(got, want[i], f"{name}, L = {L}, p = {p}, m = {m}, rank {i}", wrong)
 

@@ -81,7 +81,7 @@ def _refused(*args, **kwargs):
 def _expect_no_weight_gradient(kept, gradients: list[Tensor]) -> None:
     for tensor in _tensors(kept):
         if any(tensor.shape == grad.shape and torch.allclose(tensor, grad) for grad in gradients):
-            fail("input_half: it has computed the gradient of a weight already; nothing is put off then")
+            fail("input_half: it has computed the gradient of a weight already; nothing is delayed then")
 
 
 def _tensors(kept):

@@ -75,18 +75,18 @@ def check_shorter(answer, rng):
         m = p + rng.randrange(5)
         schedule = _schedule(answer, p, m)
         got = simulate(schedule, Costs(1, 1, 1))
-        idle_s, alive, where = got.idle_s[0], got.peak_live, f"p = {p}, m = {m}"
-        if any(count > p - rank for rank, count in enumerate(alive)):
+        idle_s, in_flight, where = got.idle_s[0], got.peak_live, f"p = {p}, m = {m}"
+        if any(count > p - rank for rank, count in enumerate(in_flight)):
             most = tuple(p - rank for rank in range(p))
-            fail(f"{where}: alive are {alive}, at most {most} are allowed: it buys its time with memory, as ZB-H2")
+            fail(f"{where}: in flight are {in_flight}, at most {most} may be: it buys its time with memory, as ZB-H2")
         if idle_s <= p - 1:
             continue
         slow = f"{where}: each rank waits {idle_s:.0f} slots, and {p - 1} are possible"
         if not schedule.splits_backward:
-            fail(f"{slow}: with whole backwards nothing can be put off; split B into I and W")
+            fail(f"{slow}: with unsplit backwards nothing can be delayed; split B into I and W")
         if all(_directly_behind(row) for row in schedule.instructions):
             fail(f"{slow}: W stands directly behind each I; the next I comes later for it, and the end stays empty")
-        fail(f"{slow}: put W off where others wait for an I, and do it where the rank itself would wait")
+        fail(f"{slow}: delay W where others wait for an I, and do it where the rank itself would wait")
 
 
 def _directly_behind(row) -> bool:

@@ -151,7 +151,7 @@ def _one_process(config: ModelConfig, layout: Layout, seed: int) -> dict[str, Te
 # ------------------------------------------------------------------------------------ 6. each number once
 @grader
 def check_norm(answer, rng):
-    """The length of the whole gradient, from what four ranks of a layout hold."""
+    """The norm of the gradient, from what four ranks of a layout hold."""
     without_sp = rng.choice(["cp=2,tp=2", "dp=2,tp=2"])
     texts = ["dp=2,tp=2,sequence_parallel=true", without_sp, rng.choice(["dp=4,ep=4", "dp=4,ep=2"]), "dp=2,cp=2,ep=2"]
     seed, size = fresh_seed(rng), rng.randrange(3, 8)
