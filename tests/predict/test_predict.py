@@ -417,6 +417,12 @@ def test_errors_on_measured_runs(capsys, tmp_path):
     assert found["worst yield of the fastest"] >= 0.73
     assert found["worst yield of the least memory near it"] >= 0.85
     assert sum(fitting) >= 0.99 * len(fitting)
+    memory, speed = (found[f"{which}, median error"] for which in ("memory", "tokens/s"))
+    memory_90, speed_90 = (found[f"{which}, nine in ten within"] for which in ("memory", "tokens/s"))
+    row = f"| {len(measured)} | {memory:.1%}, {memory_90:.1%} | {speed:.1%}, {speed_90:.1%} |".replace("%", " %")
+    assert row in (ROOT / "docs" / "PREDICTOR.md").read_text()
+    said = f"{speed:.1%} for tokens/s, {memory:.1%} for memory".replace("%", " %")
+    assert said in (ROOT / "README.md").read_text()
     for which, told in (("memory", "memory_bytes"), ("speed", "tokens_per_s_per_gpu")):
         inside = []
         for one in measured:
