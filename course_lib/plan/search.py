@@ -110,6 +110,7 @@ def _fastest_first(job: Job, enough: int) -> tuple[list[Option], list[Layout]]:
     found: list[Option] = []
     lost: list[Layout] = []
     usable = job.cluster.gpu.usable_bytes
+    too_long: dict[Layout, int] = {}  # of layouts but for their micro-batches: the shortest that did not fit
     best_s, seen, ties = float("inf"), set(), count()
     waiting = [(least_s(job, shape), next(ties), sharded(job, shape)) for shape in shapes(job)]
     heapq.heapify(waiting)
@@ -121,7 +122,8 @@ def _fastest_first(job: Job, enough: int) -> tuple[list[Option], list[Layout]]:
         for layout in reversed(layouts):  # those that shard most first
             run = job.run(layout)
             held = states_bytes(run)
-            if held + saved > usable:
+            others = replace(layout, micro_batch=1, micro_batches=layout.micro_batch * layout.micro_batches)
+            if held + saved > usable or layout.micro_batch >= too_long.get(others, layout.micro_batch + 1):
                 lost.append(layout)
                 if held <= usable:
                     too_large.append(layout)
@@ -129,6 +131,7 @@ def _fastest_first(job: Job, enough: int) -> tuple[list[Option], list[Layout]]:
             fullest = fullest_budget(run, usable)
             if fullest.total_bytes > usable:  # with any ZeRO stage these activations are there at once
                 saved = max(saved, fullest.at_peak["activations"] + fullest.at_peak["logits"])
+                too_long[others] = layout.micro_batch
                 lost.append(layout)
                 too_large.append(layout)
                 continue
