@@ -68,28 +68,54 @@ def plan(options: OmitArgPrefixes[PlanOptions]) -> int:
     show = options.show
     print(as_json(report(found, show), indent=2) if options.json else "\n".join(lines(found, show)))
     if options.export is not None:
-        told_of_files = write_files(found.best, options.export, options.per_node)
+        told_of_files = write_files(found, options.export, options.per_node)
         print("\n".join(told_of_files), file=sys.stderr if options.json else sys.stdout)
     return 0
 
 
-def write_files(best: Option, folder: Path, per_node: int) -> list[str]:
-    """Write what frameworks need for a layout; tell each file, and each refusal with its reason."""
+FILES = {  # of the frameworks that one can ask for
+    "torchtitan": ("torchtitan.toml",),
+    "nanotron": ("nanotron.yaml",),
+    "megatron": ("megatron.args",),
+    "fsdp2": ("accelerate_fsdp2.yaml",),
+    "deepspeed": ("deepspeed.json", "accelerate_deepspeed.yaml"),
+}
+
+
+def write_files(found: Plan, folder: Path, per_node: int) -> list[str]:
+    """Write what frameworks need for the best layout; tell each file, and each refusal with its reason.
+
+    If the framework that was asked for cannot do it, its own files are of the fastest layout that it can do.
+    """
     from course_lib.train.export import Machines
 
     writable("export", folder)
-    nodes = best.layout.world_size // per_node
+    nodes = found.best.layout.world_size // per_node
     machines = Machines(nodes, 0, "head-node", 29500) if nodes > 1 else Machines()
     of_accelerate = {
         "accelerate_fsdp2.yaml": lambda run: fsdp2(run, machines),
         "deepspeed.json": deepspeed,
         "accelerate_deepspeed.yaml": lambda run: accelerate_deepspeed(run, machines),
     }
-    files, refused = export(best, per_node, of_accelerate)
+    files, refused = export(found.best, per_node, of_accelerate)
+    for name in FILES.get(found.job.framework, ()):
+        if name in refused:
+            refused[name] += _fastest_of(name, found, per_node, of_accelerate, files)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     return ["", *(f"wrote {folder / name}" for name in files), *(f"no {name}: {why}" for name, why in refused.items())]
+
+
+def _fastest_of(name: str, found: Plan, per_node: int, more: dict, files: dict[str, str]) -> str:
+    """Add to `files` the one of the fastest layout that its framework can do, and say which; "" if there is none."""
+    for option in found.ranked:
+        text = export(option, per_node, more)[0].get(name)
+        if text is not None:
+            files[name] = text
+            share = option.tokens_per_s / found.best.tokens_per_s
+            return f"\n   it is of {option.layout} instead, the fastest that it can do: {share:.1%} of the best's speed"
+    return ""
 
 
 FSDP2_RECIPES = {"fp32": "fp32", "bf16-master": "bf16"}  # FP32 shards are the master copy: as many bytes

@@ -1,11 +1,17 @@
 """`course plan`: a table, why, neighbours that lost, the same as JSON, one sentence for what cannot be."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from course_lib.cli import main
+from course_lib.cli.plan import write_files
+from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
+from course_lib.plan import Job, search
+from course_lib.predict.table import read_models
 
 SMALL = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1536, "vocab": 2048, "tied": False}
 ASKED = ["--gpus", "8", "--seq", "512", "--batch", "8192"]
@@ -80,3 +86,24 @@ def test_the_best_layout_is_exported_and_refusals_are_told(model, tmp_path, caps
     (tmp_path / "file").write_text("")
     assert main(["plan", model, *ASKED, "--export", str(tmp_path / "file")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_files_of_the_framework_asked_for_are_of_the_fastest_layout_that_it_can_do(model, tmp_path):
+    job = Job(
+        read_models(Path(model), 512)["small"],
+        Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"), 8),
+        8,
+        512,
+        8192,
+        framework="deepspeed",
+    )
+    found = search(job)
+    best = next(option for option in found.ranked if option.layout.tp > 1)
+    told = write_files(replace(found, best=best), tmp_path / "out", 8)
+    able = next(option for option in found.ranked if option.layout.dp == 8 and option.layout.recompute == "none")
+    written = json.loads((tmp_path / "out" / "deepspeed.json").read_text())
+    assert written["zero_optimization"]["stage"] == able.layout.zero_stage
+    assert written["gradient_accumulation_steps"] == able.layout.micro_batches
+    line = next(line for line in told if line.startswith("no deepspeed.json: DeepSpeed has no tp in this file"))
+    assert f"it is of {able.layout} instead" in line
+    assert "it is of" not in next(line for line in told if line.startswith("no accelerate_fsdp2.yaml"))
