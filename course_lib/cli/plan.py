@@ -98,24 +98,19 @@ def write_files(found: Plan, folder: Path, per_node: int) -> list[str]:
         "accelerate_deepspeed.yaml": lambda run: accelerate_deepspeed(run, machines),
     }
     files, refused = export(found.best, per_node, of_accelerate)
-    for name in FILES.get(found.job.framework, ()):
-        if name in refused:
-            refused[name] += _fastest_of(name, found, per_node, of_accelerate, files)
+    of_which = dict.fromkeys(files, "")
+    for name in [name for name in FILES.get(found.job.framework, ()) if name in refused]:
+        for option in found.ranked:
+            text = export(option, per_node, of_accelerate)[0].get(name)
+            if text is not None:
+                files[name], share = text, option.tokens_per_s / found.best.tokens_per_s
+                of_which[name] = f" of {option.layout}, at {share:.1%} of the best's speed: {refused.pop(name)}"
+                break
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
-    return ["", *(f"wrote {folder / name}" for name in files), *(f"no {name}: {why}" for name, why in refused.items())]
-
-
-def _fastest_of(name: str, found: Plan, per_node: int, more: dict, files: dict[str, str]) -> str:
-    """Add to `files` the one of the fastest layout that its framework can do, and say which; "" if there is none."""
-    for option in found.ranked:
-        text = export(option, per_node, more)[0].get(name)
-        if text is not None:
-            files[name] = text
-            share = option.tokens_per_s / found.best.tokens_per_s
-            return f"\n   it is of {option.layout} instead, the fastest that it can do: {share:.1%} of the best's speed"
-    return ""
+    wrote = [f"wrote {folder / name}{of_which[name]}" for name in files]
+    return ["", *wrote, *(f"no {name}: {why}" for name, why in refused.items())]
 
 
 FSDP2_RECIPES = {"fp32": "fp32", "bf16-master": "bf16"}  # FP32 shards are the master copy: as many bytes

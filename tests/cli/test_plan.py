@@ -104,6 +104,7 @@ def test_files_of_the_framework_asked_for_are_of_the_fastest_layout_that_it_can_
     written = json.loads((tmp_path / "out" / "deepspeed.json").read_text())
     assert written["zero_optimization"]["stage"] == able.layout.zero_stage
     assert written["gradient_accumulation_steps"] == able.layout.micro_batches
-    line = next(line for line in told if line.startswith("no deepspeed.json: DeepSpeed has no tp in this file"))
-    assert f"it is of {able.layout} instead" in line
-    assert "it is of" not in next(line for line in told if line.startswith("no accelerate_fsdp2.yaml"))
+    line = next(line for line in told if line.startswith("wrote") and "/deepspeed.json" in line)
+    assert f"deepspeed.json of {able.layout}, at " in line and "DeepSpeed has no tp in this file" in line
+    assert not any(line.startswith("no deepspeed.json") for line in told)
+    assert any(line.startswith("no accelerate_fsdp2.yaml: ") for line in told)
