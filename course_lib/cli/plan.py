@@ -4,6 +4,7 @@ course plan llama-3.1-8b --gpus 64 --seq 8192 --batch 4194304 --gpu h100 --link 
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from json import dumps as as_json
 from pathlib import Path
@@ -68,7 +69,7 @@ def plan(options: OmitArgPrefixes[PlanOptions]) -> int:
     show = options.show
     print(as_json(report(found, show), indent=2) if options.json else "\n".join(lines(found, show)))
     if options.export is not None:
-        told_of_files = write_files(found, options.export, options.per_node)
+        told_of_files = write_files(found.best, options.export, options.per_node, options.framework, found.ranked)
         print("\n".join(told_of_files), file=sys.stderr if options.json else sys.stdout)
     return 0
 
@@ -82,28 +83,30 @@ FILES = {  # of the frameworks that one can ask for
 }
 
 
-def write_files(found: Plan, folder: Path, per_node: int) -> list[str]:
-    """Write what frameworks need for the best layout; tell each file, and each refusal with its reason.
+def write_files(
+    best: Option, folder: Path, per_node: int, framework: str | None = None, ranked: Sequence[Option] = ()
+) -> list[str]:
+    """Write what frameworks need for a layout; tell each file, and each refusal with its reason.
 
-    If the framework that was asked for cannot do it, its own files are of the fastest layout that it can do.
+    If `framework` cannot do the layout, its own files are of the first of `ranked`, fastest first, that it can do.
     """
     from course_lib.train.export import Machines
 
     writable("export", folder)
-    nodes = found.best.layout.world_size // per_node
+    nodes = best.layout.world_size // per_node
     machines = Machines(nodes, 0, "head-node", 29500) if nodes > 1 else Machines()
     of_accelerate = {
         "accelerate_fsdp2.yaml": lambda run: fsdp2(run, machines),
         "deepspeed.json": deepspeed,
         "accelerate_deepspeed.yaml": lambda run: accelerate_deepspeed(run, machines),
     }
-    files, refused = export(found.best, per_node, of_accelerate)
+    files, refused = export(best, per_node, of_accelerate)
     of_which = dict.fromkeys(files, "")
-    for name in [name for name in FILES.get(found.job.framework, ()) if name in refused]:
-        for option in found.ranked:
+    for name in [name for name in FILES.get(framework, ()) if name in refused]:
+        for option in ranked:
             text = export(option, per_node, of_accelerate)[0].get(name)
             if text is not None:
-                files[name], share = text, option.tokens_per_s / found.best.tokens_per_s
+                files[name], share = text, option.tokens_per_s / best.tokens_per_s
                 of_which[name] = f" of {option.layout}, at {share:.1%} of the best's speed: {refused.pop(name)}"
                 break
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """`course plan`: a table, why, neighbours that lost, the same as JSON, one sentence for what cannot be."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,7 +98,7 @@ def test_files_of_the_framework_asked_for_are_of_the_fastest_layout_that_it_can_
     )
     found = search(job)
     best = next(option for option in found.ranked if option.layout.tp > 1)
-    told = write_files(replace(found, best=best), tmp_path / "out", 8)
+    told = write_files(best, tmp_path / "out", 8, "deepspeed", found.ranked)
     able = next(option for option in found.ranked if option.layout.dp == 8 and option.layout.recompute == "none")
     written = json.loads((tmp_path / "out" / "deepspeed.json").read_text())
     assert written["zero_optimization"]["stage"] == able.layout.zero_stage
