@@ -494,6 +494,8 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "work_out": {"job": JOB, "layout": Layout(dp=2)},
         "option_of": "called by the search for each layout that fits",
         "states_bytes": "called by the search for each layout",
+        "held_bytes": {"budget": budgets(RUN)[0]},
+        "memory_in_words": {"bytes_by_kind": {"parameters": 1e9}, "usable_bytes": 8e10},
     },
     "memory.run": {"Run": {"recipe": "fp32"}},
     "memory.papers": {},
@@ -512,6 +514,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "fits": {"budget": budgets(RUN)[0], "gpu_or_key": "h100"},
         "largest_that_fits": {"budget_of": partial(budget, preset("toy"), seq_len=64)},
     },
+    "memory.least": {},
     "memory.zero": {
         "wire_grad_bytes": {"recipe": Recipe("mine", 4, 4, 0, 8, 4)},
         "zero_state_bytes": {"units": [8, 4]},

@@ -20,6 +20,7 @@ from course_lib.layout import Layout
 from course_lib.memory.states import recipe_of
 from course_lib.plan import Job, Option, Plan, explain, export, search, table
 from course_lib.plan.export import in_your_script, need
+from course_lib.plan.search import ENOUGH
 from course_lib.predict.table import read_models
 from course_lib.run import Run
 from course_lib.validate import whole, writable
@@ -65,8 +66,9 @@ def plan(options: OmitArgPrefixes[PlanOptions]) -> int:
     device = gpu_named(options.gpu)
     cluster = Cluster(device, link_named(device.link), link_named(options.link), options.per_node)
     config = model_of(options.model, options.seq)
-    found = search(Job(config, cluster, options.gpus, options.seq, options.batch, options.recipe, options.framework))
+    job = Job(config, cluster, options.gpus, options.seq, options.batch, options.recipe, options.framework)
     show = options.show
+    found = search(job, max(ENOUGH, show))
     print(as_json(report(found, show), indent=2) if options.json else "\n".join(lines(found, show)))
     if options.export is not None:
         told_of_files = write_files(found.best, options.export, options.per_node, options.framework, found.ranked)

@@ -17,5 +17,6 @@ operators.py     what each operator makes, saves and frees
 blocks.py        one stage of a model on one rank: the order of its operators
 replay.py        equal layers run once; the others repeat what they did
 moments.py       what an instruction of a schedule changes; gradients without ZeRO and with it
+least.py         what a run holds at least: sums by which a planner rejects most layouts
 budget.py        budgets(run): all of it together, for each rank of a pipeline
 """

@@ -105,11 +105,11 @@ class Named:
 
 def tensors_of(config: ModelConfig, layout: Layout, pp_rank: int = 0, tp_rank: int = 0) -> tuple[Named, ...]:
     """List all parameter tensors of a rank, in the model's order."""
-    return _tensors_of(config, _cut_of(layout), pp_rank, tp_rank)
+    return _tensors_of(config, cut_of(layout), pp_rank, tp_rank)
 
 
 @lru_cache(maxsize=4096)
-def _cut_of(layout: Layout) -> Layout:
+def cut_of(layout: Layout) -> Layout:
     """What tensors depend on: one of many layouts that differ in ZeRO, dp, cp, micro-batches and recomputation."""
     return Layout(
         dp=layout.ep,
@@ -241,7 +241,7 @@ def flats_of(
     lora       adapters, which then are all that is summed
     """
     ranks = {True: layout.expert_shard_size, False: layout.shard_size}
-    groups = _groups_of(config, _cut_of(layout), pp_rank, tp_rank, itemsize, lora, layout.zero_stage == 3)
+    groups = _groups_of(config, cut_of(layout), pp_rank, tp_rank, itemsize, lora, layout.zero_stage == 3)
     return tuple(Flat(tensors, ranks[tensors[0].kind == "experts"]) for tensors in groups)
 
 

@@ -12,6 +12,7 @@ Of dp ranks ep neighbours share the experts among them, so dp / ep ranks hold th
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 
 from course_lib.config import ModelConfig
@@ -53,6 +54,11 @@ def dense_twin(config: ModelConfig) -> ModelConfig:
 @checked
 def narrow_experts(config: ModelConfig, tp_size: Size, tp_rank: Index = 0) -> ModelConfig:
     """What one rank of tensor parallelism runs: fewer heads, narrower MLPs and experts; the first, a widest one."""
+    return _narrow_experts(config, tp_size, tp_rank)
+
+
+@lru_cache(maxsize=256)
+def _narrow_experts(config: ModelConfig, tp_size: int, tp_rank: int) -> ModelConfig:
     local = narrow(replace(config, moe=None), tp_size, tp_rank)
     moe = config.moe and replace(config.moe, d_expert=piece_sizes(config.moe.d_expert, tp_size)[tp_rank])
     return replace(local, moe=moe)

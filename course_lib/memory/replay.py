@@ -90,6 +90,7 @@ class Section:
 Notes = dict[str, list[Section]]  # of each instruction (F, B, I, W) its sections
 
 
+@lru_cache(maxsize=2**17)  # all layouts of a model have the same names
 def shifted(name: str, shift: int) -> str:
     """The name with its layer so many further."""
     return _LAYER.sub(lambda found: f"blocks.{int(found[1]) + shift}", name) if shift else name
@@ -208,6 +209,7 @@ def _sections(noted: list, op: str, part: Part) -> list[Section]:
     return [Section(layer, tuple(_summed(piece))) for layer, piece in pieces if piece]
 
 
+@lru_cache(maxsize=2**17)
 def _layer_in(name: str) -> int | None:
     found = _LAYER.search(name)
     return int(found[1]) if found else None
@@ -278,23 +280,22 @@ def notes_of(part: Part, weights: dict[str, Weight], in_two: bool) -> tuple[tupl
             from_end = len(run) - place
             like = place if place < 2 or len(run) <= ALONE else max(1, len(short) - from_end)
             which.append((layer, short[like]))
-    wanted = {like: layer for layer, like in which}
+    like_of = {layer: like for like, layer in {like: layer for layer, like in which}.items()}
     names = {}
     for name, weight in weights.items():
         layer = _layer_in(name)
         if layer is None:
             names[name] = weight.numel
-    for like, layer in wanted.items():
-        prefix = f"blocks.{layer}."
-        names |= {shifted(n, like - layer): w.numel for n, w in weights.items() if n.startswith(prefix)}
+        elif layer in like_of:
+            names[shifted(name, like_of[layer] - layer)] = weight.numel
     tied = weights.get("head") is not None and weights["head"] is weights.get("embed")
-    short_part = replace(part, layers=range(first, start), layout=_layout_of_layers(part.layout))
+    short_part = replace(part, layers=range(first, start), layout=layout_of_layers(part.layout))
     both = _noted(short_part, tuple(names.items()), tied, in_two)
     return None if both is None else (both, which)
 
 
 @lru_cache(maxsize=4096)
-def _layout_of_layers(layout: Layout) -> Layout:
+def layout_of_layers(layout: Layout) -> Layout:
     """What layers depend on: one of many layouts that differ in ZeRO, dp, pipeline and micro-batches."""
     return Layout(
         dp=layout.ep,

@@ -11,7 +11,7 @@ from course_lib.plan.job import Job
 from course_lib.predict import predict
 from course_lib.run import Run
 from course_lib.timing import step_time
-from course_lib.validate import check_fields, checked
+from course_lib.validate import Amount, check_fields, checked
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,17 @@ class Option:
 
     @property
     def memory_in_words(self) -> str:
-        """How much of what there is, and what takes most of it."""
-        kind = max(self.bytes_by_kind, key=self.bytes_by_kind.get)
-        return (
-            f"{self.memory_bytes / GB:.1f} of {self.usable_bytes / GB:.1f} GB, most for {kind} "
-            f"({self.bytes_by_kind[kind] / GB:.1f} GB)"
-        )
+        return memory_in_words(self.bytes_by_kind, self.usable_bytes)
+
+
+@checked
+def memory_in_words(bytes_by_kind: dict[str, Amount], usable_bytes: Amount) -> str:
+    """How much of what there is, and what takes most of it."""
+    kind = max(bytes_by_kind, key=bytes_by_kind.get)
+    return (
+        f"{sum(bytes_by_kind.values()) / GB:.1f} of {usable_bytes / GB:.1f} GB, most for {kind} "
+        f"({bytes_by_kind[kind] / GB:.1f} GB)"
+    )
 
 
 @checked
@@ -87,8 +92,13 @@ def work_out(job: Job, layout: Layout) -> Option:
 def option_of(job: Job, run: Run, fullest: Budget) -> Option:
     """The option of a run whose fullest rank is known."""
     time = step_time(run, job.cluster)
-    kinds = {kind: float(size) for kind, size in (fullest.at_peak | fullest.overheads).items() if size}
-    return Option(run, kinds, time.parts, time.mfu, float(job.cluster.gpu.usable_bytes))
+    return Option(run, held_bytes(fullest), time.parts, time.mfu, float(job.cluster.gpu.usable_bytes))
+
+
+@checked
+def held_bytes(budget: Budget) -> dict[str, float]:
+    """What the largest moment is made of, by kind, and what is no tensor."""
+    return {kind: float(size) for kind, size in (budget.at_peak | budget.overheads).items() if size}
 
 
 def states_bytes(run: Run) -> int:

@@ -7,23 +7,30 @@ where that one does not fit. What is left when the search ends could not have be
 
 from __future__ import annotations
 
+import gc
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import count
+from typing import NamedTuple
 
 from course_lib.hardware import GB
 from course_lib.layout import Layout
+from course_lib.layout.check import SPLIT_BACKWARD
 from course_lib.memory.budget import fullest_budget
+from course_lib.memory.flats import placed_by
+from course_lib.memory.least import least_bytes, least_states
 from course_lib.plan.job import Job
-from course_lib.plan.option import Option, option_of, states_bytes, work_out
+from course_lib.plan.option import Option, held_bytes, memory_in_words, option_of, work_out
 from course_lib.plan.space import leaner, shapes, sharded
 from course_lib.predict import predicted_bytes
-from course_lib.schedules import make
+from course_lib.schedules import Costs
 from course_lib.timing import stage_costs
 from course_lib.validate import Size, checked
 
-ENOUGH = 50  # layouts that fit and are worked out
+ENOUGH = 16  # layouts that fit and are worked out
 LEAST_SHARE = 0.5  # of the best throughput: slower ones are of no interest
 TOLD_APART = 0.05  # fitted rates miss the speed of half of the runs by 4.2 % and more (docs/PREDICTOR.md)
 
@@ -62,7 +69,8 @@ def search(job: Job, enough: Size = ENOUGH) -> Plan:
     enough   so many layouts that fit are worked out, more only where one could still be the fastest
     Raises   ValueError if no layout divides, or none fits
     """
-    found, lost = _all_predicted(job) if job.framework is not None else _fastest_first(job, enough)
+    with _no_collector():
+        found, lost = _all_predicted(job) if job.framework is not None else _fastest_first(job, enough)
     if not found and not lost:
         raise ValueError(
             f"no layout of {job.config.name} divides {job.num_gpus} GPUs and {job.sequences} sequences a step; choose "
@@ -76,6 +84,18 @@ def search(job: Job, enough: Size = ENOUGH) -> Plan:
     ranked = tuple(sorted(found, key=lambda option: (-option.tokens_per_s, option.memory_bytes)))
     best = ranked[0] if job.framework is None else advised(ranked)
     return Plan(job, best, ranked, front(ranked), _nearest(job, best, ranked, lost), len(found) + len(lost))
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Schedules are many small tuples without circles, which the collector would look through again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def advised(ranked: Sequence[Option]) -> Option:
@@ -98,69 +118,94 @@ def _all_predicted(job: Job) -> tuple[list[Option], list[Layout]]:
     found, lost = [], []
     for shape in sorted(shapes(job), key=lambda shape: (shape.pp, shape.micro_batches)):  # equal pipelines in a row
         for layout in sharded(job, shape):
-            held = sum(predicted_bytes(job.run(layout), job.cluster, job.framework).values())
-            if held <= job.cluster.gpu.usable_bytes:
+            if sum(_held_bytes(job, layout).values()) <= job.cluster.gpu.usable_bytes:
                 found.append(work_out(job, layout))
             else:
                 lost.append(layout)
     return found, lost
 
 
+def _held_bytes(job: Job, layout: Layout) -> dict[str, float]:
+    """What the fullest rank holds, by kind."""
+    if job.framework is not None:
+        return predicted_bytes(job.run(layout), job.cluster, job.framework)
+    return held_bytes(fullest_budget(job.run(layout)))
+
+
 def _fastest_first(job: Job, enough: int) -> tuple[list[Option], list[Layout]]:
     found: list[Option] = []
     lost: list[Layout] = []
-    usable = job.cluster.gpu.usable_bytes
-    too_long: dict[Layout, int] = {}  # of layouts but for their micro-batches: the shortest that did not fit
-    best_s, seen, ties = float("inf"), set(), count()
-    waiting = [(least_s(job, shape), next(ties), sharded(job, shape)) for shape in shapes(job)]
-    heapq.heapify(waiting)
+    usable, best_s, ties = job.cluster.gpu.usable_bytes, float("inf"), count()
+    waiting: list[_Waiting] = []
+    run_of = lru_cache(maxsize=None)(job.run)
+    seen: set[Layout] = set()  # leaner ones, which come from several
+
+    def wait(bound_s: float, layouts: list[Layout], is_own: bool) -> None:
+        """Layouts whose states alone are too many leave at once."""
+        small = [layout for layout in layouts if least_states(run_of(layout)) <= usable]
+        lost.extend(layout for layout in layouts if layout not in small)
+        if small:
+            heapq.heappush(waiting, _Waiting(bound_s or least_s(job, small[0]), next(ties), small, is_own))
+
+    def wait_leaner(bound_s: float, too_large: list[Layout]) -> None:
+        lost.extend(too_large)
+        for layouts in map(list, zip(*map(leaner, too_large), strict=True)):
+            if layouts and layouts[0] not in seen:
+                seen.add(layouts[0])
+                wait(bound_s, layouts, is_own=False)
+
+    for shape in shapes(job):
+        wait(0.0, sharded(job, shape), is_own=True)
     while waiting:
-        bound_s, _, layouts = heapq.heappop(waiting)
+        bound_s, _, layouts, is_own = heapq.heappop(waiting)
         if bound_s * LEAST_SHARE > best_s or (len(found) >= enough and bound_s >= best_s):
             break
-        too_large, saved = [], 0
-        for layout in reversed(layouts):  # those that shard most first
-            run = job.run(layout)
-            held = states_bytes(run)
-            others = replace(layout, micro_batch=1, micro_batches=layout.micro_batch * layout.micro_batches)
-            if held + saved > usable or layout.micro_batch >= too_long.get(others, layout.micro_batch + 1):
-                lost.append(layout)
-                if held <= usable:
-                    too_large.append(layout)
-                continue
+        may_fit = [layout for layout in layouts if least_bytes(run_of(layout), usable) <= usable]
+        wait_leaner(bound_s, [layout for layout in layouts if layout not in may_fit])
+        if may_fit and not is_own:
+            heapq.heappush(waiting, _Waiting(least_s(job, may_fit[0]), next(ties), may_fit, True))
+            continue
+        too_large = []
+        for layout in reversed(may_fit):  # of equally fast ones that which shards most
+            run = run_of(layout)
             fullest = fullest_budget(run, usable)
-            if fullest.total_bytes > usable:  # with any ZeRO stage these activations are there at once
-                saved = max(saved, fullest.at_peak["activations"] + fullest.at_peak["logits"])
-                too_long[others] = layout.micro_batch
-                lost.append(layout)
+            if fullest.total_bytes > usable:
                 too_large.append(layout)
                 continue
             found.append(option_of(job, run, fullest))
             best_s = min(best_s, found[-1].step_s)
-        for fewer in zip(*(leaner(layout) for layout in reversed(too_large)), strict=True):
-            if fewer[0] not in seen:
-                seen.add(fewer[0])
-                heapq.heappush(waiting, (least_s(job, fewer[0]), next(ties), list(fewer)))
+        wait_leaner(bound_s, too_large[::-1])
     return found, lost
+
+
+class _Waiting(NamedTuple):
+    """Layouts that differ in ZeRO alone, and what a step of them takes at least: their own bound, or their parent's."""
+
+    bound_s: float
+    tie: int
+    layouts: list[Layout]
+    is_own: bool
 
 
 def least_s(job: Job, layout: Layout) -> float:
     """Seconds that a step takes at least: the busiest rank's work, and what passes before and behind it."""
-    alone = replace(layout, zero_stage=0, dp_replicate=1, micro_batches=2 * layout.pp)
-    costs, schedule = (
-        stage_costs(job.run(alone), job.cluster),
-        make(layout.schedule, layout.pp, 2 * layout.pp, layout.v),
-    )
-    forward_s, input_s, weight_s = costs.forward_s, costs.input_backward_s, costs.weight_backward_s
     # a rank whose weight gradients wait does them while others are passed on its way back
-    whole_backward = layout.schedule in ("1f1b", "interleaved")
+    whole_backward = layout.schedule not in SPLIT_BACKWARD
+    alone = replace(layout, zero_stage=0, dp_replicate=1, micro_batches=2 * layout.pp)
+    costs = _stage_costs(job, alone if whole_backward else replace(alone, schedule="1f1b"))
+    forward_s, input_s, weight_s = costs.forward_s, costs.input_backward_s, costs.weight_backward_s
     least = passed_s = 0.0
     for rank in range(layout.pp):
-        mine = schedule.stages_of_rank(rank)
+        mine = placed_by(layout).stages_of_rank(rank)
         busy_s = layout.micro_batches * sum(forward_s[one] + input_s[one] + weight_s[one] for one in mine)
         least = max(least, busy_s + passed_s)
         passed_s += forward_s[rank] + (input_s[rank] + weight_s[rank] if whole_backward else 0.0)
     return least
+
+
+@lru_cache(maxsize=1024)
+def _stage_costs(job: Job, layout: Layout) -> Costs:
+    return stage_costs(job.run(layout), job.cluster)
 
 
 # ---- what lost
@@ -170,8 +215,8 @@ def _nearest(job: Job, best: Option, ranked: tuple[Option, ...], lost: list[Layo
     """The two that differ least from the best: first those that would be faster and do not fit, then slower ones."""
     rejected = []
     for layout in sorted(lost, key=lambda layout: differences(best.layout, layout))[:2]:
-        option = work_out(job, layout)
-        rejected.append(Rejected(layout, f"does not fit: {option.memory_in_words}"))
+        held = memory_in_words(_held_bytes(job, layout), job.cluster.gpu.usable_bytes)
+        rejected.append(Rejected(layout, f"does not fit: {held}"))
     slower = [option for option in ranked if option.step_s > best.step_s]
     slower.sort(key=lambda option: (differences(best.layout, option.layout), option.step_s))
     for option in slower[: 2 - len(rejected)]:

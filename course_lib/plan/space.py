@@ -1,8 +1,9 @@
 """The layouts that divide: every axis a divisor of the GPUs, every rank with equal work, the batch met exactly.
 
 Left out, as they cost more than they bring: tp over nodes (its sums are on the path of every layer), fewer than 4,096
-tokens of a sequence for each rank of cp, more than 4 sequences a micro-batch,
-and tp without sequence parallelism, which sends as much and holds more.
+tokens of a sequence for each rank of cp, more than 4 sequences a micro-batch, and tp without sequence parallelism,
+which sends as much and holds more. And, as there must be an end, more than 32 experts on a rank where there are ranks
+to share them: with 64, DeepSeek-V3 on 512 H100 is 0.8 % faster (modelled).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from course_lib.plan.job import Job
 from course_lib.schedules import check_request, stages_per_rank
 
 LEAST_TOKENS = 4096  # of a sequence, for each rank of cp
+MOST_EXPERTS = 32  # on a rank
 MICRO_BATCHES = (1, 2, 4)
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zb_h1", 1))
 RECOMPUTE = ("none", "selective", "full")
@@ -60,7 +62,9 @@ def _divides(job: Job, cp: int) -> bool:
 def _expert_sizes(job: Job, data: int) -> list[int]:
     if job.config.moe is None:
         return [1]
-    return [ep for ep in divisors(data) if job.config.moe.num_experts % ep == 0]
+    num_experts = job.config.moe.num_experts
+    sizes = [ep for ep in divisors(data) if num_experts % ep == 0]
+    return [ep for ep in sizes if num_experts // ep <= MOST_EXPERTS] or sizes[-1:]
 
 
 def _of_sizes(job: Job, sizes: dict[str, int]) -> Iterator[Layout]:

@@ -15,7 +15,7 @@ A schedule is right if
 from collections import Counter
 from collections.abc import Iterator
 
-from course_lib.schedules.instructions import OPS, Instruction, Schedule, from_lists, is_idle, needs, words_of
+from course_lib.schedules.instructions import OPS, Instruction, Schedule, from_lists, is_idle, words_of
 from course_lib.validate import checked
 
 SHOWN = 10  # problems in one error; the rest is counted
@@ -120,7 +120,7 @@ def runnable_order(
             while reached[rank] < len(row) and all(
                 need in done or need in row[reached[rank]]
                 for one in row[reached[rank]]
-                for need in needs(one, schedule)
+                for need in schedule.needed[one]
             ):
                 order.append((rank, row[reached[rank]]))
                 done.update(row[reached[rank]])

@@ -72,7 +72,7 @@ class Schedule:
     @cached_property
     def needed(self) -> dict[Instruction, list[Instruction]]:
         """For every instruction what must be done before it: what `needs` returns, kept for walks over all of them."""
-        return {one: needs(one, self) for one in self.all}
+        return {one: needs.__wrapped__(one, self) for one in self.all}  # checked once, as this schedule's
 
     @property
     def splits_backward(self) -> bool:

@@ -9,7 +9,7 @@ transfer between ranks takes transfer_s, during which both compute on; transfers
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -207,36 +207,58 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
 
     Raises   ValueError if it cannot run (schedule_check says why), its pairs not as one, or costs do not fit its stages
     """
-    order, num_stages = _order(schedule, joint=costs.pair_s is not None), schedule.num_stages
+    _check_once(schedule)
+    return clock(schedule, costs)
+
+
+@checked
+def clock(schedule: Schedule, costs: Costs) -> Simulation:
+    """Clocks a schedule that is right, as all are that `make` gives: `simulate` checks first."""
+    num_stages = schedule.num_stages
     costs.check(num_stages)
     seconds = {(op, stage): costs.seconds(Instruction(op, 0, stage)) for op in OPS for stage in range(num_stages)}
-    crossing_s = {None: 0.0} | {stage: _of_stage(costs.transfer_s, stage) for stage in range(num_stages - 1)}
-    sent_s: dict[Instruction, float] = {}
+    crossing_s = [_of_stage(costs.transfer_s, stage) for stage in range(num_stages - 1)] + [0.0]
     times: list[list[tuple[float, float]]] = [[] for _ in range(schedule.pp)]
-    for rank, group, awaited in order:
-        start_s = times[rank][-1][1] if times[rank] else 0.0
-        for need, boundary in awaited:
-            start_s = max(start_s, sent_s[need] + crossing_s[boundary])
-        durations = [seconds[instruction.op, instruction.stage] for instruction in group]
+    free_s, done_s = [0.0] * schedule.pp, []  # by rank; by place in the order
+    for rank, group, awaited in _order(schedule, costs.pair_s is not None):
+        start_s = free_s[rank]
+        for place, boundary in awaited:
+            arrived_s = done_s[place] + crossing_s[boundary]
+            if arrived_s > start_s:
+                start_s = arrived_s
+        durations = [seconds[work] for work in group]
         if len(group) == 2:
             durations = [costs.pair_s * duration / (sum(durations) or 1.0) for duration in durations]
         for duration in durations:
-            times[rank].append((start_s, start_s + duration))
-            start_s += duration
-        sent_s.update(dict.fromkeys(group, start_s))
+            stop_s = start_s + duration
+            times[rank].append((start_s, stop_s))
+            start_s = stop_s
+        free_s[rank] = start_s
+        done_s.append(start_s)
     return Simulation(schedule, costs, tuple(map(tuple, times)))
 
 
-@lru_cache(maxsize=8)
-def _order(schedule: Schedule, joint: bool) -> list[tuple[int, tuple[Instruction, ...], list]]:
-    """An order that can be: (rank, what runs as one, what that awaits). The same whatever it costs, so kept."""
+@lru_cache(maxsize=16)
+def _check_once(schedule: Schedule) -> None:
     check(schedule)
+
+
+@lru_cache(maxsize=16)
+def _order(schedule: Schedule, joint: bool) -> list[tuple[int, tuple, tuple]]:
+    """An order that can be: (rank, (op, stage) of what runs as one, what that awaits). The same whatever it costs.
+
+    What is awaited is a place in this order, and the boundary between stages that it crosses: -1 on the same rank.
+    """
     order, _ = runnable_order(schedule, joint)
-    _check_all_ran(schedule, {one for _, group in order for one in group})
-    return [(rank, group, list(_awaited(group, schedule))) for rank, group in order]
+    place_of = {one: place for place, (_, group) in enumerate(order) for one in group}
+    _check_all_ran(schedule, place_of)
+    return [
+        (rank, tuple((one.op, one.stage) for one in group), tuple(_awaited(group, schedule, place_of)))
+        for rank, group in order
+    ]
 
 
-def _check_all_ran(schedule: Schedule, ran: set[Instruction]) -> None:
+def _check_all_ran(schedule: Schedule, ran: Container[Instruction]) -> None:
     """Raises ValueError for pairs of which one half waits, through other ranks, for the other: apart they would run."""
     left = [[one for one in row if one not in ran] for row in schedule.instructions]
     stuck = [f"rank {r}: {row[0]} with {row[1]}" for r, row in enumerate(left) if row and row[0] in schedule.pairs]
@@ -247,13 +269,15 @@ def _check_all_ran(schedule: Schedule, ran: set[Instruction]) -> None:
         )
 
 
-def _awaited(group: Sequence[Instruction], schedule: Schedule) -> Iterator[tuple[Instruction, int | None]]:
-    """What a group needs, each with the boundary between stages that it crosses to another rank, or None."""
+def _awaited(
+    group: Sequence[Instruction], schedule: Schedule, place_of: dict[Instruction, int]
+) -> Iterator[tuple[int, int]]:
+    rank_of_stage = schedule.rank_of_stage
     for instruction in group:
         for need in schedule.needed[instruction]:
             if need not in group:
-                same_rank = schedule.rank_of_stage[need.stage] == schedule.rank_of_stage[instruction.stage]
-                yield need, None if same_rank else min(need.stage, instruction.stage)
+                same_rank = rank_of_stage[need.stage] == rank_of_stage[instruction.stage]
+                yield place_of[need], -1 if same_rank else min(need.stage, instruction.stage)
 
 
 # --- text

@@ -39,7 +39,7 @@ from course_lib.memory.flats import layers_of, placed_by
 from course_lib.memory.zero import Offload
 from course_lib.run import Run
 from course_lib.schedules import make
-from course_lib.schedules.simulator import Costs, simulate
+from course_lib.schedules.simulator import Costs, Simulation, clock
 from course_lib.timing.collectives import calls_s
 from course_lib.timing.context import attention_time
 from course_lib.timing.rates import Utilisation
@@ -154,26 +154,39 @@ def step_time(
     )
 
 
-STEADY = 4  # times pp micro-batches: from here on each further pp of them mostly take as long as the pp before
+STEADY = 5  # times pp micro-batches: a pipeline of even stages has settled by then, one of uneven stages may drift
 
 
 def _simulated(name: str, pp: int, micro_batches: int, v: int, costs: Costs) -> tuple[float, tuple[float, ...]]:
     """Seconds of a pipeline, and of these those in which each rank works; a steady state is not walked to its end."""
     rounds = micro_batches // pp - STEADY
-    first = micro_batches - rounds * pp
-    if rounds > STEADY and v == 1:  # loops over uneven stages drift for longer
-        (begun_s, busy_s), (then_s, _), (later_s, _) = (
-            _walked(name, pp, first + more * pp, v, costs) for more in range(3)
-        )
-        if isclose(later_s - then_s, then_s - begun_s, rel_tol=1e-9):
-            return begun_s + rounds * (then_s - begun_s), tuple(micro_batches / first * busy for busy in busy_s)
-    return _walked(name, pp, micro_batches, v, costs)
+    if rounds > 0:
+        few = micro_batches - rounds * pp
+        makespan_s, busy_s, round_s = _walked(name, pp, few, v, costs)
+        if round_s is not None:
+            return makespan_s + rounds * round_s, tuple(micro_batches / few * busy for busy in busy_s)
+    return _walked(name, pp, micro_batches, v, costs)[:2]
 
 
 @lru_cache(maxsize=256)  # layouts that differ in ZeRO alone have one pipeline
-def _walked(name: str, pp: int, micro_batches: int, v: int, costs: Costs) -> tuple[float, tuple[float, ...]]:
-    found = simulate(make(name, pp, micro_batches, v), costs)
-    return found.makespan_s, tuple(found.busy_s)
+def _walked(name: str, pp: int, micro_batches: int, v: int, costs: Costs) -> tuple:
+    """Seconds of a pipeline, those in which each rank works, and of a round of pp micro-batches if it is steady."""
+    found = clock(make(name, pp, micro_batches, v), costs)
+    return found.makespan_s, tuple(found.busy_s), _round_s(found)
+
+
+def _round_s(found: Simulation) -> float | None:
+    """Seconds from a round of pp micro-batches to the next, if on all ranks all of it repeats after as long."""
+    schedule, seen = found.schedule, []
+    for row, times in zip(schedule.instructions, found.times, strict=True):
+        size = len(row) * schedule.pp // schedule.num_micro_batches
+        first = len(row) - 3 * size
+        for place in range(first, first + size) if first >= 0 else ():
+            one, next_one = row[place], row[place + size]
+            if (one.op, one.micro_batch + schedule.pp, one.stage) != next_one:
+                return None
+            seen.append(times[place + size][0] - times[place][0])
+    return max(seen) if seen and isclose(min(seen), max(seen), rel_tol=1e-9) else None
 
 
 @checked

@@ -183,3 +183,27 @@ def test_what_cannot_be_is_told():
         search(replace(JOB, batch_tokens=512, config=replace(JOB.config, num_heads=1, num_kv_heads=1, num_layers=1)))
     with pytest.raises(ValueError, match="choose more GPUs"):
         search(Job(preset("llama-3.1-405b"), H100, 8, 8192, 8 * 8192))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "seq_len", "batch"), [("llama-3.1-405b", 8192, 512), ("deepseek-v3", 4096, 4096)])
+def test_of_512_gpus_few_layouts_are_walked_moment_by_moment(model, seq_len, batch, monkeypatch):
+    """What makes a search long: ledgers of whole stages, and clocks of pipelines."""
+    module, walked = sys.modules["course_lib.plan.search"], []
+
+    def noting(name):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given: walked.append(name) or real(*given))
+
+    for name in ("fullest_budget", "option_of"):
+        noting(name)
+    found = search(Job(preset(model), H100, 512, seq_len, batch * seq_len))
+    assert found.best.fits and found.num_tried > 500
+    assert walked.count("option_of") == len(found.ranked) < 30 and walked.count("fullest_budget") < 50
+
+
+def test_experts_are_shared_where_there_are_ranks_to_share_them():
+    many = replace(preset("deepseek-v3"), num_layers=4)
+    found = {(one.data_size, one.ep) for one in shapes(Job(many, H100, 64, 4096, 64 * 4096))}
+    assert {ep for data_size, ep in found if data_size >= 8} == {8, 16, 32, 64}
+    assert {one for one in found if one[0] < 8} == {(2, 2), (4, 4)}
