@@ -76,7 +76,7 @@ test: setup  ## lint, unit tests, every lesson under strict nbval
 test-in-depth: setup  ## the other notebooks, in depth and solutions, under strict nbval
 	@$(MAKE) --no-print-directory nbval NOTEBOOKS="$(filter-out $(LESSONS),$(NOTEBOOKS))"
 
-quick: setup  ## the tests that start no process and take no seconds; under a minute
+quick: setup  ## the tests that start no process and take less than a second each; under a minute
 	$(RUN) -m pytest -m "not launches and not slow and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
 
 quick-newer:  ## the same on Python 3.13, in .venv-3.13; says so where there is none

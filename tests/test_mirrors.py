@@ -96,6 +96,7 @@ def test_a_name_without_a_dot_stands_in_the_module_of_the_one_before():
     assert authoring.mirrored_names(cell) == names
 
 
+@pytest.mark.slow
 def test_every_mirror_of_the_course_names_what_the_package_has():
     for path in authoring.notebook_paths("notebooks", "solutions"):
         for cell in authoring.code_cells(authoring.read(path)):

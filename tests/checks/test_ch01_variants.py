@@ -304,6 +304,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("check", "answer"), [(check, answer) for check, answers in RIGHT.items() for answer in answers]
 )

@@ -58,6 +58,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", WRONG)
 def test_wrong_answers_are_named(said):
     with pytest.raises(CheckFailed, match=said):

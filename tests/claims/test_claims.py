@@ -95,6 +95,7 @@ def claim_problems(claim: Claim) -> list[str]:
     return [f"claim {claim.id}: {problem}" for problem in found]
 
 
+@pytest.mark.slow
 def test_every_claim_of_a_chapter_is_recomputed_somewhere():
     assert [problem for claim in ledger() for problem in claim_problems(claim)] == []
 

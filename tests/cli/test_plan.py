@@ -87,6 +87,7 @@ def test_the_best_layout_is_exported_and_refusals_are_told(model, tmp_path, caps
     assert "cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_files_of_the_framework_asked_for_are_of_the_fastest_layout_that_it_can_do(model, tmp_path):
     job = Job(
         read_models(Path(model), 512)["small"],

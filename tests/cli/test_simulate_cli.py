@@ -25,6 +25,7 @@ def test_llama_405b_on_16384_gpus_as_json(capsys):
     assert found["host_peak_bytes"] < 2 << 30
 
 
+@pytest.mark.slow
 def test_a_table_for_all_stages(capsys):
     layout = ["--layout", "dp=2,pp=2,tp=2,micro_batch=2,micro_batches=5", "--recipe", "fp32"]
     assert cli.main(["simulate", *TOY, *layout]) == 0

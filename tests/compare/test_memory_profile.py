@@ -24,6 +24,7 @@ def test_scaling_down_keeps_ratios_and_family():
     assert scale_down(SMALL) == SMALL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2"])
 def test_a_scaled_down_model_is_measured_in_seconds_and_agrees(name):
     comparison = profile_step(scale_down(preset(name)), batch_size=2, seq_len=128, recipe="bf16-master")

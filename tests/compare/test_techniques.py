@@ -2,6 +2,8 @@
 
 from functools import cache
 
+import pytest
+
 from course_lib.authoring import ROOT
 from course_lib.authoring.columns import OUTPUT_COLUMNS
 from course_lib.compare.techniques import TECHNIQUES, cost_of, technique_table
@@ -12,6 +14,7 @@ from course_lib.memory.states import count_parameters
 table = cache(technique_table)
 
 
+@pytest.mark.slow
 def test_the_table_fits_a_page_and_has_a_line_for_every_parallel_chapter():
     title, heads, *lines = table().split("\n")
     assert max(map(len, [title, heads, *lines])) <= OUTPUT_COLUMNS

@@ -204,6 +204,7 @@ def nothing_starts(monkeypatch):
         monkeypatch.setattr(target, start, raising=False)
 
 
+@pytest.mark.slow
 def test_1000_random_invalid_layouts_are_refused_with_their_numbers_before_anything_starts(nothing_starts):
     for values, config, seq_len, faults in invalid_layouts(1000):
         message = message_about(values, config, seq_len)
@@ -211,6 +212,7 @@ def test_1000_random_invalid_layouts_are_refused_with_their_numbers_before_anyth
         assert any(all(has(message, word) for word in fault) for fault in faults), (message, faults)
 
 
+@pytest.mark.slow
 def test_the_nearest_values_of_a_message_are_possible_and_no_nearer_ones_are():
     checked = 0
     for values, config, seq_len, _ in invalid_layouts(1000):
@@ -228,6 +230,7 @@ def test_the_nearest_values_of_a_message_are_possible_and_no_nearer_ones_are():
     assert checked > 300
 
 
+@pytest.mark.slow
 def test_who_follows_the_advice_of_messages_ends_with_a_possible_layout():
     for values, config, seq_len, _ in invalid_layouts(1000):
         messages = []

@@ -52,6 +52,7 @@ def simulated(run, rank):
     return timeline.peak_bytes, {kind: max(timeline.bytes_by_kind[kind]) for kind in STATES}, meter.sent_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "targets", "text", "recipe"), sampled(CASES, 1))
 def test_adapters_take_and_send_what_the_formulas_say(name, targets, text, recipe):
     run = Run(MODELS[name], Layout.parse(text), SEQ_LEN, recipe, device="cpu", lora=LoRA(8, targets))
@@ -64,6 +65,7 @@ def test_adapters_take_and_send_what_the_formulas_say(name, targets, text, recip
     assert sent(run, rank).get("data", 0) + of_loss == measured_bytes
 
 
+@pytest.mark.slow
 def test_of_a_product_whose_other_factor_wants_no_gradient_nothing_more_is_saved():
     """Below the first adapter nothing wants a gradient: there `up` is none that its MLP's `gate` needs to save for."""
     config = replace(MODELS["experts"], num_layers=2)

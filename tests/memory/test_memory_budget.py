@@ -35,6 +35,7 @@ def test_one_gpu_peaks_where_the_engine_does(name, recompute):
         assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=0.005), predicted.moment
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["foreach", "for-loop", "fused"])
 @pytest.mark.parametrize("layout", ["dp=1", "dp=2,tp=2,pp=2,micro_batches=2"])
 def test_the_update_peaks_where_torch_s_adamw_does(layout, implementation):

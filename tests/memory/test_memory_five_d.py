@@ -72,6 +72,7 @@ def test_all_ranks_together_have_the_model_once(config):
     assert copies == len(names) + config.tied
 
 
+@pytest.mark.slow
 def test_deepseek_v3_fits_its_gpus_with_its_layout():
     """16 stages, experts over 64 ranks, ZeRO-1: its dense first layers are on the first stage alone."""
     config = preset("deepseek-v3")

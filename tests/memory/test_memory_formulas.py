@@ -47,6 +47,7 @@ MT_NLG = replace(
 # ---- states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_parameters_and_tensors_are_counted_as_the_built_model_has_them(name):
     parameters = list(build(preset(name), device="meta").parameters())
@@ -365,6 +366,7 @@ GRID = [  # config, batch, sequence, attention, recomputation, precision
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", GRID, ids=lambda c: f"{c[0].family}-{c[0].num_layers}x{c[0].d_model}-{'-'.join(map(str, c[1:]))}"
 )

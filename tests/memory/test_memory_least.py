@@ -27,6 +27,7 @@ def runs_of(name: str, count: int) -> list[Run]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(MODELS))
 def test_no_run_holds_less(name):
     for run in runs_of(name, 40):

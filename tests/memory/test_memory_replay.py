@@ -28,6 +28,7 @@ def each_layer(run, tp_rank, monkeypatch):
         return all_ranks(run, tp_rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [6, pytest.param(150, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", MODELS)
 def test_random_layouts_of_many_layers_hold_the_same(name, count, monkeypatch):

@@ -67,6 +67,7 @@ def with_marks(case):
     return pytest.param(case, id=name, marks=[pytest.mark.slow, pytest.mark.exhaustive] if searched else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [with_marks(case) for case in CASES])
 def test_the_chart_reaches_95_per_cent_of_the_best(case):
     job = job_of(*case)
@@ -91,6 +92,7 @@ def test_the_cases_have_a_sequence_per_two_gpus_as_the_chart_says():
     assert min(tokens / seq_len / gpus for _, _, gpus, tokens, seq_len in CASES) == 0.5
 
 
+@pytest.mark.slow
 def test_the_chart_misses_the_best_of_a_small_global_batch_and_says_so_by_waiting():
     job = job_of("llama-3.1-70b", "h100", 64, 16 * 4 * K, 4 * K)
     chosen, best = choose(job).option, search(job, enough=1).best

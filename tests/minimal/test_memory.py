@@ -56,6 +56,7 @@ class Trained:
 
 
 # ------------------------------------------------------------------------------------ the tracker
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [*SHAPES, replace(SMALL, tied=True)])
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["loop", "foreach", "fused"])
 def test_the_peak_is_pytorch_s_and_the_course_s_to_the_byte(config, options):

@@ -28,6 +28,7 @@ HEAD = TOKENS * 4 * (2 * PASS_CONFIG.d_model + 1 + PASS_CONFIG.vocab_size)  # la
 
 
 # ------------------------------------------------------------------------------------ recomputation
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("config", [PASS_CONFIG, DROPOUT_CONFIG])
 def test_recomputed_segments_give_the_same_gradients_with_and_without_dropout(size, config):
@@ -150,6 +151,7 @@ def test_shares_of_all_positions_are_found():
     assert (gradients_with_padding(by_positions) - right).norm() > 0.05 * right.norm()
 
 
+@pytest.mark.slow
 def test_four_micro_batches_keep_a_quarter_and_their_gradients_wait_beside_it():
     timeline = memory_of_a_pass(backward=partial(accumulate, num_micro_batches=4))
     kept = timeline.bytes_by_kind["activations"]
@@ -177,6 +179,7 @@ def test_offloaded_activations_come_back_unchanged_and_leave_the_device():
     assert memory_of_a_pass(backward=on_host).peak_bytes < 0.5 * memory_of_a_pass().peak_bytes
 
 
+@pytest.mark.slow
 def test_the_engine_moves_what_is_kept_and_this_version_some_tensors_twice():
     model, (x_BS, y_BS) = model_and_batch(recompute_segments, SEQ_LEN, PASS_CONFIG)
     moved = on_host(model, x_BS, y_BS).moved_bytes

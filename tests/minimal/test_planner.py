@@ -42,6 +42,7 @@ def test_it_ranks_as_the_search_does(job):
     assert agree(vars(planner), job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [

@@ -50,6 +50,7 @@ def engine_after(precision, dtype, scaler=None, steps=5):
     return list(model.parameters()), scales
 
 
+@pytest.mark.slow
 def test_master_weights_are_those_of_the_engine():
     found, expected = parameters_after(MasterWeights, bf16), engine_after("bf16-master", bf16)[0]
     unequal = sum((a != b).sum().item() for a, b in zip(found, expected, strict=True))

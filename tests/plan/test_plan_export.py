@@ -202,6 +202,7 @@ def test_torchtitan_reads_its_file(exported, tmp_path):
     assert (found.model.flavor, found.training.local_batch_size, found.activation_checkpoint.mode) == ("8B", 8, "full")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "model", "said"),
     [
@@ -393,6 +394,7 @@ def test_what_a_framework_cannot_do_is_refused(text, name, why):
     assert name not in files and why in refused[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "model", "name", "why"),
     [

@@ -89,6 +89,7 @@ def test_a_layout_of_other_gpus_or_another_batch_is_refused(text, message, frame
         work_out(replace(JOB, framework=framework), Layout.parse(text))
 
 
+@pytest.mark.slow
 def test_no_step_takes_less_than_the_bound():
     for layout in random.Random(1).sample(every_layout(TIGHT), 30):
         option = work_out(TIGHT, layout)
@@ -97,6 +98,7 @@ def test_no_step_takes_less_than_the_bound():
             assert least_s(TIGHT, layout) <= least_s(TIGHT, fewer) * (1 + 1e-9), fewer
 
 
+@pytest.mark.slow
 def test_a_bound_that_is_too_high_loses_the_best(tight, monkeypatch):
     """Planted: of the layouts that the best is one of, a bound ten times as high."""
     best = tight.best.layout
@@ -151,6 +153,7 @@ def test_a_framework_s_own_rates_rank_its_runs():
     assert "launches and tp" in found.best.seconds_by_part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["nanotron", "torchtitan"])
 def test_by_the_rates_of_a_framework_all_that_fit_are_ranked(framework):
     job = replace(TIGHT, framework=framework)

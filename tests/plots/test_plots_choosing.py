@@ -27,6 +27,7 @@ def test_bars_add_up_to_the_memory():
     assert cut_name(Layout.parse("dp=32,tp=2,zero_stage=1,micro_batch=2")) == "dp32 tp2 z1 mb2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "show",
     [

@@ -37,6 +37,7 @@ def test_every_step_of_the_ladder_has_a_box_and_every_box_a_step():
     assert boxes == {rung.name for rung in plots.RUNGS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES)
 def test_no_text_lies_on_another(name, monkeypatch):
     look(PICTURES[name], monkeypatch, max_bytes=60_000)

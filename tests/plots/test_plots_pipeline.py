@@ -74,6 +74,7 @@ def test_the_title_says_both_bubbles():
     assert pipeline.percent(0) == "0 %" and pipeline.percent(3) == "300 %" and pipeline.percent(0.1234) == "12.3 %"
 
 
+@pytest.mark.slow
 def test_numbers_stay_within_their_boxes_and_are_turned_where_those_are_narrow():
     wide = pipeline.schedule_picture(ALL["1f1b"])
     assert all(label.letter and not label.turned for label in pipeline.labels_of(wide).values())

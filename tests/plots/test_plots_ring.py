@@ -41,6 +41,7 @@ def test_wires_are_as_wide_as_their_bytes_per_second():
     assert all(wire.width / wires[0].width == pytest.approx(wire.bytes_per_s / 450e9) for wire in wires)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "show",
     [

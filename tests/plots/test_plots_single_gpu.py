@@ -47,6 +47,7 @@ def test_each_counter_sees_what_the_one_before_sees_and_more():
     assert shares == sorted(set(shares)) and shares[-1] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "draw",
     [

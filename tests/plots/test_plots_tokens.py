@@ -50,6 +50,7 @@ def test_documents_do_not_see_each_other():
         tokens.document_cells(DOCUMENTS, WHOLE[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "show",
     [

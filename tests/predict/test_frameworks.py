@@ -186,6 +186,7 @@ def test_a_row_that_cannot_be_says_why_in_its_line(extra, said):
 # ---- published runs
 
 
+@pytest.mark.slow
 def test_published_runs_are_predicted_within_what_the_document_says():
     """Rows that set no rate: dense and cp runs of torchtitan, memory and step."""
     rows = [one for one in published_errors.read_published() if one.source.startswith("torchtitan 2024-12")]
@@ -240,6 +241,7 @@ COLUMNS = "model,nodes,gpus,mbs,grad_acc,dp,pp,tp,zero,step_s"
 ROWS = ("8B,1,8,1,2,8,1,1,1,0.3", "8B,4,32,1,2,4,1,8,1,0.1", "8B,8,64,1,1,32,1,2,3,0.12")
 
 
+@pytest.mark.slow
 def test_the_commands_calibrate_then_predict_with_it(tmp_path, capsys):
     runs, models, out = tmp_path / "runs.csv", tmp_path / "models.json", tmp_path / "mine.json"
     runs.write_text("\n".join((COLUMNS, *ROWS)) + "\n")

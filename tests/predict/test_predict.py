@@ -350,6 +350,7 @@ def test_the_table_keeps_its_columns_and_gains_five(tmp_path):
     assert second["predicted_mem_gb"] == "" and second["fits"] == "no" and "32 layers" in second["why"]
 
 
+@pytest.mark.slow
 def test_two_thousand_rows_take_seconds(tmp_path):
     rows = [a_row(mbs=1 + index % 4, grad_acc=16 + index) for index in range(2000)]
     runs, models = a_table(tmp_path, rows)
@@ -361,6 +362,7 @@ def test_two_thousand_rows_take_seconds(tmp_path):
 # ---- the fit
 
 
+@pytest.mark.slow
 def test_the_fit_finds_the_rates_that_made_a_table(tmp_path):
     """Runs made with other rates, fitted from the package's own: every rate comes back."""
     fitted = {name: getattr(RATES, name) for name in (*fit_rates.OF_MEMORY, *fit_rates.OF_TIME)}

@@ -130,6 +130,7 @@ ALWAYS_WRONG = (drop, duplicate, wrong_rank, w_before_i)
 MUTATIONS = (*ALWAYS_WRONG, other_numbers, swap, swap_neighbours, move)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutate", MUTATIONS)
 def test_a_mutation_is_found_or_harmless(mutate):
     rng, verdicts = random.Random(0), Counter()

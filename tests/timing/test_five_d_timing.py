@@ -123,6 +123,7 @@ def test_experts_send_rows_and_two_micro_batches_at_once_hide_them():
     assert step_time(_run(config, spread), replace(H100, gpus_per_node=1), HALF).ep_s > 2 * time.ep_s
 
 
+@pytest.mark.slow
 def test_llama_3_405b_beside_its_published_mfu():
     """43, 41 and 38 % (Llama 3, table 4). Two things are ours: interleaving by 4, which the paper does not tell, and
     55 % of the peak while computing. The third figure fits only if attention counts half, as its kernels do it."""

@@ -77,6 +77,7 @@ def test_thirty_steps_teach_the_toy_much_of_python():
     assert sum(losses[-5:]) / 5 < 3.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "fp32"])
 def test_every_precision_learns(precision):
     plan = TrainConfig(steps=12, batch_size=4, seq_len=32, micro_batches=2, learning_rate=1e-2, precision=precision)

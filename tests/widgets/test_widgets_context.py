@@ -1,5 +1,6 @@
 """The explorer of context parallelism: its numbers are those of the formulas, and moving a control redraws it."""
 
+import pytest
 from widget_tree import control, shown, texts
 
 from course_lib.config import preset
@@ -35,6 +36,7 @@ def test_a_full_node_of_tp_sends_a_ring_between_nodes_and_leaves_ulysses_no_head
     assert explore_context(ContextChoice(cp=1)).times == {}
 
 
+@pytest.mark.slow
 def test_a_move_redraws_and_an_impossible_choice_is_told():
     box = context_explorer()
     (before,) = shown(box)

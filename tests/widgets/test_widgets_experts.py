@@ -68,6 +68,7 @@ def test_what_cannot_be_is_explained(changes, said):
         explore_experts(ExpertChoice(**(SMALL | changes)))
 
 
+@pytest.mark.slow
 def test_one_rank_alone_sends_nothing_and_has_no_matrix():
     alone, four = explore_experts(ExpertChoice(**(SMALL | {"ep_size": 1, "num_nodes": 1}))), ExpertChoice(**SMALL)
     assert "One rank alone sends nothing." in alone.text and alone.traffic.sent_bytes(0) == 0

@@ -60,6 +60,7 @@ def test_inputs_that_are_gathered_again_are_kept_as_own_tokens():
     assert held[1] < 0.9 * held[0]
 
 
+@pytest.mark.slow
 def test_what_is_said_of_known_layouts_is_so():
     view = explore_five_d(LLAMA_405B)
     assert view.layout.world_size == 16_384 and view.time.num_tokens == 2**24
@@ -81,6 +82,7 @@ def test_deepseek_v3_fits_with_another_schedule():
     assert plain.time.tokens_per_s_per_gpu < v_shaped.time.tokens_per_s_per_gpu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", [LLAMA_405B, LAPTOP], ids=["405B", "toy"])
 def test_the_picture_has_no_text_on_another(choice):
     with style():

@@ -130,6 +130,7 @@ def test_the_score_says_how_far_from_the_best():
 # ---------------------------------------------------------------- the wiring
 
 
+@pytest.mark.slow
 def test_a_slider_replaces_the_chart_and_an_impossible_choice_is_told():
     box = pipeline_explorer()
     before, said = shown(box), texts(box)
@@ -151,6 +152,7 @@ def test_the_puzzle_is_solved_with_the_keyboard():
     assert "Not possible yet" in texts(box) and "&lt;" in texts(box) and "<b>'" not in texts(box)
 
 
+@pytest.mark.slow
 def test_the_puzzle_is_solved_with_buttons():
     box = pipeline_puzzle(2, 1)
     for word in ("F0", "B0"):

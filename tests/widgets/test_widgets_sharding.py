@@ -144,6 +144,7 @@ EXPLORERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "explorer", "measure", "move", "said"), EXPLORERS)
 def test_a_move_replaces_the_picture_and_takes_a_measurement_away(module, explorer, measure, move, said, monkeypatch):
     monkeypatch.setattr(module, measure, lambda chosen: RESULT)
@@ -177,6 +178,7 @@ def test_a_measurement_that_fails_is_told_and_leaves_the_button_usable(
     assert "RuntimeError: &lt;no memory left&gt;" in texts(box) and not control(box, "Measure").disabled
 
 
+@pytest.mark.slow
 def test_an_impossible_choice_is_told_and_the_next_one_works():
     box = zero_explorer(ZeroChoice(offload="optimizer, parameters on disk"))
     control(box, "ZeRO stage").value = 1

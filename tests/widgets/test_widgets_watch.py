@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 import run_logs
 
 from course_lib.widgets import watch
@@ -13,6 +14,7 @@ def children(panel) -> tuple:
     return follow, refresh, text, image
 
 
+@pytest.mark.slow
 def test_refresh_draws_what_has_come_since(tmp_path):
     run_logs.write(tmp_path, 0, run_logs.steps(0, 3))
     _, refresh, text, image = children(watch(tmp_path))
@@ -23,6 +25,7 @@ def test_refresh_draws_what_has_come_since(tmp_path):
     assert "1.5000" in text.value and bytes(image.value) != before
 
 
+@pytest.mark.slow
 def test_it_is_renewed_until_the_run_has_ended_or_stop(tmp_path):
     async def run_beside() -> list[str]:
         run_logs.write(tmp_path, 0, run_logs.steps(0, 1))
