@@ -353,8 +353,3 @@ def test_a_right_answer_that_is_arranged_otherwise_passes(check, answer, capsys)
     for seed in (1, 2, 3):
         getattr(ch00, check)(answer, seed=seed)
     assert capsys.readouterr().out == f"{check}: passed\n" * 3
-
-
-def test_every_grader_has_three_right_variants():
-    assert set(RIGHT) == {name for name in dir(ch00) if name.startswith("check_")}
-    assert all(len(answers) >= 3 for answers in RIGHT.values())

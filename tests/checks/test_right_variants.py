@@ -1,0 +1,16 @@
+"""A grader accepts every right answer: each is tested with three that are arranged otherwise."""
+
+from importlib import import_module
+
+import pytest
+
+CHAPTERS = [f"{number:02d}" for number in range(13)]
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_every_grader_has_three_right_variants(chapter):
+    graders = {name for name in dir(import_module(f"course_lib.checks.ch{chapter}")) if name.startswith("check_")}
+    right = import_module(f"test_ch{chapter}_variants").RIGHT
+    assert graders and set(right) == graders
+    for check, answers in right.items():
+        assert len({answer.__name__ for answer in answers}) >= 3, check
