@@ -214,7 +214,7 @@ def _stage_costs(job: Job, layout: Layout) -> Costs:
 def _nearest(job: Job, best: Option, ranked: tuple[Option, ...], lost: list[Layout]) -> tuple[Rejected, ...]:
     """The two that differ least from the best: first those that would be faster and do not fit, then slower ones."""
     rejected = []
-    for layout in sorted(lost, key=lambda layout: differences(best.layout, layout))[:2]:
+    for layout in _nearest_to_fit(job, best.layout, lost):
         held = memory_in_words(_held_bytes(job, layout), job.cluster.gpu.usable_bytes)
         rejected.append(Rejected(layout, f"does not fit: {held}"))
     slower = [option for option in ranked if option.step_s > best.step_s]
@@ -225,6 +225,18 @@ def _nearest(job: Job, best: Option, ranked: tuple[Option, ...], lost: list[Layo
         part = max(more, key=more.get)
         rejected.append(Rejected(option.layout, f"{share:.1%} slower: {part} takes {more[part]:.3f} s more"))
     return tuple(rejected)
+
+
+def _nearest_to_fit(job: Job, best: Layout, lost: list[Layout]) -> list[Layout]:
+    """Two that differ least from the best; of those that differ as much, the ones that need the least memory."""
+    ranked = sorted(lost, key=lambda layout: differences(best, layout))
+    most = max((differences(best, layout) for layout in ranked[:2]), default=0)
+    few = [layout for layout in ranked if differences(best, layout) <= most]
+    if job.framework is None:
+        held = {layout: least_bytes(job.run(layout)) for layout in few}
+    else:
+        held = {layout: sum(_held_bytes(job, layout).values()) for layout in few}
+    return sorted(few, key=lambda layout: (differences(best, layout), held[layout]))[:2]
 
 
 def differences(one: Layout, other: Layout) -> int:

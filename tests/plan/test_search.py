@@ -12,7 +12,7 @@ from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets, fullest_budget, steady
 from course_lib.plan import Job, explain, search, work_out
-from course_lib.plan.search import advised, front, least_s
+from course_lib.plan.search import advised, differences, front, least_s
 from course_lib.plan.space import leaner, shapes, sharded
 
 H100 = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
@@ -140,6 +140,16 @@ def test_ranked_front_and_rejected_are_what_they_say(tight):
         option = work_out(TIGHT, rejected.layout)
         assert rejected.reason.startswith("does not fit") == (not option.fits)
         assert option.fits or option.memory_in_words in rejected.reason
+
+
+def test_of_layouts_that_differ_as_little_those_that_need_least_memory_are_told():
+    found = search(replace(TIGHT, framework="torchtitan"))
+    lost = [one for shape in shapes(found.job) for one in sharded(found.job, shape)]
+    lost = [work_out(found.job, one) for one in lost if one not in {option.layout for option in found.ranked}]
+    told = [differences(found.best.layout, rejected.layout) for rejected in found.rejected]
+    assert told == sorted(differences(found.best.layout, option.layout) for option in lost)[:2]
+    first = [one for one in lost if differences(found.best.layout, one.layout) == told[0]]
+    assert found.rejected[0].layout == min(first, key=lambda option: option.memory_bytes).layout
 
 
 def test_where_all_fit_the_rejected_are_slower():
