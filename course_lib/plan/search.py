@@ -24,8 +24,9 @@ from course_lib.memory.flats import placed_by
 from course_lib.memory.least import least_bytes, least_states
 from course_lib.plan.job import Job
 from course_lib.plan.option import Option, held_bytes, memory_in_words, option_of, work_out
-from course_lib.plan.space import leaner, shapes, sharded
+from course_lib.plan.space import leaner, recomputing, shapes, sharded
 from course_lib.predict import predicted_bytes
+from course_lib.predict.frameworks import FRAMEWORKS, least_memory_of
 from course_lib.schedules import Costs
 from course_lib.timing import stage_costs
 from course_lib.validate import Size, checked
@@ -114,15 +115,24 @@ def front(ranked: tuple[Option, ...]) -> tuple[Option, ...]:
 
 
 def _all_predicted(job: Job) -> tuple[list[Option], list[Layout]]:
-    """Work out every layout that fits."""
+    """Work out every layout that fits; of those that do not, the next with more recomputation."""
     found, lost = [], []
     for shape in sorted(shapes(job), key=lambda shape: (shape.pp, shape.micro_batches)):  # equal pipelines in a row
-        for layout in sharded(job, shape):
-            if sum(_held_bytes(job, layout).values()) <= job.cluster.gpu.usable_bytes:
-                found.append(work_out(job, layout))
-            else:
-                lost.append(layout)
+        layouts = sharded(job, shape)
+        while layouts:
+            fit = [layout for layout in layouts if _fits(job, layout)]
+            found += [work_out(job, layout) for layout in fit]
+            too_large = [layout for layout in layouts if layout not in fit]
+            lost += too_large
+            layouts = [fewer for layout in too_large for fewer in recomputing(job, layout)]
     return found, lost
+
+
+def _fits(job: Job, layout: Layout) -> bool:
+    usable = job.cluster.gpu.usable_bytes
+    if job.framework in FRAMEWORKS and least_memory_of(job.run(layout), FRAMEWORKS[job.framework]) > usable:
+        return False
+    return sum(_held_bytes(job, layout).values()) <= usable
 
 
 def _held_bytes(job: Job, layout: Layout) -> dict[str, float]:
@@ -232,11 +242,16 @@ def _nearest_to_fit(job: Job, best: Layout, lost: list[Layout]) -> list[Layout]:
     ranked = sorted(lost, key=lambda layout: differences(best, layout))
     most = max((differences(best, layout) for layout in ranked[:2]), default=0)
     few = [layout for layout in ranked if differences(best, layout) <= most]
-    if job.framework is None:
-        held = {layout: least_bytes(job.run(layout)) for layout in few}
-    else:
-        held = {layout: sum(_held_bytes(job, layout).values()) for layout in few}
+    held = {layout: _least_of(job, layout) for layout in few}
     return sorted(few, key=lambda layout: (differences(best, layout), held[layout]))[:2]
+
+
+def _least_of(job: Job, layout: Layout) -> float:
+    if job.framework is None:
+        return least_bytes(job.run(layout))
+    if job.framework in FRAMEWORKS:
+        return least_memory_of(job.run(layout), FRAMEWORKS[job.framework])
+    return sum(_held_bytes(job, layout).values())
 
 
 def differences(one: Layout, other: Layout) -> int:

@@ -96,9 +96,22 @@ def sharded(job: Job, shape: Layout) -> list[Layout]:
 
 def leaner(layout: Layout) -> list[Layout]:
     """The next steps to fewer activations, each slower than the layout: more recomputation, inputs gathered again."""
-    found = []
-    if layout.recompute != RECOMPUTE[-1]:
-        found.append(replace(layout, recompute=RECOMPUTE[RECOMPUTE.index(layout.recompute) + 1]))
+    found = _more_recomputed(layout)
     if layout.sequence_parallel and not layout.regather:
         found.append(replace(layout, regather=True))
     return found
+
+
+def recomputing(job: Job, layout: Layout) -> list[Layout]:
+    """The same of a framework's run: more recomputation.
+
+    nanotron's fitted runs have none. With experts there would be too many layouts to work out each one: they are ranked
+    without it.
+    """
+    return [] if job.framework == "nanotron" or job.config.moe is not None else _more_recomputed(layout)
+
+
+def _more_recomputed(layout: Layout) -> list[Layout]:
+    if layout.recompute == RECOMPUTE[-1]:
+        return []
+    return [replace(layout, recompute=RECOMPUTE[RECOMPUTE.index(layout.recompute) + 1])]

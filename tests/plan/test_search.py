@@ -11,9 +11,12 @@ from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets, fullest_budget, steady
+from course_lib.memory.least import least_bytes
 from course_lib.plan import Job, explain, search, work_out
-from course_lib.plan.search import advised, differences, front, least_s
+from course_lib.plan.search import _nearest_to_fit, advised, differences, front, least_s
 from course_lib.plan.space import leaner, shapes, sharded
+from course_lib.predict import predicted_bytes
+from course_lib.predict.frameworks import FRAMEWORKS, least_memory_of
 
 H100 = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
 SMALL_GPU = replace(gpu("h100"), usable_bytes=2 * 2**30)  # of which 1.1 to 1.9 GiB are no tensors
@@ -142,14 +145,14 @@ def test_ranked_front_and_rejected_are_what_they_say(tight):
         assert option.fits or option.memory_in_words in rejected.reason
 
 
-def test_of_layouts_that_differ_as_little_those_that_need_least_memory_are_told():
-    found = search(replace(TIGHT, framework="torchtitan"))
-    lost = [one for shape in shapes(found.job) for one in sharded(found.job, shape)]
-    lost = [work_out(found.job, one) for one in lost if one not in {option.layout for option in found.ranked}]
-    told = [differences(found.best.layout, rejected.layout) for rejected in found.rejected]
-    assert told == sorted(differences(found.best.layout, option.layout) for option in lost)[:2]
-    first = [one for one in lost if differences(found.best.layout, one.layout) == told[0]]
-    assert found.rejected[0].layout == min(first, key=lambda option: option.memory_bytes).layout
+def test_of_layouts_that_differ_as_little_those_that_need_least_memory_are_told(tight):
+    best = tight.best.layout
+    others = [replace(best, tp=tp, dp=best.dp * best.tp // tp) for tp in (1, 2)] + [replace(best, micro_batch=4)]
+    ranked = _nearest_to_fit(TIGHT, best, others)
+    few = [one for one in others if differences(best, one) == min(differences(best, other) for other in others)]
+    assert ranked[0] == min(few, key=lambda one: least_bytes(TIGHT.run(one)))
+    assert [differences(best, one) for one in ranked] == sorted(differences(best, one) for one in others)[:2]
+    assert _nearest_to_fit(TIGHT, best, others[:1]) == others[:1] and _nearest_to_fit(TIGHT, best, []) == []
 
 
 def test_where_all_fit_the_rejected_are_slower():
@@ -167,11 +170,27 @@ def test_a_framework_s_own_rates_rank_its_runs():
 @pytest.mark.parametrize("framework", ["nanotron", "torchtitan"])
 def test_by_the_rates_of_a_framework_all_that_fit_are_ranked(framework):
     job = replace(TIGHT, framework=framework)
-    worked = [work_out(job, layout) for shape in shapes(job) for layout in sharded(job, shape)]
+    todo = [layout for shape in shapes(job) for layout in sharded(job, shape)]
+    worked = []
+    for layout in todo:
+        worked.append(work_out(job, layout))
+        steps = {"none": "selective", "selective": "full"} if framework == "torchtitan" else {}
+        if not worked[-1].fits and layout.recompute in steps:
+            todo.append(replace(layout, recompute=steps[layout.recompute]))
     fitting = {option.layout: option for option in worked if option.fits}
     found = search(job)
     assert {option.layout: option for option in found.ranked} == fitting
     assert found.num_tried == len(worked) > len(fitting)
+    assert {layout.recompute for layout in todo} == ({"none"} if framework == "nanotron" else {"none", *steps, "full"})
+
+
+@pytest.mark.parametrize("framework", list(FRAMEWORKS))
+def test_what_a_framework_holds_at_least_is_no_more_than_it_is_predicted_to_hold(framework):
+    job = replace(TIGHT, framework=framework)
+    layouts = [layout for layout in every_layout(job) if not layout.regather]
+    for layout in random.Random(3).sample(layouts, 40):
+        held = sum(predicted_bytes(job.run(layout), job.cluster, framework).values())
+        assert least_memory_of(job.run(layout), FRAMEWORKS[framework]) <= held, layout
 
 
 def test_of_layouts_that_fitted_rates_cannot_tell_apart_the_one_of_least_memory_is_advised():
