@@ -493,7 +493,6 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "Option": "made by work_out",
         "work_out": {"job": JOB, "layout": Layout(dp=2)},
         "option_of": "called by the search for each layout that fits",
-        "states_bytes": "called by the search for each layout",
         "held_bytes": {"budget": budgets(RUN)[0]},
         "memory_in_words": {"bytes_by_kind": {"parameters": 1e9}, "usable_bytes": 8e10},
     },
@@ -509,6 +508,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "memory.budget": {
         "Budget": "made by budgets",
         "Saved": "made by saved_for_backward",
+        "part_of": "called by ledgers for each stage",
         "steady": "called by the search for each layout",
         "fullest_budget": "called by the search for each layout",
         "fits": {"budget": budgets(RUN)[0], "gpu_or_key": "h100"},

@@ -269,6 +269,27 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
     return five_d_states(run.config, run.layout, pp_rank, tp_rank, run.recipe, run.optimizer, counters)
 
 
+def part_of(
+    run: Run, layers: range, tp_rank: int = 0, is_first: bool = False, is_last: bool = False, load: float = 1.0
+) -> Part:
+    """What a rank computes of these layers, and in which widths."""
+    recipe = recipe_of(run.recipe)
+    return Part(
+        narrow_experts(run.config, run.layout.tp, tp_rank),
+        run.layout,
+        run.seq_len,
+        recipe.compute_bytes,
+        layers,
+        is_first,
+        is_last,
+        tp_rank,
+        attention=run.attention,
+        residual_itemsize=recipe.param_bytes,
+        softmax_itemsize=recipe.param_bytes if run.device == "cuda" else None,
+        load=load,
+    )
+
+
 class RankOnLedger:
     """One rank's step: states aside, what is there at every moment."""
 
@@ -304,21 +325,13 @@ class RankOnLedger:
                 self.later[stage] |= on_ledger.run(in_two)
 
     def stage_on_ledger(self, stage: int) -> StageOnLedger:
-        run, layout, recipe = self.run, self.layout, self.recipe
-        layers = layers_of(run.config, layout)
-        local = narrow_experts(run.config, layout.tp, self.tp_rank)
-        part = Part(
-            local,
-            layout,
-            run.seq_len,
-            recipe.compute_bytes,
+        run, layers = self.run, layers_of(self.run.config, self.layout)
+        part = part_of(
+            run,
             range(sum(layers[:stage]), sum(layers[: stage + 1])),
+            self.tp_rank,
             is_first=stage == 0,
             is_last=stage == len(layers) - 1,
-            tp_rank=self.tp_rank,
-            attention=run.attention,
-            residual_itemsize=recipe.param_bytes,
-            softmax_itemsize=recipe.param_bytes if run.device == "cuda" else None,
             load=self.load,
         )
         mine = [one for one in self.tensors if one.stage == stage]

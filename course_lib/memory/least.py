@@ -1,6 +1,6 @@
 """What the first rank of a pipeline holds at least: sums that are soon worked out, never above the ledger's peak.
 
-    states, overheads   without padding
+    states, overheads   each kind in one flat
     gathered            with ZeRO-3 two neighbouring units, and the gradients of one of them
     in flight           what layers save of each micro-batch, in the schedule's order; without a pipeline the logits
     gradients           of stages through which a backward has gone
@@ -19,15 +19,14 @@ from typing import NamedTuple
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.memory.blocks import Part, StageProgram
-from course_lib.memory.budget import overheads_of, steady
+from course_lib.memory.budget import overheads_of, part_of, steady
 from course_lib.memory.flats import cut_of, in_model_order, layers_of, placed_by, unit_shapes
 from course_lib.memory.ledger import LEAF, Ledger, Weight
-from course_lib.memory.moe import narrow_experts
 from course_lib.memory.moments import Plain
 from course_lib.memory.replay import layout_of_layers
 from course_lib.memory.run import Run
-from course_lib.memory.states import Shapes, moments_bytes, recipe_of
-from course_lib.memory.zero import Offload, wire_grad_bytes
+from course_lib.memory.states import Shapes, recipe_of
+from course_lib.memory.zero import Offload, wire_grad_bytes, zero_state_bytes
 from course_lib.schedules import make
 from course_lib.validate import Amount, checked
 
@@ -39,13 +38,11 @@ def least_bytes(run: Run, usable_bytes: Amount | None = None) -> int:
     """Bytes below which the fullest rank of a run is not, what is no tensor included.
 
     usable_bytes   where states alone are more, activations are left out
-    Raises         ValueError for adapters and offload
+    Raises         ValueError for adapters, offload and Adafactor
     """
-    held, units = least_states(run), _units(run.config, cut_of(run.layout))
-    if usable_bytes is not None and held > usable_bytes:
-        return held
-    whole = {stage: _whole(run, of_stage) for stage, of_stage in units.items()}
-    held -= max(whole.values())
+    units, always, whole = _at_rest(run)
+    if usable_bytes is not None and always + max(whole.values()) > usable_bytes:
+        return always + max(whole.values())
     saved = {stage: _saved(run, stage) for stage in units}
     gradients = {stage: _gradients(run, of_stage) for stage, of_stage in units.items()}
     again, most = _made_again(run), sum(gradients.values())
@@ -57,7 +54,7 @@ def least_bytes(run: Run, usable_bytes: Amount | None = None) -> int:
             most = max(most, there + _logits(run, one.stage))
         else:
             most = max(most, there + again, there - saved[one.stage] + whole[one.stage])
-    return held + most
+    return always + most
 
 
 class Moment(NamedTuple):
@@ -108,13 +105,23 @@ def _fullest(rows: set[tuple[tuple[int, int], ...]]) -> list[tuple[tuple[int, in
 def least_states(run: Run) -> int:
     """Bytes of states, of what ZeRO-3 gathers and of what is no tensor: recomputation takes none of them away.
 
-    Raises   ValueError for adapters and offload
+    Raises   ValueError for adapters, offload and Adafactor
     """
-    if run.lora is not None or run.offload != Offload():
-        raise ValueError("the least sums are without adapters and offload; ask budgets(run)")
+    _, always, whole = _at_rest(run)
+    return always + max(whole.values())
+
+
+def _at_rest(run: Run) -> tuple[dict[int, tuple[Sizes, ...]], int, dict[int, int]]:
+    """Units of each stage; bytes that are always there; and of each stage what is whole during its backward."""
+    if run.lora is not None or run.offload != Offload() or run.optimizer == "adafactor":
+        raise ValueError("the least sums are without adapters, offload and Adafactor; ask budgets(run)")
     units = _units(run.config, cut_of(run.layout))
-    gathered = max(_whole(run, of_stage) for of_stage in units.values())
-    return _states(run, units) + sum(overheads_of(run).values()) + gathered
+    always = sum(overheads_of(run).values())
+    for place, ranks in enumerate(_shares(run)):
+        numel = sum(sizes[place] for of_stage in units.values() for sizes in of_stage)
+        states = zero_state_bytes((numel,), run.layout.zero_stage, ranks, run.recipe, run.optimizer)
+        always += states.parameters + states.optimizer
+    return units, always, {stage: _whole(run, of_stage) for stage, of_stage in units.items()}
 
 
 @lru_cache(maxsize=1024)
@@ -136,18 +143,6 @@ def _sizes(shapes: Shapes) -> Sizes:
 
 def _shares(run: Run) -> tuple[int, int]:
     return run.layout.expert_shard_size, run.layout.shard_size
-
-
-def _states(run: Run, units: dict[int, tuple[Sizes, ...]]) -> int:
-    recipe, stage = recipe_of(run.recipe), run.layout.zero_stage
-    held = 0
-    for place, ranks in enumerate(_shares(run)):
-        whole = sum(sizes[place] for of_stage in units.values() for sizes in of_stage)
-        shard = whole // ranks
-        held += recipe.param_bytes * (shard if stage == 3 else whole)
-        mine = shard if stage else whole
-        held += recipe.master_bytes * mine + moments_bytes((mine,), recipe, run.optimizer)
-    return held
 
 
 def _gradients(run: Run, of_stage: tuple[Sizes, ...]) -> int:
@@ -201,22 +196,9 @@ def _logits(run: Run, stage: int) -> int:
 
 
 def _layer_saves(run: Run, layer: int) -> int:
-    recipe, alone = recipe_of(run.recipe), layout_of_layers(run.layout)
-    local = narrow_experts(run.config, run.layout.tp)
-    if local.moe is not None and layer < local.moe.first_dense_layers:
-        local = replace(local, moe=None)
-    part = Part(
-        local,
-        alone,
-        run.seq_len,
-        recipe.compute_bytes,
-        range(layer, layer + 1),
-        is_first=False,
-        is_last=False,
-        attention=run.attention,
-        residual_itemsize=recipe.param_bytes,
-        softmax_itemsize=recipe.param_bytes if run.device == "cuda" else None,
-    )
+    part = replace(part_of(run, range(layer, layer + 1)), layout=layout_of_layers(run.layout))
+    if part.local.moe is not None and layer < part.local.moe.first_dense_layers:
+        part = replace(part, local=replace(part.local, moe=None))
     return _second_saves(run.config, part)
 
 

@@ -280,7 +280,8 @@ def notes_of(part: Part, weights: dict[str, Weight], in_two: bool) -> tuple[tupl
             from_end = len(run) - place
             like = place if place < 2 or len(run) <= ALONE else max(1, len(short) - from_end)
             which.append((layer, short[like]))
-    like_of = {layer: like for like, layer in {like: layer for layer, like in which}.items()}
+    wanted = {like: layer for layer, like in which}
+    like_of = {layer: like for like, layer in wanted.items()}
     names = {}
     for name, weight in weights.items():
         layer = _layer_in(name)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from course_lib.hardware import GB
 from course_lib.layout import Layout
-from course_lib.memory.budget import Budget, budgets, overheads_of, states_of, steady
+from course_lib.memory.budget import Budget, budgets, steady
 from course_lib.plan.job import Job
 from course_lib.predict import predict
 from course_lib.run import Run
@@ -99,9 +99,3 @@ def option_of(job: Job, run: Run, fullest: Budget) -> Option:
 def held_bytes(budget: Budget) -> dict[str, float]:
     """What the largest moment is made of, by kind, and what is no tensor."""
     return {kind: float(size) for kind, size in (budget.at_peak | budget.overheads).items() if size}
-
-
-def states_bytes(run: Run) -> int:
-    """Parameters and optimizer of the first rank, and what is no tensor: there at every moment of a step."""
-    states = states_of(steady(run))
-    return states.parameters + states.optimizer + sum(overheads_of(run).values())
