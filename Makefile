@@ -29,6 +29,7 @@ FROM := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 PIP := $(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt $(FROM)
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 LAB_FLAGS ?=
+BENCH_FLAGS ?=
 # Which tabs and side bars JupyterLab shows here; at first the left side bar is closed, so that no line of code is cut.
 LAB_PAGE := $(abspath $(or $(strip $(VENV)),.venv)/lab-page)
 # The first of these Pythons that is here, by its name or as pyenv keeps it; empty if none is.
@@ -41,7 +42,7 @@ UNIT := -p no:nbval --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/pla
 NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
 
 .PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check address \
-        quick-newer test-in-depth test-exhaustive test-long test-faults test-colab test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-clients test-slurm test-hosts clean
+        quick-newer test-in-depth test-exhaustive test-long test-faults test-colab test-newest test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-clients test-slurm test-hosts clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -74,7 +75,8 @@ test: setup  ## lint, unit tests, every lesson under strict nbval
 	@$(MAKE) --no-print-directory nbval NOTEBOOKS="$(LESSONS)"
 
 test-in-depth: setup  ## the other notebooks, in depth and solutions, under strict nbval
-	@$(MAKE) --no-print-directory nbval NOTEBOOKS="$(filter-out $(LESSONS),$(NOTEBOOKS))"
+	@notebooks=$$($(RUN) tests/parts.py $(filter-out $(LESSONS),$(NOTEBOOKS))); \
+	$(MAKE) --no-print-directory nbval NOTEBOOKS="$$notebooks"
 
 quick: setup  ## the tests that start no process and take less than a second each; under a minute
 	$(RUN) -m pytest -m "not launches and not slow and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
@@ -106,7 +108,7 @@ demo: $(LAB_STAMP)  ## one table: the same tiny Llama trained by 1, 2 and 4 rank
 	$(RUN) -m course_lib demo
 
 bench: setup  ## the course's own implementations against PyTorch's, in one run
-	$(RUN) -m course_lib bench
+	$(RUN) -m course_lib bench $(BENCH_FLAGS)
 
 doctor: $(LAB_STAMP)  ## what this machine can run, chapter by chapter
 	$(RUN) -m course_lib doctor
@@ -143,8 +145,11 @@ test-browser: setup  ## JupyterLab in headless Chromium: chapters run, sliders m
 	@$(RUN) -c 'import playwright' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,browser]"
 	$(RUN) -m pytest -rs tests/browser
 
-test-colab: setup  ## the built wheel where people open it: Colab's versions, and the newest of everything; 10 GB of environments
-	COLAB_PYTHON="$(call found,3.12 3.13)" $(RUN) -m pytest -rs --durations=0 --durations-min=10 -p no:cacheprovider tests/places
+test-colab: setup  ## the built wheel with Colab's versions: it replaces none, chapters run; 5 GB of an environment
+	COLAB_PYTHON="$(call found,3.12 3.13)" $(RUN) -m pytest -rs --durations=0 --durations-min=10 -p no:cacheprovider tests/places/test_colab.py
+
+test-newest: setup  ## the built wheel with the newest of every package; 5 GB of an environment
+	$(RUN) -m pytest -rs --durations=0 --durations-min=10 -p no:cacheprovider tests/places/test_newest.py
 
 test-grading: setup  ## nbgrader takes the solutions as its source
 	@$(RUN) -c 'import nbgrader' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,grading]"

@@ -14,12 +14,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from parts import of_this_part
 
 from course_lib import launch
 
 
-def pytest_collection_modifyitems(items):
-    """Mark the tests of files that start processes, put them first, and skip what needs a GPU where there is none."""
+def pytest_collection_modifyitems(config, items):
+    """Leave out what is of another part; mark the tests of files that start processes, and put them first; skip what
+    needs a GPU where there is none."""
+    names = [item.nodeid for item in items if any(map(item.get_closest_marker, IN_PARTS))]
+    elsewhere = set(names) - set(of_this_part(names))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in elsewhere])
+    items[:] = [item for item in items if item.nodeid not in elsewhere]
     for item in items:
         folder = Path(item.path).relative_to(Path(__file__).parent).parts[0]
         if folder in STARTING_FOLDERS or STARTERS & {id(value) for value in vars(item.module).values()}:
@@ -34,6 +40,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+IN_PARTS = ("exhaustive", "long")
 STARTERS = {id(launch.launch), id(subprocess)}  # what a test file imports to start processes
 STARTING_FOLDERS = ("browser", "gpu", "places", "slurm")
 

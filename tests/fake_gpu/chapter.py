@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import itertools
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import FunctionType
+from unittest import mock
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -155,7 +157,8 @@ class FakeLaunch:
                 raise fake_cuda.NotFaked("it asks for the CPU by name")
             payload = launcher._dump_function(fn, args)
             cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.clear()  # or the notebook's own classes would change
-            with fake_cuda.cuda_rank(0, world_size), contextlib.redirect_stdout(said):
+            few = mock.patch.object(launcher, "progress", first_steps)
+            with few, fake_cuda.cuda_rank(0, world_size), contextlib.redirect_stdout(said):
                 function, arguments = cloudpickle.loads(payload)
                 value = tree_map(on_the_cpu, function(*arguments))
             answer = value, said.getvalue().splitlines()
@@ -181,6 +184,11 @@ def shortened_argument(name: str, argument):
     if isinstance(argument, list) and argument and all(isinstance(case, tuple) for case in argument):
         return list({kind_of(case): case for case in reversed(argument)}.values())[::-1]
     return argument
+
+
+def first_steps(iterable, description=None) -> Iterator:
+    """Of a loop that shows its progress in a rank."""
+    return itertools.islice(iterable, STEPS)
 
 
 def kind_of(argument) -> object:

@@ -38,6 +38,7 @@ def train(scale):
 """
 
 
+@pytest.mark.long
 def test_first_launch_takes_5_s_and_later_ones_0_3_s_whatever_the_kernel_did_before(kernel):
     before = """
 a = torch.randn(400, 400, requires_grad=True); torch.set_num_threads(2)

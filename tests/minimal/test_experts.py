@@ -7,6 +7,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from harness import WORLDS
 
 from course_lib import comm
 from course_lib.launch import RankError, launch
@@ -39,7 +40,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks do not have
 E, D = MOE_CONFIG.moe.num_experts, MOE_CONFIG.d_model
 
 
-@pytest.mark.parametrize(("world_size", "num_micro_batches"), [(1, 1), (2, 3), (4, 1), (4, 3)])
+@pytest.mark.parametrize(("world_size", "num_micro_batches"), [(1, 1), *WORLDS])
 def test_parameters_after_sgd_and_adamw_are_those_of_one_process(world_size, num_micro_batches):
     assert compare_with_one_process(ExpertParallel, world_size, num_micro_batches) < 1e-10
 

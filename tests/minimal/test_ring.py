@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from harness import WORLDS
 
 from course_lib import comm
 from course_lib.launch import RankError, launch
@@ -50,9 +51,8 @@ class RingDataParallel(DataParallel):
         self.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-def test_gradients_averaged_by_the_ring_train_as_one_process(num_micro_batches, world_size):
+@pytest.mark.parametrize(("world_size", "num_micro_batches"), WORLDS)
+def test_gradients_averaged_by_the_ring_train_as_one_process(world_size, num_micro_batches):
     assert compare_with_one_process(RingDataParallel, world_size, num_micro_batches) < 1e-10
     assert sent_bytes(RingDataParallel, world_size, num_micro_batches) == sent_bytes(DataParallel, world_size)
 

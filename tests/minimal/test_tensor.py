@@ -30,7 +30,7 @@ pytestmark = pytest.mark.launches
 CONFIG = compare.CONFIG
 
 
-@pytest.mark.parametrize(("world_size", "num_micro_batches"), [(1, 1), (2, 3), (4, 1), (4, 3)])
+@pytest.mark.parametrize(("world_size", "num_micro_batches"), [(1, 1), *WORLDS])
 def test_parameters_after_sgd_and_adamw_are_those_of_one_process(world_size, num_micro_batches):
     assert compare_with_one_process(TensorParallel, world_size, num_micro_batches) < 1e-10
 

@@ -172,10 +172,18 @@ def run_cases(cases):
     return [on_ranks(*case) for case in cases]
 
 
+def in_one_launch(request):
+    """(model, layout) of each case of this run that needs as many ranks as the one of `request`."""
+    of_items = (
+        item.callspec.params for item in request.session.items if item.originalname == request.node.originalname
+    )
+    ranks = request.node.callspec.params["ranks"]
+    return tuple((params["name"], params["text"]) for params in of_items if params["ranks"] == ranks)
+
+
 @cache
-def found(ranks, is_exhaustive):
-    """(model, layout) -> what each rank saw; all cases in one launch, those that are exhaustive in another."""
-    cases = [case for case in CASES[ranks] if (case in ALWAYS[ranks]) != is_exhaustive]
+def found(ranks, cases):
+    """(model, layout) -> what each rank saw."""
     of_ranks = launch(run_cases, ranks, cases, timeout=300, quiet=True)
     return dict(zip(cases, zip(*of_ranks, strict=True), strict=True))
 
@@ -184,15 +192,15 @@ def parameters():
     for ranks, *case in ALL:
         is_exhaustive = tuple(case) not in ALWAYS[ranks]
         marks = pytest.mark.exhaustive if is_exhaustive else ()
-        yield pytest.param(ranks, *case, is_exhaustive, marks=marks, id="-".join([str(ranks), *case]))
+        yield pytest.param(ranks, *case, marks=marks, id="-".join([str(ranks), *case]))
 
 
-@pytest.mark.parametrize(("ranks", "name", "text", "is_exhaustive"), [*parameters()])
-def test_a_layout_equals_one_process(ranks, name, text, is_exhaustive):
+@pytest.mark.parametrize(("ranks", "name", "text"), [*parameters()])
+def test_a_layout_equals_one_process(ranks, name, text, request):
     layout = Layout.parse(text)
     assert layout.world_size == ranks
     expected = one_process(name, layout.dp, layout.micro_batch, layout.micro_batches)
-    results = found(ranks, is_exhaustive)[name, text]
+    results = found(ranks, in_one_launch(request))[name, text]
     for rank, of_rank in enumerate(results):
         far = distances(of_rank, expected)
         assert far["loss"] < 1e-10 and far["norm"] < 1e-10 and of_rank.apart < 1e-10

@@ -217,7 +217,7 @@ def test_what_cannot_be_is_told():
         search(Job(preset("llama-3.1-405b"), H100, 8, 8192, 8 * 8192))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("model", "seq_len", "batch"), [("llama-3.1-405b", 8192, 512), ("deepseek-v3", 4096, 4096)])
 def test_of_512_gpus_few_layouts_are_walked_moment_by_moment(model, seq_len, batch, monkeypatch):
     """What makes a search long: ledgers of whole stages, and clocks of pipelines."""

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness import EXHAUSTIVE
 
 from course_lib.config import preset
 from course_lib.launch import launch
@@ -96,8 +97,10 @@ def test_real_ranks_send_along_each_axis_and_hold_what_the_formulas_say():
     "config, text",
     [
         (TOY, "dp=16,tp=4,pp=4,zero_stage=1,sequence_parallel=true,regather=true,micro_batches=8"),
-        (UNEVEN, "dp=4,cp=2,tp=8,pp=2,zero_stage=2,schedule=interleaved,v=2,micro_batches=4"),
-        (MOE, "dp=32,pp=4,ep=8,zero_stage=3,micro_batches=4"),
+        pytest.param(
+            UNEVEN, "dp=4,cp=2,tp=8,pp=2,zero_stage=2,schedule=interleaved,v=2,micro_batches=4", marks=EXHAUSTIVE
+        ),
+        pytest.param(MOE, "dp=32,pp=4,ep=8,zero_stage=3,micro_batches=4", marks=EXHAUSTIVE),
     ],
 )
 def test_a_rank_of_hundreds_sends_and_holds_what_the_formulas_say(config, text):

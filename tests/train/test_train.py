@@ -95,6 +95,7 @@ def test_every_layout_sees_the_same_batches_and_has_the_losses_of_one_process():
     assert ranks[0][-1].losses == pytest.approx(expected.tolist(), rel=0.01) and ranks[0][-1].tokens_per_s > 0
 
 
+@pytest.mark.long
 def test_a_run_in_parts_is_bit_for_bit_the_run_in_one_on_four_ranks_with_dropout(tmp_path):
     config = model_named(DROPOUT)
     first, both = [Checkpoints(str(tmp_path / name), every=2) for name in ("parts", "one")]
@@ -108,6 +109,7 @@ def test_a_run_in_parts_is_bit_for_bit_the_run_in_one_on_four_ranks_with_dropout
     assert sorted(path.name for path in (tmp_path / "one").glob("step-*")) == ["step-00000004", "step-00000006"]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_under_another_layout_with_the_same_losses(tmp_path):
     plan, kept = replace(PLAN, precision="fp64"), Checkpoints(str(tmp_path), every=3)
     texts = ["dp=2,tp=2,zero_stage=1", "pp=2,tp=2", "cp=2,dp=2,zero_stage=3"]
