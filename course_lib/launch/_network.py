@@ -8,6 +8,7 @@ machine's loopback.
 
 import contextlib
 import ctypes
+import errno
 import os
 import socket
 import struct
@@ -20,10 +21,13 @@ OFFLINE = (
     f"Ranks have a network of their own and reach neither the internet nor servers on this machine; set {CHOICE}=host "
     "in the notebook's environment before its first launch if they must."
 )
+UNREACHED = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ECONNREFUSED)
+_has_left = False  # this process, or the one that forked it
 
 
 def leave_shared_network() -> None:
     """Give this process, which has one thread, a loopback that it shares with its children alone, if it can."""
+    global _has_left
     if sys.platform != "linux" or os.environ.get(CHOICE) == "host":
         return
     child = os.fork()  # tries it first: a process that got only half of it could not go back
@@ -36,14 +40,18 @@ def leave_shared_network() -> None:
     if os.waitpid(child, 0)[1] == 0:
         with contextlib.suppress(OSError):  # a thread that a library has started: then all stays as it is
             _leave()
+            _has_left = True
 
 
-def has_own_network(pid: int) -> bool:
-    """Whether a process has another network than this one; False where that cannot be seen."""
-    try:
-        return os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
-    except OSError:
-        return False
+def hint_for(error: BaseException | None) -> str:
+    """OFFLINE, if something outside was not reached from a network of its own: `error`, or what it came from; or ""."""
+    seen = set()
+    while _has_left and error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in UNREACHED):
+            return OFFLINE
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _leave() -> None:

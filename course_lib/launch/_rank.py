@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from course_lib.devices import BACKENDS, device_for, set_rank_device
-from course_lib.launch import _groups
+from course_lib.launch import _groups, _network
 
 MAX_MESSAGE_CHARS = 4000  # of an exception; a learner who raises ValueError(tensor) should still see the traceback
 MAX_FRAMES = 40
@@ -324,12 +324,14 @@ def dump_result(value) -> bytes:
 
 
 def describe(error: BaseException, kind: str) -> Failure:
-    """Turn an exception and its causes into plain text and frames."""
-    chain, seen = [], set()
+    """Turn an exception and its causes into plain text and frames; at the end what to do, where that is known."""
+    chain, seen, hint = [], set(), _network.hint_for(error)
     while error is not None and id(error) not in seen and len(chain) < 4:
         seen.add(id(error))
         chain.insert(0, (frames_of(traceback.walk_tb(error.__traceback__)), message_of(error)))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if hint:
+        chain.append(([], hint))
     return Failure(kind, time.monotonic(), chain)
 
 

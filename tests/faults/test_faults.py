@@ -19,7 +19,7 @@ import faulty
 import psutil
 import pytest
 
-from course_lib.launch import RankError, _network, _processes, launch
+from course_lib.launch import RankError, _processes, launch
 
 pytestmark = [pytest.mark.faults, pytest.mark.launches]
 
@@ -111,7 +111,7 @@ def children() -> set[int]:
 
 def open_sockets(pid: int) -> list[str]:
     """Lines of those that listen or are connected, in the network of a process, if it is one of its own."""
-    if not _network.has_own_network(pid):
+    if os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net"):
         return []
     tables = [Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
     return [line for table in tables for line in table if line.split()[3] in ("01", "0A")]

@@ -72,6 +72,30 @@ def test_no_other_process_of_the_machine_reaches_the_sockets_of_ranks():
     assert len({network for _, network in results} | {os.readlink("/proc/self/ns/net")}) == 2  # one for both ranks
 
 
+def connect(address: str, port: int, wrapped: bool) -> None:
+    try:
+        socket.create_connection((address, port), timeout=5)
+    except OSError as error:
+        if wrapped:  # as what downloads does
+            raise RuntimeError("the model could not be had") from error
+        raise
+
+
+@own_network
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("address", ["192.0.2.1", "no-such-host.invalid", "127.0.0.1"])
+def test_a_rank_that_wants_the_internet_or_a_server_is_told_how(address, wrapped):
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(RankError) as error:
+        launch(connect, 1, address, server.getsockname()[1], wrapped)
+    assert str(error.value).endswith(_network.OFFLINE), error.value
+
+
+def test_an_error_that_has_nothing_to_do_with_the_network_is_told_as_it_is():
+    with pytest.raises(RankError) as error:
+        launch(open, 1, "/no/such/file")
+    assert _network.CHOICE not in str(error.value)
+
+
 HOST = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -80,6 +104,11 @@ results, told, reached = test_network.attacked()
 assert told and set(told) == set(reached), (set(told), set(reached))
 import os
 assert all(network == os.readlink("/proc/self/ns/net") for _, network in results)
+from course_lib.launch import RankError, _network, launch
+try:
+    launch(test_network.connect, 1, "127.0.0.1", 1, False)  # nobody listens there
+except RankError as error:
+    assert "Connection refused" in str(error) and _network.CHOICE not in str(error), error
 """
 
 
