@@ -18,8 +18,8 @@ CHOICE = "COURSE_LIB_RANKS_NETWORK"  # "host": ranks keep the machine's network,
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
 OFFLINE = (
-    f"Ranks have a network of their own and reach neither the internet nor servers on this machine; set {CHOICE}=host "
-    "in the notebook's environment before its first launch if they must."
+    "Ranks have a network of their own and reach neither the internet nor servers on this machine;\n"
+    f"if they must, set {CHOICE}=host in the notebook's environment before its first launch."
 )
 UNREACHED = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ECONNREFUSED)
 _has_left = False  # this process, or the one that forked it
