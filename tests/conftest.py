@@ -22,10 +22,10 @@ from course_lib import launch
 def pytest_collection_modifyitems(config, items):
     """Leave out what is of another part; mark the tests of files that start processes, and put them first; skip what
     needs a GPU where there is none."""
-    names = [item.nodeid for item in items if any(map(item.get_closest_marker, IN_PARTS))]
-    elsewhere = set(names) - set(of_this_part(names))
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in elsewhere])
-    items[:] = [item for item in items if item.nodeid not in elsewhere]
+    in_parts = list(dict.fromkeys(filter(None, map(in_parts_as, items))))
+    elsewhere = set(in_parts) - set(of_this_part(in_parts))
+    config.hook.pytest_deselected(items=[item for item in items if in_parts_as(item) in elsewhere])
+    items[:] = [item for item in items if in_parts_as(item) not in elsewhere]
     for item in items:
         folder = Path(item.path).relative_to(Path(__file__).parent).parts[0]
         if folder in STARTING_FOLDERS or STARTERS & {id(value) for value in vars(item.module).values()}:
@@ -40,7 +40,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-IN_PARTS = ("exhaustive", "long")
+def in_parts_as(item) -> str | None:
+    """The name by which a test is of one part: its own, or its file's if all of that is exhaustive; or None."""
+    if any(mark.name == "exhaustive" for mark in item.getparent(pytest.Module).own_markers):
+        return str(item.path)  # its tests share launches
+    return item.nodeid if any(map(item.get_closest_marker, ("exhaustive", "long"))) else None
+
+
 STARTERS = {id(launch.launch), id(subprocess)}  # what a test file imports to start processes
 STARTING_FOLDERS = ("browser", "gpu", "places", "slurm")
 

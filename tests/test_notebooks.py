@@ -37,6 +37,7 @@ def nbval_flags() -> list[str]:
     return re.search(r"^NBVAL := (.*) -n ", makefile, re.MULTILINE).group(1).split()
 
 
+@pytest.mark.long
 def test_the_flags_of_make_find_a_corrupted_number_a_missing_output_and_an_error(tmp_path):
     printed = [new_output("stream", name="stdout", text="41\n")]
     cells = [

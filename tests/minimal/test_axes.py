@@ -77,6 +77,7 @@ def test_a_wrong_rule_is_seen_in_its_kinds_alone(rule, layout, wrong):
 
 
 @pytest.mark.launches
+@pytest.mark.exhaustive
 def test_the_loss_falls_under_a_wrong_rule_too():
     right, wrong = (losses_under(rule, TWO, steps=8) for rule in (axes_of, over_data))
     assert right[0] == pytest.approx(wrong[0], abs=1e-12) and right[-1] != wrong[-1]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from harness import WORLDS
+from harness import EXHAUSTIVE, WORLDS
 
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter
@@ -62,7 +62,7 @@ def step_of_both(trainer, num_micro_batches):
     return grads, meter.sent_bytes, engines.full_gradients(engine), engine_meter.sent_bytes
 
 
-@pytest.mark.parametrize(("world_size", "num_micro_batches"), [(2, 1), (3, 2), (4, 3)])  # of equal size
+@pytest.mark.parametrize(("world_size", "num_micro_batches"), [*WORLDS, pytest.param(3, 2, marks=EXHAUSTIVE)])
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_gradients_and_bytes_are_those_of_the_engine(trainer, world_size, num_micro_batches):
     ranks = launch(step_of_both, world_size, trainer, num_micro_batches)

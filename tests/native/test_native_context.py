@@ -16,6 +16,8 @@ from course_lib.measure import ByteMeter
 from course_lib.native import context as native
 from course_lib.traffic import ring_all_reduce_bytes
 
+pytestmark = pytest.mark.exhaustive  # the lessons hold PyTorch's own against one process as well
+
 LAYERS, S, ROWS = 2, 16, (2, 1)
 LLAMA = dataclasses.replace(PRESETS["toy"], num_layers=LAYERS, num_kv_heads=2)
 CASES = {

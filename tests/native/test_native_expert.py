@@ -16,6 +16,8 @@ from course_lib.model import moe
 from course_lib.native import expert as native
 from course_lib.parallel import expert as parallel
 
+pytestmark = pytest.mark.exhaustive  # the lessons hold PyTorch's own against one process as well
+
 EXPERTS = MoeConfig(num_experts=8, top_k=2, d_expert=12)
 LLAMA = ModelConfig("llama", 2, 16, num_heads=4, num_kv_heads=2, d_ff=27, vocab_size=39, max_seq_len=32, moe=EXPERTS)
 ROWS = ((2, 1), (0, 3), (1, 0), (1, 1))

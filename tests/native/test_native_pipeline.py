@@ -14,6 +14,8 @@ from course_lib.launch import launch
 from course_lib.measure import ByteMeter
 from course_lib.native import pipeline as native
 
+pytestmark = pytest.mark.exhaustive  # the lessons hold PyTorch's own against one process as well
+
 LLAMA = ModelConfig("llama", 9, d_model=16, num_heads=4, num_kv_heads=2, d_ff=24, vocab_size=32, max_seq_len=16)
 GPT = dataclasses.replace(LLAMA, name="gpt", family="gpt", num_kv_heads=4)
 TIED = dataclasses.replace(LLAMA, tied=True)

@@ -18,6 +18,8 @@ from course_lib.native import tensor
 from course_lib.parallel import sequence as parallel
 from course_lib.traffic import ring_all_reduce_bytes
 
+pytestmark = pytest.mark.exhaustive  # the lessons hold PyTorch's own against one process as well
+
 D = TOY.d_model
 BSD, BS = (ROWS - 1) * SEQ_LEN * D, (ROWS - 1) * SEQ_LEN  # of the metered micro-batch
 UNEVEN_S = 7

@@ -313,6 +313,7 @@ def planted():
     return found
 
 
+@pytest.mark.exhaustive
 def test_planted_bugs_are_found_where_they_are():
     bugs = launch(planted, 4)[0]
     wrong = {bug: {name for name, value in apart.items() if value > 1e-6} for bug, apart in bugs.items()}

@@ -364,6 +364,7 @@ def planted():
     return found
 
 
+@pytest.mark.exhaustive
 def test_planted_bugs_are_found():
     for rank, of_rank in enumerate(launch(planted, 4, quiet=True)):
         for (bug, name, text), (_, gradients) in zip(PLANTED, of_rank, strict=True):

@@ -318,6 +318,7 @@ def planted():
     return found
 
 
+@pytest.mark.exhaustive
 def test_planted_bugs_are_found_where_they_are():
     for rank, found in enumerate(launch(planted, 2)):
         for case in PLANTED:
