@@ -42,7 +42,7 @@ UNIT := -p no:nbval --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/pla
 NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
 
 .PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check address \
-        quick-newer test-in-depth test-exhaustive test-long test-faults test-colab test-newest test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-clients test-slurm test-hosts clean
+        setup-newer quick-newer test-in-depth test-exhaustive test-long test-faults test-colab test-newest test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-clients test-slurm test-hosts clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -83,7 +83,11 @@ quick: setup  ## the tests that start no process and take less than a second eac
 
 quick-newer:  ## the same on Python 3.13, in .venv-3.13; says so where there is none
 	@if [ -z "$(call found,3.13)" ]; then echo "make: skipped, no Python 3.13 with venv here"; \
-	else $(MAKE) --no-print-directory quick PYTHON="$(call found,3.13)" VENV=.venv-3.13; fi
+	else $(MAKE) --no-print-directory quick $(NEWER); fi
+
+setup-newer quick-newer: NEWER = PYTHON="$(call found,3.13)" VENV=.venv-3.13
+setup-newer:  ## the environment of quick-newer
+	@if [ -n "$(call found,3.13)" ]; then $(MAKE) --no-print-directory setup $(NEWER); fi
 
 lint: setup  ## ruff, for the package, the tests and the notebooks
 	$(RUN) -m ruff check .

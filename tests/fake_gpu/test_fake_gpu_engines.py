@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import nbformat
+import pytest
 
 from course_lib.authoring import ROOT
 from course_lib.compare.gpu_timings import CHAPTERS
@@ -57,6 +58,7 @@ def notebook_of(folder, cells: list[str]):
     return path
 
 
+@pytest.mark.exhaustive
 def test_engines_and_measure_buttons_keep_to_the_device_of_their_rank(tmp_path):
     head = """from course_lib.compare.five_d_profile import _one_rank
 from course_lib.config import preset
@@ -72,6 +74,7 @@ from course_lib.layout import Layout"""
     assert [record for record in found if "error" in record or "left_out" in record] == []
 
 
+@pytest.mark.exhaustive
 def test_the_bench_keeps_to_the_device_of_its_ranks(tmp_path):
     head = """from course_lib.compare import bench
 from course_lib.launch import launch
@@ -82,6 +85,7 @@ bench.WARM_UP_ROUNDS = 0"""
         assert bool(why) == bool(ended) and why in ended, record
 
 
+@pytest.mark.exhaustive
 def test_cells_for_gpus_keep_to_the_device_of_their_ranks(tmp_path):
     head = """from course_lib.compare import gpu_timings
 from course_lib.config import preset
