@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from course_lib import training
+from course_lib.launch import launch
 from course_lib.training.data import batch
 
 EXHAUSTIVE = pytest.mark.exhaustive
 VOCAB = 11
-# (ranks, micro-batches): two pairs differ in both; the other two are for make test-exhaustive.
-WORLDS = [(2, 3), (4, 1), pytest.param(2, 1, marks=EXHAUSTIVE), pytest.param(4, 3, marks=EXHAUSTIVE)]
 
 
 class OddModel(nn.Module):
@@ -35,6 +34,26 @@ class OddModel(nn.Module):
 def some_batches(count, seed=0):
     text_T = torch.randint(VOCAB, (200,), generator=torch.Generator().manual_seed(seed))
     return [batch(text_T, index, 2, seq_len=5) for index in range(count)]
+
+
+def worlds(*always):
+    """(ranks, micro-batches) for `parametrize`: four pairs, of which make test takes those given."""
+    return [
+        pytest.param(*pair, marks=() if pair in always else EXHAUSTIVE) for pair in ((2, 1), (2, 3), (4, 1), (4, 3))
+    ]
+
+
+class LaunchedBySize(dict):
+    """What a launch on so many ranks returned; it runs when it is first asked for."""
+
+    def __init__(self, function, *arguments):
+        super().__init__()
+        self.call = (function, arguments)
+
+    def __missing__(self, size):
+        function, arguments = self.call
+        self[size] = launch(function, size, *arguments)
+        return self[size]
 
 
 def message_of(function, *args, **kwargs):

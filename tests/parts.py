@@ -1,9 +1,9 @@
-"""A part of what takes long: PART=2/6 in the environment is the second sixth; without it, all.
+"""A part of what takes long: PART=2/12 in the environment is the second twelfth; without it, all.
 
-    PART=2/6 make test-exhaustive test-long          # every sixth case
+    PART=2/12 make test-exhaustive test-long         # every twelfth case
     python tests/parts.py notebooks/*.ipynb          # the names of this part
 
-.ci/run takes a sixth, and after the next commit the next one.
+.ci/run takes a twelfth, and after the next commit the next one.
 """
 
 import os
@@ -16,12 +16,12 @@ def this_part() -> tuple[int, int]:
     said = os.environ.get("PART") or "1/1"
     number, slash, count = said.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise ValueError(f"PART must be a number and of how many, got {said!r}; try PART=1/6")
+        raise ValueError(f"PART must be a number and of how many, got {said!r}; try PART=1/12")
     return int(number), int(count)
 
 
 def of_this_part(names: Iterable) -> list:
-    """Every sixth of them, say: those that stand side by side are alike, and the parts take as long."""
+    """Every twelfth of them, say: those that stand side by side are alike, and the parts take as long."""
     number, count = this_part()
     return list(names)[number - 1 :: count]
 

@@ -18,6 +18,8 @@ from course_lib.parallel import five_d
 from course_lib.parallel.whole import full_parameters
 from course_lib.weights.hf_weights import config_from_transformers
 
+pytestmark = pytest.mark.exhaustive
+
 LLAMA = ModelConfig("llama", 2, 32, 4, 2, 52, 97, 64, rope_scaling=RopeScaling(8.0, original_max_seq_len=32))
 DEEPSEEK = MoeConfig(4, 2, 24, num_shared_experts=1, score="sigmoid", balancing="bias", routed_scale=2.5,
                      num_groups=2, first_dense_layers=1, bias_speed=0.05)  # fmt: skip

@@ -306,6 +306,7 @@ class StopsPassingOn(AsInTheLesson):
         return AsInTheLesson.forward(self, q, k, v, ring)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_stops_passing_on_in_forward_is_told_of_forward():
     with pytest.raises(CheckFailed, match="time limit") as told:
         run_ranks(ring_build._build, 2, StopsPassingOn, 0, 8, False, timeout=8.0)

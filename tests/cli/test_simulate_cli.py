@@ -12,6 +12,7 @@ LLAMA_405B = ["--model", "llama-3-405b", "--gpu", "h100-80g", "--seq", "8192"]
 TOY = ["--model", "toy", "--gpu", "t4", "--seq", "64"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_llama_405b_on_16384_gpus_as_json(capsys):
     layout = "dp=128,tp=8,pp=16,recompute=full,sequence_parallel=true,zero_stage=1"

@@ -77,7 +77,11 @@ def attacked(folder: Path, attack: str):
 
 @pytest.mark.parametrize(
     ("attack", "said"),
-    [("pickle", "what came from rank 1 is no JSON"), ("length", "at most"), ("shapes", "rank 1 did not send the tens")],
+    [
+        ("pickle", "what came from rank 1 is no JSON"),
+        pytest.param("length", "at most", marks=pytest.mark.exhaustive),
+        pytest.param("shapes", "rank 1 did not send the tens", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_process_that_took_a_ranks_place_runs_nothing(tmp_path, attack, said):
     pickle.loads(pickle.dumps(Evil(tmp_path / "works")))

@@ -169,8 +169,8 @@ def test_a_rank_that_sleeps_in_forward_is_the_one_that_neither_computes_nor_send
     ("layout", "axes"),
     [
         ("dp=2,tp=2", {"world", "tp", "data"}),
-        pytest.param("pp=2,cp=2,micro_batches=2", {"world", "pp", "cp", "data"}, marks=pytest.mark.slow),
-        pytest.param("dp=4,zero_stage=3", {"world", "data"}, marks=pytest.mark.slow),
+        pytest.param("pp=2,cp=2,micro_batches=2", {"world", "pp", "cp", "data"}, marks=pytest.mark.exhaustive),
+        pytest.param("dp=4,zero_stage=3", {"world", "data"}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_real_traces_of_four_ranks_add_up(tmp_path, layout, axes):

@@ -1,6 +1,6 @@
 """Bytes held and bytes sent: the formulas against simulated ranks of layouts drawn at random, along every axis.
 
-Of each model make test takes 2 layouts and make test-exhaustive 30, one rank of each. How many is said so:
+Of each model make test takes 1 layout and make test-exhaustive 30, one rank of each. How many is said so:
 
     COURSE_LAYOUTS=300 pytest -v tests/memory/test_random_layouts.py             # about 600 ranks a model
     COURSE_LAYOUTS=300 COURSE_MODELS=gpt pytest -v -rP ...                       # one model; how far each peak is off
@@ -28,7 +28,7 @@ from course_lib.traffic import sent
 COUNT = int(os.environ.get("COURSE_LAYOUTS", "30"))
 EVERY = COUNT >= 300  # a rank of every stage; otherwise of one stage
 NAMES = os.environ.get("COURSE_MODELS", ",".join(MODELS)).split(",")
-ALWAYS = 2  # layouts that make test takes
+ALWAYS = 1  # layouts that make test takes
 PEAK_ERROR = 0.01
 
 

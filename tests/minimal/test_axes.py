@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from harness import sampled
 
 from course_lib.launch import launch
 from course_lib.layout import Layout, Mesh
@@ -32,7 +33,7 @@ def test_places_and_groups_are_those_of_the_package(order):
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, 2))
 def test_gradients_are_those_of_one_process(layout):
     assert max(errors_by_kind(axes_of, layout).values()) < 1e-12
 
@@ -54,7 +55,7 @@ def engine_and_rule(text):
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("layout", LAYOUTS[:3])
+@pytest.mark.parametrize("layout", sampled(LAYOUTS[:3], 1))
 def test_gradients_are_those_of_the_engine(layout):
     for engine, rule in launch(engine_and_rule, 4, layout):
         assert engine.keys() == rule.keys() == dict(build(compare_layout.CONFIG).named_parameters()).keys()

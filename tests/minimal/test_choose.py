@@ -92,6 +92,7 @@ def test_the_cases_have_a_sequence_per_two_gpus_as_the_chart_says():
     assert min(tokens / seq_len / gpus for _, _, gpus, tokens, seq_len in CASES) == 0.5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_chart_misses_the_best_of_a_small_global_batch_and_says_so_by_waiting():
     job = job_of("llama-3.1-70b", "h100", 64, 16 * 4 * K, 4 * K)

@@ -48,6 +48,7 @@ def test_the_model_has_the_same_gradients_and_keeps_no_scores():
     assert kept_bytes(flash.use_flash, 512) == 2 * kept_bytes(flash.use_flash, 256) - 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_selective_recomputation_after_flash_saves_the_log_sum_exp_alone():
     def both(model):

@@ -205,6 +205,7 @@ def test_pytorch_s_counter_finds_six_flops_per_weight_and_token_and_attention_be
     assert attention_flops_per_token(config, seq_len) == 4 * config.num_layers * seq_len * width
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_compiled_mlp_saves_one_wide_tensor_less():
     """The compiler's partitioner computes silu again in backward."""

@@ -77,6 +77,7 @@ def test_the_balance_loss_is_that_of_the_engine():
     assert (even.item(), one.item()) == (pytest.approx(1), pytest.approx(8))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_training_counts_every_assignment_and_balancing_lowers_the_largest_load():
     runs = {name: train_experts(balance=balance, steps=40) for name, balance in (("no", None), ("yes", balance_loss))}

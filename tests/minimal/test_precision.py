@@ -119,6 +119,7 @@ def test_a_planted_bug_in_the_scale_changes_the_master_weights(wrong):
     assert sgd_difference(LossScaling) == 0 and sgd_difference(wrong) > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_master_weights_keep_what_rounding_loses_and_a_planted_bug_does_not():
     right, wrong = (train_tiny(trainer, bf16, steps=20).moved for trainer in (MasterWeights, RoundsTheMasters))

@@ -118,6 +118,7 @@ def test_with_a_code_fine_enough_it_is_adamw(monkeypatch):
     assert torch.allclose(params[0], params[1], atol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_dynamic_code_trains_as_fp32_moments_and_planted_bugs_do_not():
     def last(trainer):

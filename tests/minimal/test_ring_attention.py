@@ -106,7 +106,7 @@ def models_of_both(name, micro_batches):
 
 
 @pytest.mark.parametrize("name", CUTS)
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_gradients_of_a_model_are_those_of_the_engine(name, micro_batches):
     assert max(launch(models_of_both, 4, name, micro_batches)) < 1e-6  # the engine's loss is in float32 at least
 

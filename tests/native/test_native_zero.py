@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from harness import message_of
+from harness import EXHAUSTIVE, LaunchedBySize, message_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -189,10 +189,10 @@ def on_every_rank():
 
 @pytest.fixture(scope="module")
 def results():
-    return {size: launch(on_every_rank, size) for size in (2, 4)}
+    return LaunchedBySize(on_every_rank)
 
 
-SIZES = pytest.mark.parametrize("size", [2, 4])
+SIZES = pytest.mark.parametrize("size", [2, pytest.param(4, marks=EXHAUSTIVE)])
 NAMES = list(engines(4))
 
 

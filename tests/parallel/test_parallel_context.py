@@ -107,7 +107,7 @@ def measure_all(cases):
     return {name: measure(case) for name, case in cases.items() if size % case.outer == 0 and size > case.outer}
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def measured(request):
     return launch(measure_all, request.param, CASES)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from harness import VOCAB, OddModel, message_of, some_batches
+from harness import EXHAUSTIVE, VOCAB, LaunchedBySize, OddModel, message_of, some_batches
 from torch import nn
 
 from course_lib import model
@@ -170,7 +170,7 @@ def measure_all(engines):
 
 @pytest.fixture(scope="module")
 def right():
-    return {world_size: launch(measure_all, world_size, ENGINES) for world_size in (1, 2, 4)}
+    return LaunchedBySize(measure_all, ENGINES)
 
 
 @pytest.fixture(scope="module")
@@ -178,13 +178,13 @@ def wrong():
     return launch(measure_all, 2, WRONG)[0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=EXHAUSTIVE), 2, 4])
 def test_gradients_equal_one_process_with_the_whole_batch(right, world_size):
     worst = {key: max(rank[key].difference for rank in right[world_size]) for key in right[world_size][0]}
     assert max(worst.values()) < 1e-10, worst
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=EXHAUSTIVE), 2, 4])
 def test_bytes_sent_equal_the_formula_with_and_without_accumulation(right, world_size):
     for of_rank in right[world_size]:
         for key, measured in of_rank.items():

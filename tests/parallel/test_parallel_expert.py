@@ -368,6 +368,7 @@ def rest():
     return launch(the_rest, 4)
 
 
+@pytest.mark.exhaustive
 def test_planted_mistakes_are_found_where_they_are(rest):
     found = {name: set().union(*(rank["planted"][name] for rank in rest)) for name in PLANTED}
     assert found["summed over other experts"] == {"expert"}
@@ -382,22 +383,26 @@ def test_planted_mistakes_are_found_where_they_are(rest):
         assert "rest" in found[name], name
 
 
+@pytest.mark.exhaustive
 def test_a_step_sends_what_the_routing_and_the_gradients_ask_for(rest):
     for sent, expected in (rank["step bytes"] for rank in rest):
         assert sent == expected and min(sent.values()) > 0
 
 
+@pytest.mark.exhaustive
 def test_three_clipped_steps_equal_one_process_and_biases_follow_the_load_of_all(rest):
     for apart, norms, same_bias in (each for rank in rest for each in rank["trained"].values()):
         assert same_bias and apart < 1e-8
         assert all(abs(mine - expected) < 1e-10 and expected > 0.5 for mine, expected in norms), norms
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_parameters_train_with_masters(rest):
     for has_masters, gain, dtypes in (rank["bfloat16"] for rank in rest):
         assert has_masters and gain > 0.3 and dtypes == {torch.bfloat16}
 
 
+@pytest.mark.exhaustive
 def test_ranks_with_unequal_micro_batches_or_no_token_are_refused_on_every_rank(rest):
     for (unequal, first_calls), (nothing, second_calls) in (rank["unequal"] for rank in rest):
         assert "ranks bring [1, 2, 2, 2] micro-batches" in unequal and "no rank brings a token" in nothing

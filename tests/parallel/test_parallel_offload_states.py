@@ -162,6 +162,7 @@ def zero_infinity(grad_dtype):
     return found, optimizer.link_bytes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("grad_dtype", "recipe"), [(None, "bf16-master"), (torch.float32, "bf16-master-fp32-grads")])
 def test_stage_3_trains_the_same_wherever_its_states_wait(grad_dtype, recipe):
     states = zero_state_bytes(zero_units(preset("toy"), 3), 3, 2, recipe)

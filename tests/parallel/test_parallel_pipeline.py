@@ -401,6 +401,7 @@ def memory():
     return seen
 
 
+@pytest.mark.exhaustive
 def test_bytes_of_activations_are_live_micro_batches_times_what_a_stage_keeps():
     for rank, seen in enumerate(launch(memory, 4)):
         message = 2 * 7 * D * 8
@@ -533,6 +534,7 @@ def rest():
     return launch(the_rest, 4)
 
 
+@pytest.mark.exhaustive
 def test_three_clipped_steps_equal_one_process_and_copies_of_the_tied_weight_stay_equal(rest):
     for index in range(2):
         ends = [end for rank in rest for end in rank["trained"][index][4]]
@@ -542,6 +544,7 @@ def test_three_clipped_steps_equal_one_process_and_copies_of_the_tied_weight_sta
             assert norms < 1e-12 and loss < 1e-9 and apart < 1e-8
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_trains_with_masters_and_autocast_does_not_care_when_weight_gradients_come(rest):
     for has_masters, gain in (rank["bfloat16"] for rank in rest):
         assert has_masters and gain > 0.1
@@ -549,10 +552,12 @@ def test_bfloat16_trains_with_masters_and_autocast_does_not_care_when_weight_gra
         assert apart == 0.0 and dtypes == {torch.float32}
 
 
+@pytest.mark.exhaustive
 def test_pipelines_of_a_mesh_run_side_by_side(rest):
     assert max(rank["mesh"] for rank in rest) < 1e-12
 
 
+@pytest.mark.exhaustive
 def test_a_model_without_numbers_is_cut_then_filled(rest):
     for r, (were_meta, names, apart) in enumerate(rank["meta"] for rank in rest):
         assert were_meta and apart < 1e-12
@@ -561,6 +566,7 @@ def test_a_model_without_numbers_is_cut_then_filled(rest):
         assert layers == {0: {0, 1, 8}, 1: {2, 7}, 2: {3, 6}, 3: {4, 5}}[r]
 
 
+@pytest.mark.exhaustive
 def test_a_schedule_that_a_learner_wrote_runs(rest):
     for r, (apart, other, live) in enumerate(rank["learner's"] for rank in rest):
         assert apart < 1e-12 and other == 0.0 and live == 5 - r

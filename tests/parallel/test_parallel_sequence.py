@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import one_process
+from harness import EXHAUSTIVE, LaunchedBySize, one_process
 
 from course_lib import comm, model
 from course_lib.comm import my_piece
@@ -388,10 +388,10 @@ def everything():
 
 @pytest.fixture(scope="module")
 def of_size():
-    return {world_size: launch(everything, world_size) for world_size in (2, 4)}
+    return LaunchedBySize(everything)
 
 
-both_sizes = pytest.mark.parametrize("tp_size", [2, 4])
+both_sizes = pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=EXHAUSTIVE)])
 
 
 @both_sizes
@@ -489,6 +489,7 @@ def test_both_families_keep_what_the_own_formula_predicts(of_size, tp_size):
             assert second_layer == pytest.approx(two - one, rel=0.02), case
 
 
+@pytest.mark.exhaustive
 def test_the_peak_of_a_step_is_what_the_own_formula_predicts():
     for of_rank in launch(peaks, 2):
         for case, (measured, predicted) in of_rank.items():

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import distance, one_process
+from harness import EXHAUSTIVE, distance, one_process
 from kept_bytes import kept_bytes
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,7 +99,7 @@ def measure_all(cases):
     return {name: measure(case) for name, case in cases.items()}
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=EXHAUSTIVE), pytest.param(2, marks=EXHAUSTIVE), 4])
 def measured(request):
     return launch(measure_all, request.param, CASES)
 

@@ -125,7 +125,7 @@ def on_ranks():
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def ranks(request):
     return launch(on_ranks, request.param, quiet=True)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from harness import VOCAB, OddModel, largest_difference, message_of, some_batches
+from harness import EXHAUSTIVE, VOCAB, LaunchedBySize, OddModel, largest_difference, message_of, some_batches
 from torch import nn
 
 from course_lib import model
@@ -161,17 +161,17 @@ def measure_all():
 
 @pytest.fixture(scope="module")
 def right():
-    return {size: launch(measure_all, size) for size in MICRO_BATCHES}
+    return LaunchedBySize(measure_all)
 
 
-@pytest.mark.parametrize("size", MICRO_BATCHES)
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=EXHAUSTIVE) for size in (3, 4))])
 def test_gradients_norm_and_parameters_after_adamw_equal_one_process(right, size):
     for of_rank in right[size]:
         for key, measured in of_rank.items():
             assert max(measured.gradients, measured.norm, measured.parameters) < 1e-10, (key, measured)
 
 
-@pytest.mark.parametrize("size", MICRO_BATCHES)
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=EXHAUSTIVE) for size in (3, 4))])
 def test_bytes_sent_are_those_of_the_stage_with_and_without_accumulation(right, size):
     for of_rank in right[size]:
         for key, measured in of_rank.items():
@@ -179,6 +179,7 @@ def test_bytes_sent_are_those_of_the_stage_with_and_without_accumulation(right, 
             assert measured.shapes, key
 
 
+@pytest.mark.exhaustive
 def test_the_stages_send_2_2_and_3_times_the_padded_parameters(right):
     size = 3  # with one micro-batch
     for name in ("llama", "recomputed", "gpt"):
@@ -239,7 +240,7 @@ def memory_all():
 
 @pytest.fixture(scope="module")
 def memories():
-    return {size: launch(memory_all, size) for size in (2, 3)}
+    return LaunchedBySize(memory_all)
 
 
 def toy_units(recipe, stage):
@@ -251,7 +252,7 @@ def toy_units(recipe, stage):
     return [sum(param.numel() for _, param in members) for members in plan]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=EXHAUSTIVE)])
 def test_each_kind_of_bytes_held_equals_the_formula_to_the_byte(memories, size):
     for states, _ in memories[size]:
         for (recipe, stage), (held, _, gradients_after) in states.items():
@@ -265,7 +266,7 @@ def test_each_kind_of_bytes_held_equals_the_formula_to_the_byte(memories, size):
             assert gradients_after == 0
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=EXHAUSTIVE)])
 def test_gathered_parameters_peak_at_two_units(memories, size):
     units = zero_units(TOY, 3)
     padded = [up(unit, size) for unit in units]
@@ -281,7 +282,7 @@ def test_gathered_parameters_peak_at_two_units(memories, size):
         assert states["fp32", 2][1]["gathered"] == 0
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=EXHAUSTIVE)])
 def test_stage_2_never_holds_more_than_two_whole_buckets_of_gradients(memories, size):
     for states, _ in memories[size]:
         units = [4 * up(unit, size) for unit in toy_units("fp32", 2)]

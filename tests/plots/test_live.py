@@ -59,6 +59,7 @@ def test_in_a_terminal_it_is_shown_once_at_the_end(monkeypatch):
     assert len(shown) == 1 and len(shown[0]) == 1 and plt.get_fignums() == []
 
 
+@pytest.mark.long
 @pytest.mark.launches
 def test_a_cell_redraws_one_picture_and_stores_the_last_with_its_words():
     drawn = []

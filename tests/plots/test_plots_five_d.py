@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import matplotlib
 import pytest
+from harness import sampled
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -214,6 +215,6 @@ PICTURES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", sampled([*PICTURES], 3))
 def test_a_picture_is_shown_once_with_no_text_on_another(name, monkeypatch):
     look(PICTURES[name], monkeypatch, 60_000)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import matplotlib
 import pytest
+from harness import sampled
 
 matplotlib.use("Agg")
 
@@ -200,7 +201,7 @@ PICTURES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", sampled([*PICTURES], 4))
 def test_a_picture_is_shown_once_with_no_text_on_another(name, monkeypatch):
     look(PICTURES[name], monkeypatch, 160_000, dpi="figure")
 

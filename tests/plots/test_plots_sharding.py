@@ -6,6 +6,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import pytest
 import torch
+from harness import sampled
 
 matplotlib.use("Agg")
 
@@ -111,6 +112,7 @@ def _what_is_whole():
     return seen
 
 
+@pytest.mark.exhaustive
 def test_the_drawn_units_are_those_that_are_whole_when_stage_3_runs():
     drawn = sharding.gather_steps(preset("toy").num_layers + 2)
     for seen in launch(_what_is_whole, 2):
@@ -317,7 +319,7 @@ PICTURES = {
 }
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", sampled([*PICTURES], 7))
 def test_a_picture_is_shown_once_with_no_text_on_another(name, monkeypatch):
     look(PICTURES[name], monkeypatch, 80_000)
 

@@ -20,6 +20,7 @@ assert plt.get_fignums() == []"""
 WORDS = "Picture: Time falls. Horizontal axis: ranks. Vertical axis: ms. Colours: ring."
 
 
+@pytest.mark.long
 @pytest.mark.launches
 def test_a_notebook_stores_a_picture_with_its_words_and_two_pixels_for_each_that_is_shown(monkeypatch):
     monkeypatch.delenv("MPLBACKEND")

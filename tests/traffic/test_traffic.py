@@ -202,6 +202,7 @@ def _train_all(cases, how):
     return [_train(*case, how) for case in cases]
 
 
+@pytest.mark.exhaustive
 def test_real_ranks_hold_and_send_what_the_formulas_say():
     """Uneven d_ff, vocabulary and sequence; fewer key/value heads than ranks; tied, dropout, biases; accumulation."""
     odd = ModelConfig("odd", 2, 32, num_heads=8, num_kv_heads=2, d_ff=50, vocab_size=101, max_seq_len=64)
@@ -340,6 +341,7 @@ def context_calls(config, method, outer, recompute, rank):
     return [*attention, *every["data"], *(call for call in every["world"] if call.place == "loss")]
 
 
+@pytest.mark.exhaustive
 def test_real_ranks_of_context_and_pipeline_hold_and_send_what_the_formulas_say():
     config = ModelConfig("odd", 4, 32, num_heads=8, num_kv_heads=4, d_ff=50, vocab_size=101, max_seq_len=64, tied=True)
     schedules, states = ("naive", "1f1b"), ("parameters", "gradients", "optimizer")

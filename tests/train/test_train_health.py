@@ -147,8 +147,8 @@ def same_tokens() -> None:
     [
         ("dp=4", other_norm, "rank 1 differs in the gradient norm"),
         ("tp=4", other_tokens, "rank 3 differs in the tokens of dp=0"),
-        ("cp=4", other_tokens, "rank 3 differs in the tokens of dp=0"),
-        ("pp=4", other_tokens, "rank 3 differs in the tokens of dp=0"),
+        pytest.param("cp=4", other_tokens, "rank 3 differs in the tokens of dp=0", marks=pytest.mark.exhaustive),
+        pytest.param("pp=4", other_tokens, "rank 3 differs in the tokens of dp=0", marks=pytest.mark.exhaustive),
         ("dp=2,tp=2", same_tokens, "ranks 0, 1, 2, 3 trained on the same tokens, though they are dp ranks 0 and 1"),
     ],
 )
