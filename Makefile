@@ -7,6 +7,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 VENV ?= .venv
 WORKERS ?= 2
+# A notebook waits a third of its time.
+NBVAL_WORKERS ?= $(if $(filter 1,$(WORKERS)),1,3)
 # Another torch than the pinned one, in an environment of its own: make quick TORCH=2.11.0 VENV=.venv-torch-2.11.0
 PINNED_TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED_TORCH)
@@ -39,7 +41,7 @@ FIRST := notebooks/index.ipynb
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 LESSONS := $(filter-out %_in_depth.ipynb,$(wildcard notebooks/*.ipynb))
 UNIT := -p no:nbval --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/hosts --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu --ignore=tests/faults
-NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(WORKERS) --dist loadfile
+NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(NBVAL_WORKERS) --dist loadfile
 
 .PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check address \
         setup-newer quick-newer test-in-depth test-exhaustive test-long test-faults test-colab test-newest test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-clients test-slurm test-hosts clean

@@ -275,12 +275,12 @@ def go_on(folder, config, text, dtype=F32):
 
 def on_four_ranks(folder):
     save_some(folder, [name for name in SOURCES if name != "alone"])
-    load_some(folder, ON_FOUR[::4])
+    load_some(folder, ON_FOUR[::8])
     go_on(folder, MOE, "dp=2,pp=2,ep=2,micro_batches=2")
 
 
 def others_on_four_ranks(folder):
-    load_some(folder, [pair for pair in ON_FOUR if pair not in ON_FOUR[::4]])
+    load_some(folder, [pair for pair in ON_FOUR if pair not in ON_FOUR[::8]])
     convert_some(folder, [one for one in CONVERSIONS if Layout.parse(one[1]).world_size == 4])
     there_and_back(folder / "dense", DENSE, "dp=2,tp=2,zero_stage=1", "pp=4,micro_batches=4")
     there_and_back(folder / "experts", TIED_MOE, "pp=2,dp=2,ep=2,micro_batches=2", "dp=2,tp=2,ep=2,zero_stage=3")

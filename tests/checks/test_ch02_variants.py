@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import sampled
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -337,7 +338,7 @@ RIGHT = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("check", "answer"), [(check, answer) for check, answers in RIGHT.items() for answer in answers]
+    ("check", "answer"), sampled([(check, answer) for check, answers in RIGHT.items() for answer in answers], 9)
 )
 def test_a_right_answer_that_is_arranged_otherwise_passes(check, answer, capsys):
     for seed in range(5):

@@ -9,6 +9,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from harness import sampled
 
 from course_lib.checks import ch10
 from course_lib.checks.core import CheckFailed
@@ -276,7 +277,7 @@ def answers_of(names) -> list:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("check", "answer"), answers_of(check for check in RIGHT if check not in ON_RANKS))
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", sampled([*SEEDS], 1))
 def test_right_answers_pass(check, answer, seed):
     getattr(ch10, check)(answer, seed=seed)
 

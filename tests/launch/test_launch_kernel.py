@@ -10,7 +10,7 @@ import psutil
 import pytest
 from kernels import Kernel, remaining, slowness, still_there
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.long]
 
 SETUP = """
 import os, sys, time, signal, threading, subprocess, dataclasses
@@ -38,7 +38,6 @@ def train(scale):
 """
 
 
-@pytest.mark.long
 def test_first_launch_takes_5_s_and_later_ones_0_3_s_whatever_the_kernel_did_before(kernel):
     before = """
 a = torch.randn(400, 400, requires_grad=True); torch.set_num_threads(2)
@@ -344,7 +343,6 @@ def test_an_edited_file_is_seen_by_the_next_launch(kernel, tmp_path):
     kernel.show(f"sys.path.remove({str(tmp_path)!r})")
 
 
-@pytest.mark.long
 def test_accelerate_runs_the_same_function_with_results_errors_and_a_limit(kernel):
     cell = kernel.show(
         """
@@ -389,7 +387,6 @@ def other_kernel():
     kernel.stop()
 
 
-@pytest.mark.long
 def test_two_notebooks_at_once_do_not_collide(kernel, other_kernel):
     code = "def work():\n    time.sleep(0.05)\n    x = torch.ones(1)\n    dist.all_reduce(x)\n    return x.item()\n"
     code += "print({tuple(launch(work, 2)) for _ in range(5)})"
@@ -397,7 +394,6 @@ def test_two_notebooks_at_once_do_not_collide(kernel, other_kernel):
     assert [each.finish(message).out for each, message in waiting] == ["{(2.0, 2.0)}\n"] * 2
 
 
-@pytest.mark.long
 def test_no_process_and_no_file_outlives_the_fork_server_or_the_kernel(other_kernel):
     kernel = other_kernel
 

@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 import torch
-from harness import sampled
 from random_layouts import LLAMA, MODELS, SEQ_LEN
 
 from course_lib.config import preset
@@ -26,8 +25,9 @@ LLAMA_8B = preset("llama-3.1-8b")
 GIB = 2**30
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("name, recompute", sampled([*product(MODELS, ("none", "selective", "full"))], 1))
+@pytest.mark.parametrize("name, recompute", [*product(MODELS, ("none", "selective", "full"))])
 def test_one_gpu_peaks_where_the_engine_does(name, recompute):
     for micro_batches in (1, 2):
         run = Run(MODELS[name], Layout(micro_batch=2, micro_batches=micro_batches, recompute=recompute), SEQ_LEN)

@@ -34,6 +34,7 @@ def text(rows=4, index=0):
 # ---- the router
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_router_equals_deepseek_v3s_in_transformers():
     from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness import EXHAUSTIVE, distance, one_process
+from harness import distance, one_process
 from kept_bytes import kept_bytes
 from torch import nn
 
@@ -163,12 +163,13 @@ def measure_all(given):
     return [measure(case, shared) for case in given]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=EXHAUSTIVE)])
+@pytest.fixture(scope="module", params=[2, 4])
 def measured(request):
     given = cases(request.param)
     return given, launch(measure_all, request.param, given)
 
 
+@pytest.mark.exhaustive
 def test_every_schedule_equals_one_process_for_one_to_eight_micro_batches(measured):
     given, ranks = measured
     assert len(given) == {2: 6 * 8 + 4 + 5, 4: 6 * 8 + 2 + 1}[len(ranks)] + 1
@@ -180,6 +181,7 @@ def test_every_schedule_equals_one_process_for_one_to_eight_micro_batches(measur
         assert together == {name for name in names_of(case.config) if not (case.frozen and name.endswith(case.frozen))}
 
 
+@pytest.mark.exhaustive
 def test_what_is_executed_is_the_schedule_instruction_by_instruction(measured):
     given, ranks = measured
     for r, rank in enumerate(ranks):
@@ -188,6 +190,7 @@ def test_what_is_executed_is_the_schedule_instruction_by_instruction(measured):
             assert of_case["in turn"]
 
 
+@pytest.mark.exhaustive
 def test_as_many_micro_batches_are_kept_as_the_simulator_says(measured):
     given, ranks = measured
     for case, *of_ranks in zip(given, *ranks, strict=True):
@@ -196,6 +199,7 @@ def test_as_many_micro_batches_are_kept_as_the_simulator_says(measured):
         assert [of_rank["peaks"] for of_rank in of_ranks] == list(zip(simulation.peak_live, waiting, strict=True)), case
 
 
+@pytest.mark.exhaustive
 def test_each_rank_has_the_layers_that_were_given_or_an_even_share(measured):
     given, ranks = measured
     for case, *of_ranks in zip(given, *ranks, strict=True):
@@ -220,6 +224,7 @@ def expected_records(case, pp, rank):
     return expected
 
 
+@pytest.mark.exhaustive
 def test_on_the_wire_are_activations_gradients_the_loss_the_tied_gradient_and_nothing_else(measured):
     given, ranks = measured
     for r, rank in enumerate(ranks):
