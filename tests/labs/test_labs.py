@@ -22,6 +22,7 @@ FLAGS = {"torchrun": "--node-rank", "accelerate": "--machine_rank"}
 MODULES = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "chapter", [pytest.param(one, marks=pytest.mark.slow if one in ("00", "05") else pytest.mark.long) for one in LABS]
 )

@@ -52,6 +52,7 @@ def simulated(run, rank):
     return timeline.peak_bytes, {kind: max(timeline.bytes_by_kind[kind]) for kind in STATES}, meter.sent_bytes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "targets", "text", "recipe"), sampled(CASES, 1))
 def test_adapters_take_and_send_what_the_formulas_say(name, targets, text, recipe):

@@ -194,6 +194,7 @@ def measured():
     return seen
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_equal_one_process(measured, name):
     for record in measured[name]:
@@ -206,6 +207,7 @@ def experts_held(shapes):
     return sorted({int(name[4]) for name in names})
 
 
+@pytest.mark.exhaustive
 def test_each_rank_has_its_experts_alone_and_all_of_the_rest(measured):
     assert [experts_held(r["shapes"]) for r in measured["ep 4"]] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert [experts_held(r["shapes"]) for r in measured["ep 2 x expert_dp 2"]] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
@@ -219,6 +221,7 @@ def test_each_rank_has_its_experts_alone_and_all_of_the_rest(measured):
     assert measured["ep 4"][0]["shapes"]["blocks.0.attention.q.weight"] == (16, 16)
 
 
+@pytest.mark.exhaustive
 def test_cases_are_what_they_say_experts_without_tokens_skew_and_drops(measured):
     for tokens_E, dropped_E in measured["ep 4, top-1, skewed, ranks without a token"][0]["load"]:
         assert 0 in tokens_E and max(tokens_E) == sum(tokens_E) * 1.0 and sum(dropped_E) == 0

@@ -117,7 +117,7 @@ def nan_on(victim: int, layout: str, plan: TrainPlan, kept: Checkpoints | None) 
     trainer.train(MODEL, layout_for(layout, 8), plan, kept, None, trainer.ignore)
 
 
-@pytest.mark.parametrize("with_rule", [True, False])
+@pytest.mark.parametrize("with_rule", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_nan_on_one_rank_names_the_rank_and_the_step(with_rule):
     plan = replace(RULE, spike_copy_every=2, spike_rollbacks=1) if with_rule else NO_RULE
     said = "step 2 is a spike: the loss is nan" if with_rule else "the loss of step 2 is nan"
