@@ -104,7 +104,7 @@ test-long: setup  ## what make test leaves out: ranks started by scripts, kernel
 test-faults: setup  ## ranks of every parallelism killed, stopped, hung, raising, disagreeing: one error, nothing left
 	$(RUN) -m pytest -p no:nbval -p no:cacheprovider -n $(WORKERS) --dist loadgroup tests/faults
 
-test-exhaustive: setup  ## the cases of which make test runs a sample: layouts, checkpoints, simulated ranks, right answers for graders
+test-exhaustive: setup  ## the cases of which make test runs a sample: worlds, layouts, checkpoints, simulated ranks, pictures, answers for graders
 	$(RUN) -m pytest -m exhaustive -n $(WORKERS) --dist worksteal $(UNIT)
 
 nbval: setup  ## every notebook and solution runs, and prints what it stores
