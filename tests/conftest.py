@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parts import of_this_part
+from parts import in_parts_as, of_this_part
 
 from course_lib import launch
 
@@ -38,16 +38,6 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def in_parts_as(item) -> str | None:
-    """The name by which a test is of one part, or None: its own, or its file's where tests of it share launches."""
-    if not any(map(item.get_closest_marker, ("exhaustive", "long"))):
-        return None
-    fixtures = [of_name[-1] for of_name in item._fixtureinfo.name2fixturedefs.values()]
-    of_module = any(one.scope == "module" and one.func.__module__ == item.module.__name__ for one in fixtures)
-    exhaustive = any(mark.name == "exhaustive" for mark in item.getparent(pytest.Module).own_markers)
-    return str(item.path) if of_module or exhaustive else item.nodeid
 
 
 STARTERS = {id(launch.launch), id(subprocess)}  # what a test file imports to start processes

@@ -1,7 +1,7 @@
 """What CI takes in parts: every name is of exactly one of them."""
 
 import pytest
-from parts import of_this_part, this_part
+from parts import in_parts_as, of_this_part, this_part
 
 
 @pytest.mark.parametrize("count", [1, 4, 12])
@@ -24,3 +24,20 @@ def test_what_is_no_part_is_refused(said, monkeypatch):
     monkeypatch.setenv("PART", said)
     with pytest.raises(ValueError, match="try PART=1/12"):
         this_part()
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return "a launch, say"
+
+
+def test_what_is_in_parts_goes_by_itself(request):
+    assert in_parts_as(request.node) is None
+    request.node.add_marker(pytest.mark.exhaustive)
+    assert in_parts_as(request.node) == request.node.nodeid
+
+
+def test_tests_that_share_a_launch_are_of_one_part(shared, request):
+    assert in_parts_as(request.node) is None
+    request.node.add_marker(pytest.mark.long)
+    assert in_parts_as(request.node) == str(request.path)

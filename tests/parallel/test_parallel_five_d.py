@@ -101,11 +101,8 @@ EIGHT = [
 ]
 CASES = {2: TWO, 4: FOUR, 8: EIGHT}
 ALL = [(ranks, *case) for ranks, cases in CASES.items() for case in cases]
-ALWAYS = {
-    2: random.Random(0).sample(TWO, 8),
-    4: random.Random(0).sample(FOUR, 8),
-    8: EIGHT[:1],
-}  # the others are exhaustive
+# The others are exhaustive.
+ALWAYS = {2: random.Random(0).sample(TWO, 8), 4: random.Random(0).sample(FOUR, 8), 8: EIGHT[:1]}
 
 
 # --- every pair
