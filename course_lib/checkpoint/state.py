@@ -9,7 +9,7 @@
 
 What is in it: parameters, AdamW's moments, FP32 master weights, counts of steps, learning rates, balancing biases of
 experts; of each rank its random number generators, and what the caller gives as `extra`. All of it is in pieces of
-whole tensors (parallel/pieces.py), so that a layout is only a way to cut them; checkpoint_pieces.py makes files of
+whole tensors (weights/pieces.py), so that a layout is only a way to cut them; checkpoint/files.py makes files of
 them.
 
 A precision is a way to round them. A parameter of 16 bits has an FP32 master in the optimizer; one of 32 bits is its

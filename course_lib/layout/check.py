@@ -24,7 +24,7 @@ from course_lib.layout.partition import CP_METHODS, check_heads, check_layers, c
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, check_context
 from course_lib.schedules import SCHEDULES, check_request, stages_per_rank
 
-if TYPE_CHECKING:  # layout.py imports this file
+if TYPE_CHECKING:  # layout/record.py imports this file
     from course_lib.layout.record import Layout
 
 SIZES = ("dp", "cp", "tp", "pp", "ep", "dp_replicate", "v", "micro_batch", "micro_batches")

@@ -10,7 +10,7 @@
     expert_dp   data / ep ranks have the same experts: their gradients are summed over these
     a step      dp x micro_batch x micro_batches sequences; cp cuts each sequence, pp and tp see all of it
 
-What cannot be is a ValueError that names the numbers and the nearest ones that can be: layout_check.py says why.
+What cannot be is a ValueError that names the numbers and the nearest ones that can be: layout/check.py says why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One stage of a model on one rank, forward, on the ledger: the order of operators in model.py, gpt.py and parallel/.
+"""One stage of a model on one rank, forward, on the ledger: the order of operators in llama.py, gpt.py and parallel/.
 
 `StageProgram.forward` returns what the stage gives and where its backward starts. Which operators there are depends on
 the layout: whole or cut over tp, tokens cut over tp (sequence parallelism), attention over cp, experts over ep.

@@ -39,7 +39,7 @@ from course_lib.validate import checked
 
 
 class LatentAttention(nn.Module):
-    """Causal latent attention. `make_norm(width)` builds a norm; `model.py` brings its own.
+    """Causal latent attention. `make_norm(width)` builds a norm; `llama.py` brings its own.
 
     Shapes   x_BSD, cos_SP, sin_SP -> x_BSD
     """

@@ -240,7 +240,7 @@ def alone(x: Tensor) -> Tensor:
 
 
 class MoE(nn.Module):
-    """Router, experts and shared experts. `make_mlp(width)` builds one MLP; `model.py` brings its own.
+    """Router, experts and shared experts. `make_mlp(width)` builds one MLP; `llama.py` brings its own.
 
     `routing` is that of the last forward pass: in the graph until the loss has been made, then without.
     """

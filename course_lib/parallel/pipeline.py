@@ -1,6 +1,6 @@
 """Pipeline parallelism from scratch: each rank has some of the layers, and one executor runs any schedule of them.
 
-    schedules.py             what each rank computes, in order, as a list; schedule_check.py: whether that can run
+    schedules/builders.py    what each rank computes, in order, as a list; schedules/check.py: whether that can run
     parallel/stages.py       the model cut into stages
     parallel/channels.py     who sends what to whom, and why nobody waits for ever
     parallel/weight_gradients.py  weight gradients that wait for W

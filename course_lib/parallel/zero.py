@@ -354,7 +354,7 @@ def build(
     grad_dtype     in which gradients are summed and sent, such as torch.float32 beside bfloat16 parameters. They are
                    then in `.main_grad`: MasterAdamW reads it, torch's own optimizers would find nothing to do
     load           stage 3, with a model on the meta device: brings this rank's numbers, and nobody ever holds the whole
-                   (`partial(read_flat, Weights(folder))` of parallel/loading.py)
+                   (`partial(read_flat, Weights(folder))` of weights/loading.py)
 
     Raises   ValueError for another stage, a missing group, a model without numbers, that an engine has already or
              without trainable parameters, or `load` in another stage

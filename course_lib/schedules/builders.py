@@ -14,7 +14,7 @@
     zbv           0                                                 2 p                            2 p
     dualpipe_v    (p - 1) (F&B + I - 2 W)                           2 p + 1                        2 p
 
-The words are those of instructions.py; bubbles.py says when these hold. schedule_check.py proves that a schedule can
+The words are those of instructions.py; bubbles.py says when these hold. check.py proves that a schedule can
 run, simulator.py clocks it, and parallel/pipeline.py runs it on real ranks.
 """
 

@@ -15,7 +15,7 @@ A step sees the same sequences under any layout, and a run that was killed and g
 the weights of one that was not: data, learning rate and random numbers follow from the number of the step, and the
 rest is in the checkpoint. With other ranks than before, as dp=auto allows, they are the same up to rounding. Asked to
 stop by SIGTERM or SIGUSR1, a script that keeps checkpoints finishes the step it is in, saves, and ends with 128 + the
-signal's number on every rank; before its first step, or without checkpoints, it ends at once. train_stop.py says who
+signal's number on every rank; before its first step, or without checkpoints, it ends at once. stop.py says who
 sends these signals, and how long they wait.
 
 Under several agents of torchrun on gloo set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for these: without it restarted ranks
