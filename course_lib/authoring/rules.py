@@ -1,7 +1,9 @@
 """What every notebook must satisfy, each rule in a sentence that says what to do."""
 
 import ast
+import builtins
 import re
+import symtable
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +20,10 @@ EMOJI = re.compile("[\U0001f000-\U0001faff\u2600-\u26ff\u2705\u2728\u274c\u2757\
 SENTENCE = re.compile(r"[A-Z][^\n]{20,}\.")
 HEADING = re.compile(r"^(#+) ", re.MULTILINE)
 FILE_LINK = re.compile(r"\]\((?!https?:|#|attachment:)([^)#\s]+)[^)]*\)")
+# A sentence that sends the reader to a cell, who may have run no other; what a changed line does is tried after the rest.
+ORDER = re.compile(
+    r"\b(?:[Pp]ress|Run|Try|Choose|Move)\b[^.\n]*\b(?:cell below|next cell)\b|[Ii]n the next cell, choose\b"
+)
 ADDRESS = re.compile(r"\b0x[0-9a-f]{8,}\b")
 
 
@@ -112,6 +118,41 @@ def link_problems(nb, path: Path) -> list[str]:
     return [f"a link leads to {target}, which is not there" for target in broken]
 
 
+def names_from_elsewhere(source: str) -> set[str]:
+    """The names that a cell reads and neither defines nor imports."""
+    tables = [symtable.symtable(without_magics(source), "cell", "exec")]
+    own = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    read_names = set()
+    for table in tables:  # grows below
+        tables += table.get_children()
+        module = table.get_type() == "module"
+        read_names |= {s.get_name() for s in table.get_symbols() if s.is_referenced() and (module or s.is_global())}
+    return read_names - own - set(dir(builtins))
+
+
+def alone_problems(nb) -> list[str]:
+    """Cells that a reader is sent to, and that raise NameError in a kernel that has run no other cell."""
+    imports = {alias for cell in code_cells(nb) for alias in _imported(cell)}
+    problems = []
+    for before, cell in pairwise(nb.cells):
+        if cell.cell_type != "code":
+            continue
+        missing = names_from_elsewhere(cell.source) if "widget" in tags_of(cell) else set()
+        missing &= imports  # what a widget shows may come from a run above it
+        if before.cell_type == "markdown" and ORDER.search(before.source):
+            missing = names_from_elsewhere(cell.source)
+        if missing:
+            names = ", ".join(sorted(missing))
+            problems.append(f"cell {cell['id']}: a reader may run it alone, and {names} comes from another cell")
+    return problems
+
+
+def _imported(cell) -> list[str]:
+    nodes = ast.walk(ast.parse(without_magics(cell.source)))
+    found = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    return [alias.asname or alias.name for alias in found]
+
+
 def notebook_problems(path: Path, root: Path = ROOT) -> list[str]:
     """Everything that is wrong with a notebook of notebooks/ or solutions/, each in a sentence."""
     nb = read(path)
@@ -123,11 +164,12 @@ def notebook_problems(path: Path, root: Path = ROOT) -> list[str]:
         )
     problems += [problem for cell in code_cells(nb) for problem in picture_problems(cell)]
     problems += [problem for cell in code_cells(nb) for problem in width_problems(cell)]
-    problems += heading_problems(nb) + link_problems(nb, path)
+    problems += heading_problems(nb) + link_problems(nb, path) + alone_problems(nb)
     if path.parent.name == "notebooks" and path.stem in LESSONS:
         problems += lesson_problems(nb)
-    if sum("setup" in tags_of(cell) for cell in code_cells(nb)) != 1:
-        problems.append("exactly one cell must carry the tag setup")
+    setups = sum("setup" in tags_of(cell) for cell in code_cells(nb))
+    if setups != (path.stem != "index"):
+        problems.append("exactly one cell must carry the tag setup; in the index, none")
     uncompared = [cell["id"] for cell in code_cells(nb) if is_uncompared(cell)]
     if len(uncompared) * 5 > len(code_cells(nb)):
         problems.append(

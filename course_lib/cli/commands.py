@@ -40,16 +40,19 @@ def _doctor(json: bool = False) -> int:
 
 
 @app.command(name="new")
-def _new(folder: Positional[Path], force: bool = False) -> int:
+def _new(folder: Positional[str], force: bool = False, with_solutions: bool = False) -> int:
     """Write chapters and exercises into a folder of your own, where what you change stays.
 
     Args:
         folder: made if it is not there; a notebook in it that differs from the course's is kept
         force: overwrite notebooks that differ
+        with_solutions: the solutions of the exercises too
     """
     from course_lib.cli.notebooks import new_course
 
-    return new_course(folder, force)
+    if not folder.strip():
+        raise ValueError("folder is empty; give the name of a folder, such as runs/mine")
+    return new_course(Path(folder), force, with_solutions)
 
 
 @app.command(name="run")

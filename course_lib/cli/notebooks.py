@@ -1,6 +1,7 @@
 """`course run` and `course new`: a chapter without a browser, and the notebooks in a folder of the learner's."""
 
 import importlib.metadata
+import json
 import re
 import sys
 import time
@@ -10,6 +11,7 @@ from course_lib.validate import writable
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("notebooks", "exercises", "solutions")
+TO_SOLUTIONS = re.compile(rb" \xc2\xb7 \[Solutions\]\(\.\./solutions/\w+\.ipynb\)")  # at the end of a line of links
 
 
 def find_notebook(name: str, root: Path | None = None) -> Path:
@@ -89,22 +91,35 @@ def course_notebooks() -> dict[str, Path]:
     return {f"{path.parent.name}/{path.name}": path for path in sorted(files)}
 
 
-def new_course(folder: Path, force: bool) -> int:
-    """Write the course's notebooks into a folder, the solutions too: the others link to them.
+def new_course(folder: Path, force: bool, with_solutions: bool) -> int:
+    """Write the course's notebooks into a folder; without solutions also without the links to them.
 
-    One that is there and differs is kept, unless forced.
+    One that is there with other cells than the course's is kept, unless forced.
     """
     writable("folder", folder)
     written, kept = 0, []
     for name, source in course_notebooks().items():
+        text = source.read_bytes()
+        if not with_solutions:
+            if name.startswith("solutions/"):
+                continue
+            text = TO_SOLUTIONS.sub(b"", text)
         target = folder / name
-        if target.exists() and not force and target.read_bytes() != source.read_bytes():
-            kept.append(name)
+        if target.exists() and not force and target.read_bytes() != text:
+            kept += [name] if _cells(target.read_bytes()) != _cells(text) else []
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(source.read_bytes())
+        target.write_bytes(text)
         written += 1
     print(f"{written} notebooks are in {folder}; start with {Path('notebooks') / 'index.ipynb'}")
     if kept:
-        print(f"kept, as they differ from the course's (--force overwrites them): {', '.join(kept)}")
+        print(f"kept, as their cells differ from the course's (--force overwrites them): {', '.join(kept)}")
     return 0
+
+
+def _cells(text: bytes) -> list[str] | bytes:
+    """What a reader may have changed in a notebook: its cells' text. JupyterLab writes the rest in its own way."""
+    try:
+        return ["".join(cell["source"]) for cell in json.loads(text)["cells"]]
+    except (ValueError, KeyError, TypeError):
+        return text  # no notebook any more

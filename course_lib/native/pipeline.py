@@ -13,7 +13,7 @@ What they are in the from-scratch code:
     zbv              ScheduleZBVZeroBubble               zbv: two stages a rank, in a V
     dualpipe_v       ScheduleDualPipeV                   dualpipe_v, likewise
 
-The order of work is that of schedules/builders.py, instruction by instruction; `order_of` shows PyTorch's. What differs:
+The order of work is that of schedules/builders.py, one by one; `order_of` shows PyTorch's. What differs:
 
     cutting             left to the user, or traced by torch.export; here the same stages as from scratch
     micro-batches       one tensor, which step cuts along its rows: all of one size

@@ -330,6 +330,7 @@ def test_a_right_notebook_has_no_problems(root):
         (new_code_cell(f"x = '{'long' * 22}'", id="x"), "a line has 94 characters"),
         (new_code_cell("from course_lib.comm.collectives import _op", id="x"), "collectives._op, which is private"),
         (new_code_cell("from course_lib.launch._slurm import x", id="x"), "launch._slurm.x, which is private"),
+        (new_code_cell("print(os.sep)", id="x", metadata={"tags": ["widget"]}), "may run it alone, and os comes from"),
         (new_markdown_cell("### Too deep", id="x"), "headings go from level 1 to 3"),
         (new_markdown_cell("# Another title", id="x"), "one heading `#`"),
         (new_markdown_cell("[there](../nowhere.md)", id="x"), "a link leads to ../nowhere.md"),
@@ -340,6 +341,15 @@ def test_a_right_notebook_has_no_problems(root):
 )
 def test_a_planted_fault_is_found(root, cell, fragment):
     assert fragment in "\n".join(problems_of(root, cell))
+
+
+@pytest.mark.parametrize("order", ["Press Shift and Enter in the cell below.", "In the next cell, choose a model."])
+def test_a_cell_that_the_text_sends_the_reader_to_runs_alone(root, order):
+    needs_another = new_code_cell("def f():\n    return later + 1\n\n\nf()", id="x")
+    alone = new_code_cell("import os\n\nlater = 1\n[later for x in os.sep]", id="x")
+    assert "alone, and later comes" in "\n".join(problems_of(root, new_markdown_cell(order, id="m"), needs_another))
+    assert problems_of(root, new_markdown_cell(order, id="m"), alone) == []
+    assert problems_of(root, new_markdown_cell("Now it runs.", id="m"), needs_another) == []
 
 
 def test_a_notebook_out_of_form_is_found_and_written(root):

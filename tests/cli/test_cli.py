@@ -155,23 +155,54 @@ def test_a_chapter_whose_package_is_missing_does_not_run(machine):
 
 def test_new_writes_every_notebook_and_keeps_what_the_learner_changed(tmp_path, capsys):
     folder = tmp_path / "mine"
-    assert cli.main(["new", str(folder)]) == 0
+    command = ["new", str(folder), "--with-solutions"]
+    assert cli.main(command) == 0
     there = authoring.notebook_paths("notebooks", "solutions", "exercises")
     assert f"{len(there)} notebooks are in {folder}; start with" in capsys.readouterr().out
     for path in there:
         assert (folder / path.relative_to(authoring.ROOT)).read_bytes() == path.read_bytes()
     changed = folder / "exercises" / there[-1].name
     changed.write_text("my answers")
-    assert cli.main(["new", str(folder)]) == 0
+    assert cli.main(command) == 0
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said == f"kept, as they differ from the course's (--force overwrites them): exercises/{changed.name}"
+    assert said == f"kept, as their cells differ from the course's (--force overwrites them): exercises/{changed.name}"
     assert changed.read_text() == "my answers"
-    assert cli.main(["new", str(folder), "--force"]) == 0
+    assert cli.main([*command, "--force"]) == 0
     assert changed.read_bytes() == there[-1].read_bytes()
 
 
-def test_no_link_of_a_new_folder_is_dead(tmp_path):
+def test_a_notebook_that_jupyterlab_stored_without_a_change_is_not_told_as_changed(tmp_path, capsys):
     assert cli.main(["new", str(tmp_path)]) == 0
+    opened = tmp_path / "notebooks" / "index.ipynb"
+    stored = json.dumps(json.loads(opened.read_text()), indent=3)
+    opened.write_text(stored)
+    capsys.readouterr()
+    assert cli.main(["new", str(tmp_path)]) == 0
+    assert "kept" not in capsys.readouterr().out
+    assert opened.read_text() == stored
+
+
+def test_new_writes_no_solution_and_no_link_to_one_unless_asked(tmp_path):
+    assert cli.main(["new", str(tmp_path)]) == 0
+    assert not (tmp_path / "solutions").exists()
+    paths = authoring.notebook_paths("notebooks", "exercises", root=tmp_path)
+    assert len(paths) == len(authoring.notebook_paths("notebooks", "exercises"))
+    assert [path.name for path in paths if "solutions/" in path.read_text(encoding="utf-8")] == []
+    for path in paths:
+        for cell in authoring.read(path).cells:
+            assert all((path.parent / target).exists() for target in re.findall(r"\]\(([\w./]+\.ipynb)\)", cell.source))
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_new_refuses_a_folder_without_a_name(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["new", name]) == 2
+    assert capsys.readouterr().err == "course new: folder is empty; give the name of a folder, such as runs/mine\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_link_of_a_new_folder_is_dead(tmp_path):
+    assert cli.main(["new", str(tmp_path), "--with-solutions"]) == 0
     paths = authoring.notebook_paths("notebooks", "exercises", "solutions", root=tmp_path)
     assert [problem for path in paths for problem in link_problems(authoring.read(path), path)] == []
     (tmp_path / "solutions" / paths[-1].name).unlink()
