@@ -1,4 +1,4 @@
-# make lab: install and open the course.   make test: install if needed and test it.   make help: the rest.
+# make lab: install and open a copy of the course.   make test: install if needed and test it.   make help: the rest.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -31,6 +31,8 @@ FROM := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 PIP := $(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt $(FROM)
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 LAB_FLAGS ?=
+# JupyterLab writes into what it opens; the clone's own notebooks stay as git has them.
+LAB_FOLDER ?= runs/course
 BENCH_FLAGS ?=
 # Which tabs and side bars JupyterLab shows here; at first the left side bar is closed, so that no line of code is cut.
 LAB_PAGE := $(abspath $(or $(strip $(VENV)),.venv)/lab-page)
@@ -67,9 +69,10 @@ $(VENV)/.installed-lab: pyproject.toml $(VENV)/constraints.txt
 	@$(PIP) -e ".[lab]"
 	@touch $@
 
-lab: $(LAB_STAMP)  ## open JupyterLab at the course's index, on this machine only; CPU=1 for a machine without a GPU
+lab: $(LAB_STAMP)  ## open your copy of the course in JupyterLab, on this machine only; CPU=1 for a machine without a GPU
+	@$(RUN) -m course_lib new '$(LAB_FOLDER)' --with-solutions
 	@test -d '$(LAB_PAGE)' || { mkdir -p '$(LAB_PAGE)' && cp course_lib/templates/*.jupyterlab-workspace '$(LAB_PAGE)'; }
-	JUPYTERLAB_WORKSPACES_DIR='$(LAB_PAGE)' $(RUN) -m jupyterlab --ip=127.0.0.1 $(ROOT_FLAG) --ServerApp.root_dir='$(CURDIR)' --LabApp.default_url=/lab/tree/$(FIRST) $(LAB_FLAGS)
+	JUPYTERLAB_WORKSPACES_DIR='$(LAB_PAGE)' $(RUN) -m jupyterlab --ip=127.0.0.1 $(ROOT_FLAG) --ServerApp.root_dir="$$(cd '$(LAB_FOLDER)' && pwd)" --LabApp.default_url=/lab/tree/$(FIRST) $(LAB_FLAGS)
 
 test: setup  ## lint, unit tests, every lesson under strict nbval
 	@$(MAKE) --no-print-directory lint

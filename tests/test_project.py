@@ -189,6 +189,37 @@ def test_the_readme_and_the_makefile_tell_the_same_sizes_of_pytorch():
     assert readme == re.search(r"CPU=1: .* (\S+) GB in place of some (\S+) GB", MAKEFILE).groups()[::-1]
 
 
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "environment.yml"])
+def test_a_document_names_no_extra_that_does_not_exist(document):
+    lists = re.findall(r"\.\[([\w,]+)\]", (ROOT / document).read_text(encoding="utf-8"))
+    named = [extra for names in lists for extra in names.split(",")]
+    assert set(named) <= set(PYPROJECT["project"]["optional-dependencies"])
+
+
+def test_pins_are_renewed_with_every_extra():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (named,) = re.findall(r'pip install -e "\.\[([\w,]+)\]"`', text)
+    assert set(named.split(",")) == set(PYPROJECT["project"]["optional-dependencies"])
+
+
+def test_contributing_says_which_part_ci_takes():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (parts,) = re.findall(r"PART:-\$\(\(commits % (\d+) \+ 1\)\)/", CI)
+    words = {6: ("a sixth", "six parts"), 12: ("a twelfth", "twelve parts")}[int(parts)]
+    assert all(word in text for word in words)
+
+
+def test_the_first_line_of_the_environment_opens_the_index():
+    assert "notebooks/index.ipynb" in (ROOT / "environment.yml").read_text().splitlines()[0]
+
+
+def test_make_lab_opens_a_copy_and_not_the_clone():
+    shown = recipe_of("lab")
+    assert "-m course_lib new '$(LAB_FOLDER)'" in shown and "cd '$(LAB_FOLDER)'" in shown
+    folder = re.search(r"^LAB_FOLDER \?= (\S+)", MAKEFILE, re.MULTILINE).group(1)
+    assert f"{folder.split('/')[0]}/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
 # The rest
 
 

@@ -20,7 +20,7 @@ EMOJI = re.compile("[\U0001f000-\U0001faff\u2600-\u26ff\u2705\u2728\u274c\u2757\
 SENTENCE = re.compile(r"[A-Z][^\n]{20,}\.")
 HEADING = re.compile(r"^(#+) ", re.MULTILINE)
 FILE_LINK = re.compile(r"\]\((?!https?:|#|attachment:)([^)#\s]+)[^)]*\)")
-# A sentence that sends the reader to a cell, who may have run no other; what a changed line does is tried after the rest.
+# A sentence that sends the reader to a cell; he may have run no other.
 ORDER = re.compile(
     r"\b(?:[Pp]ress|Run|Try|Choose|Move)\b[^.\n]*\b(?:cell below|next cell)\b|[Ii]n the next cell, choose\b"
 )
