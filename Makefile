@@ -43,10 +43,13 @@ FIRST := notebooks/index.ipynb
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 LESSONS := $(filter-out %_in_depth.ipynb,$(wildcard notebooks/*.ipynb))
 UNIT := -p no:nbval --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/hosts --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu --ignore=tests/faults
+# Stored outputs hang on no processor: kernels of PyTorch, oneDNN and MKL without AVX-512, then without AVX2.
+KERNELS := avx2 default
+NBVAL_THREADS ?= 1
 NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(NBVAL_WORKERS) --dist loadfile
 
 .PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check address \
-        setup-newer quick-newer test-in-depth test-exhaustive test-long test-faults test-colab test-newest test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-clients test-slurm test-hosts clean
+        setup-newer quick-newer test-in-depth test-exhaustive test-long test-faults test-colab test-newest test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-clients test-slurm test-hosts test-processors clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -111,7 +114,17 @@ test-exhaustive: setup  ## the cases of which make test runs a sample: worlds, l
 	$(RUN) -m pytest -m exhaustive -n $(WORKERS) --dist worksteal $(UNIT)
 
 nbval: setup  ## every notebook and solution runs, and prints what it stores
-	@if [ -n "$(NOTEBOOKS)" ]; then env -u MPLBACKEND OMP_NUM_THREADS=1 $(RUN) -m pytest $(NBVAL) $(NOTEBOOKS); else echo "no notebooks yet"; fi
+	@if [ -n "$(NOTEBOOKS)" ]; then env -u MPLBACKEND OMP_NUM_THREADS=$(NBVAL_THREADS) $(RUN) -m pytest $(NBVAL) $(NOTEBOOKS); else echo "no notebooks yet"; fi
+
+test-processors: setup  ## every lesson as on other processors, with one thread and with two
+	@for threads in 1 2; do \
+	  $(MAKE) --no-print-directory nbval NOTEBOOKS="$(LESSONS)" NBVAL_THREADS=$$threads; \
+	  for kernels in $(KERNELS); do \
+	    echo "the lessons with $$kernels kernels and $$threads threads"; \
+	    ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=$$kernels \
+	      $(MAKE) --no-print-directory nbval NOTEBOOKS="$(LESSONS)" NBVAL_THREADS=$$threads; \
+	  done; \
+	done
 
 demo: $(LAB_STAMP)  ## one table: the same tiny Llama trained by 1, 2 and 4 ranks
 	$(RUN) -m course_lib demo

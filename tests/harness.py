@@ -2,13 +2,14 @@
 
 import math
 import random
+import re
 
 import pytest
 import torch
 from torch import nn
 
 from course_lib import training
-from course_lib.launch import launch
+from course_lib.launch import RankError, launch
 from course_lib.training.data import batch
 
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -54,6 +55,17 @@ class LaunchedBySize(dict):
         function, arguments = self.call
         self[size] = launch(function, size, *arguments)
         return self[size]
+
+
+def hang_text(function, world_size, *told, **options):
+    """The error of a launch that hangs. On a busy machine ranks come late to where they hang: then with more time."""
+    for timeout in (2, 10, 60):
+        with pytest.raises(RankError, match=r"\Atime limit") as error:
+            launch(function, world_size, timeout=timeout, **options)
+        text = str(error.value)
+        if all(re.search(one, " ".join(text.split())) for one in told):
+            return text
+    raise AssertionError(f"not all of {told} in:\n{text}")
 
 
 def message_of(function, *args, **kwargs):

@@ -1,6 +1,5 @@
 """A notebook kernel of its own for a test, and what its launches leave behind."""
 
-import os
 import re
 import time
 from functools import partial
@@ -77,8 +76,3 @@ def still_there(pid, within_s=2.0):
         return bool(remaining([psutil.Process(pid)], within_s))
     except psutil.NoSuchProcess:
         return False
-
-
-def slowness():
-    """Allowance for a machine on which other work runs: 1 when it has its cores to itself."""
-    return max(1.0, os.getloadavg()[0] / os.cpu_count())

@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib.checks.core import CheckFailed, fail, run_ranks
 from course_lib.comm.groups import make_groups
+from course_lib.launch.limits import slowness
 from course_lib.layout.mesh import Mesh
 from course_lib.measure.meter import ByteMeter
 
-HANG_S = 5.0  # the answers take milliseconds; a rank that still waits after this waits for ever
+HANG_S = 5.0  # on an idle machine: the answers take milliseconds; a rank that waits longer waits for ever
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,11 @@ def run_calls(
     hang     what to say if the ranks wait for each other: the likely reason
     Raises   CheckFailed if a rank fails or waits for ever
     """
+    limit_s = HANG_S * slowness()
     try:
-        results = run_ranks(_on_this_rank, len(calls[0].inputs), answer, calls, mesh, axes, timeout=HANG_S)
+        results = run_ranks(_on_this_rank, len(calls[0].inputs), answer, calls, mesh, axes, timeout=limit_s)
     except CheckFailed as failure:
-        raise CheckFailed(_in_words(str(failure), hang)) from None
+        raise CheckFailed(_in_words(str(failure), hang, limit_s)) from None
     return [[seen[index] for seen in results] for index in range(len(calls))]
 
 
@@ -96,11 +98,11 @@ def _observe(answer: Callable, call: Call, groups: list, groups_by_axis: dict) -
     return Seen(result, torch.equal(x, before), meter.sent_bytes, meter.by_axis, meter.calls, log.messages)
 
 
-def _in_words(text: str, hang: str) -> str:
+def _in_words(text: str, hang: str, limit_s: float) -> str:
     """The launcher's error with the likely reason first, and without the graders' own lines."""
     if "time limit:" in text:
         places = "\n".join(line for line in text.splitlines() if line.startswith("rank "))
-        return f"your ranks wait for each other for ever (stopped after {HANG_S:g} s). {hang}\n{places}"
+        return f"your ranks wait for each other for ever (stopped after {limit_s:.0f} s). {hang}\n{places}"
     text = re.sub(r'  File "[^"\n]*/course_lib/checks/[^"\n]*", line .*\n(?:    .*\n)*', "", text)
     if "Received data size doesn't match" in text:
         return f"a message is longer than the tensor it was received into: its two ends disagree on its length.\n{text}"

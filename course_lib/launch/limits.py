@@ -1,5 +1,6 @@
-"""The memory that this process may use: the machine's, or less where a container or a Slurm job sets a limit."""
+"""What this process may use: the machine's memory, or less where a container or a job sets a limit; and its cores."""
 
+import os
 from pathlib import Path
 
 import psutil
@@ -8,6 +9,12 @@ _FILES = {  # of a control group: its limit, what it uses, and the name of recla
     "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     "v2": ("memory.max", "memory.current", "inactive_file"),
 }
+
+
+def slowness() -> float:
+    """Return how many processes want each core, 1 at least: a limit of seconds that holds on an idle machine times this
+    holds on a busy one."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def usable_memory(of_process: str = "/proc/self/cgroup", mounted_at: str = "/sys/fs/cgroup") -> tuple[int, int]:

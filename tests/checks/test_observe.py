@@ -64,13 +64,25 @@ def waits(x, group):
 
 
 def test_a_hang_is_told_in_seconds_with_its_reason_and_where_each_rank_stands(monkeypatch):
-    monkeypatch.setattr(observe, "HANG_S", 1.0)
-    with pytest.raises(CheckFailed) as failure:
-        run_calls(waits, [Call([torch.zeros(1)] * 2)], "Nobody sends.")
-    lines = str(failure.value).splitlines()
-    assert lines[0] == "your ranks wait for each other for ever (stopped after 1 s). Nobody sends."
+    monkeypatch.setattr(observe, "slowness", lambda: 1.0)
+    for limit_s in (1.0, 8.0, 60.0):  # on a busy machine ranks come late to where they wait
+        monkeypatch.setattr(observe, "HANG_S", limit_s)
+        with pytest.raises(CheckFailed) as failure:
+            run_calls(waits, [Call([torch.zeros(1)] * 2)], "Nobody sends.")
+        lines = str(failure.value).splitlines()
+        assert lines[0] == f"your ranks wait for each other for ever (stopped after {limit_s:.0f} s). Nobody sends."
+        if all("in waits: return recv" in line for line in lines[1:]):
+            break
     assert [line[:14] for line in lines[1:]] == ["rank 0 stood a", "rank 1 stood a"]
     assert all("in waits: return recv" in line for line in lines[1:])
+
+
+def test_an_answer_has_more_time_on_a_busy_machine(monkeypatch):
+    limits = []
+    monkeypatch.setattr(observe, "slowness", lambda: 3.0)
+    monkeypatch.setattr(observe, "run_ranks", lambda *args, timeout: limits.append(timeout) or [[None], [None]])
+    run_calls(waits, [Call([torch.zeros(1)] * 2)], "")
+    assert limits == [3.0 * observe.HANG_S]
 
 
 def breaks(x, group):

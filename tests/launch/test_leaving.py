@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import re
 import resource
 import signal
 import socket
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
+from harness import hang_text
 
 from course_lib.launch import RankError, _failures, _processes, _rank, _watch, launch
 
@@ -106,8 +106,7 @@ def stop_rank_1() -> None:
 
 
 def test_a_rank_that_was_stopped_is_named_as_such():
-    with pytest.raises(RankError, match="rank 1 stood still: a signal .SIGSTOP. or a debugger has stopped it"):
-        launch(stop_rank_1, 2, timeout=2)
+    hang_text(stop_rank_1, 2, r"rank 1 stood still: a signal \(SIGSTOP\) or a debugger has stopped it")
 
 
 def crash_when_asked() -> None:
@@ -118,10 +117,8 @@ def crash_when_asked() -> None:
 
 
 def test_a_rank_that_crashes_while_it_is_asked_where_it_stands_is_not_to_blame():
-    with pytest.raises(RankError, match=r"\Atime limit") as error:
-        launch(crash_when_asked, 2, timeout=2)
-    assert "rank 0 stood still: a signal" in str(error.value)
-    assert re.search(r"rank 1 stood at [^\n]*\s+in\s+crash_when_asked:\s+dist\.barrier", str(error.value))
+    stopped, asked = "rank 0 stood still: a signal", r"rank 1 stood at .* in crash_when_asked: dist\.barrier"
+    hang_text(crash_when_asked, 2, stopped, asked)
 
 
 def connect_to_nobody() -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from kernels import Kernel, remaining, slowness
+from kernels import Kernel, remaining
 
 from course_lib import checkpoint
 from course_lib.authoring import ROOT
 from course_lib.checkpoint.files import read_manifest
 from course_lib.cluster import Site, write_site
+from course_lib.launch.limits import slowness
 
 pytestmark = pytest.mark.skipif(
     "course_slurm_" not in os.environ.get("SLURM_CONF", ""),
