@@ -54,7 +54,10 @@ def add_address(nb, path: Path, root: Path) -> None:
         title.source += "\n\n" + badges(address, path.relative_to(root).as_posix())
     nb.cells = [cell for cell in nb.cells if cell.get("id") != INSTALL]
     codes = [index for index, cell in enumerate(nb.cells) if cell.cell_type == "code"]
-    nb.cells.insert(codes[0] if codes else len(nb.cells), new_code_cell(install_source(address), id=INSTALL))
+    place = codes[0] if codes else len(nb.cells)
+    if codes and "setup" not in nb.cells[place].metadata.get("tags", ()):
+        place -= 1  # not between a text and the cell below it
+    nb.cells.insert(place, new_code_cell(install_source(address), id=INSTALL))
 
 
 def write_address(address: str, root: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nbformat
 
+from course_lib.authoring.address import INSTALL
 from course_lib.authoring.columns import COLUMNS, OUTPUT_COLUMNS, without_magics
 from course_lib.authoring.form import RANDOM_ID, ROOT, SLUG, TAGS, code_cells, formatted, read, tags_of
 from course_lib.authoring.lessons import LESSONS, lesson_problems
@@ -141,6 +142,7 @@ def alone_problems(nb) -> list[str]:
         missing &= imports  # what a widget shows may come from a run above it
         if before.cell_type == "markdown" and ORDER.search(before.source):
             missing = names_from_elsewhere(cell.source)
+            problems += ["the text above the install cell names another"] if cell["id"] == INSTALL else []
         if missing:
             names = ", ".join(sorted(missing))
             problems.append(f"cell {cell['id']}: a reader may run it alone, and {names} comes from another cell")
