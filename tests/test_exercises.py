@@ -25,11 +25,12 @@ import random
 import re
 
 import cloudpickle
+import nbclient
 import pytest
 from harness import sampled
 from solved import load_solution
 
-from course_lib.authoring import ROOT, code_cells, notebook_paths, read, without_magics
+from course_lib.authoring import ROOT, code_cells, is_check_cell, notebook_paths, read, tags_of, without_magics
 from course_lib.checks.core import CheckFailed
 
 pytestmark = pytest.mark.launches
@@ -129,3 +130,31 @@ def test_an_exercise_says_its_minutes_and_its_difficulty_and_each_check_has_thre
         hints = re.findall(r"<summary>Hint (\d)", exercise)
         assert hints == ["1", "2", "3"] * len(re.findall(r"^check_\w+\(", exercise, flags=re.M)), title
     assert re.search(r"^## Exercise .*from an empty cell$", "\n".join(cells), re.M), "no exercise builds its subject"
+
+
+@pytest.mark.parametrize(
+    "path", notebook_paths("solutions", "exercises"), ids=lambda path: f"{path.parent.name}/{path.stem}"
+)
+def test_a_check_cell_imports_the_grader_that_it_calls_and_the_setup_cell_imports_none(path):
+    cells = code_cells(read(path))
+    chapter = importlib.import_module(f"course_lib.checks.ch{path.name[:2]}")
+    for cell in filter(is_check_cell, cells):
+        imported, call = ast.parse(cell.source).body
+        [name] = imported.names
+        assert (imported.module, name.asname) == (chapter.__name__, None)
+        assert ast.unparse(call.value.func) == name.name and callable(getattr(chapter, name.name))
+    [setup] = [cell.source for cell in cells if "setup" in tags_of(cell)]
+    assert "course_lib.checks" not in setup and len(list(filter(is_check_cell, cells))) >= 4
+
+
+def test_an_answer_that_puts_other_checks_under_their_names_gets_no_point():
+    nb = read(ROOT / "exercises" / "03_data_parallel.ipynb")
+    first = next(cell for cell in code_cells(nb) if "nbgrader" in cell.metadata)
+    first.source = (
+        "for _n in [k for k in globals() if k.startswith('check_')]: globals()[_n] = lambda *a, **k: None\n"
+        "check_accumulation = check_buckets = check_ddp = print\n"
+        "my_accumulation = None"
+    )
+    nbclient.execute(nb, allow_errors=True, kernel_name="python3")
+    ended = [[output.output_type for output in cell.outputs] for cell in filter(is_check_cell, nb.cells)]
+    assert ended == [["error"]] * 7

@@ -30,6 +30,7 @@ from course_lib.authoring.form import (
     code_cells,
     format_notebooks,
     formatted,
+    is_check_cell,
     normalise,
     notebook_paths,
     read,

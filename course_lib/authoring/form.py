@@ -16,6 +16,7 @@ HIDDEN = ("outputs_hidden", "source_hidden")  # folded until the reader opens th
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+CHECK = re.compile(r"^(check_\w+)\(", re.MULTILINE)
 SLUG = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 RANDOM_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){0,4}(-[0-9a-f]{12})?")
 REDRAWN = re.compile(r"^.*\r(?=[^\n])", re.MULTILINE)  # a bar that redraws itself leaves its last state, as in nbval
@@ -52,7 +53,15 @@ def tags_of(cell) -> list[str]:
 
 def is_check_cell(cell) -> bool:
     """Whether a cell calls a grader: `check_...(...)` at its top level."""
-    return cell.cell_type == "code" and re.search(r"^check_\w+\(", cell.source, re.MULTILINE) is not None
+    return cell.cell_type == "code" and CHECK.search(cell.source) is not None
+
+
+def add_graders(nb, chapter: str) -> None:
+    """Let each check cell import its own grader, so that no earlier cell can put another under its name."""
+    for cell in nb.cells:
+        if is_check_cell(cell):
+            call = CHECK.search(cell.source)
+            cell.source = f"from course_lib.checks.ch{chapter} import {call[1]}\n\n{cell.source[call.start() :]}"
 
 
 def normalise(nb):
@@ -139,9 +148,10 @@ def _normal_outputs(outputs, count: int) -> list:
 
 
 def formatted(path: Path, root: Path = ROOT):
-    """A notebook as `make fmt` writes it: in its normal form, with links, badges and the install cell."""
+    """A notebook as `make fmt` writes it: in its normal form, with links, badges, the install cell and graders."""
     nb = read(path)
     add_address(nb, path, root)
+    add_graders(nb, path.name[:2])
     return with_links(normalise(nb), path, root)
 
 

@@ -27,6 +27,7 @@ from course_lib.launch import RankError, Results, launch
 
 NOT_WRITTEN = re.compile(r"NotImplementedError: (.*your code goes here)")
 RANK_SECONDS = 30.0  # a grader's launch takes under a second; a deadlock must not cost the learner two minutes
+apart: Any = None  # while a class is graded: the Workers (apart.py) in which answers run
 
 
 class CheckFailed(AssertionError):
@@ -94,7 +95,17 @@ def numbers(source: random.Random | torch.Generator | int, *shape: int) -> Tenso
 def run_ranks(fn: Callable, world_size: int, *args, timeout: float = RANK_SECONDS) -> Results:
     """`launch`, for graders: nothing printed; a rank that fails is the answer's failure, told with its rank."""
     with rank_errors_as_failures(world_size):
-        return launch(fn, world_size, *args, timeout=timeout, quiet=True)
+        return launched(launch, fn, world_size, *args, timeout=timeout, quiet=True)
+
+
+def launched(launches: Callable, *args, **kwargs) -> Any:
+    """Return launches(*args), a function that starts ranks on an answer."""
+    return launches(*args, **kwargs) if apart is None else apart.launched(launches, *args, **kwargs)
+
+
+def observed(look: Callable, answer: Any, *args) -> Any:
+    """Return look(answer, *args): what an answer does to objects that are not plain data, as plain data."""
+    return look(answer, *args) if apart is None else apart.observed(look, answer, *args)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checks.core import fail, rank_errors_as_failures, run_ranks
+from course_lib.checks.core import fail, launched, rank_errors_as_failures, run_ranks
 from course_lib.comm import all_gather
 from course_lib.minimal import compare, compare_with_one_process, sent_bytes
 from course_lib.model import build
@@ -17,7 +17,7 @@ def expect_right(trainer: type, world_size: int) -> None:
     """The trainer's parameters are those of one process, with 1 and with 3 micro-batches."""
     for num_micro_batches in (1, 3):
         with rank_errors_as_failures(world_size):
-            difference = compare_with_one_process(trainer, world_size, num_micro_batches)
+            difference = launched(compare_with_one_process, trainer, world_size, num_micro_batches)
         if not difference < 1e-9:
             why = run_ranks(_what_was_used, world_size, trainer, num_micro_batches)[0]
             fail(
@@ -29,7 +29,7 @@ def expect_right(trainer: type, world_size: int) -> None:
 def expect_sent(trainer: type, world_size: int, num_micro_batches: int, phases: int, phase_bytes: int) -> None:
     """The trainer sends at most so many phases in a step."""
     with rank_errors_as_failures(world_size):
-        sent = sent_bytes(trainer, world_size, num_micro_batches)
+        sent = launched(sent_bytes, trainer, world_size, num_micro_batches)
     enough = phases * phase_bytes
     if sent > 1.01 * enough:
         fail(

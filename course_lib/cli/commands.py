@@ -13,6 +13,7 @@ from tyro.extras import SubcommandApp
 
 from course_lib.cli.claims import list_claims
 from course_lib.cli.cluster import cluster
+from course_lib.cli.grade import grade
 from course_lib.cli.lab import lab
 from course_lib.cli.plan import plan
 from course_lib.cli.predict import calibrate_cluster, predict
@@ -99,6 +100,7 @@ app.command(list_claims, name="claims")
 app.command(watch, name="watch")
 app.command(cluster, name="cluster")
 app.command(lab, name="lab")
+app.command(grade, name="grade")
 
 
 @app.command(name="train")

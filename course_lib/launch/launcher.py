@@ -255,11 +255,16 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
+def dump(value: object) -> bytes:
+    """Return a value as a rank loads it: functions and classes of a notebook as code, tensors for the rank's device."""
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
 def _dump_function(fn: Callable, args: tuple) -> bytes:
     try:
-        file = io.BytesIO()
-        _Pickler(file).dump((fn, args))
-        return file.getvalue()
+        return dump((fn, args))
     except Exception as error:  # pickling runs code of any class, which may raise anything
         name = getattr(fn, "__name__", repr(fn))
         raise ValueError(

@@ -7,7 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.checks.core import expect_close, expect_equal, fail, fail_by_belief, fresh_generator, grader, numbers
+from course_lib.checks.core import (
+    expect_close,
+    expect_equal,
+    fail,
+    fail_by_belief,
+    fresh_generator,
+    grader,
+    numbers,
+    observed,
+)
 from course_lib.config import ModelConfig
 from course_lib.flops import attention_flops_per_token, flops_per_token, matmul_parameters
 from course_lib.memory.states import RECIPES, Recipe
@@ -215,14 +224,11 @@ def check_swiglu(answer, rng):
     """silu(gate) * up with the right gradients, keeping gate and up and nothing else."""
     generator, shape = fresh_generator(rng), (rng.randrange(3, 9), rng.randrange(10, 30))
     gate, up, grad = (numbers(generator, *shape) for _ in range(3))
-    mine = [tensor.clone().requires_grad_() for tensor in (gate, up)]
-    outputs: list[Tensor] = []
-    kept = kept_bytes(lambda: outputs.append(answer(*mine)) or outputs[0])
-    expect_close(outputs[0], F.silu(gate) * up, "the product", {"this is sigmoid(gate) * up": gate.sigmoid() * up})
-    if outputs[0].grad_fn is None:
+    product, has_graph, grads, kept = observed(_swiglu, answer, gate, up, grad)
+    expect_close(product, F.silu(gate) * up, "the product", {"this is sigmoid(gate) * up": gate.sigmoid() * up})
+    if not has_graph:
         fail("the product has no gradient: between your inputs and your output the graph is cut")
-    outputs[0].backward(grad)
-    _expect_gradients(mine, gate, up, grad)
+    _expect_gradients(grads, gate, up, grad)
     tensors = kept / gate.nbytes
     if tensors < 2:
         fail(f"autograd knows of {tensors:g} kept tensors: use ctx.save_for_backward for gate and up, not ctx itself")
@@ -230,14 +236,26 @@ def check_swiglu(answer, rng):
         fail(f"{tensors:g} tensors are kept, and gate and up are enough: compute the others again in backward")
 
 
-def _expect_gradients(mine: list[Tensor], gate: Tensor, up: Tensor, grad: Tensor) -> None:
+def _swiglu(answer: Callable, gate: Tensor, up: Tensor, grad: Tensor) -> tuple[object, bool, list, int]:
+    """The product, whether it has a graph, the gradients of gate and up, and the bytes kept for backward."""
+    mine = [tensor.clone().requires_grad_() for tensor in (gate, up)]
+    outputs: list[Tensor] = []
+    kept = kept_bytes(lambda: outputs.append(answer(*mine)) or outputs[0])
+    product = outputs[0]
+    has_graph = isinstance(product, Tensor) and product.grad_fn is not None
+    if has_graph and product.shape == grad.shape:
+        product.backward(grad)
+    return product.detach() if isinstance(product, Tensor) else product, has_graph, [one.grad for one in mine], kept
+
+
+def _expect_gradients(grads: list[Tensor | None], gate: Tensor, up: Tensor, grad: Tensor) -> None:
     sigmoid = gate.sigmoid()
     slope = sigmoid * (1 + gate * (1 - sigmoid))
     right = grad * up * slope, grad * gate * sigmoid
-    if any(tensor.grad is None for tensor in mine):
+    if any(mine is None for mine in grads):
         fail("gate or up got no gradient; backward returns one for each input of forward")
     expect_close(
-        mine[0].grad,
+        grads[0],
         right[0],
         "the gradient of gate",
         {
@@ -247,4 +265,4 @@ def _expect_gradients(mine: list[Tensor], gate: Tensor, up: Tensor, grad: Tensor
             "what came from behind (grad_output) is missing": up * slope,
         },
     )
-    expect_close(mine[1].grad, right[1], "the gradient of up", {"this is the plain gate, not silu(gate)": grad * gate})
+    expect_close(grads[1], right[1], "the gradient of up", {"this is the plain gate, not silu(gate)": grad * gate})

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from course_lib.checks.core import expect_close, fail, fresh_seed, grader, numbers
+from course_lib.checks.core import expect_close, fail, fresh_seed, grader, numbers, observed
 from course_lib.measure import MemoryTracker
 
 
@@ -36,7 +36,7 @@ def check_recompute(answer, rng):
     for needs_grad in (True, False):
         x.requires_grad_(needs_grad)
         want = _run_block(lambda block, x: block(x), seed, draws, width, x, grad)
-        _expect_recomputed(_run_block(answer, seed, draws, width, x, grad), want, x)
+        _expect_recomputed(observed(_run_block, answer, seed, draws, width, x, grad), want, x)
 
 
 def _expect_recomputed(got: dict, want: dict, x: Tensor) -> None:
@@ -130,8 +130,7 @@ def check_windowed_attention(answer, rng):
 
 
 def _expect_attention(answer, q: Tensor, k: Tensor, v: Tensor, window: int, block: int) -> None:
-    with _Largest() as largest, FlopCounterMode(display=False) as counter:
-        got = answer(q.clone(), k.clone(), v.clone(), window, block)
+    got, largest_bytes, flops = observed(_attend, answer, q, k, v, window, block)
     if not isinstance(got, tuple | list) or len(got) != 2:
         fail("return two tensors: the output and the log-sum-exp of each row")
     scores = _masked_scores(q, k, window)
@@ -152,13 +151,20 @@ def _expect_attention(answer, q: Tensor, k: Tensor, v: Tensor, window: int, bloc
         },
         rtol=1e-8,
     )
-    _expect_small(largest.nbytes, q, block)
+    _expect_small(largest_bytes, q, block)
     limit = _flops_of_tiles(q, window, block)
-    if counter.get_total_flops() > limit:
+    if flops > limit:
         fail(
-            f"your products take {counter.get_total_flops():,} FLOPs, and the blocks in which some query sees some key "
+            f"your products take {flops:,} FLOPs, and the blocks in which some query sees some key "
             f"{limit:,}: leave out blocks behind the window and after the diagonal"
         )
+
+
+def _attend(answer, q: Tensor, k: Tensor, v: Tensor, window: int, block: int) -> tuple[object, int, int]:
+    """What the answer returned, the bytes of its largest tensor, and its FLOPs."""
+    with _Largest() as largest, FlopCounterMode(display=False) as counter:
+        got = answer(q.clone(), k.clone(), v.clone(), window, block)
+    return got, largest.nbytes, counter.get_total_flops()
 
 
 def _misconceptions(q: Tensor, k: Tensor, v: Tensor, window: int) -> dict[str, Tensor]:

@@ -1,11 +1,13 @@
 """Graders of chapter 02 whose answers are arithmetic: LoRA's bytes, MFU and HFU, the first step that fits."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader, numbers
+from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader, numbers, observed
 from course_lib.config import preset
 from course_lib.flops import flops_per_token, forward_flops_per_token, step_flops
 from course_lib.memory.budget import budget
@@ -20,9 +22,8 @@ def check_merged_weight(answer, rng):
     d_out = rng.randrange(5, 8)
     shapes = ((d_out, d_out), (rank, d_out), (d_out, rank))  # square, so that a swapped product has the right shape
     weight, lora_a, lora_b = (numbers(generator, *shape) for shape in shapes)
-    before = weight.clone()
-    got = answer(weight, lora_a, lora_b, alpha)
-    if not torch.equal(weight, before):
+    got, kept = observed(_merged, answer, weight.clone(), lora_a, lora_b, alpha)
+    if not torch.equal(kept, weight):
         fail("your function changed the frozen weight; return a new tensor, so that the adapter can still be taken off")
     product = lora_b @ lora_a
     expect_close(
@@ -36,6 +37,11 @@ def check_merged_weight(answer, rng):
             "the adapter alone: the frozen weight is missing": alpha / rank * product,
         },
     )
+
+
+def _merged(answer: Callable, weight: Tensor, *args) -> tuple[object, Tensor]:
+    """What the answer returned, and the frozen weight after it."""
+    return answer(weight, *args), weight
 
 
 @grader

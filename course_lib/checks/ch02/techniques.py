@@ -2,12 +2,22 @@
 
 import math
 import random
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, fresh_seed, grader, numbers
+from course_lib.checks.core import (
+    expect_close,
+    expect_equal,
+    fail,
+    fresh_generator,
+    fresh_seed,
+    grader,
+    numbers,
+    observed,
+)
 
 NO_TARGET = -100
 
@@ -55,20 +65,19 @@ def check_accumulate(answer, rng):
     some = rng.sample([2, 3, 5, 7], 3)
     for counted in (some, [some[0], 0, some[2]]):
         seed, parts = fresh_seed(rng), _parts(rng, counted)
-        model = _Tiny(seed)
-        answer(model, parts)
-        if model.table.grad is None:
+        grad, rows = observed(_accumulated, answer, seed, parts)
+        if grad is None:
             fail("the model has no gradient; call backward() on each micro-batch's loss")
-        if model.rows != [len(x_BS) for x_BS, _ in parts]:
+        if rows != [len(x_BS) for x_BS, _ in parts]:
             fail(
-                f"the model ran on {model.rows} rows, and {[len(x_BS) for x_BS, _ in parts]} is right: one forward "
+                f"the model ran on {rows} rows, and {[len(x_BS) for x_BS, _ in parts]} is right: one forward "
                 "pass for each micro-batch; together they would not fit"
             )
         sizes = [y_BS.numel() for _, y_BS in parts]
         right = _gradient(seed, parts, [count / sum(counted) for count in counted])
         last = [0.0] * (len(parts) - 1)
         expect_close(
-            model.table.grad,
+            grad,
             right,
             "the gradient",
             {
@@ -87,6 +96,12 @@ def check_accumulate(answer, rng):
         )
 
 
+def _accumulated(answer: Callable, seed: int, parts: list) -> tuple[Tensor | None, list[int]]:
+    model = _Tiny(seed)
+    answer(model, parts)
+    return model.table.grad, model.rows
+
+
 # ------------------------------------------------------------------------------------ 2. loss scaling
 @grader
 def check_scaled_step(answer, rng):
@@ -98,8 +113,7 @@ def check_scaled_step(answer, rng):
         if bad is not None:
             gradients[-1][rng.randrange(2)] = bad
         good_steps = rng.randrange(1, interval - 2)
-        seen: list[list[Tensor]] = []
-        got = answer(gradients, scale, good_steps, interval, lambda: seen.append([g.clone() for g in gradients]))  # noqa: B023
+        got, seen = observed(_scaled_step, answer, gradients, scale, good_steps, interval)
         _expect_pair(got)
         if bad is None:
             _expect_unscaled_update(seen, true, scale)
@@ -118,7 +132,7 @@ def check_scaled_step(answer, rng):
                 "the scale was too large, and it was doubled": (scale * 2, 0),
             },
         )
-    got = answer([numbers(rng, 3)], scale, interval - 1, interval, lambda: None)
+    got, _ = observed(_scaled_step, answer, [numbers(rng, 3)], scale, interval - 1, interval)
     expect_equal(
         tuple(got),
         (scale * 2, 0),
@@ -128,6 +142,12 @@ def check_scaled_step(answer, rng):
             "count the next row of good steps from 0": (scale * 2, interval),
         },
     )
+
+
+def _scaled_step(answer: Callable, gradients: list[Tensor], *args) -> tuple[object, list[list[Tensor]]]:
+    """What the answer returned, and the gradients at each of its updates."""
+    seen: list[list[Tensor]] = []
+    return answer(gradients, *args, lambda: seen.append([g.clone() for g in gradients])), seen
 
 
 def _expect_pair(got) -> None:

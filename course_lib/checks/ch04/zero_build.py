@@ -5,7 +5,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.core import CheckFailed, fail, grader, rank_errors_as_failures, run_ranks
+from course_lib.checks.core import CheckFailed, fail, grader, launched, rank_errors_as_failures, run_ranks
 from course_lib.checks.trainers import expect_right, expect_sent
 from course_lib.measure import ByteMeter
 from course_lib.memory.states import count_parameters
@@ -71,8 +71,8 @@ def check_zero3(answer, rng):
             raise
         fail(f"{why}\n{failure}")
     with rank_errors_as_failures(world_size):
-        held = held_bytes(answer, world_size)
-        peak = memory_of_a_step(answer, world_size).peak_bytes
+        held = launched(held_bytes, answer, world_size)
+        peak = launched(_peak_bytes, answer, world_size)
     enough, left_by_ours = _bytes_of_ours(world_size)
     for kind, per_parameter in (("optimizer", 12), ("gradients", 2), ("parameters", 2)):
         shard = per_parameter * NUM_PARAMS / world_size
@@ -87,7 +87,7 @@ def check_zero3(answer, rng):
             "and after its backward"
         )
     with rank_errors_as_failures(world_size):
-        left = compare.bytes_after_backward(answer, world_size) - left_by_ours
+        left = launched(compare.bytes_after_backward, answer, world_size) - left_by_ours
     if left > ITEMSIZE * max(layer_units(compare.CONFIG)):
         fail(
             f"when backward is over, {left:,} bytes more than the shards are alive: free a unit after its backward "
@@ -100,7 +100,11 @@ def check_zero3(answer, rng):
 @cache
 def _bytes_of_ours(world_size: int) -> tuple[int, int]:
     """What the lesson's trainer holds at its peak and after backward: the same at every check."""
-    return memory_of_a_step(Zero3, world_size).peak_bytes, compare.bytes_after_backward(Zero3, world_size)
+    return _peak_bytes(Zero3, world_size), compare.bytes_after_backward(Zero3, world_size)
+
+
+def _peak_bytes(trainer: type, world_size: int) -> int:
+    return memory_of_a_step(trainer, world_size).peak_bytes
 
 
 def _phase_bytes(world_size: int) -> int:

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from course_lib.checks.core import fail, grader, rank_errors_as_failures
+from course_lib.checks.core import fail, grader, launched, rank_errors_as_failures
 from course_lib.checks.trainers import micro_batches
 from course_lib.memory.states import count_parameters
 from course_lib.memory.tensor import narrow
@@ -24,7 +24,7 @@ def check_tensor_parallel(answer, rng):
     _expect_parts(answer, world_size)
     for num_micro_batches in (1, 3):
         with rank_errors_as_failures(world_size):
-            sent = sent_bytes(answer, world_size, num_micro_batches)
+            sent = launched(sent_bytes, answer, world_size, num_micro_batches)
         enough = _enough_bytes(world_size)
         if sent > 1.01 * enough:
             fail(
@@ -35,7 +35,7 @@ def check_tensor_parallel(answer, rng):
 
 def _expect_right(answer: type, world_size: int, num_micro_batches: int) -> None:
     with rank_errors_as_failures(world_size):
-        difference = compare_with_one_process(answer, world_size, num_micro_batches)
+        difference = launched(compare_with_one_process, answer, world_size, num_micro_batches)
     if not difference < LARGEST_DIFFERENCE:
         hint = (
             "is each loss divided by the number of micro-batches"
@@ -50,7 +50,7 @@ def _expect_right(answer: type, world_size: int, num_micro_batches: int) -> None
 
 def _wrong_after_a_step(answer: type, world_size: int, num_micro_batches: int) -> str:
     """Name the parameters with a wrong gradient: backward reaches the last of them first."""
-    differences = differences_after_a_step(answer, world_size, num_micro_batches)
+    differences = launched(differences_after_a_step, answer, world_size, num_micro_batches)
     wrong = [name for name, difference in differences.items() if not difference < LARGEST_DIFFERENCE]
     if not wrong:
         return ""
@@ -62,7 +62,7 @@ def _wrong_after_a_step(answer: type, world_size: int, num_micro_batches: int) -
 
 def _expect_parts(answer: type, world_size: int) -> None:
     with rank_errors_as_failures(world_size):
-        held = held_bytes(answer, world_size)
+        held = launched(held_bytes, answer, world_size)
     for kind, per_parameter in (("parameters", 2), ("gradients", 2), ("optimizer", 12)):
         part = per_parameter * count_parameters(narrow(CONFIG, world_size))
         if held[kind] > 1.02 * part:

@@ -158,12 +158,12 @@ def _loss(answer: Callable, V: int, seed: int, scale: float) -> tuple:
     rank, N = dist.get_rank(), dist.get_world_size()
     logits_BSV = (scale * numbers(seed, 2, 4, V)).requires_grad_()
     y_BS = torch.randint(V, (2, 4), generator=torch.Generator().manual_seed(seed))
-    want_BS = F.cross_entropy(logits_BSV.flatten(0, 1), y_BS.flatten(), reduction="none").view_as(y_BS)
-    want_BS.sum().backward()
     first = sum(piece_sizes(V, N)[:rank])
     logits_BSv = my_piece(logits_BSV.detach(), rank, N, 2).contiguous()
     with ByteMeter() as meter:
         got = answer(logits_BSv.clone(), y_BS.clone(), first, dist.group.WORLD)
+    want_BS = F.cross_entropy(logits_BSV.flatten(0, 1), y_BS.flatten(), reduction="none").view_as(y_BS)
+    want_BS.sum().backward()
     pieces = [my_piece(logits_BSV.detach(), r, N, 2) for r in range(N)]
     place_BS = (y_BS - first).clamp(0, logits_BSv.shape[-1] - 1)
     targets_BS = logits_BSV.detach().gather(2, y_BS.unsqueeze(-1)).squeeze(-1)

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from course_lib.checks.core import fail, grader, rank_errors_as_failures, run_ranks
+from course_lib.checks.core import fail, grader, launched, rank_errors_as_failures, run_ranks
 from course_lib.minimal import compare, compare_with_one_process, sent_bytes
 from course_lib.minimal.compare_cut_model import different_copies, gradient_errors, kept_by_a_block, train_on_ranks
 from course_lib.model import build
@@ -20,10 +20,10 @@ def check_sequence_parallel(answer, rng):
     shapes = run_ranks(_norm_inputs, world_size, answer)
     _expect_my_tokens(shapes[0], world_size)
     with rank_errors_as_failures(world_size):
-        errors = gradient_errors(answer, world_size, 1)
+        errors = launched(gradient_errors, answer, world_size, 1)
     _expect_right_gradients(errors, world_size)
     with rank_errors_as_failures(world_size):
-        difference = compare_with_one_process(answer, world_size, 3)
+        difference = launched(compare_with_one_process, answer, world_size, 3)
     if not difference < RIGHT:
         fail(
             f"with 3 micro-batches on {world_size} ranks a parameter differs from one process by {difference:.1e}; sum "
@@ -31,7 +31,7 @@ def check_sequence_parallel(answer, rng):
         )
     _expect_memory_and_bytes(answer, world_size)
     with rank_errors_as_failures(world_size):
-        _, models = train_on_ranks(answer, 2, world_size)
+        _, models = launched(train_on_ranks, answer, 2, world_size)
     if different_copies(models) > 1:
         fail(f"after two steps the ranks would save {different_copies(models)} different models, and one is right")
 
@@ -88,7 +88,7 @@ def _expect_right_gradients(errors: dict[str, float], world_size: int) -> None:
 
 def _expect_memory_and_bytes(answer: type, t: int) -> None:
     with rank_errors_as_failures(t):
-        kept, sent = kept_by_a_block(answer, t), sent_bytes(answer, t)
+        kept, sent = launched(kept_by_a_block, answer, t), launched(sent_bytes, answer, t)
     enough = 4 + (34 + 8 / D + 4 * N / D) / t
     if kept > 1.01 * enough:
         fail(

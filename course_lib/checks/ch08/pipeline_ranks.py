@@ -16,6 +16,7 @@ from course_lib.checks.core import (
     fresh_seed,
     grader,
     numbers,
+    observed,
     run_ranks,
 )
 
@@ -36,15 +37,11 @@ def check_split_backward(answer, rng):
         "relu passes no gradient where it gave 0": no_relu[0],
         "relu's zeros are those of its output; these are of the input of the linear before it": want[4],
     }
-    given = x.clone(), [W.clone() for W in linears], grad.clone()
-    with patch.object(torch.autograd, "grad", _refused), patch.object(Tensor, "backward", _refused):
-        got = answer.input_half(*given)
-        if not isinstance(got, tuple) or len(got) != 2:
-            fail("input_half: return two things: the gradient of x, and what weight_half needs")
-        grad_x, kept = got
-        expect_close(grad_x, want[0], "the gradient of x", wrong_x)
-        _expect_no_weight_gradient(kept, want[1])
-        products = answer.weight_half(kept)
+    given = x, linears, grad
+    grad_x, kept = observed(_input_half, answer, *given)
+    expect_close(grad_x, want[0], "the gradient of x", wrong_x)
+    _expect_no_weight_gradient(kept, want[1])
+    products = observed(_weight_half, answer, *given)
     if not isinstance(products, list | tuple) or len(products) != len(linears):
         fail(f"weight_half: return {len(linears)} gradients, one for each weight")
     if all(a.shape == b.shape and torch.allclose(a, b) for a, b in zip(products, reversed(want[1]), strict=True)):
@@ -57,6 +54,20 @@ def check_split_backward(answer, rng):
             "it has the output of its linear where the input belongs": want[3][index],
         }
         expect_close(mine, right, f"the gradient of weight {index}", wrong)
+
+
+def _input_half(answer, x: Tensor, linears: list[Tensor], grad: Tensor) -> tuple:
+    with patch.object(torch.autograd, "grad", _refused), patch.object(Tensor, "backward", _refused):
+        got = answer.input_half(x.clone(), [W.clone() for W in linears], grad.clone())
+    if not isinstance(got, tuple) or len(got) != 2:
+        fail("input_half: return two things: the gradient of x, and what weight_half needs")
+    return got
+
+
+def _weight_half(answer, *given) -> object:
+    _, kept = _input_half(answer, *given)
+    with patch.object(torch.autograd, "grad", _refused), patch.object(Tensor, "backward", _refused):
+        return answer.weight_half(kept)
 
 
 def _drawn_stage(rng) -> tuple[Tensor, list[Tensor], Tensor]:

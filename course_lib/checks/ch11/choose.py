@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from course_lib.checks.core import expect_number, fail, grader
+from course_lib.checks.core import expect_number, fail, grader, observed
 from course_lib.hardware import GB
 from course_lib.layout import Layout
 from course_lib.plan import Job, work_out
@@ -90,6 +90,10 @@ class Cluster:
         return run.tokens_per_s_per_gpu, run.memory_gb
 
 
+def _chosen(answer, job: Job, layouts: list[Layout], limit_gb: float, runs: list[MeasuredRun]) -> object:
+    return answer(job, layouts, limit_gb, Cluster(runs).measure)
+
+
 def advice(job: Job, layouts: list[Layout], limit_gb: float) -> Layout:
     """Return what the planner would say if it knew the limit: the fastest predicted one that is predicted to fit."""
     options = [work_out(job, layout) for layout in layouts]
@@ -107,21 +111,21 @@ def check_choose(answer, rng):
             limit_gb = limit + 0.3 * rng.random()
             runs = measured_runs(model, num_gpus)
             best = max(run.tokens_per_s_per_gpu for run in runs if run.memory_gb <= limit_gb)
-            layouts = [run.layout for run in runs]
+            by_layout = {run.layout: run for run in runs}
+            layouts = list(by_layout)
             rng.shuffle(layouts)
-            cluster = Cluster(runs)
-            got = answer(job, list(layouts), limit_gb, cluster.measure)
+            got = observed(_chosen, answer, job, list(layouts), limit_gb, runs)
             where = f"{model} on {num_gpus} GPUs, limit {limit_gb:.1f} GB"
-            if not isinstance(got, Layout) or got not in cluster.runs:
+            if not isinstance(got, Layout) or got not in by_layout:
                 fail(f"{where}: return one of the layouts that were given, got {got!r}")
-            run = cluster.runs[got]
+            run = by_layout[got]
             if run.memory_gb > limit_gb:
                 fail(
                     f"{where}: you chose {got}, which was measured at {run.memory_gb:.1f} GB: out of memory. A "
                     "predicted memory is not exact: measure, or leave a margin"
                 )
             reached.append(run.tokens_per_s_per_gpu / best)
-            known = cluster.runs[advice(job, layouts, limit_gb)]
+            known = by_layout[advice(job, layouts, limit_gb)]
             advised.append(known.tokens_per_s_per_gpu / best if known.memory_gb <= limit_gb else 0.0)
     worst, mean, before = min(reached), sum(reached) / len(reached), sum(advised) / len(advised)
     if mean < GOOD_SHARE or mean <= before:
