@@ -43,7 +43,7 @@ LESSONS := $(filter-out %_in_depth.ipynb,$(wildcard notebooks/*.ipynb))
 UNIT := -p no:nbval --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/hosts --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu --ignore=tests/faults
 NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(NBVAL_WORKERS) --dist loadfile
 
-.PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check address \
+.PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors quotes check address \
         setup-newer quick-newer test-in-depth test-exhaustive test-long test-faults test-colab test-newest test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-clients test-slurm test-hosts clean
 
 help:  ## list the targets
@@ -133,6 +133,9 @@ mirrors: setup  ## rewrite the cells that mirror the package
 
 exercises: setup  ## write exercises/ from solutions/
 	$(RUN) -m course_lib.authoring exercises
+
+quotes: setup  ## record which numbers of the prose stand in an output above; make check compares them
+	$(RUN) -m course_lib.authoring quotes
 
 check: setup  ## what the notebooks lack, without running them
 	$(RUN) -m course_lib.authoring check
