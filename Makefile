@@ -48,7 +48,7 @@ KERNELS := avx2 default
 NBVAL_THREADS ?= 1
 NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(NBVAL_WORKERS) --dist loadfile
 
-.PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors check address \
+.PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors quotes check address \
         setup-newer quick-newer test-in-depth test-exhaustive test-long test-faults test-colab test-newest test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-clients test-slurm test-hosts test-processors clean
 
 help:  ## list the targets
@@ -149,6 +149,9 @@ mirrors: setup  ## rewrite the cells that mirror the package
 
 exercises: setup  ## write exercises/ from solutions/
 	$(RUN) -m course_lib.authoring exercises
+
+quotes: setup  ## record which numbers of the prose stand in an output above; make check compares them
+	$(RUN) -m course_lib.authoring quotes
 
 check: setup  ## what the notebooks lack, without running them
 	$(RUN) -m course_lib.authoring check

@@ -8,10 +8,11 @@ columns.py    comments and docstrings of cells within 88 columns
 links.py      links between the notebooks, to chapters and to papers
 mirrors.py    cells held to the package
 exercises.py  exercises from solutions
+quotes.py     numbers in prose that stand in an output above
 rules.py      what a notebook must satisfy
 lessons.py    what a lesson must keep to
 readme.py     the package's map, copied into docs/MAP.md, and docs/CLAIMS.md, written from the ledger
-__main__.py   fmt, mirrors, exercises, check, address
+__main__.py   fmt, mirrors, exercises, quotes, check, address
 """
 
 from course_lib.authoring.columns import without_magics

@@ -1,4 +1,4 @@
-"""`python -m course_lib.authoring fmt | mirrors | exercises | check | address REPOSITORY`; `make` calls these."""
+"""`python -m course_lib.authoring fmt | mirrors | exercises | quotes | check | address REPOSITORY`; make calls it."""
 
 import argparse
 import sys
@@ -7,6 +7,7 @@ from pathlib import Path
 from course_lib.authoring.exercises import exercise_problems, move_to, write_exercises
 from course_lib.authoring.form import ROOT, format_notebooks, notebook_paths
 from course_lib.authoring.mirrors import rewrite_mirrors
+from course_lib.authoring.quotes import write_quotes
 from course_lib.authoring.readme import write_claims, write_map
 from course_lib.authoring.rules import notebook_problems
 
@@ -24,7 +25,8 @@ def fmt() -> list[Path]:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line: see the module's docstring."""
-    commands = {"fmt": fmt, "mirrors": rewrite_mirrors, "exercises": write_exercises, "check": check}
+    commands = {"fmt": fmt, "mirrors": rewrite_mirrors, "exercises": write_exercises, "quotes": write_quotes}
+    commands |= {"check": check}
     parser = argparse.ArgumentParser(prog="python -m course_lib.authoring", description=__doc__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for name, function in commands.items():

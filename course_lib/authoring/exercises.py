@@ -48,6 +48,7 @@ def exercise_from(nb):
     nb = normalise(nb)
     nb.cells[0].source = nb.cells[0].source.replace("/blob/main/solutions/", "/blob/main/exercises/")
     for cell in nb.cells:
+        cell.metadata.pop("quotes", None)
         if cell["id"] in NAVIGATION:
             cell.source = cell.source.replace("[Exercises](../exercises/", "[Solutions](../solutions/")
     for cell in code_cells(nb):

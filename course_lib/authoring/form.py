@@ -112,6 +112,8 @@ def _cell_metadata(cell, graded: bool) -> dict:
     hidden = {name: True for name in HIDDEN if cell.metadata.get("jupyter", {}).get(name)}
     if hidden or "setup" in tags:
         metadata["jupyter"] = hidden | ({"source_hidden": True} if "setup" in tags else {})
+    if cell.cell_type == "markdown" and cell.metadata.get("quotes"):
+        metadata["quotes"] = list(cell.metadata["quotes"])
     if cell["id"] == INSTALL:  # folded in JupyterLab and in Colab
         metadata |= {"cellView": "form", "jupyter": {"source_hidden": True}}
     if graded and cell.cell_type == "code" and (BEGIN in cell.source or is_check_cell(cell)):

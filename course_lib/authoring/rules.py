@@ -14,6 +14,7 @@ from course_lib.authoring.columns import COLUMNS, OUTPUT_COLUMNS, without_magics
 from course_lib.authoring.form import RANDOM_ID, ROOT, SLUG, TAGS, code_cells, formatted, read, tags_of
 from course_lib.authoring.lessons import LESSONS, lesson_problems
 from course_lib.authoring.mirrors import mirror_problems
+from course_lib.authoring.quotes import quote_problems
 
 UNCOMPARED_TAGS = {"nbval-ignore-output", "nbval-skip"}
 UNWANTED_WORDS = re.compile(r"\b(simply|just|obviously)\b", re.IGNORECASE)
@@ -166,7 +167,7 @@ def notebook_problems(path: Path, root: Path = ROOT) -> list[str]:
         )
     problems += [problem for cell in code_cells(nb) for problem in picture_problems(cell)]
     problems += [problem for cell in code_cells(nb) for problem in width_problems(cell)]
-    problems += heading_problems(nb) + link_problems(nb, path) + alone_problems(nb)
+    problems += heading_problems(nb) + link_problems(nb, path) + alone_problems(nb) + quote_problems(nb)
     if path.parent.name == "notebooks" and path.stem in LESSONS:
         problems += lesson_problems(nb)
     setups = sum("setup" in tags_of(cell) for cell in code_cells(nb))

@@ -65,7 +65,7 @@ class MoE(nn.Module):
 
 
 def balance_loss(logits_TE, expert_Tk):
-    """Return E sum_e f_e p_e: 1 where assignments and scores are even, up to E / k where all tokens choose alike."""
+    """Return E sum_e f_e p_e: 1 where even, below 1 where scores oppose the load, up to E / k if all choose alike."""
     num_experts = logits_TE.shape[1]
     f_E = expert_Tk.flatten().bincount(minlength=num_experts) / expert_Tk.numel()  # a count has no gradient
     p_E = logits_TE.softmax(-1).mean(0)

@@ -250,6 +250,11 @@ def norm_by_kind(held, layout, world):
     return (sums / torch.tensor([copies[kind] for kind in sorted(held)], dtype=sums.dtype)).sum().sqrt()
 
 
+def norm_as_one_element(held, layout, world):
+    """One element of shape (1,)."""
+    return norm_by_kind(held, layout, world).reshape(1)
+
+
 def norm_of_scaled(held, layout, world):
     """Gradients divided by the root of their copies, laid end to end; the lengths of all ranks are gathered."""
     copies = {"matrices": layout.data_size, "norms": layout.data_size * layout.tp, "experts": layout.expert_dp}
@@ -265,7 +270,7 @@ RIGHT = {
     "check_pp_and_zero3": [sent_by_loops, sent_by_proportion, sent_by_rings],
     "check_smallest_cut": [cut_by_search, cut_by_growing, cut_by_solving],
     "check_combined_sums": [sums_by_torch, sums_in_one_flat, sums_by_gathering],
-    "check_norm": [norm_by_torch, norm_by_kind, norm_of_scaled],
+    "check_norm": [norm_by_torch, norm_by_kind, norm_of_scaled, norm_as_one_element],
     "check_choice": [by_the_chart, by_trying, by_tokens_per_gpu],
 }
 ON_RANKS = ("check_combined_sums", "check_norm")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from course_lib.checks import ch11
+from course_lib.checks.core import CheckFailed
 from course_lib.hardware import GB
 from course_lib.plan import work_out
 
@@ -138,6 +139,25 @@ def choose_with_a_learned_margin(job, layouts, limit_gb, measure):
             return option.layout
         margin = max(margin, memory_gb / (option.memory_bytes / GB))
     return next(one.layout for one in options if 1.1 * margin * one.memory_bytes / GB <= limit_gb)
+
+
+def choose_with_a_margin(margin):
+    """No right answer: never measures, and takes the fastest predicted below a share of the limit."""
+
+    def choose(job, layouts, limit_gb, measure):
+        options = _fastest_first(job, layouts)
+        fits = (one.layout for one in options if one.memory_bytes / GB <= margin * limit_gb)
+        return next(fits, options[-1].layout)
+
+    return choose
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("margin", [1.0, 0.97, 0.95, 0.93, 0.92, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6])
+@pytest.mark.parametrize("seed", range(2))
+def test_no_margin_on_predictions_passes_without_a_measured_run(margin, seed):
+    with pytest.raises(CheckFailed, match="out of memory|no fixed margin"):
+        ch11.check_choose(choose_with_a_margin(margin), seed=seed)
 
 
 RIGHT = {

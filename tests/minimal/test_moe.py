@@ -77,6 +77,11 @@ def test_the_balance_loss_is_that_of_the_engine():
     assert (even.item(), one.item()) == (pytest.approx(1), pytest.approx(8))
 
 
+def test_the_balance_loss_is_below_1_where_experts_with_little_load_have_high_scores():
+    logits_TE = torch.tensor([0.4, 0.6]).log().expand(4, 2)
+    assert balance_loss(logits_TE, torch.tensor([[0], [0], [0], [1]])).item() == pytest.approx(0.9)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_training_counts_every_assignment_and_balancing_lowers_the_largest_load():

@@ -2,6 +2,8 @@
 
 import math
 
+import torch
+
 from course_lib.checks.ch10 import (
     check_choice,
     check_combined_sums,
@@ -50,6 +52,15 @@ def ep_of_the_world(rank, sizes, ep):
 def ep_along_the_inner_axis(rank, sizes, ep):
     mesh, right = _groups(rank, sizes, ep)
     return right | {"ep": mesh.ranks_along([axis for axis in sizes if axis in ("dp", "cp")][1], rank)}
+
+
+def ep_strided(rank, sizes, ep):
+    _, right = _groups(rank, sizes, ep)
+    data = right["data"]
+    each = len(data) // ep
+    place = data.index(rank)
+    run = place - place % each
+    return right | {"ep": data[place % each :: each], "expert_dp": data[run : run + each]}
 
 
 def ep_dealt_out(rank, sizes, ep):
@@ -309,34 +320,38 @@ def experts_alone(of_kind, groups, layout):
 
 
 # ------------------------------------------------------------------------------------ 6. each number once
-def _length(held, world, copies):
+def _norm(held, world, copies):
     return all_reduce(sum(grad.square().sum() / copies[kind] for kind, grad in held.items()), world).sqrt()
 
 
 def counted_often(held, layout, world):
-    return _length(held, world, {"matrices": 1, "norms": 1, "experts": 1})
+    return _norm(held, world, {"matrices": 1, "norms": 1, "experts": 1})
+
+
+def one_for_each_kind(held, layout, world):
+    return all_reduce(torch.stack([grad.square().sum() for grad in held.values()]), world).sqrt()
 
 
 def norms_twice(held, layout, world):
-    return _length(held, world, {"matrices": layout.data_size, "norms": layout.data_size, "experts": layout.expert_dp})
+    return _norm(held, world, {"matrices": layout.data_size, "norms": layout.data_size, "experts": layout.expert_dp})
 
 
 def experts_as_the_rest(held, layout, world):
     copies = {"matrices": layout.data_size, "norms": layout.data_size * layout.tp, "experts": layout.data_size}
-    return _length(held, world, copies)
+    return _norm(held, world, copies)
 
 
 def _right(layout):
     return {"matrices": layout.data_size, "norms": layout.data_size * layout.tp, "experts": layout.expert_dp}
 
 
-def lengths_added(held, layout, world):
+def norms_added(held, layout, world):
     copies = _right(layout)
     return all_reduce(sum(grad.square().sum() / copies[kind] for kind, grad in held.items()).sqrt(), world)
 
 
 def no_root(held, layout, world):
-    return _length(held, world, _right(layout)) ** 2
+    return _norm(held, world, _right(layout)) ** 2
 
 
 def not_summed(held, layout, world):
@@ -348,27 +363,27 @@ def not_summed(held, layout, world):
 
 def norms_over_tp_under_sp_alone(held, layout, world):
     copies = _right(layout)
-    return _length(held, world, copies if layout.sequence_parallel else copies | {"norms": layout.data_size})
+    return _norm(held, world, copies if layout.sequence_parallel else copies | {"norms": layout.data_size})
 
 
 def experts_by_ep(held, layout, world):
-    return _length(held, world, _right(layout) | {"experts": layout.ep})
+    return _norm(held, world, _right(layout) | {"experts": layout.ep})
 
 
 def experts_on_tp(held, layout, world):
-    return _length(held, world, _right(layout) | {"experts": layout.expert_dp * layout.tp})
+    return _norm(held, world, _right(layout) | {"experts": layout.expert_dp * layout.tp})
 
 
 def copies_of_dp_alone(held, layout, world):
-    return _length(held, world, _right(layout) | {"matrices": layout.dp, "norms": layout.dp * layout.tp})
+    return _norm(held, world, _right(layout) | {"matrices": layout.dp, "norms": layout.dp * layout.tp})
 
 
 def everything_on_every_rank(held, layout, world):
-    return _length(held, world, dict.fromkeys(held, layout.world_size))
+    return _norm(held, world, dict.fromkeys(held, layout.world_size))
 
 
 def numbers_divided(held, layout, world):
-    return _length(held, world, {kind: copies**2 for kind, copies in _right(layout).items()})
+    return _norm(held, world, {kind: copies**2 for kind, copies in _right(layout).items()})
 
 
 # ------------------------------------------------------------------------------------ 7. a layout for a job
@@ -416,6 +431,7 @@ WRONG = {
             (expert_dp_is_ep, "these share the experts among them"),
             (ep_of_the_world, "neighbours in the world"),
             (ep_along_the_inner_axis, "can be fewer or more"),
+            (ep_strided, "ranks with equal gaps"),
             (ep_dealt_out, "every so many ranks of data"),
             (dp_always_outside_cp, "sort them"),
             (order_as_usual, "the axes lie in the order of `sizes`"),
@@ -491,10 +507,11 @@ WRONG = {
         "check": check_norm,
         "answers": [
             (counted_often, "counted as often"),
+            (one_for_each_kind, "return a tensor of one element"),
             (norms_twice, "on the ranks of tp as well"),
             (experts_as_the_rest, "on expert_dp ranks"),
-            (lengths_added, "their squares do"),
-            (no_root, "the square of the length"),
+            (norms_added, "their squares do"),
+            (no_root, "the square of the norm"),
             (not_summed, "of this rank's part alone"),
             (norms_over_tp_under_sp_alone, "whether or not the residual stream is cut"),
             (experts_by_ep, "ep says over how many"),

@@ -1,8 +1,11 @@
 """Wrong answers to the exercises of chapter 11, each with what its grader must say about it."""
 
+import numpy as np
+
 from course_lib.checks.ch11 import check_choose, check_deadline, check_estimate, check_margin, check_yield
 from course_lib.checks.ch11.choose import advice, margin_of, yield_of
 from course_lib.checks.ch11.estimates import DAY_S, estimate
+from course_lib.hardware import GB
 from course_lib.plan import work_out
 
 
@@ -64,6 +67,11 @@ def always_none(mfu_of, flops, tokens, peak, days):
     return None
 
 
+def fewest_in_time(mfu_of, flops, tokens, peak, days):
+    needed = _days(mfu_of, flops, tokens, peak)
+    return min((n for n in needed if needed[n] <= days), default=None)
+
+
 # ------------------------------------------------------------------------------------ 3. yield
 def of_one_try(predicted, measured, k):
     return yield_of(predicted, measured, 1)
@@ -75,6 +83,11 @@ def over_best_prediction(predicted, measured, k):
 
 def of_the_slowest_predicted(predicted, measured, k):
     return yield_of([-speed for speed in predicted], measured, k)
+
+
+def mean_of_the_tries(predicted, measured, k):
+    order = sorted(range(len(predicted)), key=lambda index: -predicted[index])
+    return sum(measured[index] for index in order[:k]) / k / max(measured)
 
 
 def knows_all(predicted, measured, k):
@@ -94,6 +107,10 @@ def mean_factor(predicted, measured, share):
     return sum(real / told for real, told in zip(measured, predicted, strict=True)) / len(measured)
 
 
+def numpys_quantile(predicted, measured, share):
+    return float(np.quantile(np.array(measured) / np.array(predicted), share))
+
+
 def sorted_downwards(predicted, measured, share):
     ratios = sorted((real / told for real, told in zip(measured, predicted, strict=True)), reverse=True)
     return ratios[round(share * len(ratios)) - 1]
@@ -105,7 +122,19 @@ def as_advised(job, layouts, limit_gb, measure):
 
 
 def leanest(job, layouts, limit_gb, measure):
-    return min(layouts, key=lambda layout: work_out(job, layout).memory_bytes)
+    found = min(layouts, key=lambda layout: work_out(job, layout).memory_bytes)
+    measure(found)
+    return found
+
+
+def with_a_margin(margin):
+    """Never measures; the fastest predicted below this share of the limit."""
+
+    def choose(job, layouts, limit_gb, measure):
+        options = sorted((work_out(job, layout) for layout in layouts), key=lambda option: -option.tokens_per_s)
+        return next(option.layout for option in options if option.memory_bytes <= margin * limit_gb * GB)
+
+    return choose
 
 
 def measures_all(job, layouts, limit_gb, measure):
@@ -136,6 +165,7 @@ WRONG = {
             (cheapest_of_all, "the cheapest of all is too late"),
             (never_none, "nobody is in time"),
             (always_none, "it is in time"),
+            (fewest_in_time, "the fewest GPUs that are in time"),
         ],
     },
     "my_yield": {
@@ -145,6 +175,7 @@ WRONG = {
             (over_best_prediction, "divide by the best measured run"),
             (of_the_slowest_predicted, "not the lowest"),
             (knows_all, "needs no planner"),
+            (mean_of_the_tries, "this is their mean"),
         ],
     },
     "my_margin": {
@@ -154,13 +185,15 @@ WRONG = {
             (of_all, "this covers every run"),
             (mean_factor, "this is the mean"),
             (sorted_downwards, "sort upwards"),
+            (numpys_quantile, "a quantile between two runs"),
         ],
     },
     "my_choose": {
         "check": check_choose,
         "answers": [
             (as_advised, "out of memory"),
-            (leanest, "of the best measured speed in the mean"),
+            (leanest, "spend the three runs on the first that may fit"),
+            (with_a_margin(0.9), "no fixed margin on predictions"),
             (measures_all, "the cluster is free for 3 short runs"),
             (returns_an_option, "return one of the layouts that were given"),
         ],

@@ -34,6 +34,11 @@ def whole_interval_lost(mtbf_of_gpu_s, num_gpus, save_s):
     return interval_s, save_s / interval_s + interval_s / mtbf_s
 
 
+def saves_alone(mtbf_of_gpu_s, num_gpus, save_s):
+    interval_s = math.sqrt(2 * save_s * mtbf_of_gpu_s / num_gpus)
+    return interval_s, save_s / interval_s
+
+
 # ------------------------------------------------------------------------------------ 2. lost work
 def saved_before_it_died(failed, every):
     first = (failed + 1) // every * every
@@ -177,6 +182,7 @@ WRONG = {
             (of_one_gpu, "divide by the number of GPUs"),
             (without_the_two, "factor 2 under the root"),
             (whole_interval_lost, "not a whole one"),
+            (saves_alone, "the share of the saves alone"),
         ],
     },
     "my_restart": {

@@ -1,7 +1,7 @@
 """Graders of chapter 10: all at once.
 
 five_d.py               groups, whose gradient, a pipeline or ZeRO-3, what fits
-five_d_ranks.py         a combination fixed, the length of a gradient
+five_d_ranks.py         a combination fixed, the norm of a gradient
 choice.py               a layout chosen for a job, against a search
 """
 

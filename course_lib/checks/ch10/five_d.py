@@ -39,9 +39,10 @@ def _sizes_that_tell(case: int, rng) -> tuple[dict[str, int], int]:
 
 
 def _rank_that_tells(mesh: Mesh, ep: int, rng) -> int:
-    """A rank whose place in its run of ep is not the number of the run, and not the first."""
-    ranks = [(rank, divmod(mesh.data_ranks(rank).index(rank), ep)) for rank in range(mesh.world_size)]
-    return rng.choice([rank for rank, (run, place) in ranks if run != place and rank and place])
+    """A rank whose run of ep has another number than its place in the run, and than the rank's place among the runs."""
+    places = {rank: mesh.data_ranks(rank).index(rank) for rank in range(1, mesh.world_size)}
+    num_runs = mesh.sizes["dp"] * mesh.sizes["cp"] // ep
+    return rng.choice([rank for rank, n in places.items() if n % ep and n // ep not in (n % ep, n % num_runs)])
 
 
 def _believed_of_groups(mesh: Mesh, rank: int, ep: int) -> dict[str, dict[str, list[int]]]:
@@ -51,6 +52,9 @@ def _believed_of_groups(mesh: Mesh, rank: int, ep: int) -> dict[str, dict[str, l
     here = mesh.coordinates(rank)
     same_tp = [other for other in range(mesh.world_size) if mesh.coordinates(other)["tp"] == here["tp"]]
     run, inner = data.index(rank) // ep, min(("dp", "cp"), key=lambda axis: mesh.strides[axis])
+    each = len(data) // ep
+    first = data.index(rank) // each * each
+    strided = "ranks with equal gaps between them; ep takes neighbours of data, one after the other"
     usual = "the axes lie in the order of `sizes`, and not always as pp, dp, cp, tp"
     return {
         "tp": {
@@ -68,10 +72,12 @@ def _believed_of_groups(mesh: Mesh, rank: int, ep: int) -> dict[str, dict[str, l
             "neighbours in the world; ep is carved out of data": list(range(rank - rank % ep, rank - rank % ep + ep)),
             f"these lie along {inner}; ep neighbours of data can be fewer or more": mesh.ranks_along(inner, rank),
             "every so many ranks of data, not the run of neighbours that I am in": data[run :: len(data) // ep],
+            strided: data[data.index(rank) % each :: each],
         },
         "expert_dp": {
             "these share the experts among them; expert_dp has the same ones": right["ep"],
             "counted from the number of my run; my place in the run says which experts I have": data[run::ep],
+            "neighbours in data, as if ep had gaps; neighbours have different experts": data[first : first + each],
         },
     }
 

@@ -1,4 +1,4 @@
-"""Graders of chapter 10, exercises 5 and 6: gradients of a combination fixed, and their length, on real ranks."""
+"""Graders of chapter 10, exercises 5 and 6: gradients of a combination fixed, and their norm, on real ranks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -162,11 +162,12 @@ def check_norm(answer, rng):
         want, believed = _norm(held, layout, _copies), _believed_of_norm(held, layout)
         for rank, of_layouts in enumerate(results):
             got = of_layouts[index]
-            if not isinstance(got, Tensor):
-                fail(f"{text}: return a tensor of one number, as torch's sum and sqrt give; it is {got!r}")
+            if not isinstance(got, Tensor) or got.numel() != 1:
+                shape = f" of shape {tuple(got.shape)}" if isinstance(got, Tensor) else ""
+                fail(f"{text}: return a tensor of one element, as torch's sum and sqrt give; it is {got!r}{shape}")
             mine = _norm(held[rank : rank + 1], layout, _copies)
             wrong = believed | {"of this rank's part alone; the other parts are on other ranks": mine}
-            expect_close(got, want, f"{text}, rank {rank}: the length", wrong)
+            expect_close(got.reshape(()), want, f"{text}, rank {rank}: the norm", wrong)
 
 
 def _believed_of_norm(held: list[dict[str, Tensor]], layout: Layout) -> dict[str, Tensor]:
@@ -198,11 +199,11 @@ def _believed_of_norm(held: list[dict[str, Tensor]], layout: Layout) -> dict[str
     }
     parts = [[(g.square().sum(), _copies(kind, layout)) for kind, g in one.items()] for one in held]
     return {said: _norm(held, layout, copies) for said, copies in by_copies.items()} | {
-        "lengths do not add up; their squares do": sum(sum(s / n for s, n in one).sqrt() for one in parts),
+        "norms of ranks do not add up; their squares do": sum(sum(s / n for s, n in one).sqrt() for one in parts),
         "each number is divided by its copies, and squared after that; divide the squares": sum(
             s / n**2 for one in parts for s, n in one
         ).sqrt(),
-        "the square of the length": _norm(held, layout, _copies) ** 2,
+        "the square of the norm": _norm(held, layout, _copies) ** 2,
     }
 
 

@@ -26,6 +26,7 @@ def check_interval(answer, rng):
             "a failure loses half an interval on average, not a whole one": torch.stack(
                 [want[0], save_s / want[0] + want[0] / job_s]
             ),
+            "this is the share of the saves alone, or of the lost work alone; add both": want / torch.tensor([1, 2]),
         }
         got = answer(mtbf_of_gpu_s, num_gpus, save_s)
         if not isinstance(got, tuple | list) or len(got) != 2:
