@@ -378,6 +378,29 @@ def gathers_from_the_piece_before(x, group):
     return total
 
 
+def begins_with_its_own_piece(x, group):
+    """The textbook's reduce-scatter phase, in which rank r sends piece r first, and the lesson's all-gather phase."""
+    total, size = x.clone(), group.size()
+    pieces = total.tensor_split(size)
+    for step in range(size - 1):
+        reduce_scatter_step(pieces, step - 1, group)
+    for step in range(size - 1):
+        all_gather_step(pieces, step, group)
+    return total
+
+
+def stores_what_arrives(x, group):
+    """Break it 1 of the lesson: a copy in place of the sum."""
+    total, size, rank = x.clone(), group.size(), group.rank()
+    pieces = total.tensor_split(size)
+    for step in range(size - 1):
+        mine = pieces[(rank - 2 - step) % size]
+        mine.copy_(pass_on(pieces[(rank - 1 - step) % size], mine, group))
+    for step in range(size - 1):
+        all_gather_step(pieces, step, group)
+    return total
+
+
 def sums_in_new_tensors(x, group):
     total, size = x.clone(), group.size()
     pieces = total.tensor_split(size)
@@ -498,6 +521,8 @@ WRONG = {
             (rest_left_out, "the length does not divide by"),
             (equal_pieces_by_split, "IndexError"),
             (sums_in_new_tensors, "no piece was changed"),
+            (begins_with_its_own_piece, "the reduce-scatter phase began with piece r"),
+            (stores_what_arrives, "do not store it"),
             (gathers_from_the_piece_before, "the all-gather phase starts with a wrong piece"),
             (all_send_first, "let both messages start at once"),
             (built_in, "your function called all_reduce"),

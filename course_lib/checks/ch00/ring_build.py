@@ -36,20 +36,44 @@ def _expect_sum(seen: Seen, rank: int, inputs: list[Tensor], where: str) -> None
     wrong = {
         "it has its own tensor; nothing was added": inputs[rank],
         "averaged, not summed": total / len(inputs),
-        "no piece was changed: `a = a + b` makes a new tensor, and `a += b` writes into the view": torch.cat(
-            [x.tensor_split(len(inputs))[piece] for piece, x in enumerate(inputs)]
-        ),
     }
-    _expect_no_early_gather(seen.result, inputs, rank, where)
+    if not torch.equal(seen.result, total):
+        _expect_partial_sums(seen, rank, inputs, where)
+        _expect_no_early_gather(seen, inputs, rank, where)
     if not any(torch.allclose(seen.result, value) for value in wrong.values()):
         _expect_all_pieces(seen.result, total, rank, len(inputs), where)
     expect_close(seen.result, total, where, wrong)
 
 
-def _expect_no_early_gather(result: Tensor, inputs: list[Tensor], rank: int, where: str) -> None:
-    """Name the lesson's ring with an all-gather phase that starts one piece off: it passes on partial sums."""
+def _expect_partial_sums(seen: Seen, rank: int, inputs: list[Tensor], where: str) -> None:
+    """Name a reduce-scatter phase without a sum, by its messages: the results alone are those of other mistakes."""
+    size = len(inputs)
+    in_phase_1 = [x for x in seen.sent[: size - 1] if x.numel()]
+    if size == 2 or len(in_phase_1) < size - 1:  # the first message is never a sum
+        return
+    pieces = [x.tensor_split(size) for x in inputs]
+    owners = [[r for r in range(size) if any(torch.equal(x, piece) for piece in pieces[r])] for x in in_phase_1]
+    if all(rank in of_one for of_one in owners):
+        fail(f"{where}: no piece was changed: `a = a + b` makes a new tensor, and `a += b` writes into the view")
+    if all(owners):
+        fail(
+            f"{where}: every message of the reduce-scatter phase was a piece of one rank, and none a sum: add what "
+            "arrives to your own piece, do not store it"
+        )
+
+
+def _expect_no_early_gather(seen: Seen, inputs: list[Tensor], rank: int, where: str) -> None:
+    """Name the lesson's ring with phases that do not fit together: the second passes on partial sums."""
+    pieces = [x.tensor_split(len(inputs)) for x in inputs]
+    unchanged = torch.cat([pieces[piece][piece] for piece in range(len(inputs))])
+    if seen.sent and torch.equal(seen.sent[0], pieces[rank][rank]) and torch.equal(seen.result, unchanged):
+        fail(
+            f"{where}: the reduce-scatter phase began with piece r (here {rank}), so it cannot finish that piece on "
+            "rank r, and the all-gather phase passed on piece r first: begin the reduce-scatter phase with piece "
+            "r - 1, or the all-gather phase with the piece that rank r finishes (r + 1 if you send to the right)"
+        )
     for shift in (-1, 1):
-        if torch.equal(result, _gathered_from(inputs, rank, shift)) and not torch.equal(result, sum(inputs)):
+        if torch.equal(seen.result, _gathered_from(inputs, rank, shift)):
             fail(
                 f"{where}: the all-gather phase starts with a wrong piece: in step 0 rank r must send the piece that "
                 f"it has finished (in the lesson's ring piece r, here {rank}), and {'r + 1' if shift > 0 else 'r - 1'} "
