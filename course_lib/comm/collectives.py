@@ -4,7 +4,7 @@ One rule for all: a function returns a new tensor and leaves its input as it was
 told, and can be waited for later: `all_reduce_` changes its input, `reduce_scatter_into` and `all_gather_into` fill
 their first argument, which may be a part of the input, or hold it.
 Ranks are counted inside the group (0 .. size - 1), as in `tp_rank`: `src`, `dst` and pieces mean these.
-All ranks of a group call the same function in the same order with the same shapes; nobody can check that from one rank.
+All ranks of a group call the same function in the same order with the same shapes and dtypes; no rank can check that alone.
 Bytes are what one rank sends if the messages travel around a ring (see measure/meter.py); N = size of the group.
 """
 

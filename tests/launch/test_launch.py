@@ -310,7 +310,7 @@ def test_small_tensors_of_different_shapes_hang_and_each_rank_says_its_own():
         launch(sum_as_many_as_my_rank, 2, timeout=2)
     text = " ".join(str(error.value).split())
     assert "(inside all_reduce of float32[1])" in text and "(inside all_reduce of float32[2])" in text, text
-    assert "with tensors of the same shapes?" in text and 'os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"' in text
+    assert "with the same shapes and dtypes?" in text and 'os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"' in text
     assert max(map(len, str(error.value).splitlines())) <= 100
 
 
