@@ -359,7 +359,7 @@ def rest_left_out(x, group):
 
 
 def equal_pieces_by_split(x, group):
-    """Right wherever `split` gives N pieces; a short tensor has fewer."""
+    """Right wherever `split` gives G pieces; a short tensor has fewer."""
     total, size = x.clone(), group.size()
     pieces = total.split(math.ceil(len(x) / size))
     for one_step in (reduce_scatter_step, all_gather_step):
@@ -514,8 +514,8 @@ WRONG = {
             (all_reduce_through_rank_0, "only to its neighbours"),
             (reduce_scatter_alone, "comes from rank 3, in step 2 of the all-gather phase"),
             (own_piece_taken_from_the_input, "finishes it in the last step (2) of the reduce-scatter phase"),
-            (one_step_more, "stop after N - 1 steps of each phase"),
-            (whole_tensors_around, "cut the tensor into N pieces"),
+            (one_step_more, "stop after G - 1 steps of each phase"),
+            (whole_tensors_around, "cut the tensor into G pieces"),
             (ring_in_place, "your function changed its input"),
             (ring_of_means, "averaged, not summed"),
             (rest_left_out, "the length does not divide by"),
@@ -532,9 +532,9 @@ WRONG = {
     "my_crossover_bytes": {
         "check": check_crossover_bytes,
         "answers": [
-            (message_in_one_piece, "sends the message in N pieces"),
+            (message_in_one_piece, "sends the message in G pieces"),
             (both_directions, "takes both directions"),
-            (steps_not_cancelled, "the number of steps, 2 (N - 1)"),
+            (steps_not_cancelled, "the number of steps, 2 (G - 1)"),
             (divided_by_bandwidth, "here the seconds were divided"),
         ],
     },

@@ -16,7 +16,7 @@ HANG = (
 
 @grader
 def check_ring_all_reduce(answer, rng):
-    """The sum on every rank, from messages between neighbours, with at most 2 (N - 1) pieces sent by each rank."""
+    """The sum on every rank, from messages between neighbours, with at most 2 (G - 1) pieces sent by each rank."""
     for world_size in (4, rng.choice([2, 3])):
         whole = world_size * rng.randrange(4, 20)
         lengths = [whole, whole + rng.randrange(1, world_size), world_size + 1, world_size - 1]
@@ -122,7 +122,7 @@ def _when_it_is_due(piece: int, rank: int, size: int) -> str:
 
 
 def _expect_ring(seen: Seen, rank: int, inputs: list[Tensor], where: str) -> None:
-    """A padded tensor is allowed, so each piece may have ceil(P / N) elements."""
+    """A padded tensor is allowed, so each piece may have ceil(P / G) elements."""
     size, length = len(inputs), len(inputs[0])
     neighbours = {(rank + 1) % size, (rank - 1) % size}
     strangers = sorted(set(seen.sent_to) - neighbours)
@@ -132,6 +132,6 @@ def _expect_ring(seen: Seen, rank: int, inputs: list[Tensor], where: str) -> Non
     if seen.sent_bytes > enough:
         in_pieces = seen.sent_bytes <= 1.5 * length / size * ITEMSIZE * len(seen.sent_to)
         why = (
-            "stop after N - 1 steps of each phase" if in_pieces else "cut the tensor into N pieces, and send one a step"
+            "stop after G - 1 steps of each phase" if in_pieces else "cut the tensor into G pieces, and send one a step"
         )
         fail(f"{where}: it sent {seen.sent_bytes:,} bytes, and {enough:,} are enough: {why}")
