@@ -15,7 +15,7 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     plan/          which layout to train with: all that divide, those that fit, the fastest
     claims/        claims that circulate, each recomputed, with a verdict
     run.py         a model, its layout and its numbers in one record that every formula takes
-1. A world of N ranks
+1. A world of ranks
     compat.py, devices.py    differences between torch versions; the device of this rank
     launch/        launch(fn, world_size, *args) -> what each rank returned
     comm/          collectives, process groups, operators with a gradient across ranks

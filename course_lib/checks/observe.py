@@ -32,7 +32,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank's call returned and did. messages: ("send", to) and ("recv", from), in order."""
+    """What one rank's call returned and did.
+
+    messages   ("send", to) and ("recv", from), in order
+    sent       what each send carried, in order
+    """
 
     result: object
     kept_input: bool
@@ -40,6 +44,7 @@ class Seen:
     sent_by_axis: dict[str, int]
     calls: dict[str, int]
     messages: list[tuple[str, int]]
+    sent: list[Tensor]
 
     @property
     def sent_to(self) -> list[int]:
@@ -53,16 +58,19 @@ class Seen:
 
 
 class _MessageLog(TorchDispatchMode):
-    """Writes down to whom this rank sends and from whom it receives; the meter does not keep peers."""
+    """Writes down to whom this rank sends, and what, and from whom it receives; the meter keeps neither."""
 
     def __init__(self):
         super().__init__()
         self.messages: list[tuple[str, int]] = []
+        self.sent: list[Tensor] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
         if name in ("c10d::send", "c10d::recv_"):
             self.messages.append(("send" if name == "c10d::send" else "recv", args[2]))
+        if name == "c10d::send":
+            self.sent += [x.clone() for x in args[0]]
         return func(*args, **(kwargs or {}))
 
 
@@ -95,7 +103,7 @@ def _observe(answer: Callable, call: Call, groups: list, groups_by_axis: dict) -
         result = answer(x, *call.args, *groups)
     if isinstance(result, Tensor):
         result = result.clone()
-    return Seen(result, torch.equal(x, before), meter.sent_bytes, meter.by_axis, meter.calls, log.messages)
+    return Seen(result, torch.equal(x, before), meter.sent_bytes, meter.by_axis, meter.calls, log.messages, log.sent)
 
 
 def _in_words(text: str, hang: str, limit_s: float) -> str:

@@ -4,8 +4,9 @@ One rule for all: a function returns a new tensor and leaves its input as it was
 told, and can be waited for later: `all_reduce_` changes its input, `reduce_scatter_into` and `all_gather_into` fill
 their first argument, which may be a part of the input, or hold it.
 Ranks are counted inside the group (0 .. size - 1), as in `tp_rank`: `src`, `dst` and pieces mean these.
-All ranks of a group call the same function in the same order with the same shapes; nobody can check that from one rank.
-Bytes are what one rank sends if the messages travel around a ring (see measure/meter.py); N = size of the group.
+All ranks of a group call the same function in the same order with the same shapes and dtypes; no rank can check that
+alone.
+Bytes are what one rank sends if the messages travel around a ring (see measure/meter.py); G = size of the group.
 """
 
 import torch
@@ -27,7 +28,7 @@ _OPS = {
 def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
     """The sum (mean, max, min, product) over the group, on every rank.
 
-    Bytes    sent per rank: 2 (N - 1) / N * x.nbytes
+    Bytes    sent per rank: 2 (G - 1) / G * x.nbytes
     Raises   ValueError if x is not contiguous, or op is unknown
     """
     check_sendable(x, group, "all_reduce")
@@ -39,7 +40,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
 def all_reduce_(x: Tensor, group: dist.ProcessGroup, op: str = "sum", async_op: bool = False) -> dist.Work | None:
     """Put the sum over the group into x itself. With async_op, return a Work at once: x is right after work.wait().
 
-    Bytes    sent per rank: 2 (N - 1) / N * x.nbytes
+    Bytes    sent per rank: 2 (G - 1) / G * x.nbytes
     Raises   ValueError if x is not contiguous, op is unknown, or a mean is asked for with async_op
     """
     check_sendable(x, group, "all_reduce")
@@ -65,10 +66,10 @@ def reduce(x: Tensor, dst: int, group: dist.ProcessGroup, op: str = "sum") -> Te
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
-    """My piece of the sum: x is cut into N equal pieces along dimension 0, and rank r gets piece r, summed.
+    """My piece of the sum: x is cut into G equal pieces along dimension 0, and rank r gets piece r, summed.
 
-    Bytes    sent per rank: (N - 1) / N * x.nbytes
-    Raises   ValueError if x is not contiguous, or its rows do not divide by N
+    Bytes    sent per rank: (G - 1) / G * x.nbytes
+    Raises   ValueError if x is not contiguous, or its rows do not divide by G
     """
     size = dist.get_world_size(group)
     check_sendable(x, group, "reduce_scatter")
@@ -81,8 +82,8 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tens
 def reduce_scatter_into(piece: Tensor, x: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
     """Put my piece of the sum into `piece`, which may be that very part of x. With async_op, return a Work at once.
 
-    Bytes    sent per rank: (N - 1) / N * x.nbytes
-    Raises   ValueError if a tensor is not contiguous, or x is not N pieces
+    Bytes    sent per rank: (G - 1) / G * x.nbytes
+    Raises   ValueError if a tensor is not contiguous, or x is not G pieces
     """
     _check_pair(piece, x, group, "reduce_scatter_into")
     return reduce_scatter_single(piece, x, _OPS["sum"], group=group, async_op=async_op)
@@ -92,7 +93,7 @@ def reduce_scatter_into(piece: Tensor, x: Tensor, group: dist.ProcessGroup, asyn
 def all_gather(x_shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Everybody's shard, one after the other along dimension 0, on every rank.
 
-    Bytes    sent per rank: (N - 1) * x_shard.nbytes
+    Bytes    sent per rank: (G - 1) * x_shard.nbytes
     Raises   ValueError if x_shard is not contiguous or has no dimension
     """
     size = dist.get_world_size(group)
@@ -108,8 +109,8 @@ def all_gather_into(
 ) -> dist.Work | None:
     """Put everybody's shard into `whole`, of which x_shard may be my part. With async_op, return a Work at once.
 
-    Bytes    sent per rank: (N - 1) * x_shard.nbytes
-    Raises   ValueError if a tensor is not contiguous, or `whole` is not N shards
+    Bytes    sent per rank: (G - 1) * x_shard.nbytes
+    Raises   ValueError if a tensor is not contiguous, or `whole` is not G shards
     """
     _check_pair(x_shard, whole, group, "all_gather_into")
     return all_gather_single(whole, x_shard, group=group, async_op=async_op)
@@ -143,7 +144,7 @@ def gather(x_shard: Tensor, dst: int, group: dist.ProcessGroup) -> Tensor | None
 def scatter(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
     """My piece of rank `src`'s x, cut along dimension 0. The others give a tensor of the same shape as src's x.
 
-    Bytes    sent per rank: (N - 1) / N * x.nbytes by src, 0 by the others
+    Bytes    sent per rank: (G - 1) / G * x.nbytes by src, 0 by the others
     """
     size = dist.get_world_size(group)
     check_sendable(x, group, "scatter")
@@ -160,8 +161,8 @@ def all_to_all(
     """Piece j of rank i goes to rank j, which puts it at place i: a transpose between ranks, along dimension 0.
 
     Without the two lists all pieces are equal. With them, sent_rows[j] rows go to rank j, received_rows[i] come from i.
-    Bytes    sent per rank: what goes to others, (N - 1) / N * x.nbytes if all pieces are equal
-    Raises   ValueError if the rows do not divide by N, or the lists do not add up
+    Bytes    sent per rank: what goes to others, (G - 1) / G * x.nbytes if all pieces are equal
+    Raises   ValueError if the rows do not divide by G, or the lists do not add up
     """
     size = dist.get_world_size(group)
     check_sendable(x, group, "all_to_all")

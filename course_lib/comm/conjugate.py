@@ -10,9 +10,9 @@
 
 Which one to use follows from what the gradient is. After `copy_in` and `gather_in` ranks compute different parts of the
 result, so each has only a part of the gradient: it must be summed. After `sum_out` and `join` all ranks compute the
-same, so each already has the whole gradient: summing it would count it N times.
+same, so each already has the whole gradient: summing it would count it G times.
 
-A dimension that does not divide is cut as `torch.chunk` cuts it: ceil(size / N) for each rank, the last ones get less.
+A dimension that does not divide is cut as `torch.chunk` cuts it: ceil(size / G) for each rank, the last ones get less.
 On the wire all pieces are as long as the first: padding counts in the bytes.
 """
 
@@ -55,7 +55,7 @@ class _SumOut(torch.autograd.Function):
 def copy_in(x: Tensor, group: Group) -> Tensor:
     """x itself, into a part where each rank computes something else with it; backward sums the ranks' gradients.
 
-    Bytes    sent per rank: 0 forward, 2 (N - 1) / N * x.nbytes backward
+    Bytes    sent per rank: 0 forward, 2 (G - 1) / G * x.nbytes backward
     Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3, f
     """
     return _CopyIn.apply(x, check_group(group, "copy_in"))
@@ -64,7 +64,7 @@ def copy_in(x: Tensor, group: Group) -> Tensor:
 def sum_out(x_partial: Tensor, group: Group) -> Tensor:
     """The sum of the ranks' parts, out to where all ranks compute the same; backward is the identity.
 
-    Bytes    sent per rank: 2 (N - 1) / N * x_partial.nbytes forward, 0 backward
+    Bytes    sent per rank: 2 (G - 1) / G * x_partial.nbytes forward, 0 backward
     Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3, g
     """
     return _SumOut.apply(x_partial, check_group(group, "sum_out"))
@@ -97,7 +97,7 @@ def gather_in(x_shard: Tensor, group: Group, dim: int, size: int | None = None) 
     """The whole, into a part where each rank computes something else with it; backward sums and keeps my shard.
 
     size: length of the whole along `dim`; without it all shards are taken to be as long as mine.
-    Bytes    sent per rank: (N - 1) / N of the (padded) whole, forward and again backward
+    Bytes    sent per rank: (G - 1) / G of the (padded) whole, forward and again backward
     Source   Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2, g
     """
     return _GatherIn.apply(x_shard, check_group(group, "gather_in"), dim, size)
@@ -106,7 +106,7 @@ def gather_in(x_shard: Tensor, group: Group, dim: int, size: int | None = None) 
 def scatter_sum(x_partial: Tensor, group: Group, dim: int) -> Tensor:
     """My shard of the sum of the ranks' parts; backward gathers the gradient's shards.
 
-    Bytes    sent per rank: (N - 1) / N of the (padded) whole, forward and again backward
+    Bytes    sent per rank: (G - 1) / G of the (padded) whole, forward and again backward
     Source   Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2, g with a bar
     """
     return _ScatterSum.apply(x_partial, check_group(group, "scatter_sum"), dim)
@@ -138,7 +138,7 @@ class _Join(torch.autograd.Function):
 def split(x: Tensor, group: Group, dim: int) -> Tensor:
     """My piece of what all ranks have; backward gathers the pieces' gradients.
 
-    Bytes    sent per rank: 0 forward, (N - 1) / N of the (padded) whole backward
+    Bytes    sent per rank: 0 forward, (G - 1) / G of the (padded) whole backward
     """
     return _Split.apply(x, check_group(group, "split"), dim)
 
@@ -147,7 +147,7 @@ def join(x_shard: Tensor, group: Group, dim: int, size: int | None = None) -> Te
     """The whole from everybody's shard, to where all ranks compute the same; backward keeps my piece of the gradient.
 
     size: length of the whole along `dim`; without it all shards are taken to be as long as mine.
-    Bytes    sent per rank: (N - 1) / N of the (padded) whole forward, 0 backward
+    Bytes    sent per rank: (G - 1) / G of the (padded) whole forward, 0 backward
     """
     return _Join.apply(x_shard, check_group(group, "join"), dim, size)
 

@@ -25,7 +25,7 @@ MAX_BYTES = 1 << 34  # of one rank: more is a mistake, or comes from somebody wh
 def all_gather_json(value: object, group: dist.ProcessGroup) -> list:
     """Everybody's value, by rank. It is made of JSON's kinds: numbers, text, lists, dictionaries with text as keys.
 
-    Bytes    sent per rank: (N - 1) * (8 + the length of the longest JSON)
+    Bytes    sent per rank: (G - 1) * (8 + the length of the longest JSON)
     Raises   TypeError if JSON cannot say the value, ValueError if what arrives is no JSON
     """
     return [_read(text, rank) for rank, text in enumerate(_all_gather_bytes(json.dumps(value).encode(), group))]
@@ -34,7 +34,7 @@ def all_gather_json(value: object, group: dist.ProcessGroup) -> list:
 def all_gather_tensors(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> list[dict[str, Tensor]]:
     """Everybody's tensors by their names, by rank, on the CPU: for tests and for looking.
 
-    Bytes    sent per rank: (N - 1) * (16 + the longest list of shapes + the most bytes of one rank)
+    Bytes    sent per rank: (G - 1) * (16 + the longest list of shapes + the most bytes of one rank)
     Raises   ValueError for a dtype that is not sent, or if what arrives is not what was announced
     """
     for name, x in tensors.items():

@@ -1,4 +1,4 @@
-"""A world of N ranks from a notebook cell: `launch(fn, world_size, *args)` -> what each rank returned.
+"""A world of ranks from a notebook cell: `launch(fn, world_size, *args)` -> what each rank returned.
 
 launcher.py      launch, its results and its checks
 limits.py        the memory that this process may use

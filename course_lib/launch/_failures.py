@@ -117,7 +117,7 @@ def hang_text(world_size: int, timeout: float, places: dict[int, str], nodes: di
         lines.append("The function had not begun: ranks could not connect to each other. It is not to blame;")
         lines.append("another process may hold their connections, or a firewall or a debugger may stop them.")
         return "\n".join(lines)
-    lines.append("Do all ranks call the same collectives, in the same order, with tensors of the same shapes?")
+    lines.append("Do all ranks call the same collectives, in the same order, with the same shapes and dtypes?")
     lines.append('os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL" before the next launch lets PyTorch compare them.')
     lines.append("If the work takes longer, pass a larger timeout=.")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Run a function on N real processes from a notebook cell, and get back what each of them returned."""
+"""Run a function on real processes from a notebook cell, and get back what each of them returned."""
 
 import dataclasses
 import functools

@@ -4,24 +4,24 @@
         ring_all_reduce(grad_P, group)
     meter.sent_bytes, meter.by_collective, meter.calls, meter.records
 
-What is counted: the bytes that this rank sends, if every collective travels around a ring (N ranks, rank r, neighbours
+What is counted: the bytes that this rank sends, if every collective travels around a ring (G ranks, rank r, neighbours
 r - 1 and r + 1). The ring is a convention: NCCL may choose a tree, gloo has its own algorithms. Where pieces differ in
 size, a rank's count depends on its place; over all ranks the sums in the last column are always exact.
 
     collective       rank r sends                                            all ranks together
-    all_reduce       all but piece r, then all but piece r + 1               2 (N - 1) payloads
-    reduce_scatter   all but piece r                                         N - 1
-    all_gather       all but piece r + 1                                     N - 1
+    all_reduce       all but piece r, then all but piece r + 1               2 (G - 1) payloads
+    reduce_scatter   all but piece r                                         G - 1
+    all_gather       all but piece r + 1                                     G - 1
     all_to_all       what goes to others                                     -
-    broadcast        the payload, along a chain src, src + 1, ...            N - 1   (the last in it sends nothing)
-    reduce           the payload, along a chain to dst                       N - 1   (dst sends nothing)
-    gather           its own shard, straight to dst                          N - 1 shards
-    scatter          src alone: the pieces of the others                     N - 1 pieces
+    broadcast        the payload, along a chain src, src + 1, ...            G - 1   (the last in it sends nothing)
+    reduce           the payload, along a chain to dst                       G - 1   (dst sends nothing)
+    gather           its own shard, straight to dst                          G - 1 shards
+    scatter          src alone: the pieces of the others                     G - 1 pieces
     send, recv       the tensor, nothing
     barrier          nothing                                                 (its messages carry no payload)
 
 A payload is the whole tensor: for all_gather the gathered result, for reduce_scatter the input. Pieces are cut as
-`tensor_split` cuts: the first numel % N of them hold one number more.
+`tensor_split` cuts: the first numel % G of them hold one number more.
 
 How it sees them: each of these collectives is an operator in torch's dispatcher, and a TorchDispatchMode sees every
 operator that runs inside it. Autograd hands the mode on to its worker threads; threads that you start are not seen.

@@ -52,7 +52,7 @@ def all_gather_step(pieces, step, group):
 
 
 def ring_all_reduce(x_P, group):
-    """Return the sum over the group on every rank, in 2 (N - 1) steps."""
+    """Return the sum over the group on every rank, in 2 (G - 1) steps."""
     total_P = x_P.clone()
     pieces = total_P.tensor_split(group.size())  # views: they share memory with total_P
     for step in range(group.size() - 1):

@@ -70,7 +70,7 @@ def build(
 ) -> DDP:
     """Makes `model` data parallel over `group` with DDP; the arguments mean what they mean in parallel/data.py.
 
-    Bytes    sent per rank and step: 2 (N - 1) / N * P * itemsize; the second step also broadcasts the buckets
+    Bytes    sent per rank and step: 2 (dp - 1) / dp * P * itemsize; the second step also broadcasts the buckets
     """
     engine = DDP(
         model,

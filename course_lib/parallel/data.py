@@ -12,7 +12,7 @@ Three engines with one interface, each an answer to what hurts in the one before
 Inside a step: `engine.no_sync()` around every micro-batch but the last, `engine.finish()` before gradients are read.
 Every rank must bring equally many tokens, as `data.batch` sees to: the mean over ranks is of their means.
 
-The volume does not depend on the engine: averaging P numbers costs each rank 2 (N - 1) / N * P * itemsize bytes,
+The volume does not depend on the engine: averaging P numbers costs each rank 2 (dp - 1) / dp * P * itemsize bytes,
 however many micro-batches. The mean loss is one number more.
 """
 
@@ -127,7 +127,7 @@ class DataParallel(nn.Module, Engine):
 class NaiveDP(DataParallel):
     """Averages every gradient after the backward pass, one blocking all-reduce a parameter.
 
-    Bytes    sent per rank and step: 2 (N - 1) / N * P * itemsize, in as many calls as there are parameters
+    Bytes    sent per rank and step: 2 (dp - 1) / dp * P * itemsize, in as many calls as there are parameters
     """
 
     def finish(self) -> None:
@@ -147,7 +147,7 @@ class OverlappedDP(DataParallel):
 
     Every rank must use every parameter: ranks that start different all-reduces would sum unrelated gradients.
 
-    Bytes    sent per rank and step: 2 (N - 1) / N * P * itemsize, in as many calls as there are parameters
+    Bytes    sent per rank and step: 2 (dp - 1) / dp * P * itemsize, in as many calls as there are parameters
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, trace: Trace | None = None) -> None:
@@ -321,7 +321,7 @@ class BucketedDP(DataParallel):
     sharing      where parameters differ in who has them: then nothing is broadcast, ranks bring the same numbers, and
                  all buckets are of one size
     grad_dtype   in which gradients are summed, such as torch.float32 beside bfloat16 parameters; then in `.main_grad`
-    Bytes    sent per rank and step: 2 (N - 1) / N * P * itemsize (itemsize of `wire_dtype` if given), one call a bucket
+    Bytes    sent per rank and step: 2 (dp - 1) / dp * P * itemsize (that of `wire_dtype` if given), one call a bucket
     """
 
     def __init__(

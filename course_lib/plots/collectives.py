@@ -157,11 +157,11 @@ class RingStep:
 
 @checked
 def ring_all_reduce_steps(values: Iterable) -> list[RingStep]:
-    """Every state of a ring all-reduce of N ranks with N pieces each: the start, then 2 (N - 1) steps.
+    """Every state of a ring all-reduce of G ranks with G pieces each: the start, then 2 (G - 1) steps.
 
     Rank r sends piece r - 1 - step first, to r + 1, so that it ends up responsible for piece r.
 
-    Raises   ValueError if the values are not N rows of N numbers
+    Raises   ValueError if the values are not G rows of G numbers
     """
     values = rows_of(values)
     n = len(values)
@@ -209,7 +209,7 @@ def _draw_ring_step(axes, step: RingStep, label_ranks: bool) -> None:
 def show_ring_all_reduce(
     values: Iterable, title: str = "Ring all-reduce: every piece is summed in the first phase, copied in the second"
 ) -> None:
-    """Show a ring all-reduce of N ranks with N numbers each, step by step: `values[rank][piece]` before it."""
+    """Show a ring all-reduce of G ranks with G numbers each, step by step: `values[rank][piece]` before it."""
     steps = ring_all_reduce_steps(values)
     columns = min(len(steps), 4)
     rows = -(-len(steps) // columns)

@@ -207,10 +207,11 @@ def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = No
             axes.annotate(
                 text, (picture.crossover_bytes, 0.97), xycoords=("data", "axes fraction"), ha=side, va="top", fontsize=9
             )
-    for index, (size, way) in enumerate(picture.ways):  # the first below the flat part, later ones above the slope
+    for index, (size, way) in enumerate(picture.ways):  # all to the right of where they begin, where they are fastest
         at = size, picture.total_s[picture.sizes_bytes.index(size)] / scale
         axes.plot(*at, "|", color=OKABE_ITO["blue"], markersize=9, zorder=4)
-        look = {"xytext": (-3, 8), "ha": "right", "va": "bottom"} if index else {"xytext": (3, -6), "va": "top"}
+        look = {"xytext": (3, -6), "ha": "left", "va": "top"}  # below the curve
+        look |= {"bbox": ground("white", 0.2, 0.8)} if index else {}
         axes.annotate(way, at, textcoords="offset points", fontsize=8.5, **look)
     if at_bytes:
         total = interpolated(picture, at_bytes)

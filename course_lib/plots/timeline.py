@@ -1,7 +1,7 @@
 """Who is busy when: compute and communication of each rank, and the communication that nothing hides."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from string import ascii_lowercase
 
 from matplotlib.patches import Patch
@@ -114,8 +114,25 @@ def overlap_picture(spans: Sequence) -> OverlapPicture:
 
 
 @checked
-def draw_overlap(axes, picture: OverlapPicture, keys: Mapping[str, str] | None = None) -> None:
-    """Draw the lanes; exposed communication is hatched and its sum is written. `keys`: what stands for which name."""
+def in_order(spans: Sequence) -> list:
+    """Return the spans with the place of each start and stop among all of them in place of its seconds.
+
+    For what ranks do on a shared CPU: the order is that of GPUs, and the seconds mean nothing.
+    """
+    moments = sorted({moment for span in spans for moment in (span.start_s, span.stop_s)})
+    place = {moment: float(index) for index, moment in enumerate(moments)}
+    return [replace(span, start_s=place[span.start_s], stop_s=place[span.stop_s]) for span in spans]
+
+
+@checked
+def draw_overlap(
+    axes, picture: OverlapPicture, keys: Mapping[str, str] | None = None, only_order: bool = False
+) -> None:
+    """Draw the lanes; exposed communication is hatched and its sum is written.
+
+    keys         what stands for which name
+    only_order   the picture has places `in_order`, and no seconds are shown
+    """
     unit = time_unit_for(picture.end_s)
     scale = TIME_UNITS[unit]
     for bar in picture.bars:
@@ -128,6 +145,9 @@ def draw_overlap(axes, picture: OverlapPicture, keys: Mapping[str, str] | None =
     axes.set(ylim=(len(picture.rows) - 0.4, -0.6), xlim=(0, picture.end_s / scale * 1.02), xlabel=f"time ({unit})")
     worst = max(picture.exposed_s.values())
     note = f"{show_seconds(picture.end_s)}; {picture.others} that nothing hides (hatched): {show_seconds(worst)}"
+    if only_order:
+        note = "hatched: no computation at the same time"
+        axes.set(xticks=[], xlabel="order of events, not time")
     place = {"xycoords": "axes fraction", "xytext": (0, 2), "textcoords": "offset points"}
     axes.annotate(note, (1, 1), ha="right", va="bottom", fontsize=8.5, **place)
 
@@ -177,13 +197,18 @@ def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float, label: str) ->
 
 @checked
 def show_overlap(
-    spans: Sequence | Mapping, title: str = "Computation and communication of one step", keys: bool = False
+    spans: Sequence | Mapping,
+    title: str = "Computation and communication of one step",
+    keys: bool = False,
+    only_order: bool = False,
 ) -> None:
     """Show `Span`s as lanes, one for each rank and lane; give a mapping `{label: spans}` to compare several steps.
 
     With `keys`, a name for which its bars have no room becomes a letter, and a list below says what the letters mean.
+    With `only_order`, each start and stop is one place further on, and there are no seconds.
     """
-    pictures = {label: overlap_picture(s) for label, s in (spans.items() if isinstance(spans, dict) else [("", spans)])}
+    steps = spans if isinstance(spans, dict) else {"": spans}
+    pictures = {label: overlap_picture(in_order(s) if only_order else s) for label, s in steps.items()}
     heights = [0.65 + 0.34 * len(picture.rows) for picture in pictures.values()]
     shown = keys_for(list(pictures.values())) if keys else None
     listed = wrap_entries([f"{key}: {name}" for name, key in (shown or {}).items() if key != name])
@@ -193,13 +218,14 @@ def show_overlap(
         sum(heights) + 0.75 + 0.16 * len(listed),
         title,
         squeeze=False,
-        sharex=True,
+        sharex=not only_order,
         height_ratios=heights,
     ) as (figure, panels):
         slowest = max(picture.end_s for picture in pictures.values())
         for axes, (label, picture) in zip(panels[:, 0], pictures.items(), strict=True):
-            draw_overlap(axes, picture, shown)
-            axes.set_xlim(0, slowest / TIME_UNITS[time_unit_for(slowest)] * 1.02)
+            draw_overlap(axes, picture, shown, only_order)
+            if not only_order:
+                axes.set_xlim(0, slowest / TIME_UNITS[time_unit_for(slowest)] * 1.02)
             panel_title(axes, label)
             if axes is not panels[-1, 0]:
                 axes.set_xlabel("")

@@ -111,7 +111,7 @@ def collective_steps(name: str, world_size: Size) -> int:
 
 @checked
 def bus_factor(name: str, world_size: Size) -> float:
-    """Payloads that cross one link: 2 (N - 1) / N for all_reduce, (N - 1) / N for its phases, 1 for a chain."""
+    """Payloads that cross one link: 2 (G - 1) / G for all_reduce, (G - 1) / G for its phases, 1 for a chain."""
     steps = collective_steps(name, world_size)
     if name in (*_CHAINS, "send"):  # a chain passes the whole payload on, in small pieces at once
         return 1.0 if steps else 0.0
@@ -196,7 +196,7 @@ def _rate(group: _Group, algorithm: str, protocol: str) -> float:
 
 
 def _ring(name: str, group: _Group, protocol: str) -> Cost:
-    """A ring of N ranks crosses from node to node once a node; every other step stays inside.
+    """A ring of G ranks crosses from node to node once a node; every other step stays inside.
 
     With one rank in each node nothing else hides a step between nodes, and NCCL charges what a tree's costs.
     """
@@ -220,7 +220,7 @@ def _tree(group: _Group, protocol: str) -> Cost:
 def _in_the_switch(group: _Group) -> list[Cost]:
     """An all-reduce that the NVSwitch of each node sums and hands out, over nodes with a tree between them.
 
-    A GPU gives its own payload to the switch and 1 / N of the sum, so no group of two gains. Two nodes exchange both
+    A GPU gives its own payload to the switch and 1 / G of the sum, so no group of two gains. Two nodes exchange both
     ways at once.
     """
     link, ranks = group.inside, group.per_node

@@ -115,7 +115,7 @@ def zero3_layer(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisati
 def tokens_that_hide_a_gather(dp_size: Size, bytes_per_s: Positive, gpu: GPU, utilisation: Share) -> float:
     """Tokens a GPU from which on computing a block takes as long as gathering it: the model's size cancels.
 
-    Bytes    a parameter costs 2 (N - 1) / N sent and 2 FLOPs a token forward; backward costs twice of both
+    Bytes    a parameter costs 2 (dp - 1) / dp sent and 2 FLOPs a token forward; backward costs twice of both
     """
     return (dp_size - 1) / dp_size / bytes_per_s * utilisation * peak_flops(gpu)
 

@@ -21,7 +21,7 @@ from course_lib.validate import Bytes, Count, Index, Size, check_fields, checked
 
 @checked
 def ring_all_reduce_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
-    """Count what a rank sends in a ring all-reduce: 2 (N - 1) / N of the payload.
+    """Count what a rank sends in a ring all-reduce: 2 (G - 1) / G of the payload.
 
     Each of the two phases leaves out one piece: the reduce-scatter piece r, the all-gather piece r + 1.
     """
@@ -31,19 +31,19 @@ def ring_all_reduce_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 
 
 @checked
 def reduce_scatter_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
-    """Count what a rank sends in a reduce-scatter: (N - 1) / N of its input, all but the piece that it keeps."""
+    """Count what a rank sends in a reduce-scatter: (G - 1) / G of its input, all but the piece that it keeps."""
     return payload_bytes - _piece_bytes(payload_bytes, world_size, rank, itemsize)
 
 
 @checked
 def all_gather_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
-    """Count what a rank sends in an all-gather: (N - 1) / N of the result, all but its right neighbour's piece."""
+    """Count what a rank sends in an all-gather: (G - 1) / G of the result, all but its right neighbour's piece."""
     return payload_bytes - _piece_bytes(payload_bytes, world_size, rank + 1, itemsize)
 
 
 @checked
 def all_to_all_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
-    """Count what a rank sends in an all-to-all of equal pieces: (N - 1) / N of its input."""
+    """Count what a rank sends in an all-to-all of equal pieces: (G - 1) / G of its input."""
     return payload_bytes - _piece_bytes(payload_bytes, world_size, rank, itemsize)
 
 

@@ -1,6 +1,6 @@
 """What data parallelism and ZeRO send once a step, or once a micro-batch: gradients, and with ZeRO parameters.
 
-In units of P (N - 1) / N elements, with m micro-batches:
+In units of P (dp - 1) / dp elements, with m micro-batches:
 
     zero_stage 0    2          an all-reduce of gradients at the end, bucket by bucket
     zero_stage 1    2          reduce-scatter at the end, all-gather of new parameters

@@ -201,12 +201,13 @@ def accumulate_first_part_last(engine, parts, loss_of):
         param.grad /= sum(len(y) for _, y in parts)
 
 
-def accumulate_one_backward_for_all_but_the_last(engine, parts, loss_of):
-    share = 1 / sum(len(y) for _, y in parts)
-    *before, (x, y) = parts
-    with engine.no_sync():
-        sum(loss_of(engine, x, y) * (len(y) * share) for x, y in before).backward()
-    (loss_of(engine, x, y) * (len(y) * share)).backward()
+def accumulate_by_the_switch(engine, parts, loss_of):
+    """What no_sync() sets, set by hand; losses are collected, and their graphs are gone."""
+    share, losses = 1 / sum(len(y) for _, y in parts), []
+    for index, (x, y) in enumerate(parts, 1):
+        engine.require_backward_grad_sync = index == len(parts)
+        losses.append(loss_of(engine, x, y) * (len(y) * share))
+        losses[-1].backward()
 
 
 # ------------------------------------------------------------------------------------ DDP from an empty cell
@@ -310,7 +311,7 @@ RIGHT = {
     "check_accumulate": (
         accumulate_in_one_loop,
         accumulate_first_part_last,
-        accumulate_one_backward_for_all_but_the_last,
+        accumulate_by_the_switch,
     ),
     "check_ddp": (LikeTheLesson, CopiesIntoBuckets, WaitsAtTheEndOfBackward, ScattersThenGathers),
 }

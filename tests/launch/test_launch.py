@@ -310,7 +310,7 @@ def sum_as_many_as_my_rank() -> None:
 def test_small_tensors_of_different_shapes_hang_and_each_rank_says_its_own():
     said = hang_text(sum_as_many_as_my_rank, 2, *(rf"\(inside all_reduce of float32\[{size}\]\)" for size in (1, 2)))
     text = " ".join(said.split())
-    assert "with tensors of the same shapes?" in text and 'os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"' in text
+    assert "with the same shapes and dtypes?" in text and 'os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"' in text
     assert max(map(len, said.splitlines())) <= 100
 
 

@@ -1,5 +1,7 @@
 """Every picture draws numbers that a pure function computed: those numbers, and that each picture can be drawn."""
 
+import re
+from dataclasses import replace
 from io import BytesIO
 from itertools import pairwise
 from types import SimpleNamespace
@@ -23,7 +25,7 @@ from course_lib.memory.budget import budget
 from course_lib.minimal import ring
 from course_lib.plots import collectives, comparison, curves, formats, ladder, memory, mesh, palette, style, timeline
 from course_lib.span import Span
-from course_lib.timing import collective_s, dp_spans, exposed_s
+from course_lib.timing import collective_s, dp_spans, exposed_s, fastest
 
 # Machado, Oliveira and Fernandes 2009, "A Physiologically-based Model for Simulation of Color Vision Deficiency"
 COLOR_VISION = {
@@ -281,6 +283,42 @@ def test_exposed_communication_is_what_no_computation_covers():
     assert timeline.overlap_picture(early).exposed_s[0] == pytest.approx(2.0)  # 0 to 1 and 3 to 4
     assert timeline.subtract((0, 10), [(2, 3), (5, 20)]) == [(0, 2), (3, 5)]
     assert timeline.subtract((0, 10), [(1, 6), (2, 3)]) == [(0, 1), (6, 10)]  # one inside another
+
+
+ONE_STEP = [
+    Span(0, "compute", "forward", 0.0, 0.4),
+    Span(0, "compute", "backward", 0.4, 2.0),
+    Span(0, "all-reduce 0", "all-reduce 0", 0.9, 1.1),
+    Span(0, "all-reduce 1", "all-reduce 1", 2.1, 2.5),
+    Span(0, "compute", "optimizer", 2.5, 2.6),
+]
+
+
+def test_a_picture_of_the_order_has_a_place_for_each_start_and_stop_and_no_seconds():
+    places = [(span.start_s, span.stop_s) for span in timeline.in_order(ONE_STEP)]
+    assert places == [(0, 1), (1, 4), (2, 3), (5, 6), (6, 7)]
+    slower = [replace(span, start_s=span.start_s**3, stop_s=span.stop_s**3) for span in ONE_STEP]
+    assert timeline.in_order(slower) == timeline.in_order(ONE_STEP)
+    with style.picture_axes(2.0) as axes:
+        timeline.draw_overlap(axes, timeline.overlap_picture(timeline.in_order(ONE_STEP)), only_order=True)
+        drawn = {bar.get_y() + bar.get_height() / 2: (bar.get_x(), bar.get_width()) for bar in axes.patches}
+        said = [text.get_text() for text in axes.texts] + [axes.get_xlabel()]
+        assert not list(axes.get_xticks()) and not any(re.search(r"\d m?s", text) for text in said)
+    assert drawn[1.0] == (2, 1) and drawn[2.0] == (5, 1)
+
+
+def test_a_way_is_named_where_it_is_the_fastest():
+    picture = curves.alpha_beta_picture("all_reduce", 8, LINKS["nvlink4"])
+    for size, way in picture.ways:
+        best = fastest("all_reduce", size, 8, LINKS["nvlink4"])
+        assert way == f"{best.algorithm}, {best.protocol}"
+    with style.picture_axes(3.0) as axes:
+        curves.draw_alpha_beta(axes, picture, 1e6)
+        named = {text.get_text(): text for text in axes.texts if text.get_text() in dict(picture.ways).values()}
+        axes.figure.canvas.draw()
+        for size, way in picture.ways:  # 1 MB goes around the ring: no other name stands over it
+            left = axes.transData.inverted().transform(named[way].get_window_extent())[0, 0]
+            assert left >= size
 
 
 def test_overlapping_communication_is_exposed_once():

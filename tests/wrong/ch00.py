@@ -359,7 +359,7 @@ def rest_left_out(x, group):
 
 
 def equal_pieces_by_split(x, group):
-    """Right wherever `split` gives N pieces; a short tensor has fewer."""
+    """Right wherever `split` gives G pieces; a short tensor has fewer."""
     total, size = x.clone(), group.size()
     pieces = total.split(math.ceil(len(x) / size))
     for one_step in (reduce_scatter_step, all_gather_step):
@@ -375,6 +375,29 @@ def gathers_from_the_piece_before(x, group):
         reduce_scatter_step(pieces, step, group)
     for step in range(size - 1):
         all_gather_step(pieces, step + 1, group)
+    return total
+
+
+def begins_with_its_own_piece(x, group):
+    """The textbook's reduce-scatter phase, in which rank r sends piece r first, and the lesson's all-gather phase."""
+    total, size = x.clone(), group.size()
+    pieces = total.tensor_split(size)
+    for step in range(size - 1):
+        reduce_scatter_step(pieces, step - 1, group)
+    for step in range(size - 1):
+        all_gather_step(pieces, step, group)
+    return total
+
+
+def stores_what_arrives(x, group):
+    """Break it 1 of the lesson: a copy in place of the sum."""
+    total, size, rank = x.clone(), group.size(), group.rank()
+    pieces = total.tensor_split(size)
+    for step in range(size - 1):
+        mine = pieces[(rank - 2 - step) % size]
+        mine.copy_(pass_on(pieces[(rank - 1 - step) % size], mine, group))
+    for step in range(size - 1):
+        all_gather_step(pieces, step, group)
     return total
 
 
@@ -491,13 +514,15 @@ WRONG = {
             (all_reduce_through_rank_0, "only to its neighbours"),
             (reduce_scatter_alone, "comes from rank 3, in step 2 of the all-gather phase"),
             (own_piece_taken_from_the_input, "finishes it in the last step (2) of the reduce-scatter phase"),
-            (one_step_more, "stop after N - 1 steps of each phase"),
-            (whole_tensors_around, "cut the tensor into N pieces"),
+            (one_step_more, "stop after G - 1 steps of each phase"),
+            (whole_tensors_around, "cut the tensor into G pieces"),
             (ring_in_place, "your function changed its input"),
             (ring_of_means, "averaged, not summed"),
             (rest_left_out, "the length does not divide by"),
             (equal_pieces_by_split, "IndexError"),
             (sums_in_new_tensors, "no piece was changed"),
+            (begins_with_its_own_piece, "the reduce-scatter phase began with piece r"),
+            (stores_what_arrives, "do not store it"),
             (gathers_from_the_piece_before, "the all-gather phase starts with a wrong piece"),
             (all_send_first, "let both messages start at once"),
             (built_in, "your function called all_reduce"),
@@ -507,9 +532,9 @@ WRONG = {
     "my_crossover_bytes": {
         "check": check_crossover_bytes,
         "answers": [
-            (message_in_one_piece, "sends the message in N pieces"),
+            (message_in_one_piece, "sends the message in G pieces"),
             (both_directions, "takes both directions"),
-            (steps_not_cancelled, "the number of steps, 2 (N - 1)"),
+            (steps_not_cancelled, "the number of steps, 2 (G - 1)"),
             (divided_by_bandwidth, "here the seconds were divided"),
         ],
     },

@@ -13,12 +13,26 @@ from course_lib.checks.ch03 import (
     check_overlap,
 )
 from course_lib.comm import all_gather, all_reduce
-from course_lib.minimal.data import BucketedDP, DataParallel, OverlappedDP
+from course_lib.minimal.data import (
+    BUCKET_SIZE,
+    Bucket,
+    BucketedDP,
+    DataParallel,
+    OverlappedDP,
+    assign_buckets,
+    when_all_arrived,
+)
 from course_lib.training import loss_of
 
 
 # ------------------------------------------------------------------------------------ 1. the batch in tokens
 def rounded_down(batch_tokens, seq_len, micro_batch_size, dp_size):
+    return batch_tokens // (seq_len * micro_batch_size * dp_size)
+
+
+def refuses_without_a_word(batch_tokens, seq_len, micro_batch_size, dp_size):
+    if batch_tokens % (seq_len * micro_batch_size * dp_size):
+        raise ValueError
     return batch_tokens // (seq_len * micro_batch_size * dp_size)
 
 
@@ -171,6 +185,44 @@ def _hooked(params, group, divide=True, async_op=True, wait=True):
     return finish
 
 
+def divides_under_way(model, group):
+    """A race: the division meets the sum on its way."""
+    works = []
+
+    def start(param):
+        works.append(dist.all_reduce(param.grad, group=group, async_op=True))
+        param.grad /= group.size()
+
+    for param in model.parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(start)
+
+    def finish():
+        for work in works:
+            work.wait()
+        works.clear()
+
+    return finish
+
+
+def keeps_the_handles(model, group):
+    works = []
+
+    def start(param):
+        param.grad /= group.size()
+        works.append(dist.all_reduce(param.grad, group=group, async_op=True))
+
+    for param in model.parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(start)
+
+    def finish():
+        for work in works:
+            work.wait()
+
+    return finish
+
+
 def sums(model, group):
     return _hooked(model.parameters(), group, divide=False)
 
@@ -241,6 +293,19 @@ def means_added_up(engine, parts, loss_of):
 
 def ranks_divided_twice(engine, parts, loss_of):
     _once(engine, parts, loss_of, [share / dist.get_world_size() for share in _shares(parts)])
+
+
+def one_backward_for_all(engine, parts, loss_of):
+    weighted = zip(parts, _shares(parts), strict=True)
+    sum(loss_of(engine, x, y) * share for (x, y), share in weighted).backward()
+
+
+def one_backward_for_all_but_the_last(engine, parts, loss_of):
+    *before, (x, y) = parts
+    *shares, last_share = _shares(parts)
+    with engine.no_sync():
+        sum(loss_of(engine, *part) * share for part, share in zip(before, shares, strict=True)).backward()
+    (loss_of(engine, x, y) * last_share).backward()
 
 
 def last_one_only(engine, parts, loss_of):
@@ -328,6 +393,26 @@ class SendsEveryMicroBatch(Broadcasts):
         bucket.start()
 
 
+class FillsFromTheFirst(Broadcasts):
+    """Buckets in the order of the model: the small rest has the last parameters and is sent first."""
+
+    def __init__(self, model, make_optimizer, group):
+        DataParallel.__init__(self, model, make_optimizer, group)
+        groups = assign_buckets(list(model.parameters())[::-1], BUCKET_SIZE)
+        self.buckets = [Bucket(params, group) for params in groups]
+        for bucket in self.buckets:
+            when_all_arrived(bucket.params, lambda bucket=bucket: self.send(bucket))
+        for param in model.parameters():
+            dist.broadcast(param.data, src=0, group=group)
+
+
+class DividesUnderWay(Broadcasts):
+    def send(self, bucket):
+        if self.is_last:
+            bucket.start()
+            bucket.flat_P += 0
+
+
 class NeverWaits(Broadcasts):
     """Waits by time: right, and a race all the same."""
 
@@ -406,6 +491,7 @@ WRONG = {
         "check": check_accumulation,
         "answers": [
             (rounded_down, "does not come out whole"),
+            (refuses_without_a_word, "the ValueError has no text"),
             (batch_in_sequences, "the batch is counted in tokens"),
             (ranks_forgotten, "all dp ranks work at the same time"),
             (micro_batch_forgotten, "each micro-batch has micro_batch_size sequences"),
@@ -454,6 +540,8 @@ WRONG = {
             (weights_only, "some were left out"),
             (after_backward, "when backward was over, no all-reduce had started"),
             (returns_no_finish, "must return finish"),
+            (divides_under_way, "divide before the start, or after the wait"),
+            (keeps_the_handles, "waited for 3 all-reduces of the step before once more"),
         ],
     },
     "my_accumulate": {
@@ -465,6 +553,8 @@ WRONG = {
             (means_added_up, "weigh each by its share"),
             (ranks_divided_twice, "DDP has done that"),
             (last_one_only, "only the last micro-batch is in it"),
+            (one_backward_for_all, "2 before it still kept what they saved"),
+            (one_backward_for_all_but_the_last, "1 before it still kept what they saved"),
         ],
     },
     "MyDDP": {
@@ -484,6 +574,8 @@ WRONG = {
             (SendsEveryMicroBatch, "send only in the last micro-batch"),
             (NeverWaits, "were never waited for"),
             (PyTorchs, "write the buckets yourself"),
+            (FillsFromTheFirst, "fill buckets from the last parameter to the first"),
+            (DividesUnderWay, "a bucket was written between the start"),
         ],
     },
 }

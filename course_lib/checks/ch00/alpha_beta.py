@@ -31,12 +31,12 @@ def check_crossover_bytes(answer, rng):
 def _wrong_sizes(world_size: int, link: Link) -> dict[str, float]:
     one_latency = link.latency_s * link.bytes_per_s
     return {
-        "this weighs one latency against the whole message, but a ring sends the message in N pieces": one_latency,
+        "this weighs one latency against the whole message, but a ring sends the message in G pieces": one_latency,
         "this takes both directions of the link; a ring step is bound by one": world_size
         * link.latency_s
         * link.both_directions_bytes_per_s,
-        "the number of steps, 2 (N - 1), stands in both terms and cancels": 2 * (world_size - 1) * one_latency,
-        "N - 1 stands in both terms and cancels; the N below the message does not": (world_size - 1) * one_latency,
+        "the number of steps, 2 (G - 1), stands in both terms and cancels": 2 * (world_size - 1) * one_latency,
+        "G - 1 stands in both terms and cancels; the G below the message does not": (world_size - 1) * one_latency,
         "bytes are seconds times bytes per second; here the seconds were divided": world_size
         * link.latency_s
         / link.bytes_per_s,
@@ -96,8 +96,8 @@ def _by_crossover(payload_bytes: int, world_size: int, link: Link) -> str:
 
 BELIEFS: dict[str, Callable[[int, int, Link], str]] = {
     "the slower one each time: the comparison is the wrong way round": _slower,
-    "always the ring: it sends the fewest bytes, but each of its 2 (N - 1) steps costs a latency": lambda *case: "ring",
-    "always doubling: so it would be if a ring step carried the whole message, but it carries 1 / N of it": (
+    "always the ring: it sends the fewest bytes, but each of its 2 (G - 1) steps costs a latency": lambda *case: "ring",
+    "always doubling: so it would be if a ring step carried the whole message, but it carries 1 / G of it": (
         lambda *case: "doubling"
     ),
     "this takes both directions of the link; each step is bound by one": _with_both_directions,

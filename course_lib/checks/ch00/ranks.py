@@ -85,7 +85,7 @@ def check_ring_all_gather(answer, rng):
     for world_size in (rng.choice([2, 3]), 4):
         lengths = rng.sample(range(1, 12), world_size)
         shards = [1000.0 * rank + torch.arange(length).double() for rank, length in enumerate(lengths)]
-        hang = "In the ring every rank sends and receives at the same time, and N - 1 times: use pass_on."
+        hang = "In the ring every rank sends and receives at the same time, and G - 1 times: use pass_on."
         [everybody] = run_calls(answer, [Call(shards, (lengths,))], hang)
         for rank, seen in enumerate(everybody):
             where = f"rank {rank} of {world_size}, shards of {lengths} numbers"
@@ -123,7 +123,7 @@ def _expect_ring(seen: Seen, rank: int, lengths: list[int], where: str) -> None:
 # ------------------------------------------------------------------------------------ 3. a tree
 @grader
 def check_tree_broadcast(answer, rng):
-    """The root's tensor on every rank, each rank receiving once, in ceil(log2 N) rounds, for any N and root."""
+    """The root's tensor on every rank, each rank receiving once, in ceil(log2 G) rounds, for any G and root."""
     for world_size in (4, 3, 5):
         hang = (
             "A rank must receive before it passes on, and each send needs one recv on the other side."
@@ -214,7 +214,7 @@ def _expect_shift(seen: Seen, rank: int, distance: int, inputs: list[Tensor], wh
 # ------------------------------------------------------------------------------------ 5. doubling
 @grader
 def check_all_reduce_by_doubling(answer, rng):
-    """The sum on every rank in log2 N exchanges of the whole tensor."""
+    """The sum on every rank in log2 G exchanges of the whole tensor."""
     length = rng.randrange(5, 30)
     for world_size in (2, 4):
         inputs = one_each(rng, world_size, length)
@@ -232,7 +232,7 @@ def _expect_doubled_sum(seen: Seen, rank: int, inputs: list[Tensor], where: str)
     partners = [rank ^ 2**step for step in range(int(math.log2(len(inputs))))]
     direct = inputs[rank] + torch.stack([inputs[partner] for partner in partners]).sum(0)
     wrong = {
-        "the sum of the first pair alone; log2 N exchanges are needed": inputs[rank] + inputs[rank ^ 1],
+        "the sum of the first pair alone; log2 G exchanges are needed": inputs[rank] + inputs[rank ^ 1],
         "each exchange must send the running sum, not the tensor that the rank began with": direct,
         "averaged, not summed": total / len(inputs),
         "it has its own tensor": inputs[rank],

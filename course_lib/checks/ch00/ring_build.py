@@ -16,7 +16,7 @@ HANG = (
 
 @grader
 def check_ring_all_reduce(answer, rng):
-    """The sum on every rank, from messages between neighbours, with at most 2 (N - 1) pieces sent by each rank."""
+    """The sum on every rank, from messages between neighbours, with at most 2 (G - 1) pieces sent by each rank."""
     for world_size in (4, rng.choice([2, 3])):
         whole = world_size * rng.randrange(4, 20)
         lengths = [whole, whole + rng.randrange(1, world_size), world_size + 1, world_size - 1]
@@ -36,20 +36,44 @@ def _expect_sum(seen: Seen, rank: int, inputs: list[Tensor], where: str) -> None
     wrong = {
         "it has its own tensor; nothing was added": inputs[rank],
         "averaged, not summed": total / len(inputs),
-        "no piece was changed: `a = a + b` makes a new tensor, and `a += b` writes into the view": torch.cat(
-            [x.tensor_split(len(inputs))[piece] for piece, x in enumerate(inputs)]
-        ),
     }
-    _expect_no_early_gather(seen.result, inputs, rank, where)
+    if not torch.equal(seen.result, total):
+        _expect_partial_sums(seen, rank, inputs, where)
+        _expect_no_early_gather(seen, inputs, rank, where)
     if not any(torch.allclose(seen.result, value) for value in wrong.values()):
         _expect_all_pieces(seen.result, total, rank, len(inputs), where)
     expect_close(seen.result, total, where, wrong)
 
 
-def _expect_no_early_gather(result: Tensor, inputs: list[Tensor], rank: int, where: str) -> None:
-    """Name the lesson's ring with an all-gather phase that starts one piece off: it passes on partial sums."""
+def _expect_partial_sums(seen: Seen, rank: int, inputs: list[Tensor], where: str) -> None:
+    """Name a reduce-scatter phase without a sum, by its messages: the results alone are those of other mistakes."""
+    size = len(inputs)
+    in_phase_1 = [x for x in seen.sent[: size - 1] if x.numel()]
+    if size == 2 or len(in_phase_1) < size - 1:  # the first message is never a sum
+        return
+    pieces = [x.tensor_split(size) for x in inputs]
+    owners = [[r for r in range(size) if any(torch.equal(x, piece) for piece in pieces[r])] for x in in_phase_1]
+    if all(rank in of_one for of_one in owners):
+        fail(f"{where}: no piece was changed: `a = a + b` makes a new tensor, and `a += b` writes into the view")
+    if all(owners):
+        fail(
+            f"{where}: every message of the reduce-scatter phase was a piece of one rank, and none a sum: add what "
+            "arrives to your own piece, do not store it"
+        )
+
+
+def _expect_no_early_gather(seen: Seen, inputs: list[Tensor], rank: int, where: str) -> None:
+    """Name the lesson's ring with phases that do not fit together: the second passes on partial sums."""
+    pieces = [x.tensor_split(len(inputs)) for x in inputs]
+    unchanged = torch.cat([pieces[piece][piece] for piece in range(len(inputs))])
+    if seen.sent and torch.equal(seen.sent[0], pieces[rank][rank]) and torch.equal(seen.result, unchanged):
+        fail(
+            f"{where}: the reduce-scatter phase began with piece r (here {rank}), so it cannot finish that piece on "
+            "rank r, and the all-gather phase passed on piece r first: begin the reduce-scatter phase with piece "
+            "r - 1, or the all-gather phase with the piece that rank r finishes (r + 1 if you send to the right)"
+        )
     for shift in (-1, 1):
-        if torch.equal(result, _gathered_from(inputs, rank, shift)) and not torch.equal(result, sum(inputs)):
+        if torch.equal(seen.result, _gathered_from(inputs, rank, shift)):
             fail(
                 f"{where}: the all-gather phase starts with a wrong piece: in step 0 rank r must send the piece that "
                 f"it has finished (in the lesson's ring piece r, here {rank}), and {'r + 1' if shift > 0 else 'r - 1'} "
@@ -98,7 +122,7 @@ def _when_it_is_due(piece: int, rank: int, size: int) -> str:
 
 
 def _expect_ring(seen: Seen, rank: int, inputs: list[Tensor], where: str) -> None:
-    """A padded tensor is allowed, so each piece may have ceil(P / N) elements."""
+    """A padded tensor is allowed, so each piece may have ceil(P / G) elements."""
     size, length = len(inputs), len(inputs[0])
     neighbours = {(rank + 1) % size, (rank - 1) % size}
     strangers = sorted(set(seen.sent_to) - neighbours)
@@ -108,6 +132,6 @@ def _expect_ring(seen: Seen, rank: int, inputs: list[Tensor], where: str) -> Non
     if seen.sent_bytes > enough:
         in_pieces = seen.sent_bytes <= 1.5 * length / size * ITEMSIZE * len(seen.sent_to)
         why = (
-            "stop after N - 1 steps of each phase" if in_pieces else "cut the tensor into N pieces, and send one a step"
+            "stop after G - 1 steps of each phase" if in_pieces else "cut the tensor into G pieces, and send one a step"
         )
         fail(f"{where}: it sent {seen.sent_bytes:,} bytes, and {enough:,} are enough: {why}")

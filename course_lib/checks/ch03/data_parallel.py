@@ -54,7 +54,9 @@ def _expect_accumulation(got, want: int, case: tuple[int, int, int, int]) -> Non
 def _expect_refused(answer: Callable, case: tuple[int, int, int, int]) -> None:
     try:
         got = answer(*case)
-    except ValueError:
+    except ValueError as refusal:
+        if not str(refusal).strip():
+            fail(f"{_in_words(case)}: the ValueError has no text; say in it what to change")
         return
     fail(f"{_in_words(case)}: it returned {got}, but this does not come out whole; raise ValueError")
 

@@ -1,11 +1,12 @@
 """Grader of chapter 03, exercise 7: DDP from an empty cell, judged by what the lesson measures."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from course_lib.checks.ch03.dp_hooks import WatchedWork
+from course_lib.checks.ch03.dp_hooks import WRITTEN, WatchedWork
 from course_lib.checks.core import fail, grader, run_ranks
 from course_lib.checks.trainers import expect_right, expect_sent, micro_batches
 from course_lib.memory.states import count_parameters
@@ -14,13 +15,18 @@ from course_lib.model import build
 
 NUM_PARAMS = count_parameters(compare.CONFIG)
 MOST_MESSAGES = 8  # buckets of 60,000 parameters are 4; a reduce-scatter and an all-gather count as two
+BUCKET_SIZE = 60_000  # elements, as the task says
 ITEMSIZE = 2  # bfloat16, in which sent_bytes computes
 COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "reduce_scatter", "all_gather")
 
 
 @dataclass
 class Watched:
-    """What one rank did in a step: collectives until backward was over, in all, blocking, in flight, never waited."""
+    """What one rank did in a step: collectives until backward was over, in all, blocking, in flight, never waited.
+
+    written   tensors written while they were being summed
+    sums      elements of each sum over the ranks, in the order of their start
+    """
 
     during: int = 0
     total: int = 0
@@ -28,6 +34,8 @@ class Watched:
     most_in_flight: int = 0
     in_flight_after_backward: int = 0
     never_waited: int = 0
+    written: int = 0
+    sums: list[int] = field(default_factory=list)
 
 
 @grader
@@ -62,7 +70,7 @@ def _watch(trainer: type, num_micro_batches: int) -> Watched:
         works, seen = [], Watched()
         originals = {name: getattr(dist, name) for name in COLLECTIVES}
         for name, original in originals.items():
-            setattr(dist, name, _watching(original, works, seen))
+            setattr(dist, name, _watching(original, works, seen, sums="reduce" in name))
         try:
             made.backward(parts)
             seen.during, seen.in_flight_after_backward = len(works), _in_flight(works)
@@ -71,16 +79,20 @@ def _watch(trainer: type, num_micro_batches: int) -> Watched:
             for name, original in originals.items():
                 setattr(dist, name, original)
         seen.total, seen.never_waited = len(works), _in_flight(works)
+        seen.written = sum(work is not None and work.written for work in works)
         for work in filter(None, works):
             work.wait()
     return seen
 
 
-def _watching(original, works: list, seen: Watched):
+def _watching(original, works: list, seen: Watched, sums: bool):
     def watched(*args, **kwargs):
         work = original(*args, **kwargs)
         seen.blocking += work is None
-        works.append(WatchedWork(work) if work is not None else None)
+        tensors = [x if isinstance(x, list) else [x] for x in (*args, *kwargs.values()) if isinstance(x, Tensor | list)]
+        works.append(WatchedWork(work, tensors[0][0]) if work is not None else None)
+        if sums:  # the input of a reduce-scatter is longer than its output
+            seen.sums.append(max(sum(x.numel() for x in of_one) for of_one in tensors))
         seen.most_in_flight = max(seen.most_in_flight, _in_flight(works))
         return works[-1]
 
@@ -107,6 +119,8 @@ def _expect_waited(seen: Watched, num_micro_batches: int) -> None:
             f"with {micro_batches(num_micro_batches)} {seen.never_waited} messages were never waited for; the update "
             "may read too early"
         )
+    if seen.written:
+        fail(f"with {micro_batches(num_micro_batches)} a bucket {WRITTEN}")
 
 
 def _expect_overlap(seen: Watched, num_micro_batches: int) -> None:
@@ -124,3 +138,9 @@ def _expect_overlap(seen: Watched, num_micro_batches: int) -> None:
         fail(f"{where} one message carried everything, so nothing overlapped; close a bucket at 60,000 parameters")
     if seen.blocking or (seen.most_in_flight <= 1 and not seen.in_flight_after_backward):
         fail(f"{where} backward waited for every message; start with async_op=True, and wait in update")
+    early = [elements for elements in seen.sums[:-1] if elements < BUCKET_SIZE]
+    if early:
+        fail(
+            f"{where} a message of {early[0]:,} elements was not the last one; fill buckets from the last parameter "
+            f"to the first, so that the rest, below {BUCKET_SIZE:,} elements, is ready last"
+        )
