@@ -11,9 +11,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from course_lib.checks.core import fail
+
+
+HANG = timedelta(seconds=10)  # other ranks compute for milliseconds between two messages
+HUNG = "Timed out waiting"  # as gloo says it
 
 
 @dataclass
@@ -32,7 +39,7 @@ class Started:
 
 @contextmanager
 def recorded_calls() -> Iterator[list[Started]]:
-    """Give a list that gets each call that starts messages on this rank."""
+    """Give a list that gets each call that starts messages on this rank; a wait of HANG raises."""
     calls: list[Started] = []
     call_of: dict[int, tuple[dist.Work, int]] = {}
     waited: set[int] = set()
@@ -60,8 +67,8 @@ def recorded_calls() -> Iterator[list[Started]]:
 
         return start
 
-    def noted_wait(work, *args, **kwargs):
-        result = wait(work, *args, **kwargs)
+    def noted_wait(work, timeout=HANG):
+        result = wait(work, timeout)
         if id(work) in call_of:
             waited.add(call_of[id(work)][1])
         return result
@@ -91,6 +98,17 @@ def replay(rows: Sequence[Sequence[Started]]) -> tuple[int, str]:
         if not moved:
             stuck = [rank for rank in range(len(rows)) if any(left[rank])]
             return rounds, ", ".join(_stands(rank, left[rank], running[rank]) for rank in stuck)
+
+
+def expect_order_of_nccl(rows: Sequence[Sequence[Started]], where: str) -> int:
+    """The messages also come through on NCCL; returns in how many rounds."""
+    rounds, stuck = replay(rows)
+    if stuck:
+        fail(
+            f"{where}: right on gloo, but on NCCL ranks wait for ever: {stuck}; NCCL runs the messages of two ranks in "
+            "the order of the calls, so start a send and a receive in one dist.batch_isend_irecv"
+        )
+    return rounds
 
 
 def _running(row: Sequence[Started], left: Sequence[list]) -> list[int]:
