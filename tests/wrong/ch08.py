@@ -523,7 +523,10 @@ WRONG = {
             (not_waited, "wait for the receive"),
             (swapped_results, "there is no such rank"),
             (a_list, "return two things"),
-            (sends_alone, "on NCCL ranks wait for ever: rank 0 stands at its send to rank 1, rank 1 stands at its send"),
+            (
+                sends_alone,
+                "on NCCL ranks wait for ever: rank 0 stands at its send to rank 1, rank 1 stands at its send",
+            ),
             (receives_first, "on NCCL ranks wait for ever: rank 0 stands at its receive from rank 1"),
             (along_the_chain, "start all before you wait for any"),
         ],

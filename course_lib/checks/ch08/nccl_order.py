@@ -18,7 +18,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from course_lib.checks.core import fail
 
-
 HANG = timedelta(seconds=10)  # other ranks compute for milliseconds between two messages
 HUNG = "Timed out waiting"  # as gloo says it
 
