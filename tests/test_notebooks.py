@@ -39,7 +39,9 @@ def wrong_links(path, text):
             and lesson
             and not (
                 number[1] == lesson[1]
-                and (number[2] == lesson[2] or not number[2] and lesson[1] != "2")  # lessons 02a to 02c share no topic
+                and (
+                    number[2] == lesson[2] or (not number[2] and lesson[1] != "2")
+                )  # lessons 02a to 02c share no topic
             )
         ):
             yield f"{name!r} leads to {target}"
