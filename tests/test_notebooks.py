@@ -21,6 +21,47 @@ def test_a_notebook_is_as_the_course_wants_it(path):
     assert authoring.notebook_problems(path) == []
 
 
+LINK = re.compile(r"\[([^\]\[]+)\]\(([^)#\s:]+\.ipynb)\)(?:\)?,? (?:section )?(\d+[a-c]?\.\d+))?")
+NUMBER = re.compile(r"(?:[Cc]hapter |[Ll]esson )?0?(\d+)([a-c]?)")
+
+
+def markdown_of(path):
+    return "\n".join(cell.source for cell in authoring.read(path).cells if cell.cell_type == "markdown")
+
+
+def wrong_links(path, text):
+    """Links that name another chapter than they lead to, or a section that is not there."""
+    for name, target, section in LINK.findall(text):
+        goal = (path.parent / target).resolve()
+        number, lesson = NUMBER.fullmatch(name), re.match(r"0?(\d+)([a-c]?)_", goal.name)
+        if (
+            number
+            and lesson
+            and not (
+                number[1] == lesson[1]
+                and (
+                    number[2] == lesson[2] or (not number[2] and lesson[1] != "2")
+                )  # lessons 02a to 02c share no topic
+            )
+        ):
+            yield f"{name!r} leads to {target}"
+        if section and not re.search(rf"^#+ {re.escape(section)} ", markdown_of(goal), re.MULTILINE):
+            yield f"{target} has no section {section}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_link_leads_to_the_chapter_and_the_section_that_it_names(path):
+    assert not list(wrong_links(path, markdown_of(path)))
+
+
+def test_links_to_another_chapter_or_section_are_found():
+    path = authoring.ROOT / "notebooks" / "07_context_parallel.ipynb"
+    right = "[chapter 9](09a_mixture_of_experts.ipynb) [in depth](08_pipeline_parallel_in_depth.ipynb), 8.7"
+    assert not list(wrong_links(path, right))
+    wrong = "[chapter 2](02a_precision.ipynb) [02b](02a_precision.ipynb) [depth](08_pipeline_parallel.ipynb), 8.99"
+    assert len(list(wrong_links(path, wrong))) == 3
+
+
 def test_every_chapter_has_its_exercises_and_they_are_what_the_solutions_give():
     assert authoring.exercise_problems() == []
 

@@ -92,10 +92,10 @@ def numbers(source: random.Random | torch.Generator | int, *shape: int) -> Tenso
     return torch.randn(shape, generator=source, dtype=torch.float64)
 
 
-def run_ranks(fn: Callable, world_size: int, *args, timeout: float = RANK_SECONDS) -> Results:
+def run_ranks(fn: Callable, world_size: int, *args, timeout: float = RANK_SECONDS, backend: str = "auto") -> Results:
     """`launch`, for graders: nothing printed; a rank that fails is the answer's failure, told with its rank."""
     with rank_errors_as_failures(world_size):
-        return launched(launch, fn, world_size, *args, timeout=timeout, quiet=True)
+        return launched(launch, fn, world_size, *args, timeout=timeout, backend=backend, quiet=True)
 
 
 def launched(launches: Callable, *args, **kwargs) -> Any:

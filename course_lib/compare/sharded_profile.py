@@ -25,6 +25,7 @@ def measure_zero(
     config: ModelConfig | None = None,
     sizes: Sizes = Sizes(),
     recompute: str = "none",
+    micro_batches: int = 1,
 ) -> FiveDComparison:
     """Train two steps of a ZeRO stage (0: plain data parallelism) on real ranks; lay each rank's bytes on the formulas.
 
@@ -34,7 +35,8 @@ def measure_zero(
         raise ValueError(
             f"recipe {recipe!r} has a formula, but is not measured here; choose from {', '.join(MEASURABLE)}"
         )
-    layout = Layout(dp=num_ranks, zero_stage=stage, micro_batch=sizes.batch_size, recompute=recompute)
+    cut = {"dp": num_ranks, "zero_stage": stage, "micro_batches": micro_batches}
+    layout = Layout(**cut, micro_batch=sizes.batch_size, recompute=recompute)
     return _measured(config or preset("toy"), layout, sizes, recipe, f"ZeRO stage {stage}")
 
 

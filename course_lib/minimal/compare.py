@@ -88,21 +88,23 @@ def trace_of_a_step(trainer: type, world_size: Size = 2) -> list[Span]:
 @checked
 def held_bytes(trainer: type, world_size: Size = 4) -> dict[str, int]:
     """Return the bytes of each kind of state on one rank at the end of backward, before the update."""
-    held, _ = launch(_memory, world_size, trainer, SEQ_LEN)[0]
+    held, _ = launch(_memory, world_size, trainer, SEQ_LEN, 1)[0]
     return {kind: held[kind] for kind in ("parameters", "gradients", "optimizer")}
 
 
 @checked
 def bytes_after_backward(trainer: type, world_size: Size = 4) -> int:
     """Return all bytes alive on one rank at the end of backward, before the update: shards, and what was not freed."""
-    held, _ = launch(_memory, world_size, trainer, SEQ_LEN)[0]
+    held, _ = launch(_memory, world_size, trainer, SEQ_LEN, 1)[0]
     return sum(held.values())
 
 
 @checked
-def memory_of_a_step(trainer: type, world_size: Size = 4, seq_len: Size = SEQ_LEN) -> Timeline:
-    """Return which bytes are alive on one rank at each moment of a step."""
-    return launch(_memory, world_size, trainer, seq_len)[0][1]
+def memory_of_a_step(
+    trainer: type, world_size: Size = 4, seq_len: Size = SEQ_LEN, num_micro_batches: Size = 1
+) -> Timeline:
+    """Return which bytes are alive on one rank at each moment of a step of equally large micro-batches."""
+    return launch(_memory, world_size, trainer, seq_len, num_micro_batches)[0][1]
 
 
 @checked
@@ -215,12 +217,13 @@ def _spans(events) -> list[Span]:
     return [Span(0, lane, name, (a - start_us) * 1e-6, (b - start_us) * 1e-6) for lane, name, a, b in bars]
 
 
-def _memory(trainer: type, seq_len: int) -> tuple[dict[str, int], Timeline]:
+def _memory(trainer: type, seq_len: int, num_micro_batches: int) -> tuple[dict[str, int], Timeline]:
     """Bytes by kind at the end of backward, and over the whole step; the first step makes the optimizer states."""
     made = trainer(build(_config_of(trainer), dtype=torch.bfloat16), master_adamw, dist.group.WORLD)
     made.backward(micro_batches_of_rank(0, 1, seq_len, trainer))
     made.update()
-    parts = micro_batches_of_rank(1, 1, seq_len, trainer)
+    numbers = range(1, 1 + num_micro_batches)
+    parts = [part for number in numbers for part in micro_batches_of_rank(number, 1, seq_len, trainer)]
     mine = [param for group in made.optimizer.param_groups for param in group["params"]]
     with MemoryTracker(nn.ModuleList([made.model, nn.ParameterList(mine)]), made.optimizer) as tracker:
         made.backward(parts)

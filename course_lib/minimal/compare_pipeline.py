@@ -3,7 +3,8 @@
 `rank_class` is a class as in one_f_one_b.py: rank_class(model, micro_batches) with its `stage` of the model, and
 run(words). `lists` is a schedule: for each rank a list of words such as ["F0", "B0"]. All functions run it on real
 ranks on the CPU, on the same tiny Llama and the same text. (With NCCL the messages between two ranks run one after the
-other, in both directions: parallel/channels.py has a group for each direction.)
+other, in both directions: one_f_one_b.py starts a send and a receive in one call, parallel/channels.py has a group for
+each direction.)
 """
 
 import time

@@ -48,19 +48,29 @@ class Neighbours:
     def __init__(self, model, micro_batches):
         self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
         self.stage = Stage(model, self.rank, self.last + 1)
-        self.micro_batches, self.in_flight, self.sends = micro_batches, {}, []
+        self.micro_batches, self.in_flight = micro_batches, {}
+        self.to_send, self.works = [], []
+
+    def send(self, x_BSD, dst):
+        """Leave a message, which the next `start` sends."""
+        self.to_send.append(dist.P2POp(dist.isend, x_BSD, dst))
+
+    def start(self, *receive):
+        """Start to send and to receive, all in one call."""
+        messages, self.to_send = [*self.to_send, *receive], []
+        if messages:  # `works` holds them: a sent tensor must stay until it has arrived
+            self.works += [(work, messages) for work in dist.batch_isend_irecv(messages)]
 
     def receive(self, src):
-        """Wait for hidden states, or their gradient."""
+        """Send, and wait for hidden states or their gradient; None if there is no src."""
+        if src not in range(self.last + 1):
+            return self.start()
         shape_BSD = (*self.micro_batches[0][0].shape, self.stage.config.d_model)
         dtype = next(self.stage.parameters()).dtype
         x_BSD = torch.empty(shape_BSD, dtype=dtype)
-        dist.recv(x_BSD, src)
+        self.start(dist.P2POp(dist.irecv, x_BSD, src))
+        self.works.pop()[0].wait()  # the receive is the last message
         return x_BSD
-
-    def send(self, x_BSD, dst):
-        """Start to send, and go on."""
-        self.sends.append((dist.isend(x_BSD, dst), x_BSD))
 
 
 class PipelineRank(Neighbours):
@@ -69,8 +79,8 @@ class PipelineRank(Neighbours):
     def F(self, i):
         """Forward: receive, compute, send; keep what backward needs."""
         x, y_BS = self.micro_batches[i]
-        if self.rank > 0:
-            x = self.receive(self.rank - 1).requires_grad_()
+        received = self.receive(self.rank - 1)
+        x = x if received is None else received.requires_grad_()
         if self.rank == self.last:
             out = loss_of(self.stage, x, y_BS) / len(self.micro_batches)
         else:
@@ -81,7 +91,7 @@ class PipelineRank(Neighbours):
     def B(self, i):
         """Backward: receive the gradient of the output, send that of the input."""
         x, out = self.in_flight.pop(i)
-        out.backward(None if self.rank == self.last else self.receive(self.rank + 1))
+        out.backward(self.receive(self.rank + 1))
         if self.rank > 0:
             self.send(x.grad, self.rank - 1)
 
@@ -89,7 +99,8 @@ class PipelineRank(Neighbours):
         """Execute a list such as ["F0", "B0"]; gradients add up in the stage."""
         for word in words:
             getattr(self, word[0])(int(word[1:]))
-        for work, _ in self.sends:
+        self.start()
+        for work, _ in self.works:
             work.wait()
 
 
@@ -99,14 +110,15 @@ class SplitRank(PipelineRank):
     def I(self, i):
         """The gradient of the input alone; W will find what it needs."""
         x, out = self.in_flight.pop(i)
-        grad = None if self.rank == self.last else self.receive(self.rank + 1)
+        grad = self.receive(self.rank + 1)
         if self.rank > 0:
             (grad_x,) = torch.autograd.grad(out, x, grad, retain_graph=True)
             self.send(grad_x, self.rank - 1)
         self.in_flight["W", i] = out, grad
 
     def W(self, i):
-        """The gradients of the weights alone."""
+        """The gradients of the weights alone; what I sent need not wait for them."""
+        self.start()
         out, grad = self.in_flight.pop(("W", i))
         weights = list(self.stage.parameters())
         torch.autograd.backward(out, grad, inputs=weights)

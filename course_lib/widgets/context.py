@@ -110,9 +110,9 @@ def describe_context(config: ModelConfig, chosen: ContextChoice, times: dict[str
     missing = "" if "ulysses" in times else " Ulysses is not possible: too few key/value heads a rank."
     layer = ", ".join(f"{method} {show_seconds(time.total_s)}" for method, time in times.items())
     return (
-        f"Predicted: a rank has {chosen.seq_len // chosen.cp:,} tokens and hands on {show_bytes(block)} a hop over "
-        f"{on.name}; counted: {chosen.sequence_sharding} allows {100 * share:.1f} % of the ideal speed. "
-        f"Modelled, not measured: a hop hides from {needed:,.0f} tokens a rank; "
+        f"Predicted: a rank has {chosen.seq_len // chosen.cp:,} tokens and hands on {show_bytes(block)} per ring step "
+        f"over {on.name}; counted: {chosen.sequence_sharding} allows {100 * share:.1f} % of the ideal speed. "
+        f"Modelled, not measured: a ring step hides from {needed:,.0f} tokens a rank; "
         f"one layer's attention, forward and backward: {layer}.{missing}"
     )
 

@@ -11,7 +11,7 @@ from course_lib.compare.sharded_profile import measure_zero
 from course_lib.config import PRESETS, preset
 from course_lib.hardware import gpu, link
 from course_lib.layout import Layout
-from course_lib.memory.budget import Budget, budgets
+from course_lib.memory.budget import Budget, budgets, steady
 from course_lib.memory.states import RECIPES, count_parameters
 from course_lib.memory.zero import Offload, offload_link_bytes, zero_state_bytes, zero_units
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
@@ -33,6 +33,7 @@ PCIE, DISK = "pcie4", "nvme"  # each GPU has its own way to the host; a drive is
 GPUS_PER_NODE = 8
 RECOMPUTE = ["none", "selective", "full"]
 MEASURED_RANKS = 4  # at most: they share this machine's cores
+MEASURED_MICRO_BATCHES = 4  # at most: no more bytes are held with more of them
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class ZeroChoice:
     batch_size: Size = 1
     seq_len: Size = 4096
     recompute: str = "none"
+    micro_batches: Size = 1
 
     def __post_init__(self):
         check_fields(self)
@@ -60,8 +62,8 @@ class ZeroView:
     budget: Budget
     bars: list[BudgetBar]
     limits_bytes: dict[str, int]
-    sent_bytes: int  # by one GPU in a step of one micro-batch
-    trips: float  # the same in units of the parameters' bytes, times (N - 1) / N
+    sent_bytes: int  # by one GPU in a step
+    trips: float  # the same in units of the parameters' bytes, times (dp - 1) / dp
     link_bytes: dict[str, int]  # by one GPU over PCIe and to disk, one way each
     offload_s: float  # modelled: one crossing after the other
     title: str
@@ -84,8 +86,7 @@ def explore_zero(chosen: ZeroChoice) -> ZeroView:
     limits = gpu_limits([gpu(chosen.gpu_key)])
     bars = budget_bars({"plain DP": plain, f"stage {chosen.stage}": needed}, limits)
     units = zero_units(config, chosen.stage, recipe.param_bytes)
-    layout = Layout(dp=chosen.dp_size, zero_stage=chosen.stage, micro_batch=chosen.batch_size)
-    sent = sent_bytes(calls(Run(config, layout, chosen.seq_len, chosen.recipe))["data"])
+    sent = sent_bytes(calls(_run(chosen))["data"])
     one_trip = count_parameters(config) * recipe.param_bytes * (chosen.dp_size - 1) / chosen.dp_size
     shards = zero_state_bytes(units, chosen.stage, chosen.dp_size, recipe)
     moved = offload_link_bytes(shards, offload)
@@ -94,12 +95,19 @@ def explore_zero(chosen: ZeroChoice) -> ZeroView:
     return replace(view, title=_title(chosen, view), text=describe_zero(chosen, view))
 
 
-def _budget(chosen: ZeroChoice) -> Budget:
+def _run(chosen: ZeroChoice) -> Run:
     layout = Layout(
-        dp=chosen.dp_size, zero_stage=chosen.stage, micro_batch=chosen.batch_size, recompute=chosen.recompute
+        dp=chosen.dp_size,
+        zero_stage=chosen.stage,
+        micro_batch=chosen.batch_size,
+        micro_batches=chosen.micro_batches,
+        recompute=chosen.recompute,
     )
-    offload = OFFLOADS[chosen.offload]
-    return budgets(Run(preset(chosen.model), layout, chosen.seq_len, chosen.recipe, offload=offload))[0]
+    return Run(preset(chosen.model), layout, chosen.seq_len, chosen.recipe, offload=OFFLOADS[chosen.offload])
+
+
+def _budget(chosen: ZeroChoice) -> Budget:
+    return budgets(steady(_run(chosen)))[0]
 
 
 def _title(chosen: ZeroChoice, view: ZeroView) -> str:
@@ -116,7 +124,7 @@ def describe_zero(chosen: ZeroChoice, view: ZeroView) -> str:
         f"Predicted: {show_bytes(view.bars[1].total_bytes)} a GPU, {show_bytes(states)} of it states; "
         f"plain data parallelism {show_bytes(view.bars[0].total_bytes)}.",
         f"A step sends {show_bytes(view.sent_bytes)} from each GPU: {view.trips:.2f} times the parameters' "
-        f"bytes, times (N − 1) / N, with N = {chosen.dp_size:,}."
+        f"bytes, times (dp − 1) / dp, with dp = {chosen.dp_size:,}."
         if view.trips
         else "One GPU alone sends nothing.",
     ]
@@ -142,7 +150,8 @@ def measure_zero_choice(chosen: ZeroChoice) -> FiveDComparison:
     explore_zero(chosen)  # what is impossible is not measured either
     if chosen.offload != "none":
         raise ValueError("offload is not measured here; choose offload none (chapter 04 measures it)")
-    return measure_zero(chosen.stage, min(chosen.dp_size, MEASURED_RANKS), chosen.recipe, recompute=chosen.recompute)
+    ranks, few = min(chosen.dp_size, MEASURED_RANKS), min(chosen.micro_batches, MEASURED_MICRO_BATCHES)
+    return measure_zero(chosen.stage, ranks, chosen.recipe, recompute=chosen.recompute, micro_batches=few)
 
 
 @checked
@@ -157,6 +166,7 @@ def zero_explorer(start: ZeroChoice | None = None) -> widgets.VBox:
         "recipe": parts.choice("precision", RECIPES, start.recipe),
         "offload": parts.choice("offload", OFFLOADS, start.offload),
         "batch_size": parts.slider("micro-batch", parts.powers_of_two(1, 64), start.batch_size),
+        "micro_batches": parts.slider("micro-batches", parts.powers_of_two(1, 64), start.micro_batches),
         "seq_len": parts.slider("sequence", parts.powers_of_two(64, 131_072), start.seq_len),
         "recompute": parts.choice("recomputation", RECOMPUTE, start.recompute),
     }

@@ -177,7 +177,7 @@ class BucketsOfTensors(Buckets):
     def groups(self, model):
         found = [[]]
         for param in reversed(list(model.parameters())):
-            if sum(p.numel() for p in found[-1]) >= 70_000:
+            if sum(p.numel() for p in found[-1]) >= 60_000:
                 found.append([])
             found[-1].append(param)
         return found

@@ -195,14 +195,18 @@ class KeepsTwoLists:
 
 
 # ------------------------------------------------------------------------------------ 6. messages both ways
-def exchange_receives_first(down, up):
+def exchange_even_ranks_first(down, up):
+    """In two rounds: ranks at even places send down and up while others receive, then the other way."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    before = torch.empty_like(down) if rank > 0 else None
-    behind = torch.empty_like(up) if rank < last else None
-    works = [dist.irecv(before, rank - 1)] if rank > 0 else []
-    works += [dist.irecv(behind, rank + 1)] if rank < last else []
-    works += [dist.isend(up, rank - 1)] if rank > 0 else []
-    works += [dist.isend(down, rank + 1)] if rank < last else []
+    before, behind = (torch.empty_like(x) if end else None for x, end in ((down, rank > 0), (up, rank < last)))
+    works = []
+    for sends in ((True, False), (False, True))[rank % 2]:
+        if sends:
+            works += [dist.isend(up, rank - 1)] if rank > 0 else []
+            works += [dist.isend(down, rank + 1)] if rank < last else []
+        else:
+            works += [dist.irecv(before, rank - 1)] if rank > 0 else []
+            works += [dist.irecv(behind, rank + 1)] if rank < last else []
     for work in works:
         work.wait()
     return before, behind
@@ -222,20 +226,17 @@ def exchange_in_one_call(down, up):
     return before, behind
 
 
-def exchange_blocking_receives(down, up):
+def exchange_a_batch_of_each_pair(down, up):
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    sends = [dist.isend(up, rank - 1)] if rank > 0 else []
-    sends += [dist.isend(down, rank + 1)] if rank < last else []
-    before = behind = None
-    if rank > 0:
-        before = torch.empty_like(down)
-        dist.recv(before, rank - 1)
-    if rank < last:
-        behind = torch.empty_like(up)
-        dist.recv(behind, rank + 1)
-    for send in sends:
-        send.wait()
-    return before, behind
+    received = []
+    for other, out, like in ((rank - 1, up, down), (rank + 1, down, up)):
+        received.append(None)
+        if 0 <= other <= last:
+            received[-1] = torch.empty_like(like)
+            ends = ((dist.isend, out), (dist.irecv, received[-1]))
+            for work in dist.batch_isend_irecv([dist.P2POp(way, x, other) for way, x in ends]):
+                work.wait()
+    return tuple(received)
 
 
 # ------------------------------------------------------------------------------------ 7. 1F1B on ranks
@@ -247,16 +248,17 @@ class ByLists(PipelineRank):
 
 
 class ReceivesEarly:
-    """The package's stage, receives that are started one instruction early, and a queue for each direction."""
+    """The package's stage, receives that are started one instruction early, and a group for each direction."""
 
     def __init__(self, model, micro_batches):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.stage = cut(model, self.rank, even_layers(model.config.num_layers, self.size))
         self.micro_batches, self.dtype = micro_batches, model.embed.weight.dtype
+        self.down, self.up = dist.new_group(), dist.new_group()
 
     def start(self, src):
         x = torch.empty(*self.micro_batches[0][0].shape, self.stage.config.d_model, dtype=self.dtype)
-        return dist.irecv(x, src), x
+        return dist.irecv(x, src, self.down if src < self.rank else self.up), x
 
     def step(self):
         m, first, last = len(self.micro_batches), self.rank == 0, self.rank == self.size - 1
@@ -271,7 +273,7 @@ class ReceivesEarly:
                     arriving = self.start(self.rank - 1) if i + 1 < m else None
                 out = loss_of(self.stage, x, y_BS) / m if last else self.stage(x)
                 if not last:
-                    sends.append((dist.isend(out.detach(), self.rank + 1), out))
+                    sends.append((dist.isend(out.detach(), self.rank + 1, self.down), out))
                 kept.append((x, out))
             if i >= self.size - 1 - self.rank or i >= m:
                 self.backward(*kept[done], sends)
@@ -287,7 +289,7 @@ class ReceivesEarly:
             work.wait()
         torch.autograd.backward(out, grad)
         if self.rank > 0:
-            sends.append((dist.isend(x.grad, self.rank - 1), x))
+            sends.append((dist.isend(x.grad, self.rank - 1, self.up), x))
 
 
 class Recomputing(PipelineRank):
@@ -340,7 +342,7 @@ RIGHT = {
     "check_limited": (limited_from_1f1b, limited_greedily, limited_by_slices),
     "check_layers": (layers_by_search, layers_from_the_back, layers_by_moving),
     "check_split_backward": (KeepsADict, Recursive, KeepsTwoLists),
-    "check_exchange": (exchange_receives_first, exchange_in_one_call, exchange_blocking_receives),
+    "check_exchange": (exchange_even_ranks_first, exchange_in_one_call, exchange_a_batch_of_each_pair),
     "check_pipeline": (ByLists, ReceivesEarly, Recomputing),
     "check_shorter": (zb_h1_from_the_package, shorter_on_the_clock, whole_backwards_on_rank_0),
 }

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from harness import sampled
 
+from course_lib.checks.ch08.nccl_order import recorded_calls, replay
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter
 from course_lib.minimal import compare_pipeline
@@ -79,6 +80,41 @@ def test_gradients_and_bytes_are_those_of_the_engine(name, p):
         neighbours = (rank > 0) + (rank < p - 1)
         assert same_names and worst < 1e-12
         assert sent == of_engine == neighbours * 4 * BOUNDARY * 8
+
+
+class StartsAlone(PipelineRank):
+    """Sends and receives in calls of their own: right on gloo."""
+
+    def start(self, *receive):
+        messages, self.to_send = [*self.to_send, *receive], []
+        self.works += [(message.op(message.tensor, message.peer), message) for message in messages]
+
+
+def calls_of_steps(rank_class, lists_of_steps):
+    """The calls that start messages on this rank, for each list."""
+    recorded = []
+    for lists, count in lists_of_steps:
+        worker = rank_class(build(CONFIG), compare_pipeline.micro_batches_of_step(count))
+        with recorded_calls() as calls:
+            worker.run(lists[dist.get_rank()])
+        recorded.append(calls)
+    return recorded
+
+
+@launches
+def test_no_list_of_the_lesson_waits_for_ever_in_the_order_of_nccl():
+    sizes = [(make_lists(4, m), m) for make_lists in BUILDERS.values() for m in (1, 2, 6)]
+    split = [(words_of(name, 4, 6), 6) for name in ("zb_h1", "zb_h2")]
+    for rank_class, steps in ((PipelineRank, sizes), (SplitRank, split)):
+        for calls in zip(*launch(calls_of_steps, 4, rank_class, steps), strict=True):
+            rounds, stuck = replay(calls)
+            assert rounds > 1 and not stuck
+
+
+@launches
+def test_sends_and_receives_in_calls_of_their_own_wait_for_ever_in_the_order_of_nccl():
+    (calls,) = zip(*launch(calls_of_steps, 2, StartsAlone, [(one_f_one_b(2, 3), 3)]), strict=True)
+    assert replay(calls)[1] == "rank 0 stands at its send to rank 1, rank 1 stands at its send to rank 0"
 
 
 @launches

@@ -8,14 +8,18 @@ from harness import sampled, worlds
 from course_lib import comm
 from course_lib.config import preset
 from course_lib.launch import launch
+from course_lib.layout import Layout
 from course_lib.measure import ByteMeter
+from course_lib.memory.budget import budget_of_rank
 from course_lib.memory.states import count_parameters
 from course_lib.memory.zero import zero_bytes_per_parameter
 from course_lib.minimal import compare, compare_with_one_process, held_bytes, memory_of_a_step, sent_bytes
+from course_lib.minimal.compare import CONFIG, SEQ_LEN
 from course_lib.minimal.data import DataParallel
 from course_lib.minimal.zero import FlatParameter, Zero1, Zero2, Zero3
 from course_lib.model import build
 from course_lib.parallel import zero
+from course_lib.run import Run
 
 pytestmark = pytest.mark.launches
 
@@ -91,6 +95,19 @@ def test_stage_3_never_has_more_than_one_unit_gathered():
     timeline = memory_of_a_step(Zero3)
     assert max(timeline.bytes_by_kind["gathered"]) == 2 * 49_280  # a block, in bfloat16
     assert timeline.bytes_by_kind["gathered"][-1] == 0
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_stages_1_and_2_have_the_same_peak_with_one_micro_batch_alone(m):
+    one, two = (memory_of_a_step(trainer, num_micro_batches=m) for trainer in (Zero1, Zero2))
+    assert one.peak_by_kind["gradients"] == (2 * PSI if m > 1 else 0)
+    assert one.peak_bytes - two.peak_bytes == (2 * PSI * 3 // 4 if m > 1 else 0)
+    sizes = [Layout(dp=4, zero_stage=stage, micro_batch=3, micro_batches=m) for stage in (1, 2)]
+    budgets = [budget_of_rank(Run(CONFIG, size, SEQ_LEN), 0) for size in sizes]
+    if m == 1:
+        assert budgets[0].peak_bytes == budgets[1].peak_bytes
+    else:  # the gradients at the peak are those of the run, of which stage 2 keeps a shard
+        assert [budget.at_peak["gradients"] for budget in budgets] == [2 * PSI, 2 * PSI // 4]
 
 
 # ------------------------------------------------------------------------------------ planted bugs

@@ -15,6 +15,7 @@ from kept_bytes import kept_bytes
 from torch import nn
 
 from course_lib import model, schedules, training
+from course_lib.checks.ch08.nccl_order import recorded_calls, replay
 from course_lib.comm import make_groups
 from course_lib.config import ModelConfig
 from course_lib.launch import launch
@@ -637,6 +638,48 @@ def test_what_cannot_be_is_refused_before_anything_is_sent():
         assert calls == {}
     with pytest.raises(ValueError, match="family is 'xlmr'"):
         stages.check_stages(dataclasses.replace(LLAMA, family="xlmr", num_kv_heads=2), 2)
+
+
+# --- the calls of the engine, in NCCL's order
+
+
+def recorded_steps(given):
+    """The calls that start messages on this rank, with a channel for each direction and with one for both."""
+    shared, recorded = Shared(), []
+    of_both = {pair: shared.group for pair in shared.channels}
+    for case in given:
+        engine = shared.build(case)
+        with recorded_calls() as separate:
+            engine.run(micro_batches(case.m))
+        engine.channels = of_both
+        with recorded_calls() as together, to_a_group_of_all():
+            engine.run(micro_batches(case.m))
+        recorded.append((separate, together))
+    return recorded
+
+
+@contextmanager
+def to_a_group_of_all():
+    """Both ends of a pair find each other in a group of two ranks, whatever their direction."""
+    other = 1 - dist.get_rank()
+    start = {"send": dist.isend, "receive": dist.irecv}
+    with (
+        patch.object(executor, "send", lambda x, group: start["send"](x, other, group)),
+        patch.object(executor, "receive", lambda x, group: start["receive"](x, other, group)),
+    ):
+        yield
+
+
+def test_no_schedule_waits_for_ever_in_the_order_of_nccl_and_one_channel_for_both_directions_would():
+    given = [Case(name, 4, dataclasses.replace(LLAMA, num_layers=4)) for name in NAMES]
+    hung = set()
+    for case, *of_ranks in zip(given, *launch(recorded_steps, 2, given), strict=True):
+        separate, together = zip(*of_ranks, strict=True)
+        rounds, stuck = replay(separate)
+        assert rounds > 1 and not stuck, (case.name, stuck)
+        if replay(together)[1]:
+            hung.add(case.name)
+    assert "1f1b" in hung
 
 
 # --- the plan of messages, without ranks

@@ -43,6 +43,19 @@ def test_a_stage_sends_two_or_three_times_the_parameters(stage, trips):
     assert "sends nothing" in explore_zero(ZeroChoice(stage=stage, dp_size=1)).text
 
 
+def test_with_micro_batches_stage_2_needs_less_than_stage_1_and_sends_more():
+    alone = [explore_zero(ZeroChoice(stage=stage)) for stage in (1, 2)]
+    many = [explore_zero(ZeroChoice(stage=stage, micro_batches=16)) for stage in (1, 2)]
+    assert alone[0].bars[1].total_bytes == alone[1].bars[1].total_bytes
+    for before, after in zip(alone, many, strict=True):
+        assert after.bars[1].total_bytes > before.bars[1].total_bytes
+    saved_bytes = many[0].bars[1].total_bytes - many[1].bars[1].total_bytes
+    assert 0.9 * 2 * P8 * 7 / 8 < saved_bytes <= 2 * P8 * 7 / 8  # but for the gradients of the unit at work
+    assert [round(view.trips) for view in many] == [2, 17]
+    run = Run(preset("llama-3.1-8b"), Layout(dp=8, zero_stage=1, micro_batches=16), 4096)
+    assert many[0].budget == budgets(run)[0]  # worked out with fewer micro-batches
+
+
 def test_offload_moves_bytes_away_and_over_the_links():
     near, host = explore_zero(ZeroChoice()), explore_zero(ZeroChoice(offload="optimizer on the CPU"))
     disk = explore_zero(ZeroChoice(offload="optimizer, parameters on disk"))
@@ -112,6 +125,14 @@ def test_what_ranks_hold_and_send_under_zero_is_the_formula_to_the_byte(stage, r
         assert result.row(kind).error_percent == 0, (kind, result.row(kind))
     assert abs(result.row("activations").error_percent) < 2
     assert result.row(SENT).measured_bytes > 0 and f"stage {stage}" in str(result)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.launches
+def test_what_ranks_hold_and_send_in_four_micro_batches_is_the_formula_to_the_byte(stage):
+    result = measure_zero(stage, 2, "bf16-master", sizes=SMALL, micro_batches=4)
+    for kind in ("parameters", "gradients", "optimizer", SENT):
+        assert result.row(kind).error_percent == 0, (kind, result.row(kind))
 
 
 @pytest.mark.parametrize("how", [(False, False), (True, False), (True, True)])

@@ -48,6 +48,10 @@ def everything_divided(num_params, stage, dp_size):
     return _held(num_params, dp_size, ORDER if stage else (), stage)
 
 
+def nothing_sharded(num_params, stage, dp_size):
+    return 2 * num_params, 2 * num_params, 12 * num_params
+
+
 def whole_not_padded(num_params, stage, dp_size):
     shard = math.ceil(num_params / dp_size)
     return tuple(
@@ -341,6 +345,7 @@ WRONG = {
             (shard_rounded_down, "round the shard up"),
             (everything_divided, "every kind was divided"),
             (whole_not_padded, "is padded too"),
+            (nothing_sharded, "nothing was sharded"),
             (floats, "three whole numbers"),
         ],
     },
@@ -386,7 +391,7 @@ WRONG = {
         "check": check_zero2_buckets,
         "answers": [
             (BucketsAfterBackward, "full gradients were still there"),
-            (OneMessagePerUnit, "put units together"),
+            (OneMessagePerUnit, "put parameters together"),
             (OneBucket, "backward sent one reduce-scatter"),
             (LastMicroBatchOnly, "gradients must add up over the micro-batches"),
             (SumsOverRanks, "take the mean over ranks"),

@@ -134,6 +134,12 @@ def one_query_short(s, query_rank, key_rank):
     return (slice(s // 2 + 1, s), slice(0, s), False) if later else _tile(s, query_rank, key_rank)
 
 
+def triangle_of_an_earlier_rank(s, query_rank, key_rank):
+    """Slices are right; `causal` of an earlier rank is not."""
+    queries, keys, causal = _tile(s, query_rank, key_rank)
+    return queries, keys, causal or key_rank < query_rank
+
+
 # ------------------------------------------------------------------------------------ 4. bytes
 def _ring(c, B, s, heads, H, bytes_a_number, hops=None):
     return (c - 1 if hops is None else hops) * 2 * B * s * heads * H * bytes_a_number
@@ -233,6 +239,18 @@ def no_label_for_my_last(engine, tokens_BS1, positions_s):
     return _loss(engine, tokens_BS1, positions_s, labels_Bs, positions_s)
 
 
+def labels_filled_with_zeros(engine, tokens_BS1, positions_s):
+    labels_Bs = F.pad(tokens_BS1[:, :-1][:, positions_s][:, 1:], (0, 1))
+    return _loss(engine, tokens_BS1, positions_s, labels_Bs, positions_s)
+
+
+def cut_then_shifted(engine, tokens_BS1, positions_s):
+    mine_Bs = tokens_BS1[:, positions_s]
+    logits_BsV = engine(mine_Bs[:, :-1], positions_s[:-1])
+    losses = F.cross_entropy(logits_BsV.flatten(0, 1), mine_Bs[:, 1:].flatten(), reduction="sum")
+    return losses / tokens_BS1[:, 1:].numel()
+
+
 def labels_are_inputs(engine, tokens_BS1, positions_s):
     return _loss(engine, tokens_BS1, positions_s, tokens_BS1[:, :-1][:, positions_s], positions_s)
 
@@ -282,6 +300,27 @@ class DealsHeadsOut(Right):
         ctx.group = group
         pieces = x_BNsH.unflatten(1, (-1, group.size())).movedim(2, 0).contiguous()
         return all_to_all(pieces, group).movedim(0, 2).flatten(2, 3)
+
+
+class HeadsAndRowsMixed(Right):
+    """Reshaped where a dimension must move: heads of other rows."""
+
+    @staticmethod
+    def forward(ctx, x_BNsH, group):
+        ctx.group, (B, N, s, H) = group, x_BNsH.shape
+        pieces = x_BNsH.reshape(group.size(), B, N // group.size(), s, H)
+        return all_to_all(pieces.contiguous(), group).movedim(0, 2).flatten(2, 3)
+
+
+class ReshapedAfterwards(Right):
+    """The right pieces, put together without moving the dimension of ranks."""
+
+    @staticmethod
+    def forward(ctx, x_BNsH, group):
+        ctx.group = group
+        out = _in(x_BNsH, group)
+        pieces = out.unflatten(2, (group.size(), -1)).movedim(2, 0)
+        return pieces.reshape(out.shape)
 
 
 class NothingExchanged(Right):
@@ -500,6 +539,7 @@ WRONG = {
             (half_of_the_keys_of_later_ranks, "are mixed up"),
             (late_keys_of_earlier_ranks, "the earlier rank's late chunk"),
             (one_query_short, "pairs are seen that the mask forbids"),
+            (triangle_of_an_earlier_rank, "causal must be False"),
         ],
     },
     "my_bytes": {
@@ -528,6 +568,8 @@ WRONG = {
             (labels_after_the_cut, "labels were shifted after the cut"),
             (labels_rolled_after_the_cut, "labels were rolled after the cut"),
             (no_label_for_my_last, "my last token has no label"),
+            (labels_filled_with_zeros, "labels were shifted, and filled with 0, after the cut"),
+            (cut_then_shifted, "cut first, shifted then"),
             (labels_are_inputs, "the labels are the inputs themselves"),
             (positions_from_zero, "positions were counted from 0"),
             (detached, "no gradient arrived at the model"),
@@ -540,6 +582,8 @@ WRONG = {
             (DealsHeadsOut, "heads were dealt out one by one"),
             (NothingExchanged, "nothing was exchanged"),
             (AlongHeads, "side by side along heads"),
+            (HeadsAndRowsMixed, "which dimension is cut into pieces"),
+            (ReshapedAfterwards, "the right elements in wrong places"),
             (Averages, "averaged over ranks"),
             (NoGradient, "no gradient arrived at x_BNsH"),
             (GathersEverything, "bytes forward, and"),

@@ -276,19 +276,55 @@ def send_first(down, up):
     return before, behind
 
 
-def _started(down, up, wait=True, ring=False):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    works, before, behind = [], None, None
-    if rank > 0 or ring:
-        before = torch.zeros_like(down)
-        works += [dist.irecv(before, (rank - 1) % size), dist.isend(up, (rank - 1) % size)]
-    if rank < size - 1 or ring:
-        behind = torch.zeros_like(up)
-        works += [dist.irecv(behind, (rank + 1) % size), dist.isend(down, (rank + 1) % size)]
-    for work in works:
+def _ends():
+    """(neighbour, whether the message down goes to it) of this rank."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    return [(other, down) for other, down in ((rank - 1, False), (rank + 1, True)) if 0 <= other <= last]
+
+
+def _started(down, up, wait=True):
+    messages, received = [], {}
+    for other, goes_down in _ends():
+        received[goes_down] = torch.zeros_like(up if goes_down else down)
+        messages.append(dist.P2POp(dist.irecv, received[goes_down], other))
+        messages.append(dist.P2POp(dist.isend, down if goes_down else up, other))
+    for work in dist.batch_isend_irecv(messages):
         work.wait()
     if not wait:  # as if nothing had arrived yet, which no run can promise
-        before, behind = (None if x is None else torch.zeros_like(x) for x in (before, behind))
+        received = {way: torch.zeros_like(x) for way, x in received.items()}
+    return received.get(False), received.get(True)
+
+
+def sends_alone(down, up):
+    works = [dist.isend(down if goes_down else up, other) for other, goes_down in _ends()]
+    received = {}
+    for other, goes_down in _ends():
+        received[goes_down] = torch.empty_like(up if goes_down else down)
+        dist.recv(received[goes_down], other)
+    for work in works:
+        work.wait()
+    return received.get(False), received.get(True)
+
+
+def receives_first(down, up):
+    received = {goes_down: torch.empty_like(up if goes_down else down) for _, goes_down in _ends()}
+    works = [dist.irecv(received[goes_down], other) for other, goes_down in _ends()]
+    works += [dist.isend(down if goes_down else up, other) for other, goes_down in _ends()]
+    for work in works:
+        work.wait()
+    return received.get(False), received.get(True)
+
+
+def along_the_chain(down, up):
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    before, behind = (torch.empty_like(x) if end else None for x, end in ((down, rank > 0), (up, rank < last)))
+    if rank > 0:
+        dist.recv(before, rank - 1)
+    if rank < last:
+        dist.send(down, rank + 1)
+        dist.recv(behind, rank + 1)
+    if rank > 0:
+        dist.send(up, rank - 1)
     return before, behind
 
 
@@ -369,9 +405,27 @@ class ReceivesInFloat32(InOrder):
     """The default dtype, whatever the model's is."""
 
     def receive(self, src):
+        if src not in range(self.last + 1):
+            return self.start()
         x_BSD = torch.empty(*self.micro_batches[0][0].shape, self.stage.config.d_model)
-        dist.recv(x_BSD, src)
+        self.start(dist.P2POp(dist.irecv, x_BSD, src))
+        self.works.pop()[0].wait()
         return x_BSD
+
+
+class StartsAlone(InOrder):
+    """Each send and each receive in a call of its own: isend, then recv."""
+
+    def start(self, *receive):
+        messages, self.to_send = [*self.to_send, *receive], []
+        self.works += [(message.op(message.tensor, message.peer), message) for message in messages]
+
+
+class WaitsForEachSend(InOrder):
+    """dist.send, which returns when the other rank receives."""
+
+    def send(self, x_BSD, dst):
+        dist.send(x_BSD, dst)
 
 
 # ------------------------------------------------------------------------------------ 8. shorter
@@ -469,6 +523,12 @@ WRONG = {
             (not_waited, "wait for the receive"),
             (swapped_results, "there is no such rank"),
             (a_list, "return two things"),
+            (
+                sends_alone,
+                "on NCCL ranks wait for ever: rank 0 stands at its send to rank 1, rank 1 stands at its send",
+            ),
+            (receives_first, "on NCCL ranks wait for ever: rank 0 stands at its receive from rank 1"),
+            (along_the_chain, "start all before you wait for any"),
         ],
     },
     "MyPipeline": {
@@ -482,6 +542,8 @@ WRONG = {
             (HeadLeftOut, "have no gradient on any rank, first head.weight"),
             (SendsTwice, "one message a cut each way"),
             (ReceivesInFloat32, "a message of 65,536 bytes came to a buffer of 32,768"),
+            (StartsAlone, "on NCCL ranks wait for ever: rank 0 stands at its send to rank 1"),
+            (WaitsForEachSend, "ranks wait for each other; start each send without waiting"),
         ],
     },
     "my_shorter": {

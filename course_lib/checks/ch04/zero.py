@@ -42,6 +42,11 @@ def _expect_held(got: tuple, num_params: int, stage: int, dp_size: int) -> None:
     }
     where = f"{num_params:,} parameters, stage {stage}, {dp_size} ranks: (parameters, gradients, optimizer)"
     unpadded = tuple(size * num_params for size in (2, 2, 12))
+    nothing_cut = "nothing was sharded; stage 1 shards the optimizer states, stage 2 the gradients too, stage 3 all"
+    if stage and got == unpadded:
+        fail(f"{where} is {got}, and {held(cut)} is right: {nothing_cut}")
+    if stage:
+        wrong[nothing_cut] = held(())
     whole = tuple(
         got_kind == plain for got_kind, plain in zip(got, unpadded, strict=False)
     )  # an answer of another length is told below
@@ -117,7 +122,7 @@ def _expect_sent(got, num_params: int, stage: int, dp_size: int, m: int) -> None
         wrong["every micro-batch gathers and reduces"] = sent(2, 1)
     wrong |= {
         "gradients travel in 4 bytes": sent(gathers, scatters, grad_bytes=2),
-        "a ring sends (N - 1) / N of it: a rank keeps its own piece": sent(gathers, scatters, share=1.0),
+        "a ring sends (dp - 1) / dp of it: a rank keeps its own piece": sent(gathers, scatters, share=1.0),
     }
     where = f"{num_params:,} parameters, stage {stage}, {dp_size} ranks, {m} micro-batches: bytes sent by a rank"
     expect_equal(got, sent(gathers, scatters), where, wrong)

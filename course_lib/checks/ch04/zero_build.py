@@ -15,7 +15,7 @@ from course_lib.minimal.zero import Zero3
 from course_lib.model import build
 
 NUM_PARAMS = count_parameters(compare.CONFIG)
-MOST_MESSAGES = 3  # buckets of at least 60,000 parameters
+MOST_MESSAGES = -(-NUM_PARAMS // 60_000)  # buckets of single parameters; of whole units there is one fewer
 ITEMSIZE = 2  # bfloat16, in which sent_bytes and memory_of_a_step compute
 SIGNS_OF_FREED_MEMORY = {
     "killed by SIGSEGV": "your code read or wrote memory that it had given back; is your shard a view of the buffer "
@@ -34,8 +34,8 @@ def check_zero2_buckets(answer, rng):
     scatters = calls.get("reduce_scatter", 0)
     if scatters > MOST_MESSAGES:
         fail(
-            f"backward sent {scatters} reduce-scatters, and {MOST_MESSAGES} are enough: put units together until a "
-            "bucket has 60,000 parameters"
+            f"backward sent {scatters} reduce-scatters, and {MOST_MESSAGES} are enough: put parameters together until "
+            "a bucket has 60,000 elements"
         )
     if scatters == 1:
         fail(

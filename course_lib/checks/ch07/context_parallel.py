@@ -140,6 +140,11 @@ def _expect_tile(answer: Callable, s: int, ranks: int, query_rank: int, key_rank
         )
     if not later and torch.equal(seen, _seen(s, whole, half, False)):
         fail(f"{where}: this is the earlier rank's late chunk, which lies after both of mine; its early one is seen")
+    if torch.equal(_seen(s, *got[:2], not got[2]), allowed):
+        cause = (
+            "all my own keys lie in one triangle" if query_rank == key_rank else "a triangle is of my own keys alone"
+        )
+        fail(f"{where}: queries and keys are right, and causal must be {not got[2]}: {cause}")
     forbidden, missing = (seen & ~allowed).sum().item(), (allowed & ~seen).sum().item()
     fail(f"{where}: {forbidden} pairs are seen that the mask forbids, {missing} are missing")
 

@@ -4,6 +4,7 @@ pipeline_formulas.py    shares of a bubble, layers kept, layers for each stage
 pipeline_schedules.py   1F1B with a limit of memory, a shorter schedule
 pipeline_build.py       1F1B on ranks, from an empty cell
 pipeline_ranks.py       backward in two halves, messages both ways
+nccl_order.py           would messages that ran on gloo also run on NCCL
 """
 
 from course_lib.checks.ch08.pipeline_build import check_pipeline

@@ -5,13 +5,14 @@ from collections.abc import Callable
 
 import torch
 
+from course_lib.checks.ch08.nccl_order import HUNG, Started, expect_order_of_nccl, recorded_calls
 from course_lib.checks.core import CheckFailed, fail, grader, run_ranks
 from course_lib.measure import ByteMeter
 from course_lib.minimal.compare_pipeline import CONFIG, SEQ_LEN, SEQUENCES, micro_batches_of_step, one_process
 from course_lib.model import build
 from course_lib.schedules import from_lists, one_f_one_b, problems, simulate
 
-DEADLOCK_S = 60.0  # a launch takes seconds
+LIMIT_S = 60.0  # a launch takes seconds; ranks that wait for each other are told after nccl_order.HANG
 MESSAGE_BYTES = SEQUENCES * SEQ_LEN * CONFIG.d_model * 8  # float64
 NO_BACKWARD = -1  # of torch._C._current_graph_task_id
 TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")  # as gloo says it
@@ -19,14 +20,20 @@ TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")  #
 
 @grader
 def check_pipeline(answer, rng):
-    """1F1B from an empty cell: gradients of one process, one message a cut each way, in 1F1B's time and memory."""
+    """1F1B from an empty cell: gradients of one process, one message a cut each way, in 1F1B's time and memory.
+
+    Run on gloo; the same calls must come through in NCCL's order.
+    """
     for world_size, count in ((2, rng.choice([3, 5])), (4, rng.choice([2, 3])), (4, rng.choice([6, 7]))):
         where = f"{world_size} ranks, {count} micro-batches"
         try:
-            results = list(run_ranks(_step, world_size, answer, count, timeout=DEADLOCK_S))
+            results = list(run_ranks(_step, world_size, answer, count, timeout=LIMIT_S, backend="gloo"))
         except CheckFailed as failure:
-            if "time limit" in str(failure):
-                fail(f"{where}: ranks wait for each other; start sends with dist.isend, and wait for them at the end")
+            if HUNG in str(failure) or "time limit" in str(failure):
+                fail(
+                    f"{where}: ranks wait for each other; start each send without waiting for it, together with the "
+                    "next receive in one dist.batch_isend_irecv"
+                )
             if sizes := TOO_LONG.search(str(failure)):
                 sent, room = (f"{int(size):,}" for size in sizes.groups())
                 fail(
@@ -34,16 +41,17 @@ def check_pipeline(answer, rng):
                     "the hidden states and the dtype of the model's parameters, here float64"
                 )
             raise
-        _expect_gradients([gradients for gradients, _, _ in results], count, where)
-        _expect_order([list(words) for _, words, _ in results], where)
-        for rank, (_, _, sent) in enumerate(results):
+        _expect_gradients([gradients for gradients, _, _, _ in results], count, where)
+        _expect_order([list(words) for _, words, _, _ in results], where)
+        for rank, (_, _, sent, _) in enumerate(results):
             enough = ((rank > 0) + (rank < world_size - 1)) * count * MESSAGE_BYTES
             if sent > 1.01 * enough:
                 fail(f"{where}: rank {rank} sent {sent:,} bytes, and {enough:,} are enough: one message a cut each way")
+        expect_order_of_nccl([calls for _, _, _, calls in results], where)
 
 
-def _step(answer: Callable, count: int) -> tuple[dict, list[str], int]:
-    """In a rank: the gradients after a step, the order of forwards and backwards, and the bytes sent."""
+def _step(answer: Callable, count: int) -> tuple[dict, list[str], int, list[Started]]:
+    """In a rank: the gradients after a step, the order of forwards and backwards, the bytes sent, the calls."""
     model = build(CONFIG, dtype=torch.float64)
     words: list[str] = []
     for block in model.blocks:
@@ -52,10 +60,10 @@ def _step(answer: Callable, count: int) -> tuple[dict, list[str], int]:
             lambda _, block=block: words.append(f"B {id(block)}")
         )
     worker = answer(model, micro_batches_of_step(count))
-    with ByteMeter() as meter:
+    with ByteMeter() as meter, recorded_calls() as calls:
         worker.step()
     gradients = {name: param.grad for name, param in worker.stage.named_parameters()}
-    return gradients, _of_one_block(words), meter.sent_bytes
+    return gradients, _of_one_block(words), meter.sent_bytes, calls
 
 
 def _note_forward(words: list[str], block) -> None:

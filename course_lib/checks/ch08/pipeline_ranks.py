@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from course_lib.checks.ch08.nccl_order import expect_order_of_nccl, recorded_calls
 from course_lib.checks.core import (
     CheckFailed,
     expect_close,
@@ -126,15 +127,16 @@ def _gradients(x: Tensor, linears: list[Tensor], grad: Tensor, relu: bool) -> tu
 # ------------------------------------------------------------------------------------ 6. both neighbours
 @grader
 def check_exchange(answer, rng):
-    """Large messages both ways along a chain of ranks."""
-    for world_size in (2, rng.choice([3, 4])):
+    """Large messages both ways along a chain of ranks: on gloo, and with the same calls in NCCL's order."""
+    for world_size in (2, rng.choice([4, 5])):
         seed = fresh_seed(rng)
         try:
-            everybody = run_ranks(_exchange, world_size, answer, seed, timeout=DEADLOCK_S)
+            results = run_ranks(_exchange, world_size, answer, seed, timeout=DEADLOCK_S, backend="gloo")
         except CheckFailed as failure:
             if "time limit" in str(failure):
                 fail(f"{world_size} ranks wait for each other: a blocking call waits for one that nobody has reached")
             raise
+        everybody, calls = zip(*results, strict=True)
         for rank, got in enumerate(everybody):
             where = f"rank {rank} of {world_size}"
             if not isinstance(got, tuple) or len(got) != 2:
@@ -142,6 +144,12 @@ def check_exchange(answer, rng):
             neighbours = (("before", rank - 1, 0), ("behind", rank + 1, 1))
             for (name, other, way), mine in zip(neighbours, got, strict=True):
                 _expect_message(mine, other, way, seed, world_size, f"{where}, from the rank {name}")
+        rounds = expect_order_of_nccl(calls, f"{world_size} ranks")
+        if rounds > 2:  # even ranks first, then odd ones: 2
+            fail(
+                f"{world_size} ranks: messages go one after the other along the chain, in {rounds} rounds; start all "
+                "before you wait for any"
+            )
 
 
 def _expect_message(got, other: int, way: int, seed: int, world_size: int, where: str) -> None:
@@ -161,7 +169,9 @@ def _expect_message(got, other: int, way: int, seed: int, world_size: int, where
 
 def _exchange(answer: Callable, seed: int):
     rank = dist.get_rank()
-    return answer(_message(rank, 0, seed), _message(rank, 1, seed))
+    with recorded_calls() as calls:
+        received = answer(_message(rank, 0, seed), _message(rank, 1, seed))
+    return received, calls
 
 
 def _shape(way: int) -> tuple[int, ...]:

@@ -1,0 +1,140 @@
+"""Would messages that ran on gloo also run on NCCL? Record the calls of each rank, and replay them in NCCL's order.
+
+gloo matches a receive with its send whatever was started before. NCCL runs the messages of one communicator in the
+order of the calls, and a send ends when its receive runs (NVIDIA/nccl#479). Messages that one `batch_isend_irecv`
+starts run together. torch has one communicator for all batches of a group, and one for each pair of its ranks for
+messages that are started alone.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from course_lib.checks.core import fail
+
+HANG = timedelta(seconds=10)  # other ranks compute for milliseconds between two messages
+HUNG = "Timed out waiting"  # as gloo says it
+
+
+@dataclass
+class Started:
+    """Messages that one call started.
+
+    communicator   one for the batches of a group, one for the lone messages of each pair of ranks
+    messages       ("send" | "recv", the other rank)
+    after          the rank's calls that it had waited for by then
+    """
+
+    communicator: str
+    messages: list[tuple[str, int]] = field(default_factory=list)
+    after: frozenset[int] = frozenset()
+
+
+@contextmanager
+def recorded_calls() -> Iterator[list[Started]]:
+    """Give a list that gets each call that starts messages on this rank; a wait of HANG raises."""
+    calls: list[Started] = []
+    call_of: dict[int, tuple[dist.Work, int]] = {}
+    waited: set[int] = set()
+    left_of_batch = [0]
+    check, wait, group_class = c10d._check_p2p_op_list, dist.Work.wait, dist.ProcessGroup
+    originals = {"send": group_class.send, "recv": group_class.recv}
+
+    def begin_batch(messages):
+        check(messages)
+        calls.append(Started(f"batches of {messages[0].group.group_name}", after=frozenset(waited)))
+        left_of_batch[0] = len(messages)
+
+    def starting(kind: str):
+        def start(group, tensors, peer, *tag):
+            other = dist.get_global_rank(group, peer)
+            if left_of_batch[0]:
+                left_of_batch[0] -= 1
+            else:
+                pair = sorted((dist.get_rank(), other))
+                calls.append(Started(f"{group.group_name}, ranks {pair}", after=frozenset(waited)))
+            calls[-1].messages.append((kind, other))
+            work = originals[kind](group, tensors, peer, *tag)
+            call_of[id(work)] = work, len(calls) - 1  # the work is kept, so that no other gets its id
+            return work
+
+        return start
+
+    def noted_wait(work, timeout=HANG):
+        result = wait(work, timeout)
+        if id(work) in call_of:
+            waited.add(call_of[id(work)][1])
+        return result
+
+    c10d._check_p2p_op_list, dist.Work.wait = begin_batch, noted_wait
+    group_class.send, group_class.recv = starting("send"), starting("recv")
+    try:
+        yield calls
+    finally:
+        c10d._check_p2p_op_list, dist.Work.wait = check, wait
+        group_class.send, group_class.recv = originals["send"], originals["recv"]
+
+
+def replay(rows: Sequence[Sequence[Started]]) -> tuple[int, str]:
+    """Return how many rounds all messages take in NCCL's order, and where ranks wait for ever ("" if none does).
+
+    rows   the recorded calls of each rank
+    A round moves all messages whose two ends run. A call runs if it is the first of its communicator that is left, and
+    the calls that the rank had waited for are done.
+    """
+    left = [[list(call.messages) for call in row] for row in rows]
+    for rounds in itertools.count():
+        running = [_running(row, of_rank) for row, of_rank in zip(rows, left, strict=True)]
+        moved = _matched(rows, left, running)
+        for rank, index, message in moved:
+            left[rank][index].remove(message)
+        if not moved:
+            stuck = [rank for rank in range(len(rows)) if any(left[rank])]
+            return rounds, ", ".join(_stands(rank, left[rank], running[rank]) for rank in stuck)
+
+
+def expect_order_of_nccl(rows: Sequence[Sequence[Started]], where: str) -> int:
+    """The messages also come through on NCCL; returns in how many rounds."""
+    rounds, stuck = replay(rows)
+    if stuck:
+        fail(
+            f"{where}: right on gloo, but on NCCL ranks wait for ever: {stuck}; NCCL runs the messages of two ranks in "
+            "the order of the calls, so start a send and a receive in one dist.batch_isend_irecv"
+        )
+    return rounds
+
+
+def _running(row: Sequence[Started], left: Sequence[list]) -> list[int]:
+    heads: dict[str, int] = {}
+    for index, call in enumerate(row):
+        if left[index]:
+            heads.setdefault(call.communicator, index)
+    return [index for index in heads.values() if not any(left[before] for before in row[index].after)]
+
+
+def _matched(rows, left, running) -> list[tuple[int, int, tuple[str, int]]]:
+    """(rank, its call, message) of both ends of each message that runs at both."""
+    waiting: dict[tuple, deque] = {}
+    for rank, indices in enumerate(running):
+        for index in indices:
+            for kind, other in left[rank][index]:
+                pair = (rank, other) if kind == "send" else (other, rank)
+                key = rows[rank][index].communicator, pair
+                waiting.setdefault((*key, kind), deque()).append((rank, index, (kind, other)))
+    moved = []
+    for (communicator, pair, kind), sends in waiting.items():
+        if kind == "send":
+            for both in zip(sends, waiting.get((communicator, pair, "recv"), ()), strict=False):
+                moved += both
+    return moved
+
+
+def _stands(rank: int, left: Sequence[list], running: list[int]) -> str:
+    ways = {"send": "its send to", "recv": "its receive from"}
+    return f"rank {rank} stands at " + " and ".join(f"{ways[kind]} rank {other}" for kind, other in left[min(running)])
