@@ -168,7 +168,7 @@ class StageProgram:
         if self.config.qk_norm:
             rows, config = self.part.rows, self.config
             q, k = (
-                op.rms_norm(self.L, x, self.weight(f"{name}.{part}_norm"), rows * heads)
+                op.rms_norm(self.L, x, self.weight(f"{name}.{part}_norm"), rows * heads, self.wide)
                 for x, part, heads in ((q, "q", config.num_heads), (k, "k", config.num_kv_heads))
             )
         if tables is not None:

@@ -31,6 +31,7 @@ from course_lib.config import ModelConfig
 from course_lib.devices import rank_device
 from course_lib.layout.partition import check_heads, kv_replication, piece_sizes
 from course_lib.model.gpt import Dropout
+from course_lib.model.llama import RMSNorm
 from course_lib.parallel.engine import (
     ModelEngine,
     Trace,
@@ -118,16 +119,14 @@ def shard_block(block: nn.Module, residual: ReplicatedResidual, config: ModelCon
 
 
 def shard_attention(attention: nn.Module, residual: ReplicatedResidual, config: ModelConfig) -> None:
-    """By heads: N / tp query heads a rank; key/value heads likewise, or one for tp / K ranks together.
-
-    QK-norm's weights are whole on each rank, which uses them for its own heads.
-    """
+    """By heads: N / tp query heads a rank; key/value heads likewise, or one for tp / K ranks together."""
     copies = kv_replication(config, residual.group.size())
     attention.q = ColumnLinear(attention.q, residual)
     attention.k, attention.v = ColumnLinear(attention.k, residual, copies), ColumnLinear(attention.v, residual, copies)
     attention.o = RowLinear(attention.o, residual)
-    for norm in (attention.q_norm, attention.k_norm) if config.qk_norm else ():
-        norm.cuts = {"weight": Cut(0, config.head_dim, residual.group.size(), copies=residual.group.size())}
+    if config.qk_norm:
+        attention.q_norm = HeadNorm(attention.q_norm, residual.group)
+        attention.k_norm = HeadNorm(attention.k_norm, residual.group)
     attention.project = partial(column_linears, residual=residual)
     if config.dropout > 0:
         attention.core = with_rank_rng(attention.core, residual.group)
@@ -150,6 +149,15 @@ def shard_latent_attention(attention: nn.Module, residual: ReplicatedResidual) -
     attention.o = RowLinear(attention.o, residual)
     attention.q_up, attention.kv_up = ColumnLinear(attention.q_up, residual), ColumnLinear(attention.kv_up, residual)
     attention.share_key = residual.enter
+
+
+class HeadNorm(RMSNorm):
+    """QK-norm on a rank with some of the heads: the weight is whole, and its gradient here is one term of a sum."""
+
+    def __init__(self, norm: RMSNorm, group: Group) -> None:
+        super().__init__(len(norm.weight), norm.eps)
+        self.weight = norm.weight
+        self.cuts = {"weight": Cut(0, len(norm.weight), group.size(), copies=group.size())}
 
 
 def shard_mlp(mlp: nn.Module, residual: ReplicatedResidual) -> None:
