@@ -152,6 +152,7 @@ class ModelConfig:
     dropout: Annotated[float, partial(number, least=0, below=1)] = 0.0  # the gpt family only
     moe: MoeConfig | None = None  # experts in place of the MLP, in all blocks but the first few
     mla: MlaConfig | None = None  # latent attention in all blocks
+    qk_norm: bool = False  # an RMSNorm over each query and key head before RoPE, as in Qwen3 (arXiv:2505.09388)
 
     def __post_init__(self):
         check_fields(self)
@@ -178,6 +179,11 @@ class ModelConfig:
             )
         if self.family == "llama" and self.dropout:
             raise ValueError(f"dropout is {self.dropout}, but Llama has none; use family='gpt' or dropout=0.0")
+        if self.qk_norm and (self.family != "llama" or self.mla):
+            raise ValueError(
+                "qk_norm is set, but only attention with full queries and keys in the llama family has it; use "
+                "family='llama' without mla, or qk_norm=False"
+            )
         self._check_mla()
         self._check_moe()
 

@@ -24,6 +24,8 @@ EXPERTS = MoeConfig(8, 2, 24, num_shared_experts=1, balancing="aux_loss", first_
 LATENT = replace(SMALL, num_kv_heads=4, head_dim=None, mla=MlaConfig(20, 12, 6, 4, 8))  # keys of 10, values of 8
 CONFIGS = {
     "llama": SMALL,
+    "head norms": replace(SMALL, qk_norm=True),
+    "tied head norms": replace(SMALL, qk_norm=True, tied=True, moe=EXPERTS),
     "latent": LATENT,
     "latent experts": replace(LATENT, tied=True, moe=EXPERTS),
     "tied": replace(SMALL, tied=True),

@@ -1,4 +1,4 @@
-"""Layouts drawn at random, and four small models to lay: what tests of every formula share."""
+"""Layouts drawn at random, and five small models to lay: what tests of every formula share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ SEQ_LEN = 256
 LLAMA = ModelConfig("llama", 8, 128, num_heads=8, num_kv_heads=4, d_ff=384, vocab_size=2048, max_seq_len=512)
 MODELS = {
     "llama": LLAMA,
+    "head norms": replace(LLAMA, name="head norms", num_kv_heads=2, qk_norm=True),
     "gpt": replace(LLAMA, name="gpt", family="gpt", num_kv_heads=8, d_ff=512, tied=True),
     "experts": replace(
         LLAMA, name="experts", moe=MoeConfig(8, 2, d_expert=192, num_shared_experts=1, first_dense_layers=1)

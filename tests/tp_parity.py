@@ -16,6 +16,7 @@ TOY = dataclasses.replace(PRESETS["toy"], num_layers=LAYERS)  # 8 query heads on
 CONFIGS = {
     "gqa": TOY,
     "tied, uneven": dataclasses.replace(TOY, tied=True, d_ff=191, vocab_size=255),
+    "head norms": dataclasses.replace(TOY, qk_norm=True),
     "gpt": dataclasses.replace(TOY, family="gpt", num_kv_heads=8, d_ff=190, tied=True),
 }
 

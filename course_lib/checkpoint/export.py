@@ -166,13 +166,15 @@ def config_for_transformers(config: ModelConfig, dtype: torch.dtype) -> dict:
         return common | gpt_fields(config)
     if config.family != "llama":
         raise ValueError(f"family is {config.family!r}; exported are llama and gpt, which predict the next token")
+    if config.qk_norm and config.moe is not None:
+        raise ValueError(f"{config.name} has qk_norm and experts; exported with qk_norm are dense models, as qwen3")
     if config.mla is not None and config.moe is not None:
         kind, special = "deepseek_v3", deepseek_fields(config)
     elif config.moe is not None:
         kind, special = "mixtral", mixtral_fields(config)
     else:
-        kind, special = "llama", {"head_dim": config.head_dim}
-    architecture = {"deepseek_v3": "DeepseekV3", "mixtral": "Mixtral", "llama": "Llama"}[kind] + "ForCausalLM"
+        kind, special = "qwen3" if config.qk_norm else "llama", {"head_dim": config.head_dim}
+    architecture = {"deepseek_v3": "DeepseekV3"}.get(kind, kind.capitalize()) + "ForCausalLM"
     return common | llama_fields(config) | special | {"model_type": kind, "architectures": [architecture]}
 
 

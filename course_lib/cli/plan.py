@@ -143,9 +143,10 @@ def fsdp2(run: Run, machines: "Machines") -> str:
         "recomputation of attention alone": layout.recompute == "selective",
     }
     need("Accelerate with FSDP2", run, FSDP2_RECIPES, not_dp_alone(layout) | checks)
-    block = "GPT2Block" if config.family == "gpt" else "MixtralDecoderLayer" if config.moe else "LlamaDecoderLayer"
+    kind = "Qwen3" if config.qk_norm else "Mixtral" if config.moe else "Llama"
+    block = "GPT2Block" if config.family == "gpt" else f"{'DeepseekV3' if config.mla else kind}DecoderLayer"
     fields = accelerate_fsdp2(
-        ["DeepseekV3DecoderLayer" if config.mla else block],
+        [block],
         layout.world_size,
         reshard_after_forward=layout.zero_stage == 3,
         precision=FSDP2_RECIPES[recipe_of(run.recipe).name],

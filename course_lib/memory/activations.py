@@ -6,6 +6,7 @@ Elements that one block saves per token (D, F, N, K, H, S as everywhere):
     block input, saved by the first norm       D, 1 statistic             D, 2 statistics
     norm's output, input of q, k and v         D                          D
     q, k, v                                    (N + 2 K) H                3 N H
+    QK-norm's inputs                           (N + K) H, N + K statist.  none
     fused core: log-sum-exp, in FP32           N                          N
     standard core: scores after softmax        N S, k and v N H each      N S, with dropout 2 N S and a mask
     core's output, input of o                  N H                        N H
@@ -45,6 +46,7 @@ def block_terms(
         "block input": D * r,
         "first norm's statistics": statistics,
         "input of q, k, v": copies[0] * D * e,
+        "QK-norm": (config.num_heads + config.num_kv_heads) * (config.head_dim * e + _FP32) if config.qk_norm else 0,
         "core": _core_bytes(config, seq_len, attention, e),
         "input of o": config.num_heads * config.head_dim * e,
         "dropout masks": 2 * D * _MASK if config.dropout else 0,

@@ -165,6 +165,12 @@ class StageProgram:
 
     def heads(self, name: str, x: Tensor, tables: Tensor | None) -> list[Tensor]:
         q, k, v = self.columns(x, [f"{name}.{part}" for part in "qkv"])
+        if self.config.qk_norm:
+            rows, config = self.part.rows, self.config
+            q, k = (
+                op.rms_norm(self.L, x, self.weight(f"{name}.{part}_norm"), rows * heads, self.wide)
+                for x, part, heads in ((q, "q", config.num_heads), (k, "k", config.num_kv_heads))
+            )
         if tables is not None:
             q, k = op.rotate(self.L, q, tables), op.rotate(self.L, k, tables)
         return q, k, v

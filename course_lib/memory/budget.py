@@ -19,7 +19,17 @@ from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.blocks import Part
 from course_lib.memory.five_d import five_d_states
-from course_lib.memory.flats import Flat, adapters_of, flats_of, layers_of, padded, schedule_of, steps_of, tensors_of
+from course_lib.memory.flats import (
+    Flat,
+    adapters_of,
+    different_terms_over_tp,
+    flats_of,
+    layers_of,
+    padded,
+    schedule_of,
+    steps_of,
+    tensors_of,
+)
 from course_lib.memory.ledger import KINDS, Ledger, Weight
 from course_lib.memory.moe import narrow_experts
 from course_lib.memory.moments import Buckets, Change, Plain, Shard, StageOnLedger, Units
@@ -456,10 +466,8 @@ class RankOnLedger:
 
     def summed_kinds(self) -> list[tuple[str, ...]]:
         layout, kinds = self.layout, {one.kind for one in self.tensors}
-        sums = []
-        if layout.sequence_parallel:
-            sums.append(("norms",))
-        return sums + [(kind,) for kind in ("kv", "tied") if kind in kinds]
+        over_tp = tuple(kind for kind in different_terms_over_tp(layout) if kind in kinds)
+        return [each for each in (over_tp, ("kv",), ("tied",)) if kinds.issuperset(each) and each]
 
     def update_bytes(self, pieces: list[tuple[str, int]]) -> int:
         """AdamW's work space: an FP32 root of its largest tensor, and what it is made from in FP32."""

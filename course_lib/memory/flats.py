@@ -98,7 +98,7 @@ class Named:
 
     name: str
     numel: int
-    kind: str  # "matrices", "norms", "kv", "tied", "experts"
+    kind: str  # "matrices", "norms", "head_norms", "kv", "tied", "experts"
     unit: str
     stage: int
 
@@ -169,19 +169,31 @@ def in_model_order(shapes: Shapes) -> list[tuple[str, int]]:
 def kind_of(name: str, config: ModelConfig, layout: Layout) -> str:
     """Of which kind a tensor of `unit_shapes` is, as parallel/sums.py has it.
 
-    norms    whole on each rank of tp: norms, positions, biases of rows, routers, latent attention's narrow matrices
-    kv       key/value heads that several ranks of tp have
-    tied     embedding and head, as copies on two ranks of the pipeline
+    norms        whole on each rank of tp: norms, positions, biases of rows, routers, latent attention's narrow matrices
+    head_norms   whole as well, but used for the rank's own heads: QK-norm
+    kv           key/value heads that several ranks of tp have
+    tied         embedding and head, as copies on two ranks of the pipeline
     """
     ends = {placed_by(layout).rank_of_stage[stage] for stage in (0, -1)}
     if name.startswith("moe.experts."):
         return "experts"
     if name in ("embed", "head") and config.tied and len(ends) == 2:
         return "tied"
+    if layout.tp > 1 and config.qk_norm and name in ("attention.q_norm", "attention.k_norm"):
+        return "head_norms"
     if layout.tp > 1 and is_replicated(name):
         return "norms"
     is_kv = name.startswith(("attention.k", "attention.v")) and config.mla is None
     return "kv" if is_kv and kv_replication(config, layout.tp) > 1 else "matrices"
+
+
+def different_terms_over_tp(layout: Layout) -> tuple[str, ...]:
+    """Kinds that all ranks of tp have whole and of whose gradient each has a different term: these are summed.
+
+    Of other whole parameters each rank has the same gradient, except under sequence parallelism: there it is of the
+    rank's own tokens.
+    """
+    return ("norms", "head_norms") if layout.sequence_parallel else ("head_norms",)
 
 
 # ---- flats

@@ -50,8 +50,8 @@ def residual(L: Ledger, x: Tensor, y: Tensor) -> Tensor:
     return output(L, x.numel, x.itemsize, "residual", [x, y], [], lambda saved, grads: [grads[0], grads[0].view()])
 
 
-def rms_norm(L: Ledger, x: Tensor, weight: Weight, rows: int) -> Tensor:
-    """RMSNorm, in FP32 inside. Saves x and one statistic of a row."""
+def rms_norm(L: Ledger, x: Tensor, weight: Weight, rows: int, weight_itemsize: int = 0) -> Tensor:
+    """RMSNorm, in FP32 inside. Saves x and one statistic of a row. A weight wider than x makes the output as wide."""
     n, e = x.numel, x.itemsize
     wide = max(e, FP32)
     copies = e != wide  # into FP32, and back
@@ -87,7 +87,7 @@ def rms_norm(L: Ledger, x: Tensor, weight: Weight, rows: int) -> Tensor:
         narrow = L.make(n, e)
         normal = narrow
         del narrow
-    y = L.make(n, e)
+    y = L.make(n, max(e, weight_itemsize))
     y.node = L.node(weight.name, [x, weight], [x, inverse], backward)
     del x32, squares, normal
     return y

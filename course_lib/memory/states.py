@@ -80,6 +80,8 @@ def _llama_shapes(config: ModelConfig) -> Shapes:
         "mlp.down": ((D, F), L),
         "norm": ((D,), 1),
     }
+    if config.qk_norm:
+        shapes |= {f"attention.{name}": ((config.head_dim,), L) for name in ("q_norm", "k_norm")}
     return shapes if config.tied else shapes | {"head": ((V, D), 1)}
 
 

@@ -25,7 +25,7 @@ SEQUENCES = 4  # of a step
 def gradient_errors(trainer: type, world_size: Size = 4, num_micro_batches: Size = 1) -> dict[str, float]:
     """Return the loss's and each gradient's largest relative error on any rank, against one process, in float64.
 
-    Gradients are compared as the optimizer is given them.
+    Gradients are compared as the optimizer is given them. A class with a `config` trains that model.
     """
     return worst_of_ranks(launch(_errors, world_size, trainer, num_micro_batches))
 
@@ -59,10 +59,11 @@ def _parts(step: int, num_micro_batches: int = 1, seq_len: int = SEQ_LEN) -> lis
 
 
 def _errors(trainer: type, num_micro_batches: int) -> dict[str, float]:
-    whole = build(CONFIG, dtype=torch.float64)
+    config = getattr(trainer, "config", CONFIG)
+    whole = build(config, dtype=torch.float64)
     full_loss = loss_of(whole, *_parts(0)[0])
     full_loss.backward()
-    made = trainer(build(CONFIG, dtype=torch.float64), sgd, dist.group.WORLD)
+    made = trainer(build(config, dtype=torch.float64), sgd, dist.group.WORLD)
     parts = _parts(0, num_micro_batches)
     with torch.no_grad():
         loss = sum(made.loss(*part) for part in parts) / len(parts)

@@ -3,8 +3,9 @@
     copy_in   Megatron's f    forward nothing      backward all-reduce    in front of column-parallel layers
     sum_out   Megatron's g    forward all-reduce   backward nothing       behind row-parallel layers
 
-All ranks of the group bring the same tokens. The engine in parallel/tensor.py adds shared key/value heads, parts of
-unequal sizes, tied embeddings, dropout and an all-reduce that overlaps with weight gradients.
+All ranks of the group bring the same tokens. The engine in parallel/tensor.py adds shared key/value heads, the sum of
+QK-norm's gradients, parts of unequal sizes, tied embeddings, dropout and an all-reduce that overlaps with weight
+gradients.
 
 Source   Shoeybi et al. 2019 (arXiv:1909.08053), section 3
 """

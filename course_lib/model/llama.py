@@ -5,6 +5,7 @@ Every matrix is a plain `nn.Linear` with its own name, so that parallelism can b
     model.embed                                     V x D
     model.blocks[i].attention_norm, .mlp_norm       D
     model.blocks[i].attention.q .k .v .o            D -> N H, D -> K H, D -> K H, N H -> D; latent: see latent.py
+    model.blocks[i].attention.q_norm .k_norm        H, the same for all heads; with config.qk_norm
     model.blocks[i].mlp.gate .up .down              D -> F, D -> F, F -> D; with experts (config.moe) see moe.py
     model.norm, model.head                          D, D -> V
 
@@ -18,6 +19,7 @@ What one block keeps for the backward pass, in elements a token (without recompu
 
     attention_norm   D (its input) + 1 (1/rms, float32)          mlp_norm   the same
     q, k, v          D (their shared input)                      gate, up   D (their shared input)
+    q_norm, k_norm   (N + K) H (inputs) + N + K (1/rms, float32), with config.qk_norm
     core             N H + 2 K H (q, k, v) + N (float32)         silu       F (its input)
     o                N H (its input, the core's output)          product    2 F (silu's output and up)
                                                                  down       F (its input)
@@ -110,7 +112,13 @@ def rope_tables(config: ModelConfig, positions_S: Tensor, dtype: torch.dtype) ->
 
 
 class Attention(nn.Module):
-    """Causal attention with RoPE; K key/value heads serve N query heads (GQA)."""
+    """Causal attention with RoPE; K key/value heads serve N query heads (GQA).
+
+    With config.qk_norm each head's query and key pass through an RMSNorm before RoPE, one weight for all heads: a rank
+    with some of the heads then has a part of this weight's gradient.
+
+    Source   Henry et al. 2020 (arXiv:2010.04245); Qwen3 (arXiv:2505.09388), section 2
+    """
 
     def __init__(self, config: ModelConfig, attention: str, recompute: str):
         super().__init__()
@@ -119,7 +127,9 @@ class Attention(nn.Module):
         self.k = nn.Linear(D, config.num_kv_heads * H, bias=False)
         self.v = nn.Linear(D, config.num_kv_heads * H, bias=False)
         self.o = nn.Linear(config.num_heads * H, D, bias=False)
-        self.head_dim = H
+        if config.qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(H, config.norm_eps), RMSNorm(H, config.norm_eps)
+        self.head_dim, self.qk_norm = H, config.qk_norm
         self.core, self.project = CORES[attention], project
         self.recompute_core = recompute == "selective"
 
@@ -128,6 +138,8 @@ class Attention(nn.Module):
             heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for heads in self.project(x_BSD, (self.q, self.k, self.v))  # no name keeps them
         )
+        if self.qk_norm:
+            q_BNSH, k_BKSH = self.q_norm(q_BNSH), self.k_norm(k_BKSH)
         q_BNSH, k_BKSH = rotate(q_BNSH, cos_SH, sin_SH), rotate(k_BKSH, cos_SH, sin_SH)
         if self.recompute_core:
             out_BNSH = checkpoint(self.core, q_BNSH, k_BKSH, v_BKSH, use_reentrant=False)

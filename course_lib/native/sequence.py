@@ -40,7 +40,15 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 from course_lib.compat import DTENSOR_GATHERS_UNEVEN
-from course_lib.native.tensor import Plan, TensorParallel, check_shardable, columns, keep_own_part, one_input
+from course_lib.native.tensor import (
+    Plan,
+    TensorParallel,
+    check_shardable,
+    columns,
+    keep_own_part,
+    norms_of_heads,
+    one_input,
+)
 from course_lib.parallel.engine import (
     MicroBatches,
     accumulate_gradients,
@@ -49,7 +57,6 @@ from course_lib.parallel.engine import (
     full_parameters,
     make_optimizer,
     step,
-    trainable,
 )
 
 __all__ = [
@@ -81,12 +88,6 @@ class TensorSequenceParallel(TensorParallel):
         for x_BS, _ in micro_batches:
             check_sequence(x_BS.shape[1], self.mesh.size())
         return super().run(micro_batches)
-
-    def finish(self) -> None:
-        """Makes Partial gradients whole: those of what is Replicate and saw only this rank's positions."""
-        for _, param in trainable(self.module):
-            if param.grad is not None and param.grad.placements != param.placements:
-                param.grad = param.grad.redistribute(placements=param.placements)
 
 
 def build(model: nn.Module, group: dist.ProcessGroup) -> TensorSequenceParallel:
@@ -124,6 +125,7 @@ def sequence_plan(model: nn.Module) -> Plan:
         plan |= {f"blocks.{index}.{norm}": SequenceParallel() for norm in ("attention_norm", "mlp_norm")}
         plan[attention] = one_input(model.config, ALONG_S)
         plan |= {f"{attention}.{name}": ColwiseParallel() for name in ("q", "k", "v")}
+        plan |= norms_of_heads(model.config, attention)
         plan[f"{attention}.o"] = row_to_pieces()
         plan[mlp] = PrepareModuleInput(input_layouts=ALONG_S, desired_input_layouts=Replicate())
         plan |= {f"{mlp}.{name}": ColwiseParallel(use_local_output=False) for name in columns(block.mlp)}

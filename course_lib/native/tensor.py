@@ -19,6 +19,8 @@ changed. What the plan's entries are in the from-scratch code:
     src_data_rank=None            each rank cuts its shards from the weights that it has; otherwise rank 0 sends its own
     model.tie()                   the plan makes a new parameter of each entry: embedding and head must be tied again
     (nothing)                     norms stay plain tensors: input and gradient are whole on each rank
+    SequenceParallel(             QK-norm: its input is cut by heads, dimension 1 of q_BNSH, so its weight's gradient is
+    sequence_dim=1)               Partial, and `finish` sums it: sum_replicas. As a plain tensor it would stay a part
 
 On the wire, per micro-batch, as from scratch: 2 all-reduces of B S D a layer forward and 2 backward, 1 for the
 embedding, 1 for the head's input gradient, 3 of B S numbers for the loss. Recomputation repeats what its part of
@@ -42,6 +44,7 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -57,6 +60,7 @@ from course_lib.parallel.engine import (
     make_optimizer,
     one_after_another,
     step,
+    trainable,
 )
 
 __all__ = [
@@ -73,7 +77,7 @@ Plan = dict[str, ParallelStyle]
 class TensorParallel(DTensorEngine):
     """A model cut over the ranks of one group as a plan says; all of them bring the same tokens.
 
-    Bytes    a micro-batch, L layers: (4 L + 2) all-reduces of B S D elements, 3 of B S
+    Bytes    a micro-batch, L layers: (4 L + 2) all-reduces of B S D elements, 3 of B S; with QK-norm a step: 2 L of H
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, plan: Plan) -> None:
@@ -92,6 +96,12 @@ class TensorParallel(DTensorEngine):
         """Forward and backward of all micro-batches; the gradient of the logits is in pieces as well."""
         with loss_parallel():
             return one_after_another(self, micro_batches)
+
+    def finish(self) -> None:
+        """Makes Partial gradients whole: those of what is Replicate and saw only this rank's heads or positions."""
+        for _, param in trainable(self.module):
+            if isinstance(param, DTensor) and param.grad is not None and param.grad.placements != param.placements:
+                param.grad = param.grad.redistribute(placements=param.placements)
 
     def mean_loss(self, share: Tensor) -> Tensor:
         return share.full_tensor()
@@ -119,11 +129,18 @@ def tensor_plan(model: nn.Module) -> Plan:
         attention, mlp = f"blocks.{index}.attention", f"blocks.{index}.mlp"
         plan[attention] = one_input(model.config, Replicate())
         plan |= {f"{attention}.{name}": ColwiseParallel() for name in ("q", "k", "v")}
+        plan |= norms_of_heads(model.config, attention)
         plan[f"{attention}.o"] = RowwiseParallel()
         plan[mlp] = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
         plan |= {f"{mlp}.{name}": ColwiseParallel(use_local_output=False) for name in columns(block.mlp)}
         plan[f"{mlp}.down"] = RowwiseParallel()
     return plan
+
+
+def norms_of_heads(config: ModelConfig, attention: str) -> Plan:
+    """QK-norm's entries: each rank has some heads of q_BNSH and k_BKSH, and the whole weight."""
+    names = ("q_norm", "k_norm") if config.qk_norm else ()
+    return {f"{attention}.{name}": SequenceParallel(sequence_dim=1, use_local_output=True) for name in names}
 
 
 def one_input(config: ModelConfig, placement: Replicate | Shard) -> PrepareModuleInput:

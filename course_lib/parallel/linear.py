@@ -92,6 +92,7 @@ def communication_span(trace: Trace | None, name: str) -> Iterator[None]:
 class Cut:
     """Which part of a tensor each rank has: an equal piece along `dim`, or with copies > 1 that many ranks the same.
 
+    Each of these ranks uses the same numbers for its own heads, so each has a different term of their gradient.
     Shapes   pieces are ceil(size / pieces) long, the last may be shorter
     """
 

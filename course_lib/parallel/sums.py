@@ -3,9 +3,14 @@
     kind         what                                              has the same numbers       summed over
     matrices     cut over tp; everything where tp is 1             data                       data
     norms        not cut over tp: norms, router, biases of rows    data x tp                  data; with sp also tp
+    head_norms   QK-norm: one weight for the heads of all ranks    data x tp                  data and tp
     kv           key/value heads that `copies` tp ranks share      data x copies              data, and these tp ranks
     tied         embedding and head as copies on two stages        data, on both stages       data, and the two stages
     experts      this rank's experts                               expert_dp                  expert_dp
+
+One question decides for each group of ranks that have the same numbers: is each rank's gradient the same, or a
+different term of the sum? Of data each rank has other tokens, of tp under sp as well; without sp the ranks of tp have
+the same tokens, and a different term only of what they use for their own heads.
 
 A bucket, or a flat of ZeRO, holds one kind only. With ZeRO what is summed further is a shard: 1 / data of the bytes.
 With replicas (HSDP) ZeRO sums over the ranks of one replica, and shards are summed over the replicas once a step.
@@ -15,11 +20,12 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from course_lib.memory.flats import different_terms_over_tp
 from course_lib.parallel import pipeline, tensor
 from course_lib.parallel.data import Sharing
 from course_lib.parallel.expert import my_experts
 
-KINDS = ("matrices", "norms", "kv", "tied", "experts")
+KINDS = ("matrices", "norms", "head_norms", "kv", "tied", "experts")
 
 
 def kind_function(engine: nn.Module) -> Callable[[nn.Parameter], str]:
@@ -31,7 +37,7 @@ def kind_function(engine: nn.Module) -> Callable[[nn.Parameter], str]:
             if engine.layout.tp > 1 and name not in cuts:
                 kinds[param] = "norms"
             elif name in cuts and cuts[name].copies > 1:
-                kinds[param] = "kv"
+                kinds[param] = "head_norms" if name.endswith("_norm.weight") else "kv"
             else:
                 kinds[param] = "matrices"
         kinds |= dict.fromkeys(my_experts(stage), "experts")
@@ -69,8 +75,7 @@ def sum_gradients(engine: nn.Module) -> None:
     if layout.dp_replicate > 1:
         tensor.sum_gradients([p for kind in KINDS if kind != "experts" for p in of_kind[kind]], groups.replicate)
         tensor.sum_gradients(of_kind["experts"], groups.expert_replicate)
-    if layout.sequence_parallel:
-        tensor.sum_gradients(of_kind["norms"], groups.tp)
+    tensor.sum_gradients([p for kind in different_terms_over_tp(layout) for p in of_kind[kind]], groups.tp)
     if engine.replica_group is not None:
         tensor.sum_gradients(of_kind["kv"], engine.replica_group)
     if of_kind["tied"]:
@@ -80,7 +85,7 @@ def sum_gradients(engine: nn.Module) -> None:
 def copies_of(engine: nn.Module, kind: str) -> int:
     """How many of all ranks hold what this rank owns of a kind: in the norm of all gradients it counts once."""
     layout = engine.layout
-    copies = {"norms": layout.tp, "tied": 2}.get(kind, 1)
+    copies = {"norms": layout.tp, "head_norms": layout.tp, "tied": 2}.get(kind, 1)
     if kind == "kv":
         copies = engine.replica_group.size()
     copies *= layout.dp_replicate

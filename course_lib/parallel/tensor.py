@@ -11,7 +11,7 @@ On the wire, per micro-batch and L layers, each an all-reduce:
 
     forward    2 L of B S D (o, down), 1 of B S D (embedding), 3 of B S (loss)
     backward   2 L of B S D (q k v together, gate up together), 1 of B S D (head)
-    once       key/value gradients after the last micro-batch, where ranks share a head; one number, to clip
+    once       gradients of weights that ranks share and use for different heads; one number, to clip
     again      with recompute="full", what a block's forward sends up to the last tensor that backward needs
 
 Source   Shoeybi et al. 2019 (arXiv:1909.08053)
@@ -31,6 +31,7 @@ from course_lib.config import ModelConfig
 from course_lib.devices import rank_device
 from course_lib.layout.partition import check_heads, kv_replication, piece_sizes
 from course_lib.model.gpt import Dropout
+from course_lib.model.llama import RMSNorm
 from course_lib.parallel.engine import (
     ModelEngine,
     Trace,
@@ -123,6 +124,9 @@ def shard_attention(attention: nn.Module, residual: ReplicatedResidual, config: 
     attention.q = ColumnLinear(attention.q, residual)
     attention.k, attention.v = ColumnLinear(attention.k, residual, copies), ColumnLinear(attention.v, residual, copies)
     attention.o = RowLinear(attention.o, residual)
+    if config.qk_norm:
+        attention.q_norm = HeadNorm(attention.q_norm, residual.group)
+        attention.k_norm = HeadNorm(attention.k_norm, residual.group)
     attention.project = partial(column_linears, residual=residual)
     if config.dropout > 0:
         attention.core = with_rank_rng(attention.core, residual.group)
@@ -145,6 +149,15 @@ def shard_latent_attention(attention: nn.Module, residual: ReplicatedResidual) -
     attention.o = RowLinear(attention.o, residual)
     attention.q_up, attention.kv_up = ColumnLinear(attention.q_up, residual), ColumnLinear(attention.kv_up, residual)
     attention.share_key = residual.enter
+
+
+class HeadNorm(RMSNorm):
+    """QK-norm on a rank with some of the heads: the weight is whole, and its gradient here is one term of a sum."""
+
+    def __init__(self, norm: RMSNorm, group: Group) -> None:
+        super().__init__(len(norm.weight), norm.eps)
+        self.weight = norm.weight
+        self.cuts = {"weight": Cut(0, len(norm.weight), group.size(), copies=group.size())}
 
 
 def shard_mlp(mlp: nn.Module, residual: ReplicatedResidual) -> None:
@@ -236,11 +249,18 @@ def loss_of(engine: TensorParallel, x_BS: Tensor, y_BS: Tensor) -> Tensor:
 
 
 def sum_replicas(engine: ModelEngine) -> None:
-    """Key/value heads that several ranks have: each used them for its own query heads; their gradients are summed."""
-    cuts = cuts_of(engine.module)
-    shared = [param for name, param in engine.named_parameters() if name in cuts and cuts[name].copies > 1]
-    if engine.replica_group is not None:
-        sum_gradients(shared, engine.replica_group)
+    """Sum the gradients of weights that several ranks have, each for its own heads: shared key/value heads, QK-norm.
+
+    Each rank's gradient is a different term of the sum. A norm of all features is not among them: `enter` has summed
+    the gradient that reaches it, so each rank has the same one.
+    """
+    cuts, tp_group = cuts_of(engine.module), engine.residual.group
+    shared: dict[int, list[nn.Parameter]] = {}
+    for name, param in engine.named_parameters():
+        if name in cuts and cuts[name].copies > 1:
+            shared.setdefault(cuts[name].copies, []).append(param)
+    for copies, params in shared.items():
+        sum_gradients(params, tp_group if copies == tp_group.size() else engine.replica_group)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
@@ -258,7 +278,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
 
 
 def cuts_of(model: nn.Module) -> dict[str, Cut]:
-    """How each parameter is cut, by the model's names; those that are missing are whole on every rank."""
+    """How each parameter is cut, by the model's names; those that are missing are whole, for all heads and features."""
     model = model.module if isinstance(model, ModelEngine) else model
     return {
         f"{path}.{name}": layer.cuts[name]

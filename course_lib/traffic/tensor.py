@@ -23,7 +23,7 @@ from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.layout.partition import kv_replication, piece_sizes, stage_config
 from course_lib.memory.context import tokens_of_rank
-from course_lib.memory.flats import Flat, layers_of
+from course_lib.memory.flats import Flat, different_terms_over_tp, layers_of
 from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import wire_grad_bytes
 from course_lib.run import Run
@@ -121,10 +121,11 @@ def partial_gradient_calls(run: Run, flats: Sequence[Flat]) -> list[Call]:
     """List the sums of weight gradients of which each tp rank has a part, once a step.
 
     Sequence parallelism: replicated parameters (norms, biases of row-parallel linears, learned positions) saw this
-    rank's tokens only. More ranks than key/value heads: each copy of a head saw this rank's query heads only.
+    rank's tokens only. QK-norm: its replicated weights saw this rank's heads only. More ranks than key/value heads:
+    each copy of a head saw this rank's query heads only.
     """
     layout, itemsize, calls = run.layout, wire_grad_bytes(recipe_of(run.recipe)), []
-    if layout.sequence_parallel and (numel := held(flats, "norms", layout)):
+    if numel := sum(held(flats, kind, layout) for kind in different_terms_over_tp(layout)):
         calls.append(Call("gradients of whole parameters", "all_reduce", numel * itemsize, layout.tp, itemsize))
     if numel := held(flats, "kv", layout):
         copies = kv_replication(run.config, layout.tp)

@@ -68,7 +68,7 @@ def numbers_of(engine: five_d.FiveD, numbers: five_d.StepNumbers) -> dict[str, s
     found |= {f"the seed of ranks with {place}": str(torch.initial_seed())}
     for name, param in five_d.named_parameters(engine).items():
         if param.untyped_storage().nbytes():  # freed between uses by ZeRO-3
-            of_piece = f" (piece {here['tp']} of tp)" if name in cuts else ""
+            of_piece = f" (piece {here['tp'] // cuts[name].copies} of tp)" if name in cuts else ""
             found[f"{name}{of_piece}"] = checksum(param)
     return found
 

@@ -1,8 +1,8 @@
 """Weights to and from the models of the `transformers` library, which the tests hold ours against.
 
 One function knows where each of our tensors lies in theirs: `tensor_in_transformers` returns a view, and copying goes
-from it or into it. Known: LlamaForCausalLM, MixtralForCausalLM, DeepseekV3ForCausalLM (without YaRN and multi-token
-prediction), GPT2LMHeadModel, XLMRobertaXLModel (without pooler).
+from it or into it. Known: LlamaForCausalLM, Qwen3ForCausalLM, MixtralForCausalLM, DeepseekV3ForCausalLM (without YaRN
+and multi-token prediction), GPT2LMHeadModel, XLMRobertaXLModel (without pooler).
 """
 
 from collections.abc import Mapping
@@ -22,6 +22,8 @@ LLAMA_BLOCK = {
     "attention.k": "self_attn.k_proj",
     "attention.v": "self_attn.v_proj",
     "attention.o": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "mlp_norm": "post_attention_layernorm",
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
@@ -132,11 +134,11 @@ def config_from_transformers(hf_config) -> ModelConfig:
     Raises   ValueError if the model is none that this course has
     """
     kind = hf_config.model_type
-    if kind in ("llama", "mixtral", "deepseek_v3"):
+    if kind in ("llama", "qwen3", "mixtral", "deepseek_v3"):
         return _llama_config(hf_config)
     if kind not in ("gpt2", "xlm-roberta-xl"):
         raise ValueError(
-            f"model_type is {kind!r}; this course has llama, mixtral, deepseek_v3, gpt2 and xlm-roberta-xl"
+            f"model_type is {kind!r}; this course has llama, qwen3, mixtral, deepseek_v3, gpt2 and xlm-roberta-xl"
         )
     is_gpt = kind == "gpt2"
     D, N = hf_config.hidden_size, hf_config.num_attention_heads
@@ -174,6 +176,8 @@ def _llama_config(hf_config) -> ModelConfig:
         raise ValueError(
             f"sliding_window is {hf_config.sliding_window}; this course's attention sees all: set it to None"
         )
+    if hf_config.model_type == "qwen3" and hf_config.attention_bias:
+        raise ValueError("attention_bias is True; this course's attention has no biases: set it to False")
     return ModelConfig(
         name=hf_config.model_type,
         num_layers=hf_config.num_hidden_layers,
@@ -192,6 +196,7 @@ def _llama_config(hf_config) -> ModelConfig:
             hf_config
         ),
         mla=_deepseek_mla(hf_config) if latent else None,
+        qk_norm=hf_config.model_type == "qwen3",
     )
 
 

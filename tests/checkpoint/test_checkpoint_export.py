@@ -27,6 +27,7 @@ LATENT = ModelConfig("latent", 2, 32, 4, 4, 52, 97, 64, norm_eps=1e-6, mla=MlaCo
 MODELS = {
     "llama": (LLAMA, "tp=2"),
     "tied": (replace(LLAMA, tied=True, head_dim=16, rope_scaling=None), "pp=2,micro_batches=2"),
+    "qwen3": (replace(LLAMA, qk_norm=True, head_dim=16, rope_scaling=None), "tp=2"),
     "gpt": (ModelConfig("gpt", 2, 32, 4, 4, 64, 97, 64, family="gpt", tied=True), "dp=2,zero_stage=3"),
     "mixtral": (replace(LLAMA, d_ff=24, rope_scaling=None, moe=MoeConfig(4, 2, 24)), "dp=2,ep=2,zero_stage=1"),
     "deepseek": (replace(LATENT, moe=DEEPSEEK), "dp=2,ep=2"),
@@ -55,6 +56,7 @@ def import_some(folder, wanted):
         ("llama", "dp=2,zero_stage=3"),
         ("gpt", "tp=2"),
         ("tied", "dp=2,zero_stage=1"),
+        ("qwen3", "pp=2,micro_batches=2"),
         ("mixtral", "tp=2"),
     ]:
         engine = five_d.build(MODELS[name][0], Layout.parse(text), seed=1)
@@ -133,6 +135,7 @@ def test_in_another_dtype_and_refusals(saved, tmp_path):
         export_safetensors(tmp_path / "none", tmp_path / "out")
     for wrong, said in [
         (preset("xlm-r-base"), "family is 'xlmr'"),
+        (replace(LLAMA, moe=DEEPSEEK, qk_norm=True), "qk_norm and experts"),
         (replace(LLAMA, moe=DEEPSEEK), "routes with .*num_shared_experts"),
         (replace(MODELS["deepseek"][0], moe=replace(DEEPSEEK, balancing="none")), "balancing 'none'"),
         (replace(MODELS["deepseek"][0], norm_eps=1e-5), "norm_eps 1e-05"),

@@ -301,10 +301,10 @@ def test_gpt_block_in_bf16_is_korthikanti_s_formula_but_for_layernorm_statistics
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("attention", ["fused", "standard"])
-@pytest.mark.parametrize("name", ["toy", "gpt2"])
-def test_the_closed_formula_of_a_block_is_what_the_ledger_saves_of_a_layer(name, attention, recipe):
+@pytest.mark.parametrize("name, changes", [("toy", {}), ("toy", {"qk_norm": True}), ("gpt2", {})])
+def test_the_closed_formula_of_a_block_is_what_the_ledger_saves_of_a_layer(name, changes, attention, recipe):
     """To the byte; autocast saves its BF16 copies of the block's matrices as well."""
-    config = replace(preset(name), max_seq_len=96)
+    config = replace(preset(name), max_seq_len=96, **changes)
     if attention == "fused":  # which has no dropout on a CPU
         config = replace(config, dropout=0.0)
     tokens, weights = 2 * 96, parameter_shapes(config).items()
@@ -316,6 +316,10 @@ def test_the_closed_formula_of_a_block_is_what_the_ledger_saves_of_a_layer(name,
 
 def llama(layers, d, heads, kv, ff, vocab, tied=False):
     return ModelConfig("grid", layers, d, heads, kv, ff, vocab, 512, tied=tied)
+
+
+def head_norms(*shape):
+    return replace(llama(*shape), qk_norm=True)
 
 
 def gpt(layers, d, heads, ff, vocab, dropout):
@@ -338,6 +342,11 @@ GRID = [  # config, batch, sequence, attention, recomputation, precision
     (llama(2, 64, 8, 4, 192, 256), 4, 64, "standard", "none", "autocast"),
     (llama(3, 64, 8, 2, 192, 256), 4, 64, "fused", "full", "autocast"),
     (llama(3, 64, 4, 2, 192, 256), 2, 192, "standard", "selective", "autocast"),
+    (head_norms(3, 64, 8, 2, 192, 256), 4, 64, "fused", "none", "fp32"),
+    (head_norms(3, 64, 8, 2, 192, 256), 4, 64, "standard", "selective", "bf16"),
+    (head_norms(3, 64, 8, 2, 192, 256), 4, 64, "fused", "full", "bf16-master"),
+    (head_norms(3, 64, 8, 4, 192, 256), 4, 64, "fused", "none", "autocast"),
+    (head_norms(3, 64, 8, 4, 192, 256), 4, 64, "standard", "none", "autocast"),
     (llama(6, 32, 4, 2, 96, 256), 8, 32, "fused", "none", "fp32"),
     (llama(6, 32, 4, 2, 96, 256), 8, 32, "standard", "full", "fp32"),
     (llama(1, 64, 8, 4, 192, 256), 16, 16, "fused", "full", "fp32"),

@@ -111,6 +111,7 @@ def on_ranks():
         found["wire, uneven S"] = wire(native, TOY, seq_len=UNEVEN_S)
     if dist.get_world_size() == 2:
         found["gqa"] = parity(native, TOY)
+        found["head norms"] = parity(native, CONFIGS["head norms"])
         found["gpt"] = parity(native, CONFIGS["gpt"])
         found["gqa, full recomputation"] = parity(native, TOY, "full")
         found["wire, full recomputation"] = wire(native, TOY, "full")
@@ -134,6 +135,7 @@ def ranks():
         (2, "gqa"),
         (2, "tied, uneven"),
         (4, "uneven S" if DTENSOR_GATHERS_UNEVEN else "tied, uneven"),
+        (2, "head norms"),
         (2, "gpt"),
         (2, "gqa, full recomputation"),
     ],

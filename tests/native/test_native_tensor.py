@@ -91,6 +91,7 @@ def on_ranks():
         found["from scratch"]["gpt"] = differences(native, parallel, CONFIGS["gpt"])
         found["wire, from scratch, full recomputation"] = wire(parallel, TOY, "full")
         found["gqa"] = parity(native, TOY)
+        found["head norms"] = parity(native, CONFIGS["head norms"])
         found["gpt"] = parity(native, CONFIGS["gpt"])
         found["gqa, full recomputation"] = parity(native, TOY, "full")
         found["wire, full recomputation"] = wire(native, TOY, "full")
@@ -108,7 +109,14 @@ def ranks():
 
 @pytest.mark.parametrize(
     ("size", "name"),
-    [(2, "gqa"), (2, "tied, uneven"), (4, "tied, uneven"), (2, "gpt"), (2, "gqa, full recomputation")],
+    [
+        (2, "gqa"),
+        (2, "tied, uneven"),
+        (4, "tied, uneven"),
+        (2, "head norms"),
+        (2, "gpt"),
+        (2, "gqa, full recomputation"),
+    ],
 )
 def test_losses_gradients_and_clipped_steps_equal_one_process(ranks, size, name):
     for found in ranks[size]:
@@ -142,9 +150,12 @@ def test_each_matrix_is_cut_along_the_dimension_of_its_place(ranks, size):
 def test_two_all_reduces_a_layer_each_way_and_one_each_for_embedding_and_head(ranks, size, name):
     expected = ["embed", *["o", "down"] * LAYERS], ["loss"] * 3, ["head", *["mlp", "attention"] * LAYERS]
     sent_bytes = (4 * LAYERS + 2) * ring_all_reduce_bytes(BSD * 8, size) + 3 * ring_all_reduce_bytes(BS * 8, size)
+    of_heads = 2 * LAYERS if CONFIGS[name].qk_norm else 0  # norms, each an all-reduce of H
+    sent_bytes += of_heads * ring_all_reduce_bytes(CONFIGS[name].head_dim * 8, size)
     for found in ranks[size]:
         records, found_bytes = found["wire"][name]
-        assert records == [("all_reduce", BS if part == "loss" else BSD) for parts in expected for part in parts]
+        sums = [("all_reduce", BS if part == "loss" else BSD) for parts in expected for part in parts]
+        assert records == sums + [("all_reduce", CONFIGS[name].head_dim)] * of_heads
         assert found_bytes == sent_bytes
 
 

@@ -16,6 +16,7 @@ from course_lib.parallel import context, data, expert, five_d, sequence, tensor,
 BUILDS = {
     "tensor": ("llama", lambda whole: tensor.build(whole, dist.group.WORLD)),
     "tensor, latent": ("latent", lambda whole: tensor.build(whole, dist.group.WORLD)),
+    "tensor, norms of heads": ("head norms", lambda whole: tensor.build(whole, dist.group.WORLD)),
     "sequence": ("gpt", lambda whole: sequence.build(whole, dist.group.WORLD)),
     "context": ("gpt", lambda whole: context.build(whole, dist.group.WORLD)),
     "context, PyTorch's": ("llama", lambda whole: native_context.build(whole, dist.group.WORLD)),

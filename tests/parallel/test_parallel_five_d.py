@@ -43,6 +43,8 @@ TWO = [
     ("latent", "cp=2,micro_batches=2,recompute=selective"),
     ("latent", "cp=2,cp_method=ulysses"),
     ("tied", "dp=2,zero_stage=3,dp_replicate=2,micro_batches=2"),  # a replica on each rank
+    ("head norms", "tp=2,micro_batches=2,recompute=full"),
+    ("head norms", "cp=2,cp_method=ulysses,zero_stage=2,recompute=selective"),
 ]
 FOUR = [
     ("tied", "dp=2,tp=2,zero_stage=1,micro_batches=2"),
@@ -87,6 +89,13 @@ FOUR = [
     ("latent", "cp=2,tp=2,cp_method=ulysses,zero_stage=1"),
     ("latent experts", "dp=2,tp=2,ep=2,zero_stage=2,micro_batches=2"),
     ("latent experts", "pp=2,tp=2,sequence_parallel=true,regather=true,schedule=zb_h1,micro_batches=2"),
+    ("head norms", "tp=4"),  # norms over four ranks, key/value heads over two
+    ("head norms", "dp=2,tp=2,zero_stage=1"),
+    ("head norms", "dp=2,tp=2,zero_stage=3,sequence_parallel=true,micro_batches=2,recompute=full"),
+    ("head norms", "cp=2,tp=2"),
+    ("head norms", "dp=2,tp=2,zero_stage=2,dp_replicate=2"),
+    ("tied head norms", "dp=2,tp=2,ep=2,zero_stage=2,micro_batches=2"),
+    ("tied head norms", "pp=2,tp=2,schedule=zb_h1,micro_batches=3"),
 ]
 EIGHT = [
     ("experts", "pp=2,tp=2,cp=2,ep=2,zero_stage=1,sequence_parallel=true,micro_batches=3"),  # everything at once
@@ -98,11 +107,13 @@ EIGHT = [
     ),
     ("llama", "dp=2,cp=2,tp=2,zero_stage=3,sequence_parallel=true,micro_batches=2"),
     ("experts", "dp=2,cp=2,pp=2,ep=2,zero_stage=1,schedule=dualpipe_v,micro_batches=4"),
+    ("tied head norms", "pp=2,tp=2,cp=2,ep=2,zero_stage=1,micro_batches=3"),
 ]
 CASES = {2: TWO, 4: FOUR, 8: EIGHT}
 ALL = [(ranks, *case) for ranks, cases in CASES.items() for case in cases]
 # The others are exhaustive.
 ALWAYS = {2: random.Random(0).sample(TWO, 8), 4: random.Random(0).sample(FOUR, 8), 8: EIGHT[:1]}
+ALWAYS[4] += [case for case in FOUR if case[0] == "head norms"][:3]
 
 
 # --- every pair
@@ -343,6 +354,8 @@ PLANTED = [
     (forgets_where_tokens_stand, "latent", "dp=2,cp=2"),
     (averages_experts_like_everything, "experts", "dp=2,tp=2,ep=2,zero_stage=0,micro_batches=2"),
     (forgets_norms_over_tp, "llama", "dp=2,tp=2,sequence_parallel=true"),
+    (forgets_norms_over_tp, "head norms", "dp=2,tp=2"),  # also where ranks have the same tokens
+    (forgets_norms_over_tp, "head norms", "tp=4"),
     (takes_the_mean_over_data, "llama", "dp=2,tp=2,zero_stage=1"),
     (divides_buckets, "llama", "dp=2,tp=2"),
     (forgets_where_tokens_stand, "llama", "cp=2,tp=2"),

@@ -31,6 +31,7 @@ B = 2
 WIDTHS = {"d_model": 16, "num_heads": 4, "d_ff": 22, "vocab_size": 13, "max_seq_len": 16}  # 22 and 13 do not divide
 GQA = ModelConfig("gqa", num_layers=2, num_kv_heads=2, **WIDTHS)
 TIED = dataclasses.replace(GQA, name="tied", num_kv_heads=4, tied=True)
+HEAD_NORMS = dataclasses.replace(GQA, name="head norms", qk_norm=True)
 GPT = ModelConfig("gpt", num_layers=2, num_kv_heads=4, family="gpt", tied=True, **WIDTHS)
 DROPPING = dataclasses.replace(GPT, dropout=0.3)
 
@@ -40,6 +41,7 @@ DROPPING = dataclasses.replace(GPT, dropout=0.3)
 CASES = {  # config, attention, recompute, regather, S of each micro-batch
     "gqa": (GQA, "fused", "none", False, [8]),
     "gqa, uneven": (GQA, "fused", "selective", True, [7, 5, 6]),  # of 5 tokens the last of 4 ranks gets none
+    "head norms, uneven": (HEAD_NORMS, "fused", "full", True, [7, 5, 6]),
     "tied, recomputed": (TIED, "standard", "full", True, [5, 7]),
     "gpt": (GPT, "standard", "none", True, [7]),
     "gpt, recomputed": (GPT, "fused", "full", False, [6, 5]),

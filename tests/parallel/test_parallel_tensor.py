@@ -30,6 +30,7 @@ from course_lib.training.precision import accumulate_in_fp32
 
 # four heads; d_ff and the vocabulary divide by neither 2 nor 4
 LLAMA = ModelConfig("llama", 2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=27, vocab_size=39, max_seq_len=32)
+HEAD_NORMS = dataclasses.replace(LLAMA, name="head norms", qk_norm=True)
 GPT = dataclasses.replace(LLAMA, name="gpt", family="gpt", num_kv_heads=4)
 S = 7
 
@@ -53,17 +54,19 @@ CASES = {
     "llama, 1 key/value head, no overlap": Case(config_of(LLAMA, num_kv_heads=1), overlap=False),
     "llama, standard, selective": Case(LLAMA, recompute="selective", attention="standard"),
     "frozen llama": Case(LLAMA, frozen=("embed.weight", "attention.v.weight", "mlp.down.weight", "mlp_norm.weight")),
+    "head norms, 2 key/value heads, recompute": Case(HEAD_NORMS, recompute="full"),
+    "head norms, 1 key/value head": Case(config_of(HEAD_NORMS, num_kv_heads=1)),
     "tied gpt": Case(config_of(GPT, tied=True)),
     "gpt, recompute, no overlap": Case(GPT, overlap=False, recompute="full"),
 }
 
 
 def built(case):
-    """The same on every rank: weights, biases that are not zero, frozen parameters."""
+    """The same on every rank: weights, biases that are not zero, norms of heads that are not one, frozen parameters."""
     whole = model.build(case.config, 1, torch.float64, attention=case.attention, recompute=case.recompute)
     generator = torch.Generator().manual_seed(2)
     for name, param in whole.named_parameters():
-        if name.endswith("bias"):
+        if name.endswith(("bias", "q_norm.weight", "k_norm.weight")):
             param.data.normal_(generator=generator)
         param.requires_grad_(not name.endswith(case.frozen) if case.frozen else True)
     return whole
@@ -154,9 +157,12 @@ def test_on_the_wire_are_two_all_reduces_a_layer_and_direction_the_two_ends_and_
                 expected["all_reduce", B * S * 16 * 8, t] += of_layers + 1 + 1  # embedding forward, head backward
                 expected["all_reduce", B * S * 8, t] += 3  # loss: maximum, sum of exponentials, target
             copies = max(1, t // case.config.num_kv_heads)
+            of_heads = Counter()  # by number of ranks: key/value heads that they share, norms that all of them have
             if copies > 1:
-                frozen_v = "attention.v.weight" in case.frozen
-                expected["all_reduce", rank[name]["kv bytes"] // (2 if frozen_v else 1), copies] += 1
+                of_heads[copies] += rank[name]["kv bytes"] // (2 if "attention.v.weight" in case.frozen else 1)
+            if t > 1 and case.config.qk_norm:
+                of_heads[t] += 2 * 2 * 4 * 8  # of two layers two norms of four features
+            expected.update({("all_reduce", size, ranks): 1 for ranks, size in of_heads.items()})
             assert rank[name]["records"] == expected, name
             if copies == 1:
                 for payload_bytes, size, sent_bytes in rank[name]["sent"]:
@@ -253,7 +259,7 @@ BUGS = [
 def planted():
     found = {}
     for bug in BUGS:
-        for name, config in (("llama", LLAMA), ("gpt", GPT)):
+        for name, config in (("llama", LLAMA), ("head norms", HEAD_NORMS), ("gpt", GPT)):
             whole = built(Case(config))
             reference = copy.deepcopy(whole)
             batches = micro_batches(config.vocab_size)
@@ -285,6 +291,8 @@ def test_planted_bugs_are_found_where_they_are(bugs):
     assert not wrong_names(bugs["adds_row_biases_everywhere", "llama"])  # no bias, no bug
     kv = {f"blocks.{layer}.attention.{name}.weight" for layer in (0, 1) for name in ("k", "v")}
     assert wrong_names(bugs["sums_no_replicas", "llama"]) == kv
+    norms = {f"blocks.{layer}.attention.{name}_norm.weight" for layer in (0, 1) for name in ("q", "k")}
+    assert wrong_names(bugs["sums_no_replicas", "head norms"]) == kv | norms
     assert not wrong_names(bugs["sums_no_replicas", "gpt"])
     assert "loss" in wrong_names(bugs["does_not_mask_targets", "llama"])
     twice = wrong_names(bugs["sums_backward_twice", "llama"])

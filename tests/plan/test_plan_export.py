@@ -435,6 +435,16 @@ def test_a_flavor_that_torchtitan_lacks_is_told_and_is_no_other_model():
     assert "add the flavor mine to" in text and tomllib.loads(text)["model"] == {"name": "llama3", "flavor": "mine"}
 
 
+def test_norms_of_queries_and_keys_are_an_argument_of_megatron_and_refused_elsewhere():
+    option = option_of("dp=8")
+    with_norms = replace(option.run, config=replace(option.run.config, name="mine", qk_norm=True))
+    files, refused = export(replace(option, run=with_norms))
+    assert [*files] == ["megatron.args"] and "qk-layernorm" in arguments(files["megatron.args"])
+    for name in ("nanotron.yaml", "picotron.json", "accelerate_megatron.yaml"):
+        assert "no norms of queries and keys" in refused[name]
+    assert "no mine among its models" in refused["torchtitan.toml"]
+
+
 def test_ranks_that_fill_no_nodes_are_refused():
     _, refused = export(option_of("dp=8"), gpus_per_node=3)
     assert "8 ranks do not fill nodes of 3 GPUs; choose 6 or 9" in refused["course.sbatch"]

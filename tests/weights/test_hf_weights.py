@@ -28,6 +28,12 @@ def llama(**changes):
     return hf().LlamaForCausalLM(hf().LlamaConfig(**(shape | changes)))
 
 
+def qwen3(**changes):
+    shape = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "head_dim": 16,
+             "num_key_value_heads": 2, "intermediate_size": 112, "max_position_embeddings": 128}  # fmt: skip
+    return hf().Qwen3ForCausalLM(hf().Qwen3Config(**(shape | changes)))
+
+
 def mixtral():
     return hf().MixtralForCausalLM(
         hf().MixtralConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=8,
@@ -67,6 +73,8 @@ MODELS = {
     "tied": lambda: llama(tie_word_embeddings=True),
     "wide heads": lambda: llama(head_dim=32),
     "rope scaling": lambda: llama(rope_parameters=LLAMA3_ROPE),
+    "norms of heads": qwen3,
+    "norms of heads, tied": lambda: qwen3(tie_word_embeddings=True),
     "mixtral": mixtral,
     "latent attention": deepseek,
     "latent attention, short values": lambda: deepseek(v_head_dim=8),
@@ -114,8 +122,8 @@ def test_gradients_equal_transformers():
     )
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "latent attention", "latent attention, short values"])
-def test_gradients_of_experts_router_and_latents_equal_transformers(kind):
+@pytest.mark.parametrize("kind", ["norms of heads", "mixtral", "latent attention", "latent attention, short values"])
+def test_gradients_of_experts_router_latents_and_norms_of_heads_equal_transformers(kind):
     theirs = randomised(MODELS[kind]())
     ours = from_transformers(theirs)
     x_BS = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(5))
@@ -134,7 +142,10 @@ def test_names_of_experts_are_those_of_mixtrals_files():
 
 
 def test_other_models_are_refused():
+    with pytest.raises(ValueError, match="attention_bias is True"):
+        config_from_transformers(hf().Qwen3Config(attention_bias=True))
     with pytest.raises(
-        ValueError, match="model_type is 'bert'; this course has llama, mixtral, deepseek_v3, gpt2 and xlm-roberta-xl"
+        ValueError,
+        match="model_type is 'bert'; this course has llama, qwen3, mixtral, deepseek_v3, gpt2 and xlm-roberta-xl",
     ):
         config_from_transformers(hf().BertConfig())
