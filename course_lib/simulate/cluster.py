@@ -34,7 +34,7 @@ from course_lib.run import Run
 from course_lib.schedules import make
 from course_lib.simulate.fake_world import fake_world
 from course_lib.simulate.tape import FlopMeter, Tape, TapeTracker
-from course_lib.training.precision import precision_named, zero_gradients
+from course_lib.training.precision import engine_dtypes, zero_gradients
 
 STATES = ("parameters", "gradients", "optimizer")
 
@@ -114,7 +114,7 @@ def simulate_rank(
     Raises   ValueError as `simulate`
     """
     start_s = time.perf_counter()
-    config, layout, (dtype, grad_dtype) = run.config, run.layout, dtypes_of(run.recipe)
+    config, layout, (dtype, grad_dtype) = run.config, run.layout, engine_dtypes(run.recipe)
     if run.lora is not None or run.optimizer != "adamw" or run.offload != Offload():
         raise ValueError("the engines train all weights by AdamW on their device; choose no lora, offload or optimizer")
     with fake_world(rank, layout.world_size), replaced(moe, "choose", plan_assignments(skew)):
@@ -144,18 +144,6 @@ def simulate_rank(
         replayed=tape.replayed,
         seconds=time.perf_counter() - start_s,
     )
-
-
-def dtypes_of(recipe: str) -> tuple[torch.dtype, torch.dtype | None]:
-    """Dtypes of parameters, and of gradients where that differs.
-
-    Raises   ValueError for recipes that an engine cannot take
-    """
-    possible = ("fp32", "bf16-master", "bf16-master-fp32-grads")
-    if recipe not in possible:
-        raise ValueError(f"recipe is {recipe!r}, which no engine takes; choose from {', '.join(possible)}")
-    chosen = precision_named(recipe)
-    return chosen.param_dtype, torch.float32 if chosen.fp32_grads == "only" else None
 
 
 def fill_with_nothing(engine: five_d.FiveD, seed: int) -> None:

@@ -19,7 +19,8 @@ from course_lib.model import moe
 from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.simulate import simulate, simulate_rank
-from course_lib.simulate.cluster import STATES, dtypes_of, plan_assignments, planned_assignment, pp_ranks_of
+from course_lib.simulate.cluster import STATES, plan_assignments, planned_assignment, pp_ranks_of
+from course_lib.training.precision import engine_dtypes
 
 SEQ_LEN = 64
 TINY = ModelConfig("tiny", 2, 32, num_heads=4, num_kv_heads=2, d_ff=96, vocab_size=64, max_seq_len=64)
@@ -70,7 +71,7 @@ def patient(wait):
 
 
 def measured_under(config: ModelConfig, text: str, precision: str, steps: int) -> dict:
-    layout, (dtype, grad_dtype) = Layout.parse(text), dtypes_of(precision)
+    layout, (dtype, grad_dtype) = Layout.parse(text), engine_dtypes(precision)
     with replaced(moe, "choose", plan_assignments()):
         engine = five_d.build(config, layout, dtype=dtype, grad_dtype=grad_dtype)
         optimizer = five_d.make_optimizer(engine)
