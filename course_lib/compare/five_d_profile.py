@@ -18,7 +18,7 @@ from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.traffic import sent
 from course_lib.training import data
-from course_lib.training.precision import precision_named
+from course_lib.training.precision import engine_dtypes
 
 STATES = ("parameters", "gradients", "optimizer")
 SENT_OVER = "sent over "  # and an axis
@@ -91,8 +91,9 @@ class Seen:
 def measure_five_d(config: ModelConfig, layout: Layout, seq_len: int = 64, recipe: str = "fp32") -> FiveDComparison:
     """Train two steps on real ranks, and lay what each held and sent on the formulas.
 
-    Raises   ValueError if the model cannot lie so, or is too large to be measured here; before a rank starts
+    Raises   ValueError if the model cannot lie so, is too large, or no engine takes the recipe; before a rank starts
     """
+    dtypes = engine_dtypes(recipe)
     if layout.world_size > MOST_RANKS or config.d_model > WIDEST:
         raise ValueError(
             f"{config.name} on {layout.world_size:,} ranks is not measured here: at most {MOST_RANKS} ranks and a toy; "
@@ -100,7 +101,7 @@ def measure_five_d(config: ModelConfig, layout: Layout, seq_len: int = 64, recip
         )
     layout.check_model(config, seq_len)
     start_s = time.perf_counter()
-    seen = launch(_one_rank, layout.world_size, config, layout, seq_len, recipe, quiet=True)
+    seen = launch(_one_rank, layout.world_size, config, layout, seq_len, dtypes, quiet=True)
     run = Run(config, layout, seq_len, recipe, device=seen.device_type)
     predicted = budgets(run)
     of_ranks = tuple(_rows(run, rank, seen, predicted) for rank in range(layout.world_size))
@@ -126,11 +127,16 @@ def _rows(run: Run, rank: int, seen: Sequence[Seen], predicted: Sequence[Budget]
 # ------------------------------------------------------------------------------------ on each rank
 
 
-def _one_rank(config: ModelConfig, layout: Layout, seq_len: int, recipe: str = "fp32") -> Seen:
+def _one_rank(
+    config: ModelConfig,
+    layout: Layout,
+    seq_len: int,
+    dtypes: tuple[torch.dtype, torch.dtype | None] = (torch.float32, None),
+) -> Seen:
     """One step under the tracker, one under the meter: each sees every operator, so they do not share a step."""
-    engine = five_d.build(config, layout, dtype=precision_named(recipe).param_dtype)
+    engine = five_d.build(config, layout, dtype=dtypes[0], grad_dtype=dtypes[1])
     optimizer = five_d.make_optimizer(engine)
-    text_T, choices = data.tokens(20_000), []
+    text_T, choices = data.tokens(20_000) % config.vocab_size, []
     dp_rank = engine.groups.dp.rank()
     micro_batches = [
         data.batch(text_T, index * layout.dp + dp_rank, layout.micro_batch, seq_len)

@@ -8,6 +8,8 @@ Nothing here knows how a layout works: the engine of parallel/five_d.py is built
 and the byte meter watch it. fake_world.py says what is real in it, tape.py why many micro-batches cost no more than
 three. What is built is this rank's stages alone, so cost grows with their layers and not with the number of ranks.
 
+Tensors are fake ones of the CPU, but attention runs the flash kernel of a GPU (`flash_attention`).
+
 Experts are chosen by a plan (`planned_assignment`), since without numbers no router can: balanced, or with a given
 share of the assignments on the first expert.
 
@@ -20,6 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from course_lib.config import MoeConfig
@@ -34,7 +37,7 @@ from course_lib.run import Run
 from course_lib.schedules import make
 from course_lib.simulate.fake_world import fake_world
 from course_lib.simulate.tape import FlopMeter, Tape, TapeTracker
-from course_lib.training.precision import precision_named, zero_gradients
+from course_lib.training.precision import engine_dtypes, zero_gradients
 
 STATES = ("parameters", "gradients", "optimizer")
 
@@ -114,10 +117,14 @@ def simulate_rank(
     Raises   ValueError as `simulate`
     """
     start_s = time.perf_counter()
-    config, layout, (dtype, grad_dtype) = run.config, run.layout, dtypes_of(run.recipe)
+    config, layout, (dtype, grad_dtype) = run.config, run.layout, engine_dtypes(run.recipe)
     if run.lora is not None or run.optimizer != "adamw" or run.offload != Offload():
         raise ValueError("the engines train all weights by AdamW on their device; choose no lora, offload or optimizer")
-    with fake_world(rank, layout.world_size), replaced(moe, "choose", plan_assignments(skew)):
+    with (
+        fake_world(rank, layout.world_size),
+        replaced(moe, "choose", plan_assignments(skew)),
+        replaced(F, "scaled_dot_product_attention", lambda _: flash_attention),
+    ):
         options = {"dtype": dtype, "grad_dtype": grad_dtype, "device": "cpu", "attention": run.attention}
         engine = five_d.build(config, layout, fill=fill_with_nothing, **options)
         optimizer = five_d.make_optimizer(engine)
@@ -146,18 +153,6 @@ def simulate_rank(
     )
 
 
-def dtypes_of(recipe: str) -> tuple[torch.dtype, torch.dtype | None]:
-    """Dtypes of parameters, and of gradients where that differs.
-
-    Raises   ValueError for recipes that an engine cannot take
-    """
-    possible = ("fp32", "bf16-master", "bf16-master-fp32-grads")
-    if recipe not in possible:
-        raise ValueError(f"recipe is {recipe!r}, which no engine takes; choose from {', '.join(possible)}")
-    chosen = precision_named(recipe)
-    return chosen.param_dtype, torch.float32 if chosen.fp32_grads == "only" else None
-
-
 def fill_with_nothing(engine: five_d.FiveD, seed: int) -> None:
     """In place of weights: there are none. Counts start at zero, as always."""
     for count in engine.buffers():
@@ -173,6 +168,29 @@ def start_optimizer(optimizer: torch.optim.Optimizer) -> None:
             param.grad = torch.zeros_like(param)
     optimizer.step()
     zero_gradients(params)
+
+
+# --- attention as a GPU computes it
+
+
+def flash_attention(
+    q_BNSH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What takes the place of `scaled_dot_product_attention`: the flash kernel of CUDA.
+
+    On a CPU PyTorch has no flash kernel with dropout, and would save the scores.
+
+    Bytes    saved for backward: q, k, v, the output, one FP32 number per row, the random numbers' seed and offset
+    """
+    return torch.ops.aten._scaled_dot_product_flash_attention(
+        q_BNSH, k_BKSH, v_BKSH, dropout_p, is_causal, scale=scale
+    )[0]
 
 
 # --- which experts tokens choose, without a router's numbers

@@ -64,6 +64,8 @@ def _attention_backward(grad: Tensor, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Te
 
 
 ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward: _attention_backward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }

@@ -59,6 +59,21 @@ def precision_named(name: str) -> Precision:
     return PRECISIONS[name]
 
 
+ENGINE_RECIPES = ("fp32", "bf16-master", "bf16-master-fp32-grads")
+
+
+@checked
+def engine_dtypes(recipe: str) -> tuple[torch.dtype, torch.dtype | None]:
+    """The dtypes of a recipe in an engine of parallel/: of parameters, and of gradients where it is another.
+
+    Raises   ValueError for recipes that no engine takes
+    """
+    if recipe not in ENGINE_RECIPES:
+        raise ValueError(f"recipe is {recipe!r}, which no engine takes; choose from {', '.join(ENGINE_RECIPES)}")
+    precision = PRECISIONS[recipe]
+    return precision.param_dtype, torch.float32 if precision.fp32_grads == "only" else None
+
+
 @checked
 def autocast_for(precision: Precision, device: torch.device) -> AbstractContextManager:
     """The context in which the forward pass runs: bf16 autocast, or nothing."""

@@ -18,7 +18,8 @@ from course_lib.model import moe
 from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.simulate import simulate_rank
-from course_lib.simulate.cluster import dtypes_of, plan_assignments
+from course_lib.simulate.cluster import plan_assignments
+from course_lib.training.precision import engine_dtypes
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +44,7 @@ def allocated(config, text: str) -> int:
         raise RuntimeError("there is no GPU for this rank")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    layout, (dtype, grad_dtype) = Layout.parse(text), dtypes_of(PRECISION)
+    layout, (dtype, grad_dtype) = Layout.parse(text), engine_dtypes(PRECISION)
     with replaced(moe, "choose", plan_assignments()):
         engine = five_d.build(config, layout, dtype=dtype, device=device, grad_dtype=grad_dtype)
         optimizer = five_d.make_optimizer(engine)

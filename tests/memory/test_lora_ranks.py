@@ -17,11 +17,12 @@ from course_lib.model import apply_lora, build, moe
 from course_lib.parallel.data import BucketedDP, Sharing
 from course_lib.parallel.engine import ModelEngine, make_optimizer, step
 from course_lib.run import Run
-from course_lib.simulate.cluster import STATES, dtypes_of, plan_assignments, start_optimizer
+from course_lib.simulate.cluster import STATES, plan_assignments, start_optimizer
 from course_lib.simulate.fake_world import fake_world
 from course_lib.traffic import ring_all_reduce_bytes, sent
 from course_lib.training import make_optimizer as optimizer_of_one_device
 from course_lib.training import train_step
+from course_lib.training.precision import engine_dtypes
 
 CASES = [
     ("llama", ("q", "v"), "dp=1,micro_batch=2,recompute=full", "bf16-master"),
@@ -37,7 +38,7 @@ PEAK_ERROR = 0.01
 
 def simulated(run, rank):
     """What one rank holds at its peak and of each state, and the bytes that it sends, in the midst of training."""
-    layout, (dtype, _) = run.layout, dtypes_of(run.recipe)
+    layout, (dtype, _) = run.layout, engine_dtypes(run.recipe)
     with fake_world(rank, layout.world_size), replaced(moe, "choose", plan_assignments()):
         model = build(run.config, dtype=dtype, recompute=layout.recompute)
         apply_lora(model, run.lora.rank, targets=run.lora.targets)

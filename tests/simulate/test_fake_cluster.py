@@ -8,18 +8,20 @@ import torch
 import torch.distributed as dist
 from harness import sampled
 
-from course_lib.config import ModelConfig, MoeConfig, preset
+from course_lib.config import MOE_PRESETS, PRESETS, ModelConfig, MoeConfig, preset
 from course_lib.flops import step_flops
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.measure.storages import replaced
+from course_lib.memory.budget import budgets
 from course_lib.memory.states import LoRA
 from course_lib.model import moe
 from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.simulate import simulate, simulate_rank
-from course_lib.simulate.cluster import STATES, dtypes_of, plan_assignments, planned_assignment, pp_ranks_of
+from course_lib.simulate.cluster import STATES, plan_assignments, planned_assignment, pp_ranks_of
+from course_lib.training.precision import engine_dtypes
 
 SEQ_LEN = 64
 TINY = ModelConfig("tiny", 2, 32, num_heads=4, num_kv_heads=2, d_ff=96, vocab_size=64, max_seq_len=64)
@@ -69,10 +71,15 @@ def patient(wait):
     return wait_a_moment_longer
 
 
+def attention_of(config: ModelConfig) -> str:
+    """With dropout a CPU has no flash kernel, and simulated is that of a GPU."""
+    return "standard" if config.dropout else "fused"
+
+
 def measured_under(config: ModelConfig, text: str, precision: str, steps: int) -> dict:
-    layout, (dtype, grad_dtype) = Layout.parse(text), dtypes_of(precision)
+    layout, (dtype, grad_dtype) = Layout.parse(text), engine_dtypes(precision)
     with replaced(moe, "choose", plan_assignments()):
-        engine = five_d.build(config, layout, dtype=dtype, grad_dtype=grad_dtype)
+        engine = five_d.build(config, layout, dtype=dtype, grad_dtype=grad_dtype, attention=attention_of(config))
         optimizer = five_d.make_optimizer(engine)
         tokens_BS = torch.zeros(layout.micro_batch, SEQ_LEN, dtype=torch.int64)
         micro_batches, timelines = [(tokens_BS, tokens_BS)] * layout.micro_batches, []
@@ -101,12 +108,41 @@ def test_simulated_ranks_equal_real_ones(cases):
     for index, (config, text, precision) in enumerate(cases):
         real_peaks: dict[int, list[int]] = {}  # of the ranks that are alike in the simulation
         for rank, of_rank in enumerate(results):
-            real, found = of_rank[index], simulate_rank(Run(config, Layout.parse(text), SEQ_LEN, precision), rank)
+            run = Run(config, Layout.parse(text), SEQ_LEN, precision, attention_of(config))
+            real, found = of_rank[index], simulate_rank(run, rank)
             assert found.states == real["states"], (text, rank)
             assert found.sent_by_axis == real["sent"], (text, rank)
             real_peaks.setdefault(found.peak_bytes, []).append(real["peak"])
         for simulated, peaks in real_peaks.items():
             assert min(peaks) == pytest.approx(simulated, rel=0.01), (text, simulated, peaks)
+
+
+# --- attention of a GPU
+
+
+SIMULATED = [name for name, config in (PRESETS | MOE_PRESETS).items() if config.family != "xlmr"]
+MARKS = {"deepseek-v3": pytest.mark.exhaustive}  # its 256 experts take ten times as long
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in SIMULATED])
+def test_every_preset_holds_on_a_gpu_what_the_formulas_say(name):
+    config = preset(name)
+    few = replace(config, num_layers=2 if config.moe is None else config.moe.first_dense_layers + 1)
+    run = Run(few, Layout(micro_batch=16), min(2048, config.max_seq_len), optimizer_implementation="for-loop")
+    (simulated,), (formula,) = simulate(run).ranks, budgets(run)
+    assert simulated.peak_bytes == pytest.approx(formula.peak_bytes, rel=0.01)
+    if formula.moment.endswith("log-softmax"):  # when all activations are there
+        assert simulated.peak_by_kind["activations"] == pytest.approx(formula.by_kind["activations"], rel=0.01)
+
+
+@pytest.mark.slow
+def test_gpt2_saves_34_bytes_per_number_of_the_hidden_states_and_no_scores():
+    """34 s b h L of Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1; then what both ends save."""
+    B, S, D, V, L = 4, 1024, 768, 50_257, 12
+    run = Run(preset("gpt2"), Layout(micro_batch=B), S, optimizer_implementation="for-loop")
+    ends = 5 * B * S * D + 4 * B * S * V  # mask of the embedding, inputs of norm and head, FP32 log-softmax
+    assert simulate(run).ranks[0].peak_by_kind["activations"] == pytest.approx(34 * S * B * D * L + ends, rel=0.01)
 
 
 # --- the tape

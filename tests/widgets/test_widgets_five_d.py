@@ -14,11 +14,13 @@ from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
+from course_lib.memory.states import RECIPES
 from course_lib.plots.memory import kinds_of
 from course_lib.plots.style import style
 from course_lib.run import Run
 from course_lib.timing import step_time
 from course_lib.traffic import sent
+from course_lib.training.precision import ENGINE_RECIPES
 from course_lib.widgets import five_d
 from course_lib.widgets.five_d import KNOWN, NOTHING, FiveDChoice, explore_five_d, five_d_explorer, five_d_figure
 
@@ -145,6 +147,27 @@ def test_measure_runs_the_layout_and_every_rank_equals_the_formulas():
     assert len(shown(explorer)) == 1 and "Measured in" not in texts(explorer)  # it was of another choice
 
 
+LAYOUTS = {
+    "toy-moe": "dp=2,pp=2,ep=2,zero_stage=0,micro_batches=5",
+    "toy": "dp=2,tp=2,sequence_parallel=true,zero_stage=3,micro_batches=2",
+}
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("recipe", ENGINE_RECIPES)
+@pytest.mark.parametrize("model", LAYOUTS)
+def test_in_every_recipe_states_and_bytes_sent_are_the_formulas_to_the_byte(model, recipe):
+    result = measure_five_d(preset(model), Layout.parse(LAYOUTS[model]), 64, recipe)
+    assert [row for _, row in result.unequal] == []
+    for kind in ("parameters", "gradients", "optimizer", "sent over data"):
+        assert result.row(kind).measured_bytes > 0
+
+
+@pytest.mark.launches
+def test_a_model_with_fewer_words_than_the_text_has_is_measured_too():
+    assert measure_five_d(replace(preset("toy"), vocab_size=16), Layout(), 64).unequal == []
+
+
 @pytest.mark.launches
 def test_a_wrong_formula_is_seen(monkeypatch):
     monkeypatch.setattr(five_d_profile, "sent", lambda *a, **k: sent(*a, **k) | {"pp": 5})
@@ -164,6 +187,9 @@ def test_what_is_too_large_is_refused_before_a_rank_starts(monkeypatch):
         measure_five_d(preset("llama-3.1-8b"), Layout())
     with pytest.raises(ValueError, match="nearest: tp=2"):
         measure_five_d(preset("toy"), Layout(tp=3))
+    for recipe in sorted(set(RECIPES) - set(ENGINE_RECIPES)):
+        with pytest.raises(ValueError, match="no engine takes; choose from fp32"):
+            measure_five_d(preset("toy"), Layout(), recipe=recipe)
 
 
 def test_of_a_routers_runs_the_second_is_left_out():

@@ -146,7 +146,7 @@ def test_what_ranks_hold_and_send_under_tensor_parallelism_is_the_formula(how):
 
 
 def test_what_cannot_be_measured_is_refused_before_a_rank_starts():
-    with pytest.raises(ValueError, match="not measured here; choose from fp32"):
+    with pytest.raises(ValueError, match="no engine takes; choose from fp32"):
         measure_zero(2, 2, "autocast")
     with pytest.raises(ValueError, match="choose offload none"):
         zero.measure_zero_choice(ZeroChoice(offload="optimizer on the CPU"))
