@@ -164,6 +164,8 @@ def test_what_is_too_large_is_refused_before_a_rank_starts(monkeypatch):
         measure_five_d(preset("llama-3.1-8b"), Layout())
     with pytest.raises(ValueError, match="nearest: tp=2"):
         measure_five_d(preset("toy"), Layout(tp=3))
+    with pytest.raises(ValueError, match=r"vocab_size \(100\) must be at least 256"):
+        measure_five_d(replace(preset("toy"), vocab_size=100), Layout())
 
 
 def test_of_a_routers_runs_the_second_is_left_out():
