@@ -14,6 +14,7 @@ from course_lib.validate import Amount, Count, Positive, Seed, Size, check_field
 
 FAMILIES = ("llama", "gpt", "xlmr")
 SCORES = ("softmax", "sigmoid")
+NUM_BYTES = 256
 BALANCING = ("none", "aux_loss", "bias")
 Recompute = Literal["none", "selective", "full"]  # nothing, the attention core, each block
 Layers = Annotated[int, partial(whole, most=10_000)]  # every formula goes through them
@@ -372,6 +373,15 @@ def require_dense(config: ModelConfig, what: str, latent: bool = False) -> None:
         kind = "experts" if config.moe else "latent attention"
         raise ValueError(
             f"{what} knows no {kind}, but {config.name} has; use a dense model, or the functions of memory/moe.py"
+        )
+
+
+@checked
+def require_bytes(config: ModelConfig) -> None:
+    """Raises ValueError unless every byte is a token of the model: training/data.py has bytes as tokens."""
+    if config.vocab_size < NUM_BYTES:
+        raise ValueError(
+            f"vocab_size ({config.vocab_size}) must be at least {NUM_BYTES}: each byte of the text is a token"
         )
 
 

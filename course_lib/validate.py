@@ -22,6 +22,7 @@ import collections.abc
 import difflib
 import functools
 import inspect
+import json
 import math
 import numbers
 import tempfile
@@ -140,10 +141,66 @@ def writable(name: str, folder: Path) -> None:
     """Make a folder where there is none, and raise ValueError unless a file can be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b" ")
+    except (OSError, ValueError) as error:  # ValueError: a zero byte
+        why = getattr(error, "strerror", error)
+        raise ValueError(f"{name} is {str(folder)!r}, and cannot be written: {why}; give another") from None
+
+
+def writable_file(name: str, path: Path) -> None:
+    """Raise ValueError unless that file can be written, before the work for it; one that is there stays as it is."""
+    try:
+        if path.is_fifo():  # its reader would take the end of this look for the end of all
             return
+        is_new = not path.exists()
+        with path.open("ab", buffering=0) as file:
+            file.write(b" " * is_new)  # a full device says so even where nothing is written
+        if is_new:
+            path.unlink()
+    except (OSError, ValueError) as error:  # ValueError: a zero byte
+        why = getattr(error, "strerror", error)
+        raise ValueError(f"{name} is {str(path)!r}, and cannot be written: {why}; give another") from None
+
+
+def read_json(path: str | Path) -> object:
+    """Return what a file of JSON holds.
+
+    Raises   ValueError if it is no JSON, is nested without end, or has a name twice in one object
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        return json.loads(text, object_pairs_hook=_once_each, parse_constant=_no_constant)
     except OSError as error:
-        raise ValueError(f"{name} is {str(folder)!r}, and cannot be written: {error.strerror}; give another") from None
+        raise ValueError(f"{path} cannot be read: {error.strerror}; give another") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+
+
+def json_lines(text: str) -> list[dict]:
+    """Return the objects of JSON lines, in order. What is none is left out: a writer that was killed leaves such."""
+    found = []
+    for line in text.split("\n"):
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(fields, dict):
+            found.append(fields)
+    return found
+
+
+def _once_each(pairs: list[tuple[str, object]]) -> dict:
+    found: dict[str, object] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} stands twice in one object; give it once")
+        found[name] = value
+    return found
+
+
+def _no_constant(word: str) -> None:
+    raise ValueError(f"{word} is no number; give a finite one")
 
 
 # --- from annotations

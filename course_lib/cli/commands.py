@@ -3,9 +3,17 @@
 `course run --help` tells options. Only `run` needs Jupyter.
 """
 
+import errno
+import functools
 import importlib.metadata
+import io
 import os
+import re
 import sys
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
 
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
@@ -25,10 +33,8 @@ DESCRIPTION = """How large language models are trained on many GPUs.
 
 `course --version` tells the version. Completion by the shell: source <(course --tyro-print-completion bash)
 """
-app = SubcommandApp()
 
 
-@app.command(name="doctor")
 def _doctor(json: bool = False) -> int:
     """Tell what this machine can run, chapter by chapter, after a real launch of two ranks.
 
@@ -40,8 +46,7 @@ def _doctor(json: bool = False) -> int:
     return doctor(json)
 
 
-@app.command(name="new")
-def _new(folder: Positional[str], force: bool = False, with_solutions: bool = False) -> int:
+def _new(folder: Positional[Path], force: bool = False, with_solutions: bool = False) -> int:
     """Write chapters and exercises into a folder of your own, where what you change stays.
 
     Args:
@@ -51,12 +56,9 @@ def _new(folder: Positional[str], force: bool = False, with_solutions: bool = Fa
     """
     from course_lib.cli.notebooks import new_course
 
-    if not folder.strip():
-        raise ValueError("folder is empty; give the name of a folder, such as runs/mine")
-    return new_course(Path(folder), force, with_solutions)
+    return new_course(folder, force, with_solutions)
 
 
-@app.command(name="run")
 def _run(chapter: Positional[str], timeout: float = 120.0, save: bool = False) -> int:
     """Execute a chapter without a browser; say which cell failed.
 
@@ -70,7 +72,6 @@ def _run(chapter: Positional[str], timeout: float = 120.0, save: bool = False) -
     return run_chapter(find_notebook(chapter), timeout, save)
 
 
-@app.command(name="demo")
 def _demo() -> int:
     """Print one table: the same tiny Llama trained by 1, 2 and 4 ranks."""
     from course_lib.cli.demo import demo
@@ -78,7 +79,6 @@ def _demo() -> int:
     return demo()
 
 
-@app.command(name="bench")
 def _bench(json: bool = False, check: bool = False, rounds: int = 30) -> int:
     """Time the course's own implementations against PyTorch's, in one run.
 
@@ -92,23 +92,30 @@ def _bench(json: bool = False, check: bool = False, rounds: int = 30) -> int:
     return bench(as_json=json, check=check, rounds=rounds)
 
 
-app.command(simulate, name="simulate")
-app.command(predict, name="predict")
-app.command(plan, name="plan")
-app.command(calibrate_cluster, name="calibrate")
-app.command(list_claims, name="claims")
-app.command(watch, name="watch")
-app.command(cluster, name="cluster")
-app.command(lab, name="lab")
-app.command(grade, name="grade")
-
-
-@app.command(name="train")
 def _train(options: OmitArgPrefixes[Options]) -> int:
     """Train a model under any layout; `torchrun -m course_lib.train` starts as many ranks as it needs."""
     from course_lib.train.__main__ import run_as_script
 
     run_as_script(options)
+
+
+COMMANDS = {
+    "doctor": _doctor,
+    "new": _new,
+    "run": _run,
+    "demo": _demo,
+    "bench": _bench,
+    "simulate": simulate,
+    "predict": predict,
+    "plan": plan,
+    "calibrate": calibrate_cluster,
+    "claims": list_claims,
+    "watch": watch,
+    "cluster": cluster,
+    "lab": lab,
+    "grade": grade,
+    "train": _train,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,20 +125,55 @@ def main(argv: list[str] | None = None) -> int:
         print(f"course {importlib.metadata.version('course-lib')}")
         return 0
     try:
-        code = app.cli(prog="course", description=DESCRIPTION, args=argv, config=(FlagCreatePairsOff,))
+        if empty := [word for word in argv if re.fullmatch(r"(--[\w-]+=)?\s*", word)]:
+            raise ValueError(f"{empty[0]!r} among the arguments is empty; give a value, or leave it out")
+        code = _read(argv)()
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # who reads has seen enough: course claims | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
         return 0
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         if not _is_told(error):
             raise
-        print(f"course {argv[0]}: {error}", file=sys.stderr)
+        advice = "; make room, or give a place on another disk" if isinstance(error, OSError) else ""
+        print(f"course {argv[0]}: {error}{advice}", file=sys.stderr)
         return 2
+
+
+def _read(argv: list[str]) -> Callable[[], int]:
+    """The command with its options, to be called.
+
+    Raises   ValueError where a record of the course refuses them, SystemExit (2) with tyro's own text otherwise
+    """
+    app = SubcommandApp()
+    for name, command in COMMANDS.items():
+        app.command(_later(command), name=name)
+    read = partial(app.cli, prog="course", description=DESCRIPTION, args=argv, config=(FlagCreatePairsOff,))
+    try:
+        with redirect_stderr(io.StringIO()):
+            return read()
+    except SystemExit as end:
+        error = end.__context__ and end.__context__.__context__
+        if isinstance(error, ValueError) and "course_lib" in traceback.extract_tb(error.__traceback__)[-1].filename:
+            raise ValueError(*error.args) from None  # tyro puts its own name for the record before the text
+        if not end.code:
+            raise
+    return read()
+
+
+def _later(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
+    """The same command, which only notes its options."""
+
+    @functools.wraps(command)
+    def note(*args, **options) -> Callable[[], int]:
+        return partial(command, *args, **options)
+
+    return note
 
 
 def _is_told(error: Exception) -> bool:
     """Whether an error says by itself what to do. A RankError is one; its module needs torch, and was imported then."""
     launch = sys.modules.get("course_lib.launch")
-    return isinstance(error, ValueError) or (launch is not None and isinstance(error, launch.RankError))
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return full or isinstance(error, ValueError) or (launch is not None and isinstance(error, launch.RankError))

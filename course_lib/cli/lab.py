@@ -4,14 +4,14 @@ course lab 05 --gpu a100-80g --nodes-link ib-hdr200 > lab05.md
 course lab 05 --measured lab05.json
 """
 
-from json import dumps, loads
+from json import dumps
 from pathlib import Path
 
 from tyro.conf import OmitArgPrefixes, Positional
 
 from course_lib.labs.sheet import Machine, compare, form, sheet
 from course_lib.labs.table import LABS, lab_named
-from course_lib.validate import writable
+from course_lib.validate import read_json, writable
 
 
 def lab(
@@ -34,10 +34,9 @@ def lab(
     if measured is not None:
         if len(labs) > 1 or not measured.is_file():
             raise ValueError(f"there is no file {measured} of one lab; give a chapter and the file of its lab")
-        try:
-            found = loads(measured.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{measured} is no JSON ({error}); write one with: python -m course_lib.labs") from None
+        found = read_json(measured)
+        if not isinstance(found, dict):
+            raise ValueError(f"{measured} is no file of a lab; write one with: python -m course_lib.labs")
         print(dumps(compare(labs[0], found, machine), indent=2) if json else form(labs[0], found, machine))
         return 0
     if folder is not None:

@@ -7,9 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from course_lib.validate import writable
+from course_lib.validate import number, writable
 
 ROOT = Path(__file__).resolve().parents[2]
+MAX_TIMEOUT_S = 1_000_000
 FOLDERS = ("notebooks", "exercises", "solutions")
 TO_SOLUTIONS = re.compile(rb" \xc2\xb7 \[Solutions\]\(\.\./solutions/\w+\.ipynb\)")  # at the end of a line of links
 
@@ -39,6 +40,7 @@ def find_notebook(name: str, root: Path | None = None) -> Path:
 
 def run_chapter(path: Path, timeout: float, save: bool) -> int:
     """Execute a notebook with a progress bar; says which cell failed and why. 0 if all cells ran."""
+    number("timeout", timeout, above=0, most=MAX_TIMEOUT_S)
     try:
         import nbformat
         from nbclient import NotebookClient

@@ -67,6 +67,8 @@ def plan(options: OmitArgPrefixes[PlanOptions]) -> int:
     cluster = Cluster(device, link_named(device.link), link_named(options.link), options.per_node)
     config = model_of(options.model, options.seq)
     job = Job(config, cluster, options.gpus, options.seq, options.batch, options.recipe, options.framework)
+    if options.export is not None:
+        writable("export", options.export)
     show = options.show
     found = search(job, max(ENOUGH, show))
     print(as_json(report(found, show), indent=2) if options.json else "\n".join(lines(found, show)))

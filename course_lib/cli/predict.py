@@ -25,8 +25,8 @@ from course_lib.predict import (
     write_table,
 )
 from course_lib.predict import sensitivity as assumptions
-from course_lib.predict.calibrate import measured_step_s
-from course_lib.validate import one_of, whole
+from course_lib.predict.calibrate import BOUNDS, HELD, measured_step_s, ranges
+from course_lib.validate import one_of, whole, writable_file
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ def predict(
     """
     cluster, seq, recipe = machine.cluster(), machine.seq, machine.recipe
     _check_files(runs, models, calibration)
+    writable_file("out", out)
     if calibration:
         cluster = Calibration.load(calibration).of(cluster)
     rows, shapes = _rows(runs), read_models(models, seq)
@@ -96,6 +97,7 @@ def calibrate_cluster(
     """
     cluster, seq, recipe = machine.cluster(), machine.seq, machine.recipe
     _check_files(runs, models)
+    writable_file("out", out)
     rows, shapes = _rows(runs), read_models(models, seq)
 
     def steps(calibration: Calibration) -> list[float]:
@@ -118,8 +120,21 @@ def calibrate_cluster(
         name = f"{row['model']} on {row['gpus']}"
         errors = f"{old.step_s / told - 1:+.0%} -> {new / told - 1:+.0%}"
         print(f"{name:20s}{told:11.3f}{old.step_s:10.3f}{new:10.3f}   {errors}")
-    print(f"compute x {found.compute}, network x {found.network}, link of a node x {found.node_link}: {out}")
+    print("\n".join(_told_of_fit(found, ranges(steps, found, len(measured)))) + f": {out}")
     return 0
+
+
+def _told_of_fit(found: Calibration, spans: dict[str, tuple[float, float]]) -> list[str]:
+    """The factors, how well these runs determine each, and whether one ended where the search does."""
+    texts, ends = [], []
+    for name, label in {"compute": "compute", "network": "network", "node_link": "link of a node"}.items():
+        value, span = getattr(found, name), spans.get(name)
+        texts.append(f"{label} x {value} ({'{:.2g} to {:.2g}'.format(*span) if span else 'not fitted'})")
+        if value in BOUNDS:
+            ends.append(
+                f"{label} x {value} is where the search ends: the runs are not of this cluster, models or recipe"
+            )
+    return [*ends, f"in brackets: what fits nearly as well, if steps are measured to {HELD:.0%}", ", ".join(texts)]
 
 
 def _check_files(*files: Path | None) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from course_lib.validate import Count, Size, check_fields, checked, writable
 
 TEMPLATE = Path(__file__).parents[1] / "templates" / "train.sbatch"
-WORD = re.compile(r"[\w.,:;=@%+^/~-]+")  # nothing that bash, sbatch or TOML reads as more than a name
+WORD = re.compile(r"[\w.,:=@%+^/~-]+")  # nothing that bash, sbatch or TOML reads as more than a name
 CHECK = """    -m course_lib.cluster --layout "$LAYOUT" --folder "$SLURM_SUBMIT_DIR"\n"""
 
 
@@ -40,7 +40,7 @@ class Site:
             for word in value if name == "module" else [value]:
                 if isinstance(word, str) and not WORD.fullmatch(word):
                     raise ValueError(
-                        f"{name} is {word!r}; give a name of letters, digits and .,:;=@%+^/~- as the cluster prints it"
+                        f"{name} is {word!r}; give a name of letters, digits and .,:=@%+^/~- as the cluster prints it"
                     )
         if self.gres is not None and self.gpus_per_node is not None:
             raise ValueError(

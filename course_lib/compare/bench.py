@@ -32,6 +32,7 @@ from course_lib.parallel import pipeline as parallel_pipeline
 from course_lib.parallel import sequence as parallel_sequence
 from course_lib.parallel import tensor as parallel_tensor
 from course_lib.parallel import zero as parallel_zero
+from course_lib.validate import LARGEST_SIZE, whole
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,7 @@ def bench(techniques: Sequence[str] | None = None, ranks: Sequence[int] = (2, 4)
     unknown = sorted(set(names) - set(TECHNIQUES))
     if unknown:
         raise ValueError(f"techniques {unknown} are unknown; choose from {', '.join(TECHNIQUES)}")
-    if rounds < 2:
-        raise ValueError(f"rounds is {rounds}; a spread needs at least 2")
+    whole("rounds", rounds, least=2, most=LARGEST_SIZE)  # a spread needs two
     return [summarise(name, size, launch(times, size, name, rounds, quiet=True)) for name in names for size in ranks]
 
 

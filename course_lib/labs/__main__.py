@@ -15,7 +15,7 @@ from course_lib.labs.measure import ROUNDS, run_lab
 from course_lib.labs.sheet import form
 from course_lib.labs.table import lab_named
 from course_lib.launch.rendezvous import end_script, join_world, place_of
-from course_lib.validate import Size, check_fields
+from course_lib.validate import Size, check_fields, writable_file
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ def run(options: Options) -> int:
     """Join the world that started this process, measure, print and write on rank 0."""
     lab, place = lab_named(options.chapter), place_of(os.environ)
     lab.check_ranks(place.world_size)
+    if options.out and place.rank == 0:
+        writable_file("out", options.out)
     join_world(place)
     measured = run_lab(lab.chapter, options.rounds)
     if dist.get_rank() == 0:

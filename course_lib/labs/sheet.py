@@ -16,7 +16,7 @@ from course_lib.run import Run
 from course_lib.timing.collectives import bus_bandwidth, collective_s
 from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.traffic.step import sent
-from course_lib.validate import Bytes, Size, check_fields, checked
+from course_lib.validate import LARGEST_SIZE, Bytes, Size, check_fields, checked, instance, number, whole
 
 FRAMEWORK, RECIPE = "fsdp2", "bf16-master"
 PORT = 29_500
@@ -226,6 +226,7 @@ def compare(lab: Lab, measured: Mapping, machine: Machine = Machine()) -> list[d
     if measured.get("lab") != lab.chapter:
         raise ValueError(f"the file is of lab {measured.get('lab')!r}; give one of lab {lab.chapter}")
     try:
+        _check_measured(lab, measured)
         machine = replace(machine, nodes=measured["nodes"], gpus_per_node=measured["ranks"] // measured["nodes"])
         rows = []
         for run in measured["runs"]:
@@ -240,8 +241,24 @@ def compare(lab: Lab, measured: Mapping, machine: Machine = Machine()) -> list[d
                 "inside": {name: low <= run[name] <= high for name, (low, high) in ranges.items()},
             })  # fmt: skip
     except (KeyError, TypeError) as error:
-        raise ValueError(f"the file lacks something ({error}); write one with: python -m course_lib.labs") from None
+        raise ValueError(
+            f"the file lacks something, or has another kind of it ({error}); write one with: python -m course_lib.labs"
+        ) from None
     return rows
+
+
+def _check_measured(lab: Lab, measured: Mapping) -> None:
+    needed = ("step_s", "sent_bytes", *["tokens_per_s_per_gpu"] * bool(lab.layouts))
+    for name in ("ranks", "nodes"):
+        whole(name, measured[name], most=LARGEST_SIZE)
+    instance("device", measured["device"], str)
+    for run in measured["runs"]:
+        instance("run", run["run"], str)
+        for name in ("step_s", "tokens_per_s_per_gpu", "peak_bytes", "sent_bytes"):
+            if run.get(name) is not None or name in needed:
+                number(f"{name} of {run['run']}", run[name], least=0, above=0 if name == "step_s" else None)
+    if not measured["runs"]:
+        raise ValueError("the file has no run; write one with: python -m course_lib.labs")
 
 
 def _told(lab: Lab, run: str, machine: Machine, device: str) -> dict[str, object]:

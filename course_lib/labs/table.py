@@ -171,6 +171,6 @@ def lab_named(chapter: str) -> Lab:
 
     Raises   ValueError for a chapter without a lab
     """
-    if chapter.zfill(2) not in LABS:
+    if not chapter or chapter.zfill(2) not in LABS:
         raise ValueError(f"chapter is {chapter!r}; labs are for {', '.join(LABS)}")
     return LABS[chapter.zfill(2)]

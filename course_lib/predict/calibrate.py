@@ -16,10 +16,12 @@ from statistics import median
 import numpy as np
 
 from course_lib.hardware import Cluster
-from course_lib.validate import Positive, check_fields, checked
+from course_lib.validate import Positive, Size, check_fields, checked, json_lines, read_json, show
 
 HELD = 0.02  # of a step's error weighs as much as a factor of e away from 1
 STARTS = (0.0, -1.0)  # logarithms of a link's factor from which the search begins
+BOUNDS = (0.1, 4.0)  # of a factor
+STEP_S = (1e-6, 1e6)  # of an optimizer step: no cluster takes less or more
 WARM_UP_STEPS = 3  # of a log: caches, compilation
 
 
@@ -53,10 +55,13 @@ class Calibration:
 
         Raises   ValueError if the file is no such thing
         """
-        told = json.loads(Path(path).read_text())
+        told = read_json(path)
         if not isinstance(told, dict) or not set(told) <= set(cls.__dataclass_fields__):
             raise ValueError(f"{path} is no calibration; required: {', '.join(cls.__dataclass_fields__)}")
-        return cls(**told)
+        try:
+            return cls(**told)
+        except TypeError as error:
+            raise ValueError(f"{path}: {error}") from None
 
 
 @checked
@@ -81,24 +86,54 @@ def calibrate(predicted_s: Callable[[Calibration], Sequence[float]], measured_s:
 def _descend(off: Callable[[np.ndarray], np.ndarray], logs: np.ndarray) -> np.ndarray:
     """Gauss-Newton; steps are smooth in these but where a link begins to be hidden."""
     for _ in range(8):
-        here, slopes = off(logs), []
-        for index in range(len(logs)):
-            moved = logs.copy()
-            moved[index] += 0.02
-            slopes.append((off(moved) - here) / 0.02)
-        change = np.clip(np.linalg.lstsq(np.array(slopes).T, -here, rcond=None)[0], -0.7, 0.7)
-        logs = np.clip(logs + change, np.log(0.1), np.log(4))
+        change = np.clip(np.linalg.lstsq(_slopes(off, logs), -off(logs), rcond=None)[0], -0.7, 0.7)
+        logs = np.clip(logs + change, *np.log(BOUNDS))
         if np.abs(change).max() < 1e-3:
             break
     return logs
+
+
+def _slopes(off: Callable[[np.ndarray], np.ndarray], logs: np.ndarray) -> np.ndarray:
+    """A row for each value of off, a column for each number that it is a function of."""
+    return np.stack([(off(moved) - off(logs)) / 0.02 for moved in logs + 0.02 * np.eye(len(logs))], axis=1)
+
+
+@checked
+def ranges(
+    predicted_s: Callable[[Calibration], Sequence[float]], found: Calibration, num_runs: Size
+) -> dict[str, tuple[float, float]]:
+    """Return for each fitted factor between which values it fits nearly as well: one standard deviation to each side.
+
+    Steps are taken to be measured to HELD. A factor that the runs say nothing of spans what `calibrate` holds it to:
+    from 1 / e to e times its value.
+    """
+    names = list(Calibration.__dataclass_fields__)[:num_runs]
+    values = np.array([getattr(found, name) for name in names])
+
+    def steps(logs: np.ndarray) -> np.ndarray:
+        return np.log(predicted_s(Calibration(**dict(zip(names, map(float, np.exp(logs)), strict=True)))))
+
+    slopes = _slopes(steps, np.log(values))
+    sigmas = HELD * np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes + HELD**2 * np.eye(len(names)))))
+    return {
+        name: (float(value / np.exp(sigma)), float(value * np.exp(sigma)))
+        for name, value, sigma in zip(names, values, sigmas, strict=True)
+    }
 
 
 @checked
 def measured_step_s(row: Mapping[str, str], tokens_a_step: Positive, folder: Path) -> float:
     """Seconds of a step that a row tells: step_s, or tok_s_gpu, or log: a trainer's file of JSON lines.
 
-    Raises   ValueError if it tells none of these
+    Raises   ValueError if it tells none of these, or a step that no cluster takes
     """
+    step_s = _told_step_s(row, tokens_a_step, folder)
+    if not STEP_S[0] <= step_s <= STEP_S[1]:
+        raise ValueError(f"a measured step takes {step_s:g} s; required: {STEP_S[0]:g} to {STEP_S[1]:g} s")
+    return step_s
+
+
+def _told_step_s(row: Mapping[str, str], tokens_a_step: float, folder: Path) -> float:
     for column in ("step_s", "tok_s_gpu"):
         if row.get(column):
             try:
@@ -113,8 +148,11 @@ def measured_step_s(row: Mapping[str, str], tokens_a_step: Positive, folder: Pat
     path = folder / row["log"]
     if not path.is_file():
         raise ValueError(f"there is no log {path}; give the trainer's file of JSON lines")
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    lines = json_lines(path.read_text(encoding="utf-8", errors="replace"))
     seconds = [line["seconds"] for line in lines if "seconds" in line][WARM_UP_STEPS:]
     if not seconds:
         raise ValueError(f"{path} has no step after the first {WARM_UP_STEPS}; let the run take more")
+    for value in seconds:
+        if not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ValueError(f"{path} has {show(value)} seconds in a line; give a log that the trainer wrote")
     return median(seconds)

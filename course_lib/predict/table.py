@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import csv
 import io
-import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
@@ -26,7 +26,7 @@ from course_lib.predict.frameworks import PRECISIONS, How
 from course_lib.predict.prediction import Prediction, predict
 from course_lib.predict.rates import RATES, Rates
 from course_lib.run import Run
-from course_lib.validate import Size, checked, one_of
+from course_lib.validate import Size, checked, one_of, read_json, show
 
 READ = ("nodes", "gpus", "mbs", "grad_acc", "dp", "pp", "tp", "zero")
 ADDED = ("predicted_mem_gb", "predicted_tok_s_gpu", "predicted_mfu_pct", "fits", "why")
@@ -68,10 +68,7 @@ def read_models(path: str | Path, seq_len: int) -> dict[str, ModelConfig]:
 
     Raises   ValueError that names the model and what it lacks
     """
-    try:
-        told = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except ValueError as error:  # no JSON, or no text
-        raise ValueError(f"{path} is no JSON: {error}") from None
+    told = read_json(path)
     if not isinstance(told, dict):
         raise ValueError(f"{path} holds a {type(told).__name__}; required: an object of shapes by a model's name")
     models = {}
@@ -125,7 +122,9 @@ def run_of(row: Mapping[str, str], models: Mapping[str, ModelConfig], seq_len: S
         raise ValueError(f"gpus is {numbers['gpus']}, but {product} is {dp * pp * tp * cp}")
     changes |= {column: row[column] for column in WORDS if row.get(column)}
     if "layers_of_stage" in changes:
-        changes["layers_of_stage"] = tuple(int(part) for part in changes["layers_of_stage"].split("-"))
+        changes["layers_of_stage"] = tuple(
+            _whole_text("layers_of_stage", part) for part in changes["layers_of_stage"].split("-")
+        )
     recompute = _word(row, "recompute", RECOMPUTE)
     sharded_sequence = tp > 1 and _word(row, "sp", ("yes", "no")) == "yes"
     layout = Layout(
@@ -153,9 +152,12 @@ def how_of(row: Mapping[str, str]) -> How:
 
 
 def _whole(row: Mapping[str, str], column: str) -> int:
-    text = (row.get(column) or "").strip().removesuffix(".0")  # as spreadsheets write whole numbers
-    if not text.isdigit():
-        raise ValueError(f"{column} is {row.get(column)!r}; required: a whole number")
+    return _whole_text(column, (row.get(column) or "").strip().removesuffix(".0"))  # as spreadsheets write them
+
+
+def _whole_text(column: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text):  # str.isdigit is true of a superscript
+        raise ValueError(f"{column} is {show(text)}; required: a whole number")
     return int(text)
 
 
@@ -176,12 +178,17 @@ def _offload(row: Mapping[str, str]) -> Offload:
 def read_rows(path: str | Path) -> list[dict[str, str]]:
     """Read a CSV file: the rows by column, whatever the case of its names; lines without a value are left out.
 
-    Raises   ValueError if it is no text, lacks a column, or a line is longer than the header
+    Raises   ValueError if it is no text, lacks a column or has it twice, or a line is longer than the header
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        return _read_rows(path, Path(path).read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8 (byte {error.start}); give a CSV file") from None
+    except csv.Error as error:
+        raise ValueError(f"{path} cannot be read as CSV ({error}); give another") from None
+
+
+def _read_rows(path: str | Path, text: str) -> list[dict[str, str]]:
     reader = csv.DictReader(io.StringIO(text, newline=""), restval="", skipinitialspace=True)
     columns = [
         name.strip().lower() if name.strip().lower() in KNOWN else name.strip() for name in reader.fieldnames or ()
@@ -192,6 +199,8 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
             f"{path} has no column {', '.join(missing)}; required: model, {', '.join(READ)}, separated by commas; "
             f"found: {', '.join(columns) or 'nothing'}"
         )
+    if twice := sorted({column for column in columns if columns.count(column) > 1}):
+        raise ValueError(f"{path} has column {', '.join(twice)} twice; give each once")
     reader.fieldnames = columns
     rows = []
     for row in reader:
@@ -261,7 +270,7 @@ def write_table(
 ) -> None:
     """Write the rows with their predictions, and with error bars if asked for; older predictions are replaced."""
     columns = [name for name in rows[0] if name not in (*ADDED, *BARS)]
-    with open(out, "w", newline="") as file:
+    with open(out, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*columns, *ADDED, *(BARS if bars else ())], extrasaction="ignore")
         writer.writeheader()
         for row, one in zip(rows, predictions, strict=True):

@@ -39,6 +39,7 @@ from course_lib.simulate.fake_world import fake_world
 from course_lib.simulate.tape import FlopMeter, Tape, TapeTracker
 from course_lib.training.precision import engine_dtypes, zero_gradients
 
+MOST_PASSES = 20_000  # minutes
 STATES = ("parameters", "gradients", "optimizer")
 
 
@@ -90,11 +91,24 @@ def simulate(
     """
     start_s = time.perf_counter()
     layout = run.layout
+    stages = stages if stages == "all" else list(stages)
+    check_size(layout, layout.stages_per_rank * (layout.pp if stages == "all" else len(stages)))
     ranks = [
         simulate_rank(run, layout.mesh.rank(pp=pp_rank, dp=0, cp=0, tp=0), clip_norm, skew)
         for pp_rank in pp_ranks_of(layout, stages)
     ]
     return Simulation(run, ranks, time.perf_counter() - start_s)
+
+
+def check_size(layout: Layout, num_stages: int) -> None:
+    """Raises ValueError for a step of too many instructions, before any of them is listed."""
+    passes = 2 * layout.micro_batches * num_stages
+    if passes > MOST_PASSES:
+        raise ValueError(
+            f"micro_batches ({layout.micro_batches:,}) give {passes:,} forward and backward passes on {num_stages} "
+            f"stage{'s' * (num_stages > 1)}, of which at most {MOST_PASSES:,} are simulated; choose fewer "
+            "micro_batches or stages: those of the steady state are alike"
+        )
 
 
 def pp_ranks_of(layout: Layout, stages: str | Iterable[int] = "all") -> list[int]:

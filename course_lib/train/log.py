@@ -15,6 +15,9 @@ from pathlib import Path
 
 from course_lib.train import clients
 from course_lib.train.plan import Logs
+from course_lib.validate import json_lines, show
+
+KINDS = {"step": int, "pid": int, "time": int | float} | dict.fromkeys(("event", "text", "host", "why"), str)
 
 
 def log_path(folder: str | Path, rank: int = 0) -> Path:
@@ -70,23 +73,20 @@ def append(path: str | Path, **fields: object) -> None:
 
 
 def read(path: str | Path, last_bytes: int | None = None) -> list[dict]:
-    """All whole lines, in order, or those in the last bytes of the file; an empty list if there is no file."""
+    """All whole lines, in order, or those in the last bytes of the file; an empty list if there is no file.
+
+    Raises   ValueError if a field of a line is not of the kind that `RunLog.tell` writes
+    """
     path = Path(path)
     if not path.exists():
         return []
     with path.open("rb") as file:
         file.seek(0 if last_bytes is None else max(0, path.stat().st_size - last_bytes))
-        return list(_whole_lines(file.read().decode("utf-8", errors="replace")))
-
-
-def _whole_lines(text: str) -> Iterator[dict]:
-    for line in text.split("\n"):
-        try:
-            fields = json.loads(line)
-        except ValueError:
-            continue  # torn
-        if isinstance(fields, dict):
-            yield fields
+        lines = json_lines(file.read().decode("utf-8", errors="replace"))
+    for name, value in (field for line in lines for field in line.items()):
+        if not isinstance(value, KINDS.get(name, int | float | None)):
+            raise ValueError(f"{path} has {name} {show(value)} in a line; give a log that the trainer wrote")
+    return lines
 
 
 def losses_of(path: str | Path) -> dict[int, list[float]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import tyro
 from tyro.conf import OmitArgPrefixes
 
-from course_lib.config import ModelConfig, preset
+from course_lib.config import ModelConfig, preset, require_bytes
 from course_lib.layout import Layout
 from course_lib.train import clients
 from course_lib.train.plan import Checkpoints, Logs, TrainPlan, check_rollback
@@ -53,6 +53,9 @@ class Options:
         return Logs(self.log_folder, clients, self.peak_tflops, self.trace) if self.log_folder else None
 
 
+OF_CHECKPOINTS = ("every", "keep", "resume", "in_background")
+
+
 @checked
 def read(
     argv: Sequence[str] | Options | None, aloud: bool = True, world_size: Size = 1
@@ -65,12 +68,18 @@ def read(
     """
     options = argv if isinstance(argv, Options) else _parse(argv, aloud)
     checkpoints = None
+    for name in ("checkpoint", "log_folder"):
+        if getattr(options, name) == "":
+            raise ValueError(f"{name} is ''; give a folder, or leave it out")
+    if not options.checkpoint and any(getattr(options, name) != getattr(Options, name) for name in OF_CHECKPOINTS):
+        raise ValueError(f"{', '.join(OF_CHECKPOINTS)} say more of checkpoints, and there are none; give checkpoint")
     if options.checkpoint:
         checkpoints = Checkpoints(
             options.checkpoint, options.every, options.keep, options.resume, options.in_background
         )
     check_rollback(options.plan, checkpoints)
     layout, config = layout_for(options.layout, options.batch, world_size), model_named(options.model)
+    require_bytes(config)
     layout.check_model(config, options.plan.seq_len)
     return config, layout, options.plan, checkpoints, options
 
@@ -169,7 +178,9 @@ def _some(text: str, *names: str) -> Layout:
 def _with_dp(text: str, batch_size: int | None, world_size: int) -> str:
     """The text with the dp that takes all ranks in place of dp=auto."""
     if batch_size is None:
-        raise ValueError(f"layout {text} has dp=auto, but no batch; give --batch, the sequences of a step")
+        raise ValueError(
+            f"layout {text} takes all ranks, and there is no batch to share; give --batch, sequences of a step"
+        )
     ranks = _some(text, "cp", "tp", "pp").world_size
     if world_size % ranks:
         raise ValueError(

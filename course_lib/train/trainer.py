@@ -39,7 +39,7 @@ from torch import Tensor
 
 from course_lib import checkpoint, comm
 from course_lib.checkpoint.files import read_manifest, together
-from course_lib.config import ModelConfig
+from course_lib.config import ModelConfig, require_bytes
 from course_lib.devices import rank_device
 from course_lib.launch.rendezvous import Place, join_world, place_of, restart_hint
 from course_lib.layout import Layout
@@ -123,6 +123,7 @@ def train(
              every plan.compare_every steps, if one holds other numbers than it should
     """
     check_world(layout, dist.get_world_size(), "launch")
+    require_bytes(config)
     layout.check_model(config, plan.seq_len)
     check_rollback(plan, checkpoints)
     say = say if dist.get_rank() == 0 else ignore

@@ -99,7 +99,8 @@ def steps_of(lines: Sequence[dict]) -> list[dict]:
 
 def own_seconds(steps: Sequence[dict]) -> list[float]:
     """The seconds of each step in which the rank computed; none where the log does not say."""
-    return [sum(line[part] for part in OWN_PARTS) for line in steps if line.get("forward_s") is not None]
+    of_steps = ([line.get(part) for part in OWN_PARTS] for line in steps)
+    return [sum(seconds) for seconds in of_steps if None not in seconds]
 
 
 @checked
@@ -134,7 +135,7 @@ def state_of(line: dict) -> str:
     """Return what became of a rank, by its last line; a process that was killed writes none, but this machine knows."""
     if line.get("event") in STATES:
         return STATES[line["event"]]
-    if line.get("host") != socket.gethostname():
+    if line.get("host") != socket.gethostname() or not {"pid", "time"} <= set(line):
         return "trains"
     try:
         process = psutil.Process(line["pid"])

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.config import ModelConfig, MoeConfig
+from course_lib.config import ModelConfig, MoeConfig, require_bytes
 from course_lib.launch import launch, progress, report
 from course_lib.model import build
 from course_lib.model.moe import moe_layers
@@ -98,6 +98,7 @@ def train_one(
     on_loss    called with (name, loss) after each step, such as a `LiveCurve`'s `add`
     """
     plan = plan or TrainConfig()
+    require_bytes(config)
     model, text_T, counts = build(config, plan.seed), tokens(), []
     optimizer = make_optimizer(model, plan.precision, plan.learning_rate, plan.weight_decay)
     losses, start_s = [], time.perf_counter()

@@ -53,6 +53,8 @@ def test_accumulation_fills_the_pipeline_unless_it_is_said():
         ({"--layout": "pp=2", "--stage": "2"}, "0..1"),
         ({"--recipe": "fp7"}, "bf16-master"),
         ({"--skew": "2"}, "at least 0 and at most 1"),
+        ({"--layout": "micro_batches=16777216"}, "33,554,432 forward and backward passes on 1 stage, of which at most"),
+        ({"--layout": "pp=4,micro_batches=9999"}, "79,992 forward and backward passes on 4 stages"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(changed, said, capsys):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
 from course_lib.predict import FRAMEWORKS, RATES, Calibration, How, Rates, calibrate, predict
 from course_lib.predict import frameworks as fw
-from course_lib.predict.calibrate import measured_step_s
+from course_lib.predict.calibrate import measured_step_s, ranges
 from course_lib.predict.prediction import Spread
 from course_lib.predict.sensitivity import fastest, sensitivity
 from course_lib.predict.table import predict_rows, run_of
@@ -221,6 +222,31 @@ def test_calibration_finds_the_rates_that_made_three_runs():
     )
 
 
+def test_of_each_factor_it_is_told_how_well_the_runs_determine_it():
+    """On one node nothing goes over the network, so that its factor is known no better than before the fit."""
+    small = replace(EIGHT, num_layers=4)
+    runs = [a_run(small, dp=2, tp=4, micro_batches=count) for count in (1, 2)]
+
+    def steps(calibration: Calibration) -> list[float]:
+        return [predict(run, calibration.of(CLUSTER), "deepspeed").step_s for run in runs]
+
+    spans = ranges(steps, calibrate(steps, steps(Calibration(0.8))), len(runs))
+    low, high = spans["compute"]
+    assert 0.76 < low < 0.8 < high < 0.84
+    assert spans["network"] == pytest.approx((1 / math.e, math.e)) and set(spans) == {"compute", "network"}
+
+
+def test_a_fit_that_ends_where_its_search_ends_is_told(tmp_path, capsys):
+    runs, models = tmp_path / "runs.csv", tmp_path / "models.json"
+    small = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1536, "vocab": 2048, "tied": False}
+    models.write_text(json.dumps({"8B": small}))
+    for step_s, end in (("100", "compute x 0.1 is where the search ends"), ("0.001", "compute x 4.0 is where")):
+        runs.write_text(f"{COLUMNS}\n8B,1,8,64,8,8,1,1,0,{step_s}\n")
+        assert main(["calibrate", str(runs), "--models", str(models), "--out", str(tmp_path / "out.json")]) == 0
+        said = capsys.readouterr().out
+        assert end in said and "network x 1.0 (not fitted)" in said, said
+
+
 def test_a_measured_step_is_read_from_three_columns(tmp_path):
     (tmp_path / "log").write_text(
         "\n".join(json.dumps({"step": i, "seconds": 9.0 if i < 3 else 2.0}) for i in range(8))
@@ -231,6 +257,7 @@ def test_a_measured_step_is_read_from_three_columns(tmp_path):
     for row, said in (
         ({}, "required: step_s, tok_s_gpu or log"),
         ({"step_s": "soon"}, "required: a number"),
+        ({"step_s": "1e-300"}, "a measured step takes 1e-300 s; required: 1e-06 to 1e\\+06 s"),
         ({"log": "none"}, "there is no log"),
     ):
         with pytest.raises(ValueError, match=said):

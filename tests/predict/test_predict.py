@@ -480,10 +480,11 @@ def test_what_is_no_table_is_told_in_a_sentence(tmp_path, capsys, content, messa
 
 def test_a_row_that_is_short_or_no_number_says_so_and_the_others_are_predicted(tmp_path):
     runs, models = a_table(tmp_path, [a_row()])
-    runs.write_text(f"{HEADER}\n{LINE}\n8B,2,16\n{LINE.replace(',64,', ',many,')}\n")
+    runs.write_text(f"{HEADER}\n{LINE}\n8B,2,16\n{LINE.replace(',64,', ',many,')}\n{LINE.replace(',64,', ',²,')}\n")
     main(["predict", str(runs), "--models", str(models), "--gpu", "h100-80g", "--out", str(tmp_path / "out.csv")])
-    fine, short, word = csv.DictReader((tmp_path / "out.csv").open())
-    assert fine["fits"] == "yes" and {short["fits"], word["fits"]} == {"no"}
+    fine, short, word, square = csv.DictReader((tmp_path / "out.csv").open(encoding="utf-8"))
+    assert fine["fits"] == "yes" and {short["fits"], word["fits"], square["fits"]} == {"no"}
+    assert "grad_acc is '²'; required: a whole number" in square["why"]
     assert "mbs is ''" in short["why"] and "grad_acc is 'many'; required: a whole number" in word["why"]
 
 

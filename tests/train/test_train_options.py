@@ -46,6 +46,9 @@ def test_options_that_cannot_be_read_are_told_by_one_rank(wrong, said, capsys):
         ("--model toy --layout tp=3", "num_heads"),
         ("--layout cp=2 --seq-len 33", "33"),
         ("--checkpoint a --resume maybe", "resume is 'maybe'; choose from auto, never"),
+        ("--resume never", "say more of checkpoints, and there are none; give checkpoint"),
+        ("--in-background", "say more of checkpoints, and there are none; give checkpoint"),
+        ("--model toy,vocab_size=100", r"vocab_size \(100\) must be at least 256: each byte of the text is a token"),
     ],
 )
 def test_records_that_do_not_fit_each_other_are_a_value_error(wrong, error):
@@ -109,7 +112,7 @@ def test_dp_auto_takes_all_ranks_and_keeps_the_batch():
         assert layout == expected and (layout.world_size, layout.sequences_per_step) == (world_size, 8)
     assert read(["--layout", "dp=auto", "--batch", "8"], world_size=2)[1] == Layout(dp=2, micro_batches=4)
     for text, batch, world_size, error in [
-        ("dp=auto", None, 4, "has dp=auto, but no batch; give --batch"),
+        ("dp=auto", None, 4, "^layout dp=auto takes all ranks, and there is no batch to share; give --batch"),
         ("dp=auto,tp=2", 8, 3, r"groups of cp x tp x pp \(2\), but there are 3; start 2 ranks or a multiple"),
         ("dp=auto,tp=2", 8, 6, r"batch \(8\) .* dp x micro_batch \(3\); start 2, 4, 8, 16 ranks"),
         ("dp=auto,micro_batch=2", 9, 2, r"\(4\); give a multiple of micro_batch \(2\)"),
