@@ -176,7 +176,7 @@ test-colab: setup  ## the built wheel with Colab's versions: it replaces none, c
 test-newest: setup  ## the built wheel with the newest of every package; 5 GB of an environment
 	$(RUN) -m pytest -rs --durations=0 --durations-min=10 -p no:cacheprovider tests/places/test_newest.py
 
-test-grading: setup  ## nbgrader takes the solutions as its source
+test-grading: setup  ## nbgrader and course grade on all chapters: right, untouched, cheating
 	@$(RUN) -c 'import nbgrader' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,grading]"
 	$(RUN) -m pytest -rs tests/test_grading.py
 

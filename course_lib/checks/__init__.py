@@ -3,5 +3,8 @@
 core.py          fresh numbers, real ranks, named misconceptions
 observe.py       an answer at work on real ranks: what it returned, sent and received
 trainers.py      trainers: the result of one process, no more bytes than needed
+outside.py       a class graded: checks from the release, answers from submissions
+apart.py         the processes in which answers run then
+plain.py         values as bytes that hold data and no code
 ch00/ ... ch12/  the graders of a chapter; `from course_lib.checks.ch00 import check_...`
 """
