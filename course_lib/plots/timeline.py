@@ -137,7 +137,8 @@ def draw_overlap(
     scale = TIME_UNITS[unit]
     for bar in picture.bars:
         share = (bar.stop_s - bar.start_s) / picture.end_s
-        _draw_bar(axes, bar, scale, picture.end_s, label_for(bar.name, share) if keys is None else keys[bar.name])
+        label = label_for(bar.name, min(1.0, 1.3 * share) if only_order else share) if keys is None else keys[bar.name]
+        _draw_bar(axes, bar, scale, picture.end_s, label, fontsize=7 if only_order else 8.5)
     for row, start, stop in joined(picture.exposed, 0.01 * picture.end_s):
         frame = {"height": 0.72, "facecolor": "none", "edgecolor": EXPOSED_COLOR, "hatch": "////", "linewidth": 1.6}
         axes.barh(row, (stop - start) / scale, left=start / scale, **frame)
@@ -180,7 +181,7 @@ def keys_for(pictures: Sequence[OverlapPicture]) -> dict[str, str]:
     )  # the alphabet is long enough
 
 
-def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float, label: str) -> None:
+def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float, label: str, fontsize: float) -> None:
     color = COMPUTE_COLOR if bar.compute else COMMUNICATION_COLOR
     if bar.compute and bar.name.startswith("forward"):
         color = mix(color, "#FFFFFF", 0.55)
@@ -191,7 +192,7 @@ def _draw_bar(axes, bar: TimelineBar, scale: float, end_s: float, label: str) ->
     look = {"height": 0.72, "facecolor": color, "edgecolor": "white", "linewidth": gap}
     axes.barh(bar.row, width / scale, left=bar.start_s / scale, **look)
     if label:
-        look = {"fontsize": 8.5, "color": text_on(color), "bbox": ground(color), "zorder": 3} | CENTRED
+        look = {"fontsize": fontsize, "color": text_on(color), "bbox": ground(color), "zorder": 3} | CENTRED
         axes.text((bar.start_s + bar.stop_s) / 2 / scale, bar.row, label, **look)
 
 

@@ -1,4 +1,4 @@
-"""One letter, one meaning (docs/SYMBOLS.md): N is query heads and never ranks, W is half of backward and no bandwidth."""
+"""One letter, one meaning (docs/SYMBOLS.md): N is query heads and never ranks, W is no bandwidth."""
 
 import re
 
@@ -13,7 +13,9 @@ RANKS = re.compile(
     r"|(?<!\w)\$?N\$? (data-parallel |world |of the )?(ranks|GPUs|processes|devices|pieces|nodes)\b"
     r"|(?<![\w])N_?\{?ranks|number of ranks (is )?\$N"
 )
-BANDWIDTH = re.compile(r"/ ?\(?W\b|\\frac\{[^{}]*\}\{W|\{W ?/ ?1e9|\bW = published|bandwidth (is )?\$?W\b|\$W\$ bytes per s")
+BANDWIDTH = re.compile(
+    r"/ ?\(?W\b|\\frac\{[^{}]*\}\{W|\{W ?/ ?1e9|\bW = published|bandwidth (is )?\$?W\b|\$W\$ bytes per s"
+)
 NOT_YET = {  # until their letters are mended; then this set goes
     "04_zero",
     "04_zero_in_depth",
