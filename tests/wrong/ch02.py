@@ -181,6 +181,28 @@ def other_dropout(block, x):
     return _Again.apply(block, x, False, True)
 
 
+def autocast_forgotten(block, x):
+    return _WithItsParameters.apply(block, x, *block.parameters())
+
+
+class _WithItsParameters(torch.autograd.Function):
+    """Right but for autocast, which is off when backward comes."""
+
+    @staticmethod
+    def forward(ctx, block, x, *params):
+        ctx.block, ctx.state, ctx.params = block, torch.get_rng_state(), params
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(ctx.state)
+            out = ctx.block(x)
+        return None, *torch.autograd.grad(out, (x, *ctx.params), grad)
+
+
 def generator_left_behind(block, x):
     return _Again.apply(block, x, True, False)
 
@@ -527,6 +549,7 @@ WRONG = {
     "my_recompute": {
         "check": check_recompute,
         "answers": [
+            (autocast_forgotten, "autocast is off in backward"),
             (other_dropout, "did dropout draw other numbers"),
             (generator_left_behind, "is elsewhere than without recomputation"),
             (graph_built_in_forward, "the block ran 1 times"),
