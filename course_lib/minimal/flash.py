@@ -9,6 +9,8 @@ import math
 
 import torch
 
+from course_lib.minimal.recompute import autocast_as_now
+
 
 def blocks_of(length, block_size):
     """Cut a sequence into slices of block_size; the last one may be shorter."""
@@ -72,12 +74,13 @@ class FlashAttention(torch.autograd.Function):
     def forward(ctx, q_BNSH, k_BNSH, v_BNSH, block_size):
         out_BNSH, lse_BNS1 = flash_forward(q_BNSH, k_BNSH, v_BNSH, block_size)
         ctx.save_for_backward(q_BNSH, k_BNSH, v_BNSH, out_BNSH, lse_BNS1)
-        ctx.block_size = block_size
+        ctx.block_size, ctx.autocast = block_size, autocast_as_now(q_BNSH)
         return out_BNSH
 
     @staticmethod
     def backward(ctx, grad_BNSH):
-        grads = flash_backward(grad_BNSH, ctx.saved_tensors, ctx.block_size)
+        with ctx.autocast:  # the scores of forward, in the same dtype
+            grads = flash_backward(grad_BNSH, ctx.saved_tensors, ctx.block_size)
         return *grads, None
 
 

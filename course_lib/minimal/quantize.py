@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from course_lib.minimal.recompute import autocast_as_now
+
 
 def quantize(x, code, block_size):
     """Return the index of the nearest code value for each number, and a scale per block."""
@@ -114,13 +116,14 @@ class DequantizeAgain(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layer):
         """Save the layer, not its dequantized weight."""
-        ctx.layer = layer
+        ctx.layer, ctx.autocast = layer, autocast_as_now(x)
         return F.linear(x, layer.weight)
 
     @staticmethod
     def backward(ctx, grad_y):
         """Return the gradient of x; the weight is frozen and needs none."""
-        return grad_y @ ctx.layer.weight, None
+        with ctx.autocast:  # the weight of forward, in the same dtype
+            return grad_y @ ctx.layer.weight, None
 
 
 class FourBitLinearAgain(FourBitLinear):

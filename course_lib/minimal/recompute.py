@@ -16,18 +16,30 @@ def own_leaf(x):
     return x.detach().requires_grad_(x.requires_grad)
 
 
+def autocast_as_now(x):
+    """Return a context with the autocast that is set now on the device of x."""
+    kind = x.device.type
+    return torch.autocast(
+        kind,
+        dtype=torch.get_autocast_dtype(kind),
+        enabled=torch.is_autocast_enabled(kind),
+        cache_enabled=torch.is_autocast_cache_enabled(),
+    )
+
+
 class Recomputed(torch.autograd.Function):
     """Run a function and keep its inputs only; run it again in backward."""
 
     @staticmethod
     def forward(ctx, function, *inputs):
         ctx.function, ctx.rng_state = function, torch.get_rng_state()
+        ctx.autocast = autocast_as_now(inputs[0])
         ctx.save_for_backward(*inputs)
         return function(*inputs)  # autograd records nothing in here
 
     @staticmethod
     def backward(ctx, grad):
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), ctx.autocast:
             torch.set_rng_state(ctx.rng_state)  # the same dropout as the first time
             inputs = [own_leaf(x) for x in ctx.saved_tensors]
             output = ctx.function(*inputs)
@@ -37,6 +49,8 @@ class Recomputed(torch.autograd.Function):
 
 def recompute(function, *inputs):
     """Return function(*inputs); what it keeps inside is made again in backward."""
+    if not any(x.requires_grad for x in inputs):  # autograd would skip backward
+        return function(*inputs)
     return Recomputed.apply(function, *inputs)
 
 

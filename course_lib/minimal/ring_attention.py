@@ -143,7 +143,8 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_BNsH, k_BKsH, v_BKsH, where, group):
         kv = torch.stack([k_BKsH, v_BKsH])
-        out_BNsH, lse_BNs1 = ring_forward(q_BNsH, kv, where, group)
+        with torch.autocast(kv.device.type, enabled=False):  # sums stay in FP32
+            out_BNsH, lse_BNs1 = ring_forward(q_BNsH, kv, where, group)
         ctx.save_for_backward(q_BNsH, kv, out_BNsH, lse_BNs1)
         ctx.where, ctx.group = where, group
         return out_BNsH
@@ -151,7 +152,8 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_BNsH):
         saved = ctx.saved_tensors
-        dq, (dk, dv) = ring_backward(grad_BNsH, saved, ctx.where, ctx.group)
+        with torch.autocast(grad_BNsH.device.type, enabled=False):  # as in forward
+            dq, (dk, dv) = ring_backward(grad_BNsH, saved, ctx.where, ctx.group)
         return dq, dk, dv, None, None
 
 

@@ -308,13 +308,19 @@ class _BlockAttention(torch.autograd.Function):
 def block_attention(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, exchange: Exchange, plan: Plan) -> Tensor:
     """Attention of my queries over the keys and values of all ranks of the exchange.
 
+    Under autocast all is cast before, as by `F.scaled_dot_product_attention`: backward then multiplies what forward did.
+
     Shapes   -> out_BNsH
     Bytes    kept for backward: q, k, v, the output and one number a row, all of my own tokens
     Raises   ValueError as check_inputs
     """
     check_group(exchange.group, type(exchange).__name__)
     check_inputs(q_BNsH, k_BKsH, v_BKsH, plan)
-    return _BlockAttention.apply(q_BNsH, k_BKsH, v_BKsH, exchange, plan)
+    kind = q_BNsH.device.type
+    if torch.is_autocast_enabled(kind):
+        q_BNsH, k_BKsH, v_BKsH = (x.to(torch.get_autocast_dtype(kind)) for x in (q_BNsH, k_BKsH, v_BKsH))
+    with torch.autocast(kind, enabled=False):
+        return _BlockAttention.apply(q_BNsH, k_BKsH, v_BKsH, exchange, plan)
 
 
 def check_inputs(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, plan: Plan) -> None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from course_lib.checks import ch02
 from course_lib.flops import flops_per_token, step_flops
 from course_lib.memory.budget import budget
+from course_lib.minimal.recompute import autocast_as_now
 from course_lib.timing import hfu, mfu
 
 
@@ -67,13 +68,14 @@ class _WithParameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, x, *params):
         ctx.block, ctx.state, ctx.params = block, torch.get_rng_state(), params
+        ctx.autocast = autocast_as_now(x)
         ctx.save_for_backward(x)
         return block(x)
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), ctx.autocast:
             torch.set_rng_state(ctx.state)
             x = x.detach().requires_grad_()
             out = ctx.block(x)
@@ -87,7 +89,7 @@ def parameters_as_inputs(block, x):
 class _WithDummy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, x, dummy):
-        ctx.block, ctx.state = block, torch.get_rng_state()
+        ctx.block, ctx.state, ctx.autocast = block, torch.get_rng_state(), autocast_as_now(x)
         ctx.save_for_backward(x)
         return block(x)
 
@@ -96,7 +98,7 @@ class _WithDummy(torch.autograd.Function):
         x = ctx.saved_tensors[0].detach().requires_grad_()
         found = torch.get_rng_state()
         torch.set_rng_state(ctx.state)
-        with torch.enable_grad():
+        with torch.enable_grad(), ctx.autocast:
             out = ctx.block(x)
         torch.set_rng_state(found)
         torch.autograd.backward(out, grad)
@@ -108,11 +110,11 @@ def a_dummy_that_needs_a_gradient(block, x):
 
 
 def hooks_of_saved_tensors(block, x):
-    state, again, number = torch.get_rng_state(), {}, itertools.count()
+    state, autocast, again, number = torch.get_rng_state(), autocast_as_now(x), {}, itertools.count()
 
     def unpack(index):
         if not again:
-            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            with torch.random.fork_rng(devices=[]), torch.enable_grad(), autocast:
                 torch.set_rng_state(state)
                 with saved_tensors_hooks(lambda t: again.setdefault(len(again), t.detach()), lambda t: t):
                     block(x.detach().requires_grad_(x.requires_grad))

@@ -69,6 +69,29 @@ def test_grouped_key_value_heads_do_not_fit_this_version():
         gradient_difference(flash.use_flash, config=preset("mini"))
 
 
+def error_under_autocast(attention, scale=3):
+    """Return the distance of the gradients under bf16 autocast, backward outside, from those in float64."""
+    found = []
+    for dtype, enabled in ((torch.float64, False), (torch.float32, True)):
+        q, k, v, grad = ((scale * x.detach()).to(dtype).requires_grad_() for x in drawn(33))
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = attention(q, k, v)
+        grads = torch.autograd.grad(out, (q, k, v), grad.detach().to(out.dtype))
+        found.append(torch.cat([x.double().flatten() for x in grads]))
+    return ((found[1] - found[0]).norm() / found[0].norm()).item()
+
+
+def test_under_autocast_backward_makes_the_scores_of_forward_again():
+    class ScoresInFloat32(flash.FlashAttention):
+        @staticmethod
+        def backward(ctx, grad_BNSH):
+            return *flash.flash_backward(grad_BNSH, ctx.saved_tensors, ctx.block_size), None
+
+    right = error_under_autocast(standard_attention)
+    assert error_under_autocast(lambda *qkv: flash.FlashAttention.apply(*qkv, 8)) < 1.2 * right
+    assert error_under_autocast(lambda *qkv: ScoresInFloat32.apply(*qkv, 8)) > 1.2 * right
+
+
 # ------------------------------------------------------------------------------------ planted bugs
 def test_a_sum_that_is_never_shrunk_is_found(monkeypatch):
     # of all exponentials only the factor that shrinks has one column

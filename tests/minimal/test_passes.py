@@ -1,5 +1,6 @@
 """Techniques of one GPU: right gradients, kept bytes and FLOPs by formula, as the engine; planted bugs are found."""
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from harness import sampled
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from course_lib.flops import step_flops
 from course_lib.memory.activations import block_terms
@@ -14,7 +16,7 @@ from course_lib.minimal import flops_of_a_pass, gradient_difference, kept_bytes,
 from course_lib.minimal.accumulate import accumulate
 from course_lib.minimal.offload import HostOffload
 from course_lib.minimal.passes import DROPOUT_CONFIG, PASS_CONFIG, full_batch, model_and_batch, no_change
-from course_lib.minimal.recompute import Recomputed, own_leaf, recompute_cores, recompute_segments
+from course_lib.minimal.recompute import Recomputed, own_leaf, recompute, recompute_cores, recompute_segments
 from course_lib.model import build
 from course_lib.training import accumulate_gradients, loss_of
 from course_lib.training.data import micro_batches
@@ -78,6 +80,95 @@ def test_after_backward_the_generator_stands_where_it_would_without_recomputatio
         run(block, torch.ones(8, requires_grad=True)).sum().backward()
         drawn.append(torch.rand(3))
     assert torch.equal(*drawn)
+
+
+def torchs_checkpoint(model):
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def gradients_under_autocast(change, config=PASS_CONFIG, dtype=torch.bfloat16, backward_inside=False):
+    """Return the gradients of a float32 model; forward runs under autocast, and backward inside it or after it."""
+    model, (x_BS, y_BS) = model_and_batch(change, 64, config)
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype):
+        loss = loss_of(model, x_BS, y_BS)
+        if backward_inside:
+            loss.backward()
+    if not backward_inside:
+        loss.backward()
+    return torch.cat([param.grad.flatten() for param in model.parameters()])
+
+
+@pytest.mark.parametrize("backward_inside", [False, True])
+@pytest.mark.parametrize(
+    ("change", "config"),
+    [*product([recompute_segments, torchs_checkpoint], [PASS_CONFIG, DROPOUT_CONFIG]), (recompute_cores, PASS_CONFIG)],
+)
+def test_under_autocast_gradients_are_those_without_recomputation_to_the_bit(change, config, backward_inside):
+    right = gradients_under_autocast(no_change, config, backward_inside=backward_inside)
+    assert torch.equal(gradients_under_autocast(change, config, backward_inside=backward_inside), right)
+
+
+@pytest.mark.parametrize("backward_under", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("forward_under", [None, torch.bfloat16, torch.float16])
+def test_the_second_run_has_the_autocast_of_the_first_whatever_backward_has(forward_under, backward_under):
+    def autocast(dtype):
+        return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=dtype is None)
+
+    def function(x):
+        on, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        seen.append((on, dtype, torch.is_autocast_cache_enabled(), (x @ x).dtype))
+        return x @ x
+
+    seen = []
+    with autocast(forward_under):
+        out = recompute(function, torch.ones(2, 2, requires_grad=True))
+    with autocast(backward_under):
+        out.backward(torch.ones_like(out))
+    assert seen[0] == seen[1] and seen[0][3] == (forward_under or torch.float32)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_saved(mode):
+    layer, saved = nn.Linear(4, 4), []
+    with mode(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda kept: kept):
+        out = recompute(layer, torch.ones(2, 4, requires_grad=mode is torch.no_grad))
+    assert not saved and out.grad_fn is None and torch.equal(out, layer(torch.ones(2, 4)))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_parameters_get_their_gradients_where_the_input_needs_none(autocast):
+    found = []
+    for run in (lambda block, x: block(x), recompute, partial(checkpoint, use_reentrant=False)):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = run(block, torch.ones(3, 4))
+        out.float().sum().backward()
+        found.append([param.grad for param in block.parameters()])
+    assert all(torch.equal(plain, other) for others in found[1:] for plain, other in zip(found[0], others, strict=True))
+
+
+class ForgetsAutocast(Recomputed):
+    """A planted bug: the second run has the autocast that backward has, usually none."""
+
+    @staticmethod
+    def forward(ctx, function, *inputs):
+        out = Recomputed.forward(ctx, function, *inputs)
+        ctx.autocast = nullcontext()
+        return out
+
+
+def forgets_autocast(model):
+    for block in model.blocks:
+        block.forward = partial(ForgetsAutocast.apply, block.forward)
+
+
+def test_a_second_run_in_another_dtype_is_found():
+    right, wrong = (gradients_under_autocast(change) for change in (no_change, forgets_autocast))
+    assert gradient_difference(forgets_autocast) == 0  # without autocast there is nothing to forget
+    assert 0.001 < (wrong - right).norm() / right.norm() < 0.02
 
 
 class OtherDropout(Recomputed):

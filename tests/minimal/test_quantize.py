@@ -154,16 +154,21 @@ def test_a_four_bit_weight_takes_half_a_byte_and_its_scales():
     assert layer.weight.dtype == torch.bfloat16 and layer.weight.shape == (128, 256)
 
 
-def test_dequantizing_again_gives_the_same_gradients_and_keeps_fewer_bytes():
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dequantizing_again_gives_the_same_gradients(autocast):
     torch.manual_seed(0)
     source = nn.Linear(64, 32, bias=False)
     layers, found = [FourBitLinear(source), FourBitLinearAgain(source)], []
     for layer in layers:
         x = torch.arange(128.0).view(2, 64).requires_grad_()
-        y = layer(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = layer(x)
         y.square().sum().backward()
         found.append((y, x.grad))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_dequantizing_again_keeps_fewer_bytes():
     kept = [
         activation_bytes(torch.bfloat16, change=partial(replace_all, layer_class=layer_class))
         for layer_class in (FourBitLinear, FourBitLinearAgain)

@@ -29,6 +29,7 @@ from course_lib.minimal.ring_attention import (
     zigzag,
     zigzag_in_documents,
 )
+from course_lib.model import standard_attention
 from course_lib.parallel import context, positions
 from course_lib.parallel import ring as engine
 from course_lib.training.data import batch, tokens
@@ -116,6 +117,38 @@ def test_gradients_of_a_model_are_those_of_the_engine(name, micro_batches):
 def test_a_step_is_that_of_one_process(world_size, cut):
     loss_error, worst = compare_step_with_one_process(context_parallel_step, world_size, 32, cut)
     assert loss_error < 1e-12 and worst < 1e-12
+
+
+def gradients_under_autocast():
+    """Return the gradients of my tokens of each attention: bf16 autocast in forward, backward outside of it."""
+    group, found = dist.group.WORLD, {}
+    where = zigzag(32, group.size())
+    generator = torch.Generator().manual_seed(0)
+    qkv = [4 * torch.randn(2, heads, 32, 16, generator=generator) for heads in (4, 2, 2)]
+    ways = {
+        "float64": lambda *qkv: standard_attention(*qkv)[:, :, where[group.rank()]],
+        "one process": lambda *qkv: standard_attention(*qkv)[:, :, where[group.rank()]],
+        "lesson": lambda *qkv: RingAttention.apply(*qkv, where, group),
+        "engine, standard": lambda *qkv: engine.ring_attention(*qkv, group, kernel="standard"),
+        "engine, fused": lambda *qkv: engine.ring_attention(*qkv, group, kernel="fused"),
+    }
+    for name, attention in ways.items():
+        full = name in ("float64", "one process")
+        inputs = [(x if full else x[:, :, where[group.rank()]]).clone() for x in qkv]
+        inputs = [(x.double() if name == "float64" else x).requires_grad_() for x in inputs]
+        with torch.autocast("cpu", torch.bfloat16, enabled=name != "float64"):
+            out = attention(*inputs)
+        out.backward(torch.ones_like(out))
+        grads = [comm.all_reduce(x.grad, group)[:, :, where[group.rank()]] if full else x.grad for x in inputs]
+        found[name] = torch.cat([x.double().flatten() for x in grads])
+    right = found.pop("float64")
+    return {name: ((grads - right).norm() / right.norm()).item() for name, grads in found.items()}
+
+
+def test_under_autocast_backward_makes_the_scores_of_forward_again():
+    for errors in launch(gradients_under_autocast, 2):
+        one_process = errors.pop("one process")
+        assert max(errors.values()) < 1.3 * one_process, (one_process, errors)
 
 
 def test_a_row_without_any_key_has_no_weight_in_a_merge():

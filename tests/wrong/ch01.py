@@ -21,11 +21,11 @@ from course_lib.minimal.memory import Tracker
 
 
 # ------------------------------------------------------------------------------------ 1. MFU
-def share(config, seq_len, tokens_per_s, num_gpus, peak, embeddings=0, attention=12, scale=1.0):
+def share(config, seq_len, tokens_per_s, num_gpus, peak, embeddings=0, per_weight=6, attention=12, scale=1.0):
     D, L, width = config.d_model, config.num_layers, config.num_heads * config.head_dim
     weights = L * (2 * D * width + 2 * D * config.num_kv_heads * config.head_dim + 3 * D * config.d_ff)
     weights += (1 + embeddings) * config.vocab_size * D
-    flops = 6 * weights + attention * L * width * seq_len
+    flops = per_weight * weights + attention * L * width * seq_len
     return scale * flops * tokens_per_s / (num_gpus * peak)
 
 
@@ -39,6 +39,18 @@ def six_n_alone(*case):
 
 def attention_forward_only(*case):
     return share(*case, attention=4)
+
+
+def causal_half(*case):
+    return share(*case, attention=6)
+
+
+def eight_per_weight(*case):
+    return share(*case, per_weight=8)
+
+
+def four_passes(*case):
+    return share(*case, scale=4 / 3)
 
 
 def forward_only(*case):
@@ -352,6 +364,9 @@ WRONG = {
             (embedding_counted, "the embedding is a table"),
             (six_n_alone, "attention is missing"),
             (attention_forward_only, "4 in forward, 8 in backward"),
+            (causal_half, "attention is halved for the causal mask"),
+            (eight_per_weight, "8 FLOPs per weight count recomputation"),
+            (four_passes, "recomputation's second forward counts in HFU"),
             (forward_only, "these are the FLOPs of forward"),
             (one_gpu, "this is the peak of one GPU"),
             (percent, "return a share, not percent"),

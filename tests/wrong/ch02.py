@@ -55,6 +55,11 @@ def all_at_once(model, parts):
     _loss(model, x_BS, y_BS).backward()
 
 
+def one_backward(model, parts):
+    total = sum((y_BS != -100).sum() for _, y_BS in parts)
+    sum(_loss(model, x_BS, y_BS, "sum") / total for x_BS, y_BS in parts).backward()
+
+
 def never_divided(model, parts):
     for x_BS, y_BS in parts:
         _loss(model, x_BS, y_BS, "sum").backward()
@@ -179,6 +184,28 @@ class _Again(torch.autograd.Function):
 
 def other_dropout(block, x):
     return _Again.apply(block, x, False, True)
+
+
+def autocast_forgotten(block, x):
+    return _WithItsParameters.apply(block, x, *block.parameters())
+
+
+class _WithItsParameters(torch.autograd.Function):
+    """Right but for autocast, which is off when backward comes."""
+
+    @staticmethod
+    def forward(ctx, block, x, *params):
+        ctx.block, ctx.state, ctx.params = block, torch.get_rng_state(), params
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(ctx.state)
+            out = ctx.block(x)
+        return None, *torch.autograd.grad(out, (x, *ctx.params), grad)
 
 
 def generator_left_behind(block, x):
@@ -344,6 +371,10 @@ def not_scaled(weight, lora_a, lora_b, alpha):
     return weight + lora_b @ lora_a
 
 
+def alpha_over_width(weight, lora_a, lora_b, alpha):
+    return weight + alpha / weight.shape[1] * (lora_b @ lora_a)
+
+
 def transposed(weight, lora_a, lora_b, alpha):
     return weight + alpha / len(lora_a) * (lora_b @ lora_a).t()
 
@@ -494,6 +525,7 @@ WRONG = {
             (weighted_by_positions, "weighted by all positions"),
             (cleared_in_the_loop, "the last micro-batch's alone"),
             (all_at_once, "one forward pass for each micro-batch"),
+            (one_backward, "one backward for the sum of the losses"),
             (never_divided, "and never divided by their number"),
             (no_backward, "the model has no gradient"),
         ],
@@ -527,6 +559,7 @@ WRONG = {
     "my_recompute": {
         "check": check_recompute,
         "answers": [
+            (autocast_forgotten, "autocast is off in backward"),
             (other_dropout, "did dropout draw other numbers"),
             (generator_left_behind, "is elsewhere than without recomputation"),
             (graph_built_in_forward, "the block ran 1 times"),
@@ -558,6 +591,7 @@ WRONG = {
         "answers": [
             (alpha_not_divided, "alpha was not divided by the rank"),
             (not_scaled, "was not scaled by alpha / rank"),
+            (alpha_over_width, "alpha was divided by d_in"),
             (transposed, "the product is transposed"),
             (adapter_alone, "the adapter alone"),
             (merged_in_place, "changed the frozen weight"),

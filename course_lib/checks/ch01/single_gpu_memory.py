@@ -94,6 +94,15 @@ MFU_BELIEFS: dict[str, Callable[..., float]] = {
     "attention counts 12 L N H S FLOPs per token: 4 in forward, 8 in backward": _with_flops(
         lambda config, s: 6 * matmul_parameters(config) + _attention_flops(config, s) / 3
     ),
+    "attention is halved for the causal mask: here, as in most reports, each token counts all S tokens": _with_flops(
+        lambda config, s: 6 * matmul_parameters(config) + _attention_flops(config, s) / 2
+    ),
+    "8 FLOPs per weight count recomputation's second forward: MFU counts what the model needs, 6": _with_flops(
+        lambda config, s: 8 * matmul_parameters(config) + _attention_flops(config, s)
+    ),
+    "recomputation's second forward counts in HFU: in MFU weights and attention have three passes, not four": _with_flops(
+        lambda config, s: flops_per_token(config, s) * 4 / 3
+    ),
     "these are the FLOPs of forward; backward costs twice as many again": _with_flops(
         lambda config, s: flops_per_token(config, s) / 3
     ),

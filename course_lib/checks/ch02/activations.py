@@ -15,11 +15,11 @@ from course_lib.measure import MemoryTracker
 
 # ------------------------------------------------------------------------------------ recomputation
 class _DroppingBlock(nn.Module):
-    def __init__(self, seed: int, width: int):
+    def __init__(self, seed: int, width: int, dtype: torch.dtype):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.up, self.down = (
-            nn.Parameter(numbers(generator, *shape)) for shape in ((width, 4 * width), (4 * width, width))
+            nn.Parameter(numbers(generator, *shape).to(dtype)) for shape in ((width, 4 * width), (4 * width, width))
         )
         self.calls = 0
 
@@ -30,13 +30,23 @@ class _DroppingBlock(nn.Module):
 
 @grader
 def check_recompute(answer, rng):
-    """The block's output and gradients, its input alone kept, random numbers as without; also where x is frozen."""
+    """The block's output and gradients, its input alone kept, random numbers as without; also where x is frozen, and under autocast."""
     seed, draws, width = fresh_seed(rng), fresh_seed(rng), rng.randrange(3, 6)
     x, grad = numbers(rng, 6, width), numbers(rng, 6, width)
     for needs_grad in (True, False):
         x.requires_grad_(needs_grad)
         want = _run_block(lambda block, x: block(x), seed, draws, width, x, grad)
         _expect_recomputed(observed(_run_block, answer, seed, draws, width, x, grad), want, x)
+    x = x.detach().float().requires_grad_()  # autocast leaves float64 as it is
+    want = _run_block(lambda block, x: block(x), seed, draws, width, x, grad)
+    got = observed(_run_block, answer, seed, draws, width, x, grad)
+    for name in ("x", "up", "down"):
+        if got[name] is None or not torch.equal(got[name], want[name]):
+            fail(
+                f"under autocast the gradient of {name} is wrong: autocast is off in backward, so the second run computes "
+                "in float32; store its settings (torch.is_autocast_enabled, torch.get_autocast_dtype) before the first "
+                "run, and set them for the second"
+            )
 
 
 def _expect_recomputed(got: dict, want: dict, x: Tensor) -> None:
@@ -66,11 +76,13 @@ def _expect_recomputed(got: dict, want: dict, x: Tensor) -> None:
 
 
 def _run_block(run, seed: int, draws: int, width: int, x: Tensor, grad: Tensor) -> dict:
-    block, x = _DroppingBlock(seed, width), x.detach().clone().requires_grad_(x.requires_grad)
+    """Run forward and backward of a block. A float32 x runs forward under bf16 autocast; a float64 x without."""
+    block, x = _DroppingBlock(seed, width, x.dtype), x.detach().clone().requires_grad_(x.requires_grad)
     with torch.random.fork_rng():
         torch.manual_seed(draws)
         with MemoryTracker(block) as tracker:
-            out = run(block, x)
+            with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.float32):
+                out = run(block, x)
             kept_bytes = tracker.current("activations")
         torch.rand(3)  # something else draws between forward and backward
         if not isinstance(out, Tensor) or not out.requires_grad:
@@ -80,7 +92,7 @@ def _run_block(run, seed: int, draws: int, width: int, x: Tensor, grad: Tensor) 
                 else "where x needs no gradient, your output needs none either: autograd sees a function of x alone, "
                 "and the parameters inside get no gradient"
             )
-        out.backward(grad)
+        out.backward(grad.to(out.dtype))
         state = torch.get_rng_state()
     return {
         "out": out.detach(), "calls": block.calls, "kept_bytes": kept_bytes - out.nbytes, "x": x.grad,

@@ -32,6 +32,7 @@ def check_merged_weight(answer, rng):
         "the merged weight",
         {
             "alpha was not divided by the rank": weight + alpha * product,
+            "alpha was divided by d_in, the width; divide it by the rank": weight + alpha / d_out * product,
             "the product was not scaled by alpha / rank": weight + product,
             "the product is transposed: it is B A": weight + alpha / rank * product.t(),
             "the adapter alone: the frozen weight is missing": alpha / rank * product,

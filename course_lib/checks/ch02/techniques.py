@@ -2,11 +2,13 @@
 
 import math
 import random
+import weakref
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from course_lib.checks.core import (
     expect_close,
@@ -24,17 +26,32 @@ NO_TARGET = -100
 
 # ------------------------------------------------------------------------------------ 1. accumulation
 class _Tiny(nn.Module):
-    """A language model of one matrix, which counts how often it was called and on how many rows."""
+    """A language model of one matrix, which counts its rows and the forward passes that still wait for backward."""
 
     def __init__(self, seed: int):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.table = nn.Parameter(numbers(generator, 11, 11))
         self.rows: list[int] = []
+        self.saved, self.most_waiting = weakref.WeakSet(), 0
 
     def forward(self, x_BS: Tensor) -> Tensor:
+        self.most_waiting = max(self.most_waiting, len({saved.of_forward for saved in self.saved}))
         self.rows.append(len(x_BS))
-        return self.table[x_BS]
+        with saved_tensors_hooks(self._save, lambda saved: saved.tensor):
+            return self.table[x_BS]
+
+    def _save(self, tensor: Tensor) -> "_Saved":
+        saved = _Saved(tensor, len(self.rows))
+        self.saved.add(saved)
+        return saved
+
+
+class _Saved:
+    """A tensor that a forward pass saved for backward; autograd drops it when backward has used it."""
+
+    def __init__(self, tensor: Tensor, of_forward: int):
+        self.tensor, self.of_forward = tensor, of_forward
 
 
 def _parts(rng: random.Random, counted: list[int]) -> list[tuple[Tensor, Tensor]]:
@@ -65,13 +82,19 @@ def check_accumulate(answer, rng):
     some = rng.sample([2, 3, 5, 7], 3)
     for counted in (some, [some[0], 0, some[2]]):
         seed, parts = fresh_seed(rng), _parts(rng, counted)
-        grad, rows = observed(_accumulated, answer, seed, parts)
+        grad, rows, most_waiting = observed(_accumulated, answer, seed, parts)
         if grad is None:
             fail("the model has no gradient; call backward() on each micro-batch's loss")
         if rows != [len(x_BS) for x_BS, _ in parts]:
             fail(
                 f"the model ran on {rows} rows, and {[len(x_BS) for x_BS, _ in parts]} is right: one forward "
                 "pass for each micro-batch; together they would not fit"
+            )
+        if most_waiting > 1:  # a part without targets may wait until its name is given away
+            fail(
+                f"{most_waiting} micro-batches waited for backward when the last forward pass began: one backward "
+                "for the sum of the losses keeps what every forward saved, as the whole batch would; call backward() "
+                "after each micro-batch"
             )
         sizes = [y_BS.numel() for _, y_BS in parts]
         right = _gradient(seed, parts, [count / sum(counted) for count in counted])
@@ -96,10 +119,10 @@ def check_accumulate(answer, rng):
         )
 
 
-def _accumulated(answer: Callable, seed: int, parts: list) -> tuple[Tensor | None, list[int]]:
+def _accumulated(answer: Callable, seed: int, parts: list) -> tuple[Tensor | None, list[int], int]:
     model = _Tiny(seed)
     answer(model, parts)
-    return model.table.grad, model.rows
+    return model.table.grad, model.rows, model.most_waiting
 
 
 # ------------------------------------------------------------------------------------ 2. loss scaling
