@@ -227,16 +227,16 @@ def exchange_in_one_call(down, up):
 
 
 def exchange_a_batch_of_each_pair(down, up):
+    """In two rounds: pairs of an even rank and the rank behind it, then the other pairs."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    received = []
-    for other, out, like in ((rank - 1, up, down), (rank + 1, down, up)):
-        received.append(None)
-        if 0 <= other <= last:
-            received[-1] = torch.empty_like(like)
-            ends = ((dist.isend, out), (dist.irecv, received[-1]))
+    before, behind = (torch.empty_like(x) if end else None for x, end in ((down, rank > 0), (up, rank < last)))
+    pairs = [(rank - 1, up, before), (rank + 1, down, behind)]
+    for other, out, received in pairs if rank % 2 else reversed(pairs):
+        if received is not None:
+            ends = ((dist.isend, out), (dist.irecv, received))
             for work in dist.batch_isend_irecv([dist.P2POp(way, x, other) for way, x in ends]):
                 work.wait()
-    return tuple(received)
+    return before, behind
 
 
 # ------------------------------------------------------------------------------------ 7. 1F1B on ranks
