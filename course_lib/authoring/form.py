@@ -113,7 +113,7 @@ def _cell_metadata(cell, graded: bool) -> dict:
     if hidden or "setup" in tags:
         metadata["jupyter"] = hidden | ({"source_hidden": True} if "setup" in tags else {})
     if cell.cell_type == "markdown" and cell.metadata.get("quotes"):
-        metadata["quotes"] = list(cell.metadata["quotes"])
+        metadata["quotes"] = cell.metadata["quotes"]
     if cell["id"] == INSTALL:  # folded in JupyterLab and in Colab
         metadata |= {"cellView": "form", "jupyter": {"source_hidden": True}}
     if graded and cell.cell_type == "code" and (BEGIN in cell.source or is_check_cell(cell)):

@@ -20,15 +20,22 @@ LABELLED = r"(?:section|chapter|exercise|figure|table)s? \d[\d.a-z]*(?:(?:, | an
 NO_PROSE = re.compile(
     rf"```.*?```|`[^`]*`|\]\([^)]*\)|https?://\S+|arXiv:\S+|[\^_]\{{?-?[\d.]+\}}?|(?i:{LABELLED})", re.DOTALL
 )
+UNIT = re.compile(r"\s*(?:\\?%|[kKMGT]i?B\b|[mu]?s\b|days\b|times\b|TFLOP)")  # what a number below 100 has behind it
 HEADING = re.compile(r"^#+ ", re.MULTILINE)
 
 
-def numbers_in(text: str) -> list[str]:
-    """Return the numbers of a text without thousands separators: not digits that stand alone, not years."""
-    for latex, sign in (("{,}", ","), (r"\,", " "), ("−", "-"), ("\u00a0", " "), ("\u202f", " ")):
+def numbers_in(text: str, prose: bool = False) -> list[str]:
+    """Return the numbers of a text without thousands separators: not digits that stand alone, not years.
+
+    prose   leaves out code, addresses, numbers of sections, and whole numbers below 100 without a unit
+    """
+    text = NO_PROSE.sub(" ", text) if prose else text
+    for latex, sign in (("{,}", ","), (r"\,", " "), ("−", "-"), ("\u00a0", " "), ("\u202f", " "), ("$", " ")):
         text = text.replace(latex, sign)
-    numbers = [found for found in NUMBER.findall(text) if not SMALL_OR_YEAR.fullmatch(found)]
-    return [number.replace(",", "") for number in numbers]
+    found = [match for match in NUMBER.finditer(text) if not SMALL_OR_YEAR.fullmatch(match[1])]
+    if prose:
+        found = [match for match in found if len(match[1].strip("-")) > 2 or UNIT.match(text, match.end())]
+    return [match[1].replace(",", "") for match in found]
 
 
 def is_printed(number: str, printed: set[str]) -> bool:
@@ -55,9 +62,14 @@ def prose_and_printed(nb):
             above += numbers_in(text_outputs(cell))
             continue
         before = HEADING.split(cell.source)[0]
-        yield cell, numbers_in(NO_PROSE.sub(" ", before)), set(above)
+        yield cell, numbers_in(before, prose=True), set(above)
         if HEADING.search(cell.source):
             above = []
+
+
+def quotes_of(cell) -> list[str]:
+    """Return the recorded numbers of a text cell."""
+    return cell.metadata.get("quotes", "").split()
 
 
 def record_quotes(nb) -> None:
@@ -66,11 +78,11 @@ def record_quotes(nb) -> None:
     A recorded number that the prose has and no output has any more stays: the prose is to be mended, or the record.
     """
     for cell, numbers, printed in prose_and_printed(nb):
-        recorded = cell.metadata.get("quotes", [])
+        recorded = quotes_of(cell)
         quotes = [number for number in numbers if number in recorded or is_printed(number, printed)]
         cell.metadata.pop("quotes", None)
         if quotes:
-            cell.metadata["quotes"] = quotes
+            cell.metadata["quotes"] = " ".join(quotes)
 
 
 def quote_problems(nb) -> list[str]:
@@ -79,7 +91,7 @@ def quote_problems(nb) -> list[str]:
         return []
     problems = []
     for cell, numbers, printed in prose_and_printed(nb):
-        name, recorded = cell["id"], cell.metadata.get("quotes", [])
+        name, recorded = cell["id"], quotes_of(cell)
         for number in dict.fromkeys(recorded):
             if numbers.count(number) < recorded.count(number):
                 problems.append(f"cell {name}: its prose no longer says {number}; if that is right, `make quotes`")

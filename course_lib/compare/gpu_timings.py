@@ -82,7 +82,7 @@ def shown_by(timed: Timed) -> str:
     collective = f"an {timed.collective}" if timed.collective in ("all-reduce", "all-gather") else "a reduce-scatter"
     parts = [f"{collective} of {PAYLOAD_BYTES >> 20} MiB beside its model"] if timed.collective else []
     if timed.layout or timed.most == 1:
-        layout = (timed.layout or f"one GPU, {timed.recipe}").format(n="N", half="N/2")
+        layout = (timed.layout or f"one GPU, {timed.recipe}").format(n="n", half="n/2")
         hidden = ", hidden communication" if timed.layout else ""
         parts.append(f"a step of {DENSE.num_layers} layers ({layout}): tokens per second{hidden} and peak memory")
     return " and ".join(parts)

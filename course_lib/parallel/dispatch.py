@@ -65,7 +65,7 @@ def exchange_counts(counts: Tensor, group: Group) -> Tensor:
 
 
 def run_plain(group: Group, experts: nn.Module, x_TD: Tensor, routing: Routing) -> Tensor:
-    """What `moe.run_experts` does alone, here over a group: each row travels. My experts are E / N neighbours."""
+    """What `moe.run_experts` does alone, here over a group: each row travels. My experts are E / ep neighbours."""
     x_RD, assignment_R, rows_E = dispatch(x_TD, routing)
     to_rank = rows_E.view(group.size(), -1)
     from_rank = exchange_counts(to_rank, group)
