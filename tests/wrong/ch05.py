@@ -13,7 +13,7 @@ from course_lib.checks.ch05 import (
     check_vocab_loss,
 )
 from course_lib.comm import all_gather, all_reduce, join, my_piece
-from course_lib.minimal.tensor import ColumnParallelLinear, TensorParallel, copy_in, put_before
+from course_lib.minimal.tensor import ColumnParallelLinear, TensorParallel, copy_in, put_before, sum_out
 from course_lib.training import loss_of
 
 
@@ -48,6 +48,14 @@ def kv_heads_in_turns(num_heads, num_kv_heads, tp_size, tp_rank):
     _refuse(num_heads, num_kv_heads, tp_size)
     kv = list(range(tp_rank % num_kv_heads, num_kv_heads, tp_size))
     return _neighbours(num_heads, tp_size, tp_rank), kv
+
+
+def last_kv_head_for_the_rest(num_heads, num_kv_heads, tp_size, tp_rank):
+    """Of one rank it may look as if heads were dealt out in turns; of all ranks it does not."""
+    _refuse(num_heads, num_kv_heads, tp_size)
+    each = max(1, num_kv_heads // tp_size)
+    first = min(tp_rank * each, num_kv_heads - each)
+    return _neighbours(num_heads, tp_size, tp_rank), list(range(first, first + each))
 
 
 def kv_heads_run_out(num_heads, num_kv_heads, tp_size, tp_rank):
@@ -303,6 +311,18 @@ class ForgetsMicroBatches(TensorParallel):
             self.loss(x_BS, y_BS).backward()
 
 
+class CountsTargetsOfOtherRanks(TensorParallel):
+    """Each rank adds a logit for every target, also where the target is another rank's."""
+
+    def loss(self, x_BS, y_BS):
+        logits_BSv = self.model(x_BS)
+        v = logits_BSv.shape[-1]
+        place_BS = (y_BS - self.group.rank() * v).clamp(0, v - 1)
+        sum_BS = sum_out(logits_BSv.exp().sum(-1), self.group)
+        target_BS = logits_BSv.gather(-1, place_BS.unsqueeze(-1)).squeeze(-1)
+        return (sum_BS.log() - sum_out(target_BS, self.group)).mean()
+
+
 class HeadStaysFull(TensorParallel):
     """Right, but the head is on every rank in full."""
 
@@ -336,6 +356,7 @@ WRONG = {
             (never_refuses, ": raise ValueError"),
             (queries_in_turns, "neighbours together"),
             (kv_heads_in_turns, "are dealt out in turns"),
+            (last_kv_head_for_the_rest, "; its query heads read ["),
             (kv_heads_run_out, "no key/value head"),
         ],
     },
@@ -404,6 +425,7 @@ WRONG = {
             (ForgetsSameTokens, "needs `same_tokens = True`"),
             (WithoutF, "the first is embed.weight, and the last, which backward reaches first, is norm.weight"),
             (SumsNorms, "9 of 39 parameters are wrong, the first is blocks.0.attention_norm.weight"),
+            (CountsTargetsOfOtherRanks, "so the loss itself is wrong, or the forward pass before it"),
             (ForgetsMicroBatches, "is each loss divided by the number of micro-batches"),
             (HeadStaysFull, "bytes of parameters, and its part is"),
             (FBeforeEachColumn, "bytes, and "),

@@ -148,6 +148,21 @@ class KeepsMySlice(torch.autograd.Function):
         return my_piece(grad_BSD_partial, ctx.group.rank(), ctx.group.size(), 1).contiguous(), None, None
 
 
+class GathersAndReshapes(KeepsMySlice):
+    @staticmethod
+    def forward(ctx, x_BsD, group, S):
+        ctx.group = group
+        return all_gather(x_BsD, group).reshape(len(x_BsD), S, -1)
+
+
+class ScattersAndReshapes(KeepsMySlice):
+    @staticmethod
+    def backward(ctx, grad_BSD_partial):
+        B, _, D = grad_BSD_partial.shape
+        mine = reduce_scatter(grad_BSD_partial.reshape(ctx.group.size(), -1).contiguous(), ctx.group)
+        return mine.view(B, -1, D), None, None
+
+
 class Averages(KeepsMySlice):
     @staticmethod
     def backward(ctx, grad_BSD_partial):
@@ -374,6 +389,8 @@ WRONG = {
         "check": check_gather_in,
         "answers": [
             (KeepsMySlice, "each token met the columns of every rank"),
+            (GathersAndReshapes, "and were reshaped: that mixes sequences and tokens"),
+            (ScattersAndReshapes, "backward cut the sum along the batch and reshaped it"),
             (Averages, "averaged over the ranks"),
             (SumsEverything, "half an all-reduce"),
             (FirstTokens, "these are the first rank's tokens"),

@@ -37,26 +37,29 @@ def _expect_right(answer: type, world_size: int, num_micro_batches: int) -> None
     with rank_errors_as_failures(world_size):
         difference = launched(compare_with_one_process, answer, world_size, num_micro_batches)
     if not difference < LARGEST_DIFFERENCE:
-        hint = (
-            "is each loss divided by the number of micro-batches"
-            if num_micro_batches > 1
-            else "is there an f in front of all columns, a g behind all rows, and nothing summed that is full already"
-        )
         fail(
             f"with {micro_batches(num_micro_batches)} on {world_size} ranks a parameter differs from one process by "
-            f"{difference:.1e}; {_wrong_after_a_step(answer, world_size, num_micro_batches)}{hint}?"
+            f"{difference:.1e}; {_wrong_after_a_step(answer, world_size, num_micro_batches)}?"
         )
 
 
 def _wrong_after_a_step(answer: type, world_size: int, num_micro_batches: int) -> str:
-    """Name the parameters with a wrong gradient: backward reaches the last of them first."""
+    """Name the parameters with a wrong gradient, of which backward reaches the last first, and ask where to look."""
     differences = launched(differences_after_a_step, answer, world_size, num_micro_batches)
     wrong = [name for name, difference in differences.items() if not difference < LARGEST_DIFFERENCE]
+    hint = "is there an f in front of all columns, a g behind all rows, and nothing summed that is full already"
+    if num_micro_batches > 1:
+        hint = "is each loss divided by the number of micro-batches"
+    elif "head.weight" in wrong:  # its gradient comes from the loss alone, before any f
+        hint = (
+            "so the loss itself is wrong, or the forward pass before it: does a rank count a target's logit only where "
+            "the target is its own, and is there a g behind all rows"
+        )
     if not wrong:
-        return ""
+        return hint
     return (
         f"after one step of SGD {len(wrong)} of {len(differences)} parameters are wrong, the first is {wrong[0]}, and "
-        f"the last, which backward reaches first, is {wrong[-1]}; "
+        f"the last, which backward reaches first, is {wrong[-1]}; {hint}"
     )
 
 

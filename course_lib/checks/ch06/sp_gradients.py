@@ -45,7 +45,11 @@ def _expect_crossed(seen: Crossed, x_BSD: Tensor, weights: list[Tensor], rank: i
     wrong_forward = {}
     if len(set(sizes)) == 1:
         along_batch = torch.cat(x_BSD.split(sizes, dim=1), dim=0)
-        wrong_forward = {"the pieces were put together along the batch; tokens are dimension 1": along_batch}
+        wrong_forward = {
+            "the pieces were put together along the batch; tokens are dimension 1": along_batch,
+            "the pieces came one below the other, along the batch, and were reshaped: that mixes sequences and tokens; "
+            "transpose before the gather and after it": along_batch.reshape(x_BSD.shape),
+        }
     expect_close(seen.out, x_BSD, f"{where}, forward", wrong_forward)
     mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     total = sum(weights)
@@ -56,6 +60,9 @@ def _expect_crossed(seen: Crossed, x_BSD: Tensor, weights: list[Tensor], rank: i
         "averaged over the ranks; the ranks' parts must be summed": total[:, mine] / world_size,
         "these are the first rank's tokens": total[:, : sizes[rank]],
     }
+    if len(set(sizes)) == 1:
+        flat = total.flatten().chunk(world_size)[rank].view_as(total[:, mine])
+        wrong["backward cut the sum along the batch and reshaped it: that mixes sequences and tokens; transpose"] = flat
     if seen.grad is None:
         fail(f"{where}: no gradient arrived at x_BsD; backward must return it first, and None for group and S")
     expect_close(seen.grad, total[:, mine], f"{where}, gradient of my tokens", wrong)
