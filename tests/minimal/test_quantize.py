@@ -34,6 +34,22 @@ def roundtrip(x, code, block_size):
     return dequantize(*quantize(x, code, block_size), code, x.shape)
 
 
+def shares_of_nf4(scale):
+    """Return how often each value of NF4 occurs among normal weights, in blocks of 64 or at one scale."""
+    torch.manual_seed(0)
+    weight, code = torch.randn(1024, 1024), normal_code()
+    index = (
+        quantize(weight, code, 64)[0] if scale is None else torch.bucketize(weight / scale, (code[1:] + code[:-1]) / 2)
+    )
+    return index.flatten().long().bincount(minlength=16) / index.numel()
+
+
+def test_values_of_nf4_are_met_equally_often_at_one_scale_and_not_in_blocks_of_64():
+    assert shares_of_nf4(1.85).min() > 0.05 and shares_of_nf4(1.85).max() < 0.075
+    in_blocks = shares_of_nf4(None)
+    assert in_blocks.max() > 5 * in_blocks.min() and in_blocks.argmin() == 15 and in_blocks.argmax() == 6
+
+
 def test_nf4_is_the_published_code():
     assert normal_code().tolist() == pytest.approx(NF4, abs=1e-6)
 
