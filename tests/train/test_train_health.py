@@ -15,6 +15,7 @@ from course_lib.training import data
 
 MODEL = model_named("toy,num_layers=2,d_model=32,d_ff=64,num_heads=4,num_kv_heads=2")
 EXPERTS = model_named("toy-moe,num_layers=2,d_model=32,d_ff=64,num_heads=4,num_kv_heads=2")
+HEAD_NORMS = replace(MODEL, qk_norm=True)
 FOUR = replace(MODEL, num_layers=4, num_kv_heads=4)  # four ranks divide it along any axis
 PLAN = TrainPlan(steps=2, seq_len=32, seed=3, compare_every=1)
 RUNS = [
@@ -24,6 +25,7 @@ RUNS = [
     (MODEL, layout_for("pp=2,tp=2,sequence_parallel=true", 8)),
     (MODEL, layout_for("cp=2,dp=2,zero_stage=2", 8)),
     (EXPERTS, layout_for("dp=4,ep=2", 8)),
+    (HEAD_NORMS, layout_for("tp=4", 8)),  # norms of heads on four ranks, each key/value head on two
 ]
 
 
@@ -47,7 +49,8 @@ def damaged(layout_text: str, victim: int, name: str) -> None:
         return loss
 
     original, five_d.measured_step = five_d.measured_step, step_and_damage
-    trainer.train(MODEL, layout_for(layout_text, 8), replace(PLAN, compare_every=2), say=trainer.ignore)
+    config = HEAD_NORMS if layout_text == "tp=4" else MODEL
+    trainer.train(config, layout_for(layout_text, 8), replace(PLAN, compare_every=2), say=trainer.ignore)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,7 @@ def damaged(layout_text: str, victim: int, name: str) -> None:
     [
         ("dp=4", 2, "blocks.1.mlp.down.weight", "rank 2 differs in blocks.1.mlp.down.weight"),
         ("dp=2,tp=2", 3, "blocks.0.attention_norm.weight", "rank 3 differs in blocks.0.attention_norm.weight"),
+        ("tp=4", 2, "blocks.0.attention.q_norm.weight", "rank 2 differs in blocks.0.attention.q_norm.weight"),
     ],
 )
 def test_one_bit_of_one_rank_is_found_and_named(layout, victim, name, said):
