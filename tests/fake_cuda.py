@@ -12,6 +12,7 @@ an accelerator written in Python; only Python sees "cuda". That accelerator cann
 """
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, wraps
@@ -289,6 +290,16 @@ class NoStream:
         return lambda *args, **options: self
 
 
+class HostEvent(NoStream):
+    """An event of a GPU that computes at once: the host's moment."""
+
+    def record(self, *args) -> None:
+        self.at_s = time.perf_counter()
+
+    def elapsed_time(self, later: "HostEvent") -> float:
+        return 1e3 * (later.at_s - self.at_s)
+
+
 class NotFaked(Exception):
     """What cannot run on fake tensors; the text says why."""
 
@@ -410,7 +421,7 @@ PATCHES = (
     (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
     (torch.cuda, "set_device", lambda device: None),
     (torch.cuda, "Stream", NoStream),
-    (torch.cuda, "Event", NoStream),
+    (torch.cuda, "Event", HostEvent),
     (torch.cuda, "current_stream", NoStream),
     (torch.cuda, "stream", lambda stream: nullcontext()),
     (torch.cuda, "synchronize", lambda device=None: None),

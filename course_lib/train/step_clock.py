@@ -5,13 +5,17 @@
     communication_s           waits for other ranks, wherever in the step: exposed communication (measure/waits.py)
     seconds                   the whole step; what is missing to it is copying into buckets, clipping, and the rest
 
-Forward, backward and optimizer are what `health.slowest_rank` wants: what a rank does alone. On a GPU all parts are
-None: kernels run on after the program has started them, and to wait for each would end the overlap that is to be seen.
+Forward, backward and optimizer are what `health.slowest_rank` wants: what a rank does alone.
+
+On a GPU kernels run on after the program has started them, and to wait for each would end the overlap that is to be
+seen. There all parts lie between events of the GPU's stream. They are read at the end of the step, where the trainer
+waits for the loss anyway: no event costs a wait of its own.
 """
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import psutil
 import torch
@@ -19,35 +23,37 @@ import torch
 from course_lib.config import ModelConfig
 from course_lib.flops import flops_per_token
 from course_lib.hardware import TERA, gpu_of_device
+from course_lib.measure.storages import replaced
 from course_lib.measure.waits import own_seconds, record_waits
-from course_lib.parallel import five_d
-from course_lib.span import Span
+from course_lib.parallel import engine as of_engines
+from course_lib.parallel.executor import Executor
+from course_lib.span import COMPUTE, Span
 from course_lib.train.plan import Logs
-from course_lib.training import peak_memory_bytes, wait_for
+from course_lib.training import data, peak_memory_bytes, wait_for
 
 PART_OF = {"F": "forward_s", "B": "backward_s", "I": "backward_s", "W": "backward_s"}  # as schedules name them
+CLOCKED = (  # what is called, and the name of its span
+    (Executor, "compute", lambda executor, one, came: str(one)),
+    (of_engines, "update", "optimizer"),
+    (data, "batch", "data"),
+)
 PARTS = ("forward_s", "backward_s", "optimizer_s", "data_s", "communication_s")
 
 
 @contextmanager
-def clock_step(engine: five_d.FiveD, device: torch.device, in_parts: bool) -> Iterator[dict[str, float | None]]:
-    """Give a dictionary that has, when the step is done, its `seconds`; with in_parts each of PARTS as well.
-
-    in_parts   on a CPU; a GPU's are None
-    """
-    measured: dict[str, float | None] = {}
-    spans: list[Span] = []
-    on_cpu = device.type == "cpu"
-    if in_parts and on_cpu:
-        engine.pipeline.trace = spans  # not engine.trace: that of buckets changes what is waited for
-    with record_waits() as waits:
-        start_s = time.perf_counter()
+def clock_step(device: torch.device, in_parts: bool) -> Iterator[dict[str, float]]:
+    """Give a dictionary that has, when the step is done, its `seconds`; with in_parts each of PARTS as well."""
+    measured: dict[str, float] = {}
+    with record_waits(on_gpu=in_parts and device.type == "cuda") as waits, ExitStack() as stack:
+        spans = type(waits)()
+        for owner, name, label in CLOCKED if in_parts else ():
+            stack.enter_context(replaced(owner, name, partial(spans.around, COMPUTE, label)))
+        start, start_s = spans.now(), time.perf_counter()
         yield measured
         wait_for(device)
         measured["seconds"] = time.perf_counter() - start_s
-    engine.pipeline.trace = None
     if in_parts:
-        measured |= parts_of(spans, waits) if on_cpu else dict.fromkeys(PARTS)
+        measured |= parts_of(spans.in_seconds(start), waits.in_seconds(start))
 
 
 def parts_of(spans: Sequence[Span], waits: Sequence[Span]) -> dict[str, float]:

@@ -44,7 +44,6 @@ from course_lib.devices import rank_device
 from course_lib.launch.rendezvous import Place, join_world, place_of, restart_hint
 from course_lib.layout import Layout
 from course_lib.parallel import five_d
-from course_lib.parallel.engine import compute_span
 from course_lib.train import log as train_log
 from course_lib.train.health import compare_ranks
 from course_lib.train.options import Options, check_folders, check_world, read
@@ -162,7 +161,7 @@ def run_steps(
     step = first_step
     while step < plan.steps:
         guard.keep(step)
-        with clock_step(engine, device, in_parts=log is not None) as seconds:
+        with clock_step(device, in_parts=log is not None) as seconds:
             micro_batches = batch_of(engine, plan, guard.batch(step), text_T)
             do_step = partial(train_step, engine, optimizer, plan, step, micro_batches)
             numbers = trace.run(step, do_step)
@@ -212,11 +211,8 @@ def agree(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict:
 def batch_of(engine: five_d.FiveD, plan: TrainPlan, index: int, text_T: Tensor) -> five_d.MicroBatches:
     """This rank's micro-batches of the batch with that number."""
     layout, dp_rank = engine.layout, engine.groups.coordinates["dp"]
-    with compute_span(engine.trace, "data"):
-        x_BS, y_BS = data.batch(
-            text_T, index, layout.sequences_per_step, plan.seq_len, dp_rank, layout.dp, seed=plan.seed
-        )
-        return data.micro_batches(x_BS, y_BS, layout.micro_batches)
+    x_BS, y_BS = data.batch(text_T, index, layout.sequences_per_step, plan.seq_len, dp_rank, layout.dp, seed=plan.seed)
+    return data.micro_batches(x_BS, y_BS, layout.micro_batches)
 
 
 def train_step(

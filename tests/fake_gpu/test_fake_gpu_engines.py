@@ -15,6 +15,8 @@ import pytest
 from course_lib.authoring import ROOT
 from course_lib.compare.gpu_timings import CHAPTERS
 from course_lib.layout import Layout
+from course_lib.train import log as train_log
+from course_lib.train.step_clock import PARTS
 
 CHAPTER = ROOT / "tests" / "fake_gpu" / "chapter.py"
 LIMIT_S = 1200  # on a machine that does much else; alone it takes under a minute
@@ -72,6 +74,24 @@ from course_lib.layout import Layout"""
     found = launches(notebook_of(tmp_path, [head, *cells]))
     assert len(found) == len(cells)
     assert [record for record in found if "error" in record or "left_out" in record] == []
+
+
+@pytest.mark.exhaustive
+def test_the_trainer_logs_what_each_part_of_a_step_takes_on_a_gpu(tmp_path):
+    cell = f"""from course_lib.config import preset
+from course_lib.launch import launch
+from course_lib.layout import Layout
+from course_lib.train import log as train_log
+from course_lib.train.step_clock import PARTS
+from course_lib.train import Logs, TrainPlan, trainer
+layout, plan = Layout.parse('dp=2,tp=2,zero_stage=1'), TrainPlan(steps=2, seq_len=64)
+launch(trainer.train, 4, preset('toy'), layout, plan, None, Logs({str(tmp_path)!r}))"""
+    (found,) = launches(notebook_of(tmp_path, [cell]))
+    assert "error" not in found and "left_out" not in found, found
+    lines = [line for line in train_log.read(train_log.log_path(tmp_path, 0)) if "loss" in line]
+    assert [line["step"] for line in lines] == [0, 1]
+    for line in lines:
+        assert all(line[part] > 0 for part in PARTS) and sum(line[part] for part in PARTS) <= line["seconds"]
 
 
 @pytest.mark.exhaustive

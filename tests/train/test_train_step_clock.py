@@ -10,9 +10,10 @@ import torch.distributed as dist
 from course_lib.config import preset
 from course_lib.flops import flops_per_token
 from course_lib.launch import RankError, launch
+from course_lib.measure.waits import StreamSpans
 from course_lib.parallel import five_d
 from course_lib.span import Span
-from course_lib.train import Logs, TrainPlan, health, trainer
+from course_lib.train import Logs, TrainPlan, health, trainer, watch
 from course_lib.train import log as train_log
 from course_lib.train.options import layout_for
 from course_lib.train.step_clock import PARTS, parts_of, peak_flops_of
@@ -66,6 +67,75 @@ def test_a_slow_rank_is_slow_in_its_own_seconds_and_all_others_wait_for_it(tmp_p
     assert health.slowest_rank(whole, factor=1.5) is None
     waited = [sum(line["communication_s"] for line in of_rank) for of_rank in lines]
     assert waited.index(min(waited)) == 1
+
+
+class Event:
+    """Of a GPU that computes at once: the host's moment. It may be read once the step's end was waited for."""
+
+    steps_ended = 0
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at_s, self.step = time.perf_counter(), Event.steps_ended
+
+    def elapsed_time(self, later: "Event") -> float:
+        assert Event.steps_ended > later.step, "read before the GPU has passed it"
+        return 1e3 * (later.at_s - self.at_s)
+
+
+def end_step(device) -> None:
+    Event.steps_ended += 1
+
+
+def train_as_on_a_gpu(folder: str, layout, slow: int | None) -> int:
+    """Train with stubs of CUDA's events. As with NCCL, a collective leaves no Work to wait for unless it is asynchronous.
+
+    Return how often the GPU was waited for.
+    """
+    all_reduce, clock = dist.ProcessGroup.allreduce, trainer.clock_step
+
+    def on_current_stream(group, tensors, options):
+        work = all_reduce(group, tensors, options)
+        return work if options.asyncOp else work.get_future().wait() and None
+
+    dist.ProcessGroup.allreduce = on_current_stream
+    torch.cuda.Event, torch.cuda.synchronize = Event, end_step
+    trainer.clock_step = lambda device, in_parts: clock(torch.device("cuda"), in_parts)
+    train_logged(folder, layout, slow)
+    return Event.steps_ended
+
+
+@pytest.mark.parametrize("layout", ["dp=3", "dp=1,tp=2", "dp=2,pp=2,zero_stage=1"])
+def test_on_a_gpu_events_name_the_slow_rank_and_cost_no_wait(tmp_path, layout):
+    layout = layout_for(layout, 12)
+    waits = launch(train_as_on_a_gpu, layout.world_size, str(tmp_path), layout, 1)
+    assert set(waits) == {PLAN.steps}, "one a step, at its end"
+    assert watch.look(tmp_path).verdict.startswith("rank 1 is slow: ")
+    for rank in range(layout.world_size):
+        for line in lines_of(tmp_path, rank):
+            assert all(line[part] > 0 for part in PARTS) and sum(line[part] for part in PARTS) <= line["seconds"]
+
+
+def test_on_a_gpu_the_seconds_are_those_of_the_events():
+    moments = iter([0.0, 1.0, 4.0, 2.0, 3.0])
+
+    class Planned(Event):
+        def record(self):
+            self.at_s, self.step = next(moments), -1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Event", Planned)
+        patch.setattr(dist, "get_rank", lambda: 0)
+        computing, waits = StreamSpans(), StreamSpans()
+        start = computing.now()
+        computing.around("compute", "F0@0", lambda: None)()
+        waits.around("communication", "wait", lambda: None)()
+        parts = parts_of(computing.in_seconds(start), waits.in_seconds(start))
+    assert parts == {
+        "forward_s": 2.0, "backward_s": 0.0, "optimizer_s": 0.0, "data_s": 0.0, "communication_s": 1.0
+    }  # fmt: skip
 
 
 def failing(folder: str) -> None:
