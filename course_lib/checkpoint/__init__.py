@@ -8,6 +8,6 @@ state.py         save, save_async, load
 export.py        checkpoints to the files of transformers, and an engine from them
 """
 
-from course_lib.checkpoint.files import latest
+from course_lib.checkpoint.files import CannotWrite, latest
 from course_lib.checkpoint.lock import one_run
 from course_lib.checkpoint.state import Restored, load, save, save_async, size_bytes, wait_for_earlier

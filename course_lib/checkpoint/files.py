@@ -14,19 +14,37 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from course_lib.comm import all_gather_json
+from course_lib.comm.records import DTYPES
 
 FORMAT = 1
 MANIFEST, PARTIAL = "manifest.json", ".partial"
 SAID = {"step": int, "layout": dict, "model": dict, "optimizer": dict, "about": dict, "files": dict, "tensors": dict}
 
 Result = TypeVar("Result")
+
+
+class CannotWrite(RuntimeError):
+    """A checkpoint could not be written. Every rank raises it, whichever of them met the disk's error."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Tell what keeps that checkpoint from being written, and what to do."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise CannotWrite(
+            f"{path} could not be written ({error}); the checkpoints before are as they were. Make room on its disk, "
+            "or give a folder on another; the same run then goes on from the last of them"
+        ) from error
 
 
 def together(group: dist.ProcessGroup, act: Callable[[], Result]) -> list[Result]:
@@ -197,7 +215,31 @@ def read_manifest(checkpoint: Path) -> dict:
         raise ValueError(f"{path} does not say what it should of {', '.join(missing)}. {advice(checkpoint)}")
     if outside := [name for name in manifest["files"] if Path(name).name != name]:
         raise ValueError(f"{path} names files that are not in its folder: {outside}. {advice(checkpoint)}")
+    if wrong := [name for name, stored in manifest["tensors"].items() if not is_tensor(stored)]:
+        raise ValueError(f"{path} says of {wrong[0]} what is no tensor's place. {advice(checkpoint)}")
     return manifest
+
+
+def is_tensor(stored: object) -> bool:
+    """Whether an entry of a manifest's tensors has dtype, shape and boxes: offsets, sizes, file, first byte, bytes."""
+    if not isinstance(stored, dict) or not isinstance(stored.get("dtype"), str) or stored["dtype"] not in DTYPES:
+        return False
+    shape, boxes = stored.get("shape"), stored.get("boxes")
+    return is_counts(shape) and isinstance(boxes, list) and all(is_box(box, len(shape)) for box in boxes)
+
+
+def is_box(box: object, dims: int) -> bool:
+    return (
+        isinstance(box, list)
+        and len(box) == len(("offsets", "sizes", "file", "start", "length"))
+        and all(is_counts(part) and len(part) == dims for part in box[:2])
+        and isinstance(box[2], str)
+        and is_counts(box[3:])
+    )
+
+
+def is_counts(value: object) -> bool:
+    return isinstance(value, list) and all(type(count) is int and 0 <= count < 2**63 for count in value)
 
 
 def verify(checkpoint: Path, manifest: dict, part: int = 0, parts: int = 1) -> None:

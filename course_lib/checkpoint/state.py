@@ -42,6 +42,7 @@ from course_lib.checkpoint import storage as stored_pieces
 from course_lib.checkpoint.files import everywhere, latest, together
 from course_lib.checkpoint.optimizer import STATES, load_optimizer, options_of, options_to_load, state_dtypes, steps_of
 from course_lib.checkpoint.storage import DTYPES, parameter_dtype, widest
+from course_lib.layout import Layout
 from course_lib.model import build
 from course_lib.parallel.five_d import FiveD
 from course_lib.weights.pieces import Holding, Piece, buffers_of, parameters_of
@@ -125,7 +126,7 @@ def save(
     keep     how many checkpoints remain in the folder; None: all. The older go when the new one is complete
 
     Raises   ValueError for arguments that cannot be, if the folder has this step or a later one, or is not the same for
-             all ranks; RuntimeError if a rank cannot write. On every rank, and the checkpoints before are as they were
+             all ranks; CannotWrite if a rank cannot write. On every rank, and the checkpoints before are as they were
     """
     saving, arguments = prepare(engine, optimizer, folder, step, extra, about, keep, copy=False)
     with torch.device("cpu"):
@@ -155,7 +156,8 @@ def save_async(
 def prepare(engine, optimizer, folder, step, extra, about, keep, copy: bool) -> tuple[Saving, tuple]:
     """What is done before files are written: (the save, the arguments of `checkpoint_pieces.write` behind the path)."""
     group = wait_for_earlier(engine)
-    final = everywhere(group, lambda: begin(Path(folder), step, extra, about, keep, group.rank() == 0))
+    with files.writing(Path(folder)):
+        final = everywhere(group, lambda: begin(Path(folder), step, extra, about, keep, group.rank() == 0))
     pieces = everywhere(group, lambda: pieces_to_write(engine, optimizer, group.rank(), extra, copy))
     manifest = {
         "step": step,
@@ -269,6 +271,7 @@ def open_checkpoint(
     """Its manifest, once it is found to be whole, each rank checking some of the files, and to fit."""
     manifest = files.read_manifest(path)
     files.verify(path, manifest, group.rank(), group.size())
+    layout_of(path, manifest)
     check_model(engine, path, manifest)
     if not convert:
         check_precision(engine, optimizer, path, manifest)
@@ -309,9 +312,16 @@ def check_precision(engine: FiveD, optimizer: Optimizer | None, path: Path, mani
         )
 
 
+def layout_of(path: Path, manifest: dict) -> Layout:
+    try:
+        return Layout.from_dict(manifest["layout"])
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} says a layout that cannot be ({error}). {files.advice(path)}") from None
+
+
 def restore_rank(engine: FiveD, path: Path, manifest: dict, rank: int) -> Restored:
     """This rank's own: generators and extras."""
-    now, before = engine.layout.to_dict(), manifest["layout"]
+    now, before = engine.layout.to_dict(), layout_of(path, manifest).to_dict()
     same_mesh = all(now[axis] == before[axis] for axis in ("dp", "cp", "tp", "pp", "ep", "order"))
     begins = f"rank.{rank if same_mesh else 0}."
     found = {
@@ -322,6 +332,8 @@ def restore_rank(engine: FiveD, path: Path, manifest: dict, rank: int) -> Restor
     stored_pieces.read(
         path, manifest, [Piece(begins + name, tuple(x.shape), (0,) * x.dim(), x) for name, x in found.items()]
     )
+    if "rng.cpu" not in found:
+        raise ValueError(f"{path} holds no {begins}rng.cpu. {files.advice(path)}")
     if same_mesh:
         torch.set_rng_state(found["rng.cpu"])
         if "rng.cuda" in found and torch.cuda.is_initialized():

@@ -32,7 +32,16 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from course_lib.checkpoint.files import MANIFEST, advice, everywhere, file_entry, outcomes, partial_of, put_in_place
+from course_lib.checkpoint.files import (
+    MANIFEST,
+    advice,
+    everywhere,
+    file_entry,
+    outcomes,
+    partial_of,
+    put_in_place,
+    writing,
+)
 from course_lib.comm.records import DTYPES
 from course_lib.weights.pieces import Piece
 
@@ -49,17 +58,15 @@ def write(final: Path, pieces: list[Piece], about: dict, group: dist.ProcessGrou
     about   what the manifest says besides, of JSON's kinds; that of the first rank counts
     keep    how many complete checkpoints remain, the older are removed once this one is complete; None: all
 
-    Raises   RuntimeError on every rank if one could not write, ValueError if not all wrote to one folder: what is there
+    Raises   CannotWrite on every rank if one could not write, ValueError if not all wrote to one folder: what is there
              then is a partial folder
     """
     first, partial = group.rank() == 0, partial_of(final)
     file = f"__{group.rank()}_0.distcp"
     mine, of_ranks, failures = outcomes(group, lambda: write_pieces(partial / file, pieces))
     if failures:
-        reasons = "; ".join(f"rank {rank}: {failure}" for rank, (_, failure) in failures.items())
-        raise RuntimeError(
-            f"{partial} could not be written ({reasons}); the checkpoints before are as they were"
-        ) from mine
+        with writing(partial):
+            raise RuntimeError("; ".join(f"rank {rank}: {why}" for rank, (_, why) in failures.items())) from mine
     files = {f"__{rank}_0.distcp": entry for rank, (entry, _) in enumerate(of_ranks)}
     tensors = merged([told for _, told in of_ranks])
 
@@ -67,7 +74,8 @@ def write(final: Path, pieces: list[Piece], about: dict, group: dist.ProcessGrou
         files[METADATA] = write_metadata(partial / METADATA, tensors)
         put_in_place(final, partial, about, files, tensors, keep)
 
-    everywhere(group, lambda: complete() if first else None)
+    with writing(final):
+        everywhere(group, lambda: complete() if first else None)
 
 
 def write_pieces(path: Path, pieces: list[Piece]) -> tuple[dict, dict]:
@@ -215,8 +223,11 @@ def widest_name(piece: Piece, stored: Mapping[str, dict]) -> str:
 
 
 def parameter_dtype(manifest: dict) -> torch.dtype:
-    """That of all parameters: an engine has one."""
-    return DTYPES[manifest["tensors"]["model.embed.weight"]["dtype"]]
+    """That of all parameters: an engine has one. Raises ValueError if the checkpoint has none."""
+    stored = manifest["tensors"].get("model.embed.weight")
+    if stored is None:
+        raise ValueError("the checkpoint holds no model.embed.weight; it is of another model")
+    return DTYPES[stored["dtype"]]
 
 
 def read_tensor(

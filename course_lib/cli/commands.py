@@ -125,6 +125,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"course {importlib.metadata.version('course-lib')}")
         return 0
     try:
+        if not _is_somewhere():
+            raise ValueError("the current folder has been removed; cd to one that is there")
         if empty := [word for word in argv if re.fullmatch(r"(--[\w-]+=)?\s*", word)]:
             raise ValueError(f"{empty[0]!r} among the arguments is empty; give a value, or leave it out")
         code = _read(argv)()
@@ -139,6 +141,13 @@ def main(argv: list[str] | None = None) -> int:
         advice = "; make room, or give a place on another disk" if isinstance(error, OSError) else ""
         print(f"course {argv[0]}: {error}{advice}", file=sys.stderr)
         return 2
+
+
+def _is_somewhere() -> bool:
+    try:
+        return bool(os.getcwd())
+    except FileNotFoundError:
+        return False
 
 
 def _read(argv: list[str]) -> Callable[[], int]:

@@ -60,8 +60,18 @@ def interrupted_text(world_size: int, places: dict[int, str]) -> str:
 def is_secondary(failure: Failure) -> bool:
     """Whether this failure is only the echo of another rank's, who went away, perhaps while they still connected."""
     return failure.kind in ("exception", "start") and any(
-        OF_TORCH.match(text) and SECONDARY.search(text) for _, text in failure.chain
+        OF_TORCH.match(text) and SECONDARY.search(text) and not _raised_by_function(frames)
+        for frames, text in failure.chain
     )
+
+
+def _raised_by_function(frames: list[Frame]) -> bool:
+    """Whether a `raise` of the learner's own made the error, and no call into torch."""
+    if not frames or _is_library(frames[-1][0]):
+        return False
+    file, line, _ = frames[-1]
+    linecache.checkcache(file)
+    return re.search(r"\braise\b", linecache.getline(file, line)) is not None
 
 
 def first_failure(failures: dict[int, Failure]) -> int:

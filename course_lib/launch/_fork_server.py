@@ -39,6 +39,7 @@ def serve(control_fd: int, notebook_pid: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
     _network.leave_shared_network()
+    _groups.adopt_orphans()
     _preload(PRELOAD)
     wake_reader, wake_writer = os.pipe()
     os.set_blocking(wake_writer, False)
@@ -157,7 +158,9 @@ def _reap(worlds: dict[str, dict[int, int]]) -> None:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 _groups.end_groups([pid])  # what the rank started ends with it
-                _report_exit(ranks.pop(pid), status)
+                descriptor = ranks.pop(pid)
+                _end_orphans(worlds)
+                _report_exit(descriptor, status)
 
 
 def _end_world(folder: str, worlds: dict[str, dict[int, int]]) -> None:
@@ -168,6 +171,12 @@ def _end_world(folder: str, worlds: dict[str, dict[int, int]]) -> None:
     for pid, descriptor in ranks.items():
         _, status = os.waitpid(pid, 0)
         _report_exit(descriptor, status)
+    _end_orphans(worlds)
+
+
+def _end_orphans(worlds: dict[str, dict[int, int]]) -> None:
+    """End what ranks that are gone have left in sessions of their own."""
+    _groups.end_orphans(pid for ranks in worlds.values() for pid in ranks)
 
 
 def _report_exit(descriptor: int, status: int) -> None:

@@ -1,14 +1,50 @@
-"""The processes of a rank: itself and all that it has started, which are one process group."""
+"""The processes of a rank: itself and all that it has started.
+
+They are one process group, but for those that have made a session of their own. These are found as descendants: on
+Linux a rank, and the server that forks ranks, adopt what processes below them leave behind. Elsewhere such a process
+outlives its rank.
+"""
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterable
 
 import psutil
 
 TRACKER_S = 1.0  # for removing shared memory
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Make this process, and not init, the parent of what its descendants leave behind, where the system can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_orphans(known: Iterable[int]) -> None:
+    """End the children of this process that it has adopted: those that are not known to it."""
+    known, give_up = set(known), time.monotonic() + TRACKER_S
+    while orphans := [child for child in psutil.Process().children() if child.pid not in known]:
+        kill_all_but_trackers([*orphans, *descendants_of(orphans)])
+        for child in orphans:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child.pid, os.WNOHANG)
+        if time.monotonic() > give_up:
+            return
+        time.sleep(0.005)
+
+
+def descendants_of(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """All that these have started and that has not been left behind."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            found += process.children(recursive=True)
+    return found
 
 
 def end_groups(leaders: Iterable[int]) -> None:
@@ -30,7 +66,8 @@ def end_groups(leaders: Iterable[int]) -> None:
 def end_own_group() -> None:
     """End this rank and the processes it has started."""
     if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
-        kill_all_but_trackers([member for member in members_of([os.getpid()]) if member.pid != os.getpid()])
+        own = [*members_of([os.getpid()]), *descendants_of([psutil.Process()])]
+        kill_all_but_trackers([member for member in own if member.pid != os.getpid()])
     os._exit(1)
 
 

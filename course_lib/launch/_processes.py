@@ -21,6 +21,8 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
+import psutil
+
 from course_lib.launch import _groups, _rank
 from course_lib.launch._fork_server import EXIT
 
@@ -152,8 +154,11 @@ class SpawnedWorld:
         return self._processes[rank].exitcode, time.monotonic()
 
     def end(self) -> None:
+        pids = [process.pid for process in self._processes if process.is_alive()]
+        started = _groups.descendants_of(map(psutil.Process, pids))
         for process in self._processes:
             process.kill()
+        _groups.kill_all_but_trackers(started)
         if hasattr(os, "killpg"):
             _groups.end_groups([process.pid for process in self._processes])
         for process in self._processes:

@@ -108,6 +108,7 @@ def run_rank(rank: int, folder: str, connection: Connection) -> None:
     global link
     if hasattr(os, "setsid"):
         os.setsid()  # a session of its own: Ctrl-C in a terminal does not reach it, and it is ended with its children
+    _groups.adopt_orphans()
     link = Link(rank, connection)
     link.start_listening()
     place = Path(folder)

@@ -117,6 +117,7 @@ def launch(  # noqa: PLR0913 - chapters give these one at a time, by name, and n
             f"launch was called inside rank {_rank.link.rank}, and a rank cannot start ranks; call it in the notebook"
         )
     _check_arguments(fn, world_size, timeout, via, threads, where, on_report)
+    _check_current_folder()
     where = where and where.with_gpus()
     gpu_count = torch.cuda.device_count() if where is None else where.nodes * where.gpus_per_node
     backend, why = choose_backend(backend, world_size, gpu_count)
@@ -238,6 +239,15 @@ def _check_arguments(fn, world_size, timeout, via, threads, where, on_report) ->
         if via != "processes":
             raise ValueError(f"via must be 'processes' in a Slurm job, got {via!r}; leave it out")
         where.check_launch(world_size, timeout)
+
+
+def _check_current_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ValueError(
+            "the current folder, in which ranks would start, has been removed; os.chdir() to one that is there"
+        ) from None
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from course_lib.train import clients
@@ -23,6 +23,10 @@ KINDS = {"step": int, "pid": int, "time": int | float} | dict.fromkeys(("event",
 def log_path(folder: str | Path, rank: int = 0) -> Path:
     """Return where a rank's log is in the folder of a run."""
     return Path(folder) / "log" / f"rank{rank}.jsonl"
+
+
+class CannotLog(RuntimeError):
+    """A rank's log could not be written. That rank alone raises it."""
 
 
 class RunLog:
@@ -54,20 +58,32 @@ def open_log(logs: Logs | None, rank: int) -> Iterator[RunLog | None]:
         try:
             yield log
         except BaseException as error:
-            log.tell(event="error", text=f"{type(error).__name__}: {error}")
+            with suppress(CannotLog):  # then the error itself counts
+                log.tell(event="error", text=f"{type(error).__name__}: {error}")
             raise
         log.tell(event="end")
 
 
 def append(path: str | Path, **fields: object) -> None:
-    """One line more, in one write: a process killed in between leaves the whole line or none of it."""
-    path = Path(path)
+    """One line more, in one write: a process killed in between leaves the whole line or none of it.
+
+    Raises   CannotLog if the disk does not take it
+    """
+    try:
+        _append(Path(path), json.dumps(fields).encode())
+    except OSError as error:
+        raise CannotLog(
+            f"{path} could not be written ({error.strerror}); make room on its disk, or give a log_folder on another"
+        ) from error
+
+
+def _append(path: Path, line: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # the machine went down in the middle of a line
-        os.write(descriptor, b"\n" * torn + json.dumps(fields).encode() + b"\n")
+        os.write(descriptor, b"\n" * torn + line + b"\n")
     finally:
         os.close(descriptor)
 

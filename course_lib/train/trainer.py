@@ -365,14 +365,17 @@ def main(argv: Sequence[str] | Options | None = None) -> int:
     stop = Stop()
     try:
         run = train(config, layout, plan, checkpoints, options.logs, say, stop)
-    except (CannotResume, RanksDiffer) as error:
+    except (CannotResume, RanksDiffer, checkpoint.CannotWrite) as error:
         return refuse(place, error)
+    except train_log.CannotLog as error:  # of this rank alone
+        print(f"train: rank {place.rank}: {error}", file=sys.stderr, flush=True)
+        return 2
     dist.destroy_process_group()
     stop.ignore()
     return exit_code(run.stopped_by)
 
 
-def refuse(place: Place, error: ValueError) -> int:
+def refuse(place: Place, error: Exception) -> int:
     """One line on stderr, from rank 0."""
     if place.rank > 0:
         return wait_for_rank_0()

@@ -226,6 +226,14 @@ def test_run_finds_the_chapters_of_the_current_folder_first(tmp_path, monkeypatc
     assert written.find_notebook("7").parent == authoring.ROOT / "notebooks"
 
 
+def test_a_current_folder_that_has_been_removed_is_told(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert cli.main(["lab", "05"]) == 2
+    assert "the current folder has been removed; cd to one that is there" in capsys.readouterr().err
+
+
 def test_the_version_is_that_of_the_package(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"course {version('course-lib')}\n"

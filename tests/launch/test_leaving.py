@@ -1,10 +1,13 @@
 """What a rank leaves behind when its function has returned, and what a launch does when it is disturbed."""
 
 import atexit
+import contextlib
 import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -136,6 +139,87 @@ def test_a_connection_of_the_functions_own_that_is_refused_is_no_echo():
     assert not _failures.is_secondary(own) and _failures.is_secondary(torchs)
     with pytest.raises(RankError, match=r"(?s)rank 1 of 2 failed.*ConnectionRefusedError"):
         launch(connect_to_nobody, 2, timeout=30)
+
+
+def lose_the_tokenizer() -> None:
+    if dist.get_rank() == 1:
+        raise RuntimeError("Connection refused by the tokenizer")
+    time.sleep(0.6)
+    raise ValueError("something else, later")
+
+
+def test_an_error_of_the_functions_own_that_reads_as_an_echo_is_none():
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2 failed.*RuntimeError: Connection refused by the tokenizer"):
+        launch(lose_the_tokenizer, 2, timeout=30)
+
+
+def reraise_what_torch_says() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+        os._exit(3)
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        raise RuntimeError("the barrier was not reached: connection closed by peer") from error
+
+
+def test_an_echo_that_the_function_raises_anew_is_one():
+    with pytest.raises(RankError, match="rank 1 of 2 ended with exit code 3"):
+        launch(reraise_what_torch_says, 2, timeout=30)
+
+
+def leave_sessions(folder: str, how: str) -> None:
+    """A child with a session of its own, and a daemon, whose parent has ended; their ids go to files."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+    Path(folder, str(child.pid)).touch()
+    code = f"import os; pid = os.fork(); pid or os.setsid()\nif pid: open(os.path.join({folder!r}, str(pid)), 'w')"
+    subprocess.run([sys.executable, "-c", f"{code}\nelse:\n    import time; time.sleep(300)"], check=True)
+    dist.barrier()
+    if how == "raise":
+        raise ValueError("mine")
+    if how == "hang":
+        time.sleep(300)
+    if how == "die" and dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system lets a process adopt what others leave behind")
+@pytest.mark.parametrize("how", ["return", "raise", "hang", "die"])
+def test_processes_in_sessions_of_their_own_end_with_their_rank(tmp_path, how):
+    with contextlib.suppress(RankError):
+        launch(leave_sessions, 2, str(tmp_path), how, timeout=20 if how == "hang" else 60)
+    started = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(started) == 4 and [pid for pid in started if psutil.pid_exists(pid)] == []
+
+
+def test_a_launch_of_one_thread_leaves_the_sessions_of_another_alone(tmp_path):
+    """Ranks of two launches at once: what belongs to the one that goes on is not ended with the other."""
+    other = threading.Thread(target=launch, args=(hold_a_session, 1, str(tmp_path)), kwargs={"timeout": 60})
+    other.start()
+    while not list(tmp_path.glob("*.started")):
+        time.sleep(0.01)
+    launch(os.getpid, 2)
+    pid = int(next(tmp_path.glob("*.started")).stem)
+    assert psutil.pid_exists(pid)
+    (tmp_path / "go").touch()
+    other.join()
+    assert not psutil.pid_exists(pid)
+
+
+def hold_a_session(folder: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+    Path(folder, f"{child.pid}.started").touch()
+    while not Path(folder, "go").exists():
+        time.sleep(0.01)
+
+
+def test_a_launch_in_a_folder_that_has_been_removed_says_so(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ValueError, match="the current folder, .* has been removed; os.chdir"):
+        launch(os.getpid, 1)
 
 
 def test_a_process_out_of_descriptors_is_told_so_and_loses_none():

@@ -1,5 +1,8 @@
 """The log is read whatever the moment at which its run was killed."""
 
+import pytest
+
+from course_lib.train import Logs
 from course_lib.train import log as train_log
 
 
@@ -24,3 +27,34 @@ def test_the_end_of_a_long_file_is_read_without_the_rest(tmp_path):
         file.write('7\n{"step": 100, "lo')
     assert [line["step"] for line in train_log.read(log, last_bytes=90)] == [98, 99]
     assert train_log.read(log, last_bytes=10**6) == train_log.read(log)
+
+
+def test_a_full_disk_is_told_with_the_file_and_what_to_do_and_hides_no_other_error(tmp_path):
+    with pytest.raises(
+        train_log.CannotLog, match="/dev/full could not be written .No space left on device.; make room"
+    ):
+        train_log.append("/dev/full", step=0)
+    log = train_log.log_path(tmp_path)
+    with pytest.raises(ZeroDivisionError), train_log.open_log(Logs(str(tmp_path)), 0):
+        log.unlink()
+        log.symlink_to("/dev/full")
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"step": "x", "loss": 1.0}', "has step 'x' in a line"),
+        ('{"step": 1, "loss": [1.0]}', "has loss a list in a line"),
+        ('{"event": 3}', "has event 3 in a line"),
+    ],
+)
+def test_a_line_of_another_kind_is_refused(line, said, tmp_path):
+    (tmp_path / "log.jsonl").write_text(f"{line}\n")
+    with pytest.raises(ValueError, match=said):
+        train_log.read(tmp_path / "log.jsonl")
+
+
+def test_what_is_nested_without_end_is_left_out(tmp_path):
+    (tmp_path / "log.jsonl").write_text("[" * 100_000 + '\n{"step": 1, "loss": 2.0}\n')
+    assert train_log.losses_of(tmp_path / "log.jsonl") == {1: [2.0]}

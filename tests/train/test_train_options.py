@@ -5,9 +5,11 @@ import re
 import pytest
 from torch.distributed.run import get_args_parser
 
+from course_lib import checkpoint
 from course_lib.config import preset
 from course_lib.layout import Layout
 from course_lib.train import Checkpoints, TrainPlan, trainer
+from course_lib.train import log as train_log
 from course_lib.train.options import check_world, layout_for, model_named, read
 
 
@@ -144,3 +146,20 @@ def test_a_folder_that_cannot_be_written_is_one_line_before_the_first_step(tmp_p
     assert re.fullmatch(
         r"train: .* is '.*', and cannot be written: Not a directory; give another\n", capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (checkpoint.CannotWrite("c could not be written"), "train: c could not be written\n"),
+        (train_log.CannotLog("l could not be written"), "train: rank 0: l could not be written\n"),
+    ],
+)
+def test_a_disk_that_fills_during_a_run_is_one_line(error, said, capsys, monkeypatch):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(trainer, "join_world", lambda *_: "gloo")
+    monkeypatch.setattr(trainer, "train", fail)
+    assert trainer.main([]) == 2
+    assert capsys.readouterr().err == said
