@@ -16,16 +16,6 @@ RANKS = re.compile(
 BANDWIDTH = re.compile(
     r"/ ?\(?W\b|\\frac\{[^{}]*\}\{W|\{W ?/ ?1e9|\bW = published|bandwidth (is )?\$?W\b|\$W\$ bytes per s"
 )
-NOT_YET = {  # until their letters are mended; then this set goes
-    "04_zero",
-    "04_zero_in_depth",
-    "05_tensor_parallel",
-    "05_tensor_parallel_in_depth",
-    "06_sequence_parallel_in_depth",
-    "07_context_parallel",
-    "07_context_parallel_in_depth",
-    "09_expert_parallel_in_depth",
-}
 PATHS = sorted(path for folder in ("notebooks", "solutions") for path in (ROOT / folder).glob("*.ipynb"))
 
 
@@ -35,7 +25,7 @@ def other_meanings(nb) -> list[str]:
     return [f"{cell}: {line}" for cell, line in lines if RANKS.search(line) or BANDWIDTH.search(line)]
 
 
-@pytest.mark.parametrize("path", [path for path in PATHS if path.stem not in NOT_YET], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_n_is_never_ranks_and_w_is_never_a_bandwidth(path):
     assert other_meanings(read(path)) == []
 
