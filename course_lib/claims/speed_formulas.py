@@ -5,7 +5,7 @@ from math import sqrt
 from typing import Literal
 
 from course_lib.config import ModelConfig, Recompute, preset
-from course_lib.flops import attention_flops_per_token, step_flops
+from course_lib.flops import attention_flops_per_token, flops_per_token, step_flops
 from course_lib.hardware import (
     GPUS,
     PUBLISHED_BATCH_RAMPS,
@@ -135,6 +135,18 @@ def training_time(
         "days": seconds / DAY_S,
         "years_one_gpu": gpus * seconds / DAY_S / 365.25,
         "pflops": gpus * tflops / 1000,
+    }
+
+
+@checked
+def speed_at_mfu(
+    model: str, seq_len: Size, gpus: Size, gpu: str, percent: Positive, stated: Sequence[Positive]
+) -> Values:
+    """Tokens per second at that MFU of the dense BF16 peak, and the MFU in percent of other rates; attention counts."""
+    flops, peak = flops_per_token(preset(model), seq_len), gpu_of(gpu).bf16_flops
+    return {
+        "tokens_per_s": tokens_per_s(flops, gpus, peak, percent / 100),
+        "mfus": [100 * mfu(rate * flops, 1, gpus, peak) for rate in stated],
     }
 
 
