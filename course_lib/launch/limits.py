@@ -1,5 +1,6 @@
 """The memory that this process may use: the machine's, or less where a container or a Slurm job sets a limit."""
 
+import sys
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,16 @@ def usable_memory(of_process: str = "/proc/self/cgroup", mounted_at: str = "/sys
             used = (_number(folder / used_name) or 0) - _cache_bytes(folder / "memory.stat", cache_name)
             total, available = min(total, limit), max(0, min(available, limit - used))
     return total, available
+
+
+def address_space_left() -> int | None:
+    """Return the bytes that this process may still map under its own limit (ulimit -v); None without such a limit."""
+    if sys.platform != "linux":  # elsewhere the limit is not there, or is not kept
+        return None
+    import resource  # Windows has none
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else max(0, limit - psutil.Process().memory_info().vms)
 
 
 def _groups(of_process: Path, mounted_at: Path) -> list[tuple[Path, str]]:
