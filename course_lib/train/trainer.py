@@ -24,8 +24,10 @@ of torch 2.13 look for each other at addresses of those that died.
 
 import math
 import os
+import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -41,9 +43,13 @@ from course_lib import checkpoint, comm
 from course_lib.checkpoint.files import read_manifest, together
 from course_lib.config import ModelConfig, require_bytes
 from course_lib.devices import rank_device
+from course_lib.launch.limits import address_space_left, usable_memory
 from course_lib.launch.rendezvous import Place, join_world, place_of, restart_hint
 from course_lib.layout import Layout
+from course_lib.memory.budget import budgets
+from course_lib.memory.states import FP64
 from course_lib.parallel import five_d
+from course_lib.run import Run
 from course_lib.train import log as train_log
 from course_lib.train.health import compare_ranks
 from course_lib.train.options import Options, check_folders, check_world, read
@@ -64,6 +70,7 @@ from course_lib.train.step_trace import StepTrace, trace_problem
 from course_lib.train.stop import Stop, agreed, end_with_parent, exit_code, stop_text
 from course_lib.training import data, peak_memory_bytes
 
+GB = 10**9
 WAIT_FOR_RANK_0_S = 5.0  # an engine ends all ranks when the first one ends: rank 0 must have said why
 
 Optimizer = torch.optim.Optimizer
@@ -73,6 +80,10 @@ print_now = partial(print, flush=True)  # an engine reads a pipe: what is not fl
 
 class RanksDiffer(ValueError):
     """Ranks are not about to run the same; every rank raises the same."""
+
+
+class TooLarge(ValueError):
+    """Ranks need more memory than their machine has free; every rank raises the same."""
 
 
 class CannotResume(ValueError):
@@ -127,6 +138,7 @@ def train(
     check_rollback(plan, checkpoints)
     say = say if dist.get_rank() == 0 else ignore
     settings = agree(config, layout, plan)
+    check_memory(config, layout, plan)
     engine = five_d.build(config, layout, plan.seed, plan.dtypes[0], grad_dtype=plan.dtypes[1])
     optimizer = five_d.make_optimizer(engine, plan.learning_rate, plan.weight_decay)
     with folder_for(engine, optimizer, plan, checkpoints), train_log.open_log(logs, dist.get_rank()) as log:
@@ -206,6 +218,36 @@ def agree(config: ModelConfig, layout: Layout, plan: TrainPlan) -> dict:
     except ValueError as error:
         raise RanksDiffer(str(error)) from error
     return settings
+
+
+def check_memory(config: ModelConfig, layout: Layout, plan: TrainPlan) -> None:
+    """Compare what the ranks of a machine need with its free memory, and each rank with the limit of its process.
+
+    A GPU's memory is not compared: where it ends, its allocator says so with both numbers.
+    Raises   TooLarge on every rank
+    """
+    rank, recipe = dist.get_rank(), FP64 if plan.precision == "fp64" else plan.precision
+    budget = budgets(Run(config, layout, plan.seq_len, recipe, device="cpu"))[layout.mesh.coordinates(rank)["pp"]]
+    needs = budget.peak_bytes if rank_device().type == "cpu" else 0
+    mine = {"host": socket.gethostname(), "needs": needs, "free": usable_memory()[1], "limit": address_space_left()}
+    of_ranks = comm.all_gather_json(mine, dist.group.WORLD)
+    needed, ranks = Counter(), Counter(one["host"] for one in of_ranks)
+    for one in of_ranks:
+        needed[one["host"]] += one["needs"]
+    for one in of_ranks:
+        host = one["host"]
+        together = f"{ranks[host]} rank{'s' * (ranks[host] > 1)} on {host}"
+        if one["limit"] is not None:
+            check_room(config, plan, f"a rank on {host}", one["needs"], one["limit"], "remain of its limit (ulimit -v)")
+        check_room(config, plan, together, needed[host], one["free"], "are free there")
+
+
+def check_room(config: ModelConfig, plan: TrainPlan, who: str, needed: int, free: int, where: str) -> None:
+    if needed > free:
+        raise TooLarge(
+            f"{config.name} with sequences of {plan.seq_len} tokens takes {needed / GB:,.2f} GB of memory for {who}, "
+            f"and {free / GB:,.2f} GB {where}; choose a smaller model or micro_batch, or more machines"
+        )
 
 
 def batch_of(engine: five_d.FiveD, plan: TrainPlan, index: int, text_T: Tensor) -> five_d.MicroBatches:
@@ -365,7 +407,7 @@ def main(argv: Sequence[str] | Options | None = None) -> int:
     stop = Stop()
     try:
         run = train(config, layout, plan, checkpoints, options.logs, say, stop)
-    except (CannotResume, RanksDiffer, checkpoint.CannotWrite) as error:
+    except (CannotResume, RanksDiffer, TooLarge, checkpoint.CannotWrite) as error:
         return refuse(place, error)
     except train_log.CannotLog as error:  # of this rank alone
         print(f"train: rank {place.rank}: {error}", file=sys.stderr, flush=True)

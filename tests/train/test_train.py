@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import time
@@ -21,7 +22,9 @@ from course_lib.authoring import ROOT
 from course_lib.launch import launch
 from course_lib.launch.rendezvous import Place
 from course_lib.layout import Layout
+from course_lib.memory.budget import budgets
 from course_lib.parallel import five_d
+from course_lib.run import Run
 from course_lib.train import Checkpoints, Logs, TrainPlan
 from course_lib.train import log as train_log
 from course_lib.train import trainer as train
@@ -275,6 +278,34 @@ def test_there_must_be_room_for_all_checkpoints_that_a_run_has_at_once(tmp_path,
 def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step():
     (text,) = launch(by_each, 1, [(LLAMA, Layout(), replace(PLAN, learning_rate=1e35, warmup=0))])[0]
     assert text.startswith("FloatingPointError: the loss of step 2 is nan")
+
+
+def on_a_machine_with(free: int, layout: Layout) -> str:
+    """What training says where so many bytes are free; nothing may be built."""
+    train.usable_memory = lambda: (free, free)
+    five_d.build = lambda *arguments, **options: pytest.fail("built")
+    return attempt(LLAMA, layout, PLAN)
+
+
+def test_the_ranks_of_a_machine_must_fit_into_its_memory_together():
+    layout = layout_for("dp=2,pp=2", BATCH)
+    run = Run(LLAMA, layout, PLAN.seq_len, "fp32", device="cpu")
+    needed = sum(budget.peak_bytes for budget in budgets(run)) * layout.dp
+    for text in launch(on_a_machine_with, 4, needed - 1, layout):
+        assert text.startswith("TooLarge: toy with sequences of 32 tokens takes ") and "for 4 ranks on" in text, text
+        assert f"{needed / 1e9:,.2f} GB" in text and "GB are free there; choose" in text
+    assert launch(train.check_memory, 4, LLAMA, layout, PLAN, quiet=True)[0] is None
+
+
+def test_a_model_beyond_the_limit_of_its_process_is_one_line_with_both_numbers_and_exit_code_2():
+    """Of Llama 3.1 8B in FP32 weights, gradients and AdamW's moments are 4 x 32.1 GB."""
+    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30)); "
+    limited += "from course_lib.train import trainer; sys.exit(trainer.main(sys.argv[1:]))"
+    argv = [sys.executable, "-c", limited, "--model", "llama-3.1-8b", "--steps", "1"]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    takes, left = (float(number) for number in re.findall(r"([\d.]+) GB", done.stderr))
+    assert done.stderr.startswith("train: llama-3.1-8b ") and 128 < takes < 160 and 0 < left < 12.9
 
 
 @pytest.fixture

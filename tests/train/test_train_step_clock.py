@@ -90,7 +90,7 @@ def end_step(device) -> None:
 
 
 def train_as_on_a_gpu(folder: str, layout, slow: int | None) -> int:
-    """Train with stubs of CUDA's events. As with NCCL, a collective leaves no Work to wait for unless it is asynchronous.
+    """Train with stubs of CUDA's events. As with NCCL, a synchronous collective leaves no Work to wait for.
 
     Return how often the GPU was waited for.
     """
