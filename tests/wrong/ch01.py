@@ -21,11 +21,11 @@ from course_lib.minimal.memory import Tracker
 
 
 # ------------------------------------------------------------------------------------ 1. MFU
-def share(config, seq_len, tokens_per_s, num_gpus, peak, embeddings=0, per_weight=6, attention=12, scale=1.0):
+def share(config, seq_len, tokens_per_s, num_gpus, peak, embeddings=0, attention=12, scale=1.0):
     D, L, width = config.d_model, config.num_layers, config.num_heads * config.head_dim
     weights = L * (2 * D * width + 2 * D * config.num_kv_heads * config.head_dim + 3 * D * config.d_ff)
     weights += (1 + embeddings) * config.vocab_size * D
-    flops = per_weight * weights + attention * L * width * seq_len
+    flops = 6 * weights + attention * L * width * seq_len
     return scale * flops * tokens_per_s / (num_gpus * peak)
 
 
@@ -46,7 +46,7 @@ def causal_half(*case):
 
 
 def eight_per_weight(*case):
-    return share(*case, per_weight=8)
+    return share(*case, attention=9, scale=4 / 3)  # 8 a weight, 12 for attention
 
 
 def four_passes(*case):
@@ -366,7 +366,7 @@ WRONG = {
             (attention_forward_only, "4 in forward, 8 in backward"),
             (causal_half, "attention is halved for the causal mask"),
             (eight_per_weight, "8 FLOPs per weight count recomputation"),
-            (four_passes, "recomputation's second forward counts in HFU"),
+            (four_passes, "MFU counts three passes and not four"),
             (forward_only, "these are the FLOPs of forward"),
             (one_gpu, "this is the peak of one GPU"),
             (percent, "return a share, not percent"),

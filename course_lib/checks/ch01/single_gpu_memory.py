@@ -100,7 +100,7 @@ MFU_BELIEFS: dict[str, Callable[..., float]] = {
     "8 FLOPs per weight count recomputation's second forward: MFU counts what the model needs, 6": _with_flops(
         lambda config, s: 8 * matmul_parameters(config) + _attention_flops(config, s)
     ),
-    "recomputation's second forward counts in HFU: in MFU weights and attention have three passes, not four": _with_flops(
+    "recomputation's second forward counts in HFU; MFU counts three passes and not four": _with_flops(
         lambda config, s: flops_per_token(config, s) * 4 / 3
     ),
     "these are the FLOPs of forward; backward costs twice as many again": _with_flops(

@@ -30,7 +30,7 @@ class _DroppingBlock(nn.Module):
 
 @grader
 def check_recompute(answer, rng):
-    """The block's output and gradients, its input alone kept, random numbers as without; also where x is frozen, and under autocast."""
+    """Output, gradients, the input alone kept, random numbers as without; where x is frozen too, and under autocast."""
     seed, draws, width = fresh_seed(rng), fresh_seed(rng), rng.randrange(3, 6)
     x, grad = numbers(rng, 6, width), numbers(rng, 6, width)
     for needs_grad in (True, False):
@@ -43,8 +43,8 @@ def check_recompute(answer, rng):
     for name in ("x", "up", "down"):
         if got[name] is None or not torch.equal(got[name], want[name]):
             fail(
-                f"under autocast the gradient of {name} is wrong: autocast is off in backward, so the second run computes "
-                "in float32; store its settings (torch.is_autocast_enabled, torch.get_autocast_dtype) before the first "
+                f"under autocast the gradient of {name} is wrong: autocast is off in backward, so the second run is in "
+                "float32; store its settings (torch.is_autocast_enabled, torch.get_autocast_dtype) before the first "
                 "run, and set them for the second"
             )
 

@@ -18,7 +18,7 @@ from course_lib.memory.states import LoRA
 @grader
 def check_merged_weight(answer, rng):
     """The weight with the adapter added in; the frozen weight itself stays as it was."""
-    generator, rank, alpha = fresh_generator(rng), rng.randrange(2, 4), float(rng.randrange(5, 12))
+    generator, rank, alpha = fresh_generator(rng), rng.randrange(2, 4), float(rng.randrange(8, 12))  # unlike d_out
     d_out = rng.randrange(5, 8)
     shapes = ((d_out, d_out), (rank, d_out), (d_out, rank))  # square, so that a swapped product has the right shape
     weight, lora_a, lora_b = (numbers(generator, *shape) for shape in shapes)

@@ -92,9 +92,9 @@ def check_accumulate(answer, rng):
             )
         if most_waiting > 1:  # a part without targets may wait until its name is given away
             fail(
-                f"{most_waiting} micro-batches waited for backward when the last forward pass began: one backward "
-                "for the sum of the losses keeps what every forward saved, as the whole batch would; call backward() "
-                "after each micro-batch"
+                f"{most_waiting} micro-batches waited for backward when the last forward pass began: one "
+                "backward for the sum of the losses keeps what every forward saved, as the whole batch would; call "
+                "backward() after each micro-batch"
             )
         sizes = [y_BS.numel() for _, y_BS in parts]
         right = _gradient(seed, parts, [count / sum(counted) for count in counted])
