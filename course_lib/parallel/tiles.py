@@ -308,7 +308,7 @@ class _BlockAttention(torch.autograd.Function):
 def block_attention(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, exchange: Exchange, plan: Plan) -> Tensor:
     """Attention of my queries over the keys and values of all ranks of the exchange.
 
-    Under autocast all is cast before, as by `F.scaled_dot_product_attention`: backward then multiplies what forward did.
+    Under autocast all is cast before, as by `F.scaled_dot_product_attention`: backward multiplies what forward did.
 
     Shapes   -> out_BNsH
     Bytes    kept for backward: q, k, v, the output and one number a row, all of my own tokens
