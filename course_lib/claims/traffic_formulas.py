@@ -41,7 +41,7 @@ def _zero_calls(stage: int, dp: int, micro_batches: int) -> list[Call]:
 
 @checked
 def zero_phases(stage: ZeroStage, micro_batches: Size = 1, dp: Size = 4) -> Values:
-    """What a step sends in units of the parameters times (N - 1) / N: plain data parallelism sends 2."""
+    """What a step sends in units of the parameters times (dp - 1) / dp: plain data parallelism sends 2."""
     listed = _zero_calls(stage, dp, micro_batches)
     unit = 2000 * dp * (dp - 1) // dp
     gathered = [call.place for call in listed if call.collective == "all_gather"]

@@ -4,7 +4,7 @@ Work is counted in (query, key) pairs that the mask allows: each costs the same 
 the keys of rank r - t, and no rank can go on before the next keys are there: the group goes at the pace of its busiest.
 
     causal, 4 ranks, share of the ideal speed     a ring waits at each step     keys gathered first, wait at the end
-    contiguous                                    4 / 7  (N / (2 N - 1))        4 / 7
+    contiguous                                    4 / 7  (cp / (2 cp - 1))      4 / 7
     striped                                       nearly 1                      nearly 1
     zigzag                                        1                             1
 

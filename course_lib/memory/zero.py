@@ -1,15 +1,15 @@
-"""ZeRO's arithmetic: what each of N data-parallel ranks holds of parameters, gradients and optimizer states.
+"""ZeRO's arithmetic: what each of dp data-parallel ranks holds of parameters, gradients and optimizer states.
 
 With P parameters, 2 bytes each for parameter and gradient, 12 for an FP32 master copy and Adam's two moments:
 
     stage   holds a rank                     limit for many ranks    sends a step (one micro-batch)
     0       2P + 2P + 12P                    16 P                    2 P    all-reduce of gradients
-    1       2P + 2P + 12P/N                   4 P                    2 P    reduce-scatter, all-gather of parameters
-    2       2P + (2P + 12P)/N                 2 P                    2 P    the same, each bucket during backward
-    3       (2P + 2P + 12P)/N                   0                    3 P    all-gather twice, reduce-scatter
+    1       2P + 2P + 12P/dp                  4 P                    2 P    reduce-scatter, all-gather of parameters
+    2       2P + (2P + 12P)/dp                2 P                    2 P    the same, each bucket during backward
+    3       (2P + 2P + 12P)/dp                  0                    3 P    all-gather twice, reduce-scatter
 
 Real tensors are not divisible at will. They are laid end to end in units (buckets in stages 1 and 2; embedding, blocks
-and head in stage 3), and each unit is padded to a multiple of N: `units` is the list of their sizes, in numbers.
+and head in stage 3), and each unit is padded to a multiple of dp: `units` is the list of their sizes, in numbers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def zero_state_bytes(
 ) -> StateBytes:
     """Predict what each rank holds between two steps, by kind, padding included.
 
-    Bytes    a kind that is sharded: its bytes a number times the sum over units of ceil(unit / N); a kind that is not:
+    Bytes    a kind that is sharded: its bytes a number times the sum over units of ceil(unit / dp); a kind that is not:
              times the sum of the units, padded from stage 1 on
     Raises   ValueError if stage, recipe or optimizer is unknown, or the optimizer cannot work on flat shards
     """
@@ -121,7 +121,7 @@ def zero_bytes_per_parameter(
 
 @checked
 def zero_saving(stage: ZeroStage, dp_size: Ranks, recipe: Recipe | str = "bf16-master") -> float:
-    """How many times fewer bytes of state a rank holds than without ZeRO; at most 4, 8 and N with 16 bytes."""
+    """How many times fewer bytes of state a rank holds than without ZeRO; at most 4, 8 and dp with 16 bytes."""
     return zero_bytes_per_parameter(0, dp_size, recipe) / zero_bytes_per_parameter(stage, dp_size, recipe)
 
 

@@ -26,7 +26,7 @@ gathers forward and scatters backward. Together the bytes of tensor parallelism 
 step, one all-reduce of D for each norm (from scratch: one for all norms together). Full recomputation gathers twice
 and scatters once more a layer.
 
-Uneven S are cut as torch.chunk cuts; each message is padded to N equal pieces, which counts. Below torch 2.13 they are
+Uneven S are cut as torch.chunk cuts; each message is padded to tp equal pieces, which counts. Below torch 2.13 they are
 refused: there DTensor hands the next layer a strided tensor, and the layer fails.
 
 Dropout is refused as in native/tensor.py. In the gpt family the table of positions is cut along its rows like the

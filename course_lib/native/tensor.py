@@ -11,7 +11,7 @@ changed. What the plan's entries are in the from-scratch code:
                                   entry each column wraps the input for itself: 5 all-reduces a layer in backward, not 2
     use_local_output              True: the next operator gets a plain tensor, as everything from scratch does. q, k, v:
                                   attention reads head counts from them. False: it gets the DTensor, which knows its
-                                  whole size; a local tensor is taken for an N-th of the whole, so d_ff that N does not
+                                  whole size; a local tensor is taken for a tp-th of the whole, so d_ff that tp does not
                                   divide needs gate, up, and what follows, as DTensors
     RowwiseParallel on embed      VocabEmbedding: rows of others give zeros, and the sum fills them in
     ColwiseParallel on head,      vocab_cross_entropy: logits_BSv stay in pieces, and loss_parallel() gives PyTorch's

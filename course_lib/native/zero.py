@@ -6,20 +6,20 @@ along dimension 0. One API, and every stage is a choice of what to keep until th
                 stage 1                stage 2                   stage 3
     parameters  gathered once, kept    gathered once, kept       gathered for each forward and each backward pass
     gradients   whole, reduced once    reduced m times           reduced m times
-    bytes       P + P                  P + m P                   2 m P + m P            (times (N - 1) / N)
+    bytes       P + P                  P + m P                   2 m P + m P            (times (dp - 1) / dp)
     settings    reshard_after_forward and _backward: False       reshard_after_forward: True
                 gradient sync at the last micro-batch alone
 
-Between steps a rank holds 1 / N of the parameters in every stage here; Rajbhandari's stages 1 and 2 keep them whole.
+Between steps a rank holds 1 / dp of the parameters in every stage here; Rajbhandari's stages 1 and 2 keep them whole.
 
 What FSDP2's options are in the from-scratch engine:
 
     a module given to fully_shard    a unit: gathered, used and freed together. Here each parameter is cut by itself,
-                                     its rows rounded up to N equal pieces; from scratch the unit is flattened first.
+                                     its rows rounded up to dp equal pieces; from scratch the unit is flattened first.
     reshard_after_forward            True: stage 3. False: stage 2. An int k: after forward, groups of k neighbours
                                      keep a copy among them, and backward gathers inside these: inside a node, say.
     a mesh of two dimensions         HSDP, here `shard_size`: shards inside groups, copies across them. Less to gather
-                                     over slow links; a rank holds 1 / shard_size instead of 1 / N.
+                                     over slow links; a rank holds 1 / shard_size instead of 1 / dp.
     set_requires_gradient_sync       what no_sync() is to DDP. Gradients then add up whole, not sharded.
     set_modules_to_forward_prefetch  the next unit is gathered while this one computes; in backward that is the default.
     MixedPrecisionPolicy             param_dtype is gathered and computed with, reduce_dtype reduced. Shards keep the
@@ -29,7 +29,7 @@ What FSDP2's options are in the from-scratch engine:
 
 DistributedDataParallel with ZeroRedundancyOptimizer (`build_ddp`) shares out the optimizer's states alone, as stage 1
 does, but by whole parameters, so that shares differ in size. DDP's all-reduce costs 2 P, although a rank needs only the
-gradients of what it updates; then each owner broadcasts the parameters it updated: P more. Times (N - 1) / N that is
+gradients of what it updates; then each owner broadcasts the parameters it updated: P more. Times (dp - 1) / dp that is
 3 P where stage 1 needs 2 P: as much as stage 3, for the memory of stage 1.
 """
 
@@ -114,8 +114,8 @@ def build(
     shard_size               ranks that share one copy of the model (HSDP); None: all of the group
     reshard_after_forward    what fully_shard calls so; None: as the stage says. An int: size of the groups
 
-    Shapes   a parameter of rows x ... -> its DTensor's local part of ceil(rows / N) x ...; the last ranks' are shorter
-    Bytes    see the table above; P counts each parameter's rows rounded up to a multiple of N. An all-reduce of one
+    Shapes   a parameter of rows x ... -> its DTensor's local part of ceil(rows / dp) x ...; the last ranks' are shorter
+    Bytes    see the table above; P counts each parameter's rows rounded up to a multiple of dp. An all-reduce of one
              element for the loss
     Raises   ValueError for another stage, or a shard_size that does not divide the group
     """
@@ -187,7 +187,7 @@ def prefetch_forward(parts: list[list[nn.Module]]) -> None:
 def build_ddp(model: nn.Module, group: dist.ProcessGroup) -> DDP:
     """Makes `model` data parallel with DDP; make_optimizer then shares out the optimizer's states alone.
 
-    Bytes    sent per rank and step: 2 (N - 1) / N P of gradients, and P (N - 1) / N of parameters on average
+    Bytes    sent per rank and step: 2 (dp - 1) / dp P of gradients, and P (dp - 1) / dp of parameters on average
     """
     return DDP(model, process_group=group, gradient_as_bucket_view=True)
 

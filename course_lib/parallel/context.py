@@ -108,7 +108,7 @@ class ContextParallel(ModelEngine):
     def finish(self) -> None:
         """Sums each rank's gradients of its tokens' losses.
 
-        Bytes    beside those of attention: 2 (N - 1) / N * (all gradients)
+        Bytes    beside those of attention: 2 (cp - 1) / cp * (all gradients)
         """
         sum_gradients(self.parameters(), self.context.group)
 

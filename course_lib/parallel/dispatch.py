@@ -56,7 +56,7 @@ def exchange(tensors: Iterable[Tensor], group: Group, sent_rows: list[int], rece
 def exchange_counts(counts: Tensor, group: Group) -> Tensor:
     """counts[j], for rank j -> row i: what rank i has for me.
 
-    Bytes    sent per rank: (N - 1) / N * counts.nbytes
+    Bytes    sent per rank: (G - 1) / G * counts.nbytes
     """
     return comm.all_to_all(counts.contiguous(), check_group(group, "exchange_counts"))
 
@@ -134,11 +134,11 @@ def to_places(group: Group, width: int, x_RD: Tensor, assignments: Assignments, 
     Shapes   x_RD -> y_RD
     """
     place_Rk = torch.where(assignments.expert_Rk < 0, group.size(), assignments.expert_Rk // width)
-    goes_RN = torch.zeros(len(x_RD), group.size() + 1, dtype=torch.bool, device=x_RD.device)
-    goes_RN = goes_RN.scatter_(1, place_Rk.long(), True)[:, :-1]
-    place_C, row_C = goes_RN.t().nonzero().unbind(1)  # copies, sorted by place
-    to_place_N = goes_RN.sum(0)
-    received_rows, sent_rows = exchange_counts(to_place_N, group).tolist(), to_place_N.tolist()
+    goes_RG = torch.zeros(len(x_RD), group.size() + 1, dtype=torch.bool, device=x_RD.device)
+    goes_RG = goes_RG.scatter_(1, place_Rk.long(), True)[:, :-1]
+    place_C, row_C = goes_RG.t().nonzero().unbind(1)  # copies, sorted by place
+    to_place_G = goes_RG.sum(0)
+    received_rows, sent_rows = exchange_counts(to_place_G, group).tolist(), to_place_G.tolist()
 
     here_Ck = place_Rk[row_C] == place_C[:, None]
     expert_Ck = torch.where(here_Ck, assignments.expert_Rk[row_C] - (place_C * width).to(torch.int32)[:, None], -1)

@@ -229,7 +229,7 @@ def runner(method: str, groups: ExpertGroups) -> Callable:
 def sum_over(tokens_E: Tensor, group: Group) -> Tensor:
     """The load of all ranks.
 
-    Bytes    sent per rank: 2 (N - 1) / N * 8 E
+    Bytes    sent per rank: 2 (G - 1) / G * 8 E
     """
     return comm.all_reduce(tokens_E, group)
 
@@ -240,7 +240,7 @@ def sum_over(tokens_E: Tensor, group: Group) -> Tensor:
 def count_tokens(engine: ExpertParallel, micro_batches: MicroBatches) -> int:
     """The tokens of all ranks in this step.
 
-    Bytes    sent per rank: 16 (N - 1)
+    Bytes    sent per rank: 16 (dp - 1)
     """
     device = next(engine.parameters()).device
     mine = torch.tensor([[sum(y_BS.numel() for _, y_BS in micro_batches), len(micro_batches)]], device=device)
@@ -281,7 +281,7 @@ def my_experts(engine: nn.Module) -> set[nn.Parameter]:
 def sum_over_ranks(engine: ExpertParallel) -> None:
     """Gradients of experts over the ranks that have the same ones, of everything else over all.
 
-    Bytes    sent per rank: 2 (M - 1) / M of this rank's experts (M = expert_dp), 2 (N - 1) / N of the rest (N = dp)
+    Bytes    sent per rank: 2 (G - 1) / G of this rank's experts (G = expert_dp), 2 (dp - 1) / dp of the rest
     """
     groups, experts = engine.groups, my_experts(engine)
     if groups.tp is not None:

@@ -3,7 +3,7 @@
     forward    all-gather of k v
     backward   all-gather of k v once more (kept are my own alone), then a reduce-scatter of dk dv
 
-As many bytes as a ring sends, in three calls in place of 3 (N - 1). What differs is memory, all keys and values of one
+As many bytes as a ring sends, in three calls in place of 3 (cp - 1). What differs is memory, all keys and values of one
 layer at once where a ring holds two blocks, and overlap: nothing is computed before all have come. With few key/value
 heads both cost little; Llama 3 chose this, for any mask (documents in a batch) is then a matter of the kernel.
 
@@ -70,8 +70,8 @@ def gathered_attention(
     """As `ring.ring_attention`, with all keys and values gathered at once.
 
     Shapes   q_BNsH, k_BKsH, v_BKsH -> out_BNsH
-    Bytes    sent per rank: (N - 1) * 2 B K s H * itemsize forward;
-             as many again backward, and (N - 1) * 2 B K s H * (itemsize of merge_dtype). N: ranks
+    Bytes    sent per rank: (cp - 1) * 2 B K s H * itemsize forward;
+             as many again backward, and (cp - 1) * 2 B K s H * (itemsize of merge_dtype)
     Raises   ValueError for shapes or words that do not fit, before anything is sent
     """
     return block_attention(

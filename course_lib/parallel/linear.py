@@ -170,7 +170,7 @@ def column_linears(x: Tensor, layers: Sequence[ColumnLinear], residual: Replicat
 
     Under autocast all is cast before, as `F.linear` would: backward then multiplies what forward multiplied.
 
-    Bytes    sent per rank: 0 forward, 2 (N - 1) / N * x.nbytes backward
+    Bytes    sent per rank: 0 forward, 2 (tp - 1) / tp * x.nbytes backward
     """
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     if torch.is_autocast_enabled(x.device.type):

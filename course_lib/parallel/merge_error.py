@@ -1,8 +1,8 @@
 """What rounding does to a sum that grows block by block: ring attention's error by ranks and by dtype of its sums.
 
-A kernel adds up in float32 and rounds its output once. A ring of N ranks merges up to N such outputs: if what it has so
-far is held in 16 bits, each merging rounds it again, and so for dq, dk and dv. Here all ranks run in one process, tile
-by tile in the order in which a ring has them, so the numbers are those of real ranks, to the bit.
+A kernel adds up in float32 and rounds its output once. A ring of cp ranks merges up to cp such outputs: if what it has
+so far is held in 16 bits, each merging rounds it again, and so for dq, dk and dv. Here all ranks run in one process,
+tile by tile in the order in which a ring has them, so the numbers are those of real ranks, to the bit.
 
 Source   Liu et al. 2023 (arXiv:2310.01889); the error itself is measured here
 """

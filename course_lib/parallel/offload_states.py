@@ -11,7 +11,7 @@ elsewhere, and the update runs where they are brought: on the host's processor, 
     optimizer.link_bytes           # {"device to host": ..., ...}: counted where the copies are made
     timing.offload_s(optimizer.link_bytes)      # modelled: what the links alone would take
 
-It takes any parameters; sharded ones make it ZeRO-Infinity: N ranks use N PCIe links at once, each for 1/N of the model
+It takes any parameters; sharded ones make it ZeRO-Infinity: dp ranks use dp PCIe links at once, each for 1/dp of it
 (`parallel.zero`'s engines hand out shards). What else the paper moves, stage 3's parameters, is in the formula
 `memory.zero.offload_link_bytes` and not in this code: each shard comes up before each of its all-gathers, so a step of
 one micro-batch brings 2 + 2 bytes a parameter of the shard up, instead of the 2 that come up here after the update.

@@ -8,12 +8,12 @@
 
 At any time a rank holds two blocks, one in use and one arriving. Backward sends keys and values around once more, and
 behind them the gradients: each rank adds its share to a block's dk and dv and passes them on, until they are home. The
-home rank's own share never travels, so that is N - 1 ring steps as well.
+home rank's own share never travels, so that is cp - 1 ring steps as well.
 
-On the wire, per attention, with N ranks of s tokens; a block is 2 B K s H numbers, K key/value heads and not N:
+On the wire, per attention, with cp ranks of s tokens; a block is 2 B K s H numbers, K key/value heads and not N:
 
-    forward    (N - 1) blocks of k v in their own dtype                            again wherever forward is recomputed
-    backward   (N - 1) blocks of k v, and (N - 1) of dk dv in the dtype of the sums (float32 for 16-bit numbers)
+    forward    (cp - 1) blocks of k v in their own dtype                           again wherever forward is recomputed
+    backward   (cp - 1) blocks of k v, and (cp - 1) of dk dv in the dtype of the sums (float32 for 16-bit numbers)
 
 Under a causal mask the same: a block travels on even if the next rank's queries see nothing of it.
 
@@ -132,8 +132,8 @@ def ring_attention(
                   The log-sum-exp has float32 at least, always
     kernel        "fused" | "standard" (tiles.py)
     Shapes   q_BNsH, k_BKsH, v_BKsH -> out_BNsH            (query head n reads key/value head n // (N / K))
-    Bytes    sent per rank: (N - 1) * 2 B K s H * itemsize forward;
-             as many again backward, and (N - 1) * 2 B K s H * (itemsize of merge_dtype). N: ranks
+    Bytes    sent per rank: (cp - 1) * 2 B K s H * itemsize forward;
+             as many again backward, and (cp - 1) * 2 B K s H * (itemsize of merge_dtype)
     Raises   ValueError for shapes or words that do not fit, before anything is sent
     """
     return block_attention(q_BNsH, k_BKsH, v_BKsH, Ring(group), Plan(sequence_sharding, causal, kernel, merge_dtype))

@@ -1,7 +1,7 @@
 """Parameters side by side in one flat padded buffer, of which each rank owns one piece: what all stages of ZeRO share.
 
-    whole_P     | embed.weight ........ | norm.weight | 0 0 |      P numbers: a multiple of the number of ranks N
-    shard_p     | rank 0    | rank 1    | rank 2    | ...   |      p = P / N: what this rank updates
+    whole_P     | embed.weight ........ | norm.weight | 0 0 |      P numbers: a multiple of the number of ranks dp
+    shard_p     | rank 0    | rank 1    | rank 2    | ...   |      p = P / dp: what this rank updates
     grad_P      the same layout, for the gradients of this rank's micro-batches
 
 A flat buffer makes one message of many tensors, cuts it into equal pieces whatever the tensors' sizes, and gives the
@@ -53,7 +53,7 @@ def views_into(flat_P: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def my_shard(flat_P: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The view of flat_P that this rank owns.
 
-    Shapes   flat_P -> flat_p          (p = P / N)
+    Shapes   flat_P -> flat_p          (p = P / dp)
     """
     size = len(flat_P) // group.size()
     return flat_P.narrow(0, group.rank() * size, size)
@@ -123,7 +123,7 @@ class FlatShard:
     def start_gather(self) -> None:
         """Starts to fill whole_P with everybody's shard; does nothing if that is done or under way.
 
-        Bytes    sent per rank: (N - 1) / N * P * itemsize
+        Bytes    sent per rank: (dp - 1) / dp * P * itemsize
         """
         if self.is_whole:
             return
@@ -168,7 +168,7 @@ class FlatShard:
     def start_reduce_scatter(self, in_place: bool) -> None:
         """Starts to sum grad_P over the ranks, each its piece: into grad_P itself, or into p numbers of their own.
 
-        Bytes    sent per rank: (N - 1) / N * P * itemsize of grad_dtype
+        Bytes    sent per rank: (dp - 1) / dp * P * itemsize of grad_dtype
         """
         if self.grad_P is None:
             self.grad_P = torch.zeros_like(self.whole_P, dtype=self.grad_dtype)

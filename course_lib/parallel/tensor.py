@@ -266,7 +266,7 @@ def sum_replicas(engine: ModelEngine) -> None:
 def sum_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
     """Sums over the group gradients of which each rank has a part, all in one message.
 
-    Bytes    sent per rank: 2 (N - 1) / N * (all of them)
+    Bytes    sent per rank: 2 (G - 1) / G * (all of them)
     """
     grads = [grad for param in parameters if (grad := gradient_of(param)) is not None]
     if not grads:

@@ -1,6 +1,6 @@
-"""ZeRO from scratch: data parallelism without the copies. Each rank keeps 1 / N of what all ranks held N times.
+"""ZeRO from scratch: data parallelism without the copies. Each rank keeps 1 / dp of what all ranks held dp times.
 
-    stage   sharded over the ranks                        sent per rank and step, m micro-batches, times (N - 1) / N
+    stage   sharded over the ranks                        sent per rank and step, m micro-batches, times (dp - 1) / dp
       1     optimizer states                              P  + P        reduce-scatter once, all-gather after the step
       2     and gradients                                 m P + P       each micro-batch's gradients are scattered
       3     and parameters                                2 m P + m P   gathered for forward, gathered for backward
@@ -150,7 +150,7 @@ class ZeroBuckets(Sharded):
     def share_update(self) -> None:
         """All-gathers what each rank's optimizer made of its shard: one message a bucket, all under way at once.
 
-        Bytes    sent per rank: (N - 1) / N * P * itemsize
+        Bytes    sent per rank: (dp - 1) / dp * P * itemsize
         """
         for flat in self.flats:
             flat.share_update()
@@ -389,7 +389,7 @@ def has_engine(param: nn.Parameter) -> bool:
 def whole_tensors(flats: Sequence[FlatShard], tensor_of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
     """What `tensor_of` gives of each shard, gathered, by the names of the parameters in it.
 
-    Bytes    sent per rank: (N - 1) / N * P * itemsize
+    Bytes    sent per rank: (dp - 1) / dp * P * itemsize
     """
     found = {}
     for flat in flats:

@@ -1,7 +1,8 @@
 """What a pipeline is, in pictures: the cut and its messages, messages in time, two halves of backward, placements."""
 
+from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from course_lib.layout.partition import even_layers
 from course_lib.plots.palette import OKABE_ITO, RANK_COLORS, mix
@@ -14,7 +15,7 @@ from course_lib.plots.pipeline import (
     schedule_picture,
 )
 from course_lib.plots.pipeline_trace import measured_picture
-from course_lib.plots.style import TIME_UNITS, bare, labelled_box, picture_axes
+from course_lib.plots.style import bare, labelled_box, picture_axes
 from course_lib.schedules.instructions import Schedule, loop_placement, needs, v_placement
 from course_lib.schedules.simulator import Simulation, simulate
 from course_lib.span import Span
@@ -123,13 +124,20 @@ def show_messages(simulation: Simulation, title: str) -> None:
 
 @checked
 def show_trace(schedule: Schedule, traces: Sequence[Sequence[Span]], title: str) -> None:
-    """Show when each rank of a schedule computed what, as measured."""
-    picture = measured_picture(simulate(schedule), traces).measured
+    """Show in which order the ranks of a schedule computed what: a place for each end, whatever its seconds."""
+    ends = sorted(span.stop_s for trace in traces for span in trace)
+    rows = [[_placed(span, ends) for span in trace] for trace in traces]
+    picture = measured_picture(simulate(schedule), rows).measured
     with picture_axes(chart_height_in(picture) + 0.5) as axes:
-        draw_schedule(axes, picture, scale=TIME_UNITS["ms"])
+        draw_schedule(axes, picture)
         axes.set_title(title)
-        axes.set_xlabel("time (ms)")
+        axes.set(xticks=[], xlabel="order of events, not time")
         legend_below(axes, legend_of([picture]))
+
+
+def _placed(span: Span, ends: Sequence[float]) -> Span:
+    """From as many ends as came before it to as many as have come with its own."""
+    return replace(span, start_s=float(bisect(ends, span.start_s)), stop_s=float(bisect(ends, span.stop_s)))
 
 
 # ---------------------------------------------------------------- backward in two halves

@@ -10,7 +10,7 @@ Three things let one rank run alone:
     WholeNumbers         except integers and booleans. Tokens, positions and routing are real: programs branch on them,
                          count rows by them, and send as many rows as they say
 
-What other ranks send of whole numbers arrives as if all ranks were as this one: a sum over N ranks is N times mine, and
+What other ranks send of whole numbers arrives as if all ranks were as this one: a sum over G ranks is G times mine, and
 each rank sends me what I send to the rank at my place. Of all other tensors only the shape arrives.
 
 Source   the fake process group of torch.testing and FakeTensorMode, as PyTorch's own tests use them

@@ -1,4 +1,4 @@
-"""Loading a model onto N ranks: everybody reads everything, or each rank its own piece.
+"""Loading a model onto many ranks: everybody reads everything, or each rank its own piece.
 
 The usual way (`load_whole`) builds the whole model on every rank and copies the whole state dict into it; then a rank
 keeps its shard and forgets the rest. With 8 ranks on a node, a model of 140 GB asks for over 1 TB of host memory.

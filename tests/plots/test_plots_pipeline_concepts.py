@@ -1,5 +1,7 @@
 """The records behind the pictures of what a pipeline is; and that each picture draws."""
 
+from dataclasses import replace
+
 import pytest
 from pictures import drawn
 
@@ -32,6 +34,20 @@ def test_dualpipe_holds_two_different_stages_and_each_stage_twice():
     of_ranks = plots.placements(4)["DualPipe (two directions)"]
     assert of_ranks == [(0, 3), (1, 2), (2, 1), (3, 0)]
     assert plots.placements(4)["V (ZBV, DualPipeV)"] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+
+
+def test_what_ranks_did_is_drawn_in_its_order_whatever_its_seconds(monkeypatch):
+    naive = make("naive", 2, 1)
+    slow = [
+        [replace(span, start_s=span.start_s**3, stop_s=span.stop_s**3) for span in row] for row in simulate(naive).rows
+    ]
+    pictures = []
+    monkeypatch.setattr(plots, "draw_schedule", lambda axes, picture: pictures.append(picture))
+    monkeypatch.setattr(plots, "legend_below", lambda axes, handles: pictures.append(axes.get_xlabel()))
+    plots.show_trace(naive, slow, "title")
+    picture, label = pictures
+    assert label == "order of events, not time" and picture.bubble_of_total == 1 / 2
+    assert sorted((box.start_s, box.stop_s) for box in picture.boxes) == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
 def test_the_pictures_draw_what_they_are_given(monkeypatch):

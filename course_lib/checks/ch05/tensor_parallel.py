@@ -115,23 +115,23 @@ def _row(answer: Callable, x_BSf: Tensor, w_DF: Tensor, b_D: Tensor, group) -> o
 
 
 def _expect_row(seen: Seen, rank: int, pieces: list[Tensor], w_DF: Tensor, b_D: Tensor, x_BSF: Tensor) -> None:
-    N = len(pieces)
-    where = f"rank {rank} of {N}"
+    tp = len(pieces)
+    where = f"rank {rank} of {tp}"
     right = F.linear(x_BSF, w_DF, b_D)
-    partial_sums = [F.linear(pieces[r], my_piece(w_DF, r, N, 1)) for r in range(N)]
+    partial_sums = [F.linear(pieces[r], my_piece(w_DF, r, tp, 1)) for r in range(tp)]
     wrong = {
-        f"the bias is in it {N} times; add it once, after the sum": right + (N - 1) * b_D,
+        f"the bias is in it {tp} times; add it once, after the sum": right + (tp - 1) * b_D,
         "the bias is missing": right - b_D,
         "this is the rank's own partial sum; the ranks' products must be summed": partial_sums[rank] + b_D,
         "this is the rank's own partial sum; the ranks' products must be summed ": partial_sums[rank],
-        "the partial sums were averaged": (right - b_D) / N + b_D,
+        "the partial sums were averaged": (right - b_D) / tp + b_D,
         "the weight was cut along its outputs (dimension 0 of the stored weight); rows are dimension 1": sum(
-            F.linear(pieces[r], my_piece(w_DF, r, N, 0).t()) for r in range(N)
+            F.linear(pieces[r], my_piece(w_DF, r, tp, 0).t()) for r in range(tp)
         )
         + b_D,
     }
     expect_close(seen.result, right, where, wrong)
     expect_input_kept(seen, where)
-    enough = ring_all_reduce_bytes(right.nbytes, N, rank, itemsize=8)
+    enough = ring_all_reduce_bytes(right.nbytes, tp, rank, itemsize=8)
     if seen.sent_bytes > enough + 64:
         fail(f"{where}: it sent {seen.sent_bytes:,} bytes; one all-reduce of the result sends {enough:,}")

@@ -60,9 +60,9 @@ def _gather_bytes(y: Tensor, world_size: int) -> int:
 
 def _cross(answer: Callable, seed: int) -> Crossed:
     """All ranks go on with the same numbers, so the gradient that arrives is the same on each."""
-    rank, N = dist.get_rank(), dist.get_world_size()
+    rank, tp = dist.get_rank(), dist.get_world_size()
     x_Tf = numbers(seed + rank, 4, 3).requires_grad_()
-    grad_y = numbers(seed + 50, 3 * N, 4).t()  # strided, as gradients may be
+    grad_y = numbers(seed + 50, 3 * tp, 4).t()  # strided, as gradients may be
     before = x_Tf.detach().clone(), grad_y.clone()
     with ByteMeter() as forward:
         y_TF = answer(x_Tf, dist.group.WORLD)
@@ -111,13 +111,13 @@ def check_column_backward(answer, rng):
 
 def _column(answer: Callable, D: int, f: int, seed: int) -> tuple:
     """What the answer gave; x's gradient of this rank and of all, the weight's and the bias's, each also summed."""
-    rank, N = dist.get_rank(), dist.get_world_size()
+    rank, tp = dist.get_rank(), dist.get_world_size()
     x_BSD, w_fD = numbers(seed, 2, 3, D), numbers(seed + 1 + rank, f, D)
     grad_BSf = numbers(seed + 20 + rank, 2, 3, f)
     with ByteMeter() as meter:
         got = answer(grad_BSf.clone(), x_BSD.clone(), w_fD.clone(), dist.group.WORLD)
     whole = []
-    for r in range(N):
+    for r in range(tp):
         grad, w = numbers(seed + 20 + r, 2, 3, f), numbers(seed + 1 + r, f, D)
         flat = grad.flatten(0, 1)
         whole.append((grad @ w, flat.t() @ x_BSD.flatten(0, 1), flat.sum(0)))
@@ -126,17 +126,17 @@ def _column(answer: Callable, D: int, f: int, seed: int) -> tuple:
     return got, (mine, sums), meter.sent_bytes, meter.calls
 
 
-def _expect_column(got: tuple, own: tuple, sent: int, calls: dict, where: str, N: int, rank: int) -> None:
+def _expect_column(got: tuple, own: tuple, sent: int, calls: dict, where: str, tp: int, rank: int) -> None:
     (x, w, b), (sum_x, sum_w, sum_b) = own
     wrong = {
         "this is the rank's own partial sum; every rank used x for other outputs, so the ranks' must be summed": x,
-        "the partial sums were averaged": sum_x / N,
+        "the partial sums were averaged": sum_x / tp,
     }
     expect_close(got[0], sum_x, f"{where}: the gradient of x", wrong)
     message = "summed over the ranks; each rank has another part of the weight, and the whole gradient of its part"
-    expect_close(got[1], w, f"{where}: the gradient of the weight", {message: sum_w, "averaged over ranks": sum_w / N})
+    expect_close(got[1], w, f"{where}: the gradient of the weight", {message: sum_w, "averaged over ranks": sum_w / tp})
     expect_close(got[2], b, f"{where}: the gradient of the bias", {message.replace("weight", "bias"): sum_b})
-    enough = ring_all_reduce_bytes(sum_x.nbytes, N, rank, itemsize=8)
+    enough = ring_all_reduce_bytes(sum_x.nbytes, tp, rank, itemsize=8)
     if sent > enough:
         fail(f"{where}: it sent {sent:,} bytes in {calls}; one all-reduce of x's gradient sends {enough:,}")
 
@@ -155,24 +155,24 @@ def check_vocab_loss(answer, rng):
 
 
 def _loss(answer: Callable, V: int, seed: int, scale: float) -> tuple:
-    rank, N = dist.get_rank(), dist.get_world_size()
+    rank, tp = dist.get_rank(), dist.get_world_size()
     logits_BSV = (scale * numbers(seed, 2, 4, V)).requires_grad_()
     y_BS = torch.randint(V, (2, 4), generator=torch.Generator().manual_seed(seed))
-    first = sum(piece_sizes(V, N)[:rank])
-    logits_BSv = my_piece(logits_BSV.detach(), rank, N, 2).contiguous()
+    first = sum(piece_sizes(V, tp)[:rank])
+    logits_BSv = my_piece(logits_BSV.detach(), rank, tp, 2).contiguous()
     with ByteMeter() as meter:
         got = answer(logits_BSv.clone(), y_BS.clone(), first, dist.group.WORLD)
     want_BS = F.cross_entropy(logits_BSV.flatten(0, 1), y_BS.flatten(), reduction="none").view_as(y_BS)
     want_BS.sum().backward()
-    pieces = [my_piece(logits_BSV.detach(), r, N, 2) for r in range(N)]
+    pieces = [my_piece(logits_BSV.detach(), r, tp, 2) for r in range(tp)]
     place_BS = (y_BS - first).clamp(0, logits_BSv.shape[-1] - 1)
     targets_BS = logits_BSV.detach().gather(2, y_BS.unsqueeze(-1)).squeeze(-1)
-    softmax_BSv = my_piece(logits_BSV.detach().softmax(-1), rank, N, 2)
+    softmax_BSv = my_piece(logits_BSV.detach().softmax(-1), rank, tp, 2)
     my_soft_BSv = logits_BSv.softmax(-1)
     is_mine_BS = (y_BS >= first) & (y_BS < first + logits_BSv.shape[-1])
     onehot_BSv = F.one_hot(place_BS, logits_BSv.shape[-1])
     maxima = [piece.amax(-1) for piece in pieces]
-    starts = [sum(piece_sizes(V, N)[:r]) for r in range(N)]
+    starts = [sum(piece_sizes(V, tp)[:r]) for r in range(tp)]
     own_sums_BS = sum(
         (piece - most.unsqueeze(-1)).exp().sum(-1) for piece, most in zip(pieces, maxima, strict=True)
     ).log()
@@ -188,7 +188,7 @@ def _loss(answer: Callable, V: int, seed: int, scale: float) -> tuple:
         piece.gather(2, (y_BS - start).clamp(0, piece.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
         for piece, start in zip(pieces, starts, strict=True)
     )
-    spare_BS = (N - 1) * logits_BSV.detach().amax(-1)  # where z_t - m is summed, each other rank adds an -m as well
+    spare_BS = (tp - 1) * logits_BSV.detach().amax(-1)  # where z_t - m is summed, each other rank adds an -m as well
     believed = {
         "own max": own_sums_BS + maxima[rank] - targets_BS,
         "own max, and the owner's": own_sums_BS + owners_max_BS - targets_BS,
@@ -201,10 +201,10 @@ def _loss(answer: Callable, V: int, seed: int, scale: float) -> tuple:
         "my softmax": my_soft_BSv - onehot_BSv * is_mine_BS.unsqueeze(-1),
         "everybody's target": softmax_BSv - onehot_BSv,
     }
-    return got, (want_BS.detach(), my_piece(logits_BSV.grad, rank, N, 2)), believed, meter.sent_bytes
+    return got, (want_BS.detach(), my_piece(logits_BSV.grad, rank, tp, 2)), believed, meter.sent_bytes
 
 
-def _expect_loss(got: tuple, want: tuple, believed: dict, sent: int, where: str, N: int, rank: int) -> None:
+def _expect_loss(got: tuple, want: tuple, believed: dict, sent: int, where: str, tp: int, rank: int) -> None:
     loss_BS, grad_BSv = got
     if isinstance(loss_BS, Tensor) and not loss_BS.isfinite().all():
         fail(f"{where}: the loss is not finite; take the largest logit, of all ranks, out before exp")
@@ -233,6 +233,6 @@ def _expect_loss(got: tuple, want: tuple, believed: dict, sent: int, where: str,
         "1 was subtracted on every rank; only the rank that has the target does so": believed["everybody's target"],
     }
     expect_close(grad_BSv, want[1], f"{where}: the gradient", of_gradient)
-    enough = 3 * ring_all_reduce_bytes(want[0].nbytes, N, rank, itemsize=8)
-    if sent > enough + 2 * N * 8:  # two sums in one message are cut into other pieces: a rank may send a little more
+    enough = 3 * ring_all_reduce_bytes(want[0].nbytes, tp, rank, itemsize=8)
+    if sent > enough + 2 * tp * 8:  # two sums in one message are cut into other pieces: a rank may send a little more
         fail(f"{where}: it sent {sent:,} bytes, and {enough:,} are enough: three numbers per token, never the logits")
