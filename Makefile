@@ -75,7 +75,7 @@ $(VENV)/.installed-lab: pyproject.toml $(VENV)/constraints.txt
 lab: $(LAB_STAMP)  ## open your copy of the course in JupyterLab, on this machine only; CPU=1 for a machine without a GPU
 	@$(RUN) -m course_lib new '$(LAB_FOLDER)' --with-solutions
 	@test -d '$(LAB_PAGE)' || { mkdir -p '$(LAB_PAGE)' && cp course_lib/templates/*.jupyterlab-workspace '$(LAB_PAGE)'; }
-	JUPYTERLAB_WORKSPACES_DIR='$(LAB_PAGE)' $(RUN) -m jupyterlab --ip=127.0.0.1 $(ROOT_FLAG) --ServerApp.root_dir="$$(cd '$(LAB_FOLDER)' && pwd)" --LabApp.default_url=/lab/tree/$(FIRST) $(LAB_FLAGS)
+	JUPYTERLAB_WORKSPACES_DIR='$(LAB_PAGE)' $(RUN) -m jupyterlab --ip=127.0.0.1 --KernelManager.transport_encryption=auto $(ROOT_FLAG) --ServerApp.root_dir="$$(cd '$(LAB_FOLDER)' && pwd)" --LabApp.default_url=/lab/tree/$(FIRST) $(LAB_FLAGS)
 
 test: setup  ## lint, unit tests, every lesson under strict nbval
 	@$(MAKE) --no-print-directory lint

@@ -43,9 +43,11 @@ def run_chapter(path: Path, timeout: float, save: bool) -> int:
     number("timeout", timeout, above=0, most=MAX_TIMEOUT_S)
     try:
         import nbformat
+        from jupyter_client import KernelManager
         from nbclient import NotebookClient
         from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
         from tqdm import tqdm
+        from traitlets.config import Config
     except ModuleNotFoundError as error:
         raise ValueError(f"course run needs {error.name}: pip install {error.name}") from error
     if save:
@@ -56,7 +58,11 @@ def run_chapter(path: Path, timeout: float, save: bool) -> int:
     start = time.monotonic()
     with tqdm(total=total, desc=path.stem, unit="cell", disable=None) as bar:
         client = NotebookClient(
-            nb, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+            nb,
+            timeout=timeout,
+            kernel_name="python3",
+            resources={"metadata": {"path": str(path.parent)}},
+            config=Config(KernelManager=_encryption(KernelManager)),
         )
 
         def note_start(cell, cell_index):
@@ -75,6 +81,11 @@ def run_chapter(path: Path, timeout: float, save: bool) -> int:
 
         print(f"{path.name}: {'outputs stored' if write(normalise(nb), path) else 'nothing changed'}")
     return 0
+
+
+def _encryption(kernel_manager: type) -> dict[str, str]:
+    """Have cells and outputs encrypted on the loopback, where Jupyter can: jupyter_client 8.9 or later."""
+    return {"transport_encryption": "auto"} if hasattr(kernel_manager, "transport_encryption") else {}
 
 
 def _failure(path: Path, cell, number: int, total: int, error: Exception) -> str:

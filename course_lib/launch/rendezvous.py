@@ -12,9 +12,10 @@ torchrun's variables win: inside a Slurm job it starts the ranks, and srun only 
 
 Who can reach the ports, and what for. Nothing that ranks send each other is unpickled, so that no port runs code:
 
-    one machine          ranks meet through a file that only their owner can open, and talk over the loopback. torchrun
-                         and accelerate listen themselves, on all interfaces, at port 29500 unless told another: for
-                         bytes and JSON, as long as their rendezvous is static (their own choice)
+    one machine          ranks meet through a file that only their owner can open, and talk over the loopback of a
+                         network of their own, where Linux lets a user make one: else over the machine's, and a line
+                         says so. torchrun and accelerate listen themselves, on all interfaces, at port 29500 unless
+                         told another: for bytes and JSON, as long as their rendezvous is static (their own choice)
     several machines     rank 0 listens on one address of its node, ranks on those of theirs, without a password: who
                          reaches these ports can disturb a run and change its numbers. A site closes them with a
                          firewall, nodes for one user at a time, or a network of the jobs' own
@@ -33,7 +34,7 @@ import socket
 import stat
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -43,8 +44,10 @@ import torch
 import torch.distributed as dist
 
 from course_lib.devices import BACKENDS, choose_backend, device_for, set_rank_device
+from course_lib.launch._network import join_own_network
 from course_lib.launch._rank import loopback_interface
 
+SHARED = "docs/SHARED_MACHINES.md"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 STARTED_BY_ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # set by `accelerate launch`, whatever it starts
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # "1": torchrun opens a new store for the ranks of each attempt
@@ -166,8 +169,12 @@ def attempt_of(place: Place, environment: Mapping[str, str]) -> str:
     return environment.get("TORCHELASTIC_RESTART_COUNT", "0") if place.local_world_size == place.world_size else "0"
 
 
-def join_world(place: Place, backend: str = "auto", timeout_s: float = 600.0) -> str:
-    """Initialise torch.distributed and the rank's device; return the backend with the reason in one sentence.
+def join_world(
+    place: Place, backend: str = "auto", timeout_s: float = 600.0, when_met: Callable[[], None] | None = None
+) -> str:
+    """Initialise torch.distributed and the rank's device; return the backend with the reason, and who else is near.
+
+    when_met    is called when ranks may start threads: one that has some cannot enter a network of its own
 
     Backends are those of `launch`; "auto" takes NCCL if every rank of every node has a GPU of its own. From here on the
     variables that torchrun sets are set, whoever started the ranks.
@@ -181,6 +188,9 @@ def join_world(place: Place, backend: str = "auto", timeout_s: float = 600.0) ->
         store = dist.PrefixStore(f"attempt {attempt_of(place, os.environ)}", meet(place, timedelta(seconds=timeout_s)))
         if place.local_world_size == place.world_size:
             store = file_of_this_machine(place, store, timedelta(seconds=timeout_s))
+    near = leave_shared_loopback(place, store)
+    if when_met:
+        when_met()
     backend, why = agree_on_backend(place, store, backend)
     device = device_for(backend, place.local_rank)
     set_rank_device(device)
@@ -192,7 +202,20 @@ def join_world(place: Place, backend: str = "auto", timeout_s: float = 600.0) ->
         timeout=timedelta(seconds=timeout_s),
         device_id=device if backend == "nccl" else None,
     )
-    return why
+    return f"{why}; {near}" if near else why
+
+
+def leave_shared_loopback(place: Place, store: dist.Store) -> str:
+    """Bring ranks of one machine into a network of their own; where that cannot be, say who can reach their ports."""
+    if place.world_size == 1:
+        return ""
+    if place.local_world_size < place.world_size:
+        return f"whoever reaches these machines reaches the ranks' ports ({SHARED})"
+    if reason := join_own_network(store, place.rank, place.world_size):
+        return f"other users of this machine can reach the ranks' ports, as {reason} ({SHARED})"
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ[name] = loopback_interface(sys.platform)  # there is no other
+    return ""
 
 
 def meet(place: Place, timeout: timedelta) -> dist.Store:

@@ -389,13 +389,13 @@ def main(argv: Sequence[str] | Options | None = None) -> int:
     place = Place()
     try:
         place = place_of(os.environ)
-        if place.engine in ("torchrun", "accelerate"):  # Slurm ends its tasks itself
-            end_with_parent()
         config, layout, plan, checkpoints, options = read(argv, place.rank == 0, place.world_size)
         check_world(layout, place.world_size, place.engine)
         if place.rank == 0:
             check_folders(options)
-        why = join_world(place, options.backend)
+        # Slurm ends its tasks itself.
+        when_met = end_with_parent if place.engine in ("torchrun", "accelerate") else None
+        why = join_world(place, options.backend, when_met=when_met)
     except SystemExit as told:
         return told.code if place.rank == 0 else wait_for_rank_0()
     except ValueError as error:

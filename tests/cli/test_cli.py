@@ -11,6 +11,7 @@ from importlib.metadata import entry_points, version
 from pathlib import Path
 
 import pytest
+from jupyter_client import KernelManager
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from packaging.requirements import Requirement
 
@@ -85,6 +86,14 @@ def test_run_leaves_the_file_alone_unless_asked_to_save(tmp_path, capsys):
     assert cli.main(["run", str(path), "--save"]) == 0
     outputs = [cell.outputs[0].text for cell in authoring.code_cells(authoring.read(path))]
     assert outputs == ["42\n", f"{tmp_path.name}\n"], "it runs in the notebook's own folder"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(KernelManager, "transport_encryption"), reason="this jupyter_client encrypts nothing")
+def test_run_encrypts_what_kernel_and_command_tell_each_other(tmp_path, capfd):
+    has_key = "from ipykernel.kernelapp import IPKernelApp; assert IPKernelApp.instance().curve_secretkey"
+    assert cli.main(["run", str(notebook(tmp_path, has_key))]) == 0
+    assert "without encryption" not in capfd.readouterr().err
 
 
 def test_run_finds_that_it_cannot_save_before_the_first_cell(tmp_path, monkeypatch, capsys):

@@ -16,14 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import hang_text
+from namespaces import own_network
 
 from course_lib.launch import RankError, _network, launch, report
-
-own_network = pytest.mark.skipif(
-    not Path("/proc/self/ns/net").exists()
-    or subprocess.run(["unshare", "--user", "--map-root-user", "--net", "true"], capture_output=True).returncode != 0,
-    reason="this system lets no user make a network namespace",
-)
 
 
 def listening_ports() -> set[int]:
@@ -99,7 +94,7 @@ def test_an_error_that_has_nothing_to_do_with_the_network_is_told_as_it_is():
 
 HOST = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 import test_network
 results, told, reached = test_network.attacked()
 assert told and set(told) == set(reached), (set(told), set(reached))
@@ -117,7 +112,7 @@ except RankError as error:
 @own_network
 def test_ranks_keep_the_machines_network_where_that_is_asked_for_and_the_attack_then_works():
     """So the attack of the test above is one."""
-    code = HOST.format(tests=str(Path(__file__).parent))
+    code = HOST.format(tests=[str(folder) for folder in Path(__file__).parents[:2]])
     environment = os.environ | {_network.CHOICE: "host"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
@@ -155,3 +150,38 @@ def never_meet_in_a_barrier() -> None:
 
 def test_ranks_that_have_met_and_hang_are_told_about_their_collectives():
     assert "had not met" not in hang_text(never_meet_in_a_barrier, 2, "Do all ranks call the same collectives")
+
+
+JOINS = """
+import os, sys, threading, time
+import torch.distributed as dist
+from course_lib.launch._network import join_own_network
+folder, rank, threads = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+if threads == str(rank):
+    threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
+reason = join_own_network(dist.FileStore(folder + "/store", 2), rank, 2)
+print(reason, os.readlink("/proc/self/ns/net"), sep="\\n", flush=True)
+os._exit(0)
+"""
+
+
+@own_network
+@pytest.mark.parametrize("with_threads", ["none", "0", "1"])
+def test_processes_join_one_network_of_their_own_or_none_of_them_does(tmp_path, with_threads):
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    commands = [[sys.executable, "-c", JOINS, str(tmp_path), rank, with_threads] for rank in ("0", "1")]
+    ranks = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for command in commands]
+    told = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
+    here = os.readlink("/proc/self/ns/net")
+    assert told[0] == told[1], told
+    reason, network = told[0]
+    if with_threads == "none":
+        assert (reason, network != here) == ("None", True)
+    else:
+        assert "a process with threads cannot leave it" in reason and network == here
+
+
+@own_network
+def test_a_process_that_has_another_network_than_was_told_is_not_joined():
+    with pytest.raises(OSError, match="another process has the number"):
+        _network._join(f"{os.getpid()} 1")
