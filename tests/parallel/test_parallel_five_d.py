@@ -101,8 +101,9 @@ EIGHT = [
 ]
 CASES = {2: TWO, 4: FOUR, 8: EIGHT}
 ALL = [(ranks, *case) for ranks, cases in CASES.items() for case in cases]
-# The others are exhaustive.
-ALWAYS = {2: random.Random(0).sample(TWO, 8), 4: random.Random(0).sample(FOUR, 8), 8: EIGHT[:1]}
+# The others are exhaustive. The sample is drawn; a tied weight on two ranks is always in it.
+ON_TWO_RANKS = ("tied", "pp=2,micro_batches=3,micro_batch=2,recompute=full")
+ALWAYS = {2: [*random.Random(0).sample(TWO, 8), ON_TWO_RANKS], 4: random.Random(0).sample(FOUR, 8), 8: EIGHT[:1]}
 
 
 # --- every pair
