@@ -25,6 +25,7 @@ from course_lib.parallel import five_d
 from course_lib.span import Span, busy
 from course_lib.timing import bus_bandwidth, fastest
 from course_lib.training import make_optimizer, train_step
+from course_lib.training.precision import precision_named
 
 DENSE = ModelConfig("timed", 8, 1024, num_heads=16, num_kv_heads=4, d_ff=3584, vocab_size=8192, max_seq_len=8192)
 SEQ_LEN, PAYLOAD_BYTES, ROUNDS, WARM_UP = 2048, 256 << 20, 10, 3
@@ -136,8 +137,7 @@ def time_layout(layout: Layout) -> str:
 
 def time_one_gpu(recipe: str) -> str:
     """Time steps of one process."""
-    dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
-    model = build(DENSE, dtype=dtype)
+    model = build(DENSE, dtype=precision_named(recipe).param_dtype)
     optimizer = make_optimizer(model, recipe)
     tokens_BS = torch.zeros(1, SEQ_LEN, dtype=torch.int64, device=rank_device())
     seconds = median_s(lambda: train_step(model, optimizer, tokens_BS, tokens_BS, precision=recipe))

@@ -6,6 +6,7 @@ import pickle
 import random
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -691,6 +692,44 @@ def test_a_manifest_with_the_right_checksum_and_nonsense_in_it_is_refused(copy):
 
 
 # --- killed
+
+
+def synced_in_order(folder):
+    """Of one save by one rank: what was forced onto the disk, with its bytes then, and what was renamed, in order."""
+    happened, sync, rename = [], os.fsync, os.rename
+
+    def noted_sync(handle):
+        what = os.fstat(handle)
+        happened.append(("sync", what.st_ino, what.st_size if stat.S_ISREG(what.st_mode) else None))
+        sync(handle)
+
+    def noted_rename(old, new):
+        happened.append(("rename", os.stat(old).st_ino, None))
+        rename(old, new)
+
+    engine, optimizer = built(DENSE, "dp=1")
+    train(engine, optimizer, [0])
+    with patch.object(os, "fsync", noted_sync), patch.object(os, "rename", noted_rename):
+        checkpoint.save(engine, optimizer, folder, 1)
+    return happened
+
+
+@pytest.mark.launches
+def test_a_save_is_on_the_disk_before_it_counts_as_complete(tmp_path):
+    """Else a power cut could leave a checkpoint's name without its contents. An inode keeps its number in a rename."""
+    (happened,) = launch(synced_in_order, 1, str(tmp_path))
+    final = tmp_path / name_of(1)
+    of_inode = {path.stat().st_ino: path.name for path in [tmp_path, final, *final.iterdir()]}
+    assert [(act, of_inode[inode]) for act, inode, _ in happened] == [
+        ("sync", "__0_0.distcp"),
+        ("sync", ".metadata"),
+        ("sync", "manifest.json"),
+        ("sync", final.name),
+        ("rename", final.name),
+        ("sync", tmp_path.name),
+    ]
+    synced = {of_inode[inode]: size for _, inode, size in happened if size is not None}
+    assert synced == {path.name: path.stat().st_size for path in final.iterdir()}, "all bytes were there by then"
 
 
 def save_until_killed(folder, seed, by_event):

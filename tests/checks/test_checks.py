@@ -1,6 +1,7 @@
 """The framework of the graders: what the learner reads, and that every run is a new one."""
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from course_lib.checks.core import (
     NotWritten,
     expect_close,
     expect_equal,
+    expect_number,
     expect_shape,
     fresh_generator,
     fresh_seed,
@@ -53,6 +55,23 @@ def test_a_wrong_answer_is_told_what_is_wrong_with_it(answer, message):
     assert message in str(failure.value)
     assert "seed=" in str(failure.value)
     assert failure.value._render_traceback_()[0].startswith("check_double: ")
+
+
+@pytest.mark.parametrize(("off_by", "is_right"), [(1e-12, True), (9e-7, True), (1.1e-6, False), (1e-4, False)])
+def test_an_answer_may_be_off_by_rounding_and_no_more(off_by, is_right):
+    """A millionth of a tensor's values, a billionth of a number; beside a zero a billionth."""
+    x = torch.tensor([3.0, -4.0, 5.0], dtype=torch.float64)
+    answers = [
+        lambda: expect_close(x * (1 + off_by), x, "x"),
+        lambda: expect_close(torch.full_like(x, off_by * 1e-3), torch.zeros_like(x), "nothing"),
+        lambda: expect_number(3.0 * (1 + off_by * 1e-3), 3.0, "three", {}),
+        lambda: expect_close(2 * x * (1 + off_by), x, "x", {"twice": 2 * x}),
+    ]
+    for answer in answers[:3]:
+        with nullcontext() if is_right else pytest.raises(CheckFailed, match="is right|is wrong"):
+            answer()
+    with pytest.raises(CheckFailed, match="x: twice" if is_right else "x is wrong: it differs"):
+        answers[3]()
 
 
 def test_an_undone_exercise_is_no_failure_of_its_own_kind():

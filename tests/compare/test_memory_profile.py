@@ -7,7 +7,7 @@ from course_lib.config import ModelConfig, preset
 from course_lib.layout import Layout
 from course_lib.measure.tracker import KINDS
 from course_lib.memory.budget import budgets
-from course_lib.memory.states import state_bytes
+from course_lib.memory.states import RECIPES, state_bytes
 from course_lib.run import Run
 
 SMALL = ModelConfig("small", 2, 64, num_heads=4, num_kv_heads=2, d_ff=192, vocab_size=256, max_seq_len=256)
@@ -40,6 +40,14 @@ def test_a_scaled_down_model_is_measured_in_seconds_and_agrees(name):
 def test_the_peak_of_fp32_gradient_sums_is_predicted_too():
     row = profile_step(scale_down(preset("llama-3.1-8b")), recipe="bf16-master-both-grads").row("peak")
     assert abs(row.error_percent) < 5
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_states_of_every_recipe_equal_the_formula_to_the_byte(recipe):
+    comparison = profile_step(SMALL, batch_size=1, seq_len=32, recipe=recipe)
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert comparison.row(kind).error_percent == 0 and comparison.row(kind).measured_bytes > 0, kind
+    assert abs(comparison.row("activations").error_percent) < 2
 
 
 @pytest.mark.parametrize("optimizer", MEASURABLE_OPTIMIZERS)

@@ -111,9 +111,11 @@ EIGHT = [
 ]
 CASES = {2: TWO, 4: FOUR, 8: EIGHT}
 ALL = [(ranks, *case) for ranks, cases in CASES.items() for case in cases]
-# The others are exhaustive.
+# The others are exhaustive. The sample is drawn; a tied weight on two ranks and norms of heads are always in it.
+ON_TWO_RANKS = ("tied", "pp=2,micro_batches=3,micro_batch=2,recompute=full")
 ALWAYS = {2: random.Random(0).sample(TWO, 8), 4: random.Random(0).sample(FOUR, 8), 8: EIGHT[:1]}
-ALWAYS[4] += [case for case in FOUR if case[0] == "head norms"][:3]
+ALWAYS[2] += [ON_TWO_RANKS] if ON_TWO_RANKS not in ALWAYS[2] else []
+ALWAYS[4] += [case for case in FOUR if case[0] == "head norms" and case not in ALWAYS[4]][:3]
 
 
 # --- every pair
