@@ -222,6 +222,7 @@ def outcome(words: list[str]) -> int | str:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # torch's own: the output is captured
 @pytest.mark.parametrize("command", CALLS)
 def test_a_value_that_cannot_be_meant_is_one_line_before_the_work(command, here, work, capsys):
     call, begins, kinds = CALLS[command]

@@ -57,7 +57,9 @@ def test_trackio_keeps_the_losses_in_a_data_base_of_each_rank(losses, tmp_path):
 
 def test_a_client_that_is_missing_is_named_with_its_extra_before_ranks_are_joined(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(clients.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(trainer, "join_world", lambda *_: pytest.fail("ranks were joined before the client was sought"))
+    monkeypatch.setattr(
+        trainer, "join_world", lambda *_, **__: pytest.fail("ranks were joined before the client was sought")
+    )
     assert trainer.main(f"--log-folder {tmp_path} --log-to wandb".split()) == 2
     said = capsys.readouterr().err
     assert re.fullmatch(r"train: wandb is not installed; run: pip install 'course-lib\[wandb\]', or .*\n", said)

@@ -141,7 +141,9 @@ def test_a_wrong_number_of_ranks_names_commands_that_start_the_right_one():
 @pytest.mark.parametrize("option", ["--checkpoint {}", "--log-folder {}"])
 def test_a_folder_that_cannot_be_written_is_one_line_before_the_first_step(tmp_path, capsys, monkeypatch, option):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(trainer, "join_world", lambda *_: pytest.fail("ranks were joined before the folder was tried"))
+    monkeypatch.setattr(
+        trainer, "join_world", lambda *_, **__: pytest.fail("ranks were joined before the folder was tried")
+    )
     assert trainer.main(option.format(tmp_path / "file" / "below").split()) == 2
     assert re.fullmatch(
         r"train: .* is '.*', and cannot be written: Not a directory; give another\n", capsys.readouterr().err
@@ -159,7 +161,7 @@ def test_a_disk_that_fills_during_a_run_is_one_line(error, said, capsys, monkeyp
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr(trainer, "join_world", lambda *_: "gloo")
+    monkeypatch.setattr(trainer, "join_world", lambda *_, **__: "gloo")
     monkeypatch.setattr(trainer, "train", fail)
     assert trainer.main([]) == 2
     assert capsys.readouterr().err == said
