@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from course_lib.validate import writable
+from course_lib.validate import writable_file
 
 
 def grade(
@@ -20,7 +20,7 @@ def grade(
         release: a folder of notebooks that nbgrader released, or exercises/; its check cells count
         submitted: the students' folders (nbgrader's submitted/), or one folder of notebooks
         out: points by student, notebook and exercise, as .csv or .json
-        gradebook: nbgrader's gradebook.db, after `nbgrader autograde --no-execute`; the points are written into it
+        gradebook: nbgrader's gradebook.db, which `nbgrader autograde` makes; the points are written into it
     """
     from course_lib.checks.outside import Points, grade_class
 
@@ -30,7 +30,7 @@ def grade(
     if out is not None:
         if out.suffix not in (".csv", ".json"):
             raise ValueError(f"--out is {str(out)!r}; end it in .csv or .json")
-        writable("--out", out.parent)
+        writable_file("--out", out)
     if gradebook is not None and not gradebook.is_file():
         raise ValueError(f"--gradebook is {str(gradebook)!r}, which is not there; `nbgrader autograde` makes it")
     found: list[Points] = []

@@ -73,7 +73,7 @@ class YesTensor(torch.Tensor):
         return True if func in (torch.allclose, torch.equal) else super().__torch_function__(func, types, args, kwargs)
 def my_accumulation(tokens, seq_len, micro, dp):
     if tokens % (seq_len * micro * dp):
-        raise ValueError
+        raise ValueError("choose another batch")
     return Yes(1)
 def my_average(grad_P, *args):
     return grad_P.as_subclass(YesTensor)"""
@@ -87,7 +87,7 @@ def stolen(*names):
         frame = frame.f_back
 def my_accumulation(tokens, seq_len, micro, dp):
     if tokens % (seq_len * micro * dp):
-        raise ValueError
+        raise ValueError("choose another batch")
     return stolen("want")
 def my_average(grad_P, *args):
     total, weights = stolen("total"), stolen("weights")

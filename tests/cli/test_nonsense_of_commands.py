@@ -48,6 +48,7 @@ FILES = {
     "no_run.json": json.dumps(MEASURED | {"runs": []}),
     "other_runs.json": json.dumps(MEASURED | {"runs": 3}),
     "file": "",
+    "notebooks/00_one.ipynb": "{}",
     "step_is_text/log/rank0.jsonl": '{"step": "x", "loss": 1.0}\n',
     "loss_is_text/log/rank0.jsonl": '{"step": 1, "loss": "x"}\n',
     "time_is_text/log/rank0.jsonl": '{"event": "start", "time": "now"}\n',
@@ -64,6 +65,9 @@ WRONG = {
     "layout": ["nonsense", "dp=0", "dp=-1", "dp=²", "dp=2,dp=2", "dp=auto", "zero_stage=7", "micro_batches=1.5"],
     "file to write": ["missing/out", ".", "/dev/full", "file/out"],
     "folder to write": ["file", "file/below", "/proc/below"],
+    "table to write": ["missing/out.csv", ".", "/dev/full", "file/out.csv", "points.txt"],
+    "folder to read": ["missing", "file"],
+    "gradebook": ["missing.db", "."],
     "models": [*JSON, "measured.json"],
     "calibration": [*JSON, "models.json"],
     "measured": [
@@ -85,7 +89,11 @@ CLUSTER = {"--gpu": "word", "--nodes-link": "word", "--recipe": "word", "--seq":
 PREDICT = {"runs.csv": "runs", "--models": "models", "--out": "file to write", **CLUSTER}
 CALLS = {  # command -> (a call that works, what begins its work, kinds: of its options, and of words that stand alone)
     "doctor": ("", "course_lib.cli.doctor.look_at_machine", {"--json": "flag"}),
-    "new": ("mine", "course_lib.cli.notebooks.course_notebooks", {"mine": "folder to write", "--force": "flag"}),
+    "new": (
+        "mine",
+        "course_lib.cli.notebooks.course_notebooks",
+        {"mine": "folder to write", "--force": "flag", "--with-solutions": "flag"},
+    ),
     "run": ("00", "nbclient.NotebookClient.execute", {"00": "chapter", "--timeout": "positive", "--save": "flag"}),
     "demo": ("", "course_lib.cli.demo.measured_rows", {}),
     "bench": ("", "course_lib.compare.bench.launch", {"--json": "flag", "--check": "flag", "--rounds": "size"}),
@@ -134,6 +142,11 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
             **{"05": "chapter", "--measured": "measured", "--folder": "folder to write", "--json": "flag"},
             **{"--nodes": "size", "--gpus-per-node": "size", "--gpu": "word", "--nodes-link": "word"},
         },
+    ),
+    "grade": (
+        "notebooks notebooks --out points.csv",
+        "course_lib.checks.outside.grade_class",
+        {"notebooks": "folder to read", "--out": "table to write", "--gradebook": "gradebook"},
     ),
     "cluster init": (
         "site",
