@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from course_lib.compare.profile import Row, row_of
-from course_lib.config import ModelConfig, require_bytes
+from course_lib.config import ModelConfig
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure.meter import ByteMeter
@@ -99,7 +99,6 @@ def measure_five_d(config: ModelConfig, layout: Layout, seq_len: int = 64, recip
             f"{config.name} on {layout.world_size:,} ranks is not measured here: at most {MOST_RANKS} ranks and a toy; "
             "choose toy or toy-moe, and sizes whose product is small"
         )
-    require_bytes(config)
     layout.check_model(config, seq_len)
     start_s = time.perf_counter()
     seen = launch(_one_rank, layout.world_size, config, layout, seq_len, dtypes, quiet=True)
