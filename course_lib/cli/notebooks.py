@@ -52,7 +52,11 @@ def run_chapter(path: Path, timeout: float, save: bool) -> int:
         raise ValueError(f"course run needs {error.name}: pip install {error.name}") from error
     if save:
         writable("the notebook's folder", path.parent)
-    nb = nbformat.read(path, as_version=4)
+    try:
+        nb = nbformat.read(path, as_version=4)
+        nbformat.validate(nb)
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError, nbformat.ValidationError) as error:
+        raise ValueError(f"{path} is no notebook ({type(error).__name__}); give a file that Jupyter opens") from error
     total = sum(cell.cell_type == "code" for cell in nb.cells)
     at = {"cell": None, "number": 0}
     start = time.monotonic()

@@ -172,12 +172,12 @@ def test_three_of_the_cheats_pass_where_the_answer_runs_beside_the_grader():
 
 def test_points_are_the_same_in_json_and_a_lone_folder_is_a_student(tmp_path):
     submit(tmp_path / "release", "")
-    submit(tmp_path / "kim", RIGHT["my_accumulation"])
-    assert main(["grade", str(tmp_path / "release"), str(tmp_path / "kim"), "--out", str(tmp_path / "p.json")]) == 0
+    submit(tmp_path / "student", RIGHT["my_accumulation"])
+    assert main(["grade", str(tmp_path / "release"), str(tmp_path / "student"), "--out", str(tmp_path / "p.json")]) == 0
     rows = json.loads((tmp_path / "p.json").read_text())
     assert [(row["student"], row["exercise"], row["points"]) for row in rows] == [
-        ("kim", "check-0", 1.0),
-        ("kim", "check-1", 0.0),
+        ("student", "check-0", 1.0),
+        ("student", "check-1", 0.0),
     ]
 
 
@@ -185,8 +185,8 @@ def test_a_cell_that_fails_is_told_and_one_that_hangs_ends(tmp_path, monkeypatch
     monkeypatch.setitem(apart.SECONDS, "calls", 3.0)
     submit(tmp_path / "release", "")
     slow = "def my_accumulation(*args):\n    while True:\n        pass\n\n\n1 / 0\nmy_average = 3"
-    submit(tmp_path / "kim", slow)
-    said = [points.said for points in grade_class(tmp_path / "release", tmp_path / "kim")]
+    submit(tmp_path / "student", slow)
+    said = [points.said for points in grade_class(tmp_path / "release", tmp_path / "student")]
     assert "your code did not end in 3 s" in said[0]
     assert said[1] == "my_average is not defined; cell answers: ZeroDivisionError: division by zero"
 

@@ -48,7 +48,13 @@ FILES = {
     "no_run.json": json.dumps(MEASURED | {"runs": []}),
     "other_runs.json": json.dumps(MEASURED | {"runs": 3}),
     "file": "",
-    "notebooks/00_one.ipynb": "{}",
+    "notebooks/00_one.ipynb": json.dumps({"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}),
+    "old.ipynb": "{}",
+    "deep.ipynb": DEEP,
+    "list.ipynb": "[]",
+    "torn.ipynb": '{"cells": ',
+    "latin.ipynb": b"\xff\xfe\xfd",
+    "cells.ipynb": '{"cells": 3, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}',
     "step_is_text/log/rank0.jsonl": '{"step": "x", "loss": 1.0}\n',
     "loss_is_text/log/rank0.jsonl": '{"step": 1, "loss": "x"}\n',
     "time_is_text/log/rank0.jsonl": '{"event": "start", "time": "now"}\n',
@@ -79,6 +85,10 @@ WRONG = {
     ],
     "logs": ["missing", "file", ".", "step_is_text", "loss_is_text", "time_is_text"],
     "chapter": ["99", "-1", "nonsense", "missing.ipynb"],
+    "notebook": [
+        *["99", "-1", "missing.ipynb", "old.ipynb", "deep.ipynb", "list.ipynb", "torn.ipynb", "latin.ipynb"],
+        "cells.ipynb",
+    ],
     "text": [],  # any text can be meant
     "flag": [],
 }  # fmt: skip
@@ -94,7 +104,7 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
         "course_lib.cli.notebooks.course_notebooks",
         {"mine": "folder to write", "--force": "flag", "--with-solutions": "flag"},
     ),
-    "run": ("00", "nbclient.NotebookClient.execute", {"00": "chapter", "--timeout": "positive", "--save": "flag"}),
+    "run": ("00", "nbclient.NotebookClient.execute", {"00": "notebook", "--timeout": "positive", "--save": "flag"}),
     "demo": ("", "course_lib.cli.demo.measured_rows", {}),
     "bench": ("", "course_lib.compare.bench.launch", {"--json": "flag", "--check": "flag", "--rounds": "size"}),
     "simulate": (
