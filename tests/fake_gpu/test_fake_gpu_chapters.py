@@ -38,6 +38,8 @@ NO_MESH = "Expects the parameter to already be moved to device standin"  # FSDP2
 LEFT_OUT = {
     ("00", "swap_and_hang"): ASKED,
     ("00", "only_some_take_part"): ASKED,
+    ("00", "another_operation"): ASKED,
+    ("00", "two_dtypes"): ASKED,
     ("00_in_depth", "wait_with_a_limit"): ASKED,
     ("00_in_depth", "call_another_collective"): ASKED,
     ("00_in_depth", "on_the_wire"): ASKED,
