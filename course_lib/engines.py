@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from course_lib.validate import Amount, Bytes, check_fields
+from course_lib.validate import Amount, Bytes, Share, check_fields, one_of
 
 GIB = 2**30
 
@@ -55,6 +55,14 @@ class Engine:
     reserved_share      of tensors' bytes, so much is reserved
     unfilled_bytes      and so much besides, in pieces that no tensor fills
     log_first           the log is of the first stage alone
+
+    Time (timing/step.py)
+    fused               small operations run as one kernel, also the update: torch.compile, Transformer Engine
+    hides_tp            share of tp's exposed time that is hidden: collectives cut in pieces beside products
+    hides_behind_weights  backward's sums of tp travel beside weight gradients
+    hides_data          gradients travel beside backward, parameters of ZeRO beside the layers before
+    hides_ep            rows of experts travel beside another micro-batch, as DualPipe has them
+    counts_tied_twice   its MFU counts embedding and head, a tied one in a pipeline twice
     """
 
     name: str
@@ -83,6 +91,12 @@ class Engine:
     reserved_share: Amount = 1.0
     unfilled_bytes: Bytes = 0
     log_first: bool = False
+    fused: bool = False
+    hides_tp: Share = 0.0
+    hides_behind_weights: bool = True
+    hides_data: bool = True
+    hides_ep: bool = False
+    counts_tied_twice: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -137,7 +151,7 @@ ENGINES: dict[str, Engine] = {
         _COURSE,
         _FSDP2,
         # torchtitan with compile=true: counted with saved_tensors_hooks (torch 2.13), silu and product are made again
-        replace(_FSDP2, name="torchtitan", swiglu_tensors=2, chunked_loss=False),
+        replace(_FSDP2, name="torchtitan", swiglu_tensors=2, chunked_loss=False, fused=True),
         Engine(
             "megatron",
             # megatron/training/theoretical_memory_usage.py (core 0.12): 18 bytes, or 6 + 12 / dp; --grad-reduce-in-bf16
@@ -155,6 +169,8 @@ ENGINES: dict[str, Engine] = {
             # and gathers it again in backward
             regathers=True,
             log_reserved=False,
+            fused=True,  # TransformerEngine's kernels; optimizers/fused_adam
+            hides_tp=0.8,  # assumed of --tp-comm-overlap: userbuffers cut collectives in pieces beside products
         ),
         Engine(
             "deepspeed",
@@ -187,6 +203,22 @@ ENGINES: dict[str, Engine] = {
             log_unit=GIB,
             unfilled_bytes=GIB // 5,  # assumed
             log_first=True,  # rank 0 writes the log
+            # parallel/data_parallel/utils.py: gradients are summed in FP32 when the last backward has ended; tp waits
+            # for each collective
+            hides_behind_weights=False,
+            hides_data=False,
+            counts_tied_twice=True,  # models/llama.py, get_flops_per_sec: 6 N of all parameters and 12 L h s
         ),
     )
 }
+
+
+def engine_of(engine: str | Engine) -> Engine:
+    """The engine of that name, or that engine.
+
+    Raises   ValueError naming the engines that there are
+    """
+    if isinstance(engine, Engine):
+        return engine
+    one_of("engine", engine, tuple(ENGINES))
+    return ENGINES[engine]
