@@ -54,6 +54,7 @@ class Engine:
     log_reserved        what the allocator reserved, without CUDA's context and NCCL's buffers; else all of the device
     reserved_share      of tensors' bytes, so much is reserved
     unfilled_bytes      and so much besides, in pieces that no tensor fills
+    queued_tensors      tensors of a whole sequence that wait at most in the queue of launches, where tp shares them
     log_first           the log is of the first stage alone
 
     Time (timing/step.py)
@@ -90,6 +91,7 @@ class Engine:
     log_reserved: bool = True
     reserved_share: Amount = 1.0
     unfilled_bytes: Bytes = 0
+    queued_tensors: int = 0
     log_first: bool = False
     fused: bool = False
     hides_tp: Share = 0.0
@@ -202,6 +204,8 @@ ENGINES: dict[str, Engine] = {
             cut="cost",  # helpers.py and models/llama.py, get_block_compute_costs: a stage is full with its share
             log_unit=GIB,
             unfilled_bytes=GIB // 5,  # assumed
+            # CUDA's queue holds 1,024 launches, of which about one in 20 is a collective of tp
+            queued_tensors=50,
             log_first=True,  # rank 0 writes the log
             # parallel/data_parallel/utils.py: gradients are summed in FP32 when the last backward has ended; tp waits
             # for each collective

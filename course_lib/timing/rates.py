@@ -54,14 +54,14 @@ class Rates:
     fp8_gain          of FP8 products over BF16 ones, casts and scales counted in: the same table (6,667 and 8,532)
     """
 
-    matmul_share: Amount = 0.593
-    half_width: Amount = 5.0
+    matmul_share: Amount = 0.672
+    half_width: Amount = 212.0
     small_passes: Amount = 14.0
-    layer_launch_ms: Amount = 4.15
-    tp_wait_ms: Amount = 2.31
-    tp_hop_ms: Amount = 0.306
-    network_share: Amount = 1.18
-    stall_s: Amount = 0.557
+    layer_launch_ms: Amount = 4.1
+    tp_wait_ms: Amount = 2.37
+    tp_hop_ms: Amount = 0.22
+    network_share: Amount = 1.217
+    stall_s: Amount = 0.561
     fused: Amount = 0.23
     fp8_gain: Amount = 1.5
 

@@ -43,15 +43,18 @@ from course_lib.flops import (
 )
 from course_lib.hardware import MOST_NODES, Cluster, measured_bus_bandwidth, peak_flops
 from course_lib.layout import Layout
+from course_lib.layout.mesh import AXES
 from course_lib.layout.partition import layers_by_cost
+from course_lib.memory.budget import states_of
 from course_lib.memory.flats import layers_of, placed_by
-from course_lib.memory.states import recipe_of
-from course_lib.memory.zero import Offload, wire_grad_bytes
+from course_lib.memory.states import StateBytes, recipe_of
+from course_lib.memory.zero import Offload, offload_link_bytes, wire_grad_bytes
 from course_lib.run import Run
 from course_lib.schedules import make
 from course_lib.schedules.simulator import Costs, clock
 from course_lib.timing.collectives import bus_factor, calls_s, collective_s, ranks_in_a_node
 from course_lib.timing.context import attention_time
+from course_lib.timing.data import offload_s
 from course_lib.timing.rates import RATES, Rates, Utilisation, attention_share
 from course_lib.timing.rates import mfu as mfu_of
 from course_lib.timing.tensor import FUSED_BACKWARD, backward_of_scores, hidden_s
@@ -253,7 +256,10 @@ def _transfer_s(case: _Case) -> float:
     layout = case.run.layout
     if layout.pp == 1:
         return 0.0
-    link = case.cluster.inside if layout.world_size <= case.cluster.gpus_per_node else case.cluster.between
+    near = layout.world_size <= case.cluster.gpus_per_node
+    if layout.order != AXES:
+        near = ranks_in_a_node(layout, case.cluster, "pp") > 1
+    link = case.cluster.inside if near else case.cluster.between
     size = 2 * case.tokens * case.run.config.d_model / (layout.tp if layout.sequence_parallel else 1)
     return link.latency_s + size / link.achieved_bytes_per_s
 
@@ -408,16 +414,27 @@ def _alone(known: _Known, experts: bool) -> tuple[Run, dict[str, list[Call]]]:
     return one, stage_calls(one, 0)
 
 
+@checked
+def runs_ahead(run: Run, cluster: Cluster, engine: str | Engine = "course", rates: Rates = RATES) -> float:
+    """How far Python runs ahead of the GPU (0 to 1): not where launching a layer takes longer than its work."""
+    case = _Case(run, cluster, engine_of(engine), rates)
+    layer = _layer(case, experts=run.config.moe is not None)
+    least_s = _least_s(case) if run.layout.pp > 1 else _launch_s(case)
+    return 1 / (1 + (least_s / (layer.total_s - layer.launches_s)) ** ROUNDING)
+
+
+def _launch_s(case: _Case) -> float:
+    again = 4 / 3 if case.run.layout.recompute == "full" else 1
+    return again * case.rates.layer_launch_ms * (case.rates.fused if case.engine.fused else 1) / 1000
+
+
 def _least_s(case: _Case) -> float:
     """Launching a layer's kernels; and waiting for other ranks of tp: always in a pipeline over measured nodes."""
-    layout, rates = case.run.layout, case.rates
-    least_ms = rates.layer_launch_ms * (rates.fused if case.engine.fused else 1)
-    if layout.recompute == "full":
-        least_ms *= 4 / 3
+    layout, rates, least_s = case.run.layout, case.rates, _launch_s(case)
     if layout.tp > 1:
         in_pipeline = layout.pp > 1 and case.slowness > 0
-        least_ms += rates.tp_wait_ms * layout.tp * (1.0 if in_pipeline else case.slowness)
-    return least_ms / 1000
+        least_s += rates.tp_wait_ms / 1000 * layout.tp * (1.0 if in_pipeline else case.slowness)
+    return least_s
 
 
 def _ends(case: _Case, first: bool, last: bool) -> _Times:
@@ -521,9 +538,7 @@ def repeated_flops(run: Run) -> int:
 def _tp_s(case: _Case, listed: Sequence[Call]) -> tuple[float, float]:
     """Seconds of tp's calls in forward and in backward; over nodes each waits once more for each node."""
     layout, per_node = case.run.layout, case.cluster.gpus_per_node
-    forward_s, backward_s = (
-        _seconds(part, layout, case.cluster, "tp", 1.0) for part in _forward_and_backward(listed)
-    )
+    forward_s, backward_s = (_seconds(part, layout, case.cluster, "tp", 1.0) for part in _forward_and_backward(listed))
     if layout.tp > per_node:
         hop_s = case.rates.tp_hop_ms / 1000 * layout.tp / per_node
         numbers = [sum(call.count for call in part) for part in _forward_and_backward(listed)]
@@ -635,14 +650,21 @@ def _exchange_s(case: _Case, collective: str, size: float, ranks: int, axis: str
     if ranks == 1 or not size:
         return 0.0
     layout, cluster = case.run.layout, case.cluster
-    inner = layout.tp  # ranks that are nearer to each other than those of the group
-    if axis.endswith("replicate"):
-        inner *= layout.shard_size
-    elif axis.startswith("expert"):
-        inner *= layout.ep
-    here = max(1, cluster.gpus_per_node // inner)
-    per_node = min(ranks, here) if ranks % min(ranks, here) == 0 else 1
+    per_node = _per_node(layout, cluster, axis, ranks)
     return _collective_s(cluster, collective, size, ranks, per_node, case.rates.network_share)
+
+
+def _per_node(layout: Layout, cluster: Cluster, axis: str, ranks: int) -> int:
+    """Ranks of a group that share a node, by arithmetic where the axes lie in their usual order."""
+    if layout.order != AXES:
+        return ranks_in_a_node(layout, cluster, axis)
+    nearer = layout.tp  # ranks that are nearer to each other than those of the group
+    if axis.endswith("replicate"):
+        nearer *= layout.shard_size
+    elif axis.startswith("expert"):
+        nearer *= layout.ep
+    here = min(ranks, max(1, cluster.gpus_per_node // nearer))
+    return here if ranks % here == 0 else 1
 
 
 def _numel_of_rank(case: _Case, pp_rank: int) -> tuple[float, float]:
@@ -666,11 +688,19 @@ def _numel_of_rank(case: _Case, pp_rank: int) -> tuple[float, float]:
 
 def _update_s(case: _Case) -> float:
     """The optimizer goes over its states; and the rest of a step that is no training: data, logging."""
-    layout, config = case.run.layout, case.run.config
-    parameters = _parameters(config) / (layout.tp * layout.pp)
+    run, layout = case.run, case.run.layout
     shards = layout.data_size if layout.zero_stage else 1
     size = FUSED_UPDATE_BYTES if case.engine.fused else UPDATE_BYTES
-    return STEP_S + size * parameters / shards / case.cluster.gpu.memory_bytes_per_s
+    parameters = 0.0 if run.lora else _parameters(run.config) / (layout.tp * layout.pp)
+    seconds = STEP_S + size * parameters / shards / case.cluster.gpu.memory_bytes_per_s
+    if run.offload.optimizer != "device" or run.offload.parameters != "device":
+        seconds += offload_s(offload_link_bytes(_states(run), run.offload, layout.micro_batches))
+    return seconds
+
+
+@lru_cache(maxsize=1024)
+def _states(run: Run) -> StateBytes:
+    return states_of(run)
 
 
 @lru_cache(maxsize=256)
