@@ -14,8 +14,9 @@ from course_lib.estimate.memory import NO_TENSORS, held_bytes
 from course_lib.flops import attention_flops_per_token, flops_per_token, layer_matmul_parameters, step_flops
 from course_lib.hardware import Cluster, peak_flops
 from course_lib.run import Run
+from course_lib.timing.layer import repeated_flops
 from course_lib.timing.rates import RATES, Rates, hfu, mfu
-from course_lib.timing.step import repeated_flops, step_time
+from course_lib.timing.step import step_time
 from course_lib.validate import Bytes, Positive, check_fields, checked
 
 VERDICTS = ("fits", "tight", "does not fit")

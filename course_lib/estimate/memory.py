@@ -17,8 +17,9 @@ from course_lib.layout import Layout
 from course_lib.memory.budget import fullest_budget, overheads_of
 from course_lib.memory.states import recipe_of
 from course_lib.run import Run
+from course_lib.timing.layer import runs_ahead, stages_of
 from course_lib.timing.rates import Rates
-from course_lib.timing.step import StepTime, runs_ahead, stages_of
+from course_lib.timing.step import StepTime
 
 NO_TENSORS = "no tensor"  # CUDA's context, cuBLAS, NCCL's buffers
 CROWDED_SHARE = 0.93  # of the memory: with more the allocator gives back what nobody holds, and nothing stays queued
