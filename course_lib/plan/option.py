@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from course_lib.hardware import GB
+from course_lib.hardware import GB, Cluster
 from course_lib.layout import Layout
-from course_lib.memory.budget import Budget, budgets, steady
+from course_lib.memory.budget import Budget, fullest_budget
 from course_lib.plan.job import Job
 from course_lib.predict import predict
 from course_lib.run import Run
 from course_lib.timing import step_time
 from course_lib.validate import Amount, check_fields, checked
+
+TIGHT = 0.93  # of the memory: above, an allocator may have to give back and to wait (docs/PREDICTOR.md)
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,16 @@ class Option:
         return sum(self.bytes_by_kind.values())
 
     @property
+    def verdict(self) -> str:
+        """ "fits", "tight" or "does not fit"."""
+        if self.memory_bytes > self.usable_bytes:
+            return "does not fit"
+        return "tight" if self.memory_bytes > TIGHT * self.usable_bytes else "fits"
+
+    @property
     def fits(self) -> bool:
-        return self.memory_bytes <= self.usable_bytes
+        """Whether it fits, tightly or not."""
+        return self.verdict != "does not fit"
 
     @property
     def step_s(self) -> float:
@@ -66,10 +76,10 @@ def memory_in_words(bytes_by_kind: dict[str, Amount], usable_bytes: Amount) -> s
 
 @checked
 def work_out(job: Job, layout: Layout) -> Option:
-    """Work out one layout of a job, every rank of its pipeline.
+    """Work out one layout of a job: the fullest rank of its pipeline, and a step.
 
     Raises   ValueError if the layout has other GPUs or another global batch than the job, if the job's model cannot lie
-             so, or its framework has no such runs
+             so, or its engine has no such runs
     """
     if layout.world_size != job.num_gpus:
         raise ValueError(
@@ -81,18 +91,16 @@ def work_out(job: Job, layout: Layout) -> Option:
             f"dp x micro_batch x micro_batches is {layout.sequences_per_step}; it must be {job.sequences}, the "
             "sequences of the job's global batch"
         )
-    run = job.run(layout)
-    if job.framework is not None:
-        found = predict(run, job.cluster, job.framework)
-        return Option(run, found.bytes_by_kind, found.seconds_by_part, found.mfu, found.usable_bytes)
-    fullest = max(budgets(steady(run)), key=lambda budget: budget.total_bytes)
-    return option_of(job, run, fullest)
+    return option_of(job.run(layout), job.cluster, job.engine)
 
 
-def option_of(job: Job, run: Run, fullest: Budget) -> Option:
-    """The option of a run whose fullest rank is known."""
-    time = step_time(run, job.cluster)
-    return Option(run, held_bytes(fullest), time.parts, time.mfu, float(job.cluster.gpu.usable_bytes))
+def option_of(run: Run, cluster: Cluster, engine: str) -> Option:
+    """The one place where a plan asks for bytes and seconds."""
+    if engine == "course":
+        time = step_time(run, cluster)
+        return Option(run, held_bytes(fullest_budget(run)), time.parts, time.mfu, float(cluster.gpu.usable_bytes))
+    found = predict(run, cluster, engine)
+    return Option(run, found.bytes_by_kind, found.seconds_by_part, found.mfu, found.usable_bytes)
 
 
 @checked
