@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from course_lib.validate import Amount, Bytes, check_fields
+from course_lib.validate import Amount, Bytes, Share, check_fields, one_of
 
 GIB = 2**30
 
@@ -100,7 +100,16 @@ class Engine:
     log_reserved        what the allocator reserved, without CUDA's context and NCCL's buffers; else all of the device
     reserved_share      of tensors' bytes, so much is reserved
     unfilled_bytes      and so much besides, in pieces that no tensor fills
+    queued_tensors      tensors of a whole sequence that wait at most in the queue of launches, where tp shares them
     log_first           the log is of the first stage alone
+
+    Time (timing/step.py)
+    fused               small operations run as one kernel, also the update: torch.compile, Transformer Engine
+    hides_tp            share of tp's exposed time that is hidden: collectives cut in pieces beside products
+    hides_behind_weights  backward's sums of tp travel beside weight gradients
+    hides_data          gradients travel beside backward, parameters of ZeRO beside the layers before
+    hides_ep            rows of experts travel beside another micro-batch, as DualPipe has them
+    counts_tied_twice   its MFU counts embedding and head, a tied one in a pipeline twice
 
     file                what its configuration file can say
     """
@@ -131,7 +140,14 @@ class Engine:
     log_reserved: bool = True
     reserved_share: Amount = 1.0
     unfilled_bytes: Bytes = 0
+    queued_tensors: int = 0
     log_first: bool = False
+    fused: bool = False
+    hides_tp: Share = 0.0
+    hides_behind_weights: bool = True
+    hides_data: bool = True
+    hides_ep: bool = False
+    counts_tied_twice: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -201,6 +217,7 @@ ENGINES: dict[str, Engine] = {
             name="torchtitan",
             swiglu_tensors=2,
             chunked_loss=False,
+            fused=True,
             # torchtitan 0.2.1, config/job_config.py, models/llama3/infra/parallelize.py. FSDP shards all states or none;
             # in a pipeline gradients and parameters are whole to the end of a step: ZeRO-1. Mixed precision is FSDP's.
             # Its selective recomputation repeats other operators than attention.
@@ -248,6 +265,8 @@ ENGINES: dict[str, Engine] = {
             # and gathers it again in backward
             regathers=True,
             log_reserved=False,
+            fused=True,  # TransformerEngine's kernels; optimizers/fused_adam
+            hides_tp=0.8,  # assumed of --tp-comm-overlap: userbuffers cut collectives in pieces beside products
         ),
         Engine(
             "deepspeed",
@@ -302,7 +321,25 @@ ENGINES: dict[str, Engine] = {
             cut="cost",  # helpers.py and models/llama.py, get_block_compute_costs: a stage is full with its share
             log_unit=GIB,
             unfilled_bytes=GIB // 5,  # assumed
+            # CUDA's queue holds 1,024 launches, of which about one in 20 is a collective of tp
+            queued_tensors=50,
             log_first=True,  # rank 0 writes the log
+            # parallel/data_parallel/utils.py: gradients are summed in FP32 when the last backward has ended; tp waits
+            # for each collective
+            hides_behind_weights=False,
+            hides_data=False,
+            counts_tied_twice=True,  # models/llama.py, get_flops_per_sec: 6 N of all parameters and 12 L h s
         ),
     )
 }
+
+
+def engine_of(engine: str | Engine) -> Engine:
+    """The engine of that name, or that engine.
+
+    Raises   ValueError naming the engines that there are
+    """
+    if isinstance(engine, Engine):
+        return engine
+    one_of("engine", engine, tuple(ENGINES))
+    return ENGINES[engine]
