@@ -28,7 +28,7 @@ from course_lib.validate import Size, checked
 ENOUGH = 16  # layouts of a list
 LEAST_SHARE = 0.5  # of the best throughput: slower ones are of no interest
 TOLD_APART = 0.03  # speeds that are nearer to each other are equal for the choice: tests/plan/test_measured.py
-OF_LAYERS = ("compute", "tp", "cp", "ep")  # parts of a step that each layer has for itself
+OF_LAYERS = ("compute", "launches", "tp", "cp", "ep")  # parts of a step that each layer has for itself
 
 
 @dataclass(frozen=True)
