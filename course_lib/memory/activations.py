@@ -132,7 +132,7 @@ def layer_terms(part: Part, layer: int, recompute: str | None = None) -> tuple[T
 
 def has_experts(part: Part, layer: int) -> bool:
     """Whether experts are in the place of the layer's MLP."""
-    return part.config.moe is not None and layer >= part.config.moe.first_dense_layers
+    return part.config.has_experts(layer)
 
 
 def _attention_terms(part: Part, recompute: str, reached: bool) -> Terms:

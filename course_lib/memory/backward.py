@@ -88,7 +88,7 @@ def stage_of(part: Part, stage: int, split: bool) -> Stage:
     sorts = _sorts(part, layers)
     saved = {layer: _sum(layer_terms(part, layer)) for layer in sorts}
     whole = {layer: _sum(layer_terms(part, layer, "none")) - saved[layer] if again else 0 for layer in sorts}
-    last = max(sorts)
+    last = layers[-1] if layers[-1] in sorts else layers[0]
     waits = {layer: split * sum(waiting_terms(part, layer)) for layer in sorts}
     of_head = split * is_last * part.rows * (part.config.d_model + part.local.vocab_size) * part.e
     return Stage(
@@ -112,12 +112,14 @@ def stage_of(part: Part, stage: int, split: bool) -> Stage:
 
 
 def _sorts(part: Part, layers: range) -> dict[int, int]:
-    """Layers that save the same: the first of them, and how many."""
-    begins = {layers[0], *([1] if part.run.lora else [])}
-    if part.config.moe is not None:
-        begins.add(part.config.moe.first_dense_layers)
-    begins = sorted(begin for begin in begins if begin in layers)
-    return {begin: end - begin for begin, end in pairwise([*begins, layers.stop])}
+    """Layers that save the same: one of them, and how many; the first and the last of a stage are among them."""
+    sort = {layer: (has_experts(part, layer), part.run.lora is not None and layer == 0) for layer in layers}
+    found = {sort[layer]: layer for layer in layers}
+    found[sort[layers[0]]] = layers[0]
+    if sort[layers[-1]] != sort[layers[0]]:
+        found[sort[layers[-1]]] = layers[-1]
+    counts = Counter(sort.values())
+    return {layer: counts[one] for one, layer in found.items()}
 
 
 def _sum(terms: tuple[Terms, Terms]) -> int:

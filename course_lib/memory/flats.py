@@ -72,7 +72,7 @@ def unit_shapes(
     if stage == 0:
         units["embed"] = {name: whole[name] for name in _BEFORE_BLOCKS if name in whole}
     for layer in range(sum(layers[:stage]), sum(layers[: stage + 1])):
-        has_experts = config.moe is not None and layer >= config.moe.first_dense_layers
+        has_experts = config.has_experts(layer)
         if has_experts not in of_sort:  # layers of one sort have equal shapes
             alone = narrow_experts(stage_config(config, [1] * config.num_layers, layer), layout.tp, tp_rank)
             of_sort[has_experts] = {

@@ -26,6 +26,7 @@ from course_lib.plan.option import Option, held_bytes, memory_in_words, option_o
 from course_lib.plan.space import leaner, recomputing, shapes, sharded
 from course_lib.predict import predicted_bytes
 from course_lib.predict.frameworks import FRAMEWORKS, least_memory_of
+from course_lib.run import Run
 from course_lib.schedules import Costs
 from course_lib.timing import stage_costs
 from course_lib.validate import Size, checked
