@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import chain, product
 
 from course_lib.layout import Layout
-from course_lib.memory.least import least_bytes
 from course_lib.plan.option import Option, work_out
 
 MOST_WAITING = 0.05  # of a step: less is not worth another try
@@ -48,9 +47,6 @@ def layout_of(job, tp=1, cp=1, pp=1, micro_batch=1, **choices):
 
 def option_that_fits(job, layout):
     """Return the layout's memory and time; None where a rank has too little memory."""
-    run, usable_bytes = job.run(layout), job.cluster.gpu.usable_bytes
-    if least_bytes(run, usable_bytes) > usable_bytes:
-        return None
     option = work_out(job, layout)
     return option if option.fits else None
 
