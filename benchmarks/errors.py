@@ -202,7 +202,7 @@ def pairs_of_micro_batches(told: Sequence[Told], found: Sequence[Estimate]) -> t
 
 
 def spreads(told: Sequence[Told], found: Sequence[Estimate], kind: Callable) -> dict[str, tuple]:
-    """Of each kind of run between which factors on the estimate nine in ten lay: memory, and speed."""
+    """Of each kind of run the nearest factors on the estimate between which nine in ten lay: memory, and speed."""
     groups = defaultdict(lambda: ([], []))
     for one, new in zip(told, found, strict=True):
         memory, speed = groups[kind(one)]
@@ -210,9 +210,17 @@ def spreads(told: Sequence[Told], found: Sequence[Estimate], kind: Callable) -> 
         if one.memory_gib is not None:
             memory.append(one.memory_gib * GIB / new.logged_bytes)
     return {
-        name: (len(speed), *(tuple(np.quantile(one, [0.05, 0.95]).round(2)) if one else () for one in (memory, speed)))
+        name: (len(speed), *(_nearest(one) if one else () for one in (memory, speed)))
         for name, (memory, speed) in groups.items()
     }
+
+
+def _nearest(ratios: Sequence[float]) -> tuple[float, float]:
+    """The ends of the shortest interval, in factors, that has 1 and nine in ten of the ratios in it."""
+    values, most = sorted(ratios), len(ratios) // 10
+    ends = [(min(1.0, values[below]), max(1.0, values[below - most - 1])) for below in range(most + 1)]
+    low, high = min(ends, key=lambda pair: pair[1] / pair[0])
+    return round(low, 2), round(high, 2)
 
 
 # ---- the document

@@ -18,7 +18,9 @@ from course_lib.timing.step import StepTime
 
 RESERVE = "allocator's reserve"
 NO_TENSORS = "no tensor"  # CUDA's context, cuBLAS, NCCL's buffers
-CROWDED_SHARE = 0.93  # of the memory: with more the allocator gives back what nobody holds, and nothing stays queued
+CROWDED_SHARE = (
+    0.93  # of the memory: with more, over nodes, the allocator gives back what nobody holds: nothing is queued
+)
 SENT_OF_LAYER = 2  # tensors of a whole sequence that a layer sends in a pass: attention's, the MLP's
 PIECES = 1.055  # of activations, what is reserved for them: pieces of the allocator that they leave
 DRAINS = 8  # power by which waiting for other ranks empties the queue
@@ -34,7 +36,8 @@ def held_bytes(run: Run, cluster: Cluster, engine: Engine, time: StepTime, rates
         kinds = dict(budget.at_peak) | {RESERVE: besides.pop(RESERVE, 0)}
         kinds[NO_TENSORS] = sum(besides.values())
     queued = _queued_bytes(run, cluster, engine, time, rates)
-    if sum(kinds.values()) + queued <= CROWDED_SHARE * cluster.gpu.usable_bytes:
+    in_a_node = run.layout.world_size <= cluster.gpus_per_node
+    if in_a_node or sum(kinds.values()) + queued <= CROWDED_SHARE * cluster.gpu.usable_bytes:
         kinds["queued"] = queued
     return {kind: float(size) for kind, size in kinds.items() if size}
 

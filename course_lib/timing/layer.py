@@ -152,7 +152,7 @@ def _cached_layer(known: _Known, experts: bool) -> Times:
     one, listed = _alone(_Known(known.key[:_OF_CALLS], run), experts)
     inside = [call for call in listed["tp"] if call.place in _OF_LAYERS]
     tp_forward_s, tp_backward_s = _tp_s(case, inside)
-    shares = Utilisation(_matmul_share(case), attention_share(case.cluster.gpu))
+    shares = Utilisation(min(1.0, _matmul_share(case)), attention_share(case.cluster.gpu))
     if engine.hides_behind_weights and layout.tp > 1 and not experts:
         tp_backward_s -= min(tp_backward_s, hidden_s(one, case.cluster, shares))
     tp_forward_s, tp_backward_s = ((1 - engine.hides_tp) * each_s for each_s in (tp_forward_s, tp_backward_s))
@@ -365,7 +365,8 @@ def network_s(cluster: Cluster, name: str, size: float, ranks: int, per_node: in
     if nodes == 1 or not cluster.between.by_nodes or name not in _MEASURED:
         return collective_s(name, size, ranks, cluster, per_node)
     ports = per_node * cluster.between.achieved_bytes_per_s
-    return bus_factor(name, ranks) * size / (share * min(measured_bus_bandwidth(nodes, name), ports))
+    rate = min(cluster.between.achieved_share * measured_bus_bandwidth(nodes, name), ports)
+    return bus_factor(name, ranks) * size / (share * rate)
 
 
 def _exposed_cp_s(case: Case, one: Run, shares: Utilisation) -> float:
