@@ -68,7 +68,7 @@ def test_products_of_few_rows_take_as_long_as_reading_their_weights():
         step_time(Run(replace(LLAMA_8B, vocab_size=64), Layout(), seq_len), H100).compute_s for seq_len in (1, 8)
     )
     read_s = 3 * 2 * 32 * layer_matmul_parameters(LLAMA_8B) / 3.35e12
-    assert read_s < one < 1.2 * read_s and eight < 1.2 * one
+    assert read_s <= one < 1.4 * read_s and eight < 1.3 * one
 
 
 def test_what_is_faster_is_modelled_to_be():
