@@ -63,6 +63,7 @@ class Link:
     switch_share: Positive | None = None  # of the line rate: an all-reduce's bus bandwidth where the switch sums
     measured: bool = False  # collectives over several nodes get no more than measured_bus_bandwidth
     curve: Literal["efa-measured", "efa-p4d"] = "efa-measured"  # whose: a key of BUS_BANDWIDTH
+    by_nodes: bool = False  # a step on it was measured over nodes: bandwidth falls, and ranks wait (timing/step.py)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -227,9 +228,10 @@ LINKS: dict[str, Link] = {
     "roce-200": _link("RoCE 200G", 14, 25, 50, "200 Gb/s a GPU; share assumed: as roce-100", **_NETWORK,
                       achieved_share=0.75),
     "roce-400": _link("RoCE 400G", 14, 50, 100, "Llama 3 paper (arXiv:2407.21783): 400 Gb/s a GPU", **_NETWORK),
-    "efa": _link("EFA v2 (p5.48xlarge)", 14, 50, 100, "AWS EC2 guide: 3,200 Gb/s a node of 8 GPUs", **_NETWORK),
+    "efa": _link("EFA v2 (p5.48xlarge)", 14, 50, 100, "AWS EC2 guide: 3,200 Gb/s a node of 8 GPUs", **_NETWORK,
+                 by_nodes=True),
     "efa-measured": _link("EFA v2, collectives as measured", 14, 50, 100, "Ultra-Scale Playbook, bandwidth over nodes",
-                          **_NETWORK, measured=True),
+                          **_NETWORK, measured=True, by_nodes=True),
     "efa-p4d": _link("EFA (p4d.24xlarge)", 14, 6.25, 12.5, "AWS EC2 guide: 4 x 100 Gb/s for 8 A100; nccl issue 527: "
                      "60 % of it on 3 and 4 nodes", **_NETWORK, achieved_share=0.6, measured=True, curve="efa-p4d"),
     "ethernet-10g": _link("Ethernet 10G, a port a GPU", 50, 1.25, 2.5, "10 Gb/s; share assumed: TCP's headers",
@@ -248,6 +250,7 @@ LINKS: dict[str, Link] = {
 # algorithm bandwidth; the course reads them as bus bandwidth. 436 GB/s is then more than a ring's 370: the NVSwitch
 # sums. As algorithm bandwidth it would be 763 GB/s of bus bandwidth, which nobody has measured on NVLink 4.
 MEASURED_PER_NODE = 8
+MOST_NODES = 64
 PUBLISHED_BUS_BANDWIDTH: dict[str, dict[int, float]] = {
     "all_reduce": {
         1: 435.9668e9, 2: 361.7492e9, 4: 160.1395e9, 8: 99.5643e9, 16: 84.7405e9, 32: 64.9254e9, 64: 32.9378e9,

@@ -7,11 +7,10 @@ from functools import partial
 from typing import Annotated, Literal
 
 from course_lib.config import ModelConfig
+from course_lib.engines import ENGINES
 from course_lib.hardware import Cluster
 from course_lib.layout import Layout
 from course_lib.memory.states import RECIPES
-from course_lib.predict import nanotron
-from course_lib.predict.prediction import FRAMEWORKS
 from course_lib.run import Run
 from course_lib.validate import Size, check_fields, whole
 
@@ -22,8 +21,7 @@ class Job:
 
     batch_tokens   tokens of one optimizer step, of all GPUs together: a multiple of seq_len
     recipe         dtypes of the states, a name of `memory.states.RECIPES`
-    framework      None: the course's own models of memory and time; else rates fitted to that framework's runs, which
-                   have a recipe of their own
+    framework      the engine, a name of `engines.ENGINES`, which has a recipe of its own; None: the course's own
 
     Raises   ValueError where GPUs do not fill nodes, or tokens no sequences
     """
@@ -34,12 +32,12 @@ class Job:
     seq_len: Size
     batch_tokens: Annotated[int, partial(whole, least=1)]
     recipe: Literal[tuple(RECIPES)] = "bf16-master"
-    framework: Literal[FRAMEWORKS] | None = None
+    framework: Literal[tuple(ENGINES)] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.framework == "nanotron":
-            object.__setattr__(self, "recipe", nanotron.RECIPE.name)
+        if self.framework is not None:
+            object.__setattr__(self, "recipe", ENGINES[self.framework].recipe)
         per_node, low = self.cluster.gpus_per_node, self.batch_tokens // self.seq_len * self.seq_len
         if self.num_gpus > per_node and self.num_gpus % per_node:
             down = self.num_gpus // per_node * per_node
@@ -51,6 +49,11 @@ class Job:
             raise ValueError(
                 f"batch_tokens ({self.batch_tokens}) must be a multiple of seq_len ({self.seq_len}); choose {nearest}"
             )
+
+    @property
+    def engine(self) -> str:
+        """The engine that trains."""
+        return self.framework or "course"
 
     @property
     def sequences(self) -> int:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from course_lib.estimate import estimate
 from course_lib.hardware import GB
 from course_lib.layout import Layout
-from course_lib.memory.budget import Budget, budgets, steady
 from course_lib.plan.job import Job
-from course_lib.predict import predict
 from course_lib.run import Run
-from course_lib.timing import step_time
 from course_lib.validate import Amount, check_fields, checked
 
 
@@ -82,20 +80,5 @@ def work_out(job: Job, layout: Layout) -> Option:
             "sequences of the job's global batch"
         )
     run = job.run(layout)
-    if job.framework is not None:
-        found = predict(run, job.cluster, job.framework)
-        return Option(run, found.bytes_by_kind, found.seconds_by_part, found.mfu, found.usable_bytes)
-    fullest = max(budgets(steady(run)), key=lambda budget: budget.total_bytes)
-    return option_of(job, run, fullest)
-
-
-def option_of(job: Job, run: Run, fullest: Budget) -> Option:
-    """The option of a run whose fullest rank is known."""
-    time = step_time(run, job.cluster)
-    return Option(run, held_bytes(fullest), time.parts, time.mfu, float(job.cluster.gpu.usable_bytes))
-
-
-@checked
-def held_bytes(budget: Budget) -> dict[str, float]:
-    """What the largest moment is made of, by kind, and what is no tensor."""
-    return {kind: float(size) for kind, size in (budget.at_peak | budget.overheads).items() if size}
+    found = estimate(run, job.cluster, job.engine)
+    return Option(run, found.bytes_by_kind, found.seconds_by_part, found.mfu, found.usable_bytes)

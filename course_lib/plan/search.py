@@ -16,17 +16,15 @@ from functools import lru_cache
 from itertools import count
 from typing import NamedTuple
 
+from course_lib.estimate import estimate
 from course_lib.hardware import GB
 from course_lib.layout import Layout
 from course_lib.layout.check import SPLIT_BACKWARD
-from course_lib.memory.budget import fullest_budget
 from course_lib.memory.flats import placed_by
 from course_lib.memory.least import least_bytes, least_states
 from course_lib.plan.job import Job
-from course_lib.plan.option import Option, held_bytes, memory_in_words, option_of, work_out
+from course_lib.plan.option import Option, memory_in_words, work_out
 from course_lib.plan.space import leaner, recomputing, shapes, sharded
-from course_lib.predict import predicted_bytes
-from course_lib.predict.frameworks import FRAMEWORKS, least_memory_of
 from course_lib.schedules import Costs
 from course_lib.timing import stage_costs
 from course_lib.validate import Size, checked
@@ -129,17 +127,12 @@ def _all_predicted(job: Job) -> tuple[list[Option], list[Layout]]:
 
 
 def _fits(job: Job, layout: Layout) -> bool:
-    usable = job.cluster.gpu.usable_bytes
-    if job.framework in FRAMEWORKS and least_memory_of(job.run(layout), FRAMEWORKS[job.framework]) > usable:
-        return False
-    return sum(_held_bytes(job, layout).values()) <= usable
+    return sum(_held_bytes(job, layout).values()) <= job.cluster.gpu.usable_bytes
 
 
 def _held_bytes(job: Job, layout: Layout) -> dict[str, float]:
     """What the fullest rank holds, by kind."""
-    if job.framework is not None:
-        return predicted_bytes(job.run(layout), job.cluster, job.framework)
-    return held_bytes(fullest_budget(job.run(layout)))
+    return estimate(job.run(layout), job.cluster, job.engine).bytes_by_kind
 
 
 def _fastest_first(job: Job, enough: int) -> tuple[list[Option], list[Layout]]:
@@ -177,12 +170,11 @@ def _fastest_first(job: Job, enough: int) -> tuple[list[Option], list[Layout]]:
             continue
         too_large = []
         for layout in reversed(may_fit):  # of equally fast ones that which shards most
-            run = run_of(layout)
-            fullest = fullest_budget(run, usable)
-            if fullest.total_bytes > usable:
+            option = work_out(job, layout)
+            if not option.fits:
                 too_large.append(layout)
                 continue
-            found.append(option_of(job, run, fullest))
+            found.append(option)
             best_s = min(best_s, found[-1].step_s)
         wait_leaner(bound_s, too_large[::-1])
     return found, lost
@@ -215,7 +207,7 @@ def least_s(job: Job, layout: Layout) -> float:
 
 @lru_cache(maxsize=1024)
 def _stage_costs(job: Job, layout: Layout) -> Costs:
-    return stage_costs(job.run(layout), job.cluster)
+    return stage_costs(job.run(layout), job.cluster, job.engine)
 
 
 # ---- what lost
@@ -249,8 +241,6 @@ def _nearest_to_fit(job: Job, best: Layout, lost: list[Layout]) -> list[Layout]:
 def _least_of(job: Job, layout: Layout) -> float:
     if job.framework is None:
         return least_bytes(job.run(layout))
-    if job.framework in FRAMEWORKS:
-        return least_memory_of(job.run(layout), FRAMEWORKS[job.framework])
     return sum(_held_bytes(job, layout).values())
 
 

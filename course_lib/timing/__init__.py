@@ -47,6 +47,6 @@ from course_lib.timing.data import (
     zero3_layer,
     zero3_spans,
 )
-from course_lib.timing.rates import FLASH_ATTENTION_3, Utilisation, hfu, mfu, roofline_s, tokens_per_s
-from course_lib.timing.step import Overlap, StepTime, stage_costs, step_time
+from course_lib.timing.rates import RATES, Rates, Utilisation, hfu, mfu, roofline_s, tokens_per_s
+from course_lib.timing.step import StepTime, stage_costs, step_time
 from course_lib.timing.tensor import tensor_parallel_layer_spans, waiting_s
