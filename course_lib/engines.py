@@ -17,6 +17,52 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
+class File:
+    """What a configuration file can say of a layout: a search takes no other, an export refuses any other.
+
+    program         who reads it
+    recipes         names of `memory.states.RECIPES`
+    axes            beside dp
+    order           of its axes on the hardware, outermost first; empty: any
+    zero_stages     where ranks share the data, without a pipeline
+    pipeline_zero   and in one
+    zero_0_alone    ZeRO-0 only where dp is the only axis
+    data_needed     tp and pp only beside dp or cp
+    replicas        shards inside groups of ranks, and replicas of these (HSDP)
+    schedules, recomputes, cp_methods, cp_shardings   words of a layout
+    regathers       inputs of sequence-parallel products may stay gathered (False), be gathered again (True)
+    sequence_parallel  with tp it may be off (False), on (True)
+    even_stages     stages have equally many layers
+    told_stages     layers of each stage can be told
+    families        of models
+    lacks           parts of models: keys of `plan.export.parts_of`
+    """
+
+    program: str
+    recipes: tuple[str, ...]
+    axes: tuple[str, ...] = ("tp", "pp", "cp", "ep")
+    order: str = "pp-dp-cp-tp"
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    pipeline_zero: tuple[int, ...] = (0, 1, 2, 3)
+    zero_0_alone: bool = False
+    data_needed: bool = False
+    replicas: bool = True
+    schedules: tuple[str, ...] = ("naive", "afab", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv", "dualpipe_v")
+    recomputes: tuple[str, ...] = ("none", "selective", "full")
+    cp_methods: tuple[str, ...] = ("ring", "all_gather", "ulysses")
+    cp_shardings: tuple[str, ...] = ("contiguous", "striped", "zigzag")
+    regathers: tuple[bool, ...] = (False, True)
+    sequence_parallel: tuple[bool, ...] = (False, True)
+    even_stages: bool = False
+    told_stages: bool = True
+    families: tuple[str, ...] = ("llama", "gpt")
+    lacks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
 class Engine:
     """Facts of one engine.
 
@@ -64,11 +110,14 @@ class Engine:
     hides_data          gradients travel beside backward, parameters of ZeRO beside the layers before
     hides_ep            rows of experts travel beside another micro-batch, as DualPipe has them
     counts_tied_twice   its MFU counts embedding and head, a tied one in a pipeline twice
+
+    file                what its configuration file can say
     """
 
     name: str
     recipes: tuple[str, ...]
     recipe: str
+    file: File
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     pipeline_zero: tuple[int, ...] = (0, 1, 2, 3)
     pipeline_grads_whole: bool = False
@@ -106,6 +155,7 @@ class Engine:
 
 _COURSE = Engine(
     "course",
+    file=File("the course's trainer", ("fp32", "bf16-master", "bf16-master-fp32-grads"), order=""),
     # course_lib/train/trainer.py and memory/states.py; the formulas answer for all of them
     recipes=(
         "fp32",
@@ -126,6 +176,15 @@ _COURSE = Engine(
 # FSDP2 with eager PyTorch: torch.distributed.fsdp.fully_shard (torch 2.5 to 2.13), torchtitan's models uncompiled.
 _FSDP2 = Engine(
     "fsdp2",
+    # Accelerate 1.15, commands/launch.py: fsdp_version 2, reshard_after_forward, activation checkpointing; no other axis
+    file=File(
+        "Accelerate with FSDP2",
+        ("fp32", "bf16-master"),  # FP32 shards are the master copy: as many bytes
+        axes=(),
+        zero_stages=(2, 3),
+        replicas=False,
+        recomputes=("none", "full"),
+    ),
     # FP32 shards are the master copy, of which BF16 casts are gathered: MixedPrecisionPolicy(param_dtype=bfloat16)
     recipes=("fp32", "bf16-master", "bf16-master-fp32-grads", "bf16"),
     recipe="bf16-master",
@@ -153,9 +212,44 @@ ENGINES: dict[str, Engine] = {
         _COURSE,
         _FSDP2,
         # torchtitan with compile=true: counted with saved_tensors_hooks (torch 2.13), silu and product are made again
-        replace(_FSDP2, name="torchtitan", swiglu_tensors=2, chunked_loss=False, fused=True),
+        replace(
+            _FSDP2,
+            name="torchtitan",
+            swiglu_tensors=2,
+            chunked_loss=False,
+            fused=True,
+            # torchtitan 0.2.1, config/job_config.py, models/llama3/infra/parallelize.py. FSDP shards all states or none;
+            # in a pipeline gradients and parameters are whole to the end of a step: ZeRO-1. Mixed precision is FSDP's.
+            # Its selective recomputation repeats other operators than attention.
+            file=File(
+                "torchtitan",
+                ("fp32", "bf16-master", "bf16-master-fp32-grads", "bf16"),
+                zero_stages=(0, 2, 3),
+                pipeline_zero=(1,),
+                zero_0_alone=True,
+                data_needed=True,
+                schedules=("afab", "1f1b", "interleaved", "zbv", "dualpipe_v"),
+                recomputes=("none", "full"),
+                cp_methods=("ring", "all_gather"),
+                cp_shardings=("zigzag",),
+                regathers=(False,),
+                sequence_parallel=(True,),
+            ),
+        ),
         Engine(
             "megatron",
+            # Megatron-LM d98e8a6, training/arguments.py, core/transformer/transformer_config.py: ZeRO-2 and 3 are its
+            # FSDP, which has no pipeline
+            file=File(
+                "Megatron-LM",
+                ("fp32", "bf16-master", "bf16-master-fp32-grads", "fp16-master-fp32-grads"),
+                pipeline_zero=(0, 1),
+                schedules=("1f1b", "interleaved"),
+                cp_shardings=("zigzag",),
+                even_stages=True,
+                told_stages=False,
+                lacks=("latent attention",),
+            ),
             # megatron/training/theoretical_memory_usage.py (core 0.12): 18 bytes, or 6 + 12 / dp; --grad-reduce-in-bf16
             # gives 16
             recipes=("fp32", "bf16-master", "bf16-master-fp32-grads", "fp16-master-fp32-grads"),
@@ -176,6 +270,15 @@ ENGINES: dict[str, Engine] = {
         ),
         Engine(
             "deepspeed",
+            # 0.19.8, runtime/config.py: ZeRO; tp, pp and cp are asked for in the program. So is recomputation: the
+            # file only says how it is done, and what is written says where to ask for it
+            file=File(
+                "DeepSpeed",
+                ("fp32", "bf16-master", "bf16-master-fp32-grads", "fp16-master-fp32-grads"),
+                axes=(),
+                replicas=False,
+                recomputes=("none", "full"),
+            ),
             # runtime/bf16_optimizer.py, fp16/: BF16 gradients, or FP32 with grad_accum_dtype
             recipes=("fp32", "bf16-master", "bf16-master-fp32-grads", "fp16-master-fp32-grads"),
             recipe="bf16-master",
@@ -188,6 +291,20 @@ ENGINES: dict[str, Engine] = {
         ),
         Engine(
             "nanotron",  # its code of February 2025
+            # 2411b02, config/parallelism_config.py, config.py and models_config.py
+            file=File(
+                "nanotron",
+                ("bf16-master-fp32-grads", "bf16"),
+                axes=("tp", "pp"),
+                zero_stages=(0, 1),
+                pipeline_zero=(0, 1),
+                replicas=False,
+                schedules=("1f1b", "afab"),
+                recomputes=("none", "full"),
+                told_stages=False,
+                families=("llama",),
+                lacks=("norms of queries and keys (QK-norm)", "heads of another width", "fewer key/value heads than tp"),
+            ),
             recipes=("fp32", "bf16-master-fp32-grads"),
             recipe="bf16-master-fp32-grads",  # optim/gradient_accumulator.py: FP32GradientAccumulator
             zero_stages=(0, 1),  # optim/zero.py
