@@ -12,43 +12,44 @@ from typing import TYPE_CHECKING
 
 from tyro.conf import OmitArgPrefixes, Positional
 
-from course_lib.config import ModelConfig, preset
-from course_lib.hardware import Cluster
-from course_lib.hardware import gpu as gpu_named
-from course_lib.hardware import link as link_named
+from course_lib.cli.asked import Device, Techniques, Tokens, cluster_asked, computing, model_asked
+from course_lib.engines import ENGINES
 from course_lib.layout import Layout
 from course_lib.memory.states import recipe_of
 from course_lib.plan import Job, Option, Plan, explain, export, search, table
 from course_lib.plan.export import in_your_script, need
 from course_lib.plan.search import ENOUGH
 from course_lib.run import Run
-from course_lib.shapes import read_models
-from course_lib.validate import whole, writable
+from course_lib.validate import one_of, whole, writable
 
 if TYPE_CHECKING:
     from course_lib.train.export import Machines
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """What a plan is asked for."""
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What a plan is of."""
 
     model: Positional[str]
-    """a preset, such as llama-3.1-8b, or a JSON file with one model as `course predict` reads it"""
+    """a preset, such as llama-3.1-8b; a config.json of transformers or its folder; or a JSON file with one shape"""
     gpus: int
     """how many, all together"""
-    seq: int
-    """tokens of a sequence"""
-    batch: int
-    """tokens of one optimizer step, of all GPUs together"""
-    gpu: str = "h100"
-    """a GPU, such as h100"""
+    seq: Tokens
+    """tokens of a sequence: 8192 or 8K"""
+    batch: Tokens
+    """tokens of one optimizer step, of all GPUs together: 4194304 or 4M (M is 2^20)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(Techniques, Device, Question):
+    """What a plan is asked for."""
+
     link: str = "ib-ndr400"
-    """the network between nodes, such as ib-ndr400"""
-    per_node: int = 8
-    """GPUs of a node"""
-    recipe: str = "bf16-master"
-    """fp32, bf16-master or bf16-master-fp32-grads"""
+    """the network between nodes, such as ib-ndr400, with one port a GPU; or GB/s for each GPU"""
+    inside: str | None = None
+    """the link inside a node, such as pcie4-host, or GB/s of one direction; without it the GPU's own"""
+    per_node: int | None = None
+    """GPUs of a node; without it as many as the GPU's nodes usually have"""
     framework: str | None = None
     """rank by what `course predict` knows of a framework, such as nanotron; without it by the course's own models"""
     show: int = 5
@@ -61,21 +62,33 @@ class PlanOptions:
 
 def plan(options: OmitArgPrefixes[PlanOptions]) -> int:
     """Find the layout with most tokens/s that fits, and say why; all figures are modelled."""
-    for name in ("gpus", "seq", "batch", "per_node", "show"):
+    for name in ("gpus", "seq", "batch", "show"):
         whole(name, getattr(options, name))
-    device = gpu_named(options.gpu)
-    cluster = Cluster(device, link_named(device.link), link_named(options.link), options.per_node)
-    config = model_of(options.model, options.seq)
-    job = Job(config, cluster, options.gpus, options.seq, options.batch, options.recipe, options.framework)
+    job = job_of(options)
     if options.export is not None:
         writable("export", options.export)
-    show = options.show
+    show, per_node = options.show, job.cluster.gpus_per_node
     found = search(job, max(ENOUGH, show))
     print(as_json(report(found, show), indent=2) if options.json else "\n".join(lines(found, show)))
     if options.export is not None:
-        told_of_files = write_files(found.best, options.export, options.per_node, options.framework, found.ranked)
+        told_of_files = write_files(found.best, options.export, per_node, options.framework, found.ranked)
         print("\n".join(told_of_files), file=sys.stderr if options.json else sys.stdout)
     return 0
+
+
+def job_of(options: PlanOptions) -> Job:
+    """The job that the options ask for.
+
+    Raises   ValueError for a word or a number that cannot be meant, or what the framework cannot have
+    """
+    name, device = options.framework or "course", options.record()
+    one_of("framework", name, tuple(ENGINES))
+    recipe = options.recipe_on(device, ENGINES[name].recipe)
+    one_of(f"recipe of {name}", recipe, ENGINES[name].recipes)
+    cluster = cluster_asked(computing(device, recipe), options.link, options.inside, options.per_node)
+    sizes = (options.gpus, options.seq, options.batch)
+    config = model_asked(options.model, options.seq)
+    return Job(config, cluster, *sizes, recipe, name, **options.run_fields())
 
 
 FILES = {  # of the frameworks that one can ask for
@@ -190,21 +203,6 @@ def as_yaml(fields: dict) -> str:
     import yaml
 
     return yaml.safe_dump(fields, sort_keys=False)
-
-
-def model_of(text: str, seq_len: int) -> ModelConfig:
-    """The preset of that name, or the one model of a JSON file.
-
-    Raises   ValueError that says what the file lacks, or which presets there are
-    """
-    if not text.endswith(".json"):
-        return preset(text)
-    if not Path(text).is_file():
-        raise ValueError(f"there is no file {text}; give one, or the name of a preset")
-    models = read_models(text, seq_len)
-    if len(models) != 1:
-        raise ValueError(f"{text} has {len(models)} models; required: one")
-    return next(iter(models.values()))
 
 
 def lines(found: Plan, show: int) -> list[str]:
