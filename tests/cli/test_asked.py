@@ -129,7 +129,7 @@ def test_a_v100_and_a_t4_are_predicted_in_fp16(tmp_path):
 
 @pytest.mark.slow
 def test_pure_bf16_and_fp16_are_simulated_to_the_bytes_of_their_recipe(capsys):
-    told, words = {}, "simulate --model mini --layout dp=2,zero_stage=1 --seq 64 --json".split()
+    told, words = {}, ["simulate", "--model", "mini", "--layout", "dp=2,zero_stage=1", "--seq", "64", "--json"]
     for recipe in ("bf16", "fp16-master-fp32-grads", "bf16-master"):
         gpu = "h100" if recipe.startswith("bf16") else "v100-16"
         assert main([*words, "--recipe", recipe, "--gpu", gpu]) == 0
