@@ -41,19 +41,15 @@ def placed_by(layout: Layout) -> Schedule:
     return _made(layout.schedule, layout.pp, 2 * layout.pp, layout.v)
 
 
-def steps_of(layout: Layout, pp_rank: int) -> list[Step]:
-    """What one rank of a layout's pipeline does, sends and receives; not to be changed."""
-    return _planned(layout.schedule, layout.pp, layout.micro_batches, layout.v, pp_rank)
+@lru_cache(maxsize=256)
+def steps_of(name: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> list[Step]:
+    """What one rank of a pipeline does, sends and receives; not to be changed."""
+    return plan(_made(name, pp, micro_batches, v), pp_rank)
 
 
 @lru_cache(maxsize=64)
 def _made(name: str, pp: int, micro_batches: int, v: int) -> Schedule:
     return make(name, pp, micro_batches, v)
-
-
-@lru_cache(maxsize=256)
-def _planned(name: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> list[Step]:
-    return plan(_made(name, pp, micro_batches, v), pp_rank)
 
 
 def layers_of(config: ModelConfig, layout: Layout) -> list[int]:

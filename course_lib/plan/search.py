@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -20,7 +20,7 @@ from course_lib.hardware import GB
 from course_lib.layout import Layout
 from course_lib.memory.states import count_parameters, recipe_of
 from course_lib.plan.job import Job
-from course_lib.plan.option import Option, option_of, work_out
+from course_lib.plan.option import Option, seconds_of, work_out
 from course_lib.plan.space import leaner, shapes, sharded
 from course_lib.run import Run
 from course_lib.validate import Size, checked
@@ -28,7 +28,7 @@ from course_lib.validate import Size, checked
 ENOUGH = 16  # layouts of a list
 LEAST_SHARE = 0.5  # of the best throughput: slower ones are of no interest
 TOLD_APART = 0.03  # speeds that are nearer to each other are equal for the choice: tests/plan/test_measured.py
-OF_LAYERS = ("compute", "tp", "cp", "ep")  # parts of a step that each layer has for itself
+OF_LAYERS = ("compute", "launches", "tp", "cp", "ep")  # parts of a step that each layer has for itself
 
 
 @dataclass(frozen=True)
@@ -127,40 +127,47 @@ def front(ranked: tuple[Option, ...]) -> tuple[Option, ...]:
 
 # ------------------------------------------------------------------------------------ the search
 def _fastest_first(job: Job, enough: int) -> tuple[tuple[Option, ...], list[Option], int]:
-    """Those that fit, ranked, as far as none is missing; those that were worked out and do not fit; how many tried."""
-    found, lost, refused, num_tried, ties, layers_s = [], [], [], 0, count(), cache(_layers_s)
-    waiting: list[tuple[float, int, Layout]] = []
-    bound_s = 0.0
+    """Those that fit, ranked, as far as none is missing; those that were worked out and do not fit; how many tried.
 
-    def wait(shapes_to_try: Iterable[Layout]) -> None:
-        for shape in shapes_to_try:
+    A shape waits with the least seconds that it could take, a layout with the seconds that it takes. Whatever is next
+    is the fastest that is left: a shape becomes layouts, of a layout it is asked whether it fits.
+    """
+    found, lost, refused, num_tried, ties, layers_s = [], [], [], 0, count(), cache(_layers_s)
+    waiting: list[tuple[float, int, Layout, bool]] = []
+    next_s = 0.0
+
+    def wait(layouts: Iterable[Layout], seconds: Callable[[Layout], float], is_shape: bool) -> None:
+        for layout in layouts:
             try:
-                heapq.heappush(waiting, (max(bound_s, least_s(job, shape, layers_s)), next(ties), shape))
-            except ValueError as error:  # the engine has no such runs
+                heapq.heappush(waiting, (max(next_s, seconds(layout)), next(ties), layout, is_shape))
+            except ValueError as error:  # an engine without such runs; an optimizer, adapters that do not go with it
                 refused.append(error)
 
-    wait(shapes(job))
+    def least(shape: Layout) -> float:
+        return least_s(job, shape, layers_s)
+
+    wait(shapes(job), least, is_shape=True)
     while waiting:
-        bound_s, _, shape = waiting[0]
-        found.sort(key=ranked_s)
-        if _is_enough([ranked_s(option) for option in found], bound_s, enough):
+        next_s, _, layout, is_shape = waiting[0]
+        if _is_enough(sorted(map(ranked_s, found)), next_s, enough):
             break
         heapq.heappop(waiting)
-        for layout in sharded(job, shape):
-            try:
-                if least_states(job, layout) <= job.cluster.gpu.usable_bytes:
-                    option = work_out(job, layout)
-                    (found if option.fits else lost).append(option)
-                num_tried += 1
-            except ValueError as error:  # an optimizer, adapters or offload that do not go with it
-                refused.append(error)
-        wait(leaner(job, shape))
+        if is_shape:
+            layouts = sharded(job, layout)
+            small = [one for one in layouts if least_states(job, one) <= job.cluster.gpu.usable_bytes]
+            num_tried += len(layouts) - len(small)
+            wait(small, lambda one: sum(seconds_of(job, job.run(one)).values()), is_shape=False)
+            wait(leaner(job, layout), least, is_shape=True)
+            continue
+        num_tried += 1
+        option = work_out(job, layout)
+        (found if option.fits else lost).append(option)
     else:
-        bound_s = inf
+        next_s = inf
     if refused and not num_tried:
         raise refused[0]
     ranked = sorted(found, key=lambda option: (ranked_s(option), option.memory_bytes))
-    return tuple(option for option in ranked if ranked_s(option) <= bound_s), lost, num_tried
+    return tuple(option for option in ranked if ranked_s(option) <= next_s), lost, num_tried
 
 
 def _is_enough(seconds: list[float], bound_s: float, enough: int) -> bool:
@@ -189,8 +196,8 @@ def least_s(job: Job, layout: Layout, layers_s=None) -> float:
 
 
 def _layers_s(job: Job, layout: Layout) -> float:
-    option = option_of(Run(job.config, layout, job.seq_len, job.recipe), job.cluster, job.engine)
-    return sum(seconds for part, seconds in option.seconds_by_part.items() if part in OF_LAYERS)
+    parts = seconds_of(job, Run(job.config, layout, job.seq_len, job.recipe))
+    return sum(seconds for part, seconds in parts.items() if part in OF_LAYERS)
 
 
 def least_states(job: Job, layout: Layout) -> float:
