@@ -147,7 +147,7 @@ class Techniques:
         whole("lora_rank", self.lora_rank, most=2**16)
         whole("loss_chunks", self.loss_chunks, most=2**16)
         if self.finetune != "full":
-            found["lora"] = LoRA(self.lora_rank)
+            found["lora"] = LoRA(self.lora_rank, four_bits=self.finetune == "qlora")
         if self.precision == "fp8":
             found["fp8"] = True
         if self.loss_chunks > 1:

@@ -104,7 +104,7 @@ def run_of(
         config = replace(config, max_seq_len=tokens)
     precision = _word(row, "precision", PRECISIONS)
     recipe = row.get("states") or STATES_IN.get(precision) or engine_of(engine).recipe
-    adapters = LoRA(LORA_RANK) if _word(row, "finetune", ("full", "lora")) == "lora" else None
+    finetune = _word(row, "finetune", ("full", "lora", "qlora"))
     return Run(
         config,
         layout,
@@ -112,7 +112,7 @@ def run_of(
         recipe,
         attention=_word(row, "attention", ("fused", "standard")),
         optimizer=_word(row, "optimizer", OPTIMIZERS),
-        lora=adapters,
+        lora=None if finetune == "full" else LoRA(LORA_RANK, four_bits=finetune == "qlora"),
         offload=_offload(row),
         loss_chunks=_whole(row, "loss_chunks") if row.get("loss_chunks") else 1,
         fp8=precision == "fp8",

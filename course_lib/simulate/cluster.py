@@ -176,8 +176,8 @@ def check_engine(run: Run) -> None:
             "adapters (finetune)": run.lora is not None,
             f"optimizer {run.optimizer}": run.optimizer != "adamw",
             "offload": run.offload != Offload(),
-            "FP8": getattr(run, "fp8", False),
-            "a loss in chunks": getattr(run, "loss_chunks", 1) > 1,
+            "FP8": run.fp8,
+            "a loss in chunks": run.loss_chunks > 1,
         }.items()
         if is_asked
     ]

@@ -298,9 +298,7 @@ def _stage_times(case: _Case) -> list[_Times]:
     layers = stages_of(case.run, case.engine)
     config, found, before, last = case.run.config, [], 0, len(layers) - 1
     for stage, count in enumerate(layers):
-        dense = count
-        if config.moe is not None:
-            dense = min(count, max(0, config.moe.first_dense_layers - before))
+        dense = count - config.moe_layers_before(before + count) + config.moe_layers_before(before)
         times = _Times()
         for number, experts in ((dense, False), (count - dense, True)):
             if number:
@@ -398,7 +396,7 @@ def _cached_layer(known: _Known, experts: bool) -> _Times:
 
 @lru_cache(maxsize=256)
 def _one_layer(config: ModelConfig, experts: bool) -> ModelConfig:
-    moe = replace(config.moe, first_dense_layers=0) if experts else None
+    moe = replace(config.moe, first_dense_layers=0, every=1) if experts else None
     return replace(config, num_layers=1, moe=moe)
 
 
@@ -675,7 +673,7 @@ def _numel_of_rank(case: _Case, pp_rank: int) -> tuple[float, float]:
     moe, dense, experts = config.moe, 0, 0
     for stage in mine:
         first = sum(layers[:stage])
-        with_experts = max(0, first + layers[stage] - max(first, moe.first_dense_layers)) if moe else 0
+        with_experts = config.moe_layers_before(first + layers[stage]) - config.moe_layers_before(first)
         dense += layers[stage] * attention_parameters(config) + (layers[stage] - with_experts) * mlp_parameters(config)
         if moe:
             expert = 3 * config.d_model * moe.d_expert

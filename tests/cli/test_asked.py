@@ -2,15 +2,20 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 
 from course_lib.cli import main
 from course_lib.cli.asked import Device, Techniques, offload_of, read_tokens
 from course_lib.cli.plan import PlanOptions, job_of
+from course_lib.config import preset
 from course_lib.hardware import GPUS, LINKS, peak_flops
-from course_lib.memory.states import LoRA
+from course_lib.layout import Layout
+from course_lib.memory.budget import budgets
+from course_lib.memory.states import LoRA, state_bytes
 from course_lib.memory.zero import Offload
+from course_lib.run import Run
 
 QWEN3_8B = {
     "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
@@ -152,3 +157,30 @@ def test_a_config_json_is_simulated(tmp_path, capsys):
     )
     said = capsys.readouterr().out
     assert "on 2 x mine" in said and "GB at the peak of a step; usable on this GPU: 50.7" in said and "GiB" not in said
+
+
+def test_qlora_stores_the_frozen_matrices_in_4_bits():
+    """Lesson 02c: 16.1 and 5.8 GB of states for 8B; what a product dequantizes comes on top."""
+    config = preset("llama-3.1-8b")
+    adapters, four_bits = (state_bytes(config, lora=LoRA(8, four_bits=bits)) for bits in (False, True))
+    assert adapters.total / 1e9 == pytest.approx(16.1, abs=0.05)
+    assert four_bits.total / 1e9 == pytest.approx(5.76, abs=0.01)
+    assert (four_bits.gradients, four_bits.optimizer) == (adapters.gradients, adapters.optimizer)
+    run = Run(config, Layout.parse("dp=1,recompute=full"), 2048, lora=LoRA(16))
+    whole, small = (budgets(replace(run, lora=LoRA(16, four_bits=bits)))[0].total_bytes for bits in (False, True))
+    saved = adapters.parameters - four_bits.parameters - 2 * config.d_model * config.d_ff  # one matrix in BF16
+    assert whole - small == pytest.approx(saved, rel=0.01)
+
+
+def test_what_a_framework_does_not_have_is_one_sentence(capsys):
+    asked = ["plan", "llama-3.2-1b", "--gpus", "8", "--seq", "4K", "--batch", "128K"]
+    for words, said in {
+        "--loss-chunks 8": "loss_chunks is 8, but course has no loss in chunks; fsdp2, deepspeed have",
+        "--framework megatron --recipe bf16": "recipe of megatron is 'bf16'",
+        "--gpu a100": "GPU is 'a100', of which there are several: a100-pcie-40, a100-pcie-80, a100-40, a100-80",
+        "--link nvlink4": "link between nodes is 'nvlink4'",
+        "--inside efa": "link inside a node is 'efa'",
+    }.items():
+        assert main([*asked, *words.split()]) == 2, words
+        told = capsys.readouterr().err
+        assert said in told and told.count("\n") == 1
