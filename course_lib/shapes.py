@@ -161,7 +161,7 @@ _MIXTRAL = {"experts": "num_local_experts", "width": "intermediate_size"}
 _QWEN = {"experts": "num_experts", "width": "moe_intermediate_size", "every": "decoder_sparse_step"}
 _FOUR_NORMS = "its two further norms per layer are left out, and 2 x hidden_size elements per token that they save"
 _DEEPSEEK = Kind(experts=GROUPED, latent=True, sigmoid=True, balancing="bias")
-# Source: configuration and modeling files of transformers 5.23; of kimi_k2 configuration_deepseek.py of its model card
+# Source: configuration and modeling files of transformers 5.23; of kimi_k2 those of its model card
 KINDS: dict[str, Kind] = {
     "llama": Kind(),
     "mistral": Kind(usual={"num_key_value_heads": 8}),
