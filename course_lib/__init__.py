@@ -13,7 +13,7 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     memory/        bytes that training holds
     traffic/       bytes that ranks send
     timing/        seconds of a collective, of a step
-    predict/       what a framework's run shows on a real cluster, with fitted rates
+    estimate/      how much, how fast, does it fit: estimate(run, cluster, engine)
     plan/          which layout to train with: all that divide, those that fit, the fastest
     claims/        claims that circulate, each recomputed, with a verdict
     run.py         a model, its layout and its numbers in one record that every formula takes

@@ -303,7 +303,11 @@ ENGINES: dict[str, Engine] = {
                 recomputes=("none", "full"),
                 told_stages=False,
                 families=("llama",),
-                lacks=("norms of queries and keys (QK-norm)", "heads of another width", "fewer key/value heads than tp"),
+                lacks=(
+                    "norms of queries and keys (QK-norm)",
+                    "heads of another width",
+                    "fewer key/value heads than tp",
+                ),
             ),
             recipes=("fp32", "bf16-master-fp32-grads"),
             recipe="bf16-master-fp32-grads",  # optim/gradient_accumulator.py: FP32GradientAccumulator

@@ -146,6 +146,17 @@ def _fastest_first(job: Job, enough: int) -> tuple[tuple[Option, ...], list[Opti
     def least(shape: Layout) -> float:
         return least_s(job, shape, layers_s)
 
+    @cache
+    def fits_alone(layout: Layout) -> bool:
+        return work_out(job, layout).fits
+
+    def too_large(layout: Layout) -> bool:
+        """Whether not even one sequence a micro-batch fits; with few micro-batches gradients come later."""
+        if layout.micro_batch == 1 or layout.micro_batches <= layout.pp:
+            return False
+        sequences = layout.micro_batch * layout.micro_batches
+        return not fits_alone(replace(layout, micro_batch=1, micro_batches=sequences))
+
     wait(shapes(job), least, is_shape=True)
     while waiting:
         next_s, _, layout, is_shape = waiting[0]
@@ -160,8 +171,9 @@ def _fastest_first(job: Job, enough: int) -> tuple[tuple[Option, ...], list[Opti
             wait(leaner(job, layout), least, is_shape=True)
             continue
         num_tried += 1
-        option = work_out(job, layout)
-        (found if option.fits else lost).append(option)
+        if not too_large(layout):
+            option = work_out(job, layout)
+            (found if option.fits else lost).append(option)
     else:
         next_s = inf
     if refused and not num_tried:

@@ -54,9 +54,9 @@ class Rates:
     fp8_gain          of FP8 products over BF16 ones, casts and scales counted in: the same table (6,667 and 8,532)
     """
 
-    matmul_share: Amount = 0.672
-    half_width: Amount = 212.0
-    small_passes: Amount = 14.0
+    matmul_share: Amount = 0.6775
+    half_width: Amount = 235.0
+    small_passes: Amount = 13.95
     layer_launch_ms: Amount = 4.1
     tp_wait_ms: Amount = 2.37
     tp_hop_ms: Amount = 0.22
