@@ -22,7 +22,6 @@ from course_lib.memory.states import count_parameters, recipe_of
 from course_lib.plan.job import Job
 from course_lib.plan.option import Option, seconds_of, work_out
 from course_lib.plan.space import leaner, shapes, sharded
-from course_lib.run import Run
 from course_lib.validate import Size, checked
 
 ENOUGH = 16  # layouts of a list
@@ -198,8 +197,8 @@ def least_s(job: Job, layout: Layout, layers_s=None) -> float:
     micro-batch on rank r a step takes at least m c_r + c_0 + ... + c_(r-1). The largest of these is least where all are
     equal, and then is the sum of all c over 1 - (1 - 1/m)^pp.
     """
-    dp = layout.ep // gcd(layout.ep, layout.cp)
-    alike = {"zero_stage": 0, "dp_replicate": 1, "micro_batches": 1, "schedule": "1f1b", "v": 1}
+    dp, zero_stage = layout.ep // gcd(layout.ep, layout.cp), 0 if job.offload.parameters == "device" else 3
+    alike = {"zero_stage": zero_stage, "dp_replicate": 1, "micro_batches": 1, "schedule": "1f1b", "v": 1}
     one_s = (layers_s or _layers_s)(job, replace(layout, pp=1, dp=dp, **alike))
     m = layout.micro_batches
     if layout.schedule == "1f1b":
@@ -208,8 +207,7 @@ def least_s(job: Job, layout: Layout, layers_s=None) -> float:
 
 
 def _layers_s(job: Job, layout: Layout) -> float:
-    parts = seconds_of(job, Run(job.config, layout, job.seq_len, job.recipe))
-    return sum(seconds for part, seconds in parts.items() if part in OF_LAYERS)
+    return sum(seconds for part, seconds in seconds_of(job, job.run(layout)).items() if part in OF_LAYERS)
 
 
 def least_states(job: Job, layout: Layout) -> float:
