@@ -11,6 +11,7 @@ from course_lib.plan.search import Plan
 from course_lib.validate import checked
 
 STAGES = {1: "the optimizer's states", 2: "optimizer states and gradients", 3: "all states"}
+WORK = ("compute", "launches", "update")  # parts of a step that are no waiting for other ranks
 RECOMPUTED = {"selective": "attention's core runs again in backward", "full": "every layer runs again in backward"}
 
 
@@ -96,7 +97,7 @@ def table(options: Sequence[Option], chosen: Option | None = None) -> list[str]:
     there in any case."""
     lines = ["        GB  verdict    MFU  tokens/s/GPU  waits most for          layout"]
     for option in options if chosen is None or chosen in options else [*options, chosen]:
-        waits = {name: seconds for name, seconds in option.seconds_by_part.items() if name != "compute"}
+        waits = {name: seconds for name, seconds in option.seconds_by_part.items() if name not in WORK}
         part = max(waits, key=waits.get)
         share = waits[part] / option.step_s
         waits_for = f"{part} {share:.1%}" if share >= 0.001 else "nothing"
