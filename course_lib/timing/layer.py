@@ -180,7 +180,7 @@ def _cached_layer(known: _Known, experts: bool) -> Times:
 
 @lru_cache(maxsize=256)
 def _one_layer(config: ModelConfig, experts: bool) -> ModelConfig:
-    moe = replace(config.moe, first_dense_layers=0) if experts else None
+    moe = replace(config.moe, first_dense_layers=0, every=1) if experts else None
     return replace(config, num_layers=1, moe=moe)
 
 
