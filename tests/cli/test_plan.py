@@ -1,13 +1,11 @@
 """`course plan`: a table, why, neighbours that lost, the same as JSON, one sentence for what cannot be."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from course_lib.cli import main
 from course_lib.layout import Layout
-from course_lib.shapes import read_models
 
 SMALL = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1536, "vocab": 2048, "tied": False}
 ASKED = ["--gpus", "8", "--seq", "512", "--batch", "8192"]
@@ -46,7 +44,7 @@ def test_json_has_the_same(model, capsys):
         (["--gpus", "0"], "gpus is 0"),
         (["--batch", "8000"], "choose 7680 or 8192"),
         (["--gpu", "h1000"], "did you mean"),
-        (["--link", "string"], "link is 'string'"),
+        (["--link", "string"], "link between nodes is 'string'"),
         (["--framework", "nosuch"], "framework is 'nosuch'"),
     ],
 )
@@ -103,7 +101,9 @@ def test_the_chosen_layout_is_marked_and_always_shown(model, capsys):
         ("nanotron", {"nanotron.yaml"}),
     ],
 )
-def test_the_files_of_the_framework_asked_for_are_of_the_layout_that_is_explained(model, framework, names, tmp_path, capsys):
+def test_the_files_of_the_framework_asked_for_are_of_the_layout_that_is_explained(
+    model, framework, names, tmp_path, capsys
+):
     out = tmp_path / framework
     assert main(["plan", model, *ASKED, "--framework", framework, "--export", str(out)]) == 0
     said = capsys.readouterr().out

@@ -40,7 +40,12 @@ def agree(module, job) -> bool:
     near = {one.layout for one in ranked if ranked_s(one) <= ranked_s(found[-1])}
     known = {one for shape in shapes(job) for one in sharded(job, shape)}
     in_order = [one.step_s for one in ranked] == sorted(one.step_s for one in ranked)
-    return near == alike and {one.layout for one in ranked} <= known and in_order and tuple(module["front"](ranked)) == front(tuple(ranked))
+    return (
+        near == alike
+        and {one.layout for one in ranked} <= known
+        and in_order
+        and tuple(module["front"](ranked)) == front(tuple(ranked))
+    )
 
 
 def test_it_ranks_as_the_search_does(job):
