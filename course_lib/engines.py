@@ -176,7 +176,7 @@ _COURSE = Engine(
 # FSDP2 with eager PyTorch: torch.distributed.fsdp.fully_shard (torch 2.5 to 2.13), torchtitan's models uncompiled.
 _FSDP2 = Engine(
     "fsdp2",
-    # Accelerate 1.15, commands/launch.py: fsdp_version 2, reshard_after_forward, activation checkpointing; no other axis
+    # Accelerate 1.15, commands/launch.py: fsdp_version 2, reshard_after_forward, activation checkpointing; dp alone
     file=File(
         "Accelerate with FSDP2",
         ("fp32", "bf16-master"),  # FP32 shards are the master copy: as many bytes
@@ -218,9 +218,9 @@ ENGINES: dict[str, Engine] = {
             swiglu_tensors=2,
             chunked_loss=False,
             fused=True,
-            # torchtitan 0.2.1, config/job_config.py, models/llama3/infra/parallelize.py. FSDP shards all states or none;
-            # in a pipeline gradients and parameters are whole to the end of a step: ZeRO-1. Mixed precision is FSDP's.
-            # Its selective recomputation repeats other operators than attention.
+            # torchtitan 0.2.1, config/job_config.py, models/llama3/infra/parallelize.py. FSDP shards all states or
+            # none; in a pipeline gradients and parameters are whole to the end of a step: ZeRO-1. Mixed precision is
+            # FSDP's. Its selective recomputation repeats other operators than attention.
             file=File(
                 "torchtitan",
                 ("fp32", "bf16-master", "bf16-master-fp32-grads", "bf16"),

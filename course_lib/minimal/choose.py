@@ -14,7 +14,6 @@ from itertools import chain, product
 
 from course_lib.layout import Layout
 from course_lib.plan import Option, work_out
-from course_lib.plan.explain import WORK
 from course_lib.plan.space import LEAST_TOKENS, MOST_SHARDS
 
 MOST_WAITING = 0.05  # of a step: less is not worth another try

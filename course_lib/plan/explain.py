@@ -47,7 +47,8 @@ def _fit(plan: Plan) -> list[str]:
     few, most = (size / GB for size in best.estimate.memory_range)
     return [
         *lines,
-        f"   The fullest GPU needs {best.memory_in_words}: {best.verdict}; nine in ten such runs: {few:.1f} to {most:.1f}.",
+        f"   The fullest GPU needs {best.memory_in_words}: {best.verdict}.",
+        f"   Nine in ten such runs needed {few:.1f} to {most:.1f} GB.",
     ]
 
 

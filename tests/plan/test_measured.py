@@ -98,7 +98,7 @@ def test_the_choice_is_nearly_the_fastest_that_was_measured(capsys):
     reached = shares(cells, as_search)
     assert statistics.mean(reached) >= statistics.mean(shares(cells, fastest)) - 0.005
     assert min(reached) >= 0.9 and statistics.median(reached) >= 0.97
-    assert max(shares(cells, slowest)) < 0.6
+    assert statistics.median(shares(cells, slowest)) < 0.5
 
 
 @pytest.mark.skipif(not TABLE.is_file(), reason=f"the table of measured runs is not here (MEASURED_RUNS={TABLE})")
