@@ -13,7 +13,6 @@ from tyro.conf import OmitArgPrefixes, Positional
 
 from course_lib.cli.asked import Device, Techniques, Tokens, cluster_asked, computing, model_asked
 from course_lib.engines import ENGINES
-from course_lib.layout import Layout
 from course_lib.memory.states import recipe_of
 from course_lib.plan import Job, Option, Plan, explain, export, search, table
 from course_lib.plan.export import in_your_script, need

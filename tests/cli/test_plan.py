@@ -48,7 +48,7 @@ def test_json_has_the_same(model, capsys):
         (["--gpus", "0"], "gpus is 0"),
         (["--batch", "8000"], "choose 7680 or 8192"),
         (["--gpu", "h1000"], "did you mean"),
-        (["--link", "string"], "link is 'string'"),
+        (["--link", "string"], "link between nodes is 'string'"),
         (["--framework", "nosuch"], "framework is 'nosuch'"),
     ],
 )
