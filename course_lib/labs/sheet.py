@@ -205,11 +205,15 @@ def _layouts_table(lab: Lab, machine: Machine) -> str:
         one = modelled(lab, layout, cluster)
         (slow, fast), (few, most) = one.speed_range, one.memory_range
         megabytes = modelled_sent(lab, layout) / 1e6
+        speed = f"{one.step_s * 1e3:,.0f} | {one.tokens_per_s_per_gpu:,.0f} ({slow:,.0f} to {fast:,.0f})"
+        if one.memory_bytes > one.usable_bytes:  # no speed is told of what is estimated to need more than there is
+            speed = f"{one.verdict} | "
         rows.append(
-            f"| `{layout}` | {one.step_s * 1e3:,.0f} | {one.tokens_per_s_per_gpu:,.0f} ({slow:,.0f} to {fast:,.0f}) | "
-            f"{one.memory_bytes / GB:.1f} ({few / GB:.1f} to {most / GB:.1f}) | {megabytes:,.0f} |"
+            f"| `{layout}` | {speed} | {one.memory_bytes / GB:.1f} ({few / GB:.1f} to {most / GB:.1f}) | "
+            f"{megabytes:,.0f} |"
         )
     return f"""In brackets: between which values nine in ten measured runs of such a kind lay.
+No speed is told of a layout that needs more than the {cluster.gpu.usable_bytes / GB:.1f} GB of a GPU.
 
 | layout | step, ms | tokens/s/GPU | peak of a GPU, GB | sent by rank 0, MB |
 |---|--:|--:|--:|--:|

@@ -172,7 +172,10 @@ def test_a_row_of_an_unknown_model_and_one_of_other_nodes_say_so_and_the_table_g
     runs, models = a_table(tmp_path, rows)
     main(["predict", str(runs), "--models", str(models), "--out", str(tmp_path / "out.csv")])
     fine, unknown, other, spreadsheet, few = csv.DictReader((tmp_path / "out.csv").open())
-    assert (unknown["fits"], unknown["why"]) == ("no", "cannot be: model is '9B'; known: 8B, 1B")
+    assert (unknown["fits"], unknown["why"]) == (
+        "no",
+        "cannot be: model is '9B'; known: 8B, 1B; give others by --models",
+    )
     assert other["why"] == fine["why"] + "; nodes is 4, predicted for 2: 16 GPUs in nodes of 8"
     assert few["why"].endswith("; nanotron takes 3 micro-batches or more")
     assert other["predicted_mem_gb"] == fine["predicted_mem_gb"] == spreadsheet["predicted_mem_gb"]

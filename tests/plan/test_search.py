@@ -18,7 +18,9 @@ from course_lib.plan.space import leaner, shapes, sharded
 
 H100 = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
 SMALL_GPU = replace(gpu("h100"), usable_bytes=2 * 2**30)  # of which 1.1 to 1.9 GiB are no tensors
-WIDE = replace(LLAMA, d_model=1024, num_heads=8, d_ff=2048, head_dim=128, vocab_size=8192, num_layers=8, max_seq_len=8192)
+WIDE = replace(
+    LLAMA, d_model=1024, num_heads=8, d_ff=2048, head_dim=128, vocab_size=8192, num_layers=8, max_seq_len=8192
+)
 EXPERTS = replace(WIDE, name="experts", moe=MODELS["experts"].moe)
 TIED = replace(WIDE, name="tied", tied=True, num_layers=6, d_model=512, head_dim=64, max_seq_len=8192)
 TIGHT = Job(WIDE, replace(H100, gpu=SMALL_GPU, gpus_per_node=4), 8, 512, 32 * 512)
