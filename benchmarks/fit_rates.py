@@ -20,8 +20,9 @@ from course_lib.hardware import GIB, Cluster, gpu, link
 from course_lib.plan.search import TOLD_APART
 from course_lib.predict import nanotron
 from course_lib.predict.rates import RANGES, RATES, Rates
-from course_lib.predict.table import read_models, read_rows, run_of
+from course_lib.predict.table import read_rows, run_of
 from course_lib.run import Run
+from course_lib.shapes import read_models
 
 OF_MEMORY = ("activation_scale", "queued_tensors")
 OF_TIME = (

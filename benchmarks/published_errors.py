@@ -22,8 +22,9 @@ from course_lib.hardware import GIB, Cluster, gpu, link
 from course_lib.predict import RATES, Prediction, Rates, predict
 from course_lib.predict.frameworks import FRAMEWORKS, How, seconds_of
 from course_lib.predict.rates import RANGES
-from course_lib.predict.table import how_of, read_models, run_of
+from course_lib.predict.table import how_of, run_of
 from course_lib.run import Run
+from course_lib.shapes import read_models
 
 HERE = Path(__file__).parent
 SHARED = ("fused_passes", "fp8_speedup", "width_gain")

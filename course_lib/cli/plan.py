@@ -21,8 +21,8 @@ from course_lib.memory.states import recipe_of
 from course_lib.plan import Job, Option, Plan, explain, export, search, table
 from course_lib.plan.export import in_your_script, need
 from course_lib.plan.search import ENOUGH
-from course_lib.predict.table import read_models
 from course_lib.run import Run
+from course_lib.shapes import read_models
 from course_lib.validate import whole, writable
 
 if TYPE_CHECKING:

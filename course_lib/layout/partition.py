@@ -83,7 +83,7 @@ def check_num_stages(num_layers: Size, num_stages: Size) -> None:
 
 
 def stage_config(config: ModelConfig, layers: Sequence[int], stage: int) -> ModelConfig:
-    """The layers of a stage as a model of their own: dense ones first, where the model's first layers are dense.
+    """The layers of a stage as a model of their own, dense ones first.
 
     Both ends are in it, whatever the stage. A stage of dense layers alone has no experts.
     """
@@ -95,8 +95,9 @@ def stage_config(config: ModelConfig, layers: Sequence[int], stage: int) -> Mode
 def _layers_of_config(config: ModelConfig, num_layers: int, before: int) -> ModelConfig:
     moe = config.moe
     if moe is not None:
-        dense = max(0, moe.first_dense_layers - before)
-        moe = replace(moe, first_dense_layers=dense) if dense < num_layers else None
+        end = before + num_layers
+        dense = num_layers - config.moe_layers_before(end) + config.moe_layers_before(before)
+        moe = replace(moe, first_dense_layers=dense, every=1) if dense < num_layers else None
     return replace(config, num_layers=num_layers, moe=moe)
 
 

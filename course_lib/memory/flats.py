@@ -41,19 +41,15 @@ def placed_by(layout: Layout) -> Schedule:
     return _made(layout.schedule, layout.pp, 2 * layout.pp, layout.v)
 
 
-def steps_of(layout: Layout, pp_rank: int) -> list[Step]:
-    """What one rank of a layout's pipeline does, sends and receives; not to be changed."""
-    return _planned(layout.schedule, layout.pp, layout.micro_batches, layout.v, pp_rank)
+@lru_cache(maxsize=256)
+def steps_of(name: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> list[Step]:
+    """What one rank of a pipeline does, sends and receives; not to be changed."""
+    return plan(_made(name, pp, micro_batches, v), pp_rank)
 
 
 @lru_cache(maxsize=64)
 def _made(name: str, pp: int, micro_batches: int, v: int) -> Schedule:
     return make(name, pp, micro_batches, v)
-
-
-@lru_cache(maxsize=256)
-def _planned(name: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> list[Step]:
-    return plan(_made(name, pp, micro_batches, v), pp_rank)
 
 
 def layers_of(config: ModelConfig, layout: Layout) -> list[int]:
@@ -76,7 +72,7 @@ def unit_shapes(
     if stage == 0:
         units["embed"] = {name: whole[name] for name in _BEFORE_BLOCKS if name in whole}
     for layer in range(sum(layers[:stage]), sum(layers[: stage + 1])):
-        has_experts = config.moe is not None and layer >= config.moe.first_dense_layers
+        has_experts = config.has_experts(layer)
         if has_experts not in of_sort:  # layers of one sort have equal shapes
             alone = stage_config(config, [1] * config.num_layers, layer)
             shapes = parameter_shapes(narrow_experts(alone, layout.tp, tp_rank))

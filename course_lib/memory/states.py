@@ -40,7 +40,8 @@ def _with_experts(config: ModelConfig, shapes: Shapes) -> Shapes:
             shape = (D, width) if name == "down" else (width, D)
             found[f"moe.{part}.{name}"] = (shape, many * config.num_moe_layers)
     dense = {f"mlp.{name}" for name in ("gate", "up", "down")}
-    kept = {name: (shape, moe.first_dense_layers if name in dense else n) for name, (shape, n) in shapes.items()}
+    num_dense = config.num_layers - config.num_moe_layers
+    kept = {name: (shape, num_dense if name in dense else n) for name, (shape, n) in shapes.items()}
     return {name: entry for name, entry in kept.items() if entry[1]} | found
 
 

@@ -14,7 +14,6 @@ from itertools import chain, product
 
 from course_lib.layout import Layout
 from course_lib.memory.budget import fullest_budget
-from course_lib.memory.least import least_bytes
 from course_lib.plan.option import Option, option_of
 
 MOST_WAITING = 0.05  # of a step: less is not worth another try
@@ -50,8 +49,6 @@ def layout_of(job, tp=1, cp=1, pp=1, micro_batch=1, **choices):
 def option_that_fits(job, layout):
     """Return the layout's memory and time; None where a rank has too little memory."""
     run, usable_bytes = job.run(layout), job.cluster.gpu.usable_bytes
-    if least_bytes(run, usable_bytes) > usable_bytes:
-        return None
     fullest = fullest_budget(run, usable_bytes)
     return option_of(job, run, fullest) if fullest.total_bytes <= usable_bytes else None
 

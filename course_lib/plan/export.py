@@ -232,6 +232,7 @@ def _check_megatron(run: Run, framework: str, recipes: Collection[str], more: Ma
     other_moe = moe and (
         moe.num_shared_experts
         or moe.first_dense_layers
+        or moe.every > 1
         or moe.score != "softmax"
         or moe.balancing == "bias"
         or moe.capacity_factor

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from course_lib.hardware import GB
 from course_lib.layout import Layout
-from course_lib.memory.budget import Budget, budgets, steady
+from course_lib.memory.budget import Budget, fullest_budget
 from course_lib.plan.job import Job
 from course_lib.predict import predict
 from course_lib.run import Run
@@ -85,8 +85,7 @@ def work_out(job: Job, layout: Layout) -> Option:
     if job.framework is not None:
         found = predict(run, job.cluster, job.framework)
         return Option(run, found.bytes_by_kind, found.seconds_by_part, found.mfu, found.usable_bytes)
-    fullest = max(budgets(steady(run)), key=lambda budget: budget.total_bytes)
-    return option_of(job, run, fullest)
+    return option_of(job, run, fullest_budget(run))
 
 
 def option_of(job: Job, run: Run, fullest: Budget) -> Option:

@@ -19,14 +19,14 @@ from typing import NamedTuple
 from course_lib.hardware import GB
 from course_lib.layout import Layout
 from course_lib.layout.check import SPLIT_BACKWARD
-from course_lib.memory.budget import fullest_budget
+from course_lib.memory.budget import fullest_budget, states_of
 from course_lib.memory.flats import placed_by
-from course_lib.memory.least import least_bytes, least_states
 from course_lib.plan.job import Job
 from course_lib.plan.option import Option, held_bytes, memory_in_words, option_of, work_out
 from course_lib.plan.space import leaner, recomputing, shapes, sharded
 from course_lib.predict import predicted_bytes
 from course_lib.predict.frameworks import FRAMEWORKS, least_memory_of
+from course_lib.run import Run
 from course_lib.schedules import Costs
 from course_lib.timing import stage_costs
 from course_lib.validate import Size, checked
@@ -152,7 +152,7 @@ def _fastest_first(job: Job, enough: int) -> tuple[list[Option], list[Layout]]:
 
     def wait(bound_s: float, layouts: list[Layout], is_own: bool) -> None:
         """Layouts whose states alone are too many leave at once."""
-        small = [layout for layout in layouts if least_states(run_of(layout)) <= usable]
+        small = [layout for layout in layouts if _states_bytes(run_of(layout)) <= usable]
         lost.extend(layout for layout in layouts if layout not in small)
         if small:
             heapq.heappush(waiting, _Waiting(bound_s or least_s(job, small[0]), next(ties), small, is_own))
@@ -170,7 +170,7 @@ def _fastest_first(job: Job, enough: int) -> tuple[list[Option], list[Layout]]:
         bound_s, _, layouts, is_own = heapq.heappop(waiting)
         if bound_s * LEAST_SHARE > best_s or (len(found) >= enough and bound_s >= best_s):
             break
-        may_fit = [layout for layout in layouts if least_bytes(run_of(layout), usable) <= usable]
+        may_fit = [layout for layout in layouts if fullest_budget(run_of(layout), usable).total_bytes <= usable]
         wait_leaner(bound_s, [layout for layout in layouts if layout not in may_fit])
         if may_fit and not is_own:
             heapq.heappush(waiting, _Waiting(least_s(job, may_fit[0]), next(ties), may_fit, True))
@@ -186,6 +186,12 @@ def _fastest_first(job: Job, enough: int) -> tuple[list[Option], list[Layout]]:
             best_s = min(best_s, found[-1].step_s)
         wait_leaner(bound_s, too_large[::-1])
     return found, lost
+
+
+def _states_bytes(run: Run) -> int:
+    """Parameters and optimizer of the first rank, which recomputation does not take away."""
+    states = states_of(run)
+    return states.parameters + states.optimizer
 
 
 class _Waiting(NamedTuple):
@@ -248,7 +254,7 @@ def _nearest_to_fit(job: Job, best: Layout, lost: list[Layout]) -> list[Layout]:
 
 def _least_of(job: Job, layout: Layout) -> float:
     if job.framework is None:
-        return least_bytes(job.run(layout))
+        return fullest_budget(job.run(layout)).total_bytes
     if job.framework in FRAMEWORKS:
         return least_memory_of(job.run(layout), FRAMEWORKS[job.framework])
     return sum(_held_bytes(job, layout).values())

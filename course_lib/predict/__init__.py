@@ -16,7 +16,8 @@ from course_lib.predict.calibrate import Calibration, calibrate
 from course_lib.predict.frameworks import How
 from course_lib.predict.prediction import FRAMEWORKS, Prediction, predict, predicted_bytes
 from course_lib.predict.rates import RATES, Rates
-from course_lib.predict.table import predict_rows, read_models, read_rows, write_table
+from course_lib.predict.table import predict_rows, read_rows, write_table
+from course_lib.shapes import read_models
 
 __all__ = [
     "FRAMEWORKS", "RATES", "Calibration", "How", "Prediction", "Rates", "calibrate", "predict", "predict_rows",

@@ -19,8 +19,7 @@ from course_lib.config import ModelConfig, require_dense
 from course_lib.flops import attention_parameters, head_parameters, matmul_parameters, mlp_parameters
 from course_lib.hardware import Cluster, peak_flops
 from course_lib.layout import Layout
-from course_lib.memory.budget import fullest_budget, overheads_of
-from course_lib.memory.least import least_bytes
+from course_lib.memory.budget import fullest_budget
 from course_lib.memory.states import RECIPES
 from course_lib.predict.rates import Rates
 from course_lib.run import Run
@@ -124,9 +123,8 @@ def memory_of(run: Run, framework: Framework, how: How = How()) -> dict[str, flo
 
 
 def least_memory_of(run: Run, framework: Framework) -> float:
-    """Bytes below which `memory_of` is not: soon worked out, for a search."""
-    under = run_under(run, framework, How())
-    return least_bytes(under) - (sum(overheads_of(under).values()) if framework.reserved else 0)
+    """Bytes of the fullest rank, for a search."""
+    return sum(memory_of(run, framework).values())
 
 
 @lru_cache(maxsize=4096)

@@ -18,7 +18,7 @@ from math import ceil
 from pathlib import Path
 from typing import get_args
 
-from course_lib.config import ModelConfig, MoeConfig, Recompute, preset
+from course_lib.config import ModelConfig, Recompute
 from course_lib.hardware import Cluster
 from course_lib.layout import Layout
 from course_lib.memory.zero import Offload
@@ -26,21 +26,11 @@ from course_lib.predict.frameworks import PRECISIONS, How
 from course_lib.predict.prediction import Prediction, predict
 from course_lib.predict.rates import RATES, Rates
 from course_lib.run import Run
-from course_lib.validate import Size, checked, one_of, read_json, show
+from course_lib.validate import Size, checked, one_of, show
 
 READ = ("nodes", "gpus", "mbs", "grad_acc", "dp", "pp", "tp", "zero")
 ADDED = ("predicted_mem_gb", "predicted_tok_s_gpu", "predicted_mfu_pct", "fits", "why")
 BARS = ("mem_gb_from", "mem_gb_to", "tok_s_gpu_from", "tok_s_gpu_to")
-SHAPES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")
-WIDTHS = (
-    "head_dim",
-    "experts",
-    "top_k",
-    "expert_ffn",
-    "shared_experts",
-    "dense_layers",
-    "family",
-)  # of a shape, if it has them
 # Columns that a table may have beside: name in the table -> name in a Layout, or what `run_of` makes of it.
 WHOLE = {"cp": "cp", "ep": "ep", "v": "v", "dp_replicate": "dp_replicate"}
 WORDS = {"schedule": "schedule", "cp_method": "cp_method", "cp_sharding": "cp_sharding", "layers_of_stage": None}
@@ -59,50 +49,6 @@ KNOWN = {
     "tok_s_gpu",
 }
 RECOMPUTE = (*get_args(Recompute), "operators")
-
-
-def read_models(path: str | Path, seq_len: int) -> dict[str, ModelConfig]:
-    """Read shapes by name: {"8B": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 32, "ffn": 14336, ...}}.
-
-    A shape may also be the name of a preset. Experts: experts, top_k, expert_ffn, shared_experts, dense_layers.
-
-    Raises   ValueError that names the model and what it lacks
-    """
-    told = read_json(path)
-    if not isinstance(told, dict):
-        raise ValueError(f"{path} holds a {type(told).__name__}; required: an object of shapes by a model's name")
-    models = {}
-    for name, shape in told.items():
-        try:
-            models[name] = _model(name, shape, seq_len)
-        except TypeError as error:
-            raise ValueError(f"model {name!r}: {error}") from None
-    return models
-
-
-def _model(name: str, shape: Mapping[str, object] | str, seq_len: int) -> ModelConfig:
-    if isinstance(shape, str):
-        return preset(shape)
-    if not isinstance(shape, dict) or not set(SHAPES) <= set(shape) <= {*SHAPES, *WIDTHS}:
-        got = ", ".join(shape) if isinstance(shape, dict) else repr(shape)
-        raise ValueError(f"model {name!r} has {got}; required: {', '.join(SHAPES)}; possible: {', '.join(WIDTHS)}")
-    layers, hidden, heads, kv_heads, ffn, vocab, tied = (shape[key] for key in SHAPES)
-    moe = None
-    if "experts" in shape:
-        if not {"top_k", "expert_ffn"} <= set(shape):
-            raise ValueError(f"model {name!r} has experts; required beside: top_k, expert_ffn")
-        moe = MoeConfig(
-            shape["experts"],
-            shape["top_k"],
-            shape["expert_ffn"],
-            shape.get("shared_experts", 0),
-            normalise_weights=shape["top_k"] > 1,
-            first_dense_layers=shape.get("dense_layers", 0),
-        )
-    sizes = (layers, hidden, heads, kv_heads, ffn, vocab, seq_len)
-    return ModelConfig(
-        name, *sizes, tied=tied, head_dim=shape.get("head_dim"), moe=moe, family=shape.get("family", "llama")
-    )
 
 
 @checked

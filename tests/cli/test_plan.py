@@ -10,7 +10,7 @@ from course_lib.cli.plan import write_files
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.plan import Job, search
-from course_lib.predict.table import read_models
+from course_lib.shapes import read_models
 
 SMALL = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1536, "vocab": 2048, "tied": False}
 ASKED = ["--gpus", "8", "--seq", "512", "--batch", "8192"]

@@ -11,7 +11,7 @@ import pytest
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.plan import Job, Option, work_out
 from course_lib.plan.search import advised
-from course_lib.predict.table import read_models
+from course_lib.shapes import read_models
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

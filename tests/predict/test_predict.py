@@ -28,9 +28,10 @@ from course_lib.predict.nanotron import (
     stages_of,
     stalls,
 )
-from course_lib.predict.table import ADDED, READ, read_models, read_rows, run_of
+from course_lib.predict.table import ADDED, READ, read_rows, run_of
 from course_lib.run import Run
 from course_lib.schedules import Costs, one_f_one_b, simulate
+from course_lib.shapes import read_models
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
