@@ -11,9 +11,55 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from course_lib.validate import Amount, Bytes, check_fields
+from course_lib.validate import Amount, Bytes, Share, check_fields, one_of
 
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class File:
+    """What a configuration file can say of a layout: a search takes no other, an export refuses any other.
+
+    program         who reads it
+    recipes         names of `memory.states.RECIPES`
+    axes            beside dp
+    order           of its axes on the hardware, outermost first; empty: any
+    zero_stages     where ranks share the data, without a pipeline
+    pipeline_zero   and in one
+    zero_0_alone    ZeRO-0 only where dp is the only axis
+    data_needed     tp and pp only beside dp or cp
+    replicas        shards inside groups of ranks, and replicas of these (HSDP)
+    schedules, recomputes, cp_methods, cp_shardings   words of a layout
+    regathers       inputs of sequence-parallel products may stay gathered (False), be gathered again (True)
+    sequence_parallel  with tp it may be off (False), on (True)
+    even_stages     stages have equally many layers
+    told_stages     layers of each stage can be told
+    families        of models
+    lacks           parts of models: keys of `plan.export.parts_of`
+    """
+
+    program: str
+    recipes: tuple[str, ...]
+    axes: tuple[str, ...] = ("tp", "pp", "cp", "ep")
+    order: str = "pp-dp-cp-tp"
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    pipeline_zero: tuple[int, ...] = (0, 1, 2, 3)
+    zero_0_alone: bool = False
+    data_needed: bool = False
+    replicas: bool = True
+    schedules: tuple[str, ...] = ("naive", "afab", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv", "dualpipe_v")
+    recomputes: tuple[str, ...] = ("none", "selective", "full")
+    cp_methods: tuple[str, ...] = ("ring", "all_gather", "ulysses")
+    cp_shardings: tuple[str, ...] = ("contiguous", "striped", "zigzag")
+    regathers: tuple[bool, ...] = (False, True)
+    sequence_parallel: tuple[bool, ...] = (False, True)
+    even_stages: bool = False
+    told_stages: bool = True
+    families: tuple[str, ...] = ("llama", "gpt")
+    lacks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -54,12 +100,24 @@ class Engine:
     log_reserved        what the allocator reserved, without CUDA's context and NCCL's buffers; else all of the device
     reserved_share      of tensors' bytes, so much is reserved
     unfilled_bytes      and so much besides, in pieces that no tensor fills
+    queued_tensors      tensors of a whole sequence that wait at most in the queue of launches, where tp shares them
     log_first           the log is of the first stage alone
+
+    Time (timing/step.py)
+    fused               small operations run as one kernel, also the update: torch.compile, Transformer Engine
+    hides_tp            share of tp's exposed time that is hidden: collectives cut in pieces beside products
+    hides_behind_weights  backward's sums of tp travel beside weight gradients
+    hides_data          gradients travel beside backward, parameters of ZeRO beside the layers before
+    hides_ep            rows of experts travel beside another micro-batch, as DualPipe has them
+    counts_tied_twice   its MFU counts embedding and head, a tied one in a pipeline twice
+
+    file                what its configuration file can say
     """
 
     name: str
     recipes: tuple[str, ...]
     recipe: str
+    file: File
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     pipeline_zero: tuple[int, ...] = (0, 1, 2, 3)
     pipeline_grads_whole: bool = False
@@ -82,7 +140,14 @@ class Engine:
     log_reserved: bool = True
     reserved_share: Amount = 1.0
     unfilled_bytes: Bytes = 0
+    queued_tensors: int = 0
     log_first: bool = False
+    fused: bool = False
+    hides_tp: Share = 0.0
+    hides_behind_weights: bool = True
+    hides_data: bool = True
+    hides_ep: bool = False
+    counts_tied_twice: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -90,6 +155,7 @@ class Engine:
 
 _COURSE = Engine(
     "course",
+    file=File("the course's trainer", ("fp32", "bf16-master", "bf16-master-fp32-grads"), order=""),
     # course_lib/train/trainer.py and memory/states.py; the formulas answer for all of them
     recipes=(
         "fp32",
@@ -110,6 +176,15 @@ _COURSE = Engine(
 # FSDP2 with eager PyTorch: torch.distributed.fsdp.fully_shard (torch 2.5 to 2.13), torchtitan's models uncompiled.
 _FSDP2 = Engine(
     "fsdp2",
+    # Accelerate 1.15, commands/launch.py: fsdp_version 2, reshard_after_forward, activation checkpointing; no other axis
+    file=File(
+        "Accelerate with FSDP2",
+        ("fp32", "bf16-master"),  # FP32 shards are the master copy: as many bytes
+        axes=(),
+        zero_stages=(2, 3),
+        replicas=False,
+        recomputes=("none", "full"),
+    ),
     # FP32 shards are the master copy, of which BF16 casts are gathered: MixedPrecisionPolicy(param_dtype=bfloat16)
     recipes=("fp32", "bf16-master", "bf16-master-fp32-grads", "bf16"),
     recipe="bf16-master",
@@ -137,9 +212,44 @@ ENGINES: dict[str, Engine] = {
         _COURSE,
         _FSDP2,
         # torchtitan with compile=true: counted with saved_tensors_hooks (torch 2.13), silu and product are made again
-        replace(_FSDP2, name="torchtitan", swiglu_tensors=2, chunked_loss=False),
+        replace(
+            _FSDP2,
+            name="torchtitan",
+            swiglu_tensors=2,
+            chunked_loss=False,
+            fused=True,
+            # torchtitan 0.2.1, config/job_config.py, models/llama3/infra/parallelize.py. FSDP shards all states or none;
+            # in a pipeline gradients and parameters are whole to the end of a step: ZeRO-1. Mixed precision is FSDP's.
+            # Its selective recomputation repeats other operators than attention.
+            file=File(
+                "torchtitan",
+                ("fp32", "bf16-master", "bf16-master-fp32-grads", "bf16"),
+                zero_stages=(0, 2, 3),
+                pipeline_zero=(1,),
+                zero_0_alone=True,
+                data_needed=True,
+                schedules=("afab", "1f1b", "interleaved", "zbv", "dualpipe_v"),
+                recomputes=("none", "full"),
+                cp_methods=("ring", "all_gather"),
+                cp_shardings=("zigzag",),
+                regathers=(False,),
+                sequence_parallel=(True,),
+            ),
+        ),
         Engine(
             "megatron",
+            # Megatron-LM d98e8a6, training/arguments.py, core/transformer/transformer_config.py: ZeRO-2 and 3 are its
+            # FSDP, which has no pipeline
+            file=File(
+                "Megatron-LM",
+                ("fp32", "bf16-master", "bf16-master-fp32-grads", "fp16-master-fp32-grads"),
+                pipeline_zero=(0, 1),
+                schedules=("1f1b", "interleaved"),
+                cp_shardings=("zigzag",),
+                even_stages=True,
+                told_stages=False,
+                lacks=("latent attention",),
+            ),
             # megatron/training/theoretical_memory_usage.py (core 0.12): 18 bytes, or 6 + 12 / dp; --grad-reduce-in-bf16
             # gives 16
             recipes=("fp32", "bf16-master", "bf16-master-fp32-grads", "fp16-master-fp32-grads"),
@@ -155,9 +265,20 @@ ENGINES: dict[str, Engine] = {
             # and gathers it again in backward
             regathers=True,
             log_reserved=False,
+            fused=True,  # TransformerEngine's kernels; optimizers/fused_adam
+            hides_tp=0.8,  # assumed of --tp-comm-overlap: userbuffers cut collectives in pieces beside products
         ),
         Engine(
             "deepspeed",
+            # 0.19.8, runtime/config.py: ZeRO; tp, pp and cp are asked for in the program. So is recomputation: the
+            # file only says how it is done, and what is written says where to ask for it
+            file=File(
+                "DeepSpeed",
+                ("fp32", "bf16-master", "bf16-master-fp32-grads", "fp16-master-fp32-grads"),
+                axes=(),
+                replicas=False,
+                recomputes=("none", "full"),
+            ),
             # runtime/bf16_optimizer.py, fp16/: BF16 gradients, or FP32 with grad_accum_dtype
             recipes=("fp32", "bf16-master", "bf16-master-fp32-grads", "fp16-master-fp32-grads"),
             recipe="bf16-master",
@@ -170,6 +291,24 @@ ENGINES: dict[str, Engine] = {
         ),
         Engine(
             "nanotron",  # its code of February 2025
+            # 2411b02, config/parallelism_config.py, config.py and models_config.py
+            file=File(
+                "nanotron",
+                ("bf16-master-fp32-grads", "bf16"),
+                axes=("tp", "pp"),
+                zero_stages=(0, 1),
+                pipeline_zero=(0, 1),
+                replicas=False,
+                schedules=("1f1b", "afab"),
+                recomputes=("none", "full"),
+                told_stages=False,
+                families=("llama",),
+                lacks=(
+                    "norms of queries and keys (QK-norm)",
+                    "heads of another width",
+                    "fewer key/value heads than tp",
+                ),
+            ),
             recipes=("fp32", "bf16-master-fp32-grads"),
             recipe="bf16-master-fp32-grads",  # optim/gradient_accumulator.py: FP32GradientAccumulator
             zero_stages=(0, 1),  # optim/zero.py
@@ -186,7 +325,25 @@ ENGINES: dict[str, Engine] = {
             cut="cost",  # helpers.py and models/llama.py, get_block_compute_costs: a stage is full with its share
             log_unit=GIB,
             unfilled_bytes=GIB // 5,  # assumed
+            # CUDA's queue holds 1,024 launches, of which about one in 20 is a collective of tp
+            queued_tensors=50,
             log_first=True,  # rank 0 writes the log
+            # parallel/data_parallel/utils.py: gradients are summed in FP32 when the last backward has ended; tp waits
+            # for each collective
+            hides_behind_weights=False,
+            hides_data=False,
+            counts_tied_twice=True,  # models/llama.py, get_flops_per_sec: 6 N of all parameters and 12 L h s
         ),
     )
 }
+
+
+def engine_of(engine: str | Engine) -> Engine:
+    """The engine of that name, or that engine.
+
+    Raises   ValueError naming the engines that there are
+    """
+    if isinstance(engine, Engine):
+        return engine
+    one_of("engine", engine, tuple(ENGINES))
+    return ENGINES[engine]

@@ -58,6 +58,7 @@ class Link:
     low_latency_bytes_per_s: Positive | None = None  # the most that the LL protocol gives
     switch_share: Positive | None = None  # of the line rate: an all-reduce's bus bandwidth where the switch sums
     measured: bool = False  # collectives over several nodes get no more than measured_bus_bandwidth
+    by_nodes: bool = False  # a step on it was measured over nodes: bandwidth falls, and ranks wait (timing/step.py)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -158,9 +159,10 @@ LINKS: dict[str, Link] = {
     "ib-hdr200": _link("InfiniBand HDR", 14, 25, 50, "200 Gb/s a port, one port a GPU", **_NETWORK),
     "ib-ndr400": _link("InfiniBand NDR", 14, 50, 100, "400 Gb/s a port, one port a GPU", **_NETWORK),
     "roce-400": _link("RoCE 400G", 14, 50, 100, "Llama 3 paper (arXiv:2407.21783): 400 Gb/s a GPU", **_NETWORK),
-    "efa": _link("EFA v2 (p5.48xlarge)", 14, 50, 100, "AWS EC2 guide: 3,200 Gb/s a node of 8 GPUs", **_NETWORK),
+    "efa": _link("EFA v2 (p5.48xlarge)", 14, 50, 100, "AWS EC2 guide: 3,200 Gb/s a node of 8 GPUs", **_NETWORK,
+                 by_nodes=True),
     "efa-measured": _link("EFA v2, collectives as measured", 14, 50, 100, "Ultra-Scale Playbook, bandwidth over nodes",
-                          **_NETWORK, measured=True),
+                          **_NETWORK, measured=True, by_nodes=True),
     "ethernet-100g": _link("Ethernet 100G", 14, 12.5, 25, "100 Gb/s", **_NETWORK),
     "nvme": _link("NVMe SSD, PCIe 4.0 x4", 100, 7, 7, _ASSUMED + "; PCIe 4.0 x4 allows 7.9 GB/s", _ASSUMED),
 }
@@ -171,6 +173,7 @@ LINKS: dict[str, Link] = {
 # algorithm bandwidth; the course reads them as bus bandwidth. 436 GB/s is then more than a ring's 370: the NVSwitch
 # sums. As algorithm bandwidth it would be 763 GB/s of bus bandwidth, which nobody has measured on NVLink 4.
 MEASURED_PER_NODE = 8
+MOST_NODES = 64
 PUBLISHED_BUS_BANDWIDTH: dict[str, dict[int, float]] = {
     "all_reduce": {
         1: 435.9668e9, 2: 361.7492e9, 4: 160.1395e9, 8: 99.5643e9, 16: 84.7405e9, 32: 64.9254e9, 64: 32.9378e9,

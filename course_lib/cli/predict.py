@@ -10,22 +10,15 @@ from pathlib import Path
 
 from tyro.conf import OmitArgPrefixes, Positional
 
+from course_lib.engines import ENGINES
+from course_lib.estimate import Calibration, Estimate, calibrate, predict_rows, read_rows, write_table
+from course_lib.estimate import sensitivity as assumptions
+from course_lib.estimate.calibrate import BOUNDS, HELD, measured_step_s, ranges
 from course_lib.hardware import Cluster
 from course_lib.hardware import gpu as gpu_named
 from course_lib.hardware import link as link_named
-from course_lib.predict import (
-    FRAMEWORKS,
-    RATES,
-    Calibration,
-    Prediction,
-    calibrate,
-    predict_rows,
-    read_models,
-    read_rows,
-    write_table,
-)
-from course_lib.predict import sensitivity as assumptions
-from course_lib.predict.calibrate import BOUNDS, HELD, measured_step_s, ranges
+from course_lib.shapes import read_models
+from course_lib.timing import RATES
 from course_lib.validate import one_of, whole, writable_file
 
 
@@ -35,12 +28,14 @@ class Machine:
 
     gpu: str = "h100-80g"  # a GPU, such as h100-80g
     nodes_link: str = "efa"  # the network between nodes, such as efa
-    recipe: str = "nanotron"  # the framework whose runs these are: nanotron, megatron, fsdp2, torchtitan, deepspeed
+    recipe: str = (
+        "nanotron"  # the engine whose runs these are: nanotron, megatron, fsdp2, torchtitan, deepspeed, course
+    )
     seq: int = 4096  # tokens of a sequence
 
     def cluster(self) -> Cluster:
         whole("seq", self.seq)
-        one_of("recipe", self.recipe, FRAMEWORKS)
+        one_of("recipe", self.recipe, tuple(ENGINES))
         device = gpu_named(self.gpu)
         return Cluster(device, link_named(device.link), link_named(self.nodes_link))
 
@@ -151,7 +146,7 @@ def _rows(runs: Path) -> list[dict[str, str]]:
 
 
 def _print_sensitivity(rows: list[dict[str, str]], predict_all, cluster: Cluster) -> None:
-    predictions: list[Prediction | str] = predict_all(cluster, RATES)
+    predictions: list[Estimate | str] = predict_all(cluster, RATES)
     cells = len(assumptions.fastest(rows, predictions))
     found = assumptions.sensitivity(rows, predict_all, cluster, RATES)
     print(f"\n{'assumption':32s}{'fastest run changes':>22s}{'largest change':>18s}")

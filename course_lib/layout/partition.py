@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Literal
 
 from course_lib.config import ModelConfig
-from course_lib.validate import Count, Size, checked, one_of
+from course_lib.validate import Amount, Count, Size, checked, one_of
 
 CP_METHODS = ("ring", "all_gather", "ulysses")  # how ranks of cp exchange keys and values
 
@@ -47,6 +47,27 @@ def even_layers(num_layers: Size, num_stages: Size) -> list[int]:
     """
     check_num_stages(num_layers, num_stages)
     return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
+
+
+@checked
+def layers_by_cost(config: ModelConfig, num_stages: Size, head_cost: Amount = 0.95) -> list[int]:
+    """Layers of each stage as nanotron cuts a model: a stage is full once it has its share of the parameters.
+
+    The head counts, and so the last stages have fewer layers; of many stages some have none.
+    head_cost   of the head's parameters that count: over 16 stages the last one has it alone
+
+    Source   nanotron, models/llama.py, get_block_compute_costs
+    """
+    D, H = config.d_model, config.head_dim
+    layer = 2 * D * H * (config.num_heads + config.num_kv_heads) + 3 * D * config.d_ff
+    costs = [0, *[layer] * config.num_layers, head_cost * config.vocab_size * D]
+    counts, reached, stage = [0] * num_stages, 0, 0
+    for index, cost in enumerate(costs):
+        reached += cost
+        counts[stage] += 0 < index <= config.num_layers
+        if stage < num_stages - 1 and reached * num_stages >= sum(costs) * (stage + 1):
+            stage += 1
+    return counts
 
 
 @checked

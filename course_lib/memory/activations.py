@@ -123,6 +123,7 @@ def part_of(run: Run, tp_rank: int = 0, load: float = 1.0, engine: Engine = ENGI
 @lru_cache(maxsize=4096)
 def layer_terms(part: Part, layer: int, recompute: str | None = None) -> tuple[Terms, Terms]:
     """What a layer saves by name: (attention with its norm, what follows it with its norm)."""
+    operators = part.run.operators and recompute is None
     recompute, run, D = recompute or part.layout.recompute, part.run, part.config.d_model
     reached = run.lora is None or layer > 0  # whether a gradient reaches the layer's input
     if recompute == "full":
@@ -135,7 +136,7 @@ def layer_terms(part: Part, layer: int, recompute: str | None = None) -> tuple[T
     first = _attention_terms(part, recompute, reached)
     second = dict(zip(("residual", "second norm's statistics"), part.norm(part.own_rows, D, part.r), strict=True))
     second |= _expert_terms(part) if has_experts(part, layer) else _mlp_terms(part)
-    if run.operators:
+    if operators:
         return _kept_outputs(part), {}
     return first | {"dropout masks": masks}, second | {"MLP's dropout mask": masks}
 

@@ -1,9 +1,11 @@
 """A table of runs, and the same table with predictions: CSV in, CSV out.
 
 columns read    model nodes gpus mbs grad_acc dp pp tp zero      (others are handed through)
-    and, if there cp ep sp seq precision recompute offload schedule v layers_of_stage dp_replicate cp_method cp_sharding
+    and, if there cp ep sp seq precision recompute states offload schedule v layers_of_stage dp_replicate cp_method
+                  cp_sharding
 columns added   predicted_mem_gb predicted_tok_s_gpu predicted_mfu_pct fits why
-                mem_gb as the framework's log counts: nanotron's in GiB, the others' in GB
+                mem_gb as the engine's log counts: nanotron's in GiB, other engines' in GB; "fits" is no where not even
+                the lower end of the error bar does, and "why" tells the verdict in words: fits, tight, does not fit
     and, if asked mem_gb_from mem_gb_to tok_s_gpu_from tok_s_gpu_to: where nine in ten runs like it lay
 """
 
@@ -19,13 +21,13 @@ from pathlib import Path
 from typing import get_args
 
 from course_lib.config import ModelConfig, Recompute
+from course_lib.engines import Engine, engine_of
+from course_lib.estimate.estimate import Estimate, estimate
 from course_lib.hardware import Cluster
 from course_lib.layout import Layout
 from course_lib.memory.zero import Offload
-from course_lib.predict.frameworks import PRECISIONS, How
-from course_lib.predict.prediction import Prediction, predict
-from course_lib.predict.rates import RATES, Rates
 from course_lib.run import Run
+from course_lib.timing.rates import RATES, Rates
 from course_lib.validate import Size, checked, one_of, show
 
 READ = ("nodes", "gpus", "mbs", "grad_acc", "dp", "pp", "tp", "zero")
@@ -43,17 +45,21 @@ KNOWN = {
     "seq",
     "precision",
     "recompute",
+    "states",
     "offload",
     "status",
     "step_s",
     "tok_s_gpu",
 }
 RECOMPUTE = (*get_args(Recompute), "operators")
+PRECISIONS = ("bf16", "fp8")
 
 
 @checked
-def run_of(row: Mapping[str, str], models: Mapping[str, ModelConfig], seq_len: Size) -> Run:
-    """Make the run of one row.
+def run_of(
+    row: Mapping[str, str], models: Mapping[str, ModelConfig], seq_len: Size, engine: str | Engine = "nanotron"
+) -> Run:
+    """Make the run of one row, with the engine's states unless the row tells its own.
 
     Raises   ValueError that says what the row lacks, or why it cannot be
     """
@@ -89,12 +95,9 @@ def run_of(row: Mapping[str, str], models: Mapping[str, ModelConfig], seq_len: S
     config = models[name]
     if tokens > config.max_seq_len and config.family == "llama":
         config = replace(config, max_seq_len=tokens)
-    return Run(config, layout, tokens, "bf16-master-fp32-grads", offload=_offload(row))
-
-
-def how_of(row: Mapping[str, str]) -> How:
-    """What the row says of precision and recomputation."""
-    return How(_word(row, "precision", PRECISIONS), _word(row, "recompute", RECOMPUTE) == "operators")
+    recipe = row.get("states") or engine_of(engine).recipe
+    fp8, operators = _word(row, "precision", PRECISIONS) == "fp8", recompute == "operators"
+    return Run(config, layout, tokens, recipe, offload=_offload(row), fp8=fp8, operators=operators)
 
 
 def _whole(row: Mapping[str, str], column: str) -> int:
@@ -165,37 +168,38 @@ def predict_rows(
     models: Mapping[str, ModelConfig],
     cluster: Cluster,
     seq_len: int,
-    framework: str = "nanotron",
+    engine: str | Engine = "nanotron",
     rates: Rates = RATES,
-) -> list[Prediction | str]:
+) -> list[Estimate | str]:
     """Predict each row; of one that cannot be, say why."""
-    found: list[Prediction | str] = []
+    found: list[Estimate | str] = []
     for row in rows:
         try:
-            one = predict(run_of(row, models, seq_len), cluster, framework, rates, how_of(row))
-            found.append(replace(one, note=_note(row, cluster, framework)))
+            one = estimate(run_of(row, models, seq_len, engine), cluster, engine, rates)
+            notes = [*_notes(row, cluster, engine), *([one.note] if one.note else [])]
+            found.append(replace(one, note="; ".join(notes)))
         except ValueError as error:
             found.append(f"cannot be: {error}")
     return found
 
 
-def _note(row: Mapping[str, str], cluster: Cluster, framework: str) -> str:
+def _notes(row: Mapping[str, str], cluster: Cluster, engine: str | Engine) -> list[str]:
     """What else to know of a row: its nodes are not those that its GPUs fill; nanotron would refuse it."""
     gpus, nodes = _whole(row, "gpus"), ceil(_whole(row, "gpus") / cluster.gpus_per_node)
     notes = []
     if _whole(row, "nodes") != nodes:
         notes.append(f"nodes is {row['nodes']}, predicted for {nodes}: {gpus} GPUs in nodes of {cluster.gpus_per_node}")
-    if framework == "nanotron" and _whole(row, "grad_acc") < (least := _whole(row, "pp") - 1):
+    if engine_of(engine).name == "nanotron" and _whole(row, "grad_acc") < (least := _whole(row, "pp") - 1):
         notes.append(f"nanotron takes {least} micro-batches or more")
-    return "; ".join(notes)
+    return notes
 
 
-def told(one: Prediction | str) -> dict[str, str]:
+def told(one: Estimate | str) -> dict[str, str]:
     """The columns that are added to a row; one that cannot be has no numbers, does not fit, and says why."""
     if isinstance(one, str):
         return dict.fromkeys(ADDED, "") | {"fits": "no", "why": one}
     return {
-        "predicted_mem_gb": f"{one.memory_bytes / one.gb:.2f}",
+        "predicted_mem_gb": f"{one.logged_bytes / one.gb:.2f}",
         "predicted_tok_s_gpu": f"{one.tokens_per_s_per_gpu:.1f}",
         "predicted_mfu_pct": f"{100 * one.mfu:.2f}",
         "fits": "yes" if one.fits else "no",
@@ -203,16 +207,16 @@ def told(one: Prediction | str) -> dict[str, str]:
     }
 
 
-def bars_of(one: Prediction | str) -> dict[str, str]:
+def bars_of(one: Estimate | str) -> dict[str, str]:
     """Between which values nine in ten measured runs like it lay, of memory and of speed."""
     if isinstance(one, str):
         return dict.fromkeys(BARS, "")
-    ends = (*(size / one.gb for size in one.memory_range), *one.speed_range)
+    ends = (*(size / one.gb for size in one.logged_range), *one.speed_range)
     return {name: f"{value:.1f}" for name, value in zip(BARS, ends, strict=True)}
 
 
 def write_table(
-    rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction | str], out: str | Path, bars: bool = False
+    rows: Sequence[Mapping[str, str]], predictions: Sequence[Estimate | str], out: str | Path, bars: bool = False
 ) -> None:
     """Write the rows with their predictions, and with error bars if asked for; older predictions are replaced."""
     columns = [name for name in rows[0] if name not in (*ADDED, *BARS)]
