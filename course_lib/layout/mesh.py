@@ -192,8 +192,10 @@ def check_ep_size(dp: Size, cp: Size, ep_size: Size, fold: Size = 1) -> None:
     """Raises ValueError unless ep neighbours each make up the ranks of data, or of data and `fold` ranks of tp."""
     product, sizes, size = _carved(dp, cp, fold)
     if size % ep_size:
-        ranks = "data" if fold == 1 else "data and tp, where experts are whole (expert_tp 1)"
-        raise ValueError(f"ep ({ep_size}) must divide {product} = {sizes} = {size}: carved out of the ranks of {ranks}")
+        ranks = "data" if fold == 1 else "data and tp"
+        raise ValueError(
+            f"ep ({ep_size}) must divide {product} = {sizes} = {size}: ep is carved out of the ranks of {ranks}"
+        )
 
 
 def _carved(dp: int, cp: int, fold: int) -> tuple[str, str, int]:
