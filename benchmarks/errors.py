@@ -11,6 +11,7 @@ as torchtitan does.
 """
 
 import csv
+import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +33,7 @@ from course_lib.timing import RATES, Rates, step_time
 from course_lib.timing.rates import RANGES
 
 HERE, DOCUMENT = Path(__file__).parent, Path(__file__).parents[1] / "docs" / "PREDICTOR.md"
+LEFT_OUT = HERE / "left_out.json"  # constants by the model that they were fitted without
 USEFUL_MFU = 0.1  # below, a run mostly waits
 ENOUGH = 10  # runs of a cell: a model on a number of nodes
 SLOW_WEIGHT = 0.3  # of runs below USEFUL_MFU in the fit
@@ -121,12 +123,15 @@ def fit(measured: Sequence[Told], published: Sequence[Told]) -> Rates:
     return rates_of(found.x)
 
 
-def left_out(measured: Sequence[Told], published: Sequence[Told]) -> list[Estimate]:
-    """Of each run the estimate by constants that were fitted without its model."""
-    rates = {
-        model: fit([one for one in measured if one.source != model], published)
-        for model in dict.fromkeys(one.source for one in measured)
-    }
+def fit_left_out(measured: Sequence[Told], published: Sequence[Told]) -> dict[str, Rates]:
+    """Of each model the constants that are fitted without its runs."""
+    models = dict.fromkeys(one.source for one in measured)
+    return {model: fit([one for one in measured if one.source != model], published) for model in models}
+
+
+def left_out(measured: Sequence[Told]) -> list[Estimate]:
+    """Of each run the estimate by constants that were fitted without its model, as left_out.json has them."""
+    rates = {model: Rates(**values) for model, values in json.loads(LEFT_OUT.read_text()).items()}
     return [one.estimate(rates[one.source]) for one in measured]
 
 
@@ -273,7 +278,7 @@ def rates_lines(rates: Rates) -> list[str]:
 
 def document(measured: Sequence[Told], published: Sequence[Told]) -> str:
     """docs/PREDICTOR.md: the text of predictor.md with every figure in its place."""
-    unseen = left_out(measured, published)
+    unseen = left_out(measured)
     by_fit, default = ([replace(one, engine=name).estimate() for one in measured] for name in ("nanotron", "course"))
     lines = [measured_line("all, fitted to all", measured, by_fit)]
     for model in sorted({one.source for one in measured}):
@@ -330,7 +335,7 @@ def main(
     Args:
         runs: CSV of measured runs
         models: JSON with the shapes of its models
-        fit_rates: print the fitted constants and error bars
+        fit_rates: fit the constants, print them and error bars, and write left_out.json
         write: write docs/PREDICTOR.md and its picture
     """
     published = read_published()
@@ -346,7 +351,9 @@ def main(
     measured = read_measured(runs, models)
     if fit_rates:
         print("\n".join(rates_lines(fit(measured, published))))
-        unseen = left_out(measured, published)
+        told = {model: asdict(rates) for model, rates in fit_left_out(measured, published).items()}
+        LEFT_OUT.write_text(json.dumps(told, indent=2) + "\n")
+        unseen = left_out(measured)
         print(measured_line("each model left out", measured, unseen))
         for name, spread in spreads(measured, unseen, _kind).items():
             print(name, *spread)

@@ -248,7 +248,7 @@ ENGINES: dict[str, Engine] = {
                 cp_shardings=("zigzag",),
                 even_stages=True,
                 told_stages=False,
-                lacks=("latent attention",),
+                lacks=("latent attention", "experts but plain ones", "other bounds of scaled RoPE"),
             ),
             # megatron/training/theoretical_memory_usage.py (core 0.12): 18 bytes, or 6 + 12 / dp; --grad-reduce-in-bf16
             # gives 16
@@ -304,6 +304,8 @@ ENGINES: dict[str, Engine] = {
                 told_stages=False,
                 families=("llama",),
                 lacks=(
+                    "experts",
+                    "latent attention",
                     "norms of queries and keys (QK-norm)",
                     "heads of another width",
                     "fewer key/value heads than tp",

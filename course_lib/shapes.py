@@ -37,7 +37,7 @@ def read_model(text: str, seq_len: int) -> Shape:
 
     Raises   ValueError that says what the file lacks, or which presets there are
     """
-    if not text.endswith(".json") and (_is_preset(text) or not text or not Path(text).is_dir()):
+    if not text.endswith(".json") and (is_preset(text) or not text or not Path(text).is_dir()):
         return Shape(preset(text))
     path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
     if not path.is_file():
@@ -76,7 +76,8 @@ def read_shapes(path: str | Path, seq_len: int) -> dict[str, Shape]:
     return shapes
 
 
-def _is_preset(text: str) -> bool:
+def is_preset(text: str) -> bool:
+    """Whether a preset has that name."""
     return text in PRESETS or text in MOE_PRESETS or text in OTHER_NAMES
 
 
@@ -160,7 +161,7 @@ _MIXTRAL = {"experts": "num_local_experts", "width": "intermediate_size"}
 _QWEN = {"experts": "num_experts", "width": "moe_intermediate_size", "every": "decoder_sparse_step"}
 _FOUR_NORMS = "its two further norms per layer are left out, and 2 x hidden_size elements per token that they save"
 _DEEPSEEK = Kind(experts=GROUPED, latent=True, sigmoid=True, balancing="bias")
-# Source: configuration and modeling files of transformers 5.23; of kimi_k2 configuration_deepseek.py of its model card
+# Source: configuration and modeling files of transformers 5.23; of kimi_k2 those of its model card
 KINDS: dict[str, Kind] = {
     "llama": Kind(),
     "mistral": Kind(usual={"num_key_value_heads": 8}),

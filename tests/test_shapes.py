@@ -82,7 +82,8 @@ PUBLISHED = {
     ),
 }  # fmt: skip
 KIMI_K2 = fields("kimi_k2", 61, 7168, 64, 64, 18_432, 163_840, n_routed_experts=384, n_group=1, topk_group=1,
-                 first_k_dense_replace=1, routed_scaling_factor=2.827, **DEEPSEEK)  # fmt: skip
+                 first_k_dense_replace=1, routed_scaling_factor=2.827,
+                 **DEEPSEEK | {"num_nextn_predict_layers": 0})  # fmt: skip
 MAVERICK = {"model_type": "llama4", "vision_config": {}, "text_config": fields(
     "llama4_text", 48, 5120, 40, 8, 8192, 202_048, num_local_experts=128, interleave_moe_layer_step=2, **LLAMA_4,
 )}  # fmt: skip

@@ -191,7 +191,7 @@ def _estimate(run: Run, cluster: Cluster, engine: Engine, rates: Rates) -> Estim
     layout, time = run.layout, step_time(run, cluster, engine, rates)
     gpus = (time.total_s, layout.world_size, peak_flops(cluster.gpu))
     num_tokens, full = time.num_tokens, flops_per_token(run.config, run.seq_len)
-    counted = _counted_flops_per_token(run) if engine.counts_tied_twice else full
+    counted = counted_flops_per_token(run) if engine.counts_tied_twice else full
     repeated = step_flops(run.config, num_tokens, run.seq_len, layout.recompute) - num_tokens * full
     if run.operators:
         repeated += repeated_flops(run)
@@ -235,7 +235,7 @@ def _note(run: Run, cluster: Cluster) -> str:
     return ""
 
 
-def _counted_flops_per_token(run: Run) -> int:
+def counted_flops_per_token(run: Run) -> int:
     """FLOPs a token as nanotron's MFU counts them: 6 N of all parameters, embedding too, and 12 L h s."""
     config = run.config
     copies = 1 if config.tied and run.layout.pp == 1 else 2

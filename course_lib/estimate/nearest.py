@@ -90,6 +90,8 @@ def _adapting(run: Run) -> Iterator[tuple[str, Run]]:
     yield "LoRA of rank 16", replace(alone, lora=LoRA(16), recipe="bf16-master")
     lean = _lean(alone)
     yield "LoRA of rank 16, recompute each block", replace(lean, lora=LoRA(16), recipe="bf16-master")
+    four_bits = LoRA(16, four_bits=True)
+    yield "QLoRA of rank 16, recompute each block", replace(lean, lora=four_bits, recipe="bf16-master")
 
 
 def _shortening(run: Run) -> Iterator[tuple[str, Run]]:

@@ -1,8 +1,8 @@
 """A table of runs, and the same table with predictions: CSV in, CSV out.
 
 columns read    model nodes gpus mbs grad_acc dp pp tp zero      (others are handed through)
-    and, if there cp ep expert_tp sp seq precision recompute states offload schedule v layers_of_stage dp_replicate
-                  cp_method cp_sharding
+    and, if there cp ep expert_tp sp seq precision recompute states finetune optimizer offload attention loss_chunks
+                  schedule v layers_of_stage dp_replicate cp_method cp_sharding
 columns added   predicted_mem_gb predicted_tok_s_gpu predicted_mfu_pct fits why
                 mem_gb as the engine's log counts: nanotron's in GiB, other engines' in GB; "fits" is no where not even
                 the lower end of the error bar does, and "why" tells the verdict in words: fits, tight, does not fit
@@ -23,8 +23,9 @@ from typing import get_args
 from course_lib.config import ModelConfig, Recompute
 from course_lib.engines import Engine, engine_of
 from course_lib.estimate.estimate import Estimate, estimate
-from course_lib.hardware import Cluster
+from course_lib.hardware import GPU, Cluster, gpu_for
 from course_lib.layout import Layout
+from course_lib.memory.states import OPTIMIZERS, LoRA, recipe_of
 from course_lib.memory.zero import Offload
 from course_lib.run import Run
 from course_lib.timing.rates import RATES, Rates
@@ -46,13 +47,19 @@ KNOWN = {
     "precision",
     "recompute",
     "states",
+    "finetune",
+    "optimizer",
+    "attention",
+    "loss_chunks",
     "offload",
     "status",
     "step_s",
     "tok_s_gpu",
 }
 RECOMPUTE = (*get_args(Recompute), "operators")
-PRECISIONS = ("bf16", "fp8")
+PRECISIONS = ("bf16", "fp8", "fp16", "fp32")  # of products; fp16 and fp32 have states of their own
+STATES_IN = {"fp16": "fp16-master-fp32-grads", "fp32": "fp32"}
+LORA_RANK = 16
 
 
 @checked
@@ -64,7 +71,7 @@ def run_of(
     Raises   ValueError that says what the row lacks, or why it cannot be
     """
     if (name := row.get("model")) not in models:
-        raise ValueError(f"model is {name!r}; known: {', '.join(models)}")
+        raise ValueError(f"model is {name!r}; known: {', '.join(models) or 'presets'}; give others by --models")
     numbers = {column: _whole(row, column) for column in READ}
     changes = {field: _whole(row, column) for column, field in WHOLE.items() if row.get(column)}
     dp, pp, tp = (numbers[axis] for axis in ("dp", "pp", "tp"))
@@ -95,9 +102,38 @@ def run_of(
     config = models[name]
     if tokens > config.max_seq_len and config.family == "llama":
         config = replace(config, max_seq_len=tokens)
-    recipe = row.get("states") or engine_of(engine).recipe
-    fp8, operators = _word(row, "precision", PRECISIONS) == "fp8", recompute == "operators"
-    return Run(config, layout, tokens, recipe, offload=_offload(row), fp8=fp8, operators=operators)
+    precision = _word(row, "precision", PRECISIONS)
+    recipe = row.get("states") or STATES_IN.get(precision) or engine_of(engine).recipe
+    finetune = _word(row, "finetune", ("full", "lora", "qlora"))
+    return Run(
+        config,
+        layout,
+        tokens,
+        recipe,
+        attention=_word(row, "attention", ("fused", "standard")),
+        optimizer=_word(row, "optimizer", OPTIMIZERS),
+        lora=None if finetune == "full" else LoRA(LORA_RANK, four_bits=finetune == "qlora"),
+        offload=_offload(row),
+        loss_chunks=_whole(row, "loss_chunks") if row.get("loss_chunks") else 1,
+        fp8=precision == "fp8",
+        operators=recompute == "operators",
+    )
+
+
+def _usual(row: Mapping[str, str], gpu: GPU) -> Mapping[str, str]:
+    """The row in FP16 where it tells no precision and the GPU has no BF16 units."""
+    if gpu.bf16_flops is not None or row.get("precision") or row.get("states"):
+        return row
+    return {**row, "precision": "fp16"}
+
+
+def _at_rates_of(cluster: Cluster, run: Run) -> Cluster:
+    """The cluster at the rates of the run's precision.
+
+    Raises   ValueError as `gpu_for`
+    """
+    word = recipe_of(run.recipe).name.partition("-")[0]
+    return replace(cluster, gpu=gpu_for(cluster.gpu, word if word in ("fp32", "fp16") else "bf16"))
 
 
 def _whole(row: Mapping[str, str], column: str) -> int:
@@ -175,7 +211,8 @@ def predict_rows(
     found: list[Estimate | str] = []
     for row in rows:
         try:
-            one = estimate(run_of(row, models, seq_len, engine), cluster, engine, rates)
+            run = run_of(_usual(row, cluster.gpu), models, seq_len, engine)
+            one = estimate(run, _at_rates_of(cluster, run), engine, rates)
             notes = [*_notes(row, cluster, engine), *([one.note] if one.note else [])]
             found.append(replace(one, note="; ".join(notes)))
         except ValueError as error:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
+from math import prod
 
 from course_lib.config import ModelConfig, Recompute
 from course_lib.engines import ENGINES, Engine
@@ -25,7 +26,7 @@ from course_lib.memory.flats import Flat, Named, adapters_of, flats_of, placed_b
 from course_lib.memory.peak import moments, moved_bytes
 from course_lib.memory.pipeline import boundary_bytes
 from course_lib.memory.run import Run
-from course_lib.memory.states import LoRA, StateBytes, has_step_counters, recipe_of, state_bytes
+from course_lib.memory.states import LoRA, StateBytes, has_step_counters, quantized_shapes, recipe_of, state_bytes
 from course_lib.memory.update import after_backward
 from course_lib.memory.zero import bytes_by_place
 from course_lib.validate import Index, Size, checked, one_of, whole
@@ -327,6 +328,8 @@ def _always(part: Part, tensors: Sequence[Named]) -> dict[str, int]:
     found["temporary"] += engine.backward_grad_bytes * numel
     if layout.zero_stage == 0 and layout.data_size > 1:
         found["temporary"] += engine.bucket_bytes * numel
+    if part.run.lora is not None and part.run.lora.four_bits:
+        found["temporary"] += part.e * max(prod(shape) for shape, _ in quantized_shapes(part.config).values())
     return found
 
 

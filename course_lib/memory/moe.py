@@ -45,7 +45,7 @@ def dense_twin(config: ModelConfig) -> ModelConfig:
     if config.moe is None:
         return config
     width = (config.moe.top_k + config.moe.num_shared_experts) * config.moe.d_expert
-    if config.moe.first_dense_layers and width != config.d_ff:
+    if config.num_moe_layers < config.num_layers and width != config.d_ff:
         raise ValueError(
             f"{config.name} has dense blocks of width {config.d_ff} and uses experts of width {width} in all; "
             "a twin of equal blocks needs first_dense_layers=0"

@@ -4,21 +4,21 @@
     choose(job).option.layout       # the first on the ladder that fits and waits for at most 5 % of the step
     search(job).best.layout         # the fastest of all, from course_lib.plan
 
-Memory and time are what `estimate` says; no formula of either stands here. A layout without a pipeline
-that recomputes nothing and waits for 5 % of its step is at most about 5 % slower than any other: none has less
-to compute. A pipeline may have more, on its slowest stage.
+Memory and time are what `work_out` says, as the search has them; no formula of either stands here. A layout without a
+pipeline that recomputes nothing and waits for 5 % of its step is at most about 5 % slower than others with matrices as
+wide and micro-batches as large: none has less to compute. A pipeline may have more, on its slowest stage.
 """
 
 from dataclasses import dataclass
 from itertools import chain, product
 
 from course_lib.layout import Layout
-from course_lib.plan.option import Option, work_out
+from course_lib.plan import Option, work_out
+from course_lib.plan.explain import WORK
+from course_lib.plan.space import LEAST_TOKENS, MOST_SHARDS
 
 MOST_WAITING = 0.05  # of a step: less is not worth another try
 COST_OF_RECOMPUTATION = 0.25  # of a step: one forward pass more, beside one forward and two of backward
-LEAST_TOKENS = 2048  # of a sequence on each rank of cp
-MOST_SHARDS = 128  # ranks of a ring; more are cut into replicas (HSDP)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class Job:
     batch_tokens   tokens of one optimizer step, of all GPUs together: a multiple of seq_len
     recipe         dtypes of the states, a name of `memory.states.RECIPES`; the engine's usual one where it has not this
     engine         a name of `ENGINES`: who trains it
-    optimizer, lora, offload, attention   as `Run` has them
+    optimizer, lora, offload, attention, loss_chunks, fp8   as `Run` has them
 
     Raises   ValueError where GPUs do not fill nodes, or tokens no sequences
     """
@@ -41,6 +41,8 @@ class Job:
     lora: LoRA | None = None
     offload: Offload = field(default_factory=Offload)
     attention: Literal["fused", "standard"] = "fused"
+    loss_chunks: Size = 1
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -76,4 +78,5 @@ class Job:
         whole_grads = self.facts.pipeline_grads_whole and layout.pp > 1 and layout.zero_stage > 0
         recipe = WHOLE_GRADS if whole_grads and self.recipe == "bf16-master" else self.recipe
         how = {"optimizer": self.optimizer, "lora": self.lora, "offload": self.offload, "attention": self.attention}
+        how |= {"loss_chunks": self.loss_chunks, "fp8": self.fp8}
         return Run(self.config, layout, self.seq_len, recipe, **how)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from course_lib.estimate import Estimate, estimate
-from course_lib.hardware import GB, Cluster
+from course_lib.hardware import GB
 from course_lib.layout import Layout
 from course_lib.plan.job import Job
 from course_lib.run import Run
+from course_lib.timing import step_time
 from course_lib.validate import Amount, check_fields, checked
 
 
@@ -98,9 +99,10 @@ def work_out(job: Job, layout: Layout) -> Option:
             f"dp x micro_batch x micro_batches is {layout.sequences_per_step}; it must be {job.sequences}, the "
             "sequences of the job's global batch"
         )
-    return option_of(job.run(layout), job.cluster, job.engine)
+    run = job.run(layout)
+    return Option(run, estimate(run, job.cluster, job.engine))
 
 
-def option_of(run: Run, cluster: Cluster, engine: str) -> Option:
-    """Return a run with its estimate: the one place where a plan asks for bytes and seconds."""
-    return Option(run, estimate(run, cluster, engine))
+def seconds_of(job: Job, run: Run) -> dict[str, float]:
+    """Return the seconds of a step as its estimate has them, without its memory, which takes longer to work out."""
+    return step_time(run, job.cluster, job.engine).parts

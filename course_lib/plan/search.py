@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import gc
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import count
 from math import gcd, inf
 
+from course_lib.estimate import nearest
 from course_lib.hardware import GB
 from course_lib.layout import Layout
 from course_lib.memory.states import count_parameters, recipe_of
 from course_lib.plan.job import Job
-from course_lib.plan.option import Option, option_of, work_out
+from course_lib.plan.option import Option, seconds_of, work_out
 from course_lib.plan.space import leaner, shapes, sharded
-from course_lib.run import Run
 from course_lib.validate import Size, checked
 
 ENOUGH = 16  # layouts of a list
@@ -73,10 +73,7 @@ def search(job: Job, enough: Size = ENOUGH) -> Plan:
             "a batch that is a multiple of the GPUs, or fewer GPUs"
         )
     if not ranked:
-        raise ValueError(
-            f"no layout of {job.config.name} on {job.num_gpus} GPUs fits {job.cluster.gpu.usable_bytes / GB:.1f} GB; "
-            "choose more GPUs, a GPU with more memory, or shorter sequences"
-        )
+        raise ValueError(_nothing_fits(job, lost))
     best = advised(ranked)
     return Plan(job, best, ranked, front(ranked), _nearest(best, ranked, lost), num_tried)
 
@@ -102,8 +99,8 @@ def ranked_s(option: Option) -> float:
 def advised(ranked: Sequence[Option]) -> Option:
     """Choose among the options that cannot be told from the fastest, which stands first: the simplest.
 
-    First those that fit and are not tight, then the largest micro-batch (it is faster than models say), fewer axes, less
-    ZeRO, no interleaving, no recomputation.
+    First those that fit and are not tight, then the most tokens of a micro-batch for each GPU (these are faster than
+    models say), fewer axes, less ZeRO, no interleaving, no recomputation.
     """
     near = [option for option in ranked if ranked_s(option) <= ranked_s(ranked[0]) / (1 - TOLD_APART)]
     return min(near, key=_complexity)
@@ -113,7 +110,8 @@ def _complexity(option: Option) -> tuple:
     layout = option.layout
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp, layout.dp_replicate))
     extras = (layout.zero_stage, layout.schedule != "1f1b", layout.recompute != "none", layout.regather)
-    return (option.verdict == "tight", -layout.micro_batch, axes, *extras, option.step_s)
+    rows = layout.micro_batch / (layout.tp * layout.cp)
+    return (option.verdict == "tight", -rows, axes, *extras, option.step_s)
 
 
 def front(ranked: tuple[Option, ...]) -> tuple[Option, ...]:
@@ -127,40 +125,59 @@ def front(ranked: tuple[Option, ...]) -> tuple[Option, ...]:
 
 # ------------------------------------------------------------------------------------ the search
 def _fastest_first(job: Job, enough: int) -> tuple[tuple[Option, ...], list[Option], int]:
-    """Those that fit, ranked, as far as none is missing; those that were worked out and do not fit; how many tried."""
-    found, lost, refused, num_tried, ties, layers_s = [], [], [], 0, count(), cache(_layers_s)
-    waiting: list[tuple[float, int, Layout]] = []
-    bound_s = 0.0
+    """Those that fit, ranked, as far as none is missing; those that were worked out and do not fit; how many tried.
 
-    def wait(shapes_to_try: Iterable[Layout]) -> None:
-        for shape in shapes_to_try:
+    A shape waits with the least seconds that it could take, a layout with the seconds that it takes. Whatever is next
+    is the fastest that is left: a shape becomes layouts, of a layout it is asked whether it fits.
+    """
+    found, lost, refused, num_tried, ties, layers_s = [], [], [], 0, count(), cache(_layers_s)
+    waiting: list[tuple[float, int, Layout, bool]] = []
+    next_s = 0.0
+
+    def wait(layouts: Iterable[Layout], seconds: Callable[[Layout], float], is_shape: bool) -> None:
+        for layout in layouts:
             try:
-                heapq.heappush(waiting, (max(bound_s, least_s(job, shape, layers_s)), next(ties), shape))
-            except ValueError as error:  # the engine has no such runs
+                heapq.heappush(waiting, (max(next_s, seconds(layout)), next(ties), layout, is_shape))
+            except ValueError as error:  # an engine without such runs; an optimizer, adapters that do not go with it
                 refused.append(error)
 
-    wait(shapes(job))
+    def least(shape: Layout) -> float:
+        return least_s(job, shape, layers_s)
+
+    @cache
+    def fits_alone(layout: Layout) -> bool:
+        return work_out(job, layout).fits
+
+    def too_large(layout: Layout) -> bool:
+        """Whether not even one sequence a micro-batch fits; with few micro-batches gradients come later."""
+        if layout.micro_batch == 1 or layout.micro_batches <= layout.pp:
+            return False
+        sequences = layout.micro_batch * layout.micro_batches
+        return not fits_alone(replace(layout, micro_batch=1, micro_batches=sequences))
+
+    wait(shapes(job), least, is_shape=True)
     while waiting:
-        bound_s, _, shape = waiting[0]
-        found.sort(key=ranked_s)
-        if _is_enough([ranked_s(option) for option in found], bound_s, enough):
+        next_s, _, layout, is_shape = waiting[0]
+        if _is_enough(sorted(map(ranked_s, found)), next_s, enough):
             break
         heapq.heappop(waiting)
-        for layout in sharded(job, shape):
-            try:
-                if least_states(job, layout) <= job.cluster.gpu.usable_bytes:
-                    option = work_out(job, layout)
-                    (found if option.fits else lost).append(option)
-                num_tried += 1
-            except ValueError as error:  # an optimizer, adapters or offload that do not go with it
-                refused.append(error)
-        wait(leaner(job, shape))
+        if is_shape:
+            layouts = sharded(job, layout)
+            small = [one for one in layouts if least_states(job, one) <= job.cluster.gpu.usable_bytes]
+            num_tried += len(layouts) - len(small)
+            wait(small, lambda one: sum(seconds_of(job, job.run(one)).values()), is_shape=False)
+            wait(leaner(job, layout), least, is_shape=True)
+            continue
+        num_tried += 1
+        if not too_large(layout):
+            option = work_out(job, layout)
+            (found if option.fits else lost).append(option)
     else:
-        bound_s = inf
+        next_s = inf
     if refused and not num_tried:
         raise refused[0]
     ranked = sorted(found, key=lambda option: (ranked_s(option), option.memory_bytes))
-    return tuple(option for option in ranked if ranked_s(option) <= bound_s), lost, num_tried
+    return tuple(option for option in ranked if ranked_s(option) <= next_s), lost, num_tried
 
 
 def _is_enough(seconds: list[float], bound_s: float, enough: int) -> bool:
@@ -179,8 +196,8 @@ def least_s(job: Job, layout: Layout, layers_s=None) -> float:
     micro-batch on rank r a step takes at least m c_r + c_0 + ... + c_(r-1). The largest of these is least where all are
     equal, and then is the sum of all c over 1 - (1 - 1/m)^pp.
     """
-    dp = layout.ep // gcd(layout.ep, layout.cp)
-    alike = {"zero_stage": 0, "dp_replicate": 1, "micro_batches": 1, "schedule": "1f1b", "v": 1}
+    dp, zero_stage = layout.ep // gcd(layout.ep, layout.cp), 0 if job.offload.parameters == "device" else 3
+    alike = {"zero_stage": zero_stage, "dp_replicate": 1, "micro_batches": 1, "schedule": "1f1b", "v": 1}
     one_s = (layers_s or _layers_s)(job, replace(layout, pp=1, dp=dp, **alike))
     m = layout.micro_batches
     if layout.schedule == "1f1b":
@@ -189,8 +206,7 @@ def least_s(job: Job, layout: Layout, layers_s=None) -> float:
 
 
 def _layers_s(job: Job, layout: Layout) -> float:
-    option = option_of(Run(job.config, layout, job.seq_len, job.recipe), job.cluster, job.engine)
-    return sum(seconds for part, seconds in option.seconds_by_part.items() if part in OF_LAYERS)
+    return sum(seconds for part, seconds in seconds_of(job, job.run(layout)).items() if part in OF_LAYERS)
 
 
 def least_states(job: Job, layout: Layout) -> float:
@@ -213,6 +229,26 @@ def _routed_parameters(config) -> int:
     return config.num_moe_layers * config.moe.num_experts * 3 * config.d_model * config.moe.d_expert
 
 
+# ------------------------------------------------------------------------------------ where nothing fits
+def _nothing_fits(job: Job, lost: list[Option]) -> str:
+    """How much is missing where it is least, and what would fit, each worked out."""
+    usable = job.cluster.gpu.usable_bytes
+    leanest = min(lost or [_leanest(job)], key=lambda option: option.memory_bytes)
+    ways = [near.words for near in nearest(leanest.run, job.cluster, job.engine)]
+    return (
+        f"no layout of {job.config.name} on {job.num_gpus} GPUs fits {usable / GB:.1f} GB; {leanest.layout} is nearest "
+        f"and needs {leanest.memory_bytes / GB:.1f} GB, {(leanest.memory_bytes - usable) / GB:.1f} too many; "
+        + ("this would fit: " + "; ".join(ways) if ways else "choose more GPUs, or a GPU with more memory")
+    )
+
+
+def _leanest(job: Job) -> Option:
+    """Of layouts whose states alone do not fit, the one with the least of them, recomputed as far as can be."""
+    layouts = (one for shape in shapes(job) for one in sharded(job, shape))
+    layout = min(layouts, key=lambda one: (least_states(job, one), one.micro_batch))
+    return work_out(job, replace(layout, recompute=job.facts.file.recomputes[-1]))
+
+
 # ------------------------------------------------------------------------------------ what was near
 def _nearest(best: Option, ranked: tuple[Option, ...], lost: list[Option]) -> tuple[Rejected, ...]:
     """Say of the two that differ in the fewest choices, of those worked out, why they lost."""
@@ -225,9 +261,10 @@ def _why(best: Option, option: Option) -> str:
     if not option.fits:
         return f"does not fit: {option.memory_in_words}"
     share = option.step_s / best.step_s - 1
-    if share <= 0:
+    if share < 0.0005:
         tight = ", but tight" if option.verdict == "tight" else ""
-        return f"{-share:.1%} faster{tight}: less than a model can tell, and the best is simpler"
+        faster = f"{-share:.1%} faster" if share < -0.0005 else "as fast"
+        return f"{faster}{tight}: less than a model can tell, and the best is simpler"
     more = {part: seconds - best.seconds_by_part.get(part, 0) for part, seconds in option.seconds_by_part.items()}
     part = max(more, key=more.get)
     return f"{share:.1%} slower: {part} takes {more[part]:.3f} s more"

@@ -89,8 +89,8 @@ def _of_sizes(job: Job, sizes: dict[str, int]) -> Iterator[Layout]:
 def sharded(job: Job, shape: Layout) -> list[Layout]:
     """A shape under every ZeRO stage; with stage 3 also replicas of shards, inside a node or of 128 ranks (HSDP)."""
     file = job.facts.file
-    if shape.data_size == 1:
-        return [shape]
+    if shape.data_size == 1:  # nobody to shard over; parameters that wait on the host come layer by layer
+        return [shape if job.offload.parameters == "device" else replace(shape, zero_stage=3)]
     stages = file.pipeline_zero if shape.pp > 1 else file.zero_stages
     if shape.schedule in SPLIT_BACKWARD:
         stages = [stage for stage in stages if stage < 2]

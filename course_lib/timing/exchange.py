@@ -108,7 +108,7 @@ def _numel_of_rank(case: Case, pp_rank: int) -> tuple[float, float]:
     moe, dense, experts = config.moe, 0, 0
     for stage in mine:
         first = sum(layers[:stage])
-        with_experts = max(0, first + layers[stage] - max(first, moe.first_dense_layers)) if moe else 0
+        with_experts = config.moe_layers_before(first + layers[stage]) - config.moe_layers_before(first)
         dense += layers[stage] * attention_parameters(config) + (layers[stage] - with_experts) * mlp_parameters(config)
         if moe:
             expert = 3 * config.d_model * moe.d_expert

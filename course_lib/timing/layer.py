@@ -180,7 +180,7 @@ def _cached_layer(known: _Known, experts: bool) -> Times:
 
 @lru_cache(maxsize=256)
 def _one_layer(config: ModelConfig, experts: bool) -> ModelConfig:
-    moe = replace(config.moe, first_dense_layers=0) if experts else None
+    moe = replace(config.moe, first_dense_layers=0, every=1) if experts else None
     return replace(config, num_layers=1, moe=moe)
 
 
@@ -320,10 +320,10 @@ def repeated_flops(run: Run) -> int:
 
 
 def _tp_s(case: Case, listed: Sequence[Call]) -> tuple[float, float]:
-    """Seconds of tp's calls in forward and in backward; over nodes each waits once more for each node."""
+    """Seconds of tp's calls in forward and in backward; over measured nodes each waits once more for each node."""
     layout, per_node = case.run.layout, case.cluster.gpus_per_node
     forward_s, backward_s = (_seconds(part, layout, case.cluster, "tp", 1.0) for part in _forward_and_backward(listed))
-    if layout.tp > per_node:
+    if layout.tp > per_node and case.cluster.between.by_nodes:
         hop_s = case.rates.tp_hop_ms / 1000 * layout.tp / per_node
         numbers = [sum(call.count for call in part) for part in _forward_and_backward(listed)]
         forward_s, backward_s = forward_s + hop_s * numbers[0], backward_s + hop_s * numbers[1]

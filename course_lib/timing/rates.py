@@ -45,7 +45,7 @@ class Rates:
     layer_launch_ms   least milliseconds of a layer, forward and backward, a kernel for each operation: launches
     tp_wait_ms        milliseconds of a layer's least time more for each rank of tp, where ranks wait for each other:
                       in a pipeline over nodes of a measured network, and on many nodes of it
-    tp_hop_ms         milliseconds that a collective of tp waits for each node that it goes over
+    tp_hop_ms         milliseconds that a collective of tp waits for each node of a measured network that it goes over
     network_share     of the bandwidth measured over as many nodes (256 MB in a message) that gradients reach
     stall_s           seconds that a micro-batch waits at each neighbour of a stage, on as many nodes as were measured
 
@@ -54,14 +54,14 @@ class Rates:
     fp8_gain          of FP8 products over BF16 ones, casts and scales counted in: the same table (6,667 and 8,532)
     """
 
-    matmul_share: Amount = 0.6775
-    half_width: Amount = 235.0
-    small_passes: Amount = 13.95
-    layer_launch_ms: Amount = 4.1
-    tp_wait_ms: Amount = 2.37
-    tp_hop_ms: Amount = 0.22
-    network_share: Amount = 1.217
-    stall_s: Amount = 0.561
+    matmul_share: Amount = 0.6755
+    half_width: Amount = 228.5
+    small_passes: Amount = 14.01
+    layer_launch_ms: Amount = 4.107
+    tp_wait_ms: Amount = 2.372
+    tp_hop_ms: Amount = 0.2851
+    network_share: Amount = 1.212
+    stall_s: Amount = 0.5611
     fused: Amount = 0.23
     fp8_gain: Amount = 1.5
 

@@ -228,9 +228,7 @@ def _stage_times(case: Case) -> list[Times]:
     layers = stages_of(case.run, case.engine)
     config, found, before, last = case.run.config, [], 0, len(layers) - 1
     for stage, count in enumerate(layers):
-        dense = count
-        if config.moe is not None:
-            dense = min(count, max(0, config.moe.first_dense_layers - before))
+        dense = count - config.moe_layers_before(before + count) + config.moe_layers_before(before)
         times = Times()
         for number, experts in ((dense, False), (count - dense, True)):
             if number:
