@@ -365,7 +365,8 @@ def gpu_with(
     except ValueError as error:
         missing = [name for name, value in told.items() if value is None]
         if len(missing) == len(told):
-            raise ValueError(f"{error}; or give memory, tflops and bandwidth of another") from None
+            other = "" if "several" in str(error) else "; or give memory, tflops and bandwidth of another"
+            raise ValueError(f"{error}{other}") from None
         if missing:
             raise ValueError(f"GPU {key!r} is in no table: give its {' and '.join(missing)} too") from None
         known = replace(GPUS["l40"], name=key, link="pcie4", source="as given")

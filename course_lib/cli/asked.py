@@ -99,10 +99,6 @@ class Device:
         return gpu_with(self.gpu, self.memory, tflops, bandwidth)
 
 
-INSIDE = "the link inside a node, such as pcie4-host, or GB/s of one direction; without it the GPU's own"
-LINK = "the network between nodes, such as ib-ndr400, with one port a GPU; or GB/s for each GPU"
-
-
 def cluster_asked(device: GPU, link: str, inside: str | None, per_node: int | None) -> Cluster:
     """The cluster of that GPU; tell where a name means another link than it would elsewhere."""
     if per_node is not None:
@@ -110,8 +106,8 @@ def cluster_asked(device: GPU, link: str, inside: str | None, per_node: int | No
     cluster = cluster_of(device, link, inside, per_node)
     if link.startswith("efa") and cluster.between.curve == "efa-p4d" and link != "efa-p4d":
         print(
-            f"note: {link} of {device.name} is a p4d's: 4 x 100 Gb/s a node, "
-            f"{cluster.between.bytes_per_s / 1e9:g} GB/s for each of {cluster.gpus_per_node} GPUs",
+            f"note: {link} of {device.name} is a p4d's: 4 x 100 Gb/s a node, here "
+            f"{cluster.between.bytes_per_s / 1e9:g} GB/s for each GPU",
             file=sys.stderr,
         )
     return cluster

@@ -1,8 +1,8 @@
 """A table of runs, and the same table with predictions: CSV in, CSV out.
 
 columns read    model nodes gpus mbs grad_acc dp pp tp zero      (others are handed through)
-    and, if there cp ep sp seq precision recompute states finetune optimizer offload attention loss_chunks schedule v
-                  layers_of_stage dp_replicate cp_method cp_sharding
+    and, if there cp ep expert_tp sp seq precision recompute states finetune optimizer offload attention loss_chunks
+                  schedule v layers_of_stage dp_replicate cp_method cp_sharding
 columns added   predicted_mem_gb predicted_tok_s_gpu predicted_mfu_pct fits why
                 mem_gb as the engine's log counts: nanotron's in GiB, other engines' in GB; "fits" is no where not even
                 the lower end of the error bar does, and "why" tells the verdict in words: fits, tight, does not fit
@@ -35,7 +35,7 @@ READ = ("nodes", "gpus", "mbs", "grad_acc", "dp", "pp", "tp", "zero")
 ADDED = ("predicted_mem_gb", "predicted_tok_s_gpu", "predicted_mfu_pct", "fits", "why")
 BARS = ("mem_gb_from", "mem_gb_to", "tok_s_gpu_from", "tok_s_gpu_to")
 # Columns that a table may have beside: name in the table -> name in a Layout, or what `run_of` makes of it.
-WHOLE = {"cp": "cp", "ep": "ep", "v": "v", "dp_replicate": "dp_replicate"}
+WHOLE = {"cp": "cp", "ep": "ep", "expert_tp": "expert_tp", "v": "v", "dp_replicate": "dp_replicate"}
 WORDS = {"schedule": "schedule", "cp_method": "cp_method", "cp_sharding": "cp_sharding", "layers_of_stage": None}
 KNOWN = {
     "model",

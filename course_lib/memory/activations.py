@@ -41,6 +41,7 @@ class Part:
     """What one rank computes of a micro-batch: `local` is its model, narrower by tp, `rows` are its tokens.
 
     own_rows   tokens outside attention and MLP, which sequence parallelism cuts once more
+    routed     tokens that go to experts from here: all rows, or folded own ones
     entered    tokens of a matrix's saved input: all rows, or own ones that backward gathers again
     """
 
@@ -76,6 +77,15 @@ class Part:
     def entered(self) -> int:
         regathers = self.layout.regather or (self.engine.regathers and self.layout.sequence_parallel)
         return self.own_rows if regathers else self.rows
+
+    @property
+    def routed(self) -> int:
+        return self.own_rows if self.layout.folded else self.rows
+
+    @property
+    def d_expert(self) -> int:
+        """Width of an expert here: folded it is whole."""
+        return (self.config if self.layout.folded else self.local).moe.d_expert
 
     @property
     def casts(self) -> bool:
@@ -120,7 +130,7 @@ def layer_terms(part: Part, layer: int, recompute: str | None = None) -> tuple[T
         terms = {"block input": part.own_rows * D * part.r}
         moe = part.local.moe
         if has_experts(part, layer):  # the module holds its routing until the next one
-            terms["routing"] = part.rows * (moe.num_experts * FP32 + moe.top_k * (INT64 + FP32 + MASK))
+            terms["routing"] = part.routed * (moe.num_experts * FP32 + moe.top_k * (INT64 + FP32 + MASK))
         return terms, {}
     masks = part.own_rows * D * MASK if part.config.dropout else 0
     first = _attention_terms(part, recompute, reached)
@@ -220,7 +230,7 @@ def _mlp_terms(part: Part, name: str = "mlp", width: int = 0, of_experts: bool =
     D, F, e, rows = part.config.d_model, width or part.local.d_ff, part.e, part.rows
     two = part.config.family == "llama"
     readers = [f"{name}.gate", f"{name}.up"] if two else [f"{name}.up"]
-    entered = rows if of_experts and part.layout.sequence_parallel else 0
+    entered = rows if of_experts and part.layout.sequence_parallel and not part.layout.folded else 0
     terms = _inputs(part, f"input of the {'MLP' if name == 'mlp' else name}", readers, D, rows=entered)
     product = rows * F * part.input_bytes * part.saves(f"{name}.down")
     inside = rows * F * e * ((3 if part.engine.swiglu_tensors == 4 else 2) if two else 1)
@@ -231,7 +241,7 @@ def _mlp_terms(part: Part, name: str = "mlp", width: int = 0, of_experts: bool =
 
 def _expert_terms(part: Part) -> Terms:
     """Router, the rows that come to this rank's experts, what these save, and their weights."""
-    moe, rows, e, D, ep = part.local.moe, part.rows, part.e, part.config.d_model, part.layout.ep
+    moe, rows, e, D, ep = part.local.moe, part.routed, part.e, part.config.d_model, part.layout.ep
     k, sent, came = moe.top_k, rows * moe.top_k, round(rows * moe.top_k * part.load)
     E = moe.num_experts
     router = 0
@@ -252,10 +262,11 @@ def _expert_terms(part: Part) -> Terms:
         "router": router + scores + choice,
         "places of rows": places + weighed,
         "rows of experts": read * D * part.input_bytes,
-        "experts": read * moe.d_expert * e * tensors,
+        "experts": read * part.d_expert * e * tensors,
         "outputs of experts": given * D * e,
     }
-    if e >= FP32 and part.run.lora is None and moe.num_shared_experts:
+    is_saved_once = not part.layout.folded or part.entered == rows  # folded, shared experts gather what they save
+    if e >= FP32 and part.run.lora is None and moe.num_shared_experts and is_saved_once:
         found["router"] -= rows * D * e  # one tensor: the shared experts save it too
     if moe.num_shared_experts:
         found |= _mlp_terms(part, "moe.shared", moe.num_shared_experts * moe.d_expert, of_experts=True)
@@ -287,7 +298,7 @@ def waiting_terms(part: Part, layer: int) -> tuple[int, int]:
     inside = rows * (2 * D + (3 if two else 2) * c.d_ff)
     if has_experts(part, layer):
         moe = c.moe
-        inside = round(rows * moe.top_k * part.load) * (2 * D + 3 * moe.d_expert)
+        inside = round(part.routed * moe.top_k * part.load) * (2 * D + 3 * part.d_expert)
         inside += rows * (2 * D + 3 * moe.num_shared_experts * moe.d_expert) if moe.num_shared_experts else 0
     return numel * part.e + layer_terms(part, layer)[0].get("routing", 0), inside * part.e
 

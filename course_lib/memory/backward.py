@@ -142,11 +142,11 @@ def layer_work(part: Part, layer: int, split: bool) -> tuple[int, int]:
         core += sum(layer_terms(part, layer, "none")[0].values()) - sum(first.values())
     norm = stream + part.own_rows * D * _norm_bytes(part) + second["residual"]
     if not has_experts(part, layer):
-        works, late = _mlp_work(part, part.local.d_ff, split), 0
+        works, late = [gathered + work for work in _mlp_work(part, part.local.d_ff, split)], 0
     else:
-        works, late = _expert_work(part, second, split)
-    early = stream + max(0, core - inside, norm - inside, *(gathered + work for work in works))
-    return early, stream + gathered + late if late else early
+        works, late = _expert_work(part, second, split, gathered)
+    early = stream + max(0, core - inside, norm - inside, *works)
+    return early, stream + late if late else early
 
 
 def _mlp_work(part: Part, width: int, split: bool) -> list[int]:
@@ -156,19 +156,20 @@ def _mlp_work(part: Part, width: int, split: bool) -> list[int]:
     return [((2 if part.config.family == "llama" else 1) + split) * numel * e, numel * e + matrix]
 
 
-def _expert_work(part: Part, second: Terms, split: bool) -> tuple[list[int], int]:
+def _expert_work(part: Part, second: Terms, split: bool, gathered: int) -> tuple[list[int], int]:
     """Gradients of rows, or rows as they go and come when forward runs; and later, when the experts' outputs are free.
 
-    A shared expert runs behind the others: its backward is the first.
+    A shared expert runs behind the others: its backward is the first. Folded, it alone gathers tokens.
     """
-    moe, layout, token = part.local.moe, part.layout, part.config.d_model * part.e
-    rows, shared = part.rows * moe.top_k, second.get("moe.shared", 0)
-    moved = rows if layout.expert_method == "plain" else part.rows * min(moe.top_k, layout.ep)
-    forward = ((rows + 3 * moved if layout.ep > 1 else rows) + 3 * part.rows) * token
-    works = [(3 * rows + part.rows) * token - shared, forward - part.own_rows * token - shared]
+    moe, layout, token, tokens = part.local.moe, part.layout, part.config.d_model * part.e, part.routed
+    rows, shared, entered = tokens * moe.top_k, second.get("moe.shared", 0), 0 if part.layout.folded else gathered
+    moved = rows if layout.expert_method == "plain" else tokens * min(moe.top_k, layout.ep)
+    forward = ((rows + 3 * moved if layout.ep > 1 else rows) + 3 * tokens) * token
+    works = [(3 * rows + tokens) * token - shared, forward - part.own_rows * token - shared]
+    works = [entered + work for work in works]
     if moe.num_shared_experts:
-        works += _mlp_work(part, moe.num_shared_experts * moe.d_expert, split)
-    return works, (rows + part.rows) * token - shared - second["places of rows"]
+        works += [gathered + work for work in _mlp_work(part, moe.num_shared_experts * moe.d_expert, split)]
+    return works, entered + (rows + tokens) * token - shared - second["places of rows"]
 
 
 def _core_work(part: Part) -> int:

@@ -74,10 +74,13 @@ def unit_shapes(
     for layer in range(sum(layers[:stage]), sum(layers[: stage + 1])):
         has_experts = config.has_experts(layer)
         if has_experts not in of_sort:  # layers of one sort have equal shapes
-            alone = narrow_experts(stage_config(config, [1] * config.num_layers, layer), layout.tp, tp_rank)
+            alone = stage_config(config, [1] * config.num_layers, layer)
+            shapes = parameter_shapes(narrow_experts(alone, layout.tp, tp_rank))
+            if layout.folded:  # experts are whole
+                shapes |= {name: of for name, of in parameter_shapes(alone).items() if name.startswith("moe.experts.")}
             of_sort[has_experts] = {
                 name: (shape, copies // (layout.ep if name.startswith("moe.experts.") else 1))
-                for name, (shape, copies) in parameter_shapes(alone).items()
+                for name, (shape, copies) in shapes.items()
                 if name.startswith(("attention.", "mlp.", "moe."))
             }
         units[f"blocks.{layer}"] = of_sort[has_experts]
@@ -112,6 +115,8 @@ def cut_of(layout: Layout) -> Layout:
         tp=layout.tp,
         pp=layout.pp,
         ep=layout.ep,
+        expert_tp=1 if layout.folded else None,
+        sequence_parallel=layout.folded,
         schedule=layout.schedule,
         v=layout.v,
         micro_batches=2 * layout.pp,

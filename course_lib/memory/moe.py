@@ -7,6 +7,8 @@ Of dp ranks ep neighbours share the experts among them, so dp / ep ranks hold th
     router, shared, ends     whole                                  dp
     experts                  E / ep of them                         dp / ep
     tp                       divides attention, every MLP and expert, the vocabulary; not norms and router
+    folded                   tp does not divide experts: their ep neighbours are among dp x tp ranks, and dp tp / ep
+                             ranks hold the same ones
 """
 
 from __future__ import annotations

@@ -187,6 +187,9 @@ def torchtitan(run: Run) -> str:
         "recomputation in DualPipeV with ep": layout.schedule == "dualpipe_v"
         and layout.ep > 1
         and layout.recompute != "none",
+        f"whole experts over ep {layout.ep}, no multiple of cp x tp": config.moe is not None
+        and layout.folded
+        and layout.ep % (layout.cp * layout.tp) != 0,  # torchtitan 0.2.1, distributed/parallel_dims.py, _validate
         "latent attention over cp": layout.cp > 1 and config.mla is not None,
         f"{config.name} among its models": not known and bool(other),
     }
@@ -201,7 +204,7 @@ def torchtitan(run: Run) -> str:
         "pipeline_parallel_degree": layout.pp,
         "context_parallel_degree": layout.cp,
         "expert_parallel_degree": layout.ep,
-        "expert_tensor_parallel_degree": layout.tp if layout.ep > 1 else 1,
+        "expert_tensor_parallel_degree": layout.tp if layout.ep > 1 and not layout.folded else 1,
     }
     if piped:
         parallelism["pipeline_parallel_schedule"] = TORCHTITAN_SCHEDULES[layout.schedule]
@@ -315,7 +318,7 @@ def megatron(run: Run) -> str:
             "moe-aux-loss-coeff": moe.aux_coefficient if moe.balancing == "aux_loss" else None,
             "moe-token-dispatcher-type": "alltoall",
             "expert-model-parallel-size": layout.ep,
-            "expert-tensor-parallel-size": layout.tp,
+            "expert-tensor-parallel-size": 1 if layout.folded else layout.tp,
         }
     if fsdp:
         values |= {

@@ -117,7 +117,8 @@ def _shares_of(layout: Layout, parts: Sequence[Part], rank: int) -> list[Share]:
         if part.stage not in mine:
             continue
         left, width = Fraction(here["tp"], layout.tp), Fraction(1, layout.tp)
-        if part.has_experts:  # first to the ranks of ep, then each expert over tp
+        if part.has_experts:  # first to the ranks of ep, then each expert over tp, unless it is whole
+            left, width = (Fraction(0), Fraction(1)) if layout.folded else (left, width)
             left, width = (members["ep"].index(rank) + left) / layout.ep, width / layout.ep
         over = members[layout.shard_axes[part.has_experts]]
         shard = (Fraction(over.index(rank), len(over)), Fraction(over.index(rank) + 1, len(over)))

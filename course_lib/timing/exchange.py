@@ -95,7 +95,7 @@ def _per_node(layout: Layout, cluster: Cluster, axis: str, ranks: int) -> int:
     if axis.endswith("replicate"):
         nearer *= layout.shard_size
     elif axis.startswith("expert"):
-        nearer *= layout.ep
+        nearer = layout.ep if layout.folded else nearer * layout.ep
     here = min(ranks, max(1, cluster.gpus_per_node // nearer))
     return here if ranks % here == 0 else 1
 
@@ -116,7 +116,7 @@ def _numel_of_rank(case: Case, pp_rank: int) -> tuple[float, float]:
             experts += with_experts * expert * moe.num_experts / layout.ep
         end = config.vocab_size * config.d_model
         dense += end * (stage == 0) + end * (stage == len(layers) - 1) * (0 if config.tied and layout.pp == 1 else 1)
-    return dense / layout.tp, experts / layout.tp
+    return dense / layout.tp, experts / (1 if layout.folded else layout.tp)
 
 
 def update_s(case: Case) -> float:

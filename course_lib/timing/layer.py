@@ -108,7 +108,7 @@ def layer_times(case: Case, experts: bool) -> Times:
 
 _OF_A_LAYER = (
     "cp", "tp", "ep", "sequence_parallel", "regather", "micro_batch", "recompute", "cp_method", "cp_sharding",
-    "expert_method", "order",
+    "expert_method", "order", "folded",
 )  # fmt: skip
 
 
@@ -262,9 +262,10 @@ def _linear_s(case: Case, config: ModelConfig) -> float:
         expert, tokens = 3 * config.d_model * moe.d_expert, case.tokens
         shared = moe.num_shared_experts * expert + moe.num_experts * config.d_model
         seconds += _product_s(case, tokens * shared / layout.tp, shared / layout.tp, _matmul_share(case))
-        rows = tokens * moe.top_k * layout.ep / moe.num_experts
+        whole, cut = (layout.tp, 1) if layout.folded else (1, layout.tp)  # folded, fewer tokens go to whole experts
+        rows = tokens / whole * moe.top_k * layout.ep / moe.num_experts
         share = _matmul_share(case, rows, moe.d_expert)
-        held = moe.num_experts / layout.ep * expert / layout.tp
+        held = moe.num_experts / layout.ep * expert / cut
         seconds += _product_s(case, tokens * moe.top_k * expert / layout.tp, held, share)
     return seconds
 

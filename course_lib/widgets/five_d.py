@@ -169,7 +169,7 @@ def explore_five_d(chosen: FiveDChoice) -> FiveDView:
     cluster = Cluster(gpu(chosen.gpu_key), link(chosen.inside), link(chosen.between), chosen.ranks_per_node)
     engine = replace(ENGINE, hides_ep=layout.schedule == "dualpipe_v")
     time = step_time(Run(config, layout, chosen.seq_len, recipe), cluster, engine)
-    links = links_of_axes(layout.mesh, chosen.ranks_per_node, layout.ep)
+    links = links_of_axes(layout.mesh, chosen.ranks_per_node, layout.ep, layout.folded)
     text = describe_five_d(chosen, layout, bars[largest], limits, links, time)
     return FiveDView(layout, holdings(config, layout), bars, limits, largest, by_axis, links, time, text)
 

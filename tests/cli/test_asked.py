@@ -52,7 +52,9 @@ def test_a_config_json_is_planned_and_what_it_leaves_out_is_told(tmp_path, capsy
 
 def test_efa_of_an_a100_is_a_p4ds_and_is_told(capsys):
     assert job(gpu="a100-40", link="efa").cluster.between is LINKS["efa-p4d"]
-    assert capsys.readouterr().err.startswith("note: efa of A100 SXM 40 GB is a p4d's: 4 x 100 Gb/s a node, 6.25 GB/s")
+    assert capsys.readouterr().err.startswith(
+        "note: efa of A100 SXM 40 GB is a p4d's: 4 x 100 Gb/s a node, here 6.25 GB/s"
+    )
     assert job(gpu="h100", link="efa").cluster.between is LINKS["efa"] and not capsys.readouterr().err
     one_of_four = job(gpus=4, gpu="a100-40", link="efa", per_node=1).cluster.between
     assert one_of_four.bytes_per_s == 12.5e9

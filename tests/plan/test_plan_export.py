@@ -221,11 +221,22 @@ def test_torchtitan_reads_its_file(exported, tmp_path):
             "deepseek-v3",
             {"expert_parallel_degree": 8, "expert_tensor_parallel_degree": 2, "data_parallel_shard_degree": 16},
         ),
+        (
+            "dp=16,ep=32,tp=2,sequence_parallel=true,zero_stage=3",
+            "deepseek-v3",
+            {"expert_parallel_degree": 32, "expert_tensor_parallel_degree": 1, "data_parallel_shard_degree": 16},
+        ),
     ],
 )
 def test_torchtitan_is_told_each_choice(text, model, said):
     found = tomllib.loads(torchtitan(option_of(text, model=model).run))["parallelism"]
     assert said.items() <= found.items()
+
+
+def test_torchtitan_spreads_whole_experts_over_all_ranks_of_cp_and_tp_or_over_none():
+    text = "dp=8,ep=2,tp=4,expert_tp=1,sequence_parallel=true,zero_stage=3"
+    with pytest.raises(ValueError, match="no whole experts over ep 2, no multiple of cp x tp"):
+        torchtitan(option_of(text, model="deepseek-v3").run)
 
 
 def test_torchtitan_has_the_layers_of_each_stage():
@@ -283,6 +294,8 @@ def test_megatron_builds_the_model_that_was_planned():
     assert set(moe) <= set(MEGATRON)
     sizes = ("expert-model-parallel-size", "expert-tensor-parallel-size", "moe-aux-loss-coeff")
     assert [moe[name] for name in sizes] == ["4 ", "2 ", "0.02 "] and moe["moe-token-dispatcher-type"] == "alltoall "
+    folded = export(option_of("dp=4,tp=2,ep=8,sequence_parallel=true", model="mixtral-8x7b"))[0]["megatron.args"]
+    assert [arguments(folded)[name] for name in sizes[:2]] == ["8 ", "1 "]
     for method, named in (("ring", "p2p "), ("all_gather", "allgather "), ("ulysses", "a2a ")):
         text = f"dp=2,cp=2,cp_method={method}"
         assert arguments(export(option_of(text))[0]["megatron.args"])["cp-comm-type"] == named

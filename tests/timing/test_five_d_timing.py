@@ -10,10 +10,11 @@ from course_lib.engines import ENGINES
 from course_lib.flops import attention_flops_per_token, layer_matmul_parameters
 from course_lib.hardware import PUBLISHED_CP_THROUGHPUT, Cluster, gpu, link
 from course_lib.layout import Layout
+from course_lib.memory.flats import flats_of
 from course_lib.run import Run
 from course_lib.schedules import bubble, make, simulate
 from course_lib.timing import RATES, Rates, calls_s, collective_s, ranks_in_a_node, stage_costs, step_time
-from course_lib.timing.layer import network_s
+from course_lib.timing.layer import Case, network_s
 from course_lib.timing.rates import RANGES
 from course_lib.traffic import stage_calls
 
@@ -150,6 +151,18 @@ def test_experts_send_rows_and_two_micro_batches_at_once_hide_them():
     assert 0 < time.ep_s < 0.2 * time.total_s
     assert step_time(_run(config, spread), H100, replace(COURSE, hides_ep=True)).ep_s == 0
     assert step_time(_run(config, spread), replace(H100, gpus_per_node=1)).ep_s > 2 * time.ep_s
+
+
+def test_whole_experts_over_tp_send_each_row_once_and_lie_as_the_mesh_says():
+    from course_lib.timing.exchange import _numel_of_rank, _per_node
+
+    config, cut = preset("mixtral-8x7b"), Layout(dp=16, tp=2, ep=4, zero_stage=1, sequence_parallel=True)
+    folded = replace(cut, expert_tp=1)
+    assert step_time(_run(config, folded), H100).ep_s < 0.6 * step_time(_run(config, cut), H100).ep_s
+    for layout in (cut, folded):
+        held = sum(flat.numel for flat in flats_of(config, layout) if flat.kind == "experts")
+        assert _numel_of_rank(Case(_run(config, layout), H100, COURSE, RATES), 0)[1] == held
+        assert _per_node(layout, H100, "expert_dp", layout.expert_dp) == ranks_in_a_node(layout, H100, "expert_dp")
 
 
 def test_a_contiguous_ring_waits_and_megatrons_zigzag_does_not():
