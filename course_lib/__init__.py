@@ -3,7 +3,9 @@
 A folder imports from its own floor and from the floors below it. Each folder's `__init__.py` is the map of its files.
 
 0. Plain arithmetic, without torch
-    config.py, hardware.py   models with their exact shapes; GPUs and links with their sources
+    config.py, shapes.py     models with their exact shapes; those of files, as people have them
+    hardware.py              GPUs and links with their sources
+    engines.py               what differs between engines, as records: bytes that each keeps, what it hides
     flops.py                 FLOPs of a token, of a step, of a stage
     validate.py, span.py     refusals in one sentence; what a lane was busy with
     schedules/     pipeline schedules as lists: built, checked, clocked
@@ -11,7 +13,7 @@ A folder imports from its own floor and from the floors below it. Each folder's 
     memory/        bytes that training holds
     traffic/       bytes that ranks send
     timing/        seconds of a collective, of a step
-    predict/       what a framework's run shows on a real cluster, with fitted rates
+    estimate/      how much, how fast, does it fit: estimate(run, cluster, engine)
     plan/          which layout to train with: all that divide, those that fit, the fastest
     claims/        claims that circulate, each recomputed, with a verdict
     run.py         a model, its layout and its numbers in one record that every formula takes

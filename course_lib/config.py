@@ -52,6 +52,7 @@ class MoeConfig:
     num_groups        experts lie in so many equal groups (nodes), of which a token reaches at most max_groups
     routed_scale      factor on the routed experts' sum, beside the shared ones
     first_dense_layers  so many blocks at the front keep an MLP of width d_ff
+    every             of the others every n-th has experts, the last of each n (2 in Llama 4 Maverick)
 
     Raises   ValueError where no token could be routed so
     Source   Fedus et al. 2021 (arXiv:2101.03961); DeepSeek-V3 (arXiv:2412.19437), section 2.1.2
@@ -71,6 +72,7 @@ class MoeConfig:
     max_groups: Size | None = None  # filled in: num_groups, no limit
     routed_scale: Positive = 1.0
     first_dense_layers: Count = 0
+    every: Size = 1
 
     def __post_init__(self):
         check_fields(self)
@@ -214,6 +216,10 @@ class ModelConfig:
                 f"first_dense_layers ({self.moe.first_dense_layers}) must be below num_layers ({self.num_layers}), "
                 "or no block has experts"
             )
+        if self.num_moe_layers == 0:
+            raise ValueError(
+                f"every ({self.moe.every}) must not exceed num_layers ({self.num_layers}), or no block has experts"
+            )
 
     @property
     def rope_dim(self) -> int:
@@ -228,7 +234,18 @@ class ModelConfig:
     @property
     def num_moe_layers(self) -> int:
         """Blocks with experts."""
-        return self.num_layers - self.moe.first_dense_layers if self.moe else 0
+        return self.moe_layers_before(self.num_layers)
+
+    def moe_layers_before(self, layer: int) -> int:
+        """Blocks with experts among the first `layer` blocks."""
+        if self.moe is None:
+            return 0
+        first, every = self.moe.first_dense_layers, self.moe.every
+        return max(0, layer // every - first // every)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether that block, counted from 0, has experts in place of the MLP."""
+        return self.moe_layers_before(layer + 1) > self.moe_layers_before(layer)
 
 
 @dataclass(frozen=True)

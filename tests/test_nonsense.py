@@ -486,7 +486,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         **{name: {"interval_s": 100.0} for name in ("shares", "goodput", "simulated_goodput")},
     },
     "timing.rates": {},
-    "timing.step": {"StepTime": "made by step_time"},
+    "timing.step": {"StepTime": "made by step_time", "one_f_one_b_waits": {"slots": [1.0, 2.0], "micro_batches": 4}},
     "timing.tensor": {"Part": "made by layer_parts"},
     "plan.job": {"Job": {"num_gpus": 8, "seq_len": 64, "batch_tokens": 512, "framework": None}},
     "plan.option": {
@@ -514,7 +514,6 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "fits": {"budget": budgets(RUN)[0], "gpu_or_key": "h100"},
         "largest_that_fits": {"budget_of": partial(budget, preset("toy"), seq_len=64)},
     },
-    "memory.least": {},
     "memory.zero": {
         "wire_grad_bytes": {"recipe": Recipe("mine", 4, 4, 0, 8, 4)},
         "zero_state_bytes": {"units": [8, 4]},
@@ -654,10 +653,13 @@ MODULES: dict[str, dict[str, dict | str]] = {
     },
     **{f"claims.{kind}_formulas": FORMULA_ARGUMENTS for kind in ("memory", "traffic", "pipeline", "speed")},
     "hardware": {
-        "GPU": in_floats(gpu("h100")),
-        "Link": in_floats(link("efa")) | {"measured": False},
+        "GPU": in_floats(gpu("h100")) | {"per_node": 8},
+        "Link": in_floats(link("efa")) | {"measured": False, "by_nodes": True},
         "Cluster": {"inside": link("nvlink4"), "between": link("efa")},
         "link": {"key": "efa"},
+        "link_of": {"text": "efa"},
+        "cluster_of": {"between": "efa"},
+        "gpu_for": {"precision": "bf16"},
         "published_link": {"num_nodes": 2},
         "measured_bus_bandwidth": {"num_nodes": 2, "collective": "all_gather"},
         "gpu_of_device": {"device_name": "NVIDIA H100"},

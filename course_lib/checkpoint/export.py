@@ -201,7 +201,7 @@ def mixtral_fields(config: ModelConfig) -> dict:
     moe = config.moe
     plain = MoeConfig(moe.num_experts, moe.top_k, moe.d_expert)
     decides = ("num_shared_experts", "score", "normalise_weights", "num_groups", "routed_scale", "first_dense_layers",
-               "capacity_factor")  # fmt: skip
+               "every", "capacity_factor")  # fmt: skip
     different = {name: getattr(moe, name) for name in decides if getattr(moe, name) != getattr(plain, name)}
     if different or moe.balancing == "bias":
         raise ValueError(
@@ -220,10 +220,17 @@ def mixtral_fields(config: ModelConfig) -> dict:
 def deepseek_fields(config: ModelConfig) -> dict:
     """Raises ValueError for what is otherwise than DeepSeek-V3's, such as norms of latents, whose eps is a constant."""
     moe, mla = config.moe, config.mla
-    if (moe.score, moe.balancing, moe.capacity_factor, config.norm_eps) != ("sigmoid", "bias", None, 1e-6):
+    if (moe.score, moe.balancing, moe.capacity_factor, config.norm_eps, moe.every) != (
+        "sigmoid",
+        "bias",
+        None,
+        1e-6,
+        1,
+    ):
         raise ValueError(
             f"{config.name} has score {moe.score!r}, balancing {moe.balancing!r}, capacity_factor "
-            f"{moe.capacity_factor}, norm_eps {config.norm_eps}; DeepSeek-V3 has 'sigmoid', 'bias', None, 1e-06"
+            f"{moe.capacity_factor}, norm_eps {config.norm_eps}, every {moe.every}; DeepSeek-V3 has 'sigmoid', 'bias', "
+            "None, 1e-06, 1"
         )
     return {
         "n_routed_experts": moe.num_experts,

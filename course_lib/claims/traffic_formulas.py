@@ -256,7 +256,7 @@ def causal_work(sharding: Literal["zigzag", "contiguous"], seq_len: Size, cp: Si
 def nodes_of_axis(layout: str, axis: Literal["tp", "cp", "pp", "data"]) -> Values:
     """How many nodes of 8 GPUs a group of an axis spans, and how many GPUs there are."""
     parsed = Layout.parse(layout)
-    found = links_of_axes(parsed.mesh, 8, parsed.ep)[axis]
+    found = links_of_axes(parsed.mesh, 8, parsed.ep, parsed.folded)[axis]
     return {"nodes": found.nodes, "world_size": parsed.world_size}
 
 

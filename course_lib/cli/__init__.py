@@ -4,6 +4,7 @@ commands.py      the subcommands and their options; none needs torch to tell its
 doctor.py        what this machine can run
 notebooks.py     a chapter without a browser; notebooks in a folder of the learner's
 demo.py          one table: one process against 2 and 4 ranks
+asked.py         words that plan, predict and simulate share: tokens, models, GPUs, links, techniques
 plan.py          `course plan`: the fastest layout that fits, and why
 predict.py       `course predict`, `course calibrate`: what runs of a table would show on a cluster
 cluster.py       `course cluster`: a site written down, and looked at before a long job

@@ -4,7 +4,6 @@ course plan llama-3.1-8b --gpus 64 --seq 8192 --batch 4194304 --gpu h100 --link 
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from json import dumps as as_json
 from pathlib import Path
@@ -12,43 +11,43 @@ from typing import TYPE_CHECKING
 
 from tyro.conf import OmitArgPrefixes, Positional
 
-from course_lib.config import ModelConfig, preset
-from course_lib.hardware import Cluster
-from course_lib.hardware import gpu as gpu_named
-from course_lib.hardware import link as link_named
-from course_lib.layout import Layout
+from course_lib.cli.asked import Device, Techniques, Tokens, cluster_asked, computing, model_asked
+from course_lib.engines import ENGINES
 from course_lib.memory.states import recipe_of
 from course_lib.plan import Job, Option, Plan, explain, export, search, table
 from course_lib.plan.export import in_your_script, need
 from course_lib.plan.search import ENOUGH
-from course_lib.predict.table import read_models
 from course_lib.run import Run
-from course_lib.validate import whole, writable
+from course_lib.validate import one_of, whole, writable
 
 if TYPE_CHECKING:
     from course_lib.train.export import Machines
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """What a plan is asked for."""
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What a plan is of."""
 
     model: Positional[str]
-    """a preset, such as llama-3.1-8b, or a JSON file with one model as `course predict` reads it"""
+    """a preset, such as llama-3.1-8b; a config.json of transformers or its folder; or a JSON file with one shape"""
     gpus: int
     """how many, all together"""
-    seq: int
-    """tokens of a sequence"""
-    batch: int
-    """tokens of one optimizer step, of all GPUs together"""
-    gpu: str = "h100"
-    """a GPU, such as h100"""
+    seq: Tokens
+    """tokens of a sequence: 8192 or 8K"""
+    batch: Tokens
+    """tokens of one optimizer step, of all GPUs together: 4194304 or 4M (M is 2^20)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(Techniques, Device, Question):
+    """What a plan is asked for."""
+
     link: str = "ib-ndr400"
-    """the network between nodes, such as ib-ndr400"""
-    per_node: int = 8
-    """GPUs of a node"""
-    recipe: str = "bf16-master"
-    """fp32, bf16-master or bf16-master-fp32-grads"""
+    """the network between nodes, such as ib-ndr400, with one port a GPU; or GB/s for each GPU"""
+    inside: str | None = None
+    """the link inside a node, such as pcie4-host, or GB/s of one direction; without it the GPU's own"""
+    per_node: int | None = None
+    """GPUs of a node; without it as many as the GPU's nodes usually have"""
     framework: str | None = None
     """rank by what `course predict` knows of a framework, such as nanotron; without it by the course's own models"""
     show: int = 5
@@ -61,24 +60,36 @@ class PlanOptions:
 
 def plan(options: OmitArgPrefixes[PlanOptions]) -> int:
     """Find the layout with most tokens/s that fits, and say why; all figures are modelled."""
-    for name in ("gpus", "seq", "batch", "per_node", "show"):
+    for name in ("gpus", "seq", "batch", "show"):
         whole(name, getattr(options, name))
-    device = gpu_named(options.gpu)
-    cluster = Cluster(device, link_named(device.link), link_named(options.link), options.per_node)
-    config = model_of(options.model, options.seq)
-    job = Job(config, cluster, options.gpus, options.seq, options.batch, options.recipe, options.framework)
+    job = job_of(options)
     if options.export is not None:
         writable("export", options.export)
-    show = options.show
+    show, per_node = options.show, job.cluster.gpus_per_node
     found = search(job, max(ENOUGH, show))
     print(as_json(report(found, show), indent=2) if options.json else "\n".join(lines(found, show)))
     if options.export is not None:
-        told_of_files = write_files(found.best, options.export, options.per_node, options.framework, found.ranked)
+        told_of_files = write_files(found.best, options.export, per_node, job.engine)
         print("\n".join(told_of_files), file=sys.stderr if options.json else sys.stdout)
     return 0
 
 
-FILES = {  # of the frameworks that one can ask for
+def job_of(options: PlanOptions) -> Job:
+    """The job that the options ask for.
+
+    Raises   ValueError for a word or a number that cannot be meant, or what the framework cannot have
+    """
+    name, device = options.framework or "course", options.record()
+    one_of("framework", name, tuple(ENGINES))
+    recipe = options.recipe_on(device, ENGINES[name].recipe)
+    one_of(f"recipe of {name}", recipe, ENGINES[name].recipes)
+    cluster = cluster_asked(computing(device, recipe), options.link, options.inside, options.per_node)
+    sizes = (options.gpus, options.seq, options.batch)
+    config = model_asked(options.model, options.seq)
+    return Job(config, cluster, *sizes, recipe, name, **options.run_fields())
+
+
+FILES = {  # of the engines that one can ask for
     "torchtitan": ("torchtitan.toml",),
     "nanotron": ("nanotron.yaml",),
     "megatron": ("megatron.args",),
@@ -87,12 +98,10 @@ FILES = {  # of the frameworks that one can ask for
 }
 
 
-def write_files(
-    best: Option, folder: Path, per_node: int, framework: str | None = None, ranked: Sequence[Option] = ()
-) -> list[str]:
+def write_files(best: Option, folder: Path, per_node: int, engine: str = "course") -> list[str]:
     """Write what frameworks need for a layout; tell each file, and each refusal with its reason.
 
-    If `framework` cannot do the layout, its own files are of the first of `ranked`, fastest first, that it can do.
+    engine   who trains: then its own files alone; the course's run can be given to any
     """
     from course_lib.train.export import Machines
 
@@ -105,23 +114,20 @@ def write_files(
         "accelerate_deepspeed.yaml": lambda run: accelerate_deepspeed(run, machines),
     }
     files, refused = export(best, per_node, of_accelerate)
-    of_which = dict.fromkeys(files, "")
-    for name in [name for name in FILES.get(framework, ()) if name in refused]:
-        for option in ranked:
-            text = export(option, per_node, of_accelerate)[0].get(name)
-            if text is not None:
-                files[name], share = text, option.tokens_per_s / best.tokens_per_s
-                of_which[name] = f" of {option.layout}, at {share:.1%} of the best's speed: {refused.pop(name)}"
-                break
+    own = FILES.get(engine, (*files, *refused))
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    wrote = [f"wrote {folder / name}{of_which[name]}" for name in files]
-    return ["", *wrote, *(f"no {name}: {why}" for name, why in refused.items())]
+    wrote = []
+    for name in (name for name in files if name in own):
+        (folder / name).write_text(files[name], encoding="utf-8")
+        wrote.append(f"wrote {folder / name}")
+    by_hand = best.layout.recompute == "full" and "deepspeed.json" in own and "deepspeed.json" in files
+    if by_hand:
+        wrote.append("in your script: model.gradient_checkpointing_enable(), DeepSpeed's file cannot ask for it")
+    return ["", *wrote, *(f"no {name}: {why}" for name, why in refused.items() if name in own)]
 
 
-FSDP2_RECIPES = {"fp32": "fp32", "bf16-master": "bf16"}  # FP32 shards are the master copy: as many bytes
-DEEPSPEED_RECIPES = {  # precision, and what gradients are summed in where that is another
+FSDP2_PRECISIONS = {"fp32": "fp32", "bf16-master": "bf16"}  # FP32 shards are the master copy: as many bytes
+DEEPSPEED_PRECISIONS = {  # and what gradients are summed in where that is another
     "fp32": ("fp32", None),
     "bf16-master": ("bf16", None),
     "bf16-master-fp32-grads": ("bf16", "fp32"),
@@ -129,29 +135,19 @@ DEEPSPEED_RECIPES = {  # precision, and what gradients are summed in where that 
 }
 
 
-def not_dp_alone(layout: Layout) -> dict[str, bool]:
-    """What these files do not say."""
-    axes = {f"{axis} in this file": getattr(layout, axis) > 1 for axis in ("tp", "pp", "cp", "ep")}
-    return axes | {"replicas (HSDP) in this file": layout.dp_replicate > 1}
-
-
 def fsdp2(run: Run, machines: "Machines") -> str:
     """Accelerate's YAML for FSDP2, with a comment on what no field says: gradients stay sharded while they add up."""
     from course_lib.train.export import accelerate_fsdp2
 
     layout, config = run.layout, run.config
-    checks = {
-        f"ZeRO-{layout.zero_stage} (only 2 and 3)": layout.zero_stage < 2,
-        "recomputation of attention alone": layout.recompute == "selective",
-    }
-    need("Accelerate with FSDP2", run, FSDP2_RECIPES, not_dp_alone(layout) | checks)
+    need(ENGINES["fsdp2"].file, run)
     kind = "Qwen3" if config.qk_norm else "Mixtral" if config.moe else "Llama"
     block = "GPT2Block" if config.family == "gpt" else f"{'DeepseekV3' if config.mla else kind}DecoderLayer"
     fields = accelerate_fsdp2(
         [block],
         layout.world_size,
         reshard_after_forward=layout.zero_stage == 3,
-        precision=FSDP2_RECIPES[recipe_of(run.recipe).name],
+        precision=FSDP2_PRECISIONS[recipe_of(run.recipe).name],
         recompute=layout.recompute == "full",
         machines=machines,
     )
@@ -164,12 +160,9 @@ def deepspeed(run: Run) -> str:
     from course_lib.train import export as of_trainer
 
     layout = run.layout
-    precision, sums = DEEPSPEED_RECIPES.get(recipe_of(run.recipe).name, (None, None))
-    checks = {
-        f"recomputation {layout.recompute}: the model's code asks for it": layout.recompute != "none",
-        "FP32 gradients without ZeRO": sums is not None and layout.zero_stage == 0,
-    }
-    need("DeepSpeed", run, DEEPSPEED_RECIPES, not_dp_alone(layout) | checks)
+    precision, sums = DEEPSPEED_PRECISIONS.get(recipe_of(run.recipe).name, (None, None))
+    checks = {"FP32 gradients without ZeRO": sums is not None and layout.zero_stage == 0}
+    need(ENGINES["deepspeed"].file, run, checks)
     config = of_trainer.deepspeed(layout.zero_stage, layout.micro_batch, layout.micro_batches, precision=precision)
     return as_json(config | ({"data_types": {"grad_accum_dtype": sums}} if sums else {}), indent=2) + "\n"
 
@@ -182,7 +175,9 @@ def accelerate_deepspeed(run: Run, machines: "Machines") -> str:
     from course_lib.train.export import accelerate_deepspeed_file
 
     deepspeed(run)
-    fields = accelerate_deepspeed_file("deepspeed.json", run.layout.world_size, machines=machines)
+    fields = accelerate_deepspeed_file(
+        "deepspeed.json", run.layout.world_size, zero3_init=run.layout.zero_stage == 3, machines=machines
+    )
     return f"{in_your_script(run)}\n{as_yaml(fields)}"
 
 
@@ -192,46 +187,22 @@ def as_yaml(fields: dict) -> str:
     return yaml.safe_dump(fields, sort_keys=False)
 
 
-def model_of(text: str, seq_len: int) -> ModelConfig:
-    """The preset of that name, or the one model of a JSON file.
-
-    Raises   ValueError that says what the file lacks, or which presets there are
-    """
-    if not text.endswith(".json"):
-        return preset(text)
-    if not Path(text).is_file():
-        raise ValueError(f"there is no file {text}; give one, or the name of a preset")
-    models = read_models(text, seq_len)
-    if len(models) != 1:
-        raise ValueError(f"{text} has {len(models)} models; required: one")
-    return next(iter(models.values()))
-
-
 def lines(found: Plan, show: int) -> list[str]:
-    """For reading: the best layouts, why the first is the first, and the front of memory against MFU."""
+    """For reading: the fastest layouts, the chosen one among them, why it is chosen, and less memory for less speed."""
     job = found.job
     return [
         f"{job.config.name} on {job.num_gpus:,} x {job.cluster.gpu.name}, {job.batch_tokens:,} tokens a step; "
-        f"{found.num_tried:,} layouts tried, {len(found.ranked):,} fit",
-        f"recipe {job.recipe}; {said_of_rates(job.framework)}",
+        f"{found.num_tried:,} layouts tried, none that fits is faster than these {len(found.ranked):,}",
+        f"recipe {job.recipe}; engine {job.engine}; seconds are modelled, docs/PREDICTOR.md has the errors",
+        *dict.fromkeys(option.estimate.note for option in found.ranked[:1] if option.estimate.note),
         "",
-        *table(found.ranked[:show]),
+        *table(found.ranked[:show], found.best),
         "",
         *explain(found),
         "",
-        "Less memory for less throughput: no layout of these beats another in both.",
+        "Less memory for less throughput, of these: none beats another in both.",
         *table(found.front[:show]),
     ]
-
-
-def said_of_rates(framework: str | None) -> str:
-    """How far its seconds can be trusted."""
-    if framework is None:
-        return (
-            "seconds assume well tuned kernels and links, and are fitted to no run.\n"
-            "Measure the first few layouts, then course calibrate; or name your framework: --framework"
-        )
-    return f"seconds as {framework}'s runs had them: docs/PREDICTOR.md has the errors"
 
 
 def report(found: Plan, show: int) -> dict:
@@ -240,7 +211,7 @@ def report(found: Plan, show: int) -> dict:
         "model": found.job.config.name,
         "gpus": found.job.num_gpus,
         "tried": found.num_tried,
-        "fitting": len(found.ranked),
+        "listed": len(found.ranked),
         "best": told(found.best),
         "ranked": [told(option) for option in found.ranked[:show]],
         "front": [told(option) for option in found.front],
@@ -254,6 +225,7 @@ def told(option: Option) -> dict:
         "layout": str(option.layout),
         "memory_bytes": option.memory_bytes,
         "usable_bytes": option.usable_bytes,
+        "verdict": option.verdict,
         "bytes_by_kind": option.bytes_by_kind,
         "seconds_by_part": option.seconds_by_part,
         "step_s": option.step_s,

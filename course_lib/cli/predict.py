@@ -10,45 +10,43 @@ from pathlib import Path
 
 from tyro.conf import OmitArgPrefixes, Positional
 
+from course_lib.cli.asked import Device, Tokens, cluster_asked, models_asked
+from course_lib.config import ModelConfig, preset
+from course_lib.engines import ENGINES
+from course_lib.estimate import Calibration, Estimate, calibrate, predict_rows, read_rows, write_table
+from course_lib.estimate import sensitivity as assumptions
+from course_lib.estimate.calibrate import BOUNDS, HELD, measured_step_s, ranges
 from course_lib.hardware import Cluster
-from course_lib.hardware import gpu as gpu_named
-from course_lib.hardware import link as link_named
-from course_lib.predict import (
-    FRAMEWORKS,
-    RATES,
-    Calibration,
-    Prediction,
-    calibrate,
-    predict_rows,
-    read_models,
-    read_rows,
-    write_table,
-)
-from course_lib.predict import sensitivity as assumptions
-from course_lib.predict.calibrate import BOUNDS, HELD, measured_step_s, ranges
+from course_lib.shapes import is_preset
+from course_lib.timing import RATES
 from course_lib.validate import one_of, whole, writable_file
 
 
-@dataclass(frozen=True)
-class Machine:
+@dataclass(frozen=True, kw_only=True)
+class Machine(Device):
     """Where and with what the runs of a table train."""
 
-    gpu: str = "h100-80g"  # a GPU, such as h100-80g
-    nodes_link: str = "efa"  # the network between nodes, such as efa
-    recipe: str = "nanotron"  # the framework whose runs these are: nanotron, megatron, fsdp2, torchtitan, deepspeed
-    seq: int = 4096  # tokens of a sequence
+    nodes_link: str = "efa"
+    """the network between nodes, such as efa, with one port a GPU; or GB/s for each GPU"""
+    inside: str | None = None
+    """the link inside a node, such as pcie4-host, or GB/s of one direction; without it the GPU's own"""
+    per_node: int | None = None
+    """GPUs of a node; without it as many as the GPU's nodes usually have"""
+    recipe: str = "nanotron"
+    """the engine whose runs these are: nanotron, megatron, fsdp2, torchtitan, deepspeed, course"""
+    seq: Tokens = 4096
+    """tokens of a sequence: 4096 or 4K"""
 
     def cluster(self) -> Cluster:
         whole("seq", self.seq)
-        one_of("recipe", self.recipe, FRAMEWORKS)
-        device = gpu_named(self.gpu)
-        return Cluster(device, link_named(device.link), link_named(self.nodes_link))
+        one_of("recipe", self.recipe, tuple(ENGINES))
+        return cluster_asked(self.record(), self.nodes_link, self.inside, self.per_node)
 
 
 def predict(
     runs: Positional[Path],
-    models: Path,
     out: Path,
+    models: Path | None = None,
     machine: OmitArgPrefixes[Machine] = Machine(),
     calibration: Path | None = None,
     error_bars: bool = False,
@@ -58,20 +56,23 @@ def predict(
     """Predict peak memory, tokens/s and MFU of each run of a table, and write the table with them added.
 
     Args:
-        runs: CSV with model, nodes, gpus, mbs, grad_acc, dp, pp, tp, zero; also cp, ep, seq, precision, ...
-        models: JSON with the shapes of its models
+        runs: CSV with model, nodes, gpus, mbs, grad_acc, dp, pp, tp, zero; also cp, ep, seq, precision, recompute,
+            states, finetune, optimizer, offload, attention, loss_chunks, ...
         out: the CSV that is written
+        models: JSON with the shapes of its models that are no presets, or a config.json of transformers
+        machine: the cluster, and whose runs they are
         calibration: what `course calibrate` wrote
         error_bars: columns more: between which values nine in ten measured runs like it lay
         breakdown: of the fastest run that fits, for each model and number of GPUs: where time and memory go
         sensitivity: which assumption changes the fastest run
     """
     cluster, seq, recipe = machine.cluster(), machine.seq, machine.recipe
-    _check_files(runs, models, calibration)
+    _check_files(runs, calibration)
     writable_file("out", out)
     if calibration:
         cluster = Calibration.load(calibration).of(cluster)
-    rows, shapes = _rows(runs), read_models(models, seq)
+    rows = _rows(runs)
+    shapes = _models(rows, models, seq)
     predictions = predict_rows(rows, shapes, cluster, seq, recipe)
     write_table(rows, predictions, out, error_bars)
     fitting = sum(not isinstance(one, str) and one.fits for one in predictions)
@@ -86,19 +87,21 @@ def predict(
 
 
 def calibrate_cluster(
-    runs: Positional[Path], models: Path, out: Path, machine: OmitArgPrefixes[Machine] = Machine()
+    runs: Positional[Path], out: Path, models: Path | None = None, machine: OmitArgPrefixes[Machine] = Machine()
 ) -> int:
     """Fit what your cluster's GPUs and links reach to one to three measured runs, for `course predict --calibration`.
 
     Args:
         runs: the CSV of `course predict`, and of each run step_s, tok_s_gpu or log (a file of `course train`)
-        models: JSON with the shapes of its models
         out: the JSON that is written
+        models: JSON with the shapes of its models that are no presets, or a config.json of transformers
+        machine: the cluster, and whose runs they are
     """
     cluster, seq, recipe = machine.cluster(), machine.seq, machine.recipe
-    _check_files(runs, models)
+    _check_files(runs)
     writable_file("out", out)
-    rows, shapes = _rows(runs), read_models(models, seq)
+    rows = _rows(runs)
+    shapes = _models(rows, models, seq)
 
     def steps(calibration: Calibration) -> list[float]:
         found = predict_rows(rows, shapes, calibration.of(cluster), seq, recipe)
@@ -143,6 +146,13 @@ def _check_files(*files: Path | None) -> None:
             raise ValueError(f"there is no file {path}; give one")
 
 
+def _models(rows: list[dict[str, str]], path: Path | None, seq_len: int) -> dict[str, ModelConfig]:
+    """Of a file, if there is one, and the presets that rows name beside."""
+    found = models_asked(path, seq_len)
+    presets = {name for row in rows if (name := row["model"]) not in found and is_preset(name)}
+    return found | {name: preset(name) for name in sorted(presets)}
+
+
 def _rows(runs: Path) -> list[dict[str, str]]:
     rows = read_rows(runs)
     if not rows:
@@ -151,7 +161,7 @@ def _rows(runs: Path) -> list[dict[str, str]]:
 
 
 def _print_sensitivity(rows: list[dict[str, str]], predict_all, cluster: Cluster) -> None:
-    predictions: list[Prediction | str] = predict_all(cluster, RATES)
+    predictions: list[Estimate | str] = predict_all(cluster, RATES)
     cells = len(assumptions.fastest(rows, predictions))
     found = assumptions.sensitivity(rows, predict_all, cluster, RATES)
     print(f"\n{'assumption':32s}{'fastest run changes':>22s}{'largest change':>18s}")

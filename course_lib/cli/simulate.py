@@ -6,48 +6,46 @@ course simulate --model llama-3-405b --gpu h100-80g --layout dp=128,tp=8,pp=16,r
 from collections.abc import Sequence
 from dataclasses import asdict
 from json import dumps as as_json
-from typing import Annotated
 
-from tyro.conf import UseAppendAction, arg
+from tyro.conf import OmitArgPrefixes, UseAppendAction
 
-from course_lib.config import preset
-from course_lib.hardware import GPU
-from course_lib.hardware import gpu as gpu_named
+from course_lib.cli.asked import Device, Techniques, Tokens, model_asked
+from course_lib.hardware import GB, GPU
 from course_lib.layout import Layout
 from course_lib.run import Run
 from course_lib.validate import number, whole
 
-GIB = 2**30
-
 
 def simulate(
     model: str,
-    gpu: str,
     layout: str,
-    seq: Annotated[int, arg(metavar="S")],
+    seq: Tokens,
+    device: OmitArgPrefixes[Device] = Device(),
+    how: OmitArgPrefixes[Techniques] = Techniques(),
     stage: UseAppendAction[tuple[int, ...]] = (),
-    recipe: str = "bf16-master",
     skew: float = 0.0,
     json: bool = False,
 ) -> int:
     """Tell memory by kind, bytes sent and FLOPs of a layout of thousands of ranks; 0 also where it does not fit.
 
     Args:
-        model: a preset, such as llama-3.1-70b
-        gpu: a GPU, such as h100
+        model: a preset, such as llama-3.1-70b; a config.json of transformers or its folder; a JSON file with one shape
         layout: such as dp=8,tp=8,pp=4,zero_stage=1,recompute=full; without micro_batches it fills the pipeline
-        seq: tokens of a sequence
+        seq: tokens of a sequence: 8192 or 8K
+        device: the GPU whose memory it is held against
+        how: what the engines have; they train all weights by AdamW, and are asked for nothing else
         stage: this pipeline stage alone; may be repeated; without it all stages
-        recipe: fp32, bf16-master or bf16-master-fp32-grads
         skew: share of tokens that all choose the first expert
         json: all of it as JSON
     """
     from course_lib.simulate.cluster import simulate as run  # here: `course --help` needs no torch
 
-    config, device = preset(model), gpu_named(gpu)
+    gpu = device.record(holds_alone=True)
     number("skew", skew, least=0, most=1)
     whole("seq", seq)
-    found = report(run(Run(config, layout_of(layout), seq, recipe), stage or "all", skew=skew), device)
+    recipe, fields = how.recipe_on(gpu), how.run_fields()
+    asked = Run(model_asked(model, seq), layout_of(layout), seq, recipe, **fields)
+    found = report(run(asked, stage or "all", skew=skew), gpu)
     print(as_json(found, indent=2) if json else "\n".join(lines(found)))
     return 0
 
@@ -103,12 +101,12 @@ def lines(found: dict) -> list[str]:
         f"{found['model']} on {found['world_size']:,} x {device['name']}, {found['recipe']}",
         f"layout {found['layout_text']}; {found['seq_len']:,} tokens a sequence, {found['tokens_per_step']:,} a step",
         "",
-        f"GiB at the peak of a step; usable on this GPU: {device['usable_bytes'] / GIB:.2f}",
+        f"GB at the peak of a step; usable on this GPU: {device['usable_bytes'] / GB:.2f}",
     ]
     kinds = list(ranks[0]["peak_by_kind"])
-    memory = [[name_of(rank), rank["layers"], *(gib(rank["peak_by_kind"][kind]) for kind in kinds)] for rank in ranks]
+    memory = [[name_of(rank), rank["layers"], *(gb(rank["peak_by_kind"][kind]) for kind in kinds)] for rank in ranks]
     for row, rank in zip(memory, ranks, strict=True):
-        row += [gib(rank["peak_bytes"]), "yes" if rank["fits"] else "NO"]
+        row += [gb(rank["peak_bytes"]), "yes" if rank["fits"] else "NO"]
     text += table(["stage", "layers", *kinds, "peak", "fits"], memory)
 
     axes = sorted({axis for rank in ranks for axis in rank["sent_by_axis"]})
@@ -123,10 +121,10 @@ def lines(found: dict) -> list[str]:
 
 def verdict(found: dict) -> str:
     largest = max(found["ranks"], key=lambda rank: rank["peak_bytes"])
-    peak, usable = largest["peak_bytes"] / GIB, found["gpu"]["usable_bytes"] / GIB
-    where = f"stage {name_of(largest)} needs {peak:.1f} GiB of {usable:.1f}"
+    peak, usable = largest["peak_bytes"] / GB, found["gpu"]["usable_bytes"] / GB
+    where = f"stage {name_of(largest)} needs {peak:.1f} GB of {usable:.1f}"
     if found["fits"]:
-        return f"fits: {where}, {usable - peak:.1f} GiB remain for what is no tensor (CUDA context, NCCL, fragments)"
+        return f"fits: {where}, {usable - peak:.1f} GB remain for what is no tensor (CUDA context, NCCL, fragments)"
     return f"does NOT fit: {where}; {advice(found['layout'], largest['peak_by_kind'])}"
 
 
@@ -147,7 +145,7 @@ def notes(found: dict) -> list[str]:
     which = f"{len(found['ranks'])} of {found['layout']['pp']} ranks along pp"
     return [
         f"simulated {which}, at place 0 along dp, cp and tp{taped}",
-        f"{found['seconds']:.1f} s, {found['host_peak_bytes'] / GIB:.2f} GiB of this machine's memory",
+        f"{found['seconds']:.1f} s, {found['host_peak_bytes'] / GB:.2f} GB of this machine's memory",
     ]
 
 
@@ -155,8 +153,8 @@ def name_of(rank: dict) -> str:
     return "+".join(map(str, rank["stages"]))
 
 
-def gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f}"
+def gb(nbytes: int) -> str:
+    return f"{nbytes / GB:.2f}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

@@ -77,7 +77,9 @@ def check_cluster(probe: Probe, limits: Limits = Limits(), cluster: Cluster | No
 
 def measure(probe: Probe) -> dict:
     """Everything that this rank can tell, made of JSON's kinds."""
-    groups = comm.make_all_groups(probe.layout.mesh, probe.layout.ep, replicas=probe.layout.dp_replicate)
+    groups = comm.make_all_groups(
+        probe.layout.mesh, probe.layout.ep, replicas=probe.layout.dp_replicate, folded=probe.layout.folded
+    )
     of_node = probe.ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     axes = [axis for axis in (*AXES, "ep") if groups.by_axis[axis].size() > 1]
     return {

@@ -57,32 +57,34 @@ class Groups:
 
 
 @checked
-def make_all_groups(mesh: Mesh, ep_size: Size = 1, local_only: bool = False, replicas: Size = 1) -> Groups:
+def make_all_groups(
+    mesh: Mesh, ep_size: Size = 1, local_only: bool = False, replicas: Size = 1, folded: bool = False
+) -> Groups:
     """My process groups along each axis, data, ep and expert_dp. Every rank of the world must call it.
 
-    With replicas also those of ZeRO's shards and of their replicas.
+    With replicas also those of ZeRO's shards and of their replicas; folded: experts are spread over tp's ranks too.
 
     Each rank makes all groups in the same order, its own or not. With local_only it makes only its own, and waits only
     for their members: the cost does not grow with the number of ranks, and a fake world needs no other rank.
-    Raises   ValueError if the world has another size than the mesh, or ep_size or replicas do not divide dp x cp
+    Raises   ValueError if the world has another size than the mesh, or ep_size or replicas do not divide dp x cp (x tp)
     """
     _check_world(mesh)
-    mine = mesh.members(dist.get_rank(), ep_size, replicas)
+    mine = mesh.members(dist.get_rank(), ep_size, replicas, folded)
     made = {}
     for axis in (*ALL_AXES, *(REPLICA_AXES if replicas > 1 else ())):
         if local_only:
             made[axis] = dist.new_group(mine[axis], use_local_synchronization=True)
             continue
-        for ranks in _all_members(mesh, axis, ep_size, replicas):
+        for ranks in _all_members(mesh, axis, ep_size, replicas, folded):
             group = dist.new_group(ranks)
             if ranks == mine[axis]:
                 made[axis] = group
     return Groups(**made, world=dist.group.WORLD, mesh=mesh, ep_size=ep_size)
 
 
-def _all_members(mesh: Mesh, axis: str, ep_size: int, replicas: int) -> list[list[int]]:
+def _all_members(mesh: Mesh, axis: str, *cut: int) -> list[list[int]]:
     """Every group of an axis, in order of their first ranks."""
-    members = (mesh.members(rank, ep_size, replicas)[axis] for rank in range(mesh.world_size))
+    members = (mesh.members(rank, *cut)[axis] for rank in range(mesh.world_size))
     return [ranks for rank, ranks in enumerate(members) if ranks[0] == rank]
 
 

@@ -113,7 +113,7 @@ def _rows(run: Run, rank: int, seen: Sequence[Seen], predicted: Sequence[Budget]
     config, layout = run.config, run.layout
     here, routings = layout.mesh.coordinates(rank), None
     if config.moe is not None:
-        members = layout.mesh.members(rank, layout.ep)["ep"]
+        members = layout.members(rank)["ep"]
         routings = list(zip(*(seen[member].choices for member in members), strict=True))
     states = states_of(run, here["pp"], here["tp"])
     of_stage = predicted[here["pp"]].by_kind | {kind: getattr(states, kind) for kind in STATES}

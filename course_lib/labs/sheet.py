@@ -1,6 +1,6 @@
 """A lab's sheet, and its form with measured values beside modelled ones: both are text, written from the table.
 
-Speed and memory are modelled as of FSDP2 without torch.compile: of the frameworks that course_lib/predict knows it is
+Speed and memory are modelled as of FSDP2 without torch.compile: of the engines that course_lib/engines.py knows it is
 nearest to the course's own engine. Bytes sent are exact, but for tokens that choose experts. Sums of a tensor are
 modelled as of NCCL; no published measurement on one node or on two is faster, and the slowest ends their error bars.
 """
@@ -8,10 +8,10 @@ modelled as of NCCL; no published measurement on one node or on two is faster, a
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from course_lib.estimate import Estimate, estimate
 from course_lib.hardware import GB, MEASURED_PER_NODE, PUBLISHED_BUS_BANDWIDTH, Cluster, gpu, gpu_of_device, link
 from course_lib.labs.table import ONE_GPU, SEQ_LEN, SUMMED_BYTES, SUMMED_BYTES_ON_CPU, Lab
 from course_lib.layout import Layout
-from course_lib.predict import Prediction, predict
 from course_lib.run import Run
 from course_lib.timing.collectives import bus_bandwidth, collective_s
 from course_lib.traffic import ring_all_reduce_bytes
@@ -56,10 +56,10 @@ class Machine:
 
 
 @checked
-def modelled(lab: Lab, layout: Layout, cluster: Cluster) -> Prediction:
+def modelled(lab: Lab, layout: Layout, cluster: Cluster) -> Estimate:
     """Return what is predicted of one layout of a lab on GPUs."""
     config, seq_len = lab.model(on_gpu=True)
-    return predict(Run(config, layout, seq_len, RECIPE), cluster, FRAMEWORK)
+    return estimate(Run(config, layout, seq_len, RECIPE), cluster, FRAMEWORK)
 
 
 @checked
@@ -205,11 +205,15 @@ def _layouts_table(lab: Lab, machine: Machine) -> str:
         one = modelled(lab, layout, cluster)
         (slow, fast), (few, most) = one.speed_range, one.memory_range
         megabytes = modelled_sent(lab, layout) / 1e6
+        speed = f"{one.step_s * 1e3:,.0f} | {one.tokens_per_s_per_gpu:,.0f} ({slow:,.0f} to {fast:,.0f})"
+        if one.memory_bytes > one.usable_bytes:  # no speed is told of what is estimated to need more than there is
+            speed = f"{one.verdict} | "
         rows.append(
-            f"| `{layout}` | {one.step_s * 1e3:,.0f} | {one.tokens_per_s_per_gpu:,.0f} ({slow:,.0f} to {fast:,.0f}) | "
-            f"{one.memory_bytes / GB:.1f} ({few / GB:.1f} to {most / GB:.1f}) | {megabytes:,.0f} |"
+            f"| `{layout}` | {speed} | {one.memory_bytes / GB:.1f} ({few / GB:.1f} to {most / GB:.1f}) | "
+            f"{megabytes:,.0f} |"
         )
     return f"""In brackets: between which values nine in ten measured runs of such a kind lay.
+No speed is told of a layout that needs more than the {cluster.gpu.usable_bytes / GB:.1f} GB of a GPU.
 
 | layout | step, ms | tokens/s/GPU | peak of a GPU, GB | sent by rank 0, MB |
 |---|--:|--:|--:|--:|

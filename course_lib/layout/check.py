@@ -75,17 +75,40 @@ def _check_order(layout: Layout) -> None:
     check_order(layout.order)
 
 
+def _check_expert_tp(layout: Layout) -> None:
+    if layout.expert_tp is not None and (type(layout.expert_tp) is not int or layout.expert_tp not in (1, layout.tp)):
+        whole = "1 (whole experts, spread over tp's ranks too)"
+        cut = f", or tp ({layout.tp}): each matrix of an expert cut over tp" if layout.tp > 1 else ": tp is 1"
+        raise ValueError(f"expert_tp ({layout.expert_tp!r}) must be {whole}{cut}")
+
+
 def _check_ep(layout: Layout) -> None:
-    check_ep_size(layout.dp, layout.cp, layout.ep)
+    check_ep_size(layout.dp, layout.cp, layout.ep, _fold(layout))
+
+
+def _check_tokens_of_tp(layout: Layout) -> None:
+    if layout.folded and not layout.sequence_parallel:
+        why = f"expert_tp is {layout.expert_tp}"
+        if layout.expert_tp is None:
+            why = f"ep ({layout.ep}) is more than dp x cp = {layout.dp} x {layout.cp} = {layout.data_size}"
+        raise ValueError(
+            f"{why}, so whole experts are spread over tp's ranks ({layout.tp}) too, each of which routes its own "
+            "tokens; sequence_parallel (false) must be true"
+        )
 
 
 def _check_replicas(layout: Layout) -> None:
-    check_replicas(layout.dp, layout.cp, layout.ep, layout.dp_replicate)
+    check_replicas(layout.dp, layout.cp, layout.ep, layout.dp_replicate, _fold(layout))
     if layout.dp_replicate > 1 and layout.zero_stage == 0:
         raise ValueError(
             f"dp_replicate ({layout.dp_replicate}) makes replicas of what ZeRO shards, but zero_stage (0) shards "
             "nothing"
         )
+
+
+def _fold(layout: Layout) -> int:
+    """How many ranks of tp experts are spread over."""
+    return layout.tp if layout.folded else 1
 
 
 def _check_sequence_parallel(layout: Layout) -> None:
@@ -139,7 +162,9 @@ LAYOUT_CHECKS: list[Check] = [
     *[(partial(_check_size, name), (name,)) for name in SIZES],
     *[(partial(_check_choice, name), (name,)) for name in CHOICES],
     (_check_order, ("order",)),
+    (_check_expert_tp, ("expert_tp",)),
     (_check_ep, ("ep",)),
+    (_check_tokens_of_tp, ("sequence_parallel", "ep")),
     (_check_replicas, ("dp_replicate", "zero_stage")),
     (_check_regather, ("regather", "sequence_parallel")),
     (_check_sequence_parallel, ("sequence_parallel", "tp")),
@@ -171,7 +196,7 @@ class _Model:
 
     def features(self, layout: Layout) -> None:
         widths = {"d_ff": self.config.d_ff, "vocab_size": self.config.vocab_size}
-        if self.config.moe is not None:
+        if self.config.moe is not None and not layout.folded:
             widths["d_expert"] = self.config.moe.d_expert
         for field, width in widths.items():
             if min(piece_sizes(width, layout.tp)) == 0:
@@ -188,7 +213,8 @@ class _Model:
 
     def experts(self, layout: Layout) -> None:
         if self.config.moe is not None:
-            check_expert_parallel(self.config, layout.dp * layout.cp, layout.ep, layout.tp, None, layout.expert_method)
+            fold, cut = _fold(layout), 1 if layout.folded else layout.tp
+            check_expert_parallel(self.config, layout.data_size * fold, layout.ep, cut, None, layout.expert_method)
         elif layout.ep > 1:
             raise ValueError(f"ep ({layout.ep}) spreads experts, but {self.config.name} has 0 of them")
 
@@ -233,6 +259,13 @@ class _Model:
         if self.seq_len is not None:
             check_context(self.seq_len, layout.cp, layout.cp_sharding if layout.cp > 1 else "contiguous")
 
+    def tokens_of_tp(self, layout: Layout) -> None:
+        if self.seq_len is not None and layout.folded and self.config.moe and self.seq_len // layout.cp % layout.tp:
+            raise ValueError(
+                f"seq_len ({self.seq_len}) / cp ({layout.cp}) must be a multiple of tp ({layout.tp}): with whole "
+                "experts (expert_tp 1) the ranks of tp route equally many tokens each"
+            )
+
 
 def model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]:
     """What this model needs of a layout; what no other layout would fix comes first."""
@@ -249,6 +282,7 @@ def model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]
         (of.layers_of_stage, ("layers_of_stage",)),
         (of.tied_ends, ("zero_stage", "schedule")),
         (of.length, ("cp",)),
+        (of.tokens_of_tp, ("expert_tp", "ep", "tp")),
     ]
 
 
@@ -288,6 +322,8 @@ def _candidates(layout: Layout, name: str, config: ModelConfig | None) -> list[I
         return [range(min(value, FARTHEST), lowest - 1, -1), range(max(value + 1, lowest), highest + 1)]
     if name == "order":
         return [[AXES]]
+    if name == "expert_tp":
+        return [[1, layout.tp]]
     if name == "layers_of_stage":
         stages = layout.pp * stages_per_rank(layout.schedule, layout.v)
         total = config.num_layers if config else sum(value) if isinstance(value, tuple) else 0

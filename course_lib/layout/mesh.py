@@ -5,6 +5,7 @@
     data            ranks that differ from me in dp and cp only: gradients of all but the experts are summed over them
     ep              ep_size neighbours inside data, who have all experts of a layer together
     expert_dp       ranks of data at my place in the other ep groups, who have the same experts as I
+                    folded: ep and expert_dp are carved out of data x tp, the innermost axis first
     shard           with replicas (HSDP): neighbours in data who have one replica together, each a shard of it
     replicate       and the ranks at my place in the other replicas, who have the same shard; of experts likewise
 
@@ -103,19 +104,26 @@ class Mesh:
         inner, outer = sorted(("dp", "cp"), key=lambda axis: self.strides[axis])
         return [other for first in self.ranks_along(outer, rank) for other in self.ranks_along(inner, first)]
 
-    def members(self, rank: int, ep_size: int = 1, replicas: int = 1) -> dict[str, list[int]]:
+    def expert_ranks(self, rank: int, folded: bool = False) -> list[int]:
+        """The ranks over which experts are spread, in order: those of data, folded also those of their tp groups."""
+        data = self.data_ranks(rank)
+        return sorted(other for one in data for other in self.ranks_along("tp", one)) if folded else data
+
+    def members(self, rank: int, ep_size: int = 1, replicas: int = 1, folded: bool = False) -> dict[str, list[int]]:
         """The ranks of each group that `rank` is in, by axis of ALL_AXES, with replicas also of REPLICA_AXES.
 
-        Raises   ValueError if ep_size does not divide dp x cp, or what remains is not divided by replicas
+        folded   experts are spread over tp's ranks too
+        Raises   ValueError if ep_size does not divide dp x cp (folded: dp x cp x tp), or replicas what remains
         """
-        check_ep_size(self.dp, self.cp, ep_size)
-        check_replicas(self.dp, self.cp, ep_size, replicas)
-        data = self.data_ranks(rank)
-        run, place = divmod(data.index(rank), ep_size)
+        fold = self.tp if folded else 1
+        check_ep_size(self.dp, self.cp, ep_size, fold)
+        check_replicas(self.dp, self.cp, ep_size, replicas, fold)
+        data, experts = self.data_ranks(rank), self.expert_ranks(rank, folded)
+        run, place = divmod(experts.index(rank), ep_size)
         groups = {axis: self.ranks_along(axis, rank) for axis in AXES} | {
             "data": data,
-            "ep": data[run * ep_size : (run + 1) * ep_size],
-            "expert_dp": data[place::ep_size],
+            "ep": experts[run * ep_size : (run + 1) * ep_size],
+            "expert_dp": experts[place::ep_size],
         }
         if replicas > 1:
             groups["shard"], groups["replicate"] = _neighbours_and_peers(data, rank, replicas)
@@ -165,26 +173,36 @@ def _neighbours_and_peers(ranks: list[int], rank: int, parts: int) -> tuple[list
 
 
 @checked
-def check_replicas(dp: Size, cp: Size, ep_size: Size, replicas: Size) -> None:
-    """Raises ValueError unless the ranks that have the same experts make up so many equal groups."""
-    if dp * cp // ep_size % replicas:
+def check_replicas(dp: Size, cp: Size, ep_size: Size, replicas: Size, fold: Size = 1) -> None:
+    """Raises ValueError unless the ranks that have the same experts make up so many equal groups, and data does.
+
+    fold   how many ranks of tp experts are spread over beside data
+    """
+    product, sizes, size = _carved(dp, cp, fold)
+    if size // ep_size % replicas or dp * cp % replicas:
         raise ValueError(
-            f"dp_replicate ({replicas}) must divide dp x cp / ep = {dp} x {cp} / {ep_size} = {dp * cp // ep_size}: "
+            f"dp_replicate ({replicas}) must divide {product} / ep = {sizes} / {ep_size} = {size // ep_size}"
+            f"{f' and dp x cp = {dp * cp}' if fold > 1 else ''}: "
             "each replica has all shards of every parameter, experts included"
         )
 
 
 @checked
-def check_ep_size(dp: Size, cp: Size, ep_size: Size) -> None:
-    """Raises ValueError unless ep neighbours each make up the ranks of data."""
-    size = dp * cp
+def check_ep_size(dp: Size, cp: Size, ep_size: Size, fold: Size = 1) -> None:
+    """Raises ValueError unless ep neighbours each make up the ranks of data, or of data and `fold` ranks of tp."""
+    product, sizes, size = _carved(dp, cp, fold)
     if size % ep_size:
-        fitting = [ep for ep in range(1, size + 1) if size % ep == 0]
-        below, above = [ep for ep in fitting if ep < ep_size][-1:], [ep for ep in fitting if ep > ep_size][:1]
+        ranks = "data" if fold == 1 else "data and tp"
         raise ValueError(
-            f"ep ({ep_size}) must divide dp x cp = {dp} x {cp} = {size}: ep is carved out of the ranks of data; "
-            f"nearest: {' or '.join(f'ep={near}' for near in below + above)}"
+            f"ep ({ep_size}) must divide {product} = {sizes} = {size}: ep is carved out of the ranks of {ranks}"
         )
+
+
+def _carved(dp: int, cp: int, fold: int) -> tuple[str, str, int]:
+    """What ep is carved out of: names of the axes, their sizes, and the product."""
+    if fold == 1:
+        return "dp x cp", f"{dp} x {cp}", dp * cp
+    return "dp x cp x tp", f"{dp} x {cp} x {fold}", dp * cp * fold
 
 
 # --- who is near whom
@@ -205,24 +223,24 @@ class AxisLinks:
 
 
 @checked
-def links_of_axes(mesh: Mesh, ranks_per_node: Size, ep_size: Size = 1) -> dict[str, AxisLinks]:
+def links_of_axes(mesh: Mesh, ranks_per_node: Size, ep_size: Size = 1, folded: bool = False) -> dict[str, AxisLinks]:
     """What the groups of each axis of ALL_AXES use, if ranks 0 .. ranks_per_node - 1 share a node, and so on.
 
     Groups that begin at the same place of their nodes lie alike, so one of each is looked at.
-    Raises   ValueError if ranks_per_node is below 1, or ep_size does not divide dp x cp
+    Raises   ValueError if ranks_per_node is below 1, or ep_size does not divide dp x cp (folded: dp x cp x tp)
     """
-    of_rank_0 = mesh.members(0, ep_size)
-    data = of_rank_0["data"]
+    of_rank_0, experts = mesh.members(0, ep_size, folded=folded), mesh.expert_ranks(0, folded)
     shapes = {axis: [of_rank_0[axis]] for axis in (*AXES, "data")} | {
-        "ep": [data[first : first + ep_size] for first in range(0, len(data), ep_size)],
-        "expert_dp": [data[place::ep_size] for place in range(ep_size)],
+        "ep": [experts[first : first + ep_size] for first in range(0, len(experts), ep_size)],
+        "expert_dp": [experts[place::ep_size] for place in range(ep_size)],
     }
+    own_axes = {axis: (axis,) for axis in AXES} | {"data": ("dp", "cp")}
     links = {}
     for axis, groups in shapes.items():
         if (size := len(groups[0])) == 1:
             links[axis] = AxisLinks(1, 1, 1, "none")
             continue
-        firsts = _places_in_node(mesh, (axis,) if axis in AXES else ("dp", "cp"), ranks_per_node)
+        firsts = _places_in_node(mesh, own_axes.get(axis, ("dp", "cp", "tp")[: 2 + folded]), ranks_per_node)
         counts = [
             Counter([(first + rank) // ranks_per_node for rank in group]).values()
             for group in groups

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Literal
 
 from course_lib.config import ModelConfig
-from course_lib.validate import Count, Size, checked, one_of
+from course_lib.validate import Amount, Count, Size, checked, one_of
 
 CP_METHODS = ("ring", "all_gather", "ulysses")  # how ranks of cp exchange keys and values
 
@@ -50,6 +50,27 @@ def even_layers(num_layers: Size, num_stages: Size) -> list[int]:
 
 
 @checked
+def layers_by_cost(config: ModelConfig, num_stages: Size, head_cost: Amount = 0.95) -> list[int]:
+    """Layers of each stage as nanotron cuts a model: a stage is full once it has its share of the parameters.
+
+    The head counts, and so the last stages have fewer layers; of many stages some have none.
+    head_cost   of the head's parameters that count: over 16 stages the last one has it alone
+
+    Source   nanotron, models/llama.py, get_block_compute_costs
+    """
+    D, H = config.d_model, config.head_dim
+    layer = 2 * D * H * (config.num_heads + config.num_kv_heads) + 3 * D * config.d_ff
+    costs = [0, *[layer] * config.num_layers, head_cost * config.vocab_size * D]
+    counts, reached, stage = [0] * num_stages, 0, 0
+    for index, cost in enumerate(costs):
+        reached += cost
+        counts[stage] += 0 < index <= config.num_layers
+        if stage < num_stages - 1 and reached * num_stages >= sum(costs) * (stage + 1):
+            stage += 1
+    return counts
+
+
+@checked
 def fewer_at_the_ends(num_layers: Size, num_stages: Size) -> list[int]:
     """One layer less on the first and on the last stage, which have the embedding and the head: 405B's 126 over 16.
 
@@ -83,7 +104,7 @@ def check_num_stages(num_layers: Size, num_stages: Size) -> None:
 
 
 def stage_config(config: ModelConfig, layers: Sequence[int], stage: int) -> ModelConfig:
-    """The layers of a stage as a model of their own: dense ones first, where the model's first layers are dense.
+    """The layers of a stage as a model of their own, dense ones first.
 
     Both ends are in it, whatever the stage. A stage of dense layers alone has no experts.
     """
@@ -95,8 +116,9 @@ def stage_config(config: ModelConfig, layers: Sequence[int], stage: int) -> Mode
 def _layers_of_config(config: ModelConfig, num_layers: int, before: int) -> ModelConfig:
     moe = config.moe
     if moe is not None:
-        dense = max(0, moe.first_dense_layers - before)
-        moe = replace(moe, first_dense_layers=dense) if dense < num_layers else None
+        end = before + num_layers
+        dense = num_layers - config.moe_layers_before(end) + config.moe_layers_before(before)
+        moe = replace(moe, first_dense_layers=dense, every=1) if dense < num_layers else None
     return replace(config, num_layers=num_layers, moe=moe)
 
 

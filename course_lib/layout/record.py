@@ -5,9 +5,11 @@
     layout.check_model(preset("toy"), seq_len=64)       # whether this model can lie so
     Layout.parse("dp=4,tp=2,zero_stage=1"); str(layout)       # the form of a command line, there and back
 
-    ranks       pp x dp x cp x tp, in `order`; ep is carved out of data = dp x cp
+    ranks       pp x dp x cp x tp, in `order`; ep is carved out of data = dp x cp, folded out of data x tp
     data        what is not an expert has its gradients summed over data; ZeRO shards over the same ranks
     expert_dp   data / ep ranks have the same experts: their gradients are summed over these
+    folded      whole experts, spread over data x tp = world / pp; expert_dp is then world / (ep x pp). Megatron-Core
+                calls it parallel folding: expert-tensor-parallel size 1
     a step      dp x micro_batch x micro_batches sequences; cp cuts each sequence, pp and tp see all of it
 
 What cannot be is a ValueError that names the numbers and the nearest ones that can be: layout/check.py says why.
@@ -31,7 +33,10 @@ class Layout:
     """Sizes and choices of a run; whatever is left out is the choice of one process.
 
     dp, cp, tp, pp     ranks along each axis
-    ep                 over how many neighbours of data = dp x cp the experts of a layer are spread
+    ep                 over how many neighbours of data = dp x cp the experts of a layer are spread; folded: of data
+                       and tp, tp's ranks first where tp is innermost
+    expert_tp          over how many ranks of tp the matrices of an expert are cut: tp, or 1 for whole experts
+                       (folded). None: tp where ep is at most dp x cp, else 1
     zero_stage         0 | 1 (optimizer) | 2 (gradients too) | 3 (parameters too), sharded over data
     dp_replicate       HSDP: ZeRO shards over data / dp_replicate neighbours; so many replicas sum gradients of shards
     sequence_parallel  norms and residual stream cut over tp along the sequence
@@ -54,6 +59,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    expert_tp: int | None = None
     zero_stage: int = 0
     dp_replicate: int = 1
     sequence_parallel: bool = False
@@ -89,9 +95,14 @@ class Layout:
         return self.dp * self.cp
 
     @property
+    def folded(self) -> bool:
+        """Whether experts are whole and spread over the ranks of tp too: each routes its own tokens of a sequence."""
+        return self.tp > 1 and (self.ep > self.data_size if self.expert_tp is None else self.expert_tp == 1)
+
+    @property
     def expert_dp(self) -> int:
         """Ranks that have the same experts."""
-        return self.data_size // self.ep
+        return self.data_size * (self.tp if self.folded else 1) // self.ep
 
     @property
     def shard_size(self) -> int:
@@ -110,7 +121,7 @@ class Layout:
 
     def members(self, rank: int) -> dict[str, list[int]]:
         """The ranks of each group that `rank` is in, by axis."""
-        return self.mesh.members(rank, self.ep, self.dp_replicate)
+        return self.mesh.members(rank, self.ep, self.dp_replicate, self.folded)
 
     @property
     def stages_per_rank(self) -> int:
@@ -191,8 +202,8 @@ def _from_text(name: str, text: str) -> object:
         if text.lower() not in _TRUTH:
             raise ValueError(f"{name} is {text!r}; write true or false")
         return _TRUTH[text.lower()]
-    if isinstance(default, int):
-        return _whole(name, text)
+    if isinstance(default, int) or name == "expert_tp":
+        return None if text.lower() == "none" and default is None else _whole(name, text)
     if name == "order":
         return tuple(text.split(BETWEEN_ITEMS))
     if name == "layers_of_stage":

@@ -1,7 +1,7 @@
 """How much memory a run needs: `budgets(run)`, one Budget for each rank of the pipeline. The only answer there is.
 
 states        parameters, gradients, optimizer: counted (states.py, zero.py, five_d.py)
-the step      every other tensor: the moments of a step on a ledger (moments.py), the largest of which is the peak
+the step      every other tensor: four moments of a step, the largest of which is the peak (peak.py)
 elsewhere     what was moved off the device
 overheads     what is there besides tensors: assumptions, with their sources
 """
@@ -9,36 +9,29 @@ overheads     what is there besides tensors: assumptions, with their sources
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from itertools import pairwise
+from functools import lru_cache
+from itertools import chain
+from math import prod
 
 from course_lib.config import ModelConfig, Recompute
+from course_lib.engines import ENGINES, Engine
 from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
-from course_lib.memory.blocks import Part
+from course_lib.memory.activations import Part, part_of
+from course_lib.memory.backward import Gradients, Stage, gradients_of, stage_of
 from course_lib.memory.five_d import five_d_states
-from course_lib.memory.flats import (
-    Flat,
-    adapters_of,
-    different_terms_over_tp,
-    flats_of,
-    layers_of,
-    padded,
-    schedule_of,
-    steps_of,
-    tensors_of,
-)
-from course_lib.memory.ledger import KINDS, Ledger, Weight
-from course_lib.memory.moe import narrow_experts
-from course_lib.memory.moments import Buckets, Change, Plain, Shard, StageOnLedger, Units
+from course_lib.memory.flats import Flat, Named, adapters_of, flats_of, placed_by, tensors_of
+from course_lib.memory.peak import moments, moved_bytes
 from course_lib.memory.pipeline import boundary_bytes
 from course_lib.memory.run import Run
-from course_lib.memory.states import LoRA, StateBytes, has_step_counters, recipe_of, state_bytes
-from course_lib.memory.zero import bytes_by_place, wire_grad_bytes
-from course_lib.validate import Index, Size, checked, whole
+from course_lib.memory.states import LoRA, StateBytes, has_step_counters, quantized_shapes, recipe_of, state_bytes
+from course_lib.memory.update import after_backward
+from course_lib.memory.zero import bytes_by_place
+from course_lib.validate import Index, Size, checked, one_of, whole
 
+KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "temporary")
 # Assumptions, not measurements: `tracker.cuda_memory()` measures them on the GPU at hand.
 ASSUMED_OVERHEADS: dict[str, int] = {
     "CUDA context": 512 * 2**20,  # driver, kernels, libraries; 0.3 to 1 GiB are seen
@@ -48,7 +41,6 @@ ASSUMED_OVERHEADS: dict[str, int] = {
 # defines of its src/init.cc); 16 channels are assumed for each group of ranks. EFA's own buffers lie in host memory.
 NCCL_CHANNELS = 16
 NCCL_CHANNEL_BYTES = 4 * 2**20 + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16
-STEADY = 2  # times pp micro-batches: a rank holds no more with more of them
 
 
 @dataclass(frozen=True)
@@ -128,40 +120,37 @@ def largest_that_fits(budget_of: Callable[[int], Budget], gpu: GPU | str, multip
 
 
 @lru_cache(maxsize=256)
-def budgets(run: Run, tp_rank: int = 0, load: float = 1.0) -> tuple[Budget, ...]:
+def budgets(run: Run, tp_rank: int = 0, load: float = 1.0, engine: str = "course") -> tuple[Budget, ...]:
     """Predict the memory of each rank of the pipeline; of ranks that differ in dp, cp or tp alone, the largest.
 
     load     rows that reach this rank's experts, over a fair share
-    Raises   ValueError if the model does not read so many tokens, or load is impossible
+    engine   a name of `engines.ENGINES`
+    Raises   ValueError if the model does not read so many tokens, load is impossible, or the engine cannot do the run
     """
-    return tuple(budget_of_rank(run, pp_rank, tp_rank, load) for pp_rank in range(run.layout.pp))
+    return tuple(budget_of_rank(run, pp_rank, tp_rank, load, engine) for pp_rank in range(run.layout.pp))
 
 
-@lru_cache(maxsize=1024)
-def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0) -> Budget:
+@lru_cache(maxsize=4096)
+def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0, engine: str = "course") -> Budget:
     """Predict the memory of one rank of the pipeline; arguments as `budgets` has them."""
     check_seq_len(run.config, run.seq_len)
     whole("pp_rank", pp_rank, 0, run.layout.pp - 1)
+    one_of("engine", engine, tuple(ENGINES))
     if not 0 <= load <= run.layout.ep:
         raise ValueError(f"load is {load}; required: 0 to ep ({run.layout.ep}), where all rows reach this rank")
-    return _budget_of_rank(run, pp_rank, tp_rank, load)
+    return _budget_of_rank(_under(run, ENGINES[engine]), pp_rank, tp_rank, load, ENGINES[engine])
 
 
-def steady(run: Run) -> Run:
-    """The same run with so few micro-batches that its memory is the same and soon worked out."""
-    layout, enough = run.layout, STEADY * run.layout.pp
-    return run if layout.micro_batches <= enough else replace(run, layout=replace(layout, micro_batches=enough))
-
-
-def fullest_budget(run: Run, usable_bytes: float = float("inf")) -> Budget:
+def fullest_budget(run: Run, usable_bytes: float = float("inf"), engine: str = "course") -> Budget:
     """The budget of the fullest rank of a pipeline, or of the first that is found not to fit.
 
     One of three is the fullest: the first rank has most micro-batches in flight, the second may be the first with
-    experts, the last has the logits.
+    experts, the last has the logits. Where an engine's log is of the first rank, it is that.
     """
-    few, fullest = steady(run), None
-    for rank in dict.fromkeys((0, run.layout.pp - 1, min(1, run.layout.pp - 1))):
-        budget = budget_of_rank(few, rank)
+    last, fullest = run.layout.pp - 1, None
+    ranks = (0,) if ENGINES[engine].log_first else dict.fromkeys((0, last, min(1, last)))
+    for rank in ranks:
+        budget = budget_of_rank(run, rank, engine=engine)
         if fullest is None or budget.total_bytes > fullest.total_bytes:
             fullest = budget
         if budget.total_bytes > usable_bytes:
@@ -204,16 +193,10 @@ class Saved:
 
 @checked
 def saved_for_backward(run: Run, stage: int = 0, tp_rank: Index = 0) -> Saved:
-    """Predict what one micro-batch leaves on one stage for its backward pass, as the ledger has it."""
+    """Predict what one micro-batch leaves on one stage for its backward pass, term by term (activations.py)."""
     whole("stage", stage, 0, run.layout.num_stages - 1)
-    changes = RankOnLedger(run, schedule_of(run.layout).rank_of_stage[stage], tp_rank).first[stage]
-    net = {op: change.net for (op, _), change in changes.items()}
-    forward = net["F"]
-    waiting = (
-        sum(forward[kind] + net["I"][kind] for kind in ("activations", "logits", "temporary")) if "I" in net else 0
-    )
-    left = forward["activations"] + forward["temporary"]  # of which a checkpoint holds the tables of RoPE
-    return Saved(left, forward["logits"], waiting)
+    one = stage_of(part_of(run, tp_rank), stage, placed_by(run.layout).splits_backward)
+    return Saved(one.activations, one.logits, one.waiting)
 
 
 @checked
@@ -223,39 +206,6 @@ def check_seq_len(config: ModelConfig, seq_len: Size) -> None:
         raise ValueError(
             f"seq_len is {seq_len}, but {config.name} reads at most {config.max_seq_len} tokens; choose a shorter one"
         )
-
-
-def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float) -> Budget:
-    rank = RankOnLedger(run, pp_rank, tp_rank, load)
-    states, offload = states_of(run, pp_rank, tp_rank), run.offload
-    here = {
-        "parameters": states.parameters if offload.parameters == "device" else 0,
-        "optimizer": states.optimizer if offload.optimizer == "device" else 0,
-        "gradients": states.gradients if rank.grads_always else 0,
-    }
-    largest, peak, moment = rank.largest, dict.fromkeys(KINDS, -1), ""
-    for name, held in rank.moments():
-        for kind in KINDS:
-            largest[kind] = max(largest[kind], held[kind])
-        if sum(held.values()) > sum(peak.values()):
-            peak, moment = dict(held), name
-    places = bytes_by_place(states, offload)
-    if rank.moved_at_once:
-        places[offload.activations] += rank.moved_bytes()
-    return Budget(
-        parameters=here["parameters"],
-        gradients=states.gradients,
-        optimizer=here["optimizer"],
-        activations=largest["activations"],
-        logits=largest["logits"],
-        temporary=largest["temporary"],
-        gathered=largest["gathered"],
-        saved=largest["saved"],
-        at_peak={kind: peak[kind] + here.get(kind, 0) for kind in KINDS},
-        moment=moment,
-        overheads=overheads_of(run),
-        elsewhere={place: size for place, size in places.items() if place != "device" and size},
-    )
 
 
 @checked
@@ -279,204 +229,111 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
     return five_d_states(run.config, run.layout, pp_rank, tp_rank, run.recipe, run.optimizer, counters)
 
 
-def part_of(
-    run: Run, layers: range, tp_rank: int = 0, is_first: bool = False, is_last: bool = False, load: float = 1.0
-) -> Part:
-    """What a rank computes of these layers, and in which widths."""
-    recipe = recipe_of(run.recipe)
-    return Part(
-        narrow_experts(run.config, run.layout.tp, tp_rank),
-        run.layout,
-        run.seq_len,
-        recipe.compute_bytes,
-        layers,
-        is_first,
-        is_last,
-        tp_rank,
-        attention=run.attention,
-        residual_itemsize=recipe.param_bytes,
-        softmax_itemsize=recipe.param_bytes if run.device == "cuda" else None,
-        load=load,
+# ---- one rank
+
+
+def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: Engine) -> Budget:
+    part = part_of(run, tp_rank, load, engine)
+    tensors, flats = _owned(run, pp_rank, tp_rank)
+    stages = _stages_of_rank(part, pp_rank, tensors, flats)
+    states, offload, recipe = states_of(run, pp_rank, tp_rank), run.offload, part.recipe
+    alone = run.layout.zero_stage == 0 and run.layout.data_size == 1
+    here = {
+        "parameters": states.parameters if offload.parameters == "device" else 0,
+        "optimizer": states.optimizer if offload.optimizer == "device" else 0,
+        "gradients": states.gradients if alone and recipe.grad_bytes > recipe.param_bytes else 0,
+    }
+    largest, peak, moment = dict.fromkeys((*KINDS, "saved"), 0), dict.fromkeys(KINDS, 0), ""
+    always = _always(part, tensors)
+    share = run.layout.tp if run.layout.sequence_parallel else 1
+    message = boundary_bytes(run.config, run.layout.micro_batch, run.seq_len, part.e, run.layout.cp, share)
+    held = sum(gradients.held for _, gradients in stages.values())
+    updates = [(name, {"gradients": held, "temporary": size}) for name, size in after_backward(part, tensors, flats)]
+    for name, change in chain(moments(run.layout, pp_rank, stages, message), updates):
+        now = {kind: change.get(kind, 0) + always.get(kind, 0) for kind in KINDS}
+        for kind, size in now.items():
+            largest[kind] = max(largest[kind], size)
+        largest["saved"] = max(largest["saved"], now["activations"] + now["logits"])
+        if sum(now.values()) > sum(peak.values()):
+            peak, moment = now, name
+    places = bytes_by_place(states, offload)
+    if offload.activations != "device":
+        places[offload.activations] += moved_bytes(run.layout, pp_rank, stages)
+    at_peak = {kind: peak[kind] + here.get(kind, 0) for kind in KINDS}
+    return Budget(
+        parameters=here["parameters"],
+        gradients=states.gradients,
+        optimizer=here["optimizer"],
+        activations=largest["activations"],
+        logits=largest["logits"],
+        temporary=largest["temporary"],
+        gathered=largest["gathered"],
+        saved=largest["saved"],
+        at_peak=at_peak,
+        moment=moment,
+        overheads=overheads_of(run) | _reserve(engine, sum(at_peak.values())),
+        elsewhere={place: size for place, size in places.items() if place != "device" and size},
     )
 
 
-class RankOnLedger:
-    """One rank's step: states aside, what is there at every moment."""
+def _owned(run: Run, pp_rank: int, tp_rank: int) -> tuple[Sequence[Named], Sequence[Flat]]:
+    """The tensors of a rank that are trained, and the flats that they lie in."""
+    config, layout, itemsize = run.config, run.layout, recipe_of(run.recipe).param_bytes
+    trained = adapters_of(config, layout, run.lora) if run.lora else tensors_of(config, layout, pp_rank, tp_rank)
+    return trained, flats_of(config, layout, pp_rank, tp_rank, itemsize, run.lora)
 
-    def __init__(self, run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0):
-        self.run, self.layout, self.recipe = run, run.layout, recipe_of(run.recipe)
-        self.pp_rank, self.tp_rank, self.load = pp_rank, tp_rank, load
-        self.schedule, self.L = schedule_of(run.layout), Ledger()
-        self.L.offloads = run.offload.activations != "device"
-        self.tensors = tensors_of(run.config, run.layout, pp_rank, tp_rank)
-        self.trained = adapters_of(run.config, run.layout, run.lora) if run.lora else self.tensors
-        self.flats = flats_of(run.config, run.layout, pp_rank, tp_rank, self.recipe.param_bytes, run.lora)
-        alone = run.layout.zero_stage == 0 and run.layout.data_size == 1
-        self.grads_always = alone and self.recipe.grad_bytes > self.recipe.param_bytes
-        self.kept = Plain(keeps=not self.grads_always)
-        self.shards: list[Shard] = []
-        steps = steps_of(run.layout, pp_rank)
-        ones = [step.instruction for step in steps]
-        self.steps, self.in_two = steps, {(one.stage, one.micro_batch) for one in ones if one.op == "W"}
-        self.first: dict[int, dict[tuple[str, bool], Change]] = {}
-        self.later: dict[int, dict[tuple[str, bool], Change]] = {}
-        self.largest = dict.fromkeys((*KINDS, "saved"), 0)
-        self.moved_at_once = 0  # bytes of activations that one forward of all stages moves off the device
-        for stage in sorted(self.schedule.stages_of_rank(pp_rank), reverse=True):
-            on_ledger = self.stage_on_ledger(stage)
-            ways = dict.fromkeys(
-                (stage, one.micro_batch) in self.in_two for one in ones if one.stage == stage and one.op in "BI"
-            )
-            self.first[stage] = on_ledger.run(next(iter(ways)))
-            self.moved_at_once += self.L.moved_bytes
-            self.L.moved_bytes = 0
-            self.later[stage] = {}
-            for in_two in ways if run.layout.micro_batches > 1 else ():
-                self.later[stage] |= on_ledger.run(in_two)
 
-    def stage_on_ledger(self, stage: int) -> StageOnLedger:
-        run, layers = self.run, layers_of(self.run.config, self.layout)
-        part = part_of(
-            run,
-            range(sum(layers[:stage]), sum(layers[: stage + 1])),
-            self.tp_rank,
-            is_first=stage == 0,
-            is_last=stage == len(layers) - 1,
-            load=self.load,
-        )
-        mine = [one for one in self.tensors if one.stage == stage]
-        weights = {one.name: Weight(one.name, one.numel, frozen=run.lora is not None) for one in mine}
-        weights |= {one.name: Weight(one.name, one.numel) for one in self.trained if run.lora is not None}
-        if part.is_last and "head" not in weights:  # tied, on this rank: one tensor for both ends
-            embed = next(one for one in self.tensors if one.name == "embed")
-            weights["head"] = weights.get("embed") or Weight("embed", embed.numel, run.lora is not None)
-        return StageOnLedger(self.L, part, weights, self.keeper(stage))
+def _stages_of_rank(
+    part: Part, pp_rank: int, tensors: Sequence[Named], flats: Sequence[Flat]
+) -> dict[int, tuple[Stage, Gradients]]:
+    schedule, found = placed_by(part.layout), {}
+    for stage in schedule.stages_of_rank(pp_rank):
+        own = [one for one in tensors if one.stage == stage], [flat for flat in flats if flat.stage == stage]
+        found[stage] = stage_of(part, stage, schedule.splits_backward), gradients_of(part, *own)
+    return found
 
-    def moved_bytes(self) -> int:
-        """Activations that wait off the device at once: of each micro-batch in flight, what one forward moved."""
-        live = most = 0
-        for step in self.steps:
-            live += {"F": 1, "B": -1, "I": -1, "W": 0}[step.instruction.op]
-            most = max(most, live)
-        return round(self.moved_at_once / len(self.first) * most)
 
-    def keeper(self, stage: int) -> Plain | Buckets | Units:
-        zero_stage = self.layout.zero_stage
-        if zero_stage == 0 and self.layout.data_size == 1:
-            return self.kept
-        if zero_stage < 2:  # a tied weight's gradients from both ends are in one bucket
-            return self.buckets
-        flats = [flat for flat in self.flats if flat.stage == stage]
-        shards = [self.shard(flat, flat.ranks) for flat in flats]
-        self.shards += shards
-        if zero_stage == 2:
-            return Buckets(shards, zero_stage, self.kept)
-        units = list(dict.fromkeys(flat.unit for flat in flats))
-        uses = {}
-        for place, flat in enumerate(flats):
-            first = last = units.index(flat.unit)
-            if self.run.config.tied and any(one.name == "embed" for one in flat.tensors) and "end" in units:
-                last = len(units) - 1
-            uses[place] = (first, last)
-        return Units(shards, units, uses)
+# ---- what another engine has besides
 
-    @cached_property
-    def buckets(self) -> Buckets:
-        """Of all stages, without ZeRO chapter 3's; what no other rank has stays as it is."""
-        if self.layout.zero_stage == 0:
-            return Buckets([self.shard(flat, 1) for flat in self.flats if flat.ranks > 1], 1, self.kept)
-        self.shards = [self.shard(flat, flat.ranks) for flat in self.flats]
-        return Buckets(self.shards, 1, self.kept)
 
-    def shard(self, flat: Flat, ranks: int) -> Shard:
-        """A flat, which ZeRO pads for its ranks; a bucket is not cut."""
-        sizes = (self.recipe.param_bytes, wire_grad_bytes(self.recipe))
-        names = tuple(one.name for one in flat.tensors)
-        return Shard(self.L, padded(flat.numel, ranks), ranks, names, sizes, max(self.layout.zero_stage, 1))
+def _under(run: Run, engine: Engine) -> Run:
+    """The run as the formulas have it in order to hold what the engine does.
 
-    # --- the walk
+    Raises   ValueError for what the engine does not have
+    """
+    layout, changes = run.layout, {}
+    if run.loss_chunks > 1 and not engine.chunked_loss:
+        able = ", ".join(name for name, one in ENGINES.items() if one.chunked_loss)
+        raise ValueError(f"loss_chunks is {run.loss_chunks}, but {engine.name} has no loss in chunks; {able} have")
+    if engine.name == "course":
+        return run
+    if layout.data_size == 1 and run.offload.parameters == "device":
+        changes["zero_stage"] = 0  # there is nobody to shard over
+    elif engine.pipeline_grads_whole and layout.pp > 1 and layout.zero_stage > 0:
+        return replace(run, layout=replace(layout, zero_stage=1), recipe="bf16-master-fp32-grads")
+    return replace(run, layout=replace(layout, **changes)) if changes else run
 
-    def moments(self) -> Iterator[tuple[str, dict[str, int]]]:
-        """(name, bytes by kind) of every moment that could be the largest, states aside."""
-        boundary = self.boundary_bytes()
-        now, inbox, outbox, seen = Counter(), set(), set(), Counter()
 
-        def with_messages(change: dict[str, int]) -> dict[str, int]:
-            held = {kind: now[kind] + change.get(kind, 0) for kind in KINDS}
-            held["temporary"] += boundary * (len(inbox) + len(outbox))
-            return held
+def _always(part: Part, tensors: Sequence[Named]) -> dict[str, int]:
+    """What an engine holds all through a step, of which the course's has nothing."""
+    engine, layout, found = part.engine, part.layout, Counter()
+    numel = sum(one.numel for one in tensors)
+    if engine.root_gathered and layout.zero_stage == 3:
+        ends = sum(one.numel for one in tensors if one.name in ("embed", "head"))
+        found["gathered"] = part.recipe.param_bytes * ends
+    if engine.message_buffers and layout.pp > 1:
+        found["temporary"] += 2 * layout.micro_batches * part.own_rows * part.config.d_model * part.e
+    if layout.tp > 1:
+        found["temporary"] += engine.whole_sequences * part.rows * part.config.d_model * part.e
+    found["temporary"] += engine.backward_grad_bytes * numel
+    if layout.zero_stage == 0 and layout.data_size > 1:
+        found["temporary"] += engine.bucket_bytes * numel
+    if part.run.lora is not None and part.run.lora.four_bits:
+        found["temporary"] += part.e * max(prod(shape) for shape, _ in quantized_shapes(part.config).values())
+    return found
 
-        for step in self.steps:
-            one = step.instruction
-            inbox.update(message for message, _ in step.post)
-            yield f"messages before {one}", with_messages({})
-            inbox.discard(step.needs)
-            outbox.difference_update(step.arrived)
-            key = (one.op, (one.stage, one.micro_batch) in self.in_two)
-            is_first = not seen[one.op, one.stage] and key in self.first[one.stage]
-            change = (self.first if is_first else self.later)[one.stage][key]
-            seen[one.op, one.stage] += 1
-            yield f"{one}: {change.moment}", with_messages(change.rise)
-            self.note_largest(now, change.most)
-            now.update(change.net)
-            if step.gives is not None:
-                (inbox if step.dst is None else outbox).add(step.gives)
-        yield "the last message", with_messages({})
-        outbox.clear()
-        for name, extra in self.after_backward().items():
-            yield name, with_messages({"temporary": extra})
 
-    def note_largest(self, now: Counter, most: dict[str, int]) -> None:
-        """Each kind's own largest, which need not be at the peak."""
-        for kind in KINDS:
-            self.largest[kind] = max(self.largest[kind], now[kind] + most[kind])
-        saved = now["activations"] + now["logits"] + most["saved"]
-        self.largest["saved"] = max(self.largest["saved"], saved)
-
-    def boundary_bytes(self) -> int:
-        """What crosses from stage to stage, and as a gradient back."""
-        share = layout.tp if (layout := self.layout).sequence_parallel else 1
-        return boundary_bytes(
-            self.run.config, layout.micro_batch, self.run.seq_len, self.recipe.compute_bytes, layout.cp, share
-        )
-
-    def after_backward(self) -> dict[str, int]:
-        """What the moments between the last backward and the next step need besides states."""
-        e = self.recipe.grad_bytes if self.recipe.grad_bytes != 6 else 4
-        pieces = self.owned_sizes()
-        found = {}
-        for kinds in self.summed_kinds():
-            found[f"sum of gradients: {', '.join(kinds)}"] = e * sum(size for one, size in pieces if one in kinds)
-        if self.layout.dp_replicate > 1:  # shards' gradients, of experts and of all others, over the replicas
-            of_kind = Counter()
-            for kind, size in pieces:
-                of_kind[kind == "experts"] += size
-            found["sum over replicas"] = e * max(of_kind.values())
-        largest = max((size for _, size in pieces), default=0)
-        wide = 4 * largest
-        found["clipping"] = wide * (2 if e < 4 else 1)
-        found["update"] = self.update_bytes(pieces)
-        return found
-
-    def owned_sizes(self) -> list[tuple[str, int]]:
-        if self.layout.zero_stage == 0:
-            return [(one.kind, one.numel) for one in self.trained]
-        kinds = {one.name: one.kind for one in self.tensors}
-        return [(kinds[next(iter(shard.names))], shard.numel // shard.ranks) for shard in self.shards]
-
-    def summed_kinds(self) -> list[tuple[str, ...]]:
-        layout, kinds = self.layout, {one.kind for one in self.tensors}
-        over_tp = tuple(kind for kind in different_terms_over_tp(layout) if kind in kinds)
-        return [each for each in (over_tp, ("kv",), ("tied",)) if kinds.issuperset(each) and each]
-
-    def update_bytes(self, pieces: list[tuple[str, int]]) -> int:
-        """AdamW's work space: an FP32 root of its largest tensor, and what it is made from in FP32."""
-        recipe, sizes = self.recipe, [size for _, size in pieces]
-        largest = max(sizes, default=0)
-        if self.run.optimizer != "adamw" or self.run.offload.optimizer != "device":
-            return 0
-        if self.layout.zero_stage or recipe.master_bytes:  # the course's own, a tensor at a time
-            return 4 * largest * (2 if recipe.grad_bytes < 4 else 1)
-        itemsize = recipe.param_bytes
-        one_by_one = max(before + 2 * size for before, size in pairwise([0, *sizes]))  # the last root is still there
-        return itemsize * {"fused": 0, "foreach": sum(sizes), "for-loop": one_by_one}[self.run.implementation]
+def _reserve(engine: Engine, peak_bytes: int) -> dict[str, int]:
+    """What the allocator takes beside tensors, where that is known of an engine."""
+    size = round((engine.reserved_share - 1) * peak_bytes) + engine.unfilled_bytes
+    return {"allocator's reserve": size} if size else {}

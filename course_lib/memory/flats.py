@@ -41,19 +41,15 @@ def placed_by(layout: Layout) -> Schedule:
     return _made(layout.schedule, layout.pp, 2 * layout.pp, layout.v)
 
 
-def steps_of(layout: Layout, pp_rank: int) -> list[Step]:
-    """What one rank of a layout's pipeline does, sends and receives; not to be changed."""
-    return _planned(layout.schedule, layout.pp, layout.micro_batches, layout.v, pp_rank)
+@lru_cache(maxsize=256)
+def steps_of(name: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> list[Step]:
+    """What one rank of a pipeline does, sends and receives; not to be changed."""
+    return plan(_made(name, pp, micro_batches, v), pp_rank)
 
 
 @lru_cache(maxsize=64)
 def _made(name: str, pp: int, micro_batches: int, v: int) -> Schedule:
     return make(name, pp, micro_batches, v)
-
-
-@lru_cache(maxsize=256)
-def _planned(name: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> list[Step]:
-    return plan(_made(name, pp, micro_batches, v), pp_rank)
 
 
 def layers_of(config: ModelConfig, layout: Layout) -> list[int]:
@@ -76,12 +72,15 @@ def unit_shapes(
     if stage == 0:
         units["embed"] = {name: whole[name] for name in _BEFORE_BLOCKS if name in whole}
     for layer in range(sum(layers[:stage]), sum(layers[: stage + 1])):
-        has_experts = config.moe is not None and layer >= config.moe.first_dense_layers
+        has_experts = config.has_experts(layer)
         if has_experts not in of_sort:  # layers of one sort have equal shapes
-            alone = narrow_experts(stage_config(config, [1] * config.num_layers, layer), layout.tp, tp_rank)
+            alone = stage_config(config, [1] * config.num_layers, layer)
+            shapes = parameter_shapes(narrow_experts(alone, layout.tp, tp_rank))
+            if layout.folded:  # experts are whole
+                shapes |= {name: of for name, of in parameter_shapes(alone).items() if name.startswith("moe.experts.")}
             of_sort[has_experts] = {
                 name: (shape, copies // (layout.ep if name.startswith("moe.experts.") else 1))
-                for name, (shape, copies) in parameter_shapes(alone).items()
+                for name, (shape, copies) in shapes.items()
                 if name.startswith(("attention.", "mlp.", "moe."))
             }
         units[f"blocks.{layer}"] = of_sort[has_experts]
@@ -116,6 +115,8 @@ def cut_of(layout: Layout) -> Layout:
         tp=layout.tp,
         pp=layout.pp,
         ep=layout.ep,
+        expert_tp=1 if layout.folded else None,
+        sequence_parallel=layout.folded,
         schedule=layout.schedule,
         v=layout.v,
         micro_batches=2 * layout.pp,

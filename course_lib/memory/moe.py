@@ -7,6 +7,8 @@ Of dp ranks ep neighbours share the experts among them, so dp / ep ranks hold th
     router, shared, ends     whole                                  dp
     experts                  E / ep of them                         dp / ep
     tp                       divides attention, every MLP and expert, the vocabulary; not norms and router
+    folded                   tp does not divide experts: their ep neighbours are among dp x tp ranks, and dp tp / ep
+                             ranks hold the same ones
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def dense_twin(config: ModelConfig) -> ModelConfig:
     if config.moe is None:
         return config
     width = (config.moe.top_k + config.moe.num_shared_experts) * config.moe.d_expert
-    if config.moe.first_dense_layers and width != config.d_ff:
+    if config.num_moe_layers < config.num_layers and width != config.d_ff:
         raise ValueError(
             f"{config.name} has dense blocks of width {config.d_ff} and uses experts of width {width} in all; "
             "a twin of equal blocks needs first_dense_layers=0"

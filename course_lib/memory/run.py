@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from course_lib.config import ModelConfig
+from course_lib.config import ModelConfig, require_dense
 from course_lib.layout import Layout
 from course_lib.memory.context import check_exchange
 from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA, Recipe, lora_shapes
@@ -33,6 +33,12 @@ class Run:
     optimizer_implementation   "for-loop" | "foreach" | "fused"; None: what torch chooses on that device
     lora        adapters beside frozen weights; None: all weights are trained
     offload     which states wait outside the device, and whether activations do
+    loss_chunks head and loss go over the tokens in so many parts
+    fp8         products of blocks in FP8: their inputs are saved as the engine has them
+    operators   recomputation of operators: outputs of attention and of every second product are kept, all else is made
+                again
+
+    The last three are other engines' (course_lib/engines.py): the course's own programs have none of them.
 
     Raises   TypeError if config or layout are no such records, ValueError for what does not fit together
     """
@@ -47,6 +53,9 @@ class Run:
     optimizer_implementation: Literal["for-loop", "foreach", "fused"] | None = None
     lora: LoRA | None = None
     offload: Offload = field(default_factory=Offload)
+    loss_chunks: Size = 1
+    fp8: bool = False
+    operators: bool = False
 
     def __post_init__(self):
         check_fields(self)
@@ -55,6 +64,10 @@ class Run:
         _check_optimizer(self)
         if self.lora is not None:
             _check_lora(self)
+        if self.operators:
+            require_dense(self.config, "recomputation of operators")
+            if self.layout.recompute != "none":
+                raise ValueError(f"operators are recomputed, and recompute is {self.layout.recompute!r}; choose none")
         if self.offload.parameters != "device" and self.layout.zero_stage != 3:
             raise ValueError(
                 f"offload.parameters is {self.offload.parameters!r}, but zero_stage is {self.layout.zero_stage}; "

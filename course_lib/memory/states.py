@@ -40,7 +40,8 @@ def _with_experts(config: ModelConfig, shapes: Shapes) -> Shapes:
             shape = (D, width) if name == "down" else (width, D)
             found[f"moe.{part}.{name}"] = (shape, many * config.num_moe_layers)
     dense = {f"mlp.{name}" for name in ("gate", "up", "down")}
-    kept = {name: (shape, moe.first_dense_layers if name in dense else n) for name, (shape, n) in shapes.items()}
+    num_dense = config.num_layers - config.num_moe_layers
+    kept = {name: (shape, num_dense if name in dense else n) for name, (shape, n) in shapes.items()}
     return {name: entry for name, entry in kept.items() if entry[1]} | found
 
 
@@ -219,11 +220,13 @@ class StateBytes:
 class LoRA:
     """Low-rank adapters of one rank on the named matrices (ends of names in `parameter_shapes`, such as "q" and "v").
 
-    Source   Hu et al. 2021 (arXiv:2106.09685)
+    four_bits   QLoRA: the frozen matrices of the blocks are stored in 4 bits, and one of them is dequantized at a time
+    Source      Hu et al. 2021 (arXiv:2106.09685); Dettmers et al. 2023 (arXiv:2305.14314)
     """
 
     rank: Size
     targets: tuple[str, ...] = ("q", "v")
+    four_bits: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -240,6 +243,22 @@ def adapter_shapes(shapes: Shapes, lora: LoRA) -> Shapes:
 
 
 _NO_LINEAR = ("embed", "positions", "token_type", "moe.router")  # matrices that no linear layer has
+NF4_BLOCK, SCALES_BLOCK = 64, 256  # double quantization: an 8-bit scale a block, an FP32 one for 256 of these
+
+
+def four_bit_bytes(numel: int) -> int:
+    """Bytes of a matrix in NF4 with double quantization."""
+    blocks = -(-numel // NF4_BLOCK)
+    return -(-numel // 2) + blocks + 4 * -(-blocks // SCALES_BLOCK)
+
+
+def quantized_shapes(config: ModelConfig) -> Shapes:
+    """List the matrices that QLoRA stores in 4 bits: those of linear layers in the blocks."""
+    return {
+        name: entry
+        for name, entry in parameter_shapes(config).items()
+        if len(entry[0]) == 2 and "." in name and name not in _NO_LINEAR
+    }
 
 
 @checked
@@ -284,8 +303,12 @@ def state_bytes(
     trained = lora_shapes(config, lora) if lora else base
     resident = base | trained
     count = sum(prod(shape) * copies for shape, copies in trained.values())
+    parameters = recipe.param_bytes * sum(prod(shape) * copies for shape, copies in resident.values())
+    if lora is not None and lora.four_bits:
+        for shape, copies in quantized_shapes(config).values():
+            parameters -= copies * (recipe.param_bytes * prod(shape) - four_bit_bytes(prod(shape)))
     return StateBytes(
-        parameters=recipe.param_bytes * sum(prod(shape) * copies for shape, copies in resident.values()),
+        parameters=parameters,
         gradients=recipe.grad_bytes * count,
         optimizer=recipe.master_bytes * count
         + sum(copies * moments_bytes(shape, recipe, optimizer) for shape, copies in trained.values())

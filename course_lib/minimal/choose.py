@@ -4,23 +4,20 @@
     choose(job).option.layout       # the first on the ladder that fits and waits for at most 5 % of the step
     search(job).best.layout         # the fastest of all, from course_lib.plan
 
-Memory is what `budgets` says, time what `step_time` says; no formula of either stands here. A layout without a pipeline
-that recomputes nothing and waits for 5 % of its step is at most about 5 % slower than any other: none has less
-to compute. A pipeline may have more, on its slowest stage.
+Memory and time are what `work_out` says, as the search has them; no formula of either stands here. A layout without a
+pipeline that recomputes nothing and waits for 5 % of its step is at most about 5 % slower than others with matrices as
+wide and micro-batches as large: none has less to compute. A pipeline may have more, on its slowest stage.
 """
 
 from dataclasses import dataclass
 from itertools import chain, product
 
 from course_lib.layout import Layout
-from course_lib.memory.budget import fullest_budget
-from course_lib.memory.least import least_bytes
-from course_lib.plan.option import Option, option_of
+from course_lib.plan import Option, work_out
+from course_lib.plan.space import LEAST_TOKENS, MOST_SHARDS
 
 MOST_WAITING = 0.05  # of a step: less is not worth another try
 COST_OF_RECOMPUTATION = 0.25  # of a step: one forward pass more, beside one forward and two of backward
-LEAST_TOKENS = 2048  # of a sequence on each rank of cp
-MOST_SHARDS = 128  # ranks of a ring; more are cut into replicas (HSDP)
 
 
 @dataclass(frozen=True)
@@ -49,16 +46,14 @@ def layout_of(job, tp=1, cp=1, pp=1, micro_batch=1, **choices):
 
 def option_that_fits(job, layout):
     """Return the layout's memory and time; None where a rank has too little memory."""
-    run, usable_bytes = job.run(layout), job.cluster.gpu.usable_bytes
-    if least_bytes(run, usable_bytes) > usable_bytes:
-        return None
-    fullest = fullest_budget(run, usable_bytes)
-    return option_of(job, run, fullest) if fullest.total_bytes <= usable_bytes else None
+    option = work_out(job, layout)
+    return option if option.fits else None
 
 
 def waiting_share(option):
     """Return the share of the step (0 to 1) that is exposed communication and bubble."""
-    return 1 - option.seconds_by_part["compute"] / option.step_s
+    working = ("compute", "launches", "update")
+    return 1 - sum(option.seconds_by_part[part] for part in working) / option.step_s
 
 
 def in_a_node(job):

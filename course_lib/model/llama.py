@@ -208,9 +208,8 @@ class Llama(nn.Module):
         check_choices(attention, recompute)
         self.config, self.recompute = config, recompute
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
-        first_moe = config.num_layers - config.num_moe_layers
         self.blocks = nn.ModuleList(
-            Block(config, attention, recompute, experts=index >= first_moe)
+            Block(config, attention, recompute, experts=config.has_experts(index))
             if layers is None or index in layers
             else nn.Identity()
             for index in range(config.num_layers)

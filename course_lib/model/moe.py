@@ -264,10 +264,10 @@ class MoE(nn.Module):
         routing = self.router(x_TD)
         if not recomputing():
             self.routing = routing
-        y_TD = self.run_experts(self.experts, x_TD, routing)
+        y_BSD = self.run_experts(self.experts, x_TD, routing).view_as(x_BSD)
         if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
-        return self.leave(y_TD.view_as(x_BSD))
+            y_BSD = y_BSD + self.shared(x_BSD)
+        return self.leave(y_BSD)
 
 
 # ---------------------------------------------------------------- balancing

@@ -25,7 +25,7 @@ Source   Lepikhin et al. 2020 (arXiv:2006.16668); Fedus et al. 2021 (arXiv:2101.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -191,7 +191,7 @@ def build(
     for moe in moe_layers(model):
         keep_my_experts(moe, layout, groups.ep.rank())
         moe.run_experts = runner(method, groups)
-        moe.sum_load = partial(sum_over, group=group)
+        moe.sum_load = partial(sum_over, groups=(group,))
     residual = None
     if tp_group is not None:
         residual = ShardedResidual(tp_group) if sequence_parallel else ReplicatedResidual(tp_group)
@@ -226,12 +226,14 @@ def runner(method: str, groups: ExpertGroups) -> Callable:
     return partial(run_once_per_node, groups.across, groups.inside)
 
 
-def sum_over(tokens_E: Tensor, group: Group) -> Tensor:
+def sum_over(tokens_E: Tensor, groups: Iterable[Group]) -> Tensor:
     """The load of all ranks.
 
-    Bytes    sent per rank: 2 (G - 1) / G * 8 E
+    Bytes    sent per rank: 2 (G - 1) / G * 8 E over each group
     """
-    return comm.all_reduce(tokens_E, group)
+    for group in groups:
+        tokens_E = comm.all_reduce(tokens_E, group)
+    return tokens_E
 
 
 # --- the loss, and what is summed over whom

@@ -1,8 +1,9 @@
-"""Experts and tensor parallelism together: attention and every matrix of an expert are cut over tp.
+"""Experts and tensor parallelism together: attention is cut over tp, and so is every matrix of an expert, or none.
 
 All ranks of a tp_group have the same tokens, route them alike, and each sends whole rows to its parts of the experts:
-works for few large experts, keeps one process's routing, and sends each row tp times. The other way, tokens split over
-tp and whole experts, sends it once; it needs experts enough for ep = dp x tp.
+works for few large experts, keeps one process's routing, and sends each row tp times. The other way is folded
+(`fold_experts`): whole experts are spread over tp's ranks too, and each routes its own tokens of the sequence-sharded
+residual stream. It sends each row once, gathers no tokens for experts, and takes ep up to dp x cp x tp.
 
 What a rank computes of an expert's output is one term of a sum over tp. So is its part of all outputs combined: one
 sum, after combine, serves all experts. The router is whole on each rank, as norms are.
@@ -56,11 +57,13 @@ def cut_over_tp(model: nn.Module, residual: Residual) -> None:
     model.tie()
 
 
-def cut_block(block: nn.Module, residual: Residual, config: ModelConfig) -> None:
-    """The matrices of one block, with experts or without."""
+def cut_block(block: nn.Module, residual: Residual, config: ModelConfig, folded: bool = False) -> None:
+    """The matrices of one block, with experts or without; folded: experts stay whole."""
     tensor.cut_attention(block.attention, residual, config)
     if not isinstance(block.mlp, MoE):
         tensor.shard_mlp(block.mlp, residual)
+    elif folded:
+        fold_experts(block.mlp, residual)
     elif isinstance(residual, ShardedResidual):
         cut_experts_sharded(block.mlp, residual)
     else:
@@ -95,4 +98,17 @@ def cut_experts_sharded(moe: MoE, residual: ShardedResidual) -> None:
         tensor.shard_mlp(moe.shared, inside)
     moe.enter = residual.enter
     moe.leave = partial(scatter_sum, group=residual.group, dim=SEQUENCE)
+    moe.aux_share = 1 / residual.group.size()
+
+
+def fold_experts(moe: MoE, residual: ShardedResidual) -> None:
+    """Experts stay whole, and the router sees this rank's tokens alone. Shared experts are cut as a dense MLP is.
+
+    The auxiliary loss is the mean over this rank's tokens, 1 / tp of all: so is its share of their mean.
+
+    Bytes    sent per rank: those of a dense MLP, for shared experts only
+    Source   Liu et al. 2025 (arXiv:2504.14960), MoE parallel folding
+    """
+    if moe.shared is not None:
+        tensor.shard_mlp(moe.shared, residual)
     moe.aux_share = 1 / residual.group.size()

@@ -2,7 +2,7 @@
 
     1. pp        the layers are cut into stages; one executor runs them, also where there is one stage
     2. ep        of each layer's experts a rank keeps its own
-    3. tp, sp    matrices of what is left are cut, and with sp the residual stream between them
+    3. tp, sp    matrices of what is left are cut, and with sp the residual stream between them; folded: experts are not
     4. cp        attention becomes a ring, or all-to-alls; tokens, positions and labels are cut
     5. data      gradients are summed over data = dp x cp in buckets while backward runs; ZeRO shards what a rank has
 
@@ -18,7 +18,7 @@ nothing is divided. Who sums what with whom is in parallel/sums.py. On the wire 
     pp           B S D d / cp (with sp also / tp) for each boundary, micro-batch and direction
     tp           what tensor.py and sequence.py say, of this rank's layers and of S / cp tokens
     cp           what the method says, of this rank's layers
-    ep           rows of tokens to their experts and back
+    ep           rows of tokens to their experts and back; folded: of S / (cp tp) tokens
     data         gradients, and with ZeRO parameters; experts' over expert_dp
     world        the lengths of micro-batches, to see that all bring the same; the loss; a number to clip
 
@@ -180,7 +180,7 @@ def build(
     """
     layout.check_model(config)
     is_alone = dist.get_backend() == "fake"  # then no other rank can help to make its groups
-    groups = make_all_groups(layout.mesh, layout.ep, local_only=is_alone, replicas=layout.dp_replicate)
+    groups = make_all_groups(layout.mesh, layout.ep, is_alone, layout.dp_replicate, layout.folded)
     device = torch.device(device or rank_device())
     if layout.pp > 1:
         comm.check_point_to_point(device, groups.pp, "a pipeline")
@@ -205,10 +205,10 @@ def build(
 
 
 def keep_experts(engine: FiveD, stage: nn.Module) -> None:
-    """Expert parallel: of each layer this rank's experts; their load is that of all ranks of data."""
+    """Expert parallel: of each layer this rank's experts; their load is that of all ranks with other tokens."""
     layout, groups = engine.layout, engine.groups
     for moe in moe_layers(stage):
-        moe.sum_load = partial(sum_over, group=groups.data)
+        moe.sum_load = partial(sum_over, groups=(groups.data, groups.tp) if layout.folded else (groups.data,))
         if layout.ep > 1:
             keep_my_experts(moe, ExpertLayout(moe.config.num_experts, layout.ep), groups.ep.rank())
             moe.run_experts = runner(layout.expert_method, groups)
@@ -222,7 +222,7 @@ def cut_over_tp(engine: FiveD, stage: nn.Module) -> None:
     if stage.is_first:
         stage.embed = VocabEmbedding(stage.embed, residual)
     for block in stage.blocks.values():
-        cut_block(block, residual, config)
+        cut_block(block, residual, config, engine.layout.folded)
     if stage.is_last:
         stage.head = ColumnLinear(stage.head, residual)
     if not engine.layout.sequence_parallel:
@@ -254,7 +254,7 @@ def shard_over_data(engine: FiveD, grad_dtype: torch.dtype | None) -> None:
         if layout.zero_stage:
             sharded = zero.ZeroUnits if layout.zero_stage == 3 else partial(zero.ZeroBuckets, stage=layout.zero_stage)
             engine.data_engines[name] = sharded(stage, group, grad_dtype=grad_dtype, sharing=sharing)
-        elif layout.data_size > 1:
+        elif max(layout.data_size, layout.expert_dp) > 1:
             mine = {p for p in stage.parameters() if p not in summed and sharing.groups[sharing.kind_of(p)].size() > 1}
             of_stage = Sharing(lambda p, mine=mine: sharing.kind_of(p) if p in mine else None, sharing.groups)
             engine.data_engines[name] = BucketedDP(stage, group, sharing=of_stage, grad_dtype=grad_dtype)

@@ -6,7 +6,9 @@
     head_norms   QK-norm: one weight for the heads of all ranks    data x tp                  data and tp
     kv           key/value heads that `copies` tp ranks share      data x copies              data, and these tp ranks
     tied         embedding and head as copies on two stages        data, on both stages       data, and the two stages
-    experts      this rank's experts                               expert_dp                  expert_dp
+    experts      this rank's experts; folded: whole, not cut       expert_dp                  expert_dp
+
+Folded (whole experts spread over tp's ranks too) changes one size alone: expert_dp is world / (ep pp).
 
 One question decides for each group of ranks that have the same numbers: is each rank's gradient the same, or a
 different term of the sum? Of data each rank has other tokens, of tp under sp as well; without sp the ranks of tp have

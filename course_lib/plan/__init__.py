@@ -3,7 +3,7 @@
 job.py           what is asked: a model, GPUs, a sequence, a batch
 space.py         the layouts that divide
 option.py        one layout worked out: its memory, its seconds
-search.py        the search, fastest first; the front of memory against MFU; what was nearest and lost
+search.py        the search, fastest first; the choice; the front of memory against MFU; what was nearest and lost
 measured.py      some measured runs, by which an advice is judged
 explain.py       why: fit, batch, throughput
 export.py        a layout as other frameworks' files, or why one cannot do it

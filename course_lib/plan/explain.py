@@ -11,6 +11,7 @@ from course_lib.plan.search import Plan
 from course_lib.validate import checked
 
 STAGES = {1: "the optimizer's states", 2: "optimizer states and gradients", 3: "all states"}
+WORK = ("compute", "launches", "update")  # parts of a step that are no waiting for other ranks
 RECOMPUTED = {"selective": "attention's core runs again in backward", "full": "every layer runs again in backward"}
 
 
@@ -43,7 +44,12 @@ def _fit(plan: Plan) -> list[str]:
         lines.append(f"   ZeRO-{layout.zero_stage}: {what} are sharded over {layout.shard_size} GPUs{inside}.")
     again = RECOMPUTED.get(layout.recompute, "nothing runs again, all activations are kept")
     lines.append(f"   recomputation {layout.recompute}: {again}.")
-    return [*lines, f"   The fullest GPU needs {best.memory_in_words}."]
+    few, most = (size / GB for size in best.estimate.memory_range)
+    return [
+        *lines,
+        f"   The fullest GPU needs {best.memory_in_words}: {best.verdict}.",
+        f"   Nine in ten such runs needed {few:.1f} to {most:.1f} GB.",
+    ]
 
 
 def _batch(plan: Plan) -> list[str]:
@@ -56,19 +62,20 @@ def _batch(plan: Plan) -> list[str]:
 
 
 def _throughput(plan: Plan) -> list[str]:
-    best = plan.best
+    best, fastest = plan.best, min(plan.ranked, key=lambda option: option.step_s)
     shares = {name: seconds / best.step_s for name, seconds in best.seconds_by_part.items() if seconds > 0}
     told = ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda one: -one[1])[:5])
-    less = 1 - best.tokens_per_s / plan.ranked[0].tokens_per_s
+    less = 1 - best.tokens_per_s / fastest.tokens_per_s
+    slow, fast = best.estimate.speed_range
     chosen = (
-        f"   The fastest is predicted {less:.1%} faster: less than rates can tell. This one needs the least memory."
+        f"   The fastest is predicted {less:.1%} faster: less than a model can tell. Chosen among such: not tight, a "
+        "large micro-batch, few axes, little ZeRO."
     )
     return [
         *([chosen] if less else []),
-        *[
-            f"3. Throughput. A step takes {best.step_s:.2f} s (modelled): {told}.",
-            f"   That is MFU {best.mfu:.1%}, {best.tokens_per_s / best.layout.world_size:,.0f} tokens/s for each GPU.",
-        ],
+        f"3. Throughput. A step takes {best.step_s:.2f} s (modelled): {told}.",
+        f"   That is MFU {best.mfu:.1%}, {best.tokens_per_s / best.layout.world_size:,.0f} tokens/s for each GPU; nine "
+        f"in ten such runs: {slow:,.0f} to {fast:,.0f}.",
     ]
 
 
@@ -86,16 +93,18 @@ def changes(best: Option, layout) -> str:
 
 
 @checked
-def table(options: Sequence[Option]) -> list[str]:
-    """A line for each layout: memory, MFU, tokens/s, what it waits for most."""
-    lines = ["      GB    MFU  tokens/s/GPU  waits most for          layout"]
-    for option in options:
-        waits = {name: seconds for name, seconds in option.seconds_by_part.items() if name != "compute"}
+def table(options: Sequence[Option], chosen: Option | None = None) -> list[str]:
+    """A line for each layout: memory, verdict, MFU, tokens/s, what it waits for most; the chosen one is marked, and is
+    there in any case."""
+    lines = ["        GB  verdict    MFU  tokens/s/GPU  waits most for          layout"]
+    for option in options if chosen is None or chosen in options else [*options, chosen]:
+        waits = {name: seconds for name, seconds in option.seconds_by_part.items() if name not in WORK}
         part = max(waits, key=waits.get)
         share = waits[part] / option.step_s
         waits_for = f"{part} {share:.1%}" if share >= 0.001 else "nothing"
         each = option.tokens_per_s / option.layout.world_size
         lines.append(
-            f"{option.memory_bytes / GB:>8.1f} {option.mfu:>6.1%} {each:>13,.0f}  {waits_for:<22}  {option.layout}"
+            f"{'->' if option is chosen else '  '}{option.memory_bytes / GB:>8.1f}  {option.verdict:7} "
+            f"{option.mfu:>6.1%} {each:>13,.0f}  {waits_for:<22}  {option.layout}"
         )
     return lines

@@ -14,10 +14,12 @@ MegatronLMPlugin in utils/dataclasses.py
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import accumulate
 
 from course_lib.config import MOE_PRESETS, PRESETS, RopeScaling
+from course_lib.engines import ENGINES, File
 from course_lib.layout.partition import even_layers
 from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import Offload
@@ -25,7 +27,6 @@ from course_lib.plan.option import Option
 from course_lib.run import Run
 from course_lib.validate import Size, checked
 
-PRECISIONS = ("fp32", "bf16-master", "bf16-master-fp32-grads")  # of the recipes those that the trainer has
 Writer = Callable[[Run], str]
 
 
@@ -56,44 +57,89 @@ def export(
     return files, refused
 
 
-def need(
-    framework: str, run: Run, recipes: Collection[str], checks: Mapping[str, bool], order: str = "pp-dp-cp-tp"
-) -> None:
-    """Raise ValueError that names all that a framework cannot do.
+def need(file: File, run: Run, checks: Mapping[str, bool] | None = None) -> None:
+    """Raise ValueError that names all that a file cannot say.
 
-    recipes   names of those of `memory.states.RECIPES` that it has
-    checks    a key says what, its value whether it is asked
-    order     how the framework lays axes on the hardware, outermost first
+    checks    what the table of engines has no word for: a key says what, its value whether it is asked
     """
-    layout, recipe = run.layout, recipe_of(run.recipe).name
+    asked = [what for what, is_asked in (refusals(file, run) | dict(checks or {})).items() if is_asked]
+    if asked:
+        raise ValueError(f"{file.program} has no {', no '.join(asked)}; choose a run without")
+
+
+def refusals(file: File, run: Run) -> dict[str, bool]:
+    """What a file may lack, and whether the run asks for it."""
+    layout, config, recipe = run.layout, run.config, recipe_of(run.recipe).name
     long = [axis for axis in layout.order if layout.mesh.sizes[axis] > 1]
-    its_own = [axis for axis in order.split("-") if axis in long]
-    of_every_file = {
-        f"recipe {recipe} (it has {', '.join(recipes)})": recipe not in recipes,
+    its_own = [axis for axis in (file.order or "-".join(layout.order)).split("-") if axis in long]
+    stages, where = (file.pipeline_zero, "in") if layout.pp > 1 else (file.zero_stages, "without")
+    shares, alone = layout.data_size > 1, layout.dp == layout.world_size
+    pieces = layout.cp * (2 if layout.cp > 1 and layout.cp_sharding == "zigzag" else 1)
+    pieces *= layout.tp if layout.sequence_parallel else 1
+    widths = [config.d_ff, config.moe.d_expert if config.moe else config.d_ff]
+    is_course = file is ENGINES["course"].file
+    return {
+        f"recipe {recipe} (it has {', '.join(file.recipes)})": recipe not in file.recipes,
         f"order {'-'.join(long)} of ranks (it has {'-'.join(its_own)})": long != its_own,
-        "encoders in this file": run.config.family == "xlmr",
+        f"models of the {config.family} family": config.family not in file.families,
         "LoRA in this file": run.lora is not None,
         f"optimizer {run.optimizer} in this file": run.optimizer != "adamw",
         f"{run.optimizer_implementation} optimizer in this file": run.optimizer_implementation is not None,
         "offload in this file": run.offload != Offload(),
         "attention that is not fused": run.attention != "fused",
         "CPUs in this file": run.device != "cuda",
+        **{f"{axis} in this file": axis not in file.axes and getattr(layout, axis) > 1 for axis in AXES},
+        f"ZeRO-{layout.zero_stage} {where} a pipeline": shares and layout.zero_stage not in stages,
+        "ZeRO-0 beside tp, pp, cp or ep": file.zero_0_alone
+        and shares
+        and layout.zero_stage == 0
+        and not (alone and layout.ep == 1),
+        "replicas of shards (HSDP)": layout.dp_replicate > 1 and not file.replicas,
+        f"schedule {layout.schedule}": layout.pp > 1 and layout.schedule not in file.schedules,
+        f"recomputation {layout.recompute}": layout.recompute not in file.recomputes,
+        f"exchange of keys and values by {layout.cp_method}": layout.cp > 1 and layout.cp_method not in file.cp_methods,
+        f"{layout.cp_sharding} pieces of a sequence": layout.cp > 1 and layout.cp_sharding not in file.cp_shardings,
+        "regather (it keeps gathered inputs)": layout.regather not in file.regathers,
+        f"tp with{'' if layout.sequence_parallel else 'out'} sequence parallelism": layout.tp > 1
+        and layout.sequence_parallel not in file.sequence_parallel,
+        f"{config.num_layers} layers over {layout.num_stages} equal stages": file.even_stages
+        and config.num_layers % layout.num_stages != 0,
+        "layers_of_stage in this file": layout.layers_of_stage is not None and not file.told_stages,
+        **{part: part in file.lacks and is_there for part, is_there in parts_of(run).items()},
+        # what the course's engines do, and few others
+        f"sequences of {run.seq_len:,} in {pieces} equal pieces": not is_course and run.seq_len % pieces != 0,
+        f"matrices that tp {layout.tp} cuts unevenly": not is_course and any(width % layout.tp for width in widths),
+        f"rows of experts {layout.expert_method}": not is_course and layout.expert_method != "plain",
     }
-    asked = [what for what, is_asked in (of_every_file | dict(checks)).items() if is_asked]
-    if asked:
-        raise ValueError(f"{framework} has no {', no '.join(asked)}; choose a run without")
 
 
-def _course_alone(run: Run) -> dict[str, bool]:
-    """Checks for what the course's engines do, and few others."""
-    config, layout = run.config, run.layout
-    widths = [config.d_ff, config.moe.d_expert if config.moe else config.d_ff]
-    pieces = layout.cp * (2 if layout.cp > 1 and layout.cp_sharding == "zigzag" else 1)
-    pieces *= layout.tp if layout.sequence_parallel else 1
+AXES = ("tp", "pp", "cp", "ep")
+
+
+def parts_of(run: Run) -> dict[str, bool]:
+    """Parts of models that files lack, and whether the run's model has them."""
+    config, moe = run.config, run.config.moe
+    other_experts = moe is not None and (
+        moe.num_shared_experts
+        or moe.first_dense_layers
+        or moe.score != "softmax"
+        or moe.balancing == "bias"
+        or moe.capacity_factor
+        or moe.max_groups < moe.num_groups
+        or moe.routed_scale != 1
+        or moe.every != 1
+    )
+    scaled = config.rope_scaling
     return {
-        f"sequences of {run.seq_len:,} in {pieces} equal pieces": run.seq_len % pieces != 0,
-        f"matrices that tp {layout.tp} cuts unevenly": any(width % layout.tp for width in widths),
-        f"rows of experts {layout.expert_method}": layout.expert_method != "plain",
+        "experts": moe is not None,
+        "experts but plain ones": bool(other_experts),
+        "latent attention": config.mla is not None,
+        "norms of queries and keys (QK-norm)": config.qk_norm,
+        "tied head": config.tied,
+        "heads of another width": config.head_dim * config.num_heads != config.d_model,
+        "fewer key/value heads than tp": run.layout.tp > config.num_kv_heads,
+        "vocabulary that tp cuts unevenly": config.vocab_size % run.layout.tp != 0,
+        "other bounds of scaled RoPE": scaled is not None and scaled != RopeScaling(scaled.factor),
     }
 
 
@@ -130,41 +176,24 @@ def torchtitan(run: Run) -> str:
     whole to the end of a step, parameters too: its FSDP is then ZeRO-1.
     """
     config, layout, recipe = run.config, run.layout, recipe_of(run.recipe).name
-    several, piped, shards = layout.tp * layout.pp > 1, layout.pp > 1, layout.data_size > 1
+    piped = layout.pp > 1
     known = config == (PRESETS | MOE_PRESETS).get(config.name) and config.name in TORCHTITAN_MODELS
-    need(
-        "torchtitan",
-        run,
-        TORCHTITAN_RECIPES,
-        {
-            "ZeRO-1 without a pipeline (it shards all states or none)": layout.zero_stage == 1 and shards and not piped,
-            f"ZeRO-{layout.zero_stage} in a pipeline (gradients are whole to the end of a step)": layout.zero_stage > 1
-            and piped,
-            "ZeRO-0 beside tp, pp, cp or ep": layout.zero_stage == 0
-            and shards
-            and (several or layout.cp * layout.ep > 1),
-            "mixed precision beside tp or pp without dp or cp": several
-            and not shards
-            and TORCHTITAN_RECIPES.get(recipe) is _FP32_SHARDS,
-            "BF16 gradients in a pipeline (recipe bf16-master-fp32-grads)": piped and recipe == "bf16-master",
-            "replicas that cut through cp": layout.dp % layout.dp_replicate != 0,
-            f"schedule {layout.schedule}": piped and layout.schedule not in TORCHTITAN_SCHEDULES,
-            "recomputation of attention alone (its selective mode repeats other operators)": layout.recompute
-            == "selective",
-            "recomputation in DualPipeV with ep": layout.schedule == "dualpipe_v"
-            and layout.ep > 1
-            and layout.recompute != "none",
-            "tp without sequence parallelism": layout.tp > 1 and not layout.sequence_parallel,
-            "regather (it keeps gathered inputs)": layout.regather,
-            "exchange of keys and values by heads (Ulysses)": layout.cp > 1 and layout.cp_method == "ulysses",
-            f"{layout.cp_sharding} pieces of a sequence": layout.cp > 1 and layout.cp_sharding != "zigzag",
-            "latent attention over cp": layout.cp > 1 and config.mla is not None,
-            f"tp above {config.num_kv_heads} key/value heads": layout.tp > config.num_kv_heads,
-            f"{config.name} among its models": not known
-            and bool(config.family != "llama" or config.tied or config.moe or config.mla or config.qk_norm),
-            **_course_alone(run),
-        },
-    )
+    cast = layout.tp * layout.pp > 1 and layout.data_size == 1 and TORCHTITAN_RECIPES.get(recipe) is _FP32_SHARDS
+    other = config.family != "llama" or config.tied or config.moe or config.mla or config.qk_norm
+    checks = {
+        "mixed precision beside tp or pp without dp or cp": cast,
+        "BF16 gradients in a pipeline (recipe bf16-master-fp32-grads)": piped and recipe == "bf16-master",
+        "replicas that cut through cp": layout.dp % layout.dp_replicate != 0,
+        "recomputation in DualPipeV with ep": layout.schedule == "dualpipe_v"
+        and layout.ep > 1
+        and layout.recompute != "none",
+        f"whole experts over ep {layout.ep}, no multiple of cp x tp": config.moe is not None
+        and layout.folded
+        and layout.ep % (layout.cp * layout.tp) != 0,  # torchtitan 0.2.1, distributed/parallel_dims.py, _validate
+        "latent attention over cp": layout.cp > 1 and config.mla is not None,
+        f"{config.name} among its models": not known and bool(other),
+    }
+    need(ENGINES["torchtitan"].file, run, checks)
     model, flavor = TORCHTITAN_MODELS[config.name] if known else ("llama3", config.name)
     replicas = layout.dp if layout.zero_stage == 0 else layout.dp_replicate
     parallelism = {
@@ -175,7 +204,7 @@ def torchtitan(run: Run) -> str:
         "pipeline_parallel_degree": layout.pp,
         "context_parallel_degree": layout.cp,
         "expert_parallel_degree": layout.ep,
-        "expert_tensor_parallel_degree": layout.tp if layout.ep > 1 else 1,
+        "expert_tensor_parallel_degree": layout.tp if layout.ep > 1 and not layout.folded else 1,
     }
     if piped:
         parallelism["pipeline_parallel_schedule"] = TORCHTITAN_SCHEDULES[layout.schedule]
@@ -226,39 +255,14 @@ MEGATRON_RECIPES = {
 MEGATRON_EXCHANGES = {"ring": "p2p", "all_gather": "allgather", "ulysses": "a2a"}
 
 
-def _check_megatron(run: Run, framework: str, recipes: Collection[str], more: Mapping[str, bool]) -> None:
-    layout, layers, moe = run.layout, run.config.num_layers, run.config.moe
-    rope = run.config.rope_scaling
-    other_moe = moe and (
-        moe.num_shared_experts
-        or moe.first_dense_layers
-        or moe.score != "softmax"
-        or moe.balancing == "bias"
-        or moe.capacity_factor
-        or moe.max_groups < moe.num_groups
-        or moe.routed_scale != 1
-    )
-    need(
-        framework,
-        run,
-        recipes,
-        {
-            f"schedule {layout.schedule}": layout.pp > 1 and layout.schedule not in ("1f1b", "interleaved"),
-            f"{layers} layers over {layout.num_stages} equal stages": layers % layout.num_stages != 0,
-            "layers_of_stage in these arguments": layout.layers_of_stage is not None,
-            f"{layout.cp_sharding} pieces of a sequence": layout.cp > 1 and layout.cp_sharding != "zigzag",
-            "context parallelism in fp32": layout.cp > 1 and recipe_of(run.recipe).name == "fp32",
-            "latent attention in these arguments": run.config.mla is not None,
-            "shared experts, first dense layers, groups, scores, biases, capacity or scale of experts in these "
-            "arguments": bool(other_moe),
-            "experts beside tp without sequence parallelism": moe is not None
-            and layout.tp > 1
-            and not layout.sequence_parallel,
-            "other bounds of scaled RoPE": rope is not None and rope != RopeScaling(rope.factor),
-            **_course_alone(run),
-            **more,
-        },
-    )
+def _check_megatron(run: Run, file: File, more: Mapping[str, bool] | None = None) -> None:
+    layout, is_fp32 = run.layout, recipe_of(run.recipe).name == "fp32"
+    whole_rows = run.config.moe is not None and layout.tp > 1 and not layout.sequence_parallel
+    checks = {
+        "context parallelism in fp32": layout.cp > 1 and is_fp32,
+        "experts beside tp without sequence parallelism": whole_rows,
+    }
+    need(file, run, checks | dict(more or {}))
 
 
 @checked
@@ -270,12 +274,7 @@ def megatron(run: Run) -> str:
     """
     config, layout, moe = run.config, run.layout, run.config.moe
     llama, fsdp = config.family == "llama", layout.zero_stage > 1
-    _check_megatron(
-        run,
-        "Megatron-LM",
-        MEGATRON_RECIPES,
-        {f"ZeRO-{layout.zero_stage} in a pipeline in these arguments": fsdp and layout.pp > 1},
-    )
+    _check_megatron(run, ENGINES["megatron"].file)
     values: dict[str, object] = {
         "num-layers": config.num_layers,
         "hidden-size": config.d_model,
@@ -319,7 +318,7 @@ def megatron(run: Run) -> str:
             "moe-aux-loss-coeff": moe.aux_coefficient if moe.balancing == "aux_loss" else None,
             "moe-token-dispatcher-type": "alltoall",
             "expert-model-parallel-size": layout.ep,
-            "expert-tensor-parallel-size": layout.tp,
+            "expert-tensor-parallel-size": 1 if layout.folded else layout.tp,
         }
     if fsdp:
         values |= {
@@ -343,34 +342,11 @@ def megatron(run: Run) -> str:
 NANOTRON_RECIPES = {"bf16-master-fp32-grads": True, "bf16": False}  # whether gradients, and with them a copy, are FP32
 
 
-def _has_other_heads(run: Run) -> bool:
-    return run.config.head_dim * run.config.num_heads != run.config.d_model
-
-
 @checked
 def nanotron(run: Run) -> str:
     """Return nanotron's YAML: the sections that lay out a run."""
     config, layout = run.config, run.layout
-    need(
-        "nanotron",
-        run,
-        NANOTRON_RECIPES,
-        {
-            f"ZeRO-{layout.zero_stage}": layout.zero_stage > 1,
-            "replicas of shards (HSDP)": layout.dp_replicate > 1,
-            "context parallelism in this file": layout.cp > 1,
-            "experts in this file": config.moe is not None,
-            "latent attention": config.mla is not None,
-            "norms of queries and keys (QK-norm)": config.qk_norm,
-            f"models of the {config.family} family": config.family != "llama",
-            "heads of another width than d_model / num_heads": _has_other_heads(run),
-            f"tp above {config.num_kv_heads} key/value heads": layout.tp > config.num_kv_heads,
-            f"schedule {layout.schedule}": layout.pp > 1 and layout.schedule not in ("1f1b", "afab"),
-            "recomputation of attention alone": layout.recompute == "selective",
-            "layers_of_stage (it cuts by cost)": layout.layers_of_stage is not None,
-            **_course_alone(run),
-        },
-    )
+    need(ENGINES["nanotron"].file, run)
     sections = {
         "model": {
             "dtype": "bfloat16",
@@ -415,6 +391,32 @@ def nanotron(run: Run) -> str:
     return head + _yaml(sections)
 
 
+PICOTRON = File(
+    "picotron",
+    ("bf16",),
+    axes=("tp", "pp", "cp"),
+    order="dp-pp-cp-tp",
+    zero_stages=(0,),
+    pipeline_zero=(0,),
+    replicas=False,
+    schedules=("1f1b", "afab"),
+    recomputes=("none",),
+    cp_methods=("ring",),
+    cp_shardings=("contiguous",),
+    sequence_parallel=(False,),
+    told_stages=False,
+    families=("llama",),
+    lacks=(
+        "latent attention",
+        "norms of queries and keys (QK-norm)",
+        "tied head",
+        "heads of another width",
+        "fewer key/value heads than tp",
+        "vocabulary that tp cuts unevenly",
+    ),
+)
+
+
 @checked
 def picotron(run: Run) -> str:
     """Return picotron's JSON: the sections that lay out a run.
@@ -423,31 +425,7 @@ def picotron(run: Run) -> str:
     copy; with dp, gradients are summed in FP32, 4 bytes a parameter more than recipe bf16 has.
     """
     config, layout = run.config, run.layout
-    need(
-        "picotron",
-        run,
-        ("bf16",),
-        {
-            "ZeRO": layout.zero_stage > 0,
-            "sequence parallelism": layout.sequence_parallel,
-            "experts": config.moe is not None,
-            "latent attention": config.mla is not None,
-            "norms of queries and keys (QK-norm)": config.qk_norm,
-            f"models of the {config.family} family": config.family != "llama",
-            "tied head": config.tied,
-            "heads of another width than d_model / num_heads": _has_other_heads(run),
-            f"tp above {config.num_kv_heads} key/value heads": layout.tp > config.num_kv_heads,
-            f"vocabulary that tp {layout.tp} cuts unevenly": config.vocab_size % layout.tp != 0,
-            "exchange of keys and values but a ring": layout.cp > 1 and layout.cp_method != "ring",
-            f"{layout.cp_sharding} pieces of a sequence": layout.cp > 1 and layout.cp_sharding != "contiguous",
-            "cp without dp (it then sums no gradients)": layout.cp > 1 and layout.dp == 1,
-            f"schedule {layout.schedule}": layout.pp > 1 and layout.schedule not in ("1f1b", "afab"),
-            "recomputation": layout.recompute != "none",
-            "layers_of_stage": layout.layers_of_stage is not None,
-            **_course_alone(run),
-        },
-        order="dp-pp-cp-tp",
-    )
+    need(PICOTRON, run, {"cp without dp (it then sums no gradients)": layout.cp > 1 and layout.dp == 1})
     sections = {
         "distributed": {
             "tp_size": layout.tp,
@@ -477,6 +455,17 @@ def picotron(run: Run) -> str:
 # ---- Accelerate's plugin for Megatron-LM
 
 ACCELERATE_MEGATRON_RECIPES = {"fp32": "no", "bf16-master-fp32-grads": "bf16"}
+ACCELERATE_MEGATRON = replace(
+    ENGINES["megatron"].file,
+    program="Accelerate's Megatron-LM plugin",
+    recipes=tuple(ACCELERATE_MEGATRON_RECIPES),
+    axes=("tp", "pp"),  # it counts cp's ranks as data
+    zero_stages=(0, 1),
+    replicas=False,
+    schedules=("1f1b",),
+    recomputes=("full",),  # what it does unasked
+    lacks=(*ENGINES["megatron"].file.lacks, "experts", "norms of queries and keys (QK-norm)"),
+)
 
 
 @checked
@@ -487,20 +476,7 @@ def accelerate_megatron(run: Run, gpus_per_node: Size) -> str:
     with cp would have cp times the batch.
     """
     layout = run.layout
-    _check_megatron(
-        run,
-        "Accelerate's Megatron-LM plugin",
-        ACCELERATE_MEGATRON_RECIPES,
-        {
-            f"ZeRO-{layout.zero_stage} in this file": layout.zero_stage > 1,
-            "replicas of shards (HSDP)": layout.dp_replicate > 1,
-            "interleaved stages": layout.pp > 1 and layout.schedule == "interleaved",
-            "experts of these models": run.config.moe is not None,
-            "norms of queries and keys (QK-norm) in this file": run.config.qk_norm,
-            "context parallelism (it counts cp's ranks as data)": layout.cp > 1,
-            "recomputation but full, which is what it does unasked": layout.recompute != "full",
-        },
-    )
+    _check_megatron(run, ACCELERATE_MEGATRON)
     nodes = _nodes(layout.world_size, gpus_per_node)
     rendezvous = {
         "main_process_ip": "head-node",
@@ -573,7 +549,7 @@ def _nodes(world_size: int, gpus_per_node: int) -> int:
 def _trainer(run: Run) -> str:
     if run.config not in (PRESETS | MOE_PRESETS).values():
         raise ValueError(f"the course's trainer has presets alone, and {run.config.name} is none; choose a preset")
-    need("the course's trainer", run, PRECISIONS, {}, order="-".join(run.layout.order))
+    need(ENGINES["course"].file, run)
     precision = recipe_of(run.recipe).name
     options = f"--model {run.config.name} --layout {run.layout} --seq-len {run.seq_len} --precision {precision}"
     return f"-m course_lib.train {options}"

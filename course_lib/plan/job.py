@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Literal
 
 from course_lib.config import ModelConfig
+from course_lib.engines import ENGINES, Engine
 from course_lib.hardware import Cluster
 from course_lib.layout import Layout
-from course_lib.memory.states import RECIPES
-from course_lib.predict import nanotron
-from course_lib.predict.prediction import FRAMEWORKS
+from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA
+from course_lib.memory.zero import Offload
 from course_lib.run import Run
 from course_lib.validate import Size, check_fields, whole
+
+WHOLE_GRADS = "bf16-master-fp32-grads"  # of engines whose gradients are whole in a pipeline
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,9 @@ class Job:
     """A model and what trains it.
 
     batch_tokens   tokens of one optimizer step, of all GPUs together: a multiple of seq_len
-    recipe         dtypes of the states, a name of `memory.states.RECIPES`
-    framework      None: the course's own models of memory and time; else rates fitted to that framework's runs, which
-                   have a recipe of their own
+    recipe         dtypes of the states, a name of `memory.states.RECIPES`; the engine's usual one where it has not this
+    engine         a name of `ENGINES`: who trains it
+    optimizer, lora, offload, attention, loss_chunks, fp8   as `Run` has them
 
     Raises   ValueError where GPUs do not fill nodes, or tokens no sequences
     """
@@ -33,13 +35,19 @@ class Job:
     num_gpus: Size
     seq_len: Size
     batch_tokens: Annotated[int, partial(whole, least=1)]
-    recipe: Literal[tuple(RECIPES)] = "bf16-master"
-    framework: Literal[FRAMEWORKS] | None = None
+    recipe: Literal[tuple(RECIPES)] | None = None
+    engine: Literal[tuple(ENGINES)] = "course"
+    optimizer: Literal[OPTIMIZERS] = "adamw"
+    lora: LoRA | None = None
+    offload: Offload = field(default_factory=Offload)
+    attention: Literal["fused", "standard"] = "fused"
+    loss_chunks: Size = 1
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.framework == "nanotron":
-            object.__setattr__(self, "recipe", nanotron.RECIPE.name)
+        if self.recipe not in self.facts.recipes:
+            object.__setattr__(self, "recipe", self.facts.recipe)
         per_node, low = self.cluster.gpus_per_node, self.batch_tokens // self.seq_len * self.seq_len
         if self.num_gpus > per_node and self.num_gpus % per_node:
             down = self.num_gpus // per_node * per_node
@@ -57,6 +65,18 @@ class Job:
         """Sequences of one step."""
         return self.batch_tokens // self.seq_len
 
+    @property
+    def facts(self) -> Engine:
+        """The record of the engine."""
+        return ENGINES[self.engine]
+
     def run(self, layout: Layout) -> Run:
-        """The run of this job under a layout."""
-        return Run(self.config, layout, self.seq_len, self.recipe)
+        """Return the run of this job under a layout.
+
+        Raises   ValueError if the model, the optimizer, adapters or offload do not go with it
+        """
+        whole_grads = self.facts.pipeline_grads_whole and layout.pp > 1 and layout.zero_stage > 0
+        recipe = WHOLE_GRADS if whole_grads and self.recipe == "bf16-master" else self.recipe
+        how = {"optimizer": self.optimizer, "lora": self.lora, "offload": self.offload, "attention": self.attention}
+        how |= {"loss_chunks": self.loss_chunks, "fp8": self.fp8}
+        return Run(self.config, layout, self.seq_len, recipe, **how)

@@ -55,7 +55,7 @@ class MeasuredRun:
 @checked
 def measured_job(model: Literal[tuple(MODELS)], num_gpus: Size) -> Job:
     """Return the job that was measured: that model on so many GPUs, 256 sequences of 4,096 tokens a step."""
-    return Job(MODELS[model], CLUSTER, num_gpus, SEQ_LEN, SEQUENCES * SEQ_LEN, framework="nanotron")
+    return Job(MODELS[model], CLUSTER, num_gpus, SEQ_LEN, SEQUENCES * SEQ_LEN, engine="nanotron")
 
 
 @checked

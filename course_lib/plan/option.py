@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from course_lib.estimate import Estimate, estimate
 from course_lib.hardware import GB
 from course_lib.layout import Layout
-from course_lib.memory.budget import Budget, budgets, steady
 from course_lib.plan.job import Job
-from course_lib.predict import predict
 from course_lib.run import Run
 from course_lib.timing import step_time
 from course_lib.validate import Amount, check_fields, checked
@@ -16,13 +15,10 @@ from course_lib.validate import Amount, check_fields, checked
 
 @dataclass(frozen=True)
 class Option:
-    """A run, what its fullest rank holds, and what its step takes; all modelled."""
+    """A run, and the estimate of it: what its fullest rank holds, and what its step takes; all modelled."""
 
     run: Run
-    bytes_by_kind: dict[str, float]
-    seconds_by_part: dict[str, float]
-    mfu: float
-    usable_bytes: float
+    estimate: Estimate
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -32,17 +28,39 @@ class Option:
         return self.run.layout
 
     @property
-    def memory_bytes(self) -> float:
+    def bytes_by_kind(self) -> dict[str, float]:
         """Of the fullest rank, what is no tensor included."""
-        return sum(self.bytes_by_kind.values())
+        return self.estimate.bytes_by_kind
+
+    @property
+    def seconds_by_part(self) -> dict[str, float]:
+        return self.estimate.seconds_by_part
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.estimate.memory_bytes
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.estimate.usable_bytes
+
+    @property
+    def verdict(self) -> str:
+        """ "fits", "tight" or "does not fit": by the ends of the error bar."""
+        return self.estimate.verdict
 
     @property
     def fits(self) -> bool:
+        """Whether the estimate is within the memory, tightly or not: only such layouts are advised."""
         return self.memory_bytes <= self.usable_bytes
 
     @property
+    def mfu(self) -> float:
+        return self.estimate.mfu
+
+    @property
     def step_s(self) -> float:
-        return sum(self.seconds_by_part.values())
+        return self.estimate.step_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -66,10 +84,10 @@ def memory_in_words(bytes_by_kind: dict[str, Amount], usable_bytes: Amount) -> s
 
 @checked
 def work_out(job: Job, layout: Layout) -> Option:
-    """Work out one layout of a job, every rank of its pipeline.
+    """Work out one layout of a job: the fullest rank of its pipeline, and a step.
 
     Raises   ValueError if the layout has other GPUs or another global batch than the job, if the job's model cannot lie
-             so, or its framework has no such runs
+             so, or its engine has no such runs
     """
     if layout.world_size != job.num_gpus:
         raise ValueError(
@@ -82,20 +100,9 @@ def work_out(job: Job, layout: Layout) -> Option:
             "sequences of the job's global batch"
         )
     run = job.run(layout)
-    if job.framework is not None:
-        found = predict(run, job.cluster, job.framework)
-        return Option(run, found.bytes_by_kind, found.seconds_by_part, found.mfu, found.usable_bytes)
-    fullest = max(budgets(steady(run)), key=lambda budget: budget.total_bytes)
-    return option_of(job, run, fullest)
+    return Option(run, estimate(run, job.cluster, job.engine))
 
 
-def option_of(job: Job, run: Run, fullest: Budget) -> Option:
-    """The option of a run whose fullest rank is known."""
-    time = step_time(run, job.cluster)
-    return Option(run, held_bytes(fullest), time.parts, time.mfu, float(job.cluster.gpu.usable_bytes))
-
-
-@checked
-def held_bytes(budget: Budget) -> dict[str, float]:
-    """What the largest moment is made of, by kind, and what is no tensor."""
-    return {kind: float(size) for kind, size in (budget.at_peak | budget.overheads).items() if size}
+def seconds_of(job: Job, run: Run) -> dict[str, float]:
+    """Return the seconds of a step as its estimate has them, without its memory, which takes longer to work out."""
+    return step_time(run, job.cluster, job.engine).parts

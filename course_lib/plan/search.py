@@ -1,39 +1,34 @@
 """The search: layouts in the order of the least time that they could take, until enough that fit are worked out.
 
-What a step takes at least is known from its stages alone: their computing, what they wait inside a layer, and the
-filling of the pipeline. A layout that is leaner takes no less than the one that it comes from, so it is looked at only
-where that one does not fit. What is left when the search ends could not have been faster than the best.
+What a step takes at least is known from the work of its layers on one stage: a pipeline cannot do it faster than evenly
+over its ranks. A search ends when no layout that is left could be faster than the slowest of its list: none that fits
+and is faster than that is missing there.
 """
 
 from __future__ import annotations
 
 import gc
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cache
 from itertools import count
-from typing import NamedTuple
+from math import gcd, inf
 
+from course_lib.estimate import nearest
 from course_lib.hardware import GB
 from course_lib.layout import Layout
-from course_lib.layout.check import SPLIT_BACKWARD
-from course_lib.memory.budget import fullest_budget
-from course_lib.memory.flats import placed_by
-from course_lib.memory.least import least_bytes, least_states
+from course_lib.memory.states import count_parameters, recipe_of
 from course_lib.plan.job import Job
-from course_lib.plan.option import Option, held_bytes, memory_in_words, option_of, work_out
-from course_lib.plan.space import leaner, recomputing, shapes, sharded
-from course_lib.predict import predicted_bytes
-from course_lib.predict.frameworks import FRAMEWORKS, least_memory_of
-from course_lib.schedules import Costs
-from course_lib.timing import stage_costs
+from course_lib.plan.option import Option, seconds_of, work_out
+from course_lib.plan.space import leaner, shapes, sharded
 from course_lib.validate import Size, checked
 
-ENOUGH = 16  # layouts that fit and are worked out
+ENOUGH = 16  # layouts of a list
 LEAST_SHARE = 0.5  # of the best throughput: slower ones are of no interest
-TOLD_APART = 0.05  # fitted rates miss the speed of half of the runs by 4.2 % and more (docs/PREDICTOR.md)
+TOLD_APART = 0.03  # speeds that are nearer to each other are equal for the choice: tests/plan/test_measured.py
+OF_LAYERS = ("compute", "launches", "tp", "cp", "ep")  # parts of a step that each layer has for itself
 
 
 @dataclass(frozen=True)
@@ -48,8 +43,8 @@ class Rejected:
 class Plan:
     """What was found.
 
-    best       the fastest that fits; by fitted rates, of those that they cannot tell from it, the one of least memory
-    ranked     all that fit and were worked out, fastest first
+    best       the choice among those that cannot be told from the fastest: `advised`
+    ranked     the fastest that fit, fastest first; a tight one counts as 3 % slower. No faster one is missing
     front      those of them that no other beats in memory and in MFU, fastest first
     rejected   the two layouts nearest to the best that lost, with the reason
     num_tried  layouts of which it is known whether they fit
@@ -65,26 +60,22 @@ class Plan:
 
 @checked
 def search(job: Job, enough: Size = ENOUGH) -> Plan:
-    """Find the fastest layout of a job that fits its GPUs.
+    """Find the fastest layouts of a job that fit its GPUs.
 
-    enough   so many layouts that fit are worked out, more only where one could still be the fastest
+    enough   so many are ranked, more where they cannot be told from the fastest
     Raises   ValueError if no layout divides, or none fits
     """
     with _no_collector():
-        found, lost = _all_predicted(job) if job.framework is not None else _fastest_first(job, enough)
-    if not found and not lost:
+        ranked, lost, num_tried = _fastest_first(job, enough)
+    if not num_tried:
         raise ValueError(
             f"no layout of {job.config.name} divides {job.num_gpus} GPUs and {job.sequences} sequences a step; choose "
             "a batch that is a multiple of the GPUs, or fewer GPUs"
         )
-    if not found:
-        raise ValueError(
-            f"no layout of {job.config.name} on {job.num_gpus} GPUs fits {job.cluster.gpu.usable_bytes / GB:.1f} GB; "
-            "choose more GPUs, a GPU with more memory, or shorter sequences"
-        )
-    ranked = tuple(sorted(found, key=lambda option: (-option.tokens_per_s, option.memory_bytes)))
-    best = ranked[0] if job.framework is None else advised(ranked)
-    return Plan(job, best, ranked, front(ranked), _nearest(job, best, ranked, lost), len(found) + len(lost))
+    if not ranked:
+        raise ValueError(_nothing_fits(job, lost))
+    best = advised(ranked)
+    return Plan(job, best, ranked, front(ranked), _nearest(best, ranked, lost), num_tried)
 
 
 @contextmanager
@@ -99,159 +90,184 @@ def _no_collector() -> Iterator[None]:
             gc.enable()
 
 
+# ------------------------------------------------------------------------------------ what stands where
+def ranked_s(option: Option) -> float:
+    """Seconds of a step by which options are ranked: a tight one ranks below those of nearly its speed."""
+    return option.step_s / (1 - TOLD_APART if option.verdict == "tight" else 1)
+
+
 def advised(ranked: Sequence[Option]) -> Option:
-    """Of the options within TOLD_APART of the fastest, which stands first, the one that needs the least memory."""
-    near = [option for option in ranked if option.tokens_per_s >= (1 - TOLD_APART) * ranked[0].tokens_per_s]
-    return min(near, key=lambda option: option.memory_bytes)
+    """Choose among the options that cannot be told from the fastest, which stands first: the simplest.
+
+    First those that fit and are not tight, then the most tokens of a micro-batch for each GPU (these are faster than
+    models say), fewer axes, less ZeRO, no interleaving, no recomputation.
+    """
+    near = [option for option in ranked if ranked_s(option) <= ranked_s(ranked[0]) / (1 - TOLD_APART)]
+    return min(near, key=_complexity)
+
+
+def _complexity(option: Option) -> tuple:
+    layout = option.layout
+    axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp, layout.dp_replicate))
+    extras = (layout.zero_stage, layout.schedule != "1f1b", layout.recompute != "none", layout.regather)
+    rows = layout.micro_batch / (layout.tp * layout.cp)
+    return (option.verdict == "tight", -rows, axes, *extras, option.step_s)
 
 
 def front(ranked: tuple[Option, ...]) -> tuple[Option, ...]:
     """Those that no other beats in memory and in MFU, of options that stand fastest first."""
     kept: list[Option] = []
-    for option in ranked:
+    for option in sorted(ranked, key=lambda option: (option.step_s, option.memory_bytes)):
         if not kept or option.memory_bytes < kept[-1].memory_bytes:
             kept.append(option)
     return tuple(kept)
 
 
-def _all_predicted(job: Job) -> tuple[list[Option], list[Layout]]:
-    """Work out every layout that fits; of those that do not, the next with more recomputation."""
-    found, lost = [], []
-    for shape in sorted(shapes(job), key=lambda shape: (shape.pp, shape.micro_batches)):  # equal pipelines in a row
-        layouts = sharded(job, shape)
-        while layouts:
-            fit = [layout for layout in layouts if _fits(job, layout)]
-            found += [work_out(job, layout) for layout in fit]
-            too_large = [layout for layout in layouts if layout not in fit]
-            lost += too_large
-            layouts = [fewer for layout in too_large for fewer in recomputing(job, layout)]
-    return found, lost
+# ------------------------------------------------------------------------------------ the search
+def _fastest_first(job: Job, enough: int) -> tuple[tuple[Option, ...], list[Option], int]:
+    """Those that fit, ranked, as far as none is missing; those that were worked out and do not fit; how many tried.
 
+    A shape waits with the least seconds that it could take, a layout with the seconds that it takes. Whatever is next
+    is the fastest that is left: a shape becomes layouts, of a layout it is asked whether it fits.
+    """
+    found, lost, refused, num_tried, ties, layers_s = [], [], [], 0, count(), cache(_layers_s)
+    waiting: list[tuple[float, int, Layout, bool]] = []
+    next_s = 0.0
 
-def _fits(job: Job, layout: Layout) -> bool:
-    usable = job.cluster.gpu.usable_bytes
-    if job.framework in FRAMEWORKS and least_memory_of(job.run(layout), FRAMEWORKS[job.framework]) > usable:
-        return False
-    return sum(_held_bytes(job, layout).values()) <= usable
+    def wait(layouts: Iterable[Layout], seconds: Callable[[Layout], float], is_shape: bool) -> None:
+        for layout in layouts:
+            try:
+                heapq.heappush(waiting, (max(next_s, seconds(layout)), next(ties), layout, is_shape))
+            except ValueError as error:  # an engine without such runs; an optimizer, adapters that do not go with it
+                refused.append(error)
 
+    def least(shape: Layout) -> float:
+        return least_s(job, shape, layers_s)
 
-def _held_bytes(job: Job, layout: Layout) -> dict[str, float]:
-    """What the fullest rank holds, by kind."""
-    if job.framework is not None:
-        return predicted_bytes(job.run(layout), job.cluster, job.framework)
-    return held_bytes(fullest_budget(job.run(layout)))
+    @cache
+    def fits_alone(layout: Layout) -> bool:
+        return work_out(job, layout).fits
 
+    def too_large(layout: Layout) -> bool:
+        """Whether not even one sequence a micro-batch fits; with few micro-batches gradients come later."""
+        if layout.micro_batch == 1 or layout.micro_batches <= layout.pp:
+            return False
+        sequences = layout.micro_batch * layout.micro_batches
+        return not fits_alone(replace(layout, micro_batch=1, micro_batches=sequences))
 
-def _fastest_first(job: Job, enough: int) -> tuple[list[Option], list[Layout]]:
-    found: list[Option] = []
-    lost: list[Layout] = []
-    usable, best_s, ties = job.cluster.gpu.usable_bytes, float("inf"), count()
-    waiting: list[_Waiting] = []
-    run_of = lru_cache(maxsize=None)(job.run)
-    seen: set[Layout] = set()  # leaner ones, which come from several
-
-    def wait(bound_s: float, layouts: list[Layout], is_own: bool) -> None:
-        """Layouts whose states alone are too many leave at once."""
-        small = [layout for layout in layouts if least_states(run_of(layout)) <= usable]
-        lost.extend(layout for layout in layouts if layout not in small)
-        if small:
-            heapq.heappush(waiting, _Waiting(bound_s or least_s(job, small[0]), next(ties), small, is_own))
-
-    def wait_leaner(bound_s: float, too_large: list[Layout]) -> None:
-        lost.extend(too_large)
-        for layouts in map(list, zip(*map(leaner, too_large), strict=True)):
-            if layouts and layouts[0] not in seen:
-                seen.add(layouts[0])
-                wait(bound_s, layouts, is_own=False)
-
-    for shape in shapes(job):
-        wait(0.0, sharded(job, shape), is_own=True)
+    wait(shapes(job), least, is_shape=True)
     while waiting:
-        bound_s, _, layouts, is_own = heapq.heappop(waiting)
-        if bound_s * LEAST_SHARE > best_s or (len(found) >= enough and bound_s >= best_s):
+        next_s, _, layout, is_shape = waiting[0]
+        if _is_enough(sorted(map(ranked_s, found)), next_s, enough):
             break
-        may_fit = [layout for layout in layouts if least_bytes(run_of(layout), usable) <= usable]
-        wait_leaner(bound_s, [layout for layout in layouts if layout not in may_fit])
-        if may_fit and not is_own:
-            heapq.heappush(waiting, _Waiting(least_s(job, may_fit[0]), next(ties), may_fit, True))
+        heapq.heappop(waiting)
+        if is_shape:
+            layouts = sharded(job, layout)
+            small = [one for one in layouts if least_states(job, one) <= job.cluster.gpu.usable_bytes]
+            num_tried += len(layouts) - len(small)
+            wait(small, lambda one: sum(seconds_of(job, job.run(one)).values()), is_shape=False)
+            wait(leaner(job, layout), least, is_shape=True)
             continue
-        too_large = []
-        for layout in reversed(may_fit):  # of equally fast ones that which shards most
-            run = run_of(layout)
-            fullest = fullest_budget(run, usable)
-            if fullest.total_bytes > usable:
-                too_large.append(layout)
-                continue
-            found.append(option_of(job, run, fullest))
-            best_s = min(best_s, found[-1].step_s)
-        wait_leaner(bound_s, too_large[::-1])
-    return found, lost
+        num_tried += 1
+        if not too_large(layout):
+            option = work_out(job, layout)
+            (found if option.fits else lost).append(option)
+    else:
+        next_s = inf
+    if refused and not num_tried:
+        raise refused[0]
+    ranked = sorted(found, key=lambda option: (ranked_s(option), option.memory_bytes))
+    return tuple(option for option in ranked if ranked_s(option) <= next_s), lost, num_tried
 
 
-class _Waiting(NamedTuple):
-    """Layouts that differ in ZeRO alone, and what a step of them takes at least: their own bound, or their parent's."""
-
-    bound_s: float
-    tie: int
-    layouts: list[Layout]
-    is_own: bool
-
-
-def least_s(job: Job, layout: Layout) -> float:
-    """Seconds that a step takes at least: the busiest rank's work, and what passes before and behind it."""
-    # a rank whose weight gradients wait does them while others are passed on its way back
-    whole_backward = layout.schedule not in SPLIT_BACKWARD
-    alone = replace(layout, zero_stage=0, dp_replicate=1, micro_batches=2 * layout.pp)
-    costs = _stage_costs(job, alone if whole_backward else replace(alone, schedule="1f1b"))
-    forward_s, input_s, weight_s = costs.forward_s, costs.input_backward_s, costs.weight_backward_s
-    least = passed_s = 0.0
-    for rank in range(layout.pp):
-        mine = placed_by(layout).stages_of_rank(rank)
-        busy_s = layout.micro_batches * sum(forward_s[one] + input_s[one] + weight_s[one] for one in mine)
-        least = max(least, busy_s + passed_s)
-        passed_s += forward_s[rank] + (input_s[rank] + weight_s[rank] if whole_backward else 0.0)
-    return least
+def _is_enough(seconds: list[float], bound_s: float, enough: int) -> bool:
+    """Whether none that is missing could be among the first so many, or among those that are as good as the first."""
+    if not seconds:
+        return False
+    if bound_s * LEAST_SHARE > seconds[0]:
+        return True
+    return bound_s > seconds[0] / (1 - TOLD_APART) and len(seconds) >= enough and bound_s >= seconds[enough - 1]
 
 
-@lru_cache(maxsize=1024)
-def _stage_costs(job: Job, layout: Layout) -> Costs:
-    return stage_costs(job.run(layout), job.cluster)
+def least_s(job: Job, layout: Layout, layers_s=None) -> float:
+    """Seconds that a step takes at least: the work of all layers, spread over the pipeline's ranks as well as can be.
+
+    Where backward is not split, rank r has m micro-batches to do, and the stages before it one: with c_r for a
+    micro-batch on rank r a step takes at least m c_r + c_0 + ... + c_(r-1). The largest of these is least where all are
+    equal, and then is the sum of all c over 1 - (1 - 1/m)^pp.
+    """
+    dp, zero_stage = layout.ep // gcd(layout.ep, layout.cp), 0 if job.offload.parameters == "device" else 3
+    alike = {"zero_stage": zero_stage, "dp_replicate": 1, "micro_batches": 1, "schedule": "1f1b", "v": 1}
+    one_s = (layers_s or _layers_s)(job, replace(layout, pp=1, dp=dp, **alike))
+    m = layout.micro_batches
+    if layout.schedule == "1f1b":
+        return one_s / (1 - (1 - 1 / m) ** layout.pp)
+    return m * one_s / layout.pp
 
 
-# ---- what lost
+def _layers_s(job: Job, layout: Layout) -> float:
+    return sum(seconds for part, seconds in seconds_of(job, job.run(layout)).items() if part in OF_LAYERS)
 
 
-def _nearest(job: Job, best: Option, ranked: tuple[Option, ...], lost: list[Layout]) -> tuple[Rejected, ...]:
-    """The two that differ least from the best: first those that would be faster and do not fit, then slower ones."""
-    rejected = []
-    for layout in _nearest_to_fit(job, best.layout, lost):
-        held = memory_in_words(_held_bytes(job, layout), job.cluster.gpu.usable_bytes)
-        rejected.append(Rejected(layout, f"does not fit: {held}"))
-    slower = [option for option in ranked if option.step_s > best.step_s]
-    slower.sort(key=lambda option: (differences(best.layout, option.layout), option.step_s))
-    for option in slower[: 2 - len(rejected)]:
-        share = 1 - option.tokens_per_s / best.tokens_per_s
-        more = {part: seconds - best.seconds_by_part[part] for part, seconds in option.seconds_by_part.items()}
-        part = max(more, key=more.get)
-        rejected.append(Rejected(option.layout, f"{share:.1%} slower: {part} takes {more[part]:.3f} s more"))
-    return tuple(rejected)
+def least_states(job: Job, layout: Layout) -> float:
+    """Bytes of states that the fullest rank holds at least: an even share of what the layout divides."""
+    if job.lora is not None or job.optimizer != "adamw" or job.offload.optimizer != "device":
+        return 0.0
+    recipe, config = recipe_of(job.recipe), job.config
+    routed = _routed_parameters(config)
+    whole = (count_parameters(config) - routed + routed / layout.ep) / (layout.tp * layout.pp)
+    shard = count_parameters(config) * layout.dp_replicate / layout.world_size
+    held = recipe.param_bytes * (shard if layout.zero_stage == 3 else whole)
+    held += min(recipe.grad_bytes, recipe.param_bytes) * (shard if layout.zero_stage > 1 else whole)
+    return held + (recipe.master_bytes + recipe.moment_bytes) * (shard if layout.zero_stage else whole)
 
 
-def _nearest_to_fit(job: Job, best: Layout, lost: list[Layout]) -> list[Layout]:
-    """Two that differ least from the best; of those that differ as much, the ones that need the least memory."""
-    ranked = sorted(lost, key=lambda layout: differences(best, layout))
-    most = max((differences(best, layout) for layout in ranked[:2]), default=0)
-    few = [layout for layout in ranked if differences(best, layout) <= most]
-    held = {layout: _least_of(job, layout) for layout in few}
-    return sorted(few, key=lambda layout: (differences(best, layout), held[layout]))[:2]
+def _routed_parameters(config) -> int:
+    """Of experts that ep spreads."""
+    if config.moe is None:
+        return 0
+    return config.num_moe_layers * config.moe.num_experts * 3 * config.d_model * config.moe.d_expert
 
 
-def _least_of(job: Job, layout: Layout) -> float:
-    if job.framework is None:
-        return least_bytes(job.run(layout))
-    if job.framework in FRAMEWORKS:
-        return least_memory_of(job.run(layout), FRAMEWORKS[job.framework])
-    return sum(_held_bytes(job, layout).values())
+# ------------------------------------------------------------------------------------ where nothing fits
+def _nothing_fits(job: Job, lost: list[Option]) -> str:
+    """How much is missing where it is least, and what would fit, each worked out."""
+    usable = job.cluster.gpu.usable_bytes
+    leanest = min(lost or [_leanest(job)], key=lambda option: option.memory_bytes)
+    ways = [near.words for near in nearest(leanest.run, job.cluster, job.engine)]
+    return (
+        f"no layout of {job.config.name} on {job.num_gpus} GPUs fits {usable / GB:.1f} GB; {leanest.layout} is nearest "
+        f"and needs {leanest.memory_bytes / GB:.1f} GB, {(leanest.memory_bytes - usable) / GB:.1f} too many; "
+        + ("this would fit: " + "; ".join(ways) if ways else "choose more GPUs, or a GPU with more memory")
+    )
+
+
+def _leanest(job: Job) -> Option:
+    """Of layouts whose states alone do not fit, the one with the least of them, recomputed as far as can be."""
+    layouts = (one for shape in shapes(job) for one in sharded(job, shape))
+    layout = min(layouts, key=lambda one: (least_states(job, one), one.micro_batch))
+    return work_out(job, replace(layout, recompute=job.facts.file.recomputes[-1]))
+
+
+# ------------------------------------------------------------------------------------ what was near
+def _nearest(best: Option, ranked: tuple[Option, ...], lost: list[Option]) -> tuple[Rejected, ...]:
+    """Say of the two that differ in the fewest choices, of those worked out, why they lost."""
+    others = [option for option in (*ranked, *lost) if option is not best]
+    near = sorted(others, key=lambda option: (differences(best.layout, option.layout), option.memory_bytes))[:2]
+    return tuple(Rejected(option.layout, _why(best, option)) for option in near)
+
+
+def _why(best: Option, option: Option) -> str:
+    if not option.fits:
+        return f"does not fit: {option.memory_in_words}"
+    share = option.step_s / best.step_s - 1
+    if share < 0.0005:
+        tight = ", but tight" if option.verdict == "tight" else ""
+        faster = f"{-share:.1%} faster" if share < -0.0005 else "as fast"
+        return f"{faster}{tight}: less than a model can tell, and the best is simpler"
+    more = {part: seconds - best.seconds_by_part.get(part, 0) for part, seconds in option.seconds_by_part.items()}
+    part = max(more, key=more.get)
+    return f"{share:.1%} slower: {part} takes {more[part]:.3f} s more"
 
 
 def differences(one: Layout, other: Layout) -> int:

@@ -56,8 +56,8 @@ def rank_map(layout: Layout, axis: str = "tp", ranks_per_node: Size = 8) -> Rank
     mesh = layout.mesh
     if mesh.world_size > MOST_RANKS:
         raise ValueError(f"{mesh.world_size} ranks; the picture has room for {MOST_RANKS}, the pattern is the same")
-    links = links_of_axes(mesh, ranks_per_node, layout.ep)[axis]
-    groups = sorted({tuple(mesh.members(rank, layout.ep)[axis]) for rank in range(mesh.world_size)})
+    links = links_of_axes(mesh, ranks_per_node, layout.ep, layout.folded)[axis]
+    groups = sorted({tuple(layout.members(rank)[axis]) for rank in range(mesh.world_size)})
     coordinates = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
     return RankMap(axis, ranks_per_node, coordinates, [list(group) for group in groups], links)
 

@@ -123,11 +123,14 @@ SENT_COLORS = AXIS_COLORS | {"data": AXIS_COLORS["dp"], "expert_dp": "#666666", 
 SENT_COLORS |= {axis: SENT_COLORS["expert_dp" if axis.startswith("expert") else "data"] for axis in REPLICA_AXES}
 PART_COLORS = AXIS_COLORS | {
     "compute": COMPUTE_COLOR,
+    "launches": COMPUTE_COLOR,
+    "update": COMPUTE_COLOR,
     "bubble": NEUTRAL_COLOR,
+    "waiting": NEUTRAL_COLOR,
     "transfer": AXIS_COLORS["pp"],
     "data": AXIS_COLORS["dp"],
 }
-PART_HATCHES = {"bubble": "////", "transfer": ".."}
+PART_HATCHES = {"bubble": "////", "transfer": "..", "launches": "..", "update": "xx", "waiting": "xx"}
 
 
 @checked

@@ -95,13 +95,12 @@ def parts_of(config: ModelConfig, layout: Layout) -> list[Part]:
     """The columns: embedding, attention and MLP of each layer (or of each stage, if there are many), head."""
     layers, parts = layers_of(config, layout), [Part("embed", "embed", 0)]
     by_layer = config.num_layers <= MOST_LAYERS
-    dense = config.moe.first_dense_layers if config.moe else config.num_layers
     layer = 0
     for stage, count in enumerate(layers):
         blocks = [(f"layer {layer + i}", layer + i) for i in range(count)] if by_layer else [(f"stage {stage}", layer)]
         for label, first in blocks:
             last = first if by_layer else layer + count - 1
-            mlp = "MoE" if last >= dense else "MLP"
+            mlp = "MoE" if config.moe_layers_before(last + 1) > config.moe_layers_before(first) else "MLP"
             if by_layer or len(layers) <= MOST_SPLIT:
                 parts += [Part(label, "attn", stage), Part(label, mlp, stage)]
             else:
@@ -118,7 +117,8 @@ def _shares_of(layout: Layout, parts: Sequence[Part], rank: int) -> list[Share]:
         if part.stage not in mine:
             continue
         left, width = Fraction(here["tp"], layout.tp), Fraction(1, layout.tp)
-        if part.has_experts:  # first to the ranks of ep, then each expert over tp
+        if part.has_experts:  # first to the ranks of ep, then each expert over tp, unless it is whole
+            left, width = (Fraction(0), Fraction(1)) if layout.folded else (left, width)
             left, width = (members["ep"].index(rank) + left) / layout.ep, width / layout.ep
         over = members[layout.shard_axes[part.has_experts]]
         shard = (Fraction(over.index(rank), len(over)), Fraction(over.index(rank) + 1, len(over)))

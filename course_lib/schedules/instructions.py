@@ -74,7 +74,7 @@ class Schedule:
         """For every instruction what must be done before it: what `needs` returns, kept for walks over all of them."""
         return {one: needs.__wrapped__(one, self) for one in self.all}  # checked once, as this schedule's
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether any backward is done in two parts, I and W."""
         return any(instruction.op in "IW" for instruction in self.all)

@@ -131,9 +131,8 @@ def simulate_rank(
     Raises   ValueError as `simulate`
     """
     start_s = time.perf_counter()
-    config, layout, (dtype, grad_dtype) = run.config, run.layout, engine_dtypes(run.recipe)
-    if run.lora is not None or run.optimizer != "adamw" or run.offload != Offload():
-        raise ValueError("the engines train all weights by AdamW on their device; choose no lora, offload or optimizer")
+    check_engine(run)
+    config, layout, (dtype, grad_dtype) = run.config, run.layout, simulated_dtypes(run.recipe)
     with (
         fake_world(rank, layout.world_size),
         replaced(moe, "choose", plan_assignments(skew)),
@@ -142,6 +141,8 @@ def simulate_rank(
         options = {"dtype": dtype, "grad_dtype": grad_dtype, "device": "cpu", "attention": run.attention}
         engine = five_d.build(config, layout, fill=fill_with_nothing, **options)
         optimizer = five_d.make_optimizer(engine)
+        if run.recipe == "bf16":  # moments in BF16, no FP32 copy
+            optimizer = torch.optim.AdamW(optimizer.param_groups)
         for group in optimizer.param_groups:
             group |= {"foreach": run.implementation == "foreach", "fused": run.implementation == "fused"}
         start_optimizer(optimizer)
@@ -165,6 +166,38 @@ def simulate_rank(
         replayed=tape.replayed,
         seconds=time.perf_counter() - start_s,
     )
+
+
+def check_engine(run: Run) -> None:
+    """Raises ValueError for what the engines of parallel/ do not have; `course plan` and `predict` estimate it."""
+    differs = [
+        word
+        for word, is_asked in {
+            "adapters (finetune)": run.lora is not None,
+            f"optimizer {run.optimizer}": run.optimizer != "adamw",
+            "offload": run.offload != Offload(),
+            "FP8": run.fp8,
+            "a loss in chunks": run.loss_chunks > 1,
+        }.items()
+        if is_asked
+    ]
+    if differs:
+        raise ValueError(
+            f"the simulator runs the course's engines, which have no {', no '.join(differs)}: they train all weights "
+            "by AdamW on their device; ask course plan or predict"
+        )
+
+
+SIMULATED = {"fp16-master-fp32-grads": (torch.float16, torch.float32), "bf16": (torch.bfloat16, None)}
+
+
+def simulated_dtypes(recipe: str) -> tuple[torch.dtype, torch.dtype | None]:
+    """Dtypes of parameters, and of gradients where it is another: also of recipes whose numbers need more than bytes.
+
+    FP16 needs a loss scale, and pure BF16 loses small updates; what is held is the same.
+    Raises   ValueError as `engine_dtypes`
+    """
+    return SIMULATED.get(recipe) or engine_dtypes(recipe)
 
 
 def fill_with_nothing(engine: five_d.FiveD, seed: int) -> None:

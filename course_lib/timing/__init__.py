@@ -3,9 +3,11 @@
 time = step_time(Run(preset("llama-3.1-8b"), Layout(dp=8, tp=8, zero_stage=1), 8192), cluster)
 time.total_s, time.mfu, time.parts          # {"compute": ..., "tp": ..., "bubble": ..., ...}
 
-step.py          step_time: everything; stage_costs: one micro-batch on each stage, for the simulator
+step.py          step_time, the clock: everything; stage_costs: one micro-batch on each stage, for the simulator
+layer.py         one layer of one micro-batch: products, attention, small operations, launches, what is sent
+exchange.py      gradients and parameters of ZeRO, the update
+rates.py         the clock's constants; the share of its peak that a GPU reaches; MFU, HFU, roofline
 collectives.py   a collective as NCCL would do it: algorithm, protocol, link
-rates.py         the share of its peak that a GPU reaches; MFU, HFU, roofline
 data.py          buckets beside backward; ZeRO-3's gathers beside computing; offload
 tensor.py        a layer of tensor and sequence parallelism: which sums hide
 experts.py       a layer of experts: rows that travel beside another micro-batch's computation
@@ -47,6 +49,6 @@ from course_lib.timing.data import (
     zero3_layer,
     zero3_spans,
 )
-from course_lib.timing.rates import FLASH_ATTENTION_3, Utilisation, hfu, mfu, roofline_s, tokens_per_s
-from course_lib.timing.step import Overlap, StepTime, stage_costs, step_time
+from course_lib.timing.rates import FLASH_ATTENTION_3, RATES, Rates, Utilisation, hfu, mfu, roofline_s, tokens_per_s
+from course_lib.timing.step import StepTime, stage_costs, step_time
 from course_lib.timing.tensor import tensor_parallel_layer_spans, waiting_s

@@ -143,7 +143,7 @@ def _most_measured(name: str, group: _Group) -> float:
     """Payload rate that was measured over as many whole nodes; each GPU has a port, so fewer of a node get a share."""
     if group.nodes == 1 or not group.between.measured or name in _CHAINS:
         return inf
-    bus = measured_bus_bandwidth(group.nodes, name.removeprefix("ring_"))
+    bus = measured_bus_bandwidth(group.nodes, name.removeprefix("ring_"), group.between.curve)
     return bus * group.per_node / MEASURED_PER_NODE / bus_factor(name, group.size)
 
 

@@ -1,6 +1,7 @@
 """Rates: which share of its peak a GPU reaches, and how much of it is useful (MFU, HFU); the roofline.
 
-Attention's kernels do not run at the rate of matrix products. What they reach is said here and nowhere else.
+Attention's kernels do not run at the rate of matrix products. What they reach is said here and nowhere else. `Rates`
+are the clock's constants, the only ones that are fitted to runs.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,68 @@ from course_lib.validate import Amount, Positive, Share, Size, check_fields, che
 # Shares of an H100's peak that attention's kernels reach, of the pairs that a causal mask leaves.
 # Source: Shah et al. 2024 (arXiv:2407.08608): 35 % in its abstract; up to 75 % forward, less backward.
 FLASH_ATTENTION_2, FLASH_ATTENTION_3 = 0.35, 0.65
+# The same of FlashAttention-2 on GPUs before Hopper: 50 to 73 % on A100. Source: Dao 2023 (arXiv:2307.08691).
+FLASH_ATTENTION_2_AMPERE = 0.55
+_SINCE_HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B200", "GB200", "B300", "MI300X")
+
+
+@checked
+def attention_share(gpu: GPU) -> float:
+    """Return the share of a GPU's peak that FlashAttention-2 reaches on it, of the pairs that a mask leaves."""
+    return FLASH_ATTENTION_2 if any(name in gpu.name for name in _SINCE_HOPPER) else FLASH_ATTENTION_2_AMPERE
+
+
+# What each constant may reasonably be; benchmarks/errors.py stays within.
+RANGES: dict[str, tuple[float, float]] = {
+    "matmul_share": (0.45, 0.85),
+    "half_width": (1.0, 1000.0),
+    "small_passes": (5.0, 20.0),
+    "layer_launch_ms": (1.5, 5.0),
+    "tp_wait_ms": (0.5, 5.0),
+    "tp_hop_ms": (0.02, 1.5),
+    "network_share": (0.3, 1.6),
+    "stall_s": (0.1, 2.0),
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The clock's constants: eight are fitted to measured runs, each within its range; two are read off pairs of runs.
+
+    matmul_share      of a GPU's dense peak that products of wide matrices with many rows reach (0 to 1)
+    half_width        rows, or features, with which products reach half of that
+    small_passes      times that small operations go over what a layer reads, forward and backward, a kernel each
+    layer_launch_ms   least milliseconds of a layer, forward and backward, a kernel for each operation: launches
+    tp_wait_ms        milliseconds of a layer's least time more for each rank of tp, where ranks wait for each other:
+                      in a pipeline over nodes of a measured network, and on many nodes of it
+    tp_hop_ms         milliseconds that a collective of tp waits for each node of a measured network that it goes over
+    network_share     of the bandwidth measured over as many nodes (256 MB in a message) that gradients reach
+    stall_s           seconds that a micro-batch waits at each neighbour of a stage, on as many nodes as were measured
+
+    fused             of small operations' bytes and launches that are left where they are fused: torchtitan's table 1
+                      with and without torch.compile (5,762 and 6,667 tokens/s)
+    fp8_gain          of FP8 products over BF16 ones, casts and scales counted in: the same table (6,667 and 8,532)
+    """
+
+    matmul_share: Amount = 0.6755
+    half_width: Amount = 228.5
+    small_passes: Amount = 14.01
+    layer_launch_ms: Amount = 4.107
+    tp_wait_ms: Amount = 2.372
+    tp_hop_ms: Amount = 0.2851
+    network_share: Amount = 1.212
+    stall_s: Amount = 0.5611
+    fused: Amount = 0.23
+    fp8_gain: Amount = 1.5
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, (least, most) in RANGES.items():
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name} is {getattr(self, name)}; plausible: {least} to {most}")
+
+
+RATES = Rates()  # docs/PREDICTOR.md
 
 
 @dataclass(frozen=True)

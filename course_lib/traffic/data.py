@@ -70,12 +70,17 @@ def held(flats: Sequence[Flat], kind: str, layout: Layout) -> int:
 
 
 @checked
-def load_calls(run: Run, stages: Sequence[int]) -> list[Call]:
-    """List the sums of the experts' load over data: for each auxiliary loss, or once a step for biases."""
+def load_calls(run: Run, stages: Sequence[int]) -> dict[str, list[Call]]:
+    """List the sums of the experts' load, for each auxiliary loss, or once a step for biases.
+
+    They are over data, and folded over tp too, whose ranks then route their own tokens.
+    """
     moe, layout = run.config.moe, run.layout
     times = {"aux_loss": layout.micro_batches, "bias": 1}.get(moe.balancing, 0) if moe else 0
     layers = layers_of(run.config, layout)
     count = times * sum(stage_config(run.config, layers, stage).num_moe_layers for stage in stages)
     if not count:
-        return []
-    return [Call("load of experts", "all_reduce", LOAD_BYTES * moe.num_experts, layout.data_size, LOAD_BYTES, count)]
+        return {}
+    ranks = {"data": layout.data_size} | ({"tp": layout.tp} if layout.folded else {})
+    size = LOAD_BYTES * moe.num_experts
+    return {axis: [Call("load of experts", "all_reduce", size, of, LOAD_BYTES, count)] for axis, of in ranks.items()}

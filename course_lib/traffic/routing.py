@@ -26,10 +26,7 @@ Source   DeepSeek-AI 2024 (arXiv:2412.19437), sections 2.1.2 and 3.2.2; Lepikhin
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-import numpy as np
-from numpy.typing import ArrayLike
+from typing import Any, Literal
 
 from course_lib.layout.experts import METHODS, ExpertLayout
 from course_lib.validate import Bytes, Size, checked
@@ -38,13 +35,15 @@ ID_BYTES = 4  # an expert's number beside a row, int32
 COUNT_BYTES = 8  # how many rows will come, int64
 
 Rows = list[list[int]]  # rows[src][dst]
-Routing = Sequence[ArrayLike]  # expert_Tk of each rank
+Routing = Sequence[Any]  # expert_Tk of each rank: an array, a tensor or nested lists
 
 
 # ------------------------------------------------------------------------------------ rows
 @checked
 def counts_of(experts: Routing, num_experts: Size) -> list[list[int]]:
     """counts[src][expert]: how many of a rank's assignments fall on each expert; dropped ones do not count."""
+    import numpy as np  # here: floor 0 imports without it
+
     chosen = [np.asarray(expert_Tk) for expert_Tk in experts]
     return [np.bincount(e[e >= 0], minlength=num_experts).tolist() for e in chosen]
 
@@ -86,8 +85,10 @@ def once_per_node_rows(experts: Routing, layout: ExpertLayout) -> tuple[Rows, Ro
     return across, inside
 
 
-def _tokens_touching(expert_Tk: ArrayLike, width: int, places: int) -> list[int]:
+def _tokens_touching(expert_Tk: Any, width: int, places: int) -> list[int]:
     """How many tokens chose at least one expert of each place; a place has `width` neighbouring experts."""
+    import numpy as np
+
     expert_Tk = np.asarray(expert_Tk)
     touched_TP = np.zeros((len(expert_Tk), places + 1), dtype=bool)
     np.put_along_axis(touched_TP, np.where(expert_Tk < 0, places, expert_Tk // width), True, axis=1)
@@ -184,6 +185,8 @@ def moe_traffic(
             )
         hops, extra, counts = [padded_rows(capacity, layout)], (0, 0), []
     else:
+        import numpy as np
+
         top_k = np.shape(experts[0])[1]
         weights_bytes = top_k * max(4, itemsize)
         extra, counts = (top_k * ID_BYTES + weights_bytes, weights_bytes), None

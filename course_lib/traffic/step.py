@@ -13,6 +13,7 @@
     world       the lengths of micro-batches, the loss, and one number to clip
 
 All sizes are those of one rank: S / cp tokens (with SP / tp between stages), heads and features / tp, experts / ep.
+Folded, whole experts get rows of S / (cp tp) tokens, and nothing is gathered over tp for them.
 With ZeRO a rank holds shards, so what is summed beyond ZeRO's own sums is a shard.
 """
 
@@ -59,13 +60,12 @@ def calls(run: Run, rank: Index = 0, clip: bool = False, routings: Sequence[Rout
         for axis, of_stage in stage_calls(run, stage).items():
             by_axis[axis] += [replace(call, count=call.count * layout.micro_batches) for call in of_stage]
     if routings is not None:
-        by_axis["ep"] = routed_calls(run, routings, layout.mesh.members(rank, layout.ep)["ep"].index(rank))
+        by_axis["ep"] = routed_calls(run, routings, layout.members(rank)["ep"].index(rank))
     for call in boundary_calls(run, place["pp"], place["tp"]):
         by_axis["pp"].append(replace(call, count=call.count * layout.micro_batches))
     by_axis["pp"] += tied_calls(run, flats)
     by_axis["tp"] += partial_gradient_calls(run, flats)
-    by_axis["data"] += load_calls(run, stages)
-    for axis, of_axis in gradient_calls(run, flats).items():
+    for axis, of_axis in (*load_calls(run, stages).items(), *gradient_calls(run, flats).items()):
         by_axis[axis] += of_axis
     by_axis["world"] = _world_calls(run, clip)
     return {axis: [call for call in of_axis if call.group_size > 1] for axis, of_axis in by_axis.items()}

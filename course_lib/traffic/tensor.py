@@ -9,6 +9,7 @@ Full recomputation repeats a layer's forward up to the last tensor that backward
 its last sum is left out.
 Experts are one MLP in this: their outputs are summed together, after combine, and their inputs are not gathered again.
 Without SP shared experts have sums of their own, and the gradients of the k chosen weights of each token are summed.
+Folded, experts are whole and get this rank's tokens: shared experts alone are an MLP in this.
 Latent attention's columns take two latent vectors and the key's part with position, each in a call of its own, in place
 of x: with SP these are gathered, and x is not.
 
@@ -78,19 +79,22 @@ def _replicated(part: ModelConfig, layout: Layout, ends: tuple[bool, bool]) -> S
 def _sharded(part: ModelConfig, layout: Layout, ends: tuple[bool, bool]) -> Sums:
     """SP: the hidden states are sequence-sharded, so each all-reduce is a reduce-scatter and an all-gather."""
     D, layers, (first, last) = part.d_model, part.num_layers, map(int, ends)
-    again = (layers, layers - part.num_moe_layers) if layout.regather else (0, 0)  # experts keep their rows
+    mlps, kept = layers, part.num_moe_layers  # experts keep their rows
+    if layout.folded and part.moe:
+        mlps, kept = (layers, 0) if part.moe.num_shared_experts else (layers - kept, 0)
+    again = (layers, mlps - kept) if layout.regather else (0, 0)
     sums = [
         ("embedding", "reduce_scatter", D, first),
         ("embedding", "all_gather", D, first),
-        *_of_columns("layers forward", "all_gather", part, layers, layers),
-        ("layers forward", "reduce_scatter", D, 2 * layers),
-        *_of_columns("layers backward", "all_gather", part, again[0], 2 * layers + again[1], with_positions=False),
-        *_of_columns("layers backward", "reduce_scatter", part, layers, layers),
+        *_of_columns("layers forward", "all_gather", part, layers, mlps),
+        ("layers forward", "reduce_scatter", D, layers + mlps),
+        *_of_columns("layers backward", "all_gather", part, again[0], layers + mlps + again[1], with_positions=False),
+        *_of_columns("layers backward", "reduce_scatter", part, layers, mlps),
         ("head", "all_gather", D, (2 if layout.regather else 1) * last),
         ("head", "reduce_scatter", D, last),
     ]
     if layout.recompute == "full":
-        sums += _of_columns("recomputation", "all_gather", part, layers, layers)
+        sums += _of_columns("recomputation", "all_gather", part, layers, mlps)
         sums.append(("recomputation", "reduce_scatter", D, layers + _last_sums(part)))
     return sums
 

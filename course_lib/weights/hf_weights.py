@@ -1,8 +1,8 @@
 """Weights to and from the models of the `transformers` library, which the tests hold ours against.
 
 One function knows where each of our tensors lies in theirs: `tensor_in_transformers` returns a view, and copying goes
-from it or into it. Known: LlamaForCausalLM, Qwen3ForCausalLM, MixtralForCausalLM, DeepseekV3ForCausalLM (without YaRN
-and multi-token prediction), GPT2LMHeadModel, XLMRobertaXLModel (without pooler).
+from it or into it. Known: LlamaForCausalLM, MistralForCausalLM, Qwen3ForCausalLM, MixtralForCausalLM,
+DeepseekV3ForCausalLM (without YaRN and multi-token prediction), GPT2LMHeadModel, XLMRobertaXLModel (without pooler).
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from course_lib.config import MlaConfig, ModelConfig, MoeConfig, RopeScaling
+from course_lib.config import ModelConfig
 from course_lib.model import build
 from course_lib.model.moe import moe_layers
+from course_lib.shapes import of_transformers
 
 # Ours -> theirs. Inside a block the name follows the prefix of that block.
 LLAMA_TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -128,118 +129,24 @@ def _joined_expert(state: Mapping[str, Tensor], name: str) -> Tensor:
     return state[f"{layer}.experts.gate_up_proj"][int(expert)].chunk(2)[matrix == "up"]
 
 
+LOADED = ("llama", "mistral", "qwen3", "mixtral", "deepseek_v3", "gpt2", "xlm-roberta-xl")  # whose tensors NAMES has
+NO_TENSOR = ("num_nextn_predict_layers",)  # of which transformers builds nothing
+
+
 def config_from_transformers(hf_config) -> ModelConfig:
     """The same shape as a ModelConfig. How Mixtral is balanced in training is not carried over: balancing is "none".
 
-    Raises   ValueError if the model is none that this course has
+    hf_config   a configuration of transformers, or the fields of a config.json
+    Raises      ValueError if the model is none that this course has, or differs from it in what it computes
     """
-    kind = hf_config.model_type
-    if kind in ("llama", "qwen3", "mixtral", "deepseek_v3"):
-        return _llama_config(hf_config)
-    if kind not in ("gpt2", "xlm-roberta-xl"):
-        raise ValueError(
-            f"model_type is {kind!r}; this course has llama, qwen3, mixtral, deepseek_v3, gpt2 and xlm-roberta-xl"
-        )
-    is_gpt = kind == "gpt2"
-    D, N = hf_config.hidden_size, hf_config.num_attention_heads
-    return ModelConfig(
-        name=kind,
-        num_layers=hf_config.num_hidden_layers,
-        d_model=D,
-        num_heads=N,
-        num_kv_heads=N,
-        d_ff=(hf_config.n_inner or 4 * D) if is_gpt else hf_config.intermediate_size,
-        vocab_size=hf_config.vocab_size,
-        max_seq_len=hf_config.max_position_embeddings - (0 if is_gpt else 2),
-        tied=hf_config.tie_word_embeddings,
-        family="gpt" if is_gpt else "xlmr",
-        norm_eps=hf_config.layer_norm_epsilon if is_gpt else hf_config.layer_norm_eps,
-        dropout=hf_config.resid_pdrop if is_gpt else hf_config.hidden_dropout_prob,
-    )
-
-
-def _llama_config(hf_config) -> ModelConfig:
-    rope = hf_config.rope_parameters if hasattr(hf_config, "rope_parameters") else hf_config.rope_scaling
-    rope = rope or {}
-    scaling = None
-    if rope.get("rope_type", "default") == "llama3":
-        scaling = RopeScaling(
-            rope["factor"],
-            rope["low_freq_factor"],
-            rope["high_freq_factor"],
-            rope["original_max_position_embeddings"],
-        )
-    elif rope.get("rope_type", "default") != "default":
-        raise ValueError(f"rope_type is {rope['rope_type']!r}; this course has default and llama3")
-    latent = hf_config.model_type == "deepseek_v3"
-    if getattr(hf_config, "sliding_window", None) is not None:
-        raise ValueError(
-            f"sliding_window is {hf_config.sliding_window}; this course's attention sees all: set it to None"
-        )
-    if hf_config.model_type == "qwen3" and hf_config.attention_bias:
-        raise ValueError("attention_bias is True; this course's attention has no biases: set it to False")
-    return ModelConfig(
-        name=hf_config.model_type,
-        num_layers=hf_config.num_hidden_layers,
-        d_model=hf_config.hidden_size,
-        num_heads=hf_config.num_attention_heads,
-        num_kv_heads=hf_config.num_key_value_heads,
-        d_ff=hf_config.intermediate_size,
-        vocab_size=hf_config.vocab_size,
-        max_seq_len=hf_config.max_position_embeddings,
-        tied=hf_config.tie_word_embeddings,
-        head_dim=None if latent else getattr(hf_config, "head_dim", None),
-        rope_theta=_rope_theta(hf_config, rope),
-        rope_scaling=scaling,
-        norm_eps=hf_config.rms_norm_eps,
-        moe={"mixtral": _mixtral_moe, "deepseek_v3": _deepseek_moe}.get(hf_config.model_type, lambda _: None)(
-            hf_config
-        ),
-        mla=_deepseek_mla(hf_config) if latent else None,
-        qk_norm=hf_config.model_type == "qwen3",
-    )
-
-
-def _mixtral_moe(hf_config) -> MoeConfig:
-    return MoeConfig(hf_config.num_local_experts, hf_config.num_experts_per_tok, d_expert=hf_config.intermediate_size)
-
-
-def _deepseek_moe(hf_config) -> MoeConfig:
-    return MoeConfig(
-        hf_config.n_routed_experts,
-        hf_config.num_experts_per_tok,
-        d_expert=hf_config.moe_intermediate_size,
-        num_shared_experts=hf_config.n_shared_experts,
-        score="sigmoid",
-        normalise_weights=hf_config.norm_topk_prob,
-        balancing="bias",
-        num_groups=hf_config.n_group,
-        max_groups=hf_config.topk_group,
-        routed_scale=hf_config.routed_scaling_factor,
-        first_dense_layers=hf_config.first_k_dense_replace,
-    )
-
-
-def _deepseek_mla(hf_config) -> MlaConfig:
-    if hf_config.q_lora_rank is None or not hf_config.rope_interleave or hf_config.attention_bias:
-        raise ValueError(
-            f"q_lora_rank is {hf_config.q_lora_rank}, rope_interleave {hf_config.rope_interleave}, attention_bias "
-            f"{hf_config.attention_bias}; this course has latent queries, pairs side by side, no biases: as DeepSeek-V3"
-        )
-    return MlaConfig(
-        hf_config.q_lora_rank,
-        hf_config.kv_lora_rank,
-        hf_config.qk_nope_head_dim,
-        hf_config.qk_rope_head_dim,
-        hf_config.v_head_dim,
-    )
-
-
-def _rope_theta(hf_config, rope: Mapping) -> float:
-    try:
-        return rope["rope_theta"]  # transformers 5
-    except KeyError:
-        return hf_config.rope_theta  # transformers 4
+    fields = hf_config if isinstance(hf_config, Mapping) else hf_config.to_dict()
+    kind = fields.get("model_type")
+    if kind not in LOADED:
+        raise ValueError(f"model_type is {kind!r}; this course has {', '.join(LOADED[:-1])} and {LOADED[-1]}")
+    shape = of_transformers(fields, kind)
+    if differs := [sentence for key, sentence in shape.left_out.items() if key not in NO_TENSOR]:
+        raise ValueError(f"{'; '.join(differs)}; weights of such a model cannot be read into this course's")
+    return shape.config
 
 
 @torch.no_grad()

@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import torch
@@ -91,18 +90,7 @@ def read_config(folder: str | Path) -> ModelConfig:
             f"{folder} holds no config.json; required: the one of these weights. Fetch it, or give config="
         )
     found = json.loads(path.read_text(encoding="utf-8"))
-    if found.get("model_type") == "gpt2":
-        alias = {"hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
-                 "max_position_embeddings": "n_positions"}  # fmt: skip
-        found = (
-            {"tie_word_embeddings": True, "n_inner": None} | found | {ours: found[key] for ours, key in alias.items()}
-        )
-    if found.get("model_type") == "llama":
-        heads = found["num_attention_heads"]
-        usual = {"tie_word_embeddings": False, "num_key_value_heads": heads, "rope_scaling": None,
-                 "rope_theta": 10_000.0, "head_dim": found["hidden_size"] // heads}  # fmt: skip
-        found = usual | {key: value for key, value in found.items() if value is not None}
-    return config_from_transformers(SimpleNamespace(**({"model_type": None} | found)))
+    return config_from_transformers(found)
 
 
 # --- everybody reads everything

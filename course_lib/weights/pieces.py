@@ -167,6 +167,8 @@ def buffers_of(engine: FiveD) -> list[Holding]:
 
 def place_in(engine: FiveD, cuts: dict[str, Cut], name: str, part: Tensor) -> Place:
     """A tied head is a copy of the embedding: if that is on another rank, the other one writes."""
+    if ".mlp.experts." in name and engine.layout.folded:  # whole on every rank that has it; the copies are counted
+        return place_of(name, part.shape, None, 0)
     is_copy = name == "head.weight" and engine.config.tied
     name = "embed.weight" if is_copy else name
     place = place_of(name, part.shape, cuts.get(name), engine.groups.tp.rank())

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from course_lib.compare.five_d_profile import FiveDComparison, measure_five_d
 from course_lib.config import MOE_PRESETS, PRESETS, preset
+from course_lib.engines import ENGINES
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AxisLinks, links_of_axes
@@ -32,14 +33,12 @@ from course_lib.plots.memory import BudgetBar, gpu_limits
 from course_lib.plots.style import FULL_WIDTH_IN, show_bytes, show_seconds, style, unit_for
 from course_lib.run import Run
 from course_lib.schedules import SCHEDULES
-from course_lib.timing import FLASH_ATTENTION_3, Overlap, StepTime, Utilisation, step_time
+from course_lib.timing import StepTime, step_time
 from course_lib.traffic import sent
 from course_lib.validate import Size, check_fields, checked
 from course_lib.widgets import parts
 
-UTILISATION = Utilisation(
-    matmul=0.55, attention=FLASH_ATTENTION_3
-)  # with it the modelled step of Llama 3 405B is near its MFU
+ENGINE = ENGINES["megatron"]  # with its fused kernels the modelled step of Llama 3 405B is near its MFU
 RECIPE = "bf16-master"  # on GPUs
 TOYS = ("toy", "toy-moe")  # predicted in FP32 on a CPU, as they are measured
 RECOMPUTE = ["none", "selective", "full"]
@@ -154,8 +153,8 @@ class FiveDView:
 def explore_five_d(chosen: FiveDChoice) -> FiveDView:
     """Turn choices into what is shown.
 
-    Assumes: computing at UTILISATION of the GPU's peak; `Overlap()`, with DualPipeV also of experts' rows; BF16 with
-    FP32 master weights, a toy in FP32.
+    Assumes: kernels and overlap of ENGINE, with DualPipeV also of experts' rows; BF16 with FP32 master weights; a toy
+    in FP32.
     Raises   ValueError if the layout cannot be, or the model cannot lie so: with the nearest that can
     """
     config, layout, toy = preset(chosen.model), chosen.layout, chosen.model in TOYS
@@ -168,9 +167,9 @@ def explore_five_d(chosen: FiveDChoice) -> FiveDView:
     run = Run(config, layout, chosen.seq_len, recipe, device=device)
     by_axis = sent(run, layout.mesh.rank(pp=largest, dp=0, cp=0, tp=0))
     cluster = Cluster(gpu(chosen.gpu_key), link(chosen.inside), link(chosen.between), chosen.ranks_per_node)
-    overlap = Overlap(ep=layout.schedule == "dualpipe_v")
-    time = step_time(Run(config, layout, chosen.seq_len, recipe), cluster, UTILISATION, overlap)
-    links = links_of_axes(layout.mesh, chosen.ranks_per_node, layout.ep)
+    engine = replace(ENGINE, hides_ep=layout.schedule == "dualpipe_v")
+    time = step_time(Run(config, layout, chosen.seq_len, recipe), cluster, engine)
+    links = links_of_axes(layout.mesh, chosen.ranks_per_node, layout.ep, layout.folded)
     text = describe_five_d(chosen, layout, bars[largest], limits, links, time)
     return FiveDView(layout, holdings(config, layout), bars, limits, largest, by_axis, links, time, text)
 

@@ -37,7 +37,7 @@ class PlanChoice:
     def job(self) -> Job:
         cluster = Cluster(gpu(self.gpu_key), link(gpu(self.gpu_key).link), link(self.between))
         tokens = self.seq_len * self.sequences
-        return Job(MODELS[self.model], cluster, self.num_gpus, self.seq_len, tokens, framework="nanotron")
+        return Job(MODELS[self.model], cluster, self.num_gpus, self.seq_len, tokens, engine="nanotron")
 
 
 @checked

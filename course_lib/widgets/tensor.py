@@ -9,6 +9,7 @@ import ipywidgets as widgets
 from course_lib.compare.five_d_profile import FiveDComparison
 from course_lib.compare.sharded_profile import measure_tensor
 from course_lib.config import PRESETS, ModelConfig, preset
+from course_lib.engines import ENGINES
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.budget import Budget, budgets
@@ -16,12 +17,12 @@ from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_li
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_step_times
 from course_lib.run import Run
-from course_lib.timing import Overlap, StepTime, Utilisation, step_time
+from course_lib.timing import StepTime, step_time
 from course_lib.traffic import calls, sent_bytes
 from course_lib.validate import Size, check_fields, checked
 from course_lib.widgets import parts
 
-UTILISATION = Utilisation(matmul=0.45)  # of one GPU while it computes
+ENGINE = replace(ENGINES["course"], hides_behind_weights=False)  # each sum is waited for
 GPUS_PER_NODE = 8
 LARGEST_TP = 64
 MODES = [("TP", "tp"), ("TP + SP", "tp+sp"), ("TP + SP, gathered again in backward", "tp+sp regather")]
@@ -72,7 +73,7 @@ class TensorView:
 def explore_tensor(chosen: TensorChoice) -> TensorView:
     """Turn choices into what is shown.
 
-    Assumes: computing at UTILISATION of the GPU's peak; nodes of 8 GPUs, filled one after the other; communication
+    Assumes: kernels of the course's own engine; nodes of 8 GPUs, filled one after the other; communication
     waits for nothing and nothing hides it; BF16 with FP32 master weights; the optimizer's time is left out.
 
     Raises   ValueError if the model's heads do not divide, or the sequence is longer than the model reads
@@ -93,10 +94,7 @@ def explore_tensor(chosen: TensorChoice) -> TensorView:
     bars = budget_bars(labelled, limits)
     sent = sent_bytes(calls(_run(chosen))["tp"])
     cluster = Cluster(gpu(chosen.gpu_key), link(chosen.inside), link(chosen.between), GPUS_PER_NODE)
-    steps = {
-        tp: step_time(_run(replace(chosen, tp=tp)), cluster, UTILISATION, Overlap(tp=False))
-        for tp in possible_tp(config)
-    }
+    steps = {tp: step_time(_run(replace(chosen, tp=tp)), cluster, ENGINE) for tp in possible_tp(config)}
     view = TensorView(needed, bars, limits, sent, steps, "", "")
     return replace(view, title=_title(chosen, view), text=describe_tensor(chosen, view))
 
@@ -124,7 +122,7 @@ def possible_tp(config: ModelConfig) -> list[int]:
 @checked
 def step_times(view: TensorView) -> dict[str, tuple[float, float]]:
     """`{label: (seconds computing, seconds waiting for communication)}` for the picture."""
-    return {f"tp {tp}": (step.compute_s, step.total_s - step.compute_s) for tp, step in view.steps.items()}
+    return {f"tp {tp}": (step.working_s, step.total_s - step.working_s) for tp, step in view.steps.items()}
 
 
 def _budget(chosen: TensorChoice) -> Budget:
@@ -159,8 +157,8 @@ def describe_tensor(chosen: TensorChoice, view: TensorView) -> str:
         sends = f"A step of one micro-batch sends {show_bytes(view.sent_bytes)} from each GPU over {way}."
     return (
         f"Predicted: {needs}. {sends} Modelled, not measured: "
-        f"{show_seconds(step.compute_s)} computing, matrix products at "
-        f"{100 * UTILISATION.matmul:.0f} % of the peak; {show_seconds(step.total_s - step.compute_s)} communicating; "
+        f"{show_seconds(step.working_s)} computing; {show_seconds(step.total_s - step.working_s)} "
+        "communicating; "
         f"{step.tokens_per_s_per_gpu:,.0f} tokens per second and GPU."
     )
 

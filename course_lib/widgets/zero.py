@@ -11,7 +11,7 @@ from course_lib.compare.sharded_profile import measure_zero
 from course_lib.config import PRESETS, preset
 from course_lib.hardware import gpu, link
 from course_lib.layout import Layout
-from course_lib.memory.budget import Budget, budgets, steady
+from course_lib.memory.budget import Budget, budget_of_rank
 from course_lib.memory.states import RECIPES, count_parameters
 from course_lib.memory.zero import Offload, offload_link_bytes, zero_state_bytes, zero_units
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
@@ -107,7 +107,7 @@ def _run(chosen: ZeroChoice) -> Run:
 
 
 def _budget(chosen: ZeroChoice) -> Budget:
-    return budgets(steady(_run(chosen)))[0]
+    return budget_of_rank(_run(chosen), 0)
 
 
 def _title(chosen: ZeroChoice, view: ZeroView) -> str:

@@ -51,6 +51,8 @@ SOURCES = {
     "tied": (DENSE, F32, "pp=2,dp=2,micro_batches=4"),
     "gpt": (GPT, F32, "dp=2,tp=2,sequence_parallel=true,zero_stage=3"),
     "moe": (MOE, F32, "dp=2,tp=2,ep=2,sequence_parallel=true,zero_stage=2"),
+    "folded": (MOE, F32, "tp=4,ep=2,expert_tp=1,sequence_parallel=true"),
+    "folded, sharded": (MOE, F32, "dp=2,tp=2,ep=2,expert_tp=1,sequence_parallel=true,zero_stage=2"),
     "replicas": (MOE, F32, "dp=4,ep=2,zero_stage=3,dp_replicate=2"),
 }
 # (saved by, layout that loads)
@@ -66,6 +68,11 @@ PAIRS = [
     ("gpt", "dp=4,zero_stage=1"),
     ("moe", "dp=2,pp=2,ep=2,micro_batches=2,zero_stage=1"),
     ("replicas", "dp=2,tp=2,zero_stage=2,dp_replicate=2"),
+    ("moe", "dp=2,tp=2,ep=4,sequence_parallel=true,zero_stage=3"),
+    ("folded", "dp=2,tp=2,ep=2,sequence_parallel=true,zero_stage=1"),
+    ("folded, sharded", "tp=4,ep=4,sequence_parallel=true"),
+    ("folded", "tp=2,ep=2,sequence_parallel=true"),
+    ("folded, sharded", "dp=1"),
     ("zero1", "dp=2,zero_stage=2"),
     ("bf16", "pp=2,micro_batches=2"),
     ("gpt", "tp=2,sequence_parallel=true"),

@@ -67,6 +67,8 @@ WRONG = {
     "amount": ["-1", "nan", "inf", "x"],
     "share": ["-1", "2", "nan", "inf", "x"],
     "word": ["nonsense"],
+    "tokens": ["0", "-1", "2.5", "nan", "x", "4X", "1.0001K", "M", "99999999999999999999"],
+    "link": ["nonsense", "nvme", "0", "-1", "nan", "inf", "1e3"],
     "name": ["a b", "$(ls)", "a;b"],
     "layout": ["nonsense", "dp=0", "dp=-1", "dp=²", "dp=2,dp=2", "dp=auto", "zero_stage=7", "micro_batches=1.5"],
     "file to write": ["missing/out", ".", "/dev/full", "file/out"],
@@ -95,7 +97,13 @@ WRONG = {
 SITE = dict.fromkeys(
     ("--partition", "--account", "--interface", "--hca", "--module", "--container", "--python"), "name"
 )
-CLUSTER = {"--gpu": "word", "--nodes-link": "word", "--recipe": "word", "--seq": "size"}
+DEVICE = {"--gpu": "word", "--memory": "positive", "--tflops": "positive", "--bandwidth": "positive"}
+TECHNIQUES = {
+    **dict.fromkeys(("--recipe", "--finetune", "--optimizer", "--offload", "--attention", "--precision"), "word"),
+    **{"--lora-rank": "size", "--loss-chunks": "size"},
+}
+CLUSTER = DEVICE | {"--nodes-link": "link", "--inside": "link", "--per-node": "size", "--recipe": "word"}
+CLUSTER |= {"--seq": "tokens"}
 PREDICT = {"runs.csv": "runs", "--models": "models", "--out": "file to write", **CLUSTER}
 CALLS = {  # command -> (a call that works, what begins its work, kinds: of its options, and of words that stand alone)
     "doctor": ("", "course_lib.cli.doctor.look_at_machine", {"--json": "flag"}),
@@ -108,12 +116,12 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
     "demo": ("", "course_lib.cli.demo.measured_rows", {}),
     "bench": ("", "course_lib.compare.bench.launch", {"--json": "flag", "--check": "flag", "--rounds": "size"}),
     "simulate": (
-        "--model toy --gpu t4 --layout dp=2 --seq 64",
+        "--model toy --layout dp=2 --seq 64",
         "course_lib.simulate.cluster.simulate_rank",
-        {
-            **{"--model": "word", "--gpu": "word", "--layout": "layout", "--seq": "size", "--stage": "count"},
-            **{"--recipe": "word", "--skew": "share", "--json": "flag"},
-        },
+        DEVICE
+        | TECHNIQUES
+        | {"--model": "models", "--layout": "layout", "--seq": "tokens", "--stage": "count"}
+        | {"--skew": "share", "--json": "flag"},
     ),
     "predict": (
         "runs.csv --models models.json --out out.csv",
@@ -129,11 +137,11 @@ CALLS = {  # command -> (a call that works, what begins its work, kinds: of its 
     "plan": (
         "models.json --gpus 8 --seq 512 --batch 8192",
         "course_lib.cli.plan.search",
-        {
-            **{"models.json": "models", "--gpus": "size", "--seq": "size", "--batch": "size", "--gpu": "word"},
-            **{"--link": "word", "--per-node": "size", "--recipe": "word", "--framework": "word", "--show": "size"},
-            **{"--json": "flag", "--export": "folder to write"},
-        },
+        DEVICE
+        | TECHNIQUES
+        | {"models.json": "models", "--gpus": "size", "--seq": "tokens", "--batch": "tokens"}
+        | {"--link": "link", "--inside": "link", "--per-node": "size", "--framework": "word", "--show": "size"}
+        | {"--json": "flag", "--export": "folder to write"},
     ),
     "claims": (
         "",

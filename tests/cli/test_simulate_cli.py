@@ -9,7 +9,7 @@ from course_lib.cli.simulate import advice, layout_of
 from course_lib.layout import Layout
 
 LLAMA_405B = ["--model", "llama-3-405b", "--gpu", "h100-80g", "--seq", "8192"]
-TOY = ["--model", "toy", "--gpu", "t4", "--seq", "64"]
+TOY = ["--model", "toy", "--gpu", "t4", "--seq", "64", "--recipe", "fp32"]
 
 
 @pytest.mark.exhaustive
@@ -28,7 +28,7 @@ def test_llama_405b_on_16384_gpus_as_json(capsys):
 
 @pytest.mark.slow
 def test_a_table_for_all_stages(capsys):
-    layout = ["--layout", "dp=2,pp=2,tp=2,micro_batch=2,micro_batches=5", "--recipe", "fp32"]
+    layout = ["--layout", "dp=2,pp=2,tp=2,micro_batch=2,micro_batches=5"]
     assert cli.main(["simulate", *TOY, *layout]) == 0
     text = capsys.readouterr().out
     assert "toy on 8 x T4, fp32" in text and "micro_batch=2,micro_batches=5" in text and "fits: stage" in text
@@ -47,6 +47,13 @@ def test_accumulation_fills_the_pipeline_unless_it_is_said():
         ({"--model": "llama-9"}, "choose from toy"),
         ({"--gpu": "h900"}, "choose from t4"),
         ({"--seq": "0"}, "seq is 0"),
+        ({"--seq": "many"}, "'many' is no number of tokens; give one such as 4194304 or 4M"),
+        ({"--recipe": "bf16-master"}, "T4 has no bf16 units; choose recipe fp16-master-fp32-grads or fp32"),
+        ({"--optimizer": "adamw-8bit"}, "the course's engines, which have no optimizer adamw-8bit"),
+        ({"--offload": "optimizer"}, "which have no offload"),
+        ({"--offload": "weights"}, "offload is 'weights'; choose from none, optimizer, parameters, activations"),
+        ({"--finetune": "lora"}, "which have no adapters (finetune)"),
+        ({"--gpu": "mine", "--tflops": "3"}, "GPU 'mine' is in no table: give its memory and bandwidth too"),
         ({"--layout": "tp=3"}, "tp"),
         ({"--layout": "pp=2,pp=2"}, "stands twice"),
         ({"--layout": "pp=2,micro_batches=2,micro_batches=4"}, "stands twice"),
@@ -64,10 +71,10 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(changed, said, capsys):
     assert error.startswith("course simulate: ") and said in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("wrong, said", [("--seq many", "Error parsing --seq"), ("--sequence 4", "--sequence")])
+@pytest.mark.parametrize("wrong, said", [("--stage x", "Error parsing --stage"), ("--sequence 4", "--sequence")])
 def test_options_that_cannot_be_read_are_told_with_exit_code_2(wrong, said, capsys):
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["simulate", "--model", "toy", "--gpu", "t4", "--layout", "dp=2", *wrong.split()])
+        cli.main(["simulate", "--model", "toy", "--layout", "dp=2", "--seq", "64", *wrong.split()])
     assert said in capsys.readouterr().err
 
 

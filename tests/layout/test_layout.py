@@ -43,6 +43,8 @@ def faults_of(values: dict, config: ModelConfig | None = None, seq_len: int = 0)
     wrong = [(name, repr(given[name])) for name in SIZES if type(given[name]) is not int or given[name] < 1]
     wrong += [(name, repr(given[name])) for name, words in WORDS.items() if given[name] not in words]
     wrong += [("zero_stage", given["zero_stage"])] * (given["zero_stage"] not in range(4))
+    whole = type(given["expert_tp"]) is int or given["expert_tp"] is None
+    wrong += [("expert_tp", repr(given["expert_tp"]))] * (not whole or given["expert_tp"] == 0)
     wrong += [("order",)] * (set(given["order"]) != set(AXES) or len(given["order"]) != 4)
     if wrong:
         return wrong  # the rest cannot be asked
@@ -54,13 +56,21 @@ def stages_of(given: dict) -> int:
     return {"interleaved": given["v"], "zbv": 2, "dualpipe_v": 2}.get(given["schedule"], 1)
 
 
+def folds(given: dict) -> bool:
+    over_data = given["expert_tp"] is None and given["ep"] <= given["dp"] * given["cp"]
+    return given["tp"] > 1 and not over_data and given["expert_tp"] in (None, 1)
+
+
 def faults_of_layout(given: dict) -> list[tuple]:
     dp, cp, tp, pp, ep, v, _, micro_batches = (given[name] for name in SIZES)
     zero_stage, schedule, layers = given["zero_stage"], given["schedule"], given["layers_of_stage"]
     split = schedule.startswith("z") or schedule == "dualpipe_v"
+    experts_over, expert_tp = dp * cp * (tp if folds(given) else 1), given["expert_tp"]
     whole_loops = schedule != "interleaved" or v == 1 or micro_batches in range(pp, micro_batches + 1, pp)
     return [
-        (dp * cp % ep, (ep, dp * cp)),
+        (expert_tp not in (None, 1, tp), ("expert_tp", expert_tp, tp)),
+        (experts_over % ep, (ep, experts_over)),
+        (folds(given) and not given["sequence_parallel"], ("sequence_parallel", tp)),
         (given["sequence_parallel"] and tp == 1, ("sequence_parallel", "tp", 1)),
         (given["regather"] and not (given["sequence_parallel"] and tp > 1), ("regather", "sequence_parallel", tp)),
         (v not in (1, stages_of(given)), (schedule, v)),
@@ -77,7 +87,7 @@ def faults_of_model(given: dict, config: ModelConfig, seq_len: int) -> list[tupl
     heads, kv_heads = config.num_heads // tp, max(1, config.num_kv_heads // tp)
     ulysses = cp > 1 and given["cp_method"] == "ulysses" and (heads % cp or kv_heads % cp)
     chunks = cp if cp == 1 or given["cp_sharding"] != "zigzag" else 2 * cp
-    widths = [config.d_ff, config.vocab_size, config.moe.d_expert if config.moe else config.d_ff]
+    widths = [config.d_ff, config.vocab_size, *([config.moe.d_expert] if config.moe and not folds(given) else [])]
     num_experts = config.moe.num_experts if config.moe else 1
     tied_twice = (
         config.tied and given["zero_stage"] > 0 and (given["schedule"] in ("zbv", "dualpipe_v") or pp == 1 < each)
@@ -94,6 +104,7 @@ def faults_of_model(given: dict, config: ModelConfig, seq_len: int) -> list[tupl
         (layers is not None and sum(layers) != config.num_layers, ("layers", config.num_layers)),
         (tied_twice, (given["schedule"], given["zero_stage"])),
         (seq_len % chunks, (seq_len, chunks)),
+        (config.moe and folds(given) and seq_len // cp % tp, (seq_len, cp, tp)),
         (config.family == "gpt" and seq_len > config.max_seq_len, (seq_len, config.max_seq_len)),
     ]
 
@@ -117,6 +128,7 @@ def draw(rng: random.Random) -> tuple[dict, ModelConfig, int]:
     values |= {"zero_stage": rng.randrange(4)} if rng.random() < 0.5 else {}
     values |= {"sequence_parallel": True} if rng.random() < 0.2 else {}
     values |= {"regather": True} if rng.random() < 0.1 else {}
+    values |= {"expert_tp": rng.choice([None, 1, 2, 4])} if rng.random() < 0.2 else {}
     values |= {"order": tuple(rng.sample(AXES, 4))} if rng.random() < 0.2 else {}
     if rng.random() < 0.1:
         values["layers_of_stage"] = tuple(rng.choices([0, 1, 2, 3], k=rng.choice([1, 2, 4])))
@@ -132,7 +144,7 @@ def draw_possible(rng: random.Random) -> tuple[dict, ModelConfig, int]:
 def mutate(rng: random.Random, values: dict) -> dict:
     """One field of a possible layout, changed to anything."""
     name = rng.choice(
-        [*SIZES, *SIZES, *WORDS, "zero_stage", "sequence_parallel", "regather", "order", "layers_of_stage"]
+        [*SIZES, *SIZES, *WORDS, "zero_stage", "sequence_parallel", "regather", "expert_tp", "order", "layers_of_stage"]
     )
     if name in SIZES:
         value = rng.choice([0, -1, 2, 3, 4, 5, 7, 9, 12, 24, 100, 1000, 2.5, "2", None, True])
@@ -142,6 +154,8 @@ def mutate(rng: random.Random, values: dict) -> dict:
         value = rng.choice([-1, 1, 2, 3, 4, 10])
     elif name in ("sequence_parallel", "regather"):
         value = True
+    elif name == "expert_tp":
+        value = rng.choice([None, 0, 1, 2, 3, 8, "1", True])
     elif name == "order":
         value = tuple(rng.choices([*AXES, "ep"], k=rng.choice([3, 4, 5])))
     else:
@@ -271,6 +285,10 @@ def test_sizes_follow_from_the_axes():
     )
     assert Layout.from_dict(replicas.to_dict()) == replicas
     assert Layout(order=["tp", "pp", "dp", "cp"], tp=2, dp=2).mesh.ranks_along("tp", 0) == [0, 2]
+    over_data, folded = Layout.parse("dp=4,tp=2,ep=4"), Layout.parse("dp=4,tp=2,ep=4,expert_tp=1,sequence_parallel=yes")
+    assert (over_data.folded, over_data.expert_dp, folded.folded, folded.expert_dp) == (False, 1, True, 2)
+    assert replace(over_data, ep=8, sequence_parallel=True).folded and not Layout(dp=2, ep=2, expert_tp=1).folded
+    assert (folded.members(5)["ep"], folded.members(5)["expert_dp"]) == ([4, 5, 6, 7], [1, 5])
 
 
 def test_layouts_of_published_runs_are_possible():
@@ -279,12 +297,30 @@ def test_layouts_of_published_runs_are_possible():
     Layout(dp=8, cp=16, tp=8, pp=16, micro_batches=16).check_model(llama, 131_072)
     deepseek = preset("deepseek-v3")  # DeepSeek-AI 2024 (arXiv:2412.19437), section 3.2: 2,048 GPUs
     Layout(dp=128, pp=16, ep=64, zero_stage=1, schedule="dualpipe_v", micro_batches=32).check_model(deepseek, 4096)
+    # Megatron-Bridge 0.1.0, recipe of DeepSeek-V3: TP 2, PP 16, EP 64, expert-tensor-parallel size 1, 1,024 GPUs
+    folded = Layout(dp=32, tp=2, pp=16, ep=64, zero_stage=1, sequence_parallel=True, micro_batches=32)
+    folded.check_model(deepseek, 4096)
+    assert (folded.world_size, folded.expert_dp, folded.members(1023)["ep"][0]) == (1024, 1, 960)
+    Layout(tp=8, ep=8, sequence_parallel=True).check_model(preset("mixtral-8x7b"), 4096)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: Layout(dp=4, cp=2, ep=3), r"ep \(3\) must divide dp x cp = 4 x 2 = 8: .*; nearest: ep=2 or ep=4$"),
+        (lambda: Layout(dp=2, tp=2, ep=8), r"divide dp x cp x tp = 2 x 1 x 2 = 4: .* of data and tp.*; nearest: ep=2$"),
+        (lambda: Layout(dp=2, tp=2, ep=4, expert_tp=2), r"ep \(4\) must divide dp x cp = 2 x .*; nearest: ep=2$"),
+        (
+            lambda: Layout(dp=32, tp=2, pp=16, ep=64),
+            r"ep \(64\) is more than dp x cp = 32 x 1 = 32, .*sequence_parallel \(false\).*; nearest: sequence_",
+        ),
+        (lambda: Layout(dp=2, tp=2, expert_tp=1), "expert_tp is 1, so whole .*; nearest: sequence_parallel=true"),
+        (lambda: Layout(tp=4, expert_tp=2), r"expert_tp \(2\) must be 1 .*, or tp \(4\): .*; nearest: expert_tp=4"),
+        (
+            lambda: Layout(tp=8, ep=8, sequence_parallel=True).check_model(preset("toy-moe"), 60),
+            r"seq_len \(60\) / cp \(1\) must be a multiple of tp \(8\): .*; nearest: ep=1",
+        ),
+        (lambda: Layout.parse("expert_tp=whole"), "expert_tp is 'whole'; it must be a whole number"),
         (lambda: Layout(tp=3).check_model(TOY), r"num_heads \(8\) .* tp \(3\); .*; nearest: tp=2 or tp=4$"),
         (
             lambda: Layout(pp=4, schedule="interleaved", v=2, micro_batches=6),

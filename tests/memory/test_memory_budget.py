@@ -5,14 +5,14 @@ from itertools import product
 
 import pytest
 import torch
+from course_lib.memory.ledger import LEAF, Ledger, Weight
+from course_lib.memory.operators import linear
 from random_layouts import LLAMA, MODELS, SEQ_LEN
 
 from course_lib.config import preset
 from course_lib.layout import Layout
 from course_lib.measure import MemoryTracker
 from course_lib.memory.budget import budgets, fits
-from course_lib.memory.ledger import LEAF, Ledger, Weight
-from course_lib.memory.operators import linear
 from course_lib.memory.states import FP64, LoRA, count_parameters
 from course_lib.memory.zero import Offload
 from course_lib.model import build

@@ -37,7 +37,8 @@ def routings_of(config, layout, stages):
     """The choices that simulated tokens make: the same ones on every rank, in every layer and micro-batch."""
     layers = layers_of(config, layout)
     num_layers = sum(stage_config(config, layers, stage).num_moe_layers for stage in stages)
-    choice_Tk = planned_assignment(layout.micro_batch * SEQ_LEN // layout.cp, config.moe)
+    cut = layout.cp * (layout.tp if layout.folded else 1)
+    choice_Tk = planned_assignment(layout.micro_batch * SEQ_LEN // cut, config.moe)
     return [[choice_Tk] * layout.ep] * (num_layers * layout.micro_batches)
 
 

@@ -1,5 +1,7 @@
-"""The flow chart against the search: at least 95 % of the best speed on twenty jobs; wrong rules reach less."""
+"""The flow chart against the search: 93 % of the best speed and more on twenty jobs, never above it; wrong rules."""
 
+import random
+from dataclasses import replace
 from functools import cache
 from unittest.mock import patch
 
@@ -7,12 +9,9 @@ import pytest
 
 from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
-from course_lib.layout import Layout
 from course_lib.minimal import choose as chart
 from course_lib.minimal.choose import choose, ladder, layout_of, option_that_fits, waiting_share
 from course_lib.plan import Job, search
-from course_lib.run import Run
-from course_lib.timing import step_time
 
 K, M = 2**10, 2**20
 CLUSTERS = {
@@ -44,8 +43,26 @@ CASES = [  # model, GPU, how many, tokens of a step, tokens of a sequence
 ]
 
 
+SMALL_EXPERTS = preset("mixtral-8x7b")
+MODELS = {
+    "mixtral-8x22b": replace(
+        SMALL_EXPERTS,
+        name="mixtral-8x22b",
+        num_layers=56,
+        d_model=6144,
+        num_heads=48,
+        d_ff=16_384,
+        moe=replace(SMALL_EXPERTS.moe, d_expert=16_384),
+    )
+}
+
+
+def model_of(name):
+    return MODELS.get(name) or preset(name)
+
+
 def job_of(model, key, num_gpus, batch_tokens, seq_len):
-    return Job(preset(model), CLUSTERS[key], num_gpus, seq_len, batch_tokens, "bf16-master-fp32-grads")
+    return Job(model_of(model), CLUSTERS[key], num_gpus, seq_len, batch_tokens, "bf16-master-fp32-grads")
 
 
 @cache
@@ -54,30 +71,50 @@ def chosen_for(case):
     return choose(job_of(*case))
 
 
-def least_s(job):
-    """Computing alone, shared out evenly: no layout that recomputes nothing takes less."""
-    one = Run(job.config, Layout(micro_batches=job.sequences), job.seq_len, job.recipe)
-    return step_time(one, job.cluster).compute_s / job.num_gpus
-
-
 def with_marks(case):
-    """Where nothing on the ladder waits little, the search has to say what is best: seconds to a minute of one core."""
-    searched = case[0] in ("llama-3.1-405b", "mixtral-8x7b") or case[:3] == ("llama-3.1-70b", "h100", 32)
+    """The search of the largest takes up to 20 seconds of one core."""
+    large = case[0] in ("llama-3.1-405b", "llama-3.1-70b", "mixtral-8x7b")
     name = f"{case[0]}-{case[2]}-{case[1]}-{case[4] // K}k"
-    return pytest.param(case, id=name, marks=[pytest.mark.slow, pytest.mark.exhaustive] if searched else [])
+    return pytest.param(case, id=name, marks=[pytest.mark.slow, pytest.mark.exhaustive] if large else [])
+
+
+def share_of_best(job, chosen):
+    """The speed of the chart's choice over that of the fastest of the search."""
+    return min(option.step_s for option in search(job, enough=1).ranked) / chosen.step_s
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [with_marks(case) for case in CASES])
-def test_the_chart_reaches_95_per_cent_of_the_best(case):
+def test_the_chart_reaches_93_per_cent_of_the_best(case):
     job = job_of(*case)
     chosen = chosen_for(case).option
     assert chosen.fits and chosen.layout.world_size == job.num_gpus
     assert chosen.layout.sequences_per_step == job.sequences
-    best_s = least_s(job)
-    if best_s < 0.95 * chosen.step_s:  # not near the bound of all layouts: only the search knows the best
-        best_s = search(job, enough=1).best.step_s
-    assert best_s / chosen.step_s >= 0.95, f"{best_s / chosen.step_s:.3f} of the best"
+    assert 0.93 <= share_of_best(job, chosen) <= 1 + 1e-9
+
+
+def seeded_jobs():
+    """Thirty jobs, ten of them with experts, as anybody might ask."""
+    rng, models = random.Random(30), ("llama-3.2-1b", "smollm-1.7b", "llama-3.1-8b", "llama-3.1-70b")
+    for number in range(30):
+        model = rng.choice(("mixtral-8x7b", "mixtral-8x22b")) if number % 3 == 0 else rng.choice(models)
+        seq_len, gpus = rng.choice((2, 4, 8)) * K, rng.choice((8, 16, 32, 64, 128))
+        if model in ("llama-3.1-70b", "mixtral-8x22b"):
+            gpus = max(gpus, 64)
+        share = rng.choice((0.5, 1, 2, 4))
+        seq_len = min(seq_len, model_of(model).max_seq_len)
+        yield model, rng.choice(tuple(CLUSTERS)), max(gpus, 16), int(share * max(gpus, 16)) * seq_len, seq_len
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(seeded_jobs()), ids=lambda case: "-".join(map(str, case)))
+def test_the_chart_never_beats_the_search(case):
+    job = job_of(*case)
+    try:
+        chosen = choose(job).option
+    except ValueError:  # nothing on the ladder fits: nothing to beat
+        return
+    assert share_of_best(job, chosen) <= 1 + 1e-9
 
 
 def test_the_cases_are_of_every_kind():

@@ -8,6 +8,8 @@ import pytest
 from course_lib.minimal import planner
 from course_lib.plan import search
 from course_lib.plan.measured import measured_job
+from course_lib.plan.search import front, ranked_s
+from course_lib.plan.space import shapes, sharded
 
 JOBS = (("8B", 8), ("8B", 64), ("80B", 128))
 
@@ -32,10 +34,18 @@ def test_candidates_use_all_gpus_and_the_whole_batch(job):
 
 
 def agree(module, job) -> bool:
-    """Whether a planner ranks as the search does, and finds its front."""
-    found, ranked = search(job), module["plan"](job)
-    same = [one.layout for one in ranked] == [one.layout for one in found.ranked]
-    return same and [one.layout for one in module["front"](ranked)] == [one.layout for one in found.front]
+    """Whether a planner finds what the search does of its own candidates, fastest first, and the front of them."""
+    found, ranked = search(job, 10_000).ranked, module["plan"](job)
+    alike = {one.layout for one in found if one.layout.recompute == "none" and one.layout.micro_batch < 8}
+    near = {one.layout for one in ranked if ranked_s(one) <= ranked_s(found[-1])}
+    known = {one for shape in shapes(job) for one in sharded(job, shape)}
+    in_order = [one.step_s for one in ranked] == sorted(one.step_s for one in ranked)
+    return (
+        near == alike
+        and {one.layout for one in ranked} <= known
+        and in_order
+        and tuple(module["front"](ranked)) == front(tuple(ranked))
+    )
 
 
 def test_it_ranks_as_the_search_does(job):

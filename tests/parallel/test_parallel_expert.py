@@ -82,6 +82,7 @@ CASES = {
     "ep 4, auxiliary loss, recompute": Case(4, 4, experts_with(balancing="aux_loss"), recompute="full"),
     "ep 4, capacity": Case(4, 4, experts_with(capacity_factor=0.6), method="once_per_node", ranks_per_node=2),
     "ep 2 x expert_dp 2": Case(2, 4, tied=True, pull=2.0),
+    "ep 2, experts in every second layer": Case(2, 2, experts_with(num_shared_experts=1, every=2)),
     "ep 2 x expert_dp 2, capacity, a dense layer": Case(2, 4, experts_with(capacity_factor=0.5, first_dense_layers=1)),
     "ep 1 x expert_dp 4": Case(1, 4, experts_with(balancing="aux_loss"), rows=NOTHING),
     "ep 2 x tp 2": Case(2, 2, SIGMOID, tp=2, rows=NOTHING),

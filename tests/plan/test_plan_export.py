@@ -221,11 +221,22 @@ def test_torchtitan_reads_its_file(exported, tmp_path):
             "deepseek-v3",
             {"expert_parallel_degree": 8, "expert_tensor_parallel_degree": 2, "data_parallel_shard_degree": 16},
         ),
+        (
+            "dp=16,ep=32,tp=2,sequence_parallel=true,zero_stage=3",
+            "deepseek-v3",
+            {"expert_parallel_degree": 32, "expert_tensor_parallel_degree": 1, "data_parallel_shard_degree": 16},
+        ),
     ],
 )
 def test_torchtitan_is_told_each_choice(text, model, said):
     found = tomllib.loads(torchtitan(option_of(text, model=model).run))["parallelism"]
     assert said.items() <= found.items()
+
+
+def test_torchtitan_spreads_whole_experts_over_all_ranks_of_cp_and_tp_or_over_none():
+    text = "dp=8,ep=2,tp=4,expert_tp=1,sequence_parallel=true,zero_stage=3"
+    with pytest.raises(ValueError, match="no whole experts over ep 2, no multiple of cp x tp"):
+        torchtitan(option_of(text, model="deepseek-v3").run)
 
 
 def test_torchtitan_has_the_layers_of_each_stage():
@@ -283,6 +294,8 @@ def test_megatron_builds_the_model_that_was_planned():
     assert set(moe) <= set(MEGATRON)
     sizes = ("expert-model-parallel-size", "expert-tensor-parallel-size", "moe-aux-loss-coeff")
     assert [moe[name] for name in sizes] == ["4 ", "2 ", "0.02 "] and moe["moe-token-dispatcher-type"] == "alltoall "
+    folded = export(option_of("dp=4,tp=2,ep=8,sequence_parallel=true", model="mixtral-8x7b"))[0]["megatron.args"]
+    assert [arguments(folded)[name] for name in sizes[:2]] == ["8 ", "1 "]
     for method, named in (("ring", "p2p "), ("all_gather", "allgather "), ("ulysses", "a2a ")):
         text = f"dp=2,cp=2,cp_method={method}"
         assert arguments(export(option_of(text))[0]["megatron.args"])["cp-comm-type"] == named
@@ -371,21 +384,21 @@ def test_the_trainer_reads_its_command(exported):
         ("dp=2,cp=4,dp_replicate=4,zero_stage=3", "torchtitan.toml", "replicas that cut through cp"),
         ("dp=2,cp=2,zero_stage=3,cp_sharding=contiguous", "torchtitan.toml", "contiguous pieces"),
         ("dp=2,tp=2,sequence_parallel=true,regather=true,zero_stage=3", "torchtitan.toml", "regather"),
-        (ALL[4], "torchtitan.toml", "recomputation of attention alone"),
+        (ALL[4], "torchtitan.toml", "recomputation selective"),
         ("dp=4,pp=2,zero_stage=1,micro_batches=4,order=dp-pp-cp-tp", "torchtitan.toml", "order dp-pp of ranks"),
         ("dp=4,pp=2,zero_stage=2", "megatron.args", "ZeRO-2 in a pipeline"),
         ("dp=4,cp=2,cp_sharding=striped", "megatron.args", "striped pieces"),
         (ALL[5], "megatron.args", "schedule zb_h1"),
         ("dp=8,pp=3,micro_batches=3", "megatron.args", "32 layers over 3 equal stages"),
-        (ALL[6], "nanotron.yaml", "context parallelism"),
-        (ALL[2], "picotron.json", "no sequence parallelism"),
+        (ALL[6], "nanotron.yaml", "no cp in this file"),
+        (ALL[2], "picotron.json", "tp with sequence parallelism"),
         ("cp=2,cp_sharding=contiguous", "picotron.json", "cp without dp"),
         ("dp=2,cp=2", "picotron.json", "zigzag pieces"),
         ("dp=2,pp=2", "picotron.json", "order pp-dp of ranks (it has dp-pp)"),
         ("dp=2", "picotron.json", f"no recipe {FP32_GRADS} (it has bf16)"),
-        (ALL[4], "accelerate_megatron.yaml", "interleaved stages"),
-        (ALL[2], "accelerate_megatron.yaml", "recomputation but full"),
-        ("dp=4,cp=2,recompute=full", "accelerate_megatron.yaml", "counts cp's ranks as data"),
+        (ALL[4], "accelerate_megatron.yaml", "schedule interleaved"),
+        (ALL[2], "accelerate_megatron.yaml", "recomputation none"),
+        ("dp=4,cp=2,recompute=full", "accelerate_megatron.yaml", "no cp in this file"),
     ],
 )
 def test_what_a_framework_cannot_do_is_refused(text, name, why):
@@ -406,7 +419,7 @@ def test_what_a_framework_cannot_do_is_refused(text, name, why):
         (FP32_GRADS, "gpt2", "torchtitan.toml", "no gpt2 among its models"),
         ("bf16", "smollm-1.7b", "picotron.json", "no tied head"),
         (FP32_GRADS, "deepseek-v3", "megatron.args", "no latent attention"),
-        (FP32_GRADS, "xlm-r-base", "course.sh", "no encoders"),
+        (FP32_GRADS, "xlm-r-base", "course.sh", "no models of the xlmr family"),
     ],
 )
 def test_number_formats_and_models_that_it_has_not_are_refused(recipe, model, name, why):

@@ -1,104 +1,126 @@
-"""Modelled step time: hand values, its parts against the chapters' models, and its error beside published runs."""
+"""The clock: hand values, its parts beside the chapters' models and the simulator, and what was measured."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from course_lib.config import preset
-from course_lib.flops import attention_flops_per_token, step_flops
+from course_lib.engines import ENGINES
+from course_lib.flops import attention_flops_per_token, layer_matmul_parameters
 from course_lib.hardware import PUBLISHED_CP_THROUGHPUT, Cluster, gpu, link
 from course_lib.layout import Layout
+from course_lib.memory.flats import flats_of
 from course_lib.run import Run
-from course_lib.schedules import bubble
-from course_lib.timing import (
-    FLASH_ATTENTION_3,
-    Overlap,
-    Utilisation,
-    calls_s,
-    collective_s,
-    ranks_in_a_node,
-    step_time,
-    tensor_parallel_layer_spans,
-    waiting_s,
-)
-from course_lib.traffic import calls
+from course_lib.schedules import bubble, make, simulate
+from course_lib.timing import RATES, Rates, calls_s, collective_s, ranks_in_a_node, stage_costs, step_time
+from course_lib.timing.layer import Case, network_s
+from course_lib.timing.rates import RANGES
+from course_lib.traffic import stage_calls
 
 H100 = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
-HALF = Utilisation(matmul=0.5, attention=0.5)  # one share for all, as the chapters' models have it
-WHOLE_SCORES = replace(HALF, causal=False)
-
-
-def _run(config, layout, seq_len=4096):
-    """A run whose backward computes no scores again, and whose gradients travel in FP32."""
-    return Run(config, layout, seq_len, "bf16-master-fp32-grads", attention="standard")
-
-
+MEASURED = replace(H100, between=link("efa"))
+COURSE, MEGATRON = ENGINES["course"], ENGINES["megatron"]
+NOTHING_HIDDEN = replace(COURSE, hides_behind_weights=False, hides_data=False)
 LLAMA_8B, LLAMA_405B = preset("llama-3.1-8b"), preset("llama-3.1-405b")
 
 
-def test_one_gpu_computes_and_does_nothing_else():
-    for recompute in ("none", "selective", "full"):
-        time = step_time(_run(LLAMA_8B, Layout(micro_batches=3, recompute=recompute)), H100, WHOLE_SCORES)
-        assert time.compute_s == pytest.approx(step_flops(LLAMA_8B, 3 * 4096, 4096, recompute) / (0.5 * 989e12))
-        assert time.total_s == pytest.approx(time.compute_s)
-    without = step_time(_run(LLAMA_8B, Layout()), H100, WHOLE_SCORES)
-    assert without.mfu == pytest.approx(0.5)
-    assert without.tokens_per_s_per_gpu == pytest.approx(4096 / without.total_s)
-    skipping = step_time(_run(LLAMA_8B, Layout()), H100, HALF)
-    assert skipping.causal_mfu == pytest.approx(0.5) and skipping.mfu > 0.5
+def _run(config, layout, seq_len=4096):
+    return Run(config, layout, seq_len, "bf16-master-fp32-grads")
+
+
+# ---- computing
+
+
+def test_one_gpu_computes_as_the_sum_of_products_attention_and_small_operations():
+    """By hand, from the constants: one layer of 8B and 4,096 tokens more."""
+    deep, shallow = (replace(LLAMA_8B, num_layers=layers) for layers in (9, 8))
+    more_s = step_time(_run(deep, Layout()), H100).compute_s - step_time(_run(shallow, Layout()), H100).compute_s
+    tokens, width, peak, bandwidth = 4096, 4096, 989e12, 3.35e12
+    share = RATES.matmul_share * tokens / (tokens + RATES.half_width) * width / (width + RATES.half_width)
+    products_s = 6 * tokens * layer_matmul_parameters(LLAMA_8B) / (share * peak)
+    one = replace(LLAMA_8B, num_layers=1)
+    scores_s = 3.5 * tokens * attention_flops_per_token(one, tokens, causal=True) / (0.35 * peak)
+    read = 2 * tokens * (4 * width + 2 * (32 + 8) * 128 + 4 * 14_336)
+    assert more_s == pytest.approx(products_s + scores_s + RATES.small_passes * read / bandwidth)
+
+
+def test_a_larger_micro_batch_is_faster_and_a_wider_model_nearer_to_its_share():
+    small, large = (
+        step_time(_run(LLAMA_8B, Layout(dp=8, micro_batch=size, micro_batches=8 // size)), H100) for size in (1, 8)
+    )
+    assert large.total_s < small.total_s
+    wide = step_time(_run(LLAMA_405B, Layout(tp=8)), H100, MEGATRON)
+    narrow = step_time(_run(preset("llama-3.2-1b"), Layout()), H100, MEGATRON)
+    assert wide.mfu > narrow.mfu
+
+
+def test_a_small_micro_batch_takes_as_long_as_its_kernels_need_to_be_launched():
+    """A layer of 128 tokens computes in a fraction of a millisecond; launching its kernels takes 4 ms, fused ones 1."""
+    small = Run(replace(LLAMA_8B, vocab_size=64), Layout(), 128)
+    eager, fused = (step_time(small, H100, name) for name in ("fsdp2", "torchtitan"))
+    assert eager.compute_s + eager.launches_s == pytest.approx(32 * RATES.layer_launch_ms / 1000, rel=0.03)
+    assert eager.launches_s > eager.compute_s and fused.launches_s < eager.launches_s / 3
+
+
+def test_products_of_few_rows_take_as_long_as_reading_their_weights():
+    """One token: 2 bytes a weight at 3.35 TB/s; eight tokens take hardly longer."""
+    one, eight = (
+        step_time(Run(replace(LLAMA_8B, vocab_size=64), Layout(), seq_len), H100).compute_s for seq_len in (1, 8)
+    )
+    read_s = 3 * 2 * 32 * layer_matmul_parameters(LLAMA_8B) / 3.35e12
+    assert read_s <= one < 1.4 * read_s and eight < 1.3 * one
+
+
+def test_what_is_faster_is_modelled_to_be():
+    run, full = _run(LLAMA_8B, Layout(dp=8)), _run(LLAMA_8B, Layout(dp=8, recompute="full"))
+    some = replace(run, layout=replace(run.layout, recompute="selective"))
+    operators = replace(run, operators=True)
+    for faster, slower in (
+        ((replace(run, fp8=True), "torchtitan"), (run, "torchtitan")),
+        ((run, "torchtitan"), (run, "fsdp2")),
+        ((run, "torchtitan"), (operators, "torchtitan")),
+        ((operators, "torchtitan"), (full, "torchtitan")),
+        ((some, "megatron"), (full, "megatron")),
+        ((run, "megatron"), (replace(run, attention="standard"), "megatron")),
+    ):
+        assert step_time(faster[0], H100, faster[1]).total_s < step_time(slower[0], H100, slower[1]).total_s
+
+
+def test_frozen_weights_have_no_weight_gradients():
+    from course_lib.memory.states import LoRA
+
+    full, adapters = (step_time(Run(LLAMA_8B, Layout(), 4096, lora=lora), H100) for lora in (None, LoRA(16)))
+    assert 0.6 < adapters.compute_s / full.compute_s < 0.75 and adapters.update_s < full.update_s
+
+
+# ---- communication
 
 
 @pytest.mark.parametrize(("sequence_parallel", "regather"), [(False, False), (True, False), (True, True)])
 def test_tp_alone_takes_its_calls_less_what_a_layer_hides(sequence_parallel, regather):
     layout = Layout(tp=8, sequence_parallel=sequence_parallel, regather=regather, micro_batches=2)
     run = _run(LLAMA_8B, layout)
-    bare, hidden = (step_time(run, H100, HALF, Overlap(tp=hide)) for hide in (False, True))
-    listed = calls(run)["tp"]
-    assert bare.tp_s + bare.data_s == pytest.approx(calls_s(listed, layout, H100, "tp"))
-    assert (bare.data_s > 0) == sequence_parallel  # the gradients of norms, once a step
-    waits = [waiting_s(tensor_parallel_layer_spans(run, H100, HALF, overlap)) for overlap in (False, True)]
-    assert bare.total_s - hidden.total_s == pytest.approx(2 * 32 * (waits[0] - waits[1]))
-    head_s = 2 * 3 * 2 * 4096 * 4096 * 128_256 / 8 / (0.5 * 989e12)
-    spans = tensor_parallel_layer_spans(run, H100, HALF)
-    layer_s = sum(span.seconds for span in spans if span.lane == "compute")
-    assert [bare.compute_s, hidden.compute_s] == pytest.approx(2 * [2 * 32 * layer_s + head_s])
-
-
-def test_equal_stages_wait_as_the_closed_form_says():
-    config = replace(LLAMA_8B, vocab_size=8)  # no head to speak of
-    far = replace(H100, between=replace(H100.between, latency_s=0.0, bytes_per_s=1e30), gpus_per_node=1)
-    for name, v in (("1f1b", 1), ("interleaved", 2)):
-        layout = Layout(pp=4, schedule=name, v=v, micro_batches=8)
-        time = step_time(_run(config, layout), far, HALF)
-        expected = bubble(name, 4, 8, v).of_ideal
-        assert time.bubble_s / time.compute_s == pytest.approx(expected, rel=1e-3)
-        assert time.transfer_s == pytest.approx(0, abs=1e-6) and time.data_s == 0
-    slow = step_time(_run(config, layout), replace(H100, gpus_per_node=1), HALF)
-    assert slow.transfer_s > 0
+    bare, hidden = (step_time(run, H100, engine) for engine in (NOTHING_HIDDEN, COURSE))
+    assert bare.tp_s == pytest.approx(2 * calls_s(stage_calls(run, 0)["tp"], layout, H100, "tp"))
+    assert bare.tp_s / 2 < hidden.tp_s < bare.tp_s  # forward sums cannot be hidden
+    assert step_time(run, H100, replace(NOTHING_HIDDEN, hides_tp=0.8)).tp_s < 0.25 * bare.tp_s
 
 
 def test_gradients_hide_behind_backward_until_the_link_is_too_slow():
     layout = Layout(dp=8, zero_stage=1, micro_batches=4)
-    fast = step_time(_run(LLAMA_8B, layout), H100, HALF)
-    assert fast.data_s == 0
-    bare = step_time(_run(LLAMA_8B, layout), H100, HALF, overlap=Overlap(data=False))
+    assert step_time(_run(LLAMA_8B, layout), H100).data_s == 0
+    bare = step_time(_run(LLAMA_8B, layout), H100, NOTHING_HIDDEN)
     numel = 8_030_261_248
-    by_hand = collective_s("reduce_scatter", 4 * numel, 8, H100.inside) + collective_s(
-        "all_gather", 2 * numel, 8, H100.inside
+    by_hand = sum(
+        collective_s(name, size * numel, 8, H100.inside) for name, size in (("reduce_scatter", 4), ("all_gather", 2))
     )
-    assert bare.data_s == pytest.approx(by_hand, rel=0.1)  # in one message here, in buckets there
+    assert bare.data_s == pytest.approx(by_hand, rel=0.01)
     for zero_stage, messages in ((2, (4 * 4 + 2) / 6), (3, (4 * 4 + 4 * 2 * 2) / 6)):  # 4 bytes summed, 2 gathered
-        again = step_time(
-            _run(LLAMA_8B, replace(layout, zero_stage=zero_stage)), H100, HALF, overlap=Overlap(data=False)
-        )
-        assert again.data_s == pytest.approx(messages * bare.data_s, rel=0.1)
+        again = step_time(_run(LLAMA_8B, replace(layout, zero_stage=zero_stage)), H100, NOTHING_HIDDEN)
+        assert again.data_s == pytest.approx(messages * bare.data_s, rel=0.01)
     ethernet = replace(H100, gpus_per_node=1, between=link("ethernet-100g"))
-    assert step_time(_run(LLAMA_8B, layout), ethernet, HALF).data_s > 1
-    stage_3 = [
-        step_time(_run(LLAMA_8B, replace(layout, zero_stage=3)), ethernet, HALF, overlap=Overlap(data=data))
-        for data in (False, True)
-    ]
-    assert stage_3[1].data_s == pytest.approx(stage_3[0].data_s - stage_3[0].compute_s)  # all computing hides some
+    assert step_time(_run(LLAMA_8B, layout), ethernet).data_s > 1
 
 
 def test_where_groups_lie_follows_from_the_order_of_the_axes():
@@ -107,98 +129,141 @@ def test_where_groups_lie_follows_from_the_order_of_the_axes():
     outer = replace(inner, order=("tp", "pp", "cp", "dp"))
     assert [ranks_in_a_node(outer, H100, axis) for axis in ("tp", "data", "pp")] == [1, 4, 2]
     assert ranks_in_a_node(Layout(pp=4, tp=4), H100, "pp") == 1  # two of four share a node, and two messages cross
-    times = [
-        step_time(_run(LLAMA_8B, replace(layout, sequence_parallel=True)), H100, HALF) for layout in (inner, outer)
-    ]
+    times = [step_time(_run(LLAMA_8B, replace(layout, sequence_parallel=True)), H100) for layout in (inner, outer)]
     assert times[1].tp_s > 3 * times[0].tp_s
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("dp_replicate", [1, 2])
+def test_groups_of_gradients_lie_as_the_mesh_says(tp, dp_replicate):
+    from course_lib.timing.exchange import _per_node
+
+    layout = Layout(dp=64 // tp, tp=tp, zero_stage=3 if dp_replicate > 1 else 1, dp_replicate=dp_replicate)
+    axes = {layout.shard_axes[0]: layout.shard_size} | ({"replicate": 2} if dp_replicate > 1 else {})
+    for axis, ranks in axes.items():
+        assert _per_node(layout, H100, axis, ranks) == ranks_in_a_node(layout, H100, axis), axis
 
 
 def test_experts_send_rows_and_two_micro_batches_at_once_hide_them():
     config = preset("mixtral-8x7b")
-    layout = Layout(dp=64, ep=8, zero_stage=1)
-    spread = replace(layout, dp=64, order=("pp", "cp", "tp", "dp"))
-    time = step_time(_run(config, spread), H100, HALF)
+    spread = Layout(dp=64, ep=8, zero_stage=1)
+    time = step_time(_run(config, spread), H100)
     assert 0 < time.ep_s < 0.2 * time.total_s
-    assert step_time(_run(config, spread), H100, HALF, overlap=Overlap(ep=True)).ep_s == 0
-    assert step_time(_run(config, spread), replace(H100, gpus_per_node=1), HALF).ep_s > 2 * time.ep_s
+    assert step_time(_run(config, spread), H100, replace(COURSE, hides_ep=True)).ep_s == 0
+    assert step_time(_run(config, spread), replace(H100, gpus_per_node=1)).ep_s > 2 * time.ep_s
 
 
-@pytest.mark.slow
-def test_llama_3_405b_beside_its_published_mfu():
-    """43, 41 and 38 % (Llama 3, table 4). Two things are ours: interleaving by 4, which the paper does not tell, and
-    55 % of the peak while computing. The third figure fits only if attention counts half, as its kernels do it."""
-    cluster = Cluster(gpu("h100"), link("nvlink4"), link("roce-400"))
-    common = (
-        "tp=8,pp=16,zero_stage=1,sequence_parallel=true,schedule=interleaved,v=4,cp_method=all_gather,layers_of_stage="
-    )
-    common += "-".join(map(str, (1, *[2] * 62, 1)))
-    for text, seq_len, published in (
-        ("dp=64,micro_batches=32,", 8192, 0.43),
-        ("dp=128,micro_batches=16,", 8192, 0.41),
-        ("dp=8,cp=16,micro_batches=16,", 131_072, 0.38),
-    ):
-        time = step_time(
-            Run(LLAMA_405B, Layout.parse(text + common), seq_len, "bf16-master-fp32-grads"),
-            cluster,
-            Utilisation(0.55, FLASH_ATTENTION_3),
-        )
-        assert time.num_tokens == 2**24
-        assert time.causal_mfu == pytest.approx(published, rel=0.06)
+def test_whole_experts_over_tp_send_each_row_once_and_lie_as_the_mesh_says():
+    from course_lib.timing.exchange import _numel_of_rank, _per_node
+
+    config, cut = preset("mixtral-8x7b"), Layout(dp=16, tp=2, ep=4, zero_stage=1, sequence_parallel=True)
+    folded = replace(cut, expert_tp=1)
+    assert step_time(_run(config, folded), H100).ep_s < 0.6 * step_time(_run(config, cut), H100).ep_s
+    for layout in (cut, folded):
+        held = sum(flat.numel for flat in flats_of(config, layout) if flat.kind == "experts")
+        assert _numel_of_rank(Case(_run(config, layout), H100, COURSE, RATES), 0)[1] == held
+        assert _per_node(layout, H100, "expert_dp", layout.expert_dp) == ranks_in_a_node(layout, H100, "expert_dp")
 
 
-@pytest.mark.slow
-def test_rows_that_recomputation_sends_again_hide_behind_backward():
-    """Over no network are rows hidden without recomputation, and seen with it: half of them then are in backward."""
-    layout, hidden = Layout(pp=16, dp=128, ep=64, zero_stage=1, micro_batches=32), []
-    for speed in (1, 2, 4, 8, 16):
-        network = replace(H100.between, bytes_per_s=speed * H100.between.bytes_per_s)
-        faster, runs = replace(H100, between=network), [replace(layout, recompute=each) for each in ("none", "full")]
-        of = [step_time(_run(preset("deepseek-v3"), each), faster, HALF, Overlap(ep=True)).ep_s for each in runs]
-        hidden.append((of[0] == 0, of[1] == 0))
-    assert (True, True) in hidden and (False, False) in hidden and (True, False) not in hidden
-
-
-def test_attention_runs_at_its_own_rate_and_a_fused_kernel_computes_its_scores_again():
-    """By hand, one GPU, 32k tokens: products at one share of the peak, scores at another."""
-    seq_len, peak = 32_768, 989e12
-    scores = seq_len * attention_flops_per_token(LLAMA_8B, seq_len, causal=True)
-    products = step_flops(LLAMA_8B, seq_len, seq_len, causal=True) - 3 * scores
-    for attention, passes in (("standard", 3), ("fused", 3.5)):
-        time = step_time(Run(LLAMA_8B, Layout(), seq_len, attention=attention), H100, Utilisation())
-        assert time.total_s == pytest.approx(products / (0.5 * peak) + passes * scores / (0.35 * peak))
-
-
-def test_long_sequences_on_cp_ranks_beside_published_throughput():
-    """8B with Float8 products and full recomputation on 8 H100; the products' share is fitted to 8,192 tokens alone.
-
-    Attention at the products' rate would be 23 to 143 % too fast. At its own rate half of that is left, and of the rest
-    most at 4 and 8 ranks: a ring of contiguous pieces, which waits, would explain it. The source names no sequence
-    sharding.
-    """
-    cluster = Cluster(gpu("h100"), link("nvlink4"), link("ib-ndr400"))
-
-    def speed(utilisation, cp, sequence_sharding="zigzag"):
-        layout = Layout(dp=8 // cp, cp=cp, zero_stage=3, recompute="full", cp_sharding=sequence_sharding)
-        return step_time(Run(LLAMA_8B, layout, 32_768 * cp), cluster, utilisation).tokens_per_s_per_gpu
-
-    alike, own = Utilisation(0.476, 0.476), Utilisation(0.476)
-    errors = {
-        name: [speed(utilisation, cp, sharding) / published - 1 for cp, published in PUBLISHED_CP_THROUGHPUT.items()]
-        for name, utilisation, sharding in (
-            ("alike", alike, "zigzag"), ("own", own, "zigzag"), ("waiting", own, "contiguous"),
-        )
-    }  # fmt: skip
-    assert max(errors["own"]) < 0.7 * max(errors["alike"])
-    assert all(own < alike for own, alike in zip(errors["own"], errors["alike"], strict=True))
-
-
-def test_a_utilisation_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="matmul is 55; give a finite number"):
-        step_time(_run(LLAMA_8B, Layout()), H100, Utilisation(55))
+def test_a_contiguous_ring_waits_and_megatrons_zigzag_does_not():
+    run = replace(_run(replace(LLAMA_8B, max_seq_len=2**18), Layout(cp=8), 262_144), fp8=True)
+    waiting = [step_time(run, H100, name).cp_s for name in ("torchtitan", "megatron")]
+    assert waiting[0] > 10 * waiting[1]
 
 
 @pytest.mark.parametrize("axes", [{"tp": 2, "sequence_parallel": True}, {"cp": 2}])
 def test_stages_of_dense_layers_before_those_with_experts_are_timed_over_tp_and_cp(axes):
     config = replace(preset("deepseek-v3"), num_layers=8)  # its first three layers are dense
-    time = step_time(Run(config, Layout(pp=8, micro_batches=8, **axes), 4096), H100, HALF)
+    time = step_time(Run(config, Layout(pp=8, micro_batches=8, **axes), 4096), H100)
     assert time.tp_s + time.cp_s > 0
+
+
+# ---- the pipeline
+
+
+def test_equal_stages_wait_as_the_closed_form_says():
+    config = replace(LLAMA_8B, vocab_size=8)  # no head to speak of
+    for name, v in (("1f1b", 1), ("interleaved", 2)):
+        layout = Layout(pp=4, schedule=name, v=v, micro_batches=8)
+        time = step_time(_run(config, layout), H100)
+        assert time.bubble_s / time.compute_s == pytest.approx(bubble(name, 4, 8, v).of_ideal, rel=0.01)
+    slow = step_time(_run(config, layout), replace(H100, gpus_per_node=1))
+    assert slow.transfer_s > time.transfer_s > 0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_pipeline_of_any_schedule_takes_as_long_as_the_simulator_says(seed):
+    """Stages differ by a layer, and the last has the head: within 4 %, on the V within 12 %."""
+    rng = random.Random(seed)
+    name, most = rng.choice([("1f1b", 0.03), ("interleaved", 0.04), ("zb_h1", 0.04), ("zbv", 0.12), ("naive", 0.03)])
+    v = rng.choice([2, 4]) if name == "interleaved" else 1
+    layout = Layout(pp=rng.choice([2, 4, 8]), schedule=name, v=v, micro_batches=8 * rng.randrange(1, 7))
+    run = _run(replace(LLAMA_8B, num_layers=rng.randrange(64, 90)), layout)
+    time = step_time(run, H100)
+    schedule = make(name, layout.pp, layout.micro_batches, v)
+    there_s = simulate(schedule, stage_costs(run, H100)).makespan_s
+    assert time.total_s - time.data_s - time.update_s == pytest.approx(there_s, rel=most), layout
+
+
+# ---- a measured network
+
+
+def test_a_measured_network_gives_what_it_gave_over_as_many_nodes():
+    seconds = [network_s(MEASURED, "all_gather", 256e6, 8 * nodes, 8, 1.0) for nodes in (8, 64)]
+    assert seconds[0] == pytest.approx(63 / 64 * 256e6 / 68.9975e9)
+    assert seconds[1] == pytest.approx(511 / 512 * 256e6 / 11.0383e9)
+    alone = network_s(MEASURED, "all_gather", 256e6, 2, 1, 1.0)  # a GPU of each node: no more than its port
+    assert alone == pytest.approx(256e6 / 2 / 50e9)
+    assert network_s(H100, "all_gather", 256e6, 512, 8, 1.0) < seconds[1] / 10
+
+
+def test_pipelines_over_many_measured_nodes_wait_and_few_nodes_do_not():
+    def waits(nodes, cluster):
+        layout = Layout(dp=2 * nodes, tp=2, pp=2, zero_stage=1, micro_batches=8)
+        return step_time(_run(LLAMA_8B, layout), cluster, "nanotron").waiting_s
+
+    assert waits(64, MEASURED) == pytest.approx(8 * RATES.stall_s)
+    assert 0 < waits(4, MEASURED) < 0.01 * RATES.stall_s and waits(64, H100) == 0
+
+
+def test_zero_0_over_64_measured_nodes_is_slower_than_zero_1_and_over_32_it_is_not():
+    """3.57 billion parameters: measured, ZeRO-1 was six times as fast over 64 nodes."""
+    for nodes, slower in ((64, True), (32, False)):
+        layouts = [Layout(dp=4 * nodes, tp=2, sequence_parallel=True, zero_stage=stage) for stage in (0, 1)]
+        zero, one = (step_time(_run(preset("playbook-3b"), each), MEASURED, "nanotron").total_s for each in layouts)
+        assert (zero > 2 * one) == slower
+
+
+# ---- beside what was published
+
+
+@pytest.mark.parametrize(
+    ("text", "seq_len", "published"),
+    [("dp=64,micro_batches=32,", 8192, 0.43), ("dp=128,micro_batches=16,", 8192, 0.41),
+     ("dp=8,cp=16,micro_batches=16,", 131_072, 0.38)],
+)  # fmt: skip
+def test_llama_3_405b_beside_its_published_mfu(text, seq_len, published):
+    """Llama 3, table 4. Interleaving by 4 is ours: the paper does not tell it."""
+    cluster = Cluster(gpu("h100"), link("nvlink4"), link("roce-400"))
+    text += "tp=8,pp=16,zero_stage=1,sequence_parallel=true,schedule=interleaved,v=4,cp_method=all_gather"
+    layout = Layout.parse(f"{text},layers_of_stage={'-'.join(map(str, (1, *[2] * 62, 1)))}")
+    time = step_time(_run(LLAMA_405B, layout, seq_len), cluster, MEGATRON)
+    assert time.num_tokens == 2**24
+    assert time.causal_mfu == pytest.approx(published, rel=0.22)
+
+
+def test_long_sequences_on_cp_ranks_beside_published_throughput():
+    """8B with Float8 products and full recomputation on 8 H100 of 500 W; torchtitan's pieces are contiguous."""
+    cluster = replace(H100, gpu=gpu("h100-96"))
+    for cp, published in PUBLISHED_CP_THROUGHPUT.items():
+        layout = Layout(dp=8 // cp, cp=cp, zero_stage=3, recompute="full")
+        run = replace(_run(replace(LLAMA_8B, max_seq_len=2**18), layout, 32_768 * cp), fp8=True)
+        assert step_time(run, cluster, "torchtitan").tokens_per_s_per_gpu == pytest.approx(published, rel=0.21)
+
+
+def test_a_constant_that_cannot_be_is_refused():
+    for name, (least, most) in RANGES.items():
+        assert least <= getattr(RATES, name) <= most
+        with pytest.raises(ValueError, match=f"{name} is .*; plausible: {least} to {most}"):
+            Rates(**{name: 2 * most})
+    assert len(RANGES) == 8

@@ -7,6 +7,7 @@ import pytest
 
 from course_lib import timing
 from course_lib.config import preset
+from course_lib.engines import ENGINES
 from course_lib.hardware import (
     GPUS,
     LINKS,
@@ -21,7 +22,6 @@ from course_lib.memory.budget import budgets, largest_that_fits
 from course_lib.memory.zero import Offload, layer_units, offload_link_bytes, zero_state_bytes
 from course_lib.run import Run
 from course_lib.timing import (
-    Overlap,
     Utilisation,
     ZeroLayer,
     crossing_s,
@@ -54,16 +54,19 @@ def test_C138_one_direction_of_the_link_carries_a_collective():
 UTILISATION = Utilisation(matmul=0.45)
 
 
+NOTHING_HIDDEN = replace(ENGINES["course"], hides_behind_weights=False)
+
+
 def _tensor_step(tp, overlap=False, **how):
     layout = Layout(tp=tp, **how)
-    return step_time(Run(LLAMA_70B, layout, 4096), EFA, UTILISATION, Overlap(tp=overlap))
+    return step_time(Run(LLAMA_70B, layout, 4096), EFA, "course" if overlap else NOTHING_HIDDEN)
 
 
 def test_a_step_is_its_computing_and_what_is_not_hidden():
     plain, hidden = (_tensor_step(8, overlap) for overlap in (False, True))
-    assert [plain.compute_s, hidden.compute_s] == pytest.approx(2 * [_tensor_step(1).compute_s / 8])
+    assert plain.compute_s == pytest.approx(hidden.compute_s) and plain.working_s < _tensor_step(1).working_s / 6
     assert plain.tp_s / 2 < hidden.tp_s < plain.tp_s  # forward sums cannot be hidden
-    assert 0.085 < hidden.waiting_share < 0.09 < 0.14 < plain.waiting_share < 0.147
+    assert 0.05 < hidden.waiting_share < 0.08 < plain.waiting_share < 0.12
     assert _tensor_step(1, True).waiting_share == 0
 
 
@@ -76,27 +79,21 @@ def test_C079_C087_C088_published_throughput_falls_by_43_percent_from_8_to_16():
 
 
 @pytest.mark.parametrize("sp", [False, True])
-def test_C079_the_model_falls_with_the_published_scaling(sp):
-    """Nothing is fitted but computing's share of the peak, once, to the two GPUs; micro-batches as published."""
+def test_C079_the_clock_falls_with_the_published_scaling(sp):
+    """A model that is in no fit. Micro-batches are as published; how many a step has is not told: four are taken."""
     published = PLAYBOOK_TP[sp]
 
-    def speed(tp, utilisation):
-        layout = Layout(tp=tp, sequence_parallel=sp, regather=sp, micro_batch=published[tp][1])
-        run = Run(PLAYBOOK_3B, layout, 4096)
-        return step_time(run, EFA, Utilisation(utilisation), Overlap(tp=False)).tokens_per_s_per_gpu
+    def speed(tp):
+        layout = Layout(tp=tp, sequence_parallel=sp, regather=sp, micro_batch=published[tp][1], micro_batches=4)
+        return step_time(Run(PLAYBOOK_3B, layout, 4096), EFA, "nanotron").tokens_per_s_per_gpu
 
-    utilisation = 0.45
-    for _ in range(20):  # comm_s does not depend on it, so this converges at once
-        utilisation *= published[2][0] / speed(2, utilisation)
-    assert 0.35 < utilisation < 0.38  # of matrix products; attention's own share is not fitted
-    ours = {tp: speed(tp, utilisation) for tp in published}
-    errors = {tp: ours[tp] / published[tp][0] - 1 for tp in published}
-    assert max(abs(errors[tp]) for tp in (2, 4, 8)) < 0.08
-    fall = ours[16] / ours[8] - 1
-    assert fall == pytest.approx(-0.22 if not sp else -0.28, abs=0.01)  # published: -42.7 and -43.4 %
-    # between nodes EFA was measured far below what NCCL's model counts on, and matrices become narrow
-    assert errors[16] == pytest.approx(0.41 if not sp else 0.17, abs=0.01)
-    assert errors[32] > 1.5 or sp
+    errors = {tp: speed(tp) / told - 1 for tp, (told, _) in published.items()}
+    assert max(abs(errors[tp]) for tp in (2, 4, 8)) < 0.11
+    if not sp:
+        assert max(map(abs, errors.values())) < 0.11
+        assert speed(16) / speed(8) - 1 == pytest.approx(-0.42, abs=0.02)  # published: -42.7 %
+    else:  # 40 and 100 sequences at once hide what they send between nodes, and the clock hides nothing
+        assert -0.5 < errors[32] < errors[16] < -0.2
 
 
 @pytest.mark.slow
@@ -121,7 +118,7 @@ def test_C181_full_recomputation_took_a_third_longer():
     kept, full = sum((7.7, 11.9)), sum((7.7, 19.5))  # ms, one layer of 22B (Korthikanti et al. 2022, table 4)
     assert round(100 * (full / kept - 1)) == 39
     step = [_tensor_step(8, recompute=r).total_s for r in ("none", "full")]
-    assert 0.28 < step[1] / step[0] - 1 < 0.34  # modelled; the paper's 36 % at 530B and 1T is measured
+    assert 0.20 < step[1] / step[0] - 1 < 0.34  # with an update; the paper's 36 % at 530B and 1T is measured
 
 
 def _layer_spans(overlap=True, **how):

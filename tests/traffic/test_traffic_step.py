@@ -38,6 +38,9 @@ LAYOUTS = [
     (MOE, "dp=2,tp=2,ep=2,sequence_parallel=true,expert_method=once_per_rank,zero_stage=3", 32),
     (SHARED, "dp=2,tp=2,ep=2,recompute=full", 32),
     (SHARED, "dp=2,cp=2,ep=4,recompute=full,zero_stage=2", 32),
+    (MOE, "dp=2,tp=2,ep=4,sequence_parallel=true,zero_stage=3,regather=true,micro_batches=2", 32),
+    (SHARED, "tp=4,ep=2,expert_tp=1,sequence_parallel=true,recompute=full,regather=true", 32),
+    (SHARED, "cp=2,tp=2,ep=4,sequence_parallel=true,expert_method=once_per_rank,zero_stage=1", 32),
 ]
 
 
@@ -83,7 +86,7 @@ def test_real_ranks_send_along_each_axis_and_hold_what_the_formulas_say():
         for rank in range(4):
             routings = None
             if config.moe:
-                members = layout.mesh.members(rank, layout.ep)["ep"]
+                members = layout.members(rank)["ep"]
                 routings = list(zip(*(results[member][index][1] for member in members), strict=True))
             predicted = sent(Run(config, layout, seq_len, "fp32"), rank, clip=True, routings=routings)
             measured = {axis: size for axis, size in results[rank][index][0].items() if size}
@@ -101,6 +104,7 @@ def test_real_ranks_send_along_each_axis_and_hold_what_the_formulas_say():
             UNEVEN, "dp=4,cp=2,tp=8,pp=2,zero_stage=2,schedule=interleaved,v=2,micro_batches=4", marks=EXHAUSTIVE
         ),
         pytest.param(MOE, "dp=32,pp=4,ep=8,zero_stage=3,micro_batches=4", marks=EXHAUSTIVE),
+        (SHARED, "dp=16,tp=4,pp=2,ep=8,expert_tp=1,sequence_parallel=true,zero_stage=1,micro_batches=2"),
     ],
 )
 def test_a_rank_of_hundreds_sends_and_holds_what_the_formulas_say(config, text):

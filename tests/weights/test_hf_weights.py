@@ -34,6 +34,12 @@ def qwen3(**changes):
     return hf().Qwen3ForCausalLM(hf().Qwen3Config(**(shape | changes)))
 
 
+def mistral():
+    shape = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 8,
+             "num_key_value_heads": 2, "intermediate_size": 112, "sliding_window": None}  # fmt: skip
+    return hf().MistralForCausalLM(hf().MistralConfig(**shape))
+
+
 def mixtral():
     return hf().MixtralForCausalLM(
         hf().MixtralConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=8,
@@ -75,6 +81,7 @@ MODELS = {
     "rope scaling": lambda: llama(rope_parameters=LLAMA3_ROPE),
     "norms of heads": qwen3,
     "norms of heads, tied": lambda: qwen3(tie_word_embeddings=True),
+    "mistral": mistral,
     "mixtral": mixtral,
     "latent attention": deepseek,
     "latent attention, short values": lambda: deepseek(v_head_dim=8),
@@ -144,8 +151,5 @@ def test_names_of_experts_are_those_of_mixtrals_files():
 def test_other_models_are_refused():
     with pytest.raises(ValueError, match="attention_bias is True"):
         config_from_transformers(hf().Qwen3Config(attention_bias=True))
-    with pytest.raises(
-        ValueError,
-        match="model_type is 'bert'; this course has llama, qwen3, mixtral, deepseek_v3, gpt2 and xlm-roberta-xl",
-    ):
+    with pytest.raises(ValueError, match="model_type is 'bert'; this course has llama, mistral, qwen3, mixtral, deep"):
         config_from_transformers(hf().BertConfig())

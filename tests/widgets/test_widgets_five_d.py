@@ -39,7 +39,7 @@ def test_the_view_is_what_the_formulas_say():
     assert view.limits_bytes == {gpu("a100-80").name: gpu("a100-80").usable_bytes}
     assert view.largest == 0 and view.sent_bytes == sent(Run(config, layout, 4096))
     cluster = Cluster(gpu("a100-80"), link("nvlink3"), link("ib-hdr200"), 8)
-    assert view.time == step_time(Run(config, layout, 4096, "bf16-master"), cluster, five_d.UTILISATION)
+    assert view.time == step_time(Run(config, layout, 4096, "bf16-master"), cluster, five_d.ENGINE)
     assert f"MFU {100 * view.time.mfu:.2g} %" in view.text and "Modelled, not measured" in view.text
     assert "32 ranks on 4 nodes, 131,072 tokens a step. In a node: tp. Over the network: pp, dp." in view.text
 

@@ -13,7 +13,7 @@ from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
 from course_lib.memory.states import count_parameters
 from course_lib.run import Run
-from course_lib.timing import Overlap, step_time
+from course_lib.timing import step_time
 from course_lib.widgets import tensor, zero
 from course_lib.widgets.tensor import TensorChoice, explore_tensor, step_times, tensor_explorer
 from course_lib.widgets.zero import ZeroChoice, explore_zero, zero_explorer
@@ -77,9 +77,9 @@ def test_the_tensor_view_is_the_budget_and_the_modelled_step():
     assert [bar.label for bar in view.bars] == ["one GPU", "TP 8", "TP 8 + SP"]
     assert view.bars[2].total_bytes < view.bars[1].total_bytes < view.bars[0].total_bytes
     run = Run(config, Layout(tp=8, sequence_parallel=True), 4096)
-    step = step_time(run, cluster, tensor.UTILISATION, Overlap(tp=False))
+    step = step_time(run, cluster, tensor.ENGINE)
     assert view.steps[8] == step and list(view.steps) == [1, 2, 4, 8, 16, 32]  # 32 heads
-    assert step_times(view)["tp 8"] == (step.compute_s, step.total_s - step.compute_s)
+    assert step_times(view)["tp 8"] == (step.working_s, step.total_s - step.working_s)
     assert view.title.endswith(f"modelled: {100 * step.waiting_share:.0f} % communication")
     assert "Modelled, not measured" in view.text
 

@@ -217,7 +217,7 @@ def _norm(held: list[dict[str, Tensor]], layout: Layout, copies: Callable) -> Te
 
 def _held(rank: int, layout: Layout, seed: int, size: int) -> dict[str, Tensor]:
     """Gradients after all sums: ranks that hold the same parameter have the same numbers."""
-    here, ep_rank = layout.mesh.coordinates(rank), layout.mesh.members(rank, layout.ep)["ep"].index(rank)
+    here, ep_rank = layout.mesh.coordinates(rank), layout.members(rank)["ep"].index(rank)
     owner = {"matrices": 10 + here["tp"], "norms": 20, "experts": 30 + 10 * here["tp"] + ep_rank}
     draw = {kind: torch.Generator().manual_seed(seed + number) for kind, number in owner.items()}
     return {kind: numbers(generator, size, 3) for kind, generator in draw.items()}

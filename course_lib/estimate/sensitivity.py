@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from course_lib.estimate.calibrate import Calibration
+from course_lib.estimate.estimate import Estimate
 from course_lib.hardware import Cluster
-from course_lib.predict.calibrate import Calibration
-from course_lib.predict.prediction import Prediction
-from course_lib.predict.rates import RANGES, Rates
+from course_lib.timing.rates import RANGES, Rates
 
 CHANGE = 0.2
 
-Predicted = Sequence[Prediction | str]
+Predicted = Sequence[Estimate | str]
 
 
 def fastest(rows: Sequence[Mapping[str, str]], predictions: Predicted) -> dict[tuple[str, str], int]:
@@ -52,7 +52,7 @@ def _with(name: str, factor: float, cluster: Cluster, rates: Rates) -> tuple[Clu
     return cluster, replace(rates, **{name: min(most, max(least, factor * getattr(rates, name)))})
 
 
-def _moved(one: Prediction | str, other: Prediction | str) -> float:
+def _moved(one: Estimate | str, other: Estimate | str) -> float:
     if isinstance(one, str) or isinstance(other, str):
         return 0.0
     return max(abs(other.step_s / one.step_s - 1), abs(other.memory_bytes / one.memory_bytes - 1))

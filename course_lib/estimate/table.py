@@ -1,9 +1,11 @@
 """A table of runs, and the same table with predictions: CSV in, CSV out.
 
 columns read    model nodes gpus mbs grad_acc dp pp tp zero      (others are handed through)
-    and, if there cp ep sp seq precision recompute offload schedule v layers_of_stage dp_replicate cp_method cp_sharding
+    and, if there cp ep expert_tp sp seq precision recompute states finetune optimizer offload attention loss_chunks
+                  schedule v layers_of_stage dp_replicate cp_method cp_sharding
 columns added   predicted_mem_gb predicted_tok_s_gpu predicted_mfu_pct fits why
-                mem_gb as the framework's log counts: nanotron's in GiB, the others' in GB
+                mem_gb as the engine's log counts: nanotron's in GiB, other engines' in GB; "fits" is no where not even
+                the lower end of the error bar does, and "why" tells the verdict in words: fits, tight, does not fit
     and, if asked mem_gb_from mem_gb_to tok_s_gpu_from tok_s_gpu_to: where nine in ten runs like it lay
 """
 
@@ -18,31 +20,22 @@ from math import ceil
 from pathlib import Path
 from typing import get_args
 
-from course_lib.config import ModelConfig, MoeConfig, Recompute, preset
-from course_lib.hardware import Cluster
+from course_lib.config import ModelConfig, Recompute
+from course_lib.engines import Engine, engine_of
+from course_lib.estimate.estimate import Estimate, estimate
+from course_lib.hardware import GPU, Cluster, gpu_for
 from course_lib.layout import Layout
+from course_lib.memory.states import OPTIMIZERS, LoRA, recipe_of
 from course_lib.memory.zero import Offload
-from course_lib.predict.frameworks import PRECISIONS, How
-from course_lib.predict.prediction import Prediction, predict
-from course_lib.predict.rates import RATES, Rates
 from course_lib.run import Run
-from course_lib.validate import Size, checked, one_of, read_json, show
+from course_lib.timing.rates import RATES, Rates
+from course_lib.validate import Size, checked, one_of, show
 
 READ = ("nodes", "gpus", "mbs", "grad_acc", "dp", "pp", "tp", "zero")
 ADDED = ("predicted_mem_gb", "predicted_tok_s_gpu", "predicted_mfu_pct", "fits", "why")
 BARS = ("mem_gb_from", "mem_gb_to", "tok_s_gpu_from", "tok_s_gpu_to")
-SHAPES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")
-WIDTHS = (
-    "head_dim",
-    "experts",
-    "top_k",
-    "expert_ffn",
-    "shared_experts",
-    "dense_layers",
-    "family",
-)  # of a shape, if it has them
 # Columns that a table may have beside: name in the table -> name in a Layout, or what `run_of` makes of it.
-WHOLE = {"cp": "cp", "ep": "ep", "v": "v", "dp_replicate": "dp_replicate"}
+WHOLE = {"cp": "cp", "ep": "ep", "expert_tp": "expert_tp", "v": "v", "dp_replicate": "dp_replicate"}
 WORDS = {"schedule": "schedule", "cp_method": "cp_method", "cp_sharding": "cp_sharding", "layers_of_stage": None}
 KNOWN = {
     "model",
@@ -53,66 +46,32 @@ KNOWN = {
     "seq",
     "precision",
     "recompute",
+    "states",
+    "finetune",
+    "optimizer",
+    "attention",
+    "loss_chunks",
     "offload",
     "status",
     "step_s",
     "tok_s_gpu",
 }
 RECOMPUTE = (*get_args(Recompute), "operators")
-
-
-def read_models(path: str | Path, seq_len: int) -> dict[str, ModelConfig]:
-    """Read shapes by name: {"8B": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 32, "ffn": 14336, ...}}.
-
-    A shape may also be the name of a preset. Experts: experts, top_k, expert_ffn, shared_experts, dense_layers.
-
-    Raises   ValueError that names the model and what it lacks
-    """
-    told = read_json(path)
-    if not isinstance(told, dict):
-        raise ValueError(f"{path} holds a {type(told).__name__}; required: an object of shapes by a model's name")
-    models = {}
-    for name, shape in told.items():
-        try:
-            models[name] = _model(name, shape, seq_len)
-        except TypeError as error:
-            raise ValueError(f"model {name!r}: {error}") from None
-    return models
-
-
-def _model(name: str, shape: Mapping[str, object] | str, seq_len: int) -> ModelConfig:
-    if isinstance(shape, str):
-        return preset(shape)
-    if not isinstance(shape, dict) or not set(SHAPES) <= set(shape) <= {*SHAPES, *WIDTHS}:
-        got = ", ".join(shape) if isinstance(shape, dict) else repr(shape)
-        raise ValueError(f"model {name!r} has {got}; required: {', '.join(SHAPES)}; possible: {', '.join(WIDTHS)}")
-    layers, hidden, heads, kv_heads, ffn, vocab, tied = (shape[key] for key in SHAPES)
-    moe = None
-    if "experts" in shape:
-        if not {"top_k", "expert_ffn"} <= set(shape):
-            raise ValueError(f"model {name!r} has experts; required beside: top_k, expert_ffn")
-        moe = MoeConfig(
-            shape["experts"],
-            shape["top_k"],
-            shape["expert_ffn"],
-            shape.get("shared_experts", 0),
-            normalise_weights=shape["top_k"] > 1,
-            first_dense_layers=shape.get("dense_layers", 0),
-        )
-    sizes = (layers, hidden, heads, kv_heads, ffn, vocab, seq_len)
-    return ModelConfig(
-        name, *sizes, tied=tied, head_dim=shape.get("head_dim"), moe=moe, family=shape.get("family", "llama")
-    )
+PRECISIONS = ("bf16", "fp8", "fp16", "fp32")  # of products; fp16 and fp32 have states of their own
+STATES_IN = {"fp16": "fp16-master-fp32-grads", "fp32": "fp32"}
+LORA_RANK = 16
 
 
 @checked
-def run_of(row: Mapping[str, str], models: Mapping[str, ModelConfig], seq_len: Size) -> Run:
-    """Make the run of one row.
+def run_of(
+    row: Mapping[str, str], models: Mapping[str, ModelConfig], seq_len: Size, engine: str | Engine = "nanotron"
+) -> Run:
+    """Make the run of one row, with the engine's states unless the row tells its own.
 
     Raises   ValueError that says what the row lacks, or why it cannot be
     """
     if (name := row.get("model")) not in models:
-        raise ValueError(f"model is {name!r}; known: {', '.join(models)}")
+        raise ValueError(f"model is {name!r}; known: {', '.join(models) or 'presets'}; give others by --models")
     numbers = {column: _whole(row, column) for column in READ}
     changes = {field: _whole(row, column) for column, field in WHOLE.items() if row.get(column)}
     dp, pp, tp = (numbers[axis] for axis in ("dp", "pp", "tp"))
@@ -143,12 +102,38 @@ def run_of(row: Mapping[str, str], models: Mapping[str, ModelConfig], seq_len: S
     config = models[name]
     if tokens > config.max_seq_len and config.family == "llama":
         config = replace(config, max_seq_len=tokens)
-    return Run(config, layout, tokens, "bf16-master-fp32-grads", offload=_offload(row))
+    precision = _word(row, "precision", PRECISIONS)
+    recipe = row.get("states") or STATES_IN.get(precision) or engine_of(engine).recipe
+    finetune = _word(row, "finetune", ("full", "lora", "qlora"))
+    return Run(
+        config,
+        layout,
+        tokens,
+        recipe,
+        attention=_word(row, "attention", ("fused", "standard")),
+        optimizer=_word(row, "optimizer", OPTIMIZERS),
+        lora=None if finetune == "full" else LoRA(LORA_RANK, four_bits=finetune == "qlora"),
+        offload=_offload(row),
+        loss_chunks=_whole(row, "loss_chunks") if row.get("loss_chunks") else 1,
+        fp8=precision == "fp8",
+        operators=recompute == "operators",
+    )
 
 
-def how_of(row: Mapping[str, str]) -> How:
-    """What the row says of precision and recomputation."""
-    return How(_word(row, "precision", PRECISIONS), _word(row, "recompute", RECOMPUTE) == "operators")
+def _usual(row: Mapping[str, str], gpu: GPU) -> Mapping[str, str]:
+    """The row in FP16 where it tells no precision and the GPU has no BF16 units."""
+    if gpu.bf16_flops is not None or row.get("precision") or row.get("states"):
+        return row
+    return {**row, "precision": "fp16"}
+
+
+def _at_rates_of(cluster: Cluster, run: Run) -> Cluster:
+    """The cluster at the rates of the run's precision.
+
+    Raises   ValueError as `gpu_for`
+    """
+    word = recipe_of(run.recipe).name.partition("-")[0]
+    return replace(cluster, gpu=gpu_for(cluster.gpu, word if word in ("fp32", "fp16") else "bf16"))
 
 
 def _whole(row: Mapping[str, str], column: str) -> int:
@@ -219,37 +204,39 @@ def predict_rows(
     models: Mapping[str, ModelConfig],
     cluster: Cluster,
     seq_len: int,
-    framework: str = "nanotron",
+    engine: str | Engine = "nanotron",
     rates: Rates = RATES,
-) -> list[Prediction | str]:
+) -> list[Estimate | str]:
     """Predict each row; of one that cannot be, say why."""
-    found: list[Prediction | str] = []
+    found: list[Estimate | str] = []
     for row in rows:
         try:
-            one = predict(run_of(row, models, seq_len), cluster, framework, rates, how_of(row))
-            found.append(replace(one, note=_note(row, cluster, framework)))
+            run = run_of(_usual(row, cluster.gpu), models, seq_len, engine)
+            one = estimate(run, _at_rates_of(cluster, run), engine, rates)
+            notes = [*_notes(row, cluster, engine), *([one.note] if one.note else [])]
+            found.append(replace(one, note="; ".join(notes)))
         except ValueError as error:
             found.append(f"cannot be: {error}")
     return found
 
 
-def _note(row: Mapping[str, str], cluster: Cluster, framework: str) -> str:
+def _notes(row: Mapping[str, str], cluster: Cluster, engine: str | Engine) -> list[str]:
     """What else to know of a row: its nodes are not those that its GPUs fill; nanotron would refuse it."""
     gpus, nodes = _whole(row, "gpus"), ceil(_whole(row, "gpus") / cluster.gpus_per_node)
     notes = []
     if _whole(row, "nodes") != nodes:
         notes.append(f"nodes is {row['nodes']}, predicted for {nodes}: {gpus} GPUs in nodes of {cluster.gpus_per_node}")
-    if framework == "nanotron" and _whole(row, "grad_acc") < (least := _whole(row, "pp") - 1):
+    if engine_of(engine).name == "nanotron" and _whole(row, "grad_acc") < (least := _whole(row, "pp") - 1):
         notes.append(f"nanotron takes {least} micro-batches or more")
-    return "; ".join(notes)
+    return notes
 
 
-def told(one: Prediction | str) -> dict[str, str]:
+def told(one: Estimate | str) -> dict[str, str]:
     """The columns that are added to a row; one that cannot be has no numbers, does not fit, and says why."""
     if isinstance(one, str):
         return dict.fromkeys(ADDED, "") | {"fits": "no", "why": one}
     return {
-        "predicted_mem_gb": f"{one.memory_bytes / one.gb:.2f}",
+        "predicted_mem_gb": f"{one.logged_bytes / one.gb:.2f}",
         "predicted_tok_s_gpu": f"{one.tokens_per_s_per_gpu:.1f}",
         "predicted_mfu_pct": f"{100 * one.mfu:.2f}",
         "fits": "yes" if one.fits else "no",
@@ -257,16 +244,16 @@ def told(one: Prediction | str) -> dict[str, str]:
     }
 
 
-def bars_of(one: Prediction | str) -> dict[str, str]:
+def bars_of(one: Estimate | str) -> dict[str, str]:
     """Between which values nine in ten measured runs like it lay, of memory and of speed."""
     if isinstance(one, str):
         return dict.fromkeys(BARS, "")
-    ends = (*(size / one.gb for size in one.memory_range), *one.speed_range)
+    ends = (*(size / one.gb for size in one.logged_range), *one.speed_range)
     return {name: f"{value:.1f}" for name, value in zip(BARS, ends, strict=True)}
 
 
 def write_table(
-    rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction | str], out: str | Path, bars: bool = False
+    rows: Sequence[Mapping[str, str]], predictions: Sequence[Estimate | str], out: str | Path, bars: bool = False
 ) -> None:
     """Write the rows with their predictions, and with error bars if asked for; older predictions are replaced."""
     columns = [name for name in rows[0] if name not in (*ADDED, *BARS)]

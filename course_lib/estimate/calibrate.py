@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from course_lib.hardware import Cluster
 from course_lib.validate import Positive, Size, check_fields, checked, json_lines, read_json, show
+
+if TYPE_CHECKING:
+    import numpy as np
 
 HELD = 0.02  # of a step's error weighs as much as a factor of e away from 1
 STARTS = (0.0, -1.0)  # logarithms of a link's factor from which the search begins
@@ -70,6 +72,8 @@ def calibrate(predicted_s: Callable[[Calibration], Sequence[float]], measured_s:
 
     predicted_s   the steps of the same runs, in the same order, under a calibration
     """
+    import numpy as np  # here: floor 0 imports without it
+
     if not len(measured_s):
         raise ValueError("there is no measured run; give one to three")
     names = list(Calibration.__dataclass_fields__)[: len(measured_s)]
@@ -85,6 +89,8 @@ def calibrate(predicted_s: Callable[[Calibration], Sequence[float]], measured_s:
 
 def _descend(off: Callable[[np.ndarray], np.ndarray], logs: np.ndarray) -> np.ndarray:
     """Gauss-Newton; steps are smooth in these but where a link begins to be hidden."""
+    import numpy as np
+
     for _ in range(8):
         change = np.clip(np.linalg.lstsq(_slopes(off, logs), -off(logs), rcond=None)[0], -0.7, 0.7)
         logs = np.clip(logs + change, *np.log(BOUNDS))
@@ -95,6 +101,8 @@ def _descend(off: Callable[[np.ndarray], np.ndarray], logs: np.ndarray) -> np.nd
 
 def _slopes(off: Callable[[np.ndarray], np.ndarray], logs: np.ndarray) -> np.ndarray:
     """A row for each value of off, a column for each number that it is a function of."""
+    import numpy as np
+
     return np.stack([(off(moved) - off(logs)) / 0.02 for moved in logs + 0.02 * np.eye(len(logs))], axis=1)
 
 
@@ -107,6 +115,8 @@ def ranges(
     Steps are taken to be measured to HELD. A factor that the runs say nothing of spans what `calibrate` holds it to:
     from 1 / e to e times its value.
     """
+    import numpy as np
+
     names = list(Calibration.__dataclass_fields__)[:num_runs]
     values = np.array([getattr(found, name) for name in names])
 

@@ -1,0 +1,181 @@
+"""Words that `course plan`, `predict` and `simulate` share: tokens, models, GPUs, links, techniques."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.constructors import PrimitiveConstructorSpec
+
+from course_lib.config import ModelConfig
+from course_lib.hardware import GPU, Cluster, cluster_of, gpu_for, gpu_with
+from course_lib.hardware import gpu as gpu_named
+from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA
+from course_lib.memory.zero import Offload
+from course_lib.shapes import Shape, read_model, read_shapes
+from course_lib.validate import one_of, whole
+
+FACTORS = {"": 1, "k": 2**10, "m": 2**20}
+FP16 = "fp16-master-fp32-grads"
+
+
+def read_tokens(text: str) -> int:
+    """4194304 or 4M: M is 2^20, K is 2^10, as batches and sequences are powers of two.
+
+    Raises   ValueError where the text is no whole number of tokens
+    """
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?)([kKmM]?)", text)
+    tokens = float(match[1]) * FACTORS[match[2].lower()] if match else 0.5
+    if match and "." not in match[1]:
+        tokens = int(match[1]) * FACTORS[match[2].lower()]
+    elif tokens != int(tokens):
+        raise ValueError(f"{text!r} is no number of tokens; give one such as 4194304 or 4M (M is 2^20, K is 2^10)")
+    return int(tokens)
+
+
+Tokens = Annotated[
+    int,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="TOKENS",
+        instance_from_str=lambda words: read_tokens(words[0]),
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+
+
+def model_asked(text: str, seq_len: int) -> ModelConfig:
+    """The one model of a preset's name, a JSON file or a folder; what its shape leaves out is told.
+
+    Raises   ValueError as `read_model`
+    """
+    shape = read_model(text, seq_len)
+    tell_left_out({shape.config.name: shape})
+    return shape.config
+
+
+def models_asked(path: Path | None, seq_len: int) -> dict[str, ModelConfig]:
+    """The models of a file by name; what their shapes leave out is told. No file: presets alone."""
+    shapes = read_shapes(path, seq_len) if path is not None else {}
+    tell_left_out(shapes)
+    return {name: shape.config for name, shape in shapes.items()}
+
+
+def tell_left_out(shapes: dict[str, Shape]) -> None:
+    """On standard error, so that JSON stays JSON."""
+    for name, shape in shapes.items():
+        for sentence in shape.left_out.values():
+            print(f"note: {name}: {sentence}", file=sys.stderr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Which GPU."""
+
+    gpu: str = "h100"
+    """a GPU, such as h100, a100-80 or 4090; any other by memory, tflops and bandwidth"""
+    memory: float | None = None
+    """GB of memory as the data sheet prints it, if not those of the table"""
+    tflops: float | None = None
+    """dense TFLOP/s of products in the run's precision, if not those of the table"""
+    bandwidth: float | None = None
+    """GB/s of memory, if not those of the table"""
+
+    def record(self, holds_alone: bool = False) -> GPU:
+        """The GPU of these numbers; where only what it holds is asked, its memory is enough.
+
+        Raises   ValueError naming the GPUs that there are, or what an unknown one lacks
+        """
+        tflops, bandwidth = self.tflops, self.bandwidth
+        if holds_alone and self.memory is not None:
+            try:
+                gpu_named(self.gpu)
+            except ValueError:
+                tflops, bandwidth = tflops or 1.0, bandwidth or 1.0
+        return gpu_with(self.gpu, self.memory, tflops, bandwidth)
+
+
+def cluster_asked(device: GPU, link: str, inside: str | None, per_node: int | None) -> Cluster:
+    """The cluster of that GPU; tell where a name means another link than it would elsewhere."""
+    if per_node is not None:
+        whole("per_node", per_node)
+    cluster = cluster_of(device, link, inside, per_node)
+    if link.startswith("efa") and cluster.between.curve == "efa-p4d" and link != "efa-p4d":
+        print(
+            f"note: {link} of {device.name} is a p4d's: 4 x 100 Gb/s a node, here "
+            f"{cluster.between.bytes_per_s / 1e9:g} GB/s for each GPU",
+            file=sys.stderr,
+        )
+    return cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Techniques:
+    """What saves memory, or computes otherwise."""
+
+    recipe: str | None = None
+    """dtypes of the states: fp32, bf16-master, bf16-master-fp32-grads, fp16-master-fp32-grads or bf16 (no FP32 copy)"""
+    finetune: Literal["full", "lora", "qlora"] = "full"
+    """train all weights, or adapters on q and v beside frozen weights (qlora: in 4 bits)"""
+    lora_rank: int = 16
+    """of the adapters"""
+    optimizer: Literal[OPTIMIZERS] = "adamw"
+    """which optimizer"""
+    offload: str = "none"
+    """what waits in the host's memory: optimizer, parameters, activations, joined by -"""
+    attention: Literal["fused", "standard"] = "fused"
+    """standard saves the scores, as without FlashAttention"""
+    precision: Literal["bf16", "fp8"] = "bf16"
+    """of products: fp8 has 16-bit states all the same"""
+    loss_chunks: int = 1
+    """head and loss go over the tokens in so many parts"""
+
+    def run_fields(self) -> dict[str, object]:
+        """The fields of a Run, or of a Job, that differ from their defaults.
+
+        Raises   ValueError for a word that is none
+        """
+        found = {"optimizer": self.optimizer, "attention": self.attention, "offload": offload_of(self.offload)}
+        whole("lora_rank", self.lora_rank, most=2**16)
+        whole("loss_chunks", self.loss_chunks, most=2**16)
+        if self.finetune != "full":
+            found["lora"] = LoRA(self.lora_rank, four_bits=self.finetune == "qlora")
+        if self.precision == "fp8":
+            found["fp8"] = True
+        if self.loss_chunks > 1:
+            found["loss_chunks"] = self.loss_chunks
+        return {name: value for name, value in found.items() if value not in ("adamw", "fused", Offload())}
+
+    def recipe_on(self, device: GPU, usual: str = "bf16-master") -> str:
+        """The recipe that was asked for; else the usual one, or FP16's on a GPU without BF16 units.
+
+        Raises   ValueError for one that is none, or that the GPU has no units for
+        """
+        recipe = self.recipe or (usual if device.bf16_flops is not None else FP16)
+        one_of("recipe", recipe, tuple(RECIPES))
+        computing(device, recipe)
+        return recipe
+
+
+def computing(device: GPU, recipe: str) -> GPU:
+    """The GPU at the rates of a recipe.
+
+    Raises   ValueError as `hardware.gpu_for`
+    """
+    word = recipe.partition("-")[0]
+    return gpu_for(device, word if word in ("fp32", "fp16") else "bf16")
+
+
+def offload_of(text: str) -> Offload:
+    """The record of words such as optimizer-activations.
+
+    Raises   ValueError for a word that is none
+    """
+    words = [] if text == "none" else text.split("-")
+    for word in words:
+        one_of("offload", word, ("none", "optimizer", "parameters", "activations"))
+    return Offload(**dict.fromkeys(words, "host"))

@@ -1,0 +1,243 @@
+"""estimate(run, cluster, engine): how much, how fast, does it fit, how sure that is, and why. The only answer there is.
+
+Bytes by kind are those of memory/, seconds by part those of the clock (timing/step.py), under the facts of an engine
+(engines.py). Here stands how far such estimates were off, and what follows for the verdict.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from course_lib.engines import Engine, engine_of
+from course_lib.estimate.memory import NO_TENSORS, held_bytes
+from course_lib.flops import attention_flops_per_token, flops_per_token, layer_matmul_parameters, step_flops
+from course_lib.hardware import MOST_NODES, Cluster, peak_flops
+from course_lib.run import Run
+from course_lib.timing.layer import repeated_flops
+from course_lib.timing.rates import RATES, Rates, hfu, mfu
+from course_lib.timing.step import step_time
+from course_lib.validate import Bytes, Positive, check_fields, checked
+
+VERDICTS = ("fits", "tight", "does not fit")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Between which factors on the estimate nine in ten measured values of such runs lay; 1 is one of them.
+
+    Where all runs lay on one side of their estimates, the interval still begins or ends at the estimate: a few runs of
+    one model do not say that other runs are off in the same way.
+
+    Raises   ValueError for factors that are all above 1, or all below
+    """
+
+    memory: tuple[Positive, Positive]
+    speed: tuple[Positive, Positive]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("memory", "speed"):
+            low, high = getattr(self, name)
+            if not low <= 1 <= high:
+                raise ValueError(f"{name} is ({low}, {high}); the estimate must be inside: give factors around 1")
+
+
+# From benchmarks/errors.py --fit-rates: measured runs of nanotron on EFA, and published runs of other engines. A run on
+# 80 GB is a bound: it needed no more. On 64 nodes all pipelines waited, as the clock says; on fewer only some did.
+SPREAD: dict[tuple[str, str], Spread] = {
+    ("measured network", "one stage"): Spread((0.88, 1.16), (0.70, 1.45)),
+    ("measured network", "one stage, 64 nodes"): Spread((0.66, 1.10), (0.70, 4.05)),
+    ("measured network", "pipeline"): Spread((0.90, 1.13), (0.35, 1.23)),
+    ("measured network", "pipeline, 16 to 63 nodes"): Spread((0.84, 1.31), (0.15, 1.95)),
+    ("measured network", "pipeline, 64 nodes"): Spread((0.90, 1.15), (0.81, 1.12)),
+    ("other", "one stage"): Spread((0.95, 1.06), (0.88, 1.15)),
+    ("other", "pipeline"): Spread((0.80, 1.26), (0.88, 1.20)),
+}
+MANY_NODES = 16  # from here on pipelines of the measured runs stalled, more of them the more nodes
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of the fullest rank by kind, and seconds of a step by what they are spent on.
+
+    mfu          0 to 1, as the engine counts it
+    causal_mfu   the same without the pairs that a causal mask forbids, whose FLOPs no kernel does
+    hfu          as mfu, with what recomputation repeats
+    spread       between which factors on this nine in ten measured values of such runs lay
+    note         what the question leaves open, told with the answer
+    gb           bytes of a GB as the engine's log counts: nanotron's are GiB
+    log_reserved whether its log leaves out what is no tensor
+    """
+
+    bytes_by_kind: dict[str, float]
+    seconds_by_part: dict[str, float]
+    tokens_per_s_per_gpu: float
+    mfu: float
+    causal_mfu: float
+    hfu: float
+    usable_bytes: float
+    spread: Spread
+    note: str = ""
+    gb: Bytes = 10**9
+    log_reserved: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def memory_bytes(self) -> float:
+        """All that is on the card, what is no tensor included."""
+        return sum(self.bytes_by_kind.values())
+
+    @property
+    def logged_bytes(self) -> float:
+        """What the engine's log would tell."""
+        return self.memory_bytes - (self.bytes_by_kind.get(NO_TENSORS, 0.0) if self.log_reserved else 0.0)
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds_by_part.values())
+
+    @property
+    def verdict(self) -> str:
+        """ "fits", "tight" or "does not fit": by the ends of the error bar."""
+        low, high = self.memory_range
+        if high <= self.usable_bytes:
+            return "fits"
+        return "tight" if low <= self.usable_bytes else "does not fit"
+
+    @property
+    def fits(self) -> bool:
+        """Whether it may run: it fits, or is tight."""
+        return self.verdict != "does not fit"
+
+    @property
+    def missing_bytes(self) -> float:
+        """How much more the card would have to hold; 0 where the estimate is within it."""
+        return max(0.0, self.memory_bytes - self.usable_bytes)
+
+    @property
+    def why(self) -> str:
+        """What takes most of the memory, and most of the time, in one sentence each."""
+        kind = max(self.bytes_by_kind, key=self.bytes_by_kind.get)
+        part = max(self.seconds_by_part, key=self.seconds_by_part.get)
+        memory, seconds = self.bytes_by_kind[kind] / self.gb, self.seconds_by_part[part]
+        verdict = self.verdict
+        if verdict != "fits":
+            verdict += f": needs {self.memory_bytes / self.gb:.1f} of {self.usable_bytes / self.gb:.1f} {self.unit}"
+        why = f"{verdict}; most memory: {kind} {memory:.1f} {self.unit}; most time: {part} {seconds / self.step_s:.0%}"
+        return f"{why}; {self.note}" if self.note else why
+
+    @property
+    def unit(self) -> str:
+        return "GiB" if self.gb == 2**30 else "GB"
+
+    @property
+    def memory_range(self) -> tuple[float, float]:
+        """Bytes between which nine in ten such runs lay, what is no tensor included."""
+        fixed = self.bytes_by_kind.get(NO_TENSORS, 0.0)
+        return tuple(fixed + factor * (self.memory_bytes - fixed) for factor in self.spread.memory)
+
+    @property
+    def logged_range(self) -> tuple[float, float]:
+        """The same as the engine's log would tell it."""
+        more = self.memory_bytes - self.logged_bytes
+        return tuple(size - more for size in self.memory_range)
+
+    @property
+    def speed_range(self) -> tuple[float, float]:
+        """Tokens/s of a GPU between which nine in ten such runs lay."""
+        return tuple(factor * self.tokens_per_s_per_gpu for factor in self.spread.speed)
+
+    def table(self) -> str:
+        """Where the time goes and what the memory is, in lines to print; all of it is modelled."""
+        slow, fast = self.speed_range
+        few, most = (size / self.gb for size in self.memory_range)
+        lines = [
+            f"step {self.step_s:.3g} s, {self.tokens_per_s_per_gpu:,.0f} tokens/s/GPU; nine in ten such runs: "
+            f"{slow:,.0f} to {fast:,.0f}",
+            "where the time goes (modelled):",
+            *_bars(self.seconds_by_part, "s"),
+            f"peak {self.memory_bytes / self.gb:.1f} {self.unit}; nine in ten such runs: {few:.1f} to {most:.1f}",
+            "what the memory is (modelled):",
+            *_bars({kind: size / self.gb for kind, size in self.bytes_by_kind.items()}, self.unit),
+        ]
+        shares = (self.mfu, self.causal_mfu, self.hfu)
+        names = ("MFU", "MFU of causal pairs", "HFU with recomputation")
+        lines.append(", ".join(f"{name} {share:.1%}" for name, share in zip(names, shares, strict=True)))
+        return "\n".join(lines + ([self.note] if self.note else []))
+
+
+def _bars(amounts: dict[str, float], unit: str) -> list[str]:
+    total = sum(amounts.values())
+    ranked = sorted(((size, name) for name, size in amounts.items() if size > 0.005 * total), reverse=True)
+    return [
+        f"  {name:16s}{size:9.2f} {unit} {size / total:5.0%}  {'#' * round(40 * size / total)}" for size, name in ranked
+    ]
+
+
+@checked
+def estimate(run: Run, cluster: Cluster, engine: str | Engine = "course", rates: Rates = RATES) -> Estimate:
+    """Estimate what a run of an engine shows on a cluster: modelled, with constants fitted to measured runs.
+
+    Raises   ValueError for an engine that is not known
+    """
+    return _estimate(run, cluster, engine_of(engine), rates)
+
+
+@lru_cache(maxsize=4096)
+def _estimate(run: Run, cluster: Cluster, engine: Engine, rates: Rates) -> Estimate:
+    layout, time = run.layout, step_time(run, cluster, engine, rates)
+    gpus = (time.total_s, layout.world_size, peak_flops(cluster.gpu))
+    num_tokens, full = time.num_tokens, flops_per_token(run.config, run.seq_len)
+    counted = counted_flops_per_token(run) if engine.counts_tied_twice else full
+    repeated = step_flops(run.config, num_tokens, run.seq_len, layout.recompute) - num_tokens * full
+    if run.operators:
+        repeated += repeated_flops(run)
+    return Estimate(
+        held_bytes(run, cluster, engine, time, rates),
+        time.parts,
+        time.tokens_per_s_per_gpu,
+        mfu=mfu(num_tokens * counted, *gpus),
+        causal_mfu=time.causal_mfu,
+        hfu=hfu(num_tokens * counted + repeated, *gpus),
+        usable_bytes=float(cluster.gpu.usable_bytes),
+        spread=spread_of(run, cluster),
+        note=_note(run, cluster),
+        gb=engine.log_unit,
+        log_reserved=engine.log_reserved,
+    )
+
+
+@checked
+def spread_of(run: Run, cluster: Cluster) -> Spread:
+    """Between which factors runs like this one lay: by network, by pipeline, and by nodes."""
+    kind = "one stage" if run.layout.pp == 1 else "pipeline"
+    if not cluster.between.by_nodes:
+        return SPREAD["other", kind]
+    nodes = run.layout.world_size / cluster.gpus_per_node
+    if nodes >= MOST_NODES:
+        kind += ", 64 nodes"
+    elif nodes >= MANY_NODES and kind == "pipeline":
+        kind += ", 16 to 63 nodes"
+    return SPREAD["measured network", kind]
+
+
+def _note(run: Run, cluster: Cluster) -> str:
+    nodes = run.layout.world_size / cluster.gpus_per_node
+    if not cluster.between.by_nodes or nodes < MANY_NODES:
+        return ""
+    if run.layout.pp > 1:
+        return "of measured pipelines on 16 to 64 nodes of this network many ran 5 to 10 times slower"
+    if nodes >= MOST_NODES:
+        return "of measured runs on 64 nodes of this network many waited several times as long as they computed"
+    return ""
+
+
+def counted_flops_per_token(run: Run) -> int:
+    """FLOPs a token as nanotron's MFU counts them: 6 N of all parameters, embedding too, and 12 L h s."""
+    config = run.config
+    copies = 1 if config.tied and run.layout.pp == 1 else 2
+    weights = config.num_layers * layer_matmul_parameters(config) + copies * config.vocab_size * config.d_model
+    return 6 * weights + 3 * attention_flops_per_token(config, run.seq_len)

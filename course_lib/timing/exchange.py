@@ -1,0 +1,147 @@
+"""What happens once a step, or once a micro-batch, besides layers: gradients, parameters of ZeRO, the update."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from course_lib.config import ModelConfig
+from course_lib.flops import attention_parameters, mlp_parameters
+from course_lib.hardware import Cluster
+from course_lib.layout import Layout
+from course_lib.layout.mesh import AXES
+from course_lib.memory.budget import states_of
+from course_lib.memory.flats import placed_by
+from course_lib.memory.states import StateBytes, recipe_of
+from course_lib.memory.zero import offload_link_bytes, wire_grad_bytes
+from course_lib.run import Run
+from course_lib.timing.collectives import ranks_in_a_node
+from course_lib.timing.data import offload_s
+from course_lib.timing.layer import Case, Times, network_s, stages_of
+
+STEP_S = 0.05  # of every step: data, logging
+# Bytes of a parameter that an update goes over, counted: PyTorch's foreach AdamW reads and writes each state several
+# times, a fused one once.
+UPDATE_BYTES, FUSED_UPDATE_BYTES = 70, 30
+# Read off measured runs that differ in ZeRO alone: sums of gradients beside tp's messages take so many times
+# as long on the most nodes that were measured. (80B, tp 32: 42 s a step with ZeRO-0, 8 s with ZeRO-1.)
+CONTENTION = 8
+
+
+def exposed_data_s(case: Case, times: Times, pp_rank: int) -> float:
+    """What a rank waits for gradients and parameters: what neither forward nor backward of a micro-batch hides."""
+    layout, zero_stage = case.run.layout, _zero_stage(case)
+    seconds = {"gradients": 0.0, "parameters": 0.0, "after": 0.0}
+    for experts, numel in enumerate(_numel_of_rank(case, pp_rank)):
+        axis = layout.shard_axes[experts]
+        ranks = layout.expert_shard_size if experts else layout.shard_size
+        for name, collective, size, count in _exchanges(case, numel, zero_stage):
+            seconds[name] += count * _exchange_s(case, collective, size, ranks, axis)
+        if layout.dp_replicate > 1:
+            axis = "expert_replicate" if experts else "replicate"
+            size = _grad_bytes(case) * numel / ranks
+            seconds["after"] += _exchange_s(case, "all_reduce", size, layout.dp_replicate, axis)
+    if zero_stage == 0:
+        seconds["gradients"] *= 1 + (CONTENTION - 1) * case.slowness**2
+    if not case.engine.hides_data:
+        return sum(seconds.values())
+    forward_s, backward_s, m = times.forward_s, times.input_s + times.weight_s, layout.micro_batches
+    if zero_stage == 3:
+        gather_s, reduce_s = seconds["parameters"] / (2 * m), seconds["gradients"] / m
+        exposed_s = m * (max(0.0, gather_s - forward_s) + max(0.0, gather_s + reduce_s - backward_s))
+        return seconds["after"] + exposed_s
+    rounds = m if zero_stage == 2 else 1
+    exposed_s = rounds * max(0.0, seconds["gradients"] / rounds - backward_s)
+    return seconds["after"] + exposed_s + max(0.0, seconds["parameters"] - forward_s)
+
+
+def _zero_stage(case: Case) -> int:
+    """ZeRO as it sends: none where there is nobody to shard over, stage 1 where parameters stay gathered."""
+    layout = case.run.layout
+    if layout.data_size == 1 and case.run.offload.parameters == "device":
+        return 0
+    whole = case.engine.pipeline_grads_whole and layout.pp > 1
+    return min(layout.zero_stage, 1) if whole else layout.zero_stage
+
+
+def _grad_bytes(case: Case) -> int:
+    return wire_grad_bytes(recipe_of(case.run.recipe))
+
+
+def _exchanges(case: Case, numel: float, zero_stage: int) -> list[tuple[str, str, float, int]]:
+    """Collectives of one step as `traffic.data.flat_calls` lists them, all buckets as one."""
+    m, sent, held = case.run.layout.micro_batches, _grad_bytes(case), recipe_of(case.run.recipe).param_bytes
+    if zero_stage == 0:
+        return [("gradients", "all_reduce", sent * numel, 1)]
+    scatters, gathers = {1: (1, 1), 2: (m, 1), 3: (m, 2 * m)}[zero_stage]
+    return [
+        ("gradients", "reduce_scatter", sent * numel, scatters),
+        ("parameters", "all_gather", held * numel, gathers),
+    ]
+
+
+def _exchange_s(case: Case, collective: str, size: float, ranks: int, axis: str) -> float:
+    if ranks == 1 or not size:
+        return 0.0
+    layout, cluster = case.run.layout, case.cluster
+    per_node = _per_node(layout, cluster, axis, ranks)
+    return network_s(cluster, collective, size, ranks, per_node, case.rates.network_share)
+
+
+def _per_node(layout: Layout, cluster: Cluster, axis: str, ranks: int) -> int:
+    """Ranks of a group that share a node, by arithmetic where the axes lie in their usual order."""
+    if layout.order != AXES:
+        return ranks_in_a_node(layout, cluster, axis)
+    nearer = layout.tp  # ranks that are nearer to each other than those of the group
+    if axis.endswith("replicate"):
+        nearer *= layout.shard_size
+    elif axis.startswith("expert"):
+        nearer = layout.ep if layout.folded else nearer * layout.ep
+    here = min(ranks, max(1, cluster.gpus_per_node // nearer))
+    return here if ranks % here == 0 else 1
+
+
+def _numel_of_rank(case: Case, pp_rank: int) -> tuple[float, float]:
+    """Parameters of one rank: of all but experts, and of experts."""
+    layout, config = case.run.layout, case.run.config
+    layers = stages_of(case.run, case.engine)
+    mine = placed_by(layout).stages_of_rank(pp_rank) if layout.stages_per_rank > 1 else (pp_rank,)
+    moe, dense, experts = config.moe, 0, 0
+    for stage in mine:
+        first = sum(layers[:stage])
+        with_experts = config.moe_layers_before(first + layers[stage]) - config.moe_layers_before(first)
+        dense += layers[stage] * attention_parameters(config) + (layers[stage] - with_experts) * mlp_parameters(config)
+        if moe:
+            expert = 3 * config.d_model * moe.d_expert
+            dense += with_experts * expert * moe.num_shared_experts
+            experts += with_experts * expert * moe.num_experts / layout.ep
+        end = config.vocab_size * config.d_model
+        dense += end * (stage == 0) + end * (stage == len(layers) - 1) * (0 if config.tied and layout.pp == 1 else 1)
+    return dense / layout.tp, experts / (1 if layout.folded else layout.tp)
+
+
+def update_s(case: Case) -> float:
+    """The optimizer goes over its states; and the rest of a step that is no training: data, logging."""
+    run, layout = case.run, case.run.layout
+    shards = layout.data_size if layout.zero_stage else 1
+    size = FUSED_UPDATE_BYTES if case.engine.fused else UPDATE_BYTES
+    parameters = 0.0 if run.lora else _parameters(run.config) / (layout.tp * layout.pp)
+    seconds = STEP_S + size * parameters / shards / case.cluster.gpu.memory_bytes_per_s
+    if run.offload.optimizer != "device" or run.offload.parameters != "device":
+        seconds += offload_s(offload_link_bytes(_states(run), run.offload, layout.micro_batches))
+    return seconds
+
+
+@lru_cache(maxsize=1024)
+def _states(run: Run) -> StateBytes:
+    return states_of(run)
+
+
+@lru_cache(maxsize=256)
+def _parameters(config: ModelConfig) -> int:
+    """Weights of all layers, embedding and head, all experts among them."""
+    moe, ends = config.moe, (1 if config.tied else 2) * config.vocab_size * config.d_model
+    layers = config.num_layers * attention_parameters(config)
+    layers += (config.num_layers - config.num_moe_layers) * mlp_parameters(config)
+    if moe:
+        layers += config.num_moe_layers * 3 * config.d_model * moe.d_expert * (moe.num_experts + moe.num_shared_experts)
+    return layers + ends

@@ -1,0 +1,381 @@
+"""One layer of one micro-batch on one rank, forward and backward: what computes, what is launched, what is sent.
+
+products     FLOPs at a share of the peak that falls with few rows or narrow matrices; or reading the weights
+attention    at its kernel's rate
+small        norms, rotations, activations, residuals: bytes over the memory's bandwidth
+launches     a layer takes at least the time to launch its kernels, and to wait for other ranks of tp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+
+from course_lib.config import ModelConfig
+from course_lib.engines import Engine, engine_of
+from course_lib.flops import (
+    attention_flops_per_token,
+    attention_parameters,
+    head_parameters,
+    matmul_parameters,
+    mlp_parameters,
+)
+from course_lib.hardware import MOST_NODES, Cluster, measured_bus_bandwidth, peak_flops
+from course_lib.layout import Layout
+from course_lib.layout.partition import layers_by_cost
+from course_lib.memory.flats import layers_of
+from course_lib.memory.zero import Offload
+from course_lib.run import Run
+from course_lib.timing.collectives import bus_factor, calls_s, collective_s, ranks_in_a_node
+from course_lib.timing.context import attention_time
+from course_lib.timing.rates import RATES, Rates, Utilisation, attention_share
+from course_lib.timing.tensor import FUSED_BACKWARD, backward_of_scores, hidden_s
+from course_lib.traffic import Call, stage_calls
+from course_lib.validate import checked
+
+ROUNDING = 6  # a layer takes the longer of its work and its launches; where both are near, a little more
+WAITS_GROW = 4  # waiting goes as nodes to this power: none on few nodes, all of it on the most that were measured
+# Bytes that kernels go over, counted. Of a logit: FP32 copy, softmax, loss and gradient, one kernel each, or fused. Of
+# a score that is materialized: product, scale and mask, softmax, dropout, and back.
+LOGIT_BYTES, FUSED_LOGIT_BYTES, SCORE_BYTES = 30, 12, 30
+
+
+@dataclass(frozen=True)
+class Case:
+    """What every part of the clock needs."""
+
+    run: Run
+    cluster: Cluster
+    engine: Engine
+    rates: Rates
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch on one rank."""
+        return self.run.layout.micro_batch * self.run.seq_len / self.run.layout.cp
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.run.layout.world_size // self.cluster.gpus_per_node)
+
+    @property
+    def slowness(self) -> float:
+        """How much of what ranks waited for each other on the most nodes that were measured they wait here (0 to 1)."""
+        if self.nodes == 1 or not self.cluster.between.by_nodes:
+            return 0.0
+        return (min(self.nodes, MOST_NODES) / MOST_NODES) ** WAITS_GROW
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one micro-batch: F, I and W as the simulator has them, and of these what is no computing."""
+
+    forward_s: float = 0.0
+    input_s: float = 0.0
+    weight_s: float = 0.0
+    launches_s: float = 0.0
+    tp_s: float = 0.0
+    cp_s: float = 0.0
+    ep_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.input_s + self.weight_s
+
+    @property
+    def compute_s(self) -> float:
+        return self.total_s - self.launches_s - self.tp_s - self.cp_s - self.ep_s
+
+    def plus(self, other: Times, times: int = 1) -> Times:
+        return Times(*(getattr(self, name) + times * getattr(other, name) for name in NAMES))
+
+
+NAMES = tuple(field.name for field in fields(Times))
+
+
+def stages_of(run: Run, engine: Engine) -> list[int]:
+    """How many layers each stage has, as the engine cuts a model unless the layout says it."""
+    if engine.cut == "cost" and run.layout.layers_of_stage is None and run.config.moe is None:
+        return layers_by_cost(run.config, run.layout.pp)
+    return layers_of(run.config, run.layout)
+
+
+def layer_times(case: Case, experts: bool) -> Times:
+    """One layer of one micro-batch, forward and backward, on one rank; most layouts have one in common."""
+    return _cached_layer(_known(case), experts)
+
+
+_OF_A_LAYER = (
+    "cp", "tp", "ep", "sequence_parallel", "regather", "micro_batch", "recompute", "cp_method", "cp_sharding",
+    "expert_method", "order", "folded",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What equals another if its key does: a layer depends on few fields of its run."""
+
+    key: tuple
+    of: Case | Run = field(compare=False)
+
+
+_OF_CALLS = len(_OF_A_LAYER) + 4  # of a key: what calls depend on
+
+
+def _known(case: Case) -> _Known:
+    run, layout = case.run, case.run.layout
+    of_layout = (*(getattr(layout, name) for name in _OF_A_LAYER), layout.dp if layout.ep > 1 else 1)
+    of_run = (run.config, run.seq_len, run.recipe)
+    rest = (run.attention, run.lora, run.fp8, run.operators, layout.pp > 1)
+    rest += (case.nodes, case.cluster, case.engine, case.rates)
+    return _Known((*of_layout, *of_run, *rest), case)
+
+
+@lru_cache(maxsize=8192)
+def _cached_layer(known: _Known, experts: bool) -> Times:
+    case = known.of
+    run, layout, engine = case.run, case.run.layout, case.engine
+    config = _one_layer(run.config, experts)
+    linear_s = _linear_s(case, config)
+    scores_s = _scores_s(case, config)
+    small_s = _small_s(case, config) / 3
+    forward_s, input_s = linear_s + scores_s + small_s, linear_s + backward_of_scores(run) * scores_s + small_s
+    weight_s = 0.0 if run.lora else linear_s + small_s
+    input_s += {
+        "none": 0.0,
+        "selective": scores_s,
+        "full": forward_s,
+        "operators": _repeated(config) * linear_s + small_s,
+    }["operators" if run.operators else layout.recompute]
+
+    one, listed = _alone(_Known(known.key[:_OF_CALLS], run), experts)
+    inside = [call for call in listed["tp"] if call.place in _OF_LAYERS]
+    tp_forward_s, tp_backward_s = _tp_s(case, inside)
+    shares = Utilisation(min(1.0, _matmul_share(case)), attention_share(case.cluster.gpu))
+    if engine.hides_behind_weights and layout.tp > 1 and not experts:
+        tp_backward_s -= min(tp_backward_s, hidden_s(one, case.cluster, shares))
+    tp_forward_s, tp_backward_s = ((1 - engine.hides_tp) * each_s for each_s in (tp_forward_s, tp_backward_s))
+    cp_s = _exposed_cp_s(case, one, shares)
+    cp_forward_s = cp_s / (1 + FUSED_BACKWARD)
+    cp_s += cp_forward_s if layout.recompute != "none" else 0.0
+    ep_forward_s, ep_backward_s = _by_pass(listed["ep"], layout, case.cluster, "ep")
+    if layout.recompute == "full":  # rows go out and back again: half of these are in backward
+        again_s = ep_forward_s / 2
+        ep_forward_s, ep_backward_s = ep_forward_s - again_s, ep_backward_s + again_s
+    if engine.hides_ep:
+        ep_forward_s, ep_backward_s = max(0.0, ep_forward_s - forward_s), max(0.0, ep_backward_s - input_s - weight_s)
+    work = Times(
+        forward_s=forward_s + tp_forward_s + cp_forward_s + ep_forward_s,
+        input_s=input_s + tp_backward_s + cp_s - cp_forward_s + ep_backward_s,
+        weight_s=weight_s,
+        tp_s=tp_forward_s + tp_backward_s,
+        cp_s=cp_s,
+        ep_s=ep_forward_s + ep_backward_s,
+    )
+    longer = (1 + (_least_s(case) / work.total_s) ** ROUNDING) ** (1 / ROUNDING)
+    passes = (longer * each for each in (work.forward_s, work.input_s, work.weight_s))
+    return Times(*passes, (longer - 1) * work.total_s, work.tp_s, work.cp_s, work.ep_s)
+
+
+@lru_cache(maxsize=256)
+def _one_layer(config: ModelConfig, experts: bool) -> ModelConfig:
+    moe = replace(config.moe, first_dense_layers=0, every=1) if experts else None
+    return replace(config, num_layers=1, moe=moe)
+
+
+@lru_cache(maxsize=8192)
+def _alone(known: _Known, experts: bool) -> tuple[Run, dict[str, list[Call]]]:
+    """The run of one layer without a pipeline, and its calls."""
+    run = known.of
+    ep = run.layout.ep if experts else 1
+    layout = replace(run.layout, pp=1, ep=ep, schedule="1f1b", v=1, layers_of_stage=None, zero_stage=0, dp_replicate=1)
+    one = replace(
+        run, config=_one_layer(run.config, experts), layout=layout, lora=None, offload=Offload(), operators=False
+    )
+    return one, stage_calls(one, 0)
+
+
+@checked
+def runs_ahead(run: Run, cluster: Cluster, engine: str | Engine = "course", rates: Rates = RATES) -> float:
+    """How far Python runs ahead of the GPU (0 to 1): not where launching a layer takes longer than its work."""
+    case = Case(run, cluster, engine_of(engine), rates)
+    layer = layer_times(case, experts=run.config.moe is not None)
+    least_s = _least_s(case) if run.layout.pp > 1 else _launch_s(case)
+    return 1 / (1 + (least_s / (layer.total_s - layer.launches_s)) ** ROUNDING)
+
+
+def _launch_s(case: Case) -> float:
+    again = 4 / 3 if case.run.layout.recompute == "full" else 1
+    return again * case.rates.layer_launch_ms * (case.rates.fused if case.engine.fused else 1) / 1000
+
+
+def _least_s(case: Case) -> float:
+    """Launching a layer's kernels; and waiting for other ranks of tp: always in a pipeline over measured nodes."""
+    layout, rates, least_s = case.run.layout, case.rates, _launch_s(case)
+    if layout.tp > 1:
+        in_pipeline = layout.pp > 1 and case.slowness > 0
+        least_s += rates.tp_wait_ms / 1000 * layout.tp * (1.0 if in_pipeline else case.slowness)
+    return least_s
+
+
+def ends_times(case: Case, first: bool, last: bool) -> Times:
+    return _cached_ends(_known(case), first, last)
+
+
+@lru_cache(maxsize=8192)
+def _cached_ends(known: _Known, first: bool, last: bool) -> Times:
+    """Embedding and head: the head's products stay in BF16, whatever the layers compute in."""
+    case = known.of
+    run, layout, config = case.run, case.run.layout, case.run.config
+    listed = _alone(_Known(known.key[:_OF_CALLS], run), config.moe is not None)[1]["tp"]
+    ends = [call for call in listed if call.place not in _OF_LAYERS]
+    wanted = [call for call in ends if (first if call.place == "embedding" else last)]
+    tp_s = calls_s(wanted, layout, case.cluster, "tp")
+    forward_s = input_s = weight_s = 0.0
+    if last and (numel := head_parameters(config)):
+        tokens = case.tokens / layout.tp
+        product_s = 2 * tokens * numel / (_matmul_share(case) * peak_flops(case.cluster.gpu))
+        logit_bytes = FUSED_LOGIT_BYTES if case.engine.fused else LOGIT_BYTES
+        logits_s = tokens * config.vocab_size * logit_bytes / case.cluster.gpu.memory_bytes_per_s
+        forward_s, input_s = product_s + logits_s / 2, product_s + logits_s / 2
+        weight_s = 0.0 if run.lora else product_s
+    return Times(forward_s + tp_s / 2, input_s + tp_s / 2, weight_s, tp_s=tp_s)
+
+
+# ---- computing
+
+
+def _matmul_share(case: Case, rows: float | None = None, width: float | None = None) -> float:
+    """Share of the GPU's peak that products reach: less with few rows or in a narrow matrix, and under a power cap."""
+    half, width, rows = case.rates.half_width, width or case.run.config.d_model, rows or case.tokens
+    return case.rates.matmul_share * case.cluster.gpu.sustained * rows / (rows + half) * width / (width + half)
+
+
+def _linear_s(case: Case, config: ModelConfig) -> float:
+    """Forward products of a layer: their FLOPs, or reading their weights, whichever takes longer."""
+    layout, moe = case.run.layout, config.moe
+    attention = attention_parameters(config)
+    dense = attention + (0 if moe else mlp_parameters(config))
+    seconds = _product_s(case, case.tokens * dense / layout.tp, dense / layout.tp, _matmul_share(case))
+    if moe:
+        expert, tokens = 3 * config.d_model * moe.d_expert, case.tokens
+        shared = moe.num_shared_experts * expert + moe.num_experts * config.d_model
+        seconds += _product_s(case, tokens * shared / layout.tp, shared / layout.tp, _matmul_share(case))
+        whole, cut = (layout.tp, 1) if layout.folded else (1, layout.tp)  # folded, fewer tokens go to whole experts
+        rows = tokens / whole * moe.top_k * layout.ep / moe.num_experts
+        share = _matmul_share(case, rows, moe.d_expert)
+        held = moe.num_experts / layout.ep * expert / cut
+        seconds += _product_s(case, tokens * moe.top_k * expert / layout.tp, held, share)
+    return seconds
+
+
+def _product_s(case: Case, multiplications: float, weights: float, share: float) -> float:
+    faster = case.rates.fp8_gain if case.run.fp8 else 1.0
+    gpu = case.cluster.gpu
+    return max(2 * multiplications / (faster * share * peak_flops(gpu)), 2 * weights / gpu.memory_bytes_per_s)
+
+
+def _scores_s(case: Case, config: ModelConfig) -> float:
+    """Attention's scores and their product with the values, forward, at the kernel's rate."""
+    run, gpu = case.run, case.cluster.gpu
+    fused = run.attention == "fused"
+    flops = case.tokens / run.layout.tp * attention_flops_per_token(config, run.seq_len, causal=fused and _causal(run))
+    if fused:
+        return flops / (attention_share(gpu) * peak_flops(gpu))
+    scores = case.tokens / run.layout.tp * config.num_heads * run.seq_len
+    return flops / (_matmul_share(case) * peak_flops(gpu)) + SCORE_BYTES * scores / 3 / gpu.memory_bytes_per_s
+
+
+def _causal(run: Run) -> bool:
+    return run.config.family != "xlmr"
+
+
+def _small_s(case: Case, config: ModelConfig) -> float:
+    """Norms, rotations, activations and residuals, forward and backward: times over the bytes that they read."""
+    layout, moe = case.run.layout, config.moe
+    D, heads = config.d_model, (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    chosen = (moe.top_k + moe.num_shared_experts) if moe else 0
+    inside = heads + (4 * chosen * moe.d_expert + 4 * moe.top_k * D if moe else 4 * config.d_ff)
+    shared_by = layout.tp if layout.sequence_parallel else 1
+    size = 2 * case.tokens * (4 * D / shared_by + inside / layout.tp)
+    passes = case.rates.small_passes * (case.rates.fused if case.engine.fused else 1)
+    return passes * size / case.cluster.gpu.memory_bytes_per_s
+
+
+def _repeated(config: ModelConfig) -> float:
+    """Products that recomputation of operators repeats, of those in forward: k, o and up."""
+    D, K, N, H = config.d_model, config.num_kv_heads, config.num_heads, config.head_dim
+    repeated = D * H * (K + N) + mlp_parameters(config) / 3
+    return repeated / (attention_parameters(config) + mlp_parameters(config))
+
+
+def repeated_flops(run: Run) -> int:
+    """FLOPs of a step that recomputation of operators does again."""
+    linear = 2 * (matmul_parameters(run.config) - head_parameters(run.config))
+    return round(run.layout.sequences_per_step * run.seq_len * linear * _repeated(run.config))
+
+
+# ---- communication inside a layer
+
+
+def _tp_s(case: Case, listed: Sequence[Call]) -> tuple[float, float]:
+    """Seconds of tp's calls in forward and in backward; over measured nodes each waits once more for each node."""
+    layout, per_node = case.run.layout, case.cluster.gpus_per_node
+    forward_s, backward_s = (_seconds(part, layout, case.cluster, "tp", 1.0) for part in _forward_and_backward(listed))
+    if layout.tp > per_node and case.cluster.between.by_nodes:
+        hop_s = case.rates.tp_hop_ms / 1000 * layout.tp / per_node
+        numbers = [sum(call.count for call in part) for part in _forward_and_backward(listed)]
+        forward_s, backward_s = forward_s + hop_s * numbers[0], backward_s + hop_s * numbers[1]
+    return forward_s, backward_s
+
+
+_OF_LAYERS = ("layers forward", "layers backward", "recomputation", "weights of experts")
+_IN_BACKWARD = ("layers backward", "recomputation", "weights of experts", "combine backward", "dispatch backward")
+
+
+def _forward_and_backward(listed: Sequence[Call]) -> tuple[list[Call], list[Call]]:
+    backward = [call for call in listed if call.place in _IN_BACKWARD]
+    return [call for call in listed if call.place not in _IN_BACKWARD], backward
+
+
+def _by_pass(listed: Sequence[Call], layout: Layout, cluster: Cluster, axis: str) -> tuple[float, float]:
+    """Seconds of these calls in forward, and in backward."""
+    return tuple(calls_s(part, layout, cluster, axis) for part in _forward_and_backward(listed))
+
+
+def _seconds(listed: Sequence[Call], layout: Layout, cluster: Cluster, axis: str, share: float) -> float:
+    """Seconds of calls along an axis.
+
+    share   of the measured bandwidth
+    """
+    per_node = ranks_in_a_node(layout, cluster, axis)
+    return sum(
+        call.count * network_s(cluster, call.collective, call.payload_bytes, call.group_size, per_node, share)
+        for call in listed
+    )
+
+
+_MEASURED = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+@lru_cache(maxsize=8192)
+def network_s(cluster: Cluster, name: str, size: float, ranks: int, per_node: int, share: float) -> float:
+    """Seconds of a collective: at the bandwidth that was measured over as many nodes, or as NCCL would do it."""
+    nodes = ranks // per_node
+    if nodes == 1 or not cluster.between.by_nodes or name not in _MEASURED:
+        return collective_s(name, size, ranks, cluster, per_node)
+    ports = per_node * cluster.between.achieved_bytes_per_s
+    rate = min(cluster.between.achieved_share * measured_bus_bandwidth(nodes, name), ports)
+    return bus_factor(name, ranks) * size / (share * rate)
+
+
+def _exposed_cp_s(case: Case, one: Run, shares: Utilisation) -> float:
+    """What one layer's attention takes longer on cp ranks than an even share of the work, forward and backward."""
+    layout = one.layout
+    if layout.cp == 1:
+        return 0.0
+    if not case.engine.balanced_cp and layout.cp_method == "ring":
+        layout = replace(layout, cp_sharding="contiguous")
+    time = attention_time(replace(one, layout=layout), case.cluster, shares)
+    return time.waiting_s + time.exposed_s
