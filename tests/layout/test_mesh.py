@@ -1,6 +1,6 @@
 import random
 import time
-from itertools import permutations
+from itertools import permutations, product
 
 import pytest
 import torch
@@ -73,16 +73,17 @@ def some_meshes() -> list[tuple[Mesh, int]]:
     return found
 
 
-def members_by_search(mesh: Mesh, ep_size: int) -> dict[str, list[list[int]]]:
+def members_by_search(mesh: Mesh, ep_size: int, folded: bool) -> dict[str, list[list[int]]]:
     """The groups of each axis from the coordinates alone: those who differ in it only."""
     where = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
     groups = {}
-    for axis, own in {**{axis: (axis,) for axis in AXES}, "data": ("dp", "cp")}.items():
+    experts_over = ("dp", "cp", "tp") if folded else ("dp", "cp")
+    for axis, own in {**{axis: (axis,) for axis in AXES}, "data": ("dp", "cp"), "experts": experts_over}.items():
         together: dict[tuple, list[int]] = {}
         for rank, at in enumerate(where):
             together.setdefault(tuple(at[other] for other in AXES if other not in own), []).append(rank)
         groups[axis] = list(together.values())
-    parts = [[ranks[i : i + ep_size] for i in range(0, len(ranks), ep_size)] for ranks in groups["data"]]
+    parts = [[ranks[i : i + ep_size] for i in range(0, len(ranks), ep_size)] for ranks in groups.pop("experts")]
     groups["ep"] = [run for runs in parts for run in runs]
     groups["expert_dp"] = [list(column) for runs in parts for column in zip(*runs, strict=True)]
     return groups
@@ -99,11 +100,11 @@ def test_the_order_says_which_axis_is_innermost():
 
 
 def test_members_of_every_group_are_those_who_differ_along_its_axes_only():
-    for mesh, ep_size in some_meshes():
-        groups = members_by_search(mesh, ep_size)
+    for (mesh, ep_size), folded in product(some_meshes(), (False, True)):
+        groups = members_by_search(mesh, ep_size, folded)
         for rank in range(mesh.world_size):
             found = {axis: [ranks for ranks in groups[axis] if rank in ranks] for axis in ALL_AXES}
-            assert {axis: [ranks] for axis, ranks in mesh.members(rank, ep_size).items()} == found
+            assert {axis: [ranks] for axis, ranks in mesh.members(rank, ep_size, folded=folded).items()} == found
 
 
 def test_replicas_cut_data_into_equal_runs_with_all_experts_in_each():
@@ -121,10 +122,10 @@ def test_replicas_cut_data_into_equal_runs_with_all_experts_in_each():
 
 
 def test_links_are_those_that_a_look_at_every_rank_finds():
-    for mesh, ep_size in some_meshes():
+    for (mesh, ep_size), folded in product(some_meshes(), (False, True)):
         for ranks_per_node in (1, 2, 3, 4, 8):
-            links = links_of_axes(mesh, ranks_per_node, ep_size)
-            for axis, groups in members_by_search(mesh, ep_size).items():
+            links = links_of_axes(mesh, ranks_per_node, ep_size, folded)
+            for axis, groups in members_by_search(mesh, ep_size, folded).items():
                 nodes = [[rank // ranks_per_node for rank in ranks] for ranks in groups]
                 shared = [of_group.count(node) for of_group in nodes for node in of_group]
                 spread = max(len(set(of_group)) for of_group in nodes)
@@ -191,8 +192,8 @@ def test_groups_connect_exactly_the_ranks_along_their_axis():
 def _ranks_met_along_each_axis(cases):
     """For each case what an all-gather along each axis brings, and who the groups say that I am."""
     met = []
-    for mesh, ep_size, local_only in cases:
-        groups = make_all_groups(mesh, ep_size, local_only)
+    for mesh, ep_size, *others in cases:
+        groups = make_all_groups(mesh, ep_size, **dict(zip(("local_only", "folded"), others, strict=True)))
         ranks = {}
         for axis, group in groups.by_axis.items():
             pieces = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
@@ -204,10 +205,12 @@ def _ranks_met_along_each_axis(cases):
 
 def test_all_groups_of_8_ranks_connect_their_members_in_any_order_and_for_any_ep():
     orders = [AXES, ("tp", "dp", "pp", "cp")]
-    cases = [(Mesh(dp=2, cp=2, tp=2, order=order), ep, ep == 2) for order in orders for ep in (1, 2, 4)]
+    meshes = [Mesh(dp=2, cp=2, tp=2, order=order) for order in orders]
+    cases = [(mesh, ep, ep == 2, folded) for mesh in meshes for ep, folded in ((1, False), (2, True), (4, False))]
+    cases.append((meshes[0], 8, False, True))
     for rank, met in enumerate(launch(_ranks_met_along_each_axis, 8, cases, backend="gloo")):
-        for (mesh, ep_size, _), (ranks, coordinates, num_names) in zip(cases, met, strict=True):
-            assert ranks == mesh.members(rank, ep_size) | {"world": list(range(8))}
+        for (mesh, ep_size, _, folded), (ranks, coordinates, num_names) in zip(cases, met, strict=True):
+            assert ranks == mesh.members(rank, ep_size, folded=folded) | {"world": list(range(8))}
             assert (coordinates, num_names) == (mesh.coordinates(rank), 8)  # a name each, so a meter tells them apart
 
 
