@@ -17,7 +17,7 @@ JOBS = (  # model, sequences of a step, tokens of one: what a GPU holds decides 
 )
 _BECAUSE = {
     "compute": "it computes more: recomputation, or a pipeline whose last stage has the head",
-    "launches": "its kernels are short: launching them takes longer than running them, and a smaller tp has larger ones",
+    "launches": "its kernels are short: launches take longer than they do, and a smaller tp has larger ones",
     "tp": "tp waits in every layer: a smaller tp waits less",
     "cp": "a ring of short blocks does not hide its messages",
     "bubble": "the pipeline waits: it has too few micro-batches for its stages",
