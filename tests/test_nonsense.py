@@ -492,8 +492,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "plan.option": {
         "Option": "made by work_out",
         "work_out": {"job": JOB, "layout": Layout(dp=2)},
-        "option_of": "called by the search for each layout that fits",
-        "held_bytes": {"budget": budgets(RUN)[0]},
+        "seconds_of": {"job": JOB, "run": RUN},
         "memory_in_words": {"bytes_by_kind": {"parameters": 1e9}, "usable_bytes": 8e10},
     },
     "memory.run": {"Run": {"recipe": "fp32"}},

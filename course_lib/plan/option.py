@@ -103,6 +103,7 @@ def work_out(job: Job, layout: Layout) -> Option:
     return Option(run, estimate(run, job.cluster, job.engine))
 
 
+@checked
 def seconds_of(job: Job, run: Run) -> dict[str, float]:
     """Return the seconds of a step as its estimate has them, without its memory, which takes longer to work out."""
     return step_time(run, job.cluster, job.engine).parts

@@ -7,10 +7,8 @@ and is faster than that is missing there.
 
 from __future__ import annotations
 
-import gc
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import count
@@ -65,8 +63,7 @@ def search(job: Job, enough: Size = ENOUGH) -> Plan:
     enough   so many are ranked, more where they cannot be told from the fastest
     Raises   ValueError if no layout divides, or none fits
     """
-    with _no_collector():
-        ranked, lost, num_tried = _fastest_first(job, enough)
+    ranked, lost, num_tried = _fastest_first(job, enough)
     if not num_tried:
         raise ValueError(
             f"no layout of {job.config.name} divides {job.num_gpus} GPUs and {job.sequences} sequences a step; choose "
@@ -76,18 +73,6 @@ def search(job: Job, enough: Size = ENOUGH) -> Plan:
         raise ValueError(_nothing_fits(job, lost))
     best = advised(ranked)
     return Plan(job, best, ranked, front(ranked), _nearest(best, ranked, lost), num_tried)
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """Stages of many experts are many small objects without circles; looking for such took a third of the time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 # ------------------------------------------------------------------------------------ what stands where

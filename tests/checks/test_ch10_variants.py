@@ -300,7 +300,7 @@ WRONG = {
     "the job's global batch": lambda job: Layout(dp=job.num_gpus, zero_stage=3),
     "does not fit by": lambda job: layout_with(job, zero_stage=1),
     "recomputation": lambda job: layout_with(job, zero_stage=3, recompute="full"),
-    "tp waits in every layer": lambda job: layout_with(job, 8, zero_stage=1),
+    "its kernels are short": lambda job: layout_with(job, 8, zero_stage=1),
     "more tokens per GPU in a micro-batch hide ZeRO-3": lambda job: (
         layout_with(job, 8, zero_stage=3) if job.config.num_layers == 80 else by_the_chart(job)
     ),

@@ -529,7 +529,7 @@ WRONG = {
             (one_micro_batch, "the job's global batch"),
             (whole_copies, "does not fit by"),
             (always_recomputed, "it computes more"),
-            (a_node_of_tp, "tp waits in every layer"),
+            (a_node_of_tp, "its kernels are short"),
             (stops_where_it_fits, "more tokens per GPU"),
         ],
     },
