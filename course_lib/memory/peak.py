@@ -133,54 +133,41 @@ def backward_moments(stage: Stage, gradients: Gradients, first: bool, split: boo
     """
     makes, tied = first and not split, 0 if split else gradients.tied
     for end in stage.ends:
-        yield (
-            end.name,
-            {
-                "activations": -end.freed + split * stage.waiting_end * end.behind_head,
-                "logits": -end.freed_logits,
-                "gradients": gradients.at_end if makes and (end.behind_head or end.adds_up) else 0,
-                "temporary": end.work + tied * end.behind_head + gradients.leaving_end * end.adds_up,
-                "gathered": gradients.whole_end * end.behind_loss,
-            },
-        )
-    for work, experts in zip(stage.work_last, (0, gradients.experts_last), strict=True):
-        yield (
-            "last layer",
-            {
-                "activations": stage.again_last - stage.end + split * stage.waiting_end,
-                "logits": -stage.logits,
-                "gradients": gradients.at_last if makes else 0,
-                "temporary": work + gradients.leaving_last + experts + tied,
-                "gathered": gradients.whole_last,
-            },
-        )
-    waiting = stage.waiting if split else 0
-    for work, experts in zip(stage.work_first, (0, gradients.experts_first), strict=True):
-        yield (
-            "first layer",
-            {
-                "activations": stage.again_first
-                + stage.first
-                - stage.layers
-                - stage.end
-                + waiting
-                - split * stage.waiting_first,
-                "logits": -stage.logits,
-                "gradients": gradients.at_first if makes else 0,
-                "temporary": work + gradients.leaving_first + experts + tied,
-                "gathered": gradients.whole_first,
-            },
-        )
-    yield (
-        "embedding",
-        {
-            "activations": -stage.layers - stage.end + waiting,
+        change = {
+            "activations": -end.freed + split * stage.waiting_end * end.behind_head,
+            "logits": -end.freed_logits,
+            "gradients": gradients.at_end if makes and (end.behind_head or end.adds_up) else 0,
+            "temporary": end.work + tied * end.behind_head + gradients.leaving_end * end.adds_up,
+            "gathered": gradients.whole_end * end.behind_loss,
+        }
+        yield end.name, change
+    for moment in stage.moments_last:
+        change = {
+            "activations": stage.again_last - stage.end + split * stage.waiting_end + moment.activations,
             "logits": -stage.logits,
-            "gradients": (gradients.norms if split else gradients.at_start) if first else 0,
-            "temporary": stage.stream + gradients.leaving_embed + gradients.embed + 2 * tied,
-            "gathered": gradients.whole_embed,
-        },
-    )
+            "gradients": gradients.at_last if makes else 0,
+            "temporary": moment.temporary + gradients.leaving_last + gradients.experts_last * moment.experts + tied,
+            "gathered": gradients.whole_last,
+        }
+        yield "last layer", change
+    waiting = split * (stage.waiting - stage.waiting_first)
+    for moment in stage.moments_first:
+        change = {
+            "activations": stage.again_first + stage.first - stage.layers - stage.end + waiting + moment.activations,
+            "logits": -stage.logits,
+            "gradients": gradients.at_first if makes else 0,
+            "temporary": moment.temporary + gradients.leaving_first + gradients.experts_first * moment.experts + tied,
+            "gathered": gradients.whole_first,
+        }
+        yield "first layer", change
+    change = {
+        "activations": -stage.layers - stage.end + split * stage.waiting,
+        "logits": -stage.logits,
+        "gradients": (gradients.norms if split else gradients.at_start) if first else 0,
+        "temporary": stage.stream + gradients.leaving_embed + gradients.embed + 2 * tied,
+        "gathered": gradients.whole_embed,
+    }
+    yield "embedding", change
 
 
 def loss_moments(stage: Stage, gradients: Gradients, first: bool, split: bool) -> Iterator[Moment]:
