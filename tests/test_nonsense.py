@@ -508,13 +508,10 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "memory.budget": {
         "Budget": "made by budgets",
         "Saved": "made by saved_for_backward",
-        "part_of": "called by ledgers for each stage",
-        "steady": "called by the search for each layout",
         "fullest_budget": "called by the search for each layout",
         "fits": {"budget": budgets(RUN)[0], "gpu_or_key": "h100"},
         "largest_that_fits": {"budget_of": partial(budget, preset("toy"), seq_len=64)},
     },
-    "memory.least": {},
     "memory.zero": {
         "wire_grad_bytes": {"recipe": Recipe("mine", 4, 4, 0, 8, 4)},
         "zero_state_bytes": {"units": [8, 4]},

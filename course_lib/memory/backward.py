@@ -212,7 +212,7 @@ def layer_moments(part: Part, layer: int, split: bool) -> tuple[LayerMoment, ...
 def _mlp_work(part: Part, width: int, split: bool) -> list[int]:
     """Gradients of the product, SiLU and up, of which the product itself is free; or of the product and a matrix."""
     numel, D, e = part.rows * width, part.config.d_model, part.e
-    matrix = 0 if part.run.lora is not None or split else width * D * (e + (FP32 if part.casts else 0))
+    matrix = 0 if part.run.lora is not None or split else width * D * e
     return [((2 if part.config.family == "llama" else 1) + split) * numel * e, numel * e + matrix]
 
 
@@ -239,8 +239,7 @@ def _core_work(part: Part) -> int:
     if part.run.attention == "standard":
         scores = rows * N * (part.run.seq_len // layout.cp)
         softmax = part.recipe.param_bytes if part.run.device == "cuda" else e
-        differ = bool(part.config.dropout) or softmax != e
-        return scores * (2 * softmax + e if differ else 3 * e) + out * e
+        return 2 * scores * max(softmax, e) + out * e
     filled = 3 * rows * N * max(H, W) * e if H != W else 0
     if layout.cp == 1:
         return ((4 * rows * N * max(H, W) if H != W else queries + pairs) + out) * e
@@ -271,12 +270,13 @@ def _ends(part: Part, end: Terms, logits: int) -> list[End]:
         loss = numel * e * (1 if tp else 2)
     else:
         loss = int(numel * ((facts.tp_loss_bytes if tp else facts.loss_bytes) - FP32))
-    matrix = 0 if part.run.lora is not None else V * D * (e + (FP32 if part.casts else 0))
+    matrix = 0 if part.run.lora is not None else V * D * e
+    widened = matrix // e * FP32 if part.casts else 0
     stream, read = rows * D * e, end["input of the head"]
     return [
         End("loss", loss, behind_loss=False),
         End("head", numel * e + stream + matrix, 0, logits),
-        End("head's gradient", stream + matrix, read, logits, adds_up=True),
+        End("head's gradient", stream + matrix + widened, read, logits, adds_up=True),
         norm,
     ]
 
