@@ -29,7 +29,8 @@ def after_backward(part: Part, tensors: Sequence[Named], flats: Sequence[Flat]) 
         yield "sum over replicas", e * max(experts, sum(of_kind.values()) - experts)
     largest = max((size for _, size in pieces), default=0)
     copies = (e < FP32) + (layout.world_size > 1)  # in FP32, and squares; one process asks torch for its norms
-    yield "clipping", FP32 * largest * copies
+    if copies:
+        yield "clipping", FP32 * largest * copies
     yield "update", _update_bytes(part, [size for _, size in pieces], largest)
 
 
