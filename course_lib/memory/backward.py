@@ -14,6 +14,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from course_lib.config import ModelConfig
+from course_lib.layout import Layout
 from course_lib.memory.activations import (
     FP32,
     MASK,
@@ -27,6 +29,7 @@ from course_lib.memory.activations import (
     waiting_terms,
 )
 from course_lib.memory.flats import Flat, Named, layers_of
+from course_lib.memory.states import LoRA, Recipe
 from course_lib.memory.zero import wire_grad_bytes
 
 NORM_TENSORS = 4  # in FP32, that RMSNorm's backward has at once; LayerNorm's is one kernel
@@ -326,20 +329,32 @@ def _is_at_once(name: str) -> bool:
     return "norm" in name or name in ("embed", "positions", "token_type") or name.endswith("moe.router")
 
 
-def gradients_of(part: Part, tensors: Sequence[Named], flats: Sequence[Flat]) -> Gradients:
+class Trained(NamedTuple):
+    """What a rank's gradients depend on: one of many runs that differ in tokens, schedule steps and recomputation."""
+
+    config: ModelConfig
+    recipe: Recipe
+    lora: LoRA | None
+    cut: Layout
+    zero_stage: int
+    ranks: tuple[int, int]  # over which ZeRO shards all that is not an expert, and experts
+    data_size: int
+    num_stages: int
+
+
+def gradients_of(of: Trained, tensors: Sequence[Named], flats: Sequence[Flat]) -> Gradients:
     """Of the tensors of one stage that are trained, and their flats."""
-    recipe, layout = part.recipe, part.layout
-    raw, wire, zero = recipe.param_bytes, wire_grad_bytes(recipe), layout.zero_stage
-    always = zero == 0 and layout.data_size == 1 and recipe.grad_bytes > raw  # FP32 buffers, which are there before
+    recipe, raw, wire, zero = of.recipe, of.recipe.param_bytes, wire_grad_bytes(of.recipe), of.zero_stage
+    always = zero == 0 and of.data_size == 1 and recipe.grad_bytes > raw  # FP32 buffers, which are there before
     in_flats = flats if zero else [flat for flat in flats if flat.ranks > 1]
     units = list(dict.fromkeys(one.unit for one in tensors))
     first = units[min(1, len(units) - 1) if "embed" in units else 0]
     last = units[-2 if "end" in units and len(units) > 1 else -1]
-    tied_here = part.config.tied and layout.num_stages == 1 and part.config.family != "xlmr"
+    tied_here = of.config.tied and of.num_stages == 1 and of.config.family != "xlmr"
     embed = max((one.numel for one in tensors if one.name == "embed"), default=0)
     common = {
         "embed": raw * embed,
-        "tied": raw * embed if tied_here and part.run.lora is None else 0,
+        "tied": raw * embed if tied_here and of.lora is None else 0,
         "largest": raw * max((one.numel for one in tensors), default=0),
     }
 
@@ -369,7 +384,7 @@ def gradients_of(part: Part, tensors: Sequence[Named], flats: Sequence[Flat]) ->
         return Gradients(*held, **common)
     if zero == 2:
         return _by_buckets(held, common, flats, wire)
-    return _by_units(part, held, common, flats, wire, (first, last, units))
+    return _by_units(raw, held, common, flats, wire, (first, last, units))
 
 
 def _by_buckets(held: tuple[int, ...], common: dict[str, int], flats: Sequence[Flat], wire: int) -> Gradients:
@@ -398,7 +413,7 @@ def _by_buckets(held: tuple[int, ...], common: dict[str, int], flats: Sequence[F
 
 
 def _by_units(
-    part: Part,
+    raw: int,
     held: tuple[int, ...],
     common: dict[str, int],
     flats: Sequence[Flat],
@@ -412,7 +427,7 @@ def _by_units(
         full[flat.unit] += flat.padded
         shard[flat.unit] += flat.padded // flat.ranks
         experts[flat.unit] += flat.padded * (flat.kind == "experts")
-    raw, tied = part.recipe.param_bytes, full["embed"] if common["tied"] else 0
+    tied = full["embed"] if common["tied"] else 0
     behind = dict(zip(order, [None, *order], strict=False))
     ahead = dict(zip(order, [*order[1:], None], strict=True))
 
