@@ -226,9 +226,14 @@ def _expert_work(part: Part, second: Terms, split: bool) -> tuple[list[int], int
     """
     moe, layout, token = part.local.moe, part.layout, part.config.d_model * part.e
     rows, shared = part.rows * moe.top_k, second.get("moe.shared", 0)
-    moved = rows if layout.expert_method == "plain" else part.rows * min(moe.top_k, layout.ep)
-    forward = ((rows + 3 * moved if layout.ep > 1 else rows) + 3 * part.rows) * token
-    works = [(3 * rows + part.rows) * token - shared, forward - part.own_rows * token - shared]
+    works = [(3 * rows + part.rows) * token - shared]
+    if layout.recompute == "full" or not split:
+        moved = rows if layout.expert_method == "plain" else part.rows * min(moe.top_k, layout.ep)
+        ways = rows + 3 * moved if layout.ep > 1 else rows
+        others = 3 if part.e < FP32 else 2  # zeros, sums; and the input, unless the router saves it as it is
+        works.append((ways + others * part.rows - part.own_rows) * token - shared)
+        if layout.recompute != "full":  # in the forward pass no gradient has come
+            works[-1] -= part.own_rows * token + (part.rows * token if layout.sequence_parallel else 0)
     if moe.num_shared_experts:
         works += _mlp_work(part, moe.num_shared_experts * moe.d_expert, split)
     return works, (rows + part.rows) * token - shared - second["places of rows"]
