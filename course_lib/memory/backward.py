@@ -200,6 +200,8 @@ def layer_moments(part: Part, layer: int, split: bool) -> tuple[LayerMoment, ...
         again = sum(whole.values()) - sum(first.values())
         if part.run.attention == "standard":  # what is made again is beside its inputs; what o read is free
             again = whole["core"] - first["input of o"]
+        elif part.layout.cp == 1 and part.local.head_dim < part.local.value_dim:  # queries and keys, filled up
+            again += 2 * rows * part.local.num_heads * part.local.head_dim * e - first["input of o"]
     core = LayerMoment(freed + again - first.get("dropout masks", 0), stream + _core_work(part))
     found = [core, LayerMoment(freed + second.get("residual", 0), stream * 2 + part.own_rows * D * _norm_bytes(part))]
     if not has_experts(part, layer):
