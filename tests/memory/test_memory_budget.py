@@ -128,7 +128,7 @@ def test_what_is_no_tensor_is_an_assumption_by_name():
     assert budgets(Run(preset("toy"), Layout(), 64, device="cpu"))[0].overheads == {}
 
 
-# ---- the ledger
+# ---- ranks of tp
 
 
 def test_a_budget_can_be_asked_of_any_rank_of_tp():
