@@ -28,7 +28,7 @@ def kept_bytes(model, forward):
 
 
 def saved_by_a_layer(config, seq_len, recipe="fp32", attention="fused", tp_rank=0, **layout):
-    """What the ledger saves of one layer, for a micro-batch: of two layers less one."""
+    """What the formula saves of one layer, for a micro-batch: of two layers less one."""
     one, two = (
         saved_for_backward(
             Run(replace(config, num_layers=layers), Layout(**layout), seq_len, recipe, attention, "cpu"), 0, tp_rank

@@ -507,8 +507,6 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "memory.budget": {
         "Budget": "made by budgets",
         "Saved": "made by saved_for_backward",
-        "part_of": "called by ledgers for each stage",
-        "steady": "called by the search for each layout",
         "fullest_budget": "called by the search for each layout",
         "fits": {"budget": budgets(RUN)[0], "gpu_or_key": "h100"},
         "largest_that_fits": {"budget_of": partial(budget, preset("toy"), seq_len=64)},

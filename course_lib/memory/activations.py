@@ -97,6 +97,16 @@ class Part:
         """Bytes of a number of a product's saved input."""
         return self.engine.fp8_input_bytes if self.run.fp8 else self.e
 
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """The matrices that read what attention's norm gives."""
+        return ("q_down", "kv_down") if self.config.mla else ("q", "k", "v")
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether any layer trains, and not the head alone."""
+        return self.run.lora is None or set(self.run.lora.targets) != {"head"}
+
     def saves(self, name: str) -> bool:
         """Whether a matrix needs its input again: frozen ones do not, their adapters do."""
         return self.run.lora is None or name.rpartition(".")[2] in self.run.lora.targets
@@ -125,20 +135,30 @@ def layer_terms(part: Part, layer: int, recompute: str | None = None) -> tuple[T
     """What a layer saves by name: (attention with its norm, what follows it with its norm)."""
     operators = part.run.operators and recompute is None
     recompute, run, D = recompute or part.layout.recompute, part.run, part.config.d_model
-    reached = run.lora is None or layer > 0  # whether a gradient reaches the layer's input
+    below, behind = _reached(part, layer)
+    if run.lora is not None and not part.in_layers:
+        return {}, {}
     if recompute == "full":
         terms = {"block input": part.own_rows * D * part.r}
         moe = part.local.moe
         if has_experts(part, layer):  # the module holds its routing until the next one
             terms["routing"] = part.routed * (moe.num_experts * FP32 + moe.top_k * (INT64 + FP32 + MASK))
         return terms, {}
-    masks = part.own_rows * D * MASK if part.config.dropout else 0
-    first = _attention_terms(part, recompute, reached)
-    second = dict(zip(("residual", "second norm's statistics"), part.norm(part.own_rows, D, part.r), strict=True))
-    second |= _expert_terms(part) if has_experts(part, layer) else _mlp_terms(part)
     if operators:
         return _kept_outputs(part), {}
-    return first | {"dropout masks": masks}, second | {"MLP's dropout mask": masks}
+    masks = part.own_rows * D * MASK if part.config.dropout else 0
+    first, second = _attention_terms(part, recompute, below), {}
+    if behind:
+        second = dict(zip(("residual", "second norm's statistics"), part.norm(part.own_rows, D, part.r), strict=True))
+    second |= _expert_terms(part) if has_experts(part, layer) else _mlp_terms(part, reached=behind)
+    return first | {"dropout masks": masks * behind}, second | {"MLP's dropout mask": masks}
+
+
+def _reached(part: Part, layer: int) -> tuple[bool, bool]:
+    """Whether a gradient is wanted of a layer's input, and behind its attention: below the first adapter none is."""
+    if part.run.lora is None or layer > 0:
+        return True, True
+    return False, any(part.saves(f"attention.{name}") for name in (*part.readers, "q_up", "kv_up", "o"))
 
 
 def has_experts(part: Part, layer: int) -> bool:
@@ -152,14 +172,14 @@ def _attention_terms(part: Part, recompute: str, reached: bool) -> Terms:
     terms = dict(zip(("block input", "first norm's statistics"), part.norm(part.own_rows, D, part.r), strict=True))
     if not reached:
         terms = {}
-    names = ("q_down", "kv_down") if c.mla else ("q", "k", "v")
     if c.mla:
         terms |= _latent_terms(part)
     else:
-        terms |= _inputs(part, "input of q, k, v", [f"attention.{name}" for name in names], D, reached)
-        if c.qk_norm:
+        terms |= _inputs(part, "input of q, k, v", [f"attention.{name}" for name in part.readers], D, reached)
+        if c.qk_norm and reached:
             terms["QK-norm"] = rows * (N + K) * (H * e + FP32)
-    terms["core"] = _core_bytes(part, recompute)
+    adapted = any(part.saves(f"attention.{name}") for name in (*part.readers, "q_up", "kv_up"))
+    terms["core"] = _core_bytes(part, recompute) if reached or adapted else 0
     out = 0 if part.run.attention == "standard" and not part.saves("attention.o") else rows * N * W * part.e
     if part.run.lora is not None and recompute == "selective" and not part.saves("attention.o"):
         out = 0
@@ -226,16 +246,19 @@ def _latent_terms(part: Part) -> Terms:
     return terms
 
 
-def _mlp_terms(part: Part, name: str = "mlp", width: int = 0, of_experts: bool = False) -> Terms:
+def _mlp_terms(part: Part, name: str = "mlp", width: int = 0, of_experts: bool = False, reached: bool = True) -> Terms:
     D, F, e, rows = part.config.d_model, width or part.local.d_ff, part.e, part.rows
     two = part.config.family == "llama"
     readers = [f"{name}.gate", f"{name}.up"] if two else [f"{name}.up"]
     entered = rows if of_experts and part.layout.sequence_parallel and not part.layout.folded else 0
-    terms = _inputs(part, f"input of the {'MLP' if name == 'mlp' else name}", readers, D, rows=entered)
+    terms = _inputs(part, f"input of the {'MLP' if name == 'mlp' else name}", readers, D, reached, entered)
     product = rows * F * part.input_bytes * part.saves(f"{name}.down")
     inside = rows * F * e * ((3 if part.engine.swiglu_tensors == 4 else 2) if two else 1)
     if two and part.engine.swiglu_tensors == 2:
         product = 0
+    if not reached:  # SiLU saves its input, and a product the factor that the other's gradient needs
+        gate, up = (part.saves(f"{name}.{one}") for one in ("gate", "up"))
+        inside = rows * F * e * (2 * gate + up if two else up)
     return terms | {"MLP" if name == "mlp" else name: inside + product} | _cast_matrix(part, [f"{name}.down"])
 
 
@@ -257,14 +280,20 @@ def _expert_terms(part: Part) -> Terms:
     if once:
         read = given = came
         places, weighed = rows * min(k, ep) * 2 * INT64 + came * INT64, came * (2 * INT64 + e)
-    tensors = part.engine.swiglu_tensors if part.run.lora is None else 3
+    saves = {name: part.saves(f"moe.experts.{name}") for name in ("gate", "up", "down")}
+    readers = saves["gate"] + saves["up"]
+    tensors = part.engine.swiglu_tensors if part.run.lora is None else 3 + saves["down"]
     found = {
         "router": router + scores + choice,
         "places of rows": places + weighed,
-        "rows of experts": read * D * part.input_bytes,
+        "rows of experts": read * D * part.input_bytes * (readers if part.casts else min(1, readers)),
         "experts": read * part.d_expert * e * tensors,
         "outputs of experts": given * D * e,
     }
+    if part.casts:
+        found["casts of experts"] = E // ep * 3 * part.d_expert * D * e
+    if part.run.lora is not None:
+        found["experts' adapters"] = read * part.run.lora.rank * e * sum(saves.values())
     is_saved_once = not part.layout.folded or part.entered == rows  # folded, shared experts gather what they save
     if e >= FP32 and part.run.lora is None and moe.num_shared_experts and is_saved_once:
         found["router"] -= rows * D * e  # one tensor: the shared experts save it too
@@ -323,17 +352,22 @@ def last_terms(part: Part) -> tuple[Terms, int]:
     terms = dict(zip(("input of the final norm", "its statistics"), part.norm(part.own_rows, D, part.r), strict=True))
     if part.config.family == "xlmr":
         return terms, 0
-    frozen = part.run.lora is not None
     chunks = part.run.loss_chunks
-    terms["input of the head"] = 0 if frozen else (part.entered if part.layout.tp > 1 else part.rows) * D * part.e
-    terms["head in autocast's dtype"] = V * D * part.e if part.casts else 0
+    if not part.in_layers:  # below an adapter of the head alone nothing wants a gradient
+        terms = {}
+    terms["input of the head"] = (
+        0 if not part.saves("head") else (part.entered if part.layout.tp > 1 else part.rows) * D * part.e
+    )
+    terms["head in autocast's dtype"] = V * D * part.e if part.casts and part.in_layers else 0
+    if part.run.lora is not None and part.saves("head"):
+        terms |= {"adapter of the head": part.rows * part.run.lora.rank * part.e}
     terms["targets"] = part.rows * (INT64 + MASK * (part.layout.tp > 1))
     return terms, part.rows * V * part.fp32 // chunks
 
 
 def rope_bytes(part: Part) -> int:
     """RoPE's two tables, which a stage makes for each micro-batch."""
-    if part.config.family != "llama":
+    if part.config.family != "llama" or not part.in_layers:
         return 0
     return 2 * (part.run.seq_len // part.layout.cp) * part.config.rope_dim * part.recipe.param_bytes
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from course_lib.config import ModelConfig
+from course_lib.layout import Layout
 from course_lib.memory.activations import (
     FP32,
+    MASK,
     Part,
     Terms,
     first_terms,
@@ -26,6 +29,7 @@ from course_lib.memory.activations import (
     waiting_terms,
 )
 from course_lib.memory.flats import Flat, Named, layers_of
+from course_lib.memory.states import LoRA, Recipe
 from course_lib.memory.zero import wire_grad_bytes
 
 NORM_TENSORS = 4  # in FP32, that RMSNorm's backward has at once; LayerNorm's is one kernel
@@ -43,13 +47,21 @@ class End(NamedTuple):
     adds_up: bool = False  # when the head's gradient is put where it is kept or sent from
 
 
+class LayerMoment(NamedTuple):
+    """A moment of a layer's backward: what it adds to all that the layer saved, and its work space."""
+
+    activations: int
+    temporary: int
+    experts: bool = False  # whether gradients of experts are on their way
+
+
 @dataclass(frozen=True)
 class Stage:
     """Bytes of one micro-batch on one stage.
 
-    start, layers, end   saved by the embedding with RoPE's tables; by all layers; by final norm and head
+    start, layers, end   saved by the embedding, with RoPE's tables and targets; by all layers; by final norm and head
     first, last          saved by that layer; `again_` what recomputation makes besides
-    work_                its backward's work space, in all and while experts' gradients are made
+    moments_             of its backward
     waiting              between the two parts of a split backward; `waiting_end` of that the head's, `waiting_first`
     stream               a gradient of the residual stream
     """
@@ -62,8 +74,8 @@ class Stage:
     last: int
     again_first: int
     again_last: int
-    work_first: tuple[int, int]
-    work_last: tuple[int, int]
+    moments_first: tuple[LayerMoment, ...]
+    moments_last: tuple[LayerMoment, ...]
     waiting: int
     waiting_end: int
     waiting_first: int
@@ -87,12 +99,13 @@ def stage_of(part: Part, stage: int, split: bool) -> Stage:
     end, logits = last_terms(part) if is_last else ({}, 0)
     sorts = _sorts(part, layers)
     saved = {layer: _sum(layer_terms(part, layer)) for layer in sorts}
-    whole = {layer: _sum(layer_terms(part, layer, "none")) - saved[layer] if again else 0 for layer in sorts}
+    whole = {layer: _made_again(part, layer) - saved[layer] if again else 0 for layer in sorts}
     last = layers[-1] if layers[-1] in sorts else layers[0]
     waits = {layer: split * sum(waiting_terms(part, layer)) for layer in sorts}
     of_head = split * is_last * part.rows * (part.config.d_model + part.local.vocab_size) * part.e
-    return Stage(
-        start=rope_bytes(part) + (sum(first_terms(part).values()) if stage == 0 else 0),
+    to_the_end = end.pop("targets", 0) if part.layout.tp == 1 else 0  # the micro-batch has them until it is done
+    found = Stage(
+        start=rope_bytes(part) + (sum(first_terms(part).values()) if stage == 0 else 0) + to_the_end,
         layers=sum(count * saved[layer] for layer, count in sorts.items()),
         end=sum(end.values()),
         logits=logits,
@@ -100,8 +113,8 @@ def stage_of(part: Part, stage: int, split: bool) -> Stage:
         last=saved[last],
         again_first=whole[layers[0]],
         again_last=whole[last],
-        work_first=layer_work(part, layers[0], split),
-        work_last=layer_work(part, last, split),
+        moments_first=layer_moments(part, layers[0], split),
+        moments_last=layer_moments(part, last, split),
         waiting=sum(count * waits[layer] for layer, count in sorts.items()) + of_head,
         waiting_end=of_head,
         waiting_first=waits[layers[0]],
@@ -109,6 +122,41 @@ def stage_of(part: Part, stage: int, split: bool) -> Stage:
         ends=tuple(_ends(part, end, logits)) if is_last else (),
         loss_forward=logits // part.fp32 * (part.e + (part.fp32 if part.e < part.fp32 else 0)),
     )
+    return _offloaded(part, found, layers, to_the_end) if part.run.offload.activations != "device" else found
+
+
+def _offloaded(part: Part, stage: Stage, layers: range, stays: int) -> Stage:
+    """What backward has of saved tensors that wait off the device: those of one operator, come back."""
+    numel, core = part.rows * part.local.d_ff * part.e, sum(_attention_of_core(part))
+    two = part.config.family == "llama"
+    moments = [
+        LayerMoment(numel * (1 + two), stage.stream + numel * (2 + two)),
+        LayerMoment(core, stage.stream + _core_work(part)),
+    ]
+    if any(has_experts(part, layer) for layer in layers):
+        rows = part.routed * part.local.moe.top_k * part.config.d_model * part.e
+        moments.append(LayerMoment(rows, stage.stream + 3 * rows))
+    ends = tuple(end._replace(freed=-stage.logits * (not end.behind_loss), freed_logits=0) for end in stage.ends)
+    return replace(
+        stage,
+        start=stays,
+        layers=0,
+        end=0,
+        logits=0,
+        first=0,
+        last=0,
+        again_first=0,
+        again_last=0,
+        moments_first=tuple(moments),
+        moments_last=tuple(moments),
+        ends=ends,
+        moved=stage.activations + stage.logits - stays,
+    )
+
+
+def _attention_of_core(part: Part) -> tuple[int, int]:
+    first, _ = layer_terms(part, 0, "none")
+    return first["core"], first["input of o"]
 
 
 def _sorts(part: Part, layers: range) -> dict[int, int]:
@@ -122,6 +170,15 @@ def _sorts(part: Part, layers: range) -> dict[int, int]:
     return {layer: counts[one] for one, layer in found.items()}
 
 
+def _made_again(part: Part, layer: int) -> int:
+    """What a layer has saved when it has run a second time; a router's routing then is there twice, but smaller."""
+    terms, moe = _sum(layer_terms(part, layer, "none")), part.local.moe
+    if not has_experts(part, layer):
+        return terms
+    twice = layer_terms(part, layer)[0].get("routing", 0) - part.routed * moe.top_k * (FP32 + MASK)
+    return terms + twice - (part.routed * moe.num_experts * part.fp32 if moe.score == "sigmoid" else 0)
+
+
 def _sum(terms: tuple[Terms, Terms]) -> int:
     return sum(sum(half.values()) for half in terms)
 
@@ -130,29 +187,37 @@ def _sum(terms: tuple[Terms, Terms]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def layer_work(part: Part, layer: int, split: bool) -> tuple[int, int]:
-    """Most bytes above what a layer saved, at any moment of its backward; and while experts' gradients are made."""
+def layer_moments(part: Part, layer: int, split: bool) -> tuple[LayerMoment, ...]:
+    """The fullest moment of a layer's backward; and those at which experts' gradients, or a core again, are there."""
     selective = part.layout.recompute == "selective"
     first, second = layer_terms(part, layer, "selective" if selective else "none")
     D, e, rows = part.config.d_model, part.e, part.rows
     stream, gathered = part.own_rows * D * part.r, rows * D * e if part.layout.sequence_parallel else 0
-    inside = sum(second.values()) - split * waiting_terms(part, layer)[1]  # free once its backward is through
-    core = _core_work(part)
+    freed = split * waiting_terms(part, layer)[1] - sum(second.values())  # once the second half's backward is through
+    again = 0
     if selective:
-        core += sum(layer_terms(part, layer, "none")[0].values()) - sum(first.values())
-    norm = stream + part.own_rows * D * _norm_bytes(part) + second["residual"]
+        whole = layer_terms(part, layer, "none")[0]
+        again = sum(whole.values()) - sum(first.values())
+        if part.run.attention == "standard":  # what is made again is beside its inputs; what o read is free
+            again = whole["core"] - first["input of o"]
+        elif part.layout.cp == 1 and part.local.head_dim < part.local.value_dim:  # queries and keys, filled up
+            again += 2 * rows * part.local.num_heads * part.local.head_dim * e - first["input of o"]
+    core = LayerMoment(freed + again - first.get("dropout masks", 0), stream + _core_work(part))
+    found = [core, LayerMoment(freed + second.get("residual", 0), stream * 2 + part.own_rows * D * _norm_bytes(part))]
     if not has_experts(part, layer):
-        works, late = [gathered + work for work in _mlp_work(part, part.local.d_ff, split)], 0
+        works, late = [gathered + work for work in _mlp_work(part, part.local.d_ff, split)], ()
     else:
-        works, late = _expert_work(part, second, split, gathered)
-    early = stream + max(0, core - inside, norm - inside, *works)
-    return early, stream + late if late else early
+        works, work = _expert_work(part, second, split, gathered)
+        late = (LayerMoment(0, stream + work, True),)
+    found += [LayerMoment(0, stream + work) for work in works]
+    most = max(found, key=sum)
+    return (*dict.fromkeys((LayerMoment(0, stream), most, core if again else most)), *late)
 
 
 def _mlp_work(part: Part, width: int, split: bool) -> list[int]:
     """Gradients of the product, SiLU and up, of which the product itself is free; or of the product and a matrix."""
     numel, D, e = part.rows * width, part.config.d_model, part.e
-    matrix = 0 if part.run.lora is not None or split else width * D * (e + (FP32 if part.casts else 0))
+    matrix = 0 if part.run.lora is not None or split else width * D * e
     return [((2 if part.config.family == "llama" else 1) + split) * numel * e, numel * e + matrix]
 
 
@@ -163,9 +228,14 @@ def _expert_work(part: Part, second: Terms, split: bool, gathered: int) -> tuple
     """
     moe, layout, token, tokens = part.local.moe, part.layout, part.config.d_model * part.e, part.routed
     rows, shared, entered = tokens * moe.top_k, second.get("moe.shared", 0), 0 if part.layout.folded else gathered
-    moved = rows if layout.expert_method == "plain" else tokens * min(moe.top_k, layout.ep)
-    forward = ((rows + 3 * moved if layout.ep > 1 else rows) + 3 * tokens) * token
-    works = [(3 * rows + tokens) * token - shared, forward - part.own_rows * token - shared]
+    works = [(3 * rows + tokens) * token - shared]
+    if layout.recompute == "full" or not split:
+        moved = rows if layout.expert_method == "plain" else tokens * min(moe.top_k, layout.ep)
+        ways = rows + 3 * moved if layout.ep > 1 else rows
+        others = 3 if part.e < FP32 else 2  # zeros, sums; and the input, unless the router saves it as it is
+        works.append((ways + others * tokens - part.own_rows) * token - shared)
+        if layout.recompute != "full":  # in the forward pass no gradient has come
+            works[-1] -= part.own_rows * token + entered
     works = [entered + work for work in works]
     if moe.num_shared_experts:
         works += [gathered + work for work in _mlp_work(part, moe.num_shared_experts * moe.d_expert, split)]
@@ -180,8 +250,7 @@ def _core_work(part: Part) -> int:
     if part.run.attention == "standard":
         scores = rows * N * (part.run.seq_len // layout.cp)
         softmax = part.recipe.param_bytes if part.run.device == "cuda" else e
-        differ = bool(part.config.dropout) or softmax != e
-        return scores * (2 * softmax + e if differ else 3 * e) + out * e
+        return 2 * scores * max(softmax, e) + out * e
     filled = 3 * rows * N * max(H, W) * e if H != W else 0
     if layout.cp == 1:
         return ((4 * rows * N * max(H, W) if H != W else queries + pairs) + out) * e
@@ -212,12 +281,13 @@ def _ends(part: Part, end: Terms, logits: int) -> list[End]:
         loss = numel * e * (1 if tp else 2)
     else:
         loss = int(numel * ((facts.tp_loss_bytes if tp else facts.loss_bytes) - FP32))
-    matrix = 0 if part.run.lora is not None else V * D * (e + (FP32 if part.casts else 0))
+    matrix = 0 if part.run.lora is not None else V * D * e
+    widened = matrix // e * FP32 if part.casts else 0
     stream, read = rows * D * e, end["input of the head"]
     return [
         End("loss", loss, behind_loss=False),
         End("head", numel * e + stream + matrix, 0, logits),
-        End("head's gradient", stream + matrix, read, logits, adds_up=True),
+        End("head's gradient", stream + matrix + widened, read, logits, adds_up=True),
         norm,
     ]
 
@@ -267,19 +337,32 @@ def _is_at_once(name: str) -> bool:
     return "norm" in name or name in ("embed", "positions", "token_type") or name.endswith("moe.router")
 
 
-def gradients_of(part: Part, tensors: Sequence[Named], flats: Sequence[Flat]) -> Gradients:
+class Trained(NamedTuple):
+    """What a rank's gradients depend on: one of many runs that differ in tokens, schedule steps and recomputation."""
+
+    config: ModelConfig
+    recipe: Recipe
+    lora: LoRA | None
+    cut: Layout
+    zero_stage: int
+    ranks: tuple[int, int]  # over which ZeRO shards all that is not an expert, and experts
+    data_size: int
+    num_stages: int
+
+
+def gradients_of(of: Trained, tensors: Sequence[Named], flats: Sequence[Flat]) -> Gradients:
     """Of the tensors of one stage that are trained, and their flats."""
-    recipe, layout = part.recipe, part.layout
-    raw, wire, zero = recipe.param_bytes, wire_grad_bytes(recipe), layout.zero_stage
-    always = zero == 0 and layout.data_size == 1 and recipe.grad_bytes > raw  # FP32 buffers, which are there before
+    recipe, raw, wire, zero = of.recipe, of.recipe.param_bytes, wire_grad_bytes(of.recipe), of.zero_stage
+    always = zero == 0 and of.data_size == 1 and recipe.grad_bytes > raw  # FP32 buffers, which are there before
     in_flats = flats if zero else [flat for flat in flats if flat.ranks > 1]
     units = list(dict.fromkeys(one.unit for one in tensors))
-    first, last = units[min(1, len(units) - 1) if "embed" in units else 0], units[-2 if "end" in units else -1]
-    tied_here = part.config.tied and layout.num_stages == 1 and part.config.family != "xlmr"
+    first = units[min(1, len(units) - 1) if "embed" in units else 0]
+    last = units[-2 if "end" in units and len(units) > 1 else -1]
+    tied_here = of.config.tied and of.num_stages == 1 and of.config.family != "xlmr"
     embed = max((one.numel for one in tensors if one.name == "embed"), default=0)
     common = {
         "embed": raw * embed,
-        "tied": raw * embed if tied_here and part.run.lora is None else 0,
+        "tied": raw * embed if tied_here and of.lora is None else 0,
         "largest": raw * max((one.numel for one in tensors), default=0),
     }
 
@@ -309,7 +392,7 @@ def gradients_of(part: Part, tensors: Sequence[Named], flats: Sequence[Flat]) ->
         return Gradients(*held, **common)
     if zero == 2:
         return _by_buckets(held, common, flats, wire)
-    return _by_units(part, held, common, flats, wire, (first, last, units))
+    return _by_units(raw, held, common, flats, wire, (first, last, units))
 
 
 def _by_buckets(held: tuple[int, ...], common: dict[str, int], flats: Sequence[Flat], wire: int) -> Gradients:
@@ -338,7 +421,7 @@ def _by_buckets(held: tuple[int, ...], common: dict[str, int], flats: Sequence[F
 
 
 def _by_units(
-    part: Part,
+    raw: int,
     held: tuple[int, ...],
     common: dict[str, int],
     flats: Sequence[Flat],
@@ -352,7 +435,7 @@ def _by_units(
         full[flat.unit] += flat.padded
         shard[flat.unit] += flat.padded // flat.ranks
         experts[flat.unit] += flat.padded * (flat.kind == "experts")
-    raw, tied = part.recipe.param_bytes, full["embed"] if common["tied"] else 0
+    tied = full["embed"] if common["tied"] else 0
     behind = dict(zip(order, [None, *order], strict=False))
     ahead = dict(zip(order, [*order[1:], None], strict=True))
 

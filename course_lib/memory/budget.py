@@ -20,14 +20,14 @@ from course_lib.engines import ENGINES, Engine
 from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
-from course_lib.memory.backward import Gradients, Stage, gradients_of, stage_of
-from course_lib.memory.five_d import five_d_states
-from course_lib.memory.flats import Flat, Named, adapters_of, flats_of, placed_by, tensors_of
+from course_lib.memory.backward import Gradients, Trained, gradients_of, stage_of
+from course_lib.memory.five_d import states_of_flats
+from course_lib.memory.flats import Named, adapters_of, cut_of, flats_of_ranks, placed_by, tensors_of
 from course_lib.memory.peak import moments, moved_bytes
 from course_lib.memory.pipeline import boundary_bytes
 from course_lib.memory.run import Run
 from course_lib.memory.states import LoRA, StateBytes, has_step_counters, quantized_shapes, recipe_of, state_bytes
-from course_lib.memory.update import after_backward
+from course_lib.memory.update import Pieces, after_backward, pieces_of
 from course_lib.memory.zero import bytes_by_place
 from course_lib.validate import Index, Size, checked, one_of, whole
 
@@ -222,11 +222,20 @@ def overheads_of(run: Run) -> dict[str, int]:
 @checked
 def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
     """Parameters, gradients and optimizer states of one rank, to the byte."""
-    counters = run.device == "cpu" and has_step_counters(run.recipe, run.optimizer)
-    not_flat = run.lora is not None or run.optimizer == "adafactor" or run.config.family == "xlmr"
-    if not_flat and run.layout.zero_stage == 0 and run.layout.world_size == run.layout.dp:
-        return state_bytes(run.config, run.recipe, run.optimizer, run.lora, step_counters=counters)
-    return five_d_states(run.config, run.layout, pp_rank, tp_rank, run.recipe, run.optimizer, counters)
+    return _states_of(
+        _trained_of(run), run.layout.world_size == run.layout.dp, run.optimizer, run.device, pp_rank, tp_rank
+    )
+
+
+@lru_cache(maxsize=2048)
+def _states_of(of: Trained, alone: bool, optimizer: str, device: str, pp_rank: int, tp_rank: int) -> StateBytes:
+    counters = device == "cpu" and has_step_counters(of.recipe, optimizer)
+    not_flat = of.lora is not None or optimizer == "adafactor" or of.config.family == "xlmr"
+    if not_flat and of.zero_stage == 0 and alone:
+        return state_bytes(of.config, of.recipe, optimizer, of.lora, step_counters=counters)
+    itemsize = of.recipe.param_bytes
+    flats = flats_of_ranks(of.config, of.cut, pp_rank, tp_rank, itemsize, None, of.zero_stage == 3, of.ranks)
+    return states_of_flats(flats, of.zero_stage, of.recipe, optimizer, counters)
 
 
 # ---- one rank
@@ -234,8 +243,9 @@ def states_of(run: Run, pp_rank: Index = 0, tp_rank: Index = 0) -> StateBytes:
 
 def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: Engine) -> Budget:
     part = part_of(run, tp_rank, load, engine)
-    tensors, flats = _owned(run, pp_rank, tp_rank)
-    stages = _stages_of_rank(part, pp_rank, tensors, flats)
+    gradients, pieces = _trained(_trained_of(run), pp_rank, tp_rank)
+    split = placed_by(run.layout).splits_backward
+    stages = {stage: (stage_of(part, stage, split), of_stage) for stage, of_stage in gradients.items()}
     states, offload, recipe = states_of(run, pp_rank, tp_rank), run.offload, part.recipe
     alone = run.layout.zero_stage == 0 and run.layout.data_size == 1
     here = {
@@ -244,11 +254,11 @@ def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: E
         "gradients": states.gradients if alone and recipe.grad_bytes > recipe.param_bytes else 0,
     }
     largest, peak, moment = dict.fromkeys((*KINDS, "saved"), 0), dict.fromkeys(KINDS, 0), ""
-    always = _always(part, tensors)
+    always = _always(part, tensors_of(run.config, run.layout, pp_rank, tp_rank)) if engine.name != "course" else {}
     share = run.layout.tp if run.layout.sequence_parallel else 1
     message = boundary_bytes(run.config, run.layout.micro_batch, run.seq_len, part.e, run.layout.cp, share)
     held = sum(gradients.held for _, gradients in stages.values())
-    updates = [(name, {"gradients": held, "temporary": size}) for name, size in after_backward(part, tensors, flats)]
+    updates = [(name, {"gradients": held, "temporary": size}) for name, size in after_backward(part, pieces)]
     for name, change in chain(moments(run.layout, pp_rank, stages, message), updates):
         now = {kind: change.get(kind, 0) + always.get(kind, 0) for kind in KINDS}
         for kind, size in now.items():
@@ -276,21 +286,24 @@ def _budget_of_rank(run: Run, pp_rank: int, tp_rank: int, load: float, engine: E
     )
 
 
-def _owned(run: Run, pp_rank: int, tp_rank: int) -> tuple[Sequence[Named], Sequence[Flat]]:
-    """The tensors of a rank that are trained, and the flats that they lie in."""
-    config, layout, itemsize = run.config, run.layout, recipe_of(run.recipe).param_bytes
-    trained = adapters_of(config, layout, run.lora) if run.lora else tensors_of(config, layout, pp_rank, tp_rank)
-    return trained, flats_of(config, layout, pp_rank, tp_rank, itemsize, run.lora)
+def _trained_of(run: Run) -> Trained:
+    layout, recipe = run.layout, recipe_of(run.recipe)
+    ranks = layout.shard_size, layout.expert_shard_size
+    cut = cut_of(layout)
+    return Trained(run.config, recipe, run.lora, cut, layout.zero_stage, ranks, layout.data_size, layout.num_stages)
 
 
-def _stages_of_rank(
-    part: Part, pp_rank: int, tensors: Sequence[Named], flats: Sequence[Flat]
-) -> dict[int, tuple[Stage, Gradients]]:
-    schedule, found = placed_by(part.layout), {}
-    for stage in schedule.stages_of_rank(pp_rank):
-        own = [one for one in tensors if one.stage == stage], [flat for flat in flats if flat.stage == stage]
-        found[stage] = stage_of(part, stage, schedule.splits_backward), gradients_of(part, *own)
-    return found
+@lru_cache(maxsize=2048)
+def _trained(of: Trained, pp_rank: int, tp_rank: int) -> tuple[dict[int, Gradients], Pieces]:
+    """The gradients of each stage of a rank, and what it updates."""
+    itemsize = of.recipe.param_bytes
+    trained = adapters_of(of.config, of.cut, of.lora) if of.lora else tensors_of(of.config, of.cut, pp_rank, tp_rank)
+    flats = flats_of_ranks(of.config, of.cut, pp_rank, tp_rank, itemsize, of.lora, of.zero_stage == 3, of.ranks)
+    found = {}
+    for stage in placed_by(of.cut).stages_of_rank(pp_rank):
+        own = [one for one in trained if one.stage == stage], [flat for flat in flats if flat.stage == stage]
+        found[stage] = gradients_of(of, *own)
+    return found, pieces_of(of.zero_stage, trained, flats)
 
 
 # ---- what another engine has besides

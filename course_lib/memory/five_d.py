@@ -11,11 +11,12 @@ ends of a pipeline (tied embeddings): these are the copies that no axis takes aw
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.memory.flats import flats_of
+from course_lib.memory.flats import Flat, flats_of
 from course_lib.memory.states import Recipe, StateBytes, recipe_of
 from course_lib.memory.zero import zero_state_bytes
 
@@ -34,14 +35,21 @@ def five_d_states(
     step_counters   torch's 4 bytes a tensor, where nothing is sharded
     """
     flats = flats_of(config, layout, pp_rank, tp_rank, recipe_of(recipe).param_bytes)
-    equal = Counter(((flat.numel,) if layout.zero_stage else flat.sizes, flat.ranks) for flat in flats)
+    return states_of_flats(flats, layout.zero_stage, recipe, optimizer, step_counters)
+
+
+def states_of_flats(
+    flats: Sequence[Flat], zero_stage: int, recipe: Recipe | str, optimizer: str, step_counters: bool
+) -> StateBytes:
+    """The states of a rank that has these flats."""
+    equal = Counter(((flat.numel,) if zero_stage else flat.sizes, flat.ranks) for flat in flats)
     each = [
-        (zero_state_bytes(sizes, layout.zero_stage, ranks, recipe, optimizer), count)
+        (zero_state_bytes(sizes, zero_stage, ranks, recipe, optimizer), count)
         for (sizes, ranks), count in equal.items()
     ]
     states = StateBytes(*(sum(count * getattr(one, kind) for one, count in each) for kind in _STATES))
     tensors = sum(len(flat.sizes) for flat in flats)
-    return replace(states, optimizer=states.optimizer + 4 * tensors * (step_counters and layout.zero_stage == 0))
+    return replace(states, optimizer=states.optimizer + 4 * tensors * (step_counters and zero_stage == 0))
 
 
 _STATES = ("parameters", "gradients", "optimizer")

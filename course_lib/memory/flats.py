@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 from course_lib.config import ModelConfig
@@ -220,15 +220,15 @@ class Flat:
         """The unit of its first tensor; with ZeRO-3 of all."""
         return self.tensors[0].unit
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         return tuple(one.numel for one in self.tensors)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def padded(self) -> int:
         """With the zeros that make equal shards of it."""
         return padded(self.numel, self.ranks)
@@ -239,7 +239,6 @@ def padded(numel: int, ranks: int) -> int:
     return -(-numel // ranks) * ranks
 
 
-@lru_cache(maxsize=256)
 def flats_of(
     config: ModelConfig,
     layout: Layout,
@@ -253,8 +252,15 @@ def flats_of(
     itemsize   bytes of a parameter: a bucket closes once it has its size
     lora       adapters, which then are all that is summed
     """
-    ranks = {True: layout.expert_shard_size, False: layout.shard_size}
-    groups = _groups_of(config, cut_of(layout), pp_rank, tp_rank, itemsize, lora, layout.zero_stage == 3)
+    ranks = layout.shard_size, layout.expert_shard_size
+    return flats_of_ranks(config, cut_of(layout), pp_rank, tp_rank, itemsize, lora, layout.zero_stage == 3, ranks)
+
+
+@lru_cache(maxsize=1024)
+def flats_of_ranks(config: ModelConfig, layout: Layout, pp_rank: int, *others) -> tuple[Flat, ...]:
+    """The flats of a cut, as `flats_of` has them: tp's rank, itemsize, adapters, whether units, over which ranks."""
+    *others, ranks = others
+    groups = _groups_of(config, layout, pp_rank, *others)
     return tuple(Flat(tensors, ranks[tensors[0].kind == "experts"]) for tensors in groups)
 
 

@@ -38,7 +38,7 @@ def korthikanti_layer_bytes(
     recompute   "none"; "selective": the attention core runs again, which drops 5 a s / h (FlashAttention drops the
                 same: one saving, not two); "full": the layer's input alone is kept, 2 s b h for any tp, as table 2
                 has it; where sequence parallelism shards that input too, 2 s b h / t is kept
-                (as the ledger has it)
+                (as activations.py has it)
     Bytes       tp divides 24 of the 34 and the scores; sequence parallelism the remaining 10 (LayerNorms, dropout)
     Source      Korthikanti et al. 2022 (arXiv:2205.05198), table 2
     """

@@ -20,14 +20,13 @@ from functools import lru_cache
 from course_lib.layout import Layout
 from course_lib.memory.backward import Gradients, Stage
 from course_lib.memory.flats import steps_of
-from course_lib.schedules import stages_per_rank
 
 STEADY = 2  # times as many micro-batches as stages: a rank holds no more with more of them
 
 
 @dataclass(frozen=True)
 class Instant:
-    """A backward of one stage, or the forward of the loss, and what is there then.
+    """A backward of one stage, or a forward, and what is there then.
 
     in_flight   (stage, micro-batches) that wait for their backward, this one included
     waiting     (stage, micro-batches) whose gradients of weights wait
@@ -58,17 +57,15 @@ def instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
 def _instants(schedule: str, pp: int, micro_batches: int, v: int, pp_rank: int) -> tuple[Instant, ...]:
     in_flight, waiting, begun, done = Counter(), Counter(), set(), set()
     inbox, outbox, found = set(), set(), {}
-    last = pp * stages_per_rank(schedule, v) - 1
     for step in steps_of(schedule, pp, micro_batches, v, pp_rank):
         op, _, stage = step.instruction
         inbox |= {message for message, _ in step.post}
         inbox.discard(step.needs)
         outbox -= set(step.arrived)
         in_flight[stage] += op == "F"
-        if op != "F" or stage == last:
-            like = op, stage, frozenset(begun - done), frozenset(done)
-            there = tuple(sorted((+in_flight).items())), tuple(sorted((+waiting).items())), len(inbox) + len(outbox)
-            found.setdefault(like, {})[there] = None
+        like = op, stage, frozenset(begun - done), frozenset(done)
+        there = tuple(sorted((+in_flight).items())), tuple(sorted((+waiting).items())), len(inbox) + len(outbox)
+        found.setdefault(like, {})[there] = None
         if op in "BI":
             in_flight[stage] -= 1
         if op in "IW":
@@ -109,7 +106,7 @@ def moments(layout: Layout, pp_rank: int, stages: dict[int, tuple[Stage, Gradien
         stage, gradients = stages[now.stage]
         first = now.stage not in now.done and (now.op in "FW" or now.stage not in now.begun)
         if (now.op, now.stage, first) not in parts:
-            of_op = {"F": loss_moments, "W": weights_moments}.get(now.op, backward_moments)
+            of_op = {"F": forward_moments, "W": weights_moments}.get(now.op, backward_moments)
             parts[now.op, now.stage, first] = list(of_op(stage, gradients, first, now.op == "I"))
         activations = sum(count * stages[one][0].activations for one, count in now.in_flight)
         activations += sum(count * stages[one][0].waiting for one, count in now.waiting)
@@ -133,59 +130,46 @@ def backward_moments(stage: Stage, gradients: Gradients, first: bool, split: boo
     """
     makes, tied = first and not split, 0 if split else gradients.tied
     for end in stage.ends:
-        yield (
-            end.name,
-            {
-                "activations": -end.freed + split * stage.waiting_end * end.behind_head,
-                "logits": -end.freed_logits,
-                "gradients": gradients.at_end if makes and (end.behind_head or end.adds_up) else 0,
-                "temporary": end.work + tied * end.behind_head + gradients.leaving_end * end.adds_up,
-                "gathered": gradients.whole_end * end.behind_loss,
-            },
-        )
-    for work, experts in zip(stage.work_last, (0, gradients.experts_last), strict=True):
-        yield (
-            "last layer",
-            {
-                "activations": stage.again_last - stage.end + split * stage.waiting_end,
-                "logits": -stage.logits,
-                "gradients": gradients.at_last if makes else 0,
-                "temporary": work + gradients.leaving_last + experts + tied,
-                "gathered": gradients.whole_last,
-            },
-        )
-    waiting = stage.waiting if split else 0
-    for work, experts in zip(stage.work_first, (0, gradients.experts_first), strict=True):
-        yield (
-            "first layer",
-            {
-                "activations": stage.again_first
-                + stage.first
-                - stage.layers
-                - stage.end
-                + waiting
-                - split * stage.waiting_first,
-                "logits": -stage.logits,
-                "gradients": gradients.at_first if makes else 0,
-                "temporary": work + gradients.leaving_first + experts + tied,
-                "gathered": gradients.whole_first,
-            },
-        )
-    yield (
-        "embedding",
-        {
-            "activations": -stage.layers - stage.end + waiting,
+        change = {
+            "activations": -end.freed + split * stage.waiting_end * end.behind_head,
+            "logits": -end.freed_logits,
+            "gradients": gradients.at_end if makes and (end.behind_head or end.adds_up) else 0,
+            "temporary": end.work + tied * end.behind_head + gradients.leaving_end * end.adds_up,
+            "gathered": gradients.whole_end * end.behind_loss,
+        }
+        yield end.name, change
+    for moment in stage.moments_last:
+        change = {
+            "activations": stage.again_last - stage.end + split * stage.waiting_end + moment.activations,
             "logits": -stage.logits,
-            "gradients": (gradients.norms if split else gradients.at_start) if first else 0,
-            "temporary": stage.stream + gradients.leaving_embed + gradients.embed + 2 * tied,
-            "gathered": gradients.whole_embed,
-        },
-    )
+            "gradients": gradients.at_last if makes else 0,
+            "temporary": moment.temporary + gradients.leaving_last + gradients.experts_last * moment.experts + tied,
+            "gathered": gradients.whole_last,
+        }
+        yield "last layer", change
+    waiting = split * (stage.waiting - stage.waiting_first)
+    for moment in stage.moments_first:
+        change = {
+            "activations": stage.again_first + stage.first - stage.layers - stage.end + waiting + moment.activations,
+            "logits": -stage.logits,
+            "gradients": gradients.at_first if makes else 0,
+            "temporary": moment.temporary + gradients.leaving_first + gradients.experts_first * moment.experts + tied,
+            "gathered": gradients.whole_first,
+        }
+        yield "first layer", change
+    change = {
+        "activations": -stage.layers - stage.end + split * stage.waiting,
+        "logits": -stage.logits,
+        "gradients": (gradients.norms if split else gradients.at_start) if first else 0,
+        "temporary": stage.stream + gradients.leaving_embed + gradients.embed + 2 * tied,
+        "gathered": gradients.whole_embed,
+    }
+    yield "embedding", change
 
 
-def loss_moments(stage: Stage, gradients: Gradients, first: bool, split: bool) -> Iterator[Moment]:
-    """The forward of the loss: logits, and as many in FP32, beside the log-probabilities."""
-    yield "loss", {"temporary": stage.loss_forward}
+def forward_moments(stage: Stage, gradients: Gradients, first: bool, split: bool) -> Iterator[Moment]:
+    """The end of a forward: messages wait; of the last stage logits, and as many in FP32, beside log-probabilities."""
+    yield "loss" if stage.ends else "forward", {"temporary": stage.loss_forward}
 
 
 def weights_moments(stage: Stage, gradients: Gradients, first: bool, split: bool) -> Iterator[Moment]:

@@ -1,6 +1,6 @@
 """Memory of one GPU: a tracker of storages, what autograd saves, and the formulas that predict both.
 
-Everything is for a Llama in one dtype, with fused attention and one micro-batch. The ledger in memory/ adds other
+Everything is for a Llama in one dtype, with fused attention and one micro-batch. The sums in memory/ add other
 families, recipes, recomputation and layouts; measure/tracker.py adds the kind of every storage.
 
 Source   Korthikanti et al. 2022 (arXiv:2205.05198), section 4, for the way of counting
