@@ -323,7 +323,8 @@ def _under(run: Run, engine: Engine) -> Run:
     if layout.data_size == 1 and run.offload.parameters == "device":
         changes["zero_stage"] = 0  # there is nobody to shard over
     elif engine.pipeline_grads_whole and layout.pp > 1 and layout.zero_stage > 0:
-        return replace(run, layout=replace(layout, zero_stage=1), recipe="bf16-master-fp32-grads")
+        summed = "bf16-master-fp32-grads" if run.recipe == "bf16-master" else run.recipe
+        return replace(run, layout=replace(layout, zero_stage=1), recipe=summed)
     return replace(run, layout=replace(layout, **changes)) if changes else run
 
 
