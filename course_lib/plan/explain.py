@@ -72,7 +72,7 @@ def _throughput(plan: Plan) -> list[str]:
         "large micro-batch, few axes, little ZeRO."
     )
     return [
-        *([chosen] if less else []),
+        *([chosen] if less >= 0.0005 else []),
         f"3. Throughput. A step takes {best.step_s:.2f} s (modelled): {told}.",
         f"   That is MFU {best.mfu:.1%}, {best.tokens_per_s / best.layout.world_size:,.0f} tokens/s for each GPU; nine "
         f"in ten such runs: {slow:,.0f} to {fast:,.0f}.",

@@ -1,4 +1,4 @@
-"""The flow chart against the search: 93 % of the best speed and more on twenty jobs, never above it; wrong rules."""
+"""The flow chart against the search: 92 % of the best speed and more on twenty jobs, never above it; wrong rules."""
 
 import random
 from dataclasses import replace
@@ -85,12 +85,12 @@ def share_of_best(job, chosen):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [with_marks(case) for case in CASES])
-def test_the_chart_reaches_93_per_cent_of_the_best(case):
+def test_the_chart_reaches_92_per_cent_of_the_best(case):
     job = job_of(*case)
     chosen = chosen_for(case).option
     assert chosen.fits and chosen.layout.world_size == job.num_gpus
     assert chosen.layout.sequences_per_step == job.sequences
-    assert 0.93 <= share_of_best(job, chosen) <= 1 + 1e-9
+    assert 0.92 <= share_of_best(job, chosen) <= 1 + 1e-9
 
 
 def seeded_jobs():

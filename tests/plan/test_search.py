@@ -204,7 +204,8 @@ def test_of_layouts_that_cannot_be_told_apart_the_simplest_is_advised():
 def test_where_the_choice_is_not_the_fastest_it_is_told():
     found = search(Job(preset("llama-3.1-8b"), H100, 64, 4096, 256 * 4096), 5)
     told = [line for line in explain(found) if "The fastest is predicted" in line]
-    assert (found.best is not min(found.ranked, key=lambda one: one.step_s)) == bool(told)
+    fastest_s = min(one.step_s for one in found.ranked)
+    assert (found.best.step_s > fastest_s * 1.0005) == bool(told)
 
 
 def test_what_cannot_be_is_told():
