@@ -84,8 +84,8 @@ def ranked_s(option: Option) -> float:
 def advised(ranked: Sequence[Option]) -> Option:
     """Choose among the options that cannot be told from the fastest, which stands first: the simplest.
 
-    First those that fit and are not tight, then the most tokens of a micro-batch for each GPU (these are faster than
-    models say), fewer axes, less ZeRO, no interleaving, no recomputation.
+    First those that fit and are not tight, then the most tokens of a micro-batch for each GPU, fewer axes, less
+    ZeRO, no interleaving, no recomputation.
     """
     near = [option for option in ranked if ranked_s(option) <= ranked_s(ranked[0]) / (1 - TOLD_APART)]
     return min(near, key=_complexity)
