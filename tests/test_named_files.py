@@ -20,7 +20,12 @@ FOREIGN = (
     *("train.py", "lab05.md", "docs/performance.md", "parallelize_llama.py", "config/job_config.py"),
     *("config/parallelism_config.py", "parallelism_config.py", "models_config.py", "src/nanotron/helpers.py"),
     *("training/arguments.py", "transformer_config.py", "theoretical_memory_usage.py"),
-    *("commands/launch.py", "utils/dataclasses.py"),
+    *("commands/launch.py", "utils/dataclasses.py", "distributed/parallel_dims.py", "pipeline_parallel.py"),
+    *("_fsdp_param_group.py", "_fsdp_state.py", "arguments.py", "fusions/fused_bias_swiglu.py", "helpers.py"),
+    *("models/llama.py", "modules/loss/cross_entropy_loss.py", "optim/gradient_accumulator.py", "optim/zero.py"),
+    *("parallel/data_parallel/utils.py", "parallel/tensor_parallel/functional.py", "pytorch/module/linear.py"),
+    *("runtime/bf16_optimizer.py", "runtime/config.py", "runtime/pipe/engine.py", "tensor_parallel/layers.py"),
+    "runtime/sequence_parallel/ulysses_sp.py",
 )
 
 

@@ -171,7 +171,7 @@ def test_qlora_stores_the_frozen_matrices_in_4_bits():
     run = Run(config, Layout.parse("dp=1,recompute=full"), 2048, lora=LoRA(16))
     whole, small = (budgets(replace(run, lora=LoRA(16, four_bits=bits)))[0].total_bytes for bits in (False, True))
     saved = adapters.parameters - four_bits.parameters - 2 * config.d_model * config.d_ff  # one matrix in BF16
-    assert whole - small == pytest.approx(saved, rel=0.01)
+    assert whole - small == pytest.approx(saved, rel=0.02)
 
 
 def test_what_a_framework_does_not_have_is_one_sentence(capsys):

@@ -270,7 +270,7 @@ def test_a_skewed_routing_costs_the_rank_with_the_first_expert_memory():
 
 def test_what_an_engine_cannot_take_is_refused_before_anything_is_built():
     for options in ({"recipe": "autocast"}, {"lora": LoRA(4)}, {"optimizer": "sgd"}):
-        with pytest.raises(ValueError, match="choose"):
+        with pytest.raises(ValueError, match="choose|ask course plan"):
             simulate(Run(TINY, Layout(), SEQ_LEN, **options))
     with pytest.raises(ValueError, match="rank .9. must be one of"):
         simulate_rank(Run(TINY, Layout(dp=2), SEQ_LEN), 9)
