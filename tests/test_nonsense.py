@@ -268,6 +268,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "even_layers": {"num_stages": 2},
         "fewer_at_the_ends": {"num_layers": 6, "num_stages": 2},
         "check_num_stages": {"num_stages": 2},
+        "layers_by_cost": {"num_stages": 2},
         "check_layers": {"layers": [2, 2]},
         "stage_config": "called for each layer of a model, with layers that check_layers has seen",
         "check_method": {"method": "ring"},
@@ -503,6 +504,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "LoRA": {"rank": 4},
         "moments_bytes": "called once for each tensor, by functions that check",
         "adapter_shapes": "called once for each unit, by functions that check",
+        "four_bit_bytes": "called once for each matrix, by functions that check",
     },
     "memory.budget": {
         "Budget": "made by budgets",

@@ -135,7 +135,7 @@ def test_the_chart_misses_the_best_of_a_small_global_batch_and_says_so_by_waitin
     job = job_of("llama-3.1-70b", "h100", 64, 16 * 4 * K, 4 * K)
     chosen, best = choose(job).option, search(job, enough=1).best
     assert waiting_share(chosen) > chart.MOST_WAITING
-    assert best.step_s / chosen.step_s == pytest.approx(0.86, abs=0.005) and best.layout.zero_stage == 2
+    assert best.step_s / chosen.step_s == pytest.approx(0.86, abs=0.005) and best.layout.micro_batch == 2
 
 
 @pytest.mark.slow
