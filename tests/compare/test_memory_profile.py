@@ -4,6 +4,7 @@ import pytest
 
 from course_lib.compare.profile import MEASURABLE_OPTIMIZERS, Row, profile_step, profile_steps, scale_down
 from course_lib.config import ModelConfig, preset
+from course_lib.launch.limits import slowness
 from course_lib.layout import Layout
 from course_lib.measure.tracker import KINDS
 from course_lib.memory.budget import budgets
@@ -33,7 +34,7 @@ def test_a_scaled_down_model_is_measured_in_seconds_and_agrees(name):
         assert comparison.row(kind).error_percent == 0
     assert abs(comparison.row("activations").error_percent) < 2
     assert abs(comparison.row("peak").error_percent) < 5
-    assert comparison.seconds < 20  # about half a second where nothing else runs
+    assert comparison.seconds < 20 * slowness()  # about half a second where nothing else runs
     assert str(comparison).splitlines()[0].split() == ["kind", "predicted", "MB", "measured", "MB", "error", "%"]
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -105,10 +106,12 @@ def test_an_estimate_takes_milliseconds():
         a_run(tp=tp, micro_batch=size, zero_stage=zero) for tp in (1, 2, 4, 8) for size in (1, 2, 4) for zero in (1, 3)
     ]
     random.Random(0).shuffle(runs)
-    begun = time.process_time()
+    seconds = []
     for run in runs:
+        begun = time.process_time()
         estimate(run, CLUSTER, "megatron")
-    assert (time.process_time() - begun) / len(runs) < 0.02  # 5 ms where nothing else runs
+        seconds.append(time.process_time() - begun)
+    assert median(seconds) < 0.02  # 2 ms where nothing else runs; one of them may meet the collector
 
 
 A_ROW = {
