@@ -203,7 +203,7 @@ def _estimate(run: Run, cluster: Cluster, engine: Engine, rates: Rates) -> Estim
         causal_mfu=time.causal_mfu,
         hfu=hfu(num_tokens * counted + repeated, *gpus),
         usable_bytes=float(cluster.gpu.usable_bytes),
-        spread=spread_of(run, cluster),
+        spread=spread_of(run, cluster, engine),
         note=_note(run, cluster),
         gb=engine.log_unit,
         log_reserved=engine.log_reserved,
@@ -211,17 +211,22 @@ def _estimate(run: Run, cluster: Cluster, engine: Engine, rates: Rates) -> Estim
 
 
 @checked
-def spread_of(run: Run, cluster: Cluster) -> Spread:
-    """Between which factors runs like this one lay: by network, by pipeline, and by nodes."""
+def spread_of(run: Run, cluster: Cluster, engine: Engine) -> Spread:
+    """Between which factors runs like this one lay: speed by network, pipeline and nodes, memory by engine too.
+
+    The memory of runs on the measured network is that of the engine that ran there, whose tensors wait in a queue.
+    """
     kind = "one stage" if run.layout.pp == 1 else "pipeline"
+    other = SPREAD["other", kind]
     if not cluster.between.by_nodes:
-        return SPREAD["other", kind]
+        return other
     nodes = run.layout.world_size / cluster.gpus_per_node
     if nodes >= MOST_NODES:
         kind += ", 64 nodes"
     elif nodes >= MANY_NODES and kind == "pipeline":
         kind += ", 16 to 63 nodes"
-    return SPREAD["measured network", kind]
+    there = SPREAD["measured network", kind]
+    return there if engine.queued_tensors else Spread(other.memory, there.speed)
 
 
 def _note(run: Run, cluster: Cluster) -> str:

@@ -18,9 +18,8 @@ from course_lib.timing.step import StepTime
 
 RESERVE = "allocator's reserve"
 NO_TENSORS = "no tensor"  # CUDA's context, cuBLAS, NCCL's buffers
-CROWDED_SHARE = (
-    0.93  # of the memory: with more, over nodes, the allocator gives back what nobody holds: nothing is queued
-)
+# Of the memory: with more, over nodes, the allocator gives back what nobody holds, and nothing is queued.
+CROWDED_SHARE = 0.93
 SENT_OF_LAYER = 2  # tensors of a whole sequence that a layer sends in a pass: attention's, the MLP's
 PIECES = 1.055  # of activations, what is reserved for them: pieces of the allocator that they leave
 DRAINS = 8  # power by which waiting for other ranks empties the queue

@@ -146,6 +146,7 @@ PART_COLORS = {
     "bubble": NEUTRAL_COLOR,
     "data": AXIS_COLORS["dp"],
 }
+_DRAWN_WITH = {"launches": "compute", "update": "compute", "transfer": "bubble", "waiting": "bubble"}
 
 
 @checked
@@ -158,12 +159,12 @@ def show_waiting(options: Mapping[str, Option], title: str) -> None:
         raise ValueError("options is empty; give one layout or more")
     with picture_axes(0.9 + 0.42 * len(options)) as axes:
         for row, option in enumerate(options.values()):
-            parts = dict(option.seconds_by_part)
-            parts["bubble"] = parts.get("bubble", 0.0) + parts.pop("transfer", 0.0)
-            left = 0.0
+            parts, left = dict.fromkeys(PART_COLORS, 0.0), 0.0
+            for part, seconds in option.seconds_by_part.items():
+                parts[_DRAWN_WITH.get(part, part)] += seconds
             for part, color in PART_COLORS.items():
-                draw_boxes(axes, [(left, row - 0.33, parts.get(part, 0.0), 0.66)], facecolor=color)
-                left += parts.get(part, 0.0)
+                draw_boxes(axes, [(left, row - 0.33, parts[part], 0.66)], facecolor=color)
+                left += parts[part]
         names = list(options)
         axes.set_yticks(range(len(names)), names)
         longest = max(option.step_s for option in options.values())

@@ -158,6 +158,15 @@ def test_the_verdict_follows_from_the_ends_of_the_error_bar(name):
         Spread((1.1, 1.23), (0.8, 1.2))
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_network_widens_the_bar_of_memory_only_for_the_engine_that_was_measured_on_it(name):
+    """What waits in nanotron's queue of launches says nothing of another engine's memory."""
+    for sizes in ({"pp": 1, "dp": 512}, {"pp": 2, "dp": 64}):
+        there, here = (estimate(a_run(zero_stage=1, **sizes), one, name).spread for one in (MEASURED_ON, CLUSTER))
+        assert there.speed != here.speed
+        assert (there.memory != here.memory) == (name == "nanotron")
+
+
 def test_no_published_run_is_said_not_to_fit():
     wrong = [
         (one.source, one.run.layout) for one in errors.read_published() if one.estimate().verdict == "does not fit"

@@ -43,6 +43,21 @@ def test_no_text_lies_on_another(name, monkeypatch):
     look(PICTURES[name], monkeypatch, max_bytes=60_000)
 
 
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b"])
+def test_a_bar_is_as_long_as_its_step(name, monkeypatch):
+    """Launches and updates are work; nothing that a step is spent on is left out."""
+    measured = Cluster(gpu("h100"), link("nvlink4"), link("efa-measured"))
+    job = Job(preset(name), measured, 256, 4096, 2**20)
+    layouts = ("dp=64,tp=4,sequence_parallel=true,zero_stage=1,micro_batches=4", "dp=64,pp=4,micro_batches=4")
+    options = {text: work_out(job, Layout.parse(text)) for text in layouts}
+    drawn = []
+    monkeypatch.setattr(plots, "draw_boxes", lambda axes, boxes, **style: drawn.extend(boxes))
+    plots.show_waiting(options, "A step")
+    for row, option in enumerate(options.values()):
+        seconds = sum(width for _, bottom, width, _ in drawn if bottom == row - 0.33)
+        assert seconds == pytest.approx(option.step_s, rel=1e-9)
+
+
 def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(ValueError, match="marked is 'roof'; choose from dp, node, nodes, recompute"):
         plots.show_ladder("roof")
