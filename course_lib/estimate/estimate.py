@@ -190,18 +190,19 @@ def estimate(run: Run, cluster: Cluster, engine: str | Engine = "course", rates:
 def _estimate(run: Run, cluster: Cluster, engine: Engine, rates: Rates) -> Estimate:
     layout, time = run.layout, step_time(run, cluster, engine, rates)
     gpus = (time.total_s, layout.world_size, peak_flops(cluster.gpu))
-    num_tokens, full = time.num_tokens, flops_per_token(run.config, run.seq_len)
-    counted = counted_flops_per_token(run) if engine.counts_tied_twice else full
-    repeated = step_flops(run.config, num_tokens, run.seq_len, layout.recompute) - num_tokens * full
+    num_tokens = time.num_tokens
+    counted = num_tokens * counted_flops_per_token(run) if engine.counts_tied_twice else time.model_flops
+    once = num_tokens * flops_per_token(run.config, run.seq_len)
+    repeated = step_flops(run.config, num_tokens, run.seq_len, layout.recompute) - once
     if run.operators:
         repeated += repeated_flops(run)
     return Estimate(
         held_bytes(run, cluster, engine, time, rates),
         time.parts,
         time.tokens_per_s_per_gpu,
-        mfu=mfu(num_tokens * counted, *gpus),
+        mfu=mfu(counted, *gpus),
         causal_mfu=time.causal_mfu,
-        hfu=hfu(num_tokens * counted + repeated, *gpus),
+        hfu=hfu(counted + repeated, *gpus),
         usable_bytes=float(cluster.gpu.usable_bytes),
         spread=spread_of(run, cluster, engine),
         note=_note(run, cluster),

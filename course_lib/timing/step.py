@@ -32,7 +32,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from course_lib.engines import Engine, engine_of
-from course_lib.flops import flops_per_token
+from course_lib.flops import flops_per_token, matmul_parameters
 from course_lib.hardware import Cluster, peak_flops
 from course_lib.layout import Layout
 from course_lib.layout.mesh import AXES
@@ -64,7 +64,7 @@ class StepTime:
     update_s: float
     num_tokens: int
     num_gpus: int
-    model_flops: float  # of the whole step: 6 N + 12 L h s a token, without recomputation
+    model_flops: float  # of the whole step: 6 N + 12 L h s a token, of frozen weights 4 N; without recomputation
     causal_flops: float  # the same, of attention's scores the half that a causal mask leaves
     peak_flops_per_s: float
 
@@ -118,6 +118,7 @@ def step_time(run: Run, cluster: Cluster, engine: str | Engine = "course", rates
     spent = {name: layout.micro_batches * getattr(ranks[busiest], name) for name in _SPENT}
     data_s = max(exposed_data_s(case, ranks[pp_rank], pp_rank) for pp_rank in {0, layout.pp - 1})
     num_tokens = layout.sequences_per_step * run.seq_len
+    frozen = 2 * matmul_parameters(config) if run.lora else 0  # FLOPs a token of weights' gradients that nobody makes
     return StepTime(
         **spent,
         bubble_s=bubble_s,
@@ -127,8 +128,8 @@ def step_time(run: Run, cluster: Cluster, engine: str | Engine = "course", rates
         update_s=update_s(case),
         num_tokens=num_tokens,
         num_gpus=layout.world_size,
-        model_flops=num_tokens * flops_per_token(config, run.seq_len),
-        causal_flops=num_tokens * flops_per_token(config, run.seq_len, causal=True),
+        model_flops=num_tokens * (flops_per_token(config, run.seq_len) - frozen),
+        causal_flops=num_tokens * (flops_per_token(config, run.seq_len, causal=True) - frozen),
         peak_flops_per_s=peak_flops(cluster.gpu),
     )
 

@@ -22,9 +22,11 @@ from course_lib.estimate.estimate import Spread
 from course_lib.estimate.memory import NO_TENSORS
 from course_lib.estimate.sensitivity import fastest, sensitivity
 from course_lib.estimate.table import predict_rows, run_of
+from course_lib.flops import matmul_parameters
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.budget import fullest_budget
+from course_lib.memory.states import LoRA
 from course_lib.plan.measured import CLUSTER as MEASURED_ON
 from course_lib.plan.measured import MODELS, measured_runs
 from course_lib.run import Run
@@ -139,6 +141,14 @@ A_ROW = {
 def test_a_row_that_cannot_be_says_why_in_its_line(extra, said):
     (found,) = predict_rows([A_ROW | extra], {"8B": EIGHT}, CLUSTER, 8192, "torchtitan")
     assert said in found
+
+
+def test_the_mfu_of_adapters_counts_no_gradients_of_frozen_weights():
+    run = a_run(zero_stage=0)
+    whole, adapted = (estimate(one, CLUSTER) for one in (run, replace(run, lora=LoRA(16))))
+    flops = whole.mfu * whole.step_s - adapted.mfu * adapted.step_s  # of all GPUs, over their peak
+    tokens = run.layout.sequences_per_step * run.seq_len
+    assert flops * 8 * CLUSTER.gpu.bf16_flops == pytest.approx(2 * tokens * matmul_parameters(EIGHT))
 
 
 # ---- the verdict
