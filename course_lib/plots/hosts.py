@@ -15,7 +15,7 @@ INSIDE_POINTS = 3.0  # inside a host bytes are not counted
 def link_widths(rows: Sequence[HostRow]) -> list[float]:
     """Points of the line that each of the two pairs of ranks gets: true to the bytes on the link."""
     if not rows:
-        raise ValueError("rows is empty; give what measure_two_hosts returned")
+        raise ValueError("rows is empty; give measured rows")
     most = max(row.link_bytes for row in rows)
     return [WIDEST_POINTS * row.link_bytes / most for row in rows]
 
