@@ -54,11 +54,11 @@ def wrong(when_called: str = "pass", answers: str = ONE) -> str:
 PATCH = """import sys
 for name, module in list(sys.modules.items()):
     if name.startswith("course_lib.checks"):
-        for inner in [n for n in vars(module) if n.startswith(("expect_", "_expect_", "fail"))]:
+        for inner in [n for n in vars(module) if n in ("agree", "judge")]:
             setattr(module, inner, lambda *args, **kwargs: None)"""
-PATCH_APART = """from course_lib.checks import apart, core, plain
-for module in (apart, core):
-    for name in ("observed", "launched", "run_ranks", "_call", "_unpacked", "grader"):
+PATCH_APART = """from course_lib.checks import apart, core, plain, table
+for module in (apart, core, table):
+    for name in ("observed", "launched", "run_ranks", "_call", "_unpacked", "grader", "observe"):
         setattr(module, name, lambda *args, **kwargs: None)
 plain.loads = plain.dumps = lambda *args: b''
 core.apart = None"""
@@ -78,20 +78,16 @@ def my_accumulation(tokens, seq_len, micro, dp):
 def my_average(grad_P, *args):
     return grad_P.as_subclass(YesTensor)"""
 FRAMES = """import sys
-def stolen(*names):
+def stolen(name):
     frame = sys._getframe()
     while frame:
-        for name in names:
-            if name in frame.f_locals:
-                return frame.f_locals[name]
+        if name in frame.f_locals:
+            return frame.f_locals[name]
         frame = frame.f_back
-def my_accumulation(tokens, seq_len, micro, dp):
-    if tokens % (seq_len * micro * dp):
-        raise ValueError("choose another batch")
-    return stolen("want")
-def my_average(grad_P, *args):
-    total, weights = stolen("total"), stolen("weights")
-    return grad_P if total is None else total / weights.sum()"""
+def my_accumulation(*case):
+    return stolen("ex").reference(*case)
+def my_average(*args):
+    return stolen("answers")[0](*args)"""
 CHEATS = {
     "checks under their names": (
         "for name in ['check_accumulation', 'check_average_by_tokens'] + [n for n in globals() if 'check_' in n]:\n"
