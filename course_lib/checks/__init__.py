@@ -2,6 +2,7 @@
 
 core.py          fresh numbers, real ranks, named misconceptions
 observe.py       an answer at work on real ranks: what it returned, sent and received
+functions.py     autograd Functions across ranks, made and watched
 trainers.py      trainers: the result of one process, no more bytes than needed
 outside.py       a class graded: checks from the release, answers from submissions
 apart.py         the processes in which answers run then

@@ -41,6 +41,22 @@ def call(answer: Callable, *args) -> dict:
     return {"the result": copied(result, as_results=True), "arguments changed": not agree(given, args)}
 
 
+def named(*names: str) -> Callable[..., dict]:
+    """Watch a plain call whose result is a tuple, each part under its name."""
+
+    def watch(answer: Callable, *args) -> dict:
+        seen = call(answer, *args)
+        return parts(seen.pop("the result"), *names) | seen
+
+    return watch
+
+
+def parts(result: object, *names: str) -> dict:
+    """Return the parts of a tuple by name; of another result the first is all of it, and the others are None."""
+    is_right = isinstance(result, tuple) and len(result) == len(names)
+    return dict(zip(names, result if is_right else (result, *[None] * (len(names) - 1)), strict=True))
+
+
 def collective(answer: Callable, *args, slack: int = 0) -> dict:
     """Watch a call on this rank, the group last: calls, peers, result, and what was sent."""
     given = [arg[dist.get_rank()] if isinstance(arg, Each) else arg for arg in args]
@@ -55,6 +71,12 @@ def collective(answer: Callable, *args, slack: int = 0) -> dict:
         "collectives called": Cost(sum(meter.calls.values())),
         "bytes sent": Cost(meter.sent_bytes, slack),
     }
+
+
+def on_ranks(answer: Callable, *args, slack: int = 0) -> dict:
+    """Watch a call on this rank, the group last: the result, and what was sent, in whatever calls."""
+    seen = collective(answer, *args, slack=slack)
+    return {what: seen[what] for what in ("the result", "arguments changed", "bytes sent")}
 
 
 def agree(got, want, within: bool = False) -> bool:
@@ -74,7 +96,8 @@ def agree(got, want, within: bool = False) -> bool:
         got = float(got) if not isinstance(got, Tensor) or got.numel() == 1 else math.inf
         return math.isclose(got, want, rel_tol=1e-6) or (math.isnan(got) and math.isnan(want))
     if isinstance(want, int) and isinstance(got, int | float):
-        return got == want and isinstance(got, bool) == isinstance(want, bool)
+        same = got == want or (isinstance(got, float) and math.isclose(got, want, rel_tol=1e-12))
+        return same and isinstance(got, bool) == isinstance(want, bool)
     return type(got) is type(want) and got == want
 
 
