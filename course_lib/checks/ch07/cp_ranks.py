@@ -29,12 +29,13 @@ def _loss(
     at=lambda positions_s: positions_s,
     places=lambda positions_s: positions_s,
     labels=lambda x_Bs, y_Bs: y_Bs,
-    divisor=lambda all_tokens, my_tokens, rows: all_tokens,
+    divisor=lambda everyone, mine, rows: everyone,
 ):
     """The reference, and with an argument one of the mistakes.
 
     at       which tokens are taken, `places` where the engine is told that they stand
     labels   from inputs and labels of my tokens
+    divisor  from the numbers of tokens of all ranks and of mine, and of rows
     """
     x_BS, y_BS, at_s = tokens_BS1[:, :-1], tokens_BS1[:, 1:], at(positions_s)
     x_Bs, y_Bs = x_BS[:, at_s], y_BS[:, at_s]
@@ -82,18 +83,17 @@ def _lose(answer, B, S, seed):
     loss_of(whole, tokens_BS1[:, :-1], tokens_BS1[:, 1:]).backward()
     grad, want = engine.module.embed.weight.grad, whole.embed.weight.grad
     off = None if grad is None else (all_reduce(grad, dist.group.WORLD) - want).abs().max() / want.abs().max()
+    total = all_reduce(loss.detach().double(), dist.group.WORLD).float()  # as exact as the chapter's own loss
     return {
         "tokens of a row that the engine got": widths,
-        "the sum of the ranks' losses": all_reduce(
-            loss.detach().double(), dist.group.WORLD
-        ),  # float32 is right as well
+        "the sum of the ranks' losses": total,
         "how far the sum of the ranks' gradients is off": None if off is None else Cost(off.item(), slack=1e-5),
     }
 
 
-def _after(x_Bs: Tensor, last_B1: Tensor) -> Tensor:
+def _after(x_Bs: Tensor, last: Tensor | int) -> Tensor:
     """Each token's label is the next of my tokens; what somebody gives to my last, which has none."""
-    return torch.cat([x_Bs[:, 1:], last_B1], 1)
+    return torch.cat([x_Bs[:, 1:], last * torch.ones_like(x_Bs[:, :1])], 1)
 
 
 _CUT = "labels were {} after the cut: the next of my tokens is not the next token"
@@ -106,35 +106,32 @@ check_loss = Exercise(
         "cut first, shifted then: the engine got one token of a row too few; make inputs and labels before the "
         "cut": _cut_then_shifted,
         "each rank divided by its own number of tokens; divide by that of all": partial(
-            _loss, divisor=lambda all_tokens, my_tokens, rows: my_tokens
+            _loss, divisor=lambda everyone, mine, rows: mine
         ),
         "divided by the number of ranks twice": partial(
-            _loss, divisor=lambda all_tokens, my_tokens, rows: all_tokens * all_tokens / my_tokens
+            _loss, divisor=lambda everyone, mine, rows: everyone * everyone / mine
         ),
-        "this is a sum, divided by no number of tokens": partial(_loss, divisor=lambda all_tokens, my_tokens, rows: 1),
+        "this is a sum, divided by no number of tokens": partial(_loss, divisor=lambda everyone, mine, rows: 1),
         "divided by the tokens of one row; there are B rows": partial(
-            _loss, divisor=lambda all_tokens, my_tokens, rows: all_tokens // rows
+            _loss, divisor=lambda everyone, mine, rows: everyone // rows
         ),
         _CUT.format("shifted"): partial(_loss, labels=lambda x_Bs, y_Bs: _after(x_Bs, y_Bs[:, -1:])),
         _CUT.format("rolled"): partial(_loss, labels=lambda x_Bs, y_Bs: x_Bs.roll(-1, 1)),
         _CUT.format("shifted, the last one twice,"): partial(
             _loss, labels=lambda x_Bs, y_Bs: _after(x_Bs, x_Bs[:, -1:])
         ),
-        **{
-            _CUT.format(f"shifted, and filled with {fill},"): partial(
-                _loss, labels=lambda x_Bs, y_Bs, fill=fill: F.pad(x_Bs[:, 1:], (0, 1), value=fill)
-            )
-            for fill in (0, 1, 28)
-        },
+        _CUT.format("shifted, and filled with 0,"): partial(_loss, labels=lambda x_Bs, y_Bs: _after(x_Bs, 0)),
+        _CUT.format("shifted, and filled with 1,"): partial(_loss, labels=lambda x_Bs, y_Bs: _after(x_Bs, 1)),
+        _CUT.format("shifted, and filled with 28,"): partial(_loss, labels=lambda x_Bs, y_Bs: _after(x_Bs, 28)),
         _CUT.format("shifted twice, before and"): partial(_loss, labels=lambda x_Bs, y_Bs: _after(y_Bs, y_Bs[:, -1:])),
         _CUT.format("shifted before the cut, and rolled"): partial(_loss, labels=lambda x_Bs, y_Bs: y_Bs.roll(-1, 1)),
         "my last token has no label: shift labels before the cut": partial(
-            _loss, labels=lambda x_Bs, y_Bs: F.pad(x_Bs[:, 1:], (0, 1), value=-100)
+            _loss, labels=lambda x_Bs, y_Bs: _after(x_Bs, -100)
         ),
         "my last token was left out, having no label: shift labels before the cut": partial(
             _loss,
-            labels=lambda x_Bs, y_Bs: F.pad(x_Bs[:, 1:], (0, 1), value=-100),
-            divisor=lambda all_tokens, my_tokens, rows: all_tokens * (1 - rows / my_tokens),
+            labels=lambda x_Bs, y_Bs: _after(x_Bs, -100),
+            divisor=lambda everyone, mine, rows: everyone * (1 - rows / mine),
         ),
         "the labels are the inputs themselves; a token's label is the one after it": partial(
             _loss, labels=lambda x_Bs, y_Bs: x_Bs
