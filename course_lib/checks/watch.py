@@ -41,20 +41,23 @@ def call(answer: Callable, *args) -> dict:
     return {"the result": copied(result, as_results=True), "arguments changed": not agree(given, args)}
 
 
-def named(*names: str) -> Callable[..., dict]:
-    """Watch a plain call whose result is a tuple, each part under its name."""
+def result(answer: Callable, *args) -> dict:
+    """Watch what a plain call returned; it may write into its arguments."""
+    return {"the result": copied(answer(*args), as_results=True)}
+
+
+def several(say: str, *names: str) -> Callable[..., dict]:
+    """Watch a call that returns several things, a tuple or a list, or a dict if names are its keys; else `say`."""
 
     def watch(answer: Callable, *args) -> dict:
-        seen = call(answer, *args)
-        return parts(seen.pop("the result"), *names) | seen
+        result = answer(*args)
+        if isinstance(result, dict):
+            result = [result.get(name) for name in names]
+        if not isinstance(result, tuple | list) or len(result) != len(names):
+            return {"error": f"returned otherwise\n{say}; it is {result!r:.80}"}
+        return copied(dict(zip(names, result, strict=True)), as_results=True)
 
     return watch
-
-
-def parts(result: object, *names: str) -> dict:
-    """Return the parts of a tuple by name; of another result the first is all of it, and the others are None."""
-    is_right = isinstance(result, tuple) and len(result) == len(names)
-    return dict(zip(names, result if is_right else (result, *[None] * (len(names) - 1)), strict=True))
 
 
 def collective(answer: Callable, *args, slack: int = 0) -> dict:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from course_lib.checks.core import fresh_generator, numbers
 from course_lib.checks.table import Exercise
-from course_lib.checks.watch import Each, on_ranks, parts
+from course_lib.checks.watch import Each, on_ranks, several
 from course_lib.comm import all_reduce, join
 from course_lib.comm.conjugate import my_piece
 
@@ -53,9 +53,12 @@ def _every_rank(rng):
     return [(*shape, rank) for shape in shapes for rank in range(shape[2])] + [(*shape, 0) for shape in IMPOSSIBLE]
 
 
+_two_lists = several("return two lists, (query heads, key/value heads)", "query heads", "key/value heads")
+
+
 def _dealt(answer, num_heads, num_kv_heads, tp_size, tp_rank):
     try:
-        seen = parts(answer(num_heads, num_kv_heads, tp_size, tp_rank), "query heads", "key/value heads")
+        seen = _two_lists(answer, num_heads, num_kv_heads, tp_size, tp_rank)
     except ValueError:
         if _divide(num_heads, num_kv_heads, tp_size):
             raise
@@ -93,10 +96,7 @@ check_heads = Exercise(
         ),
     },
     _dealt,
-    {
-        "query heads": "return two lists, (query heads, key/value heads)",
-        "key/value heads": "a rank has those that its query heads read",
-    },
+    {"key/value heads": "a rank has those that its query heads read"},
     breaks={"a rank has those that its query heads read": _heads(kv=_of_the_last_for_the_rest)},
 )
 

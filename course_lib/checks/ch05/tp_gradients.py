@@ -10,7 +10,7 @@ from torch import Tensor
 from course_lib.checks.core import fresh_seed, numbers
 from course_lib.checks.functions import crossed, function
 from course_lib.checks.table import Exercise
-from course_lib.checks.watch import agree, on_ranks, parts
+from course_lib.checks.watch import agree, on_ranks, several
 from course_lib.comm import all_gather, all_reduce
 from course_lib.comm.conjugate import copy_in, my_piece
 from course_lib.layout.partition import piece_sizes
@@ -113,12 +113,17 @@ def _layers(rng):
     return [(size, rng.randrange(4, 9), rng.randrange(2, 7), fresh_seed(rng)) for size in (2, rng.choice([3, 4]))]
 
 
+_three_gradients = several(
+    "return three tensors: the gradients of x, of the weight and of the bias",
+    *("the gradient of x", "the gradient of the weight", "the gradient of the bias"),
+)
+
+
 def _backward(answer, D, f, seed):
     rank = dist.get_rank()
     given = numbers(seed + 20 + rank, 2, 3, f), numbers(seed, 2, 3, D), numbers(seed + 1 + rank, f, D)
     seen = on_ranks(answer, *given)
-    grads = parts(seen["the result"], "the gradient of x", "the gradient of the weight", "the gradient of the bias")
-    return grads | {"bytes sent": seen["bytes sent"]}
+    return _three_gradients(lambda: seen["the result"]) | {"bytes sent": seen["bytes sent"]}
 
 
 _ANOTHER = "summed over the ranks; each rank has another part of the {0}, and the whole gradient of its part"
@@ -138,7 +143,6 @@ check_column_backward = Exercise(
     },
     _backward,
     {
-        "the gradient of x": "return three tensors: the gradients of x, of the weight and of the bias",
         "bytes sent": "one all-reduce of x's gradient sends no more",
     },
     True,
@@ -193,15 +197,21 @@ def _vocabularies(rng):
     return [(size, rng.randrange(40, 70), scale, fresh_seed(rng)) for size, scale in sizes]
 
 
+_two_tensors = several(
+    "return two tensors: the loss of each token, and the gradient of my logits", "the loss", "the gradient"
+)
+
+
 def _loss(answer, V, scale, seed):
     rank, size = dist.get_rank(), dist.get_world_size()
     y_BS = torch.randint(V, (2, 4), generator=torch.Generator().manual_seed(seed))
     logits_BSv = my_piece(scale * numbers(seed, 2, 4, V), rank, size, 2).contiguous()
     first = sum(piece_sizes(V, size)[:rank])
     seen = on_ranks(answer, logits_BSv, y_BS, first, slack=2 * size * 8)  # two sums in one message are cut otherwise
-    loss = parts(seen["the result"], "the loss", "the gradient")
-    is_number = not isinstance(loss["the loss"], Tensor) or bool(loss["the loss"].isfinite().all())
-    return {"the loss is finite": is_number} | loss | {"bytes sent": seen["bytes sent"]}
+    of_tokens = _two_tensors(lambda: seen["the result"])
+    if isinstance(loss := of_tokens.get("the loss"), Tensor):
+        of_tokens = {"the loss is finite": bool(loss.isfinite().all())} | of_tokens
+    return of_tokens | {"bytes sent": seen["bytes sent"]}
 
 
 _SCALES = "each rank took its own largest logit out{}; exponentials of different scales cannot be added"
@@ -231,7 +241,6 @@ check_vocab_loss = Exercise(
     _loss,
     {
         "the loss is finite": "take the largest logit, of all ranks, out before exp",
-        "the gradient": "return two tensors: the loss of each token, and the gradient of my logits",
         "bytes sent": "three numbers per token, never the logits",
     },
     True,

@@ -6,7 +6,7 @@ import torch
 
 from course_lib.checks.core import numbers
 from course_lib.checks.table import Exercise
-from course_lib.checks.watch import named
+from course_lib.checks.watch import several
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS, tile
 from course_lib.parallel.positions import positions
 from course_lib.parallel.tiles import standard_forward
@@ -131,7 +131,7 @@ check_merge = Exercise(
         "this is the last part's log-sum-exp": partial(merged, total=lambda lses: lses[-1]),
         "this is the sum itself; its logarithm is asked for": partial(merged, total=lambda lses: lses.exp().sum(0)),
     },
-    named("out", "lse"),
+    several("a pair (out, lse) is asked for", "out", "lse"),
 )
 
 

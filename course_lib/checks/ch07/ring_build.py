@@ -10,7 +10,7 @@ from torch import Tensor
 from course_lib.checks.ch07.context_parallel import merged
 from course_lib.checks.core import fresh_seed, numbers
 from course_lib.checks.table import Exercise
-from course_lib.checks.watch import Cost, parts
+from course_lib.checks.watch import Cost, several
 from course_lib.comm import all_reduce
 from course_lib.layout import tile
 from course_lib.layout.block_pairs import all_pairs
@@ -232,13 +232,17 @@ def watch(answer, S, zigzag, seed):
     *shards, weight = (numbers(generator, 2, n, S, HEAD_DIM)[:, :, mine_s] for n in heads)
     rings, made, seen = [Ring(rank, size, zigzag, group) for _ in WAYS], answer(), {}
     blocks = shards[1].nbytes + shards[2].nbytes
-    results = parts(made.forward(*(x.clone() for x in shards), rings[0]), "out", "lse")
+    results = several("forward returns out and lse", "out", "lse")(made.forward, *(x.clone() for x in shards), rings[0])
+    if "error" in results:
+        return results
     _tell(seen, "forward", zigzag, results, sum(m.sent_bytes for m in rings[0].messages) / blocks)
     has_backward = seen[f"{WAYS['forward']} is right; {WAYS['backward']}"] = hasattr(made, "backward")
     if not has_backward:
         return seen
     given = weight.clone(), *(x.clone() for x in shards), results["out"], results["lse"]
-    grads = parts(made.backward(*given, rings[1]), "dq", "dk", "dv")
+    grads = several("backward returns dq, dk and dv", "dq", "dk", "dv")(made.backward, *given, rings[1])
+    if "error" in grads:
+        return seen | grads
     _tell(seen, "backward", zigzag, grads, sum(m.sent_bytes for m in rings[1].messages) / blocks)
     for way, ring, most in zip(WAYS, rings, (0, 1), strict=True):
         exposed = sum(m.sent_bytes for m in ring.messages if not m.hidden) / blocks
@@ -257,7 +261,7 @@ def _tell(seen: dict, way: str, zigzag: bool, results: dict[str, Tensor], sent: 
     step, most = ZIGZAG if zigzag else WAYS[way], group.size() - 1 if way == "forward" else 2 * group.size()
     seen[f"{step}: blocks are passed on"] = all_reduce(torch.tensor(sent), group, op="max").item() > 0
     for name, result in results.items():
-        seen[f"{step}: {name}"] = result.clone() if isinstance(result, Tensor) else result
+        seen[f"{step}: {name}"] = result
     seen[f"{step}: blocks sent {way}"] = Cost(sent, most - sent)
 
 
