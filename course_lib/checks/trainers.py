@@ -1,5 +1,7 @@
 """What graders ask of a trainer, whatever it shards: the result of one process, and no more bytes than needed."""
 
+from functools import cache
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -49,16 +51,23 @@ def micro_batches(count: int) -> str:
 
 
 def trained(trainer: type, num_micro_batches: int) -> dict:
-    """Watch all parameters after a step of SGD, which shows a wrong factor, with one micro-batch after AdamW's too."""
+    """Watch how far parameters are from one process's, after SGD, which shows a wrong factor, and once after AdamW."""
     seen, optimizers = {}, [("one step of SGD", compare.sgd, 1), ("two steps of AdamW", compare.adamw, 2)]
     for what, make_optimizer, steps in optimizers[: 2 if num_micro_batches == 1 else 1]:
         made = trainer(build(compare.CONFIG, dtype=torch.float64), make_optimizer, dist.group.WORLD)
         for step in range(steps):
             made.backward(compare.micro_batches_of_rank(step, num_micro_batches, trainer=trainer))
             made.update()
-        full = {name: param.detach().clone() for name, param in made.full_parameters().items()}
-        seen[f"parameters after {what} with {micro_batches(num_micro_batches)}"] = full
+        full, right = made.full_parameters(), _one_process(make_optimizer, steps)
+        seen[f"parameters less one process's, after {what} with {micro_batches(num_micro_batches)}"] = {
+            name: (param - right[name]).detach() if name in right else param.detach() for name, param in full.items()
+        }
     return seen
+
+
+@cache
+def _one_process(make_optimizer, steps: int) -> dict[str, Tensor]:
+    return compare._one_process(compare.CONFIG, make_optimizer, steps)
 
 
 def sent_in_a_step(trainer: type, num_micro_batches: int) -> Cost:

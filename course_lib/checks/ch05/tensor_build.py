@@ -107,6 +107,8 @@ def watch(answer, num_micro_batches):
     return seen | {"bytes sent": sent_in_a_step(answer, num_micro_batches)}
 
 
+STEP = "parameters less one process's, after one step of SGD with {}"
+DIVIDED = "is each loss divided by the number of micro-batches?"
 PARTS = "cut every matrix, the embedding and the head as well, and let the full ones go"
 ENOUGH = "one f for all layers that share an input, no all-reduce in update, and logits that stay in parts"
 FULL = "is there an f in front of all columns, a g behind all rows, and nothing summed that is full already?"
@@ -123,14 +125,14 @@ check_tensor_parallel = Exercise(
         "the norms' gradients were summed, but every rank has the whole one, since f summed it": SumsNorms,
         "the loss itself is wrong: a rank counts a target's logit only where the target is its "
         "own": CountsTargetsOfOtherRanks,
-        "is each loss divided by the number of micro-batches?": ForgetsMicroBatches,
+        DIVIDED: ForgetsMicroBatches,
         PARTS: HeadStaysFull,
         ENOUGH: FBeforeEachColumn,
     },
     watch,
     {
-        "parameters after one step of SGD with 1 micro-batch": f"backward reaches the last of them first; {FULL}",
-        "parameters after one step of SGD with 3 micro-batches": "is each loss divided by the number of micro-batches?",
+        STEP.format("1 micro-batch"): f"backward reaches the last of them first; {FULL}",
+        STEP.format("3 micro-batches"): DIVIDED,
         "bytes held at the end of backward": PARTS,
         "bytes sent": ENOUGH,
     },

@@ -9,9 +9,11 @@ from course_lib.checks.trainers import sent_in_a_step, trained
 from course_lib.checks.watch import Cost
 from course_lib.comm import all_gather, all_reduce, gather_in, join, reduce_scatter, scatter_sum, split, sum_out
 from course_lib.minimal import compare, compare_cut_model
+from course_lib.minimal.compare_parts import my_part
 from course_lib.minimal.sequence import TensorSequenceParallel, norms_of, sum_norm_gradients
 from course_lib.minimal.tensor import TensorParallel
 from course_lib.model import build
+from course_lib.training import loss_of
 
 
 class FromItsParts(TensorParallel):
@@ -92,7 +94,7 @@ def watch(answer, num_micro_batches):
         return trained(answer, num_micro_batches)
     group, D = dist.group.WORLD, compare.CONFIG.d_model
     seen = _gradients(answer) | trained(answer, 1)
-    params_P = torch.cat([param.flatten() for param in list(seen.values())[-1].values()])
+    params_P = torch.cat([param.flatten() for param in list(seen.values())[-1].values()])  # equal where copies are
     seen["different models that the ranks would save"] = len(all_gather(params_P[None], group).unique(dim=0))
     one, two = compare_cut_model._kept(answer, compare.SEQ_LEN)
     kept = (two - one) / (compare_cut_model.SEQUENCES * compare.SEQ_LEN * D)
@@ -110,18 +112,22 @@ def _gradients(answer):
     made, normed, seen = answer(build(compare.CONFIG, dtype=torch.float64), compare.sgd, dist.group.WORLD), [], {}
     made.model.blocks[0].attention_norm.register_forward_pre_hook(lambda _, args: normed.append(tuple(args[0].shape)))
     [part] = compare.micro_batches_of_rank(0, 1, trainer=answer)
+    whole = build(compare.CONFIG, dtype=torch.float64)
+    full_loss = loss_of(whole, *part)
+    full_loss.backward()
+    full = {name: param.grad for name, param in whole.named_parameters()}
     with torch.no_grad():
-        loss = made.loss(*part)
+        loss = made.loss(*part) - full_loss.detach()
 
     def note(*_) -> None:
+        off = {n: p.grad - my_part(full[n], p.shape) for n, p in made.model.named_parameters()}
         for kind, is_norm in (("norms", True), ("matrices", False)):
-            params = made.model.named_parameters()
-            seen[f"gradients of {kind}"] = {n: p.grad.clone() for n, p in params if ("norm" in n) == is_norm}
+            seen[f"gradients of {kind} less one process's"] = {n: x for n, x in off.items() if ("norm" in n) == is_norm}
 
     made.optimizer.register_step_pre_hook(note)
     made.backward([part])
     made.update()
-    return {"tokens that the first norm is given": normed[:1], "the loss": loss} | seen
+    return {"tokens that the first norm is given": normed[:1], "the loss less one process's": loss} | seen
 
 
 SUM = (
@@ -156,9 +162,9 @@ check_sequence_parallel = Exercise(
     watch,
     {
         "tokens that the first norm is given": "after leave() a rank has its own tokens of every sequence",
-        "the loss": "leave() must sum the ranks' partial sums",
-        "gradients of norms": SUM,
-        "gradients of matrices": GATHER,
+        "the loss less one process's": "leave() must sum the ranks' partial sums",
+        "gradients of norms less one process's": SUM,
+        "gradients of matrices less one process's": GATHER,
         "bytes that a block saves for backward, per token and feature": "norms and residual sums should have this "
         "rank's tokens only",
         "bytes sent": ENOUGH,
