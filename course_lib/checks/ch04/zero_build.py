@@ -122,11 +122,11 @@ def _messages(trainer: type) -> tuple[dict[str, int], int]:
     return meter.calls, sum(param.grad.nbytes for param in made.model.parameters() if param.grad is not None)
 
 
-class ByModuleHooks(Zero2):
+class ByModuleHooks(Zero3):
     """PyTorch's own backward hooks of modules; a wrong answer leaves out or changes one of the hooks."""
 
     def __init__(self, model, make_optimizer, group):
-        super().__init__(model, make_optimizer, group)
+        Zero2.__init__(self, model, make_optimizer, group)
         for unit, flat in zip(units_of(model), self.flats, strict=True):
             flat.shard_p.data = flat.shard_p.detach().clone()
             free(flat)
