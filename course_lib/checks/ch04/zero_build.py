@@ -123,7 +123,7 @@ def _messages(trainer: type) -> tuple[dict[str, int], int]:
 
 
 class ByModuleHooks(Zero3):
-    """PyTorch's own backward hooks of modules; a wrong answer leaves out or changes one of the hooks."""
+    """PyTorch's own backward hooks of modules."""
 
     def __init__(self, model, make_optimizer, group):
         Zero2.__init__(self, model, make_optimizer, group)
@@ -131,34 +131,44 @@ class ByModuleHooks(Zero3):
             flat.shard_p.data = flat.shard_p.detach().clone()
             free(flat)
             unit.register_forward_pre_hook(lambda *_, flat=flat: gather(flat))
+            unit.register_forward_hook(lambda *_, flat=flat: free(flat))
+            unit.register_full_backward_pre_hook(lambda *_, flat=flat: gather(flat))
+            when_all_arrived(flat.params, lambda flat=flat: free(flat))
+
+
+class NeverFrees(Zero3):
+    """Units stay full from forward to the end of backward: no phase more, the memory of stage 2."""
+
+    def __init__(self, model, make_optimizer, group):
+        Zero1.__init__(self, model, make_optimizer, group)
+        for unit, flat in zip(units_of(model), self.flats, strict=True):
+            flat.shard_p.data = flat.shard_p.detach().clone()
+            free(flat)
+            unit.register_forward_pre_hook(lambda *_, flat=flat: gather(flat))
             self.hook(unit, flat)
 
     def hook(self, unit, flat):
-        unit.register_forward_hook(lambda *_: free(flat))
-        unit.register_full_backward_pre_hook(lambda *_: gather(flat))
-        when_all_arrived(flat.params, lambda: free(flat))
+        when_all_arrived(flat.params, lambda: (flat.reduce_scatter(), free(flat)))
 
 
-class NeverFrees(ByModuleHooks):
-    """Units stay full from forward to the end of backward: no phase more, the memory of stage 2."""
-
-    def hook(self, unit, flat):
-        when_all_arrived(flat.params, lambda: free(flat))
-
-
-class FreesAfterForwardAlone(ByModuleHooks):
+class FreesAfterForwardAlone(NeverFrees):
     """After backward all units are full again; no peak shows it, since a step peaks before."""
 
     def hook(self, unit, flat):
-        unit.register_forward_hook(lambda *_: free(flat))
-        unit.register_full_backward_pre_hook(lambda *_: gather(flat))
+        unit.register_forward_hook(lambda unit, x, y: (free(flat), regather(y, flat))[0])
+        when_all_arrived(flat.params, flat.reduce_scatter)
 
 
-class NeverGathersForBackward(ByModuleHooks):
+class NeverGathersForBackward(NeverFrees):
     """Forward is right, and backward meets emptied weights."""
 
     def hook(self, unit, flat):
         unit.register_forward_hook(lambda *_: free(flat))
+        when_all_arrived(flat.params, flat.reduce_scatter)
+
+
+def regather(output, flat):
+    output.register_hook(lambda grad: gather(flat))
 
 
 class ShardIsAView(Zero3):
@@ -181,7 +191,10 @@ class AllReducesFirst(Zero3):
 
 
 class Sums(Zero3):
-    update = SumsOverRanks.update
+    def update(self):
+        for flat in self.flats:
+            flat.shard_p.grad *= flat.group.size()
+        super().update()
 
 
 @grader(
