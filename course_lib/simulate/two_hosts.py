@@ -16,6 +16,7 @@ import torch.distributed as dist
 from course_lib.config import preset
 from course_lib.launch import launch
 from course_lib.layout import Layout
+from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d
 from course_lib.run import Run
 from course_lib.simulate.hosts import Latency, LinkRate, link_bytes, split_into_hosts, why_no_hosts
@@ -116,7 +117,7 @@ def time_layouts(layouts: list[Layout], link: tuple[float, float], seq_len: int,
 
 def time_steps(layout: Layout, seq_len: int, steps: int) -> list[tuple[float, int]]:
     engine = five_d.build(MODEL, layout)
-    optimizer, dp_rank = five_d.make_optimizer(engine), engine.groups.coordinates["dp"]
+    optimizer, dp_rank = engines.make_optimizer(engine), engine.groups.coordinates["dp"]
     x_BS, y_BS = data.batch(data.tokens(50_000), 0, layout.sequences_per_step, seq_len, dp_rank, layout.dp)
     micro_batches = data.micro_batches(x_BS, y_BS, layout.micro_batches)
     measured = []
@@ -124,7 +125,7 @@ def time_steps(layout: Layout, seq_len: int, steps: int) -> list[tuple[float, in
         start_bytes = link_bytes()  # before the barrier: behind it the host's other rank may send at once
         dist.barrier()
         start_s = time.perf_counter()
-        five_d.step(engine, micro_batches, optimizer)
+        engines.step(engine, micro_batches, optimizer)
         dist.barrier()
         measured.append((time.perf_counter() - start_s, link_bytes() - start_bytes))
     return measured

@@ -12,6 +12,7 @@ from torch import nn
 from course_lib.checks import ch05
 from course_lib.comm import all_gather, all_reduce, copy_in, join, my_piece, sum_out
 from course_lib.minimal.tensor import TensorParallel, part_of
+from course_lib.parallel import engine as engines
 from course_lib.parallel import tensor as engine_of
 
 pytestmark = pytest.mark.launches
@@ -185,7 +186,7 @@ class ByTheEngine:
         self.optimizer.zero_grad()
 
     def full_parameters(self):
-        return engine_of.full_parameters(self.engine)
+        return engines.full_parameters(self.engine)
 
 
 class LossOnceForAllMicroBatches(TensorParallel):

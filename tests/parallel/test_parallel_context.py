@@ -23,6 +23,7 @@ from course_lib.measure import ByteMeter
 from course_lib.memory.states import FP64
 from course_lib.model import llama
 from course_lib.parallel import context, gathered, ring, sequence, tensor, tiles
+from course_lib.parallel import engine as engines
 from course_lib.parallel.vocabulary import vocab_cross_entropy
 from course_lib.run import Run
 from course_lib.traffic import all_gather_bytes, by_collective, calls, reduce_scatter_bytes, ring_all_reduce_bytes
@@ -91,9 +92,9 @@ def measure(case):
     engine = context.build(whole, dist.group.WORLD, case.method, case.sequence_sharding, case.outer)
     batches = micro_batches(case.config.vocab_size)
     with ByteMeter() as meter:
-        loss = context.accumulate_gradients(engine, batches)
+        loss = engines.accumulate_gradients(engine, batches)
     return {
-        "apart": distance(context.full_gradients(engine), loss, *one_process(reference, batches)),
+        "apart": distance(engines.full_gradients(engine), loss, *one_process(reference, batches)),
         "sent": meter.by_collective,
         "calls": meter.calls,
         "hops": Counter(record.payload_bytes for record in meter.records if record.collective == "all_to_all"),
@@ -308,8 +309,8 @@ def planted():
             engine = context.build(
                 whole, dist.group.WORLD, "all_gather" if bug is gathers_in_the_wrong_order else "ring"
             )
-            loss = context.accumulate_gradients(engine, batches)
-        found[bug.__name__] = distance(context.full_gradients(engine), loss, *one_process(reference, batches))
+            loss = engines.accumulate_gradients(engine, batches)
+        found[bug.__name__] = distance(engines.full_gradients(engine), loss, *one_process(reference, batches))
     return found
 
 
@@ -343,11 +344,11 @@ def with_tensor(technique):
     losses = partial(vocab_cross_entropy, first=cut.module.embed.first, group=groups["tp"])
     engine = context.build(cut.module, groups["cp"], token_losses=losses)
     with ByteMeter(groups) as meter:
-        loss = context.accumulate_gradients(engine, batches)
+        loss = engines.accumulate_gradients(engine, batches)
     tensor.sum_replicas(cut)
     if technique is sequence:
         tensor.sum_gradients(sequence.of_my_tokens(cut), groups["tp"])
-    apart = distance(tensor.full_gradients(cut), loss, *one_process(reference, batches))
+    apart = distance(engines.full_gradients(cut), loss, *one_process(reference, batches))
     hops = [r.payload_bytes for r in meter.records if r.collective == "all_to_all"]
     return max(apart.values()), hops, {r.axis for r in meter.records if r.collective == "all_to_all"}
 
@@ -372,24 +373,24 @@ def trained():
     whole = built(Case(config=config_of(LLAMA, tied=True)))
     reference = copy.deepcopy(whole)
     engine = context.build(whole, dist.group.WORLD)
-    optimizer = context.make_optimizer(engine, lr=0.01)
+    optimizer = engines.make_optimizer(engine, lr=0.01)
     expected = torch.optim.AdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     for seed in range(3):
         batches = micro_batches(29, seed)
-        context.step(engine, batches, optimizer, clip_norm=0.1)
+        engines.step(engine, batches, optimizer, clip_norm=0.1)
         one_process(reference, batches)
         nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
         expected.step()
         expected.zero_grad()
-    after = context.full_parameters(engine)
+    after = engines.full_parameters(engine)
     return max((after[name] - p).abs().max().item() for name, p in reference.named_parameters())
 
 
 def in_bfloat16():
     engine = context.build(model.build(LLAMA, dtype=torch.bfloat16), dist.group.WORLD)
-    optimizer = context.make_optimizer(engine, lr=0.01)
+    optimizer = engines.make_optimizer(engine, lr=0.01)
     with ByteMeter() as meter:
-        losses = [context.step(engine, micro_batches(29), optimizer, 1.0).item() for _ in range(6)]
+        losses = [engines.step(engine, micro_batches(29), optimizer, 1.0).item() for _ in range(6)]
     hops = Counter(record.payload_bytes for record in meter.records if record.collective == "all_to_all")
     return losses[0] - losses[-1], hops, engine.module.embed.weight.dtype
 
@@ -458,11 +459,11 @@ def refusals():
     attempt("twice", lambda: context.build(engine.module, group))
     tokens_BS = torch.zeros(1, 40, dtype=torch.int64)
     good = tokens_BS[:, :16], tokens_BS[:, :16]
-    attempt("length", lambda: context.accumulate_gradients(engine, [good, (tokens_BS[:, :18], tokens_BS[:, :18])]))
-    attempt("labels", lambda: context.accumulate_gradients(engine, [(tokens_BS[:, :16], tokens_BS[:, :12])]))
-    attempt("none", lambda: context.accumulate_gradients(engine, []))
+    attempt("length", lambda: engines.accumulate_gradients(engine, [good, (tokens_BS[:, :18], tokens_BS[:, :18])]))
+    attempt("labels", lambda: engines.accumulate_gradients(engine, [(tokens_BS[:, :16], tokens_BS[:, :12])]))
+    attempt("none", lambda: engines.accumulate_gradients(engine, []))
     gpt = context.build(model.build(GPT), group)
-    attempt("positions", lambda: context.accumulate_gradients(gpt, [(tokens_BS, tokens_BS)]))
+    attempt("positions", lambda: engines.accumulate_gradients(gpt, [(tokens_BS, tokens_BS)]))
     return found
 
 

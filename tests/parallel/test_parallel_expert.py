@@ -167,8 +167,8 @@ def measure(case, plant=lambda engine: None):
     engine = engine_of(case, copy.deepcopy(whole))
     plant(engine)
     expected_loss, expected = one_process(whole, parts_of(case, batches))
-    loss = expert.accumulate_gradients(engine, batches[dist.get_rank() // case.tp])
-    gradients, parameters = expert.full_gradients(engine), expert.full_parameters(engine)
+    loss = engines.accumulate_gradients(engine, batches[dist.get_rank() // case.tp])
+    gradients, parameters = engines.full_gradients(engine), engines.full_parameters(engine)
     assert gradients.keys() == expected.keys(), gradients.keys() ^ expected.keys()
     apart = {name: (gradients[name] - expected[name]).abs().max().item() for name in expected}
     return {
@@ -296,7 +296,7 @@ def step_bytes():
         layer.router.register_forward_hook(lambda router, inputs, routing: routings.append(routing.expert_Tk))
     axes = {"ep": engine.groups.ep, "expert_dp": engine.groups.expert_dp, "dp": engine.groups.dp}
     with ByteMeter(axes) as meter:
-        expert.step(engine, batches[dist.get_rank()], expert.make_optimizer(engine), clip_norm=1.0)
+        engines.step(engine, batches[dist.get_rank()], engines.make_optimizer(engine), clip_norm=1.0)
 
     rank, ep_rank = dist.get_rank(), engine.groups.ep.rank()
     traffic = 0
@@ -316,17 +316,17 @@ def trained(case, clip_norm):
     """Three steps beside one process that clips by torch's own function, its bias moved by the same rule."""
     whole, batches = built(case), batches_of(case)
     engine = engine_of(case, copy.deepcopy(whole))
-    optimizer = expert.make_optimizer(engine, lr=0.01)
+    optimizer = engines.make_optimizer(engine, lr=0.01)
     reference = torch.optim.AdamW(whole.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
-    clip, norms = expert.clip_gradients, []
+    clip, norms = engines.clip_gradients, []
     with patch.object(engines, "clip_gradients", lambda *given: norms.append((clip(*given).item(), None))):
         for _ in range(3):
-            expert.step(engine, batches[dist.get_rank() // case.tp], optimizer, clip_norm)
+            engines.step(engine, batches[dist.get_rank() // case.tp], optimizer, clip_norm)
             one_process(whole, parts_of(case, batches))
             expected = nn.utils.clip_grad_norm_(whole.parameters(), clip_norm).item()
             norms[-1] = (norms[-1][0], expected)
             reference.step(), reference.zero_grad(), moe.balance_after_step(whole)
-    parameters = expert.full_parameters(engine)
+    parameters = engines.full_parameters(engine)
     apart = max((parameters[name] - param).abs().max().item() for name, param in whole.named_parameters())
     pairs = list(zip(moe.moe_layers(engine), moe.moe_layers(whole), strict=True))
     same_bias = all(torch.equal(mine.router.bias_steps_E, one.router.bias_steps_E) for mine, one in pairs)
@@ -337,8 +337,8 @@ def trained(case, clip_norm):
 def in_bfloat16(method):
     case = Case(4, 4, experts_with(balancing="aux_loss"), method=method, ranks_per_node=2, rows=EVEN)
     engine = engine_of(case, built(case, torch.bfloat16))
-    optimizer = expert.make_optimizer(engine, lr=0.01)
-    losses = [expert.step(engine, batches_of(case)[dist.get_rank()], optimizer, 1.0).item() for _ in range(8)]
+    optimizer = engines.make_optimizer(engine, lr=0.01)
+    losses = [engines.step(engine, batches_of(case)[dist.get_rank()], optimizer, 1.0).item() for _ in range(8)]
     return isinstance(optimizer, MasterAdamW), losses[0] - losses[-1], {p.dtype for p in engine.parameters()}
 
 
@@ -348,7 +348,7 @@ def unequal():
     for batches in (batches_of(CASES["ep 4"])[dist.get_rank()][: dist.get_rank() + 1], batches_of(Case(4, 4))[1][:1]):
         engine = expert.build(built(CASES["ep 4"]), dist.group.WORLD)
         with ByteMeter() as meter, pytest.raises(ValueError) as error:
-            expert.accumulate_gradients(engine, batches)
+            engines.accumulate_gradients(engine, batches)
         messages.append((str(error.value), meter.calls))
     return messages
 

@@ -16,6 +16,7 @@ from course_lib.memory.states import StateBytes
 from course_lib.memory.zero import Offload, offload_link_bytes, zero_state_bytes, zero_units
 from course_lib.model import build
 from course_lib.model.llama import preset
+from course_lib.parallel import engine as engines
 from course_lib.parallel import zero
 from course_lib.parallel.offload_states import OffloadedAdamW
 from course_lib.timing import crossing_s, offload_s
@@ -152,12 +153,12 @@ def zero_infinity(grad_dtype):
     for place in ("device", "host", "disk"):
         engine = zero.build(build(config, dtype=BF16), group, grad_dtype=grad_dtype)
         if place == "device":
-            optimizer = zero.make_optimizer(engine, **kwargs)
+            optimizer = engines.make_optimizer(engine, **kwargs)
         else:
             optimizer = OffloadedAdamW([flat.shard_p for flat in engine.flats], place, **kwargs)
         for _ in range(2):
-            zero.step(engine, batches, optimizer, clip_norm=0.5)
-        found[place] = zero.full_parameters(engine)
+            engines.step(engine, batches, optimizer, clip_norm=0.5)
+        found[place] = engines.full_parameters(engine)
     optimizer.close()
     return found, optimizer.link_bytes
 

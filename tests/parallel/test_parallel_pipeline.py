@@ -22,6 +22,7 @@ from course_lib.launch import launch
 from course_lib.layout import Mesh
 from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.parallel import channels, executor, pipeline, stages, weight_gradients
+from course_lib.parallel import engine as engines
 from course_lib.schedules import Costs, simulate
 from course_lib.schedules.messages import plan as plan_of
 from course_lib.training import MasterAdamW
@@ -145,9 +146,9 @@ def measure(case, shared):
     meter = ByteMeter()
     if case.m in (1, 4) or (case.name, case.m) == ("dualpipe_v", 8):  # the meter sees every operator: it takes time
         with meter:
-            loss = pipeline.accumulate_gradients(engine, batches)
+            loss = engines.accumulate_gradients(engine, batches)
     else:
-        loss = pipeline.accumulate_gradients(engine, batches)
+        loss = engines.accumulate_gradients(engine, batches)
     return {
         "apart": max(distance_here(engine, loss, *shared.reference(case)).values()),
         "names": {name for name, p in pipeline.named_parameters(engine).items() if p.grad is not None},
@@ -318,8 +319,8 @@ def planted():
         for case in PLANTED:
             with bug():
                 engine = shared.build(case)
-                loss = pipeline.accumulate_gradients(engine, micro_batches(case.m))
-            apart = distance(pipeline.full_gradients(engine), loss, *shared.reference(case))
+                loss = engines.accumulate_gradients(engine, micro_batches(case.m))
+            apart = distance(engines.full_gradients(engine), loss, *shared.reference(case))
             found[bug.__name__, case.name] = {name for name, far in apart.items() if far > 1e-6}, engine.peak_live
     return found
 
@@ -399,9 +400,9 @@ def memory():
             engine, batches = shared.build(case), micro_batches(8, SHAPES[:1])
             rank, made = dist.get_rank(), case.schedule(4)
             expected = expected_peak(engine, made, rank, batches[0])
-            pipeline.accumulate_gradients(engine, batches)  # so that gradients exist
+            engines.accumulate_gradients(engine, batches)  # so that gradients exist
             with MemoryTracker(engine) as tracker, sent_is_temporary(tracker):
-                pipeline.accumulate_gradients(engine, batches)
+                engines.accumulate_gradients(engine, batches)
                 left = tracker.current("activations")
             seen[name, ahead] = max(tracker.timeline.bytes_by_kind["activations"]), *expected, engine.peak_live, left
     return seen
@@ -427,22 +428,22 @@ def trained(case, shared, clip_norm):
     """Distance from one process after three steps; the norms of a fourth."""
     shared.models.clear()  # weights will change
     engine, reference = shared.build(case), built(case)
-    optimizer = pipeline.make_optimizer(engine, lr=0.01)
+    optimizer = engines.make_optimizer(engine, lr=0.01)
     expected = torch.optim.AdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     for seed in range(3):
         batches = micro_batches(case.m, seed=seed)
-        loss = pipeline.step(engine, batches, optimizer, clip_norm)
+        loss = engines.step(engine, batches, optimizer, clip_norm)
         expected_loss, _ = one_process(reference, batches)
         norm = nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
         expected.step()
         expected.zero_grad()
-    after = pipeline.full_parameters(engine)
+    after = engines.full_parameters(engine)
     apart = max((after[name] - p).abs().max().item() for name, p in reference.named_parameters())
     ends = [stage.embed.weight if stage.is_first else stage.head.weight for stage in engine.stages.values()
             if stage.is_first or stage.is_last]  # fmt: skip
-    pipeline.accumulate_gradients(engine, batches)
+    engines.accumulate_gradients(engine, batches)
     one_process(reference, batches)
-    norms = pipeline.clip_gradients(engine, clip_norm), nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
+    norms = engines.clip_gradients(engine, clip_norm), nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
     left = abs(norms[0] - norms[1]).item()
     return (
         apart,
@@ -455,8 +456,8 @@ def trained(case, shared, clip_norm):
 
 def in_bfloat16(shared):
     engine = pipeline.build(model.build(DEEP, dtype=torch.bfloat16), shared.group, "zb_h1", channels=shared.channels)
-    optimizer = pipeline.make_optimizer(engine, lr=0.02)
-    losses = [pipeline.step(engine, micro_batches(4), optimizer, 1.0).item() for _ in range(10)]
+    optimizer = engines.make_optimizer(engine, lr=0.02)
+    losses = [engines.step(engine, micro_batches(4), optimizer, 1.0).item() for _ in range(10)]
     return isinstance(optimizer, MasterAdamW), losses[0] - losses[-1]
 
 
@@ -466,8 +467,8 @@ def under_autocast(shared):
     for name in ("1f1b", "zb_h1"):
         engine = pipeline.build(model.build(LLAMA), shared.group, name, channels=shared.channels)
         with torch.autocast("cpu", torch.bfloat16):
-            pipeline.accumulate_gradients(engine, micro_batches(4))
-        gradients.append(pipeline.full_gradients(engine))
+            engines.accumulate_gradients(engine, micro_batches(4))
+        gradients.append(engines.full_gradients(engine))
     whole, split = gradients
     return max((whole[name] - split[name]).abs().max().item() for name in whole), {x.dtype for x in split.values()}
 
@@ -476,8 +477,8 @@ def in_columns_of_a_mesh():
     group = make_groups(Mesh(pp=2, dp=2))["pp"]
     case = Case("interleaved", 4, DEEP)
     engine = pipeline.build(built(case), group, "interleaved", 2)
-    loss = pipeline.accumulate_gradients(engine, micro_batches(4))
-    return max(distance(pipeline.full_gradients(engine), loss, *one_process(built(case), micro_batches(4))).values())
+    loss = engines.accumulate_gradients(engine, micro_batches(4))
+    return max(distance(engines.full_gradients(engine), loss, *one_process(built(case), micro_batches(4))).values())
 
 
 def from_meta(shared):
@@ -493,11 +494,11 @@ def from_meta(shared):
     with torch.no_grad():
         for name, param in pipeline.named_parameters(engine).items():
             param.copy_(whole[name])
-    loss = pipeline.accumulate_gradients(engine, micro_batches(4))
+    loss = engines.accumulate_gradients(engine, micro_batches(4))
     return (
         were_meta,
         sorted(pipeline.named_parameters(engine)),
-        max(distance(pipeline.full_gradients(engine), loss, *shared.reference(case)).values()),
+        max(distance(engines.full_gradients(engine), loss, *shared.reference(case)).values()),
     )
 
 
@@ -516,10 +517,10 @@ def everything_at_once(m):
 def learners_own(shared):
     case = Case("1f1b", 6)
     engine = pipeline.build(built(case), shared.group, everything_at_once, channels=shared.channels)
-    loss = pipeline.accumulate_gradients(engine, micro_batches(6))
+    loss = engines.accumulate_gradients(engine, micro_batches(6))
     whole = pipeline.build(built(case), shared.group, everything_at_once(6), channels=shared.channels)
-    same = pipeline.accumulate_gradients(whole, micro_batches(6))
-    apart = max(distance(pipeline.full_gradients(engine), loss, *shared.reference(case)).values())
+    same = engines.accumulate_gradients(whole, micro_batches(6))
+    apart = max(distance(engines.full_gradients(engine), loss, *shared.reference(case)).values())
     return apart, abs(loss - same).item(), engine.peak_live
 
 
@@ -622,12 +623,12 @@ def refusals():
         for choices, m, _ in REFUSED:
             ready = {"group": dist.group.WORLD, "channels": {(0, 1): None, (1, 0): None}} | choices
             with pytest.raises(ValueError) as error:
-                pipeline.accumulate_gradients(pipeline.build(two_layers(), **ready), micro_batches(m))
+                engines.accumulate_gradients(pipeline.build(two_layers(), **ready), micro_batches(m))
             messages.append(str(error.value))
         for name, m in (("dualpipe_v", 3), ("interleaved", 3)):
             engine = pipeline.build(many, dist.group.WORLD, name, 2, channels={(0, 1): None, (1, 0): None})
             with pytest.raises(ValueError, match="micro"):
-                pipeline.accumulate_gradients(engine, micro_batches(m))
+                engines.accumulate_gradients(engine, micro_batches(m))
     return messages, meter.calls
 
 

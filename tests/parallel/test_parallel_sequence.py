@@ -20,8 +20,9 @@ from course_lib.measure import ByteMeter, MemoryTracker
 from course_lib.memory.budget import budgets, saved_for_backward
 from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.model import attention, gpt
+from course_lib.parallel import engine as engines
 from course_lib.parallel import sequence, tensor
-from course_lib.parallel.data import Trace
+from course_lib.parallel.engine import Trace
 from course_lib.run import Run
 from course_lib.traffic import by_collective, call_counts, calls
 from course_lib.training import loss_of
@@ -72,9 +73,9 @@ def of_gradients(config, attention, recompute, regather, lengths):
     """Difference of each gradient, and of the loss, from one process."""
     whole, batches = noisy_model(config, attention, recompute), some_batches(config, lengths)
     engine = sequence.build(copy.deepcopy(whole), dist.group.WORLD, regather)
-    loss = sequence.accumulate_gradients(engine, batches)
+    loss = engines.accumulate_gradients(engine, batches)
     expected, _ = one_process(whole, batches)
-    gradients = differences(sequence.full_gradients(engine), whole, lambda parameter: parameter.grad)
+    gradients = differences(engines.full_gradients(engine), whole, lambda parameter: parameter.grad)
     return gradients | {"loss": abs(loss - expected).item()}
 
 
@@ -82,14 +83,14 @@ def of_evaluation_between_forward_and_backward(regather):
     """Largest difference of a gradient, where text of another length is evaluated in between."""
     whole, (batch, (other_BS, _)) = noisy_model(GQA), some_batches(GQA, [7, 4])
     engine = sequence.build(copy.deepcopy(whole), dist.group.WORLD, regather)
-    loss = sequence.loss_of(engine, *batch)
+    loss = tensor.loss_of(engine, *batch)
     with torch.no_grad():
         engine(other_BS)
     loss.backward()
     tensor.sum_replicas(engine)
     tensor.sum_gradients(sequence.of_my_tokens(engine), dist.group.WORLD)
     one_process(whole, [batch])
-    return max(differences(sequence.full_gradients(engine), whole, lambda parameter: parameter.grad).values())
+    return max(differences(engines.full_gradients(engine), whole, lambda parameter: parameter.grad).values())
 
 
 def of_parameters_after_clipped_steps():
@@ -97,12 +98,12 @@ def of_parameters_after_clipped_steps():
     engine = sequence.build(copy.deepcopy(whole), dist.group.WORLD)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (engine, whole)]
     for _ in range(2):
-        sequence.step(engine, batches, optimizers[0], clip_norm=0.1)
+        engines.step(engine, batches, optimizers[0], clip_norm=0.1)
         one_process(whole, batches)
         assert clip_gradients(whole.parameters(), 0.1) > 0.2
         optimizers[1].step()
         optimizers[1].zero_grad()
-    return max(differences(sequence.full_parameters(engine), whole, lambda parameter: parameter.detach()).values())
+    return max(differences(engines.full_parameters(engine), whole, lambda parameter: parameter.detach()).values())
 
 
 # --- what can go wrong: each mistake must be found, in the parameters that it concerns
@@ -131,7 +132,7 @@ WRONG = {
     "sums nothing": mock.patch.object(sequence, "of_my_tokens", lambda engine: []),
     "sums norms only": mock.patch.object(sequence, "of_my_tokens", norms_only),
     "first positions everywhere": mock.patch.object(sequence.MyPositions, "forward", first_positions_everywhere),
-    "sums after each micro-batch": mock.patch.object(sequence, "accumulate_gradients", sum_after_each_micro_batch),
+    "sums after each micro-batch": mock.patch.object(engines, "accumulate_gradients", sum_after_each_micro_batch),
 }
 
 
@@ -161,14 +162,14 @@ def dropped_like_one_process():
         return x * next(joined)
 
     with mock.patch.object(attention, "drop", recording), mock.patch.object(gpt, "drop", recording):
-        sequence.accumulate_gradients(engine, batches)
+        engines.accumulate_gradients(engine, batches)
     named = {str(index): mask for index, mask in enumerate(mine)}
     of_rank = [list(gathered.values()) for gathered in comm.all_gather_tensors(named, dist.group.WORLD)]
     joined = iter([torch.cat(masks, dim=1) for masks in zip(*of_rank, strict=True)])
     with mock.patch.object(attention, "drop", replaying), mock.patch.object(gpt, "drop", replaying):
         one_process(whole, batches)
     pieces_differ = all(not torch.equal(of_rank[0][i], of_rank[1][i]) for i in range(len(mine)))
-    worst = max(differences(sequence.full_gradients(engine), whole, lambda parameter: parameter.grad).values())
+    worst = max(differences(engines.full_gradients(engine), whole, lambda parameter: parameter.grad).values())
     return worst, pieces_differ, len(mine)
 
 
@@ -178,8 +179,8 @@ def recomputed_with_the_same_masks():
     for recompute in ("none", "selective", "full"):
         torch.manual_seed(7 + dist.get_rank())
         engine = sequence.build(noisy_model(DROPPING, "standard", recompute), dist.group.WORLD)
-        sequence.accumulate_gradients(engine, some_batches(DROPPING, [8, 6]))
-        gradients.append(torch.cat([grad.flatten() for grad in sequence.full_gradients(engine).values()]))
+        engines.accumulate_gradients(engine, some_batches(DROPPING, [8, 6]))
+        gradients.append(torch.cat([grad.flatten() for grad in engines.full_gradients(engine).values()]))
         common = torch.rand(4)
     return [(other - gradients[0]).abs().max().item() for other in gradients[1:]], common
 
@@ -339,9 +340,8 @@ def traffic():
         for mode in ("tp", "sp", "sp, regather"):
             build, words = MODES[mode]
             engine = build(model.build(config, recompute=recompute), dist.group.WORLD)
-            module = tensor if mode == "tp" else sequence
             with ByteMeter() as meter:
-                module.accumulate_gradients(engine, some_batches(config, [seq_len, seq_len]))
+                engines.accumulate_gradients(engine, some_batches(config, [seq_len, seq_len]))
             layout = Layout(tp=world_size, recompute=recompute, micro_batch=B, micro_batches=2, **words)
             listed = calls(Run(config, layout, seq_len, "fp32"), dist.get_rank())["tp"]
             predicted = by_collective(listed, dist.get_rank()), call_counts(listed)
@@ -352,7 +352,7 @@ def traffic():
 def traced():
     trace: Trace = []
     engine = sequence.build(model.build(GQA), dist.group.WORLD, regather=True, trace=trace)
-    sequence.step(engine, some_batches(GQA, [8]), sequence.make_optimizer(engine))
+    engines.step(engine, some_batches(GQA, [8]), engines.make_optimizer(engine))
     return [(span.lane, span.name) for span in sorted(trace, key=lambda span: span.start_s)]
 
 

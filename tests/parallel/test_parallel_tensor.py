@@ -23,6 +23,7 @@ from course_lib.config import ModelConfig
 from course_lib.launch import launch
 from course_lib.layout import Mesh
 from course_lib.measure import ByteMeter, MemoryTracker
+from course_lib.parallel import engine as engines
 from course_lib.parallel import linear, tensor, vocabulary
 from course_lib.traffic import ring_all_reduce_bytes
 from course_lib.training import MasterAdamW
@@ -82,13 +83,13 @@ def measure(case, group=None):
     whole = built(case)
     reference = copy.deepcopy(whole)
     engine = tensor.build(whole, group, case.overlap)
-    start = tensor.full_parameters(engine)
+    start = engines.full_parameters(engine)
     batches = micro_batches(case.config.vocab_size)
     with ByteMeter() as meter:
-        loss = tensor.accumulate_gradients(engine, batches)
+        loss = engines.accumulate_gradients(engine, batches)
     expected_loss, expected = one_process(reference, batches)
     return {
-        "apart": distance(tensor.full_gradients(engine), loss, expected_loss, expected),
+        "apart": distance(engines.full_gradients(engine), loss, expected_loss, expected),
         "same start": all(torch.equal(start[name], p) for name, p in reference.named_parameters()),
         "shapes": {name: tuple(p.shape) for name, p in engine.named_parameters()},
         "records": Counter((r.collective, r.payload_bytes, r.group_size) for r in meter.records),
@@ -266,11 +267,11 @@ def planted():
             with bug():
                 engine = tensor.build(whole, dist.group.WORLD)
                 try:
-                    loss = tensor.accumulate_gradients(engine, batches)
+                    loss = engines.accumulate_gradients(engine, batches)
                 except RuntimeError as error:
                     found[bug.__name__, name] = str(error)
                     continue
-            found[bug.__name__, name] = distance(tensor.full_gradients(engine), loss, *one_process(reference, batches))
+            found[bug.__name__, name] = distance(engines.full_gradients(engine), loss, *one_process(reference, batches))
     return found
 
 
@@ -323,8 +324,8 @@ def dropout_run(recompute):
     case = Case(config_of(GPT, dropout=0.3), recompute=recompute, attention="standard")
     engine = tensor.build(built(case), dist.group.WORLD)
     with Masks() as masks:
-        loss = tensor.accumulate_gradients(engine, micro_batches(39, rows=(2,)))
-    return loss, tensor.full_gradients(engine), masks.drawn
+        loss = engines.accumulate_gradients(engine, micro_batches(39, rows=(2,)))
+    return loss, engines.full_gradients(engine), masks.drawn
 
 
 def dropout():
@@ -370,7 +371,7 @@ def kept(tp_size, config):
 
 def largest_tensor(engine, batches):
     with MemoryTracker(engine) as tracker:
-        tensor.accumulate_gradients(engine, batches)
+        engines.accumulate_gradients(engine, batches)
     total = [sum(column) for column in zip(*tracker.timeline.bytes_by_kind.values(), strict=True)]
     return max(after - before for before, after in itertools.pairwise(total))
 
@@ -380,9 +381,9 @@ def memory():
     group = dist.group.WORLD
     engine = tensor.build(model.build(even, dtype=torch.float64), group)
     batches = micro_batches(400, rows=(4,))
-    optimizer = tensor.make_optimizer(engine)
+    optimizer = engines.make_optimizer(engine)
     with MemoryTracker(engine, optimizer) as tracker:
-        tensor.step(engine, batches, optimizer)
+        engines.step(engine, batches, optimizer)
         optimizer_bytes = tracker.current("optimizer")
     return {
         "kept": {tp: kept(tp, even) for tp in (1, 2, 4)},
@@ -431,29 +432,29 @@ def trained(clip_norm):
     whole = built(case)
     reference = copy.deepcopy(whole)
     engine = tensor.build(whole, dist.group.WORLD)
-    optimizer = tensor.make_optimizer(engine, lr=0.01)
+    optimizer = engines.make_optimizer(engine, lr=0.01)
     expected = torch.optim.AdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     for seed in range(3):
         batches = micro_batches(39, seed=seed)
-        tensor.step(engine, batches, optimizer, clip_norm)
+        engines.step(engine, batches, optimizer, clip_norm)
         one_process(reference, batches)
         norm = nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
         expected.step()
         expected.zero_grad()
-    after = tensor.full_parameters(engine)
+    after = engines.full_parameters(engine)
     apart = max((after[name] - p).abs().max().item() for name, p in reference.named_parameters())
-    tensor.accumulate_gradients(engine, batches)
+    engines.accumulate_gradients(engine, batches)
     one_process(reference, batches)
-    norms = tensor.clip_gradients(engine, clip_norm), nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
-    clipped = tensor.full_gradients(engine)
+    norms = engines.clip_gradients(engine, clip_norm), nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
+    clipped = engines.full_gradients(engine)
     off = max((clipped[name] - p.grad).abs().max().item() for name, p in reference.named_parameters())
     return apart, abs(norms[0] - norms[1]).item(), off, norm.item()
 
 
 def in_bfloat16():
     engine = tensor.build(model.build(LLAMA, dtype=torch.bfloat16), dist.group.WORLD)
-    optimizer = tensor.make_optimizer(engine, lr=0.01)
-    losses = [tensor.step(engine, micro_batches(39), optimizer, 1.0).item() for _ in range(8)]
+    optimizer = engines.make_optimizer(engine, lr=0.01)
+    losses = [engines.step(engine, micro_batches(39), optimizer, 1.0).item() for _ in range(8)]
     return isinstance(optimizer, MasterAdamW), losses[0] - losses[-1], engine.module.embed.weight.dtype
 
 
@@ -466,7 +467,7 @@ def under_autocast():
             loss = technique.loss_of(built, *batch)
         loss.backward()
     tensor.sum_replicas(engine)
-    full = tensor.full_gradients(engine)
+    full = engines.full_gradients(engine)
     pairs = [(full[name] - param.grad, param.grad) for name, param in whole.named_parameters()]
     lengths = [torch.cat([x.flatten() for x in side]).norm() for side in zip(*pairs, strict=True)]
     return (lengths[0] / lengths[1]).item(), {param.grad.dtype for param in engine.parameters()}
@@ -476,10 +477,10 @@ def gradients_in_float32():
     """What a step leaves in FP32 gradients; what clipping says where there are no gradients."""
     engine = tensor.build(model.build(LLAMA, dtype=torch.bfloat16), dist.group.WORLD)
     accumulate_in_fp32(engine.parameters())
-    tensor.step(engine, micro_batches(39), tensor.make_optimizer(engine, lr=0.0), 1.0)
+    engines.step(engine, micro_batches(39), engines.make_optimizer(engine, lr=0.0), 1.0)
     left = max(param.main_grad.abs().max().item() for param in engine.parameters())
     try:
-        return left, tensor.clip_gradients(tensor.build(model.build(LLAMA), dist.group.WORLD), 1.0)
+        return left, engines.clip_gradients(tensor.build(model.build(LLAMA), dist.group.WORLD), 1.0)
     except ValueError as error:
         return left, str(error)
 
@@ -494,8 +495,8 @@ def traces():
     for overlap in (True, False):
         trace = []
         engine = tensor.build(model.build(LLAMA), dist.group.WORLD, overlap, trace)
-        optimizer = tensor.make_optimizer(engine)
-        tensor.step(engine, micro_batches(39, rows=(1,)), optimizer)
+        optimizer = engines.make_optimizer(engine)
+        engines.step(engine, micro_batches(39, rows=(1,)), optimizer)
         comm.barrier(dist.group.WORLD)
         spans[overlap] = list(trace)
     return spans

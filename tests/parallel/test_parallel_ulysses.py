@@ -16,6 +16,7 @@ from course_lib.layout import SEQUENCE_SHARDINGS, Mesh
 from course_lib.measure import ByteMeter
 from course_lib.model import fused_attention
 from course_lib.parallel import context, tensor, ulysses
+from course_lib.parallel import engine as engines
 from course_lib.parallel.positions import positions
 from course_lib.parallel.vocabulary import vocab_cross_entropy
 
@@ -61,8 +62,8 @@ def measure(case):
     whole = model.build(config, dtype=torch.float64, recompute=recompute, attention=attention)
     engine = context.build(whole, dist.group.WORLD, method="ulysses", **options)
     with ByteMeter() as meter:
-        loss = context.accumulate_gradients(engine, micro_batches())
-    return worst(context.full_gradients(engine), loss, config), meter.calls, meter.by_collective
+        loss = engines.accumulate_gradients(engine, micro_batches())
+    return worst(engines.full_gradients(engine), loss, config), meter.calls, meter.by_collective
 
 
 def attention_alone(sequence_sharding):
@@ -112,8 +113,8 @@ def beside_tensor_parallelism():
         return vocab_cross_entropy(logits_Bsv, y_Bs, cut.module.embed.first, groups["tp"])
 
     engine = context.build(cut.module, groups["cp"], method="ulysses", token_losses=token_losses)
-    loss = context.accumulate_gradients(engine, micro_batches())
-    return worst(tensor.full_gradients(cut), loss, LLAMA)
+    loss = engines.accumulate_gradients(engine, micro_batches())
+    return worst(engines.full_gradients(cut), loss, LLAMA)
 
 
 def on_ranks():

@@ -121,7 +121,7 @@ def measure(make_model, stage, micro_batches):
     expected = expected_bytes(reference, stage, size, micro_batches)
     wanted_shapes = [(numel // size,) for sizes in padded_sizes(reference, stage, size).values() for numel in sizes]
     engine = zero.build(make_model(rank), group, stage, SMALL_BUCKETS)  # ranks begin with different parameters
-    optimizer = zero.make_optimizer(engine, lr=0.01)
+    optimizer = engines.make_optimizer(engine, lr=0.01)
     trained = [p for p in reference.parameters() if p.requires_grad]
     plain = torch.optim.AdamW(trained, lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     text_T = torch.randint(VOCAB, (400,), generator=torch.Generator().manual_seed(0))
@@ -132,8 +132,8 @@ def measure(make_model, stage, micro_batches):
             engine.run(data.micro_batches(*share, micro_batches))
             engine.finish()
         loss_of(reference, *data.batch(text_T, index, 3 * size, seq_len=5)).backward()
-        worst["gradients"].append(largest_difference(zero.full_gradients(engine), grads_of(reference)))
-        norm = zero.clip_gradients(engine, CLIP)
+        worst["gradients"].append(largest_difference(engines.full_gradients(engine), grads_of(reference)))
+        norm = engines.clip_gradients(engine, CLIP)
         worst["norm"].append(abs(norm - nn.utils.clip_grad_norm_(trained, CLIP)).item())
         optimizer.step()
         plain.step()
@@ -141,7 +141,9 @@ def measure(make_model, stage, micro_batches):
             engine.share_update()
         engine.zero_grad()
         plain.zero_grad()
-        worst["parameters"].append(largest_difference(zero.full_parameters(engine), dict(reference.named_parameters())))
+        worst["parameters"].append(
+            largest_difference(engines.full_parameters(engine), dict(reference.named_parameters()))
+        )
     shapes = sorted(tuple(shard.shape) for shard in engine.shards) == sorted(wanted_shapes)
     sent = (gradient_meter.sent_bytes, update_meter.sent_bytes)
     return Measured(*(max(of) for of in worst.values()), sent, expected, shapes)
@@ -212,11 +214,11 @@ def memory(recipe, stage, prefetch=True, config=TOY, recompute="none"):
         engine = zero.build(built, dist.group.WORLD, stage, 100_000, grad_dtype=grad_dtype)
     else:
         engine = zero.ZeroUnits(built, dist.group.WORLD, prefetch=False, grad_dtype=grad_dtype)
-    optimizer = zero.make_optimizer(engine)
+    optimizer = engines.make_optimizer(engine)
     batches = [(torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.int64))] * 2
-    zero.step(engine, batches, optimizer)
+    engines.step(engine, batches, optimizer)
     with MemoryTracker(engine, optimizer) as tracker:
-        zero.accumulate_gradients(engine, batches)
+        engines.accumulate_gradients(engine, batches)
         optimizer.step()
         engine.share_update()
         held = tracker.current_by_kind()
@@ -430,17 +432,17 @@ class Branches(nn.Module):
 def unused_parameters(stage):
     """Ranks use different layers; the mean over ranks counts what a rank did not use as zeros."""
     group, rank = dist.group.WORLD, dist.get_rank()
-    refused = message_of(zero.accumulate_gradients, zero.build(Branches(), group, stage, 300), some_batches(1))
+    refused = message_of(engines.accumulate_gradients, zero.build(Branches(), group, stage, 300), some_batches(1))
     branches = Branches().double()
     engine = zero.build(branches, group, stage, 300, allow_unused=True)
     reference = copy.deepcopy(Branches().double())
-    reference.load_state_dict(zero.full_parameters(engine))
+    reference.load_state_dict(engines.full_parameters(engine))
     branches.layer = rank
-    zero.accumulate_gradients(engine, some_batches(1, seed=rank))
+    engines.accumulate_gradients(engine, some_batches(1, seed=rank))
     for other in range(2):
         reference.layer = other
         (loss_of(reference, *some_batches(1, seed=other)[0]) / 2).backward()
-    gradients = zero.full_gradients(engine)
+    gradients = engines.full_gradients(engine)
     unused = gradients["layers.2.weight"].abs().max().item()
     return refused, unused, max((gradients[n] - g).abs().max().item() for n, g in grads_of(reference).items())
 
@@ -461,20 +463,20 @@ def evaluation():
         with torch.no_grad():
             found.append((engine(x_BS) - reference(x_BS)).abs().max().item())
         found.append(sum(flat.whole_P.untyped_storage().nbytes() for flat in engine.flats))
-        zero.accumulate_gradients(engine, [(x_BS, y_BS)])
+        engines.accumulate_gradients(engine, [(x_BS, y_BS)])
         found.append(sum(flat.whole_P.untyped_storage().nbytes() for flat in engine.flats))
     loss_of(reference, x_BS, y_BS).backward()
     twice = {name: 2 * grad for name, grad in grads_of(reference).items()}
-    return max(found), largest_difference(zero.full_gradients(engine), twice)
+    return max(found), largest_difference(engines.full_gradients(engine), twice)
 
 
 def accumulates_over_calls(stage):
     """Without zero_grad in between, gradients of two calls add up, as they do in one process."""
     engine, reference = zero.build(llama(0), dist.group.WORLD, stage, SMALL_BUCKETS), llama(0)
     for batch in some_batches(2):
-        zero.accumulate_gradients(engine, [batch])
+        engines.accumulate_gradients(engine, [batch])
         loss_of(reference, *batch).backward()
-    return largest_difference(zero.full_gradients(engine), grads_of(reference))
+    return largest_difference(engines.full_gradients(engine), grads_of(reference))
 
 
 def begun_again(stage):
@@ -486,13 +488,13 @@ def begun_again(stage):
 
     hook = engine.module.blocks[1].mlp.down.register_full_backward_pre_hook(fail)
     with pytest.raises(FloatingPointError):
-        zero.accumulate_gradients(engine, some_batches(1))
+        engines.accumulate_gradients(engine, some_batches(1))
     hook.remove()
     engine.zero_grad()
     whole = sum(flat.whole_P.untyped_storage().nbytes() for flat in engine.flats) if stage == 3 else 0
-    zero.accumulate_gradients(engine, some_batches(1))
+    engines.accumulate_gradients(engine, some_batches(1))
     loss_of(reference, *some_batches(1)[0]).backward()
-    return largest_difference(zero.full_gradients(engine), grads_of(reference)), whole
+    return largest_difference(engines.full_gradients(engine), grads_of(reference)), whole
 
 
 def resumed(stage):
@@ -502,15 +504,15 @@ def resumed(stage):
         engine = zero.build(
             model.build(config, dtype=torch.bfloat16), dist.group.WORLD, stage, grad_dtype=torch.float32
         )
-        optimizer = zero.make_optimizer(engine, lr=0.01)
-        zero.step(engine, some_batches(1), optimizer)
+        optimizer = engines.make_optimizer(engine, lr=0.01)
+        engines.step(engine, some_batches(1), optimizer)
         if interrupted:
-            saved, optimizer = copy.deepcopy(optimizer.state_dict()), zero.make_optimizer(engine, lr=0.01)
+            saved, optimizer = copy.deepcopy(optimizer.state_dict()), engines.make_optimizer(engine, lr=0.01)
             optimizer.load_state_dict(saved)
-            zero.accumulate_gradients(engine, some_batches(1))
+            engines.accumulate_gradients(engine, some_batches(1))
             optimizer.zero_grad()
-        zero.step(engine, some_batches(2)[1:], optimizer)
-        after.append(zero.full_parameters(engine))
+        engines.step(engine, some_batches(2)[1:], optimizer)
+        after.append(engines.full_parameters(engine))
     return all(torch.equal(after[0][name], after[1][name]) for name in after[0])
 
 
@@ -518,12 +520,12 @@ def steps_lower_the_loss(stage, dtype, grad_dtype):
     """The same batch on all ranks: one process with the course's MasterAdamW must see the same losses."""
     config = dataclasses.replace(PRESETS["toy"], num_layers=1)
     engine = zero.build(model.build(config, dtype=dtype), dist.group.WORLD, stage, grad_dtype=grad_dtype)
-    optimizer = zero.make_optimizer(engine, lr=0.01)
+    optimizer = engines.make_optimizer(engine, lr=0.01)
     reference = model.build(config, dtype=dtype)
     plain = MasterAdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     losses = []
     for _ in range(5):
-        losses.append(zero.step(engine, some_batches(1), optimizer, clip_norm=1.0).item())
+        losses.append(engines.step(engine, some_batches(1), optimizer, clip_norm=1.0).item())
         plain.zero_grad()
         loss = loss_of(reference, *some_batches(1)[0])
         loss.backward()
@@ -564,7 +566,7 @@ def four_weights(stage):
         gradient = engine.flats[0].shard_p.grad.tolist()
         optimizer.step()
         engine.share_update()
-        after.append(zero.full_parameters(engine)["weight"].flatten().tolist())
+        after.append(engines.full_parameters(engine)["weight"].flatten().tolist())
     return gradient, after
 
 
@@ -573,7 +575,7 @@ def traces():
     for stage in (2, 3):
         trace = []
         engine = zero.build(llama(0), dist.group.WORLD, stage, SMALL_BUCKETS, trace=trace)
-        zero.step(engine, some_batches(1), zero.make_optimizer(engine))
+        engines.step(engine, some_batches(1), engines.make_optimizer(engine))
         found[stage] = trace
     return found
 

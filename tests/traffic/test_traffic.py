@@ -13,6 +13,7 @@ from course_lib.memory.context import exchange_bytes
 from course_lib.memory.pipeline import boundary_bytes
 from course_lib.memory.zero import zero_units
 from course_lib.model import build
+from course_lib.parallel import engine as engines
 from course_lib.run import Run
 from course_lib.traffic import (
     all_to_all_bytes,
@@ -181,14 +182,14 @@ def _train(config, recompute, sequence_parallel, regather, how):
 
     engine = build(config, recompute=recompute, attention="standard")
     if sequence_parallel:
-        engine, module = sequence.build(engine, dist.group.WORLD, regather=regather), sequence
+        engine = sequence.build(engine, dist.group.WORLD, regather=regather)
     else:
-        engine, module = tensor.build(engine, dist.group.WORLD), tensor
-    optimizer = module.make_optimizer(engine)
+        engine = tensor.build(engine, dist.group.WORLD)
+    optimizer = engines.make_optimizer(engine)
 
     def step():
         x_BS, y_BS = torch.randint(0, config.vocab_size, (2, 2, how["seq_len"])).clone().unbind()
-        module.step(engine, [(x_BS, y_BS)] * how["micro_batches"], optimizer)
+        engines.step(engine, [(x_BS, y_BS)] * how["micro_batches"], optimizer)
 
     with MemoryTracker(engine, optimizer) as tracker:
         step()
@@ -296,13 +297,13 @@ def test_C112_a_pipeline_sends_the_stream_and_v_times_as_often_with_v_stages_a_r
 # ---- beside real ranks
 
 
-def _observe(module, engine, config, num_micro_batches):
+def _observe(engine, config, num_micro_batches):
     """One step under the tracker, one under the meter: bytes held by kind, bytes sent, calls; receives left out."""
-    optimizer = module.make_optimizer(engine)
+    optimizer = engines.make_optimizer(engine)
 
     def step():
         x_BS, y_BS = torch.randint(0, config.vocab_size, (2, 2, 32)).clone().unbind()
-        module.step(engine, [(x_BS, y_BS)] * num_micro_batches, optimizer)
+        engines.step(engine, [(x_BS, y_BS)] * num_micro_batches, optimizer)
 
     with MemoryTracker(engine, optimizer) as tracker:
         step()
@@ -320,10 +321,10 @@ def _context_and_pipeline(config, schedules):
     seen = []
     for method, outer, recompute in WAYS:
         engine = context.build(build(config, recompute=recompute), group, method, "zigzag", outer)
-        seen.append(_observe(context, engine, config, 2))
+        seen.append(_observe(engine, config, 2))
     for name in schedules:
         engine = pipeline.build(build(config), group, name)
-        seen.append(_observe(pipeline, engine, config, 5))
+        seen.append(_observe(engine, config, 5))
     return seen
 
 

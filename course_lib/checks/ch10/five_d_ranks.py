@@ -12,7 +12,8 @@ from course_lib.checks.core import expect_close, fail, fresh_seed, grader, numbe
 from course_lib.config import ModelConfig, preset
 from course_lib.layout import Layout
 from course_lib.model import build as build_whole
-from course_lib.parallel import five_d, sums, whole
+from course_lib.parallel import engine as engines
+from course_lib.parallel import five_d, sums
 from course_lib.training import loss_of
 
 WORLD = 4
@@ -125,7 +126,7 @@ def _gradients(layout: Layout, seed: int, rules: dict[str, Callable]) -> dict[st
         for param, part in zip(params, parts, strict=True):
             param.grad = part.clone()
         _apply(rule, engine)
-        found[name] = whole.full_gradients(engine)
+        found[name] = engines.full_gradients(engine)
     return found
 
 
