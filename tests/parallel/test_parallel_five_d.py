@@ -20,7 +20,7 @@ from course_lib.parallel import data, executor, expert_tensor, five_d, linear, s
 from course_lib.parallel import engine as engines
 from course_lib.run import Run
 from course_lib.traffic import sent
-from course_lib.training.precision import gradient_of, zero_gradients
+from course_lib.training.precision import gradient_of
 
 # (model, layout): every pair of techniques that can be combined is in one of them, see the next test
 FOLDED = "sequence_parallel=true"  # whole experts on the ranks of tp too
@@ -455,42 +455,6 @@ def test_planted_bugs_are_found():
             _, _, expected, _ = one_process(name, layout.dp, layout.micro_batch, layout.micro_batches)
             far = max((gradients[key] - expected[key]).abs().max().item() for key in expected)
             assert far > 1e-6, f"{bug.__name__} was not seen on rank {rank}"
-
-
-# --- dropout
-
-
-def slopes():
-    """Distance of the gradient along a direction from the loss's slope, the dropped places being the same; the seed."""
-    config, found = replace(CONFIGS["gpt"], dropout=0.2, tied=False), {}
-    for text in DROPPING:
-        layout = Layout.parse(text)
-        engine = five_d.build(config, layout, dtype=torch.float64)
-        batches = micro_batches(layout, engine.groups.coordinates["dp"], config)
-        generator, state = torch.Generator().manual_seed(0), torch.get_rng_state()
-        along, losses = 0.0, []
-        engines.accumulate_gradients(engine, batches)
-        parameters = dict(engine.pipeline.named_parameters())
-        moves = {name: torch.randn(x.shape, generator=generator, dtype=x.dtype) for name, x in parameters.items()}
-        along = sum((gradient_of(x) * moves[name]).sum().item() for name, x in parameters.items())
-        for step in (1e-6, -2e-6):
-            for name, param in parameters.items():
-                param.data.add_(moves[name], alpha=step)
-            zero_gradients(parameters.values())
-            torch.set_rng_state(state)
-            losses.append(engines.accumulate_gradients(engine, batches).item())
-        found[text] = abs((losses[0] - losses[1]) / 2e-6 / along - 1), torch.initial_seed()
-    return found
-
-
-DROPPING = ("cp=2,recompute=full", "cp=2,recompute=selective,cp_method=all_gather", "cp=2,cp_method=ulysses")
-
-
-def test_with_dropout_over_cp_the_gradient_is_that_of_the_loss_and_ranks_draw_for_themselves():
-    first, second = launch(slopes, 2, quiet=True)
-    for text in DROPPING:
-        assert first[text][0] < 1e-6 and second[text][0] < 1e-6
-        assert first[text][1] != second[text][1]
 
 
 # --- without ZeRO: buckets that are sent while backward runs
