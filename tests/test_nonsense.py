@@ -13,7 +13,6 @@ import pkgutil
 import re
 import signal
 import traceback
-import typing
 from collections import Counter
 from functools import partial
 from importlib import import_module
@@ -24,7 +23,7 @@ import torch
 
 import course_lib
 from course_lib import traffic
-from course_lib.claims import FORMULAS, ledger
+from course_lib.claims import ledger
 from course_lib.cluster import Site
 from course_lib.compare.profile import Row
 from course_lib.config import preset
@@ -39,7 +38,7 @@ from course_lib.memory.zero import Offload, offload_link_bytes
 from course_lib.model import build, moe_layers
 from course_lib.model.moe import route
 from course_lib.model.synthetic_routing import synthetic_routing
-from course_lib.plan import Job
+from course_lib.plan import Job, work_out
 from course_lib.plots.data_parallel import backward_on_streams
 from course_lib.plots.expert_concepts import ExpertKind
 from course_lib.run import Run
@@ -119,14 +118,6 @@ def in_floats(record) -> dict:
     """The fields of a record, whole numbers as floats where both are the same."""
     return {name: float(value) if isinstance(value, int) else value for name, value in vars(record).items()}
 
-
-def in_hinted_floats(claim) -> dict:
-    """A claim's arguments, whole numbers as floats where its formula takes those."""
-    hints = typing.get_type_hints(FORMULAS[claim.formula])
-    return {name: float(value) if hints[name] is float else value for name, value in claim.arguments.items()}
-
-
-FORMULA_ARGUMENTS = {claim.formula: in_hinted_floats(claim) for claim in ledger()[::-1] if claim.formula}
 
 # What a parameter of that name is in a call that works.
 VALUES = {
@@ -523,12 +514,10 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "memory.pipeline": {"live_layers": {"layers": [2, 2]}},
     "plots.collectives": {
         "show_ring_all_reduce": {"values": RANKS},
-        "collective_pairs": {"ranks": [{"all-reduce": ([1], [2])}]},
         "show_collectives": {"ranks": [{"all-reduce": ([1], [2])}]},
     },
-    "plots.node": {name: {"host": link("pcie5")} for name in ("wires_of_node", "show_node")},
-    "plots.ring": {"place_on_circle": {"turn": 0.25}}
-    | {name: {"values": RANKS, "moments": [0]} for name in ("ring_views", "show_ring")},
+    "plots.node": {"show_node": {"host": link("pcie5")}},
+    "plots.ring": {"show_ring": {"values": RANKS, "moments": [0]}},
     "plots.comparison": {"show_comparison": {"rows": [Row("parameters", 10, 9)]}},
     "plots.context": {"show_memory_by_length": {"curves": {"cp 1": {1: 2.0, 2: 3.0}}}},
     "plots.tokens": {
@@ -546,10 +535,7 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_alpha_beta": {},
     },
     "plots.rank_traces": {
-        "rank_rows": {"traces": [RANK_TRACE]},
         "show_rank_traces": {"traces": [RANK_TRACE]},
-        "RankRow": "made by rank_rows",
-        **dict.fromkeys(("draw_lanes", "draw_sums"), "drawn by show_rank_traces"),
     },
     "measure.trace": {
         "read_trace": "reads a file",
@@ -584,10 +570,9 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "show_owners": {},
     },
     "plots.failures": {
-        "share_rows": {"intervals_s": [100.0, 200.0]},
         "show_checkpoint_interval": {"intervals_s": ...},
     },
-    "plots.hosts": {"show_two_hosts": {"rows": MEASURED}, "link_widths": {"rows": MEASURED}},
+    "plots.hosts": {"show_two_hosts": {"rows": MEASURED}},
     "plots.five_d": {
         "show_ranks": {},
     },
@@ -640,17 +625,11 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "claims": {"topic": "zero", "verdict": "wrong", "chapter": "04", "word": ...},
         "claims_named": {"ids": ["C003"]},
     },
-    "claims.recompute": {
-        "Recomputed": "made by recompute",
-        "meets": "any stated value is met or not",
-        **{name: {"claim": CLAIM} for name in ("recompute", "verdict_problem", "texts_of")},
-    },
     "claims.page": {
         "Quiz": {"claims": (CLAIM,)},
         "chapter_quiz": {"chapter": "04", "ids": ("C056",)},
-        **{name: {"claim": CLAIM} for name in ("verdict_of", "as_lines", "as_record")},
+        **dict.fromkeys(("verdict_of", "as_lines", "as_record"), "of a claim of the ledger"),
     },
-    **{f"claims.{kind}_formulas": FORMULA_ARGUMENTS for kind in ("memory", "traffic", "pipeline", "speed")},
     "hardware": {
         "GPU": in_floats(gpu("h100")) | {"per_node": 8},
         "Link": in_floats(link("efa")) | {"measured": False, "by_nodes": True},
@@ -663,11 +642,10 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "measured_bus_bandwidth": {"num_nodes": 2, "collective": "all_gather"},
         "gpu_of_device": {"device_name": "NVIDIA H100"},
     },
-    "train.export": {
+    "plan.config_files": {
+        "export": {"option": work_out(JOB, Layout(dp=2))},
         "accelerate_fsdp2": {"wrap": ["Block"], "precision": "bf16"},
         "accelerate_deepspeed_file": {"deepspeed_json": "zero3.json"},
-        "accelerate_world": {"kind": "FSDP", "machines": import_module("course_lib.train.export").Machines()},
-        "offload_to": {"device": "cpu", "nvme_path": None},
         "write": "writes a file",
         "deepspeed": {"stage": 3},
     },
@@ -690,8 +668,7 @@ def public(module) -> list[str]:
     ]
 
 
-# Of pictures and explorers: what notebooks call. The rest of their functions take what these make, and check it too:
-# test_every_function_of_pictures_and_explorers_checks_its_arguments.
+# Of pictures and explorers: what notebooks call. The rest of their functions take what these make.
 DRAWN = ("course_lib.plots", "course_lib.widgets")
 
 
@@ -813,7 +790,7 @@ def verdicts(module: str, name: str) -> dict[tuple[str, str], str]:
 
 
 @pytest.mark.slow
-def test_every_function_of_pictures_and_explorers_checks_its_arguments():
+def test_every_picture_and_explorer_that_a_notebook_names_checks_its_arguments():
     modules = [module for module in map(import_module, names_of_modules()) if module.__name__.startswith(DRAWN)]
     bare = [
         f"{module.__name__}.{name}"
@@ -821,6 +798,8 @@ def test_every_function_of_pictures_and_explorers_checks_its_arguments():
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
         and inspect.signature(value).parameters and not hasattr(value, "__wrapped__")
+        and ("widgets" in module.__name__ or inspect.signature(value).return_annotation is None)
+        and ("widgets" in module.__name__ or name.startswith("show_"))
     ]  # fmt: skip
     assert len(modules) > 30 and bare == []
 

@@ -13,8 +13,8 @@ from course_lib import model
 from course_lib.config import preset
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter
+from course_lib.plan import config_files
 from course_lib.traffic import ring_all_reduce_bytes
-from course_lib.train import export
 from course_lib.training import data, loss_of
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # read when it is imported
@@ -25,14 +25,15 @@ TEXT_T = torch.randint(251, (2_000,), generator=torch.Generator().manual_seed(0)
 RANKS, CLIP_NORM = 2, 0.05
 P = sum(param.numel() for param in model.build(ODD).parameters())
 PIECES = sum(math.ceil(param.numel() / RANKS) for param in model.build(ODD).parameters())  # of each parameter a half
+UNSHARDED_NONE = {"stage3_param_persistence_threshold": 0}
 RUNS = {
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
-    "stage 3": {"stage": 3, "buckets": export.Buckets(persist=0)},
+    "stage 3": {"stage": 3, "sizes": UNSHARDED_NONE},
     "stage 3, all on the host": {
         "stage": 3,
-        "buckets": export.Buckets(persist=0),
-        "offload": export.OffloadTo(optimizer="cpu", parameters="cpu"),
+        "sizes": UNSHARDED_NONE,
+        "offload": config_files.OffloadTo(optimizer="cpu", parameters="cpu"),
     },
 }
 
@@ -55,7 +56,7 @@ def one_process():
 
 def engine_of(choices, **changes):
     """DeepSpeed's engine around a model and torch's AdamW: its own would have to be compiled."""
-    config = export.deepspeed(micro_batch_size=1, clip_norm=CLIP_NORM, precision="fp32", **choices)
+    config = config_files.deepspeed(micro_batch_size=1, clip_norm=CLIP_NORM, precision="fp32", **choices)
     config["zero_optimization"] |= changes
     llama = model.build(ODD)
     config |= {"zero_force_ds_cpu_optimizer": False}
@@ -92,7 +93,7 @@ def on_every_rank():
     engine = engine_of(RUNS["stage 1"], use_multi_rank_bucket_allreduce=False)
     with ByteMeter() as to_owners:
         backward(engine, 0)
-    with deepspeed.zero.Init(config_dict_or_path=export.deepspeed(3, 1, buckets=export.Buckets(persist=0))):
+    with deepspeed.zero.Init(config_dict_or_path=config_files.deepspeed(3, 1, sizes=UNSHARDED_NONE)):
         layer = torch.nn.Linear(7, 5)
     return runs, to_owners.by_collective, [(param.numel(), param.ds_tensor.numel()) for param in layer.parameters()]
 
@@ -129,16 +130,21 @@ def test_deepspeed_reads_the_config_as_it_was_meant(tmp_path):
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    offload, buckets = export.OffloadTo("nvme", "cpu", "/disk"), export.Buckets(1000, 20, 30)
-    written = export.deepspeed(3, 2, accumulation_steps=8, clip_norm=0.5, offload=offload, buckets=buckets)
-    read = DeepSpeedConfig(str(export.write(written, tmp_path / "zero3.json")))
+    offload = config_files.OffloadTo("nvme", "cpu", "/disk")
+    sizes = {
+        "reduce_bucket_size": 1000,
+        "stage3_prefetch_bucket_size": 20,
+        "stage3_param_persistence_threshold": 30,
+    }
+    written = config_files.deepspeed(3, 2, accumulation_steps=8, clip_norm=0.5, offload=offload, sizes=sizes)
+    read = DeepSpeedConfig(str(config_files.write(written, tmp_path / "zero3.json")))
     zero = read.zero_config
     assert (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (2, 8)
     assert (read.gradient_clipping, read.bfloat16_config.enabled, zero.stage) == (0.5, True, 3)
     assert zero.offload_optimizer.device == "nvme" and str(zero.offload_optimizer.nvme_path) == "/disk"
     assert zero.offload_param.device == "cpu" and zero.offload_param.pin_memory
     assert (zero.reduce_bucket_size, zero.prefetch_bucket_size, zero.param_persistence_threshold) == (1000, 20, 30)
-    theirs, ours = DeepSpeedZeroConfig(), export.deepspeed(3, 1)["zero_optimization"]
+    theirs, ours = DeepSpeedZeroConfig(), config_files.deepspeed(3, 1)["zero_optimization"]
     assert ours["reduce_bucket_size"] == theirs.reduce_bucket_size
     assert ours["stage3_prefetch_bucket_size"] == theirs.prefetch_bucket_size
     assert ours["stage3_param_persistence_threshold"] == theirs.param_persistence_threshold
