@@ -1,4 +1,4 @@
-"""Sequence parallelism: gradients against one process, what is kept against tables, bytes on the wire."""
+"""Sequence parallelism: gradients and dropout against one process, forgotten sums found."""
 
 import copy
 import dataclasses
@@ -16,6 +16,8 @@ from course_lib.model import attention, gpt
 from course_lib.parallel import engine as engines
 from course_lib.parallel import sequence, tensor
 from course_lib.training.precision import clip_gradients
+
+pytestmark = pytest.mark.launches
 
 B = 2
 WIDTHS = {"d_model": 16, "num_heads": 4, "d_ff": 22, "vocab_size": 13, "max_seq_len": 16}  # 22 and 13 do not divide
