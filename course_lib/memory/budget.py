@@ -20,7 +20,7 @@ from course_lib.engines import ENGINES, Engine
 from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
-from course_lib.memory.backward import Gradients, Trained, gradients_of, stage_of
+from course_lib.memory.backward import Gradients, Stage, Trained, gradients_of, stage_of
 from course_lib.memory.five_d import states_of_flats
 from course_lib.memory.flats import Named, adapters_of, cut_of, flats_of_ranks, placed_by, tensors_of
 from course_lib.memory.peak import moments, moved_bytes
@@ -174,29 +174,11 @@ def budget(
     return budgets(Run(config, layout, seq_len, recipe, attention, lora=lora))[0]
 
 
-@dataclass(frozen=True)
-class Saved:
-    """Bytes that one micro-batch leaves on one stage, from its forward to its backward pass.
-
-    waiting   between the two parts of a split backward: what the gradients of weights need
-    """
-
-    activations: int
-    logits: int
-    waiting: int
-
-    @property
-    def total(self) -> int:
-        """What is there when backward starts."""
-        return self.activations + self.logits
-
-
 @checked
-def saved_for_backward(run: Run, stage: int = 0, tp_rank: Index = 0) -> Saved:
+def saved_for_backward(run: Run, stage: int = 0, tp_rank: Index = 0) -> Stage:
     """Predict what one micro-batch leaves on one stage for its backward pass, term by term (activations.py)."""
     whole("stage", stage, 0, run.layout.num_stages - 1)
-    one = stage_of(part_of(run, tp_rank), stage, placed_by(run.layout).splits_backward)
-    return Saved(one.activations, one.logits, one.waiting)
+    return stage_of(part_of(run, tp_rank), stage, placed_by(run.layout).splits_backward)
 
 
 @checked

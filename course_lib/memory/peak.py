@@ -101,13 +101,9 @@ def moments(layout: Layout, pp_rank: int, stages: dict[int, tuple[Stage, Gradien
 
     message   bytes of what goes from stage to stage
     """
-    parts: dict[tuple[str, int, bool], list[Moment]] = {}
     for now in instants(layout, pp_rank):
         stage, gradients = stages[now.stage]
         first = now.stage not in now.done and (now.op in "FW" or now.stage not in now.begun)
-        if (now.op, now.stage, first) not in parts:
-            of_op = {"F": forward_moments, "W": weights_moments}.get(now.op, backward_moments)
-            parts[now.op, now.stage, first] = list(of_op(stage, gradients, first, now.op == "I"))
         activations = sum(count * stages[one][0].activations for one, count in now.in_flight)
         activations += sum(count * stages[one][0].waiting for one, count in now.waiting)
         there = (
@@ -117,72 +113,35 @@ def moments(layout: Layout, pp_rank: int, stages: dict[int, tuple[Stage, Gradien
             message * now.messages,
             0,
         )
-        for name, change in parts[now.op, now.stage, first]:
-            held = {kind: size + change.get(kind, 0) for kind, size in zip(CHANGES, there, strict=True)}
-            yield f"{now.op} of stage {now.stage}: {name}", held
+        for name, *changes in _changes(now.op, stage, gradients, first):
+            held = (size + change for size, change in zip(there, changes, strict=True))
+            yield f"{now.op} of stage {now.stage}: {name}", dict(zip(CHANGES, held, strict=True))
 
 
-def backward_moments(stage: Stage, gradients: Gradients, first: bool, split: bool) -> Iterator[Moment]:
-    """What each moment of a backward adds: the loss and what follows it, the last layer, the first, and its end.
+def _changes(op: str, stage: Stage, gradients: Gradients, first: bool) -> Iterator[tuple]:
+    """What each moment of a forward, or of a part of a backward, changes: its name, and bytes of each of CHANGES.
 
     first   whether it makes the stage's gradients, which later ones find
-    split   whether those of weights wait; so do inputs and gradients of products
     """
-    makes, tied = first and not split, 0 if split else gradients.tied
-    for end in stage.ends:
-        change = {
-            "activations": -end.freed + split * stage.waiting_end * end.behind_head,
-            "logits": -end.freed_logits,
-            "gradients": gradients.at_end if makes and (end.behind_head or end.adds_up) else 0,
-            "temporary": end.work + tied * end.behind_head + gradients.leaving_end * end.adds_up,
-            "gathered": gradients.whole_end * end.behind_loss,
-        }
-        yield end.name, change
-    for moment in stage.moments_last:
-        change = {
-            "activations": stage.again_last - stage.end + split * stage.waiting_end + moment.activations,
-            "logits": -stage.logits,
-            "gradients": gradients.at_last if makes else 0,
-            "temporary": moment.temporary + gradients.leaving_last + gradients.experts_last * moment.experts + tied,
-            "gathered": gradients.whole_last,
-        }
-        yield "last layer", change
-    waiting = split * (stage.waiting - stage.waiting_first)
-    for moment in stage.moments_first:
-        change = {
-            "activations": stage.again_first + stage.first - stage.layers - stage.end + waiting + moment.activations,
-            "logits": -stage.logits,
-            "gradients": gradients.at_first if makes else 0,
-            "temporary": moment.temporary + gradients.leaving_first + gradients.experts_first * moment.experts + tied,
-            "gathered": gradients.whole_first,
-        }
-        yield "first layer", change
-    change = {
-        "activations": -stage.layers - stage.end + split * stage.waiting,
-        "logits": -stage.logits,
-        "gradients": (gradients.norms if split else gradients.at_start) if first else 0,
-        "temporary": stage.stream + gradients.leaving_embed + gradients.embed + 2 * tied,
-        "gathered": gradients.whole_embed,
-    }
-    yield "embedding", change
+    if op == "F":  # messages wait; of the last stage logits, and as many in FP32, beside log-probabilities
+        yield "loss" if stage.loss else "forward", 0, 0, 0, stage.loss, 0
+    elif op == "W":  # gradients of weights, from inputs and gradients that waited
+        yield "first product", 0, 0, 0, gradients.largest, 0
+        yield "last product", -stage.waiting, 0, first * (gradients.held - gradients.norms), gradients.largest, 0
+    else:
+        yield from backward_moments(stage, gradients, first, op == "I")
 
 
-def forward_moments(stage: Stage, gradients: Gradients, first: bool, split: bool) -> Iterator[Moment]:
-    """The end of a forward: messages wait; of the last stage logits, and as many in FP32, beside log-probabilities."""
-    yield "loss" if stage.ends else "forward", {"temporary": stage.loss_forward}
+def backward_moments(stage: Stage, gradients: Gradients, first: bool, split: bool) -> Iterator[tuple]:
+    """What each moment of a backward adds: the loss and what follows it, the last layer, the first, and its end.
 
-
-def weights_moments(stage: Stage, gradients: Gradients, first: bool, split: bool) -> Iterator[Moment]:
-    """The second part of a split backward: gradients of weights, from inputs and gradients that waited."""
-    yield "first product", {"temporary": gradients.largest, "activations": 0, "gradients": 0}
-    yield (
-        "last product",
-        {
-            "activations": -stage.waiting,
-            "gradients": gradients.held - gradients.norms if first else 0,
-            "temporary": gradients.largest,
-        },
-    )
+    split   whether gradients of weights wait; so do inputs and gradients of products
+    """
+    for one in stage.moments:
+        at = gradients.at[one.name]
+        there = at.there if not split else gradients.norms if one.name == "embedding" else 0
+        work = one.work + at.leaving + at.experts * one.experts + at.tied * (not split)
+        yield one.name, one.activations + split * one.waiting, one.logits, first * there, work, at.whole
 
 
 def moved_bytes(layout: Layout, pp_rank: int, stages: dict[int, tuple[Stage, Gradients]]) -> int:
