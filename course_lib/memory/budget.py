@@ -23,11 +23,10 @@ from course_lib.memory.activations import Part, part_of
 from course_lib.memory.backward import Gradients, Stage, Trained, gradients_of, stage_of
 from course_lib.memory.five_d import states_of_flats
 from course_lib.memory.flats import Named, adapters_of, cut_of, flats_of_ranks, placed_by, tensors_of
-from course_lib.memory.peak import moments, moved_bytes
+from course_lib.memory.peak import Pieces, after_backward, moments, moved_bytes, pieces_of
 from course_lib.memory.pipeline import boundary_bytes
 from course_lib.memory.run import Run
 from course_lib.memory.states import LoRA, StateBytes, has_step_counters, quantized_shapes, recipe_of, state_bytes
-from course_lib.memory.update import Pieces, after_backward, pieces_of
 from course_lib.memory.zero import bytes_by_place
 from course_lib.validate import Index, Size, checked, one_of, whole
 
