@@ -388,9 +388,7 @@ def require_dense(config: ModelConfig, what: str, latent: bool = False) -> None:
     """Raises ValueError if the model has experts or, unless `latent`, latent attention: `what` knows none."""
     if config.moe or (config.mla and not latent):
         kind = "experts" if config.moe else "latent attention"
-        raise ValueError(
-            f"{what} knows no {kind}, but {config.name} has; use a dense model, or the functions of memory/moe.py"
-        )
+        raise ValueError(f"{what} knows no {kind}, but {config.name} has; use a dense model")
 
 
 @checked

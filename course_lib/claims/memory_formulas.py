@@ -11,7 +11,6 @@ from course_lib.hardware import gpu as gpu_of
 from course_lib.layout import Layout
 from course_lib.layout.partition import kv_replication
 from course_lib.memory.budget import NCCL_CHANNEL_BYTES, NCCL_CHANNELS, budgets, fits, saved_for_backward
-from course_lib.memory.five_d import five_d_states
 from course_lib.memory.flats import BUCKET_BYTES
 from course_lib.memory.papers import (
     korthikanti_bytes,
@@ -19,6 +18,7 @@ from course_lib.memory.papers import (
     megatron_activation_bytes,
     selective_flops_share,
 )
+from course_lib.memory.ranks import narrow
 from course_lib.memory.stages import stage_parameters
 from course_lib.memory.states import (
     RECIPES,
@@ -29,8 +29,7 @@ from course_lib.memory.states import (
     recipe_of,
     state_bytes,
 )
-from course_lib.memory.tensor import narrow
-from course_lib.memory.zero import ZeroStage, zero_bytes_per_parameter, zero_saving
+from course_lib.memory.zero import ZeroStage, five_d_states, zero_bytes_per_parameter, zero_saving
 from course_lib.run import Run
 from course_lib.validate import Amount, Count, Index, Positive, Size, checked, one_of, whole
 

@@ -158,7 +158,6 @@ def _check_axis(axis: str) -> None:
         raise ValueError(f"axis {axis!r} is not one of {', '.join(AXES)}")
 
 
-@checked
 def check_order(order: Sequence[str]) -> None:
     """Raises ValueError unless `order` names each of the four axes once."""
     if not isinstance(order, list | tuple) or sorted(map(str, order)) != sorted(AXES):
@@ -172,7 +171,6 @@ def _neighbours_and_peers(ranks: list[int], rank: int, parts: int) -> tuple[list
     return ranks[run * size : (run + 1) * size], ranks[place::size]
 
 
-@checked
 def check_replicas(dp: Size, cp: Size, ep_size: Size, replicas: Size, fold: Size = 1) -> None:
     """Raises ValueError unless the ranks that have the same experts make up so many equal groups, and data does.
 
@@ -187,7 +185,6 @@ def check_replicas(dp: Size, cp: Size, ep_size: Size, replicas: Size, fold: Size
         )
 
 
-@checked
 def check_ep_size(dp: Size, cp: Size, ep_size: Size, fold: Size = 1) -> None:
     """Raises ValueError unless ep neighbours each make up the ranks of data, or of data and `fold` ranks of tp."""
     product, sizes, size = _carved(dp, cp, fold)

@@ -28,7 +28,7 @@ from course_lib.config import ModelConfig, require_dense
 from course_lib.engines import ENGINES, Engine
 from course_lib.layout import Layout
 from course_lib.layout.partition import piece_sizes
-from course_lib.memory.moe import narrow_experts
+from course_lib.memory.ranks import narrow
 from course_lib.memory.run import Run
 from course_lib.memory.states import Recipe, parameter_shapes, recipe_of
 
@@ -123,7 +123,7 @@ def part_of(run: Run, tp_rank: int = 0, load: float = 1.0, engine: Engine = ENGI
     """What a rank computes, and in which widths."""
     layout, tokens = run.layout, run.seq_len // run.layout.cp
     own = piece_sizes(tokens, layout.tp)[tp_rank] if layout.sequence_parallel else tokens
-    local = narrow_experts(run.config, layout.tp, tp_rank)
+    local = narrow(run.config, layout.tp, tp_rank)
     return Part(run.config, local, layout, run, layout.micro_batch * tokens, layout.micro_batch * own, load, engine)
 
 

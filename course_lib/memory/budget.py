@@ -21,13 +21,12 @@ from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
 from course_lib.memory.backward import Gradients, Stage, Trained, gradients_of, stage_of
-from course_lib.memory.five_d import states_of_flats
 from course_lib.memory.flats import Named, adapters_of, cut_of, flats_of_ranks, placed_by, tensors_of
 from course_lib.memory.peak import Pieces, after_backward, moments, moved_bytes, pieces_of
-from course_lib.memory.pipeline import boundary_bytes
+from course_lib.memory.ranks import boundary_bytes
 from course_lib.memory.run import Run
 from course_lib.memory.states import LoRA, StateBytes, has_step_counters, quantized_shapes, recipe_of, state_bytes
-from course_lib.memory.zero import bytes_by_place
+from course_lib.memory.zero import bytes_by_place, states_of_flats
 from course_lib.validate import Index, Size, checked, one_of, whole
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "temporary")
@@ -180,7 +179,6 @@ def saved_for_backward(run: Run, stage: int = 0, tp_rank: Index = 0) -> Stage:
     return stage_of(part_of(run, tp_rank), stage, placed_by(run.layout).splits_backward)
 
 
-@checked
 def check_seq_len(config: ModelConfig, seq_len: Size) -> None:
     """Raises ValueError if the model cannot read that many tokens."""
     if seq_len > config.max_seq_len:
@@ -189,7 +187,6 @@ def check_seq_len(config: ModelConfig, seq_len: Size) -> None:
         )
 
 
-@checked
 def overheads_of(run: Run) -> dict[str, int]:
     """What a GPU holds besides tensors; on a CPU nothing is counted."""
     if run.device == "cpu":

@@ -17,9 +17,8 @@ from math import prod
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.layout.partition import check_layers, even_layers, kv_replication, stage_config
-from course_lib.memory.moe import narrow_experts
+from course_lib.memory.ranks import is_replicated, narrow
 from course_lib.memory.states import LoRA, Shapes, adapter_shapes, parameter_shapes
-from course_lib.memory.tensor import is_replicated
 from course_lib.schedules import make
 from course_lib.schedules.instructions import Schedule
 from course_lib.schedules.messages import Step, plan
@@ -67,7 +66,7 @@ def unit_shapes(
     tied_copy   whether a tied head on the last stage is a tensor of its own: not where the rank has the embedding too
     """
     layers = layers_of(config, layout)
-    whole = parameter_shapes(narrow_experts(config, layout.tp, tp_rank))
+    whole = parameter_shapes(narrow(config, layout.tp, tp_rank))
     units, of_sort = {}, {}
     if stage == 0:
         units["embed"] = {name: whole[name] for name in _BEFORE_BLOCKS if name in whole}
@@ -75,7 +74,7 @@ def unit_shapes(
         has_experts = config.has_experts(layer)
         if has_experts not in of_sort:  # layers of one sort have equal shapes
             alone = stage_config(config, [1] * config.num_layers, layer)
-            shapes = parameter_shapes(narrow_experts(alone, layout.tp, tp_rank))
+            shapes = parameter_shapes(narrow(alone, layout.tp, tp_rank))
             if layout.folded:  # experts are whole
                 shapes |= {name: of for name, of in parameter_shapes(alone).items() if name.startswith("moe.experts.")}
             of_sort[has_experts] = {

@@ -9,9 +9,9 @@ from matplotlib.patches import Patch
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.memory.five_d import five_d_states
 from course_lib.memory.flats import layers_of, schedule_of
 from course_lib.memory.states import count_parameters
+from course_lib.memory.zero import five_d_states
 from course_lib.plots.palette import RANK_COLORS, mix
 from course_lib.plots.style import picture_axes, three_digits
 from course_lib.validate import Index, checked

@@ -64,7 +64,6 @@ class AttentionTime:
         return self.compute_s + self.waiting_s + self.exposed_s
 
 
-@checked
 def attention_time(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation()) -> AttentionTime:
     """Model forward and backward of one layer's attention core, its projections and recomputation left out.
 

@@ -169,7 +169,6 @@ def crossing_s(
     return {name: size / (to_disk if "disk" in name else to_host) for name, size in link_bytes.items()}
 
 
-@checked
 def offload_s(
     link_bytes: Mapping[str, Bytes],
     pcie: str = "pcie4",

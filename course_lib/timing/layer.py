@@ -32,7 +32,6 @@ from course_lib.timing.context import attention_time
 from course_lib.timing.rates import RATES, Rates, Utilisation, attention_share
 from course_lib.timing.tensor import FUSED_BACKWARD, backward_of_scores, hidden_s
 from course_lib.traffic import Call, stage_calls
-from course_lib.validate import checked
 
 ROUNDING = 6  # a layer takes the longer of its work and its launches; where both are near, a little more
 WAITS_GROW = 4  # waiting goes as nodes to this power: none on few nodes, all of it on the most that were measured
@@ -196,7 +195,6 @@ def _alone(known: _Known, experts: bool) -> tuple[Run, dict[str, list[Call]]]:
     return one, stage_calls(one, 0)
 
 
-@checked
 def runs_ahead(run: Run, cluster: Cluster, engine: str | Engine = "course", rates: Rates = RATES) -> float:
     """How far Python runs ahead of the GPU (0 to 1): not where launching a layer takes longer than its work."""
     case = Case(run, cluster, engine_of(engine), rates)

@@ -17,7 +17,6 @@ FLASH_ATTENTION_2_AMPERE = 0.55
 _SINCE_HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B200", "GB200", "B300", "MI300X")
 
 
-@checked
 def attention_share(gpu: GPU) -> float:
     """Return the share of a GPU's peak that FlashAttention-2 reaches on it, of the pairs that a mask leaves."""
     return FLASH_ATTENTION_2 if any(name in gpu.name for name in _SINCE_HOPPER) else FLASH_ATTENTION_2_AMPERE

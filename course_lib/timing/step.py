@@ -180,7 +180,6 @@ def _waiting_slots(name: str, pp: int, micro_batches: int, v: int) -> float:
 _SHARES_OF_PASSES = (0.33, 0.36, 0.31)  # of F, I and W, as attention's backward takes more than its forward
 
 
-@checked
 def one_f_one_b_waits(slots: Sequence[float], micro_batches: Size) -> tuple[int, float]:
     """Return the stage that decides how long a 1F1B step takes, and the seconds that it waits in it.
 

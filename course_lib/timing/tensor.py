@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from course_lib.flops import attention_flops_per_token, attention_parameters, mlp_parameters
 from course_lib.hardware import Cluster
-from course_lib.memory.context import tokens_of_rank
+from course_lib.memory.ranks import tokens_of_rank
 from course_lib.memory.states import recipe_of
 from course_lib.run import Run
 from course_lib.span import Span
@@ -28,7 +28,6 @@ class Part:
     column_s: float  # the forward of its column-parallel matrices, or one of the two products of their backward
 
 
-@checked
 def backward_of_scores(run: Run) -> float:
     """Return how long the backward pass of attention's scores takes, of their forward pass."""
     return FUSED_BACKWARD if run.attention == "fused" else 2
@@ -51,7 +50,6 @@ def layer_parts(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisati
     return parts
 
 
-@checked
 def sum_and_gather_s(run: Run, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of one sum of a layer's activations, and of one gather: 0 without sequence parallelism."""
     layout = run.layout

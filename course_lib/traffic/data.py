@@ -28,7 +28,6 @@ from course_lib.validate import Bytes, Size, checked
 LOAD_BYTES = 8  # how many tokens chose an expert, int64
 
 
-@checked
 def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
     """List the sums of gradients and the gathers of parameters of one step, by axis: "data" and "expert_dp".
 
@@ -49,7 +48,6 @@ def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
     return calls
 
 
-@checked
 def flat_calls(run: Run, numel: Bytes, ranks: Size) -> list[Call]:
     """List the collectives of one step for a flat parameter of so many elements."""
     recipe, zero_stage, m = recipe_of(run.recipe), run.layout.zero_stage, run.layout.micro_batches
@@ -69,7 +67,6 @@ def held(flats: Sequence[Flat], kind: str, layout: Layout) -> int:
     return sum(flat.padded // flat.ranks if layout.zero_stage else flat.numel for flat in flats if flat.kind == kind)
 
 
-@checked
 def load_calls(run: Run, stages: Sequence[int]) -> dict[str, list[Call]]:
     """List the sums of the experts' load, for each auxiliary loss, or once a step for biases.
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from course_lib.layout.experts import ExpertLayout
 from course_lib.layout.partition import stage_config
-from course_lib.memory.context import tokens_of_rank
 from course_lib.memory.flats import layers_of
+from course_lib.memory.ranks import tokens_of_rank
 from course_lib.memory.states import recipe_of
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
@@ -50,7 +50,6 @@ def expected_calls(run: Run, stage: Index) -> list[Call]:
     return calls if num_layers else []
 
 
-@checked
 def routed_calls(run: Run, routings: Sequence[Routing], ep_rank: Index) -> list[Call]:
     """List what leaves a rank, to the byte, layer by layer and micro-batch by micro-batch of these assignments."""
     layout, calls = run.layout, []

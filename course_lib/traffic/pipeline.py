@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from course_lib.memory.flats import Flat, placed_by
-from course_lib.memory.pipeline import boundary_bytes
+from course_lib.memory.ranks import boundary_bytes
 from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import wire_grad_bytes
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
 from course_lib.traffic.data import held
-from course_lib.validate import Index, checked
+from course_lib.validate import Index
 
 
-@checked
 def boundary_calls(run: Run, pp_rank: Index, tp_rank: Index) -> list[Call]:
     """List what a rank sends of each micro-batch: activations to the next stage, gradients to the one before.
 
@@ -32,7 +31,6 @@ def boundary_calls(run: Run, pp_rank: Index, tp_rank: Index) -> list[Call]:
     return [Call(place, "send", payload, 2, itemsize, count) for place, count in counts.items() if count]
 
 
-@checked
 def tied_calls(run: Run, flats: Sequence[Flat]) -> list[Call]:
     """List the sum of a tied weight's gradient between the two ranks that have a copy of it."""
     numel, itemsize = held(flats, "tied", run.layout), wire_grad_bytes(recipe_of(run.recipe))

@@ -87,7 +87,6 @@ def _sent(call: Call, axis: str, place: int) -> int:
     return sent_bytes([call], place)
 
 
-@checked
 def stage_calls(run: Run, stage: Index) -> Calls:
     """List what one micro-batch makes a rank of one stage send inside it, forward and backward: over tp, cp and ep."""
     num_layers = stage_config(run.config, layers_of(run.config, run.layout), stage).num_layers

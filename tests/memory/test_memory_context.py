@@ -5,10 +5,9 @@ import pytest
 from course_lib.config import preset
 from course_lib.hardware import GPUS
 from course_lib.layout import Layout
-from course_lib.layout.partition import CP_METHODS
 from course_lib.memory.budget import budgets, fits, largest_that_fits
-from course_lib.memory.context import exchange_bytes, for_length, kv_block_bytes, tokens_of_rank
 from course_lib.memory.papers import korthikanti_layer_bytes
+from course_lib.memory.ranks import for_length, kv_block_bytes, tokens_of_rank
 from course_lib.run import Run
 
 GIB = 2**30
@@ -51,20 +50,6 @@ def test_keys_of_grouped_queries_are_a_quarter_of_a_block():
     tokens, itemsize = 2048, 2
     assert kv_block_bytes(LLAMA_8B, 1, 4 * tokens, 4) == 2 * tokens * 8 * 128 * itemsize
     assert kv_block_bytes(LLAMA_8B, 1, 4 * tokens, 4, tp=8) == 2 * tokens * 1 * 128 * itemsize
-    in_flight = {
-        (method, backward): exchange_bytes(LLAMA_8B, 1, 4 * tokens, 4, method, backward)
-        for method in CP_METHODS
-        for backward in (False, True)
-    }
-    block = kv_block_bytes(LLAMA_8B, 1, 4 * tokens, 4)
-    assert in_flight == {
-        ("ring", False): 2 * block, ("ring", True): 4 * block,
-        ("all_gather", False): 4 * block, ("all_gather", True): 8 * block,
-        ("ulysses", False): 5 * block, ("ulysses", True): 5 * block,  # q and out are four blocks, k and v one
-    }  # fmt: skip
-    assert exchange_bytes(LLAMA_8B, 1, 4 * tokens, 4, "ring", True, grad_itemsize=4) == 6 * block
-    assert exchange_bytes(LLAMA_8B, 1, 4 * tokens, 2, "ring") == kv_block_bytes(LLAMA_8B, 1, 4 * tokens, 2)
-    assert [exchange_bytes(TOY, 1, 64, 1, method) for method in CP_METHODS] == [0, 0, 0]
 
 
 def test_ulysses_keeps_attention_s_output_twice_as_heads_and_as_tokens():

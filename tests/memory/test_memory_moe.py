@@ -11,13 +11,11 @@ from course_lib.config import MOE_PRESETS, preset
 from course_lib.layout import Layout
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budget, budgets
-from course_lib.memory.five_d import five_d_states
 from course_lib.memory.flats import flats_of
-from course_lib.memory.moe import active_parameters, dense_twin
 from course_lib.memory.papers import megatron_activation_bytes
-from course_lib.memory.states import count_parameters, parameter_shapes, state_bytes
-from course_lib.memory.tensor import narrow
-from course_lib.memory.zero import zero_units
+from course_lib.memory.ranks import narrow
+from course_lib.memory.states import active_parameters, count_parameters, dense_twin, parameter_shapes, state_bytes
+from course_lib.memory.zero import five_d_states, zero_units
 from course_lib.model import build, with_moe
 from course_lib.run import Run
 

@@ -14,8 +14,8 @@ from course_lib.layout.partition import kv_replication
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budgets, fits, saved_for_backward
 from course_lib.memory.papers import korthikanti_bytes, korthikanti_layer_bytes
+from course_lib.memory.ranks import narrow, whole_parameters
 from course_lib.memory.states import RECIPES, count_parameters, parameter_shapes, state_bytes
-from course_lib.memory.tensor import narrow, whole_parameters
 from course_lib.memory.zero import (
     Offload,
     bucket_units,
