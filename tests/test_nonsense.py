@@ -46,7 +46,6 @@ from course_lib.run import Run
 from course_lib.schedules import Costs, make, simulate
 from course_lib.simulate.two_hosts import MEASURED
 from course_lib.span import Span
-from course_lib.timing.data import ZeroLayer
 from course_lib.timing.failures import Failures
 from course_lib.train import TrainPlan
 from course_lib.train.options import Options
@@ -81,7 +80,6 @@ ROWS = [[1, 2], [3, 4]]
 CALLS = traffic.step.calls(RUN)["data"]
 CURVE = {1.0: 2.0, 2.0: 3.0}
 LINK_BYTES = offload_link_bytes(StateBytes(8, 8, 16), Offload("host"))
-ZERO_LAYER = ZeroLayer(1.0, 2.0, 0.5, 0.5)
 RANKS = [[1.0, 2.0], [3.0, 4.0]]
 CLAIM = ledger()[0]
 ROUTING = route(torch.randn(6, 8), MIXTURE.moe)
@@ -466,21 +464,14 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "ring_link": {"axis": "cp"},
         "calls_s": {"calls": CALLS, "axis": "data"},
     },
-    "timing.context": {
-        "tokens_that_hide_a_hop": {"queries_per_key": 1.0},
-        "AttentionTime": "made by attention_time",
-        "ring_spans": {"kv_bytes": 8.0, "forward_s": [1.0], "backward_s": [2.0]},
-    },
-    "timing.data": {
-        "ZeroLayer": "made by zero3_layer",
+    "timing.context": {"tokens_that_hide_a_hop": {"queries_per_key": 1.0}, "AttentionTime": "made by attention_time"},
+    "timing.data": {"crossing_s": {"link_bytes": LINK_BYTES}},
+    "timing.timelines": {
         "copy_spans": {"layer_s": 1.0, "copy_s": 0.5},
         "dp_spans": {"bucket_comm_s": [0.1]},
-        "zero3_spans": {"layer": ZERO_LAYER},
-        "crossing_s": {"link_bytes": LINK_BYTES},
-        "offload_s": {"link_bytes": LINK_BYTES},
-    },
-    "timing.experts": {
-        "expert_layer_spans": {"seconds": {"attention": 4.0, "dispatch": 2.0, "experts": 4.0, "combine": 2.0}}
+        "expert_layer_spans": {"seconds": {"attention": 4.0, "dispatch": 2.0, "experts": 4.0, "combine": 2.0}},
+        "ring_spans": {"kv_bytes": 8.0, "forward_s": [1.0], "backward_s": [2.0]},
+        "zero3_spans": {"passes_s": (1.0, 2.0), "gather_s": 0.5, "reduce_s": 0.5},
     },
     "timing.failures": {
         "Failures": {"mtbf_s": 100.0, "save_s": 10.0, "restart_s": 10.0},

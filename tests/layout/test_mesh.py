@@ -44,10 +44,6 @@ def test_640_gpus_leave_10_or_20_for_data_parallelism():
     assert Mesh(tp=8, pp=4, dp=20).world_size == 640  # claims C194, C195
 
 
-def test_C271_tp_8_pp_8_dp_16_are_128_nodes_of_8():
-    assert Mesh(tp=8, pp=8, dp=16).world_size == 1024 == 128 * 8
-
-
 def test_an_axis_of_one_may_be_left_out():
     assert Mesh(dp=4).rank(dp=3) == 3
     assert Mesh().ranks_along("tp", 0) == [0]

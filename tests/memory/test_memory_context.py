@@ -6,11 +6,9 @@ from course_lib.config import preset
 from course_lib.hardware import GPUS
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets, fits, largest_that_fits
-from course_lib.memory.papers import korthikanti_layer_bytes
-from course_lib.memory.ranks import for_length, kv_block_bytes, tokens_of_rank
+from course_lib.memory.ranks import for_length, kv_block_bytes
 from course_lib.run import Run
 
-GIB = 2**30
 LLAMA_8B, TOY = preset("llama-3.1-8b"), preset("toy")
 EIGHT = {"tp": 8, "sequence_parallel": True}
 
@@ -18,22 +16,6 @@ EIGHT = {"tp": 8, "sequence_parallel": True}
 def rank(config, seq_len, **layout):
     """The budget of one rank."""
     return budgets(Run(config, Layout(**layout), seq_len))[0]
-
-
-def test_C093_the_playbook_s_bars_of_8b_over_sequence_lengths():
-    """GiB of activations: alone, tp 2 without sequence parallelism, and cp 4 on top; scores recomputed."""
-    bars = {  # tokens -> (none, tp 2, tp 2 and cp 4)
-        1024: (4.25, 2.75, 0.6875), 4096: (17, 11, 2.75), 16_384: (68, 44, 11), 65_536: (272, 176, 44),
-        131_072: (544, 352, 88),
-    }  # fmt: skip
-    for seq_len, printed in bars.items():
-        ours = [
-            LLAMA_8B.num_layers * korthikanti_layer_bytes(LLAMA_8B, 1, tokens_of_rank(seq_len, cp), "selective", tp)
-            for tp, cp in ((1, 1), (2, 1), (2, 4))
-        ]
-        assert [size / GIB for size in ours] == pytest.approx(printed)
-    tp_alone, whole = 10 + 24 / 2, 34
-    assert 544 * tp_alone == 352 * whole  # C093: what of a layer tp alone divides
 
 
 def test_activations_and_logits_are_divided_states_are_not():

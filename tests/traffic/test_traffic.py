@@ -235,20 +235,6 @@ def cp_run(config, seq_len, cp, method="ring", **layout):
     return Run(config, Layout(cp=cp, cp_method=method, **layout), seq_len)
 
 
-def test_C091_a_ring_sends_as_much_as_an_all_gather():
-    """(P - 1) / P of all keys and values either way: what differs is memory, overlap and the number of calls."""
-    ring, gathered = (calls(cp_run(LLAMA_70B, 65_536, 8, method))["cp"] for method in ("ring", "all_gather"))
-    assert sent_bytes(ring) == sent_bytes(gathered)
-    all_keys = 2 * 65_536 * 8 * 128 * 2
-    forward = sum(by_collective(c for c in ring if c.place == "attention forward").values())
-    assert forward == LLAMA_70B.num_layers * all_keys * 7 // 8
-    backward = sum(by_collective(c for c in ring if c.place == "attention backward").values())
-    assert backward == 3 * forward  # keys again, and gradients in FP32
-    layers = LLAMA_70B.num_layers
-    assert call_counts(ring) == {"all_to_all": 3 * 7 * layers}  # C258: 7 for each, forward, backward and gradients
-    assert call_counts(gathered) == {"all_gather": 2 * layers, "reduce_scatter": layers}
-
-
 def test_C150_ulysses_sends_4_n_h_over_p_and_grouped_queries_less():
     mha = preset("playbook-3b")  # as many key heads as query heads
     tokens, p = 4096, 8
