@@ -385,25 +385,9 @@ def block_terms(
     Raises   ValueError if attention or precision is unknown, or the model has experts or latent attention
     """
     require_dense(config, "block_terms")
-    check_attention(attention)
     run = Run(config, Layout(), min(seq_len, config.max_seq_len), precision, attention, "cpu")
     part = Part(config, config, run.layout, run, 1, 1, 1.0, ENGINES["course"])
     first, second = layer_terms(part, 0)
     terms = {name: size for name, size in (first | second).items() if not name.startswith("casts")}
     terms["dropout masks"] += terms.pop("MLP's dropout mask")
     return terms
-
-
-def logits_bytes(config: ModelConfig, batch_size: int, seq_len: int) -> int:
-    """Predict what the loss saves: log-probabilities in FP32, 4 s b V bytes, whatever the logits' dtype.
-
-    An encoder has no vocabulary head, hence none. Losses elsewhere save 2 bytes per element (all in BF16) to 6 (the
-    BF16 logits as well).
-    """
-    return 0 if config.family == "xlmr" else batch_size * seq_len * config.vocab_size * FP32
-
-
-def check_attention(attention: str) -> None:
-    """Raises ValueError unless the models know this kind of attention."""
-    if attention not in ("fused", "standard"):
-        raise ValueError(f"attention is {attention!r}; choose from fused, standard")

@@ -1,6 +1,6 @@
 """How much memory a run needs: `budgets(run)`, one Budget for each rank of the pipeline. The only answer there is.
 
-states        parameters, gradients, optimizer: counted (states.py, zero.py, five_d.py)
+states        parameters, gradients, optimizer: counted (states.py, zero.py)
 the step      every other tensor: four moments of a step, the largest of which is the peak (peak.py)
 elsewhere     what was moved off the device
 overheads     what is there besides tensors: assumptions, with their sources
@@ -106,9 +106,7 @@ def largest_that_fits(budget_of: Callable[[int], Budget], gpu: GPU | str, multip
     def fit(count: int) -> bool:
         return fits(budget_of(count * multiple), gpu)
 
-    if not fit(1):
-        return 0
-    low, high = 1, 2
+    low, high = 0, 1
     while fit(high):
         low, high = high, 2 * high
     while high - low > 1:
