@@ -136,16 +136,6 @@ class Mesh:
         first_ranks = [rank for rank in range(self.world_size) if self.coordinates(rank)[axis] == 0]
         return [self.ranks_along(axis, rank) for rank in first_ranks]
 
-    def describe(self) -> str:
-        """A table with one line a rank: its coordinates and, for each axis longer than 1, whom it talks to."""
-        long_axes = [axis for axis in self.order if getattr(self, axis) > 1]
-        lines = [" x ".join(f"{axis} {size}" for axis, size in self.sizes.items()) + f" = {self.world_size} ranks"]
-        for rank in range(self.world_size):
-            here = self.coordinates(rank)
-            talks = "   ".join(f"{axis} {here[axis]} with {self.ranks_along(axis, rank)}" for axis in long_axes)
-            lines.append(f"rank {rank}: {talks}".rstrip(": "))
-        return "\n".join(lines)
-
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(

@@ -141,7 +141,7 @@ def layer_terms(part: Part, layer: int, recompute: str | None = None) -> tuple[T
     if recompute == "full":
         terms = {"block input": part.own_rows * D * part.r}
         moe = part.local.moe
-        if has_experts(part, layer):  # the module holds its routing until the next one
+        if part.config.has_experts(layer):  # the module holds its routing until the next one
             terms["routing"] = part.routed * (moe.num_experts * FP32 + moe.top_k * (INT64 + FP32 + MASK))
         return terms, {}
     if operators:
@@ -150,7 +150,7 @@ def layer_terms(part: Part, layer: int, recompute: str | None = None) -> tuple[T
     first, second = _attention_terms(part, recompute, below), {}
     if behind:
         second = dict(zip(("residual", "second norm's statistics"), part.norm(part.own_rows, D, part.r), strict=True))
-    second |= _expert_terms(part) if has_experts(part, layer) else _mlp_terms(part, reached=behind)
+    second |= _expert_terms(part) if part.config.has_experts(layer) else _mlp_terms(part, reached=behind)
     return first | {"dropout masks": masks * behind}, second | {"MLP's dropout mask": masks}
 
 
@@ -159,11 +159,6 @@ def _reached(part: Part, layer: int) -> tuple[bool, bool]:
     if part.run.lora is None or layer > 0:
         return True, True
     return False, any(part.saves(f"attention.{name}") for name in (*part.readers, "q_up", "kv_up", "o"))
-
-
-def has_experts(part: Part, layer: int) -> bool:
-    """Whether experts are in the place of the layer's MLP."""
-    return part.config.has_experts(layer)
 
 
 def _attention_terms(part: Part, recompute: str, reached: bool) -> Terms:
@@ -325,7 +320,7 @@ def waiting_terms(part: Part, layer: int) -> tuple[int, int]:
     else:
         numel += rows * (D + (N + 2 * K) * H)
     inside = rows * (2 * D + (3 if two else 2) * c.d_ff)
-    if has_experts(part, layer):
+    if part.config.has_experts(layer):
         moe = c.moe
         inside = round(part.routed * moe.top_k * part.load) * (2 * D + 3 * part.d_expert)
         inside += rows * (2 * D + 3 * moe.num_shared_experts * moe.d_expert) if moe.num_shared_experts else 0

@@ -22,7 +22,6 @@ from course_lib.memory.activations import (
     Part,
     Terms,
     first_terms,
-    has_experts,
     last_terms,
     layer_terms,
     rope_bytes,
@@ -98,7 +97,7 @@ def stage_of(part: Part, stage: int, split: bool) -> Stage:
     loss = logits // part.fp32 * (part.e + part.fp32 * (part.e < part.fp32))
     if away:  # backward has what comes back for one operator
         ends = [one._replace(activations=logits * (one.name == "loss"), logits=0) for one in ends]
-        inside = dict.fromkeys(inside, _come_back(part, any(has_experts(part, layer) for layer in layers)))
+        inside = dict.fromkeys(inside, _come_back(part, any(part.config.has_experts(layer) for layer in layers)))
         start = all_layers = end = logits = 0
         saved = again = dict.fromkeys(sorts, 0)
 
@@ -128,7 +127,7 @@ def _come_back(part: Part, experts: bool) -> tuple[Moment, ...]:
 
 def _sorts(part: Part, layers: range) -> dict[int, int]:
     """Layers that save the same: one of them, and how many; the first and the last of a stage are among them."""
-    sort = {layer: (has_experts(part, layer), part.run.lora is not None and layer == 0) for layer in layers}
+    sort = {layer: (part.config.has_experts(layer), part.run.lora is not None and layer == 0) for layer in layers}
     found = {sort[layer]: layer for layer in layers}
     found[sort[layers[0]]] = layers[0]
     if sort[layers[-1]] != sort[layers[0]]:
@@ -140,7 +139,7 @@ def _sorts(part: Part, layers: range) -> dict[int, int]:
 def _made_again(part: Part, layer: int) -> int:
     """What a layer has saved when it has run a second time; a router's routing then is there twice, but smaller."""
     terms, moe = _sum(layer_terms(part, layer, "none")), part.local.moe
-    if not has_experts(part, layer):
+    if not part.config.has_experts(layer):
         return terms
     twice = layer_terms(part, layer)[0].get("routing", 0) - part.routed * moe.top_k * (FP32 + MASK)
     return terms + twice - (part.routed * moe.num_experts * part.fp32 if moe.score == "sigmoid" else 0)
@@ -171,7 +170,7 @@ def layer_moments(part: Part, layer: int, split: bool) -> tuple[Moment, ...]:
             again += 2 * rows * part.local.num_heads * part.local.head_dim * e - first["input of o"]
     core = Moment("", freed + again - first.get("dropout masks", 0), 0, stream + _core_work(part))
     norm = Moment("", freed + second.get("residual", 0), 0, stream * 2 + part.own_rows * D * _norm_bytes(part))
-    if not has_experts(part, layer):
+    if not part.config.has_experts(layer):
         works, late = [gathered + work for work in _mlp_work(part, part.local.d_ff, split)], ()
     else:
         works, work = _expert_work(part, second, split, gathered)

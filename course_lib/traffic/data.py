@@ -23,7 +23,7 @@ from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import wire_grad_bytes
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
-from course_lib.validate import Bytes, Size, checked
+from course_lib.validate import checked
 
 LOAD_BYTES = 8  # how many tokens chose an expert, int64
 
@@ -48,9 +48,10 @@ def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
     return calls
 
 
-def flat_calls(run: Run, numel: Bytes, ranks: Size) -> list[Call]:
-    """List the collectives of one step for a flat parameter of so many elements."""
-    recipe, zero_stage, m = recipe_of(run.recipe), run.layout.zero_stage, run.layout.micro_batches
+def flat_calls(run: Run, numel: int, ranks: int, zero_stage: int | None = None) -> list[Call]:
+    """List the collectives of one step for a flat parameter of so many elements; the layout's zero_stage, or another."""
+    recipe, m = recipe_of(run.recipe), run.layout.micro_batches
+    zero_stage = run.layout.zero_stage if zero_stage is None else zero_stage
     grad_bytes = wire_grad_bytes(recipe)
     if zero_stage == 0:
         return [Call("gradients", "all_reduce", numel * grad_bytes, ranks, grad_bytes)]

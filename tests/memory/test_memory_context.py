@@ -59,12 +59,3 @@ def test_8b_from_16k_to_1m_tokens_on_80_gb():
     longest = [largest_that_fits(budget_of(cp), "h100", 1024 * cp) for cp in (1, 4, 16)]
     assert longest[0] < 64 * 1024 and 4 * longest[0] < longest[1] and 4 * longest[1] < longest[2] < 1024 * 1024
     assert largest_that_fits(lambda s: rank(LLAMA_8B, s), GPUS["h100"], 1024) == 0  # the states alone do not fit
-
-
-def test_what_context_parallelism_cannot_do_is_refused():
-    with pytest.raises(ValueError, match="seq_len"):
-        rank(TOY, 62, cp=4)
-    with pytest.raises(ValueError, match="choose fused"):
-        budgets(Run(TOY, Layout(cp=2), 64, attention="standard"))
-    with pytest.raises(ValueError, match="none of ring, all_gather, ulysses"):
-        rank(TOY, 64, cp=2, cp_method="stripes")
