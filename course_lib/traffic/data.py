@@ -49,7 +49,7 @@ def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
 
 
 def flat_calls(run: Run, numel: int, ranks: int, zero_stage: int | None = None) -> list[Call]:
-    """List the collectives of one step for a flat parameter of so many elements; the layout's zero_stage, or another."""
+    """List the collectives of one step for a flat parameter; with another zero_stage than the layout's if told."""
     recipe, m = recipe_of(run.recipe), run.layout.micro_batches
     zero_stage = run.layout.zero_stage if zero_stage is None else zero_stage
     grad_bytes = wire_grad_bytes(recipe)
