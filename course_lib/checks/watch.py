@@ -41,6 +41,25 @@ def call(answer: Callable, *args) -> dict:
     return {"the result": copied(result, as_results=True), "arguments changed": not agree(given, args)}
 
 
+def result(answer: Callable, *args) -> dict:
+    """Watch what a plain call returned; it may write into its arguments."""
+    return {"the result": copied(answer(*args), as_results=True)}
+
+
+def several(say: str, *names: str) -> Callable[..., dict]:
+    """Watch a call that returns several things, a tuple or a list, or a dict if names are its keys; else `say`."""
+
+    def watch(answer: Callable, *args) -> dict:
+        result = answer(*args)
+        if isinstance(result, dict):
+            result = [result.get(name) for name in names]
+        if not isinstance(result, tuple | list) or len(result) != len(names):
+            return {"error": f"returned otherwise\n{say}; it is {result!r:.80}"}
+        return copied(dict(zip(names, result, strict=True)), as_results=True)
+
+    return watch
+
+
 def collective(answer: Callable, *args, slack: int = 0) -> dict:
     """Watch a call on this rank, the group last: calls, peers, result, and what was sent."""
     given = [arg[dist.get_rank()] if isinstance(arg, Each) else arg for arg in args]
