@@ -30,13 +30,8 @@ _BEFORE_BLOCKS, _AFTER_BLOCKS = ("embed", "positions", "token_type"), ("norm", "
 # ---- stages and units
 
 
-def schedule_of(layout: Layout) -> Schedule:
-    """The pipeline of a layout; without one it has one rank."""
-    return _made(layout.schedule, layout.pp, layout.micro_batches, layout.v)
-
-
 def placed_by(layout: Layout) -> Schedule:
-    """A pipeline of few micro-batches with its stages on the same ranks: for what asks where a stage is."""
+    """The layout's pipeline with few micro-batches: for what asks where a stage is; without one it has one rank."""
     return _made(layout.schedule, layout.pp, 2 * layout.pp, layout.v)
 
 
