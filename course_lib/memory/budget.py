@@ -132,6 +132,8 @@ def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0, 
     check_seq_len(run.config, run.seq_len)
     whole("pp_rank", pp_rank, 0, run.layout.pp - 1)
     one_of("engine", engine, tuple(ENGINES))
+    if ENGINES[engine].log_first:
+        raise ValueError(f"{engine}'s memory is its log's, of the first stage alone: ask estimate.estimate for it")
     if not 0 <= load <= run.layout.ep:
         raise ValueError(f"load is {load}; required: 0 to ep ({run.layout.ep}), where all rows reach this rank")
     return _budget_of_rank(_under(run, ENGINES[engine]), pp_rank, tp_rank, load, ENGINES[engine])
@@ -141,11 +143,10 @@ def fullest_budget(run: Run, usable_bytes: float = float("inf"), engine: str = "
     """The budget of the fullest rank of a pipeline, or of the first that is found not to fit.
 
     One of three is the fullest: the first rank has most micro-batches in flight, the second may be the first with
-    experts, the last has the logits. Where an engine's log is of the first rank, it is that.
+    experts, the last has the logits.
     """
     last, fullest = run.layout.pp - 1, None
-    ranks = (0,) if ENGINES[engine].log_first else dict.fromkeys((0, last, min(1, last)))
-    for rank in ranks:
+    for rank in dict.fromkeys((0, last, min(1, last))):
         budget = budget_of_rank(run, rank, engine=engine)
         if fullest is None or budget.total_bytes > fullest.total_bytes:
             fullest = budget
