@@ -39,19 +39,19 @@ CHOICES = {
 }
 SPLIT_BACKWARD = ("zb_h1", "zb_h2", "zbv", "dualpipe_v")
 FAMILIES = ("llama", "gpt")
-NEAREST = "; nearest: "
-FARTHEST = 16_384  # the largest number that is tried
+_NEAREST = "; nearest: "
+_FARTHEST = 16_384  # the largest number that is tried
 BETWEEN_ITEMS = "-"  # layers_of_stage=3-5, order=pp-dp-cp-tp: no shell takes it for something else
 
 
 def check_layout(layout: Layout) -> None:
     """Raises ValueError if no model could lie so: what does not fit, why, and the nearest that would."""
-    _raise_first(layout, LAYOUT_CHECKS)
+    _raise_first(layout, _LAYOUT_CHECKS)
 
 
 def check_layout_and_model(layout: Layout, config: ModelConfig, seq_len: int | None = None) -> None:
     """Raises ValueError if this model, or sequences of this length, cannot lie so."""
-    _raise_first(layout, LAYOUT_CHECKS + model_checks(config, seq_len), config)
+    _raise_first(layout, _LAYOUT_CHECKS + _model_checks(config, seq_len), config)
 
 
 Check = tuple[Callable[["Layout"], str | None], tuple[str, ...]]  # what says or raises why not; fields to change
@@ -140,7 +140,7 @@ def _stages_of_rank(layout: Layout) -> int:
     return stages_per_rank(layout.schedule, layout.v)
 
 
-LAYOUT_CHECKS: list[Check] = [
+_LAYOUT_CHECKS: list[Check] = [
     *[(partial(_size, name), (name,)) for name in SIZES],
     *[(partial(_choice, name), (name,)) for name in CHOICES],
     (lambda of: check_order(of.order), ("order",)),
@@ -221,7 +221,7 @@ def _routed_tokens(config: ModelConfig, seq_len: int, layout: Layout) -> str | N
         )
 
 
-def model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]:
+def _model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]:
     """What this model needs of a layout; what no other layout would fix comes first."""
     family = f"{config.name} is of the {config.family} family; layouts know {', '.join(FAMILIES)}"
     checks = [
@@ -253,10 +253,10 @@ def model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]
 def _raise_first(layout: Layout, checks: Sequence[Check], config: ModelConfig | None = None) -> None:
     for index, (check, names) in enumerate(checks):
         refusal = _refusal(check, layout)
-        if refusal and NEAREST not in refusal:
+        if refusal and _NEAREST not in refusal:
             # what passes all, else what passes so far, so that who follows the advice comes further, else this one
             options = (_nearest(layout, names, [checks[index], *more], config) for more in (checks, checks[:index], []))
-            refusal += next((NEAREST + " or ".join(nearest) for nearest in options if nearest), "")
+            refusal += next((_NEAREST + " or ".join(nearest) for nearest in options if nearest), "")
         if refusal:
             raise ValueError(refusal)
 
@@ -284,8 +284,8 @@ def _candidates(layout: Layout, name: str, config: ModelConfig | None) -> list[I
     value = getattr(layout, name)
     if name in SIZES or name == "zero_stage":
         value, lowest = _whole(value), int(name != "zero_stage")
-        highest = min(2 * max(value, 0) + 2 * _whole(layout.pp) + _whole(layout.ep) + 8, FARTHEST)
-        return [range(min(value, FARTHEST), lowest - 1, -1), range(max(value + 1, lowest), highest + 1)]
+        highest = min(2 * max(value, 0) + 2 * _whole(layout.pp) + _whole(layout.ep) + 8, _FARTHEST)
+        return [range(min(value, _FARTHEST), lowest - 1, -1), range(max(value + 1, lowest), highest + 1)]
     if name == "order":
         return [[AXES]]
     if name == "expert_tp":

@@ -31,7 +31,7 @@ from course_lib.memory.flats import Flat, Named, layers_of
 from course_lib.memory.states import LoRA, Recipe
 from course_lib.memory.zero import wire_grad_bytes
 
-NORM_TENSORS = 4  # in FP32, that RMSNorm's backward has at once; LayerNorm's is one kernel
+_NORM_TENSORS = 4  # in FP32, that RMSNorm's backward has at once; LayerNorm's is one kernel
 
 
 class Moment(NamedTuple):
@@ -93,7 +93,7 @@ def stage_of(part: Part, stage: int, split: bool) -> Stage:
     start = rope_bytes(part) + (sum(first_terms(part).values()) if stage == 0 else 0)
     end, all_layers = sum(terms.values()), sum(count * saved[layer] for layer, count in sorts.items())
     moved = (start + all_layers + end + logits) * away
-    inside = {layer: layer_moments(part, layer, split) for layer in {first, last}}
+    inside = {layer: _layer_moments(part, layer, split) for layer in {first, last}}
     loss = logits // part.fp32 * (part.e + part.fp32 * (part.e < part.fp32))
     if away:  # backward has what comes back for one operator
         ends = [one._replace(activations=logits * (one.name == "loss"), logits=0) for one in ends]
@@ -153,7 +153,7 @@ def _sum(terms: tuple[Terms, Terms]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def layer_moments(part: Part, layer: int, split: bool) -> tuple[Moment, ...]:
+def _layer_moments(part: Part, layer: int, split: bool) -> tuple[Moment, ...]:
     """The fullest moment of a layer's backward; and those at which experts' gradients, or a core again, are there."""
     selective = part.layout.recompute == "selective"
     first, second = layer_terms(part, layer, "selective" if selective else "none")
@@ -229,7 +229,7 @@ def _core_work(part: Part) -> int:
 
 
 def _norm_bytes(part: Part) -> int:
-    return NORM_TENSORS * max(FP32, part.r) if part.config.family == "llama" else part.r
+    return _NORM_TENSORS * max(FP32, part.r) if part.config.family == "llama" else part.r
 
 
 def _ends(part: Part, read: int, logits: int, waiting: int) -> list[Moment]:

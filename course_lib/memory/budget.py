@@ -129,7 +129,7 @@ def budgets(run: Run, tp_rank: int = 0, load: float = 1.0, engine: str = "course
 @lru_cache(maxsize=4096)
 def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0, engine: str = "course") -> Budget:
     """Predict the memory of one rank of the pipeline; arguments as `budgets` has them."""
-    check_seq_len(run.config, run.seq_len)
+    _check_seq_len(run.config, run.seq_len)
     whole("pp_rank", pp_rank, 0, run.layout.pp - 1)
     one_of("engine", engine, tuple(ENGINES))
     if ENGINES[engine].log_first:
@@ -178,7 +178,7 @@ def saved_for_backward(run: Run, stage: int = 0, tp_rank: Index = 0) -> Stage:
     return stage_of(part_of(run, tp_rank), stage, placed_by(run.layout).splits_backward)
 
 
-def check_seq_len(config: ModelConfig, seq_len: Size) -> None:
+def _check_seq_len(config: ModelConfig, seq_len: Size) -> None:
     """Raises ValueError if the model cannot read that many tokens."""
     if seq_len > config.max_seq_len:
         raise ValueError(

@@ -23,8 +23,8 @@ from course_lib.memory.activations import FP32, Part
 from course_lib.memory.backward import Gradients, Stage
 from course_lib.memory.flats import Flat, Named, different_terms_over_tp, steps_of
 
-STEADY = 2  # times as many micro-batches as stages: a rank holds no more with more of them
-CHANGES = ("activations", "logits", "gradients", "temporary", "gathered")
+_STEADY = 2  # times as many micro-batches as stages: a rank holds no more with more of them
+_CHANGES = ("activations", "logits", "gradients", "temporary", "gathered")
 
 
 class Instant(NamedTuple):
@@ -48,7 +48,7 @@ def _instants(layout: Layout, pp_rank: int) -> tuple[Instant, ...]:
 
     More than two micro-batches for each stage change nothing, unless all forwards come first.
     """
-    few = STEADY * layout.num_stages if layout.schedule != "afab" else layout.micro_batches
+    few = _STEADY * layout.num_stages if layout.schedule != "afab" else layout.micro_batches
     return _cached_instants(layout.schedule, layout.pp, min(layout.micro_batches, few), layout.v, pp_rank)
 
 
@@ -90,7 +90,7 @@ def moments(
     for now in _instants(layout, pp_rank):
         stage, gradients = stages[now.stage]
         first = now.stage not in now.done and (now.op in "FW" or now.stage not in now.begun)
-        there = dict.fromkeys(CHANGES, 0)
+        there = dict.fromkeys(_CHANGES, 0)
         there["temporary"] = message * now.held["messages", 0]
         for one, (of_stage, its_gradients) in stages.items():
             saved, waiting = now.held["saved", one], now.held["waiting", one]
@@ -99,11 +99,11 @@ def moments(
             there["gradients"] += its_gradients.held * (one in now.done) + its_gradients.norms * (one in now.begun)
         for name, *changes in _changes(now.op, stage, gradients, first):
             held = (size + change for size, change in zip(there.values(), changes, strict=True))
-            yield f"{now.op} of stage {now.stage}: {name}", dict(zip(CHANGES, held, strict=True))
+            yield f"{now.op} of stage {now.stage}: {name}", dict(zip(_CHANGES, held, strict=True))
 
 
 def _changes(op: str, stage: Stage, gradients: Gradients, first: bool) -> Iterator[tuple]:
-    """What each moment of a forward, or of a part of a backward, changes: its name, and bytes of each of CHANGES.
+    """What each moment of a forward, or of a part of a backward, changes: its name, and bytes of each of _CHANGES.
 
     first   whether it makes the stage's gradients, which later ones find
     """

@@ -272,7 +272,7 @@ _NO_LINEAR = ("embed", "positions", "token_type", "moe.router")  # matrices that
 NF4_BLOCK, SCALES_BLOCK = 64, 256  # double quantization: an 8-bit scale a block, an FP32 one for 256 of these
 
 
-def four_bit_bytes(numel: int) -> int:
+def _four_bit_bytes(numel: int) -> int:
     """Bytes of a matrix in NF4 with double quantization."""
     blocks = -(-numel // NF4_BLOCK)
     return -(-numel // 2) + blocks + 4 * -(-blocks // SCALES_BLOCK)
@@ -331,7 +331,7 @@ def state_bytes(
     parameters = recipe.param_bytes * sum(prod(shape) * copies for shape, copies in resident.values())
     if lora is not None and lora.four_bits:
         for shape, copies in quantized_shapes(config).values():
-            parameters -= copies * (recipe.param_bytes * prod(shape) - four_bit_bytes(prod(shape)))
+            parameters -= copies * (recipe.param_bytes * prod(shape) - _four_bit_bytes(prod(shape)))
     return StateBytes(
         parameters=parameters,
         gradients=recipe.grad_bytes * count,

@@ -27,7 +27,7 @@ from course_lib.memory.states import Recipe, StateBytes, moments_bytes, recipe_o
 from course_lib.validate import Amount, Bytes, Size, checked, whole
 
 Ranks = Annotated[int, partial(whole, least=1)]  # one only divides by them: 10**9 shows the limit
-ZeroStage = Literal[0, 1, 2, 3]  # 0: plain data parallelism
+_ZeroStage = Literal[0, 1, 2, 3]  # 0: plain data parallelism
 PLACES = ("device", "host", "disk")
 
 
@@ -47,7 +47,7 @@ def bucket_units(config: ModelConfig, itemsize: Size = 2, bucket_bytes: Bytes = 
     return [sum(one.numel for one in bucket) for bucket in buckets]
 
 
-def zero_units(config: ModelConfig, stage: ZeroStage, itemsize: Size = 2) -> list[int]:
+def zero_units(config: ModelConfig, stage: _ZeroStage, itemsize: Size = 2) -> list[int]:
     """The units in which a stage shards this model (stage 0: one for each tensor, as nothing is sharded)."""
     if stage == 0:
         return [one.numel for one in _tensors(config, "zero_units")]
@@ -65,7 +65,7 @@ def _tensors(config: ModelConfig, what: str) -> tuple[Named, ...]:
 @checked
 def zero_state_bytes(
     units: Sequence[int],
-    stage: ZeroStage,
+    stage: _ZeroStage,
     dp_size: Size,
     recipe: Recipe | str = "bf16-master",
     optimizer: str = "adamw",
@@ -136,7 +136,7 @@ def states_of_flats(
 
 @checked
 def zero_bytes_per_parameter(
-    stage: ZeroStage, dp_size: Ranks, recipe: Recipe | str = "bf16-master", optimizer_bytes: Amount | None = None
+    stage: _ZeroStage, dp_size: Ranks, recipe: Recipe | str = "bf16-master", optimizer_bytes: Amount | None = None
 ) -> float:
     """Bytes of state a parameter and rank, as the papers draw them: no units, no padding.
 
@@ -150,7 +150,7 @@ def zero_bytes_per_parameter(
 
 
 @checked
-def zero_saving(stage: ZeroStage, dp_size: Ranks, recipe: Recipe | str = "bf16-master") -> float:
+def zero_saving(stage: _ZeroStage, dp_size: Ranks, recipe: Recipe | str = "bf16-master") -> float:
     """How many times fewer bytes of state a rank holds than without ZeRO; at most 4, 8 and dp with 16 bytes."""
     return zero_bytes_per_parameter(0, dp_size, recipe) / zero_bytes_per_parameter(stage, dp_size, recipe)
 

@@ -24,7 +24,7 @@ STEP_S = 0.05  # of every step: data, logging
 UPDATE_BYTES, FUSED_UPDATE_BYTES = 70, 30
 # Read off measured runs that differ in ZeRO alone: sums of gradients beside tp's messages take so many times
 # as long on the most nodes that were measured. (80B, tp 32: 42 s a step with ZeRO-0, 8 s with ZeRO-1.)
-CONTENTION = 8
+_CONTENTION = 8
 
 
 def exposed_data_s(case: Case, times: Times, pp_rank: int) -> float:
@@ -41,7 +41,7 @@ def exposed_data_s(case: Case, times: Times, pp_rank: int) -> float:
             size = wire_grad_bytes(recipe_of(case.run.recipe)) * numel / ranks
             seconds["after"] += _exchange_s(case, "all_reduce", size, layout.dp_replicate, axis)
     if zero_stage == 0:
-        seconds["gradients"] *= 1 + (CONTENTION - 1) * case.slowness**2
+        seconds["gradients"] *= 1 + (_CONTENTION - 1) * case.slowness**2
     if not case.engine.hides_data:
         return sum(seconds.values())
     forward_s, backward_s, m = times.forward_s, times.input_s + times.weight_s, layout.micro_batches

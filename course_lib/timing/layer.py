@@ -33,7 +33,7 @@ from course_lib.timing.tensor import FUSED_BACKWARD, backward_of_scores, hidden_
 from course_lib.traffic import Call, stage_calls
 
 ROUNDING = 6  # a layer takes the longer of its work and its launches; where both are near, a little more
-WAITS_GROW = 4  # waiting goes as nodes to this power: none on few nodes, all of it on the most that were measured
+_WAITS_GROW = 4  # waiting goes as nodes to this power: none on few nodes, all of it on the most that were measured
 # Bytes that kernels go over, counted. Of a logit: FP32 copy, softmax, loss and gradient, one kernel each, or fused. Of
 # a score that is materialized: product, scale and mask, softmax, dropout, and back.
 LOGIT_BYTES, FUSED_LOGIT_BYTES, SCORE_BYTES = 30, 12, 30
@@ -62,7 +62,7 @@ class Case:
         """How much of what ranks waited for each other on the most nodes that were measured they wait here (0 to 1)."""
         if self.nodes == 1 or not self.cluster.between.by_nodes:
             return 0.0
-        return (min(self.nodes, MOST_NODES) / MOST_NODES) ** WAITS_GROW
+        return (min(self.nodes, MOST_NODES) / MOST_NODES) ** _WAITS_GROW
 
 
 @dataclass(frozen=True)

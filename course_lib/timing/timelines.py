@@ -17,7 +17,7 @@ from course_lib.timing.tensor import layer_parts, sum_and_gather_s
 from course_lib.validate import Amount, Positive, Size, checked
 
 COMMUNICATION = "communication"
-EXPERT_PARTS = {"attention": COMPUTE, "dispatch": COMMUNICATION, "experts": COMPUTE, "combine": COMMUNICATION}
+_EXPERT_PARTS = {"attention": COMPUTE, "dispatch": COMMUNICATION, "experts": COMPUTE, "combine": COMMUNICATION}
 
 
 class _Lanes:
@@ -158,15 +158,15 @@ def expert_layer_spans(seconds: Mapping[str, float], micro_batches: Size = 2, ov
     With `overlap` each lane does one part of all micro-batches before the next part; rows travel beside computation.
     Raises   ValueError unless each part has its seconds, more than 0
     """
-    if set(seconds) != set(EXPERT_PARTS) or not all(value > 0 for value in seconds.values()):
-        raise ValueError(f"seconds has {sorted(seconds)}; give more than 0 for each of {', '.join(EXPERT_PARTS)}")
-    order = [(part, index) for part in EXPERT_PARTS for index in range(micro_batches)]
+    if set(seconds) != set(_EXPERT_PARTS) or not all(value > 0 for value in seconds.values()):
+        raise ValueError(f"seconds has {sorted(seconds)}; give more than 0 for each of {', '.join(_EXPERT_PARTS)}")
+    order = [(part, index) for part in _EXPERT_PARTS for index in range(micro_batches)]
     if not overlap:
         order.sort(key=lambda entry: entry[1])
     lanes, ready_s = _Lanes(), [0.0] * micro_batches
     for part, index in order:
         free_s = ready_s[index] if overlap else lanes.free_s()
-        ready_s[index] = lanes.add(EXPERT_PARTS[part], f"{part} {index}", seconds[part], free_s).stop_s
+        ready_s[index] = lanes.add(_EXPERT_PARTS[part], f"{part} {index}", seconds[part], free_s).stop_s
     return lanes.spans
 
 

@@ -25,7 +25,7 @@ from course_lib.run import Run
 from course_lib.traffic.collectives import Call
 from course_lib.validate import checked
 
-LOAD_BYTES = 8  # how many tokens chose an expert, int64
+_LOAD_BYTES = 8  # how many tokens chose an expert, int64
 
 
 def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
@@ -80,5 +80,5 @@ def load_calls(run: Run, stages: Sequence[int]) -> dict[str, list[Call]]:
     if not count:
         return {}
     ranks = {"data": layout.data_size} | ({"tp": layout.tp} if layout.folded else {})
-    size = LOAD_BYTES * moe.num_experts
-    return {axis: [Call("load of experts", "all_reduce", size, of, LOAD_BYTES, count)] for axis, of in ranks.items()}
+    size = _LOAD_BYTES * moe.num_experts
+    return {axis: [Call("load of experts", "all_reduce", size, of, _LOAD_BYTES, count)] for axis, of in ranks.items()}

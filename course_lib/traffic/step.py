@@ -38,7 +38,7 @@ from course_lib.traffic.tensor import partial_gradient_calls, tensor_calls
 from course_lib.validate import Index, checked
 
 AXES = ("pp", "tp", "cp", "ep", "data", "expert_dp", *REPLICA_AXES, "world")
-LENGTH_BYTES = 8  # of a micro-batch, int64, as the longest and as the shortest of all ranks
+_LENGTH_BYTES = 8  # of a micro-batch, int64, as the longest and as the shortest of all ranks
 
 Calls = dict[str, list[Call]]
 
@@ -101,7 +101,7 @@ def stage_calls(run: Run, stage: Index) -> Calls:
 def _world_calls(run: Run, clip: bool) -> list[Call]:
     world_size, number = run.layout.world_size, max(recipe_of(run.recipe).compute_bytes, 4)
     names = ["loss", "norm of gradients"] if clip else ["loss"]
-    lengths = Call("lengths", "all_reduce", 2 * LENGTH_BYTES * run.layout.micro_batches, world_size, LENGTH_BYTES)
+    lengths = Call("lengths", "all_reduce", 2 * _LENGTH_BYTES * run.layout.micro_batches, world_size, _LENGTH_BYTES)
     return [*(Call(name, "all_reduce", number, world_size, number) for name in names), lengths]
 
 
