@@ -212,3 +212,7 @@ def test_one_rank_of_16384_makes_its_own_groups_without_the_others():
             make_all_groups(Mesh(dp=4), local_only=True)
     finally:
         dist.destroy_process_group()
+
+
+def test_C271_tp_8_pp_8_dp_16_are_128_nodes_of_8():
+    assert Mesh(tp=8, pp=8, dp=16).world_size == 1024 == 128 * 8

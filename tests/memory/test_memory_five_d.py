@@ -83,3 +83,10 @@ def test_what_cannot_be_is_refused():
         Run(replace(MOE, moe=None), Layout(dp=2, ep=2), 64)
     with pytest.raises(ValueError, match="no score matrix is kept"):
         Run(TOY, Layout(cp=2), 64, attention="standard")
+
+
+def test_C239_C240_gpus_that_hold_the_weights_alone():
+    """70.6B and 405.9B parameters of 2 bytes, over 80 GiB: 2 and 10 GPUs; over 80 GB 405B needs 11."""
+    of_80_gib = [2 * count_parameters(preset(f"llama-3.1-{size}")) / (80 * 2**30) for size in ("70b", "405b")]
+    assert [round(each, 2) for each in of_80_gib] == [1.64, 9.45]
+    assert round(2 * count_parameters(preset("llama-3.1-405b")) / 80e9, 2) == 10.15

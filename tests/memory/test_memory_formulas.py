@@ -26,6 +26,7 @@ from course_lib.memory.states import (
     RECIPES,
     LoRA,
     count_parameters,
+    lora_parameters,
     parameter_shapes,
     rule_of_thumb_parameters,
     state_bytes,
@@ -316,3 +317,23 @@ def test_selective_recomputation_brings_explicit_attention_down_to_the_fused_one
 def test_bad_arguments_are_refused_with_what_to_do(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_C234_twice_the_width_is_four_times_the_parameters_and_twice_the_layers_twice():
+    wide = replace(GPT3, d_model=24_576, d_ff=98_304, num_heads=192, num_kv_heads=192)
+    deep = replace(GPT3, num_layers=192)
+    times = [count_parameters(config) / count_parameters(GPT3) for config in (wide, deep)]
+    assert times == pytest.approx([3.99, 2.0], abs=0.005)
+
+
+def test_C211_C220_lora_trains_one_percent_and_keeps_all_weights():
+    xl = preset("xlm-r-xl")
+    q_and_v, every_matrix = LoRA(32), LoRA(32, ("q", "k", "v", "o", "up", "down"))
+    assert round(100 * lora_parameters(xl, q_and_v) / count_parameters(xl), 2) == 0.34
+    assert round(100 * lora_parameters(xl, every_matrix) / count_parameters(xl), 1) == 1.5
+    states = state_bytes(xl, "bf16-master", lora=q_and_v)
+    assert states.parameters == 2 * (count_parameters(xl) + lora_parameters(xl, q_and_v))  # 7 GB, not 0.07
+    assert round(states.parameters / GB, 1) == 7.0
+    assert states.gradients == 2 * lora_parameters(xl, q_and_v) and states.optimizer == 12 * lora_parameters(
+        xl, q_and_v
+    )

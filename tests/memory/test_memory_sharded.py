@@ -300,3 +300,9 @@ def test_parameters_wait_elsewhere_only_in_stage_3():
     plan = rank(TOY, 64, zero_stage=3, dp=2, offload=Offload("disk", "host"))
     assert plan.parameters == plan.optimizer == 0 and set(plan.elsewhere) == {"host", "disk"}
     assert plan.by_kind["gathered"] == plan.gathered > 0
+
+
+def test_C011_zero_shards_no_activation():
+    stages = [rank(LLAMA_8B, 4096, zero_stage=stage, dp=8) for stage in (0, 1, 2, 3)]
+    assert len({(b.activations, b.logits) for b in stages}) == 1
+    assert [b.states_bytes for b in stages] == sorted((b.states_bytes for b in stages), reverse=True)

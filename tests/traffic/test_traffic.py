@@ -189,3 +189,19 @@ def test_C112_a_pipeline_sends_the_stream_and_v_times_as_often_with_v_stages_a_r
     assert by_place(tied)["tied weight"] == TIED.vocab_size * TIED.d_model * 2
     assert "tied weight" not in by_place(pp_calls(TIED, 64, "pp=4,micro_batches=4,schedule=zbv", 0))
     assert pp_calls(TOY, 64, "micro_batches=4", 0) == []
+
+
+def test_C091_a_ring_sends_as_much_as_an_all_gather():
+    """(P - 1) / P of all keys and values either way: what differs is memory, overlap and the number of calls."""
+    ring, gathered = (calls(cp_run(LLAMA_70B, 65_536, 8, method))["cp"] for method in ("ring", "all_gather"))
+    assert sent_bytes(ring) == sent_bytes(gathered)
+    all_keys = 2 * 65_536 * 8 * 128 * 2
+    forward = sum(by_collective(c for c in ring if c.place == "attention forward").values())
+    assert forward == LLAMA_70B.num_layers * all_keys * 7 // 8
+    backward = sum(by_collective(c for c in ring if c.place == "attention backward").values())
+    assert backward == 3 * forward  # keys again, and gradients in FP32
+    layers = LLAMA_70B.num_layers
+    assert call_counts(ring) == {
+        "all_to_all": 3 * 7 * layers
+    }  # C148, C258: 7 for each, forward, backward and gradients
+    assert call_counts(gathered) == {"all_gather": 2 * layers, "reduce_scatter": layers}

@@ -44,3 +44,8 @@ def test_ranks_differ_by_a_number_or_two_where_the_payload_does_not_divide():
 def test_payloads_of_broken_numbers_are_refused():
     with pytest.raises(ValueError, match="give the itemsize of the dtype"):
         ring_all_reduce_bytes(6, 4)
+
+
+def test_C247_a_ring_of_512_ranks_sends_a_seventh_more_than_one_of_8():
+    few, many = (ring_all_reduce_bytes(512_000_000, size) for size in (8, 512))
+    assert few == 1.75 * 512e6 and many / few == pytest.approx(1.14, abs=0.005)
