@@ -203,5 +203,5 @@ def test_C091_a_ring_sends_as_much_as_an_all_gather():
     layers = LLAMA_70B.num_layers
     assert call_counts(ring) == {
         "all_to_all": 3 * 7 * layers
-    }  # C148, C258: 7 for each, forward, backward and gradients
+    }  # C148, C258: 7 each: forward, backward, gradients
     assert call_counts(gathered) == {"all_gather": 2 * layers, "reduce_scatter": layers}
