@@ -201,7 +201,5 @@ def test_C091_a_ring_sends_as_much_as_an_all_gather():
     backward = sum(by_collective(c for c in ring if c.place == "attention backward").values())
     assert backward == 3 * forward  # keys again, and gradients in FP32
     layers = LLAMA_70B.num_layers
-    assert call_counts(ring) == {
-        "all_to_all": 3 * 7 * layers
-    }  # C148, C258: 7 each: forward, backward, gradients
+    assert call_counts(ring) == {"all_to_all": 3 * 7 * layers}  # C148, C258: 7 each: forward, backward, gradients
     assert call_counts(gathered) == {"all_gather": 2 * layers, "reduce_scatter": layers}
