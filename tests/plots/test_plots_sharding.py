@@ -20,6 +20,7 @@ from course_lib.layout import Layout
 from course_lib.measure import KINDS, Timeline
 from course_lib.memory.papers import korthikanti_layer_bytes
 from course_lib.memory.zero import padded, zero_bytes_per_parameter
+from course_lib.parallel import engine as engines
 from course_lib.parallel import zero
 from course_lib.plots import curves, matrices, regions, sharding, tensor_block, timeline, zero_step
 from course_lib.run import Run
@@ -106,7 +107,7 @@ def _what_is_whole():
         modules[0].register_forward_pre_hook(lambda module, args, unit=unit: note("forward", unit))
     engine._before_backward = enter
     x_BS = torch.arange(16).view(1, 16)
-    zero.accumulate_gradients(engine, [(x_BS, x_BS + 1)])
+    engines.accumulate_gradients(engine, [(x_BS, x_BS + 1)])
     return seen
 
 
