@@ -70,7 +70,7 @@ def grader(
         except CheckFailed as failure:
             raise CheckFailed(f"{name}: {failure}\n(to repeat this very run: seed={used})") from None
         except NotImplementedError as missing:
-            raise NotWritten(f"{name}: {missing}") from None
+            raise NotWritten(f"{name}: {str(missing) or 'your code goes here'}") from None
         except Exception as error:
             if not raised_in(student, error):
                 raise
