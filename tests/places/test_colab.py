@@ -8,7 +8,7 @@ import pytest
 from places.environments import environment
 from test_exercises import EXERCISES as ALL
 
-from course_lib.authoring import ROOT, code_cells, read
+from course_lib.authoring import ROOT, code_cells, is_check_cell, read
 from course_lib.authoring.links import chapters_of
 from course_lib.checks import ch00
 
@@ -64,8 +64,13 @@ def exercise_with(colab, answers: dict[str, str]):
     for cell in code_cells(nb):
         cell.source = answers.get(cell.id, cell.source)
     nb = colab.execute(nb, colab.course / "exercises")
-    checks = [cell for cell in code_cells(nb) if re.match(r"check_\w+\(", cell.source)]
+    checks = [cell for cell in code_cells(nb) if is_check_cell(cell)]
     return nb, checks
+
+
+def name_of(cell) -> str:
+    """The grader that a check cell calls."""
+    return re.search(r"check_\w+", cell.source).group()
 
 
 def solved() -> dict[str, str]:
@@ -77,7 +82,7 @@ def solved() -> dict[str, str]:
 def test_right_answers_pass(colab):
     nb, checks = exercise_with(colab, solved())
     assert failures(nb) == {}
-    assert [cell.outputs[0].text for cell in checks] == [f"{cell.source.split('(')[0]}: passed\n" for cell in checks]
+    assert [cell.outputs[0].text for cell in checks] == [f"{name_of(cell)}: passed\n" for cell in checks]
 
 
 def test_an_exercise_as_handed_out_says_so_in_one_line(colab):
@@ -90,15 +95,17 @@ def test_an_exercise_as_handed_out_says_so_in_one_line(colab):
 
 
 def test_a_wrong_answer_gets_the_message_of_its_grader_and_no_traceback(colab):
-    checks = {answer: name for stem, name, answer in ALL if stem == Path(EXERCISE).stem}
+    graders = {answer: name for stem, name, answer in ALL if stem == Path(EXERCISE).stem}
     cells = {}
     for cell_id, source in solved().items():
-        answer = next(answer for answer in checks if re.search(rf"\b{answer}\b", source))
-        cells[cell_id] = f"from course_lib.checks.ch00 import {checks[answer]}\n{answer} = {FIRST.format(checks[answer])}"
+        answer = next(answer for answer in graders if re.search(rf"\b{answer}\b", source))
+        cells[cell_id] = (
+            f"from course_lib.checks.ch00 import {graders[answer]}\n{answer} = {FIRST.format(graders[answer])}"
+        )
     nb, checks = exercise_with(colab, cells)
     found = failures(nb)
     for cell in checks:
-        check = getattr(ch00, re.search(r"check_\w+", cell.source).group())
+        check = getattr(ch00, name_of(cell))
         assert next(iter(check.wrong)) in " ".join(found[cell.id]), found[cell.id]
         # One sentence and the seed; of a deadlock also where each rank stood.
         assert len(found[cell.id]) < 10 and not any("Traceback" in line for line in found[cell.id])
