@@ -12,7 +12,7 @@ from course_lib.layout.block_pairs import pairs, share_of_ideal
 from course_lib.layout.partition import CP_METHODS
 from course_lib.layout.sequence_sharding import SEQUENCE_SHARDINGS
 from course_lib.memory.budget import budgets
-from course_lib.memory.context import for_length, kv_block_bytes
+from course_lib.memory.ranks import for_length, kv_block_bytes
 from course_lib.plots.memory import BudgetBar, budget_bars, draw_budgets, gpu_limits
 from course_lib.plots.style import show_bytes, show_seconds
 from course_lib.plots.timeline import draw_step_times

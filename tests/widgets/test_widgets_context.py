@@ -7,7 +7,7 @@ from course_lib.config import preset
 from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
-from course_lib.memory.context import for_length
+from course_lib.memory.ranks import for_length
 from course_lib.run import Run
 from course_lib.timing import attention_time
 from course_lib.widgets.context import ContextChoice, context_explorer, explore_context
