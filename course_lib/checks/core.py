@@ -1,6 +1,6 @@
-"""What every grader is made of: fresh numbers at each run, real ranks, a message that names the likely misconception.
+"""What every grader is made of: fresh numbers at each run, real ranks, a failure or "not written" told in a sentence.
 
-A grader is a function of the learner's answer and of a random.Random, under `@grader`:
+A grader that is no table (table.py) is a function of the learner's answer and of a random.Random, under `@grader`:
 
     @grader
     def check_mean_of_ranks(student, rng):
@@ -12,7 +12,6 @@ The learner calls `check_mean_of_ranks(my_mean)` and reads `check_mean_of_ranks:
 """
 
 import functools
-import math
 import random
 import re
 import traceback
@@ -195,47 +194,6 @@ def _tell_misconception(got: Tensor, misconceptions: dict[str, Tensor] | None, w
     for message, value in (misconceptions or {}).items():
         if value.shape == got.shape and torch.allclose(got, value.to(got.dtype), rtol=rtol, atol=atol):
             raise CheckFailed(f"{what}: {message}")
-
-
-def expect_equal(got: Any, want: Any, what: str, misconceptions: dict[str, Any] | None = None) -> None:
-    """The answer is exactly this number (bytes, counts, shapes, orders); misconceptions as in `expect_close`."""
-    if got is None:
-        raise CheckFailed(f"{what} is None; does your function return it?")
-    if got == want:
-        return
-    for message, value in (misconceptions or {}).items():
-        if got == value:
-            raise CheckFailed(f"{what} is {_shown(got)}, and {_shown(want)} is right: {message}")
-    raise CheckFailed(f"{what} is {_shown(got)}, and {_shown(want)} is right")
-
-
-def expect_number(
-    got: Any, want: float, where: str, misconceptions: dict[str, float], rtol: float = 1e-9, form: str = ".4g"
-) -> None:
-    """The answer is this number up to rounding; misconceptions as in `expect_close`, `form` as in an f-string."""
-    if isinstance(got, bool) or not isinstance(got, int | float):
-        raise CheckFailed(f"{where}: it returned {got!r}; return a number")
-    if math.isclose(got, want, rel_tol=rtol):
-        return
-    said = f"{where}: it returned {got:{form}}, and {want:{form}} is right"
-    told = next((text for text, value in misconceptions.items() if math.isclose(got, value, rel_tol=rtol)), None)
-    raise CheckFailed(f"{said}: {told}" if told else said)
-
-
-def fail_by_belief(got: list, want: list, cases: list, beliefs: dict[str, Callable], tell: Callable) -> None:
-    """Fail with the misconception that explains every answer given, or else with the first case that is wrong."""
-    if got == want:
-        return
-    for message, believed in beliefs.items():
-        if got == [believed(*case) for case in cases]:
-            fail(message)
-    for case, mine, right in zip(cases, got, want, strict=True):
-        if mine != right:
-            fail(f"{tell(*case)}: it returned {_shown(mine)}, and {_shown(right)} is right")
-
-
-def _shown(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else repr(value)
 
 
 # Errors of the answer's own code, raised in the notebook's process ---------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import EXHAUSTIVE
 from nbformat.v4 import new_code_cell, new_notebook
-from test_exercises import EXERCISES, definitions, one_of, wrong_answers
+from test_exercises import EXERCISES, definitions, grader_of, one_wrong
 
 from course_lib import authoring
 from course_lib.authoring.form import BEGIN, END, add_graders
@@ -256,11 +256,11 @@ def test_bytes_that_name_anything_but_plain_data_are_refused(tree):
     ("stem", "check_name", "answer"), [pytest.param(*case, marks=EXHAUSTIVE) for case in EXERCISES]
 )
 def test_a_grader_says_of_answers_apart_what_it_says_in_a_notebook(stem, check_name, answer, capsys):
-    entry = wrong_answers(stem)[answer]
-    told, part = entry["answers"][one_of(stem, answer)]
+    check = grader_of(stem, check_name)
+    part, told = one_wrong(check)
     with Workers() as workers:
-        entry["check"](Apart(dump(definitions(f"solutions/{stem}.ipynb")[answer]), workers))
+        check(Apart(dump(definitions(f"solutions/{stem}.ipynb")[answer]), workers))
         assert capsys.readouterr().out == f"{check_name}: passed\n"
         with pytest.raises(CheckFailed) as failure:
-            entry["check"](Apart(dump(told), workers))
+            check(Apart(dump(told), workers))
     assert part in str(failure.value)
