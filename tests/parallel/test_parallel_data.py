@@ -1,4 +1,4 @@
-"""Data parallelism from scratch, and DDP behind its calls: gradients against one process, bytes against formulas."""
+"""Data parallelism from scratch: gradients against one process, bytes against formulas."""
 
 import copy
 import dataclasses
