@@ -17,12 +17,12 @@ from course_lib.config import preset
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure import ByteMeter
-from course_lib.model import MoE, build
+from course_lib.minimal.compare import one_process
+from course_lib.model import MoE
 from course_lib.parallel import engine as engines
 from course_lib.parallel import five_d, pipeline, sums
 from course_lib.run import Run
 from course_lib.traffic import sent
-from course_lib.training import loss_of
 from course_lib.training.data import batch, tokens
 from course_lib.validate import Size, checked
 
@@ -99,11 +99,8 @@ def _global_batch(layout: Layout, step: int = 0) -> tuple[Tensor, Tensor]:
 
 def _one_process(layout: Layout) -> dict[str, Tensor]:
     """Gradients of the mean over the global batch; the balancing loss is that of each micro-batch, as in the engine."""
-    model, m = build(CONFIG, dtype=torch.float64), layout.micro_batches
-    for index in range(m):
-        parts = zip(*(_micro_batches(layout, dp_rank)[index] for dp_rank in range(layout.dp)), strict=True)
-        (loss_of(model, *(torch.cat(part) for part in parts)) / m).backward()
-    return {name: param.grad for name, param in model.named_parameters()}
+    of_ranks = zip(*(_micro_batches(layout, dp_rank) for dp_rank in range(layout.dp)), strict=True)
+    return one_process(CONFIG, [tuple(map(torch.cat, zip(*parts, strict=True))) for parts in of_ranks])
 
 
 class _Unsummed(five_d.CutStageRunner):
