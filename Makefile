@@ -42,14 +42,14 @@ found = $(shell for v in $(1); do for p in python$$v $$HOME/.pyenv/versions/$$v.
 FIRST := notebooks/index.ipynb
 NOTEBOOKS := $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 LESSONS := $(filter-out %_in_depth.ipynb,$(wildcard notebooks/*.ipynb))
-UNIT := -p no:nbval --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/hosts --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu --ignore=tests/faults
+UNIT := -p no:nbval --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/places --ignore=tests/browser --ignore=tests/slurm --ignore=tests/test_grading.py --ignore=tests/native/test_deepspeed.py --ignore=tests/fake_gpu --ignore=tests/faults
 # Stored outputs hang on no processor: kernels of PyTorch, oneDNN and MKL without AVX-512, then without AVX2.
 KERNELS := avx2 default
 NBVAL_THREADS ?= 1
 NBVAL := -p tests.kernel_starts --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider -n $(NBVAL_WORKERS) --dist loadfile
 
 .PHONY: help setup lab test quick lint unit nbval demo bench doctor fmt notebooks exercises mirrors quotes check address \
-        setup-newer quick-newer test-in-depth test-exhaustive test-long test-faults test-colab test-newest test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-clients test-slurm test-hosts test-processors clean
+        edit size rest nightly setup-newer quick-newer test-in-depth test-exhaustive test-faults test-colab test-newest test-gpu test-fake-gpu test-browser test-grading test-deepspeed test-clients test-slurm test-processors clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -77,14 +77,13 @@ lab: $(LAB_STAMP)  ## open your copy of the course in JupyterLab, on this machin
 	@test -d '$(LAB_PAGE)' || { mkdir -p '$(LAB_PAGE)' && cp course_lib/templates/*.jupyterlab-workspace '$(LAB_PAGE)'; }
 	JUPYTERLAB_WORKSPACES_DIR='$(LAB_PAGE)' $(RUN) -m jupyterlab --ip=127.0.0.1 --KernelManager.transport_encryption=auto $(ROOT_FLAG) --ServerApp.root_dir="$$(cd '$(LAB_FOLDER)' && pwd)" --LabApp.default_url=/lab/tree/$(FIRST) $(LAB_FLAGS)
 
-test: setup  ## lint, unit tests, every lesson under strict nbval
+test: setup  ## lint, the tests that find bugs of the core, every lesson under strict nbval
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory unit
 	@$(MAKE) --no-print-directory nbval NOTEBOOKS="$(LESSONS)"
 
 test-in-depth: setup  ## the other notebooks, in depth and solutions, under strict nbval
-	@notebooks=$$($(RUN) tests/parts.py $(filter-out $(LESSONS),$(NOTEBOOKS))); \
-	$(MAKE) --no-print-directory nbval NOTEBOOKS="$$notebooks"
+	@$(MAKE) --no-print-directory nbval NOTEBOOKS="$(filter-out $(LESSONS),$(NOTEBOOKS))"
 
 quick: setup  ## the tests that start no process and take less than a second each; under a minute
 	$(RUN) -m pytest -m "not launches and not slow and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
@@ -101,16 +100,16 @@ lint: setup  ## ruff, for the package, the tests and the notebooks
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-unit: setup  ## the tests of the package; of many cases a sample
-	$(RUN) -m pytest -m "not long and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
+unit: setup  ## quick, and the suites of the core that start ranks (CORE in tests/conftest.py)
+	$(RUN) -m pytest -m "(core or not launches and not slow) and not long and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
 
-test-long: setup  ## what make test leaves out: ranks started by scripts, kernels, torchrun, accelerate; the trainer killed and stopped; what takes longest
-	$(RUN) -m pytest -m long -n $(WORKERS) --dist load $(UNIT)
+rest: setup  ## the tests that make test leaves out
+	$(RUN) -m pytest -m "(long or not core and (launches or slow)) and not exhaustive" -n $(WORKERS) --dist loadfile $(UNIT)
 
 test-faults: setup  ## ranks of every parallelism killed, stopped, hung, raising, disagreeing: one error, nothing left
 	$(RUN) -m pytest -p no:nbval -p no:cacheprovider -n $(WORKERS) --dist loadgroup tests/faults
 
-test-exhaustive: setup  ## the cases of which make test runs a sample: worlds, layouts, checkpoints, simulated ranks, pictures, answers for graders
+test-exhaustive: setup  ## the cases of which the other tests are a sample: worlds, layouts, checkpoints, simulated ranks
 	$(RUN) -m pytest -m exhaustive -n $(WORKERS) --dist worksteal $(UNIT)
 
 nbval: setup  ## every notebook and solution runs, and prints what it stores
@@ -192,8 +191,17 @@ test-slurm: setup  ## launches and the trainer on a real Slurm of two virtual no
 	@$(RUN) -c 'import submitit' 2>/dev/null || $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[lab,test,slurm]"
 	$(RUN) tests/slurm/cluster.py -- $(RUN) -m pytest -rs -p no:cacheprovider tests/slurm
 
-test-hosts: setup  ## two emulated hosts with a thin link between them (Linux, as root); says why where it cannot
-	$(RUN) -m pytest -rs -p no:nbval -p no:cacheprovider tests/hosts
+nightly: setup  ## what takes long or installs other programs, where files that it touches have changed; results in docs/NIGHTLY.md
+	$(RUN) tests/nightly.py
+
+size: setup  ## count the lines of each folder into docs/SIZE.md, which a test holds them to
+	$(RUN) tests/size.py
+
+edit: setup  ## CHAPTER=05: mirrors, exercises, form, lint, and this chapter's lessons, solutions and graders
+	@test -n "$(wildcard notebooks/$(CHAPTER)*.ipynb)" || { echo "make: no chapter '$(CHAPTER)'; try make edit CHAPTER=05" >&2; exit 1; }
+	@$(MAKE) --no-print-directory mirrors exercises fmt lint check
+	@$(MAKE) --no-print-directory nbval NOTEBOOKS="$(filter $(foreach folder,notebooks solutions,$(folder)/$(CHAPTER)%),$(filter-out %_in_depth.ipynb,$(NOTEBOOKS)))"
+	$(RUN) -m pytest -p no:nbval tests/test_notebooks.py tests/checks -k "notebooks or ch$(CHAPTER)" -m "not exhaustive" -n $(WORKERS)
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

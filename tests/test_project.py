@@ -1,12 +1,14 @@
 """The project as files: README, pins, environment, licence, and nothing of any one machine."""
 
 import importlib.metadata
+import itertools
 import re
 import subprocess
 import sys
 import tomllib
 from collections import Counter
 
+import nightly
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -82,13 +84,27 @@ def test_ci_starts_with_the_readmes_test_command_and_may_not_hang_on_input():
     assert "set -euo pipefail" in CI and "exec </dev/null" in CI
 
 
-def test_ci_runs_what_make_test_leaves_out():
-    (left_out,) = re.findall(
-        r'^\t.* -m pytest -m "not (\w+) and not (\w+)" .*\$\(UNIT\)$', recipe_of("unit"), re.MULTILINE
-    )
-    for marker in left_out:
-        assert f"-m pytest -m {marker} " in recipe_of(f"test-{marker}")
-        assert re.search(rf"\bstep make test-{marker}\b", CI)
+MARKERS = ("launches", "slow", "long", "core", "exhaustive")
+
+
+def selected_by(target: str, marks: set[str]) -> bool:
+    """Whether a target of make runs a test with these marks."""
+    (expression,) = re.findall(r'-m pytest -m "?([\w ()]+?)"? -n', recipe_of(target))
+    return eval(expression, {"__builtins__": {}}, {marker: marker in marks for marker in MARKERS})
+
+
+@pytest.mark.parametrize("marks", [set(some) for n in range(6) for some in itertools.combinations(MARKERS, n)], ids=str)
+def test_each_test_is_run_once_by_make_test_by_the_rest_or_by_make_nightly(marks):
+    targets = [target for target in ("unit", "rest", "test-exhaustive") if selected_by(target, marks)]
+    assert len(targets) == 1
+    assert selected_by("quick", marks) <= ("unit" in targets or "long" in marks)
+
+
+def test_what_ci_does_not_run_make_nightly_does():
+    targets = set(re.findall(r"^(test-[a-z-]+):", MAKEFILE, re.MULTILINE))
+    assert targets == set(re.findall(r"step make (test-[a-z-]+)", CI)) | {
+        target for target in nightly.TOUCHES if target.startswith("test-")
+    }
 
 
 def test_no_two_test_files_are_the_same_module_for_pytest():
@@ -170,11 +186,10 @@ def test_the_workflow_runs_the_oldest_and_the_newest_torch_that_the_package_allo
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.13"])
-def test_the_quick_tests_run_on_both_ends_of_python_in_ci_and_in_the_workflow(python):
+def test_the_quick_tests_run_on_both_ends_of_python_in_the_workflow(python):
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
     assert python in workflow["jobs"]["quick"]["strategy"]["matrix"]["python"]
-    assert python in workflow["jobs"]["everything"]["steps"][1]["with"]["python-version"].split()
-    assert "step make quick-newer" in CI and "$(call found,3.13)" in MAKEFILE
+    assert "quick-newer" in nightly.TOUCHES and "$(call found,3.13)" in MAKEFILE
 
 
 @pytest.mark.parametrize("flag", ["", "CPU=1"])
@@ -200,13 +215,6 @@ def test_pins_are_renewed_with_every_extra():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (named,) = re.findall(r'pip install -e "\.\[([\w,]+)\]"`', text)
     assert set(named.split(",")) == set(PYPROJECT["project"]["optional-dependencies"])
-
-
-def test_contributing_says_which_part_ci_takes():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (parts,) = re.findall(r"PART:-\$\(\(commits % (\d+) \+ 1\)\)/", CI)
-    words = {6: ("a sixth", "six parts"), 12: ("a twelfth", "twelve parts")}[int(parts)]
-    assert all(word in text for word in words)
 
 
 def test_the_first_line_of_the_environment_opens_the_index():

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from course_lib.launch import RankError, Results, launch
 
-NOT_WRITTEN = re.compile(r"NotImplementedError: (.*your code goes here)")
+NOT_WRITTEN = re.compile(r"^NotImplementedError(?:: (.*your code goes here))?$", re.M)
+OWN_FRAME = re.compile(r'  File "[^"\n]*/course_lib/checks/[^"\n]*", line .*\n(?:    .*\n)*')
 RANK_SECONDS = 30.0  # a grader's launch takes under a second; a deadlock must not cost the learner two minutes
 apart: Any = None  # while a class is graded: the Workers (apart.py) in which answers run
 
@@ -46,11 +47,17 @@ class NotWritten(NotImplementedError):
         return [str(self)]
 
 
-def grader(body: Callable[[Any, random.Random], None]) -> Callable[..., None]:
+def grader(
+    body: Callable[[Any, random.Random], None] | None = None, *, right: Any = None, wrong: dict[str, Any] | None = None
+) -> Callable[..., Any]:
     """Turn `body(student, rng)` into a check that prints one line or raises CheckFailed.
 
     Every call draws a new seed; the message of a failure tells it, and `check_...(answer, seed=...)` repeats that run.
+
+    right    an unusual right answer, and wrong: a part of its message -> a wrong answer, or several; for the test
     """
+    if body is None:
+        return functools.partial(grader, right=right, wrong=wrong)
     name = body.__name__
 
     @functools.wraps(body)
@@ -65,11 +72,12 @@ def grader(body: Callable[[Any, random.Random], None]) -> Callable[..., None]:
         except NotImplementedError as missing:
             raise NotWritten(f"{name}: {missing}") from None
         except Exception as error:
-            if not _raised_in(student, error):
+            if not raised_in(student, error):
                 raise
-            raise CheckFailed(f"{name}: {_own_lines(student, error)}\n(to repeat this very run: seed={used})") from None
+            raise CheckFailed(f"{name}: {own_lines(student, error)}\n(to repeat this very run: seed={used})") from None
         print(f"{name}: passed")
 
+    check.right, check.wrong = right, wrong
     return check
 
 
@@ -109,6 +117,17 @@ def observed(look: Callable, answer: Any, *args) -> Any:
 
 
 @contextmanager
+def in_this_process() -> Iterator[None]:
+    """Inside, code of the course's own runs here also while a class is graded."""
+    global apart
+    before, apart = apart, None
+    try:
+        yield
+    finally:
+        apart = before
+
+
+@contextmanager
 def rank_errors_as_failures(world_size: int) -> Iterator[None]:
     """Turn the error of a rank into a failure of the answer, or into "not written yet"."""
     try:
@@ -116,8 +135,18 @@ def rank_errors_as_failures(world_size: int) -> Iterator[None]:
     except RankError as error:
         missing = NOT_WRITTEN.search(str(error))
         if missing:
-            raise NotImplementedError(missing.group(1)) from None
-        raise CheckFailed(f"your code failed on {world_size} ranks:\n{error}") from None
+            raise NotImplementedError(missing.group(1) or "your code goes here") from None
+        raise CheckFailed(f"your code failed on {world_size} ranks:\n{OWN_FRAME.sub('', str(error))}") from None
+
+
+def hang_in_words(text: str, hang: str) -> str:
+    """The launcher's error with the likely reason of a hang first."""
+    if limit := re.search(r"time limit: after (\S+) s", text):
+        places = "\n".join(line for line in text.splitlines() if line.startswith("rank "))
+        return f"your ranks wait for each other for ever (stopped after {float(limit[1]):.0f} s). {hang}\n{places}"
+    if "Received data size doesn't match" in text:
+        return f"a message is longer than the tensor it was received into: its two ends disagree on its length.\n{text}"
+    return text
 
 
 # What graders compare ------------------------------------------------------------------------------------------------
@@ -217,13 +246,13 @@ def _file_of(student: Any) -> str | None:
     return code.co_filename if code else None
 
 
-def _raised_in(student: Any, error: Exception) -> bool:
+def raised_in(student: Any, error: Exception) -> bool:
     """Whether the answer's own code stood on the stack when the error came up, or could not be called as it was."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(frame.filename == _file_of(student) for frame in frames) or "positional argument" in str(error)
 
 
-def _own_lines(student: Any, error: Exception) -> str:
+def own_lines(student: Any, error: Exception) -> str:
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == _file_of(student)]
     place = f" in {own[-1].name}, line {own[-1].lineno}: {own[-1].line}" if own else ""
     return f"your code raised {type(error).__name__}: {error}{place}"

@@ -4,7 +4,6 @@ A grader describes its calls (`Call`), `run_calls` makes them on every rank, and
 that the grader compares with what the exercise asks.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib.checks.core import CheckFailed, fail, run_ranks
+from course_lib.checks.core import CheckFailed, fail, hang_in_words, run_ranks
 from course_lib.comm.groups import make_groups
 from course_lib.launch.limits import slowness
 from course_lib.layout.mesh import Mesh
@@ -86,7 +85,7 @@ def run_calls(
     try:
         results = run_ranks(_on_this_rank, len(calls[0].inputs), answer, calls, mesh, axes, timeout=limit_s)
     except CheckFailed as failure:
-        raise CheckFailed(_in_words(str(failure), hang, limit_s)) from None
+        raise CheckFailed(hang_in_words(str(failure), hang)) from None
     return [[seen[index] for seen in results] for index in range(len(calls))]
 
 
@@ -104,17 +103,6 @@ def _observe(answer: Callable, call: Call, groups: list, groups_by_axis: dict) -
     if isinstance(result, Tensor):
         result = result.clone()
     return Seen(result, torch.equal(x, before), meter.sent_bytes, meter.by_axis, meter.calls, log.messages, log.sent)
-
-
-def _in_words(text: str, hang: str, limit_s: float) -> str:
-    """The launcher's error with the likely reason first, and without the graders' own lines."""
-    if "time limit:" in text:
-        places = "\n".join(line for line in text.splitlines() if line.startswith("rank "))
-        return f"your ranks wait for each other for ever (stopped after {limit_s:.0f} s). {hang}\n{places}"
-    text = re.sub(r'  File "[^"\n]*/course_lib/checks/[^"\n]*", line .*\n(?:    .*\n)*', "", text)
-    if "Received data size doesn't match" in text:
-        return f"a message is longer than the tensor it was received into: its two ends disagree on its length.\n{text}"
-    return text
 
 
 @dataclass(frozen=True)

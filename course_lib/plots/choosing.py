@@ -63,7 +63,6 @@ class Cut:
     over_nodes: bool
 
 
-@checked
 def cuts_of(triples: Sequence[tuple[int, int, int]], gpus_per_node: Size = 8) -> list[Cut]:
     """Return the cuts of a picture.
 
@@ -123,7 +122,6 @@ def show_paths(num_layers: Size = 4) -> None:
 
 
 # ---------------------------------------------------------------- what options need
-@checked
 def shown_kinds(option: Option) -> dict[str, float]:
     """Return an option's GB in the kinds that the picture shows; what is none of them is overhead."""
     found = dict.fromkeys(SHOWN_KINDS, 0.0)
@@ -140,7 +138,6 @@ def cut_name(layout) -> str:
     return f"{kept or 'one GPU'} z{layout.zero_stage} mb{layout.micro_batch}"
 
 
-@checked
 def draw_options(axes, options: Sequence[Option]) -> None:
     """Draw a bar of memory for each option, and what a GPU has as a line.
 
@@ -170,7 +167,6 @@ def show_options(options: Sequence[Option]) -> None:
         axes.set_title("Memory of some layouts", fontsize=10)
 
 
-@checked
 def draw_front(axes, ranked: Sequence[Option], best: Sequence[Option]) -> None:
     """Draw MFU against memory: a point for each option, a line through the front.
 

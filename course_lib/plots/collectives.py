@@ -23,7 +23,6 @@ class Cell:
     origin: int | None
 
 
-@checked
 def rows_of(values: Iterable) -> list[list]:
     """One list of numbers per rank, from tensors, arrays, lists or None (nothing there)."""
     rows = []
@@ -33,7 +32,6 @@ def rows_of(values: Iterable) -> list[list]:
     return rows
 
 
-@checked
 def origin_of(value: float, before: Sequence[Sequence]) -> int | None:
     """The only rank that held the value before; MIXED if none did; None if several did, so that nobody can tell."""
     holders = [rank for rank, row in enumerate(before) if value in row]
@@ -42,7 +40,6 @@ def origin_of(value: float, before: Sequence[Sequence]) -> int | None:
     return holders[0] if len(holders) == 1 else None
 
 
-@checked
 def collective_cells(before: Iterable, after: Iterable) -> tuple[list[Cell], list[Cell]]:
     """The cells before and after a collective, each with the rank that its value came from.
 
@@ -92,7 +89,6 @@ def _origin_legend(cells: Sequence[Cell]) -> str:
 # ---------------------------------------------------------------- several collectives, one pair of grids each
 
 
-@checked
 def collective_pairs(ranks: Sequence[Mapping]) -> dict[str, tuple[list[Cell], list[Cell]]]:
     """Return the cells of each collective before and after; `ranks[rank][name]` is (before, after) on that rank."""
     if not ranks or any(of_rank.keys() != ranks[0].keys() for of_rank in ranks):

@@ -18,14 +18,12 @@ class PairOfBars:
     error_percent: float
 
 
-@checked
 def comparison_pairs(rows: Sequence) -> list[PairOfBars]:
     """The rows of a `Comparison` that are not empty on both sides."""
     pairs = [PairOfBars(row.kind, row.predicted_bytes, row.measured_bytes, row.error_percent) for row in rows]
     return [pair for pair in pairs if pair.predicted_bytes or pair.measured_bytes]
 
 
-@checked
 def error_text(error_percent: float) -> str:
     """Such as `+1.2 %`; an error too small to be seen is called exact only if it is zero."""
     if error_percent == 0:
@@ -35,7 +33,6 @@ def error_text(error_percent: float) -> str:
     return f"{error_percent:+.2f} %".replace("-", "−")
 
 
-@checked
 def draw_comparison(axes, pairs: Sequence[PairOfBars], what: str) -> None:
     """Two bars a kind; the numbers and the error stand beside them."""
     largest = max(max(pair.predicted_bytes, pair.measured_bytes) for pair in pairs)

@@ -31,7 +31,6 @@ MOST_RANKS = len(RANK_COLORS)
 # ---------------------------------------------------------------- the mask, shared out
 
 
-@checked
 def mask_ranks(sequence_sharding: str, seq_len: Size, cp_size: Size) -> list[list[int | None]]:
     """Which rank computes each pair: [query][key], None for later keys. A pair is its query's rank's.
 
@@ -46,7 +45,6 @@ def mask_ranks(sequence_sharding: str, seq_len: Size, cp_size: Size) -> list[lis
     return [[owner[q] if k <= q else None for k in range(seq_len)] for q in range(seq_len)]
 
 
-@checked
 def mask_caption(sequence_sharding: str, seq_len: Size, cp_size: Size) -> str:
     """What a panel shows, in one line: how many pairs a rank has."""
     totals = pairs_of_ranks(pairs(sequence_sharding, seq_len, cp_size))
@@ -54,7 +52,6 @@ def mask_caption(sequence_sharding: str, seq_len: Size, cp_size: Size) -> str:
     return f"{sequence_sharding}\n{each}"
 
 
-@checked
 def draw_mask(axes, cells: Sequence[Sequence[int | None]], caption: str) -> None:
     """A square for each pair, queries downwards, keys to the right, coloured by rank."""
     size = len(cells)
@@ -101,7 +98,6 @@ class WorkBar:
     idle: int
 
 
-@checked
 def work_bars(table: Sequence[Sequence[int]]) -> list[WorkBar]:
     """A table of `block_pairs.pairs` as bars on a clock that counts pairs."""
     idle, lengths = idle_pairs(table), step_pairs(table)
@@ -113,13 +109,11 @@ def work_bars(table: Sequence[Sequence[int]]) -> list[WorkBar]:
     ]
 
 
-@checked
 def work_caption(sequence_sharding: str, table: Sequence[Sequence[int]]) -> str:
     """What a panel shows, in one line: the share of ideal speed."""
     return f"{sequence_sharding}: {100 * share_of_ideal(table):.1f} % of the ideal speed"
 
 
-@checked
 def draw_work(axes, bars: Sequence[WorkBar], caption: str, end: int) -> None:
     """Ranks downwards, pairs to the right: what each computes at each step, and hatched how long it waits."""
     for bar in bars:
@@ -171,7 +165,6 @@ class Held:
     pairs: int
 
 
-@checked
 def travel(cp_size: Size, sequence_sharding: str = "zigzag") -> list[list[Held]]:
     """What each rank has at each step of a ring, [rank][step]: at step t the block of rank r - t, of two tokens."""
     check_context(2 * cp_size, cp_size, sequence_sharding)
@@ -183,7 +176,6 @@ def travel(cp_size: Size, sequence_sharding: str = "zigzag") -> list[list[Held]]
     return [[held(rank, step) for step in range(cp_size)] for rank in range(cp_size)]
 
 
-@checked
 def draw_travel(axes, table: Sequence[Sequence[Held]]) -> None:
     """Steps to the right, ranks downwards: a cell in the colour of its keys' rank; pale where nothing may be seen."""
     size = len(table)
@@ -222,13 +214,11 @@ def _check_ranks(cp_size: int) -> None:
 # ---------------------------------------------------------------- memory by length
 
 
-@checked
 def longest_drawn(curve: Mapping[int, float], limit_bytes: Amount) -> int | None:
     """The longest of the drawn sequences that fits; None if none does."""
     return max((seq_len for seq_len, size in curve.items() if size <= limit_bytes), default=None)
 
 
-@checked
 def show_length(seq_len: Size) -> str:
     """Tokens as one says them: 16k, 128k, 1M."""
     millions, thousands = divmod(seq_len, 2**20), divmod(seq_len, 1024)
@@ -237,7 +227,6 @@ def show_length(seq_len: Size) -> str:
     return f"{thousands[0]}k" if thousands[0] and not thousands[1] else str(seq_len)
 
 
-@checked
 def line_label(name: str, curve: Mapping[int, float], limit_bytes: Amount | None) -> str:
     """A line's name, the longest of its lengths that fits, and the next one."""
     if limit_bytes is None:

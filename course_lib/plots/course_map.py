@@ -50,7 +50,6 @@ class CourseMap:
     arrows: list[tuple[int, int]]
 
 
-@checked
 def course_map(course: Sequence[Chapter] = COURSE) -> CourseMap:
     """Place each chapter one column behind the last that it needs; leave out arrows that others already say."""
     before: dict[int, set[int]] = {}
@@ -75,7 +74,6 @@ def course_map(course: Sequence[Chapter] = COURSE) -> CourseMap:
     return CourseMap(places, arrows)
 
 
-@checked
 def draw_course(axes, course: Sequence[Chapter] = COURSE) -> None:
     """Draw the boxes and the arrows; row 0 is in the middle."""
     drawn = course_map(course)
@@ -102,7 +100,6 @@ def draw_course(axes, course: Sequence[Chapter] = COURSE) -> None:
     axes.axis("off")
 
 
-@checked
 def course_figure():
     """Return the map as a figure of pyplot."""
     with style():

@@ -26,7 +26,6 @@ MARKERS = ["o", "s", "^", "D", "v", "P"]
 Curve = Mapping[float, float]
 
 
-@checked
 def draw_curves(axes, lines: Mapping[str, Curve], points: Mapping[str, Curve], value_labels: bool = True) -> None:
     """Lines for models, markers for measurements; measurements carry their numbers."""
     for index, (name, curve) in enumerate(lines.items()):
@@ -42,7 +41,6 @@ def draw_curves(axes, lines: Mapping[str, Curve], points: Mapping[str, Curve], v
     axes.legend(loc="best")
 
 
-@checked
 def value_labels_of(curves: Sequence[Curve], lines: Sequence[Curve] = ()) -> list[tuple[float, float, bool]]:
     """Which points carry their number, as (x, y, above).
 
@@ -148,7 +146,6 @@ class AlphaBetaPicture:
     ways: list[tuple[float, str]]  # the size from which on a way is the fastest, and what it is
 
 
-@checked
 def crossover_bytes(collective: str, world_size: Size, link: Link) -> float:
     """The message size at which the latency of the smallest message is as long as moving bytes at the best rate."""
     if world_size < 2:
@@ -157,7 +154,6 @@ def crossover_bytes(collective: str, world_size: Size, link: Link) -> float:
     return min(cost.latency_s for cost in costs) * max(cost.payload_bytes_per_s for cost in costs)
 
 
-@checked
 def alpha_beta_picture(collective: str, world_size: Size, link: Link) -> AlphaBetaPicture:
     """Times of messages from 1 KB to 10 GB, eight to a decade, each by the fastest way."""
     ratio = 10 ** (1 / 8)
@@ -174,13 +170,11 @@ def alpha_beta_picture(collective: str, world_size: Size, link: Link) -> AlphaBe
     return AlphaBetaPicture(sizes, total, latency_s, [latency_s * size / crossover for size in sizes], crossover, first)
 
 
-@checked
 def interpolated(picture: AlphaBetaPicture, at_bytes: float) -> float:
     """Return the time of a message between two sizes of the picture, on the line that is drawn."""
     return float(np.interp(at_bytes, picture.sizes_bytes, picture.total_s))
 
 
-@checked
 def draw_alpha_beta(axes, picture: AlphaBetaPicture, at_bytes: float | None = None) -> None:
     """Log-log: flat where latency rules, a slope where bandwidth rules, and where the fastest way changes.
 

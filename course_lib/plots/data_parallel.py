@@ -37,7 +37,6 @@ class ReplicaBox:
     color: str
 
 
-@checked
 def replica_boxes(
     sequences: Sequence[Sequence[float]], own: Sequence[float], mean: float, weights: tuple[float, float]
 ) -> list[ReplicaBox]:
@@ -101,7 +100,6 @@ class Fall:
     bucket: int
 
 
-@checked
 def falls(sizes: Mapping[str, Size], buckets: Sequence[Sequence[str]]) -> list[Fall]:
     """Return where each parameter lies and into which bucket it falls.
 
@@ -153,7 +151,6 @@ def show_buckets(sizes: Mapping[str, Size], buckets: Sequence[Sequence[str]], ti
 # ---------------------------------------------------------------- tokens against steps
 
 
-@checked
 def times_the_least(share: Positive) -> tuple[float, float]:
     """Return steps and tokens, as multiples of the least, at a batch of `share` critical batch sizes.
 

@@ -139,7 +139,6 @@ class SortedRows:
         return [chosen.count(expert) for expert in range(self.num_experts)]
 
 
-@checked
 def sorted_rows(expert_Tk: Sequence, num_experts: Size) -> SortedRows:
     """Sort the assignments of tokens by expert.
 

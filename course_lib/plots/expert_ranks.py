@@ -44,7 +44,6 @@ def travelling_rows(expert_Tk: Sequence, layout: ExpertLayout) -> list[Travellin
     return rows
 
 
-@checked
 def stages_of_rows(expert_Tk: Sequence, layout: ExpertLayout) -> list[list[list[tuple[str, int]]]]:
     """Return [stage][rank] -> (text, home rank) of each box: from tokens to rows, to experts' ranks, and back."""
     rows, ranks = travelling_rows(expert_Tk, layout), range(layout.ep_size)
@@ -144,7 +143,6 @@ def show_gradient_path(knows_gradient: bool) -> None:
 # ---------------------------------------------------------------- who has what
 
 
-@checked
 def owners(num_experts: Size, ep_size: Size) -> list[tuple[str, list[int]]]:
     """Return each part of a block with the ranks that have it: experts on one rank each, the rest on all.
 

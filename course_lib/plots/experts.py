@@ -28,7 +28,6 @@ class LoadPicture:
     drop_rate: float
 
 
-@checked
 def load_picture(
     load: Sequence[int], capacity: Size | None = None, dropped: Sequence[int] | None = None
 ) -> LoadPicture:
@@ -51,7 +50,6 @@ def load_picture(
     return LoadPicture(kept, dropped, mean, capacity, max(kept) / mean, sum(dropped) / sum(load))
 
 
-@checked
 def load_title(picture: LoadPicture) -> str:
     """What the bars show: how much longer the most loaded expert computes than the mean, and what is lost."""
     said = (
@@ -60,7 +58,6 @@ def load_title(picture: LoadPicture) -> str:
     return said + (f"; {100 * picture.drop_rate:.1f} % of all assignments are dropped" if picture.capacity else "")
 
 
-@checked
 def draw_load(axes, picture: LoadPicture, experts_per_rank: Size | None = None) -> None:
     """A bar for each expert, drops hatched on top, lines for mean and capacity; borders between ranks dotted."""
     experts = range(len(picture.kept))
@@ -111,7 +108,9 @@ def _label_lines(axes, lines: Sequence[tuple[float, str]], top: float) -> None:
 
 
 @checked
-def show_load(load: Sequence[int], capacity: Size | None = None, title: str = "", experts_per_rank=None) -> None:
+def show_load(
+    load: Sequence[int], capacity: Size | None = None, title: str = "", experts_per_rank: Size | None = None
+) -> None:
     """Show the load of experts: assignments that fell on each, with the mean, and with what a capacity drops."""
     picture = load_picture(load, capacity)
     with picture_axes(3.2) as axes:
@@ -146,7 +145,6 @@ def balance_picture(loads: Sequence[Sequence[float]]) -> BalancePicture:
     )
 
 
-@checked
 def draw_balance(axes, picture: BalancePicture, top: float) -> None:
     """A thin line for each expert, the largest and the smallest of each step thick, and where all would be even."""
     steps = range(1, len(picture.relative[0]) + 1)
@@ -183,7 +181,6 @@ def show_balance(loads: Mapping[str, Sequence[Sequence[float]]]) -> None:
 # ---------------------------------------------------------------- total and active parameters
 
 
-@checked
 def parameters_title(parameters: Mapping[str, tuple[float, float]]) -> str:
     """How large the part is that computes for one token."""
     shares = [
@@ -192,7 +189,6 @@ def parameters_title(parameters: Mapping[str, tuple[float, float]]) -> str:
     return "A token passes through " + (" and ".join(shares) or "every parameter")
 
 
-@checked
 def draw_parameters(axes, parameters: Mapping[str, tuple[float, float]]) -> None:
     """`{model: (total, active)}` as bars: what is stored, and within it what computes for one token."""
     longest = max(total for total, _ in parameters.values())

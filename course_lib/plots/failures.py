@@ -14,7 +14,6 @@ COLORS = {"training": "green", "saving": "blue", "lost work": "vermillion", "res
 POINTS = 61
 
 
-@checked
 def default_intervals(failures: Failures) -> list[float]:
     """Intervals around the best one, from a thirtieth of it to 30 times, or as far as the formula is sensible."""
     best_s = best_interval_s(failures)
@@ -22,7 +21,6 @@ def default_intervals(failures: Failures) -> list[float]:
     return np.geomspace(best_s / 30, longest_s, POINTS).tolist()
 
 
-@checked
 def share_rows(failures: Failures, intervals_s: Sequence[Positive]) -> dict[str, list[float]]:
     """Return of each share of `timing.failures.shares` its values at these intervals."""
     found = [shares(failures, interval_s) for interval_s in intervals_s]

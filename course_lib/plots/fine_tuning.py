@@ -27,7 +27,6 @@ class MatrixBox:
     trained: bool
 
 
-@checked
 def lora_boxes(d_out: Size, d_in: Size, rank: Size) -> list[MatrixBox]:
     """Return W, B and A with areas true to their elements."""
     gap = max(d_in, d_out) / 2

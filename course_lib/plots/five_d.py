@@ -45,7 +45,6 @@ class RankMap:
         return by_node
 
 
-@checked
 def rank_map(layout: Layout, axis: str = "tp", ranks_per_node: Size = 8) -> RankMap:
     """Place the ranks of a layout on nodes, and group them along pp, dp, cp, tp or ep.
 
@@ -62,7 +61,6 @@ def rank_map(layout: Layout, axis: str = "tp", ranks_per_node: Size = 8) -> Rank
     return RankMap(axis, ranks_per_node, coordinates, [list(group) for group in groups], links)
 
 
-@checked
 def links_text(picture: RankMap) -> str:
     """How a group of this axis lies: inside a node, or over how many."""
     links = picture.links
@@ -87,14 +85,12 @@ def _places(picture: RankMap) -> tuple[dict[int, tuple[float, float]], int, int]
     return at, min(across, nodes), -(-nodes // across)
 
 
-@checked
 def group_color(number: Index) -> str:
     """Eight colours, then the same, lighter, and again from the start."""
     color = RANK_COLORS[number % len(RANK_COLORS)]
     return mix(color, "#FFFFFF", 0.5) if number // len(RANK_COLORS) % 2 else color
 
 
-@checked
 def draw_rank_map(axes, picture: RankMap, coordinates: bool = True, numbers: bool = True) -> None:
     """Nodes as frames, ranks as boxes in the colour of their group; lines in a node solid, between nodes dashed."""
     at, across, rows = _places(picture)
@@ -153,14 +149,12 @@ def _line_below(axes, boxes: Sequence[tuple[float, float]], used: dict, look: Ma
         axes.plot([x, x], [row + BOX / 2, y], zorder=2, **look)
 
 
-@checked
 def free_level(lines: Sequence[tuple[float, float, int]], left: float, right: float) -> int:
     """The first level on which no line (left, right, level) meets this one."""
     taken = {level for a, b, level in lines if a <= right and left <= b}
     return next(level for level in range(len(taken) + 1) if level not in taken)
 
 
-@checked
 def map_height_in(picture: RankMap, width_in: Positive) -> float:
     """The height at which boxes are as wide as high, of a panel of this width."""
     _, across, rows = _places(picture)

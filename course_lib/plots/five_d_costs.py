@@ -34,7 +34,6 @@ from course_lib.validate import checked
 # ---------------------------------------------------------------- memory along the pipeline
 
 
-@checked
 def pipeline_bars(of_ranks, limits_bytes: Mapping[str, int] | None = None) -> list[BudgetBar]:
     """Bytes by kind of each rank of a pipeline, in order.
 
@@ -47,7 +46,6 @@ def pipeline_bars(of_ranks, limits_bytes: Mapping[str, int] | None = None) -> li
     return budget_bars({f"pp {label}": each for label, each in zip(labels, by_kind, strict=True)}, limits_bytes or {})
 
 
-@checked
 def pipeline_title(bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], unit: str | None = None) -> str:
     """The most loaded rank, and whether the GPU holds it."""
     largest = max(bars, key=lambda bar: bar.total_bytes)
@@ -60,14 +58,12 @@ def pipeline_title(bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], u
     return f"{said}, {'which fits' if name in largest.fits else 'too much for'} one {name}"
 
 
-@checked
 def visible_kinds(bars: Sequence[BudgetBar]) -> list[str]:
     """Kinds that are seen somewhere: more than one per cent of the tallest column."""
     tallest = max(bar.total_bytes for bar in bars)
     return [kind for kind in KINDS if any(bar.bytes_by_kind.get(kind, 0) > 0.01 * tallest for bar in bars)]
 
 
-@checked
 def draw_pipeline(axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], unit: str = "GB") -> None:
     """A column for each rank, its kinds stacked; what stands above a GPU's line does not fit."""
     size, places = UNITS[unit], range(len(bars))
@@ -133,7 +129,6 @@ PART_COLORS = AXIS_COLORS | {
 PART_HATCHES = {"bubble": "////", "transfer": "..", "launches": "..", "update": "xx", "waiting": "xx"}
 
 
-@checked
 def sent_rows(sent_bytes: Mapping[str, int]) -> dict[str, int]:
     """Bytes by axis in a fixed order, those of which nothing is sent left out."""
     if unknown := set(sent_bytes) - set(SENT_ORDER):
@@ -141,7 +136,6 @@ def sent_rows(sent_bytes: Mapping[str, int]) -> dict[str, int]:
     return {axis: sent_bytes[axis] for axis in SENT_ORDER if sent_bytes.get(axis, 0)}
 
 
-@checked
 def sent_title(sent_bytes: Mapping[str, int]) -> str:
     """All bytes, and the axis that sends most of them."""
     rows, total = sent_rows(sent_bytes), sum(sent_bytes.values())
@@ -151,20 +145,17 @@ def sent_title(sent_bytes: Mapping[str, int]) -> str:
     return f"{show_bytes(total)} sent in a step, {100 * rows[most] / total:.0f} % over {most}"
 
 
-@checked
 def time_rows(seconds: Mapping[str, float]) -> dict[str, float]:
     """Seconds by part in the order given, those of which there is nothing left out."""
     return {part: value for part, value in seconds.items() if value > 0}
 
 
-@checked
 def time_title(seconds: Mapping[str, float]) -> str:
     """The whole step, and how much of it computes."""
     total = sum(seconds.values())
     return f"{show_seconds(total)} modelled, {100 * seconds.get('compute', 0.0) / total:.0f} % computing"
 
 
-@checked
 def draw_sent_by_axis(axes, sent_bytes: Mapping[str, int]) -> None:
     """A bar for each axis with its bytes, on a log axis where they differ too much to be seen beside each other."""
     rows = sent_rows(sent_bytes)
@@ -176,7 +167,6 @@ def draw_sent_by_axis(axes, sent_bytes: Mapping[str, int]) -> None:
         _log_bytes(axes, list(rows.values()))
 
 
-@checked
 def sent_on_log_axis(rows: Mapping[str, int]) -> bool:
     """Whether the largest is more than `MOST_RATIO` times the smallest."""
     return bool(rows) and max(rows.values()) > MOST_RATIO * min(rows.values())
@@ -198,7 +188,6 @@ def _log_bytes(axes, sent_bytes: Sequence[int]) -> None:
     axes.set_xlabel("sent by one rank in a step, log axis")
 
 
-@checked
 def draw_time_by_part(axes, seconds: Mapping[str, float]) -> None:
     """A bar for each part of a step with its seconds."""
     rows = time_rows(seconds)

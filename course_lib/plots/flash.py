@@ -29,7 +29,6 @@ class Tile:
     state: str
 
 
-@checked
 def flash_tiles(num_blocks: Size, now: Index) -> list[Tile]:
     """Return the tiles of a causal score matrix in the order of rows; tile number `now` is being computed.
 
@@ -50,7 +49,6 @@ def flash_tiles(num_blocks: Size, now: Index) -> list[Tile]:
     return tiles
 
 
-@checked
 def draw_tiles(axes, tiles: Sequence[Tile]) -> None:
     """Draw the blocks with their turns; beside the row of the current tile, its three running values."""
     size = 1 + max(tile.query_block for tile in tiles)
@@ -65,7 +63,6 @@ def draw_tiles(axes, tiles: Sequence[Tile]) -> None:
     _label_blocks(axes, size, size + 1.2)
 
 
-@checked
 def draw_score_matrix(axes, seq_len: Size) -> None:
     """Draw every score of a causal matrix: the lower half filled, because it is kept, the upper half masked."""
     for query in range(seq_len):

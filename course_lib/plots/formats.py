@@ -69,7 +69,6 @@ FORMATS = {
 }
 
 
-@checked
 def format_cells(formats: Sequence[FloatFormat]) -> list[list[str]]:
     """For each format the part that each of its bits belongs to, from the left."""
     return [["sign"] + ["exponent"] * f.exponent_bits + ["mantissa"] * f.mantissa_bits for f in formats]
@@ -113,7 +112,6 @@ def _draw_format(axes, row: int, fmt: FloatFormat, cells: Sequence[str], widest:
     axes.text(0, top + 0.85, facts, ha="left", va="top", fontsize=8.5)
 
 
-@checked
 def draw_ranges(axes, formats: Sequence[FloatFormat], marks: Mapping[str, float]) -> None:
     """Each format's range as a bar over magnitudes, subnormal numbers pale, and lines at the values of interest."""
     for row, fmt in enumerate(formats):

@@ -67,7 +67,6 @@ class Holdings:
     of_model: list[tuple[float, float]]
 
 
-@checked
 def holdings(config: ModelConfig, layout: Layout, ranks: Sequence[int] | None = None) -> Holdings:
     """Say who holds what; matrices alone are drawn as cut, norms and routers are whole on each rank of tp.
 
@@ -81,7 +80,6 @@ def holdings(config: ModelConfig, layout: Layout, ranks: Sequence[int] | None = 
     return Holdings(layout, ranks, parts, shares, [_of_model(config, layout, rank) for rank in ranks])
 
 
-@checked
 def shown_ranks(layout: Layout) -> list[int]:
     """All ranks, or where these are many the first of each place along pp."""
     if layout.world_size <= MOST_ROWS:
@@ -90,7 +88,6 @@ def shown_ranks(layout: Layout) -> list[int]:
     return [layout.mesh.rank(pp=place, dp=0, cp=0, tp=0) for place in range(0, layout.pp, step)]
 
 
-@checked
 def parts_of(config: ModelConfig, layout: Layout) -> list[Part]:
     """The columns: embedding, attention and MLP of each layer (or of each stage, if there are many), head."""
     layers, parts = layers_of(config, layout), [Part("embed", "embed", 0)]
@@ -135,7 +132,6 @@ def _of_model(config: ModelConfig, layout: Layout, rank: int) -> tuple[float, fl
     return states.parameters / (4 * numel), states.optimizer / (8 * numel)
 
 
-@checked
 def holdings_title(picture: Holdings) -> str:
     """How much of the model the most loaded of these ranks has."""
     parameters = max(parameters for parameters, _ in picture.of_model)
@@ -149,7 +145,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2g} %" if share < 0.01 else f"{three_digits(100 * share)} %"
 
 
-@checked
 def draw_holdings(axes, picture: Holdings) -> None:
     """A frame for each rank and part; what the rank has is filled, pale its parameters, strong its optimizer states."""
     edges = _edges(picture.parts)
@@ -195,7 +190,6 @@ def draw_holdings(axes, picture: Holdings) -> None:
     axes.legend(handles=handles, ncol=2, fontsize=8.5, **below)
 
 
-@checked
 def strong_in_pale(picture: Holdings) -> str:
     """Which share of the parameters that a rank holds its optimizer states are for: 1/data, of experts 1/expert_dp."""
     of_pale = {picture.parts[s.part].has_experts: s.of_states / s.of_parameters for s in picture.shares}
@@ -204,7 +198,6 @@ def strong_in_pale(picture: Holdings) -> str:
     return f"{of_pale[True]} of experts, {of_pale[False]} of the rest"
 
 
-@checked
 def draw_boxes(axes, boxes: Sequence[tuple[float, float, float, float]], **look) -> None:
     """Many boxes (left, top, width, height) at once: each by itself would take long."""
     corners = [[(x, y), (x + w, y), (x + w, y + h), (x, y + h)] for x, y, w, h in boxes]
@@ -247,7 +240,6 @@ def _label_parts(axes, parts: Sequence[Part], edges: Sequence[tuple[float, float
                 axes.text(0.5 * (left + right), -0.12, part.name, ha="center", va="bottom", fontsize=7.5)
 
 
-@checked
 def row_label(layout: Layout, rank: Index) -> str:
     """A rank and its place along each axis that has several."""
     here = layout.mesh.coordinates(rank)
@@ -255,7 +247,6 @@ def row_label(layout: Layout, rank: Index) -> str:
     return f"rank {rank:,}" + (f": {' '.join(named)}" if named else "")
 
 
-@checked
 def holdings_height_in(picture: Holdings) -> float:
     """The height of the matrix with title, names and legend."""
     return 1.25 + 0.26 * len(picture.ranks)

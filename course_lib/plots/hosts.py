@@ -12,11 +12,10 @@ WIDEST_POINTS = 22.0  # of the line that stands for the most bytes
 INSIDE_POINTS = 3.0  # inside a host bytes are not counted
 
 
-@checked
 def link_widths(rows: Sequence[HostRow]) -> list[float]:
     """Points of the line that each of the two pairs of ranks gets: true to the bytes on the link."""
     if not rows:
-        raise ValueError("rows is empty; give what measure_two_hosts returned")
+        raise ValueError("rows is empty; give measured rows")
     most = max(row.link_bytes for row in rows)
     return [WIDEST_POINTS * row.link_bytes / most for row in rows]
 
@@ -30,7 +29,6 @@ def show_two_hosts(rows: Sequence[HostRow]) -> None:
             draw_two_hosts(axes, row, width)
 
 
-@checked
 def draw_two_hosts(axes, row: HostRow, width: Positive) -> None:
     """One layout: two hosts of two ranks, lines in the colours of the axes."""
     bare(axes, (-0.75, 3.35), (-1.45, 1.75))

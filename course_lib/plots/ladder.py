@@ -18,7 +18,6 @@ class LadderStep:
     gain_percent: float
 
 
-@checked
 def gains_of_steps(steps: Mapping[str, float]) -> list[LadderStep]:
     """Each step's gain over the one above it; the first step is where one starts."""
     values = list(steps.values())
@@ -33,7 +32,6 @@ def _percent(value: float) -> str:
     return f"{value:.1f}" if value < 10 else f"{value:.0f}"
 
 
-@checked
 def draw_ladder(axes, ladder_steps: Sequence[LadderStep], unit: str, limits: Mapping[str, float]) -> None:
     """Horizontal bars from the start downward; the ghost of a bar is what this step saved."""
     ends = [one.value + max(one.gain, 0) for one in ladder_steps]

@@ -13,7 +13,6 @@ MOST_RANKS = 8
 WHOLE_COLOR = "#E6E6E6"  # the same numbers on every rank
 
 
-@checked
 def chunk_bounds(size: Size, num_ranks: Size) -> list[tuple[int, int]]:
     """Where `size` is cut for each rank, as `piece_sizes` has it: (start, stop)."""
     stops = list(accumulate(piece_sizes(size, num_ranks)))
@@ -46,7 +45,6 @@ class MatrixPiece:
         return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
 
 
-@checked
 def linear_pair_pieces(tokens: Size, d_model: Size, d_ff: Size, tp_size: Size) -> list[MatrixPiece]:
     """Who holds what in Y = X A, Z = Y B when A is cut by columns and B by rows: Z is the first thing to be summed.
 
@@ -71,7 +69,6 @@ _SIZES = {"T": 1.5, "D": 1.5, "F": 2.7}
 _GAP, _LIFT = 0.8, 0.16
 
 
-@checked
 def draw_linear_pair(axes, pieces: Sequence[MatrixPiece]) -> None:
     """X A = Y, Y B = Z from left to right; each rank's pieces in its colour, partial sums as a stack of sheets."""
     tp_size = sum(piece.matrix == "A" for piece in pieces)
@@ -160,7 +157,6 @@ class RankHeads:
     replicas: int
 
 
-@checked
 def heads_by_rank(num_heads: Size, num_kv_heads: Size, tp_size: Size) -> list[RankHeads]:
     """Which heads each rank computes; with more ranks than key/value heads, several ranks hold the same ones.
 
@@ -176,7 +172,6 @@ def heads_by_rank(num_heads: Size, num_kv_heads: Size, tp_size: Size) -> list[Ra
     return ranks
 
 
-@checked
 def draw_heads(axes, ranks: Sequence[RankHeads]) -> None:
     """Query heads above, the key/value heads that they read below; a rank is a frame of its colour."""
     x, width = 0.0, len(ranks[0].q_heads)
@@ -195,7 +190,6 @@ def draw_heads(axes, ranks: Sequence[RankHeads]) -> None:
     axes.set_axis_off()
 
 
-@checked
 def heads_title(ranks: Sequence[RankHeads]) -> str:
     """What the picture shows, in one sentence."""
     first = ranks[0]
@@ -231,7 +225,6 @@ class VocabularyRows:
     answers: tuple[bool, ...]
 
 
-@checked
 def vocabulary_rows(vocab_size: Size, tp_size: Size, token_ids: Sequence[int] = ()) -> list[VocabularyRows]:
     """The rows of each rank, and who answers which token: exactly one rank each, so that the sum is the embedding.
 
@@ -246,7 +239,6 @@ def vocabulary_rows(vocab_size: Size, tp_size: Size, token_ids: Sequence[int] = 
     ]
 
 
-@checked
 def draw_vocabulary(axes, rows: Sequence[VocabularyRows], token_ids: Sequence[int]) -> None:
     """Left the table cut into rows, right what each rank gives for each token: a row, or zeros; below their sum."""
     left, ranks = 3.2, len(rows)

@@ -39,7 +39,6 @@ class TimelinePicture:
     peak_by_kind: dict[str, int]
 
 
-@checked
 def timeline_picture(timeline, over: str = "events", max_points: Size = 1500) -> TimelinePicture:
     """Turn a tracker's `Timeline` into what is drawn: kinds in their fixed order, phases between marks, and the peak.
 
@@ -86,7 +85,6 @@ def _phases(marks: Sequence[tuple[float, str]], end: float) -> list[tuple[str, f
     ]  # without marks there is an end alone
 
 
-@checked
 def stack_kinds(axes, picture: TimelinePicture, unit: str) -> None:
     """Stack the bytes of each kind over the events."""
     floor = [0.0] * len(picture.xs)
@@ -98,7 +96,6 @@ def stack_kinds(axes, picture: TimelinePicture, unit: str) -> None:
         floor = top
 
 
-@checked
 def draw_memory_timeline(axes, picture: TimelinePicture, unit: str) -> None:
     """Stack the kinds, with the phases as a strip above and the peak labelled."""
     stack_kinds(axes, picture, unit)
@@ -147,7 +144,6 @@ def show_memory_timeline(
         axes.set_title(title, pad=16)
 
 
-@checked
 def kind_patch(kind: str) -> Patch:
     """Return the legend's entry of a kind of memory."""
     return Patch(facecolor=KIND_COLORS[kind], hatch=KIND_HATCHES[kind], edgecolor="white", label=kind)
@@ -166,7 +162,6 @@ class BudgetBar:
     fits: tuple[str, ...]
 
 
-@checked
 def kinds_of(budget) -> dict[str, int]:
     """Bytes by kind, in the fixed order and without zeros, of a mapping or of a `Budget`'s largest moment."""
     if isinstance(budget, Mapping):
@@ -179,7 +174,6 @@ def kinds_of(budget) -> dict[str, int]:
     return {kind: int(given[kind]) for kind in KINDS if kind != "free" and given.get(kind, 0)}
 
 
-@checked
 def budget_bars(budgets, limits_bytes: Mapping[str, int]) -> list[BudgetBar]:
     """The numbers of `show_budgets`: each budget's kinds, its total, and the limits that hold it."""
     if not isinstance(budgets, Mapping) or set(budgets) & set(KINDS):
@@ -192,13 +186,11 @@ def budget_bars(budgets, limits_bytes: Mapping[str, int]) -> list[BudgetBar]:
     return bars
 
 
-@checked
 def gpu_limits(gpus: Mapping[str, float] | Iterable[GPU]) -> dict[str, int]:
     """What fits on each GPU, as `{name: usable bytes}`; from records of `course_lib.hardware`, or a mapping already."""
     return dict(gpus) if isinstance(gpus, Mapping) else {gpu.name: gpu.usable_bytes for gpu in gpus}
 
 
-@checked
 def merge_limits(limits_bytes: Mapping[str, int]) -> list[tuple[str, int]]:
     """Limits within 2 % would be drawn on top of each other: one line names them all, at the smallest of them."""
     merged: list[tuple[list[str], int]] = []
@@ -210,7 +202,6 @@ def merge_limits(limits_bytes: Mapping[str, int]) -> list[tuple[str, int]]:
     return [(", ".join(names), limit) for names, limit in merged]
 
 
-@checked
 def draw_budgets(
     axes, bars: Sequence[BudgetBar], limits_bytes: Mapping[str, int], unit: str = "GB", title: str = ""
 ) -> None:
@@ -265,7 +256,6 @@ def _limit_label(name: str, limit: int, unit: str) -> str:
     return f"{name}: {three_digits(limit / UNITS[unit])} {unit}"
 
 
-@checked
 def label_levels(labels: Sequence[tuple[float, str]], extent: float) -> list[int]:
     """On which line above the axes each (x, text) goes, so that no two touch: the lowest line with room."""
     ends: list[float] = []

@@ -22,7 +22,6 @@ class MeshPicture:
     groups: dict[str, list[tuple[int, ...]]]
 
 
-@checked
 def mesh_picture(mesh: Mesh) -> MeshPicture:
     """Place the ranks of a dp x tp x pp mesh in a slanted cube, and list who talks to whom along each axis."""
     if mesh.cp != 1 or mesh.world_size > 32:
@@ -47,7 +46,6 @@ AXIS_MEANING = {
 }
 
 
-@checked
 def draw_mesh(axes, picture: MeshPicture) -> None:
     """Ranks as discs with their number and coordinates, a line in the axis's colour between neighbours of a group."""
     for axis, groups in picture.groups.items():

@@ -30,7 +30,6 @@ class Wire:
     width: float
 
 
-@checked
 def wires_of_node(cluster: Cluster, host: Link) -> list[Wire]:
     """Return the wires from the switch down to the network; `host` joins GPUs, processors and network cards."""
     links = (

@@ -57,7 +57,6 @@ class SchedulePicture:
     bubble_of_total: float
 
 
-@checked
 def schedule_picture(simulation: Simulation) -> SchedulePicture:
     """The boxes of a simulated schedule, and each rank's idle time until the last one is done."""
     boxes = boxes_of(simulation.schedule, simulation.rows)
@@ -68,7 +67,6 @@ def schedule_picture(simulation: Simulation) -> SchedulePicture:
     return picture_of(simulation.schedule, boxes)
 
 
-@checked
 def at_once(boxes: list[Box], starts_pair: Sequence[bool]) -> list[Box]:
     """The same boxes, but each that starts a pair lies above the one behind it, both as long as the pair."""
     drawn = list(boxes)
@@ -80,7 +78,6 @@ def at_once(boxes: list[Box], starts_pair: Sequence[bool]) -> list[Box]:
     return drawn
 
 
-@checked
 def picture_of(schedule: Schedule, boxes: list[Box]) -> SchedulePicture:
     """Boxes with what lies between them: idle time from the first moment to the last, and its two shares."""
     end_s = max(box.stop_s for box in boxes)
@@ -91,7 +88,6 @@ def picture_of(schedule: Schedule, boxes: list[Box]) -> SchedulePicture:
     return SchedulePicture(*sizes, boxes, idle, end_s, idle_s / (total_s - idle_s), idle_s / total_s)
 
 
-@checked
 def boxes_of(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> list[Box]:
     """Boxes from each rank's spans, simulated or measured; a span's name is the instruction as text, such as F3@1."""
     chunk_of = {stage: c for rank in range(schedule.pp) for c, stage in enumerate(schedule.stages_of_rank(rank))}
@@ -103,7 +99,6 @@ def boxes_of(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> list[Box]:
     return boxes
 
 
-@checked
 def chart_title(picture: SchedulePicture) -> str:
     """What the chart shows, in one sentence: the bubble by both definitions."""
     ranks = f"{picture.num_ranks} rank{'s' if picture.num_ranks > 1 else ''}"
@@ -114,13 +109,11 @@ def chart_title(picture: SchedulePicture) -> str:
     )
 
 
-@checked
 def percent(share: Amount) -> str:
     """A share as a reader wants it: 27.3 %, 75 %, 0 %."""
     return f"{100 * share:.1f}".removesuffix(".0") + " %"
 
 
-@checked
 def shade(op: str, chunk: Index, num_chunks: Size) -> str:
     """The colour of an operation, lighter for each later chunk of the rank."""
     return mix(OP_COLORS[op], "#FFFFFF", LIGHTEST * chunk / max(num_chunks - 1, 1))
@@ -138,7 +131,6 @@ class Label:
     size: float
 
 
-@checked
 def labels_of(picture: SchedulePicture, end_s: Amount | None = None, height: Positive = BOX_HEIGHT) -> dict[str, Label]:
     """The largest readable label for the narrowest box of each operation; an operation without room has none.
 
@@ -168,7 +160,6 @@ def labels_of(picture: SchedulePicture, end_s: Amount | None = None, height: Pos
 # ---------------------------------------------------------------- one chart
 
 
-@checked
 def draw_schedule(
     axes, picture: SchedulePicture, end_s: Amount | None = None, scale: Positive = 1.0, height: Positive = BOX_HEIGHT
 ) -> None:
@@ -188,7 +179,6 @@ def draw_schedule(
     axes.spines["left"].set_visible(False)
 
 
-@checked
 def draw_boxes(axes, spans: Sequence[tuple[float, float, float]], scale: Positive, height: Positive, **look) -> None:
     """Many boxes, (row, start, stop), as one collection: a chart has up to two thousand."""
     boxes = [(a / scale, row - height / 2, (b - a) / scale, height) for row, a, b in spans]
@@ -213,7 +203,6 @@ def _number_boxes(axes, picture: SchedulePicture, labels: Mapping[str, Label], s
         text.set_in_layout(False)  # the layout need not measure a thousand numbers that lie inside the axes
 
 
-@checked
 def dpi_of(pictures: Sequence[SchedulePicture], end_s: Amount) -> float | None:
     """More dots where numbers are small or left out, the style's own otherwise."""
     for picture in pictures:
@@ -223,7 +212,6 @@ def dpi_of(pictures: Sequence[SchedulePicture], end_s: Amount) -> float | None:
     return None
 
 
-@checked
 def legend_of(pictures: Sequence[SchedulePicture]) -> list[Patch]:
     """What the colours and shades mean, as far as these pictures use them."""
     used = {box.op for picture in pictures for box in picture.boxes}
@@ -235,13 +223,11 @@ def legend_of(pictures: Sequence[SchedulePicture]) -> list[Patch]:
     return handles
 
 
-@checked
 def chart_height_in(picture: SchedulePicture) -> float:
     """The height of one chart with its title and its time axis."""
     return 0.62 + ROW_IN * picture.num_ranks
 
 
-@checked
 def draw_chart(axes, picture: SchedulePicture, title: str | None = None, end_s: Amount | None = None) -> None:
     """One chart by itself, with title, time axis and legend."""
     draw_schedule(axes, picture, end_s)
@@ -250,7 +236,6 @@ def draw_chart(axes, picture: SchedulePicture, title: str | None = None, end_s: 
     legend_below(axes, legend_of([picture]))
 
 
-@checked
 def legend_below(axes, handles: Sequence[Patch]) -> None:
     look = {"handlelength": 1.2, "columnspacing": 1.2, "handletextpad": 0.5, "fontsize": 8.5}
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 4.1}

@@ -35,7 +35,6 @@ class CutBox:
     text: str
 
 
-@checked
 def cut_boxes(num_layers: Size, num_stages: Size) -> list[CutBox]:
     """Return what each stage has: its layers, the embedding on the first, the head on the last.
 
@@ -90,7 +89,6 @@ class MessageArrow:
     used_s: float
 
 
-@checked
 def message_arrows(simulation: Simulation) -> list[MessageArrow]:
     """Return each message between two ranks of a simulated schedule."""
     schedule = simulation.schedule
@@ -153,7 +151,6 @@ class HalfBox:
     op: str
 
 
-@checked
 def half_boxes(num_layers: Size) -> list[HalfBox]:
     """Return for each linear layer of a stage its forward, its I and its W."""
     boxes = []

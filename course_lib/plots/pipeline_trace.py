@@ -64,7 +64,6 @@ def _earlier(span: Span, seconds: float) -> Span:
     return replace(span, start_s=span.start_s - seconds, stop_s=span.stop_s - seconds)
 
 
-@checked
 def measured_title(picture: MeasuredPicture) -> str:
     """Whether the order is the schedule's, and how long it took beside how long it should."""
     order = "Executed in the order drawn" if picture.in_order else "NOT executed in the order drawn"
@@ -75,7 +74,6 @@ def measured_title(picture: MeasuredPicture) -> str:
     )
 
 
-@checked
 def draw_measured(axes, picture: MeasuredPicture) -> None:
     """The simulated boxes as outlines, the measured ones filled and narrower, so that both ends of each are seen."""
     unit = time_unit_for(picture.end_s)

@@ -24,7 +24,6 @@ class Point:
     step_to_step: float
 
 
-@checked
 def tradeoff_points(simulations: Sequence[Simulation]) -> list[Point]:
     """Where each schedule lies; memory is that of the rank which keeps most."""
     return [
@@ -33,7 +32,6 @@ def tradeoff_points(simulations: Sequence[Simulation]) -> list[Point]:
     ]
 
 
-@checked
 def names_left(points: Sequence[Point]) -> list[bool]:
     """Whether a point's name stands left of it: there is another close to its right."""
     near = 0.3 * (max(point.alive for point in points) or 1.0)

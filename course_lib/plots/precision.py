@@ -14,7 +14,6 @@ from course_lib.validate import Positive, checked, one_of
 # ---------------------------------------------------------------- the numbers of a format
 
 
-@checked
 def numbers_between(fmt: FloatFormat, low: Positive, high: Positive) -> list[float]:
     """Return the numbers that a format has from `low` to `high`.
 
@@ -69,7 +68,6 @@ class MagnitudePanel:
     largest: float
 
 
-@checked
 def magnitude_panels(magnitudes: Mapping, fmt: FloatFormat) -> list[MagnitudePanel]:
     """Return a panel for each tensor of gradients: how its magnitudes lie in the range of a format.
 
@@ -134,7 +132,6 @@ class StepBox:
     width: float
 
 
-@checked
 def mixed_step_boxes() -> dict[str, StepBox]:
     """Return the boxes of a step with master weights; widths are bytes per parameter."""
     return {

@@ -28,7 +28,6 @@ class RankRow:
     exposed: dict[str, list[tuple[float, float]]]
 
 
-@checked
 def rank_rows(traces: Sequence[RankTrace]) -> list[RankRow]:
     """Turn traces into what is drawn, a row for each rank."""
     if not traces:
@@ -51,7 +50,6 @@ def _touching(interval: tuple[float, float], others: Sequence[tuple[float, float
     return [(low, high) for low, high in others if low < stop and high > start]
 
 
-@checked
 def draw_lanes(axes, rows: Sequence[RankRow]) -> None:
     """Draw of each rank computation above communication; where it waits, the axis fills both lanes."""
     scale = TIME_UNITS[time_unit_for(max(row.seconds.step_s for row in rows))]
@@ -68,7 +66,6 @@ def _bars(axes, intervals: Sequence[tuple[float, float]], scale: float, place: t
     axes.broken_barh(bars, place, facecolor=color, edgecolor=color, linewidth=0.3)
 
 
-@checked
 def draw_sums(axes, rows: Sequence[RankRow]) -> None:
     """Draw of each rank one bar: computing, exposed communication by axis, neither; together the step."""
     scale = TIME_UNITS[time_unit_for(max(row.seconds.step_s for row in rows))]
@@ -93,7 +90,6 @@ def _finish_axes(axes, rows: Sequence[RankRow]) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-@checked
 def _color_of(axis: str) -> str:
     """The colour of an axis; those of data are dp's."""
     return COLORS.get(axis, OTHER_COLOR)

@@ -8,7 +8,6 @@ from course_lib.plots.course_map import course_figure
 from course_lib.plots.pipeline import chart_height_in, draw_chart, schedule_picture
 from course_lib.plots.style import FULL_WIDTH_IN, style
 from course_lib.schedules import all_forward_all_backward, one_f_one_b, simulate
-from course_lib.validate import checked
 
 PICTURES = ("course_map.svg", "schedules.svg")
 
@@ -24,7 +23,6 @@ def schedules_figure():
     return figure
 
 
-@checked
 def write_pictures(folder: Path) -> list[Path]:
     """Write each picture into the folder, the same bytes each time."""
     paths = [folder / name for name in PICTURES]

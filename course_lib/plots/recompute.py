@@ -33,7 +33,6 @@ class GraphBox:
     kept: bool
 
 
-@checked
 def saved_tensors(config: ModelConfig, num_tokens: Size, seq_len: Size) -> list[SavedTensor]:
     """Return what a Llama block with standard attention saves, in the order of forward; statistics with their tensors.
 
@@ -56,14 +55,12 @@ def saved_tensors(config: ModelConfig, num_tokens: Size, seq_len: Size) -> list[
     return [SavedTensor(name, made_by, int(size) * num_tokens) for name, made_by, size in sizes]
 
 
-@checked
 def kept_names(mode: Recompute, tensors: Sequence[SavedTensor]) -> list[bool]:
     """Say of each tensor whether it stays from forward to backward."""
     dropped = {"none": (), "selective": ("attention\nweights",), "full": tuple(t.name for t in tensors[1:])}
     return [tensor.name not in dropped[mode] for tensor in tensors]
 
 
-@checked
 def graph_boxes(mode: Recompute, tensors: Sequence[SavedTensor]) -> list[GraphBox]:
     """Lay the tensors side by side, as wide as their bytes; the block's input is one wide."""
     unit, left, boxes = tensors[0].nbytes, 0.0, []
@@ -73,7 +70,6 @@ def graph_boxes(mode: Recompute, tensors: Sequence[SavedTensor]) -> list[GraphBo
     return boxes
 
 
-@checked
 def draw_graph(axes, mode: Recompute, tensors: Sequence[SavedTensor]) -> None:
     """Draw one row: kept tensors filled, tensors that are made again as outlines, operations as arrows."""
     boxes = graph_boxes(mode, tensors)

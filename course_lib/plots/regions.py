@@ -63,7 +63,6 @@ class Border:
     backward: str
 
 
-@checked
 def block_regions(
     config: ModelConfig,
     batch_size: Size,
@@ -103,7 +102,6 @@ def _dims(name: str, mode: str) -> str:
     return "s × D" if mode == "tp+sp" else "S × D"
 
 
-@checked
 def block_borders(mode: str, regather: bool = False) -> list[Border]:
     """The collectives of one block, into and out of attention and the MLP, named as in `course_lib.comm.conjugate`.
 
@@ -123,7 +121,6 @@ _BARS_FROM, _TALLEST = 1.0, 1.6
 _WIDTHS = (0.85, 1.55, 1.25, 0.85, 1.55, 1.25)
 
 
-@checked
 def draw_regions(axes, regions: Sequence[Region], borders: Sequence[Border], highest: float, label: str) -> None:
     """A strip of regions, bars of bytes above it, and below each border what is sent there."""
     unit, x = unit_for(highest), 0.0
@@ -162,7 +159,6 @@ def _ylim(regions: Sequence[Region], borders: Sequence[Border], highest: float) 
     return -1.0 - 0.25 * lines if borders else -0.1, _BARS_FROM + max(tallest + 0.35, 0.75)
 
 
-@checked
 def regions_title(totals: dict[str, float], tp_size: Size) -> str:
     """What the picture shows, in one sentence: how many times less each step of sharding makes a rank keep."""
     if not {"tp", "tp+sp"} <= set(totals):

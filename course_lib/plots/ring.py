@@ -24,7 +24,6 @@ class RingView:
     sends: list[int | None]
 
 
-@checked
 def ring_views(values: Iterable, moments: Sequence[Index]) -> list[RingView]:
     """Return the ring after so many steps of an all-reduce, for each number of steps in `moments`.
 
@@ -48,7 +47,6 @@ def _view(steps: Sequence[RingStep], moment: int) -> RingView:
     return RingView(title, step.values, step.summed, sends)
 
 
-@checked
 def place_on_circle(turn: Share, radius: Positive = RADIUS) -> tuple[float, float]:
     """Return where a share of a turn ends: 0 is at the top, a quarter of a turn at the right."""
     angle = math.pi / 2 - 2 * math.pi * turn

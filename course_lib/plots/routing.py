@@ -49,7 +49,6 @@ class Route:
     link: str
 
 
-@checked
 def token_routes(experts: Sequence, layout: ExpertLayout, weights: Sequence | None = None) -> list[Route]:
     """Every choice of a routing: one expert_Tk a rank (-1 where it was dropped on the way), and weight_Tk if known.
 
@@ -73,7 +72,6 @@ def token_routes(experts: Sequence, layout: ExpertLayout, weights: Sequence | No
     return routes
 
 
-@checked
 def within_capacity(routes: Sequence[Route], capacity: Size) -> list[Route]:
     """The same routes, of which each expert takes the first `capacity`; the others are dropped."""
     taken: dict[int, int] = {}
@@ -91,7 +89,6 @@ CROSSED_AT = 0.9  # of the way: where a dropped assignment is crossed out
 ROUTE_NAMES = {"home": "stays on its rank", "within": "to a rank of its node", "between": "to another node"}
 
 
-@checked
 def draw_routes(axes, routes: Sequence[Route], layout: ExpertLayout, num_tokens: Size) -> None:
     """Tokens on the left by rank, experts on the right by rank, a line for each assignment, thick where it weighs."""
     tokens_per_rank = num_tokens // layout.ep_size
@@ -148,7 +145,6 @@ def _column(axes, x: float, count: int, num_ranks: int, height: float, letter: s
     return middle
 
 
-@checked
 def routes_title(routes: Sequence[Route]) -> str:
     """How many rows stay, and how many leave their rank or node."""
     counts = {link: sum(route.kept and route.link == link for route in routes) for link in ROUTE_COLORS}
@@ -203,7 +199,6 @@ class TrafficPicture:
         return "within" if src // self.ranks_per_node == dst // self.ranks_per_node else "between"
 
 
-@checked
 def traffic_picture(
     rows: Sequence[Sequence[int]], row_bytes: Index, ranks_per_node: Size | None = None
 ) -> TrafficPicture:
@@ -223,7 +218,6 @@ def traffic_picture(
     return TrafficPicture(sent, empty.ranks_per_node, sums["within"], sums["between"])
 
 
-@checked
 def traffic_title(picture: TrafficPicture) -> str:
     """Bytes of all ranks together, and how many of them leave their node, if there are several."""
     within, between = sum(picture.within_bytes), sum(picture.between_bytes)
@@ -235,7 +229,6 @@ def traffic_title(picture: TrafficPicture) -> str:
     return f"{show_bytes(within + between)} sent by all ranks, {share:.0f} % of it between nodes"
 
 
-@checked
 def draw_traffic(axes, picture: TrafficPicture, unit: str) -> None:
     """Sender downwards, receiver to the right: the fuller the colour, the more bytes; frames around nodes."""
     ranks = len(picture.bytes_sent)
@@ -277,7 +270,6 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 9.95 else f"{value:.1f}"
 
 
-@checked
 def draw_sent(axes, picture: TrafficPicture, unit: str) -> None:
     """What each rank sends, beside its row of the matrix: within its node, and between nodes (hatched)."""
     ranks = range(len(picture.bytes_sent))
@@ -299,7 +291,6 @@ def draw_sent(axes, picture: TrafficPicture, unit: str) -> None:
     axes.legend(handles=handles, ncol=2, borderaxespad=4.0, **BELOW)
 
 
-@checked
 def traffic_size_in(picture: TrafficPicture) -> float:
     """The height that keeps the matrix' cells square enough to read."""
     return min(4.6, 1.7 + 0.33 * len(picture.bytes_sent))

@@ -41,7 +41,6 @@ class RunRows:
     seconds: dict[str, list[float]]
 
 
-@checked
 def run_rows(of_ranks: Mapping[int, Sequence[dict]], window: Size = 20) -> RunRows:
     """Return what the lines of all ranks' logs say; `window` is over how many steps seconds are averaged.
 
@@ -60,7 +59,6 @@ def run_rows(of_ranks: Mapping[int, Sequence[dict]], window: Size = 20) -> RunRo
     )
 
 
-@checked
 def seconds_by_part(of_ranks: Sequence[Sequence[dict]]) -> dict[str, list[float]]:
     """Return of each part the mean seconds of a step, rank by rank; what the log does not split is in the rest."""
     seconds = {
@@ -73,7 +71,6 @@ def seconds_by_part(of_ranks: Sequence[Sequence[dict]]) -> dict[str, list[float]
     return seconds
 
 
-@checked
 def draw_run(figure, rows: RunRows, verdict: str) -> None:
     """Draw the four pictures into a figure."""
     (loss, speed), (memory, seconds) = figure.subplots(2, 2)
@@ -90,7 +87,6 @@ def draw_run(figure, rows: RunRows, verdict: str) -> None:
     figure.suptitle(verdict, fontsize=10)
 
 
-@checked
 def draw_memory(axes: Axes, rows: RunRows) -> None:
     """A bar for what a rank holds, a mark for the most that it held."""
     unit = unit_for(max(peak for _, peak in rows.memory))
@@ -104,7 +100,6 @@ def draw_memory(axes: Axes, rows: RunRows) -> None:
     axes.legend(loc="upper right", ncols=2)
 
 
-@checked
 def draw_seconds(axes: Axes, rows: RunRows) -> None:
     """A lying bar for each rank, cut into the parts of its mean step."""
     left = [0.0] * len(rows.ranks)

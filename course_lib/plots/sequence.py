@@ -22,7 +22,6 @@ class Tile:
     rank: int
 
 
-@checked
 def cut_tiles(by_tokens: bool, num_ranks: Size = 2) -> list[Tile]:
     """Return who holds which element if x is cut along the sequence, or along the features.
 
@@ -99,7 +98,6 @@ class Operator:
     backward: str
 
 
-@checked
 def half_block(sequence_parallel: bool) -> list[Held]:
     """Return the tensors of half a block, from the residual stream back to it, as one rank holds them.
 
@@ -118,7 +116,6 @@ def half_block(sequence_parallel: bool) -> list[Held]:
     ]
 
 
-@checked
 def operators(sequence_parallel: bool) -> tuple[Operator, Operator]:
     """Return what lies at the two borders: into the column-parallel layers, and out of the row-parallel layer."""
     if sequence_parallel:
@@ -129,7 +126,6 @@ def operators(sequence_parallel: bool) -> tuple[Operator, Operator]:
     return Operator("copy_in", "nothing", "all-reduce"), Operator("sum_out", "all-reduce", "nothing")
 
 
-@checked
 def part_of(holding: str, rank: Index, num_ranks: Size) -> tuple[float, float, float, float]:
     """Return left, top, width and height of a rank's part in a tensor of size 1 x 1: features across, tokens down.
 

@@ -26,7 +26,6 @@ class Piece:
     stop: float
 
 
-@checked
 def zero_pieces(stage: Index, num_ranks: Size) -> list[Piece]:
     """What each rank holds of parameters, gradients and optimizer states at a ZeRO stage.
 
@@ -44,13 +43,11 @@ def zero_pieces(stage: Index, num_ranks: Size) -> list[Piece]:
     ]
 
 
-@checked
 def held_bytes(pieces: Sequence[Piece], bytes_by_kind: Mapping[str, float], rank: Index = 0) -> float:
     """Bytes of one rank's pieces, from the bytes of each kind as a whole."""
     return sum((p.stop - p.start) * bytes_by_kind[p.kind] for p in pieces if p.rank == rank)
 
 
-@checked
 def zero_areas(pieces: Sequence[Piece], bytes_by_kind: Mapping[str, float]) -> list[tuple[Piece, float, float]]:
     """Each piece with its left edge and its width; widths are bytes per parameter, so that areas compare."""
     gap, left, areas = 0.04 * sum(bytes_by_kind.values()), 0.0, []
@@ -61,7 +58,6 @@ def zero_areas(pieces: Sequence[Piece], bytes_by_kind: Mapping[str, float]) -> l
     return areas
 
 
-@checked
 def draw_zero_pieces(
     axes, pieces: Sequence[Piece], bytes_by_kind: Mapping[str, float], title: str, label_ranks: bool = True
 ) -> None:
@@ -81,7 +77,6 @@ def draw_zero_pieces(
     panel_title(axes, title, "center")
 
 
-@checked
 def zero_title(bytes_by_kind: Mapping[str, float], num_ranks: Size) -> str:
     """What the picture shows, in one sentence: bytes of a rank at stage 0 and at stage 3."""
     first, last = (held_bytes(zero_pieces(stage, num_ranks), bytes_by_kind) for stage in (0, 3))
@@ -139,7 +134,6 @@ class FlatPiece:
     stop: int
 
 
-@checked
 def flat_pieces(sizes: Mapping[str, int], num_ranks: Size) -> list[FlatPiece]:
     """Tensors laid end to end, padded to a multiple of `num_ranks`, and cut into equal shards.
 
@@ -162,7 +156,6 @@ def flat_pieces(sizes: Mapping[str, int], num_ranks: Size) -> list[FlatPiece]:
     return pieces
 
 
-@checked
 def draw_flat_shards(axes, pieces: Sequence[FlatPiece], num_ranks: Size) -> None:
     """Above the whole flat buffer by tensor, below it each rank's shard where it was cut."""
     total = pieces[-1].stop
@@ -222,7 +215,6 @@ class GatherStep:
     alive: tuple[int, ...]
 
 
-@checked
 def gather_steps(num_units: Size, prefetch: bool = True) -> list[GatherStep]:
     """Which units are whole while each one computes: it and, with prefetch, the next one in line.
 
@@ -237,7 +229,6 @@ def gather_steps(num_units: Size, prefetch: bool = True) -> list[GatherStep]:
     return steps
 
 
-@checked
 def draw_gathered(axes, steps: Sequence[GatherStep], names: Sequence[str]) -> None:
     """Moments to the right, units downwards: whole and computing, whole and waiting, or only its shard."""
     gathered, waiting = KIND_COLORS["gathered"], mix(KIND_COLORS["gathered"], "#FFFFFF", 0.6)

@@ -28,7 +28,6 @@ class Square:
 SQUARE_GAP = 1.0  # between two kinds, in squares
 
 
-@checked
 def squares(rows: Mapping[str, Mapping[str, int]], height: Size = 2) -> list[Square]:
     """Return every square of {row: {kind: squares}}: columns of `height` squares, kind after kind.
 
@@ -119,7 +118,6 @@ CONNECTORS = (  # thin lines: where nothing is saved, or to the start of an edge
 )
 
 
-@checked
 def block_edges(config: ModelConfig) -> list[Edge]:
     """Return the tensors that one block with fused attention saves; their elements per token are the model's."""
     require_dense(config, "block_edges")
@@ -142,7 +140,6 @@ def block_edges(config: ModelConfig) -> list[Edge]:
     ]
 
 
-@checked
 def edge_points(edges: Sequence[Edge], widest: float = 20.0) -> list[float]:
     """Return how thick each edge is drawn, in points: in proportion to its bytes."""
     most = max(edge.elements for edge in edges)
@@ -204,7 +201,6 @@ COUNTERS = (  # who counts, and how many of the layers
 )
 
 
-@checked
 def counted_shares() -> dict[str, float]:
     """Return how far to the right each counter reaches, of the whole picture."""
     ends = list(accumulate(layer.share for layer in LAYERS))

@@ -55,7 +55,6 @@ def live_picture(simulation: Simulation) -> LivePicture:
     return LivePicture(*scaled, *peaks, simulation.makespan_s)
 
 
-@checked
 def live_title(picture: LivePicture) -> str:
     """The largest peak and the smallest."""
     most, least = max(picture.peak_alive), min(picture.peak_alive)
@@ -65,13 +64,11 @@ def live_title(picture: LivePicture) -> str:
     return f"rank {most_at} has up to {short(most)} micro-batches in flight, rank {least_at} at most {short(least)}"
 
 
-@checked
 def short(value: float) -> str:
     """Three digits, without zeros behind the point: 4, 4.5, 12.3."""
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
-@checked
 def draw_live(axes, picture: LivePicture, end_s: Amount | None = None) -> None:
     """A strip for each rank: how much it keeps, with its peak at the right."""
     top = 1.1 * max(peaks_together(picture))
@@ -96,7 +93,6 @@ def draw_live(axes, picture: LivePicture, end_s: Amount | None = None) -> None:
     axes.legend(handles=live_legend(picture), ncol=2, **below)
 
 
-@checked
 def stacked(alive: Steps, waiting: Steps, end_s: Amount) -> tuple[list[float], list[float], list[float]]:
     """Times of all changes, and from each of them on what is alive, and alive and waiting together."""
     times, low, high = [0.0], [0.0], [0.0]
@@ -117,7 +113,6 @@ def peaks_together(picture: LivePicture) -> list[float]:
     return [max(stacked(*row, picture.end_s)[2]) for row in zip(picture.alive, picture.waiting, strict=True)]
 
 
-@checked
 def live_legend(picture: LivePicture) -> list[Patch]:
     handles = [Patch(facecolor=ALIVE_COLOR, label="in flight: from F to B (or I)")]
     if any(picture.peak_waiting):
@@ -126,7 +121,6 @@ def live_legend(picture: LivePicture) -> list[Patch]:
     return handles
 
 
-@checked
 def live_height_in(picture: LivePicture) -> float:
     """The height of the strips with title, time axis and legend."""
     return 1.15 + 0.34 * len(picture.alive)
@@ -165,7 +159,6 @@ class StageBlock:
     head: bool
 
 
-@checked
 def stage_blocks(layers_of_stage: Sequence[int], rank_of_stage: Sequence[int] | None = None) -> list[StageBlock]:
     """The stages along a model, from how many layers each has; without `rank_of_stage` stage s is on rank s.
 
@@ -184,7 +177,6 @@ def stage_blocks(layers_of_stage: Sequence[int], rank_of_stage: Sequence[int] | 
     return blocks
 
 
-@checked
 def stages_title(blocks: Sequence[StageBlock]) -> str:
     """How many layers, stages and ranks; and whether the first rank has the last stage too."""
     ranks = 1 + max(block.rank for block in blocks)
@@ -195,7 +187,6 @@ def stages_title(blocks: Sequence[StageBlock]) -> str:
     return f"{said}: {ends}"
 
 
-@checked
 def draw_stages(axes, blocks: Sequence[StageBlock]) -> None:
     """The model from left to right, each layer in the row of its rank; embedding and head at its ends."""
     layers = blocks[-1].stop
@@ -239,7 +230,6 @@ def _layer_box(axes, x: float, width: float, rank: int, color: str, label: str, 
     labelled_box(axes, (x, rank + 0.36), (width, 0.54), color, label, fontsize=7.5, **look)
 
 
-@checked
 def draw_held(axes, bytes_by_kind: Sequence[Mapping[str, float]], unit: str, unit_size: float) -> None:
     """What each rank holds, by kind, as bars beside its row."""
     kinds = [kind for kind in KIND_COLORS if any(held.get(kind) for held in bytes_by_kind)]

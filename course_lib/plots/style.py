@@ -13,7 +13,7 @@ from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 from matplotlib.text import Text
 
 from course_lib.plots.palette import RANK_COLORS, text_on
-from course_lib.validate import Amount, Positive, Share, Size, checked
+from course_lib.validate import Amount, Positive, Share, Size
 
 FULL_WIDTH_IN = 8.5
 BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "handlelength": 1.4, "columnspacing": 1.4}  # of a legend
@@ -43,7 +43,6 @@ def style():
 
 
 @contextmanager
-@checked
 def picture_axes(height_in: Positive, width_in: Positive = FULL_WIDTH_IN) -> Iterator[Axes]:
     """Axes of a figure of their own, in the course's style; the figure is shown when they are drawn."""
     with style():
@@ -53,7 +52,6 @@ def picture_axes(height_in: Positive, width_in: Positive = FULL_WIDTH_IN) -> Ite
 
 
 @contextmanager
-@checked
 def picture_panels(rows: Size, columns: Size, height_in: Positive, title: str = "", **look) -> Iterator[tuple]:
     """The figure and its panels, in the course's style; the figure is shown under its title when they are drawn.
 
@@ -65,13 +63,11 @@ def picture_panels(rows: Size, columns: Size, height_in: Positive, title: str = 
         finish(figure, title)
 
 
-@checked
 def panel_title(axes, text: str, loc: str = "left") -> None:
     """Say what one panel of several shows."""
     axes.set_title(text, fontsize=9.5, fontweight="normal", loc=loc)
 
 
-@checked
 def name_ranks(axes, count: Size, middle: float = 0.5) -> None:
     """Name the rows of a drawing by rank, and leave nothing else of its frame; `middle` of a row, from its top."""
     axes.set_yticks([rank + middle for rank in range(count)], [f"rank {rank}" for rank in range(count)])
@@ -79,26 +75,22 @@ def name_ranks(axes, count: Size, middle: float = 0.5) -> None:
     axes.spines[:].set_visible(False)
 
 
-@checked
 def write_above(axes, x: float, text: str, points: float = 3, fontsize: float = 9) -> None:
     """Write a text so many points above the axes, centred at x, as the name of a line there."""
     place = {"xycoords": ("data", "axes fraction"), "xytext": (0, points), "textcoords": "offset points"}
     axes.annotate(text, (x, 1), ha="center", va="bottom", fontsize=fontsize, **place)
 
 
-@checked
 def ground(color: str, pad: float = 1, alpha: Share = 1.0) -> dict:
     """The box behind a text that lies on something, as axes.text has it."""
     return {"facecolor": color, "edgecolor": "none", "pad": pad, "alpha": alpha}
 
 
-@checked
 def rank_patches(count: Size) -> list[Patch]:
     """The legend's entries of so many ranks."""
     return [Patch(facecolor=RANK_COLORS[rank], label=f"rank {rank}") for rank in range(count)]
 
 
-@checked
 def labelled_box(
     axes,
     corner: tuple[float, float],
@@ -121,14 +113,12 @@ def labelled_box(
     return axes.text(*middle, text, zorder=look.get("zorder", 2) + 1, **text_look)
 
 
-@checked
 def bare(axes, xlim: tuple[float, float], ylim: tuple[float, float]) -> None:
     """Leave nothing of the axes but their limits: a drawing has no scale."""
     axes.set(xlim=xlim, ylim=ylim, xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
 
 
-@checked
 def arrow(axes, start: tuple[float, float], stop: tuple[float, float], **look) -> None:
     """Draw an arrow; look as FancyArrowPatch has it."""
     look = {"arrowstyle": "-|>", "mutation_scale": 9, "color": "#444444", "linewidth": 1, "shrinkA": 0} | look
@@ -138,7 +128,6 @@ def arrow(axes, start: tuple[float, float], stop: tuple[float, float], **look) -
 SHARPNESS = 2  # pixels stored for each pixel shown, for screens that have twice as many
 
 
-@checked
 def finish(figure, title: str = "") -> None:
     """Show the figure, under a title of all panels if there is one, and free it.
 
@@ -157,7 +146,6 @@ def finish(figure, title: str = "") -> None:
     plt.close(figure)
 
 
-@checked
 def picture_output(png: bytes | memoryview, alt: str, plain: str) -> tuple[dict, dict]:
     """Return a picture as the data and metadata of a cell's output: its size on the page, and what it shows in words.
 
@@ -169,7 +157,6 @@ def picture_output(png: bytes | memoryview, alt: str, plain: str) -> tuple[dict,
     return data, {"image/png": {"alt": alt, "width": width, "height": height}}
 
 
-@checked
 def describe(figure) -> str:
     """Return what a figure shows in words: its titles, what its axes measure, and its legend."""
     panels = [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
@@ -194,7 +181,6 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-@checked
 def three_digits(value: float) -> str:
     """A number as a reader wants it: 0.0123, 1.23, 12.3, 123, 1,234."""
     if value == 0:
@@ -221,7 +207,6 @@ UNITS = {
 }
 
 
-@checked
 def unit_for(value_bytes: Amount, binary: bool = False) -> str:
     """The largest unit in which the value is at least one: decimal (MB, GB) or binary (MiB, GiB)."""
     names = ("B", "KiB", "MiB", "GiB", "TiB") if binary else ("B", "KB", "MB", "GB", "TB")
@@ -229,7 +214,6 @@ def unit_for(value_bytes: Amount, binary: bool = False) -> str:
     return fitting[-1] if fitting else "B"
 
 
-@checked
 def show_bytes(value_bytes: Amount, unit: str | None = None) -> str:
     """Bytes with a named unit, such as `16.1 GB`; without `unit` the largest decimal one that fits."""
     unit = unit or unit_for(value_bytes)
@@ -239,13 +223,11 @@ def show_bytes(value_bytes: Amount, unit: str | None = None) -> str:
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 
 
-@checked
 def time_unit_for(value_s: Amount) -> str:
     """s, ms or µs: the largest in which the value is at least one."""
     return next((name for name, size in TIME_UNITS.items() if value_s >= size), "µs")
 
 
-@checked
 def show_seconds(value_s: Amount) -> str:
     """Seconds with a fitting unit, such as `2.34 ms`."""
     unit = time_unit_for(value_s)

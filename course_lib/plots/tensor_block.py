@@ -39,7 +39,6 @@ class BlockBorder:
     sends: str
 
 
-@checked
 def block_regions_and_borders(direction: str) -> tuple[list[BlockRegion], list[BlockBorder]]:
     """Return the regions of a block from left to right, and the four borders with what they send.
 
@@ -62,7 +61,6 @@ def block_regions_and_borders(direction: str) -> tuple[list[BlockRegion], list[B
     return regions, borders
 
 
-@checked
 def draw_block(axes, direction: str, num_ranks: Size = 2) -> None:
     """Draw the regions in lanes, one for each rank; what is the same on all ranks spans the lanes."""
     regions, borders = block_regions_and_borders(direction)
@@ -128,7 +126,6 @@ class LossColumn:
     result: float
 
 
-@checked
 def loss_columns(logits: Sequence[float], target: Index, tp_size: Size) -> tuple[list[LossColumn], float]:
     """Return the three quantities that cross the ranks for one token, and the loss that follows from them.
 
@@ -157,7 +154,6 @@ def _parts(logits: Sequence[float], tp_size: int) -> list[tuple[int, Sequence[fl
     return [(start, logits[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
 
 
-@checked
 def draw_vocab_loss(axes, logits: Sequence[float], target: Index, tp_size: Size) -> None:
     """Draw each rank's logits, then the three quantities with the all-reduce below each; the last row is the loss."""
     columns, loss = loss_columns(logits, target, tp_size)

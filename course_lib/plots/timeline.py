@@ -45,7 +45,6 @@ class OverlapPicture:
     end_s: float
 
 
-@checked
 def subtract(interval: tuple[float, float], busy: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The parts of `interval` that no interval of `busy` covers."""
     start, stop = interval
@@ -61,7 +60,6 @@ def subtract(interval: tuple[float, float], busy: Sequence[tuple[float, float]])
     return [(a, b) for a, b in left if b > a]
 
 
-@checked
 def merge(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The same moments as intervals that do not overlap."""
     merged: list[list[float]] = []
@@ -73,7 +71,6 @@ def merge(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return [(start, stop) for start, stop in merged]
 
 
-@checked
 def joined(exposed: Sequence[tuple[int, float, float]], gap_s: Amount) -> list[tuple[int, float, float]]:
     """Intervals of one row that lie closer than `gap_s`, as one: frames around many short ones would hide them."""
     together: list[tuple[int, float, float]] = []
@@ -85,7 +82,6 @@ def joined(exposed: Sequence[tuple[int, float, float]], gap_s: Amount) -> list[t
     return together
 
 
-@checked
 def overlap_picture(spans: Sequence) -> OverlapPicture:
     """Turn `Span`s into rows, one for each rank and lane, and find each rank's exposed communication."""
     if not spans:
@@ -113,7 +109,6 @@ def overlap_picture(spans: Sequence) -> OverlapPicture:
     )
 
 
-@checked
 def in_order(spans: Sequence) -> list:
     """Return the spans with the place of each start and stop among all of them in place of its seconds.
 
@@ -124,7 +119,6 @@ def in_order(spans: Sequence) -> list:
     return [replace(span, start_s=place[span.start_s], stop_s=place[span.stop_s]) for span in spans]
 
 
-@checked
 def draw_overlap(
     axes, picture: OverlapPicture, keys: Mapping[str, str] | None = None, only_order: bool = False
 ) -> None:
@@ -153,7 +147,6 @@ def draw_overlap(
     axes.annotate(note, (1, 1), ha="right", va="bottom", fontsize=8.5, **place)
 
 
-@checked
 def label_for(name: str, share: Share) -> str:
     """As much of a name as a bar of that share of the width has room for: all, its last word, or nothing."""
     fitting = [text for text in (name, name.rpartition(" ")[2]) if _has_room(text, share)]
@@ -164,7 +157,6 @@ def _has_room(text: str, share: float) -> bool:
     return len(text) <= int((share - 0.008) / 0.0105)
 
 
-@checked
 def keys_for(pictures: Sequence[OverlapPicture]) -> dict[str, str]:
     """What stands in the bars of each name: the name, if all its bars have room for it, or else a letter."""
     shares: dict[str, float] = {}
@@ -235,7 +227,6 @@ def show_overlap(
             figure.supxlabel("\n".join(listed), x=0.01, ha="left", fontsize=8.5)
 
 
-@checked
 def wrap_entries(entries: Sequence[str], columns: Size = 124) -> list[str]:
     """The entries in lines of at most that many columns, none of them broken."""
     lines: list[str] = []
@@ -250,7 +241,6 @@ def wrap_entries(entries: Sequence[str], columns: Size = 124) -> list[str]:
 # ---------------------------------------------------------------- the same step under several layouts
 
 
-@checked
 def draw_step_times(axes, seconds: Mapping[str, tuple[float, float]]) -> None:
     """A bar for each label, `{label: (computing, waiting for communication)}`, with its share of communication."""
     longest = max(sum(both) for both in seconds.values())

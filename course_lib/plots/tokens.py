@@ -71,7 +71,6 @@ class Part:
     weight: float
 
 
-@checked
 def merged_part(outputs: Sequence[float], weights: Sequence[Positive]) -> Part:
     """Return the output over all keys: the mean of the outputs, each with its weight.
 
@@ -108,7 +107,6 @@ def show_merge(outputs: Sequence[Positive], weights: Sequence[Positive]) -> None
 # ---------------------------------------------------------------- gradients that travel
 
 
-@checked
 def shares_on_the_way(cp_size: Size) -> list[list[int | None]]:
     """Return [rank][step] how many shares the gradient of rank 0's block has there after that rank added its own.
 
@@ -160,7 +158,6 @@ def _arrow(axes, start: tuple, stop: tuple) -> None:
 # ---------------------------------------------------------------- chunks of a sequence
 
 
-@checked
 def owners(sequence_sharding: str, seq_len: Size, cp_size: Size) -> list[int]:
     """Return which rank has each token.
 
@@ -198,7 +195,6 @@ def show_chunks(cp_size: Size = 4, seq_len: Size = 16) -> None:
 # ---------------------------------------------------------------- heads for tokens
 
 
-@checked
 def head_token_owners(cp_size: Size, num_heads: Size, seq_len: Size) -> tuple[list[list[int]], list[list[int]]]:
     """Return [head][token] -> rank, before the all-to-all and after it.
 
@@ -240,7 +236,6 @@ def show_heads_for_tokens(cp_size: Size = 4, num_heads: Size = 8, seq_len: Size 
 # ---------------------------------------------------------------- documents in one sequence
 
 
-@checked
 def document_cells(lengths: Sequence[Size], where: Sequence) -> list[list[int | None]]:
     """Return [query][key] -> the query's rank, None where the key is later or of another document.
 

@@ -43,13 +43,11 @@ class FlowTile:
     kind: str
 
 
-@checked
 def rank_left(rank: Index, num_elements: Size) -> float:
     """Return where the tiles of a rank begin."""
     return rank * (num_elements + 1.0)
 
 
-@checked
 def flow_tiles(rows: Sequence[FlowRow]) -> list[FlowTile]:
     """Return the tiles of all rows, one for each element of each rank."""
     return [
@@ -66,7 +64,6 @@ def flow_tiles(rows: Sequence[FlowRow]) -> list[FlowTile]:
     ]
 
 
-@checked
 def draw_flow(axes, rows: Sequence[FlowRow]) -> None:
     """Draw ranks side by side and moments downwards, with the operation between two moments."""
     tiles, num_elements = flow_tiles(rows), len(rows[0].of_ranks[0])
@@ -133,7 +130,6 @@ class StepPanel:
     limit: float
 
 
-@checked
 def step_panels(timelines: Mapping) -> list[StepPanel]:
     """Return a panel for each `Timeline`, all with the axis of the largest."""
     pictures = {name: timeline_picture(timeline) for name, timeline in timelines.items()}

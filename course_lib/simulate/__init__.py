@@ -2,9 +2,7 @@
 
 fake_world.py    a world of any size in one process: fake ranks, fake tensors, whole numbers that stay real
 tape.py          of many micro-batches few run, the rest is noted from a tape: bytes, messages, FLOPs
-hosts.py         ranks of one machine on two emulated hosts, with a thin and slow link between them
-delay_line.py    a program that makes that link slow
-two_hosts.py     which axis may cross that link: layouts timed on it
+two_hosts.py     which axis may cross a thin link: steps measured on two emulated hosts
 cluster.py       `simulate`: peak by kind, bytes by axis, FLOPs, for any stage
 """
 

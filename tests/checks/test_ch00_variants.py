@@ -17,63 +17,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks do not have
 
 
 # ------------------------------------------------------------------------------------ a ring from an empty cell
-def to_the_left_and_padded(x, group):
-    """Pieces go to the left, as rows of a padded matrix; rank r ends with the sum of row r + 1."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    rows = torch.nn.functional.pad(x, (0, -len(x) % size)).view(size, -1).clone()
-    for step in range(2 * (size - 1)):
-        if step < size - 1:
-            out, into = (rank + 2 + step) % size, (rank + 3 + step) % size
-        else:
-            out, into = (rank + 1 + step - size + 1) % size, (rank + 2 + step - size + 1) % size
-        arrived = torch.empty_like(rows[into])
-        works = [dist.isend(rows[out], group=group, group_dst=(rank - 1) % size)]
-        works.append(dist.irecv(arrived, group=group, group_src=(rank + 1) % size))
-        for work in works:
-            work.wait()
-        rows[into] = rows[into] + arrived if step < size - 1 else arrived
-    return rows.flatten()[: len(x)]
-
-
-def one_rank_receives_first(x, group):
-    """Blocking messages; the last rank receives before it sends."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    pieces = list(x.tensor_split(size))
-    for step in range(2 * (size - 1)):
-        adds = step < size - 1
-        out = (rank - step - (1 if adds else -(size - 1))) % size
-        into = (out - 1) % size
-        if rank == size - 1:
-            arrived = recv(pieces[into], (rank - 1) % size, group)
-            send(pieces[out], (rank + 1) % size, group)
-        else:
-            send(pieces[out].contiguous(), (rank + 1) % size, group)
-            arrived = recv(pieces[into], (rank - 1) % size, group)
-        pieces[into] = pieces[into] + arrived if adds else arrived
-    return torch.cat(pieces)
-
-
-def both_directions_at_once(x, group):
-    """Half of the tensor goes around to the right, the other half to the left."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    total = x.clone()
-    half = math.ceil(len(x) / size / 2) * size
-    rings = [(1, total[:half].tensor_split(size)), (-1, total[half:].tensor_split(size))]
-    for step in range(2 * (size - 1)):
-        messages, arrivals = [], []
-        for way, pieces in rings:
-            adds, place = step < size - 1, way * rank
-            out = (place - 1 - step if adds else place - (step - size + 1)) % size
-            into = (out - 1) % size
-            arrived = torch.empty_like(pieces[into])
-            messages.append(dist.P2POp(dist.isend, pieces[out], group=group, group_peer=(rank + way) % size))
-            messages.append(dist.P2POp(dist.irecv, arrived, group=group, group_peer=(rank - way) % size))
-            arrivals.append((pieces[into], arrived, adds))
-        for work in dist.batch_isend_irecv(messages):
-            work.wait()
-        for mine, arrived, adds in arrivals:
-            mine.copy_(mine + arrived if adds else arrived)
-    return total
 
 
 # ------------------------------------------------------------------------------------ a mean of unequal shares
@@ -341,7 +284,6 @@ RIGHT = {
     "check_all_reduce_in_two_levels": (levels_by_torch, levels_with_lists, levels_with_a_handle),
     "check_crossover_bytes": (crossover_from_one_byte, crossover_by_halving, crossover_of_a_piece),
     "check_faster_all_reduce": (faster_by_difference, faster_by_a_table, faster_step_by_step),
-    "check_ring_all_reduce": (to_the_left_and_padded, one_rank_receives_first, both_directions_at_once),
 }
 
 

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from parts import of_this_part
 
 from course_lib.authoring import ROOT
 from course_lib.cli import doctor
@@ -22,12 +21,12 @@ ON_GLOO = (
     "12_on_a_cluster",
     "12_on_a_cluster_in_depth",
 )  # every launch of theirs asks for gloo, whose errors they show
-NOTEBOOKS = of_this_part(
+NOTEBOOKS = [
     path
     for chapter in CHAPTERS
     for path in sorted((ROOT / "notebooks").glob(f"{chapter}_*.ipynb"))
     if path.stem not in ON_GLOO
-)
+]
 LIMIT_S = 3600  # on a machine that does much else
 
 # (chapter, function) -> what keeps it from running on fake tensors. None of it is a device.

@@ -14,12 +14,11 @@ from course_lib.checks.ch00 import (
     check_faster_all_reduce,
     check_mean_of_unequal_shares,
     check_ring_all_gather,
-    check_ring_all_reduce,
     check_shift,
     check_tree_broadcast,
 )
 from course_lib.comm import all_gather, all_reduce, pass_on, recv, reduce_scatter, send
-from course_lib.minimal.ring import all_gather_step, all_reduce_through_rank_0, reduce_scatter_step, ring_all_reduce
+from course_lib.minimal.ring import ring_all_reduce
 
 
 # ------------------------------------------------------------------------------------ 1. unequal shares
@@ -311,122 +310,6 @@ def decided_by_the_crossover(payload_bytes, world_size, link):
 
 
 # ------------------------------------------------------------------------------------ 8. a ring from an empty cell
-def _phases(x, group, first, second):
-    total = x.clone()
-    pieces = total.tensor_split(group.size())
-    for step in range(first):
-        reduce_scatter_step(pieces, step, group)
-    for step in range(second):
-        all_gather_step(pieces, step, group)
-    return total
-
-
-def reduce_scatter_alone(x, group):
-    return _phases(x, group, group.size() - 1, 0)
-
-
-def own_piece_taken_from_the_input(x, group):
-    total, size = _phases(x, group, group.size() - 1, group.size() - 1), group.size()
-    total.tensor_split(size)[group.rank()].copy_(x.tensor_split(size)[group.rank()])
-    return total
-
-
-def one_step_more(x, group):
-    return _phases(x, group, group.size() - 1, group.size())
-
-
-def whole_tensors_around(x, group):
-    total, held = x.clone(), x
-    for _ in range(group.size() - 1):
-        held = pass_on(held, x, group)
-        total += held
-    return total
-
-
-def ring_in_place(x, group):
-    x += whole_tensors_around(x, group) - x
-    return x
-
-
-def ring_of_means(x, group):
-    return _phases(x, group, group.size() - 1, group.size() - 1) / group.size()
-
-
-def rest_left_out(x, group):
-    size = group.size()
-    even = len(x) // size * size
-    return torch.cat([_phases(x[:even], group, size - 1, size - 1), x[even:]])
-
-
-def equal_pieces_by_split(x, group):
-    """Right wherever `split` gives G pieces; a short tensor has fewer."""
-    total, size = x.clone(), group.size()
-    pieces = total.split(math.ceil(len(x) / size))
-    for one_step in (reduce_scatter_step, all_gather_step):
-        for step in range(size - 1):
-            one_step(pieces, step, group)
-    return total
-
-
-def gathers_from_the_piece_before(x, group):
-    total, size = x.clone(), group.size()
-    pieces = total.tensor_split(size)
-    for step in range(size - 1):
-        reduce_scatter_step(pieces, step, group)
-    for step in range(size - 1):
-        all_gather_step(pieces, step + 1, group)
-    return total
-
-
-def begins_with_its_own_piece(x, group):
-    """The textbook's reduce-scatter phase, in which rank r sends piece r first, and the lesson's all-gather phase."""
-    total, size = x.clone(), group.size()
-    pieces = total.tensor_split(size)
-    for step in range(size - 1):
-        reduce_scatter_step(pieces, step - 1, group)
-    for step in range(size - 1):
-        all_gather_step(pieces, step, group)
-    return total
-
-
-def stores_what_arrives(x, group):
-    """Break it 1 of the lesson: a copy in place of the sum."""
-    total, size, rank = x.clone(), group.size(), group.rank()
-    pieces = total.tensor_split(size)
-    for step in range(size - 1):
-        mine = pieces[(rank - 2 - step) % size]
-        mine.copy_(pass_on(pieces[(rank - 1 - step) % size], mine, group))
-    for step in range(size - 1):
-        all_gather_step(pieces, step, group)
-    return total
-
-
-def sums_in_new_tensors(x, group):
-    total, size = x.clone(), group.size()
-    pieces = total.tensor_split(size)
-    for step in range(size - 1):
-        reduce_scatter_step([piece.clone() for piece in pieces], step, group)
-    for step in range(size - 1):
-        all_gather_step(pieces, step, group)
-    return total
-
-
-def all_send_first(x, group):
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    total = x.clone()
-    pieces = total.tensor_split(size)
-    for step in range(size - 1):
-        send(pieces[(rank - 1 - step) % size], (rank + 1) % size, group)
-        pieces[(rank - 2 - step) % size].add_(recv(pieces[(rank - 2 - step) % size], (rank - 1) % size, group))
-    return total
-
-
-def built_in(x, group):
-    return all_reduce(x, group)
-
-
-def own_tensor(x, group):
-    return x.clone()
 
 
 @functools.wraps(check_shift)
@@ -434,13 +317,6 @@ def check_shift_soon(answer, seed=None):
     """The same check with a shorter wait for a hang."""
     with mock.patch("course_lib.checks.observe.HANG_S", 2.0):
         check_shift(answer, seed)
-
-
-@functools.wraps(check_ring_all_reduce)
-def check_ring_soon(answer, seed=None):
-    """The same check with a shorter wait for a hang."""
-    with mock.patch("course_lib.checks.observe.HANG_S", 3.0):
-        check_ring_all_reduce(answer, seed)
 
 
 WRONG = {
@@ -506,27 +382,6 @@ WRONG = {
             (nothing_crosses, "nothing crossed between the nodes"),
             (mean_of_the_world, "averaged, not summed"),
             (summed_again_in_the_node, "summed once more over the node"),
-        ],
-    },
-    "my_ring_all_reduce": {
-        "check": check_ring_soon,
-        "answers": [
-            (all_reduce_through_rank_0, "only to its neighbours"),
-            (reduce_scatter_alone, "comes from rank 3, in step 2 of the all-gather phase"),
-            (own_piece_taken_from_the_input, "finishes it in the last step (2) of the reduce-scatter phase"),
-            (one_step_more, "stop after G - 1 steps of each phase"),
-            (whole_tensors_around, "cut the tensor into G pieces"),
-            (ring_in_place, "your function changed its input"),
-            (ring_of_means, "averaged, not summed"),
-            (rest_left_out, "the length does not divide by"),
-            (equal_pieces_by_split, "IndexError"),
-            (sums_in_new_tensors, "no piece was changed"),
-            (begins_with_its_own_piece, "the reduce-scatter phase began with piece r"),
-            (stores_what_arrives, "do not store it"),
-            (gathers_from_the_piece_before, "the all-gather phase starts with a wrong piece"),
-            (all_send_first, "let both messages start at once"),
-            (built_in, "your function called all_reduce"),
-            (own_tensor, "nothing was added"),
         ],
     },
     "my_crossover_bytes": {

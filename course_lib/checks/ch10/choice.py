@@ -1,11 +1,13 @@
 """Grader of chapter 10, exercise 7: a layout chosen for a job, against memory, the global batch and a search."""
 
 from functools import lru_cache
+from itertools import product
 
 from course_lib.checks.core import fail, grader
 from course_lib.config import preset
 from course_lib.hardware import GB, Cluster, gpu, link
 from course_lib.layout import Layout
+from course_lib.minimal.choose import choose
 from course_lib.plan import Job, Option, search, work_out
 
 ENOUGH = 0.93  # of the best speed: the flow chart reaches it
@@ -28,7 +30,35 @@ _BECAUSE = {
 }
 
 
-@grader
+def _layout(job, tp=1, micro_batch=1, **choices):
+    dp = job.num_gpus // tp
+    sizes = {"dp": dp, "tp": tp, "micro_batch": micro_batch, "micro_batches": job.sequences // dp // micro_batch}
+    return Layout(**sizes, sequence_parallel=tp > 1, regather=tp > 1, **choices)
+
+
+def by_trying(job):
+    """The fastest of a small grid that fits."""
+    options = []
+    for tp, micro_batch, zero_stage in product((1, 2, 4), (1, 2), (1, 3)):
+        if job.sequences // (job.num_gpus // tp) % micro_batch == 0:
+            options.append(work_out(job, _layout(job, tp, micro_batch, zero_stage=zero_stage)))
+    return min((option for option in options if option.fits), key=lambda option: option.step_s).layout
+
+
+WRONG = {
+    "return a Layout": lambda job: "dp=8",
+    "ep and SP need no ranks": lambda job: Layout(dp=2 * job.num_gpus),
+    "the job's global batch": lambda job: Layout(dp=job.num_gpus, zero_stage=3),
+    "does not fit by": lambda job: _layout(job, zero_stage=1),
+    "it computes more": lambda job: _layout(job, zero_stage=3, recompute="full"),
+    "its kernels are short": lambda job: _layout(job, 8, zero_stage=1),
+    "more tokens per GPU": lambda job: (
+        _layout(job, 8, zero_stage=3) if job.config.num_layers == 80 else choose(job).option.layout
+    ),
+}
+
+
+@grader(right=by_trying, wrong=WRONG)
 def check_choice(answer, rng):
     """A layout for three jobs: it divides, meets the global batch, fits, and is nearly as fast as the search's best."""
     gpus = (rng.choice([8, 16]), rng.choice([16, 32]), 64)

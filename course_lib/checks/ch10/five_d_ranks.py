@@ -1,18 +1,19 @@
 """Graders of chapter 10, exercises 5 and 6: gradients of a combination fixed, and their norm, on real ranks."""
 
-from collections.abc import Callable
+import functools
 from dataclasses import replace
-from unittest.mock import patch
+from functools import partial
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
-from course_lib import comm
-from course_lib.checks.core import expect_close, fail, fresh_seed, grader, numbers, run_ranks
-from course_lib.config import ModelConfig, preset
+from course_lib.checks.core import fresh_seed, numbers
+from course_lib.checks.table import Exercise
+from course_lib.comm import all_reduce, all_reduce_
+from course_lib.config import preset
 from course_lib.layout import Layout
-from course_lib.model import build as build_whole
-from course_lib.parallel import five_d, sums, whole
+from course_lib.model import build
+from course_lib.parallel import five_d, pipeline, sums, whole
 from course_lib.training import loss_of
 
 WORLD = 4
@@ -20,213 +21,194 @@ MOE = preset("toy-moe")
 SMALL = replace(MOE, name="small-moe", num_layers=1, d_model=16, num_heads=4, num_kv_heads=2, head_dim=4, vocab_size=32)
 SMALL = replace(SMALL, moe=replace(MOE.moe, num_experts=4, d_expert=8, balancing="none"))
 KINDS = ("matrices", "norms", "experts")
-ATOL = 1e-8
-LAYOUTS = ("dp=2,tp=2,sequence_parallel=true", "dp=2,tp=2", "dp=4,ep=2", "dp=2,cp=2,ep=2")
-DIVIDED = "{} times too short; each rank's loss is a share of the mean already, nothing is divided"
 
 
 # ------------------------------------------------------------------------------------ 5. a combination, fixed
-@grader
-def check_combined_sums(answer, rng):
-    """Gradients of a small mixture of experts under four layouts of four ranks equal those of one process."""
+def sum_by_kind(of_kind, groups, layout, mistake=lambda layout: {}, divisor=lambda group, layout: 1):
+    """Sums each kind over its groups, "" over none. A mistake names others, the divisor divides."""
+    norms = "data tp" if layout.sequence_parallel else "data"
+    over = {"matrices": "data", "norms": norms, "experts": "expert_dp"} | mistake(layout)
+    for kind, grads in of_kind.items():
+        for grad in grads:
+            for axis in over[kind].split():
+                all_reduce_(grad, getattr(groups, axis))
+            grad /= divisor(groups.expert_dp if kind == "experts" else groups.data, layout)
+
+
+def sums_in_one_flat(of_kind, groups, layout):
+    """All gradients of a kind side by side; torch's all-reduce, over tp first."""
+    for kind, grads in of_kind.items():
+        flat = torch.cat([grad.reshape(-1) for grad in grads]) if grads else torch.empty(0)
+        if kind == "norms" and layout.sequence_parallel:
+            dist.all_reduce(flat, group=groups.tp)
+        dist.all_reduce(flat, group=groups.expert_dp if kind == "experts" else groups.data)
+        for grad, piece in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(piece.view_as(grad))
+
+
+def combinations(rng):
     seed = fresh_seed(rng)
-    results = run_ranks(_gradients_by_layout, WORLD, answer, seed)
-    for index, text in enumerate(LAYOUTS):
-        layout = Layout.parse(text)
-        want = _one_process(SMALL, layout, seed)
-        found = [of_layouts[index] for of_layouts in results]
-        mistakes = None if _all_close(found, want) else run_ranks(_gradients_by_mistake, WORLD, text, seed)
-        for rank, of_rank in enumerate(found):
-            for name, grad in sorted(want.items(), key=lambda item: _kind_of(item[0], layout)):
-                kind = _kind_of(name, layout)
-                believed = _believed(kind, layout) if mistakes else {}
-                wrong = {said: mistakes[rank][rule][name] for rule, said in believed.items()}
-                wrong |= {DIVIDED.format(by): grad / by for by in (2, 4)}
-                where = f"{text}, rank {rank}: the gradient of {name} ({kind})"
-                expect_close(of_rank[name], grad, where, wrong, atol=ATOL)
+    texts = ("dp=2,tp=2,sequence_parallel=true", "dp=2,tp=2", "dp=4,ep=2", "dp=2,cp=2,ep=2")
+    return [(WORLD, text, seed) for text in texts]
 
 
-def _all_close(found: list[dict[str, Tensor]], want: dict[str, Tensor]) -> bool:
-    return all(torch.allclose(of_rank[name], want[name], rtol=1e-6, atol=ATOL) for of_rank in found for name in want)
+class _Unsummed(five_d.CutStageRunner):
+    """A backward whose gradients stay where they are."""
+
+    def before_backward(self, stage, is_last):
+        pass
 
 
-def _believed(kind: str, layout: Layout) -> dict[str, str]:
-    said = {}
-    if kind == "norms" and layout.sequence_parallel:
-        said |= {"norms not over tp": "under SP each rank of tp ran its own tokens alone through it; they are missing"}
-    if kind == "norms" and not layout.sequence_parallel:
-        said |= {"norms always over tp": "tp times too long: without SP every rank of tp has the whole gradient"}
-    if kind == "experts" and layout.ep > 1:
-        said |= {
-            "experts over data": "summed with the gradients of other experts: those that share the layer with me",
-            "experts over ep": "the ranks of ep brought their tokens already, and have other experts",
-        }
-    if kind == "experts":
-        said |= {"experts not summed": "the ranks of expert_dp ran other tokens through the same experts; add theirs"}
-    if kind != "norms" and layout.sequence_parallel:
-        said |= {"all over tp": "cut over tp: the other ranks of tp have another part, whose gradient is another"}
-    if kind == "matrices" and layout.cp > 1:
-        said |= {"over dp alone": "the tokens of the other ranks of cp are missing"}
-    return said
+@functools.cache
+def _after_backward(text, seed):
+    """This rank's engine, its gradients before any sum, and the gradients of one process with the tokens of all."""
+    layout, draw = Layout.parse(text), torch.Generator().manual_seed(seed)
+    tokens = torch.randint(SMALL.vocab_size, (layout.dp, 9), generator=draw)
+    engine = five_d.build(SMALL, layout, seed=seed % 1000, dtype=torch.float64)
+    mine = tokens[engine.groups.coordinates["dp"]][None]
+    micro_batches = [(mine[:, :-1], mine[:, 1:])] * layout.micro_batches
+    pipeline.execute(engine.pipeline, micro_batches, _Unsummed(engine, layout.dp * layout.micro_batches * 8))
+    model = build(SMALL, seed % 1000, dtype=torch.float64)
+    loss_of(model, tokens[:, :-1], tokens[:, 1:]).backward()
+    parts = [(kind, param, param.grad.clone()) for kind, param in sums.owned(engine)]
+    return engine, parts, {name: param.grad for name, param in model.named_parameters()}
 
 
-def _kind_of(name: str, layout: Layout) -> str:
-    if ".experts." in name:
-        return "experts"
-    return "norms" if layout.tp > 1 and ("norm" in name or "router" in name) else "matrices"
-
-
-OF_EXPERTS = {  # mistakes about experts alone
-    "experts over data": lambda groups: [groups.data],
-    "experts over ep": lambda groups: [groups.ep],
-    "experts not summed": lambda groups: [],
-}
-
-
-def _by_rule(rule: str) -> Callable:
-    """The sums of the package, with one mistake."""
-
-    def sum_all(of_kind: dict[str, list[Tensor]], groups, layout: Layout) -> None:
-        for kind, grads in of_kind.items():
-            over = [groups.data]
-            if kind == "experts":
-                over = OF_EXPERTS.get(rule, lambda groups: [groups.expert_dp])(groups)
-            elif rule == "over dp alone":
-                over = [groups.dp]
-            over_tp = layout.sequence_parallel or rule == "norms always over tp"
-            if rule == "all over tp" or (kind == "norms" and over_tp and rule != "norms not over tp"):
-                over.append(groups.tp)
-            for grad in grads:
-                for group in over:
-                    comm.all_reduce_(grad, group)
-
-    return sum_all
-
-
-def _gradients_by_layout(answer: Callable, seed: int) -> list[dict[str, Tensor]]:
-    """On this rank: of each layout the whole gradients, summed by the answer."""
-    return [_gradients(layout, seed, {"answer": answer})["answer"] for layout in map(Layout.parse, LAYOUTS)]
-
-
-def _gradients_by_mistake(text: str, seed: int) -> dict[str, dict[str, Tensor]]:
-    """On this rank: the whole gradients of one layout, summed with each mistake."""
-    layout = Layout.parse(text)
-    return _gradients(layout, seed, {rule: _by_rule(rule) for kind in KINDS for rule in _believed(kind, layout)})
-
-
-def _gradients(layout: Layout, seed: int, rules: dict[str, Callable]) -> dict[str, dict[str, Tensor]]:
-    """One backward pass; each rule sums a copy of what it left."""
-    with patch.object(five_d, "shard_over_data", lambda *args: None):
-        engine = five_d.build(SMALL, layout, seed=seed % 1000, dtype=torch.float64)
-    engine.run(_data(SMALL, layout, engine.groups.coordinates["dp"], seed))  # and nothing is summed
-    params = [param for _, param in sums.owned(engine)]
-    parts, found = [param.grad for param in params], {}
-    for name, rule in rules.items():
-        for param, part in zip(params, parts, strict=True):
-            param.grad = part.clone()
-        _apply(rule, engine)
-        found[name] = whole.full_gradients(engine)
-    return found
-
-
-def _apply(rule: Callable, engine) -> None:
-    of_kind: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
-    for kind, param in sums.owned(engine):
+def watch_sums(answer, layout, seed):
+    """By kind, how far each whole gradient is from that of one process."""
+    engine, parts, want = _after_backward(layout, seed)
+    of_kind = {kind: [] for kind in KINDS}
+    for kind, param, part in parts:
+        param.grad = part.clone()
         of_kind[kind].append(param.grad)
-    rule(of_kind, engine.groups, engine.layout)
+    answer(of_kind, engine.groups, engine.layout)
+    found, seen = whole.full_gradients(engine), {}
+    for name in sorted(want):
+        is_norm = engine.layout.tp > 1 and ("norm" in name or "router" in name)
+        kind = "experts" if ".experts." in name else "norms" if is_norm else "matrices"
+        apart = (found[name] - want[name]).round(decimals=10) + 0.0
+        seen.setdefault(f"the gradients of {kind}, less those of one process", {})[name] = apart
+    return seen
 
 
-def _data(config: ModelConfig, layout: Layout, dp_rank: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    tokens = torch.randint(config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(seed % 10_000 + dp_rank))
-    return [(tokens[:, :-1], tokens[:, 1:])] * layout.micro_batches
-
-
-def _one_process(config: ModelConfig, layout: Layout, seed: int) -> dict[str, Tensor]:
-    model = build_whole(config, seed % 1000, dtype=torch.float64)
-    parts = zip(*(_data(config, layout, dp_rank, seed)[0] for dp_rank in range(layout.dp)), strict=True)
-    loss_of(model, *(torch.cat(part) for part in parts)).backward()
-    return {name: param.grad for name, param in model.named_parameters()}
+wrong_sums = partial(partial, sum_by_kind)
+DIVIDED = "each rank's loss is a share of the mean already, nothing is divided"
+check_combined_sums = Exercise(
+    "check_combined_sums",
+    sum_by_kind,
+    sums_in_one_flat,
+    combinations,
+    {
+        f"as many times too short as its group has ranks; {DIVIDED}": wrong_sums(
+            divisor=lambda group, layout: group.size()
+        ),
+        f"{WORLD} times too short; {DIVIDED}": wrong_sums(divisor=lambda group, layout: WORLD),
+        "under SP each rank of tp ran its own tokens alone through it; they are missing": wrong_sums(
+            mistake=lambda layout: {"norms": "data"}
+        ),
+        "tp times too long: without SP every rank of tp has the whole gradient": wrong_sums(
+            mistake=lambda layout: {"norms": "data tp"}
+        ),
+        "summed with the gradients of other experts: those that share the layer with me": wrong_sums(
+            mistake=lambda layout: {"experts": "data"}
+        ),
+        "the ranks of ep brought their tokens already, and have other experts": [
+            wrong_sums(mistake=lambda layout: {"experts": "ep" if layout.ep > 1 else "data"}),
+            wrong_sums(mistake=lambda layout: {"experts": "ep"}),
+        ],
+        "the ranks of expert_dp ran other tokens through the same experts; add theirs": wrong_sums(
+            mistake=lambda layout: {"experts": ""}
+        ),
+        "cut over tp: the other ranks of tp have another part, whose gradient is another": wrong_sums(
+            mistake=lambda layout: (
+                {"matrices": "data tp", "experts": "expert_dp tp"} if layout.sequence_parallel else {}
+            )
+        ),
+        "the tokens of the other ranks of cp are missing": wrong_sums(mistake=lambda layout: {"matrices": "dp"}),
+    },
+    watch_sums,
+    ranks=True,
+    hang="Does every rank of a group make the same calls in the same order?",
+    seconds=30.0,
+)
 
 
 # ------------------------------------------------------------------------------------ 6. each number once
-@grader
-def check_norm(answer, rng):
-    """The norm of the gradient, from what four ranks of a layout hold."""
-    without_sp = rng.choice(["cp=2,tp=2", "dp=2,tp=2"])
-    texts = ["dp=2,tp=2,sequence_parallel=true", without_sp, rng.choice(["dp=4,ep=4", "dp=4,ep=2"]), "dp=2,cp=2,ep=2"]
+def norm(held, layout, world, power=2, end=lambda squares, world: all_reduce(squares, world).sqrt(), **mistakes):
+    """The square root of all squares, each over its copies. A mistake counts the copies of a kind otherwise."""
+    copies = {"matrices": layout.data_size, "norms": layout.data_size * layout.tp, "experts": layout.expert_dp}
+    copies |= {kind: mistake(layout) for kind, mistake in mistakes.items()}
+    return end(sum(g.square().sum() / copies[kind] ** (power / 2) for kind, g in held.items()), world)
+
+
+def norm_of_scaled(held, layout, world):
+    """Gradients divided by the root of their copies, laid end to end; the lengths of all ranks are gathered."""
+    copies = {"matrices": layout.data_size, "norms": layout.data_size * layout.tp, "experts": layout.expert_dp}
+    mine = torch.linalg.vector_norm(torch.cat([grad.flatten() / copies[kind] ** 0.5 for kind, grad in held.items()]))
+    everyone = [torch.empty_like(mine) for _ in range(world.size())]
+    dist.all_gather(everyone, mine, group=world)
+    return torch.linalg.vector_norm(torch.stack(everyone))[None]  # one element of shape (1,)
+
+
+def layouts(rng):
+    texts = [rng.choice(["cp=2,tp=2", "dp=2,tp=2"]), "dp=4,ep=2", "dp=4,ep=4", "dp=2,cp=2,ep=2"]
     seed, size = fresh_seed(rng), rng.randrange(3, 8)
-    results = run_ranks(_norms_on_this_rank, WORLD, answer, texts, seed, size)
-    for index, text in enumerate(texts):
-        layout = Layout.parse(text)
-        held = [_held(rank, layout, seed, size) for rank in range(WORLD)]
-        want, believed = _norm(held, layout, _copies), _believed_of_norm(held, layout)
-        for rank, of_layouts in enumerate(results):
-            got = of_layouts[index]
-            if not isinstance(got, Tensor) or got.numel() != 1:
-                shape = f" of shape {tuple(got.shape)}" if isinstance(got, Tensor) else ""
-                fail(f"{text}: return a tensor of one element, as torch's sum and sqrt give; it is {got!r}{shape}")
-            mine = _norm(held[rank : rank + 1], layout, _copies)
-            wrong = believed | {"of this rank's part alone; the other parts are on other ranks": mine}
-            expect_close(got.reshape(()), want, f"{text}, rank {rank}: the norm", wrong)
+    return [(WORLD, text, seed, size) for text in ("dp=2,tp=2,sequence_parallel=true", *texts)]
 
 
-def _believed_of_norm(held: list[dict[str, Tensor]], layout: Layout) -> dict[str, Tensor]:
-    """What each mistake gives. The layout with SP comes first: who is right there and not without has read it of SP."""
-    without_tp = "norms are on the ranks of tp as well, and counted there again"
-    if layout.tp > 1 and not layout.sequence_parallel:
-        without_tp = (
-            "norms and routers are whole on every rank of tp, whether or not the residual stream is cut; "
-            "sequence parallelism only says over whom their gradient is summed"
-        )
-    by_copies = {
-        "what several ranks hold is counted as often": lambda kind, layout: 1,
-        without_tp: lambda kind, layout: layout.data_size if kind == "norms" else _copies(kind, layout),
-        "an expert is on expert_dp ranks, not on all of data": lambda kind, layout: (
-            layout.data_size if kind == "experts" else _copies(kind, layout)
+def watch_norm(answer, layout, seed, size):
+    """Ranks that hold the same parameter have the same numbers."""
+    layout, rank = Layout.parse(layout), dist.get_rank()
+    tp, ep = layout.mesh.coordinates(rank)["tp"], layout.members(rank)["ep"].index(rank)
+    owner = {"matrices": 10 + tp, "norms": 20, "experts": 30 + 10 * tp + ep}
+    held = {kind: numbers(seed + number, size, 3) for kind, number in owner.items()}
+    return {"the norm": answer(held, layout, dist.group.WORLD)}
+
+
+def wrong_copies(*kinds, copies):
+    return partial(norm, **dict.fromkeys(kinds, copies))
+
+
+check_norm = Exercise(
+    "check_norm",
+    norm,
+    norm_of_scaled,
+    layouts,
+    {
+        "what several ranks hold is counted as often": wrong_copies(*KINDS, copies=lambda layout: 1),
+        "norms and routers are whole on every rank of tp, whether or not the residual stream is cut; sequence "
+        "parallelism only says over whom their gradient is summed": wrong_copies(
+            "norms", copies=lambda layout: layout.data_size * (layout.tp if layout.sequence_parallel else 1)
         ),
-        "ep says over how many ranks the experts are spread; the same ones are on expert_dp": lambda kind, layout: (
-            layout.ep if kind == "experts" else _copies(kind, layout)
+        "norms are on the ranks of tp as well, and counted there again": wrong_copies(
+            "norms", copies=lambda layout: layout.data_size
         ),
-        "experts are cut over tp, as matrices are: ranks of tp hold other parts": lambda kind, layout: (
-            layout.expert_dp * layout.tp if kind == "experts" else _copies(kind, layout)
+        "an expert is on expert_dp ranks, not on all of data": wrong_copies(
+            "experts", copies=lambda layout: layout.data_size
         ),
-        "not all that a rank holds is on every rank: each kind has its own number of copies": lambda kind, layout: (
-            layout.world_size
+        "ep says over how many ranks the experts are spread; the same ones are on expert_dp": wrong_copies(
+            "experts", copies=lambda layout: layout.ep
         ),
-        "ranks of cp have the same parameters too: data is dp times cp": lambda kind, layout: (
-            _copies(kind, layout) if kind == "experts" else _copies(kind, layout) // layout.cp
+        "experts are cut over tp, as matrices are: ranks of tp hold other parts": wrong_copies(
+            "experts", copies=lambda layout: layout.expert_dp * layout.tp
         ),
-    }
-    parts = [[(g.square().sum(), _copies(kind, layout)) for kind, g in one.items()] for one in held]
-    return {said: _norm(held, layout, copies) for said, copies in by_copies.items()} | {
-        "norms of ranks do not add up; their squares do": sum(sum(s / n for s, n in one).sqrt() for one in parts),
-        "each number is divided by its copies, and squared after that; divide the squares": sum(
-            s / n**2 for one in parts for s, n in one
-        ).sqrt(),
-        "the square of the norm": _norm(held, layout, _copies) ** 2,
-    }
-
-
-def _copies(kind: str, layout: Layout) -> int:
-    return {"norms": layout.data_size * layout.tp, "experts": layout.expert_dp}.get(kind, layout.data_size)
-
-
-def _norm(held: list[dict[str, Tensor]], layout: Layout, copies: Callable) -> Tensor:
-    return sum(grad.square().sum() / copies(kind, layout) for one in held for kind, grad in one.items()).sqrt()
-
-
-def _held(rank: int, layout: Layout, seed: int, size: int) -> dict[str, Tensor]:
-    """Gradients after all sums: ranks that hold the same parameter have the same numbers."""
-    here, ep_rank = layout.mesh.coordinates(rank), layout.members(rank)["ep"].index(rank)
-    owner = {"matrices": 10 + here["tp"], "norms": 20, "experts": 30 + 10 * here["tp"] + ep_rank}
-    draw = {kind: torch.Generator().manual_seed(seed + number) for kind, number in owner.items()}
-    return {kind: numbers(generator, size, 3) for kind, generator in draw.items()}
-
-
-def _norms_on_this_rank(answer: Callable, texts: list[str], seed: int, size: int) -> list[Tensor]:
-    layouts, rank, world = (
-        [Layout.parse(text) for text in texts],
-        torch.distributed.get_rank(),
-        torch.distributed.group.WORLD,
-    )
-    return [answer(_held(rank, layout, seed, size), layout, world) for layout in layouts]
+        "not all that a rank holds is on every rank: each kind has its own number of copies": wrong_copies(
+            *KINDS, copies=lambda layout: layout.world_size
+        ),
+        "ranks of cp have the same parameters too: data is dp times cp": partial(
+            norm, matrices=lambda layout: layout.dp, norms=lambda layout: layout.dp * layout.tp
+        ),
+        "norms of ranks do not add up; their squares do": partial(
+            norm, end=lambda squares, world: all_reduce(squares.sqrt(), world)
+        ),
+        "each number is divided by its copies, and squared after that; divide the squares": partial(norm, power=4),
+        "the square of the norm": partial(norm, end=all_reduce),
+        "of this rank's part alone; the other parts are on other ranks": partial(
+            norm, end=lambda squares, world: squares.sqrt()
+        ),
+    },
+    watch_norm,
+    {"the norm": "return a tensor of one element, as torch's sum and sqrt give"},
+    ranks=True,
+    hang="Does every rank make the same calls in the same order?",
+)

@@ -1,0 +1,216 @@
+"""An exercise as a table: a reference, one unusual right answer, wrong answers with what they are told, and inputs.
+
+    check_share = Exercise("check_share", share, right=in_one_line, inputs=draw, wrong={"a bf16 has 2 bytes": in_fp32})
+
+`check_share(my_share)` runs the answer beside the reference. Where they differ it runs the wrong answers on the same
+inputs, and tells the message of the first that did what the answer did. So a misconception is code once: the program
+that somebody who believes it would write. tests/checks/test_tables.py is the test of all tables.
+
+What is compared is what `watch` saw of a call (watch.py): {what: value}, the most telling first.
+"""
+
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from course_lib.checks import core
+from course_lib.checks.core import CheckFailed, NotWritten, hang_in_words, observed, own_lines, raised_in, run_ranks
+from course_lib.checks.watch import Each, agree, call, copied, difference, shown
+from course_lib.launch.limits import slowness
+
+Seen = list[list[dict]]  # of one answer: seen[case][rank] is {what: value}; without ranks there is one
+Spot = tuple[str, int, int]  # what, case, rank
+
+
+@dataclass(frozen=True, eq=False)
+class Exercise:
+    """A grader as data; called with an answer, it grades it.
+
+    name     the check's, as the notebook calls it
+    inputs   rng -> cases, the smallest first: arguments of the answer; on ranks each begins with the number of ranks
+    wrong    what it is told -> a wrong answer, or several; in the order in which they are tried
+    watch    (answer, *arguments) -> what was seen; on ranks called on each
+    says     what -> why, where an answer is off as no wrong one is
+    ranks    whether the answer runs on real ranks
+    hang     what ranks that wait for ever have probably done; they are stopped after `seconds` of an idle machine
+    breaks   a part of the message -> an answer that raises or hangs, for the test alone
+    known    seed and case of a failed try -> what the wrong answers did there
+    """
+
+    name: str
+    reference: Callable
+    right: Callable
+    inputs: Callable[[random.Random], list[tuple]]
+    wrong: dict[str, Callable | list[Callable]]
+    watch: Callable[..., dict] = call
+    says: dict[str, str] = field(default_factory=dict)
+    ranks: bool = False
+    hang: str = ""
+    seconds: float = 8.0
+    breaks: dict[str, Callable] = field(default_factory=dict)
+    known: dict[tuple, list[Seen]] = field(default_factory=dict)
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, answer, seed: int | None = None) -> None:
+        """Print one line if the answer does what the reference does; else raise CheckFailed with the likely reason.
+
+        After a failure the same numbers come first, so that what the wrong answers do is known; then fresh ones.
+        """
+        if answer is None or answer is ...:
+            raise NotWritten(f"{self.name}: your code goes here")
+        fresh = random.SystemRandom().randrange(2**31)
+        before = [] if core.apart else [seed for seed, _ in self.known]
+        for used in [*before, fresh] if seed is None else [seed]:
+            try:
+                _grade(self, answer, used)
+            except NotImplementedError as missing:
+                raise NotWritten(f"{self.name}: {missing or 'your code goes here'}") from None
+            except CheckFailed as failure:
+                raise CheckFailed(f"{self.name}: {failure}\n(to repeat this very run: seed={used})") from None
+        self.known.clear()
+        print(f"{self.name}: passed")
+
+
+class _Raised(CheckFailed):
+    """A rank of the answer raised: what the others did, and what this one did in other cases, is not known."""
+
+
+def _grade(ex: Exercise, answer, seed: int) -> None:
+    cases = ex.inputs(random.Random(seed))
+    try:
+        _compare(ex, answer, cases, (seed, None))
+    except _Raised:  # a smaller case may show why
+        for place, case in enumerate(cases[:-1]):
+            _compare(ex, answer, [case], (seed, place))
+        raise
+
+
+def _compare(ex: Exercise, answer, cases: list[tuple], key: tuple) -> None:
+    want, got = _beside_the_reference(ex, answer, cases)
+    if told := judge(ex, cases, want, got, lambda: _of_wrong(ex, cases, key)):
+        raise CheckFailed(told)
+
+
+def _beside_the_reference(ex: Exercise, answer, cases: list[tuple]) -> list[Seen]:
+    """In one launch; while a class is graded in two, of which the answer's runs apart."""
+    try:
+        if core.apart is None:
+            return observe(ex, [ex.reference, answer], cases)
+        with core.in_this_process():
+            want = observe(ex, [ex.reference], cases)
+        return want + observe(ex, [answer], cases)
+    except CheckFailed as failure:  # the reference neither raises nor hangs
+        stopped = CheckFailed if "time limit:" in str(failure) else _Raised
+        raise stopped(hang_in_words(str(failure), ex.hang)) from None
+
+
+def _of_wrong(ex: Exercise, cases: list[tuple], key: tuple) -> list[Seen]:
+    if key not in ex.known:
+        ex.known.clear()
+        with core.in_this_process():
+            ex.known[key] = observe(ex, [answer for _, answer in pairs(ex.wrong)], cases)
+    return ex.known[key]
+
+
+def pairs(wrong: dict) -> list[tuple[str, Callable]]:
+    """Return (message, wrong answer) for each of a table."""
+    return [(said, one) for said, of in wrong.items() for one in (of if isinstance(of, list) else [of])]
+
+
+# What answers do ------------------------------------------------------------------------------------------------------
+
+
+def observe(ex: Exercise, answers: list, cases: list[tuple]) -> list[Seen]:
+    """seen[answer][case][rank]; one launch for each number of ranks runs all answers on all cases."""
+    if not ex.ranks:
+        return [[[observed(_in_this_process, answer, ex.watch, case)] for case in cases] for answer in answers]
+    seen: list[Seen] = [[[] for _ in cases] for _ in answers]
+    seconds = ex.seconds * slowness() * max(1, len(answers) // 2)
+    for size in sorted({case[0] for case in cases}):
+        places = [place for place, case in enumerate(cases) if case[0] == size]
+        mine = [cases[place][1:] for place in places]
+        for of_rank in run_ranks(_on_this_rank, size, ex.watch, answers, mine, timeout=seconds):
+            for a, of_answer in enumerate(of_rank):
+                for place, one in zip(places, of_answer, strict=True):
+                    seen[a][place].append(one)
+    return seen
+
+
+def _in_this_process(answer: Callable, watch: Callable, case: tuple) -> dict:
+    """What was seen, or the kind of error that the answer raised and, in the lines below, the answer's own place."""
+    try:
+        return watch(answer, *copied(case))
+    except NotImplementedError:
+        raise
+    except Exception as raised:  # an answer may raise anything
+        if not raised_in(answer, raised):
+            raise
+        return {"error": f"{type(raised).__name__}\n{own_lines(answer, raised)}"}
+
+
+def _on_this_rank(watch: Callable, answers: list, cases: list[tuple]) -> list[list[dict]]:
+    seen = []
+    for answer in answers:
+        seen.append([watch(answer, *copied(case)) for case in cases])
+        dist.barrier()
+    return copied(seen, as_results=True)
+
+
+# What an answer is told -----------------------------------------------------------------------------------------------
+
+
+def judge(ex: Exercise, cases: list[tuple], want: Seen, got: Seen, of_wrong: Callable[[], list[Seen]]) -> str | None:
+    """Return what the answer is told, or None if it is right.
+
+    Told is the first wrong answer that did the same everywhere, or else the first that did the same in what is off
+    first, or else the difference in the smallest case.
+    """
+    off = next((spot for spot in _spots(want) if not _agree_at(got, want, spot, within=True)), None)
+    if off is None:
+        return None
+    what, case, rank = off
+    where = _where(ex, cases[case]) + (f", rank {rank} of {len(want[case])}" if ex.ranks else "")
+    there = [spot for spot in _spots(want) if spot[0] == what]
+    seen_of_wrong = of_wrong()
+    for compared in (list(_spots(want)), there):
+        for (message, _), seen in zip(pairs(ex.wrong), seen_of_wrong, strict=True):
+            is_off = not all(_agree_at(seen, want, spot, within=True) for spot in there)
+            if is_off and all(_agree_at(got, seen, spot) for spot in compared):
+                return f"{message}\n({where}: {what}: {difference(_at(got, off), _at(want, off))})"
+    if what == "error" and _at(got, off):
+        return f"{where}: {got[case][rank]['error'].partition(chr(10))[2]}"
+    why = f": {ex.says[what]}" if what in ex.says else ""
+    return f"{where}: {what}: {difference(_at(got, off), _at(want, off))}{why}"
+
+
+def _spots(want: Seen) -> Iterator[Spot]:
+    """Every place of an observation; errors first, then in the order of the reference's."""
+    names = dict.fromkeys(["error", *(what for case in want for seen in case for what in seen)])
+    return ((what, c, r) for what in names for c, case in enumerate(want) for r in range(len(case)))
+
+
+def _at(seen: Seen, spot: Spot):
+    value = seen[spot[1]][spot[2]].get(spot[0])
+    return value.partition("\n")[0] if spot[0] == "error" and value else value
+
+
+def _agree_at(got: Seen, want: Seen, spot: Spot, within: bool = False) -> bool:
+    return agree(_at(got, spot), _at(want, spot), within)
+
+
+def _where(ex: Exercise, case: tuple) -> str:
+    """The case's arguments by name, as far as they are short."""
+    names = [list(inspect.signature(of).parameters.values()) for of in (ex.watch, ex.reference)]
+    named = names[0][1:] if names[0][-1].kind != inspect.Parameter.VAR_POSITIONAL else names[1]
+    short = [
+        f"{parameter.name}={shown(value)}"
+        for parameter, value in zip(named, case[ex.ranks :], strict=False)
+        if "seed" not in parameter.name and not isinstance(value, Each) and len(shown(value)) <= 60
+    ]
+    return ", ".join([f"{case[0]} ranks"] * ex.ranks + short)

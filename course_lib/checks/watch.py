@@ -1,0 +1,133 @@
+"""What is seen of an answer at work, and when two observations agree: plain data, {what: value}."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from course_lib.checks.observe import _MessageLog
+from course_lib.measure import ByteMeter
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A number that may be smaller than the reference's, and larger by `slack`."""
+
+    value: float
+    slack: float = 0
+
+
+class Each(list):
+    """In a case on ranks: an argument of which each rank gets its own."""
+
+
+def copied(values, as_results: bool = False):
+    """Return the values with tensors of their own: an answer may write into them. Results have no graph any more."""
+
+    def of_its_own(x):
+        return x.detach().clone().requires_grad_(x.requires_grad and not as_results) if isinstance(x, Tensor) else x
+
+    return tree_map(of_its_own, values)
+
+
+def call(answer: Callable, *args) -> dict:
+    """Watch a plain call: what it returned, and whether it wrote into its arguments."""
+    given = copied(args)
+    result = answer(*given)
+    return {"the result": copied(result, as_results=True), "arguments changed": not agree(given, args)}
+
+
+def result(answer: Callable, *args) -> dict:
+    """Watch what a plain call returned; it may write into its arguments."""
+    return {"the result": copied(answer(*args), as_results=True)}
+
+
+def several(say: str, *names: str) -> Callable[..., dict]:
+    """Watch a call that returns several things, a tuple or a list, or a dict if names are its keys; else `say`."""
+
+    def watch(answer: Callable, *args) -> dict:
+        result = answer(*args)
+        if isinstance(result, dict):
+            result = [result.get(name) for name in names]
+        if not isinstance(result, tuple | list) or len(result) != len(names):
+            return {"error": f"returned otherwise\n{say}; it is {result!r:.80}"}
+        return copied(dict(zip(names, result, strict=True)), as_results=True)
+
+    return watch
+
+
+def collective(answer: Callable, *args, slack: int = 0) -> dict:
+    """Watch a call on this rank, the group last: calls, peers, result, and what was sent."""
+    given = [arg[dist.get_rank()] if isinstance(arg, Each) else arg for arg in args]
+    mine = copied(given)
+    with _MessageLog() as log, ByteMeter() as meter:
+        result = answer(*mine, dist.group.WORLD)
+    return {
+        "other calls than send and recv": sorted(set(meter.calls) - {"send", "recv"}),
+        "sent to": sorted({peer for kind, peer in log.messages if kind == "send"}),
+        "the result": copied(result, as_results=True),
+        "arguments changed": not agree(mine, given),
+        "collectives called": Cost(sum(meter.calls.values())),
+        "bytes sent": Cost(meter.sent_bytes, slack),
+    }
+
+
+def agree(got, want, within: bool = False) -> bool:
+    """Whether two observations are equal up to rounding; `within`: a cost need only not be larger."""
+    if isinstance(want, Cost) and isinstance(got, Cost):
+        return got.value <= want.value + want.slack if within else got.value == want.value
+    if isinstance(want, Tensor) and isinstance(got, Tensor):
+        if got.numel() == want.numel() == 1:
+            got = got.reshape(want.shape)  # (1,) is as good as ()
+        same = (got.shape, got.dtype) == (want.shape, want.dtype)
+        return same and torch.allclose(got, want, rtol=1e-6, atol=1e-9, equal_nan=True)
+    if isinstance(want, dict) and isinstance(got, dict):
+        return got.keys() == want.keys() and all(agree(got[key], want[key], within) for key in want)
+    if isinstance(want, list | tuple) and isinstance(got, list | tuple):
+        return len(got) == len(want) and all(agree(*pair, within) for pair in zip(got, want, strict=True))
+    if isinstance(want, float) and isinstance(got, int | float | Tensor) and not isinstance(got, bool):
+        got = float(got) if not isinstance(got, Tensor) or got.numel() == 1 else math.inf
+        return math.isclose(got, want, rel_tol=1e-6) or (math.isnan(got) and math.isnan(want))
+    if isinstance(want, int) and isinstance(got, int | float):
+        return got == want and isinstance(got, bool) == isinstance(want, bool)
+    return type(got) is type(want) and got == want
+
+
+# In words -------------------------------------------------------------------------------------------------------------
+
+
+def difference(got, want) -> str:
+    """Say how an observation is off: the first place where it is."""
+    if got is None:
+        return "it is None; does your function return it?"
+    if isinstance(want, Cost) and isinstance(got, Cost):
+        return f"{got.value:,}, and {want.value:,} are enough"
+    if isinstance(want, Tensor) and isinstance(got, Tensor) and got.shape == want.shape and want.numel() > 4:
+        apart = ~torch.isclose(got.double(), want.double(), rtol=1e-6, atol=1e-9, equal_nan=True)
+        if apart.any():
+            at = tuple(apart.nonzero()[0].tolist())
+            return f"{int(apart.sum())} of {want.numel()} are off; at {at} {got[at]:.6g}, and {want[at]:.6g} is right"
+    if isinstance(want, dict) and isinstance(got, dict) and got.keys() == want.keys():
+        off = [key for key in want if not agree(got[key], want[key], within=True)]
+        last = f", the last is {off[-1]}" if len(off) > 1 else ""
+        return f"{len(off)} of {len(want)} are off{last}; {off[0]}: {difference(got[off[0]], want[off[0]])}"
+    if isinstance(want, list | tuple) and isinstance(got, list | tuple) and len(got) == len(want) > 1:
+        at = next(i for i, pair in enumerate(zip(got, want, strict=True)) if not agree(*pair, within=True))
+        return f"number {at} of {len(want)}: {difference(got[at], want[at])}"
+    return f"{shown(got)}, and {shown(want)} is right"
+
+
+def shown(value) -> str:
+    """Return a value in a few characters."""
+    if isinstance(value, Tensor):
+        few = value.numel() <= 4
+        return f"{value.tolist() if few else 'a tensor'} ({tuple(value.shape)}, {str(value.dtype).split('.')[-1]})"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, tuple | list) and ("tensor(" in repr(value) or len(repr(value)) > 120):
+        return f"{type(value).__name__} of {len(value)}"
+    return f"{value:,}" if type(value) is int else f"{value!r:.120}"
