@@ -10,7 +10,7 @@ memory.py       MEMORY: a model against GPUs; OPTIMIZER: optimizers against each
 precision.py    PRECISION: a weight and an update in three formats
 recompute.py    RECOMPUTE: a strip of blocks that keep their activations or compute them again
 overlap.py      OVERLAP: buckets beside backward
-runs.py         ZERO, TENSOR, SEQUENCE, CONTEXT, LAYOUT, PLAN: runs side by side, by the estimate
+runs.py         ZERO, TENSOR, TENSOR_SEQUENCE, CONTEXT, LAYOUT, PLAN: runs side by side, by the estimate
 pipeline.py     PIPELINE: a schedule on the clock
 puzzle.py       PUZZLE: a schedule placed by hand
 experts.py      EXPERTS: load, drops, bytes within and between nodes

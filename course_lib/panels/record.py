@@ -109,5 +109,5 @@ def answer_of(title: str, draw: Callable[[], Shown], notes: Iterable[str] = ()) 
         forms, said = draw()
     except ValueError as error:
         return Answer((), f"Not possible. {error}", "")
-    said = " ".join([said, *notes])
+    said = " ".join(filter(None, [said, *notes]))
     return Answer(tuple(forms), said, drawing(title, said, forms))

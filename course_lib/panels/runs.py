@@ -172,7 +172,7 @@ TENSOR = Panel(
     controls(model=("llama-3.1-8b", ALL_MODELS), tp=8, seq_len=(4096, LENGTHS)) | _WHERE,
     draw_tensor,
 )
-SEQUENCE = Panel(
+TENSOR_SEQUENCE = Panel(
     "Sequence parallelism",
     controls(model=("llama-3.1-8b", ALL_MODELS), tp=8, seq_len=(65_536, LENGTHS))
     | {"mode": Control("parallelism", named(MODES), "gathered again")}

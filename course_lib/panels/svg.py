@@ -196,7 +196,8 @@ def drawing(title: str, said: str, forms: Iterable[Form]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="{NAME}" viewBox="0 0 {WIDTH} {math.ceil(top)}" role="img" '
         f'width="100%" style="max-width:900px" font-family="system-ui, sans-serif" font-size="12">'
-        f"<title>{escape(title)}</title><desc>{escape(said)}</desc><style>{CSS}</style><defs>{patterns}</defs>"
+        f"<title>{escape(title)}</title><desc>{escape(f'{title}. {said}')}</desc><style>{CSS}</style>"
+        f"<defs>{patterns}</defs>"
         f'<rect class="ground" width="{WIDTH}" height="{math.ceil(top)}" fill="#fff"/>{body}</svg>'
     )
 

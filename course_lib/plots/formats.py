@@ -1,13 +1,12 @@
 """Floating-point formats as rows of bits."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from matplotlib.patches import Rectangle
 
-from course_lib.plots.palette import OKABE_ITO, mix, text_on
-from course_lib.plots.style import CENTRED, ground, picture_axes, write_above
+from course_lib.plots.palette import OKABE_ITO, text_on
+from course_lib.plots.style import CENTRED, ground, picture_axes
 from course_lib.validate import checked
 
 BIT_COLORS = {"sign": OKABE_ITO["black"], "exponent": OKABE_ITO["orange"], "mantissa": OKABE_ITO["sky"]}
@@ -110,21 +109,3 @@ def _draw_format(axes, row: int, fmt: FloatFormat, cells: Sequence[str], widest:
         f" · after 1 comes 1 + {fmt.epsilon:.2g}"
     )
     axes.text(0, top + 0.85, facts, ha="left", va="top", fontsize=8.5)
-
-
-def draw_ranges(axes, formats: Sequence[FloatFormat], marks: Mapping[str, float]) -> None:
-    """Each format's range as a bar over magnitudes, subnormal numbers pale, and lines at the values of interest."""
-    for row, fmt in enumerate(formats):
-        low, normal, high = (math.log10(value) for value in (fmt.smallest, fmt.smallest_normal, fmt.largest))
-        pale = mix(BIT_COLORS["exponent"], "#FFFFFF", 0.6)
-        axes.barh(row, normal - low, left=low, height=0.55, color=pale, hatch="//", edgecolor="white")
-        axes.barh(row, high - normal, left=normal, height=0.55, color=BIT_COLORS["exponent"])
-        axes.text(high, row, f" up to {fmt.largest:.3g}", va="center", fontsize=9)
-        axes.text(low, row, f"from {fmt.smallest:.2g} ", va="center", ha="right", fontsize=9)
-    for index, (name, value) in enumerate(marks.items()):
-        axes.axvline(math.log10(value), color="black", linestyle=("--", ":")[index % 2], linewidth=1.6)
-        write_above(axes, math.log10(value), f"{name} {value:.3g}", 3 + 13 * index)
-    axes.set_yticks(range(len(formats)), [fmt.name for fmt in formats])
-    ticks = range(-45, 46, 15)
-    axes.set_xticks(ticks, [f"$10^{{{tick}}}$" for tick in ticks])
-    axes.set(xlim=(-64, 54), ylim=(len(formats) - 0.5, -0.5), xlabel="magnitude (hatched: subnormal, fewer digits)")

@@ -9,6 +9,7 @@ Only what ipywidgets 7.7 and 8 share is used. A stored notebook keeps the first 
 
 from collections.abc import Callable, Mapping
 from html import escape
+from textwrap import fill
 
 import ipywidgets as widgets
 from traitlets import Unicode
@@ -77,7 +78,7 @@ class Played(widgets.VBox):
     def _repr_mimebundle_(self, **kwargs) -> tuple[dict, dict] | dict:
         bundle = super()._repr_mimebundle_(**kwargs)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-        return data | {"image/svg+xml": self.first.svg, "text/plain": self.first.said}, metadata
+        return data | {"image/svg+xml": self.first.svg, "text/plain": fill(self.first.said, 96)}, metadata
 
 
 @checked
