@@ -8,7 +8,8 @@ code or counted there, and says where; none is fitted. Adding an engine is addin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from course_lib.validate import Amount, Bytes, Share, check_fields, one_of
@@ -21,7 +22,8 @@ class File:
     """What a configuration file can say of a layout: a search takes no other, an export refuses any other.
 
     program         who reads it
-    recipes         names of `memory.states.RECIPES`
+    recipes         names of `memory.states.RECIPES`, each with its fields in the file
+    words           its words for ours, where they differ: of schedules and cp methods
     axes            beside dp
     order           of its axes on the hardware, outermost first; empty: any
     zero_stages     where ranks share the data, without a pipeline
@@ -35,11 +37,11 @@ class File:
     even_stages     stages have equally many layers
     told_stages     layers of each stage can be told
     families        of models
-    lacks           parts of models: keys of `plan.export.parts_of`
+    lacks           parts of models: those of `plan/config_files.py`
     """
 
     program: str
-    recipes: tuple[str, ...]
+    recipes: Mapping[str, dict] = field(hash=False)
     axes: tuple[str, ...] = ("tp", "pp", "cp", "ep")
     order: str = "pp-dp-cp-tp"
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
@@ -57,6 +59,7 @@ class File:
     told_stages: bool = True
     families: tuple[str, ...] = ("llama", "gpt")
     lacks: tuple[str, ...] = ()
+    words: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -155,7 +158,7 @@ class Engine:
 
 _COURSE = Engine(
     "course",
-    file=File("the course's trainer", ("fp32", "bf16-master", "bf16-master-fp32-grads"), order=""),
+    file=File("the course's trainer", {"fp32": {}, "bf16-master": {}, "bf16-master-fp32-grads": {}}, order=""),
     # course_lib/train/trainer.py and memory/states.py; the formulas answer for all of them
     recipes=(
         "fp32",
@@ -179,7 +182,7 @@ _FSDP2 = Engine(
     # Accelerate 1.15, commands/launch.py: fsdp_version 2, reshard_after_forward, activation checkpointing; dp alone
     file=File(
         "Accelerate with FSDP2",
-        ("fp32", "bf16-master"),  # FP32 shards are the master copy: as many bytes
+        {"fp32": {"precision": "fp32"}, "bf16-master": {"precision": "bf16"}},  # FP32 shards are the master copy
         axes=(),
         zero_stages=(2, 3),
         replicas=False,
@@ -206,6 +209,9 @@ _FSDP2 = Engine(
     reserved_share=1.05,  # torchtitan logs max_reserved; assumed: pieces that no tensor fits
 )
 
+# FP32 shards are the master copy, gradients FP32
+_FP32_SHARDS = {"dtype": "float32", "mixed_precision_param": "bfloat16"}
+
 ENGINES: dict[str, Engine] = {
     one.name: one
     for one in (
@@ -223,7 +229,21 @@ ENGINES: dict[str, Engine] = {
             # FSDP's. Its selective recomputation repeats other operators than attention.
             file=File(
                 "torchtitan",
-                ("fp32", "bf16-master", "bf16-master-fp32-grads", "bf16"),
+                {
+                    "fp32": {"dtype": "float32", "mixed_precision_param": "float32"},
+                    "bf16-master": _FP32_SHARDS,
+                    "bf16-master-fp32-grads": _FP32_SHARDS,
+                    "bf16": {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"},
+                },
+                words={
+                    "afab": "GPipe",
+                    "1f1b": "1F1B",
+                    "interleaved": "Interleaved1F1B",
+                    "zbv": "ZBVZeroBubble",
+                    "dualpipe_v": "DualPipeV",
+                    "ring": "alltoall",
+                    "all_gather": "allgather",
+                },
                 zero_stages=(0, 2, 3),
                 pipeline_zero=(1,),
                 zero_0_alone=True,
@@ -242,7 +262,13 @@ ENGINES: dict[str, Engine] = {
             # FSDP, which has no pipeline
             file=File(
                 "Megatron-LM",
-                ("fp32", "bf16-master", "bf16-master-fp32-grads", "fp16-master-fp32-grads"),
+                {
+                    "fp32": {},
+                    "bf16-master": {"bf16": True, "grad-reduce-in-bf16": True},
+                    "bf16-master-fp32-grads": {"bf16": True},
+                    "fp16-master-fp32-grads": {"fp16": True, "accumulate-allreduce-grads-in-fp32": True},
+                },
+                words={"ring": "p2p", "all_gather": "allgather", "ulysses": "a2a"},
                 pipeline_zero=(0, 1),
                 schedules=("1f1b", "interleaved"),
                 cp_shardings=("zigzag",),
@@ -274,7 +300,12 @@ ENGINES: dict[str, Engine] = {
             # file only says how it is done, and what is written says where to ask for it
             file=File(
                 "DeepSpeed",
-                ("fp32", "bf16-master", "bf16-master-fp32-grads", "fp16-master-fp32-grads"),
+                {
+                    "fp32": {"precision": "fp32"},
+                    "bf16-master": {"precision": "bf16"},
+                    "bf16-master-fp32-grads": {"precision": "bf16", "grad_accum_dtype": "fp32"},
+                    "fp16-master-fp32-grads": {"precision": "fp16", "grad_accum_dtype": "fp32"},
+                },
                 axes=(),
                 replicas=False,
                 recomputes=("none", "full"),
@@ -294,7 +325,10 @@ ENGINES: dict[str, Engine] = {
             # 2411b02, config/parallelism_config.py, config.py and models_config.py
             file=File(
                 "nanotron",
-                ("bf16-master-fp32-grads", "bf16"),
+                {
+                    "bf16-master-fp32-grads": {"accumulate_grad_in_fp32": True},
+                    "bf16": {"accumulate_grad_in_fp32": False},
+                },
                 axes=("tp", "pp"),
                 zero_stages=(0, 1),
                 pipeline_zero=(0, 1),
@@ -338,6 +372,43 @@ ENGINES: dict[str, Engine] = {
         ),
     )
 }
+
+# Files of programs that are no engine of their own here.
+PICOTRON = File(  # 59714b1, template/base_config.json and train.py
+    "picotron",
+    {"bf16": {}},
+    axes=("tp", "pp", "cp"),
+    order="dp-pp-cp-tp",
+    zero_stages=(0,),
+    pipeline_zero=(0,),
+    replicas=False,
+    schedules=("1f1b", "afab"),
+    recomputes=("none",),
+    cp_methods=("ring",),
+    cp_shardings=("contiguous",),
+    sequence_parallel=(False,),
+    told_stages=False,
+    families=("llama",),
+    lacks=(
+        "latent attention",
+        "norms of queries and keys (QK-norm)",
+        "tied head",
+        "heads of another width",
+        "fewer key/value heads than tp",
+        "vocabulary that tp cuts unevenly",
+    ),
+)
+ACCELERATE_MEGATRON = replace(  # Accelerate 1.15, MegatronLMPlugin in utils/dataclasses
+    ENGINES["megatron"].file,
+    program="Accelerate's Megatron-LM plugin",
+    recipes={"fp32": {"precision": "fp32"}, "bf16-master-fp32-grads": {"precision": "bf16"}},
+    axes=("tp", "pp"),  # it counts cp's ranks as data
+    zero_stages=(0, 1),
+    replicas=False,
+    schedules=("1f1b",),
+    recomputes=("full",),  # what it does unasked
+    lacks=(*ENGINES["megatron"].file.lacks, "experts", "norms of queries and keys (QK-norm)"),
+)
 
 
 def engine_of(engine: str | Engine) -> Engine:

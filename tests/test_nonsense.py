@@ -13,7 +13,6 @@ import pkgutil
 import re
 import signal
 import traceback
-import typing
 from collections import Counter
 from functools import partial
 from importlib import import_module
@@ -24,7 +23,7 @@ import torch
 
 import course_lib
 from course_lib import traffic
-from course_lib.claims import FORMULAS, ledger
+from course_lib.claims import ledger
 from course_lib.cluster import Site
 from course_lib.compare.profile import Row
 from course_lib.config import preset
@@ -39,7 +38,7 @@ from course_lib.memory.zero import Offload, offload_link_bytes
 from course_lib.model import build, moe_layers
 from course_lib.model.moe import route
 from course_lib.model.synthetic_routing import synthetic_routing
-from course_lib.plan import Job
+from course_lib.plan import Job, work_out
 from course_lib.plots.data_parallel import backward_on_streams
 from course_lib.plots.expert_concepts import ExpertKind
 from course_lib.run import Run
@@ -111,14 +110,6 @@ def in_floats(record) -> dict:
     """The fields of a record, whole numbers as floats where both are the same."""
     return {name: float(value) if isinstance(value, int) else value for name, value in vars(record).items()}
 
-
-def in_hinted_floats(claim) -> dict:
-    """A claim's arguments, whole numbers as floats where its formula takes those."""
-    hints = typing.get_type_hints(FORMULAS[claim.formula])
-    return {name: float(value) if hints[name] is float else value for name, value in claim.arguments.items()}
-
-
-FORMULA_ARGUMENTS = {claim.formula: in_hinted_floats(claim) for claim in ledger()[::-1] if claim.formula}
 
 # What a parameter of that name is in a call that works.
 VALUES = {
@@ -616,17 +607,11 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "claims": {"topic": "zero", "verdict": "wrong", "chapter": "04", "word": ...},
         "claims_named": {"ids": ["C003"]},
     },
-    "claims.recompute": {
-        "Recomputed": "made by recompute",
-        "meets": "any stated value is met or not",
-        **{name: {"claim": CLAIM} for name in ("recompute", "verdict_problem", "texts_of")},
-    },
     "claims.page": {
         "Quiz": {"claims": (CLAIM,)},
         "chapter_quiz": {"chapter": "04", "ids": ("C056",)},
-        **{name: {"claim": CLAIM} for name in ("verdict_of", "as_lines", "as_record")},
+        **dict.fromkeys(("verdict_of", "as_lines", "as_record"), "of a claim of the ledger"),
     },
-    **{f"claims.{kind}_formulas": FORMULA_ARGUMENTS for kind in ("memory", "traffic", "pipeline", "speed")},
     "hardware": {
         "GPU": in_floats(gpu("h100")) | {"per_node": 8},
         "Link": in_floats(link("efa")) | {"measured": False, "by_nodes": True},
@@ -639,11 +624,10 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "measured_bus_bandwidth": {"num_nodes": 2, "collective": "all_gather"},
         "gpu_of_device": {"device_name": "NVIDIA H100"},
     },
-    "train.export": {
+    "plan.config_files": {
+        "export": {"option": work_out(JOB, Layout(dp=2))},
         "accelerate_fsdp2": {"wrap": ["Block"], "precision": "bf16"},
         "accelerate_deepspeed_file": {"deepspeed_json": "zero3.json"},
-        "accelerate_world": {"kind": "FSDP", "machines": import_module("course_lib.train.export").Machines()},
-        "offload_to": {"device": "cpu", "nvme_path": None},
         "write": "writes a file",
         "deepspeed": {"stage": 3},
     },

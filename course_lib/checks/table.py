@@ -33,10 +33,10 @@ class Exercise:
     inputs   rng -> cases, the smallest first: arguments of the answer; on ranks each begins with the number of ranks
     wrong    what it is told -> a wrong answer, or several; in the order in which they are tried
     watch    (answer, *arguments) -> what was seen; on ranks called on each
-    says     what -> why, where an answer is off as no wrong one is
+    says     what -> why, where an answer is off as no wrong one is; the reason may be a function of the case
     ranks    whether the answer runs on real ranks
     hang     what ranks that wait for ever have probably done; they are stopped after `seconds` of an idle machine
-    breaks   a part of the message -> an answer that raises or hangs, for the test alone
+    breaks   a part of the message -> an answer that raises or hangs, or that `says` tells; for the test alone
     known    seed and case of a failed try -> what the wrong answers did there
     """
 
@@ -46,7 +46,7 @@ class Exercise:
     inputs: Callable[[random.Random], list[tuple]]
     wrong: dict[str, Callable | list[Callable]]
     watch: Callable[..., dict] = call
-    says: dict[str, str] = field(default_factory=dict)
+    says: dict[str, str | Callable[..., str]] = field(default_factory=dict)
     ranks: bool = False
     hang: str = ""
     seconds: float = 8.0
@@ -185,8 +185,9 @@ def judge(ex: Exercise, cases: list[tuple], want: Seen, got: Seen, of_wrong: Cal
                 return f"{message}\n({where}: {what}: {difference(_at(got, off), _at(want, off))})"
     if what == "error" and _at(got, off):
         return f"{where}: {got[case][rank]['error'].partition(chr(10))[2]}"
-    why = f": {ex.says[what]}" if what in ex.says else ""
-    return f"{where}: {what}: {difference(_at(got, off), _at(want, off))}{why}"
+    why = ex.says.get(what, "")
+    told = f"{where}: {what}: {difference(_at(got, off), _at(want, off))}"
+    return f"{told}: {why(*cases[case]) if callable(why) else why}" if why else told
 
 
 def _spots(want: Seen) -> Iterator[Spot]:

@@ -23,13 +23,11 @@ Written by `make fmt` from course_lib/claims/ledger.toml; the numbers are comput
 """
 
 
-@checked
 def verdict_of(claim: Claim) -> str:
     """Return the verdict with its condition, as a sentence: "Right if the score matrices are saved for backward."""
     return f"{LABELS[claim.verdict]} {claim.condition}".strip() + "."
 
 
-@checked
 def as_lines(claim: Claim) -> str:
     """Return what a terminal shows of a claim, in lines of at most 96 columns."""
     answer, say = texts_of(claim)
@@ -39,7 +37,6 @@ def as_lines(claim: Claim) -> str:
     return "\n".join([f"{claim.id}  {claim.topic}{chapter}", *said])
 
 
-@checked
 def as_record(claim: Claim) -> dict:
     """Return a claim with all that is computed of it, as `course claims --json` prints it."""
     found, (answer, say) = recompute(claim), texts_of(claim)

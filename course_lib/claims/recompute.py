@@ -1,33 +1,20 @@
-"""What a claim states beside what its formula gives, and whether the two agree as the verdict says."""
+"""What a claim states beside what its computation gives, and whether the two agree as the verdict says."""
 
-import inspect
+import ast
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
+from operator import ge, gt, le, lt
 
-from course_lib.claims import memory_formulas, pipeline_formulas, speed_formulas, traffic_formulas
+from course_lib.claims import formulas
 from course_lib.claims.record import Claim
-from course_lib.validate import Amount, checked
 
-MODULES = (memory_formulas, traffic_formulas, pipeline_formulas, speed_formulas)
-FORMULAS: dict[str, Callable] = {
-    name: function
-    for module in MODULES
-    for name, function in vars(module).items()
-    if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
-}
-BOUND = re.compile(r"(<=|>=|<|>) *(\S+)")
-RANGE = re.compile(r"(-?[\d.]+)\.\.(-?[\d.]+)")
-MEETS = {
-    "<=": lambda value, bound: value <= bound,
-    ">=": lambda value, bound: value >= bound,
-    "<": lambda value, bound: value < bound,
-    ">": lambda value, bound: value > bound,
-}
+BOUND, RANGE = re.compile(r"(<=|>=|<|>) *(\S+)"), re.compile(r"(-?[\d.]+)\.\.(-?[\d.]+)")
+MEETS = {"<=": le, ">=": ge, "<": lt, ">": gt}
+TOLD = re.compile(r"\{(?:other\[)?(\w+)")  # names of values in a text
 
 
-class Row(list):
-    """A list whose elements share one format: f"{Row([0.5, 2]):.1f}" is "0.5, 2.0"."""
+class SharedFormat(list):
+    """A list whose elements share one format: f"{SharedFormat([0.5, 2]):.1f}" is "0.5, 2.0"."""
 
     def __format__(self, spec: str) -> str:
         return ", ".join(format(each, spec) for each in self)
@@ -35,7 +22,7 @@ class Row(list):
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What a claim's formula gives: the values, those of `otherwise`, and whether each meets what is stated."""
+    """What a claim's computation gives: values, those of `otherwise`, and whether each meets what is stated."""
 
     values: dict
     holds: bool
@@ -45,8 +32,7 @@ class Recomputed:
     say: str
 
 
-@checked
-def meets(stated: object, value: object, tolerance: Amount) -> bool:
+def meets(stated: object, value: object, tolerance: float) -> bool:
     """Whether a value is what is stated: equal within a share of it, or within a bound; of a list, each of them."""
     if isinstance(value, list):
         if isinstance(stated, list):
@@ -63,52 +49,59 @@ def meets(stated: object, value: object, tolerance: Amount) -> bool:
     return abs(value - stated) <= tolerance * abs(stated) + 1e-12
 
 
-@checked
+def computed(claim: Claim, arguments: dict) -> dict:
+    """Run a claim's computation; return what it states or tells of the values, by name."""
+    names = vars(formulas) | arguments
+    (*_, last) = ast.parse(claim.compute).body
+    if isinstance(last, ast.Expr):
+        values = eval(claim.compute, names)
+    else:
+        exec(claim.compute, names)
+        values = names
+    told = [*claim.stated, *TOLD.findall(claim.answer + claim.say)]
+    if missing := set(told) - set(values) - {"other"}:
+        raise ValueError(
+            f"{claim.id} states or tells {', '.join(sorted(missing))}, which its computation does not give"
+        )
+    return {name: values[name] for name in dict.fromkeys(told)}
+
+
 def recompute(claim: Claim) -> Recomputed | None:
-    """Call the claim's formula; None if its verdict rests on the source alone."""
-    if not claim.formula:
+    """Run the claim's computation; None if its verdict rests on the source alone."""
+    if not claim.compute:
         return None
-    if claim.formula not in FORMULAS:
-        raise ValueError(f"{claim.id} names the formula {claim.formula!r}; choose from {', '.join(FORMULAS)}")
-    formula = FORMULAS[claim.formula]
-    values = formula(**claim.arguments)
-    other = formula(**claim.arguments | claim.otherwise) if claim.otherwise else {}
+    values = computed(claim, claim.arguments)
+    other = computed(claim, claim.arguments | claim.otherwise) if claim.otherwise else {}
     holds, other_holds = _all_met(claim, values), _all_met(claim, other) if other else None
-    shown = _in_rows(values) | {"other": _in_rows(other)}
+    shown = _in_one_format(values) | {"other": _in_one_format(other)}
     answer, say = (re.sub(r"(\d)%", r"\1 %", text.format(**shown)) for text in (claim.answer, claim.say))
     return Recomputed(values, holds, other, other_holds, answer, say)
 
 
-def _in_rows(values: dict) -> dict:
-    return {name: Row(value) if isinstance(value, list) else value for name, value in values.items()}
+def _in_one_format(values: dict) -> dict:
+    return {name: SharedFormat(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _all_met(claim: Claim, values: dict) -> bool:
-    missing = set(claim.stated) - set(values)
-    if missing:
-        raise ValueError(f"{claim.id} states {', '.join(sorted(missing))}; {claim.formula} gives {', '.join(values)}")
     return all(meets(stated, values[name], claim.tolerance) for name, stated in claim.stated.items())
 
 
-@checked
 def verdict_problem(claim: Claim) -> str:
-    """Say in a sentence why a claim's verdict is not what its formula gives; nothing if it is."""
+    """Say in a sentence why a claim's verdict is not what its computation gives; nothing if it is."""
     found = recompute(claim)
     if found is None:
         return ""
-    should_hold, should_hold_otherwise = {
-        "right": (True, True), "right-if": (True, False), "ambiguous": (True, False), "wrong": (False, True),
-    }[claim.verdict]  # fmt: skip
-    if found.holds is not should_hold:
-        said = "is" if found.holds else "is not"
-        return f"{claim.id} is {claim.verdict}, but {claim.stated} {said} met by {found.values}"
-    if found.other_holds is not None and found.other_holds is not should_hold_otherwise:
-        said = "is" if found.other_holds else "is not"
-        return f"{claim.id} is {claim.verdict}, but with {claim.otherwise} {claim.stated} {said} met by {found.other}"
+    should_hold = {"right": (True, True), "wrong": (False, True)}.get(claim.verdict, (True, False))
+    for holds, should, arguments, values in (
+        (found.holds, should_hold[0], claim.arguments, found.values),
+        (found.other_holds, should_hold[1], claim.otherwise, found.other),
+    ):
+        if holds is not None and holds is not should:
+            said = "is" if holds else "is not"
+            return f"{claim.id} is {claim.verdict}, but with {arguments} {claim.stated} {said} met by {values}"
     return ""
 
 
-@checked
 def texts_of(claim: Claim) -> tuple[str, str]:
     """(what comes out, what to say), with the numbers as they are computed now."""
     found = recompute(claim)

@@ -22,9 +22,10 @@ TOPICS = {  # -> the chapter that answers it
 class Claim:
     """One claim: what is said, the formula that recomputes it, and what to say.
 
-    formula     a name of `recompute.FORMULAS`, called with `arguments`; "": the verdict rests on the source alone
-    stated      of the formula's values those that the claim states: a number, a list of numbers, a text, or a bound
-                as "<= 80" or "2..5"; met within `tolerance`, a share of the number
+    compute     values by name, in the formulas of formulas.py: lines of Python, or one expression that is a dictionary
+                of them, with `arguments`; "": the verdict rests on the source alone
+    stated      of the values those that the claim states: a number, a list of numbers, a text, or a bound as "<= 80"
+                or "2..5"; met within `tolerance`, a share of the number
     otherwise   arguments in place of some: without the condition of a claim that is right-if or ambiguous, or,
                 of a wrong one, with what would make it right
     answer      what comes out, with the values in braces; those of `otherwise` are {other[name]}
@@ -39,7 +40,7 @@ class Claim:
     verdict: Literal[VERDICTS]
     answer: str
     source: str
-    formula: str = ""
+    compute: str = ""
     arguments: dict = field(default_factory=dict)
     otherwise: dict = field(default_factory=dict)
     stated: dict = field(default_factory=dict)
@@ -50,12 +51,12 @@ class Claim:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if bool(self.formula) != bool(self.stated):
-            raise ValueError(f"{self.id} has a formula or stated values alone; give both, or neither")
+        if bool(self.compute) != bool(self.stated):
+            raise ValueError(f"{self.id} has a computation or stated values alone; give both, or neither")
         conditional = self.verdict in ("right-if", "ambiguous")
         if conditional != bool(self.condition):
             raise ValueError(f"{self.id} is {self.verdict}; a condition belongs to right-if and ambiguous claims alone")
-        if conditional and self.formula and not self.otherwise:
+        if conditional and self.compute and not self.otherwise:
             raise ValueError(f"{self.id} is {self.verdict}; give in otherwise what makes it wrong")
         if self.verdict == "wrong" and not self.say:
             raise ValueError(f"{self.id} is wrong; say what to say instead")

@@ -7,21 +7,15 @@ import sys
 from dataclasses import dataclass
 from json import dumps as as_json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tyro.conf import OmitArgPrefixes, Positional
 
 from course_lib.cli.asked import Device, Techniques, Tokens, cluster_asked, computing, model_asked
 from course_lib.engines import ENGINES
-from course_lib.memory.states import recipe_of
 from course_lib.plan import Job, Option, Plan, explain, export, search, table
-from course_lib.plan.export import in_your_script, need
+from course_lib.plan.config_files import WRITERS
 from course_lib.plan.search import ENOUGH
-from course_lib.run import Run
 from course_lib.validate import one_of, whole, writable
-
-if TYPE_CHECKING:
-    from course_lib.train.export import Machines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,32 +83,14 @@ def job_of(options: PlanOptions) -> Job:
     return Job(config, cluster, *sizes, recipe, name, **options.run_fields())
 
 
-FILES = {  # of the engines that one can ask for
-    "torchtitan": ("torchtitan.toml",),
-    "nanotron": ("nanotron.yaml",),
-    "megatron": ("megatron.args",),
-    "fsdp2": ("accelerate_fsdp2.yaml",),
-    "deepspeed": ("deepspeed.json", "accelerate_deepspeed.yaml"),
-}
-
-
 def write_files(best: Option, folder: Path, per_node: int, engine: str = "course") -> list[str]:
     """Write what frameworks need for a layout; tell each file, and each refusal with its reason.
 
     engine   who trains: then its own files alone; the course's run can be given to any
     """
-    from course_lib.train.export import Machines
-
     writable("export", folder)
-    nodes = best.layout.world_size // per_node
-    machines = Machines(nodes, 0, "head-node", 29500) if nodes > 1 else Machines()
-    of_accelerate = {
-        "accelerate_fsdp2.yaml": lambda run: fsdp2(run, machines),
-        "deepspeed.json": deepspeed,
-        "accelerate_deepspeed.yaml": lambda run: accelerate_deepspeed(run, machines),
-    }
-    files, refused = export(best, per_node, of_accelerate)
-    own = FILES.get(engine, (*files, *refused))
+    files, refused = export(best, per_node)
+    own = [name for name, (reader, _) in WRITERS.items() if engine in (reader, "course")]
     folder.mkdir(parents=True, exist_ok=True)
     wrote = []
     for name in (name for name in files if name in own):
@@ -124,67 +100,6 @@ def write_files(best: Option, folder: Path, per_node: int, engine: str = "course
     if by_hand:
         wrote.append("in your script: model.gradient_checkpointing_enable(), DeepSpeed's file cannot ask for it")
     return ["", *wrote, *(f"no {name}: {why}" for name, why in refused.items() if name in own)]
-
-
-FSDP2_PRECISIONS = {"fp32": "fp32", "bf16-master": "bf16"}  # FP32 shards are the master copy: as many bytes
-DEEPSPEED_PRECISIONS = {  # and what gradients are summed in where that is another
-    "fp32": ("fp32", None),
-    "bf16-master": ("bf16", None),
-    "bf16-master-fp32-grads": ("bf16", "fp32"),
-    "fp16-master-fp32-grads": ("fp16", "fp32"),
-}
-
-
-def fsdp2(run: Run, machines: "Machines") -> str:
-    """Accelerate's YAML for FSDP2, with a comment on what no field says: gradients stay sharded while they add up."""
-    from course_lib.train.export import accelerate_fsdp2
-
-    layout, config = run.layout, run.config
-    need(ENGINES["fsdp2"].file, run)
-    kind = "Qwen3" if config.qk_norm else "Mixtral" if config.moe else "Llama"
-    block = "GPT2Block" if config.family == "gpt" else f"{'DeepseekV3' if config.mla else kind}DecoderLayer"
-    fields = accelerate_fsdp2(
-        [block],
-        layout.world_size,
-        reshard_after_forward=layout.zero_stage == 3,
-        precision=FSDP2_PRECISIONS[recipe_of(run.recipe).name],
-        recompute=layout.recompute == "full",
-        machines=machines,
-    )
-    steps = f"num_steps={layout.micro_batches}, sync_each_batch=True"
-    return f"{in_your_script(run)}\n# and GradientAccumulationPlugin({steps})\n{as_yaml(fields)}"
-
-
-def deepspeed(run: Run) -> str:
-    """DeepSpeed's JSON."""
-    from course_lib.train import export as of_trainer
-
-    layout = run.layout
-    precision, sums = DEEPSPEED_PRECISIONS.get(recipe_of(run.recipe).name, (None, None))
-    checks = {"FP32 gradients without ZeRO": sums is not None and layout.zero_stage == 0}
-    need(ENGINES["deepspeed"].file, run, checks)
-    config = of_trainer.deepspeed(layout.zero_stage, layout.micro_batch, layout.micro_batches, precision=precision)
-    return as_json(config | ({"data_types": {"grad_accum_dtype": sums}} if sums else {}), indent=2) + "\n"
-
-
-def accelerate_deepspeed(run: Run, machines: "Machines") -> str:
-    """Accelerate's YAML that leaves all to that JSON.
-
-    Raises   ValueError as `deepspeed`
-    """
-    from course_lib.train.export import accelerate_deepspeed_file
-
-    deepspeed(run)
-    fields = accelerate_deepspeed_file(
-        "deepspeed.json", run.layout.world_size, zero3_init=run.layout.zero_stage == 3, machines=machines
-    )
-    return f"{in_your_script(run)}\n{as_yaml(fields)}"
-
-
-def as_yaml(fields: dict) -> str:
-    import yaml
-
-    return yaml.safe_dump(fields, sort_keys=False)
 
 
 def lines(found: Plan, show: int) -> list[str]:

@@ -1,11 +1,11 @@
 """ZeRO by DeepSpeed, stages 0 to 3, behind the calls of native/zero.py. `make test-deepspeed` installs it and tests it.
 
-    engine = build(model, group, config)                    # config: course_lib.train.export.deepspeed(...)
+    engine = build(model, group, config)                    # config: course_lib.plan.config_files.deepspeed
     optimizer = make_optimizer(engine)                      # DeepSpeed's engine itself: the optimizer is inside
     loss = step(engine, micro_batches, optimizer)
 
 DeepSpeed wraps the optimizer too, as it flattens parameters and updates flat partitions. What belongs to a step is in
-the config: stage, accumulation, clipping, precision, offload. Its terms are mapped in course_lib/train/export.py.
+the config: stage, accumulation, clipping, precision, offload. Its terms are mapped in course_lib/plan/config_files.py.
 
 In stages 1 and 2 it all-reduces gradients (0.19.8: `use_multi_rank_bucket_allreduce`, on by default), keeps its part of
 the sum and gathers parameters: 2 P + P where reduce-scatter and gather would be P + P. With that option off each part

@@ -6,14 +6,14 @@ option.py        one layout worked out: its memory, its seconds
 search.py        the search, fastest first; the choice; the front of memory against MFU; what was nearest and lost
 measured.py      some measured runs, by which an advice is judged
 explain.py       why: fit, batch, throughput
-export.py        a layout as other frameworks' files, or why one cannot do it
+config_files.py  a layout as other programs' files, or why one cannot do it
 
     found = search(Job(preset("llama-3.1-8b"), cluster, 512, seq_len=8192, batch_tokens=4_194_304))
     found.best.run.layout, found.best.mfu, found.best.memory_bytes
 """
 
+from course_lib.plan.config_files import export
 from course_lib.plan.explain import explain, table
-from course_lib.plan.export import export
 from course_lib.plan.job import Job
 from course_lib.plan.option import Option, work_out
 from course_lib.plan.search import Plan, Rejected, search

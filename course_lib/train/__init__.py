@@ -12,7 +12,6 @@ watch.py         what the logs of a run say now: who is slow, has stopped, faile
 clients.py       TensorBoard, Weights & Biases and trackio, which get the same numbers
 stop.py          asked to stop by a signal: all ranks after the same step, and the exit code says so
 trainer.py       the run itself
-export.py        its choices as configs of Accelerate and DeepSpeed
 __main__.py      python -m course_lib.train
 """
 

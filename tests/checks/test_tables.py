@@ -32,7 +32,7 @@ def marked(graders: list) -> list:
 
 
 TABLES = [check for check in GRADERS if isinstance(check, Exercise)]
-BY_HAND = [check for check in GRADERS if not isinstance(check, Exercise) and check.wrong]
+BY_HAND = [check for check in GRADERS if not isinstance(check, Exercise) and check.wrong is not None]
 
 
 def message_of(check, answer, seed: int | None = None) -> str:

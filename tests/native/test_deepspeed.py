@@ -13,8 +13,8 @@ from course_lib.config import PRESETS
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter
 from course_lib.native import deepspeed_zero as native
+from course_lib.plan import config_files
 from course_lib.traffic import ring_all_reduce_bytes
-from course_lib.train import export
 from course_lib.training import data, loss_of
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed; make test-deepspeed installs it")
@@ -26,16 +26,17 @@ ODD = dataclasses.replace(
 TEXT_T = torch.randint(251, (2_000,), generator=torch.Generator().manual_seed(0))
 ITEMSIZE = 4
 CLIP_NORM = 0.05
+UNSHARDED_NONE = {"stage3_param_persistence_threshold": 0}
 RUNS = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
-    "stage 3": {"stage": 3, "buckets": export.Buckets(persist=0)},
-    "stage 2, states on the host": {"stage": 2, "offload": export.OffloadTo(optimizer="cpu")},
+    "stage 3": {"stage": 3, "sizes": UNSHARDED_NONE},
+    "stage 2, states on the host": {"stage": 2, "offload": config_files.OffloadTo(optimizer="cpu")},
     "stage 3, all on the host": {
         "stage": 3,
-        "buckets": export.Buckets(persist=0),
-        "offload": export.OffloadTo(optimizer="cpu", parameters="cpu"),
+        "sizes": UNSHARDED_NONE,
+        "offload": config_files.OffloadTo(optimizer="cpu", parameters="cpu"),
     },
 }
 
@@ -51,7 +52,7 @@ def trained():
 
 
 def config_of(choices):
-    return export.deepspeed(micro_batch_size=1, clip_norm=CLIP_NORM, precision="fp32", **choices)
+    return config_files.deepspeed(micro_batch_size=1, clip_norm=CLIP_NORM, precision="fp32", **choices)
 
 
 def share(index):
@@ -219,15 +220,19 @@ def test_deepspeed_reads_the_config_as_it_was_meant(tmp_path):
     native.load()
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    written = export.deepspeed(
+    written = config_files.deepspeed(
         3,
         micro_batch_size=2,
         accumulation_steps=8,
         clip_norm=0.5,
-        offload=export.OffloadTo("nvme", "cpu", "/disk"),
-        buckets=export.Buckets(1000, 20, 30),
+        offload=config_files.OffloadTo("nvme", "cpu", "/disk"),
+        sizes={
+            "reduce_bucket_size": 1000,
+            "stage3_prefetch_bucket_size": 20,
+            "stage3_param_persistence_threshold": 30,
+        },
     )
-    read = DeepSpeedConfig(str(export.write(written, tmp_path / "zero3.json")))
+    read = DeepSpeedConfig(str(config_files.write(written, tmp_path / "zero3.json")))
     zero = read.zero_config
     assert (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (2, 8)
     assert (read.gradient_clipping, read.bfloat16_config.enabled, zero.stage) == (0.5, True, 3)
@@ -240,7 +245,7 @@ def test_the_defaults_of_sizes_are_deepspeeds(tmp_path):
     native.load()
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    theirs, ours = DeepSpeedZeroConfig(), export.deepspeed(3, 1)["zero_optimization"]
+    theirs, ours = DeepSpeedZeroConfig(), config_files.deepspeed(3, 1)["zero_optimization"]
     assert ours["reduce_bucket_size"] == theirs.reduce_bucket_size
     assert ours["stage3_prefetch_bucket_size"] == theirs.prefetch_bucket_size
     assert ours["stage3_param_persistence_threshold"] == theirs.param_persistence_threshold

@@ -5,7 +5,7 @@ from math import log
 import pytest
 
 from course_lib import timing
-from course_lib.claims.speed_formulas import LAYER_OF_22B_MS, STEPS
+from course_lib.claims.formulas import LAYER_OF_22B_MS, STEPS
 from course_lib.config import ModelConfig, preset
 from course_lib.hardware import (
     GPUS,

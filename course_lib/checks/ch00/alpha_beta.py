@@ -1,11 +1,10 @@
-"""Graders of chapter 00, exercise 7: when latency decides and when bandwidth does. Arithmetic alone, no ranks."""
+"""Tables of exercise 7: when latency decides and when bandwidth does. Arithmetic alone, no ranks."""
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
-from course_lib.checks.core import expect_number, fail, fail_by_belief, grader
+from course_lib.checks.table import Exercise
 from course_lib.hardware import Link
 
 
@@ -14,92 +13,112 @@ def _random_link(rng: random.Random) -> Link:
     return Link("a link", rng.uniform(1e-6, 5e-5), bytes_per_s, 2 * bytes_per_s, "drawn at random", "drawn at random")
 
 
-def _shown(world_size: int, link: Link) -> str:
-    return f"{world_size} ranks, latency {link.latency_s * 1e6:.2f} us, {link.bytes_per_s / 1e9:.1f} GB/s one way"
+def _with_both_directions(link: Link) -> Link:
+    return replace(link, bytes_per_s=link.both_directions_bytes_per_s)
 
 
 # ------------------------------------------------------------------------------------ a. the crossover
-@grader
-def check_crossover_bytes(answer, rng):
+def crossover_bytes(world_size, link):
     """The message size at which a ring all-reduce spends as long on latency as on bandwidth."""
-    for _ in range(20):
-        world_size, link = rng.choice([3, 4, 8, 16, 64, 512]), _random_link(rng)
-        want, where = world_size * link.latency_s * link.bytes_per_s, f"{_shown(world_size, link)}, bytes"
-        expect_number(answer(world_size, link), want, where, _wrong_sizes(world_size, link), rtol=1e-6)
+    return world_size * link.latency_s * link.bytes_per_s
 
 
-def _wrong_sizes(world_size: int, link: Link) -> dict[str, float]:
-    one_latency = link.latency_s * link.bytes_per_s
-    return {
-        "this weighs one latency against the whole message, but a ring sends the message in G pieces": one_latency,
-        "this takes both directions of the link; a ring step is bound by one": world_size
-        * link.latency_s
-        * link.both_directions_bytes_per_s,
-        "the number of steps, 2 (G - 1), stands in both terms and cancels": 2 * (world_size - 1) * one_latency,
-        "G - 1 stands in both terms and cancels; the G below the message does not": (world_size - 1) * one_latency,
-        "bytes are seconds times bytes per second; here the seconds were divided": world_size
-        * link.latency_s
-        / link.bytes_per_s,
-    }
+def _ring_parts(payload_bytes, world_size, link, pieces=None):
+    steps = 2 * (world_size - 1)
+    return steps * link.latency_s, steps * payload_bytes / (pieces or world_size) / link.bytes_per_s
+
+
+def _by_halving(world_size, link):
+    low, high = 1.0, 1e15
+    while high / low > 1 + 1e-9:
+        middle = math.sqrt(low * high)
+        latency_s, bytes_s = _ring_parts(middle, world_size, link)
+        low, high = (middle, high) if bytes_s < latency_s else (low, middle)
+    return low
+
+
+check_crossover_bytes = Exercise(
+    "check_crossover_bytes",
+    crossover_bytes,
+    _by_halving,
+    lambda rng: [(rng.choice([3, 4, 8, 16, 64, 512]), _random_link(rng)) for _ in range(20)],
+    {
+        "this weighs one latency against the whole message, but a ring sends the message in G pieces": (
+            lambda world_size, link: link.latency_s * link.bytes_per_s
+        ),
+        "this takes both directions of the link; a ring step is bound by one": lambda world_size, link: crossover_bytes(
+            world_size, _with_both_directions(link)
+        ),
+        "the number of steps, 2 (G - 1), stands in both terms and cancels": lambda world_size, link: crossover_bytes(
+            2 * (world_size - 1), link
+        ),
+        "G - 1 stands in both terms and cancels; the G below the message does not": (
+            lambda world_size, link: crossover_bytes(world_size - 1, link)
+        ),
+        "bytes are seconds times bytes per second; here the seconds were divided": (
+            lambda world_size, link: world_size * link.latency_s / link.bytes_per_s
+        ),
+    },
+)
 
 
 # ------------------------------------------------------------------------------------ b. ring or doubling
-Case = tuple[int, int, Link]  # payload_bytes, world_size, link
-
-
-@grader
-def check_faster_all_reduce(answer, rng):
-    """Ring or doubling, whichever the alpha-beta model calls faster, over many sizes, ranks and links."""
-    cases = [_random_case(rng) for _ in range(300)]
-    got = [answer(*case) for case in cases]
-    unknown = [name for name in got if name not in ("ring", "doubling")]
-    if unknown:
-        fail(f'it returned {unknown[0]!r}; return "ring" or "doubling"')
-    fail_by_belief(got, [_faster(*case) for case in cases], cases, BELIEFS, _told)
-
-
-def _told(*case) -> str:
-    seconds = f"the ring takes {_ring_s(*case):.3g} s, doubling {_doubling_s(*case):.3g} s"
-    return f"{case[0]:,} bytes, {_shown(*case[1:])}: {seconds}"
-
-
-def _random_case(rng: random.Random) -> Case:
-    world_size, link = rng.choice([4, 8, 16, 64, 512]), _random_link(rng)
-    crossover_bytes = world_size * link.latency_s * link.bytes_per_s
-    return max(1, int(crossover_bytes * 10 ** rng.uniform(-1.5, 1.0))), world_size, link
-
-
-def _ring_s(payload_bytes: int, world_size: int, link: Link) -> float:
-    return 2 * (world_size - 1) * (link.latency_s + payload_bytes / world_size / link.bytes_per_s)
-
-
-def _doubling_s(payload_bytes: int, world_size: int, link: Link) -> float:
+def _doubling_s(payload_bytes, world_size, link):
     return math.log2(world_size) * (link.latency_s + payload_bytes / link.bytes_per_s)
 
 
-def _faster(payload_bytes: int, world_size: int, link: Link) -> str:
-    case = (payload_bytes, world_size, link)
-    return "ring" if _ring_s(*case) < _doubling_s(*case) else "doubling"
+def faster_all_reduce(payload_bytes, world_size, link, pieces=None):
+    """Ring or doubling, whichever the alpha-beta model calls faster."""
+    ring_s = sum(_ring_parts(payload_bytes, world_size, link, pieces))
+    return "ring" if ring_s < _doubling_s(payload_bytes, world_size, link) else "doubling"
 
 
-def _slower(payload_bytes: int, world_size: int, link: Link) -> str:
-    return "doubling" if _faster(payload_bytes, world_size, link) == "ring" else "ring"
+def _by_difference(payload_bytes, world_size, link):
+    steps = world_size.bit_length() - 1
+    more_latency_s = (2 * (world_size - 1) - steps) * link.latency_s
+    fewer_bytes = (steps - 2 * (world_size - 1) / world_size) * payload_bytes
+    return "ring" if fewer_bytes / link.bytes_per_s > more_latency_s else "doubling"
 
 
-def _with_both_directions(payload_bytes: int, world_size: int, link: Link) -> str:
-    return _faster(payload_bytes, world_size, replace(link, bytes_per_s=link.both_directions_bytes_per_s))
+def _around_the_crossover(rng: random.Random) -> list[tuple[int, int, Link]]:
+    cases = []
+    for _ in range(150):
+        world_size, link = rng.choice([4, 8, 16, 64, 512]), _random_link(rng)
+        payload_bytes = max(1, int(crossover_bytes(world_size, link) * 10 ** rng.uniform(-1.5, 1.0)))
+        cases.append((payload_bytes, world_size, link))
+    return cases
 
 
-def _by_crossover(payload_bytes: int, world_size: int, link: Link) -> str:
-    return "ring" if payload_bytes > world_size * link.latency_s * link.bytes_per_s else "doubling"
+def _in_words(*case) -> str:
+    link, ring_s, doubling_s = case[2], sum(_ring_parts(*case)), _doubling_s(*case)
+    return (
+        f"latency {link.latency_s * 1e6:.2f} us, {link.bytes_per_s / 1e9:.1f} GB/s one way: the ring takes "
+        f'{ring_s:.3g} s, doubling {doubling_s:.3g} s; return "ring" or "doubling"'
+    )
 
 
-BELIEFS: dict[str, Callable[[int, int, Link], str]] = {
-    "the slower one each time: the comparison is the wrong way round": _slower,
-    "always the ring: it sends the fewest bytes, but each of its 2 (G - 1) steps costs a latency": lambda *case: "ring",
-    "always doubling: so it would be if a ring step carried the whole message, but it carries 1 / G of it": (
-        lambda *case: "doubling"
-    ),
-    "this takes both directions of the link; each step is bound by one": _with_both_directions,
-    "decided by crossover_bytes: there the ring's own two terms are equal, not ring and doubling": _by_crossover,
-}
+check_faster_all_reduce = Exercise(
+    "check_faster_all_reduce",
+    faster_all_reduce,
+    _by_difference,
+    _around_the_crossover,
+    {
+        "the slower one each time: the comparison is the wrong way round": lambda *case: (
+            "doubling" if faster_all_reduce(*case) == "ring" else "ring"
+        ),
+        "always the ring: it sends the fewest bytes, but each of its 2 (G - 1) steps costs a latency": (
+            lambda *case: "ring"
+        ),
+        "always doubling: so it would be if a ring step carried the whole message, but it carries 1 / G of it": [
+            lambda *case: "doubling",
+            lambda *case: faster_all_reduce(*case, pieces=1),
+        ],
+        "this takes both directions of the link; each step is bound by one": lambda payload_bytes, size, link: (
+            faster_all_reduce(payload_bytes, size, _with_both_directions(link))
+        ),
+        "decided by crossover_bytes: there the ring's own two terms are equal, not ring and doubling": (
+            lambda payload_bytes, *case: "ring" if payload_bytes > crossover_bytes(*case) else "doubling"
+        ),
+    },
+    says={"the result": _in_words},
+)

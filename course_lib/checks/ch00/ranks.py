@@ -1,301 +1,552 @@
-"""Graders of chapter 00: each runs the answer on real ranks and looks at its values, its messages and its bytes.
+"""Tables of exercises 1 to 6: each answer runs on real ranks, and its values, messages and bytes are compared.
 
-Numbers are whole (as float64), so that sums are exact in any order. The arithmetic of exercise 7 is in alpha_beta.py.
+Numbers are whole (as float64), so that sums are exact in any order. No element of one rank is an element of another.
 """
 
 import math
 import random
-from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checks.core import expect_close, expect_equal, fail, fresh_generator, grader
-from course_lib.checks.observe import Call, Seen, broadcast_rounds, expect_input_kept, expect_only_messages, run_calls
+from course_lib.checks.core import fresh_generator, fresh_seed
+from course_lib.checks.observe import _MessageLog, broadcast_rounds
+from course_lib.checks.table import Exercise
+from course_lib.checks.watch import Cost, Each, agree, collective
+from course_lib.comm import all_gather, all_reduce, make_groups, pass_on, recv, reduce_scatter, send
 from course_lib.layout.mesh import Mesh
-from course_lib.traffic import all_gather_bytes, reduce_scatter_bytes, ring_all_reduce_bytes
+from course_lib.measure import ByteMeter
+from course_lib.minimal.ring import ring_all_reduce
 
-ITEMSIZE = 8
 SAME_CALLS = "Does every rank of the group make the same calls in the same order?"
+ONLY_MESSAGES = {
+    "other calls than send and recv": "only send and recv are allowed here",
+    "arguments changed": "work on a copy (`x.clone()`): the caller still needs it",
+}
 
 
-def _whole_numbers(rng: random.Random, length: int) -> Tensor:
-    return torch.randint(100, (length,), generator=fresh_generator(rng)).double()
+def one_each(rng: random.Random, world_size: int, length: int) -> Each:
+    """Return a tensor of whole numbers for every rank."""
+    generator = fresh_generator(rng)
+    return Each(
+        1000.0 * (rank + 1) + torch.randint(100, (length,), generator=generator).double() for rank in range(world_size)
+    )
 
 
-def one_each(rng: random.Random, world_size: int, length: int) -> list[Tensor]:
-    """Return a tensor for every rank; no element of one rank is an element of another."""
-    return [1000.0 * (rank + 1) + _whole_numbers(rng, length) for rank in range(world_size)]
+def swap(x: Tensor, to: int, source: int, group) -> Tensor:
+    """Send x and receive a tensor of its length, both at once."""
+    received = torch.empty_like(x)
+    handles = [dist.isend(x, group=group, group_dst=to), dist.irecv(received, group=group, group_src=source)]
+    for handle in handles:
+        handle.wait()
+    return received
 
 
 # ------------------------------------------------------------------------------------ 1. unequal shares
-@grader
-def check_mean_of_unequal_shares(answer, rng):
+def mean_of_shares(losses_b, group):
     """The mean over all samples of a group, from one all-reduce, also if a rank has no sample."""
+    total, count = all_reduce(torch.stack([losses_b.sum(), losses_b.new_tensor(len(losses_b))]), group)
+    return total / count
+
+
+def _from_numbers(losses_b, group):
+    both = torch.tensor([losses_b.sum().item(), losses_b.numel()], dtype=losses_b.dtype)
+    dist.all_reduce(both, group=group)
+    return both[0].div(both[1]).view(1)
+
+
+def _weighted_by_own_mean(losses_b, group):
+    count = losses_b.new_tensor(len(losses_b))
+    total, count = all_reduce(torch.stack([losses_b.mean() * count, count]), group)  # 0 / 0 on a rank without samples
+    return total / count
+
+
+def _shares(rng: random.Random) -> list[tuple]:
+    """Four ranks, one of them at times without samples; last, groups of two of them."""
     some = rng.sample([3, 5, 6, 7, 8, 9], 4)  # none is the size of a group: dividing by either would look alike
-    for lengths in (some, rng.sample([0, *some[1:]], 4)):
-        call = Call([rng.randrange(1, 1000) + _whole_numbers(rng, length) for length in lengths])
-        [everybody] = run_calls(answer, [call], SAME_CALLS)
-        for rank, seen in enumerate(everybody):
-            _expect_mean(seen, rank, call.inputs, ranks=[0, 1, 2, 3])
-    mesh = Mesh(dp=2, tp=2)
-    [everybody] = run_calls(answer, [call], SAME_CALLS, mesh, ("dp",))
-    for rank, seen in enumerate(everybody):
-        _expect_mean(seen, rank, call.inputs, mesh.ranks_along("dp", rank))
+    with_none = rng.sample([0, *some[1:]], 4)
+    return [(4, some, "world", fresh_seed(rng)), *((4, with_none, of, fresh_seed(rng)) for of in ("world", "dp"))]
 
 
-def _expect_mean(seen: Seen, rank: int, inputs: list[Tensor], ranks: list[int]) -> None:
-    lengths = [len(inputs[other]) for other in ranks]
-    where = f"rank {rank}; the ranks {ranks} of its group have {lengths} samples"
-    if isinstance(seen.result, Tensor) and seen.result.isnan().any():
-        fail(f"{where}: the result is nan; a rank without samples has no mean, but it has a sum (0) and a count (0)")
-    if isinstance(seen.result, Tensor) and seen.result.numel() == 1:
-        seen = replace(seen, result=seen.result.reshape(()))
-    everything = torch.cat([inputs[other] for other in ranks])
-    expect_close(seen.result, everything.mean(), where, _wrong_means(rank, inputs, ranks))
-    expect_input_kept(seen, where)
-    if seen.calls != {"all_reduce": 1}:
-        called = ", ".join(f"{name} ({count} times)" for name, count in seen.calls.items()) or "nothing"
-        why = (
-            "each call costs its latency; put the sum and the count into one tensor"
-            if set(seen.calls) == {"all_reduce"}
-            else "two numbers of every rank are enough, so nothing has to be gathered"
-        )
-        fail(f"{where}: one all_reduce is asked for, and your function called {called}: {why}")
+def _watch_mean(answer, samples_of_ranks, group, seed):
+    draw = torch.Generator().manual_seed(seed + dist.get_rank())
+    losses_b = torch.randint(1000, (samples_of_ranks[dist.get_rank()],), generator=draw).double()
+    given = losses_b.clone()
+    with ByteMeter() as meter:
+        result = answer(given, make_groups(Mesh(dp=2, tp=2))["dp"] if group == "dp" else dist.group.WORLD)
+    return {"the mean": result, "arguments changed": not agree(given, losses_b), "calls": dict(meter.calls)}
 
 
-def _wrong_means(rank: int, inputs: list[Tensor], ranks: list[int]) -> dict[str, Tensor]:
-    shares, own = [inputs[other] for other in ranks], inputs[rank]
-    total, means = torch.cat(shares).sum(), torch.stack([share.mean() for share in shares])
-    return {
-        "every rank counted alike, however many samples it has: this is the mean of the ranks' means": means.mean(),
-        "summed, not averaged": total,
-        "divided by the number of ranks, not by the number of samples": total / len(ranks),
-        "divided by this rank's number of samples; the count must be summed over the ranks too": total / len(own),
-        "this is the mean of the rank's own samples; nothing was exchanged": own.mean(),
-        "the ranks' means were summed": means.sum(),
-        "this is the mean over the whole world; exchange only within `group`": torch.cat(inputs).mean(),
-    }
+check_mean_of_unequal_shares = Exercise(
+    "check_mean_of_unequal_shares",
+    mean_of_shares,
+    _from_numbers,
+    _shares,
+    {
+        "every rank counted alike, however many samples it has: this is the mean of the ranks' means": (
+            lambda losses_b, group: all_reduce(losses_b.mean(), group, op="mean")
+        ),
+        "summed, not averaged": lambda losses_b, group: all_reduce(losses_b.sum(), group),
+        "divided by the number of ranks, not by the number of samples": lambda losses_b, group: all_reduce(
+            losses_b.sum(), group, op="mean"
+        ),
+        "divided by this rank's number of samples; the count must be summed over the ranks too": (
+            lambda losses_b, group: all_reduce(losses_b.sum(), group) / len(losses_b)
+        ),
+        "this is the mean of the rank's own samples; nothing was exchanged": lambda losses_b, group: losses_b.mean(),
+        "the ranks' means were summed": lambda losses_b, group: all_reduce(losses_b.mean(), group),
+        "this is the mean over the whole world; exchange only within `group`": lambda losses_b, group: mean_of_shares(
+            losses_b, dist.group.WORLD
+        ),
+        "the result is nan; a rank without samples has no mean, but it has a sum (0) and a count (0)": (
+            _weighted_by_own_mean
+        ),
+        "each call costs its latency; put the sum and the count into one tensor": lambda losses_b, group: (
+            all_reduce(losses_b.sum(), group) / all_reduce(losses_b.new_tensor(len(losses_b)), group)
+        ),
+    },
+    _watch_mean,
+    {
+        "calls": "one all_reduce is asked for; two numbers of every rank are enough, so nothing has to be gathered",
+        "arguments changed": ONLY_MESSAGES["arguments changed"],
+    },
+    True,
+    SAME_CALLS,
+)
 
 
 # ------------------------------------------------------------------------------------ 2. a ring of unequal shards
-@grader
-def check_ring_all_gather(answer, rng):
+def ring_all_gather(x_shard, lengths, group, order=lambda shards, rank: shards, more=0):
     """All shards on every rank, in rank order, sent around the ring; shards differ in length."""
-    for world_size in (rng.choice([2, 3]), 4):
-        lengths = rng.sample(range(1, 12), world_size)
-        shards = [1000.0 * rank + torch.arange(length).double() for rank, length in enumerate(lengths)]
-        hang = "In the ring every rank sends and receives at the same time, and G - 1 times: use pass_on."
-        [everybody] = run_calls(answer, [Call(shards, (lengths,))], hang)
-        for rank, seen in enumerate(everybody):
-            where = f"rank {rank} of {world_size}, shards of {lengths} numbers"
-            expect_only_messages(seen, where)
-            expect_close(seen.result, torch.cat(shards), f"{where}: the result", _wrong_gathers(shards, rank))
-            expect_input_kept(seen, where)
-            _expect_ring(seen, rank, lengths, where)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    shards = [x_shard.new_empty(length) for length in lengths]
+    shards[rank] = x_shard
+    for step in range(size - 1 + more):
+        held, arriving = (rank - step) % size, (rank - step - 1) % size
+        shards[arriving] = pass_on(shards[held], shards[arriving], group)
+    return torch.cat(order(shards, rank))
 
 
-def _wrong_gathers(shards: list[Tensor], rank: int) -> dict[str, Tensor]:
-    size = len(shards)
-    as_they_came = torch.cat([shards[(rank - step) % size] for step in range(size)])
-    from_me_on = torch.cat([shards[(rank + step) % size] for step in range(size)])
-    return {
-        "the shards stand in the order in which they arrived; put each at its owner's place": as_they_came,
-        "the shards begin with the rank's own; on every rank they must begin with rank 0's": from_me_on,
-        "the shards stand in rank order, but the last rank's first": torch.cat(shards[::-1]),
-    }
+def _turned_at_the_end(x_shard, lengths, group):
+    """A list in the order of arrival, put into rank order by a rotation."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    came = [x_shard]
+    for step in range(1, size):
+        like = x_shard.new_empty(lengths[(rank - step) % size])
+        sending = dist.isend(came[-1], group=group, group_dst=(rank + 1) % size)
+        dist.recv(like, group=group, group_src=(rank - 1) % size)
+        sending.wait()
+        came.append(like)
+    from_next = came[::-1]  # of ranks r + 1, ..., r
+    return torch.cat(from_next[size - 1 - rank :] + from_next[: size - 1 - rank])
 
 
-def _expect_ring(seen: Seen, rank: int, lengths: list[int], where: str) -> None:
-    size, right = len(lengths), (rank + 1) % len(lengths)
-    strangers = sorted(set(seen.sent_to) - {right})
-    if strangers:
-        fail(f"{where}: it sent to {strangers}; in a ring a rank sends only to its right neighbour, {right}")
-    want = ITEMSIZE * (sum(lengths) - lengths[right])
-    if seen.sent_bytes > want:
-        fail(
-            f"{where}: it sent {seen.sent_bytes:,} bytes, and {want:,} are enough: pass on only the shard that came "
-            f"last, and after {size - 1} steps stop, before a shard comes back to its owner"
-        )
-    expect_equal(seen.sent_bytes, want, f"{where}: the number of bytes sent")
+def _buffer_as_long_as_mine(x_shard, lengths, group):
+    return ring_all_gather(x_shard, [len(x_shard)] * len(lengths), group)
+
+
+def _padded_collective(x_shard, lengths, group):
+    padded = torch.cat([x_shard, x_shard.new_zeros(max(lengths) - len(x_shard))])
+    rows = all_gather(padded, group).view(len(lengths), -1)
+    return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
+
+
+def _straight_to_everybody(x_shard, lengths, group):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    shards = [x_shard.new_empty(length) for length in lengths]
+    shards[rank] = x_shard.clone()
+    others = [peer for peer in range(size) if peer != rank]
+    handles = [dist.isend(x_shard, group=group, group_dst=peer) for peer in others]
+    handles += [dist.irecv(shards[peer], group=group, group_src=peer) for peer in others]
+    for handle in handles:
+        handle.wait()
+    return torch.cat(shards)
+
+
+def _unequal_shards(rng: random.Random) -> list[tuple]:
+    cases = []
+    for size in (rng.choice([2, 3]), 4):
+        lengths = rng.sample(range(1, 12), size)
+        shards = Each(1000.0 * rank + torch.arange(length).double() for rank, length in enumerate(lengths))
+        cases.append((size, shards, lengths))
+    return cases
+
+
+def _watch_ring(answer, shards, lengths):
+    seen = collective(answer, shards, lengths)
+    right = (dist.get_rank() + 1) % len(lengths)
+    del seen["collectives called"]
+    return {"sent to others than its right neighbour": sorted(set(seen.pop("sent to")) - {right})} | seen
+
+
+check_ring_all_gather = Exercise(
+    "check_ring_all_gather",
+    ring_all_gather,
+    _turned_at_the_end,
+    _unequal_shards,
+    {
+        "the shards stand in the order in which they arrived; put each at its owner's place": (
+            lambda *given: ring_all_gather(
+                *given, order=lambda shards, rank: [shards[rank - step] for step in range(len(shards))]
+            )
+        ),
+        "the shards begin with the rank's own; on every rank they must begin with rank 0's": (
+            lambda *given: ring_all_gather(*given, order=lambda shards, rank: shards[rank:] + shards[:rank])
+        ),
+        "the shards stand in rank order, but the last rank's first": lambda *given: ring_all_gather(
+            *given, order=lambda shards, rank: shards[::-1]
+        ),
+        "pass on only the shard that came last, and after G - 1 steps stop, before a shard comes back to its owner": (
+            lambda *given: ring_all_gather(*given, more=1)
+        ),
+    },
+    _watch_ring,
+    ONLY_MESSAGES
+    | {
+        "sent to others than its right neighbour": "in a ring a rank sends only to its right neighbour",
+        "bytes sent": "pass on only the shard that came last",
+    },
+    True,
+    "In the ring every rank sends and receives at the same time, and G - 1 times: use pass_on.",
+    breaks={
+        "its two ends disagree on its length": _buffer_as_long_as_mine,
+        "only send and recv are allowed here": _padded_collective,
+        "only to its right neighbour": _straight_to_everybody,
+    },
+)
 
 
 # ------------------------------------------------------------------------------------ 3. a tree
-@grader
-def check_tree_broadcast(answer, rng):
+def tree_broadcast(x, src, group, root=None):
     """The root's tensor on every rank, each rank receiving once, in ceil(log2 G) rounds, for any G and root."""
-    for world_size in (4, 3, 5):
-        hang = (
-            "A rank must receive before it passes on, and each send needs one recv on the other side."
-            if world_size == 4
-            else f"{world_size} is not a power of two: in the last round some ranks have nobody to send to."
+    src = src if root is None else root
+    size, have_it = dist.get_world_size(group), 1
+    position = (dist.get_rank(group) - src) % size
+    while have_it < size:
+        if position < have_it and position + have_it < size:
+            send(x, (position + have_it + src) % size, group)
+        elif have_it <= position < 2 * have_it:
+            x = recv(x, (position - have_it + src) % size, group)
+        have_it *= 2
+    return x
+
+
+def _from_the_farthest(x, src, group):
+    """As MPI libraries do: the lowest bit of a position names its parent, the root serves the farthest first."""
+    size = dist.get_world_size(group)
+    position, bit = (dist.get_rank(group) - src) % size, 1
+    while bit < size and not position & bit:
+        bit *= 2
+    if position:
+        x = recv(x, (position - bit + src) % size, group)
+    while bit > 1:
+        bit //= 2
+        if position + bit < size:
+            send(x, (position + bit + src) % size, group)
+    return x
+
+
+def _star(x, src, group):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank != src:
+        return recv(x, src, group)
+    for peer in range(size):
+        if peer != src:
+            send(x, peer, group)
+    return x
+
+
+def _chain(x, src, group):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    position = (rank - src) % size
+    if position > 0:
+        x = recv(x, (rank - 1) % size, group)
+    if position < size - 1:
+        send(x, (rank + 1) % size, group)
+    return x
+
+
+def _one_rank_is_told_twice(x, src, group):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    x = _star(x, src, group)
+    position = (rank - src) % size
+    if position == 1:
+        send(x, (src + 2) % size, group)
+    elif position == 2:
+        x = recv(x, (src + 1) % size, group)
+    return x
+
+
+def _not_kept(x, src, group):
+    tree_broadcast(x, src, group)
+    return x.clone()
+
+
+def _roots(rng: random.Random) -> list[tuple]:
+    lengths = [(size, rng.randrange(1, 40)) for size in (3, 4, 5)]
+    return [(n, one_each(rng, n, length), src) for n, length in lengths for src in (rng.randrange(1, n), 0)]
+
+
+def _watch_tree(answer, inputs, src):
+    x, size = inputs[dist.get_rank()].clone(), dist.get_world_size()
+    with _MessageLog() as log, ByteMeter() as meter:
+        result = answer(x, src, dist.group.WORLD)
+    of_ranks = [None] * size
+    dist.all_gather_object(of_ranks, log.messages)
+    times = [sum(kind == "recv" for kind, _ in of_rank) for of_rank in of_ranks]
+    is_tree = all(count == (rank != src) for rank, count in enumerate(times))
+    return {
+        "other calls than send and recv": sorted(set(meter.calls) - {"send", "recv"}),
+        "the tensor": result.clone() if isinstance(result, Tensor) else result,
+        "arguments changed": not agree(x, inputs[dist.get_rank()]),
+        "times that it received": Cost(times[dist.get_rank()]),
+        "messages sent by the root": Cost(sum(kind == "send" for kind, _ in of_ranks[src])),
+        "rounds": Cost(broadcast_rounds(of_ranks, src) if is_tree else 0),
+    }
+
+
+check_tree_broadcast = Exercise(
+    "check_tree_broadcast",
+    tree_broadcast,
+    _from_the_farthest,
+    _roots,
+    {
+        "every rank has rank 0's tensor; the root is `src`": lambda x, src, group: tree_broadcast(x, src, group, 0),
+        "it still has its own tensor; nothing was received or kept": _not_kept,
+        "it received more often than needed; send only to who has nothing": _one_rank_is_told_twice,
+        "the root alone sends; ranks that have the tensor can send it too": _star,
+        "some ranks that have the tensor wait while others send; in each round all of them should send": _chain,
+    },
+    _watch_tree,
+    ONLY_MESSAGES
+    | {
+        "times that it received": "send only to who has nothing",
+        "rounds": "some ranks that have the tensor wait while others send; in each round all of them should send",
+    },
+    True,
+    "A rank must receive before it passes on, and each send needs one recv on the other side. 3 and 5 are not powers "
+    "of two: in the last round some ranks have nobody to send to.",
+    breaks={
+        "only send and recv are allowed here": lambda x, src, group: all_reduce(
+            x if dist.get_rank(group) == src else torch.zeros_like(x), group
         )
-        roots = [rng.randrange(1, world_size), 0]
-        length = rng.randrange(1, 40)
-        calls = [Call(one_each(rng, world_size, length), (src,)) for src in roots]
-        for call, everybody in zip(calls, run_calls(answer, calls, hang), strict=True):
-            where = f"{world_size} ranks, src {call.args[0]}"
-            _expect_broadcast(everybody, call.inputs, call.args[0], where)
-            _expect_tree(everybody, call.args[0], where)
-
-
-def _expect_broadcast(everybody: list[Seen], inputs: list[Tensor], src: int, where: str) -> None:
-    if src != 0 and all(isinstance(s.result, Tensor) and torch.equal(s.result, inputs[0]) for s in everybody):
-        fail(f"{where}: every rank has rank 0's tensor; the root is `src`")
-    for rank, seen in enumerate(everybody):
-        here = f"{where}: rank {rank}"
-        expect_only_messages(seen, here)
-        wrong = {} if rank == src else {"it still has its own tensor; nothing was received or kept": inputs[rank]}
-        expect_close(seen.result, inputs[src], here, wrong)
-        expect_input_kept(seen, here)
-
-
-def _expect_tree(everybody: list[Seen], src: int, where: str) -> None:
-    for rank, seen in enumerate(everybody):
-        received, enough = len(seen.received_from), int(rank != src)
-        if received > enough:
-            fail(
-                f"{where}: rank {rank} received {received} times, and {enough} is enough; send only to who has nothing"
-            )
-    used, enough = broadcast_rounds([seen.messages for seen in everybody], src), math.ceil(math.log2(len(everybody)))
-    if used > enough:
-        by_root = len(everybody[src].sent_to)
-        why = (
-            f"the root alone sends {by_root} times; ranks that have the tensor can send it too"
-            if by_root > enough
-            else "some ranks that have the tensor wait while others send; in each round all of them should send"
-        )
-        fail(f"{where}: {used} rounds, and {enough} are enough: {why}")
+    },
+)
 
 
 # ------------------------------------------------------------------------------------ 4. a shift without deadlock
-@grader
-def check_shift(answer, rng):
+def shift(x, distance, group):
     """Everyone's tensor `distance` ranks further on, for any distance and any length, without a deadlock."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    return swap(x, (rank + distance) % size, (rank - distance) % size, group) if distance % size else x.clone()
+
+
+def _cut_open_once(x, distance, group):
+    """Blocking messages; in each cycle of ranks the smallest receives first."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if distance % size == 0:
+        return x
+    if rank < math.gcd(distance, size):
+        came = recv(x, (rank - distance) % size, group)
+    send(x, (rank + distance) % size, group)
+    return came if rank < math.gcd(distance, size) else recv(x, (rank - distance) % size, group)
+
+
+def _even_ranks_first(x, distance, group):
+    """Hangs over a distance of 2."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if distance % size == 0:
+        return x.clone()
+    if rank % 2 == 0:
+        send(x, (rank + distance) % size, group)
+        return recv(x, (rank - distance) % size, group)
+    received = recv(x, (rank - distance) % size, group)
+    send(x, (rank + distance) % size, group)
+    return received
+
+
+def _one_rank_at_a_time(x, distance, group):
+    for _ in range(distance % dist.get_world_size(group)):
+        x = shift(x, 1, group)
+    return x.clone()
+
+
+def _distances(rng: random.Random) -> list[tuple]:
     small, large = rng.randrange(1, 9), rng.randrange(50_000, 60_000)
-    all_send = "If all ranks begin with send, nobody receives: messages must be under way in both directions at once."
-    _expect_shifts(answer, rng, 3, [(1, small)], all_send)
-    even = "Over a distance of 2, even ranks talk to even ranks: if these begin with send, each waits for the other."
-    _expect_shifts(answer, rng, 4, [(2, small), (2, large)], even)
-    others = [(0, small), (-1, small), (3, small), (rng.randrange(4, 9), large), (-rng.randrange(4, 9), small)]
-    distances = ", ".join(str(distance) for distance, _ in others)
-    _expect_shifts(answer, rng, 3, others, f"It happened among 3 ranks at one of the distances {distances}.")
+    among_3 = [(1, small), (0, small), (-1, small), (3, small), (rng.randrange(4, 9), large)]
+    among_3.append((-rng.randrange(4, 9), small))
+    of_sizes = [(3, *case) for case in among_3] + [(4, 2, small), (4, 2, large)]
+    return [(size, one_each(rng, size, length), distance) for size, distance, length in of_sizes]
 
 
-def _expect_shifts(answer, rng, world_size: int, distances_lengths: list[tuple[int, int]], hang: str) -> None:
-    calls = [Call(one_each(rng, world_size, n), (d,)) for d, n in distances_lengths]
-    for call, everybody in zip(calls, run_calls(answer, calls, hang), strict=True):
-        distance, inputs = call.args[0], call.inputs
-        for rank, seen in enumerate(everybody):
-            where = f"rank {rank} of {world_size}, distance {distance}"
-            _expect_shift(seen, rank, distance, inputs, where)
+def _watch_shift(answer, inputs, distance):
+    seen = collective(answer, inputs, distance)
+    return {what: value for what, value in seen.items() if what not in ("sent to", "collectives called")}
 
 
-def _expect_shift(seen: Seen, rank: int, distance: int, inputs: list[Tensor], where: str) -> None:
-    size, n_bytes = len(inputs), inputs[rank].nbytes
-    expect_only_messages(seen, where)
-    expect_close(
-        seen.result,
-        inputs[(rank - distance) % size],
-        where,
-        {
-            "it has the tensor of rank + distance: the shift goes the wrong way": inputs[(rank + distance) % size],
-            "it has zeros: was the message waited for?": torch.zeros_like(inputs[rank]),
-            "it has its own tensor": inputs[rank],
-            "it has its left neighbour's tensor: the distance was not used": inputs[(rank - 1) % size],
-        },
-    )
-    expect_input_kept(seen, where)
-    hops = distance % size
-    too_many = {"send once over the whole distance, not over a distance of 1 again and again": n_bytes * hops}
-    expect_equal(seen.sent_bytes, n_bytes if hops else 0, f"{where}: the number of bytes sent", too_many)
+check_shift = Exercise(
+    "check_shift",
+    shift,
+    _cut_open_once,
+    _distances,
+    {
+        "it has the tensor of rank + distance: the shift goes the wrong way": lambda x, distance, group: shift(
+            x, -distance, group
+        ),
+        "it has zeros: was the message waited for?": lambda x, distance, group: (
+            0 * x if distance % dist.get_world_size(group) else x.clone()
+        ),
+        "it has its own tensor": lambda x, distance, group: x.clone(),
+        "it has its left neighbour's tensor: the distance was not used": lambda x, distance, group: shift(x, 1, group),
+        "send once over the whole distance, not over a distance of 1 again and again": _one_rank_at_a_time,
+    },
+    _watch_shift,
+    ONLY_MESSAGES | {"bytes sent": "one message over the whole distance, and none where that is a whole turn"},
+    True,
+    "If all ranks begin with send, nobody receives: messages must be under way in both directions at once. Over a "
+    "distance of 2, even ranks talk to even ranks: if these begin with send, each waits for the other.",
+    4.0,
+    {
+        "even ranks talk to even ranks": _even_ranks_first,
+        "would send to itself or receive from itself": lambda x, distance, group: (
+            shift(x, distance, group) if distance % dist.get_world_size(group) else recv(x, dist.get_rank(group), group)
+        ),
+    },
+)
 
 
 # ------------------------------------------------------------------------------------ 5. doubling
-@grader
-def check_all_reduce_by_doubling(answer, rng):
+def doubling(x, group, distances=lambda size: [2**step for step in range(int(math.log2(size)))], running=True):
     """The sum on every rank in log2 G exchanges of the whole tensor."""
+    total = x.clone()
+    for distance in distances(dist.get_world_size(group)):
+        partner = dist.get_rank(group) ^ distance
+        total += swap(total.clone() if running else x, partner, partner, group)
+    return total
+
+
+def _larger_sends_first(x, group):
+    rank, distance, total = dist.get_rank(group), dist.get_world_size(group) // 2, x
+    while distance:
+        partner = rank ^ distance
+        if rank > partner:
+            send(total, partner, group)
+        theirs = recv(total, partner, group)
+        if rank < partner:
+            send(total, partner, group)
+        total, distance = theirs + total, distance // 2
+    return total
+
+
+def _powers_of_two(rng: random.Random) -> list[tuple]:
     length = rng.randrange(5, 30)
-    for world_size in (2, 4):
-        inputs = one_each(rng, world_size, length)
-        hang = "Two partners swap: one of them must begin with recv, or both messages must be under way at once."
-        [everybody] = run_calls(answer, [Call(inputs)], hang)
-        for rank, seen in enumerate(everybody):
-            where = f"rank {rank} of {world_size}"
-            expect_only_messages(seen, where)
-            _expect_doubled_sum(seen, rank, inputs, where)
-            _expect_doubling(seen, world_size, inputs[rank].nbytes, where)
+    return [(size, one_each(rng, size, length)) for size in (2, 4)]
 
 
-def _expect_doubled_sum(seen: Seen, rank: int, inputs: list[Tensor], where: str) -> None:
-    total = torch.stack(inputs).sum(0)
-    partners = [rank ^ 2**step for step in range(int(math.log2(len(inputs))))]
-    direct = inputs[rank] + torch.stack([inputs[partner] for partner in partners]).sum(0)
-    wrong = {
-        "the sum of the first pair alone; log2 G exchanges are needed": inputs[rank] + inputs[rank ^ 1],
-        "each exchange must send the running sum, not the tensor that the rank began with": direct,
-        "averaged, not summed": total / len(inputs),
-        "it has its own tensor": inputs[rank],
-    }
-    if len(inputs) == 2:  # the first pair is everybody
-        wrong = {message: value for message, value in wrong.items() if not torch.equal(value, total)}
-    expect_close(seen.result, total, where, wrong)
-    expect_input_kept(seen, where)
+def _watch_doubling(answer, inputs):
+    seen = collective(answer, inputs)
+    del seen["sent to"]
+    sent = seen.pop("bytes sent")
+    return seen | {"messages sent and received": seen.pop("collectives called"), "bytes sent": sent}
 
 
-def _expect_doubling(seen: Seen, size: int, n_bytes: int, where: str) -> None:
-    steps, sends = int(math.log2(size)), len(seen.sent_to)
-    if sends > steps and seen.sent_bytes > steps * n_bytes:
-        fail(f"{where}: {sends} messages, and {steps} are enough: a partner's running sum already has others in it")
-    ring = {"few bytes but many steps are the ring; here each exchange carries the whole tensor": 2 * (size - 1)}
-    expect_equal(sends, steps, f"{where}: the number of messages sent", ring)
-    expect_equal(seen.sent_bytes, steps * n_bytes, f"{where}: the number of bytes sent")
+check_all_reduce_by_doubling = Exercise(
+    "check_all_reduce_by_doubling",
+    doubling,
+    _larger_sends_first,
+    _powers_of_two,
+    {
+        "the sum of the first pair alone; log2 G exchanges are needed": lambda x, group: doubling(
+            x, group, lambda size: [1]
+        ),
+        "each exchange must send the running sum, not the tensor that the rank began with": lambda x, group: doubling(
+            x, group, running=False
+        ),
+        "averaged, not summed": lambda x, group: doubling(x, group) / group.size(),
+        "it has its own tensor": lambda x, group: x.clone(),
+        "log2 G exchanges are enough: a partner's running sum already has others in it": lambda x, group: doubling(
+            x, group, lambda size: range(1, size), running=False
+        ),
+        "few bytes but many steps are the ring; here each exchange carries the whole tensor": ring_all_reduce,
+    },
+    _watch_doubling,
+    ONLY_MESSAGES | {"messages sent and received": "in log2 G exchanges each rank sends and receives once"},
+    True,
+    "Two partners swap: one of them must begin with recv, or both messages must be under way at once.",
+    breaks={"arguments changed": lambda x, group: x.copy_(doubling(x, group))},
+)
 
 
 # ------------------------------------------------------------------------------------ 6. two levels
-@grader
-def check_all_reduce_in_two_levels(answer, rng):
+def two_levels(x_P, node_group, cross_group):
     """The sum over all ranks, with 1 / (ranks of a node) of the tensor crossing between nodes."""
-    for num_nodes, ranks_per_node in ((2, 2), rng.choice([(1, 3), (3, 1)])):
-        mesh = Mesh(dp=num_nodes, tp=ranks_per_node)
-        length = 12 * rng.randrange(1, 9)
-        inputs = one_each(rng, mesh.world_size, length)
-        [everybody] = run_calls(answer, [Call(inputs)], SAME_CALLS, mesh, ("tp", "dp"))
-        for rank, seen in enumerate(everybody):
-            where = f"rank {rank}, {num_nodes} nodes of {ranks_per_node}"
-            _expect_sum_of_all(seen, rank, inputs, mesh, where)
-            _expect_bytes_of_two_levels(seen, inputs[rank].nbytes, mesh, where)
+    return all_gather(all_reduce(reduce_scatter(x_P, node_group), cross_group), node_group)
 
 
-def _expect_sum_of_all(seen: Seen, rank: int, inputs: list[Tensor], mesh: Mesh, where: str) -> None:
-    total = torch.stack(inputs).sum(0)
-    in_node, across = (
-        torch.stack([inputs[other] for other in mesh.ranks_along(axis, rank)]).sum(0) for axis in ("tp", "dp")
-    )
-    wrong = {
-        "summed inside the node alone; nothing crossed between the nodes": in_node,
-        "summed across the nodes alone; the other ranks of the node are missing": across,
-        "one piece of the sum; at the end the node has to put its pieces together": total.chunk(mesh.tp)[
-            rank % mesh.tp
-        ],
-        "averaged, not summed": total / mesh.world_size,
-        "each number was summed once more over the node: finished sums need only be copied": total * mesh.tp,
+def _with_lists(x_P, node_group, cross_group):
+    pieces = list(x_P.chunk(dist.get_world_size(node_group)))
+    mine = torch.empty_like(pieces[0])
+    dist.reduce_scatter(mine, pieces, group=node_group)
+    dist.all_reduce(mine, group=cross_group)
+    gathered = [torch.empty_like(mine) for _ in pieces]
+    dist.all_gather(gathered, mine, group=node_group)
+    return torch.cat(gathered)
+
+
+def _nodes(rng: random.Random) -> list[tuple]:
+    return [(g * n, n, g, 12 * rng.randrange(1, 9), fresh_seed(rng)) for n, g in ((1, 3), (3, 1), (2, 2))]
+
+
+def _watch_levels(answer, num_nodes, ranks_per_node, length, seed):
+    groups, draw = make_groups(Mesh(dp=num_nodes, tp=ranks_per_node)), torch.Generator()
+    x_P = torch.randint(1000, (length,), generator=draw.manual_seed(seed + dist.get_rank())).double()
+    given = x_P.clone()
+    with ByteMeter(axes=groups) as meter:
+        result = answer(given, groups["tp"], groups["dp"])
+    sent = {axis: Cost(meter.by_axis.get(axis, 0)) for axis in ("other", "dp", "tp")}
+    return {
+        "the sum": result,
+        "arguments changed": not agree(given, x_P),
+        "bytes sent over the whole world": sent["other"],
+        "bytes sent between nodes": sent["dp"],
+        "bytes sent inside the node": sent["tp"],
     }
-    wrong = {message: value for message, value in wrong.items() if not torch.equal(value, total)}
-    expect_close(seen.result, total, where, wrong)
-    expect_input_kept(seen, where)
 
 
-def _expect_bytes_of_two_levels(seen: Seen, n_bytes: int, mesh: Mesh, where: str) -> None:
-    if seen.sent_by_axis.get("other"):
-        fail(f"{where}: it called a collective over the whole world; use only node_group and cross_group")
-    want = ring_all_reduce_bytes(n_bytes // mesh.tp, mesh.dp, itemsize=ITEMSIZE)
-    whole = {"all of the tensor crossed; reduce-scatter in the node first, then one piece is enough": want * mesh.tp}
-    between = seen.sent_by_axis.get("dp", 0)
-    expect_equal(between, want, f"{where}: the number of bytes sent between nodes", whole)
-    halves = (
-        reduce_scatter_bytes(n_bytes, mesh.tp, itemsize=ITEMSIZE),
-        all_gather_bytes(n_bytes, mesh.tp, itemsize=ITEMSIZE),
-    )
-    inside = seen.sent_by_axis.get("tp", 0)
-    expect_equal(inside, sum(halves), f"{where}: the number of bytes sent inside the node")
+check_all_reduce_in_two_levels = Exercise(
+    "check_all_reduce_in_two_levels",
+    two_levels,
+    _with_lists,
+    _nodes,
+    {
+        "it called a collective over the whole world; use only node_group and cross_group": lambda x, node, cross: (
+            all_reduce(x, dist.group.WORLD)
+        ),
+        "summed inside the node alone; nothing crossed between the nodes": lambda x, node, cross: all_gather(
+            reduce_scatter(x, node), node
+        ),
+        "summed across the nodes alone; the other ranks of the node are missing": lambda x, node, cross: all_reduce(
+            x, cross
+        ),
+        "one piece of the sum; at the end the node has to put its pieces together": lambda x, node, cross: all_reduce(
+            reduce_scatter(x, node), cross
+        ),
+        "averaged, not summed": lambda x, node, cross: two_levels(x, node, cross) / dist.get_world_size(),
+        "each number was summed once more over the node: finished sums need only be copied": (
+            lambda x, node, cross: all_reduce(two_levels(x, node, cross), node)
+        ),
+        "all of the tensor crossed; reduce-scatter in the node first, then one piece is enough": (
+            lambda x, node, cross: all_reduce(all_reduce(x, node), cross)
+        ),
+    },
+    _watch_levels,
+    {
+        "bytes sent over the whole world": "use only node_group and cross_group",
+        "bytes sent between nodes": "reduce-scatter in the node first, then one piece is enough",
+        "bytes sent inside the node": "half an all-reduce before the nodes talk, and half after it, are enough",
+        "arguments changed": ONLY_MESSAGES["arguments changed"],
+    },
+    True,
+    SAME_CALLS,
+)

@@ -1,4 +1,4 @@
-"""Graders of chapter 01: counts and bytes against real models, and against what autograd really keeps."""
+"""Tables of chapter 01: counts and bytes against real models, and against what autograd really keeps."""
 
 import random
 from collections.abc import Callable
@@ -7,19 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_lib.checks.core import (
-    expect_close,
-    expect_equal,
-    fail,
-    fail_by_belief,
-    fresh_generator,
-    grader,
-    numbers,
-    observed,
-)
+from course_lib.checks.core import numbers
+from course_lib.checks.table import Exercise
+from course_lib.checks.watch import copied
 from course_lib.config import ModelConfig
 from course_lib.flops import attention_flops_per_token, flops_per_token, matmul_parameters
-from course_lib.memory.states import RECIPES, Recipe
+from course_lib.memory.states import RECIPES
+from course_lib.minimal.memory import saved_bytes
 from course_lib.model import MLP, build
 
 
@@ -33,245 +27,260 @@ def random_llama(rng: random.Random, tied: bool) -> ModelConfig:
 
 
 # ------------------------------------------------------------------------------------ 1. MFU
-MfuCase = tuple[ModelConfig, int, float, int, float]  # config, seq_len, tokens_per_s, num_gpus, peak_flops_per_s
+def share_of_peak(config, seq_len, tokens_per_s, num_gpus, peak_flops_per_s, flops_of=flops_per_token):
+    """The FLOPs of linear layers and of attention, over the peak of all GPUs."""
+    return flops_of(config, seq_len) * tokens_per_s / (num_gpus * peak_flops_per_s)
 
 
-@grader
-def check_mfu(answer, rng):
-    """MFU from a log: the FLOPs of linear layers and of attention, over the peak of all GPUs, as a share."""
-    cases = [_mfu_case(rng, tied) for tied in (False, True)]
-    got = [answer(*case) for case in cases]
-    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in got):
-        fail(f"it returned {got[0]!r}; return one number, a share between 0 and 1")
-    want = [_share(*case, flops_per_token(case[0], case[1])) for case in cases]
-    if _all_close(got, want):
-        return
-    for message, believed in MFU_BELIEFS.items():
-        if _all_close(got, [believed(*case) for case in cases]):
-            fail(message)
-    fail(f"{_mfu_told(*cases[0])}: it returned {got[0]:.6g}, and {want[0]:.6g} is right")
+def _from_shapes(config, seq_len, tokens_per_s, num_gpus, peak_flops_per_s):
+    D, H = config.d_model, config.head_dim
+    block = 2 * D * H * (config.num_heads + config.num_kv_heads) + 3 * D * config.d_ff
+    forward = 2 * (config.num_layers * block + config.vocab_size * D)
+    forward += config.num_layers * 2 * 2 * config.num_heads * H * seq_len
+    return tokens_per_s / (num_gpus * peak_flops_per_s / (3 * forward))
 
 
-def _mfu_case(rng: random.Random, tied: bool) -> MfuCase:
-    config = random_llama(rng, tied)
-    num_gpus, peak_flops_per_s = rng.choice([2, 4, 16]), rng.choice([312e12, 989e12])
-    tokens_per_s = rng.uniform(0.2, 0.6) * num_gpus * peak_flops_per_s / flops_per_token(config, 96)
-    return config, 96, tokens_per_s, num_gpus, peak_flops_per_s
+def _logs(rng: random.Random) -> list[tuple]:
+    cases = []
+    for tied in (False, True):
+        config, num_gpus = random_llama(rng, tied), rng.choice([2, 4, 16])
+        peak_flops_per_s = rng.choice([312e12, 989e12])
+        tokens_per_s = rng.uniform(0.2, 0.6) * num_gpus * peak_flops_per_s / flops_per_token(config, 96)
+        cases.append((config, 96, tokens_per_s, num_gpus, peak_flops_per_s))
+    return cases
 
 
-def _mfu_told(config: ModelConfig, seq_len: int, tokens_per_s: float, num_gpus: int, peak_flops_per_s: float) -> str:
-    return (
-        f"{config}, {seq_len} tokens, {tokens_per_s:.6g} tokens/s on {num_gpus} GPUs of {peak_flops_per_s:.3g} FLOP/s"
-    )
+def _with_flops(per_weight=6, attention=3.0, times=1.0, table=0) -> Callable:
+    """Somebody's MFU: FLOPs a weight, forward passes of attention, tables of embeddings that count as weights."""
+
+    def flops_of(config, seq_len):
+        weights = matmul_parameters(config) + table * config.vocab_size * config.d_model
+        return times * (per_weight * weights + attention * attention_flops_per_token(config, seq_len))
+
+    return lambda *case: share_of_peak(*case, flops_of)
 
 
-def _all_close(got: list[float], want: list[float]) -> bool:
-    return all(abs(mine - right) <= 1e-9 * right for mine, right in zip(got, want, strict=True))
-
-
-def _share(
-    config: ModelConfig, seq_len: int, tokens_per_s: float, num_gpus: int, peak_flops_per_s: float, flops: float
-) -> float:
-    return flops * tokens_per_s / (num_gpus * peak_flops_per_s)
-
-
-def _with_flops(flops_of: Callable[[ModelConfig, int], float]) -> Callable[..., float]:
-    """Somebody's MFU, whose FLOPs per token are others."""
-    return lambda config, seq_len, *rest: _share(config, seq_len, *rest, flops_of(config, seq_len))
-
-
-def _attention_flops(config: ModelConfig, seq_len: int) -> int:
-    return 3 * attention_flops_per_token(config, seq_len)
-
-
-MFU_BELIEFS: dict[str, Callable[..., float]] = {
-    "the embedding is a table: it multiplies nothing, so its weights do not count": _with_flops(
-        lambda config, s: (
-            6 * (matmul_parameters(config) + config.vocab_size * config.d_model) + _attention_flops(config, s)
-        )
-    ),
-    "attention is missing: 12 L N H S FLOPs per token": _with_flops(lambda config, s: 6 * matmul_parameters(config)),
-    "attention counts 12 L N H S FLOPs per token: 4 in forward, 8 in backward": _with_flops(
-        lambda config, s: 6 * matmul_parameters(config) + _attention_flops(config, s) / 3
-    ),
-    "attention is halved for the causal mask: here, as in most reports, each token counts all S tokens": _with_flops(
-        lambda config, s: 6 * matmul_parameters(config) + _attention_flops(config, s) / 2
-    ),
-    "8 FLOPs per weight count recomputation's second forward: MFU counts what the model needs, 6": _with_flops(
-        lambda config, s: 8 * matmul_parameters(config) + _attention_flops(config, s)
-    ),
-    "recomputation's second forward counts in HFU; MFU counts three passes and not four": _with_flops(
-        lambda config, s: flops_per_token(config, s) * 4 / 3
-    ),
-    "these are the FLOPs of forward; backward costs twice as many again": _with_flops(
-        lambda config, s: flops_per_token(config, s) / 3
-    ),
-    "this is the peak of one GPU; all of them could have computed": lambda config, s, speed, gpus, peak: _share(
-        config, s, speed, 1, peak, flops_per_token(config, s)
-    ),
-    "return a share, not percent": _with_flops(lambda config, s: 100 * flops_per_token(config, s)),
-}
+check_mfu = Exercise(
+    "check_mfu",
+    share_of_peak,
+    _from_shapes,
+    _logs,
+    {
+        "the embedding is a table: it multiplies nothing, so its weights do not count": _with_flops(table=1),
+        "attention is missing: 12 L N H S FLOPs per token": _with_flops(attention=0),
+        "attention counts 12 L N H S FLOPs per token: 4 in forward, 8 in backward": _with_flops(attention=1),
+        "attention is halved for the causal mask: here, as in most reports, each token counts all S tokens": (
+            _with_flops(attention=1.5)
+        ),
+        "8 FLOPs per weight count recomputation's second forward: MFU counts what the model needs, 6": _with_flops(8),
+        "recomputation's second forward counts in HFU; MFU counts three passes and not four": _with_flops(times=4 / 3),
+        "these are the FLOPs of forward; backward costs twice as many again": _with_flops(times=1 / 3),
+        "this is the peak of one GPU; all of them could have computed": lambda config, seq_len, speed, gpus, peak: (
+            share_of_peak(config, seq_len, speed, 1, peak)
+        ),
+        "return a share, not percent": _with_flops(times=100),
+    },
+    says={"the result": "return one number, a share between 0 and 1"},
+    breaks={"return one number": lambda *case: f"{share_of_peak(*case):.1%}"},
+)
 
 
 # ------------------------------------------------------------------------------------ 2. states
-@grader
-def check_state_bytes(answer, rng):
-    """Bytes of parameters, gradients and optimizer states where some parameters are frozen."""
-    for name in rng.sample([name for name, recipe in RECIPES.items() if recipe.master_bytes], 3):
-        recipe = RECIPES[name]
-        model = build(random_llama(rng, tied=True), device="meta")
-        model.embed.requires_grad_(False)
-        model.blocks[0].requires_grad_(False)
-        got = answer(model, recipe)
-        if not isinstance(got, tuple | list) or len(got) != 3:
-            fail(f"it returned {got!r}; return three numbers: bytes of parameters, gradients, optimizer states")
-        want, wrong = _states(model, recipe), _wrong_states(model, recipe)
-        expect_equal(tuple(got), want, f"{name}, with the embedding and the first block frozen: what you return", wrong)
+def state_bytes(model, recipe, resident=None, gradients=None, optimizer=None, masters=True):
+    """Bytes of parameters, gradients and optimizer states; an argument is another count of parameters."""
+    everything = sum(param.numel() for param in model.parameters())
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    count = {"all": everything, "trained": trained}
+    resident, gradients, optimizer = (
+        count.get(given, given) for given in (resident or "all", gradients or "trained", optimizer or "trained")
+    )
+    of_state = recipe.moment_bytes + (recipe.master_bytes if masters else 0)
+    return resident * recipe.param_bytes, gradients * recipe.grad_bytes, optimizer * of_state
 
 
-def _states(model: nn.Module, recipe: Recipe) -> tuple[int, int, int]:
-    everything = sum(parameter.numel() for parameter in model.parameters())
-    return _three(everything, sum(p.numel() for p in model.parameters() if p.requires_grad), recipe)
+def _by_difference(model, recipe):
+    everything = sum(param.numel() for param in model.parameters())
+    trained = everything - sum(param.numel() for param in model.parameters() if not param.requires_grad)
+    gradients = trained * recipe.grad_bytes
+    states = trained * (recipe.bytes_per_param - recipe.param_bytes) - gradients
+    return [everything * recipe.param_bytes, gradients, states]
 
 
-def _three(resident: int, trained: int, recipe: Recipe) -> tuple[int, int, int]:
-    states = recipe.master_bytes + recipe.moment_bytes
-    return resident * recipe.param_bytes, trained * recipe.grad_bytes, trained * states
+def _watch_states(answer, config, recipe):
+    model = build(config, device="meta")
+    model.embed.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    return {"what you return, with the embedding and the first block frozen,": answer(model, RECIPES[recipe])}
 
 
-def _wrong_states(model: nn.Module, recipe: Recipe) -> dict[str, tuple[int, int, int]]:
-    resident = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    tied = model.embed.weight.numel()
-    right = _three(resident, trained, recipe)
-    return {
-        "a frozen parameter has no gradient and no optimizer state": _three(resident, resident, recipe),
-        "a frozen parameter is still there: forward needs it": _three(trained, trained, recipe),
-        "the optimizer's part lacks the FP32 master parameters": (*right[:2], trained * recipe.moment_bytes),
-        "the tied matrix is counted twice; model.parameters() names it once": _three(resident + tied, trained, recipe),
-        "frozen parameters have no gradient, and no optimizer state either": (
-            *right[:2],
-            resident * (recipe.master_bytes + recipe.moment_bytes),
+def _wrong_states(**counts) -> Callable:
+    return lambda model, recipe: state_bytes(model, recipe, **counts)
+
+
+check_state_bytes = Exercise(
+    "check_state_bytes",
+    state_bytes,
+    _by_difference,
+    lambda rng: [
+        (random_llama(rng, tied=True), name)
+        for name in rng.sample([name for name, recipe in RECIPES.items() if recipe.master_bytes], 3)
+    ],
+    {
+        "a frozen parameter has no gradient and no optimizer state": _wrong_states(gradients="all", optimizer="all"),
+        "a frozen parameter is still there: forward needs it": _wrong_states(resident="trained"),
+        "the optimizer's part lacks the FP32 master parameters": _wrong_states(masters=False),
+        "the tied matrix is counted twice; model.parameters() names it once": lambda model, recipe: state_bytes(
+            model, recipe, resident=sum(param.numel() for param in model.state_dict().values())
         ),
-    }
+        "frozen parameters have no gradient, and no optimizer state either": _wrong_states(optimizer="all"),
+    },
+    _watch_states,
+    {
+        "what you return, with the embedding and the first block frozen,": (
+            "return three numbers: bytes of parameters, gradients, optimizer states"
+        )
+    },
+    breaks={"return three numbers": lambda model, recipe: sum(state_bytes(model, recipe))},
+)
 
 
 # ------------------------------------------------------------------------------------ 3. what an MLP keeps
-def kept_bytes(run: Callable[[], Tensor], resident: tuple[Tensor, ...] = ()) -> int:
-    """What autograd keeps while `run` runs: each storage once, those of `resident` left out."""
-    there = {tensor.untyped_storage()._cdata for tensor in resident}
-    kept: dict[int, Tensor] = {}
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+
+
+def measured_on_an_mlp(kind, tokens, d_model, d_ff, itemsize):
+    """Bytes that a real MLP keeps for backward, without its parameters."""
+    middle = nn.ReLU() if kind == "relu" else nn.GELU()
+    mlp = nn.Sequential(nn.Linear(d_model, d_ff, bias=False), middle, nn.Linear(d_ff, d_model, bias=False))
+    if kind == "swiglu":
+        mlp = MLP(ModelConfig("mlp", 1, d_model, 1, 1, d_ff, 8, 8, head_dim=2))
+    x_TD = torch.randn(tokens, d_model, dtype=DTYPES[itemsize], requires_grad=True)
+    return saved_bytes(mlp.to(DTYPES[itemsize]), x_TD)
+
+
+def mlp_bytes(kind, tokens, d_model, d_ff, itemsize, narrow=1, weights=0, **wide):
+    """The formula; arguments: tensors of width D, of width F by kind, whether weights count."""
+    of_weights = weights * (3 if kind == "swiglu" else 2) * d_model * d_ff
+    return (
+        tokens * (narrow * d_model + ({"relu": 1, "gelu": 2, "swiglu": 4} | wide)[kind] * d_ff) + of_weights
+    ) * itemsize
+
+
+def _mlps(rng: random.Random) -> list[tuple]:
+    kinds = [(kind, itemsize) for kind in ("relu", "gelu", "swiglu") for itemsize in (2, 4)]
+    return [
+        (kind, rng.randrange(5, 20), 2 * rng.randrange(8, 20), 2 * rng.randrange(41, 60), itemsize)
+        for kind, itemsize in kinds
+    ]
+
+
+def _wrong_mlp(**change) -> Callable:
+    return lambda *case: mlp_bytes(*case, **change)
+
+
+check_mlp_kept_bytes = Exercise(
+    "check_mlp_kept_bytes",
+    measured_on_an_mlp,
+    mlp_bytes,
+    _mlps,
+    {
+        "relu needs no input in backward: its output says where it was above 0, and down keeps that output anyway": (
+            _wrong_mlp(relu=2)
+        ),
+        "SwiGLU keeps four wide tensors: the input of silu, both factors of the product, and the input of down": (
+            _wrong_mlp(swiglu=3)
+        ),
+        "the MLP's own input is missing: gate and up keep it": _wrong_mlp(narrow=0),
+        "the MLP's output is counted, but no derivative inside needs it": _wrong_mlp(narrow=2),
+        "gate and up share one input: one storage, counted once": lambda kind, *case: mlp_bytes(
+            kind, *case, narrow=2 if kind == "swiglu" else 1
+        ),
+        "the weights are counted: they are parameters, there with or without a batch": _wrong_mlp(weights=1),
+        "these are numbers, not bytes": lambda *case: mlp_bytes(*case[:-1], 1),
+        "every number is counted with 4 bytes, also in BF16": lambda *case: mlp_bytes(*case[:-1], 4),
+    },
+)
+
+
+# ------------------------------------------------------------------------------------ 4. a thriftier SwiGLU
+def _slope(gate, sigmoid):
+    return sigmoid * (1 + gate * (1 - sigmoid))
+
+
+def _function(backward=lambda grad, g, u, s: (grad * u * _slope(g, s), grad * g * s), on_ctx=False) -> Callable:
+    """silu(gate) * up as an autograd Function that saves gate and up; s is sigmoid(gate)."""
+
+    class SwiGLU(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, gate, up):
+            ctx.kept = (gate, up) if on_ctx else None
+            ctx.save_for_backward(*(() if on_ctx else (gate, up)))
+            return F.silu(gate) * up
+
+        @staticmethod
+        def backward(ctx, grad):
+            gate, up = ctx.kept or ctx.saved_tensors
+            return backward(grad, gate, up, gate.sigmoid())
+
+    return lambda gate, up: SwiGLU.apply(gate, up)
+
+
+def _checkpointed(gate, up):
+    return torch.utils.checkpoint.checkpoint(lambda g, u: F.silu(g) * u, gate, up, use_reentrant=True)
+
+
+def _watch_swiglu(answer, gate, up, grad):
+    mine, kept = copied([gate, up]), {}
 
     def pack(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
+    for tensor in mine:
+        tensor.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = run()
-    del output
-    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in there)
-
-
-def _mlp(kind: str, d_model: int, d_ff: int) -> nn.Module:
-    if kind == "swiglu":
-        return MLP(ModelConfig("mlp", 1, d_model, 1, 1, d_ff, 8, 8, head_dim=2))
-    middle = nn.ReLU() if kind == "relu" else nn.GELU()
-    return nn.Sequential(nn.Linear(d_model, d_ff, bias=False), middle, nn.Linear(d_ff, d_model, bias=False))
-
-
-@grader
-def check_mlp_kept_bytes(answer, rng):
-    """Bytes that an MLP keeps for backward; the truth is measured on a real one."""
-    cases, want = [], []
-    for kind, dtype in [(k, d) for k in ("relu", "gelu", "swiglu") for d in (torch.bfloat16, torch.float32)]:
-        tokens, d_model, d_ff = rng.randrange(5, 20), 2 * rng.randrange(8, 20), 2 * rng.randrange(41, 60)
-        mlp = _mlp(kind, d_model, d_ff).to(dtype)
-        x_TD = torch.randn(tokens, d_model, dtype=dtype, requires_grad=True)
-        want.append(kept_bytes(lambda mlp=mlp, x_TD=x_TD: mlp(x_TD), tuple(mlp.parameters())))
-        cases.append((kind, tokens, d_model, d_ff, dtype.itemsize))
-    got = [answer(*case) for case in cases]
-    fail_by_belief(got, want, cases, MLP_BELIEFS, _mlp_case)
-
-
-def _mlp_case(kind: str, tokens: int, d_model: int, d_ff: int, itemsize: int) -> str:
-    return f"{kind}, {tokens} tokens, d_model {d_model}, d_ff {d_ff}, {itemsize} bytes a number"
-
-
-def _mlp_belief(widths: dict[str, tuple[int, int]], parameters: bool = False, itemsize: int | None = None) -> Callable:
-    """Somebody's formula: for each kind how many tensors of width D and of width F."""
-
-    def believed(kind: str, tokens: int, d_model: int, d_ff: int, true_itemsize: int) -> int:
-        wide, narrow = widths[kind][1], widths[kind][0]
-        weights = (3 if kind == "swiglu" else 2) * d_model * d_ff if parameters else 0
-        return (tokens * (narrow * d_model + wide * d_ff) + weights) * (itemsize or true_itemsize)
-
-    return believed
-
-
-_RIGHT = {"relu": (1, 1), "gelu": (1, 2), "swiglu": (1, 4)}
-MLP_BELIEFS = {
-    "relu needs no input in backward: its output says where it was above 0, and down keeps that output anyway": (
-        _mlp_belief(_RIGHT | {"relu": (1, 2)})
-    ),
-    "SwiGLU keeps four wide tensors: the input of silu, both factors of the product, and the input of down": (
-        _mlp_belief(_RIGHT | {"swiglu": (1, 3)})
-    ),
-    "the MLP's own input is missing: gate and up keep it": _mlp_belief({k: (0, f) for k, (_, f) in _RIGHT.items()}),
-    "the MLP's output is counted, but no derivative inside needs it": (
-        _mlp_belief({k: (2, f) for k, (_, f) in _RIGHT.items()})
-    ),
-    "gate and up share one input: one storage, counted once": _mlp_belief(_RIGHT | {"swiglu": (2, 4)}),
-    "the weights are counted: they are parameters, there with or without a batch": _mlp_belief(_RIGHT, True),
-    "these are numbers, not bytes": _mlp_belief(_RIGHT, itemsize=1),
-    "every number is counted with 4 bytes, also in BF16": _mlp_belief(_RIGHT, itemsize=4),
-}
-
-
-# ------------------------------------------------------------------------------------ 4. a thriftier SwiGLU
-@grader
-def check_swiglu(answer, rng):
-    """silu(gate) * up with the right gradients, keeping gate and up and nothing else."""
-    generator, shape = fresh_generator(rng), (rng.randrange(3, 9), rng.randrange(10, 30))
-    gate, up, grad = (numbers(generator, *shape) for _ in range(3))
-    product, has_graph, grads, kept = observed(_swiglu, answer, gate, up, grad)
-    expect_close(product, F.silu(gate) * up, "the product", {"this is sigmoid(gate) * up": gate.sigmoid() * up})
-    if not has_graph:
-        fail("the product has no gradient: between your inputs and your output the graph is cut")
-    _expect_gradients(grads, gate, up, grad)
-    tensors = kept / gate.nbytes
-    if tensors < 2:
-        fail(f"autograd knows of {tensors:g} kept tensors: use ctx.save_for_backward for gate and up, not ctx itself")
-    if tensors > 2:
-        fail(f"{tensors:g} tensors are kept, and gate and up are enough: compute the others again in backward")
-
-
-def _swiglu(answer: Callable, gate: Tensor, up: Tensor, grad: Tensor) -> tuple[object, bool, list, int]:
-    """The product, whether it has a graph, the gradients of gate and up, and the bytes kept for backward."""
-    mine = [tensor.clone().requires_grad_() for tensor in (gate, up)]
-    outputs: list[Tensor] = []
-    kept = kept_bytes(lambda: outputs.append(answer(*mine)) or outputs[0])
-    product = outputs[0]
+        product = answer(*mine)
     has_graph = isinstance(product, Tensor) and product.grad_fn is not None
     if has_graph and product.shape == grad.shape:
         product.backward(grad)
-    return product.detach() if isinstance(product, Tensor) else product, has_graph, [one.grad for one in mine], kept
+    return {
+        "the product": copied(product, as_results=True),
+        "the product has a gradient": has_graph,
+        "gate and up got a gradient": [one.grad is not None for one in mine],
+        "the gradient of gate": mine[0].grad,
+        "the gradient of up": mine[1].grad,
+        "tensors that autograd keeps": sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / gate.nbytes,
+    }
 
 
-def _expect_gradients(grads: list[Tensor | None], gate: Tensor, up: Tensor, grad: Tensor) -> None:
-    sigmoid = gate.sigmoid()
-    slope = sigmoid * (1 + gate * (1 - sigmoid))
-    right = grad * up * slope, grad * gate * sigmoid
-    if any(mine is None for mine in grads):
-        fail("gate or up got no gradient; backward returns one for each input of forward")
-    expect_close(
-        grads[0],
-        right[0],
-        "the gradient of gate",
-        {
-            "this is the gradient of up: return them in the order of forward's inputs": right[1],
-            "the slope of silu is not sigmoid(gate): g * sigmoid(g) is a product": grad * up * sigmoid,
-            "the factor up is missing": grad * slope,
-            "what came from behind (grad_output) is missing": up * slope,
-        },
-    )
-    expect_close(grads[1], right[1], "the gradient of up", {"this is the plain gate, not silu(gate)": grad * gate})
+def _activations(rng: random.Random) -> list[tuple]:
+    shape = rng.randrange(3, 9), rng.randrange(10, 30)
+    return [tuple(numbers(rng, *shape) for _ in range(3))]
+
+
+check_swiglu = Exercise(
+    "check_swiglu",
+    _function(),
+    _checkpointed,
+    _activations,
+    {
+        "this is sigmoid(gate) * up": lambda gate, up: gate.sigmoid() * up,
+        "between your inputs and your output the graph is cut": lambda gate, up: F.silu(gate.detach()) * up.detach(),
+        "this is the gradient of up: return them in the order of forward's inputs": _function(
+            lambda grad, g, u, s: (grad * g * s, grad * u * _slope(g, s))
+        ),
+        "the slope of silu is not sigmoid(gate): g * sigmoid(g) is a product": _function(
+            lambda grad, g, u, s: (grad * u * s, grad * g * s)
+        ),
+        "the factor up is missing": _function(lambda grad, g, u, s: (grad * _slope(g, s), grad * g * s)),
+        "what came from behind (grad_output) is missing": _function(lambda grad, g, u, s: (u * _slope(g, s), g * s)),
+        "this is the plain gate, not silu(gate)": _function(lambda grad, g, u, s: (grad * u * _slope(g, s), grad * g)),
+        "use ctx.save_for_backward for gate and up, not ctx itself": _function(on_ctx=True),
+        "gate and up are enough: compute the others again in backward": lambda gate, up: F.silu(gate) * up,
+    },
+    _watch_swiglu,
+    {
+        "gate and up got a gradient": "backward returns one for each input of forward",
+        "tensors that autograd keeps": "keep gate and up, and compute the others again in backward",
+    },
+)

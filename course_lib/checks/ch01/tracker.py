@@ -1,132 +1,90 @@
-"""Grader of chapter 01, the last exercise: a memory tracker, held to small scenes and to PyTorch's own tracker."""
+"""Table of chapter 01, the last exercise: a memory tracker, in small scenes first, then in steps of training."""
 
 import random
 import weakref
-from collections.abc import Callable
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from course_lib.checks.ch01.single_gpu_memory import random_llama
-from course_lib.checks.core import fail, grader, observed
-from course_lib.config import ModelConfig
-from course_lib.minimal.peaks import peak_by_torch
+from course_lib.checks.core import fresh_seed
+from course_lib.checks.table import Exercise
+from course_lib.minimal.memory import Tracker
 from course_lib.model import build
 from course_lib.training import loss_of
 
-FP32 = 4  # bytes
 MANY = 40  # storages, so that some lie where others were
 
 
-@grader
-def check_tracker(answer, rng):
-    """Bytes of storages alive and their peak, in small scenes first, then in training steps, as PyTorch counts them."""
-    size = rng.randrange(20, 90)
-    for scene, per_element in SCENES:
-        for (what, got, misconception), each in zip(observed(scene, answer, size), per_element, strict=True):
-            _expect(got, each * size, misconception, what)
-    for options in ({"foreach": False}, {"foreach": True}):
-        _expect_peak_of_a_step(answer, rng, options)
+def _watch(tracker_type, size, config, shape, seed):
+    """Bytes of storages alive and their peak; the names of what is seen are the keys of SAYS."""
+    scenes = (_existing, _results, _views, _slices, _releases, _again)
+    seen = {what: value for scene in scenes for what, value in scene(tracker_type, size).items()}
+    torch.manual_seed(seed)
+    peaks = [_peak_of_a_step(tracker_type, config, shape, foreach) for foreach in (False, True)]
+    return {"kind of number": type(next(iter(seen.values()))).__name__} | seen | {"peak of a training step": peaks}
 
 
-Told = list[tuple[str, object, str]]  # what the tracker told: its name, its value, and what a wrong one means
-
-
-def _expect(got: object, want: int, misconception: str, what: str) -> None:
-    if isinstance(got, bool) or not isinstance(got, int):
-        fail(f"{what} is {got!r}; it must be a whole number of bytes")
-    if got != want:
-        fail(f"{what} is {got:,}, and {want:,} is right: {misconception}")
-
-
-# ------------------------------------------------------------------------------------ scenes
-def _existing(tracker_type: type, size: int) -> Told:
+def _existing(tracker_type, size):
     x = torch.zeros(size)
     with tracker_type([x, x.view(-1)]) as tracker:
-        now = "now_bytes", tracker.now_bytes, "a storage that is given counts once, from the start"
-        return [now, ("peak_bytes", tracker.peak_bytes, "what is alive at the start belongs to the peak")]
+        return {"now_bytes of what is given": tracker.now_bytes, "peak_bytes of what is given": tracker.peak_bytes}
 
 
-def _views(tracker_type: type, size: int) -> Told:
-    x = torch.zeros(size, 2)
-    with tracker_type([x]) as tracker:
-        seen = [x.view(-1), x.t(), x[1:], x.add_(1)]
-        message = "a view and the result of an operator in place have a storage that was counted already"
-        told = [("now_bytes", tracker.now_bytes, message)]
-    del seen
-    return told
-
-
-def _results(tracker_type: type, size: int) -> Told:
+def _results(tracker_type, size):
     with tracker_type([]) as tracker:
         x = torch.ones(size)
         pair = torch.sort(x)  # values, and their places in int64
-        told = [("now_bytes", tracker.now_bytes, "an operator may return several tensors; each counts")]
+        seen = {"now_bytes after a sort": tracker.now_bytes}
     del pair
-    return told
+    return seen
 
 
-def _slices(tracker_type: type, size: int) -> Told:
+def _views(tracker_type, size):
+    x = torch.zeros(size, 2)
+    with tracker_type([x]) as tracker:
+        views = [x.view(-1), x.t(), x[1:], x.add_(1)]
+        seen = {"now_bytes after views": tracker.now_bytes}
+    del views
+    return seen
+
+
+def _slices(tracker_type, size):
     first = torch.ones(size)[:1]
     with tracker_type([first]) as tracker:
-        return [("now_bytes", tracker.now_bytes, "a slice keeps its whole storage alive, not only what it shows")]
+        return {"now_bytes of a slice": tracker.now_bytes}
 
 
-def _releases(tracker_type: type, size: int) -> Told:
+def _releases(tracker_type, size):
     with tracker_type([]) as tracker:
         x = torch.ones(size)
         y = x * 2
         z, storage = y.view(-1), weakref.ref(y.untyped_storage())
         del y
-        told = [("now_bytes", tracker.now_bytes, "a storage lives as long as any of its views does")]
+        seen = {"now_bytes while a view lives": tracker.now_bytes}
         del z
-        held = "a storage must not be held, or it is never freed"
-        why = held if storage() else "a freed storage must be subtracted; a weak reference calls only while it is kept"
-        told.append(("now_bytes", tracker.now_bytes, why))
-        told.append(("peak_bytes", tracker.peak_bytes, "the peak stays when memory is freed"))
+        seen["a freed storage is alive"] = storage() is not None
+        seen["now_bytes after a release"] = tracker.now_bytes
+        seen["peak_bytes after a release"] = tracker.peak_bytes
         del x
-    return told
+    return seen
 
 
-def _again(tracker_type: type, size: int) -> Told:
+def _again(tracker_type, size):
     """A new storage often lies where an old one was."""
     with tracker_type([]) as tracker:
         freed = [torch.ones(size) for _ in range(MANY)]
         del freed
         kept = [torch.ones(size) for _ in range(MANY)]
-        message = "a new storage may have the address of one that was freed: forget an address when it is freed"
-        told = [("now_bytes", tracker.now_bytes, message)]
+        seen = {"now_bytes where others were freed": tracker.now_bytes}
     del kept
-    return told
+    return seen
 
 
-SCENES: tuple[tuple[Callable[[type, int], Told], tuple[int, ...]], ...] = (  # and the right bytes for each of `size`
-    (_existing, (FP32, FP32)),
-    (_results, (2 * FP32 + 8,)),
-    (_views, (2 * FP32,)),
-    (_slices, (FP32,)),
-    (_releases, (2 * FP32, FP32, 2 * FP32)),
-    (_again, (MANY * FP32,)),
-)
-
-
-# ------------------------------------------------------------------------------------ steps
-def _expect_peak_of_a_step(tracker_type: type, rng: random.Random, options: dict) -> None:
-    """The second step of a small Llama: with few tokens its update is the peak, with many the start of backward."""
-    case = random_llama(rng, tied=False), options, (rng.randrange(1, 4), rng.choice([8, 64]))
-    want, got = peak_by_torch(*_second_step(*case)), observed(_peak_of_a_step, tracker_type, *case)
-    if got != want:
-        fail(
-            f"the peak of a training step is {got:,} bytes, and PyTorch's MemTracker counts {want:,}; "
-            "does a view of a view, a result inside a tuple or a list, or a freed gradient go wrong?"
-        )
-
-
-def _second_step(config: ModelConfig, options: dict, shape: tuple[int, int]) -> tuple[Callable, nn.Module, Optimizer]:
-    """A step to be taken, after one that made the optimizer's states; its model and its optimizer."""
+def _peak_of_a_step(tracker_type, config, shape, foreach):
+    """Of the second step of a small Llama; with few tokens its update is the peak, with many the start of backward."""
     model = build(config)
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
     ids_BS = torch.randint(config.vocab_size, shape)
 
     def step() -> None:
@@ -135,12 +93,150 @@ def _second_step(config: ModelConfig, options: dict, shape: tuple[int, int]) -> 
         optimizer.zero_grad()
 
     step()
-    return step, model, optimizer
-
-
-def _peak_of_a_step(tracker_type: type, *case) -> int:
-    step, model, optimizer = _second_step(*case)
     states = [tensor for state in optimizer.state.values() for tensor in state.values()]
     with tracker_type([*model.parameters(), *states]) as tracker:
         step()
     return tracker.peak_bytes
+
+
+def _scenes(rng: random.Random) -> list[tuple]:
+    shape = rng.randrange(1, 4), rng.choice([8, 64])
+    return [(rng.randrange(20, 90), random_llama(rng, tied=False), shape, fresh_seed(rng))]
+
+
+# ------------------------------------------------------------------------------------ right and wrong trackers
+class _LooksWhenAsked(torch.utils._python_dispatch.TorchDispatchMode):
+    """Looks for what has died after each operator, and when it is asked."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.storages, self.peak_bytes = weakref.WeakValueDictionary(), 0
+        self.take(tensors)
+
+    def take(self, tensors):
+        for leaf in tree_leaves(tensors):
+            if isinstance(leaf, torch.Tensor):
+                self.storages[leaf.untyped_storage()._cdata] = leaf.untyped_storage()
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+    @property
+    def now_bytes(self):
+        return sum(storage.nbytes() for storage in list(self.storages.values()))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.take(out)
+        return out
+
+
+class _EveryTensor(Tracker):
+    """Counts a view as if it had memory of its own."""
+
+    def see(self, tensor):
+        self.now_bytes += tensor.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+
+class _ViewsOfOperators(Tracker):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in self.alive:
+                self.now_bytes += leaf.nbytes
+            elif isinstance(leaf, torch.Tensor):
+                self.see(leaf)
+        return out
+
+
+class _OnlyTheFirst(Tracker):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out)[:1]:
+            if isinstance(leaf, torch.Tensor):
+                self.see(leaf)
+        return out
+
+
+class _WhatIsShown(Tracker):
+    """Counts the elements of a slice."""
+
+    def see(self, tensor):
+        before = self.now_bytes
+        super().see(tensor)
+        if self.now_bytes > before:
+            self.now_bytes = before + min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+class _HoldsThem(Tracker):
+    """A strong reference keeps every tensor."""
+
+    def see(self, tensor):
+        super().see(tensor)
+        self.alive[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+
+
+class _DropsTheReference(Tracker):
+    """A weak reference that is not kept never calls."""
+
+    def see(self, tensor):
+        super().see(tensor)
+        self.alive = dict.fromkeys(self.alive)
+
+
+class _ForgetsThePeak(Tracker):
+    def free(self, address, nbytes):
+        super().free(address, nbytes)
+        self.peak_bytes = self.now_bytes
+
+
+class _OldAddresses(Tracker):
+    """Never forgets an address."""
+
+    def free(self, address, nbytes):
+        self.now_bytes -= nbytes
+
+
+class _Megabytes(Tracker):
+    def __enter__(self):
+        self.now_bytes /= 1e6
+        return super().__enter__()
+
+
+SAYS = {
+    "kind of number": "it must be a whole number of bytes",
+    "now_bytes of what is given": "a storage that is given counts once, from the start",
+    "peak_bytes of what is given": "what is alive at the start belongs to the peak",
+    "now_bytes after a sort": "an operator may return several tensors; each counts",
+    "now_bytes after views": "a view and the result of an operator in place have a storage that was counted already",
+    "now_bytes of a slice": "a slice keeps its whole storage alive, not only what it shows",
+    "now_bytes while a view lives": "a storage lives as long as any of its views does",
+    "a freed storage is alive": "a storage must not be held, or it is never freed",
+    "now_bytes after a release": ("a freed storage must be subtracted; a weak reference calls only while it is kept"),
+    "peak_bytes after a release": "the peak stays when memory is freed",
+    "now_bytes where others were freed": (
+        "a new storage may have the address of one that was freed: forget an address when it is freed"
+    ),
+    "peak of a training step": (
+        "does a view of a view, a result inside a tuple or a list, or a freed gradient go wrong?"
+    ),
+}
+check_tracker = Exercise(
+    "check_tracker",
+    Tracker,
+    _LooksWhenAsked,
+    _scenes,
+    {},
+    _watch,
+    SAYS,
+    breaks={
+        SAYS["kind of number"]: _Megabytes,
+        SAYS["now_bytes of what is given"]: _EveryTensor,
+        SAYS["now_bytes after a sort"]: _OnlyTheFirst,
+        SAYS["now_bytes after views"]: _ViewsOfOperators,
+        SAYS["now_bytes of a slice"]: _WhatIsShown,
+        SAYS["a freed storage is alive"]: _HoldsThem,
+        SAYS["now_bytes after a release"]: _DropsTheReference,
+        SAYS["peak_bytes after a release"]: _ForgetsThePeak,
+        SAYS["now_bytes where others were freed"]: _OldAddresses,
+    },
+)

@@ -1,19 +1,99 @@
-"""Graders of chapter 02: recomputation where the input needs no gradient, and attention over blocks with a window."""
+"""Tables of chapter 02: recomputation where the input needs no gradient, and attention over blocks with a window."""
 
+import itertools
 import math
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from course_lib.checks.core import expect_close, fail, fresh_seed, grader, numbers, observed
+from course_lib.checks.core import fresh_seed, numbers
+from course_lib.checks.table import Exercise
+from course_lib.checks.watch import Cost, copied
 from course_lib.measure import MemoryTracker
+from course_lib.minimal.recompute import autocast_as_now
 
 
 # ------------------------------------------------------------------------------------ recomputation
+class _Recomputed(torch.autograd.Function):
+    """The parameters are inputs too, so autograd sees that there is something to do; an option is a mistake."""
+
+    @staticmethod
+    def forward(ctx, how, block, x, *params):
+        ctx.how, ctx.block, ctx.params = how, block, params
+        ctx.state, ctx.autocast = torch.get_rng_state(), autocast_as_now(x)
+        ctx.save_for_backward(x, *([x.repeat(4, 1)] if "keeps more" in how else []))
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, found = ctx.saved_tensors[0].detach().requires_grad_(), torch.get_rng_state()
+        if "draws anew" not in ctx.how:
+            torch.set_rng_state(ctx.state)
+        with torch.enable_grad(), nullcontext() if "no autocast" in ctx.how else ctx.autocast:
+            out = ctx.block(x)
+        if "leaves the generator" not in ctx.how:
+            torch.set_rng_state(found)
+        if not ctx.params:
+            torch.autograd.backward(out, grad)
+            return None, None, x.grad
+        of_x, *of_params = torch.autograd.grad(out, (x, *ctx.params), grad)
+        of_params = [None if "no parameters" in ctx.how else one for one in of_params]
+        return None, None, None if "no input" in ctx.how else of_x, *of_params
+
+
+def recompute(block, x, how=()):
+    """Output and gradients of a block that keeps its input alone and runs again in backward."""
+    return _Recomputed.apply(how, block, x, *block.parameters())
+
+
+def _hooks_of_saved_tensors(block, x):
+    state, autocast, again, number = torch.get_rng_state(), autocast_as_now(x), {}, itertools.count()
+
+    def unpack(index):
+        if not again:
+            with torch.random.fork_rng(devices=[]), torch.enable_grad(), autocast:
+                torch.set_rng_state(state)
+                with saved_tensors_hooks(lambda t: again.setdefault(len(again), t.detach()), lambda t: t):
+                    block(x.detach().requires_grad_(x.requires_grad))
+        return again[index]
+
+    with saved_tensors_hooks(lambda tensor: next(number), unpack):
+        return block(x)
+
+
+class _GraphBuiltInForward(torch.autograd.Function):
+    """Builds the block's graph at once, and walks it in backward."""
+
+    @staticmethod
+    def forward(ctx, block, x, *params):
+        with torch.enable_grad():
+            ctx.x, ctx.params = x.detach().requires_grad_(), params
+            ctx.out = block(ctx.x)
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, *torch.autograd.grad(ctx.out, (ctx.x, *ctx.params), grad)
+
+
+def _runs_twice_in_forward(block, x):
+    block(x.detach())
+    return block(x)
+
+
+def _detached(block, x):
+    with torch.no_grad():
+        return block(x)
+
+
 class _DroppingBlock(nn.Module):
     def __init__(self, seed: int, width: int, dtype: torch.dtype):
         super().__init__()
@@ -28,76 +108,76 @@ class _DroppingBlock(nn.Module):
         return F.dropout(F.gelu(x @ self.up), 0.5) @ self.down
 
 
-@grader
-def check_recompute(answer, rng):
-    """Output, gradients, the input alone kept, random numbers as without; where x is frozen too, and under autocast."""
+def _inputs_of_a_block(rng: random.Random) -> list[tuple]:
+    """An input that needs a gradient, one that needs none, and one in float32, which runs under bf16 autocast."""
     seed, draws, width = fresh_seed(rng), fresh_seed(rng), rng.randrange(3, 6)
     x, grad = numbers(rng, 6, width), numbers(rng, 6, width)
-    for needs_grad in (True, False):
-        x.requires_grad_(needs_grad)
-        want = _run_block(lambda block, x: block(x), seed, draws, width, x, grad)
-        _expect_recomputed(observed(_run_block, answer, seed, draws, width, x, grad), want, x)
-    x = x.detach().float().requires_grad_()  # autocast leaves float64 as it is
-    want = _run_block(lambda block, x: block(x), seed, draws, width, x, grad)
-    got = observed(_run_block, answer, seed, draws, width, x, grad)
-    for name in ("x", "up", "down"):
-        if got[name] is None or not torch.equal(got[name], want[name]):
-            fail(
-                f"under autocast the gradient of {name} is wrong: autocast is off in backward, so the second run is in "
-                "float32; store its settings (torch.is_autocast_enabled, torch.get_autocast_dtype) before the first "
-                "run, and set them for the second"
-            )
+    of_x = (x.clone().requires_grad_(), x, x.float().requires_grad_())  # autocast leaves float64 as it is
+    return [(seed, draws, width, one, grad) for one in of_x]
 
 
-def _expect_recomputed(got: dict, want: dict, x: Tensor) -> None:
-    expect_close(got["out"], want["out"], "the output")
-    if got["calls"] != 2:
-        fail(f"the block ran {got['calls']} times; once in forward and once more in backward is right")
-    if got["kept_bytes"] > x.nbytes:
-        fail(
-            f"forward keeps {got['kept_bytes']} bytes for backward, and the input has {x.nbytes}: what is inside the "
-            "block must not be recorded in forward"
-        )
-    if x.requires_grad and got["x"] is None:
-        fail("the input got no gradient; backward returns it, after running the block on an input that requires one")
-    if got["up"] is None or got["down"] is None:
-        fail("the block's parameters got no gradient: the second run must reach them")
-    for name in ("x", "up", "down") if x.requires_grad else ("up", "down"):
-        if not torch.allclose(got[name], want[name], rtol=1e-8):
-            fail(
-                f"the gradient of {name} is wrong: did dropout draw other numbers in the second run? Store the state "
-                "of the generator (torch.get_rng_state) before the first, and set it before the second"
-            )
-    if not torch.equal(got["state"], want["state"]):
-        fail(
-            "after backward the random number generator is elsewhere than without recomputation, so all that "
-            "follows changes; put back the state that backward found"
-        )
-
-
-def _run_block(run, seed: int, draws: int, width: int, x: Tensor, grad: Tensor) -> dict:
-    """Run forward and backward of a block. A float32 x runs forward under bf16 autocast; a float64 x without."""
-    block, x = _DroppingBlock(seed, width, x.dtype), x.detach().clone().requires_grad_(x.requires_grad)
+def _watch_block(answer, seed, draws, width, x, grad):
+    block = _DroppingBlock(seed, width, x.dtype)
     with torch.random.fork_rng():
         torch.manual_seed(draws)
         with MemoryTracker(block) as tracker:
             with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.float32):
-                out = run(block, x)
+                out = answer(block, x)
             kept_bytes = tracker.current("activations")
         torch.rand(3)  # something else draws between forward and backward
-        if not isinstance(out, Tensor) or not out.requires_grad:
-            fail(
-                "the output requires no gradient; return what your autograd.Function's apply returns"
-                if x.requires_grad
-                else "where x needs no gradient, your output needs none either: autograd sees a function of x alone, "
-                "and the parameters inside get no gradient"
-            )
-        out.backward(grad.to(out.dtype))
+        has_graph = isinstance(out, Tensor) and out.requires_grad
+        if has_graph:
+            out.backward(grad.to(out.dtype))
         state = torch.get_rng_state()
+    under = " under autocast" if x.dtype == torch.float32 else ""
+    of_kept = kept_bytes - out.nbytes - x.nbytes if isinstance(out, Tensor) else 0
     return {
-        "out": out.detach(), "calls": block.calls, "kept_bytes": kept_bytes - out.nbytes, "x": x.grad,
-        "up": block.up.grad, "down": block.down.grad, "state": state,
-    }  # fmt: skip
+        "where x needs a gradient, the output has one" if x.requires_grad else "the output has a gradient": has_graph,
+        "the output": copied(out, as_results=True),
+        "times that the block ran": block.calls,
+        "bytes kept for backward beside the input": Cost(max(0, of_kept)),
+        "the input got a gradient": x.grad is not None,
+        "the parameters got gradients": [param.grad is not None for param in block.parameters()],
+        f"the gradients of x, up and down{under}": [x.grad, block.up.grad, block.down.grad],
+        "the random number generator after backward": state,
+    }
+
+
+def _wrong_recompute(*how: str) -> Callable:
+    return lambda block, x: recompute(block, x, how)
+
+
+check_recompute = Exercise(
+    "check_recompute",
+    recompute,
+    _hooks_of_saved_tensors,
+    _inputs_of_a_block,
+    {
+        "the output requires no gradient; return what your autograd.Function's apply returns": _detached,
+        "where x needs no gradient, your output needs none either: autograd sees a function of x alone, and the "
+        "parameters inside get no gradient": lambda block, x: _Recomputed.apply((), block, x),
+        "once in forward and once more in backward is right": lambda block, x: _GraphBuiltInForward.apply(
+            block, x, *block.parameters()
+        ),
+        "what is inside the block must not be recorded in forward": [_wrong_recompute("keeps more")],
+        "the input got no gradient; backward returns it, after running the block on an input that requires one": (
+            _wrong_recompute("no input")
+        ),
+        "the block's parameters got no gradient: the second run must reach them": _wrong_recompute("no parameters"),
+        "did dropout draw other numbers in the second run? Store the state of the generator (torch.get_rng_state) "
+        "before the first, and set it before the second": _wrong_recompute("draws anew"),
+        "autocast is off in backward, so the second run is in float32; store its settings (torch.is_autocast_enabled, "
+        "torch.get_autocast_dtype) before the first run, and set them for the second": _wrong_recompute("no autocast"),
+        "after backward the random number generator is elsewhere than without recomputation, so all that follows "
+        "changes; put back the state that backward found": _wrong_recompute("leaves the generator"),
+        "the block ran twice in forward, so dropout drew twice; it must run once": _runs_twice_in_forward,
+    },
+    _watch_block,
+    {
+        "times that the block ran": "once in forward and once more in backward is right",
+        "bytes kept for backward beside the input": "what is inside the block must not be recorded in forward",
+    },
+)
 
 
 # ------------------------------------------------------------------------------------ attention over blocks
@@ -114,102 +194,121 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-def _masked_scores(q: Tensor, k: Tensor, window: int, group: str = "interleave") -> Tensor:
-    """Scores of all pairs, -inf where a query does not see the key."""
-    times = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(times, 1) if group == "interleave" else k.repeat(1, times, 1, 1)
-    positions = torch.arange(q.shape[2])
-    distance = positions[:, None] - positions
-    return (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill((distance < 0) | (distance >= window), -math.inf)
+def windowed_attention(q, k, v, window, block, wrong=""):
+    """Causal attention with a window and grouped heads, over blocks; the diagonal first, so that every row sees a key.
+
+    wrong   what is not right
+    """
+    B, N, S, H = q.shape
+    times = N // k.shape[1]
+    k, v = (x.repeat(1, times, 1, 1) if wrong == "heads" else x.repeat_interleave(times, 1) for x in (k, v))
+    window = S if wrong == "no window" else window + (wrong == "one more")
+    out, lse = torch.empty_like(q), q.new_empty(B, N, S, 1)
+    for start in range(0, S, block):
+        rows = q[:, :, start : start + block] / (1 if wrong == "root" else math.sqrt(H))
+        m, total, o = q.new_full((*rows.shape[:3], 1), -math.inf), 0, 0
+        first = 0 if wrong == "all blocks" else max(0, start - window + 1) // block
+        tiles = range(first, start // block + 1)
+        for tile in tiles if wrong == "oldest first" else reversed(tiles):
+            keys = slice(tile * block, (tile + 1) * block)
+            gap = torch.arange(start, min(start + block, S))[:, None] - torch.arange(S)[keys]
+            scores = (rows @ k[:, :, keys].mT).masked_fill((gap < 0) | (gap >= window), -math.inf)
+            larger = torch.maximum(m, scores.amax(-1, keepdim=True))
+            shrink = 1 if wrong == "never shrunk" else (m - larger).exp()
+            weights = (scores - larger).exp()
+            total = total * shrink + weights.sum(-1, keepdim=True)
+            o = o * shrink + weights @ v[:, :, keys]
+            m = larger
+        out[:, :, start : start + block] = o / total
+        of_m, of_total = m * (wrong != "relative"), total.log() * (wrong != "only the maximum")
+        lse[:, :, start : start + block] = of_m + of_total
+    return out, lse
 
 
-def _out_of(scores: Tensor, v: Tensor, group: str = "interleave") -> Tensor:
-    times = scores.shape[1] // v.shape[1]
-    v = v.repeat_interleave(times, 1) if group == "interleave" else v.repeat(1, times, 1, 1)
-    return torch.softmax(scores, -1) @ v
+def _whole_matrix(q, k, v, window, block):
+    N, S = q.shape[1:3]
+    k, v = (x.repeat_interleave(N // x.shape[1], 1) for x in (k, v))
+    gap = torch.arange(S)[:, None] - torch.arange(S)
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill((gap < 0) | (gap >= window), -math.inf)
+    return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1, keepdim=True)
 
 
-@grader
-def check_windowed_attention(answer, rng):
-    """Causal attention with a window and grouped heads, over blocks: output, log-sum-exp, largest tensor, FLOPs."""
+def _merges_finished_blocks(q, k, v, window, block):
+    """Each block of keys, the oldest first, gives an output and a log-sum-exp, which are put together."""
+    (S, H), times, outs, sums = q.shape[2:], q.shape[1] // k.shape[1], [], []
+    for start in range(0, S, block):
+        stop, out, lse = min(start + block, S), 0.0, q.new_full((*q.shape[:2], min(block, S - start), 1), -math.inf)
+        for first in range(max(0, start - window + 1) // block * block, stop, block):
+            keys = slice(first, min(first + block, S))
+            gap = torch.arange(start, stop)[:, None] - torch.arange(keys.start, keys.stop)
+            scores = q[:, :, start:stop] @ k[:, :, keys].repeat_interleave(times, 1).mT / math.sqrt(H)
+            scores = scores.masked_fill((gap < 0) | (gap >= window), -math.inf)
+            new = scores.logsumexp(-1, keepdim=True)
+            part = (scores - new).exp().nan_to_num() @ v[:, :, keys].repeat_interleave(times, 1)
+            both = torch.logaddexp(lse, new)
+            out = out * (lse - both).exp().nan_to_num() + part * (new - both).exp().nan_to_num()
+            lse = both
+        outs.append(out)
+        sums.append(lse)
+    return torch.cat(outs, 2), torch.cat(sums, 2)
+
+
+def _windows(rng: random.Random) -> list[tuple]:
+    """A window of some blocks, scores whose exp overflows, no window, and one of a single key."""
     K, group, H, block = rng.choice([2, 3]), 2, rng.choice([4, 6]), rng.choice([8, 10])
     seq_len, window = rng.randrange(53, 60), rng.randrange(2 * block + 2, 3 * block)
     q, k, v = (numbers(rng, 2, heads, seq_len, H) for heads in (K * group, K, K))
-    _expect_attention(answer, q, k, v, window, block)
-    _expect_attention(answer, 40 * q, 40 * k, v, window, block)  # exp of such scores overflows
-    _expect_attention(answer, q, k, v, seq_len, block)
-    _expect_attention(answer, q, k, v, 1, block)
+    return [
+        (q, k, v, window, block),
+        (40 * q, 40 * k, v, window, block),
+        (q, k, v, seq_len, block),
+        (q, k, v, 1, block),
+    ]
 
 
-def _expect_attention(answer, q: Tensor, k: Tensor, v: Tensor, window: int, block: int) -> None:
-    got, largest_bytes, flops = observed(_attend, answer, q, k, v, window, block)
-    if not isinstance(got, tuple | list) or len(got) != 2:
-        fail("return two tensors: the output and the log-sum-exp of each row")
-    scores = _masked_scores(q, k, window)
-    out, lse = _out_of(scores, v), torch.logsumexp(scores, -1, keepdim=True)
-    if isinstance(got[0], Tensor) and not got[0].isfinite().all():
-        fail(
-            "the output is not finite: does exp overflow (take the running maximum off first), or has a row no key in "
-            "its first block, so that minus infinity is taken off minus infinity?"
-        )
-    expect_close(got[0], out, "the output", _misconceptions(q, k, v, window), rtol=1e-8)
-    expect_close(
-        got[1],
-        lse,
-        "the log-sum-exp",
-        {
-            "the largest score of each row: add the logarithm of the sum": scores.amax(-1, keepdim=True),
-            "the logarithm of the sum relative to the maximum: add the maximum": lse - scores.amax(-1, keepdim=True),
-        },
-        rtol=1e-8,
-    )
-    _expect_small(largest_bytes, q, block)
-    limit = _flops_of_tiles(q, window, block)
-    if flops > limit:
-        fail(
-            f"your products take {flops:,} FLOPs, and the blocks in which some query sees some key "
-            f"{limit:,}: leave out blocks behind the window and after the diagonal"
-        )
-
-
-def _attend(answer, q: Tensor, k: Tensor, v: Tensor, window: int, block: int) -> tuple[object, int, int]:
-    """What the answer returned, the bytes of its largest tensor, and its FLOPs."""
+def _watch_attention(answer, q, k, v, window, block):
     with _Largest() as largest, FlopCounterMode(display=False) as counter:
-        got = answer(q.clone(), k.clone(), v.clone(), window, block)
-    return got, largest.nbytes, counter.get_total_flops()
-
-
-def _misconceptions(q: Tensor, k: Tensor, v: Tensor, window: int) -> dict[str, Tensor]:
-    one_more, plain = _masked_scores(q, k, window + 1), _masked_scores(q, k, q.shape[2])
-    other_heads = _out_of(_masked_scores(q, k, window, "repeat"), v, "repeat")
-    root = math.sqrt(q.shape[-1])
+        result = answer(q, k, v, window, block)
+    pair = result if isinstance(result, tuple | list) and len(result) == 2 else (result, None)
     return {
-        "the window is one key too wide: a query sees itself and window - 1 keys before it": _out_of(one_more, v),
-        "there is no window: a query sees the last `window` keys only, itself included": _out_of(plain, v),
-        "query head n reads key/value head n // (N / K), and yours n % K": other_heads,
-        "the scores are not divided by the square root of the head size": _out_of(
-            _masked_scores(q * root, k, window), v
-        ),
+        "the output": pair[0],
+        "the log-sum-exp": pair[1],
+        "bytes of the largest tensor": Cost(largest.nbytes),
+        "FLOPs of the products": Cost(counter.get_total_flops()),
     }
 
 
-def _expect_small(nbytes: int, q: Tensor, block: int) -> None:
-    B, N, _, _ = q.shape
-    limit = max(q.nbytes, B * N * block * block * q.itemsize)
-    if nbytes > limit:
-        fail(
-            f"your largest tensor has {nbytes:,} bytes; the queries have {q.nbytes:,} and the scores of one block "
-            f"{B * N * block * block * q.itemsize:,}: no tensor may be larger than both"
-        )
+def _wrong_attention(wrong: str) -> Callable:
+    return lambda *given: windowed_attention(*given, wrong)
 
 
-def _flops_of_tiles(q: Tensor, window: int, block: int) -> int:
-    """FLOPs of both products over all blocks in which some query sees some key."""
-    B, N, S, H = q.shape
-    starts, flops = range(0, S, block), 0
-    for query in starts:
-        for key in starts:
-            queries, keys = min(block, S - query), min(block, S - key)
-            if key <= query + queries - 1 and query - (key + keys - 1) < window:
-                flops += 4 * B * N * queries * keys * H
-    return flops
+check_windowed_attention = Exercise(
+    "check_windowed_attention",
+    windowed_attention,
+    _merges_finished_blocks,
+    _windows,
+    {
+        "the window is one key too wide: a query sees itself and window - 1 keys before it": _wrong_attention(
+            "one more"
+        ),
+        "there is no window: a query sees the last `window` keys only, itself included": _wrong_attention("no window"),
+        "query head n reads key/value head n // (N / K), and yours n % K": _wrong_attention("heads"),
+        "the scores are not divided by the square root of the head size": _wrong_attention("root"),
+        "what was summed before a larger maximum came must shrink by exp(old maximum - new maximum)": _wrong_attention(
+            "never shrunk"
+        ),
+        "the output is not finite: does exp overflow (take the running maximum off first), or has a row no key in its "
+        "first block, so that minus infinity is taken off minus infinity?": _wrong_attention("oldest first"),
+        "the largest score of each row: add the logarithm of the sum": _wrong_attention("only the maximum"),
+        "the logarithm of the sum relative to the maximum: add the maximum": _wrong_attention("relative"),
+        "no tensor may be larger than both the queries and the scores of one block": _whole_matrix,
+        "leave out blocks behind the window and after the diagonal": _wrong_attention("all blocks"),
+    },
+    _watch_attention,
+    {
+        "the log-sum-exp": "return two tensors: the output and the log-sum-exp of each row",
+        "bytes of the largest tensor": "no tensor may be larger than both the queries and the scores of one block",
+        "FLOPs of the products": "leave out blocks behind the window and after the diagonal",
+    },
+    breaks={"return two tensors": lambda *given: windowed_attention(*given)[0]},
+)

@@ -1,225 +1,312 @@
-"""Graders of chapter 03, exercises 1 to 4: the size of a batch, averages weighted and clipped, buckets."""
+"""Tables of chapter 03, exercises 1 to 4: the size of a batch, averages weighted and clipped, buckets."""
 
-import functools
+import itertools
+import random
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from course_lib.checks.core import expect_close, fail, fail_by_belief, grader, numbers
-from course_lib.checks.observe import Call, Seen, expect_input_kept, run_calls
-from course_lib.traffic import ring_all_reduce_bytes
+from course_lib.checks.core import numbers
+from course_lib.checks.table import Exercise
+from course_lib.checks.watch import Each, call, collective
+from course_lib.comm import all_gather, all_reduce
 
 SAME_CALLS = "Does every rank of the group make the same calls in the same order?"
+ON_A_COPY = "your function changed its input; work on a copy (`x.clone()`): the caller still needs it"
 
 
 # ------------------------------------------------------------------------------------ 1. the batch in tokens
-@grader
-def check_accumulation(answer, rng):
+def accumulation(batch_tokens, seq_len, micro_batch_size, dp_size):
     """Micro-batches of each rank for a batch in tokens, and a ValueError where they do not come out whole."""
+    return _whole(batch_tokens, seq_len * micro_batch_size * dp_size)
+
+
+def _whole(numerator, denominator, text="does not come out whole; choose another batch"):
+    if numerator % denominator:
+        raise ValueError(text)
+    return numerator // denominator
+
+
+def _factor_by_factor(batch_tokens, seq_len, micro_batch_size, dp_size):
+    for factor in (dp_size, micro_batch_size, seq_len):
+        if batch_tokens % factor != 0:
+            raise ValueError(f"{batch_tokens} does not divide by {factor}; change one of the two")
+        batch_tokens //= factor
+    return batch_tokens
+
+
+def _batches(rng: random.Random) -> list[tuple]:
+    cases = []
     for _ in range(50):
-        seq_len, micro, dp, want = (
-            rng.choice([512, 2048, 4096]),
-            rng.randrange(2, 9),
-            rng.randrange(2, 200),
-            rng.randrange(1, 40),
-        )
-        case = (want * dp * micro * seq_len, seq_len, micro, dp)
-        _expect_accumulation(answer(*case), want, case)
-        for wrong_tokens in (case[0] + micro * seq_len, case[0] + seq_len // 2):
-            _expect_refused(answer, (wrong_tokens, *case[1:]))
+        seq_len, micro, dp = rng.choice([512, 2048, 4096]), rng.randrange(2, 9), rng.randrange(2, 200)
+        tokens = rng.randrange(1, 40) * dp * micro * seq_len
+        cases += [(more, seq_len, micro, dp) for more in (tokens, tokens + micro * seq_len, tokens + seq_len // 2)]
+    return cases
 
 
-def _in_words(case: tuple[int, int, int, int]) -> str:
-    return f"{case[0]:,} tokens, sequences of {case[1]}, micro-batch {case[2]}, dp {case[3]}"
-
-
-def _expect_accumulation(got, want: int, case: tuple[int, int, int, int]) -> None:
-    _, seq_len, micro, dp = case
-    if got == want and not isinstance(got, int):
-        fail(f"{_in_words(case)}: it returned {got!r}; return a whole number (int), as `//` gives")
-    believed = {
-        want * seq_len: "the batch is counted in tokens; a sequence has seq_len of them",
-        want * dp: "all dp ranks work at the same time, each on its own micro-batch",
-        want * micro: "each micro-batch has micro_batch_size sequences",
-    }
-    if got != want:
-        fail(
-            f"{_in_words(case)}: it returned {got}, and {want} is right"
-            + (f": {believed[got]}" if got in believed else "")
-        )
-
-
-def _expect_refused(answer: Callable, case: tuple[int, int, int, int]) -> None:
+def _watch_accumulation(answer, *case):
     try:
-        got = answer(*case)
+        number = answer(*case)
     except ValueError as refusal:
-        if not str(refusal).strip():
-            fail(f"{_in_words(case)}: the ValueError has no text; say in it what to change")
-        return
-    fail(f"{_in_words(case)}: it returned {got}, but this does not come out whole; raise ValueError")
+        return {"refused": True, "the ValueError has a text": bool(str(refusal).strip()), "the number": None}
+    kind = type(number).__name__
+    return {"refused": False, "the ValueError has a text": True, "the number": number, "kind of number": kind}
+
+
+check_accumulation = Exercise(
+    "check_accumulation",
+    accumulation,
+    _factor_by_factor,
+    _batches,
+    {
+        "the batch is counted in tokens; a sequence has seq_len of them": lambda tokens, seq_len, micro, dp: _whole(
+            tokens, micro * dp
+        ),
+        "all dp ranks work at the same time, each on its own micro-batch": lambda tokens, seq_len, micro, dp: _whole(
+            tokens, seq_len * micro
+        ),
+        "each micro-batch has micro_batch_size sequences": lambda tokens, seq_len, micro, dp: _whole(
+            tokens, seq_len * dp
+        ),
+        "this does not come out whole; raise ValueError": lambda tokens, seq_len, micro, dp: (
+            tokens // (seq_len * micro * dp)
+        ),
+        "the ValueError has no text; say in it what to change": lambda tokens, seq_len, micro, dp: _whole(
+            tokens, seq_len * micro * dp, text=""
+        ),
+        "return a whole number (int), as `//` gives": lambda *case: float(accumulation(*case)),
+    },
+    _watch_accumulation,
+    {
+        "refused": "raise ValueError where it does not come out whole, and only there",
+        "kind of number": "return a whole number (int), as `//` gives",
+    },
+)
 
 
 # ------------------------------------------------------------------------------------ 2. unequal numbers of tokens
-@grader
-def check_average_by_tokens(answer, rng):
+def average_by_tokens(grad_P, num_tokens, group):
     """The gradient of the mean over all tokens, from ranks with unequal numbers of tokens, one of them with none."""
-    for world_size in (2, 4):
-        grads = [numbers(rng, 40) for _ in range(world_size)]
-        counts = rng.sample([7, 11, 13, 19, 23], world_size)
-        if world_size == 4:
+    return all_reduce(grad_P * num_tokens, group) / all_reduce(grad_P.new_tensor(float(num_tokens)), group)
+
+
+def _in_two_phases(grad_P, num_tokens, group):
+    """A reduce-scatter, the division of my piece, an all-gather."""
+    piece_p = grad_P.new_empty(len(grad_P) // group.size())
+    dist.reduce_scatter_tensor(piece_p, grad_P * num_tokens, group=group)
+    piece_p /= all_reduce(torch.tensor([float(num_tokens)], dtype=grad_P.dtype), group)
+    mean_P = torch.empty_like(grad_P)
+    dist.all_gather_into_tensor(mean_P, piece_p, group=group)
+    return mean_P
+
+
+def _gathers_all(grad_P, num_tokens, group):
+    everything = all_gather(torch.cat([grad_P * num_tokens, grad_P.new_tensor([float(num_tokens)])]), group)
+    total = all_gather(everything, group).view(-1, len(grad_P) + 1)[: group.size()].sum(0)
+    return total[:-1] / total[-1]
+
+
+def _gradients(rng: random.Random) -> list[tuple]:
+    cases = []
+    for size in (2, 4):
+        grads, counts = [numbers(rng, 40) for _ in range(size)], rng.sample([7, 11, 13, 19, 23], size)
+        if size == 4:
             lost = rng.randrange(4)
             counts[lost], grads[lost] = 0, torch.zeros(40, dtype=torch.float64)
-        call = Call(grads, (counts,))
-        [everybody] = run_calls(functools.partial(_with_own_count, answer), [call], SAME_CALLS)
-        for rank, seen in enumerate(everybody):
-            _expect_token_mean(seen, rank, grads, counts)
+        cases.append((size, Each(grads), Each(counts)))
+    return cases
 
 
-def _with_own_count(answer: Callable, grad_P: Tensor, counts: list[int], group) -> object:
-    return answer(grad_P, counts[dist.get_rank(group)], group)
+def _watch_average(answer, grads, counts):
+    seen = collective(answer, grads, counts, slack=64)
+    return {what: seen[what] for what in ("the result", "arguments changed", "bytes sent")}
 
 
-def _expect_token_mean(seen: Seen, rank: int, grads: list[Tensor], counts: list[int]) -> None:
-    where = f"rank {rank}; the ranks have {counts} tokens"
-    stacked, weights = torch.stack(grads), torch.tensor(counts, dtype=torch.float64)
-    total = weights @ stacked
-    if isinstance(seen.result, Tensor) and not seen.result.isfinite().all():
-        fail(f"{where}: the result is not finite; divide by the tokens of all ranks, a rank's own may be 0")
-    wrong = {
-        "every rank counted alike: this is the mean of the ranks' gradients": stacked.mean(0),
-        "the ranks' gradients were summed": stacked.sum(0),
-        "weighted by tokens, but never divided": total,
-        "divided by the number of ranks; divide by the number of tokens": total / len(grads),
-        "this is the rank's own gradient; nothing was exchanged": grads[rank],
-    }
-    expect_close(seen.result, total / weights.sum(), where, wrong)
-    expect_input_kept(seen, where)
-    enough = ring_all_reduce_bytes(grads[rank].nbytes, len(grads), rank, itemsize=8) + 64
-    if seen.sent_bytes > enough:
-        fail(
-            f"{where}: it sent {seen.sent_bytes:,} bytes, and {enough - 64:,} and a few are enough: one all-reduce of "
-            "the weighted gradient, and one number for the tokens"
-        )
+check_average_by_tokens = Exercise(
+    "check_average_by_tokens",
+    average_by_tokens,
+    _in_two_phases,
+    _gradients,
+    {
+        "every rank counted alike: this is the mean of the ranks' gradients": lambda grad_P, num_tokens, group: (
+            all_reduce(grad_P, group, op="mean")
+        ),
+        "the ranks' gradients were summed": lambda grad_P, num_tokens, group: all_reduce(grad_P, group),
+        "weighted by tokens, but never divided": lambda grad_P, num_tokens, group: all_reduce(
+            grad_P * num_tokens, group
+        ),
+        "divided by the number of ranks; divide by the number of tokens": lambda grad_P, num_tokens, group: all_reduce(
+            grad_P * num_tokens, group, op="mean"
+        ),
+        "this is the rank's own gradient; nothing was exchanged": lambda grad_P, num_tokens, group: grad_P.clone(),
+        "the result is not finite; divide by the tokens of all ranks, a rank's own may be 0": [
+            lambda grad_P, num_tokens, group: all_reduce(grad_P * num_tokens, group) / num_tokens,
+            lambda grad_P, num_tokens, group: all_reduce(grad_P * num_tokens, group) / grad_P.new_tensor(num_tokens),
+        ],
+        "one all-reduce of the weighted gradient, and one number for the tokens": _gathers_all,
+    },
+    _watch_average,
+    {
+        "arguments changed": ON_A_COPY,
+        "bytes sent": "one all-reduce of the weighted gradient, and one number for the tokens",
+    },
+    True,
+    SAME_CALLS,
+)
 
 
 # ------------------------------------------------------------------------------------ 3. clipping
-@grader
-def check_average_and_clip(answer, rng):
+def _averaged(grads, group):
+    return [all_reduce(grad, group, op="mean") for grad in grads]
+
+
+def _norm(grads):
+    return torch.cat([grad.flatten() for grad in grads]).norm()
+
+
+def _scaled(grads, norm, max_norm):
+    return [grad * min(1.0, max_norm / float(norm)) for grad in grads]
+
+
+def average_and_clip(grads, max_norm, group):
     """Averaged gradients of several tensors, scaled together so that their norm is at most max_norm."""
-    sizes = [rng.randrange(2, 9) for _ in range(3)]
-    for world_size in (2, 4):
-        shares = [numbers(rng, sum(sizes)) for _ in range(world_size)]
+    averaged = _averaged(grads, group)
+    return _scaled(averaged, _norm(averaged), max_norm)
+
+
+def _in_place(grads, max_norm, group):
+    for grad in grads:
+        dist.all_reduce(grad, group=group)
+        grad /= dist.get_world_size(group)
+    norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+    return grads if norm <= max_norm else [max_norm * grad / norm for grad in grads]
+
+
+def _sums_the_norm(grads, max_norm, group):
+    averaged = _averaged(grads, group)
+    return _scaled(averaged, all_reduce(_norm(averaged) ** 2, group).sqrt(), max_norm)
+
+
+def _also_lengthens(grads, max_norm, group):
+    averaged = _averaged(grads, group)
+    return [grad * (max_norm / _norm(averaged)) for grad in averaged]
+
+
+def _clips_the_sum(grads, max_norm, group):
+    summed = [all_reduce(grad, group) for grad in grads]
+    return _scaled(summed, _norm(summed), max_norm)
+
+
+def _limits(rng: random.Random) -> list[tuple]:
+    """A limit that clips, and one above every norm in play."""
+    cases, sizes = [], [rng.randrange(2, 9) for _ in range(3)]
+    for size in (2, 4):
+        shares = [numbers(rng, sum(sizes)) for _ in range(size)]
         mean_norm = torch.stack(shares).mean(0).norm().item()
-        limits = [0.4 * mean_norm, 10 * mean_norm]  # one that clips; one above every norm in play
-        calls = [Call(shares, (sizes, limit)) for limit in limits]
-        seen = run_calls(functools.partial(_on_a_list, answer), calls, SAME_CALLS)
-        for limit, everybody in zip(limits, seen, strict=True):
-            for rank, one in enumerate(everybody):
-                _expect_clipped(one, rank, shares, sizes, limit)
+        grads = Each(list(share.split(sizes)) for share in shares)
+        cases += [(size, grads, times * mean_norm) for times in (0.4, 10)]
+    return cases
 
 
-def _on_a_list(answer: Callable, grad_P: Tensor, sizes: list[int], max_norm: float, group) -> Tensor | None:
-    """The answer gets a list of tensors, as a model's gradients are; what it returns is compared as one flat tensor."""
-    result = answer([piece.clone() for piece in grad_P.split(sizes)], max_norm, group)
-    return None if result is None else torch.cat([piece.flatten() for piece in result])
+def _watch_clipped(answer, grads, max_norm):
+    mine = [grad.clone() for grad in grads[dist.get_rank()]]  # may be written
+    return {"the gradients": answer(mine, max_norm, dist.group.WORLD)}
 
 
-def _expect_clipped(seen: Seen, rank: int, shares: list[Tensor], sizes: list[int], limit: float) -> None:
-    stacked = torch.stack(shares)
-    mean, root = stacked.mean(0), len(shares) ** 0.5
-    above = mean.norm().item() > limit
-    where = f"rank {rank} of {len(shares)}, norm of the mean {mean.norm():.3f}, max_norm {limit:.3f}"
-    each = torch.cat([_clipped(piece, limit) for piece in mean.split(sizes)])
-    wrong = {
-        "clipped before averaging: a rank's own gradient is noisier and longer than the mean": torch.stack(
-            [_clipped(share, limit) for share in shares]
-        ).mean(0),
-        "the squares were summed over the ranks, but after averaging every rank has the whole gradient": mean
-        * min(1.0, limit / (root * mean.norm().item())),
-        "each tensor was clipped on its own; the norm is that of all tensors together": each,
-        "a gradient below the limit was made longer; the factor is at most 1": mean * (limit / mean.norm()),
-        "it was averaged, but not clipped": mean,
-        "the gradients were summed, not averaged": _clipped(stacked.sum(0), limit),
-    }
-    if not above:
-        wrong.pop("it was averaged, but not clipped")
-    expect_close(seen.result, _clipped(mean, limit), where, _different(wrong, _clipped(mean, limit)), rtol=1e-4)
-
-
-def _clipped(grad_P: Tensor, limit: float) -> Tensor:
-    return grad_P * min(1.0, limit / grad_P.norm().item())
-
-
-def _different(wrong: dict[str, Tensor], right: Tensor) -> dict[str, Tensor]:
-    """Misconceptions that show in this case."""
-    return {message: value for message, value in wrong.items() if not torch.allclose(value, right, rtol=1e-3)}
+check_average_and_clip = Exercise(
+    "check_average_and_clip",
+    average_and_clip,
+    _in_place,
+    _limits,
+    {
+        "clipped before averaging: a rank's own gradient is noisier and longer than the mean": (
+            lambda grads, max_norm, group: _averaged(_scaled(grads, _norm(grads), max_norm), group)
+        ),
+        "the squares were summed over the ranks, but after averaging every rank has the whole gradient": _sums_the_norm,
+        "each tensor was clipped on its own; the norm is that of all tensors together": lambda grads, max_norm, group: [
+            _scaled([grad], grad.norm(), max_norm)[0] for grad in _averaged(grads, group)
+        ],
+        "a gradient below the limit was made longer; the factor is at most 1": _also_lengthens,
+        "it was averaged, but not clipped": lambda grads, max_norm, group: _averaged(grads, group),
+        "the gradients were summed, not averaged": _clips_the_sum,
+    },
+    _watch_clipped,
+    ranks=True,
+    hang=SAME_CALLS,
+)
 
 
 # ------------------------------------------------------------------------------------ 4. buckets
-Plan = list[list[int]]
-
-
-@grader
-def check_buckets(answer, rng):
+def buckets(sizes_bytes, bucket_bytes, first_bucket_bytes, order=reversed, strictly=False):
     """Which parameters share a bucket: last first, closed once it has its size, the first one small."""
-    cases = []
-    for _ in range(60):
-        cap = rng.randrange(40, 200)
-        sizes = [rng.randrange(1, 90) for _ in range(rng.randrange(8, 20))]
-        cases.append((sizes, cap, rng.randrange(5, cap // 2)))
-    got = [answer(list(case[0]), *case[1:]) for case in cases]
-    tell = "sizes {}, bucket_bytes {}, first_bucket_bytes {}".format
-    fail_by_belief(got, [_buckets(*case) for case in cases], cases, BELIEFS, tell)
-
-
-def _buckets(sizes: list[int], cap: int, first: int) -> Plan:
-    return _fill(reversed(range(len(sizes))), sizes, cap, first)
-
-
-def _fill(order, sizes: list[int], cap: int, first: int, strictly: bool = False) -> Plan:
-    plan: Plan = []
-    filling: list[int] = []
-    for index in order:
+    plan, filling = [], []
+    for index in order(range(len(sizes_bytes))):
         filling.append(index)
-        limit = cap if plan else first
-        held = sum(sizes[member] for member in filling)
+        limit, held = (bucket_bytes if plan else first_bucket_bytes), sum(sizes_bytes[member] for member in filling)
         if held > limit or (held == limit and not strictly):
             plan.append(filling)
             filling = []
     return plan + [filling] if filling else plan
 
 
-def _never_over(sizes: list[int], cap: int, first: int) -> Plan:
-    plan: Plan = [[]]
-    for index in reversed(range(len(sizes))):
-        limit = cap if len(plan) > 1 else first
-        if plan[-1] and sum(sizes[member] for member in plan[-1]) + sizes[index] > limit:
+def _by_sums(sizes_bytes, bucket_bytes, first_bucket_bytes):
+    """Closes where the running sum has reached the next goal."""
+    order = range(len(sizes_bytes) - 1, -1, -1)
+    plan, goal = [[]], first_bucket_bytes
+    for index, total in zip(order, itertools.accumulate(sizes_bytes[index] for index in order), strict=True):
+        plan[-1].append(index)
+        if total >= goal:
+            plan.append([])
+            goal = total + bucket_bytes
+    return [bucket for bucket in plan if bucket]
+
+
+def _never_over(sizes_bytes, bucket_bytes, first_bucket_bytes):
+    plan: list[list[int]] = [[]]
+    for index in reversed(range(len(sizes_bytes))):
+        limit = bucket_bytes if len(plan) > 1 else first_bucket_bytes
+        if plan[-1] and sum(sizes_bytes[member] for member in plan[-1]) + sizes_bytes[index] > limit:
             plan.append([])
         plan[-1].append(index)
     return plan
 
 
-def _without_the_rest(sizes: list[int], cap: int, first: int) -> Plan:
-    plan = _buckets(sizes, cap, first)
-    full = sum(sizes[member] for member in plan[-1]) >= (cap if len(plan) > 1 else first)
+def _without_the_rest(sizes_bytes, bucket_bytes, first_bucket_bytes):
+    plan = buckets(sizes_bytes, bucket_bytes, first_bucket_bytes)
+    full = sum(sizes_bytes[member] for member in plan[-1]) >= (bucket_bytes if len(plan) > 1 else first_bucket_bytes)
     return plan if full else plan[:-1]
 
 
-BELIEFS: dict[str, Callable[[list[int], int, int], Plan]] = {
-    "the buckets begin with the first parameter; backward completes the last one first": lambda sizes, cap, first: (
-        _fill(range(len(sizes)), sizes, cap, first)
-    ),
-    "the first bucket is as large as the others; it closes at first_bucket_bytes": lambda sizes, cap, first: _fill(
-        reversed(range(len(sizes))), sizes, cap, cap
-    ),
-    "every bucket closes at first_bucket_bytes; that is for the first alone": lambda sizes, cap, first: _fill(
-        reversed(range(len(sizes))), sizes, first, first
-    ),
-    "a bucket closes before it would pass its size; it closes once it has it": _never_over,
-    "the last bucket, which never got full, is missing: its gradients would not be averaged": _without_the_rest,
-    "a bucket that has exactly its size stays open; it is full": lambda sizes, cap, first: _fill(
-        reversed(range(len(sizes))), sizes, cap, first, strictly=True
-    ),
-}
+def _sizes(rng: random.Random) -> list[tuple]:
+    cases = []
+    for _ in range(60):
+        cap = rng.randrange(40, 200)
+        sizes = [rng.randrange(1, 90) for _ in range(rng.randrange(8, 20))]
+        cases.append((sizes, cap, rng.randrange(5, cap // 2)))
+    return cases
+
+
+def _wrong_buckets(limits: Callable = lambda cap, first: (cap, first), **how) -> Callable:
+    return lambda sizes, cap, first: buckets(sizes, *limits(cap, first), **how)
+
+
+check_buckets = Exercise(
+    "check_buckets",
+    buckets,
+    _by_sums,
+    _sizes,
+    {
+        "the buckets begin with the first parameter; backward completes the last one first": _wrong_buckets(order=iter),
+        "the first bucket is as large as the others; it closes at first_bucket_bytes": _wrong_buckets(
+            lambda cap, first: (cap, cap)
+        ),
+        "every bucket closes at first_bucket_bytes; that is for the first alone": _wrong_buckets(
+            lambda cap, first: (first, first)
+        ),
+        "a bucket closes before it would pass its size; it closes once it has it": _never_over,
+        "the last bucket, which never got full, is missing: its gradients would not be averaged": _without_the_rest,
+        "a bucket that has exactly its size stays open; it is full": _wrong_buckets(strictly=True),
+    },
+    call,
+)

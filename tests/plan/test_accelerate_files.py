@@ -9,14 +9,14 @@ from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from course_lib.train import export
+from course_lib.plan import config_files
 
-TWO_MACHINES = {"machines": export.Machines(2, 0, "10.0.0.1", 29500)}
+TWO_MACHINES = {"machines": 2}
 
 
 def launched(config, path):
     """What `accelerate launch --config_file` hands to the processes that it starts: environment variables."""
-    export.write(config, path)
+    config_files.write(config, path)
     arguments = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
     arguments, *_ = _validate_launch_command(arguments)
     if arguments.use_fsdp:
@@ -26,8 +26,8 @@ def launched(config, path):
 
 
 def test_the_fsdp2_file_is_read_by_accelerate(tmp_path):
-    config = export.accelerate_fsdp2(["LlamaDecoderLayer", "Embedding"], num_processes=16, **TWO_MACHINES)
-    read = load_config_from_file(str(export.write(config, tmp_path / "fsdp2.yaml")))
+    config = config_files.accelerate_fsdp2(["LlamaDecoderLayer", "Embedding"], num_processes=16, **TWO_MACHINES)
+    read = load_config_from_file(str(config_files.write(config, tmp_path / "fsdp2.yaml")))
     assert (read.distributed_type, read.mixed_precision) == ("FSDP", "bf16")
     assert (read.num_processes, read.num_machines, read.main_process_port) == (16, 2, 29500)
     assert read.fsdp_config == config["fsdp_config"]
@@ -35,7 +35,7 @@ def test_the_fsdp2_file_is_read_by_accelerate(tmp_path):
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_the_fsdp2_file_reaches_the_plugin_of_the_processes(tmp_path, monkeypatch, reshard):
-    config = export.accelerate_fsdp2(
+    config = config_files.accelerate_fsdp2(
         ["Block", "MLP"], 8, reshard_after_forward=reshard, offload_params=True, recompute=True
     )
     for name, value in launched(config, tmp_path / "fsdp2.yaml").items():
@@ -50,8 +50,8 @@ def test_the_fsdp2_file_reaches_the_plugin_of_the_processes(tmp_path, monkeypatc
 
 
 def test_a_deepspeed_file_is_named_to_the_processes_and_nothing_said_twice(tmp_path):
-    path = export.write(export.deepspeed(3, micro_batch_size=1), tmp_path / "zero3.json")
-    config = export.accelerate_deepspeed_file(path, 16, zero3_init=True, **TWO_MACHINES)
+    path = config_files.write(config_files.deepspeed(3, micro_batch_size=1), tmp_path / "zero3.json")
+    config = config_files.accelerate_deepspeed_file(path, 16, zero3_init=True, **TWO_MACHINES)
     environment = launched(config, tmp_path / "accelerate.yaml")
     assert environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == str(path)
     assert environment["ACCELERATE_DEEPSPEED_ZERO3_INIT"] == "true"
@@ -64,13 +64,13 @@ def test_a_deepspeed_file_is_named_to_the_processes_and_nothing_said_twice(tmp_p
 
 
 def test_deepspeeds_file_holds_what_was_chosen():
-    config = export.deepspeed(
+    config = config_files.deepspeed(
         3,
         micro_batch_size=2,
         accumulation_steps=8,
         clip_norm=None,
-        offload=export.OffloadTo("nvme", "cpu", "/disk"),
-        buckets=export.Buckets(reduce=10, prefetch=20, persist=0),
+        offload=config_files.OffloadTo("nvme", "cpu", "/disk"),
+        sizes={"reduce_bucket_size": 10, "stage3_prefetch_bucket_size": 20, "stage3_param_persistence_threshold": 0},
     )
     assert config == json.loads(json.dumps(config)) == yaml.safe_load(yaml.safe_dump(config))
     zero = config.pop("zero_optimization")
@@ -86,13 +86,13 @@ def test_deepspeeds_file_holds_what_was_chosen():
 
 
 def test_stages_have_the_keys_that_they_use():
-    of_stage = [set(export.deepspeed(stage, 1)["zero_optimization"]) for stage in range(4)]
+    of_stage = [set(config_files.deepspeed(stage, 1)["zero_optimization"]) for stage in range(4)]
     assert "allgather_bucket_size" in of_stage[1] & of_stage[2] - of_stage[0] - of_stage[3]
     assert all(any(key.startswith("stage3") for key in keys) == (stage == 3) for stage, keys in enumerate(of_stage))
 
 
-DEEPSPEED, YAML, FSDP2 = export.deepspeed, export.accelerate_deepspeed_file, export.accelerate_fsdp2
-OffloadTo = export.OffloadTo
+DEEPSPEED, YAML, FSDP2 = config_files.deepspeed, config_files.accelerate_deepspeed_file, config_files.accelerate_fsdp2
+OffloadTo = config_files.OffloadTo
 
 
 @pytest.mark.parametrize(
@@ -109,10 +109,7 @@ OffloadTo = export.OffloadTo
         (OffloadTo, {"optimizer": "nvme"}, "nvme_path is missing"),
         (OffloadTo, {"parameters": "disk"}, "choose from cpu, nvme"),
         (OffloadTo, {"nvme_path": "/d"}, "no device is"),
-        (export.Buckets, {"persist": -1}, "persist is -1; give a whole number of at least 0"),
         (YAML, {"deepspeed_json": "a.json", "num_processes": 9, **TWO_MACHINES}, r"num_processes \(9\).* divisible by"),
-        (export.Machines, {"count": 2}, "main_process_ip and main_process_port"),
-        (export.Machines, {"rank": 1}, "it is 0 to 0"),
         (FSDP2, {"wrap": "Block", "num_processes": 8}, "wrap is 'Block'; give a list"),
         (FSDP2, {"wrap": [], "num_processes": 8}, "list of class names"),
     ],
@@ -124,4 +121,4 @@ def test_a_wrong_choice_is_refused_with_what_to_do(function, arguments, part):
 
 def test_a_file_that_ends_in_anything_else_is_refused(tmp_path):
     with pytest.raises(ValueError, match="choose .json"):
-        export.write({}, tmp_path / "config.toml")
+        config_files.write({}, tmp_path / "config.toml")

@@ -1,0 +1,637 @@
+"""A layout in the words of other programs: configuration files that are ready, or the reason why one cannot do it.
+
+    files, refused = export(option, gpus_per_node=8)   # {"torchtitan.toml": "...", ...}, {"nanotron.yaml": "why", ...}
+
+    write(deepspeed(stage=3, micro_batch_size=1, offload=OffloadTo(optimizer="cpu")), "zero3.json")
+    write(accelerate_deepspeed_file("zero3.json", num_processes=8, zero3_init=True), "accelerate.yaml")
+    write(accelerate_fsdp2(["LlamaDecoderLayer"], num_processes=8), "fsdp2.yaml")
+
+Nothing is left out: a choice that a program does not have is a refusal. Steps, learning rate, data and tokenizer are
+for you to add. What each file can say, its words for recipes and schedules, and their sources: engines.py.
+
+    from scratch        DeepSpeed                        Accelerate, FSDP2
+    stage 2, stage 3    stage: 2, stage: 3               fsdp_reshard_after_forward: false, true
+    units               stage3_prefetch_bucket_size:     fsdp_transformer_layer_cls_to_wrap
+                        parameters are fetched one by one, that many numbers ahead
+    buckets             reduce_bucket_size               one message a unit
+    states on the host  offload_optimizer                fsdp_offload_params: parameters and gradients with them
+    meta device         zero3_init_flag: zero.Init       fsdp_cpu_ram_efficient_loading: rank 0 reads, and sends
+                        cuts each layer as it is made
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Literal
+
+from course_lib.config import MOE_PRESETS, PRESETS, RopeScaling
+from course_lib.engines import ACCELERATE_MEGATRON, ENGINES, PICOTRON, File
+from course_lib.layout.partition import even_layers
+from course_lib.memory.states import recipe_of
+from course_lib.memory.zero import Offload
+from course_lib.plan.option import Option
+from course_lib.run import Run
+from course_lib.validate import Positive, Size, check_fields, checked
+
+
+@checked
+def export(option: Option, gpus_per_node: Size = 8) -> tuple[dict[str, str], dict[str, str]]:
+    """Write a layout for each program that can do it; return texts by file name, and reasons by file name."""
+    files, refused = {}, {}
+    for name, (_, text_of) in WRITERS.items():
+        try:
+            files[name] = text_of(option.run, gpus_per_node)
+        except ValueError as error:
+            refused[name] = str(error)
+    return files, refused
+
+
+# ---- what a file cannot say
+
+
+def _need(file: File, run: Run, checks: Mapping[str, bool] | None = None) -> Mapping[str, object]:
+    """Return a file's fields for the run's recipe; raise ValueError that names all that the file cannot say.
+
+    checks    what the table of engines has no word for: a key says what, its value whether it is asked
+    """
+    asked = [what for what, is_asked in (_refusals(file, run) | dict(checks or {})).items() if is_asked]
+    if asked:
+        raise ValueError(f"{file.program} has no {', no '.join(asked)}; choose a run without")
+    return file.recipes[recipe_of(run.recipe).name]
+
+
+def _refusals(file: File, run: Run) -> dict[str, bool]:
+    """What a file may lack, and whether the run asks for it."""
+    layout, config, recipe = run.layout, run.config, recipe_of(run.recipe).name
+    long = [axis for axis in layout.order if layout.mesh.sizes[axis] > 1]
+    its_own = [axis for axis in (file.order or "-".join(layout.order)).split("-") if axis in long]
+    stages, where = (file.pipeline_zero, "in") if layout.pp > 1 else (file.zero_stages, "without")
+    shares, alone = layout.data_size > 1, layout.dp == layout.world_size and layout.ep == 1
+    pieces = layout.cp * (2 if layout.cp > 1 and layout.cp_sharding == "zigzag" else 1)
+    pieces *= layout.tp if layout.sequence_parallel else 1
+    widths = [config.d_ff, config.moe.d_expert if config.moe else config.d_ff]
+    other, cp = file is not ENGINES["course"].file, layout.cp > 1
+    with_sp = "" if layout.sequence_parallel else "out"
+    return {
+        f"recipe {recipe} (it has {', '.join(file.recipes)})": recipe not in file.recipes,
+        f"order {'-'.join(long)} of ranks (it has {'-'.join(its_own)})": long != its_own,
+        f"models of the {config.family} family": config.family not in file.families,
+        "LoRA in this file": run.lora is not None,
+        f"optimizer {run.optimizer} in this file": run.optimizer != "adamw",
+        f"{run.optimizer_implementation} optimizer in this file": run.optimizer_implementation is not None,
+        "offload in this file": run.offload != Offload(),
+        "attention that is not fused": run.attention != "fused",
+        "CPUs in this file": run.device != "cuda",
+        **{f"{a} in this file": a not in file.axes and getattr(layout, a) > 1 for a in ("tp", "pp", "cp", "ep")},
+        f"ZeRO-{layout.zero_stage} {where} a pipeline": shares and layout.zero_stage not in stages,
+        "ZeRO-0 beside tp, pp, cp or ep": file.zero_0_alone and shares and layout.zero_stage == 0 and not alone,
+        "replicas of shards (HSDP)": layout.dp_replicate > 1 and not file.replicas,
+        f"schedule {layout.schedule}": layout.pp > 1 and layout.schedule not in file.schedules,
+        f"recomputation {layout.recompute}": layout.recompute not in file.recomputes,
+        f"exchange of keys and values by {layout.cp_method}": cp and layout.cp_method not in file.cp_methods,
+        f"{layout.cp_sharding} pieces of a sequence": cp and layout.cp_sharding not in file.cp_shardings,
+        "regather (it keeps gathered inputs)": layout.regather not in file.regathers,
+        f"tp with{with_sp} sequence parallelism": layout.tp > 1
+        and layout.sequence_parallel not in file.sequence_parallel,
+        f"{config.num_layers} layers over {layout.num_stages} equal stages": file.even_stages
+        and config.num_layers % layout.num_stages != 0,
+        "layers_of_stage in this file": layout.layers_of_stage is not None and not file.told_stages,
+        **{part: part in file.lacks and is_there for part, is_there in _parts_of(run).items()},
+        # what the course's engines do, and few others
+        f"sequences of {run.seq_len:,} in {pieces} equal pieces": other and run.seq_len % pieces != 0,
+        f"matrices that tp {layout.tp} cuts unevenly": other and any(width % layout.tp for width in widths),
+        f"rows of experts {layout.expert_method}": other and layout.expert_method != "plain",
+    }
+
+
+def _parts_of(run: Run) -> dict[str, bool]:
+    """Parts of models that files lack, and whether the run's model has them."""
+    config, moe, scaled = run.config, run.config.moe, run.config.rope_scaling
+    other_experts = moe is not None and (
+        moe.num_shared_experts
+        or moe.first_dense_layers
+        or moe.score != "softmax"
+        or moe.balancing == "bias"
+        or moe.capacity_factor
+        or moe.max_groups < moe.num_groups
+        or moe.routed_scale != 1
+        or moe.every != 1
+    )
+    return {
+        "experts": moe is not None,
+        "experts but plain ones": bool(other_experts),
+        "latent attention": config.mla is not None,
+        "norms of queries and keys (QK-norm)": config.qk_norm,
+        "tied head": config.tied,
+        "heads of another width": config.head_dim * config.num_heads != config.d_model,
+        "fewer key/value heads than tp": run.layout.tp > config.num_kv_heads,
+        "vocabulary that tp cuts unevenly": config.vocab_size % run.layout.tp != 0,
+        "other bounds of scaled RoPE": scaled is not None and scaled != RopeScaling(scaled.factor),
+    }
+
+
+def _named(run: Run, names: Mapping[str, str]) -> dict:
+    """Fields of a layout, its model and its run, ours by a program's names for them."""
+    records = (run.layout, run.config, run)
+    return {its: next(getattr(one, ours) for one in records if hasattr(one, ours)) for its, ours in names.items()}
+
+
+# ---- torchtitan
+
+TORCHTITAN_MODELS = {"llama-3.1-8b": "8B", "llama-3.1-70b": "70B", "llama-3.1-405b": "405B", "deepseek-v3": "671B"}
+TORCHTITAN_HEAD = "# torchtitan 0.2.1: 0.2.2 heeds no method of context parallelism, and 0.3 reads no TOML\n"
+
+
+def _torchtitan(run: Run, gpus_per_node: int) -> str:
+    """Return torchtitan's TOML, for 0.2.1: 0.2.2 heeds no method of context parallelism, 0.3 reads Python.
+
+    Sequence parallelism comes with its tensor parallelism. FP32 parameters are the master copy, of which BF16 casts
+    are gathered: 16 bytes a parameter, as bf16-master has them. In a pipeline gradients are summed in FP32, and stay
+    whole to the end of a step, parameters too: its FSDP is then ZeRO-1.
+    """
+    config, layout, file = run.config, run.layout, ENGINES["torchtitan"].file
+    piped, recipe = layout.pp > 1, recipe_of(run.recipe).name
+    known = config == (PRESETS | MOE_PRESETS).get(config.name) and config.name in TORCHTITAN_MODELS
+    checks = {
+        "mixed precision beside tp or pp without dp or cp": layout.tp * layout.pp > 1
+        and layout.data_size == 1
+        and recipe.startswith("bf16-master"),
+        "BF16 gradients in a pipeline (recipe bf16-master-fp32-grads)": piped and recipe == "bf16-master",
+        "replicas that cut through cp": layout.dp % layout.dp_replicate != 0,
+        "recomputation in DualPipeV with ep": layout.schedule == "dualpipe_v"
+        and layout.ep > 1
+        and layout.recompute != "none",
+        f"whole experts over ep {layout.ep}, no multiple of cp x tp": config.moe is not None
+        and layout.folded
+        and layout.ep % (layout.cp * layout.tp) != 0,  # torchtitan 0.2.1, distributed/parallel_dims.py, _validate
+        "latent attention over cp": layout.cp > 1 and config.mla is not None,
+        f"{config.name} among its models": not known
+        and bool(config.family != "llama" or config.tied or config.moe or config.mla or config.qk_norm),
+    }
+    precision = _need(file, run, checks)
+    flavor = TORCHTITAN_MODELS[config.name] if known else config.name
+    replicas = layout.dp if layout.zero_stage == 0 else layout.dp_replicate
+    axes = {"tensor_parallel": "tp", "pipeline_parallel": "pp", "context_parallel": "cp", "expert_parallel": "ep"}
+    parallelism = {
+        "data_parallel_replicate_degree": replicas,
+        "data_parallel_shard_degree": layout.dp // replicas,
+        "fsdp_reshard_after_forward": "always" if layout.zero_stage == 3 else "never",
+        **_named(run, {f"{axis}_degree": ours for axis, ours in axes.items()}),
+        "expert_tensor_parallel_degree": layout.tp if layout.ep > 1 and not layout.folded else 1,
+    }
+    if piped:
+        parallelism["pipeline_parallel_schedule"] = file.words[layout.schedule]
+        parallelism["pipeline_parallel_microbatch_size"] = layout.micro_batch
+        parallelism["module_fqns_per_model_part"] = _modules_of_stages(run)
+    if layout.cp > 1:
+        parallelism["context_parallel_rotate_method"] = file.words[layout.cp_method]
+    tables = {
+        "model": {"name": "deepseek_v3" if known and config.mla else "llama3", "flavor": flavor},
+        "training": {
+            "local_batch_size": layout.micro_batch * (layout.micro_batches if piped else 1),
+            **_named(run, {"global_batch_size": "sequences_per_step", "seq_len": "seq_len"}),
+            **precision,
+        },
+        "parallelism": parallelism,
+        "activation_checkpoint": {"mode": layout.recompute},
+    }
+    add = "" if known else f"# add the flavor {flavor} to torchtitan/models/llama3/__init__.py\n"
+    lines = [[f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items()), ""] for name, table in tables.items()]
+    return TORCHTITAN_HEAD + add + "\n".join("\n".join(table) for table in lines)
+
+
+def _modules_of_stages(run: Run) -> list[list[str]]:
+    """The modules of each stage: by itself torchtitan gives the first and the last stage a layer less."""
+    layers = run.layout.layers_of_stage or even_layers(run.config.num_layers, run.layout.num_stages)
+    ends = accumulate(layers)
+    stages = [[f"layers.{index}" for index in range(end - own, end)] for own, end in zip(layers, ends, strict=True)]
+    stages[0].insert(0, "tok_embeddings")
+    stages[-1] += ["norm", "output"]
+    return stages
+
+
+# ---- Megatron-LM
+
+
+def _need_megatron(run: Run, file: File) -> Mapping[str, object]:
+    layout, is_fp32 = run.layout, recipe_of(run.recipe).name == "fp32"
+    whole_rows = run.config.moe is not None and layout.tp > 1 and not layout.sequence_parallel
+    checks = {
+        "context parallelism in fp32": layout.cp > 1 and is_fp32,
+        "experts beside tp without sequence parallelism": whole_rows,
+    }
+    return _need(file, run, checks)
+
+
+def _megatron(run: Run, gpus_per_node: int) -> str:
+    """Return Megatron-LM's arguments, one to a line; True is an argument without a value, None none.
+
+    Its sequence parallelism always gathers again in backward. It pads the vocabulary to a multiple of 128 x tp. It
+    wants CUDA_DEVICE_MAX_CONNECTIONS=1 beside tp and cp, but not with its FSDP, which is ZeRO-2 and 3.
+    """
+    config, layout, moe, file = run.config, run.layout, run.config.moe, ENGINES["megatron"].file
+    precision, llama, zero = _need_megatron(run, file), config.family == "llama", layout.zero_stage
+    grouped, piped = config.num_kv_heads < config.num_heads, layout.pp > 1
+    values: dict[str, object] = {
+        **_named(run, {"num-layers": "num_layers", "hidden-size": "d_model", "ffn-hidden-size": "d_ff"}),
+        "num-attention-heads": config.num_heads,
+        "group-query-attention": grouped,
+        "num-query-groups": config.num_kv_heads if grouped else None,
+        **_named(run, {"kv-channels": "head_dim", "seq-length": "seq_len"}),
+        "max-position-embeddings": max(config.max_seq_len, run.seq_len),
+        "swiglu": llama,
+        "disable-bias-linear": llama,
+        "normalization": "RMSNorm" if llama else "LayerNorm",
+        "norm-epsilon": config.norm_eps,
+        "qk-layernorm": config.qk_norm,
+        **_named(run, {"attention-dropout": "dropout", "hidden-dropout": "dropout"}),
+        "position-embedding-type": "rope" if llama else "learned_absolute",
+        "rotary-base": int(config.rope_theta) if llama else None,
+        "use-rope-scaling": config.rope_scaling is not None,
+        "rope-scaling-factor": config.rope_scaling.factor if config.rope_scaling else None,
+        "untie-embeddings-and-output-weights": not config.tied,
+        "tensor-model-parallel-size": layout.tp,
+        "sequence-parallel": layout.sequence_parallel,
+        **_named(run, {"pipeline-model-parallel-size": "pp", "context-parallel-size": "cp"}),
+        "cp-comm-type": file.words[layout.cp_method] if layout.cp > 1 else None,
+        "use-distributed-optimizer": zero > 0,
+        "num-distributed-optimizer-instances": layout.dp_replicate if layout.dp_replicate > 1 else None,
+        **_named(run, {"micro-batch-size": "micro_batch", "global-batch-size": "sequences_per_step"}),
+        **precision,
+    }
+    if moe:
+        values |= {
+            "num-experts": moe.num_experts,
+            "moe-ffn-hidden-size": moe.d_expert,
+            "moe-router-topk": moe.top_k,
+            "moe-router-pre-softmax": not moe.normalise_weights,
+            "moe-router-load-balancing-type": moe.balancing,
+            "moe-aux-loss-coeff": moe.aux_coefficient if moe.balancing == "aux_loss" else None,
+            "moe-token-dispatcher-type": "alltoall",
+            "expert-model-parallel-size": layout.ep,
+            "expert-tensor-parallel-size": 1 if layout.folded else layout.tp,
+        }
+    if zero > 1:
+        sharding = {2: "optim_grads", 3: "optim_grads_params"}[zero]
+        values |= {"use-megatron-fsdp": True, "data-parallel-sharding-strategy": sharding}
+        values |= {"no-gradient-accumulation-fusion": True, "ckpt-format": "fsdp_dtensor"}
+    if layout.schedule == "interleaved" and piped:
+        values["num-layers-per-virtual-pipeline-stage"] = config.num_layers // layout.num_stages
+    if layout.recompute != "none":
+        values["recompute-granularity"] = layout.recompute
+    if layout.recompute == "full":
+        values |= {"recompute-method": "uniform", "recompute-num-layers": 1}
+    given = {name: value for name, value in values.items() if value is not None and value is not False}
+    return "".join(f"--{name}\n" if value is True else f"--{name} {value}\n" for name, value in given.items())
+
+
+def _accelerate_megatron(run: Run, gpus_per_node: int) -> str:
+    """Return Accelerate's YAML for its Megatron-LM plugin.
+
+    Its plugin recomputes layers where a file says nothing, and divides the batch by all ranks but tp and pp: a layout
+    with cp would have cp times the batch.
+    """
+    precision, layout = _need_megatron(run, ACCELERATE_MEGATRON), run.layout
+    degrees = {"tp_degree": "tp", "pp_degree": "pp", "num_micro_batches": "micro_batches"}
+    fields = {
+        **_named(run, degrees | {"sequence_parallelism": "sequence_parallel"}),
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "use_distributed_optimizer": layout.zero_stage == 1,
+        "gradient_clipping": 1.0,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    world = _accelerate("MEGATRON_LM", precision["precision"], layout.world_size, _nodes(run, gpus_per_node))
+    return (
+        f"{_in_your_script(run)}"
+        "# of a Llama the plugin reads layers, width and heads alone: give the rest in other_megatron_args\n"
+        + _yaml(world | {"megatron_lm_config": {f"megatron_lm_{name}": value for name, value in fields.items()}})
+    )
+
+
+# ---- nanotron, picotron
+
+NANOTRON_MODEL = {
+    "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "num_key_value_heads": "num_kv_heads",
+    "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta", "tie_word_embeddings": "tied", "vocab_size": "vocab_size",
+}  # fmt: skip
+
+
+def _nanotron(run: Run, gpus_per_node: int) -> str:
+    """Return nanotron's YAML: the sections that lay out a run."""
+    layout, gradients = run.layout, _need(ENGINES["nanotron"].file, run)
+    model = {
+        **_named(run, {"hidden_size": "d_model", "intermediate_size": "d_ff"}),
+        "is_llama_config": True,
+        "max_position_embeddings": max(run.config.max_seq_len, run.seq_len),
+        **_named(run, NANOTRON_MODEL),
+    }
+    tokens = {"batch_accumulation_per_replica": "micro_batches", "micro_batch_size": "micro_batch"}
+    sections = {
+        "model": {"dtype": "bfloat16", "model_config": model},
+        "optimizer": {**gradients, "zero_stage": layout.zero_stage},
+        "parallelism": {
+            "dp": layout.dp,
+            "expert_parallel_size": 1,
+            "pp": layout.pp,
+            "pp_engine": layout.schedule if layout.pp > 1 else "1f1b",
+            "recompute_layer": layout.recompute == "full",
+            "tp": layout.tp,
+            "tp_linear_async_communication": layout.sequence_parallel,
+            "tp_mode": "REDUCE_SCATTER" if layout.sequence_parallel else "ALL_REDUCE",
+            "tp_recompute_allgather": layout.regather,
+        },
+        "tokens": _named(run, tokens | {"sequence_length": "seq_len"}),
+    }
+    head = "# nanotron cuts layers into stages by their cost, not evenly\n" if layout.pp > 1 else ""
+    unscaled = "" if run.config.rope_scaling is None else "# nanotron's Llama does not scale RoPE\n"
+    return head + unscaled + _yaml(sections)
+
+
+def _picotron(run: Run, gpus_per_node: int) -> str:
+    """Return picotron's JSON: the sections that lay out a run.
+
+    All other sizes of the model come from the Hugging Face config that you name in model.name. There is no master
+    copy; with dp, gradients are summed in FP32, 4 bytes a parameter more than recipe bf16 has.
+    """
+    layout = run.layout
+    _need(PICOTRON, run, {"cp without dp (it then sums no gradients)": layout.cp > 1 and layout.dp == 1})
+    engine = layout.schedule if layout.pp > 1 else "1f1b"
+    heads = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads"}
+    batch = {"micro_batch_size": "micro_batch", "gradient_accumulation_steps": "micro_batches"}
+    sections = {
+        "distributed": _named(run, {f"{axis}_size": axis for axis in ("tp", "cp", "pp", "dp")})
+        | {"pp_engine": engine, "backend": "nccl", "use_cpu": False},
+        "model": _named(run, {"num_hidden_layers": "num_layers"} | heads)
+        | {"dtype": "bfloat16", "use_flash_attention": True},
+        "training": _named(run, {"seq_length": "seq_len"} | batch),
+    }
+    return json.dumps(sections, indent=2) + "\n"
+
+
+# ---- DeepSpeed
+
+Stage = Literal[0, 1, 2, 3]
+Device = Literal["cpu", "nvme"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class OffloadTo:
+    """Where DeepSpeed keeps optimizer states (stages 1 to 3) and parameters (stage 3); None: on the GPU.
+
+    nvme_path    a folder on the local disk, where a device is "nvme"
+    """
+
+    optimizer: Device | None = None
+    parameters: Device | None = None
+    nvme_path: str | None = None
+
+    def __post_init__(self):
+        check_fields(self)
+        on_disk = "nvme" in (self.optimizer, self.parameters)
+        if on_disk and not self.nvme_path:
+            raise ValueError('a device is "nvme" and nvme_path is missing; give a folder on the local disk')
+        if self.nvme_path and not on_disk:
+            raise ValueError(f'nvme_path is {self.nvme_path!r} and no device is "nvme"; leave it out, or choose it')
+
+    def entries(self, stage: int) -> dict:
+        """DeepSpeed's fields; pinned memory on the host's side: the GPU copies from it without the processor.
+
+        Raises   ValueError where DeepSpeed would fail, or leave the data where it is without a word
+        """
+        if self.parameters is not None and stage != 3:
+            raise ValueError(f"offloading parameters moves their shards, which only stage 3 has, got stage {stage}")
+        if self.optimizer is not None and stage == 0:
+            raise ValueError("offloading the optimizer moves sharded states, got stage 0; choose stage 1, 2 or 3")
+        if self.optimizer == "nvme" and stage != 3:
+            raise ValueError(f'an optimizer on "nvme" needs stage 3, got stage {stage}; choose "cpu", or stage 3')
+        to = {"offload_optimizer": self.optimizer, "offload_param": self.parameters}
+        path = {"cpu": {}, "nvme": {"nvme_path": self.nvme_path}}
+        return {key: {"device": device, "pin_memory": True, **path[device]} for key, device in to.items() if device}
+
+
+@checked
+def deepspeed(
+    stage: Stage,
+    micro_batch_size: Size,
+    accumulation_steps: Size = 1,
+    clip_norm: Positive | None = 1.0,
+    precision: Precision = "bf16",
+    offload: OffloadTo = OffloadTo(),
+    sizes: Mapping[str, int] | None = None,
+) -> dict:
+    """DeepSpeed's JSON. In 16 bits it keeps FP32 master weights by itself; fp16 gets a loss scale that adapts (0).
+
+    micro_batch_size    sequences a rank works on at once; the global batch is this x accumulation_steps x ranks
+    sizes               of messages, in elements, by DeepSpeed's names, in place of its own defaults
+
+    Raises   ValueError for a choice that DeepSpeed does not know, or would not honour at this stage
+    Source   DeepSpeed's configuration reference, "ZeRO Optimizations for FP16 Training"
+    """
+    zero = {"stage": stage, "overlap_comm": stage > 0, "contiguous_gradients": True, "reduce_scatter": True}
+    zero["reduce_bucket_size"] = 500_000_000
+    if stage in (1, 2):
+        zero["allgather_bucket_size"] = 500_000_000
+    if stage == 3:
+        zero |= {"stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000}
+        zero |= {"stage3_gather_16bit_weights_on_model_save": precision != "fp32"}
+    half = {"fp16": {"enabled": True, "loss_scale": 0}}
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": accumulation_steps,
+        **(half if precision == "fp16" else {"bf16": {"enabled": precision == "bf16"}}),
+        "zero_optimization": zero | dict(sizes or {}) | offload.entries(stage),
+        **({} if clip_norm is None else {"gradient_clipping": clip_norm}),
+    }
+
+
+def _deepspeed_json(run: Run, gpus_per_node: int) -> str:
+    """DeepSpeed's JSON of a run."""
+    layout, file = run.layout, ENGINES["deepspeed"].file
+    summed_apart = "grad_accum_dtype" in file.recipes.get(recipe_of(run.recipe).name, {})
+    fields = _need(file, run, {"FP32 gradients without ZeRO": summed_apart and layout.zero_stage == 0})
+    config = deepspeed(layout.zero_stage, layout.micro_batch, layout.micro_batches, precision=fields["precision"])
+    sums = {"data_types": {"grad_accum_dtype": fields["grad_accum_dtype"]}} if summed_apart else {}
+    return json.dumps(config | sums, indent=2) + "\n"
+
+
+# ---- Accelerate
+
+
+@checked
+def accelerate_fsdp2(
+    wrap: Sequence[str],
+    num_processes: Size,
+    reshard_after_forward: bool = True,
+    precision: Precision = "bf16",
+    offload_params: bool = False,
+    recompute: bool = False,
+    load_on_first_rank: bool = False,
+    machines: Size = 1,
+) -> dict:
+    """Accelerate's YAML for FSDP2.
+
+    wrap                 names of the classes whose instances are units, such as ["LlamaDecoderLayer"]
+    recompute            activation checkpointing of each unit
+    load_on_first_rank   only rank 0 reads a transformers model; the others begin on the meta device
+    """
+    if not wrap or any("," in name for name in wrap):
+        raise ValueError(f'wrap is {wrap!r}; it must be a list of class names, such as ["LlamaDecoderLayer"]')
+    fields = {
+        "version": 2,
+        "reshard_after_forward": reshard_after_forward,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ",".join(wrap),
+        "offload_params": offload_params,
+        "activation_checkpointing": recompute,
+        "cpu_ram_efficient_loading": load_on_first_rank,
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
+    world = _accelerate("FSDP", precision, num_processes, machines)
+    return world | {"fsdp_config": {f"fsdp_{name}": value for name, value in fields.items()}}
+
+
+@checked
+def accelerate_deepspeed_file(
+    deepspeed_json: str | Path, num_processes: Size, zero3_init: bool = False, machines: Size = 1
+) -> dict:
+    """Accelerate's YAML that leaves everything to a JSON file of `deepspeed`: it refuses to be told twice.
+
+    On several machines each runs the command itself, as with torchrun ("standard"); otherwise DeepSpeed uses pdsh.
+    """
+    config = _accelerate("DEEPSPEED", None, num_processes, machines)
+    launcher = {} if machines == 1 else {"deepspeed_multinode_launcher": "standard"}
+    named_file = {"deepspeed_config_file": str(deepspeed_json), "zero3_init_flag": zero3_init}
+    return config | {"deepspeed_config": named_file | launcher}
+
+
+def _accelerate(kind: str, precision: str | None, num_processes: int, machines: int) -> dict:
+    """What every file of Accelerate's begins with: precision, processes, and where machines meet.
+
+    Each machine sets its own machine_rank, all of them the address of machine 0 and a port free on it.
+    """
+    if num_processes % machines != 0:
+        raise ValueError(
+            f"num_processes ({num_processes}), of all machines, must be divisible by their number ({machines})"
+        )
+    meet = {"main_process_ip": "head-node", "main_process_port": 29500, "rdzv_backend": "static", "same_network": True}
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": kind,
+        **({} if precision is None else {"mixed_precision": "no" if precision == "fp32" else precision}),
+        "num_processes": num_processes,
+        "num_machines": machines,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "use_cpu": False,
+        **({} if machines == 1 else meet),
+    }
+
+
+def _fsdp2_yaml(run: Run, gpus_per_node: int) -> str:
+    """Accelerate's YAML for FSDP2, with a comment on what no field says: gradients stay sharded while they add up."""
+    layout, config, precision = run.layout, run.config, _need(ENGINES["fsdp2"].file, run)["precision"]
+    kind = "DeepseekV3" if config.mla else "Qwen3" if config.qk_norm else "Mixtral" if config.moe else "Llama"
+    wrap = ["GPT2Block" if config.family == "gpt" else f"{kind}DecoderLayer"]
+    reshard, recompute, machines = (
+        layout.zero_stage == 3,
+        layout.recompute == "full",
+        _nodes(run, gpus_per_node),
+    )
+    fields = accelerate_fsdp2(wrap, layout.world_size, reshard, precision, recompute=recompute, machines=machines)
+    steps = f"# and GradientAccumulationPlugin(num_steps={layout.micro_batches}, sync_each_batch=True)\n"
+    return _in_your_script(run) + steps + _yaml(fields)
+
+
+def _accelerate_deepspeed(run: Run, gpus_per_node: int) -> str:
+    """Accelerate's YAML that leaves all to DeepSpeed's JSON."""
+    _deepspeed_json(run, gpus_per_node)  # what it refuses
+    machines, layout = _nodes(run, gpus_per_node), run.layout
+    fields = accelerate_deepspeed_file("deepspeed.json", layout.world_size, layout.zero_stage == 3, machines)
+    return _in_your_script(run) + _yaml(fields)
+
+
+def _in_your_script(run: Run) -> str:
+    """What no field of Accelerate's says, as a comment."""
+    return f"# in your script: batches of {run.layout.micro_batch} x {run.seq_len:,} tokens for each rank\n"
+
+
+# ---- the course's own trainer
+
+
+def _nodes(run: Run, gpus_per_node: int) -> int:
+    world_size = run.layout.world_size
+    if world_size > gpus_per_node and world_size % gpus_per_node:
+        low = world_size // gpus_per_node * gpus_per_node
+        raise ValueError(
+            f"{world_size} ranks do not fill nodes of {gpus_per_node} GPUs; choose {low} or {low + gpus_per_node}"
+        )
+    return max(1, world_size // gpus_per_node)
+
+
+def _course_command(run: Run, gpus_per_node: int) -> str:
+    """Return the command that starts the course's own trainer, the same on every node."""
+    nodes = _nodes(run, gpus_per_node)
+    if run.config not in (PRESETS | MOE_PRESETS).values():
+        raise ValueError(f"the course's trainer has presets alone, and {run.config.name} is none; choose a preset")
+    _need(ENGINES["course"].file, run)
+    several = '--rdzv-backend c10d --rdzv-endpoint "$HEAD_NODE:29500" ' if nodes > 1 else ""
+    trainer = f"--model {run.config.name} --layout {run.layout} --seq-len {run.seq_len}"
+    precision = f"--precision {recipe_of(run.recipe).name}"
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {run.layout.world_size // nodes}"
+    return f"{start} {several}-m course_lib.train {trainer} {precision}\n"
+
+
+SBATCH = """#!/bin/bash
+#SBATCH --job-name=course
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task={cores}
+#SBATCH --gpus-per-node={gpus}
+export HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 {command}"""
+
+
+def _sbatch(run: Run, gpus_per_node: int) -> str:
+    """Return a batch script for Slurm: one torchrun a node, with 8 cores for each GPU."""
+    nodes = _nodes(run, gpus_per_node)
+    gpus = run.layout.world_size // nodes
+    return SBATCH.format(nodes=nodes, cores=8 * gpus, gpus=gpus, command=_course_command(run, gpus_per_node))
+
+
+# ---- the files
+
+WRITERS = {  # of each file the engine that reads it, and its text of a run on nodes of so many GPUs
+    "torchtitan.toml": ("torchtitan", _torchtitan),
+    "megatron.args": ("megatron", _megatron),
+    "nanotron.yaml": ("nanotron", _nanotron),
+    "picotron.json": ("", _picotron),
+    "accelerate_megatron.yaml": ("", _accelerate_megatron),
+    "course.sh": ("course", _course_command),
+    "course.sbatch": ("course", _sbatch),
+    "accelerate_fsdp2.yaml": ("fsdp2", _fsdp2_yaml),
+    "deepspeed.json": ("deepspeed", _deepspeed_json),
+    "accelerate_deepspeed.yaml": ("deepspeed", _accelerate_deepspeed),
+}
+
+
+def _yaml(fields: dict) -> str:
+    import yaml  # only here: a plan needs none
+
+    return yaml.safe_dump(fields, sort_keys=False)
+
+
+def write(config: dict, path: str | Path) -> Path:
+    """Writes .json or .yaml, by the name's ending; returns the path."""
+    path = Path(path)
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        raise ValueError(f"{path.name} ends in {path.suffix!r}; choose .json (DeepSpeed) or .yaml (Accelerate)")
+    path.write_text(json.dumps(config, indent=2) + "\n" if path.suffix == ".json" else _yaml(config), encoding="utf-8")
+    return path
