@@ -3,7 +3,7 @@
 Nothing rests on colour alone: every kind of memory also has a hatch, and pictures label their parts directly.
 """
 
-from course_lib.validate import Share, checked
+from course_lib.validate import Share
 
 # Okabe and Ito 2008, "Color Universal Design", https://jfly.uni-koeln.de/color/
 OKABE_ITO = {
@@ -75,20 +75,17 @@ LIMIT_COLOR = OKABE_ITO["black"]
 NEUTRAL_COLOR = "#BFBFBF"
 
 
-@checked
 def channels(color: str) -> tuple[float, float, float]:
     """Red, green and blue of `#RRGGBB`, each from 0 to 1."""
     return tuple(int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
 
 
-@checked
 def mix(color: str, other: str, share: Share) -> str:
     """`color` with `share` (0 to 1) of `other` mixed in."""
     pairs = zip(channels(color), channels(other), strict=True)
     return "#" + "".join(f"{round(255 * ((1 - share) * a + share * b)):02X}" for a, b in pairs)
 
 
-@checked
 def luminance(color: str) -> float:
     """Relative luminance, 0 black to 1 white.
 
@@ -98,7 +95,6 @@ def luminance(color: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@checked
 def text_on(color: str) -> str:
     """Black or white, whichever reads better on `color`."""
     light = luminance(color)

@@ -1,9 +1,8 @@
 """Numbers as a reader wants them: three digits, bytes and seconds with a unit that fits."""
 
-from course_lib.validate import Amount, checked
+from course_lib.validate import Amount
 
 
-@checked
 def three_digits(value: float) -> str:
     """A number as a reader wants it: 0.0123, 1.23, 12.3, 123, 1,234."""
     if value == 0:
@@ -30,7 +29,6 @@ UNITS = {
 }
 
 
-@checked
 def unit_for(value_bytes: Amount, binary: bool = False) -> str:
     """The largest unit in which the value is at least one: decimal (MB, GB) or binary (MiB, GiB)."""
     names = ("B", "KiB", "MiB", "GiB", "TiB") if binary else ("B", "KB", "MB", "GB", "TB")
@@ -38,7 +36,6 @@ def unit_for(value_bytes: Amount, binary: bool = False) -> str:
     return fitting[-1] if fitting else "B"
 
 
-@checked
 def show_bytes(value_bytes: Amount, unit: str | None = None) -> str:
     """Bytes with a named unit, such as `16.1 GB`; without `unit` the largest decimal one that fits."""
     unit = unit or unit_for(value_bytes)
@@ -48,13 +45,11 @@ def show_bytes(value_bytes: Amount, unit: str | None = None) -> str:
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 
 
-@checked
 def time_unit_for(value_s: Amount) -> str:
     """s, ms or µs: the largest in which the value is at least one."""
     return next((name for name, size in TIME_UNITS.items() if value_s >= size), "µs")
 
 
-@checked
 def show_seconds(value_s: Amount) -> str:
     """Seconds with a fitting unit, such as `2.34 ms`."""
     unit = time_unit_for(value_s)

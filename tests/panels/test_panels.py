@@ -327,7 +327,7 @@ def test_a_layout_says_where_its_groups_lie_and_shows_bytes_by_axis():
     assert "32 ranks on 4 nodes. In a node: tp. Over the network: pp, dp." in answer.said
     expected = sent(Run(LLAMA_8B, FIVE_D, 8192))
     assert answer.forms[1].rows["sent"] == {axis: size for axis, size in expected.items() if axis != "world"}
-    assert "choose" in runs.LAYOUT.answer(ep=2).said
+    assert "nearest: ep=1" in runs.LAYOUT.answer(ep=2).said
 
 
 def test_known_layouts_are_shown_with_what_is_published_of_them():
@@ -355,7 +355,7 @@ def test_a_layout_by_hand_and_the_search_are_the_planners_own():
     assert f"{found.best.layout}: {found.best.estimate.why}" in by_hand.said  # it happens to be the best
     forms, said = runs.PLAN.slow["Search"](**runs.PLAN.start)
     assert f"The planner takes {found.best.layout}" in said and len(forms[0].rows) >= 5
-    assert "does not divide" in runs.PLAN.answer(pp=16, micro_batch=16, sequences=64, tp=1).said
+    assert "does not divide" in runs.PLAN.answer(micro_batch=16, sequences=64, tp=1).said
 
 
 # ---------------------------------------------------------------- experts
