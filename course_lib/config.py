@@ -14,8 +14,8 @@ from course_lib.validate import Amount, Count, Positive, Seed, Size, check_field
 
 FAMILIES = ("llama", "gpt", "xlmr")
 SCORES = ("softmax", "sigmoid")
-NUM_BYTES = 256
-BALANCING = ("none", "aux_loss", "bias")
+_NUM_BYTES = 256
+_BALANCING = ("none", "aux_loss", "bias")
 Recompute = Literal["none", "selective", "full"]  # nothing, the attention core, each block
 Layers = Annotated[int, partial(whole, most=10_000)]  # every formula goes through them
 
@@ -64,7 +64,7 @@ class MoeConfig:
     num_shared_experts: Count = 0
     score: Literal[SCORES] = "softmax"
     normalise_weights: bool = True
-    balancing: Literal[BALANCING] = "none"
+    balancing: Literal[_BALANCING] = "none"
     aux_coefficient: Amount = 0.01
     bias_speed: Amount = 0.001
     capacity_factor: Positive | None = None
@@ -388,17 +388,15 @@ def require_dense(config: ModelConfig, what: str, latent: bool = False) -> None:
     """Raises ValueError if the model has experts or, unless `latent`, latent attention: `what` knows none."""
     if config.moe or (config.mla and not latent):
         kind = "experts" if config.moe else "latent attention"
-        raise ValueError(
-            f"{what} knows no {kind}, but {config.name} has; use a dense model, or the functions of memory/moe.py"
-        )
+        raise ValueError(f"{what} knows no {kind}, but {config.name} has; use a dense model")
 
 
 @checked
 def require_bytes(config: ModelConfig) -> None:
     """Raises ValueError unless every byte is a token of the model: training/data.py has bytes as tokens."""
-    if config.vocab_size < NUM_BYTES:
+    if config.vocab_size < _NUM_BYTES:
         raise ValueError(
-            f"vocab_size ({config.vocab_size}) must be at least {NUM_BYTES}: each byte of the text is a token"
+            f"vocab_size ({config.vocab_size}) must be at least {_NUM_BYTES}: each byte of the text is a token"
         )
 
 

@@ -13,7 +13,6 @@ from course_lib.layout.partition import check_layers, stage_config
 from course_lib.validate import Bytes, Index, Size, checked
 
 
-@checked
 def attention_parameters(config: ModelConfig) -> int:
     """Count the weights of one layer's q, k, v and o, or of the narrow matrices of latent attention."""
     D, N, K, H = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
@@ -24,13 +23,11 @@ def attention_parameters(config: ModelConfig) -> int:
     return queries + keys_and_values + N * mla.value_dim * D
 
 
-@checked
 def mlp_parameters(config: ModelConfig) -> int:
     """Count the weights of one dense feed-forward layer: three matrices in Llama, else two."""
     return (3 if config.family == "llama" else 2) * config.d_model * config.d_ff
 
 
-@checked
 def layer_matmul_parameters(config: ModelConfig) -> int:
     """Count the weights of one layer's matrix multiplications.
 
@@ -40,7 +37,6 @@ def layer_matmul_parameters(config: ModelConfig) -> int:
     return attention_parameters(config) + mlp_parameters(config)
 
 
-@checked
 def head_parameters(config: ModelConfig) -> int:
     """Count the weights of the head; an encoder has none."""
     return 0 if config.family == "xlmr" else config.vocab_size * config.d_model
@@ -61,7 +57,6 @@ def matmul_parameters(config: ModelConfig) -> int:
     return attention + dense + config.num_moe_layers * routed + head_parameters(config)
 
 
-@checked
 def attention_flops_per_token(config: ModelConfig, seq_len: Size, causal: bool = False) -> int:
     """Count forward FLOPs of scores and of their product with the values: 4 L h s per token; half of it if causal.
 

@@ -34,19 +34,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 LARGEST_SIZE = 2**24  # of what is looped over or allocated: ranks, layers, tokens of a sequence
-LARGEST = 10**18  # of what is only multiplied: bytes, parameters, tokens of a whole training
+_LARGEST = 10**18  # of what is only multiplied: bytes, parameters, tokens of a whole training
 
 Check = Callable[[str, Any], None]
 
 # --- one value
 
 
-def whole(name: str, value: object, least: int = 1, most: int = LARGEST) -> None:
+def whole(name: str, value: object, least: int = 1, most: int = _LARGEST) -> None:
     """Raise unless the value is a whole number from `least` to `most`; True is none, and neither is 2.0."""
     if type(value) is int and least <= value <= most:
         return  # the usual case, soon answered
-    limits = f"from {least} to {most}" if abs(least) < LARGEST and most < LARGEST else ""
-    if not limits and least > -LARGEST:
+    limits = f"from {least} to {most}" if abs(least) < _LARGEST and most < _LARGEST else ""
+    if not limits and least > -_LARGEST:
         limits = f"of at least {least}" if not _is_whole(value) or value < least else f"of at most {most:g}"
     required = f"give a whole number {limits}".strip()
     if not _is_whole(value):
@@ -271,7 +271,7 @@ def _check_of(hint: object) -> Check:
     if origin is Literal:
         return partial(one_of, known=inner)
     if hint in (int, float, bool):
-        return {int: partial(whole, least=-LARGEST), float: number, bool: truth}[hint]
+        return {int: partial(whole, least=-_LARGEST), float: number, bool: truth}[hint]
     kind = origin or hint
     if kind in (Any, object):
         return _anything

@@ -33,7 +33,7 @@ from course_lib.layout import Layout, Mesh
 from course_lib.layout.experts import ExpertLayout
 from course_lib.measure.trace import RankTrace
 from course_lib.memory.budget import budget, budgets
-from course_lib.memory.states import LoRA, Recipe, StateBytes
+from course_lib.memory.states import LoRA, StateBytes
 from course_lib.memory.zero import Offload, offload_link_bytes
 from course_lib.model import build, moe_layers
 from course_lib.model.moe import route
@@ -45,7 +45,6 @@ from course_lib.run import Run
 from course_lib.schedules import Costs, make, simulate
 from course_lib.simulate.two_hosts import MEASURED
 from course_lib.span import Span
-from course_lib.timing.data import ZeroLayer
 from course_lib.timing.failures import Failures
 from course_lib.train import TrainPlan
 from course_lib.train.options import Options
@@ -72,7 +71,6 @@ ROWS = [[1, 2], [3, 4]]
 CALLS = traffic.step.calls(RUN)["data"]
 CURVE = {1.0: 2.0, 2.0: 3.0}
 LINK_BYTES = offload_link_bytes(StateBytes(8, 8, 16), Offload("host"))
-ZERO_LAYER = ZeroLayer(1.0, 2.0, 0.5, 0.5)
 RANKS = [[1.0, 2.0], [3.0, 4.0]]
 CLAIM = ledger()[0]
 ROUTING = route(torch.randn(6, 8), MIXTURE.moe)
@@ -240,8 +238,6 @@ MODULES: dict[str, dict[str, dict | str]] = {
     "schedules.simulator": {"Simulation": "made by simulate"},
     "layout.mesh": {
         "AxisLinks": "made by links_of_axes",
-        "check_order": {"order": ("pp", "dp", "cp", "tp")},
-        "check_replicas": {"replicas": 1},
     },
     "layout.sequence_sharding": {"Tile": "made by tile"},
     "layout.block_pairs": {},
@@ -250,49 +246,33 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "check_heads": {"tp": 2},
         "even_layers": {"num_stages": 2},
         "fewer_at_the_ends": {"num_layers": 6, "num_stages": 2},
-        "check_num_stages": {"num_stages": 2},
-        "layers_by_cost": {"num_stages": 2},
         "check_layers": {"layers": [2, 2]},
         "stage_config": "called for each layer of a model, with layers that check_layers has seen",
         "check_method": {"method": "ring"},
     },
-    "layout.experts": {
-        "check_expert_parallel": {"config": MIXTURE},
-    },
+    "layout.experts": {},
     "layout.record": {},
-    "layout.check": dict.fromkeys(
-        ("check_layout", "check_layout_and_model", "model_checks", "as_text"), "called by Layout and its check_model"
-    ),
     "model.synthetic_routing": {"synthetic_routing": {"layout": EXPERTS, "tokens_per_rank": 4}},
     "traffic.collectives": {
         "Call": {"place": "gradients", "collective": "all_reduce", "group_size": 2},
         **{name: {"calls": CALLS} for name in ("sent_bytes", "by_collective", "call_counts")},
     },
     "traffic.context": {},
-    "traffic.data": {"flat_calls": {"numel": 8, "ranks": 2}, "held": {"kind": "matrices"}},
+    "traffic.data": {"held": {"kind": "matrices"}},
     "traffic.experts": {
         "expected_calls": {"run": MIXTURE_RUN},
-        "routed_calls": {"run": MIXTURE_RUN, "routings": [ROUTES], "ep_rank": 0},
-    },
-    "traffic.odds": {
         "expected_places": {"places": 2},
         "expected_crossings": {"layout": EXPERTS},
     },
-    "traffic.pipeline": {"boundary_calls": {"pp_rank": 0, "tp_rank": 0}},
     "traffic.routing": {
         "counts_of": {"experts": ROUTES},
         "plain_rows": {"counts": ROWS, "layout": EXPERTS},
-        "padded_rows": {"layout": EXPERTS},
-        "once_per_rank_rows": {"experts": ROUTES, "layout": EXPERTS},
-        "once_per_node_rows": {"experts": ROUTES, "layout": EXPERTS},
         "sent": {"rows": ROWS, "layout": EXPERTS, "row_bytes": 8},
-        "way_back": {"rows": ROWS},
         "Sent": "made by sent",
         "MoeTraffic": "made by moe_traffic",
         "moe_traffic": {"experts": ROUTES, "layout": EXPERTS},
     },
     "traffic.step": {},
-    "traffic.tensor": {},
     "cluster.judge": {
         **dict.fromkeys(("Row", "Report", "Slower"), "made by judge"),
         "compare_seconds": {"seconds": CURVE},
@@ -437,40 +417,28 @@ MODULES: dict[str, dict[str, dict | str]] = {
         **{
             name: {"name": "all_reduce", "network": link("efa"), "per_node": 2, "payload_bytes": 64.0}
             for name in (
-                "collective_steps",
-                "bus_factor",
                 "collective_costs",
                 "fastest",
                 "collective_s",
                 "bus_bandwidth",
             )
         },
-        "ranks_in_a_node": "cached; called with records",
-        "ring_link": {"axis": "cp"},
-        "calls_s": {"calls": CALLS, "axis": "data"},
     },
-    "timing.context": {
-        "tokens_that_hide_a_hop": {"queries_per_key": 1.0},
-        "AttentionTime": "made by attention_time",
-        "ring_spans": {"kv_bytes": 8.0, "forward_s": [1.0], "backward_s": [2.0]},
-    },
-    "timing.data": {
-        "ZeroLayer": "made by zero3_layer",
+    "timing.context": {"tokens_that_hide_a_hop": {"queries_per_key": 1.0}, "AttentionTime": "made by attention_time"},
+    "timing.data": {"crossing_s": {"link_bytes": LINK_BYTES}},
+    "timing.timelines": {
         "copy_spans": {"layer_s": 1.0, "copy_s": 0.5},
         "dp_spans": {"bucket_comm_s": [0.1]},
-        "zero3_spans": {"layer": ZERO_LAYER},
-        "crossing_s": {"link_bytes": LINK_BYTES},
-        "offload_s": {"link_bytes": LINK_BYTES},
-    },
-    "timing.experts": {
-        "expert_layer_spans": {"seconds": {"attention": 4.0, "dispatch": 2.0, "experts": 4.0, "combine": 2.0}}
+        "expert_layer_spans": {"seconds": {"attention": 4.0, "dispatch": 2.0, "experts": 4.0, "combine": 2.0}},
+        "ring_spans": {"kv_bytes": 8.0, "forward_s": [1.0], "backward_s": [2.0]},
+        "zero3_spans": {"passes_s": (1.0, 2.0), "gather_s": 0.5, "reduce_s": 0.5},
     },
     "timing.failures": {
         "Failures": {"mtbf_s": 100.0, "save_s": 10.0, "restart_s": 10.0},
         **{name: {"interval_s": 100.0} for name in ("shares", "goodput", "simulated_goodput")},
     },
     "timing.rates": {},
-    "timing.step": {"StepTime": "made by step_time", "one_f_one_b_waits": {"slots": [1.0, 2.0], "micro_batches": 4}},
+    "timing.step": {"StepTime": "made by step_time"},
     "timing.tensor": {"Part": "made by layer_parts"},
     "plan.job": {"Job": {"num_gpus": 8, "seq_len": 64, "batch_tokens": 512, "framework": None}},
     "plan.option": {
@@ -485,25 +453,16 @@ MODULES: dict[str, dict[str, dict | str]] = {
         "Recipe": {"param_bytes": 2, "grad_bytes": 2, "master_bytes": 4, "moment_bytes": 8, "compute_bytes": 2},
         "StateBytes": {"parameters": 8, "gradients": 8, "optimizer": 16},
         "LoRA": {"rank": 4},
-        "moments_bytes": "called once for each tensor, by functions that check",
-        "adapter_shapes": "called once for each unit, by functions that check",
-        "four_bit_bytes": "called once for each matrix, by functions that check",
     },
     "memory.budget": {
         "Budget": "made by budgets",
-        "Saved": "made by saved_for_backward",
-        "fullest_budget": "called by the search for each layout",
         "fits": {"budget": budgets(RUN)[0], "gpu_or_key": "h100"},
         "largest_that_fits": {"budget_of": partial(budget, preset("toy"), seq_len=64)},
     },
     "memory.zero": {
-        "wire_grad_bytes": {"recipe": Recipe("mine", 4, 4, 0, 8, 4)},
         "zero_state_bytes": {"units": [8, 4]},
     },
-    "memory.moe": {name: {"config": MIXTURE} for name in ("active_parameters", "dense_twin", "narrow_experts")},
-    "memory.context": {"exchange_bytes": {"method": "ring"}, "check_exchange": {"method": "ring"}},
     "memory.stages": {"stage_parameters": {"layers": [2, 2]}, "balanced_layers": {"num_stages": 2}},
-    "memory.pipeline": {"live_layers": {"layers": [2, 2]}},
     "plots.collectives": {
         "show_ring_all_reduce": {"values": RANKS},
         "show_collectives": {"ranks": [{"all-reduce": ([1], [2])}]},
@@ -642,12 +601,15 @@ def public(module) -> list[str]:
         and getattr(value, "__module__", "") == module.__name__
         and (inspect.isfunction(value) or (inspect.isclass(value) and dataclasses.is_dataclass(value)))
         and inspect.signature(value).parameters
+        and (inspect.isclass(value) or hasattr(value, "__wrapped__") or not module.__name__.startswith(INSIDE))
         and (not module.__name__.startswith(DRAWN) or name in MODULES[module.__name__.partition(".")[2]])
     ]
 
 
 # Of pictures: what notebooks call. The rest of their functions take what these make.
 DRAWN = ("course_lib.plots",)
+# Of arithmetic: what checks its arguments because notebooks name it; the rest takes what these and records checked.
+INSIDE = tuple(f"course_lib.{folder}" for folder in ("memory", "traffic", "timing", "layout", "flops"))
 
 
 def cases() -> list[tuple[str, str]]:

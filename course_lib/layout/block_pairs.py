@@ -37,7 +37,6 @@ def pairs(sequence_sharding: str, seq_len: Size, cp_size: Size, causal: bool = T
     return [[met(rank, step) for step in range(cp_size)] for rank in range(cp_size)]
 
 
-@checked
 def all_pairs(seq_len: Size, causal: bool = True) -> int:
     """Pairs of the whole mask: S (S + 1) / 2 if causal, else S^2."""
     return seq_len * (seq_len + 1) // 2 if causal else seq_len**2
@@ -49,7 +48,6 @@ def pairs_of_ranks(table: Table) -> list[int]:
     return [sum(row) for row in table]
 
 
-@checked
 def step_pairs(table: Table) -> list[int]:
     """Pairs of the busiest rank at each step: how long the step takes."""
     return [max(row[step] for row in table) for step in range(len(table[0]))]
@@ -64,7 +62,6 @@ def share_of_ideal(table: Table) -> float:
     return sum(pairs_of_ranks(table)) / len(table) / sum(step_pairs(table))
 
 
-@checked
 def idle_pairs(table: Table) -> list[list[int]]:
     """What each rank could have computed at each step while it waited for the busiest: table[rank][step]."""
     longest = step_pairs(table)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -40,70 +39,62 @@ CHOICES = {
 }
 SPLIT_BACKWARD = ("zb_h1", "zb_h2", "zbv", "dualpipe_v")
 FAMILIES = ("llama", "gpt")
-NEAREST = "; nearest: "
-FARTHEST = 16_384  # the largest number that is tried
+_NEAREST = "; nearest: "
+_FARTHEST = 16_384  # the largest number that is tried
 BETWEEN_ITEMS = "-"  # layers_of_stage=3-5, order=pp-dp-cp-tp: no shell takes it for something else
 
 
 def check_layout(layout: Layout) -> None:
     """Raises ValueError if no model could lie so: what does not fit, why, and the nearest that would."""
-    _raise_first(layout, LAYOUT_CHECKS)
+    _raise_first(layout, _LAYOUT_CHECKS)
 
 
 def check_layout_and_model(layout: Layout, config: ModelConfig, seq_len: int | None = None) -> None:
     """Raises ValueError if this model, or sequences of this length, cannot lie so."""
-    _raise_first(layout, LAYOUT_CHECKS + model_checks(config, seq_len), config)
+    _raise_first(layout, _LAYOUT_CHECKS + _model_checks(config, seq_len), config)
 
+
+Check = tuple[Callable[["Layout"], str | None], tuple[str, ...]]  # what says or raises why not; fields to change
 
 # --- what no model could do
 
 
-def _check_size(name: str, layout: Layout) -> None:
+def _size(name: str, layout: Layout) -> str | None:
     size = getattr(layout, name)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"{name} ({size!r}) must be a whole number, 1 or more")
+        return f"{name} ({size!r}) must be a whole number, 1 or more"
 
 
-def _check_choice(name: str, layout: Layout) -> None:
+def _choice(name: str, layout: Layout) -> str | None:
     choices, value = CHOICES[name], getattr(layout, name)
     if type(value) is not type(choices[0]) or value not in choices:
         why = ": it needs to know how many ranks share a node" if value == "once_per_node" else ""
-        raise ValueError(f"{name} ({value!r}) is none of {', '.join(map(str, choices))}{why}")
+        return f"{name} ({value!r}) is none of {', '.join(map(str, choices))}{why}"
 
 
-def _check_order(layout: Layout) -> None:
-    check_order(layout.order)
-
-
-def _check_expert_tp(layout: Layout) -> None:
+def _expert_tp(layout: Layout) -> str | None:
     if layout.expert_tp is not None and (type(layout.expert_tp) is not int or layout.expert_tp not in (1, layout.tp)):
         whole = "1 (whole experts, spread over tp's ranks too)"
         cut = f", or tp ({layout.tp}): each matrix of an expert cut over tp" if layout.tp > 1 else ": tp is 1"
-        raise ValueError(f"expert_tp ({layout.expert_tp!r}) must be {whole}{cut}")
+        return f"expert_tp ({layout.expert_tp!r}) must be {whole}{cut}"
 
 
-def _check_ep(layout: Layout) -> None:
-    check_ep_size(layout.dp, layout.cp, layout.ep, _fold(layout))
-
-
-def _check_tokens_of_tp(layout: Layout) -> None:
+def _tokens_of_tp(layout: Layout) -> str | None:
     if layout.folded and not layout.sequence_parallel:
         why = f"expert_tp is {layout.expert_tp}"
         if layout.expert_tp is None:
             why = f"ep ({layout.ep}) is more than dp x cp = {layout.dp} x {layout.cp} = {layout.data_size}"
-        raise ValueError(
+        return (
             f"{why}, so whole experts are spread over tp's ranks ({layout.tp}) too, each of which routes its own "
             "tokens; sequence_parallel (false) must be true"
         )
 
 
-def _check_replicas(layout: Layout) -> None:
+def _replicas(layout: Layout) -> str | None:
     check_replicas(layout.dp, layout.cp, layout.ep, layout.dp_replicate, _fold(layout))
     if layout.dp_replicate > 1 and layout.zero_stage == 0:
-        raise ValueError(
-            f"dp_replicate ({layout.dp_replicate}) makes replicas of what ZeRO shards, but zero_stage (0) shards "
-            "nothing"
-        )
+        made = f"dp_replicate ({layout.dp_replicate}) makes replicas of what ZeRO shards"
+        return f"{made}, but zero_stage (0) shards nothing"
 
 
 def _fold(layout: Layout) -> int:
@@ -111,178 +102,148 @@ def _fold(layout: Layout) -> int:
     return layout.tp if layout.folded else 1
 
 
-def _check_sequence_parallel(layout: Layout) -> None:
-    if layout.sequence_parallel and layout.tp == 1:
-        raise ValueError("sequence_parallel cuts norms and residual stream over the ranks of tp, but tp (1) has one")
-
-
-def _check_regather(layout: Layout) -> None:
+def _regather(layout: Layout) -> str | None:
     if layout.regather and (not layout.sequence_parallel or layout.tp == 1):
-        raise ValueError(
+        return (
             "regather gathers in backward what sequence_parallel has cut over the ranks of tp, but sequence_parallel "
             f"is {str(layout.sequence_parallel).lower()} and tp is {layout.tp}"
         )
 
 
-def _check_stages_per_rank(layout: Layout) -> None:
-    check_request(layout.schedule, layout.pp, 2 * layout.pp, layout.v)  # so many micro-batches suit every schedule
-
-
-def _check_micro_batches(layout: Layout) -> None:
+def _schedule(num_micro_batches: Callable[[Layout], int], layout: Layout) -> str | None:
     try:
-        check_request(layout.schedule, layout.pp, layout.micro_batches, layout.v)
+        check_request(layout.schedule, layout.pp, num_micro_batches(layout), layout.v)
     except ValueError as error:
-        raise ValueError(str(error).replace("num_micro_batches", "micro_batches")) from None
+        return str(error).replace("num_micro_batches", "micro_batches")
 
 
-def _check_split_with_zero(layout: Layout) -> None:
+def _split_with_zero(layout: Layout) -> str | None:
     if layout.zero_stage > 1 and layout.schedule in SPLIT_BACKWARD:
-        raise ValueError(
+        return (
             f"zero_stage ({layout.zero_stage}) sums a layer's gradients when its backward is done; this engine does "
             f"not do so with {layout.schedule}, whose weight gradients come later"
         )
 
 
-def _check_layers_of_stage(layout: Layout) -> None:
-    layers, stages = layout.layers_of_stage, layout.pp * stages_per_rank(layout.schedule, layout.v)
+def _layers_of_stage(layout: Layout) -> str | None:
+    layers, stages = layout.layers_of_stage, layout.pp * _stages_of_rank(layout)
     if layers is None:
-        return
+        return None
     if not isinstance(layers, tuple) or not layers or any(type(count) is not int or count < 1 for count in layers):
-        raise ValueError(f"layers_of_stage is {layers!r}; it must have one number, 1 or more, for each stage")
+        return f"layers_of_stage is {layers!r}; it must have one number, 1 or more, for each stage"
     if len(layers) != stages:
-        raise ValueError(
-            f"layers_of_stage {list(layers)} has {len(layers)} stages, but pp ({layout.pp}) with {layout.schedule} has "
-            f"{stages}"
-        )
+        told = f"layers_of_stage {list(layers)} has {len(layers)} stages"
+        return f"{told}, but pp ({layout.pp}) with {layout.schedule} has {stages}"
 
 
-Check = tuple[Callable[["Layout"], None], tuple[str, ...]]  # what raises, and fields that could be changed instead
+def _stages_of_rank(layout: Layout) -> int:
+    return stages_per_rank(layout.schedule, layout.v)
 
-LAYOUT_CHECKS: list[Check] = [
-    *[(partial(_check_size, name), (name,)) for name in SIZES],
-    *[(partial(_check_choice, name), (name,)) for name in CHOICES],
-    (_check_order, ("order",)),
-    (_check_expert_tp, ("expert_tp",)),
-    (_check_ep, ("ep",)),
-    (_check_tokens_of_tp, ("sequence_parallel", "ep")),
-    (_check_replicas, ("dp_replicate", "zero_stage")),
-    (_check_regather, ("regather", "sequence_parallel")),
-    (_check_sequence_parallel, ("sequence_parallel", "tp")),
-    (_check_stages_per_rank, ("v", "schedule")),
-    (_check_micro_batches, ("micro_batches",)),
-    (_check_split_with_zero, ("zero_stage", "schedule")),
-    (_check_layers_of_stage, ("layers_of_stage",)),
-]
+
+_LAYOUT_CHECKS: list[Check] = [
+    *[(partial(_size, name), (name,)) for name in SIZES],
+    *[(partial(_choice, name), (name,)) for name in CHOICES],
+    (lambda of: check_order(of.order), ("order",)),
+    (_expert_tp, ("expert_tp",)),
+    (lambda of: check_ep_size(of.dp, of.cp, of.ep, _fold(of)), ("ep",)),
+    (_tokens_of_tp, ("sequence_parallel", "ep")),
+    (_replicas, ("dp_replicate", "zero_stage")),
+    (_regather, ("regather", "sequence_parallel")),
+    (
+        lambda of: of.sequence_parallel and of.tp == 1
+        and "sequence_parallel cuts norms and residual stream over the ranks of tp, but tp (1) has one",
+        ("sequence_parallel", "tp"),
+    ),
+    (partial(_schedule, lambda of: 2 * of.pp), ("v", "schedule")),  # so many micro-batches suit every schedule
+    (partial(_schedule, lambda of: of.micro_batches), ("micro_batches",)),
+    (_split_with_zero, ("zero_stage", "schedule")),
+    (_layers_of_stage, ("layers_of_stage",)),
+]  # fmt: skip
 
 
 # --- what this model does not allow, or this engine does not do for it
 
 
-@dataclass(frozen=True)
-class _Model:
-    """The same for a model and a length."""
-
-    config: ModelConfig
-    seq_len: int | None
-
-    def family(self, layout: Layout) -> None:
-        if self.config.family not in FAMILIES:
-            raise ValueError(
-                f"{self.config.name} is of the {self.config.family} family; layouts know {', '.join(FAMILIES)}"
-            )
-
-    def heads(self, layout: Layout) -> None:
-        check_heads(self.config.num_heads, self.config.num_kv_heads, layout.tp)
-
-    def features(self, layout: Layout) -> None:
-        widths = {"d_ff": self.config.d_ff, "vocab_size": self.config.vocab_size}
-        if self.config.moe is not None and not layout.folded:
-            widths["d_expert"] = self.config.moe.d_expert
-        for field, width in widths.items():
-            if min(piece_sizes(width, layout.tp)) == 0:
-                raise ValueError(f"{field} ({width}) leaves a rank of tp ({layout.tp}) with none")
-
-    def heads_for_ulysses(self, layout: Layout) -> None:
-        if layout.cp > 1 and layout.cp_method == "ulysses":
-            heads, kv_heads = self.config.num_heads // layout.tp, max(self.config.num_kv_heads // layout.tp, 1)
-            try:
-                check_ulysses(heads, kv_heads, layout.cp)
-            except ValueError as error:
-                of_rank = f" (with tp {layout.tp} a rank has {heads} heads, {kv_heads} of keys and values)"
-                raise ValueError(f"{error}{of_rank if layout.tp > 1 else ''}") from None
-
-    def experts(self, layout: Layout) -> None:
-        if self.config.moe is not None:
-            fold, cut = _fold(layout), 1 if layout.folded else layout.tp
-            check_expert_parallel(self.config, layout.data_size * fold, layout.ep, cut, None, layout.expert_method)
-        elif layout.ep > 1:
-            raise ValueError(f"ep ({layout.ep}) spreads experts, but {self.config.name} has 0 of them")
-
-    def stages_of_a_rank(self, layout: Layout) -> None:
-        each = stages_per_rank(layout.schedule, layout.v)
-        if each > self.config.num_layers:
-            raise ValueError(
-                f"{layout.schedule} with v ({layout.v}) has {each} stages a rank, but {self.config.name} has "
-                f"{self.config.num_layers} layers in all, and each stage needs one"
-            )
-
-    def stages(self, layout: Layout) -> None:
-        each = stages_per_rank(layout.schedule, layout.v)
-        if layout.pp * each > self.config.num_layers:
-            raise ValueError(
-                f"pp ({layout.pp}) x {each} stages a rank = {layout.pp * each} stages, but {self.config.name} has "
-                f"{self.config.num_layers} layers, and each stage needs one"
-            )
-
-    def layers_of_stage(self, layout: Layout) -> None:
-        if layout.layers_of_stage is not None:
-            check_layers(self.config, layout.layers_of_stage)
-
-    def tied_ends(self, layout: Layout) -> None:
-        each = stages_per_rank(layout.schedule, layout.v)
-        together = layout.schedule in ("zbv", "dualpipe_v") or (layout.pp == 1 and each > 1)
-        if self.config.tied and layout.zero_stage and together:
-            raise ValueError(
-                f"{self.config.name} ties embedding and head, which {layout.schedule} with pp ({layout.pp}) puts into "
-                f"two stages of one rank: this engine does not shard with zero_stage ({layout.zero_stage}) "
-                "a weight that both share"
-            )
-
-    def positions(self, layout: Layout) -> None:
-        if self.seq_len is not None and self.config.family == "gpt" and self.seq_len > self.config.max_seq_len:
-            raise ValueError(
-                f"seq_len ({self.seq_len}) exceeds the learned positions of {self.config.name} "
-                f"({self.config.max_seq_len}); choose at most {self.config.max_seq_len}"
-            )
-
-    def length(self, layout: Layout) -> None:
-        if self.seq_len is not None:
-            check_context(self.seq_len, layout.cp, layout.cp_sharding if layout.cp > 1 else "contiguous")
-
-    def tokens_of_tp(self, layout: Layout) -> None:
-        if self.seq_len is not None and layout.folded and self.config.moe and self.seq_len // layout.cp % layout.tp:
-            raise ValueError(
-                f"seq_len ({self.seq_len}) / cp ({layout.cp}) must be a multiple of tp ({layout.tp}): with whole "
-                "experts (expert_tp 1) the ranks of tp route equally many tokens each"
-            )
+def _features(config: ModelConfig, layout: Layout) -> str | None:
+    widths = {"d_ff": config.d_ff, "vocab_size": config.vocab_size}
+    if config.moe is not None and not layout.folded:
+        widths["d_expert"] = config.moe.d_expert
+    for field, width in widths.items():
+        if min(piece_sizes(width, layout.tp)) == 0:
+            return f"{field} ({width}) leaves a rank of tp ({layout.tp}) with none"
 
 
-def model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]:
+def _heads_for_ulysses(config: ModelConfig, layout: Layout) -> str | None:
+    if layout.cp > 1 and layout.cp_method == "ulysses":
+        heads, kv_heads = config.num_heads // layout.tp, max(config.num_kv_heads // layout.tp, 1)
+        try:
+            check_ulysses(heads, kv_heads, layout.cp)
+        except ValueError as error:
+            of_rank = f" (with tp {layout.tp} a rank has {heads} heads, {kv_heads} of keys and values)"
+            return f"{error}{of_rank if layout.tp > 1 else ''}"
+
+
+def _experts(config: ModelConfig, layout: Layout) -> str | None:
+    if config.moe is not None:
+        fold, cut = _fold(layout), 1 if layout.folded else layout.tp
+        check_expert_parallel(config, layout.data_size * fold, layout.ep, cut, None, layout.expert_method)
+    elif layout.ep > 1:
+        return f"ep ({layout.ep}) spreads experts, but {config.name} has 0 of them"
+
+
+def _stages(config: ModelConfig, pp: Callable[[Layout], int], layout: Layout) -> str | None:
+    each, has, need = (
+        _stages_of_rank(layout),
+        f"{config.name} has {config.num_layers} layers",
+        "and each stage needs one",
+    )
+    if pp(layout) * each > config.num_layers:
+        if pp(layout) == 1:
+            return f"{layout.schedule} with v ({layout.v}) has {each} stages a rank, but {has} in all, {need}"
+        return f"pp ({layout.pp}) x {each} stages a rank = {layout.pp * each} stages, but {has}, {need}"
+
+
+def _tied_ends(config: ModelConfig, layout: Layout) -> str | None:
+    together = layout.schedule in ("zbv", "dualpipe_v") or (layout.pp == 1 and _stages_of_rank(layout) > 1)
+    if config.tied and layout.zero_stage and together:
+        return (
+            f"{config.name} ties embedding and head, which {layout.schedule} with pp ({layout.pp}) puts into two "
+            f"stages of one rank: this engine does not shard with zero_stage ({layout.zero_stage}) a weight that both "
+            "share"
+        )
+
+
+def _routed_tokens(config: ModelConfig, seq_len: int, layout: Layout) -> str | None:
+    if layout.folded and config.moe and seq_len // layout.cp % layout.tp:
+        return (
+            f"seq_len ({seq_len}) / cp ({layout.cp}) must be a multiple of tp ({layout.tp}): with whole experts "
+            "(expert_tp 1) the ranks of tp route equally many tokens each"
+        )
+
+
+def _model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]:
     """What this model needs of a layout; what no other layout would fix comes first."""
-    of = _Model(config, seq_len)
+    family = f"{config.name} is of the {config.family} family; layouts know {', '.join(FAMILIES)}"
+    checks = [
+        (lambda of: config.family not in FAMILIES and family, ()),
+        (lambda of: check_heads(config.num_heads, config.num_kv_heads, of.tp), ("tp",)),
+        (partial(_features, config), ("tp",)),
+        (partial(_heads_for_ulysses, config), ("cp", "cp_method")),
+        (partial(_experts, config), ("ep",)),
+        (partial(_stages, config, lambda of: 1), ("v", "schedule")),
+        (partial(_stages, config, lambda of: of.pp), ("pp", "v")),
+        (lambda of: of.layers_of_stage and check_layers(config, of.layers_of_stage), ("layers_of_stage",)),
+        (partial(_tied_ends, config), ("zero_stage", "schedule")),
+    ]
+    if seq_len is None:
+        return checks
+    most = config.max_seq_len if config.family == "gpt" else seq_len
+    positions = f"seq_len ({seq_len}) exceeds the learned positions of {config.name} ({most}); choose at most {most}"
     return [
-        (of.family, ()),
-        (of.positions, ()),
-        (of.heads, ("tp",)),
-        (of.features, ("tp",)),
-        (of.heads_for_ulysses, ("cp", "cp_method")),
-        (of.experts, ("ep",)),
-        (of.stages_of_a_rank, ("v", "schedule")),
-        (of.stages, ("pp", "v")),
-        (of.layers_of_stage, ("layers_of_stage",)),
-        (of.tied_ends, ("zero_stage", "schedule")),
-        (of.length, ("cp",)),
-        (of.tokens_of_tp, ("expert_tp", "ep", "tp")),
+        (lambda of: seq_len > most and positions, ()),
+        *checks,
+        (lambda of: check_context(seq_len, of.cp, of.cp_sharding if of.cp > 1 else "contiguous"), ("cp",)),
+        (partial(_routed_tokens, config, seq_len), ("expert_tp", "ep", "tp")),
     ]
 
 
@@ -291,16 +252,21 @@ def model_checks(config: ModelConfig, seq_len: int | None = None) -> list[Check]
 
 def _raise_first(layout: Layout, checks: Sequence[Check], config: ModelConfig | None = None) -> None:
     for index, (check, names) in enumerate(checks):
-        try:
-            check(layout)
-        except ValueError as error:
-            if NEAREST in str(error):
-                raise
+        refusal = _refusal(check, layout)
+        if refusal and _NEAREST not in refusal:
             # what passes all, else what passes so far, so that who follows the advice comes further, else this one
-            for needed in (checks, checks[:index], []):
-                if nearest := _nearest(layout, names, [checks[index], *needed], config):
-                    raise ValueError(f"{error}{NEAREST}{' or '.join(nearest)}") from None
-            raise
+            options = (_nearest(layout, names, [checks[index], *more], config) for more in (checks, checks[:index], []))
+            refusal += next((_NEAREST + " or ".join(nearest) for nearest in options if nearest), "")
+        if refusal:
+            raise ValueError(refusal)
+
+
+def _refusal(check: Callable, layout: Layout) -> str | None:
+    """Why a layout does not pass a check, which says so or raises."""
+    try:
+        return check(layout)
+    except ValueError as error:
+        return str(error)
 
 
 def _nearest(layout: Layout, names: Sequence[str], needed: Sequence[Check], config: ModelConfig | None) -> list[str]:
@@ -318,14 +284,14 @@ def _candidates(layout: Layout, name: str, config: ModelConfig | None) -> list[I
     value = getattr(layout, name)
     if name in SIZES or name == "zero_stage":
         value, lowest = _whole(value), int(name != "zero_stage")
-        highest = min(2 * max(value, 0) + 2 * _whole(layout.pp) + _whole(layout.ep) + 8, FARTHEST)
-        return [range(min(value, FARTHEST), lowest - 1, -1), range(max(value + 1, lowest), highest + 1)]
+        highest = min(2 * max(value, 0) + 2 * _whole(layout.pp) + _whole(layout.ep) + 8, _FARTHEST)
+        return [range(min(value, _FARTHEST), lowest - 1, -1), range(max(value + 1, lowest), highest + 1)]
     if name == "order":
         return [[AXES]]
     if name == "expert_tp":
         return [[1, layout.tp]]
     if name == "layers_of_stage":
-        stages = layout.pp * stages_per_rank(layout.schedule, layout.v)
+        stages = layout.pp * _stages_of_rank(layout)
         total = config.num_layers if config else sum(value) if isinstance(value, tuple) else 0
         return [[tuple(even_layers(total, stages))] if total >= stages else [None]]
     close = difflib.get_close_matches(str(value), map(str, CHOICES[name]), n=1)
@@ -345,12 +311,7 @@ def _changed(layout: Layout, name: str, value: object) -> Layout:
 
 
 def _passes(layout: Layout, checks: Sequence[Check]) -> bool:
-    try:
-        for check, _ in checks:
-            check(layout)
-    except ValueError:
-        return False
-    return True
+    return not any(_refusal(check, layout) for check, _ in checks)
 
 
 def as_text(value: object) -> str:

@@ -100,14 +100,12 @@ def check_choice(num_experts: Size, top_k: Size, num_groups: Size = 1, max_group
         )
 
 
-@checked
 def check_ep(dp_size: Size, ep_size: Size) -> None:
     """Raises ValueError if ep neighbours each do not make up the ranks of dp."""
     if dp_size % ep_size:
         raise ValueError(f"ep ({ep_size}) must divide the {dp_size} ranks of dp; choose ep from {_divisors(dp_size)}")
 
 
-@checked
 def check_expert_parallel(
     config: ModelConfig,
     dp_size: Size,

@@ -136,16 +136,6 @@ class Mesh:
         first_ranks = [rank for rank in range(self.world_size) if self.coordinates(rank)[axis] == 0]
         return [self.ranks_along(axis, rank) for rank in first_ranks]
 
-    def describe(self) -> str:
-        """A table with one line a rank: its coordinates and, for each axis longer than 1, whom it talks to."""
-        long_axes = [axis for axis in self.order if getattr(self, axis) > 1]
-        lines = [" x ".join(f"{axis} {size}" for axis, size in self.sizes.items()) + f" = {self.world_size} ranks"]
-        for rank in range(self.world_size):
-            here = self.coordinates(rank)
-            talks = "   ".join(f"{axis} {here[axis]} with {self.ranks_along(axis, rank)}" for axis in long_axes)
-            lines.append(f"rank {rank}: {talks}".rstrip(": "))
-        return "\n".join(lines)
-
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(
@@ -158,7 +148,6 @@ def _check_axis(axis: str) -> None:
         raise ValueError(f"axis {axis!r} is not one of {', '.join(AXES)}")
 
 
-@checked
 def check_order(order: Sequence[str]) -> None:
     """Raises ValueError unless `order` names each of the four axes once."""
     if not isinstance(order, list | tuple) or sorted(map(str, order)) != sorted(AXES):
@@ -172,7 +161,6 @@ def _neighbours_and_peers(ranks: list[int], rank: int, parts: int) -> tuple[list
     return ranks[run * size : (run + 1) * size], ranks[place::size]
 
 
-@checked
 def check_replicas(dp: Size, cp: Size, ep_size: Size, replicas: Size, fold: Size = 1) -> None:
     """Raises ValueError unless the ranks that have the same experts make up so many equal groups, and data does.
 
@@ -187,7 +175,6 @@ def check_replicas(dp: Size, cp: Size, ep_size: Size, replicas: Size, fold: Size
         )
 
 
-@checked
 def check_ep_size(dp: Size, cp: Size, ep_size: Size, fold: Size = 1) -> None:
     """Raises ValueError unless ep neighbours each make up the ranks of data, or of data and `fold` ranks of tp."""
     product, sizes, size = _carved(dp, cp, fold)

@@ -49,7 +49,6 @@ def even_layers(num_layers: Size, num_stages: Size) -> list[int]:
     return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
 
 
-@checked
 def layers_by_cost(config: ModelConfig, num_stages: Size, head_cost: Amount = 0.95) -> list[int]:
     """Layers of each stage as nanotron cuts a model: a stage is full once it has its share of the parameters.
 
@@ -94,7 +93,6 @@ def check_layers(config: ModelConfig, layers: Sequence[Count]) -> None:
         raise ValueError(f"layers {list(layers)} must each be 1 or more, and {config.num_layers} together")
 
 
-@checked
 def check_num_stages(num_layers: Size, num_stages: Size) -> None:
     """Raises ValueError unless each stage can have a layer."""
     if not 1 <= num_stages <= num_layers:

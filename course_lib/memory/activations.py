@@ -28,7 +28,7 @@ from course_lib.config import ModelConfig, require_dense
 from course_lib.engines import ENGINES, Engine
 from course_lib.layout import Layout
 from course_lib.layout.partition import piece_sizes
-from course_lib.memory.moe import narrow_experts
+from course_lib.memory.ranks import narrow
 from course_lib.memory.run import Run
 from course_lib.memory.states import Recipe, parameter_shapes, recipe_of
 
@@ -123,7 +123,7 @@ def part_of(run: Run, tp_rank: int = 0, load: float = 1.0, engine: Engine = ENGI
     """What a rank computes, and in which widths."""
     layout, tokens = run.layout, run.seq_len // run.layout.cp
     own = piece_sizes(tokens, layout.tp)[tp_rank] if layout.sequence_parallel else tokens
-    local = narrow_experts(run.config, layout.tp, tp_rank)
+    local = narrow(run.config, layout.tp, tp_rank)
     return Part(run.config, local, layout, run, layout.micro_batch * tokens, layout.micro_batch * own, load, engine)
 
 
@@ -141,7 +141,7 @@ def layer_terms(part: Part, layer: int, recompute: str | None = None) -> tuple[T
     if recompute == "full":
         terms = {"block input": part.own_rows * D * part.r}
         moe = part.local.moe
-        if has_experts(part, layer):  # the module holds its routing until the next one
+        if part.config.has_experts(layer):  # the module holds its routing until the next one
             terms["routing"] = part.routed * (moe.num_experts * FP32 + moe.top_k * (INT64 + FP32 + MASK))
         return terms, {}
     if operators:
@@ -150,7 +150,7 @@ def layer_terms(part: Part, layer: int, recompute: str | None = None) -> tuple[T
     first, second = _attention_terms(part, recompute, below), {}
     if behind:
         second = dict(zip(("residual", "second norm's statistics"), part.norm(part.own_rows, D, part.r), strict=True))
-    second |= _expert_terms(part) if has_experts(part, layer) else _mlp_terms(part, reached=behind)
+    second |= _expert_terms(part) if part.config.has_experts(layer) else _mlp_terms(part, reached=behind)
     return first | {"dropout masks": masks * behind}, second | {"MLP's dropout mask": masks}
 
 
@@ -159,11 +159,6 @@ def _reached(part: Part, layer: int) -> tuple[bool, bool]:
     if part.run.lora is None or layer > 0:
         return True, True
     return False, any(part.saves(f"attention.{name}") for name in (*part.readers, "q_up", "kv_up", "o"))
-
-
-def has_experts(part: Part, layer: int) -> bool:
-    """Whether experts are in the place of the layer's MLP."""
-    return part.config.has_experts(layer)
 
 
 def _attention_terms(part: Part, recompute: str, reached: bool) -> Terms:
@@ -325,7 +320,7 @@ def waiting_terms(part: Part, layer: int) -> tuple[int, int]:
     else:
         numel += rows * (D + (N + 2 * K) * H)
     inside = rows * (2 * D + (3 if two else 2) * c.d_ff)
-    if has_experts(part, layer):
+    if part.config.has_experts(layer):
         moe = c.moe
         inside = round(part.routed * moe.top_k * part.load) * (2 * D + 3 * part.d_expert)
         inside += rows * (2 * D + 3 * moe.num_shared_experts * moe.d_expert) if moe.num_shared_experts else 0
@@ -385,25 +380,9 @@ def block_terms(
     Raises   ValueError if attention or precision is unknown, or the model has experts or latent attention
     """
     require_dense(config, "block_terms")
-    check_attention(attention)
     run = Run(config, Layout(), min(seq_len, config.max_seq_len), precision, attention, "cpu")
     part = Part(config, config, run.layout, run, 1, 1, 1.0, ENGINES["course"])
     first, second = layer_terms(part, 0)
     terms = {name: size for name, size in (first | second).items() if not name.startswith("casts")}
     terms["dropout masks"] += terms.pop("MLP's dropout mask")
     return terms
-
-
-def logits_bytes(config: ModelConfig, batch_size: int, seq_len: int) -> int:
-    """Predict what the loss saves: log-probabilities in FP32, 4 s b V bytes, whatever the logits' dtype.
-
-    An encoder has no vocabulary head, hence none. Losses elsewhere save 2 bytes per element (all in BF16) to 6 (the
-    BF16 logits as well).
-    """
-    return 0 if config.family == "xlmr" else batch_size * seq_len * config.vocab_size * FP32
-
-
-def check_attention(attention: str) -> None:
-    """Raises ValueError unless the models know this kind of attention."""
-    if attention not in ("fused", "standard"):
-        raise ValueError(f"attention is {attention!r}; choose from fused, standard")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -22,7 +22,6 @@ from course_lib.memory.activations import (
     Part,
     Terms,
     first_terms,
-    has_experts,
     last_terms,
     layer_terms,
     rope_bytes,
@@ -32,62 +31,47 @@ from course_lib.memory.flats import Flat, Named, layers_of
 from course_lib.memory.states import LoRA, Recipe
 from course_lib.memory.zero import wire_grad_bytes
 
-NORM_TENSORS = 4  # in FP32, that RMSNorm's backward has at once; LayerNorm's is one kernel
+_NORM_TENSORS = 4  # in FP32, that RMSNorm's backward has at once; LayerNorm's is one kernel
 
 
-class End(NamedTuple):
-    """A moment of the last stage's end: its work space, and what was saved and is free by then."""
+class Moment(NamedTuple):
+    """A moment of a backward: bytes beside all that the micro-batch saved, and its work space.
+
+    activations, logits   saved so much more then, or less: what is free already is negative
+    experts               whether gradients of experts are on their way
+    waiting               after the first part of a split backward: what gradients of weights need by then
+    """
 
     name: str
-    work: int
-    freed: int = 0
-    freed_logits: int = 0
-    behind_loss: bool = True
-    behind_head: bool = False
-    adds_up: bool = False  # when the head's gradient is put where it is kept or sent from
-
-
-class LayerMoment(NamedTuple):
-    """A moment of a layer's backward: what it adds to all that the layer saved, and its work space."""
-
     activations: int
-    temporary: int
-    experts: bool = False  # whether gradients of experts are on their way
+    logits: int
+    work: int
+    experts: bool = False
+    waiting: int = 0
 
 
 @dataclass(frozen=True)
 class Stage:
     """Bytes of one micro-batch on one stage.
 
-    start, layers, end   saved by the embedding, with RoPE's tables and targets; by all layers; by final norm and head
-    first, last          saved by that layer; `again_` what recomputation makes besides
-    moments_             of its backward
-    waiting              between the two parts of a split backward; `waiting_end` of that the head's, `waiting_first`
-    stream               a gradient of the residual stream
+    activations, logits   saved from its forward to its backward pass
+    waiting               between the two parts of a split backward: what gradients of weights need
+    moments               of its backward
+    loss                  work space of the loss's forward
+    moved                 off the device, of all that is saved
     """
 
-    start: int
-    layers: int
-    end: int
+    activations: int
     logits: int
-    first: int
-    last: int
-    again_first: int
-    again_last: int
-    moments_first: tuple[LayerMoment, ...]
-    moments_last: tuple[LayerMoment, ...]
     waiting: int
-    waiting_end: int
-    waiting_first: int
-    stream: int
-    ends: tuple[End, ...]
-    loss_forward: int
-    moved: int = 0  # off the device, of all that is saved
+    moments: tuple[Moment, ...]
+    loss: int
+    moved: int = 0
 
     @property
-    def activations(self) -> int:
-        """What one micro-batch saves, logits aside."""
-        return self.start + self.layers + self.end
+    def total(self) -> int:
+        """What is there when backward starts."""
+        return self.activations + self.logits
 
 
 @lru_cache(maxsize=2048)
@@ -95,73 +79,55 @@ def stage_of(part: Part, stage: int, split: bool) -> Stage:
     """The sums of one stage; `split`: its gradients of weights may wait."""
     counts = layers_of(part.config, part.layout)
     layers = range(sum(counts[:stage]), sum(counts[: stage + 1]))
-    is_last, again = stage == len(counts) - 1, part.layout.recompute == "full" or part.run.operators
-    end, logits = last_terms(part) if is_last else ({}, 0)
-    sorts = _sorts(part, layers)
+    is_last, away = stage == len(counts) - 1, part.run.offload.activations != "device"
+    terms, logits = last_terms(part) if is_last else ({}, 0)
+    to_the_end = terms.pop("targets", 0) if part.layout.tp == 1 else 0  # the micro-batch has them until it is done
+    sorts, whole = _sorts(part, layers), part.layout.recompute == "full" or part.run.operators
+    first, last = layers[0], layers[-1] if layers[-1] in sorts else layers[0]
     saved = {layer: _sum(layer_terms(part, layer)) for layer in sorts}
-    whole = {layer: _made_again(part, layer) - saved[layer] if again else 0 for layer in sorts}
-    last = layers[-1] if layers[-1] in sorts else layers[0]
+    again = {layer: whole * (_made_again(part, layer) - saved[layer]) for layer in sorts}
     waits = {layer: split * sum(waiting_terms(part, layer)) for layer in sorts}
     of_head = split * is_last * part.rows * (part.config.d_model + part.local.vocab_size) * part.e
-    to_the_end = end.pop("targets", 0) if part.layout.tp == 1 else 0  # the micro-batch has them until it is done
-    found = Stage(
-        start=rope_bytes(part) + (sum(first_terms(part).values()) if stage == 0 else 0) + to_the_end,
-        layers=sum(count * saved[layer] for layer, count in sorts.items()),
-        end=sum(end.values()),
-        logits=logits,
-        first=saved[layers[0]],
-        last=saved[last],
-        again_first=whole[layers[0]],
-        again_last=whole[last],
-        moments_first=layer_moments(part, layers[0], split),
-        moments_last=layer_moments(part, last, split),
-        waiting=sum(count * waits[layer] for layer, count in sorts.items()) + of_head,
-        waiting_end=of_head,
-        waiting_first=waits[layers[0]],
-        stream=part.own_rows * part.config.d_model * part.r,
-        ends=tuple(_ends(part, end, logits)) if is_last else (),
-        loss_forward=logits // part.fp32 * (part.e + (part.fp32 if part.e < part.fp32 else 0)),
+    waiting = sum(count * waits[layer] for layer, count in sorts.items()) + of_head
+    ends = _ends(part, terms.get("input of the head", 0), logits, of_head) if is_last else []
+    start = rope_bytes(part) + (sum(first_terms(part).values()) if stage == 0 else 0)
+    end, all_layers = sum(terms.values()), sum(count * saved[layer] for layer, count in sorts.items())
+    moved = (start + all_layers + end + logits) * away
+    inside = {layer: _layer_moments(part, layer, split) for layer in {first, last}}
+    loss = logits // part.fp32 * (part.e + part.fp32 * (part.e < part.fp32))
+    if away:  # backward has what comes back for one operator
+        ends = [one._replace(activations=logits * (one.name == "loss"), logits=0) for one in ends]
+        inside = dict.fromkeys(inside, _come_back(part, any(part.config.has_experts(layer) for layer in layers)))
+        start = all_layers = end = logits = 0
+        saved = again = dict.fromkeys(sorts, 0)
+
+    def of_layer(name: str, layer: int, freed: int, waits: int) -> list[Moment]:
+        more = again[layer] - freed - end
+        changes = {"name": name, "logits": -logits, "waiting": waits}
+        return [one._replace(activations=more + one.activations, **changes) for one in inside[layer]]
+
+    stream = part.own_rows * part.config.d_model * part.r
+    moments = (
+        *ends,
+        *of_layer("last layer", last, 0, of_head),
+        *of_layer("first layer", first, all_layers - saved[first], waiting - waits[first]),
+        Moment("embedding", -all_layers - end, -logits, stream, True, waiting),
     )
-    return _offloaded(part, found, layers, to_the_end) if part.run.offload.activations != "device" else found
+    return Stage(start + to_the_end + all_layers + end, logits, waiting, moments, loss, moved)
 
 
-def _offloaded(part: Part, stage: Stage, layers: range, stays: int) -> Stage:
-    """What backward has of saved tensors that wait off the device: those of one operator, come back."""
-    numel, core = part.rows * part.local.d_ff * part.e, sum(_attention_of_core(part))
-    two = part.config.family == "llama"
-    moments = [
-        LayerMoment(numel * (1 + two), stage.stream + numel * (2 + two)),
-        LayerMoment(core, stage.stream + _core_work(part)),
-    ]
-    if any(has_experts(part, layer) for layer in layers):
-        rows = part.routed * part.local.moe.top_k * part.config.d_model * part.e
-        moments.append(LayerMoment(rows, stage.stream + 3 * rows))
-    ends = tuple(end._replace(freed=-stage.logits * (not end.behind_loss), freed_logits=0) for end in stage.ends)
-    return replace(
-        stage,
-        start=stays,
-        layers=0,
-        end=0,
-        logits=0,
-        first=0,
-        last=0,
-        again_first=0,
-        again_last=0,
-        moments_first=tuple(moments),
-        moments_last=tuple(moments),
-        ends=ends,
-        moved=stage.activations + stage.logits - stays,
-    )
-
-
-def _attention_of_core(part: Part) -> tuple[int, int]:
-    first, _ = layer_terms(part, 0, "none")
-    return first["core"], first["input of o"]
+def _come_back(part: Part, experts: bool) -> tuple[Moment, ...]:
+    """The moments of a layer whose saved tensors wait off the device."""
+    D, e, two, terms = part.config.d_model, part.e, part.config.family == "llama", layer_terms(part, 0, "none")[0]
+    numel, rows = part.rows * part.local.d_ff * e, part.routed * part.local.moe.top_k * D * e if experts else 0
+    sizes = [(numel * (1 + two), numel * (2 + two)), (terms["core"] + terms["input of o"], _core_work(part))]
+    sizes += [(rows, 3 * rows)] * experts
+    return tuple(Moment("", back, 0, part.own_rows * D * part.r + work) for back, work in sizes)
 
 
 def _sorts(part: Part, layers: range) -> dict[int, int]:
     """Layers that save the same: one of them, and how many; the first and the last of a stage are among them."""
-    sort = {layer: (has_experts(part, layer), part.run.lora is not None and layer == 0) for layer in layers}
+    sort = {layer: (part.config.has_experts(layer), part.run.lora is not None and layer == 0) for layer in layers}
     found = {sort[layer]: layer for layer in layers}
     found[sort[layers[0]]] = layers[0]
     if sort[layers[-1]] != sort[layers[0]]:
@@ -173,7 +139,7 @@ def _sorts(part: Part, layers: range) -> dict[int, int]:
 def _made_again(part: Part, layer: int) -> int:
     """What a layer has saved when it has run a second time; a router's routing then is there twice, but smaller."""
     terms, moe = _sum(layer_terms(part, layer, "none")), part.local.moe
-    if not has_experts(part, layer):
+    if not part.config.has_experts(layer):
         return terms
     twice = layer_terms(part, layer)[0].get("routing", 0) - part.routed * moe.top_k * (FP32 + MASK)
     return terms + twice - (part.routed * moe.num_experts * part.fp32 if moe.score == "sigmoid" else 0)
@@ -187,7 +153,7 @@ def _sum(terms: tuple[Terms, Terms]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def layer_moments(part: Part, layer: int, split: bool) -> tuple[LayerMoment, ...]:
+def _layer_moments(part: Part, layer: int, split: bool) -> tuple[Moment, ...]:
     """The fullest moment of a layer's backward; and those at which experts' gradients, or a core again, are there."""
     selective = part.layout.recompute == "selective"
     first, second = layer_terms(part, layer, "selective" if selective else "none")
@@ -202,16 +168,16 @@ def layer_moments(part: Part, layer: int, split: bool) -> tuple[LayerMoment, ...
             again = whole["core"] - first["input of o"]
         elif part.layout.cp == 1 and part.local.head_dim < part.local.value_dim:  # queries and keys, filled up
             again += 2 * rows * part.local.num_heads * part.local.head_dim * e - first["input of o"]
-    core = LayerMoment(freed + again - first.get("dropout masks", 0), stream + _core_work(part))
-    found = [core, LayerMoment(freed + second.get("residual", 0), stream * 2 + part.own_rows * D * _norm_bytes(part))]
-    if not has_experts(part, layer):
+    core = Moment("", freed + again - first.get("dropout masks", 0), 0, stream + _core_work(part))
+    norm = Moment("", freed + second.get("residual", 0), 0, stream * 2 + part.own_rows * D * _norm_bytes(part))
+    if not part.config.has_experts(layer):
         works, late = [gathered + work for work in _mlp_work(part, part.local.d_ff, split)], ()
     else:
         works, work = _expert_work(part, second, split, gathered)
-        late = (LayerMoment(0, stream + work, True),)
-    found += [LayerMoment(0, stream + work) for work in works]
-    most = max(found, key=sum)
-    return (*dict.fromkeys((LayerMoment(0, stream), most, core if again else most)), *late)
+        late = (Moment("", 0, 0, stream + work, True),)
+    found = [core, norm, *(Moment("", 0, 0, stream + work) for work in works)]
+    most = max(found, key=lambda one: one.activations + one.work)
+    return (*dict.fromkeys((Moment("", 0, 0, stream), most, core if again else most)), *late)
 
 
 def _mlp_work(part: Part, width: int, split: bool) -> list[int]:
@@ -263,31 +229,27 @@ def _core_work(part: Part) -> int:
 
 
 def _norm_bytes(part: Part) -> int:
-    return NORM_TENSORS * max(FP32, part.r) if part.config.family == "llama" else part.r
+    return _NORM_TENSORS * max(FP32, part.r) if part.config.family == "llama" else part.r
 
 
-def _ends(part: Part, end: Terms, logits: int) -> list[End]:
-    """The loss, the head's backward, the final norm's."""
-    D, V, rows, own, e, facts = (
-        part.config.d_model, part.local.vocab_size, part.rows, part.own_rows, part.e, part.engine,
-    )  # fmt: skip
-    norm = End(
-        "final norm", own * D * (part.r + _norm_bytes(part)), end.get("input of the head", 0), logits, behind_head=True
-    )
+def _ends(part: Part, read: int, logits: int, waiting: int) -> list[Moment]:
+    """The loss, the head's backward, the final norm's; of what the head reads, and of what waits of it."""
+    D, V, rows, e, engine = part.config.d_model, part.local.vocab_size, part.rows, part.e, part.engine
+    stream, of_norm = rows * D * e, part.own_rows * D * (part.r + _norm_bytes(part))
+    norm = Moment("final norm", -read, -logits, of_norm, waiting=waiting)
     if part.config.family == "xlmr":
         return [norm]
     tp, numel = part.layout.tp > 1, rows * V // part.run.loss_chunks
     if e == part.fp32:  # no copy in a wider dtype
         loss = numel * e * (1 if tp else 2)
     else:
-        loss = int(numel * ((facts.tp_loss_bytes if tp else facts.loss_bytes) - FP32))
+        loss = int(numel * ((engine.tp_loss_bytes if tp else engine.loss_bytes) - FP32))
     matrix = 0 if part.run.lora is not None else V * D * e
     widened = matrix // e * FP32 if part.casts else 0
-    stream, read = rows * D * e, end["input of the head"]
     return [
-        End("loss", loss, behind_loss=False),
-        End("head", numel * e + stream + matrix, 0, logits),
-        End("head's gradient", stream + matrix + widened, read, logits, adds_up=True),
+        Moment("loss", 0, 0, loss),
+        Moment("head", 0, -logits, numel * e + stream + matrix),
+        Moment("head's gradient", -read, -logits, stream + matrix + widened),
         norm,
     ]
 
@@ -295,41 +257,36 @@ def _ends(part: Part, end: Terms, logits: int) -> list[End]:
 # ---- gradients, and parameters that are whole
 
 
+class Arrived(NamedTuple):
+    """Bytes of gradients, and of whole parameters, at a moment of a backward.
+
+    there     of a first backward, in which a bucket is there from its first gradient on
+    leaving   whole gradients on their way, with ZeRO-2 and 3; `experts` those of experts
+    whole     ZeRO-3: whole parameters
+    tied      a tied head's gradient, which waits for the embedding's
+    """
+
+    there: int = 0
+    leaving: int = 0
+    experts: int = 0
+    whole: int = 0
+    tied: int = 0
+
+
 @dataclass(frozen=True)
 class Gradients:
     """Bytes of one stage's gradients, and of what ZeRO puts together.
 
-    held       once a backward has gone through: whole, or this rank's shards
-    norms      of that, once the first part of a split backward has
-    at_        of that, in a first backward at that moment: a bucket is there from its first gradient on
-    embed      the embedding's as it comes, before it is added or sent; `tied` the head's that waits for it
-    largest    of one matrix
-    leaving_   ZeRO-2 and 3: whole gradients on their way, at that moment; `experts_` those of experts
-    whole_     ZeRO-3: whole parameters at that moment
+    held      once a backward has gone through: whole, or this rank's shards
+    norms     of that, once the first part of a split backward has
+    largest   of one matrix
+    at        at each moment of a backward
     """
 
     held: int
     norms: int
-    at_end: int
-    at_last: int
-    at_first: int
-    at_start: int
-    embed: int
-    tied: int
     largest: int
-    leaving_end: int = 0
-    leaving_last: int = 0
-    leaving_first: int = 0
-    leaving_embed: int = 0
-    experts_last: int = 0
-    experts_first: int = 0
-    whole_end: int = 0
-    whole_last: int = 0
-    whole_first: int = 0
-    whole_embed: int = 0
-
-
-Units = tuple[str, str, list[str]]  # the first layer's, the last one's, all of a stage
+    at: dict[str, Arrived]
 
 
 def _is_at_once(name: str) -> bool:
@@ -358,14 +315,9 @@ def gradients_of(of: Trained, tensors: Sequence[Named], flats: Sequence[Flat]) -
     units = list(dict.fromkeys(one.unit for one in tensors))
     first = units[min(1, len(units) - 1) if "embed" in units else 0]
     last = units[-2 if "end" in units and len(units) > 1 else -1]
-    tied_here = of.config.tied and of.num_stages == 1 and of.config.family != "xlmr"
-    embed = max((one.numel for one in tensors if one.name == "embed"), default=0)
-    common = {
-        "embed": raw * embed,
-        "tied": raw * embed if tied_here and of.lora is None else 0,
-        "largest": raw * max((one.numel for one in tensors), default=0),
-    }
-
+    embed = raw * max((one.numel for one in tensors if one.name == "embed"), default=0)
+    tied = embed if of.config.tied and of.num_stages == 1 and of.config.family != "xlmr" and of.lora is None else 0
+    sent = {one.name for flat in in_flats for one in flat.tensors}
     late = {first, units[min(units.index(first) + 1, len(units) - 1)] if zero == 3 else first}
 
     def arrival(one: Named) -> int:
@@ -378,24 +330,31 @@ def gradients_of(of: Trained, tensors: Sequence[Named], flats: Sequence[Flat]) -
 
     groups = [(flat.tensors, wire * flat.padded // (flat.ranks if zero > 1 else 1)) for flat in in_flats]
     if not zero and not always:
-        sent = {one.name for flat in in_flats for one in flat.tensors}
         groups += [((one,), raw * one.numel) for one in tensors if one.name not in sent]
     there, at_once = [0] * 5, 0
     for group, size in groups:
         there[(max if zero > 1 else min)(arrival(one) for one in group)] += size  # shards come when a bucket is sent
         at_once += size * any(_is_at_once(one.name) for one in group)
-    at_end, at_last, at_first, at_start, held = accumulate(there if zero < 2 else [0, 0, sum(there[:3]), *there[3:]])
-    if embed and not any(one.name == "embed" for flat in in_flats for one in flat.tensors):
-        common["embed"] = 0 if always or not zero else common["embed"]
-    held = held, at_once, at_end, at_last, at_first, at_start
-    if zero < 2:
-        return Gradients(*held, **common)
+    *there, held = accumulate(there if zero < 2 else [0, 0, sum(there[:3]), *there[3:]])
+    leaving = [Arrived()] * 4  # at the end, in the last layer, in the first, at the embedding
     if zero == 2:
-        return _by_buckets(held, common, flats, wire)
-    return _by_units(raw, held, common, flats, wire, (first, last, units))
+        leaving = _by_buckets(flats, wire)
+    if zero == 3:
+        leaving = _by_units(flats, wire, raw, (first, last, units[::-1]), tied)
+    end, in_last, in_first, start = (one._replace(there=size) for one, size in zip(leaving, there, strict=True))
+    at = {
+        "loss": Arrived(),
+        "head": Arrived(whole=end.whole),
+        "head's gradient": end,
+        "final norm": end._replace(leaving=0, tied=tied),
+        "last layer": in_last._replace(tied=tied),
+        "first layer": in_first._replace(tied=tied),
+        "embedding": start._replace(leaving=start.leaving + embed * ("embed" in sent), tied=2 * tied),
+    }
+    return Gradients(held, at_once, raw * max((one.numel for one in tensors), default=0), at)
 
 
-def _by_buckets(held: tuple[int, ...], common: dict[str, int], flats: Sequence[Flat], wire: int) -> Gradients:
+def _by_buckets(flats: Sequence[Flat], wire: int) -> list[Arrived]:
     """ZeRO-2: a bucket fills while the one before it is sent; that of norms is full at the end."""
     sizes = {flat: wire * flat.padded for flat in flats}
     slow = sum(size for flat, size in sizes.items() if flat.kind in ("norms", "head_norms"))
@@ -406,58 +365,26 @@ def _by_buckets(held: tuple[int, ...], common: dict[str, int], flats: Sequence[F
     for one, other in pairwise(inner if len(inner) > 1 else inner * 2):
         experts = "experts" in (one.kind, other.kind)
         pairs[experts] = max(pairs[experts], sizes[one] + sizes[other] * (other is not one))
-    dense = pairs[False] + slow
-    experts = max(0, pairs[True] - pairs[False])
-    return Gradients(
-        *held,
-        **common,
-        leaving_end=sum(sizes[flat] for flat in of["head"]),
-        leaving_last=dense,
-        leaving_first=dense,
-        leaving_embed=sum(sizes[flat] for flat in of["embed"]) + slow + (sizes[fast[-2]] if len(fast) > 1 else 0),
-        experts_last=experts,
-        experts_first=experts,
-    )
+    ends = {name: sum(sizes[flat] for flat in of[name]) for name in of}
+    ends["embed"] += slow + (sizes[fast[-2]] if len(fast) > 1 else 0)
+    layer = Arrived(leaving=pairs[False] + slow, experts=max(0, pairs[True] - pairs[False]))
+    return [Arrived(leaving=ends["head"]), layer, layer, Arrived(leaving=ends["embed"])]
 
 
 def _by_units(
-    raw: int,
-    held: tuple[int, ...],
-    common: dict[str, int],
-    flats: Sequence[Flat],
-    wire: int,
-    units: tuple[str, str, list[str]],
-) -> Gradients:
+    flats: Sequence[Flat], wire: int, raw: int, units: tuple[str, str, list[str]], tied: int
+) -> list[Arrived]:
     """ZeRO-3: a unit's gradients are made while those of the unit behind it are sent; it and the next are whole."""
-    first, last, order = units[0], units[1], units[2][::-1]
-    full, shard, experts = Counter(), Counter(), Counter()
+    first, last, order = units
+    full, shard, experts, found = Counter(), Counter(), Counter(), []
     for flat in flats:
         full[flat.unit] += flat.padded
         shard[flat.unit] += flat.padded // flat.ranks
         experts[flat.unit] += flat.padded * (flat.kind == "experts")
-    tied = full["embed"] if common["tied"] else 0
-    behind = dict(zip(order, [None, *order], strict=False))
-    ahead = dict(zip(order, [*order[1:], None], strict=True))
-
-    def leaving(unit: str) -> int:
-        before = behind[unit]
-        return wire * (full[unit] - experts[unit] + (full[before] + shard[before] if before else 0))
-
-    def together(unit: str, other: str | None) -> int:
-        return raw * (full[unit] + full[other] + tied * ("embed" not in (unit, other)))
-
-    start = "embed" if "embed" in order else first
-    return Gradients(
-        *held,
-        **common,
-        leaving_end=wire * full["end"],
-        leaving_last=leaving(last),
-        leaving_first=leaving(first),
-        leaving_embed=leaving(start) + wire * experts[start],
-        experts_last=wire * experts[last],
-        experts_first=wire * experts[first],
-        whole_end=together("end", ahead.get("end")),
-        whole_last=together(last, ahead[last]),
-        whole_first=together(first, ahead[first]),
-        whole_embed=together(start, None),
-    )
+    behind, ahead = dict(zip(order[1:], order, strict=False)), dict(pairwise(order))
+    for unit in ("end", last, first, "embed" if "embed" in order else first):
+        before, after = behind.get(unit), ahead.get(unit)
+        leaving = full[unit] - experts[unit] + full[before] + shard[before]
+        whole = full[unit] + full[after] + full["embed"] * (tied > 0 and "embed" not in (unit, after))
+        found.append(Arrived(leaving=wire * leaving, experts=wire * experts[unit], whole=raw * whole))
+    return found

@@ -1,6 +1,6 @@
 """How much memory a run needs: `budgets(run)`, one Budget for each rank of the pipeline. The only answer there is.
 
-states        parameters, gradients, optimizer: counted (states.py, zero.py, five_d.py)
+states        parameters, gradients, optimizer: counted (states.py, zero.py)
 the step      every other tensor: four moments of a step, the largest of which is the peak (peak.py)
 elsewhere     what was moved off the device
 overheads     what is there besides tensors: assumptions, with their sources
@@ -20,15 +20,13 @@ from course_lib.engines import ENGINES, Engine
 from course_lib.hardware import GPU, gpu
 from course_lib.layout import Layout
 from course_lib.memory.activations import Part, part_of
-from course_lib.memory.backward import Gradients, Trained, gradients_of, stage_of
-from course_lib.memory.five_d import states_of_flats
+from course_lib.memory.backward import Gradients, Stage, Trained, gradients_of, stage_of
 from course_lib.memory.flats import Named, adapters_of, cut_of, flats_of_ranks, placed_by, tensors_of
-from course_lib.memory.peak import moments, moved_bytes
-from course_lib.memory.pipeline import boundary_bytes
+from course_lib.memory.peak import Pieces, after_backward, moments, moved_bytes, pieces_of
+from course_lib.memory.ranks import boundary_bytes
 from course_lib.memory.run import Run
 from course_lib.memory.states import LoRA, StateBytes, has_step_counters, quantized_shapes, recipe_of, state_bytes
-from course_lib.memory.update import Pieces, after_backward, pieces_of
-from course_lib.memory.zero import bytes_by_place
+from course_lib.memory.zero import bytes_by_place, states_of_flats
 from course_lib.validate import Index, Size, checked, one_of, whole
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "temporary")
@@ -108,9 +106,7 @@ def largest_that_fits(budget_of: Callable[[int], Budget], gpu: GPU | str, multip
     def fit(count: int) -> bool:
         return fits(budget_of(count * multiple), gpu)
 
-    if not fit(1):
-        return 0
-    low, high = 1, 2
+    low, high = 0, 1
     while fit(high):
         low, high = high, 2 * high
     while high - low > 1:
@@ -133,9 +129,11 @@ def budgets(run: Run, tp_rank: int = 0, load: float = 1.0, engine: str = "course
 @lru_cache(maxsize=4096)
 def budget_of_rank(run: Run, pp_rank: int, tp_rank: int = 0, load: float = 1.0, engine: str = "course") -> Budget:
     """Predict the memory of one rank of the pipeline; arguments as `budgets` has them."""
-    check_seq_len(run.config, run.seq_len)
+    _check_seq_len(run.config, run.seq_len)
     whole("pp_rank", pp_rank, 0, run.layout.pp - 1)
     one_of("engine", engine, tuple(ENGINES))
+    if ENGINES[engine].log_first:
+        raise ValueError(f"{engine}'s memory is its log's, of the first stage alone: ask estimate.estimate for it")
     if not 0 <= load <= run.layout.ep:
         raise ValueError(f"load is {load}; required: 0 to ep ({run.layout.ep}), where all rows reach this rank")
     return _budget_of_rank(_under(run, ENGINES[engine]), pp_rank, tp_rank, load, ENGINES[engine])
@@ -145,11 +143,10 @@ def fullest_budget(run: Run, usable_bytes: float = float("inf"), engine: str = "
     """The budget of the fullest rank of a pipeline, or of the first that is found not to fit.
 
     One of three is the fullest: the first rank has most micro-batches in flight, the second may be the first with
-    experts, the last has the logits. Where an engine's log is of the first rank, it is that.
+    experts, the last has the logits.
     """
     last, fullest = run.layout.pp - 1, None
-    ranks = (0,) if ENGINES[engine].log_first else dict.fromkeys((0, last, min(1, last)))
-    for rank in ranks:
+    for rank in dict.fromkeys((0, last, min(1, last))):
         budget = budget_of_rank(run, rank, engine=engine)
         if fullest is None or budget.total_bytes > fullest.total_bytes:
             fullest = budget
@@ -174,33 +171,14 @@ def budget(
     return budgets(Run(config, layout, seq_len, recipe, attention, lora=lora))[0]
 
 
-@dataclass(frozen=True)
-class Saved:
-    """Bytes that one micro-batch leaves on one stage, from its forward to its backward pass.
-
-    waiting   between the two parts of a split backward: what the gradients of weights need
-    """
-
-    activations: int
-    logits: int
-    waiting: int
-
-    @property
-    def total(self) -> int:
-        """What is there when backward starts."""
-        return self.activations + self.logits
-
-
 @checked
-def saved_for_backward(run: Run, stage: int = 0, tp_rank: Index = 0) -> Saved:
+def saved_for_backward(run: Run, stage: int = 0, tp_rank: Index = 0) -> Stage:
     """Predict what one micro-batch leaves on one stage for its backward pass, term by term (activations.py)."""
     whole("stage", stage, 0, run.layout.num_stages - 1)
-    one = stage_of(part_of(run, tp_rank), stage, placed_by(run.layout).splits_backward)
-    return Saved(one.activations, one.logits, one.waiting)
+    return stage_of(part_of(run, tp_rank), stage, placed_by(run.layout).splits_backward)
 
 
-@checked
-def check_seq_len(config: ModelConfig, seq_len: Size) -> None:
+def _check_seq_len(config: ModelConfig, seq_len: Size) -> None:
     """Raises ValueError if the model cannot read that many tokens."""
     if seq_len > config.max_seq_len:
         raise ValueError(
@@ -208,7 +186,6 @@ def check_seq_len(config: ModelConfig, seq_len: Size) -> None:
         )
 
 
-@checked
 def overheads_of(run: Run) -> dict[str, int]:
     """What a GPU holds besides tensors; on a CPU nothing is counted."""
     if run.device == "cpu":

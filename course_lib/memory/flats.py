@@ -17,9 +17,8 @@ from math import prod
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.layout.partition import check_layers, even_layers, kv_replication, stage_config
-from course_lib.memory.moe import narrow_experts
+from course_lib.memory.ranks import is_replicated, narrow
 from course_lib.memory.states import LoRA, Shapes, adapter_shapes, parameter_shapes
-from course_lib.memory.tensor import is_replicated
 from course_lib.schedules import make
 from course_lib.schedules.instructions import Schedule
 from course_lib.schedules.messages import Step, plan
@@ -31,13 +30,8 @@ _BEFORE_BLOCKS, _AFTER_BLOCKS = ("embed", "positions", "token_type"), ("norm", "
 # ---- stages and units
 
 
-def schedule_of(layout: Layout) -> Schedule:
-    """The pipeline of a layout; without one it has one rank."""
-    return _made(layout.schedule, layout.pp, layout.micro_batches, layout.v)
-
-
 def placed_by(layout: Layout) -> Schedule:
-    """A pipeline of few micro-batches with its stages on the same ranks: for what asks where a stage is."""
+    """The layout's pipeline with few micro-batches: for what asks where a stage is; without one it has one rank."""
     return _made(layout.schedule, layout.pp, 2 * layout.pp, layout.v)
 
 
@@ -59,7 +53,7 @@ def layers_of(config: ModelConfig, layout: Layout) -> list[int]:
     return layers
 
 
-def unit_shapes(
+def _unit_shapes(
     config: ModelConfig, layout: Layout, stage: int, tp_rank: int = 0, tied_copy: bool = True
 ) -> dict[str, Shapes]:
     """The tensors that one rank has of a stage: those before the blocks, those of each block, those behind them.
@@ -67,7 +61,7 @@ def unit_shapes(
     tied_copy   whether a tied head on the last stage is a tensor of its own: not where the rank has the embedding too
     """
     layers = layers_of(config, layout)
-    whole = parameter_shapes(narrow_experts(config, layout.tp, tp_rank))
+    whole = parameter_shapes(narrow(config, layout.tp, tp_rank))
     units, of_sort = {}, {}
     if stage == 0:
         units["embed"] = {name: whole[name] for name in _BEFORE_BLOCKS if name in whole}
@@ -75,7 +69,7 @@ def unit_shapes(
         has_experts = config.has_experts(layer)
         if has_experts not in of_sort:  # layers of one sort have equal shapes
             alone = stage_config(config, [1] * config.num_layers, layer)
-            shapes = parameter_shapes(narrow_experts(alone, layout.tp, tp_rank))
+            shapes = parameter_shapes(narrow(alone, layout.tp, tp_rank))
             if layout.folded:  # experts are whole
                 shapes |= {name: of for name, of in parameter_shapes(alone).items() if name.startswith("moe.experts.")}
             of_sort[has_experts] = {
@@ -129,7 +123,7 @@ def _tensors_of(config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int)
     mine, found = placed_by(layout).stages_of_rank(pp_rank), []
     named = {}  # of shapes: names, elements and kinds, the same for equal layers
     for stage in mine:
-        for unit, shapes in unit_shapes(config, layout, stage, tp_rank, tied_copy=0 not in mine).items():
+        for unit, shapes in _unit_shapes(config, layout, stage, tp_rank, tied_copy=0 not in mine).items():
             prefix = f"{unit}." if unit.startswith("blocks") else ""
             if id(shapes) not in named:
                 named[id(shapes)] = shapes, [*_named(shapes, config, layout)]
@@ -138,7 +132,7 @@ def _tensors_of(config: ModelConfig, layout: Layout, pp_rank: int, tp_rank: int)
 
 
 def _named(shapes: Shapes, config: ModelConfig, layout: Layout) -> Iterator[tuple[str, int, str]]:
-    for name, numel in in_model_order(shapes):
+    for name, numel in _in_model_order(shapes):
         table_name = name.rpartition(".")[0] if name.startswith("moe.experts.") else name
         yield name, numel, kind_of(table_name, config, layout)
 
@@ -147,15 +141,15 @@ def _named(shapes: Shapes, config: ModelConfig, layout: Layout) -> Iterator[tupl
 def adapters_of(config: ModelConfig, layout: Layout, lora: LoRA) -> tuple[Named, ...]:
     """List all adapters of an undivided model, in its order; beside frozen weights they alone are trained."""
     found = []
-    for unit, shapes in unit_shapes(config, layout, 0).items():
-        for name, numel in in_model_order(adapter_shapes(shapes, lora)):
+    for unit, shapes in _unit_shapes(config, layout, 0).items():
+        for name, numel in _in_model_order(adapter_shapes(shapes, lora)):
             if name.startswith("moe.experts."):  # of the expert behind: gate.lora_a.3 is gate.3's
                 name = "{0}.{2}.{1}".format(*name.rsplit(".", 2))
             found.append(Named(f"{unit}.{name}" if unit.startswith("blocks") else name, numel, "matrices", unit, 0))
     return tuple(found)
 
 
-def in_model_order(shapes: Shapes) -> list[tuple[str, int]]:
+def _in_model_order(shapes: Shapes) -> list[tuple[str, int]]:
     """(name, elements) of each tensor: attention before the rest, one expert after the other."""
     experts = {name: entry for name, entry in shapes.items() if name.startswith("moe.experts.")}
     found = []
@@ -168,7 +162,7 @@ def in_model_order(shapes: Shapes) -> list[tuple[str, int]]:
 
 
 def kind_of(name: str, config: ModelConfig, layout: Layout) -> str:
-    """Of which kind a tensor of `unit_shapes` is, as parallel/sums.py has it.
+    """Of which kind a tensor of `_unit_shapes` is, as parallel/sums.py has it.
 
     norms        whole on each rank of tp: norms, positions, biases of rows, routers, latent attention's narrow matrices
     head_norms   whole as well, but used for the rank's own heads: QK-norm

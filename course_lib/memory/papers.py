@@ -71,7 +71,6 @@ def korthikanti_bytes(
     return config.num_layers * layer + mask + again
 
 
-@checked
 def korthikanti_output_bytes(config: ModelConfig, batch_size: Size, seq_len: Size) -> float:
     """Predict what the end of the model keeps: 4 s b h (1 + v / h), the final norm, the head's input and FP32 logits.
 
@@ -80,7 +79,6 @@ def korthikanti_output_bytes(config: ModelConfig, batch_size: Size, seq_len: Siz
     return 4 * seq_len * batch_size * (config.d_model + config.vocab_size)
 
 
-@checked
 def megatron_activation_bytes(config: ModelConfig, batch_size: Size, seq_len: Size) -> float:
     """Predict activations as Megatron-Core's estimator does on one GPU, with the scores recomputed: any MLP width.
 

@@ -13,7 +13,6 @@ from typing import Literal
 
 from course_lib.config import ModelConfig, require_dense
 from course_lib.layout import Layout
-from course_lib.memory.context import check_exchange
 from course_lib.memory.states import OPTIMIZERS, RECIPES, LoRA, Recipe, lora_shapes
 from course_lib.memory.zero import Offload
 from course_lib.validate import Size, check_fields
@@ -60,7 +59,11 @@ class Run:
     def __post_init__(self):
         check_fields(self)
         _check_layout(self)
-        check_exchange(self.attention, self.layout.cp, self.layout.cp_method)
+        if self.layout.cp > 1 and self.attention != "fused":
+            raise ValueError(
+                f"attention is {self.attention!r}, but cp is {self.layout.cp}: blocks that arrive one by one are "
+                "merged, no score matrix is kept; choose fused"
+            )
         _check_optimizer(self)
         if self.lora is not None:
             _check_lora(self)

@@ -2,7 +2,16 @@
 
 A stage is a run of consecutive layers; the first has the embedding as well, the last the final norm and the head. Equal
 numbers of layers are therefore not equal stages: of 8B's 8 billion parameters embedding and head are 0.5 each, as much
-as 2.4 layers.
+as 2.4 layers. Parameters are divided by stage, activations hardly: rank 0 of 1F1B has started pp micro-batches before
+the first comes back, each in L / pp layers.
+
+    schedule                    rank i keeps, in micro-batches of its own layers     rank 0, in layers of the model
+    naive                       1                                                    L / pp
+    all-forward-all-backward    m                                                    m / pp  L
+    1F1B                        min(m, pp - i)                                       L          if m >= pp
+    interleaved, v a rank       more, as more are started ahead                      (1 + (pp - 1) / (pp v)) L
+
+Source   Narayanan et al. 2021 (arXiv:2104.04473), section 2.2; Korthikanti et al. 2022 (arXiv:2205.05198), 4.2.3
 """
 
 from __future__ import annotations
@@ -16,6 +25,7 @@ from course_lib.layout import Layout
 from course_lib.layout.partition import check_layers, check_num_stages
 from course_lib.memory.flats import tensors_of
 from course_lib.memory.zero import layer_units
+from course_lib.schedules.instructions import Schedule
 from course_lib.validate import Size, checked
 
 
@@ -53,3 +63,15 @@ def balanced_layers(
         layers[lightest] += 1
         weights[lightest] += layer
     return layers
+
+
+def live_layers(schedule: Schedule, layers: Sequence[int]) -> list[int]:
+    """For each rank the layers whose activations it keeps at once, one micro-batch each: compare with num_layers."""
+    peaks = []
+    for row in schedule.instructions:
+        live = most = 0
+        for step in row:  # F saves, B or I frees, W has nothing of these
+            live += {"F": 1, "B": -1, "I": -1, "W": 0}[step.op] * layers[step.stage]
+            most = max(most, live)
+        peaks.append(most)
+    return peaks

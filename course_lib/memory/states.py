@@ -5,7 +5,7 @@ Everything follows from one table, `parameter_shapes(config)`: every tensor with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from course_lib.config import ModelConfig
@@ -135,7 +135,33 @@ def count_parameters(config: ModelConfig) -> int:
     return sum(prod(shape) * copies for shape, copies in parameter_shapes(config).values())
 
 
-@checked
+def active_parameters(config: ModelConfig) -> int:
+    """Count the parameters that one token uses: all but the experts that it did not choose. Without experts, all.
+
+    The embedding counts whole, as published figures count it: 12.9 billion of Mixtral 8x7B's 46.7.
+    """
+    idle = config.moe.num_experts - config.moe.top_k if config.moe else 0
+    unused = sum(
+        prod(shape) * copies // config.moe.num_experts * idle
+        for name, (shape, copies) in parameter_shapes(config).items()
+        if name.startswith("moe.experts.")
+    )
+    return sum(prod(shape) * copies for shape, copies in parameter_shapes(config).values()) - unused
+
+
+def dense_twin(config: ModelConfig) -> ModelConfig:
+    """A model without experts whose tokens need the same FLOPs, but for the router's: MLPs as wide as what one uses."""
+    if config.moe is None:
+        return config
+    width = (config.moe.top_k + config.moe.num_shared_experts) * config.moe.d_expert
+    if config.num_moe_layers < config.num_layers and width != config.d_ff:
+        raise ValueError(
+            f"{config.name} has dense blocks of width {config.d_ff} and uses experts of width {width} in all; "
+            "a twin of equal blocks needs first_dense_layers=0"
+        )
+    return replace(config, name=f"{config.name}, dense", d_ff=width, moe=None)
+
+
 def rule_of_thumb_parameters(config: ModelConfig) -> int:
     """The well-known N = h v + L (12 h^2 + 13 h) + 2 h, whatever the model.
 
@@ -246,7 +272,7 @@ _NO_LINEAR = ("embed", "positions", "token_type", "moe.router")  # matrices that
 NF4_BLOCK, SCALES_BLOCK = 64, 256  # double quantization: an 8-bit scale a block, an FP32 one for 256 of these
 
 
-def four_bit_bytes(numel: int) -> int:
+def _four_bit_bytes(numel: int) -> int:
     """Bytes of a matrix in NF4 with double quantization."""
     blocks = -(-numel // NF4_BLOCK)
     return -(-numel // 2) + blocks + 4 * -(-blocks // SCALES_BLOCK)
@@ -261,7 +287,6 @@ def quantized_shapes(config: ModelConfig) -> Shapes:
     }
 
 
-@checked
 def lora_shapes(config: ModelConfig, lora: LoRA) -> Shapes:
     """List the adapters' tensors of a whole model.
 
@@ -306,7 +331,7 @@ def state_bytes(
     parameters = recipe.param_bytes * sum(prod(shape) * copies for shape, copies in resident.values())
     if lora is not None and lora.four_bits:
         for shape, copies in quantized_shapes(config).values():
-            parameters -= copies * (recipe.param_bytes * prod(shape) - four_bit_bytes(prod(shape)))
+            parameters -= copies * (recipe.param_bytes * prod(shape) - _four_bit_bytes(prod(shape)))
     return StateBytes(
         parameters=parameters,
         gradients=recipe.grad_bytes * count,

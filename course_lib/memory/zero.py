@@ -14,19 +14,20 @@ and head in stage 3), and each unit is padded to a multiple of dp: `units` is th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
 from course_lib.config import ModelConfig, require_dense
 from course_lib.layout import Layout
-from course_lib.memory.flats import BUCKET_BYTES, Named, buckets_of, padded, tensors_of, units_of
+from course_lib.memory.flats import BUCKET_BYTES, Flat, Named, buckets_of, flats_of, padded, tensors_of, units_of
 from course_lib.memory.states import Recipe, StateBytes, moments_bytes, recipe_of
 from course_lib.validate import Amount, Bytes, Size, checked, whole
 
 Ranks = Annotated[int, partial(whole, least=1)]  # one only divides by them: 10**9 shows the limit
-ZeroStage = Literal[0, 1, 2, 3]  # 0: plain data parallelism
+_ZeroStage = Literal[0, 1, 2, 3]  # 0: plain data parallelism
 PLACES = ("device", "host", "disk")
 
 
@@ -46,8 +47,7 @@ def bucket_units(config: ModelConfig, itemsize: Size = 2, bucket_bytes: Bytes = 
     return [sum(one.numel for one in bucket) for bucket in buckets]
 
 
-@checked
-def zero_units(config: ModelConfig, stage: ZeroStage, itemsize: Size = 2) -> list[int]:
+def zero_units(config: ModelConfig, stage: _ZeroStage, itemsize: Size = 2) -> list[int]:
     """The units in which a stage shards this model (stage 0: one for each tensor, as nothing is sharded)."""
     if stage == 0:
         return [one.numel for one in _tensors(config, "zero_units")]
@@ -65,7 +65,7 @@ def _tensors(config: ModelConfig, what: str) -> tuple[Named, ...]:
 @checked
 def zero_state_bytes(
     units: Sequence[int],
-    stage: ZeroStage,
+    stage: _ZeroStage,
     dp_size: Size,
     recipe: Recipe | str = "bf16-master",
     optimizer: str = "adamw",
@@ -92,13 +92,43 @@ def zero_state_bytes(
     )
 
 
-_SHARDED_FROM_STAGE = {"optimizer": 1, "gradients": 2, "parameters": 3}
+_SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
 
 
-@checked
 def wire_grad_bytes(recipe: Recipe) -> int:
     """Bytes of a gradient's number on the wire: FP32 where gradients are kept in FP32, one of the two if both are."""
     return min(recipe.grad_bytes, max(recipe.param_bytes, 4))
+
+
+def five_d_states(
+    config: ModelConfig,
+    layout: Layout,
+    pp_rank: int = 0,
+    tp_rank: int = 0,
+    recipe: Recipe | str = "bf16-master",
+    optimizer: str = "adamw",
+    step_counters: bool = False,
+) -> StateBytes:
+    """Parameters, gradients and optimizer states of one rank, to the byte.
+
+    step_counters   torch's 4 bytes a tensor, where nothing is sharded
+    """
+    flats = flats_of(config, layout, pp_rank, tp_rank, recipe_of(recipe).param_bytes)
+    return states_of_flats(flats, layout.zero_stage, recipe, optimizer, step_counters)
+
+
+def states_of_flats(
+    flats: Sequence[Flat], zero_stage: int, recipe: Recipe | str, optimizer: str, step_counters: bool
+) -> StateBytes:
+    """The states of a rank that has these flats."""
+    equal = Counter(((flat.numel,) if zero_stage else flat.sizes, flat.ranks) for flat in flats)
+    each = [
+        (zero_state_bytes(sizes, zero_stage, ranks, recipe, optimizer), count)
+        for (sizes, ranks), count in equal.items()
+    ]
+    states = StateBytes(*(sum(count * getattr(one, kind) for one, count in each) for kind in _SHARDED_FROM_STAGE))
+    tensors = sum(len(flat.sizes) for flat in flats)
+    return replace(states, optimizer=states.optimizer + 4 * tensors * (step_counters and zero_stage == 0))
 
 
 # ---- the papers' continuous form
@@ -106,7 +136,7 @@ def wire_grad_bytes(recipe: Recipe) -> int:
 
 @checked
 def zero_bytes_per_parameter(
-    stage: ZeroStage, dp_size: Ranks, recipe: Recipe | str = "bf16-master", optimizer_bytes: Amount | None = None
+    stage: _ZeroStage, dp_size: Ranks, recipe: Recipe | str = "bf16-master", optimizer_bytes: Amount | None = None
 ) -> float:
     """Bytes of state a parameter and rank, as the papers draw them: no units, no padding.
 
@@ -120,7 +150,7 @@ def zero_bytes_per_parameter(
 
 
 @checked
-def zero_saving(stage: ZeroStage, dp_size: Ranks, recipe: Recipe | str = "bf16-master") -> float:
+def zero_saving(stage: _ZeroStage, dp_size: Ranks, recipe: Recipe | str = "bf16-master") -> float:
     """How many times fewer bytes of state a rank holds than without ZeRO; at most 4, 8 and dp with 16 bytes."""
     return zero_bytes_per_parameter(0, dp_size, recipe) / zero_bytes_per_parameter(stage, dp_size, recipe)
 
@@ -147,7 +177,6 @@ class Offload:
                 raise ValueError(f"{field} is {place!r}; choose from {', '.join(PLACES)}")
 
 
-@checked
 def bytes_by_place(states: StateBytes, offload: Offload) -> dict[str, int]:
     """Add up a rank's states by where they wait between steps; gradients stay on the device."""
     places = dict.fromkeys(PLACES, 0)

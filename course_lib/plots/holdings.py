@@ -9,9 +9,9 @@ from matplotlib.patches import Patch
 
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
-from course_lib.memory.five_d import five_d_states
-from course_lib.memory.flats import layers_of, schedule_of
+from course_lib.memory.flats import layers_of, placed_by
 from course_lib.memory.states import count_parameters
+from course_lib.memory.zero import five_d_states
 from course_lib.plots.palette import RANK_COLORS, mix
 from course_lib.plots.style import picture_axes, three_digits
 from course_lib.validate import Index, checked
@@ -108,7 +108,7 @@ def parts_of(config: ModelConfig, layout: Layout) -> list[Part]:
 
 def _shares_of(layout: Layout, parts: Sequence[Part], rank: int) -> list[Share]:
     here, members = layout.mesh.coordinates(rank), layout.members(rank)
-    mine = schedule_of(layout).stages_of_rank(here["pp"])
+    mine = placed_by(layout).stages_of_rank(here["pp"])
     shares = []
     for index, part in enumerate(parts):
         if part.stage not in mine:

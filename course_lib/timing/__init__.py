@@ -8,10 +8,10 @@ layer.py         one layer of one micro-batch: products, attention, small operat
 exchange.py      gradients and parameters of ZeRO, the update
 rates.py         the clock's constants; the share of its peak that a GPU reaches; MFU, HFU, roofline
 collectives.py   a collective as NCCL would do it: algorithm, protocol, link
-data.py          buckets beside backward; ZeRO-3's gathers beside computing; offload
+data.py          data parallelism: buckets, tokens that hide a gather, offload
 tensor.py        a layer of tensor and sequence parallelism: which sums hide
-experts.py       a layer of experts: rows that travel beside another micro-batch's computation
 context.py       a layer's attention over context-parallel ranks: which ring steps hide
+timelines.py     what a rank computes and what travels beside it, span by span
 failures.py      how often to save when GPUs fail: lost work against the time of saving
 
 Everything here is modelled, nothing measured.
@@ -34,21 +34,23 @@ from course_lib.timing.collectives import (
     ranks_in_a_node,
     ring_link,
 )
-from course_lib.timing.context import AttentionTime, attention_time, ring_spans, tokens_that_hide_a_hop
+from course_lib.timing.context import AttentionTime, attention_time, tokens_that_hide_a_hop
 from course_lib.timing.data import (
-    ZeroLayer,
     accumulation_steps,
-    copy_spans,
     crossing_s,
-    dp_spans,
     dp_step_s,
     dp_throughput,
-    exposed_s,
     offload_s,
     tokens_that_hide_a_gather,
-    zero3_layer,
-    zero3_spans,
 )
 from course_lib.timing.rates import FLASH_ATTENTION_3, RATES, Rates, Utilisation, hfu, mfu, roofline_s, tokens_per_s
 from course_lib.timing.step import StepTime, stage_costs, step_time
-from course_lib.timing.tensor import tensor_parallel_layer_spans, waiting_s
+from course_lib.timing.timelines import (
+    copy_spans,
+    dp_spans,
+    exposed_s,
+    ring_spans,
+    tensor_parallel_layer_spans,
+    waiting_s,
+    zero3_spans,
+)

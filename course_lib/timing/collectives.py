@@ -97,7 +97,6 @@ def _group(world_size: int, network: Link | Cluster, per_node: int | None) -> _G
     return _Group(world_size, here, network.inside, network.between)
 
 
-@checked
 def collective_steps(name: str, world_size: Size) -> int:
     """How many messages follow one another in a ring of world_size ranks."""
     if name in ("all_reduce", "ring_all_reduce"):
@@ -109,7 +108,6 @@ def collective_steps(name: str, world_size: Size) -> int:
     raise ValueError(f"collective {name!r} is unknown; choose all_reduce, reduce_scatter, all_gather, all_to_all, ...")
 
 
-@checked
 def bus_factor(name: str, world_size: Size) -> float:
     """Payloads that cross one link: 2 (G - 1) / G for all_reduce, (G - 1) / G for its phases, 1 for a chain."""
     steps = collective_steps(name, world_size)
@@ -273,7 +271,6 @@ def ranks_in_a_node(layout: Layout, cluster: Cluster, axis: str) -> int:
     return 1 if apart or len(members) % here else here
 
 
-@checked
 def ring_link(layout: Layout, cluster: Cluster, axis: str = "cp") -> Link:
     """Return the slowest link of a ring along `axis`: all of its ranks wait for the step that crosses nodes."""
     here = ranks_in_a_node(layout, cluster, axis)
@@ -285,7 +282,6 @@ def _first_groups(layout: Layout) -> dict[str, list[int]]:
     return layout.members(0)
 
 
-@checked
 def calls_s(calls: Iterable[Call], layout: Layout, cluster: Cluster, axis: str) -> float:
     """Return the seconds of all these calls along an axis, one after the other."""
     return sum(call.count * _call_s(call, layout, cluster, axis) for call in calls)

@@ -15,17 +15,16 @@ Source   Liu et al. 2023 (arXiv:2310.01889), section 3.1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from course_lib.flops import attention_flops_per_token
 from course_lib.hardware import Cluster, Link
 from course_lib.layout.block_pairs import pairs, pairs_of_ranks, step_pairs
 from course_lib.run import Run
-from course_lib.span import Span
-from course_lib.timing.collectives import calls_s, collective_s, ring_link
+from course_lib.timing.collectives import calls_s, ring_link
 from course_lib.timing.rates import Utilisation
 from course_lib.timing.tensor import FUSED_BACKWARD
+from course_lib.timing.timelines import ring_spans
 from course_lib.traffic import attention_calls
 from course_lib.validate import Amount, Positive, checked
 
@@ -64,7 +63,6 @@ class AttentionTime:
         return self.compute_s + self.waiting_s + self.exposed_s
 
 
-@checked
 def attention_time(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation()) -> AttentionTime:
     """Model forward and backward of one layer's attention core, its projections and recomputation left out.
 
@@ -91,38 +89,3 @@ def attention_time(run: Run, cluster: Cluster, utilisation: Utilisation = Utilis
     spans = ring_spans(forward_s, backward_s, kv_bytes, grad_bytes, ring_link(layout, cluster))
     busy_s = sum(forward_s) + sum(backward_s)
     return AttentionTime(ideal_s, busy_s - ideal_s, comm_s, max(0.0, max(span.stop_s for span in spans) - busy_s))
-
-
-@checked
-def ring_spans(
-    forward_s: Sequence[Amount], backward_s: Sequence[Amount], kv_bytes: Amount, grad_bytes: Amount, link: Link
-) -> list[Span]:
-    """One layer's ring on one rank, forward then backward, on the lanes "compute" and "communication".
-
-    While a step computes, the next keys and values arrive; backward also the gradients of the block before. All ranks
-    are taken to be as far as this one, with the seconds of the busiest at each step. Messages leave one after the
-    other, so the gradients that a step adds to have come before the keys that the next one needs. kv1 is the first ring
-    step of keys and values, dkv1 that of their gradients.
-    """
-    spans: list[Span] = []
-
-    def add(lane: str, name: str, start_s: float, seconds: float) -> float:
-        spans.append(Span(0, lane, name, start_s, start_s + seconds))
-        return start_s + seconds
-
-    hop_s, grad_hop_s = (collective_s("send", size, 2, link) for size in (kv_bytes, grad_bytes))
-    now_s, last = 0.0, len(forward_s) - 1
-    for step, seconds in enumerate(forward_s):
-        arrived_s = add("communication", f"kv{step + 1}", now_s, hop_s) if step < last else 0.0
-        now_s = max(add("compute", f"forward {step}", now_s, seconds), arrived_s)
-    network_s = now_s
-    for step, seconds in enumerate(backward_s):
-        if step < last:
-            network_s = add("communication", f"kv{step + 1}", max(network_s, now_s), hop_s)
-        arrived_s = network_s
-        now_s = add("compute", f"backward {step}", now_s, seconds)
-        if step:  # this step's share is added, and all goes on
-            network_s = add("communication", f"dkv{step}", max(network_s, now_s), grad_hop_s)
-        if step < last:
-            now_s = max(now_s, arrived_s)
-    return spans

@@ -11,12 +11,12 @@ from course_lib.layout import Layout
 from course_lib.layout.mesh import AXES
 from course_lib.memory.budget import states_of
 from course_lib.memory.flats import placed_by
-from course_lib.memory.states import StateBytes, recipe_of
+from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import offload_link_bytes, wire_grad_bytes
-from course_lib.run import Run
 from course_lib.timing.collectives import ranks_in_a_node
 from course_lib.timing.data import offload_s
 from course_lib.timing.layer import Case, Times, network_s, stages_of
+from course_lib.traffic.data import flat_calls
 
 STEP_S = 0.05  # of every step: data, logging
 # Bytes of a parameter that an update goes over, counted: PyTorch's foreach AdamW reads and writes each state several
@@ -24,7 +24,7 @@ STEP_S = 0.05  # of every step: data, logging
 UPDATE_BYTES, FUSED_UPDATE_BYTES = 70, 30
 # Read off measured runs that differ in ZeRO alone: sums of gradients beside tp's messages take so many times
 # as long on the most nodes that were measured. (80B, tp 32: 42 s a step with ZeRO-0, 8 s with ZeRO-1.)
-CONTENTION = 8
+_CONTENTION = 8
 
 
 def exposed_data_s(case: Case, times: Times, pp_rank: int) -> float:
@@ -34,14 +34,14 @@ def exposed_data_s(case: Case, times: Times, pp_rank: int) -> float:
     for experts, numel in enumerate(_numel_of_rank(case, pp_rank)):
         axis = layout.shard_axes[experts]
         ranks = layout.expert_shard_size if experts else layout.shard_size
-        for name, collective, size, count in _exchanges(case, numel, zero_stage):
-            seconds[name] += count * _exchange_s(case, collective, size, ranks, axis)
+        for call in flat_calls(case.run, round(numel), ranks, zero_stage):  # all buckets as one
+            seconds[call.place] += call.count * _exchange_s(case, call.collective, call.payload_bytes, ranks, axis)
         if layout.dp_replicate > 1:
             axis = "expert_replicate" if experts else "replicate"
-            size = _grad_bytes(case) * numel / ranks
+            size = wire_grad_bytes(recipe_of(case.run.recipe)) * numel / ranks
             seconds["after"] += _exchange_s(case, "all_reduce", size, layout.dp_replicate, axis)
     if zero_stage == 0:
-        seconds["gradients"] *= 1 + (CONTENTION - 1) * case.slowness**2
+        seconds["gradients"] *= 1 + (_CONTENTION - 1) * case.slowness**2
     if not case.engine.hides_data:
         return sum(seconds.values())
     forward_s, backward_s, m = times.forward_s, times.input_s + times.weight_s, layout.micro_batches
@@ -61,22 +61,6 @@ def _zero_stage(case: Case) -> int:
         return 0
     whole = case.engine.pipeline_grads_whole and layout.pp > 1
     return min(layout.zero_stage, 1) if whole else layout.zero_stage
-
-
-def _grad_bytes(case: Case) -> int:
-    return wire_grad_bytes(recipe_of(case.run.recipe))
-
-
-def _exchanges(case: Case, numel: float, zero_stage: int) -> list[tuple[str, str, float, int]]:
-    """Collectives of one step as `traffic.data.flat_calls` lists them, all buckets as one."""
-    m, sent, held = case.run.layout.micro_batches, _grad_bytes(case), recipe_of(case.run.recipe).param_bytes
-    if zero_stage == 0:
-        return [("gradients", "all_reduce", sent * numel, 1)]
-    scatters, gathers = {1: (1, 1), 2: (m, 1), 3: (m, 2 * m)}[zero_stage]
-    return [
-        ("gradients", "reduce_scatter", sent * numel, scatters),
-        ("parameters", "all_gather", held * numel, gathers),
-    ]
 
 
 def _exchange_s(case: Case, collective: str, size: float, ranks: int, axis: str) -> float:
@@ -127,13 +111,8 @@ def update_s(case: Case) -> float:
     parameters = 0.0 if run.lora else _parameters(run.config) / (layout.tp * layout.pp)
     seconds = STEP_S + size * parameters / shards / case.cluster.gpu.memory_bytes_per_s
     if run.offload.optimizer != "device" or run.offload.parameters != "device":
-        seconds += offload_s(offload_link_bytes(_states(run), run.offload, layout.micro_batches))
+        seconds += offload_s(offload_link_bytes(states_of(run), run.offload, layout.micro_batches))
     return seconds
-
-
-@lru_cache(maxsize=1024)
-def _states(run: Run) -> StateBytes:
-    return states_of(run)
 
 
 @lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from course_lib.validate import Amount, Positive, Seed, Size, check_fields, checked
 
-MOST_EXPONENT = 500.0  # e to this power is still a number
+_MOST_EXPONENT = 500.0  # e to this power is still a number
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def shares(failures: Failures, interval_s: Positive) -> dict[str, float]:
     Raises   ValueError if hardly ever an interval passes without a failure
     """
     exponent = (interval_s + failures.save_s) / failures.mtbf_s
-    if exponent > MOST_EXPONENT:
+    if exponent > _MOST_EXPONENT:
         raise ValueError(
-            f"interval_s is {interval_s:g}, {exponent:g} times mtbf_s with its save; give less than {MOST_EXPONENT:g} "
+            f"interval_s is {interval_s:g}, {exponent:g} times mtbf_s with its save; give less than {_MOST_EXPONENT:g} "
             "times, or no interval ever ends"
         )
     working_s = failures.mtbf_s * math.expm1(exponent)

@@ -22,7 +22,6 @@ from course_lib.flops import (
     mlp_parameters,
 )
 from course_lib.hardware import MOST_NODES, Cluster, measured_bus_bandwidth, peak_flops
-from course_lib.layout import Layout
 from course_lib.layout.partition import layers_by_cost
 from course_lib.memory.flats import layers_of
 from course_lib.memory.zero import Offload
@@ -32,10 +31,9 @@ from course_lib.timing.context import attention_time
 from course_lib.timing.rates import RATES, Rates, Utilisation, attention_share
 from course_lib.timing.tensor import FUSED_BACKWARD, backward_of_scores, hidden_s
 from course_lib.traffic import Call, stage_calls
-from course_lib.validate import checked
 
 ROUNDING = 6  # a layer takes the longer of its work and its launches; where both are near, a little more
-WAITS_GROW = 4  # waiting goes as nodes to this power: none on few nodes, all of it on the most that were measured
+_WAITS_GROW = 4  # waiting goes as nodes to this power: none on few nodes, all of it on the most that were measured
 # Bytes that kernels go over, counted. Of a logit: FP32 copy, softmax, loss and gradient, one kernel each, or fused. Of
 # a score that is materialized: product, scale and mask, softmax, dropout, and back.
 LOGIT_BYTES, FUSED_LOGIT_BYTES, SCORE_BYTES = 30, 12, 30
@@ -64,7 +62,7 @@ class Case:
         """How much of what ranks waited for each other on the most nodes that were measured they wait here (0 to 1)."""
         if self.nodes == 1 or not self.cluster.between.by_nodes:
             return 0.0
-        return (min(self.nodes, MOST_NODES) / MOST_NODES) ** WAITS_GROW
+        return (min(self.nodes, MOST_NODES) / MOST_NODES) ** _WAITS_GROW
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,9 @@ def _cached_layer(known: _Known, experts: bool) -> Times:
     cp_s = _exposed_cp_s(case, one, shares)
     cp_forward_s = cp_s / (1 + FUSED_BACKWARD)
     cp_s += cp_forward_s if layout.recompute != "none" else 0.0
-    ep_forward_s, ep_backward_s = _by_pass(listed["ep"], layout, case.cluster, "ep")
+    ep_forward_s, ep_backward_s = (
+        calls_s(part, layout, case.cluster, "ep") for part in _forward_and_backward(listed["ep"])
+    )
     if layout.recompute == "full":  # rows go out and back again: half of these are in backward
         again_s = ep_forward_s / 2
         ep_forward_s, ep_backward_s = ep_forward_s - again_s, ep_backward_s + again_s
@@ -196,7 +196,6 @@ def _alone(known: _Known, experts: bool) -> tuple[Run, dict[str, list[Call]]]:
     return one, stage_calls(one, 0)
 
 
-@checked
 def runs_ahead(run: Run, cluster: Cluster, engine: str | Engine = "course", rates: Rates = RATES) -> float:
     """How far Python runs ahead of the GPU (0 to 1): not where launching a layer takes longer than its work."""
     case = Case(run, cluster, engine_of(engine), rates)
@@ -279,16 +278,12 @@ def _product_s(case: Case, multiplications: float, weights: float, share: float)
 def _scores_s(case: Case, config: ModelConfig) -> float:
     """Attention's scores and their product with the values, forward, at the kernel's rate."""
     run, gpu = case.run, case.cluster.gpu
-    fused = run.attention == "fused"
-    flops = case.tokens / run.layout.tp * attention_flops_per_token(config, run.seq_len, causal=fused and _causal(run))
+    fused, causal = run.attention == "fused", run.attention == "fused" and run.config.family != "xlmr"
+    flops = case.tokens / run.layout.tp * attention_flops_per_token(config, run.seq_len, causal=causal)
     if fused:
         return flops / (attention_share(gpu) * peak_flops(gpu))
     scores = case.tokens / run.layout.tp * config.num_heads * run.seq_len
     return flops / (_matmul_share(case) * peak_flops(gpu)) + SCORE_BYTES * scores / 3 / gpu.memory_bytes_per_s
-
-
-def _causal(run: Run) -> bool:
-    return run.config.family != "xlmr"
 
 
 def _small_s(case: Case, config: ModelConfig) -> float:
@@ -321,13 +316,15 @@ def repeated_flops(run: Run) -> int:
 
 def _tp_s(case: Case, listed: Sequence[Call]) -> tuple[float, float]:
     """Seconds of tp's calls in forward and in backward; over measured nodes each waits once more for each node."""
-    layout, per_node = case.run.layout, case.cluster.gpus_per_node
-    forward_s, backward_s = (_seconds(part, layout, case.cluster, "tp", 1.0) for part in _forward_and_backward(listed))
-    if layout.tp > per_node and case.cluster.between.by_nodes:
-        hop_s = case.rates.tp_hop_ms / 1000 * layout.tp / per_node
-        numbers = [sum(call.count for call in part) for part in _forward_and_backward(listed)]
-        forward_s, backward_s = forward_s + hop_s * numbers[0], backward_s + hop_s * numbers[1]
-    return forward_s, backward_s
+    layout, cluster, hop_s = case.run.layout, case.cluster, 0.0
+    if layout.tp > cluster.gpus_per_node and cluster.between.by_nodes:
+        hop_s = case.rates.tp_hop_ms / 1000 * layout.tp / cluster.gpus_per_node
+    per_node = ranks_in_a_node(layout, cluster, "tp")
+
+    def seconds(call: Call) -> float:
+        return hop_s + network_s(cluster, call.collective, call.payload_bytes, call.group_size, per_node, 1.0)
+
+    return tuple(sum(call.count * seconds(call) for call in part) for part in _forward_and_backward(listed))
 
 
 _OF_LAYERS = ("layers forward", "layers backward", "recomputation", "weights of experts")
@@ -337,23 +334,6 @@ _IN_BACKWARD = ("layers backward", "recomputation", "weights of experts", "combi
 def _forward_and_backward(listed: Sequence[Call]) -> tuple[list[Call], list[Call]]:
     backward = [call for call in listed if call.place in _IN_BACKWARD]
     return [call for call in listed if call.place not in _IN_BACKWARD], backward
-
-
-def _by_pass(listed: Sequence[Call], layout: Layout, cluster: Cluster, axis: str) -> tuple[float, float]:
-    """Seconds of these calls in forward, and in backward."""
-    return tuple(calls_s(part, layout, cluster, axis) for part in _forward_and_backward(listed))
-
-
-def _seconds(listed: Sequence[Call], layout: Layout, cluster: Cluster, axis: str, share: float) -> float:
-    """Seconds of calls along an axis.
-
-    share   of the measured bandwidth
-    """
-    per_node = ranks_in_a_node(layout, cluster, axis)
-    return sum(
-        call.count * network_s(cluster, call.collective, call.payload_bytes, call.group_size, per_node, share)
-        for call in listed
-    )
 
 
 _MEASURED = ("all_reduce", "reduce_scatter", "all_gather")

@@ -13,14 +13,13 @@ from course_lib.validate import Amount, Positive, Share, Size, check_fields, che
 # Source: Shah et al. 2024 (arXiv:2407.08608): 35 % in its abstract; up to 75 % forward, less backward.
 FLASH_ATTENTION_2, FLASH_ATTENTION_3 = 0.35, 0.65
 # The same of FlashAttention-2 on GPUs before Hopper: 50 to 73 % on A100. Source: Dao 2023 (arXiv:2307.08691).
-FLASH_ATTENTION_2_AMPERE = 0.55
+_FLASH_ATTENTION_2_AMPERE = 0.55
 _SINCE_HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B200", "GB200", "B300", "MI300X")
 
 
-@checked
 def attention_share(gpu: GPU) -> float:
     """Return the share of a GPU's peak that FlashAttention-2 reaches on it, of the pairs that a mask leaves."""
-    return FLASH_ATTENTION_2 if any(name in gpu.name for name in _SINCE_HOPPER) else FLASH_ATTENTION_2_AMPERE
+    return FLASH_ATTENTION_2 if any(name in gpu.name for name in _SINCE_HOPPER) else _FLASH_ATTENTION_2_AMPERE
 
 
 # What each constant may reasonably be; benchmarks/errors.py stays within.

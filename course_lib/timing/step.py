@@ -161,7 +161,7 @@ def _pipeline(layout: Layout, ranks: Sequence[Times]) -> tuple[int, float]:
         return 0, 0.0
     slots = [times.total_s for times in ranks]
     if layout.schedule == "1f1b":
-        return one_f_one_b_waits(slots, layout.micro_batches)
+        return _one_f_one_b_waits(slots, layout.micro_batches)
     busiest = max(range(layout.pp), key=lambda rank: slots[rank])
     if layout.schedule == "naive":  # one rank at a time
         return busiest, layout.micro_batches * (sum(slots) - slots[busiest])
@@ -180,8 +180,7 @@ def _waiting_slots(name: str, pp: int, micro_batches: int, v: int) -> float:
 _SHARES_OF_PASSES = (0.33, 0.36, 0.31)  # of F, I and W, as attention's backward takes more than its forward
 
 
-@checked
-def one_f_one_b_waits(slots: Sequence[float], micro_batches: Size) -> tuple[int, float]:
+def _one_f_one_b_waits(slots: Sequence[float], micro_batches: Size) -> tuple[int, float]:
     """Return the stage that decides how long a 1F1B step takes, and the seconds that it waits in it.
 
     It first waits for stages before it. Then it runs ahead, one micro-batch for each stage behind it, and waits for the

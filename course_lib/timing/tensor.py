@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from course_lib.flops import attention_flops_per_token, attention_parameters, mlp_parameters
 from course_lib.hardware import Cluster
-from course_lib.memory.context import tokens_of_rank
+from course_lib.memory.ranks import tokens_of_rank
 from course_lib.memory.states import recipe_of
 from course_lib.run import Run
-from course_lib.span import Span
 from course_lib.timing.collectives import collective_s, ranks_in_a_node
 from course_lib.timing.rates import Utilisation
 from course_lib.validate import checked
@@ -28,7 +26,6 @@ class Part:
     column_s: float  # the forward of its column-parallel matrices, or one of the two products of their backward
 
 
-@checked
 def backward_of_scores(run: Run) -> float:
     """Return how long the backward pass of attention's scores takes, of their forward pass."""
     return FUSED_BACKWARD if run.attention == "fused" else 2
@@ -51,7 +48,6 @@ def layer_parts(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisati
     return parts
 
 
-@checked
 def sum_and_gather_s(run: Run, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of one sum of a layer's activations, and of one gather: 0 without sequence parallelism."""
     layout = run.layout
@@ -75,47 +71,3 @@ def hidden_s(run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation(
     sum_s, gather_s = sum_and_gather_s(run, cluster)
     hideable = (sum_s, gather_s) if run.layout.regather else (sum_s,)
     return sum(min(each_s, part.column_s) for part in layer_parts(run, cluster, utilisation) for each_s in hideable)
-
-
-@checked
-def tensor_parallel_layer_spans(
-    run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation(), overlap: bool = True
-) -> list[Span]:
-    """Model one layer on one rank, forward then backward, on the lanes "compute" and "communication".
-
-    Backward of a part: gradients of its row-parallel matrix and of its input; then the sum of the input's gradient over
-    the ranks, and beside it (overlap) or after it the weight gradients of the column-parallel matrices. With sequence
-    parallelism a sum is a reduce-scatter, and what the next part reads is gathered first.
-    """
-    sequence_parallel, parts = run.layout.sequence_parallel, layer_parts(run, cluster, utilisation)
-    sum_s, gather_s = sum_and_gather_s(run, cluster)
-    spans, now_s = [], 0.0
-
-    def add(lane: str, name: str, start_s: float, seconds: float) -> float:
-        spans.append(Span(0, lane, name, start_s, start_s + seconds))
-        return start_s + seconds
-
-    for part in parts:
-        if sequence_parallel:
-            now_s = add("communication", f"gather {part.name}'s input", now_s, gather_s)
-        now_s = add("compute", f"forward {part.name}", now_s, part.forward_s)
-        now_s = add("communication", f"sum {part.name}'s output", now_s, sum_s)
-    for part in reversed(parts):
-        if sequence_parallel:
-            now_s = add("communication", f"gather {part.name}'s output gradient", now_s, gather_s)
-        now_s = add("compute", f"backward of {part.name}'s rows", now_s, part.backward_s - 2 * part.column_s)
-        network_s = now_s
-        if run.layout.regather:
-            network_s = add("communication", f"gather {part.name}'s input again", now_s, gather_s)
-        now_s = add("compute", f"{part.name}'s input gradient", now_s if overlap else network_s, part.column_s)
-        summed_s = add("communication", f"sum {part.name}'s input gradient", max(now_s, network_s), sum_s)
-        weights_from_s = max(now_s, network_s) if overlap else summed_s
-        now_s = max(summed_s, add("compute", f"{part.name}'s weight gradients", weights_from_s, part.column_s))
-    return spans
-
-
-@checked
-def waiting_s(spans: Sequence[Span]) -> float:
-    """Seconds in which the compute lane is idle, from the first span's start to the last one's end."""
-    whole_s = max(span.stop_s for span in spans) - min(span.start_s for span in spans)
-    return whole_s - sum(span.seconds for span in spans if span.lane == "compute")

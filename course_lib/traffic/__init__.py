@@ -8,10 +8,8 @@ step.py          calls, sent: everything, by axis; stage_calls: one micro-batch 
 data.py          gradients, and parameters with ZeRO
 tensor.py        tensor and sequence parallelism
 context.py       attention over context-parallel ranks
-pipeline.py      boundaries between stages
-experts.py       rows to experts, expected or of real choices
+experts.py       rows to experts, expected or of real choices; odds of uniform ones
 routing.py       rows and bytes of one layer with experts, from rank to rank, within and between nodes
-odds.py          rows of tokens that choose uniformly, in closed form
 collectives.py   the bytes of one collective, and of a list of calls
 """
 
@@ -28,9 +26,3 @@ from course_lib.traffic.collectives import (
 )
 from course_lib.traffic.context import attention_calls
 from course_lib.traffic.step import AXES, Calls, calls, sent, stage_calls
-
-__all__ = [
-    "AXES", "Call", "Calls", "all_gather_bytes", "all_to_all_bytes", "attention_calls", "broadcast_bytes",
-    "by_collective", "call_counts", "calls", "reduce_scatter_bytes",
-    "ring_all_reduce_bytes", "sent", "sent_bytes", "stage_calls",
-]  # fmt: skip

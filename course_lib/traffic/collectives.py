@@ -29,25 +29,21 @@ def ring_all_reduce_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 
     return scattered + all_gather_bytes(payload_bytes, world_size, rank, itemsize)
 
 
-@checked
 def reduce_scatter_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
     """Count what a rank sends in a reduce-scatter: (G - 1) / G of its input, all but the piece that it keeps."""
     return payload_bytes - _piece_bytes(payload_bytes, world_size, rank, itemsize)
 
 
-@checked
 def all_gather_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
     """Count what a rank sends in an all-gather: (G - 1) / G of the result, all but its right neighbour's piece."""
     return payload_bytes - _piece_bytes(payload_bytes, world_size, rank + 1, itemsize)
 
 
-@checked
 def all_to_all_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, itemsize: Size = 4) -> int:
     """Count what a rank sends in an all-to-all of equal pieces: (G - 1) / G of its input."""
     return payload_bytes - _piece_bytes(payload_bytes, world_size, rank, itemsize)
 
 
-@checked
 def broadcast_bytes(payload_bytes: Bytes, world_size: Size, rank: Index = 0, src: Index = 0) -> int:
     """Count what a rank sends in a broadcast along the chain src, src + 1, ...: the payload; the last sends nothing."""
     return 0 if (rank + 1) % world_size == src else payload_bytes

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from course_lib.memory.context import kv_block_bytes, tokens_of_rank
+from course_lib.memory.ranks import kv_block_bytes, narrow, tokens_of_rank
 from course_lib.memory.states import recipe_of
-from course_lib.memory.tensor import narrow
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
 from course_lib.validate import checked
@@ -44,7 +43,7 @@ def _passes(run: Run) -> list[tuple[str, int]]:
 
 def _ulysses(run: Run) -> list[Call]:
     layout, itemsize = run.layout, recipe_of(run.recipe).compute_bytes
-    local = narrow(replace(run.config, moe=None), layout.tp)
+    local = narrow(run.config, layout.tp)
     token_bytes = layout.micro_batch * tokens_of_rank(run.seq_len, layout.cp) * itemsize
     (N, K), (H, W) = (local.num_heads, local.num_kv_heads), (local.head_dim, local.value_dim)
     calls = []

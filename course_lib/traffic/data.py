@@ -23,12 +23,11 @@ from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import wire_grad_bytes
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
-from course_lib.validate import Bytes, Size, checked
+from course_lib.validate import checked
 
-LOAD_BYTES = 8  # how many tokens chose an expert, int64
+_LOAD_BYTES = 8  # how many tokens chose an expert, int64
 
 
-@checked
 def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
     """List the sums of gradients and the gathers of parameters of one step, by axis: "data" and "expert_dp".
 
@@ -49,10 +48,10 @@ def gradient_calls(run: Run, flats: Sequence[Flat]) -> dict[str, list[Call]]:
     return calls
 
 
-@checked
-def flat_calls(run: Run, numel: Bytes, ranks: Size) -> list[Call]:
-    """List the collectives of one step for a flat parameter of so many elements."""
-    recipe, zero_stage, m = recipe_of(run.recipe), run.layout.zero_stage, run.layout.micro_batches
+def flat_calls(run: Run, numel: int, ranks: int, zero_stage: int | None = None) -> list[Call]:
+    """List the collectives of one step for a flat parameter; with another zero_stage than the layout's if told."""
+    recipe, m = recipe_of(run.recipe), run.layout.micro_batches
+    zero_stage = run.layout.zero_stage if zero_stage is None else zero_stage
     grad_bytes = wire_grad_bytes(recipe)
     if zero_stage == 0:
         return [Call("gradients", "all_reduce", numel * grad_bytes, ranks, grad_bytes)]
@@ -69,7 +68,6 @@ def held(flats: Sequence[Flat], kind: str, layout: Layout) -> int:
     return sum(flat.padded // flat.ranks if layout.zero_stage else flat.numel for flat in flats if flat.kind == kind)
 
 
-@checked
 def load_calls(run: Run, stages: Sequence[int]) -> dict[str, list[Call]]:
     """List the sums of the experts' load, for each auxiliary loss, or once a step for biases.
 
@@ -82,5 +80,5 @@ def load_calls(run: Run, stages: Sequence[int]) -> dict[str, list[Call]]:
     if not count:
         return {}
     ranks = {"data": layout.data_size} | ({"tp": layout.tp} if layout.folded else {})
-    size = LOAD_BYTES * moe.num_experts
-    return {axis: [Call("load of experts", "all_reduce", size, of, LOAD_BYTES, count)] for axis, of in ranks.items()}
+    size = _LOAD_BYTES * moe.num_experts
+    return {axis: [Call("load of experts", "all_reduce", size, of, _LOAD_BYTES, count)] for axis, of in ranks.items()}

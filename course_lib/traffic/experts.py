@@ -2,22 +2,26 @@
 
 plain            k rows per token
 once_per_rank    a row for each rank that a token reaches: on the way there with k ids and weights, back with none
+
+    expected_places(256, places=8, top_k=8)         # 5.29: nodes that a token reaches
+
+With skew, or a limit that follows the scores, draw a routing (synthetic_routing.py) and count it (routing.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from course_lib.layout.experts import ExpertLayout
+from course_lib.layout.experts import ExpertLayout, check_choice
 from course_lib.layout.partition import stage_config
-from course_lib.memory.context import tokens_of_rank
 from course_lib.memory.flats import layers_of
+from course_lib.memory.ranks import tokens_of_rank
 from course_lib.memory.states import recipe_of
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
-from course_lib.traffic.odds import expected_places
 from course_lib.traffic.routing import COUNT_BYTES, ID_BYTES, Routing, moe_traffic
-from course_lib.validate import Index, checked, one_of
+from course_lib.validate import Index, Size, checked, one_of
 
 
 @checked
@@ -50,7 +54,6 @@ def expected_calls(run: Run, stage: Index) -> list[Call]:
     return calls if num_layers else []
 
 
-@checked
 def routed_calls(run: Run, routings: Sequence[Routing], ep_rank: Index) -> list[Call]:
     """List what leaves a rank, to the byte, layer by layer and micro-batch by micro-batch of these assignments."""
     layout, calls = run.layout, []
@@ -65,3 +68,27 @@ def routed_calls(run: Run, routings: Sequence[Routing], ep_rank: Index) -> list[
         for place, size in (("experts forward", forward), ("experts backward", traffic.backward(ep_rank).total_bytes)):
             calls.append(Call(place, "all_to_all", size, layout.ep, 1, to_one=True))  # all of it leaves
     return calls
+
+
+# ---- odds of tokens that choose their experts uniformly at random
+
+
+@checked
+def expected_places(num_experts: Size, places: Size, top_k: Size, max_places: Size | None = None) -> float:
+    """How many of `places` (nodes, or ranks) with equally many experts a token reaches on average, routed uniformly.
+
+    A place is missed if all k assignments fall elsewhere. max_places: from so many places only, taken at random. Places
+    taken by their best scores, as `limit_groups` does, are nearly all used: draw a routing and count.
+    """
+    check_choice(num_experts, top_k, places, max_places)
+    reachable = places if max_places is None else max_places
+    width = num_experts // places
+    missed = math.comb(width * (reachable - 1), top_k) / math.comb(width * reachable, top_k)
+    return reachable * (1 - missed)
+
+
+@checked
+def expected_crossings(layout: ExpertLayout, top_k: Size) -> float:
+    """Rows between nodes for one token on average, routed uniformly: of its assignments those not at home."""
+    check_choice(layout.num_experts, top_k, layout.num_nodes, None)
+    return top_k * (layout.num_nodes - 1) / layout.num_nodes

@@ -55,19 +55,16 @@ def plain_rows(counts: Sequence[Sequence[int]], layout: ExpertLayout) -> Rows:
     return [[sum(row[dst * width : (dst + 1) * width]) for dst in range(layout.ep_size)] for row in counts]
 
 
-@checked
 def padded_rows(capacity: Size, layout: ExpertLayout) -> Rows:
     """`capacity` rows to every expert from every rank, whatever the routing."""
     return [[capacity * layout.experts_per_rank] * layout.ep_size for _ in range(layout.ep_size)]
 
 
-@checked
 def once_per_rank_rows(experts: Routing, layout: ExpertLayout) -> Rows:
     """One row to each rank that has an expert of the token."""
     return [_tokens_touching(e, layout.experts_per_rank, layout.ep_size) for e in experts]
 
 
-@checked
 def once_per_node_rows(experts: Routing, layout: ExpertLayout) -> tuple[Rows, Rows]:
     """(across, inside): first once to each node, at its relay; from there once to each rank with an expert.
 
@@ -124,7 +121,6 @@ def sent(rows: Rows, layout: ExpertLayout, row_bytes: Bytes) -> list[Sent]:
     ]
 
 
-@checked
 def way_back(rows: Rows) -> Rows:
     """The same rows, returning: what src sent to dst, dst sends to src."""
     return [list(column) for column in zip(*rows, strict=True)]

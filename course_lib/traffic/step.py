@@ -1,7 +1,7 @@
 """Every collective of one training step, for any rank of any run, by axis: what all other files here add up to.
 
     axis        what                                                        listed by
-    pp          activations and their gradients at each boundary;           pipeline.py
+    pp          activations and their gradients at each boundary;           here
                 a tied weight's gradient between the two ends
     tp          of my stages' layers, and of the ends that I have;          tensor.py
                 once a step gradients of norms (with SP) and of heads that ranks share
@@ -24,20 +24,21 @@ from dataclasses import replace
 
 from course_lib.layout.mesh import REPLICA_AXES
 from course_lib.layout.partition import stage_config
-from course_lib.memory.flats import flats_of, layers_of, placed_by
+from course_lib.memory.flats import Flat, flats_of, layers_of, placed_by
+from course_lib.memory.ranks import boundary_bytes
 from course_lib.memory.states import recipe_of
+from course_lib.memory.zero import wire_grad_bytes
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call, sent_bytes
 from course_lib.traffic.context import attention_calls
-from course_lib.traffic.data import gradient_calls, load_calls
+from course_lib.traffic.data import gradient_calls, held, load_calls
 from course_lib.traffic.experts import expected_calls, routed_calls
-from course_lib.traffic.pipeline import boundary_calls, tied_calls
 from course_lib.traffic.routing import Routing
 from course_lib.traffic.tensor import partial_gradient_calls, tensor_calls
 from course_lib.validate import Index, checked
 
 AXES = ("pp", "tp", "cp", "ep", "data", "expert_dp", *REPLICA_AXES, "world")
-LENGTH_BYTES = 8  # of a micro-batch, int64, as the longest and as the shortest of all ranks
+_LENGTH_BYTES = 8  # of a micro-batch, int64, as the longest and as the shortest of all ranks
 
 Calls = dict[str, list[Call]]
 
@@ -61,9 +62,9 @@ def calls(run: Run, rank: Index = 0, clip: bool = False, routings: Sequence[Rout
             by_axis[axis] += [replace(call, count=call.count * layout.micro_batches) for call in of_stage]
     if routings is not None:
         by_axis["ep"] = routed_calls(run, routings, layout.members(rank)["ep"].index(rank))
-    for call in boundary_calls(run, place["pp"], place["tp"]):
+    for call in _boundary_calls(run, place["pp"], place["tp"]):
         by_axis["pp"].append(replace(call, count=call.count * layout.micro_batches))
-    by_axis["pp"] += tied_calls(run, flats)
+    by_axis["pp"] += _tied_calls(run, flats)
     by_axis["tp"] += partial_gradient_calls(run, flats)
     for axis, of_axis in (*load_calls(run, stages).items(), *gradient_calls(run, flats).items()):
         by_axis[axis] += of_axis
@@ -87,7 +88,6 @@ def _sent(call: Call, axis: str, place: int) -> int:
     return sent_bytes([call], place)
 
 
-@checked
 def stage_calls(run: Run, stage: Index) -> Calls:
     """List what one micro-batch makes a rank of one stage send inside it, forward and backward: over tp, cp and ep."""
     num_layers = stage_config(run.config, layers_of(run.config, run.layout), stage).num_layers
@@ -101,5 +101,28 @@ def stage_calls(run: Run, stage: Index) -> Calls:
 def _world_calls(run: Run, clip: bool) -> list[Call]:
     world_size, number = run.layout.world_size, max(recipe_of(run.recipe).compute_bytes, 4)
     names = ["loss", "norm of gradients"] if clip else ["loss"]
-    lengths = Call("lengths", "all_reduce", 2 * LENGTH_BYTES * run.layout.micro_batches, world_size, LENGTH_BYTES)
+    lengths = Call("lengths", "all_reduce", 2 * _LENGTH_BYTES * run.layout.micro_batches, world_size, _LENGTH_BYTES)
     return [*(Call(name, "all_reduce", number, world_size, number) for name in names), lengths]
+
+
+def _boundary_calls(run: Run, pp_rank: int, tp_rank: int) -> list[Call]:
+    """List what a rank sends of each micro-batch: activations to the next stage, gradients to the one before.
+
+    Two consecutive stages on the same rank send nothing. Of the schedule only v matters: with v stages per rank, v
+    times the bytes or nearly. With sequence parallelism each tp rank sends its own tokens.
+    """
+    layout, itemsize, owners = run.layout, recipe_of(run.recipe).compute_bytes, placed_by(run.layout).rank_of_stage
+    share = (layout.tp, tp_rank) if layout.sequence_parallel else (1, 0)
+    payload = boundary_bytes(run.config, layout.micro_batch, run.seq_len, itemsize, layout.cp, *share)
+    crossed = [(stage, stage + 1) for stage in range(len(owners) - 1) if owners[stage] != owners[stage + 1]]
+    counts = {
+        "activations": sum(owners[before] == pp_rank for before, _ in crossed),
+        "gradients": sum(owners[after] == pp_rank for _, after in crossed),
+    }
+    return [Call(place, "send", payload, 2, itemsize, count) for place, count in counts.items() if count]
+
+
+def _tied_calls(run: Run, flats: Sequence[Flat]) -> list[Call]:
+    """List the sum of a tied weight's gradient between the two ranks that have a copy of it."""
+    numel, itemsize = held(flats, "tied", run.layout), wire_grad_bytes(recipe_of(run.recipe))
+    return [Call("tied weight", "all_reduce", numel * itemsize, 2, itemsize)] if numel else []

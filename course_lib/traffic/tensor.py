@@ -23,19 +23,18 @@ from collections.abc import Sequence
 from course_lib.config import ModelConfig
 from course_lib.layout import Layout
 from course_lib.layout.partition import kv_replication, piece_sizes, stage_config
-from course_lib.memory.context import tokens_of_rank
 from course_lib.memory.flats import Flat, different_terms_over_tp, layers_of
+from course_lib.memory.ranks import tokens_of_rank
 from course_lib.memory.states import recipe_of
 from course_lib.memory.zero import wire_grad_bytes
 from course_lib.run import Run
 from course_lib.traffic.collectives import Call
 from course_lib.traffic.data import held
-from course_lib.validate import Index, checked
+from course_lib.validate import Index
 
 Sums = list[tuple[str, str, int, int]]  # place, collective, elements per token, how often
 
 
-@checked
 def tensor_calls(run: Run, stage: Index) -> list[Call]:
     """List what one micro-batch makes a rank of one stage send over tp, forward and backward."""
     layout, itemsize = run.layout, recipe_of(run.recipe).compute_bytes
@@ -120,7 +119,6 @@ def _last_sums(part: ModelConfig) -> int:
     return part.num_layers if part.dropout else 0
 
 
-@checked
 def partial_gradient_calls(run: Run, flats: Sequence[Flat]) -> list[Call]:
     """List the sums of weight gradients of which each tp rank has a part, once a step.
 

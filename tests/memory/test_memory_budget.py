@@ -9,7 +9,6 @@ from random_layouts import LLAMA, MODELS, SEQ_LEN
 
 from course_lib.config import preset
 from course_lib.layout import Layout
-from course_lib.measure import MemoryTracker
 from course_lib.memory.budget import budgets, fits
 from course_lib.memory.states import FP64, LoRA, count_parameters
 from course_lib.memory.zero import Offload
@@ -63,24 +62,6 @@ def test_a_recipe_needs_no_name_in_the_table():
 
 
 # ---- the update
-
-
-@pytest.mark.parametrize(("implementation", "copies"), [("foreach", 5.0), ("for-loop", 4.25), ("fused", 4.0)])
-def test_adamw_over_lists_needs_one_more_copy_of_the_parameters(implementation, copies):
-    """Twelve equal matrices in FP32, measured on this CPU: parameter, gradient and two moments are 4 copies.
-
-    One by one three matrices more are there at once: a root, what it is divided to, and that of the matrix before.
-    """
-    params = [torch.nn.Parameter(torch.zeros(64, 64)) for _ in range(12)]
-    options = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
-    optimizer = torch.optim.AdamW(params, **options)
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    with MemoryTracker(torch.nn.ParameterList(params), optimizer) as tracker:
-        optimizer.step()
-    size = sum(param.nbytes for param in params)
-    assert tracker.peak_bytes / size == pytest.approx(copies, abs=0.02)
 
 
 def test_an_update_over_lists_is_the_largest_moment_of_8b_in_fp32():

@@ -5,13 +5,10 @@ import pytest
 from course_lib.config import preset
 from course_lib.hardware import GPUS
 from course_lib.layout import Layout
-from course_lib.layout.partition import CP_METHODS
 from course_lib.memory.budget import budgets, fits, largest_that_fits
-from course_lib.memory.context import exchange_bytes, for_length, kv_block_bytes, tokens_of_rank
-from course_lib.memory.papers import korthikanti_layer_bytes
+from course_lib.memory.ranks import for_length, kv_block_bytes
 from course_lib.run import Run
 
-GIB = 2**30
 LLAMA_8B, TOY = preset("llama-3.1-8b"), preset("toy")
 EIGHT = {"tp": 8, "sequence_parallel": True}
 
@@ -19,22 +16,6 @@ EIGHT = {"tp": 8, "sequence_parallel": True}
 def rank(config, seq_len, **layout):
     """The budget of one rank."""
     return budgets(Run(config, Layout(**layout), seq_len))[0]
-
-
-def test_C093_the_playbook_s_bars_of_8b_over_sequence_lengths():
-    """GiB of activations: alone, tp 2 without sequence parallelism, and cp 4 on top; scores recomputed."""
-    bars = {  # tokens -> (none, tp 2, tp 2 and cp 4)
-        1024: (4.25, 2.75, 0.6875), 4096: (17, 11, 2.75), 16_384: (68, 44, 11), 65_536: (272, 176, 44),
-        131_072: (544, 352, 88),
-    }  # fmt: skip
-    for seq_len, printed in bars.items():
-        ours = [
-            LLAMA_8B.num_layers * korthikanti_layer_bytes(LLAMA_8B, 1, tokens_of_rank(seq_len, cp), "selective", tp)
-            for tp, cp in ((1, 1), (2, 1), (2, 4))
-        ]
-        assert [size / GIB for size in ours] == pytest.approx(printed)
-    tp_alone, whole = 10 + 24 / 2, 34
-    assert 544 * tp_alone == 352 * whole  # C093: what of a layer tp alone divides
 
 
 def test_activations_and_logits_are_divided_states_are_not():
@@ -51,20 +32,6 @@ def test_keys_of_grouped_queries_are_a_quarter_of_a_block():
     tokens, itemsize = 2048, 2
     assert kv_block_bytes(LLAMA_8B, 1, 4 * tokens, 4) == 2 * tokens * 8 * 128 * itemsize
     assert kv_block_bytes(LLAMA_8B, 1, 4 * tokens, 4, tp=8) == 2 * tokens * 1 * 128 * itemsize
-    in_flight = {
-        (method, backward): exchange_bytes(LLAMA_8B, 1, 4 * tokens, 4, method, backward)
-        for method in CP_METHODS
-        for backward in (False, True)
-    }
-    block = kv_block_bytes(LLAMA_8B, 1, 4 * tokens, 4)
-    assert in_flight == {
-        ("ring", False): 2 * block, ("ring", True): 4 * block,
-        ("all_gather", False): 4 * block, ("all_gather", True): 8 * block,
-        ("ulysses", False): 5 * block, ("ulysses", True): 5 * block,  # q and out are four blocks, k and v one
-    }  # fmt: skip
-    assert exchange_bytes(LLAMA_8B, 1, 4 * tokens, 4, "ring", True, grad_itemsize=4) == 6 * block
-    assert exchange_bytes(LLAMA_8B, 1, 4 * tokens, 2, "ring") == kv_block_bytes(LLAMA_8B, 1, 4 * tokens, 2)
-    assert [exchange_bytes(TOY, 1, 64, 1, method) for method in CP_METHODS] == [0, 0, 0]
 
 
 def test_ulysses_keeps_attention_s_output_twice_as_heads_and_as_tokens():
@@ -92,12 +59,3 @@ def test_8b_from_16k_to_1m_tokens_on_80_gb():
     longest = [largest_that_fits(budget_of(cp), "h100", 1024 * cp) for cp in (1, 4, 16)]
     assert longest[0] < 64 * 1024 and 4 * longest[0] < longest[1] and 4 * longest[1] < longest[2] < 1024 * 1024
     assert largest_that_fits(lambda s: rank(LLAMA_8B, s), GPUS["h100"], 1024) == 0  # the states alone do not fit
-
-
-def test_what_context_parallelism_cannot_do_is_refused():
-    with pytest.raises(ValueError, match="seq_len"):
-        rank(TOY, 62, cp=4)
-    with pytest.raises(ValueError, match="choose fused"):
-        budgets(Run(TOY, Layout(cp=2), 64, attention="standard"))
-    with pytest.raises(ValueError, match="none of ring, all_gather, ulysses"):
-        rank(TOY, 64, cp=2, cp_method="stripes")

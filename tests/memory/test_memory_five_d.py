@@ -6,10 +6,9 @@ import torch
 from course_lib.config import preset
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
-from course_lib.memory.five_d import five_d_states
 from course_lib.memory.flats import flats_of
 from course_lib.memory.states import count_parameters
-from course_lib.memory.zero import padded
+from course_lib.memory.zero import five_d_states, padded
 from course_lib.model import Llama
 from course_lib.run import Run
 
@@ -29,13 +28,6 @@ GB = 1e9
 )
 def test_C154_C155_claimed_gigabytes_a_gpu_of_8b_and_70b(model, layout, claimed_gb):
     assert five_d_states(preset(model), Layout.parse(layout)).total / GB == pytest.approx(claimed_gb, abs=0.05)
-
-
-def test_C239_C240_gpus_that_hold_the_weights_alone():
-    """70.6B and 405.9B parameters of 2 bytes, over 80 GiB: 2 and 10 GPUs; over 80 GB 405B needs 11."""
-    of_80_gib = [2 * count_parameters(preset(f"llama-3.1-{size}")) / (80 * 2**30) for size in ("70b", "405b")]
-    assert [round(each, 2) for each in of_80_gib] == [1.64, 9.45]
-    assert round(2 * count_parameters(preset("llama-3.1-405b")) / 80e9, 2) == 10.15
 
 
 def test_a_rank_of_llama_405b_counted_by_hand():
@@ -91,3 +83,10 @@ def test_what_cannot_be_is_refused():
         Run(replace(MOE, moe=None), Layout(dp=2, ep=2), 64)
     with pytest.raises(ValueError, match="no score matrix is kept"):
         Run(TOY, Layout(cp=2), 64, attention="standard")
+
+
+def test_C239_C240_gpus_that_hold_the_weights_alone():
+    """70.6B and 405.9B parameters of 2 bytes, over 80 GiB: 2 and 10 GPUs; over 80 GB 405B needs 11."""
+    of_80_gib = [2 * count_parameters(preset(f"llama-3.1-{size}")) / (80 * 2**30) for size in ("70b", "405b")]
+    assert [round(each, 2) for each in of_80_gib] == [1.64, 9.45]
+    assert round(2 * count_parameters(preset("llama-3.1-405b")) / 80e9, 2) == 10.15

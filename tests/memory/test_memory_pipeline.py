@@ -10,12 +10,12 @@ from kept_bytes import kept_bytes
 from course_lib import model, training
 from course_lib.config import ModelConfig, preset
 from course_lib.hardware import PUBLISHED_1F1B_FALLS, PUBLISHED_1F1B_THROUGHPUT
-from course_lib.layout import Layout, even_layers, fewer_at_the_ends
+from course_lib.layout import Layout, even_layers
 from course_lib.memory.activations import block_terms
 from course_lib.memory.budget import budget, budgets, saved_for_backward
 from course_lib.memory.flats import flats_of
-from course_lib.memory.pipeline import boundary_bytes, live_layers
-from course_lib.memory.stages import balanced_layers, stage_parameters
+from course_lib.memory.ranks import boundary_bytes
+from course_lib.memory.stages import balanced_layers, live_layers, stage_parameters
 from course_lib.memory.states import count_parameters
 from course_lib.parallel.stages import cut
 from course_lib.parallel.weight_gradients import DelayedWeightGradients, WeightGradientStore
@@ -31,38 +31,12 @@ from course_lib.schedules import (
     peak_live,
 )
 
-GIB = 2**30
 LLAMA_8B, LLAMA_405B, TOY = preset("llama-3.1-8b"), preset("llama-3.1-405b"), preset("toy")
 TIED = preset("llama-3.2-1b")
 SMALL_GPT = replace(TOY, name="gpt", family="gpt", num_kv_heads=TOY.num_heads)
 
 
 # ---- layers and parameters
-
-
-def test_C098_layers_are_divided():
-    assert even_layers(96, 8) == [12] * 8 and even_layers(32, 8) == [4] * 8
-    assert sum(even_layers(32, 8)[:7]) + 1 == 29  # GPU 8 has layers 29 to 32
-    assert even_layers(7, 3) == [3, 2, 2]
-    with pytest.raises(ValueError, match="choose 1 to 4"):
-        even_layers(4, 5)
-
-
-def test_C099_the_first_stage_of_8b_has_39_percent_more_than_an_eighth():
-    sizes = stage_parameters(LLAMA_8B, even_layers(32, 8))
-    assert sum(sizes) == count_parameters(LLAMA_8B)
-    gib = [2 * size / GIB for size in sizes]  # BF16
-    assert gib[0] == pytest.approx(2.6035, abs=1e-4)  # the playbook's bar; C099: 2.60
-    assert 4 * gib[0] == pytest.approx(10.4141, abs=5e-4)  # its optimizer states: two FP32 moments
-    eighth = 2 * count_parameters(LLAMA_8B) / 8 / GIB
-    assert [round(value, 2) for value in (gib[0], gib[3], gib[7], eighth)] == [2.60, 1.63, 2.60, 1.87]
-    assert round(100 * (gib[0] / eighth - 1)) == 39
-
-
-def test_C116_llama_3_has_a_layer_less_at_either_end():
-    assert fewer_at_the_ends(126, 16) == [7, *[8] * 14, 7]
-    with pytest.raises(ValueError, match="balanced_layers"):
-        fewer_at_the_ends(32, 8)
 
 
 def test_balanced_layers_make_the_largest_stage_as_small_as_any_other_choice():

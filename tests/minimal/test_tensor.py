@@ -11,8 +11,8 @@ from course_lib import comm
 from course_lib.launch import launch
 from course_lib.measure import ByteMeter
 from course_lib.memory.activations import block_terms
+from course_lib.memory.ranks import narrow
 from course_lib.memory.states import count_parameters
-from course_lib.memory.tensor import narrow
 from course_lib.minimal import (
     compare,
     compare_with_one_process,

@@ -15,7 +15,7 @@ from course_lib.hardware import gpu
 from course_lib.layout import SEQUENCE_SHARDINGS, Layout
 from course_lib.layout.block_pairs import pairs, pairs_of_ranks, share_of_ideal
 from course_lib.memory.budget import budgets
-from course_lib.memory.context import for_length
+from course_lib.memory.ranks import for_length
 from course_lib.plots import context
 from course_lib.run import Run
 

@@ -16,8 +16,8 @@ from course_lib.config import preset
 from course_lib.hardware import gpu
 from course_lib.layout import Layout
 from course_lib.memory.budget import budgets
-from course_lib.memory.five_d import five_d_states
 from course_lib.memory.states import count_parameters, parameter_shapes
+from course_lib.memory.zero import five_d_states
 from course_lib.plots import five_d, five_d_costs
 from course_lib.plots import holdings as who_holds
 from course_lib.plots.memory import kinds_of

@@ -8,7 +8,7 @@ import pytest
 from course_lib.config import preset
 from course_lib.hardware import Cluster, Link, gpu, link
 from course_lib.layout import Layout
-from course_lib.memory.context import for_length
+from course_lib.memory.ranks import for_length
 from course_lib.run import Run
 from course_lib.timing import (
     AttentionTime,

@@ -4,8 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from course_lib.timing.data import exposed_s
-from course_lib.timing.experts import expert_layer_spans
+from course_lib.timing.timelines import expert_layer_spans, exposed_s
 
 SECONDS = {"attention": 4, "dispatch": 2, "experts": 4, "combine": 2}
 

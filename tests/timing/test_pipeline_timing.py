@@ -4,11 +4,11 @@ import pytest
 
 from course_lib.config import ModelConfig, preset
 from course_lib.flops import stage_flops, step_flops
-from course_lib.hardware import PUBLISHED_1F1B_THROUGHPUT, Cluster, gpu, link
+from course_lib.hardware import Cluster, gpu, link
 from course_lib.layout import Layout, even_layers
 from course_lib.memory.stages import balanced_layers
 from course_lib.run import Run
-from course_lib.schedules import bubble, one_f_one_b, simulate
+from course_lib.schedules import one_f_one_b, simulate
 from course_lib.timing import stage_costs
 
 LLAMA_8B = preset("llama-3.1-8b")
@@ -52,21 +52,3 @@ def test_equal_layers_leave_everybody_waiting_for_the_stage_with_the_head():
     for name, layers in (("even", even_layers(32, 8)), ("balanced", balanced_layers(LLAMA_8B, 8, by="flops"))):
         bubbles[name] = simulate(one_f_one_b(8, 32), _costs(layers, "nvlink4")).bubble_of_ideal
     assert 7 / 32 < bubbles["balanced"] < 0.75 * bubbles["even"]
-
-
-def _bubble_alone(published, label):
-    """What published throughput would be if the bubble were all that changes, anchored at the shortest pipeline."""
-    busy = {pp: 1 - bubble("1f1b", pp, pp - 1 if label == "pp - 1" else int(label)).of_total for pp in published}
-    first = min(published)
-    return {pp: published[first] * busy[pp] / busy[first] for pp in published}
-
-
-def test_C110_C111_the_bubble_explains_one_node_and_not_more():
-    assert bubble("1f1b", 8, 7).of_total == bubble("1f1b", 32, 31).of_total == 0.5  # C110
-    for label, bars in PUBLISHED_1F1B_THROUGHPUT.items():
-        modelled = _bubble_alone(bars, label)
-        gap = {pp: bars[pp] / modelled[pp] for pp in bars}
-        assert gap[2] == 1 and all(0.89 < gap[pp] < 1.10 for pp in (4, 8))
-        assert 0.7 < gap[16] < 0.92 and 0.45 < gap[32] < 0.52
-    falls = _bubble_alone(PUBLISHED_1F1B_THROUGHPUT["32"], "32")
-    assert [round(100 * (1 - falls[pp] / falls[pp // 2]), 1) for pp in (4, 8, 16, 32)] == [5.7, 10.3, 17.0, 25.4]

@@ -5,8 +5,8 @@ from math import log
 import pytest
 
 from course_lib import timing
-from course_lib.claims.formulas import LAYER_OF_22B_MS, STEPS
-from course_lib.config import ModelConfig, preset
+from course_lib.claims.formulas import LAYER_OF_22B_MS
+from course_lib.config import preset
 from course_lib.hardware import (
     GPUS,
     LINKS,
@@ -18,10 +18,9 @@ from course_lib.hardware import (
     published_link,
 )
 from course_lib.timing.collectives import _NETWORK_CALL_US, TUNING
-from course_lib.traffic import ring_all_reduce_bytes
 
-H100, A100 = GPUS["h100"], GPUS["a100-80"]
 PLAYBOOK_3B = preset("playbook-3b")
+H100 = GPUS["h100"]
 
 
 def _link(bytes_per_s, latency_s=0.0):
@@ -194,21 +193,6 @@ def test_pieces_for_other_nodes_leave_by_the_port():
     assert timing.collective_s("all_to_all", 16e9, 16, NODES) == pytest.approx(8 * (port.latency_s + 1e9 / 50e9))
 
 
-def test_tensor_parallel_traffic_is_a_fifth_of_the_compute_not_3_percent():
-    config, tp = preset("llama-3.1-70b"), 8
-    # four all-reduces a layer and token (two forward, two backward), bf16; claim C205
-    sent = 4 * config.num_layers * ring_all_reduce_bytes(config.d_model * 2, tp, itemsize=2)
-    compute_s = 6 * 70.6e9 / (tp * 0.45 * H100.bf16_flops)
-    assert sent / 450e9 / compute_s == pytest.approx(0.17, abs=0.005)
-    assert sent / 360e9 / compute_s == pytest.approx(0.21, abs=0.005)
-
-
-def test_gradients_of_a_32nd_of_70b_take_a_sixth_of_a_second():
-    params, link = 70.6e9 / 32, LINKS["ib-ndr400"]  # claim C206
-    assert timing.collective_s("all_reduce", params * 2, 80, link) == pytest.approx(0.17, abs=0.01)
-    assert timing.collective_s("all_reduce", params * 4, 80, link) == pytest.approx(0.34, abs=0.02)
-
-
 # ------------------------------------------------------------------------------------ FLOPs
 def test_forward_flops_of_8b():
     config = preset("llama-3.1-8b")
@@ -231,65 +215,6 @@ def test_flops_per_token_reproduce_published_mfu():
     assert timing.flops_per_token(PLAYBOOK_3B, 4096) == pytest.approx(363.66e12 / 14167.25, rel=1e-3)
 
 
-def test_full_recomputation_is_narayanans_factor_96():
-    config, seq_len, batch = preset("gpt3-175b"), 2048, 1
-    layers, h, vocab = config.num_layers, config.d_model, config.vocab_size
-    papers = 96 * batch * seq_len * layers * h**2 * (1 + seq_len / (6 * h) + vocab / (16 * layers * h))
-    assert timing.step_flops(config, batch * seq_len, seq_len, recompute="full") == pytest.approx(papers, rel=1e-9)
-
-
-def test_recomputation_costs_a_third_in_full_and_3_percent_of_the_forward_when_selective():
-    config, tokens = preset("gpt3-175b"), 2048
-    none, selective, full = (timing.step_flops(config, tokens, 2048, how) for how in ("none", "selective", "full"))
-    assert full / none == pytest.approx(4 / 3, abs=0.005)  # claims C013, C035: 4 units of forward where 3 were
-    assert (selective - none) / (none / 3) == pytest.approx(0.027, abs=0.001)  # claim C044: 2.7 % of the forward
-    assert selective / none == pytest.approx(1.009, abs=0.001)  # which is 0.9 % of the step
-    with pytest.raises(ValueError, match="recompute is 'half'; choose from none, selective, full"):
-        timing.step_flops(config, tokens, 2048, "half")
-
-
-def test_a_layer_of_22b_took_39_percent_longer_under_full_recomputation_and_7_under_selective():
-    ms = {name: sum(passes) for name, passes in LAYER_OF_22B_MS.items()}
-    longer = {name: round(100 * (taken / ms["kept"] - 1)) for name, taken in ms.items()}
-    assert longer["full"] == 39  # claims C013, C035, C043: more than the FLOPs, 33 %
-    assert longer["selective"] == 7 and longer["selective, sequence parallel"] == 4  # claim C044
-    assert ms["kept"] / ms["kept, sequence parallel"] == pytest.approx(1.03, abs=0.005)  # claim C186: by itself
-
-
-def test_sequence_parallelism_and_selective_recomputation_together_gain_what_full_recomputation_costs():
-    gain, in_flops, reached = {}, {}, {}
-    for name, (layers, h, heads, batch, num_gpus, full_s, both_s) in STEPS.items():
-        config = ModelConfig(name, layers, h, heads, heads, 4 * h, 51_200, 2048, tied=True, family="gpt")
-        flops = {how: timing.step_flops(config, batch * 2048, 2048, how) for how in ("none", "selective", "full")}
-        reached[name] = 100 * timing.mfu(flops["none"], both_s, num_gpus, A100.bf16_flops)
-        gain[name], in_flops[name] = full_s / both_s, flops["full"] / flops["selective"]
-    # claim C183: above 50 % of an A100 from 175B on, not at 22B
-    assert reached == pytest.approx({"22B": 41.5, "175B": 51.4, "530B": 56.0, "1T": 56.3}, abs=0.2)
-    assert gain["175B"] == pytest.approx(1.318, abs=0.001)  # claim C189: 31.8 %, not 1.5 times
-    assert min(gain.values()) > 1.29 and max(gain.values()) < 1.325  # claim C186: by the pair, not by one of the two
-    assert gain == pytest.approx(in_flops, abs=0.03)  # claim C204: the third is the recomputation that is left out
-
-
-def test_recomputing_scores_inside_a_kernel_is_faster_because_memory_is_the_limit():
-    """Claim C043, one head of 128 features: FLOPs and traffic of the attention core, forward and backward."""
-    s, head = 8192, 128
-    flops = 3 * 4 * s * s * head
-    written_bytes = 2 * s * s * (4 + 5)  # bf16 scores: four passes forward, five or more backward
-    again = 2 * s * s * head  # q k^T once more, in backward; only q, k, v, o and their gradients travel
-    written_s = timing.roofline_s(flops, written_bytes, H100)
-    fused_s = timing.roofline_s(flops + again, 2 * 8 * s * head, H100)
-    assert fused_s < written_s / 2
-    assert written_s > 2 * flops / H100.bf16_flops  # memory is the limit; where it is not, computing again costs time
-
-
-def test_a_trade_off_table_without_a_measurement():
-    speed_of_checkpointing, speed_of_all = 0.8, 0.9  # claim C224
-    assert speed_of_all / speed_of_checkpointing == pytest.approx(1.125)  # stacked: the last row is that much faster
-    config = preset("llama-3.1-8b")
-    flops = [timing.step_flops(config, 4096, 4096, how) for how in ("none", "full")]
-    assert 0.75 < flops[0] / flops[1] < 0.77  # in FLOPs recomputation alone leaves three quarters
-
-
 def test_mfu_falls_when_recomputation_takes_time():
     forward, backward, again = 100, 200, 50
     assert forward + backward + again == 350 and forward + backward + forward == 400  # claim C040
@@ -297,47 +222,6 @@ def test_mfu_falls_when_recomputation_takes_time():
     # claims C041, C042: 700 FLOPs in 1.1 s on a GPU of 1000 FLOP/s; HFU and MFU were given as 70 % and 50 %
     assert timing.hfu(700, 1.1, 1, 1000) == pytest.approx(0.636, abs=0.0005)
     assert timing.mfu(500, 1.1, 1, 1000) == pytest.approx(0.455, abs=0.0005)
-
-
-def test_a_token_budget_costs_the_same_flops_whatever_the_batch():
-    config = preset("llama-3.2-1b")  # claim C020
-    small, large = (tokens * timing.step_flops(config, 2**20 // tokens, 1024) for tokens in (1, 16))
-    assert small == large
-    assert 15360 * 4096 == 62_914_560  # claim C017: 62.9 M tokens a batch; claim C019: above Llama 3's 16 M
-
-
-def test_percentages_name_their_peak():
-    assert 280e12 / A100.bf16_flops == pytest.approx(0.90, abs=0.003)  # claim C184: not on an A100
-    assert (190e12 / H100.bf16_flops, 280e12 / H100.bf16_flops) == pytest.approx((0.19, 0.28), abs=0.005)
-    assert (700e12 / H100.fp8_flops, 900e12 / H100.fp8_flops) == pytest.approx((0.35, 0.45), abs=0.006)  # claim C188
-    without_recomputation = [hfu * 72 / 96 for hfu in (0.44, 0.52)]
-    assert without_recomputation == pytest.approx([0.33, 0.39])  # claim C190: 44 to 52 % counted it
-    assert (600e12 / H100.fp8_flops, 750e12 / H100.fp8_flops) == pytest.approx((0.30, 0.38), abs=0.005)  # claim C197
-    assert (600e12 / H100.bf16_flops, 750e12 / H100.bf16_flops) == pytest.approx((0.61, 0.76), abs=0.005)
-    assert (0.45 * H100.bf16_flops / 1e12, 640 * 0.45 * H100.bf16_flops / 1e15) == pytest.approx(
-        (445, 284.8), abs=0.1
-    )  # claim C200
-
-
-def test_640_h100_train_70b_on_15_trillion_tokens():
-    peak, day_s = H100.bf16_flops, 86_400
-    psi = 70_553_706_496 - 128_256 * 8192 - 161 * 8192  # of matrix products: without embedding and norms
-    flops = 6 * psi + 12 * 80 * 8192 * 8192  # attention of 80 layers over 8,192 tokens
-    implied = [timing.mfu(tokens * flops, 1, 640, peak) for tokens in (150e3, 200e3)]
-    assert implied == pytest.approx([0.11, 0.15], abs=0.005)  # claim C198
-    assert timing.tokens_per_s(flops, 640, peak, 0.45) == pytest.approx(591_632, abs=1)  # claim C198
-    assert timing.tokens_per_s(420e9, 1, 288e15, 1.0) == pytest.approx(685_714, abs=1)  # claim C202
-    assert 15e12 / timing.tokens_per_s(420e9, 1, 288e15, 1.0) / day_s == pytest.approx(253, abs=0.5)  # claim C202
-    gpu_hours = 6.4e6  # what Llama 3 70B really took
-    assert gpu_hours / 640 / 24 == pytest.approx(417, abs=0.5)  # claim C202: days
-    assert timing.mfu(6 * 70.6e9 * 15e12, gpu_hours * 3600, 1, peak) == pytest.approx(0.279, abs=0.001)
-
-
-def test_15_trillion_tokens_at_78_000_a_second_take_six_years_not_55_hours():
-    seconds = 15e12 / 78_000  # claim C172
-    assert seconds == pytest.approx(192_307_692, abs=1)
-    assert (seconds / 3600, seconds / 86_400) == pytest.approx((53_419, 2_226), abs=1)
-    assert 3 * seconds / 86_400 / 365.25 == pytest.approx(18.3, abs=0.05)  # with the backward: 6 N instead of 2 N
 
 
 def test_roofline_takes_the_longer_of_compute_and_memory():
@@ -406,46 +290,6 @@ def test_the_modelled_curve_stays_near_the_published_one_up_to_128_gpus():
     assert error[256] > 0.25  # what the model leaves out: late ranks, and a network shared with others
 
 
-def test_where_throughput_falls_depends_on_the_network_and_the_micro_batch():
-    """Claim C054: "above 512 GPUs" is a rule of thumb of one network; modelled, share of the throughput on 8 GPUs."""
-    second_per_token = 1 / PUBLISHED_DP_THROUGHPUT[8]
-
-    def left(dp, tokens, link):
-        on_8, on_dp = (
-            timing.dp_throughput(size, tokens, tokens * second_per_token, 4 * 1.34e9, LINKS[link]) for size in (8, dp)
-        )
-        return on_dp / on_8
-
-    assert PUBLISHED_DP_THROUGHPUT[16] < PUBLISHED_DP_THROUGHPUT[8]  # measured: it falls from the second node on
-    assert 0.83 < left(512, 4096, "efa") < left(64, 4096, "efa") < 0.84  # of a ring's or a tree's bytes, not of steps
-    assert PUBLISHED_DP_THROUGHPUT[64] / PUBLISHED_DP_THROUGHPUT[8] < 0.78  # measured: less is left
-    assert left(512, 16 * 4096, "efa") > 0.99  # larger micro-batches hide them
-
-
-# ------------------------------------------------------------------------------------ nonsense
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: timing.mfu(1e15, 1.0, 0, 1e15), ValueError, "num_gpus is 0; give a whole number"),
-        (lambda: timing.mfu(1e15, -1.0, 8, 1e15), ValueError, "seconds is -1.0; give a finite number above 0"),
-        (lambda: timing.hfu(float("nan"), 1.0, 8, 1e15), ValueError, "hardware_flops is nan"),
-        (lambda: timing.tokens_per_s(6e9, 8, 1e15, 45), ValueError, "utilisation is 45"),
-        (lambda: timing.tokens_per_s("6B", 8, 1e15, 0.4), TypeError, "flops_a_token is '6B'"),
-        (lambda: timing.collective_s("all_reduce", -1, 8, LINKS["efa"]), ValueError, "payload_bytes is -1"),
-        (
-            lambda: timing.collective_s("all_reduce", 1e6, 10**15, LINKS["efa"]),
-            ValueError,
-            "world_size is 10000000",
-        ),
-        (lambda: timing.collective_s("all_reduce", 1e6, 8, "efa"), TypeError, "network is 'efa'"),
-        (lambda: timing.collective_s("all_reduce", 1e6, 8, NODES, per_node=0), ValueError, "per_node is 0"),
-    ],
-)
-def test_nonsense_is_refused_in_one_sentence(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
 def test_copies_in_the_same_stream_hide_nothing_and_beside_it_all_but_the_last():
     same, beside = (timing.copy_spans(2.0, 1.0, 3, side_stream) for side_stream in (False, True))
     assert [(s.start_s, s.stop_s) for s in same if s.lane == "compute"] == [(0, 2), (3, 5), (6, 8)]
@@ -473,3 +317,11 @@ def test_between_two_measured_numbers_of_nodes_the_line_is_straight_on_logarithm
         27.9692e9 ** (log(1.5) / log(2)) * 54.9723e9 ** (1 - log(1.5) / log(2))
     )
     assert measured_bus_bandwidth(2_048, "all_gather") == 11.0383e9
+
+
+def test_a_layer_of_22b_took_39_percent_longer_under_full_recomputation_and_7_under_selective():
+    ms = {name: sum(passes) for name, passes in LAYER_OF_22B_MS.items()}
+    longer = {name: round(100 * (taken / ms["kept"] - 1)) for name, taken in ms.items()}
+    assert longer["full"] == 39  # claims C013, C035, C043: more than the FLOPs, 33 %
+    assert longer["selective"] == 7 and longer["selective, sequence parallel"] == 4  # claim C044
+    assert ms["kept"] / ms["kept, sequence parallel"] == pytest.approx(1.03, abs=0.005)  # claim C186: by itself

@@ -7,7 +7,7 @@ import torch
 
 from course_lib.layout.experts import ExpertLayout
 from course_lib.model.synthetic_routing import popularity, synthetic_routing
-from course_lib.traffic.odds import expected_crossings, expected_places
+from course_lib.traffic.experts import expected_crossings, expected_places
 from course_lib.traffic.routing import counts_of, once_per_node_rows, plain_rows, sent
 
 

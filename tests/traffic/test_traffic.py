@@ -1,21 +1,12 @@
 """Bytes that a step sends, by formula: hand values, papers, claims by their ids."""
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from course_lib.config import ModelConfig, preset
-from course_lib.launch import launch
 from course_lib.layout import Layout
-from course_lib.measure import ByteMeter, MemoryTracker
-from course_lib.memory.budget import budgets
-from course_lib.memory.context import exchange_bytes
-from course_lib.memory.pipeline import boundary_bytes
 from course_lib.memory.zero import zero_units
-from course_lib.model import build
 from course_lib.run import Run
 from course_lib.traffic import (
-    all_to_all_bytes,
     attention_calls,
     by_collective,
     call_counts,
@@ -149,104 +140,11 @@ def test_an_uneven_sequence_is_padded_in_the_message():
     assert by_place(even)["layers forward"] == by_place(uneven)["layers forward"]
 
 
-# ---- along the sequence, before chapter 07 takes it up
-
-
-def test_C148_C149_a_ring_hands_keys_and_values_on_one_time_less_than_it_has_ranks():
-    ranks = 4
-    held = list(range(ranks))  # rank r computes with the keys of rank held[r]
-    met = [{k} for k in held]
-    exchanges = 0
-    while any(len(seen) < ranks for seen in met):
-        held = [held[(r + 1) % ranks] for r in range(ranks)]  # received from r + 1
-        exchanges += 1
-        met = [seen | {k} for seen, k in zip(met, held, strict=True)]
-        if exchanges == 1:
-            assert held == [(r + 1) % ranks for r in range(ranks)]  # C149: so K[(r + 1) % P], not K[(r - 1) % P]
-    assert exchanges == ranks - 1  # C148
-
-
-def test_C150_ulysses_sends_4_n_h_over_p_a_layer():
-    tokens, h, p = 4096, 1024, 8
-    three, one = (all_to_all_bytes(k * tokens * h // p, p, itemsize=1) for k in (3, 1))  # q, k, v there; o back
-    assert three + one == 4 * tokens * h // p * (p - 1) // p
-
-
-# ---- beside real ranks
-
-
-def _train(config, recompute, sequence_parallel, regather, how):
-    """One step under the tracker, one under the meter: bytes held by kind, bytes sent, calls."""
-    from course_lib.parallel import sequence, tensor
-
-    engine = build(config, recompute=recompute, attention="standard")
-    if sequence_parallel:
-        engine, module = sequence.build(engine, dist.group.WORLD, regather=regather), sequence
-    else:
-        engine, module = tensor.build(engine, dist.group.WORLD), tensor
-    optimizer = module.make_optimizer(engine)
-
-    def step():
-        x_BS, y_BS = torch.randint(0, config.vocab_size, (2, 2, how["seq_len"])).clone().unbind()
-        module.step(engine, [(x_BS, y_BS)] * how["micro_batches"], optimizer)
-
-    with MemoryTracker(engine, optimizer) as tracker:
-        step()
-    with ByteMeter() as meter:
-        step()
-    held = {kind: max(column) for kind, column in tracker.timeline.bytes_by_kind.items()}
-    return held, meter.by_collective, meter.calls
-
-
-def _train_all(cases, how):
-    return [_train(*case, how) for case in cases]
-
-
-@pytest.mark.exhaustive
-def test_real_ranks_hold_and_send_what_the_formulas_say():
-    """Uneven d_ff, vocabulary and sequence; fewer key/value heads than ranks; tied, dropout, biases; accumulation."""
-    odd = ModelConfig("odd", 2, 32, num_heads=8, num_kv_heads=2, d_ff=50, vocab_size=101, max_seq_len=64)
-    gpt = ModelConfig("gpt", 2, 32, 4, 4, 100, 101, 64, tied=True, family="gpt", dropout=0.1)
-    tp, sp, regather = (False, False), (True, False), (True, True)
-    cases = [(odd, "none", *tp), (odd, "none", *regather), (gpt, "none", *sp), (odd, "full", *sp), (gpt, "full", *tp)]
-    size, how = 4, {"seq_len": 31, "micro_batches": 2}
-    ranks = launch(_train_all, size, cases, how, quiet=True)
-    for rank in (0, size - 1):
-        for (config, recompute, split, again), (held, sent, counts) in zip(cases, ranks[rank], strict=True):
-            how = {"sequence_parallel": split, "regather": again, "recompute": recompute}
-            expected = tp_calls(config, 31, size, rank, "fp32", micro_batch=2, micro_batches=2, **how)
-            assert (by_collective(expected, rank), call_counts(expected)) == (sent, counts)
-            layout = Layout(tp=size, micro_batch=2, micro_batches=2, **how)
-            plan = budgets(Run(config, layout, 31, "fp32", "standard", "cpu"), tp_rank=rank)[0].by_kind
-            states = ("parameters", "gradients", "optimizer")
-            assert [plan[kind] for kind in states] == [held[kind] for kind in states]
-            if recompute == "none":  # with "full", gloo's threads may still hold messages of the block run again
-                assert held["activations"] == pytest.approx(plan["activations"], rel=0.015)
-
-
 # ---- context parallelism
-
-WAYS = (  # (method, ranks of a ring around it, recomputation)
-    ("ring", 1, "none"), ("all_gather", 1, "none"), ("ulysses", 1, "none"), ("ulysses", 2, "none"), ("ring", 1, "full"),
-)  # fmt: skip
 
 
 def cp_run(config, seq_len, cp, method="ring", **layout):
     return Run(config, Layout(cp=cp, cp_method=method, **layout), seq_len)
-
-
-def test_C091_a_ring_sends_as_much_as_an_all_gather():
-    """(P - 1) / P of all keys and values either way: what differs is memory, overlap and the number of calls."""
-    ring, gathered = (calls(cp_run(LLAMA_70B, 65_536, 8, method))["cp"] for method in ("ring", "all_gather"))
-    assert sent_bytes(ring) == sent_bytes(gathered)
-    all_keys = 2 * 65_536 * 8 * 128 * 2
-    forward = sum(by_collective(c for c in ring if c.place == "attention forward").values())
-    assert forward == LLAMA_70B.num_layers * all_keys * 7 // 8
-    backward = sum(by_collective(c for c in ring if c.place == "attention backward").values())
-    assert backward == 3 * forward  # keys again, and gradients in FP32
-    layers = LLAMA_70B.num_layers
-    assert call_counts(ring) == {"all_to_all": 3 * 7 * layers}  # C258: 7 for each, forward, backward and gradients
-    assert call_counts(gathered) == {"all_gather": 2 * layers, "reduce_scatter": layers}
 
 
 def test_C150_ulysses_sends_4_n_h_over_p_and_grouped_queries_less():
@@ -293,78 +191,15 @@ def test_C112_a_pipeline_sends_the_stream_and_v_times_as_often_with_v_stages_a_r
     assert pp_calls(TOY, 64, "micro_batches=4", 0) == []
 
 
-# ---- beside real ranks
-
-
-def _observe(module, engine, config, num_micro_batches):
-    """One step under the tracker, one under the meter: bytes held by kind, bytes sent, calls; receives left out."""
-    optimizer = module.make_optimizer(engine)
-
-    def step():
-        x_BS, y_BS = torch.randint(0, config.vocab_size, (2, 2, 32)).clone().unbind()
-        module.step(engine, [(x_BS, y_BS)] * num_micro_batches, optimizer)
-
-    with MemoryTracker(engine, optimizer) as tracker:
-        step()
-    with ByteMeter() as meter:
-        step()
-    held = {kind: max(column) for kind, column in tracker.timeline.bytes_by_kind.items()}
-    without_receives = [{k: v for k, v in what.items() if k != "recv"} for what in (meter.by_collective, meter.calls)]
-    return held, *without_receives
-
-
-def _context_and_pipeline(config, schedules):
-    from course_lib.parallel import context, pipeline
-
-    group = dist.group.WORLD
-    seen = []
-    for method, outer, recompute in WAYS:
-        engine = context.build(build(config, recompute=recompute), group, method, "zigzag", outer)
-        seen.append(_observe(context, engine, config, 2))
-    for name in schedules:
-        engine = pipeline.build(build(config), group, name)
-        seen.append(_observe(pipeline, engine, config, 5))
-    return seen
-
-
-def context_calls(config, method, outer, recompute, rank):
-    """Two micro-batches of 2 x 32 tokens on 4 ranks: attention, and once the gradients and the loss.
-
-    Ulysses inside a ring: the ring's ranks have half of the heads, as after tp 2; Ulysses' ranks half of the sequence.
-    """
-    how = {"cp_method": method, "recompute": recompute, "micro_batches": 2, "micro_batch": 2}
-    every = calls(Run(config, Layout(cp=4, **how), 32, "fp32"), rank)
-    attention = every["cp"]
-    if outer > 1:
-        attention = calls(Run(config, Layout(cp=2, **how), 16, "fp32"))["cp"]
-        attention += calls(Run(config, Layout(cp=2, tp=2, **(how | {"cp_method": "ring"})), 32, "fp32"))["cp"]
-    return [*attention, *every["data"], *(call for call in every["world"] if call.place == "loss")]
-
-
-@pytest.mark.exhaustive
-def test_real_ranks_of_context_and_pipeline_hold_and_send_what_the_formulas_say():
-    config = ModelConfig("odd", 4, 32, num_heads=8, num_kv_heads=4, d_ff=50, vocab_size=101, max_seq_len=64, tied=True)
-    schedules, states = ("naive", "1f1b"), ("parameters", "gradients", "optimizer")
-    ranks = launch(_context_and_pipeline, 4, config, schedules, quiet=True)
-    for rank, seen in enumerate(ranks):
-        for (method, outer, recompute), (held, sent, counts) in zip(WAYS, seen, strict=False):  # the rest are pipelines
-            expected = context_calls(config, method, outer, recompute, rank)
-            assert (by_collective(expected, rank), call_counts(expected)) == (sent, counts), (method, outer)
-            layout = Layout(cp=4, cp_method=method, micro_batch=2, micro_batches=2, recompute=recompute)
-            plan = budgets(Run(config, layout, 32, "fp32", device="cpu"))[0].by_kind
-            assert [plan[kind] for kind in states] == [held[kind] for kind in states]
-            if recompute == "none":
-                exchanged = exchange_bytes(config, 2, 32, 4, method, True, 4)  # when the last layer's is freed may vary
-                assert 0.99 * plan["activations"] < held["activations"] < plan["activations"] + exchanged, (
-                    method,
-                    outer,
-                )
-        for name, (held, sent, counts) in zip(schedules, seen[len(WAYS) :], strict=True):
-            text = f"pp=4,schedule={name},micro_batches=5,micro_batch=2"
-            expected = pp_calls(config, 32, text, rank, "fp32")
-            for of_step, of_pp in ((sent, by_collective(expected, rank // 3)), (counts, call_counts(expected))):
-                assert {kind: of_step[kind] for kind in of_step if kind != "broadcast"} == of_pp, name  # of the loss
-            plan = budgets(Run(config, Layout.parse(text), 32, "fp32", device="cpu"))[rank]
-            assert [plan.by_kind[kind] for kind in states] == [held[kind] for kind in states]
-            kept, messages = plan.by_kind["activations"], 4 * boundary_bytes(config, 2, 32, 4)  # sent, and still there
-            assert 0.97 * kept < held["activations"] < 1.01 * kept + messages, (name, rank)
+def test_C091_a_ring_sends_as_much_as_an_all_gather():
+    """(P - 1) / P of all keys and values either way: what differs is memory, overlap and the number of calls."""
+    ring, gathered = (calls(cp_run(LLAMA_70B, 65_536, 8, method))["cp"] for method in ("ring", "all_gather"))
+    assert sent_bytes(ring) == sent_bytes(gathered)
+    all_keys = 2 * 65_536 * 8 * 128 * 2
+    forward = sum(by_collective(c for c in ring if c.place == "attention forward").values())
+    assert forward == LLAMA_70B.num_layers * all_keys * 7 // 8
+    backward = sum(by_collective(c for c in ring if c.place == "attention backward").values())
+    assert backward == 3 * forward  # keys again, and gradients in FP32
+    layers = LLAMA_70B.num_layers
+    assert call_counts(ring) == {"all_to_all": 3 * 7 * layers}  # C148, C258: 7 each: forward, backward, gradients
+    assert call_counts(gathered) == {"all_gather": 2 * layers, "reduce_scatter": layers}

@@ -10,7 +10,7 @@ from course_lib.config import preset
 from course_lib.launch import launch
 from course_lib.layout import Layout
 from course_lib.measure import ByteMeter
-from course_lib.memory.five_d import five_d_states
+from course_lib.memory.zero import five_d_states
 from course_lib.model import MoE, with_moe
 from course_lib.parallel import five_d
 from course_lib.run import Run

@@ -4,8 +4,8 @@ from functools import cache
 
 from course_lib.checks.core import fail, grader, launched, rank_errors_as_failures
 from course_lib.checks.trainers import micro_batches
+from course_lib.memory.ranks import narrow
 from course_lib.memory.states import count_parameters
-from course_lib.memory.tensor import narrow
 from course_lib.minimal import compare_with_one_process, held_bytes, sent_bytes
 from course_lib.minimal.compare import CONFIG, differences_after_a_step
 from course_lib.minimal.tensor import TensorParallel

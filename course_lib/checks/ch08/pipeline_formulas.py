@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from course_lib.checks.core import expect_equal, fail, grader
-from course_lib.memory.pipeline import live_layers
+from course_lib.memory.stages import live_layers
 from course_lib.schedules import make
 from course_lib.schedules.bubbles import bubble
 

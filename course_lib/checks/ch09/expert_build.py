@@ -1,160 +1,146 @@
 """Grader of chapter 09, exercise 6: a layer of experts on ranks, forward and backward, from an empty cell."""
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from course_lib.checks.core import expect_close, expect_equal, fail, fresh_seed, grader, numbers, run_ranks
+from course_lib.checks.core import fresh_seed, numbers
+from course_lib.checks.table import Exercise
+from course_lib.checks.watch import Cost
+from course_lib.comm import all_gather, all_to_all
 from course_lib.measure import ByteMeter
+from course_lib.minimal.experts import Exchange, by_expert, send_rows
+from course_lib.minimal.moe import combine, dispatch, run_experts
 
 D, F = 16, 8
 COUNTS_BYTES = 64  # of each pair of rank and expert: what may be sent to say how many rows come
-SORTED_TWICE = (
-    "the results go back in the wrong order: the order that sorted the rows is applied once more. Index the results "
-    "with the inverse of that order, order.argsort()"
-)
-STILL_SORTED = (
-    "the results go back in the wrong order: they are still sorted by expert. Put them into the order in which the "
-    "rows arrived: index them with the inverse of the order that sorted them, order.argsort()"
-)
-NOT_SORTED = (
-    "rows of other ranks go to the wrong expert: rows arrive sorted by source rank. Sort them by expert before the "
-    "experts run, and undo the order before the results go back"
-)
 
 
-@grader
-def check_layer(answer, rng):
-    """Outputs and all gradients of one process, with uneven tokens on each rank, and no more rows than are needed."""
-    cases = ((2, rng.choice([2, 3]), rng.choice([2, 3])), (4, 2, 1), (4, rng.choice([1, 2]), 2))
-    for world_size, per_rank, k in cases:
-        where = f"{world_size} ranks, {world_size * per_rank} experts, k = {k}"
-        for rank, seen in enumerate(run_ranks(_layer, world_size, answer, per_rank, k, fresh_seed(rng))):
-            _expect(seen, f"{where}: rank {rank}")
+def layer(x_TD, expert_Tk, weight_Tk, experts, num_experts, group, change=None):
+    """As the lesson's; a mistake changes one step of it."""
+    step = {"move": Exchange.apply, "sort": by_expert, "undo": torch.argsort, "weigh": lambda w: w} | (change or {})
+    x_RD, order_R, rows_E = dispatch(x_TD, expert_Tk, num_experts)
+    to_rank = rows_E.view(group.size(), -1)
+    from_rank = all_to_all(to_rank, group)
+    sent, received = to_rank.sum(1).tolist(), from_rank.sum(1).tolist()
+    x_RD = step["move"](x_RD, sent, received, group)
+    sort_R = step["sort"](from_rank)
+    y_RD = run_experts(experts, x_RD[sort_R], from_rank.sum(0))
+    y_RD = step["move"](y_RD[step["undo"](sort_R)], received, sent, group)
+    return combine(y_RD, order_R, step["weigh"](weight_Tk))
 
 
-def _expect(seen: dict, where: str) -> None:
-    want_y, want_x, want_w = seen["want"][:3]
-    got_y, got_x, got_w = seen["got"][:3]
-    expect_close(got_y, want_y, f"{where}: y_TD", seen["misconceptions"])
-    if not seen["has_graph"]:
-        fail(f"{where}: y_TD has no graph; nothing gets a gradient")
-    grads = zip(seen["got"][3:], seen["want"][3:], strict=True)
-    if all(got is None for got in seen["got"][3:]) and any(want.any() for want in seen["want"][3:]):
-        fail(
-            f"{where}: the experts get no gradient. Autograd does not see a plain collective; write an "
-            "autograd.Function whose backward sends the gradients the way of the rows back"
-        )
-    for name, got, want in (("weight_Tk", got_w, want_w), ("x_TD", got_x, want_x)):
-        if got is None:
-            fail(f"{where}: {name} gets no gradient")
-        expect_close(got, want, f"{where}: the gradient of {name}")
-    for got, want in grads:
-        halved = {"divided by the number of ranks; the loss here is a sum over all ranks": want / seen["ranks"]}
-        own = torch.zeros_like(want) if got is None else got  # an expert without rows may have none
-        expect_close(own, want, f"{where}: the gradient of an expert's matrix", halved)
-    if seen["ranks"] > 2 and seen["sent"] > seen["enough"]:
-        fail(
-            f"{where}: forward sent {seen['sent']:,} bytes, and {seen['enough']:,} are enough: a row goes to the rank "
-            "of its expert only, and its result comes back"
-        )
-    expect_equal(seen["experts after"], seen["experts before"], f"{where}: the number of experts in the list")
+def layer_weighted_there(x_TD, expert_Tk, weight_Tk, experts, num_experts, group):
+    """The weight travels as one more element of its row, so that the expert's rank multiplies."""
+    expert_R, k = expert_Tk.flatten(), expert_Tk.shape[1]
+    order_R = expert_R.argsort()
+    to_rank = expert_R.bincount(minlength=num_experts).view(group.size(), -1)
+    from_rank = torch.empty_like(to_rank)
+    dist.all_to_all_single(from_rank, to_rank, group=group)
+    sent, received = to_rank.sum(1).tolist(), from_rank.sum(1).tolist()
+    rows = torch.cat([x_TD.repeat_interleave(k, 0), weight_Tk.reshape(-1, 1)], 1)[order_R]
+    rows = all_to_all_single_autograd(rows, received, sent, group)
+    pieces = list(rows.split(from_rank.flatten().tolist()))
+    done = [experts[i % len(experts)](piece[:, :-1]) * piece[:, -1:] for i, piece in enumerate(pieces)]
+    back = all_to_all_single_autograd(torch.cat(done), sent, received, group)
+    return torch.zeros_like(x_TD).index_add(0, order_R // k, back)
 
 
-def _layer(answer: Callable, per_rank: int, k: int, seed: int) -> dict:
-    """In a rank: y, then the gradients of x, the weights and this rank's experts, mine and those of one process."""
+def sizes(rng):
+    """(ranks, experts of a rank, k, seed), with uneven tokens on each rank."""
+    sizes = ((2, rng.choice([2, 3]), rng.choice([2, 3])), (4, 2, 1), (4, rng.choice([1, 2]), 2))
+    return [(*size, fresh_seed(rng)) for size in sizes]
+
+
+def watch_layer(answer, per_rank, k, seed):
+    """y, its graph, the gradients, and what forward sent; the loss is a sum over all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(seed)
-    inputs = [_tokens(generator, 5 + 3 * r, size * per_rank, k) for r in range(size)]
-    everybody = [_expert(generator) for _ in range(size * per_rank)]
-    mine = everybody[rank * per_rank : (rank + 1) * per_rank]
-    (x_TD, expert_Tk, weight_Tk), c_TD = inputs[rank][:3], inputs[rank][3]
-    x_TD, weight_Tk = x_TD.clone().requires_grad_(), weight_Tk.clone().requires_grad_()
-    experts = list(mine)
+    num_experts = size * per_rank
+    x_TD, expert_Tk, weight_Tk, c_TD = [_tokens(generator, 5 + 3 * r, num_experts, k) for r in range(size)][rank]
+    mine = [_expert(generator) for _ in range(num_experts)][rank * per_rank : (rank + 1) * per_rank]
+    given, experts = (x_TD.requires_grad_(), expert_Tk.clone(), weight_Tk.requires_grad_()), list(mine)
     with ByteMeter() as meter:
-        y_TD = answer(x_TD, expert_Tk.clone(), weight_Tk, experts, size * per_rank, dist.group.WORLD)
-    sent, is_tensor = meter.sent_bytes, isinstance(y_TD, Tensor)
-    has_graph = is_tensor and y_TD.requires_grad
+        y_TD = answer(*given, experts, num_experts, dist.group.WORLD)
+    has_graph = isinstance(y_TD, Tensor) and y_TD.requires_grad
     if has_graph and y_TD.shape == x_TD.shape:
         (y_TD * c_TD).sum().backward()
     params = [param for expert in mine for param in expert.parameters()]
-    got = [y_TD.detach() if is_tensor else y_TD, x_TD.grad, weight_Tk.grad, *(param.grad for param in params)]
-    for param in params:
-        param.grad = None
-    unweighted, want = _one_process(inputs, everybody, rank)
-    misconceptions = {
-        "the rows are added without their weights": unweighted,
-        SORTED_TWICE: _in_wrong_order(inputs, everybody, rank, times=2),
-        STILL_SORTED: _in_wrong_order(inputs, everybody, rank, times=1),
-        NOT_SORTED: _in_wrong_order(inputs, everybody, rank, times=0),
-    }
-    want += [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
     return {
-        "got": got, "want": want, "misconceptions": misconceptions, "has_graph": has_graph, "ranks": size, "sent": sent,
-        "enough": _enough_bytes(inputs, rank, per_rank), "experts before": per_rank, "experts after": len(experts),
-    }  # fmt: skip
+        "y_TD": y_TD.detach() if isinstance(y_TD, Tensor) else y_TD,
+        "whether y_TD has a graph": has_graph,
+        "whether experts get a gradient": any(param.grad is not None and param.grad.any() for param in params),
+        "the gradient of weight_Tk": "none" if weight_Tk.grad is None else weight_Tk.grad,
+        "the gradient of x_TD": "none" if x_TD.grad is None else x_TD.grad,
+        "the gradients of the experts": [torch.zeros_like(p) if p.grad is None else p.grad for p in params],
+        "bytes that forward sent": Cost(meter.sent_bytes, 2 * 8 * expert_Tk.numel() + COUNTS_BYTES * size * per_rank),
+        "the number of experts in the list": len(experts),
+    }
 
 
-def _tokens(generator: torch.Generator, count: int, num_experts: int, k: int) -> tuple[Tensor, ...]:
+def _tokens(generator, count, num_experts, k):
     """Tokens, their experts, their weights, and what the loss multiplies outputs by; nobody chooses the last expert."""
     x_TD, c_TD = numbers(generator, 2, count, D)
     logits_TE = numbers(generator, count, num_experts)
     logits_TE[:, -1] = -100.0
-    return x_TD, logits_TE.topk(k).indices, torch.rand(count, k, generator=generator, dtype=torch.float64), c_TD
+    weight_Tk = torch.rand(count, k, generator=generator, dtype=torch.float64)
+    return x_TD.clone(), logits_TE.topk(k).indices, weight_Tk, c_TD
 
 
-def _expert(generator: torch.Generator) -> nn.Module:
+def _expert(generator):
     expert = nn.Sequential(nn.Linear(D, F, bias=False), nn.Tanh(), nn.Linear(F, D, bias=False)).double()
     for param in expert.parameters():
         param.data = numbers(generator, *param.shape) / 4
     return expert
 
 
-def _one_process(inputs: list, experts: list[nn.Module], rank: int) -> tuple[Tensor, list[Tensor]]:
-    """This rank's y without weights; y, and the gradients of its x and weights, of the loss of all ranks."""
-    results, loss = None, 0.0
-    for source, (x_TD, expert_Tk, weight_Tk, c_TD) in enumerate(inputs):
-        x_TD, weight_Tk = x_TD.clone().requires_grad_(), weight_Tk.clone().requires_grad_()
-        rows_TkD = torch.stack(
-            [torch.stack([experts[e](x) for e in row]) for x, row in zip(x_TD, expert_Tk, strict=True)]
-        )
-        y_TD = (rows_TkD * weight_Tk[..., None]).sum(1)
-        loss = loss + (y_TD * c_TD).sum()
-        if source == rank:
-            results = rows_TkD.sum(1).detach(), y_TD.detach(), x_TD, weight_Tk
-    loss.backward()
-    unweighted, y_TD, x_TD, weight_Tk = results
-    return unweighted, [y_TD, x_TD.grad, weight_Tk.grad]
+class _HalfWay(Exchange):
+    @staticmethod
+    def backward(ctx, grad_RD):
+        grad_RD, *rest = Exchange.backward(ctx, grad_RD)
+        return grad_RD / ctx.group.size(), *rest
 
 
-def _in_wrong_order(inputs: list, experts: list[nn.Module], rank: int, times: int) -> Tensor:
-    """This rank's y if ranks sort the arrived rows so many times (0: never), and return the results without undoing it.
-
-    Rows that were never sorted are cut into the experts' pieces all the same.
-    """
-    per_rank, size = len(experts) // len(inputs), len(inputs)
-    y_TD = torch.zeros_like(inputs[rank][0])
-    for away in range(size):
-        arrived = []  # (source, token, slot, expert), by source, then by expert
-        for source, (_, expert_Tk, *_) in enumerate(inputs):
-            order, k = expert_Tk.flatten().argsort(stable=True).tolist(), expert_Tk.shape[1]
-            rows = [(source, i // k, i % k, int(expert_Tk[i // k, i % k])) for i in order]
-            arrived += [row for row in rows if row[3] // per_rank == away]
-        sorted_R, order = torch.tensor([row[3] for row in arrived], dtype=torch.long).sort(stable=True)
-        results = (torch.arange(len(order)), order, order[order])[times]
-        for (home, token, slot, _), result in zip(arrived, results.tolist(), strict=True):
-            if home == rank:
-                source, other, _, expert = arrived[result]
-                expert = int(sorted_R[result]) if times == 0 else expert
-                y_TD[token] += inputs[rank][2][token, slot] * experts[expert](inputs[source][0][other]).detach()
-    return y_TD
+def _gathers(x_TD, expert_Tk, weight_Tk, experts, num_experts, group):
+    """Right numbers, but every token goes to every rank, padded."""
+    all_gather(torch.zeros(64, x_TD.shape[1], dtype=x_TD.dtype), group)
+    return layer(x_TD, expert_Tk, weight_Tk, experts, num_experts, group)
 
 
-def _enough_bytes(inputs: list, rank: int, per_rank: int) -> int:
-    """Bytes of the rows that leave this rank and of the results that it returns, with room for weights and counts."""
-    ranks = [expert_Tk // per_rank for _, expert_Tk, _, _ in inputs]
-    out = int((ranks[rank] != rank).sum())
-    back = sum(int((of_rank == rank).sum()) for source, of_rank in enumerate(ranks) if source != rank)
-    return (out + back) * (D + 2) * 8 + COUNTS_BYTES * len(inputs) * per_rank
+def wrong_layer(**change):
+    return partial(layer, change=change)
+
+
+ROWS = "a row goes to the rank of its expert only, and its result comes back"
+check_layer = Exercise(
+    "check_layer",
+    layer,
+    layer_weighted_there,
+    sizes,
+    {
+        "the rows are added without their weights": wrong_layer(weigh=torch.ones_like),
+        "the results go back in the wrong order: the order that sorted the rows is applied once more. Index the "
+        "results with the inverse of that order, order.argsort()": wrong_layer(undo=lambda order_R: order_R),
+        "the results go back in the wrong order: they are still sorted by expert. Put them into the order in which the "
+        "rows arrived: index them with the inverse of the order that sorted them, order.argsort()": wrong_layer(
+            undo=lambda order_R: torch.arange(len(order_R))
+        ),
+        "rows of other ranks go to the wrong expert: rows arrive sorted by source rank. Sort them by expert before the "
+        "experts run, and undo the order before the results go back": wrong_layer(
+            sort=lambda from_rank: torch.arange(from_rank.sum())
+        ),
+        "y_TD has no graph; nothing gets a gradient": lambda *given: layer(*given).detach(),
+        "the experts get no gradient. Autograd does not see a plain collective; write an autograd.Function whose "
+        "backward sends the gradients the way of the rows back": wrong_layer(move=send_rows),
+        "divided by the number of ranks; the loss here is a sum over all ranks": wrong_layer(move=_HalfWay.apply),
+        ROWS: _gathers,
+    },
+    watch_layer,
+    {"bytes that forward sent": ROWS},
+    ranks=True,
+    hang="Does every rank call the same exchanges in the same order, also where it has no row to send?",
+    seconds=20.0,
+)

@@ -1,88 +1,136 @@
 """Graders of chapter 09, exercises 4 and 5: bytes of a layer, whose gradients are summed over whom."""
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from course_lib.checks.core import expect_close, expect_equal, fresh_seed, grader, numbers, run_ranks
+from course_lib.checks.core import fresh_seed, numbers
+from course_lib.checks.table import Exercise
+from course_lib.comm import all_reduce_
 from course_lib.parallel.expert import expert_groups
 
 DP, EP = 4, 2
 
 
 # ------------------------------------------------------------------------------------ 4. bytes of a layer
-@grader
-def check_sent_bytes(answer, rng):
-    """A recomputed block with a narrow dispatch, from the table of rows; what stays at home costs nothing."""
+def sent_bytes(rows, rank, d_model, narrow_bytes, wide_bytes, total=None, home=False):
+    """Dispatch and combine twice, and the gradients of both once. A mistake makes another total of out and back."""
+    out = sum(n for dst, n in enumerate(rows[rank]) if home or dst != rank)
+    back = sum(row[rank] for src, row in enumerate(rows) if home or src != rank)
+    forward, gradients = out * narrow_bytes + back * wide_bytes, (out + back) * wide_bytes
+    if total:
+        return d_model * total(out, back, narrow_bytes, wide_bytes)
+    return d_model * (2 * forward + gradients)
+
+
+def bytes_by_messages(rows, rank, d_model, narrow_bytes, wide_bytes):
+    total = 0
+    for other in range(len(rows)):
+        if other != rank:
+            total += rows[rank][other] * (2 * narrow_bytes + wide_bytes) + 3 * rows[other][rank] * wide_bytes
+    return total * d_model
+
+
+def tables_of_rows(rng):
+    """More goes out than comes back."""
+    cases = []
     for _ in range(3):
-        ranks, d_model, narrow, wide = rng.randrange(3, 7), rng.randrange(16, 100), 1, rng.choice([2, 4])
+        ranks = rng.randrange(3, 7)
         rows = [[rng.randrange(1, 60) for _ in range(ranks)] for _ in range(ranks)]
         rank = rng.randrange(ranks)
-        rows[rank][rank - 1] += 60 * ranks  # more goes out than comes back
-        out = sum(n for dst, n in enumerate(rows[rank]) if dst != rank)
-        back = sum(row[rank] for src, row in enumerate(rows) if src != rank)
-        sizes, home = (d_model, narrow, wide), rows[rank][rank]
-        want, once, of_all = (
-            bytes_of_a_recomputed_layer(out, back, *sizes), d_model * (out * narrow + back * wide),
-            3 * d_model * (out + back),
-        )  # fmt: skip
-        both = want + bytes_of_a_recomputed_layer(back, out, *sizes)
-        with_home = bytes_of_a_recomputed_layer(out + home, back + home, *sizes)
-        as_sent = bytes_of_a_recomputed_layer(out, out, *sizes)
-        believed = {
-            "what stays on the rank is not sent": with_home,
-            "combine returns the rows that came from others, not those that I sent": as_sent,
-            "forward runs twice: before its backward the block dispatches and combines once more": want - once,
-            "this is forward, twice; gradients travel too": 2 * once,
-            "only rows in dispatch are narrow; results and gradients have wide_bytes": of_all * narrow,
-            "rows in dispatch have narrow_bytes per element": of_all * wide,
-            "the gradients of dispatched rows are wide": want - d_model * back * (wide - narrow),
-            "received rows are counted as well; return what this rank sends": both,
-        }
-        where = f"rows {rows}, rank {rank}, D = {d_model}, {narrow} and {wide} bytes per element: bytes"
-        got = answer([list(row) for row in rows], rank, d_model, narrow, wide)
-        expect_equal(got, want, where, {m: value for m, value in believed.items() if value != want})
+        rows[rank][rank - 1] += 60 * ranks
+        cases.append((rows, rank, rng.randrange(16, 100), 1, rng.choice([2, 4])))
+    return cases
 
 
-def bytes_of_a_recomputed_layer(out: int, back: int, d_model: int, narrow_bytes: int, wide_bytes: int) -> int:
-    """Return the bytes that a rank sends: dispatch and combine twice, and the gradients of both once."""
-    forward = out * narrow_bytes + back * wide_bytes
-    return d_model * (2 * forward + (out + back) * wide_bytes)
+wrong_bytes = partial(partial, sent_bytes)
+check_sent_bytes = Exercise(
+    "check_sent_bytes",
+    sent_bytes,
+    bytes_by_messages,
+    tables_of_rows,
+    {
+        "what stays on the rank is not sent": wrong_bytes(home=True),
+        "combine returns the rows that came from others, not those that I sent": wrong_bytes(
+            total=lambda out, back, narrow, wide: 2 * out * (narrow + 2 * wide)
+        ),
+        "forward runs twice: before its backward the block dispatches and combines once more": wrong_bytes(
+            total=lambda out, back, narrow, wide: out * narrow + back * wide + (out + back) * wide
+        ),
+        "this is forward, twice; gradients travel too": wrong_bytes(
+            total=lambda out, back, narrow, wide: 2 * (out * narrow + back * wide)
+        ),
+        "only rows in dispatch are narrow; results and gradients have wide_bytes": wrong_bytes(
+            total=lambda out, back, narrow, wide: 3 * (out + back) * narrow
+        ),
+        "rows in dispatch have narrow_bytes per element": wrong_bytes(
+            total=lambda out, back, narrow, wide: 3 * (out + back) * wide
+        ),
+        "the gradients of dispatched rows are wide": wrong_bytes(
+            total=lambda out, back, narrow, wide: 2 * out * narrow + 2 * back * wide + out * wide + back * narrow
+        ),
+        "received rows are counted as well; return what this rank sends": wrong_bytes(
+            total=lambda out, back, narrow, wide: 2 * (out + back) * (narrow + 2 * wide)
+        ),
+    },
+)
 
 
 # ------------------------------------------------------------------------------------ 5. whose gradients
-@grader
-def check_sum_gradients(answer, rng):
-    """Four ranks, ep 2: the gradient of the mean over all tokens, of experts and of the rest."""
-    size = rng.randrange(3, 9)
-    everybody = run_ranks(_sum_on_this_rank, DP, answer, fresh_seed(rng), size)
-    given_experts, given_rest = (torch.stack([seen[kind] for seen in everybody]) for kind in ("expert", "rest"))
-    for rank, seen in enumerate(everybody):
-        where, mine = f"rank {rank} of {DP}, ep {EP}", given_experts[rank % EP :: EP].sum(0)
-        first = rank - rank % EP
-        others, same_rest = given_experts[first : first + EP].sum(0), given_rest[rank % EP :: EP]
-        per_expert = mine / (DP // EP)
-        wrong = {
-            "a mean over the ranks that have this expert: ep times too large; divide by all ranks of dp": per_expert,
-            "summed over all ranks, those with other experts too": given_experts.sum(0) / DP,
-            "summed over the ranks that exchange tokens; those have other experts": others / DP,
-            "not summed: the same expert on another rank saw other tokens": given_experts[rank] / DP,
-            "not divided: each rank's loss is a mean over its own tokens, of which there are dp": mine,
-        }
-        expect_close(seen["expert after"], mine / DP, f"{where}: an expert's gradient", wrong)
-        wrong = {
-            "not divided by the number of ranks": given_rest.sum(0),
-            "the rest is on all ranks, not only on those with the same experts": same_rest.sum(0) / DP,
-            "a mean over the ranks with the same experts; the rest is on all ranks": same_rest.mean(0),
-        }
-        expect_close(seen["rest after"], given_rest.mean(0), f"{where}: the gradient of the rest", wrong)
+def sum_gradients(expert_grads, other_grads, ep_group, expert_dp_group, dp_group, experts=None, rest=None):
+    """Experts' over expert_dp, the rest over dp, all divided by dp. A mistake: (the group's name or none, divisor)."""
+    groups = {"ep": ep_group, "expert_dp": expert_dp_group, "dp": dp_group}
+    for grads, (name, divisor) in ((expert_grads, experts or ("expert_dp", DP)), (other_grads, rest or ("dp", DP))):
+        for grad in grads:
+            if name:
+                all_reduce_(grad, groups[name])
+            grad /= divisor
 
 
-def _sum_on_this_rank(answer: Callable, seed: int, size: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed + dist.get_rank())
-    one, two = numbers(generator, 2, size, 2)
-    groups, given = expert_groups(dist.group.WORLD, EP), {"expert": one.clone(), "rest": two.clone()}
+def sums_by_gathering(expert_grads, other_grads, ep_group, expert_dp_group, dp_group):
+    """Everybody's gradients are gathered and added up here; experts' means are of ep losses at once."""
+    for grads, group, losses in ((expert_grads, expert_dp_group, ep_group.size()), (other_grads, dp_group, 1)):
+        for grad in grads:
+            everyone = [torch.empty_like(grad) for _ in range(group.size())]
+            dist.all_gather(everyone, grad, group=group)
+            grad.copy_(torch.stack(everyone).mean(0) / losses)
+
+
+def gradients(rng):
+    return [(DP, fresh_seed(rng), rng.randrange(3, 9))]
+
+
+def watch_gradients(answer, seed, size):
+    one, two = numbers(seed + dist.get_rank(), 2, size, 2)
+    groups = expert_groups(dist.group.WORLD, EP)
     answer([one], [two], groups.ep, groups.expert_dp, groups.dp)
-    return given | {"expert after": one, "rest after": two}
+    return {"an expert's gradient": one, "the gradient of the rest": two}
+
+
+wrong_sums = partial(partial, sum_gradients)
+check_sum_gradients = Exercise(
+    "check_sum_gradients",
+    sum_gradients,
+    sums_by_gathering,
+    gradients,
+    {
+        "a mean over the ranks that have this expert: ep times too large; divide by all ranks of dp": wrong_sums(
+            experts=("expert_dp", DP // EP)
+        ),
+        "summed over all ranks, those with other experts too": wrong_sums(experts=("dp", DP)),
+        "summed over the ranks that exchange tokens; those have other experts": wrong_sums(experts=("ep", DP)),
+        "not summed: the same expert on another rank saw other tokens": wrong_sums(experts=("", DP)),
+        "not divided: each rank's loss is a mean over its own tokens, of which there are dp": wrong_sums(
+            experts=("expert_dp", 1)
+        ),
+        "not divided by the number of ranks": wrong_sums(rest=("dp", 1)),
+        "the rest is on all ranks, not only on those with the same experts": wrong_sums(rest=("expert_dp", DP)),
+        "a mean over the ranks with the same experts; the rest is on all ranks": wrong_sums(
+            rest=("expert_dp", DP // EP)
+        ),
+    },
+    watch_gradients,
+    ranks=True,
+    hang="Does every rank of a group make the same calls in the same order?",
+)

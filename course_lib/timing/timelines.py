@@ -1,0 +1,183 @@
+"""Timelines of one rank: spans on a lane that computes and one that communicates or copies, and what hides behind what.
+
+Buckets beside backward, ZeRO-3's gathers, a layer of tensor parallelism, a ring of context parallelism, rows of
+experts, activations on their way to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from course_lib.hardware import Cluster, Link
+from course_lib.run import Run
+from course_lib.span import COMPUTE, Span
+from course_lib.timing.collectives import collective_s
+from course_lib.timing.rates import Utilisation
+from course_lib.timing.tensor import layer_parts, sum_and_gather_s
+from course_lib.validate import Amount, Positive, Size, checked
+
+COMMUNICATION = "communication"
+_EXPERT_PARTS = {"attention": COMPUTE, "dispatch": COMMUNICATION, "experts": COMPUTE, "combine": COMMUNICATION}
+
+
+class _Lanes:
+    """Spans of rank 0: each starts when its lane is free, and not before the seconds that it has to wait for."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._free_s: dict[str, float] = {}
+
+    def add(self, lane: str, name: str, seconds: float, *after_s: float) -> Span:
+        start_s = max(self._free_s.get(lane, 0.0), *after_s, 0.0)
+        self.spans.append(Span(0, lane, name, start_s, start_s + seconds))
+        self._free_s[lane] = start_s + seconds
+        return self.spans[-1]
+
+    def free_s(self, lane: str | None = None) -> float:
+        """When a lane has done all, or all of them have."""
+        return self._free_s.get(lane, 0.0) if lane else max(self._free_s.values(), default=0.0)
+
+    def then(self, lane: str, name: str, seconds: float) -> Span:
+        """The next span, after all others."""
+        return self.add(lane, name, seconds, self.free_s())
+
+
+@checked
+def exposed_s(spans: Sequence[Span]) -> float:
+    """Seconds of communication that no computation hides: from the end of the compute lane to the end of all."""
+    compute_stop_s = max(span.stop_s for span in spans if span.lane == COMPUTE)
+    return max(span.stop_s for span in spans) - compute_stop_s
+
+
+@checked
+def waiting_s(spans: Sequence[Span]) -> float:
+    """Seconds in which the compute lane is idle, from the first span's start to the last one's end."""
+    whole_s = max(span.stop_s for span in spans) - min(span.start_s for span in spans)
+    return whole_s - sum(span.seconds for span in spans if span.lane == COMPUTE)
+
+
+@checked
+def dp_spans(
+    forward_s: Amount, backward_s: Amount, bucket_comm_s: Sequence[Amount], overlap: bool = True
+) -> list[Span]:
+    """One data-parallel step: forward and backward in one lane, an all-reduce for each bucket in another.
+
+    Bucket i of N is ready when the share (i + 1) / N of backward is done; all-reduces run one after the other. Without
+    overlap they wait for the end of the backward.
+    """
+    lanes = _Lanes()
+    lanes.add(COMPUTE, "forward", forward_s)
+    lanes.add(COMPUTE, "backward", backward_s)
+    for index, comm_s in enumerate(bucket_comm_s):
+        done = (index + 1) / len(bucket_comm_s) if overlap else 1.0
+        lanes.add(COMMUNICATION, f"all-reduce {index}", comm_s, forward_s + done * backward_s)
+    return lanes.spans
+
+
+@checked
+def zero3_spans(
+    passes_s: tuple[Amount, Amount], gather_s: Amount, reduce_s: Amount, num_layers: Size, prefetch: bool = True
+) -> list[Span]:
+    """Equal blocks under ZeRO-3, forward then backward (passes_s of one block).
+
+    With prefetch a block's gather starts when the block before it starts computing, without when that has ended. In
+    backward a reduce-scatter follows its block, behind the gather of the next.
+    """
+    lanes, before, reduced = _Lanes(), None, None
+    passes = (("forward", range(num_layers)), ("backward", range(num_layers)[::-1]))
+    for (name, indices), seconds in zip(passes, passes_s, strict=True):
+        for index in indices:
+            allowed_s = 0.0 if before is None else before.start_s if prefetch else before.stop_s
+            gathered = lanes.add(COMMUNICATION, f"gather {index}", gather_s, allowed_s)
+            if reduced:
+                lanes.add(COMMUNICATION, *reduced)
+            before = lanes.add(COMPUTE, f"{name} {index}", seconds, gathered.stop_s)
+            reduced = (f"reduce {index}", reduce_s, before.stop_s) if name == "backward" else None
+    lanes.add(COMMUNICATION, *reduced)
+    return lanes.spans
+
+
+@checked
+def tensor_parallel_layer_spans(
+    run: Run, cluster: Cluster, utilisation: Utilisation = Utilisation(), overlap: bool = True
+) -> list[Span]:
+    """Model one layer of tensor parallelism, forward then backward.
+
+    Backward of a part: gradients of its row-parallel matrix and of its input; then the sum of the input's gradient over
+    the ranks, and beside it (overlap) or after it the weight gradients of the column-parallel matrices. With sequence
+    parallelism a sum is a reduce-scatter, and what the next part reads is gathered first.
+    """
+    gathers, parts = run.layout.sequence_parallel, layer_parts(run, cluster, utilisation)
+    (sum_s, gather_s), lanes = sum_and_gather_s(run, cluster), _Lanes()
+    for part in parts:
+        if gathers:
+            lanes.then(COMMUNICATION, f"gather {part.name}'s input", gather_s)
+        lanes.then(COMPUTE, f"forward {part.name}", part.forward_s)
+        lanes.then(COMMUNICATION, f"sum {part.name}'s output", sum_s)
+    for part in reversed(parts):
+        if gathers:
+            lanes.then(COMMUNICATION, f"gather {part.name}'s output gradient", gather_s)
+        rows = lanes.then(COMPUTE, f"backward of {part.name}'s rows", part.backward_s - 2 * part.column_s)
+        if run.layout.regather:
+            lanes.add(COMMUNICATION, f"gather {part.name}'s input again", gather_s, rows.stop_s)
+        read_s = lanes.free_s()
+        into = lanes.add(COMPUTE, f"{part.name}'s input gradient", part.column_s, 0.0 if overlap else read_s)
+        summed = lanes.add(COMMUNICATION, f"sum {part.name}'s input gradient", sum_s, into.stop_s)
+        lanes.add(COMPUTE, f"{part.name}'s weight gradients", part.column_s, read_s if overlap else summed.stop_s)
+    return lanes.spans
+
+
+@checked
+def ring_spans(
+    forward_s: Sequence[Amount], backward_s: Sequence[Amount], kv_bytes: Amount, grad_bytes: Amount, link: Link
+) -> list[Span]:
+    """One layer's ring of context parallelism, forward then backward.
+
+    While a step computes, the next keys and values arrive; backward also the gradients of the block before. All ranks
+    are taken to be as far as this one, with the seconds of the busiest at each step. Messages leave one after the
+    other, so the gradients that a step adds to have come before the keys that the next one needs. kv1 is the first ring
+    step of keys and values, dkv1 that of their gradients.
+    """
+    hop_s, grad_hop_s = (collective_s("send", size, 2, link) for size in (kv_bytes, grad_bytes))
+    lanes, last, arrived_s = _Lanes(), len(forward_s) - 1, 0.0
+    for name, passes in (("forward", forward_s), ("backward", backward_s)):
+        for step, seconds in enumerate(passes):
+            now_s = max(lanes.free_s(COMPUTE), arrived_s)
+            if step < last:
+                arrived_s = lanes.add(COMMUNICATION, f"kv{step + 1}", hop_s, now_s).stop_s
+            done_s = lanes.add(COMPUTE, f"{name} {step}", seconds, now_s).stop_s
+            if step and name == "backward":  # this step's share is added, and all goes on
+                lanes.add(COMMUNICATION, f"dkv{step}", grad_hop_s, done_s)
+    return lanes.spans
+
+
+@checked
+def expert_layer_spans(seconds: Mapping[str, float], micro_batches: Size = 2, overlap: bool = True) -> list[Span]:
+    """A layer of experts for several micro-batches: attention, dispatch, experts, combine of each.
+
+    With `overlap` each lane does one part of all micro-batches before the next part; rows travel beside computation.
+    Raises   ValueError unless each part has its seconds, more than 0
+    """
+    if set(seconds) != set(_EXPERT_PARTS) or not all(value > 0 for value in seconds.values()):
+        raise ValueError(f"seconds has {sorted(seconds)}; give more than 0 for each of {', '.join(_EXPERT_PARTS)}")
+    order = [(part, index) for part in _EXPERT_PARTS for index in range(micro_batches)]
+    if not overlap:
+        order.sort(key=lambda entry: entry[1])
+    lanes, ready_s = _Lanes(), [0.0] * micro_batches
+    for part, index in order:
+        free_s = ready_s[index] if overlap else lanes.free_s()
+        ready_s[index] = lanes.add(_EXPERT_PARTS[part], f"{part} {index}", seconds[part], free_s).stop_s
+    return lanes.spans
+
+
+@checked
+def copy_spans(layer_s: Positive, copy_s: Amount, num_layers: Size, side_stream: bool = True) -> list[Span]:
+    """A forward pass whose layers copy what they saved to the host, in the same stream or in one beside it.
+
+    In the same stream the next layer waits for the copy. Beside it a copy waits for its layer and for the copy before.
+    """
+    lanes = _Lanes()
+    for layer in range(num_layers):
+        computed = lanes.add(COMPUTE, f"forward {layer}", layer_s, 0.0 if side_stream else lanes.free_s())
+        lanes.add("copy", f"out {layer}", copy_s, computed.stop_s)
+    return lanes.spans
