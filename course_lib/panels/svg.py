@@ -88,7 +88,7 @@ class Bars:
                 at += scale * size
             sums_in_words.append(text(max(at, left) + 6, middle, ends[label], bold=label == self.chosen))
         found += [one.format(bottom=y + 22 * len(self.rows)) for one in lines] + sums_in_words
-        legend, bottom = _legend([part for parts in self.rows.values() for part in parts], bottom)
+        legend, bottom = _legend([part for parts in self.rows.values() for part in parts if parts[part]], bottom)
         return [*found, *legend], bottom
 
 
@@ -129,7 +129,7 @@ class Columns:
         for name, size in self.limits.items():
             at = base - self.height * size / end
             found += [line(left, at, right, at, "rule", "4 3"), text(right, at - 4, name, "end", size=11)]
-        legend, bottom = _legend([part for parts in self.columns for part in parts], base + 20)
+        legend, bottom = _legend([part for parts in self.columns for part in parts if parts[part]], base + 20)
         return [*found, *legend], bottom
 
 
