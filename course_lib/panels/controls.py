@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from course_lib.config import PRESETS
-from course_lib.hardware import GPUS, LINKS, gpu
+from course_lib.hardware import GPUS, LINKS, Cluster, gpu, link
 from course_lib.layout import Layout
 from course_lib.layout.partition import CP_METHODS
 from course_lib.layout.record import DEFAULTS
@@ -83,6 +83,12 @@ def layout_of(values: Mapping[str, Value]) -> Layout:
     Raises   ValueError as `Layout`
     """
     return Layout(**{name: value for name, value in values.items() if name in DEFAULTS})
+
+
+def cluster_of(values: Mapping) -> Cluster:
+    """Return the cluster that these values describe: 8 GPUs a node unless they say how many, the GPU's own links."""
+    inside = values.get("inside", gpu(values["gpu"]).link)
+    return Cluster(gpu(values["gpu"]), link(inside), link(values["between"]), values.get("gpus_per_node", 8))
 
 
 def kinds_of(budget: Budget) -> dict[str, float]:

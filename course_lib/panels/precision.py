@@ -10,24 +10,48 @@ from course_lib.panels.svg import Box, Lanes
 
 
 @dataclass(frozen=True)
-class Format:
-    """A binary floating-point format with infinities."""
+class FloatFormat:
+    """A binary floating-point format.
 
+    `finite_only`: no infinities, so that the highest exponent holds numbers too (FP8 E4M3).
+    """
+
+    name: str
     exponent_bits: int
     mantissa_bits: int
+    finite_only: bool = False
+
+    @property
+    def bits(self) -> int:
+        """All bits, the sign among them."""
+        return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def bias(self) -> int:
+        """What is taken from the stored exponent."""
         return 2 ** (self.exponent_bits - 1) - 1
 
     @property
     def largest(self) -> float:
-        return (2 - 2.0**-self.mantissa_bits) * 2.0**self.bias
+        """The largest finite number. In a finite-only format the top pattern alone is not a number."""
+        if self.finite_only:
+            return 2.0 ** (2**self.exponent_bits - 1 - self.bias) * (2 - 2 * 2.0**-self.mantissa_bits)
+        return 2.0**self.bias * (2 - 2.0**-self.mantissa_bits)
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest number with full precision."""
+        return 2.0 ** (1 - self.bias)
 
     @property
     def smallest(self) -> float:
-        """The least number above 0."""
+        """The smallest number above zero (subnormal)."""
         return 2.0 ** (1 - self.bias - self.mantissa_bits)
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next number."""
+        return 2.0**-self.mantissa_bits
 
     def stored(self, value: float) -> float:
         """Return the nearest number that the format has, of two the even one; too large is infinite."""
@@ -37,7 +61,16 @@ class Format:
         return math.copysign(math.inf, value) if abs(nearest) > self.largest else nearest
 
 
-FORMATS = {"fp32": Format(8, 23), "bf16": Format(8, 7), "fp16": Format(5, 10)}
+# Source: IEEE 754-2019 (fp32, fp16); torch.finfo; OCP 8-bit floating point specification (OFP8)
+FORMATS = {
+    "fp32": FloatFormat("fp32", 8, 23),
+    "tf32": FloatFormat("tf32", 8, 10),
+    "bf16": FloatFormat("bf16", 8, 7),
+    "fp16": FloatFormat("fp16", 5, 10),
+    "fp8 e5m2": FloatFormat("fp8 e5m2", 5, 2),
+    "fp8 e4m3": FloatFormat("fp8 e4m3", 4, 3, finite_only=True),
+}
+SHOWN = ("fp32", "bf16", "fp16")
 
 
 def verdict(weight: float, update: float, after: float) -> str:
@@ -66,10 +99,10 @@ def add(name: str, weight: float, update: float) -> tuple[float, float, float]:
 def draw_precision(weight: float, update: float) -> Shown:
     """The range of each format with the weight and the update in it, and what becomes of their sum."""
     lanes, notes, said = {}, {}, []
-    for name, format in FORMATS.items():
+    for name in SHOWN:
         stored, change, after = add(name, weight, update)
         found = verdict(stored, change, after)
-        lanes[name] = [Box(math.log10(format.smallest), math.log10(format.largest), "range")]
+        lanes[name] = [Box(math.log10(FORMATS[name].smallest), math.log10(FORMATS[name].largest), "range")]
         notes[name] = found
         said.append(f"{name}: {stored:.6g} + {change:.4g} gives {after:.9g}, {found}.")
     marks = {f"weight {weight:g}": math.log10(weight), f"update {update:g}": math.log10(update)}

@@ -13,7 +13,7 @@ from functools import lru_cache
 from course_lib.config import MOE_PRESETS, PRESETS, ModelConfig, preset
 from course_lib.engines import ENGINES, Engine
 from course_lib.estimate import estimate
-from course_lib.hardware import GPUS, Cluster, gpu, link
+from course_lib.hardware import GPUS, Cluster
 from course_lib.layout import Layout
 from course_lib.layout.mesh import links_of_axes
 from course_lib.layout.partition import CP_METHODS, fewer_at_the_ends
@@ -22,7 +22,7 @@ from course_lib.memory.ranks import for_length
 from course_lib.memory.states import count_parameters, recipe_of
 from course_lib.memory.zero import Offload
 from course_lib.palette import KINDS
-from course_lib.panels.controls import controls, layout_of, named, of_table, powers
+from course_lib.panels.controls import cluster_of, controls, layout_of, named, of_table, powers
 from course_lib.panels.record import Control, Panel, Shown
 from course_lib.panels.svg import Bars
 from course_lib.plan import Job, search
@@ -65,12 +65,6 @@ def compared(title: str, runs: Mapping[str, Run], chosen: str, cluster: Cluster,
 def sent_by_axis(run: Run) -> dict[str, int]:
     """Return what a rank of the first stage sends in a step, without the few numbers of the norm."""
     return {axis: size for axis, size in sent(run).items() if axis != "world"}
-
-
-def cluster_of(values: Mapping) -> Cluster:
-    """Return the cluster that these values describe: 8 GPUs a node unless they say how many, the GPU's own links."""
-    inside = values.get("inside", gpu(values["gpu"]).link)
-    return Cluster(gpu(values["gpu"]), link(inside), link(values["between"]), values.get("gpus_per_node", 8))
 
 
 # ------------------------------------------------------------------------------------ ZeRO (lesson 4)
